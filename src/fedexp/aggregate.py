@@ -1,0 +1,195 @@
+"""`Aggregate`: everything that crosses the network is a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedexp.errors import require
+
+SCALARS = ("weight", "sq_norm", "count", "dropped")
+
+
+@dataclass(frozen=True, eq=False)
+class Aggregate:
+    """The sums a server needs from a round, and nothing else.
+
+    A commutative monoid under `+`, exact up to floating-point rounding::
+
+        zero + a == a        a + b == b + a        (a + b) + c == a + (b + c)
+
+    so streaming over clients, sharding a cohort over processes and secure aggregation are all the
+    same operation, and the server never holds more than one update.
+
+    Attributes:
+        weight: sum of the client weights p_i.
+        update: sum of p_i Δ_i, a vector in float32 or wider; Δ_i = w - w_i as in the paper (eq. 3).
+        sq_norm: sum of p_i ||Δ_i||², over the whole vector, in float64.
+        count: number of clients in the sums.
+        dropped: number of clients left out because their update was not finite.
+        extras: named sums that a client rule or a model adds, weighted by p_i as well.
+
+    >>> a = Aggregate.of([[3.0, 4.0], [1.0, 0.0]])
+    >>> a.mean.tolist(), a.mean_sq_norm.item()
+    ([2.0, 2.0], 13.0)
+    >>> a + Aggregate.zero(2) == a
+    True
+    """
+
+    weight: Tensor
+    update: Tensor
+    sq_norm: Tensor
+    count: Tensor
+    dropped: Tensor
+    extras: Mapping[str, Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def of(
+        cls,
+        deltas: Any,
+        weights: Any = None,
+        extras: Mapping[str, Tensor] | None = None,
+    ) -> Aggregate:
+        """Sum the updates of M clients.
+
+        A client with a non-finite entry anywhere, or whose squared norm overflows, adds nothing to
+        the sums and one to `dropped`: one broken client must not break the model.
+
+        Args:
+            deltas: M updates, shape [M, d].
+            weights: M non-negative weights; uniform when None. The same weights enter the mean
+                and the mean squared norm, always.
+            extras: further values to sum, each of shape [M, ...].
+        """
+        deltas = _accumulable(torch.as_tensor(deltas))
+        require(deltas.ndim == 2, f"deltas must have shape [M, d], not {tuple(deltas.shape)}")
+        wide = {"dtype": torch.float64, "device": deltas.device}
+        sq_norms = _sq_norms(deltas)
+        extras = {name: _accumulable(value) for name, value in (extras or {}).items()}
+        keep = reduce(torch.logical_and, map(_finite_rows, extras.values()), sq_norms.isfinite())
+        if weights is None:
+            kept = keep.to(torch.float64)
+        else:
+            kept = keep * _checked_weights(torch.as_tensor(weights, **wide), len(deltas))
+        return cls(
+            weight=kept.sum(),
+            update=_weighted_sum(kept, keep, deltas),
+            sq_norm=torch.where(keep, kept * sq_norms, 0.0).sum(),
+            count=keep.sum(dtype=torch.float64),
+            dropped=(~keep).sum(dtype=torch.float64),
+            extras={name: _weighted_sum(kept, keep, value) for name, value in extras.items()},
+        )
+
+    @classmethod
+    def zero(
+        cls,
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> Aggregate:
+        """The neutral element: no clients. A missing extra counts as zero."""
+        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        update = _accumulable(torch.zeros(dim, dtype=dtype, device=device))
+        return cls(nothing, update, nothing, nothing, nothing)
+
+    def __add__(self, other: Aggregate) -> Aggregate:
+        sums = {name: getattr(self, name) + getattr(other, name) for name in (*SCALARS, "update")}
+        extras = {
+            name: self.extras[name] + other.extras[name]
+            if name in self.extras and name in other.extras
+            else self.extras.get(name, other.extras.get(name))
+            for name in sorted({*self.extras, *other.extras})
+        }
+        return Aggregate(**sums, extras=extras)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Aggregate) or self.extras.keys() != other.extras.keys():
+            return NotImplemented if not isinstance(other, Aggregate) else False
+        return torch.equal(self.pack(), other.pack())
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @property
+    def mean(self) -> Tensor:
+        """The mean update sum p_i Δ_i / sum p_i; zero when nobody took part."""
+        return self._over_weight(self.update)
+
+    @property
+    def mean_sq_norm(self) -> Tensor:
+        """The mean squared norm sum p_i ||Δ_i||² / sum p_i, a float64 scalar."""
+        return self._over_weight(self.sq_norm)
+
+    @property
+    def sq_norm_of_mean(self) -> Tensor:
+        """||mean||² over the whole vector, a float64 scalar."""
+        return torch.linalg.vector_norm(self.mean, dtype=torch.float64).square()
+
+    def mean_extra(self, name: str) -> Tensor:
+        """The mean of a named extra."""
+        return self._over_weight(self.extras[name])
+
+    def pack(self) -> Tensor:
+        """All sums in one flat buffer of the update's dtype: what one all-reduce needs.
+
+        The sum of packed buffers is the packed sum (for aggregates with the same extras).
+        """
+        scalars = torch.stack([getattr(self, name) for name in SCALARS]).to(self.update.dtype)
+        extras = [self.extras[name].flatten() for name in sorted(self.extras)]
+        return torch.cat([scalars, self.update, *(e.to(self.update.dtype) for e in extras)])
+
+    def unpack(self, buffer: Tensor) -> Aggregate:
+        """The aggregate in `buffer`, laid out as this one is; the inverse of `pack`."""
+        names = sorted(self.extras)
+        parts = [len(SCALARS), self.update.numel(), *(self.extras[n].numel() for n in names)]
+        require(
+            buffer.shape == (sum(parts),),
+            f"the buffer has shape {tuple(buffer.shape)} where [{sum(parts)}] was expected; "
+            "unpack with an aggregate of the same model and extras",
+        )
+        scalars, update, *extras = buffer.split(parts)
+        scalar = dict(zip(SCALARS, scalars.to(torch.float64).unbind(), strict=True))
+        shaped = {
+            name: value.view_as(self.extras[name]).to(self.extras[name].dtype)
+            for name, value in zip(names, extras, strict=True)
+        }
+        return replace(self, **scalar, update=update, extras=shaped)
+
+    def _over_weight(self, total: Tensor) -> Tensor:
+        return torch.where(self.weight > 0, total / self.weight, torch.zeros_like(total))
+
+
+def usable(deltas: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
+    """Which of M clients `Aggregate.of` admits, as M booleans: all finite, norm included."""
+    finite = _sq_norms(_accumulable(deltas)).isfinite()
+    return reduce(torch.logical_and, map(_finite_rows, extras.values()), finite)
+
+
+def _sq_norms(deltas: Tensor) -> Tensor:
+    return torch.linalg.vector_norm(deltas, dim=1, dtype=torch.float64).square()
+
+
+def _accumulable(value: Tensor) -> Tensor:
+    """Float32 or wider: half precisions and integers are widened before they are summed."""
+    return value if value.dtype in (torch.float32, torch.float64) else value.to(torch.float32)
+
+
+def _finite_rows(value: Tensor) -> Tensor:
+    return value.isfinite().flatten(1).all(dim=1)
+
+
+def _checked_weights(weights: Tensor, clients: int) -> Tensor:
+    require(weights.shape == (clients,), f"need one weight for each of {clients} clients")
+    valid = bool((weights.isfinite() & (weights >= 0)).all())
+    require(valid, "client weights must be finite and not negative")
+    return weights
+
+
+def _weighted_sum(weights: Tensor, keep: Tensor, values: Tensor) -> Tensor:
+    rows = values.flatten(1)
+    clean = torch.where(keep[:, None], rows, 0.0)  # a zero weight would not silence a NaN
+    return (weights.to(rows.dtype) @ clean).view(values.shape[1:])

@@ -1,0 +1,7 @@
+"""Federated data: the container and the partitions."""
+
+from fedexp.data import partition
+from fedexp.data.federation import Batch, Federation
+from fedexp.data.transform import Transform
+
+__all__ = ["Batch", "Federation", "Transform", "partition"]

@@ -1,0 +1,151 @@
+"""`simulate`: federated training as a generator of records."""
+
+from __future__ import annotations
+
+import time
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+
+from torch import Tensor
+
+from fedexp.aggregate import Aggregate
+from fedexp.algorithms import Algorithm
+from fedexp.client import Tensors
+from fedexp.engine.loop import Work, run_cohort
+from fedexp.engine.plan import sample_cohort
+from fedexp.engine.record import Record
+from fedexp.engine.state import SimulationState
+from fedexp.errors import DivergedError, NonFiniteUpdateWarning, require
+from fedexp.local import LocalTraining
+from fedexp.objective import Buffers
+from fedexp.tasks.task import Task, Weighting
+
+
+def simulate(
+    task: Task,
+    algorithm: Algorithm,
+    rounds: int | None = None,
+    cohort: int | None = None,
+    seed: int = 0,
+    *,
+    local: LocalTraining | None = None,
+    weighting: Weighting = "uniform",
+    evaluate_every: int = 1,
+    start: SimulationState | None = None,
+) -> Iterator[Record]:
+    """Train, and yield one `Record` a round. Stop when you like: the consumer is in charge.
+
+    Arguments are checked at the call, before the first round.
+
+    Args:
+        task: the problem and its data.
+        algorithm: e.g. `fedexp(eps=1e-3)`.
+        rounds: rounds in all, counted from the very first; the task's own number when None.
+        cohort: clients a round, drawn without replacement; None for all.
+        seed: fixes the initial weights, the cohorts and the batches.
+        local: local training; the task's own when None.
+        weighting: "uniform" as in the paper, or "size" to weigh clients by their examples.
+        evaluate_every: evaluate in every so many rounds, and in the last.
+        start: continue from the state of an earlier record.
+
+    >>> from fedexp.algorithms import fedexp
+    >>> from fedexp.tasks import toy
+    >>> [round(r.server_lr, 6) for r in simulate(toy(), fedexp(eps=0, factor=1), rounds=4)]
+    [1.2, 6.0, 1.2, 6.0]
+    """
+    rounds = task.rounds if rounds is None else rounds
+    require(rounds >= 1, f"rounds must be at least 1, not {rounds}")
+    require(evaluate_every >= 1, f"evaluate_every must be at least 1, not {evaluate_every}")
+    require(weighting in ("uniform", "size"), f"weighting is uniform or size, not {weighting!r}")
+    require(seed >= 0, f"the seed must not be negative, but is {seed}")
+    sample_cohort(seed, 0, task.train.clients, cohort)
+    state = start or SimulationState.initial(task, algorithm, seed)
+    work = Work(
+        task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
+    )
+    return _rounds(work, state, rounds, cohort, evaluate_every)
+
+
+def _rounds(
+    work: Work, state: SimulationState, rounds: int, cohort: int | None, evaluate_every: int
+) -> Iterator[Record]:
+    warned = False
+    for round in range(state.round + 1, rounds + 1):
+        chosen = sample_cohort(work.seed, round, work.task.train.clients, cohort)
+        record = run_round(replace(work, round=round, cohort=chosen), state)
+        state = record.state
+        if record.dropped and not warned:
+            warned = True
+            _warn_dropped(record)
+        if not state.params.isfinite().all():
+            raise DivergedError(round, "the model")
+        yield _evaluated(work, record) if round % evaluate_every == 0 or round == rounds else record
+
+
+def run_round(work: Work, state: SimulationState) -> Record:
+    """One round: local training, sums, server step. Pure in `state`."""
+    began = time.perf_counter()
+    aggregate, changed = run_cohort(work, state)
+    metrics: dict[str, float] = {}
+    after = replace(state, round=work.round)
+    if aggregate.count > 0:
+        after, metrics = _server_step(work, after, aggregate, changed)
+    return Record(
+        round=work.round,
+        server_lr=metrics.pop("server_lr", None),
+        local_lr=work.lr,
+        clients=int(aggregate.count),
+        dropped=int(aggregate.dropped),
+        seconds=time.perf_counter() - began,
+        metrics=metrics,
+        state=after,
+    )
+
+
+def _server_step(
+    work: Work, state: SimulationState, aggregate: Aggregate, changed: dict[int, Tensors]
+) -> tuple[SimulationState, dict[str, float]]:
+    """Rules move the parameters; buffers are averaged, or kept where they are not numbers."""
+    algorithm, sizes = work.algorithm, work.task.train.sizes
+    params, server, metrics = algorithm.server.step(state.params, aggregate, state.server)
+    total_weight = float(sizes.sum()) if work.weighting == "size" else float(len(sizes))
+    buffers = state.buffers
+    if "buffers" in aggregate.extras:
+        averaged = aggregate.mean_extra("buffers").to(buffers.averaged.dtype)
+        buffers = Buffers(averaged, buffers.kept)
+    after = replace(
+        state,
+        params=params,
+        buffers=buffers,
+        recent=_recent(state, params, buffers, algorithm.iterates),
+        server=server,
+        shared=algorithm.client.update_shared(state.shared, aggregate, total_weight),
+        clients={**state.clients, **changed} if changed else state.clients,
+    )
+    return after, {name: float(value) for name, value in metrics.items()}
+
+
+def _recent(
+    state: SimulationState, params: Tensor, buffers: Buffers, iterates: int
+) -> tuple[tuple[Tensor, Buffers], ...]:
+    """The last iterates; the untrained first model is not one of them (audit A8.15)."""
+    before = state.recent if state.round > 1 else ()
+    return (*before, (params, buffers))[-iterates:]
+
+
+def _evaluated(work: Work, record: Record) -> Record:
+    values = work.task.evaluate(*record.state.output(), work.weighting)
+    loss = values["train_loss"]
+    if not abs(loss) < float("inf"):
+        raise DivergedError(record.round, "the training loss")
+    return replace(record, **values)
+
+
+def _warn_dropped(record: Record) -> None:
+    warnings.warn(
+        f"round {record.round}: {record.dropped} client update(s) were not finite and were left "
+        "out (further ones are only counted); lower local.lr or set local.clip_norm",
+        NonFiniteUpdateWarning,
+        stacklevel=3,
+    )

@@ -1,0 +1,49 @@
+"""The errors a user can cause. Each message is one line and names the remedy."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class FedExPError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class UsageError(FedExPError, ValueError):
+    """An argument, option or data set that cannot be used as given."""
+
+
+class DivergedError(FedExPError, ArithmeticError):
+    """The model or its loss stopped being finite."""
+
+    def __init__(self, round: int, what: str) -> None:
+        super().__init__(
+            f"diverged at round {round}: {what} is not finite; "
+            "lower the local or server learning rate, or set local.clip_norm"
+        )
+        self.round = round
+
+
+class NonFiniteUpdateWarning(UserWarning):
+    """A client's update was not finite and has been left out of the round."""
+
+
+def require(condition: bool, message: str) -> None:
+    """Raise `UsageError(message)` unless `condition` holds."""
+    if not condition:
+        raise UsageError(message)
+
+
+def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
+    """The error for a misspelt name: it offers the nearest names, or else all of them.
+
+    >>> print(unknown_name("algorithm", "fedxp", ["fedavg", "fedexp"]))
+    unknown algorithm 'fedxp'; did you mean fedexp?
+    >>> print(unknown_name("task", "zzz", ["toy", "digits"]))
+    unknown task 'zzz'; choose from digits, toy
+    """
+    names = sorted(known)
+    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
+    return UsageError(f"unknown {kind} {name!r}; {hint}")

@@ -1,0 +1,79 @@
+"""Local training: what every client does between two rounds, whatever the algorithm."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedexp.errors import require
+
+
+@dataclass(frozen=True)
+class LocalTraining:
+    """Settings of local SGD. The paper's are 20 steps of batches of 50, decay 0.998, clip 10.
+
+    Args:
+        lr: the client step size η_l > 0.
+        steps: local steps τ; ignored when `epochs` is given.
+        epochs: passes over the client's data instead of a number of steps.
+        batch_size: examples a batch; None trains on all of the client's data at once.
+        weight_decay: λ >= 0; λ w is added after clipping, as in torch (audit B12).
+        clip_norm: bound on the norm of the corrected gradient, over the whole vector.
+        lr_decay: factor on lr after every round.
+        decay_before_first_round: decay before the first round as well (audit B3).
+    """
+
+    lr: float = 0.01
+    steps: int = 20
+    epochs: int | None = None
+    batch_size: int | None = 50
+    weight_decay: float = 0.0
+    clip_norm: float | None = None
+    lr_decay: float = 1.0
+    decay_before_first_round: bool = False
+
+    def __post_init__(self) -> None:
+        require(math.isfinite(self.lr) and self.lr > 0, f"local.lr must be > 0, not {self.lr}")
+        for name in ("steps", "epochs", "batch_size"):
+            value = getattr(self, name)
+            require(value is None or value >= 1, f"local.{name} must be at least 1, not {value}")
+        require(self.weight_decay >= 0, f"local.weight_decay must be >= 0: {self.weight_decay}")
+        clip = self.clip_norm
+        require(clip is None or clip > 0, f"local.clip_norm must be positive, not {clip}")
+        require(0 < self.lr_decay <= 1, f"local.lr_decay must lie in (0, 1], not {self.lr_decay}")
+
+    def lr_at(self, round: int) -> float:
+        """η_l in a round, counted from 1.
+
+        >>> LocalTraining(lr=1.0, lr_decay=0.5).lr_at(2)
+        0.5
+        """
+        return self.lr * self.lr_decay ** (round - 1 + self.decay_before_first_round)
+
+    def steps_for(self, size: int) -> int:
+        """The number of local steps of a client with `size` examples."""
+        if self.epochs is None:
+            return self.steps
+        return self.epochs * math.ceil(size / (self.batch_size or size))
+
+
+def local_step(params: Tensor, grad: Tensor, lr: float, local: LocalTraining) -> Tensor:
+    """One step of local SGD on parameters [..., d]: clip, then weight decay, then move."""
+    if local.clip_norm is not None:
+        grad = clip_by_norm(grad, local.clip_norm)
+    if local.weight_decay:
+        grad = grad.add(params, alpha=local.weight_decay)
+    return params.sub(grad, alpha=lr)
+
+
+def clip_by_norm(grad: Tensor, bound: float) -> Tensor:
+    """Scale each vector along the last dimension to a norm of at most `bound`.
+
+    >>> clip_by_norm(torch.tensor([3.0, 4.0]), 1.0).tolist()
+    [0.6..., 0.8...]
+    """
+    norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=True)
+    return grad * (bound / norm).clamp(max=1.0)

@@ -1,0 +1,156 @@
+"""What a client minimises: a loss of a flat parameter vector and a batch, and its gradient.
+
+All parameters of a model are one vector: norms are over the whole model by construction, and a
+step of any rule is one operation. Buffers travel beside it and are never extrapolated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from fedexp.data.federation import Batch
+from fedexp.errors import require
+from fedexp.seeding import seeded_torch
+
+
+class Buffers(NamedTuple):
+    """A model's buffers: floating-point ones (averaged over clients) and the others (kept)."""
+
+    averaged: Tensor
+    kept: Tensor
+
+    @classmethod
+    def none(cls) -> Buffers:
+        return cls(torch.empty(0), torch.empty(0, dtype=torch.int64))
+
+
+class Objective(Protocol):
+    """The contract between a problem and an engine."""
+
+    def initial(self, seed: int) -> tuple[Tensor, Buffers]:
+        """The first model, a pure function of the seed."""
+        ...
+
+    def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
+        """The gradient of the local loss at `params`, and the buffers after the forward pass."""
+        ...
+
+    def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
+        """Per-example values, `loss` and for classifiers `accuracy`, in evaluation mode."""
+        ...
+
+
+class LeastSquares:
+    """F_i(w) = ||A_i w - b_i||², with the local gradient A_iᵀ(A_i w - b_i).
+
+    The gradient is half of the true one: the paper's tuned step sizes hold for that (audit B24).
+    """
+
+    def __init__(self, start: Tensor, gradient_scale: float = 1.0) -> None:
+        self.start = start
+        self.gradient_scale = gradient_scale
+
+    def initial(self, seed: int) -> tuple[Tensor, Buffers]:
+        return self.start.clone(), Buffers.none()
+
+    def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
+        x = batch["x"]
+        residual = torch.mv(x, params).sub_(batch["y"])
+        grad = torch.mv(x.t(), residual)
+        return (grad if self.gradient_scale == 1.0 else grad * self.gradient_scale), buffers
+
+    def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
+        return {"loss": torch.mv(batch["x"], params).sub_(batch["y"]).square_()}
+
+
+class ModuleObjective:
+    """The loss of any `nn.Module` on batches of `x` and `y`.
+
+    The module is scratch space: parameters and buffers are set from the arguments at every call,
+    so the methods are pure to their callers.
+
+    Args:
+        build: makes a module; it is called under a seed, so the initial weights follow from it.
+        loss: per-example loss of (output, y), i.e. with `reduction="none"`.
+        classifies: whether the largest output names the class, so that accuracy has a meaning.
+    """
+
+    def __init__(
+        self,
+        build: Callable[[], nn.Module],
+        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        classifies: bool = True,
+    ) -> None:
+        self.build = build
+        self.loss = loss or nn.CrossEntropyLoss(reduction="none")
+        self.classifies = classifies
+        with seeded_torch(0, "scratch"):
+            self.module = deepcopy(build())
+        self.params = [p for p in self.module.parameters() if p.requires_grad]
+        require(bool(self.params), "the model has no trainable parameters")
+        floating = [b.is_floating_point() for b in self.module.buffers()]
+        self.averaged = [b for b, f in zip(self.module.buffers(), floating, strict=True) if f]
+        self.kept = [b for b, f in zip(self.module.buffers(), floating, strict=True) if not f]
+
+    def initial(self, seed: int) -> tuple[Tensor, Buffers]:
+        with seeded_torch(seed, "initial weights"):
+            module = self.build()
+        params = flatten([p.detach() for p in module.parameters() if p.requires_grad])
+        averaged = flatten([b for b in module.buffers() if b.is_floating_point()])
+        kept = flatten([b.long() for b in module.buffers() if not b.is_floating_point()])
+        return params, Buffers(averaged, kept.long())
+
+    def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
+        self._bind(params, buffers)
+        self.module.train()
+        loss = self.loss(self.module(batch["x"]), batch["y"]).mean()
+        grads = torch.autograd.grad(loss, self.params, allow_unused=True)
+        filled = [
+            torch.zeros_like(p) if g is None else g for g, p in zip(grads, self.params, strict=True)
+        ]
+        return flatten(filled), self._buffers() if self.averaged or self.kept else buffers
+
+    @torch.no_grad()
+    def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
+        self._bind(params, buffers)
+        self.module.eval()
+        output = self.module(batch["x"])
+        values = {"loss": self.loss(output, batch["y"])}
+        if self.classifies:
+            values["accuracy"] = (output.argmax(dim=1) == batch["y"]).to(output.dtype)
+        return values
+
+    def load(self, params: Tensor, buffers: Buffers) -> nn.Module:
+        """A module of its own with these parameters and buffers: the trained model."""
+        self._bind(params.clone(), buffers)
+        return deepcopy(self.module)
+
+    def _bind(self, params: Tensor, buffers: Buffers) -> None:
+        unflatten_into(self.params, params)
+        unflatten_into(self.averaged, buffers.averaged.clone())  # the forward pass writes to them
+        for target, value in zip(self.kept, _pieces(buffers.kept, self.kept), strict=True):
+            target.copy_(value)
+
+    def _buffers(self) -> Buffers:
+        return Buffers(flatten(self.averaged), flatten(self.kept).long())
+
+
+def flatten(tensors: Sequence[Tensor]) -> Tensor:
+    """One vector of all of them; empty for none."""
+    return torch.cat([t.reshape(-1) for t in tensors]) if tensors else torch.empty(0)
+
+
+def unflatten_into(targets: Sequence[Tensor], vector: Tensor) -> None:
+    """Let the targets be views of consecutive pieces of `vector`, without a copy."""
+    for target, piece in zip(targets, _pieces(vector, targets), strict=True):
+        target.data = piece
+
+
+def _pieces(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
+    pieces = vector.split([t.numel() for t in like]) if like else ()
+    return [piece.view(t.shape) for piece, t in zip(pieces, like, strict=True)]

@@ -1,0 +1,112 @@
+"""The adaptive server optimisers of Reddi et al. (2021): FedAdagrad, FedAdam, FedYogi."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedexp.aggregate import Aggregate
+from fedexp.errors import require
+from fedexp.server.base import (
+    ServerRule,
+    State,
+    Step,
+    descend,
+    require_fraction,
+    require_positive,
+    scalar,
+)
+
+Form = Literal["reddi", "authors"]
+
+
+@dataclass(frozen=True)
+class _Adaptive(ServerRule):
+    """The common shape: w ← w - lr · m / (√v + τ), coordinate by coordinate.
+
+    Args:
+        lr: the server step size η_g > 0.
+        tau: the degree of adaptivity τ >= 0.
+        form: "reddi" is Algorithm 2 of Reddi et al., with v starting at τ². "authors" divides by
+            √(v + τ) with v starting at 0, as the FedExP authors' code does (audit B8, B9).
+    """
+
+    lr: float = 0.1
+    tau: float = 1e-3
+    form: Form = "reddi"
+
+    def __post_init__(self) -> None:
+        require_positive("the server lr", self.lr)
+        require(self.tau >= 0, f"tau must not be negative, but is {self.tau}")
+        require(self.form in ("reddi", "authors"), "form must be reddi or authors")
+
+    def init(self, params: Tensor) -> State:
+        start = self.tau**2 if self.form == "reddi" else 0.0
+        return {"second": torch.full_like(params, start)}
+
+    def _move(self, params: Tensor, direction: Tensor, state: State) -> Step:
+        second = state["second"]
+        scale = second.sqrt() + self.tau if self.form == "reddi" else (second + self.tau).sqrt()
+        still = scale == 0  # only with tau = 0, where a coordinate has never moved
+        direction = torch.where(still, 0.0, direction / scale.masked_fill(still, 1.0))
+        return descend(params, direction, self.lr), state, {"server_lr": scalar(self.lr, params)}
+
+
+@dataclass(frozen=True)
+class Adagrad(_Adaptive):
+    """FedAdagrad: v ← v + Δ̄²; w ← w - lr · Δ̄ / (√v + τ).
+
+    >>> import torch
+    >>> rule, w = Adagrad(lr=1.0, tau=0.0), torch.tensor([0.0, 0.0])
+    >>> w, state, metrics = rule.step(w, Aggregate.of([[4.0, 0.0]]), rule.init(w))
+    >>> w.tolist()
+    [-1.0, 0.0]
+    """
+
+    def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
+        mean = aggregate.mean.to(params.dtype)
+        return self._move(params, mean, {"second": state["second"] + mean.square()})
+
+
+@dataclass(frozen=True)
+class Adam(_Adaptive):
+    """FedAdam: m ← β₁ m + (1-β₁) Δ̄; v ← β₂ v + (1-β₂) Δ̄²; w ← w - lr · m / (√v + τ).
+
+    There is no bias correction, as in Reddi et al. The form "authors" squares m instead of Δ̄.
+
+    Args:
+        beta1: decay of the first moment, in [0, 1).
+        beta2: decay of the second moment, in [0, 1).
+    """
+
+    beta1: float = 0.9
+    beta2: float = 0.99
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_fraction("beta1", self.beta1)
+        require_fraction("beta2", self.beta2)
+
+    def init(self, params: Tensor) -> State:
+        return {**super().init(params), "first": torch.zeros_like(params)}
+
+    def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
+        mean = aggregate.mean.to(params.dtype)
+        first = self.beta1 * state["first"] + (1 - self.beta1) * mean
+        squared = (first if self.form == "authors" else mean).square()
+        second = self._second_moment(state["second"], squared)
+        return self._move(params, first, {"first": first, "second": second})
+
+    def _second_moment(self, second: Tensor, squared: Tensor) -> Tensor:
+        return self.beta2 * second + (1 - self.beta2) * squared
+
+
+@dataclass(frozen=True)
+class Yogi(Adam):
+    """FedYogi: as FedAdam, with v ← v - (1-β₂) Δ̄² sign(v - Δ̄²)."""
+
+    def _second_moment(self, second: Tensor, squared: Tensor) -> Tensor:
+        return second - (1 - self.beta2) * squared * torch.sign(second - squared)

@@ -1,0 +1,73 @@
+"""Averaging with a fixed server step size, with and without momentum."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedexp.aggregate import Aggregate
+from fedexp.server.base import (
+    ServerRule,
+    State,
+    Step,
+    descend,
+    require_fraction,
+    require_positive,
+    scalar,
+)
+
+
+@dataclass(frozen=True)
+class Average(ServerRule):
+    """Generalised FedAvg: w ← w - lr · Δ̄ (eq. 4). With lr = 1 the clients' models are averaged.
+
+    Args:
+        lr: the server step size η_g > 0.
+
+    >>> import torch
+    >>> rule, w = Average(), torch.tensor([1.0, 1.0])
+    >>> w, state, metrics = rule.step(w, Aggregate.of([[1.0, 0.0], [0.0, 1.0]]), rule.init(w))
+    >>> w.tolist()
+    [0.5, 0.5]
+    """
+
+    lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("the server lr", self.lr)
+
+    def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
+        moved = descend(params, aggregate.mean, self.lr)
+        return moved, state, {"server_lr": scalar(self.lr, params)}
+
+
+@dataclass(frozen=True)
+class Momentum(ServerRule):
+    """FedAvg-M: v ← Δ̄ + β v; w ← w - lr · v (App. F; audit B7).
+
+    Args:
+        lr: the server step size η_g > 0.
+        beta: momentum β in [0, 1).
+    """
+
+    lr: float = 1.0
+    beta: float = 0.9
+
+    def __post_init__(self) -> None:
+        require_positive("the server lr", self.lr)
+        require_fraction("beta", self.beta)
+
+    def init(self, params: Tensor) -> State:
+        return {"momentum": torch.zeros_like(params)}
+
+    def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
+        momentum = accumulate(state["momentum"], aggregate.mean, self.beta)
+        moved = descend(params, momentum, self.lr)
+        return moved, {"momentum": momentum}, {"server_lr": scalar(self.lr, params)}
+
+
+def accumulate(momentum: Tensor, mean: Tensor, beta: float) -> Tensor:
+    """Heavy-ball momentum v ← Δ̄ + β v, in the type of v."""
+    return (mean + beta * momentum).to(momentum.dtype)

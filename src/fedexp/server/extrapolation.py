@@ -1,0 +1,179 @@
+"""FedExP: step further when the clients disagree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+from torch import Tensor
+
+from fedexp.aggregate import Aggregate
+from fedexp.errors import require
+from fedexp.server.averaging import accumulate
+from fedexp.server.base import Metrics, ServerRule, State, Step, descend, require_fraction, scalar
+
+EpsMode = Literal["absolute", "participants", "relative"]
+
+
+def exp_step_size(
+    mean_sq_norm: Tensor | float,
+    sq_norm_of_mean: Tensor | float,
+    eps: Tensor | float = 0.0,
+    *,
+    factor: float = 2.0,
+    clamp: bool = True,
+    max_step: float = math.inf,
+) -> Tensor | float:
+    """The FedExP server step size (eq. 8): the only place where it is computed.
+
+    η_g = max(1, mean ||Δ_i||² / (factor · (||mean Δ_i||² + eps)))
+
+    It has an answer for every input: 1 where the mean update is zero (nothing can move) and where
+    the ratio overflows. Works on numbers and on tensors of any shape; returns what it was given.
+
+    Args:
+        mean_sq_norm: mean of the clients' squared norms, over the whole update.
+        sq_norm_of_mean: squared norm of the mean update, with the same weights.
+        eps: small constant >= 0 against blow-up; infinity gives FedAvg.
+        factor: 2 as printed; 1 when clients project exactly (App. C.4.1).
+        clamp: never step shorter than FedAvg does.
+        max_step: upper bound; not in the paper, off by default.
+
+    >>> exp_step_size(mean_sq_norm=8.0, sq_norm_of_mean=1.0)
+    4.0
+    >>> exp_step_size(8.0, 1.0, eps=3.0), exp_step_size(0.0, 0.0)
+    (1.0, 1.0)
+    """
+    given = (mean_sq_norm, sq_norm_of_mean, eps)
+    numerator, denominator, eps = (torch.as_tensor(x, dtype=torch.float64) for x in given)
+    ratio = numerator / (factor * (denominator + eps))
+    step = torch.where((denominator > 0) & ratio.isfinite(), ratio, 1.0)
+    step = step.clamp(min=1.0 if clamp else None, max=max_step)
+    return step if any(isinstance(x, Tensor) for x in given) else step.item()
+
+
+@dataclass(frozen=True)
+class ExP(ServerRule):
+    """FedExP (Algorithm 1): w ← w - η_g Δ̄, with η_g from `exp_step_size`.
+
+    Besides `server_lr` it reports `diversity` (r = mean ||Δ_i||² / ||Δ̄||², at least 1; FedExP
+    leaves FedAvg when r > 2), `mean_sq_norm`, `sq_norm_of_mean`, `clamped` (1 where the clamp
+    held) and `eps_share` (the part of the denominator that is eps).
+
+    Args:
+        eps: added to ||Δ̄||², >= 0. The paper's rule of thumb: start at 1e-3, raise it until the
+            result drops.
+        factor: 2 as printed; 1 for exact projections.
+        clamp: keep η_g >= 1.
+        max_step: upper bound of η_g.
+        eps_mode: "absolute" as printed; "participants" multiplies eps by their number, as the
+            authors' code does (audit B1); "relative" multiplies it by the mean squared norm,
+            which makes the rule scale-free.
+        eps_decay: factor on eps after every round (audit B2).
+        decay_before_first_round: decay eps before the first round as well (audit B3).
+
+    >>> import torch
+    >>> rule, w = ExP(eps=0.0), torch.zeros(4)
+    >>> w, state, metrics = rule.step(w, Aggregate.of(torch.eye(4) * 4), rule.init(w))
+    >>> metrics["server_lr"].item(), metrics["diversity"].item(), w.tolist()
+    (2.0, 4.0, [-2.0, -2.0, -2.0, -2.0])
+    """
+
+    average_last: ClassVar[int] = 2
+
+    eps: float = 1e-3
+    factor: float = 2.0
+    clamp: bool = True
+    max_step: float = math.inf
+    eps_mode: EpsMode = "absolute"
+    eps_decay: float = 1.0
+    decay_before_first_round: bool = False
+
+    def __post_init__(self) -> None:
+        require(self.eps >= 0, f"eps must not be negative, but is {self.eps}")
+        require(self.factor > 0, f"factor must be positive, not {self.factor}")
+        require(self.max_step >= 1, f"max_step must be at least 1, not {self.max_step}")
+        require(0 < self.eps_decay <= 1, f"eps_decay must lie in (0, 1], not {self.eps_decay}")
+        modes = EpsMode.__args__  # type: ignore[attr-defined]
+        require(self.eps_mode in modes, f"eps_mode must be one of {', '.join(modes)}")
+
+    def init(self, params: Tensor) -> State:
+        start = self.eps * (self.eps_decay if self.decay_before_first_round else 1.0)
+        return {"eps": scalar(start, params)}
+
+    def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
+        eta, metrics = self._extrapolate(
+            aggregate.mean_sq_norm, aggregate.sq_norm_of_mean, aggregate, state["eps"]
+        )
+        moved = descend(params, aggregate.mean, eta)
+        return moved, {"eps": state["eps"] * self.eps_decay}, metrics
+
+    def _extrapolate(
+        self, mean_sq_norm: Tensor, sq_norm_of_mean: Tensor, aggregate: Aggregate, eps: Tensor
+    ) -> tuple[Tensor, Metrics]:
+        """The step size and what explains it; `eps` is the decayed one."""
+        if self.eps_mode == "participants":
+            eps = eps * aggregate.count
+        elif self.eps_mode == "relative":
+            eps = eps * mean_sq_norm
+        limits = {"factor": self.factor, "max_step": self.max_step}
+        free = exp_step_size(mean_sq_norm, sq_norm_of_mean, eps, clamp=False, **limits)
+        eta = exp_step_size(mean_sq_norm, sq_norm_of_mean, eps, clamp=self.clamp, **limits)
+        assert isinstance(eta, Tensor)
+        return eta, {
+            "server_lr": eta,
+            "diversity": diversity(aggregate.mean_sq_norm, aggregate.sq_norm_of_mean),
+            "mean_sq_norm": mean_sq_norm,
+            "sq_norm_of_mean": sq_norm_of_mean,
+            "clamped": (eta > free).to(torch.float64),
+            "eps_share": _share(eps, sq_norm_of_mean),
+        }
+
+
+@dataclass(frozen=True)
+class MomentumExP(ExP):
+    """FedExP-M (App. F): v ← Δ̄ + β v; S ← m + (β/2) S; w ← w - S / (2 (||v||² + eps)) · v.
+
+    m is the mean squared norm of the round. The clamp is off, as printed. `mean_sq_norm` and
+    `sq_norm_of_mean` report S and ||v||², the numbers that make the step.
+
+    Args:
+        beta: momentum β in [0, 1); the paper does not state it, its code uses 0.9.
+        apply_momentum: False reproduces the released code, where a misspelt name means that
+            momentum is never applied: it moves along Δ̄ with S in the numerator (audit B6).
+    """
+
+    clamp: bool = False
+    beta: float = 0.9
+    apply_momentum: bool = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require_fraction("beta", self.beta)
+
+    def init(self, params: Tensor) -> State:
+        numerator = scalar(0.0, params)
+        return {**super().init(params), "momentum": torch.zeros_like(params), "sq": numerator}
+
+    def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
+        numerator = aggregate.mean_sq_norm + 0.5 * self.beta * state["sq"]
+        beta = self.beta if self.apply_momentum else 0.0
+        momentum = accumulate(state["momentum"], aggregate.mean, beta)
+        sq_norm = torch.linalg.vector_norm(momentum, dtype=torch.float64).square()
+        eta, metrics = self._extrapolate(numerator, sq_norm, aggregate, state["eps"])
+        moved = descend(params, momentum, eta)
+        after = {"eps": state["eps"] * self.eps_decay, "momentum": momentum, "sq": numerator}
+        return moved, after, metrics
+
+
+def diversity(mean_sq_norm: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
+    """r = mean ||Δ_i||² / ||mean Δ_i||² >= 1 by Jensen; 1 when nothing moved."""
+    nothing = mean_sq_norm == 0
+    return torch.where(nothing, 1.0, mean_sq_norm / sq_norm_of_mean)
+
+
+def _share(eps: Tensor, sq_norm: Tensor) -> Tensor:
+    """eps / (sq_norm + eps), also for infinite eps; 0 where both are zero."""
+    return torch.where(eps > 0, 1.0 - sq_norm / (sq_norm + eps), 0.0)

@@ -1,0 +1,81 @@
+"""`Task`: a problem, its data, and how it is trained unless the caller says otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from fedexp.data.federation import Batch, Federation
+from fedexp.data.transform import Transform
+from fedexp.local import LocalTraining
+from fedexp.objective import Buffers, Objective
+
+Weighting = Literal["uniform", "size"]
+EVALUATION_ROWS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """Everything an engine needs to know about a federated problem.
+
+    Attributes:
+        name: what the task is called on the command line and in records.
+        objective: the local loss.
+        train: the clients' data.
+        test: held-out examples, or None.
+        transform: what happens to a batch before the model sees it, or None.
+        local: default settings of local training.
+        metric: the record field that the task is judged by.
+        target: value of `metric` that counts as reached.
+        rounds: default number of rounds.
+        cohort: default number of clients a round; None for all.
+        tuned: options by algorithm, as `--set` takes them; the paper's best values (audit A4).
+        sums: whether F_i sums over examples (least squares) instead of averaging.
+    """
+
+    name: str
+    objective: Objective
+    train: Federation
+    local: LocalTraining
+    test: Batch | None = None
+    transform: Transform | None = None
+    metric: str = "test_accuracy"
+    target: float | None = None
+    rounds: int = 100
+    cohort: int | None = None
+    tuned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    sums: bool = False
+
+    def evaluate(
+        self, params: Tensor, buffers: Buffers, weighting: Weighting = "uniform"
+    ) -> dict[str, float]:
+        """Training loss F(w) over all clients, test loss, and accuracies where they exist."""
+        if self.sums:
+            rows = len(self.train.fields["y"])
+            weights = torch.full((rows,), 1 / self.train.clients, dtype=torch.float64)
+        else:
+            weights = self.train.example_weights(by_size=weighting == "size")
+        values = self._weighted(params, buffers, self.train.fields, weights, "train")
+        if self.test is not None:
+            rows = len(self.test["y"])
+            even = torch.full((rows,), 1 / rows, dtype=torch.float64)
+            values |= self._weighted(params, buffers, self.test, even, "test")
+        return values
+
+    def _weighted(
+        self, params: Tensor, buffers: Buffers, batch: Batch, weights: Tensor, split: str
+    ) -> dict[str, float]:
+        totals: dict[str, float] = {}
+        for start in range(0, len(weights), EVALUATION_ROWS):
+            rows = slice(start, start + EVALUATION_ROWS)
+            piece = {name: value[rows] for name, value in batch.items()}
+            if self.transform is not None:
+                piece = dict(self.transform.evaluate(piece))
+            for name, value in self.objective.measure(params, buffers, piece).items():
+                weighted = (value.to(torch.float64) @ weights[rows]).item()
+                totals[f"{split}_{name}"] = totals.get(f"{split}_{name}", 0.0) + weighted
+        return totals
