@@ -7,7 +7,7 @@
 True
 """
 
-from fedexp import tasks
+from fedexp import data, models, projections, tasks
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import (
     Algorithm,
@@ -63,6 +63,7 @@ __all__ = [
     "SimulationState",
     "UsageError",
     "Yogi",
+    "data",
     "exp_step_size",
     "fedadagrad",
     "fedadam",
@@ -73,6 +74,8 @@ __all__ = [
     "fedprox",
     "fedprox_exp",
     "fedyogi",
+    "models",
+    "projections",
     "scaffold",
     "scaffold_exp",
     "simulate",

@@ -99,12 +99,9 @@ class Aggregate:
 
     def __add__(self, other: Aggregate) -> Aggregate:
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*SCALARS, "update")}
-        extras = {
-            name: self.extras[name] + other.extras[name]
-            if name in self.extras and name in other.extras
-            else self.extras.get(name, other.extras.get(name))
-            for name in sorted({*self.extras, *other.extras})
-        }
+        extras = {**self.extras, **other.extras}
+        for name in self.extras.keys() & other.extras.keys():
+            extras[name] = self.extras[name] + other.extras[name]
         return Aggregate(**sums, extras=extras)
 
     def __eq__(self, other: object) -> bool:

@@ -50,7 +50,7 @@ def fedavg(lr: float = 1.0) -> Algorithm:
 
 
 def fedexp(eps: float = 1e-3, **options: Any) -> Algorithm:
-    """FedExP (Algorithm 1); `options` are those of `ExP`."""
+    """FedExP (Algorithm 1): the server steps further when clients disagree."""
     return Algorithm("fedexp", server=ExP(eps, **options))
 
 

@@ -15,14 +15,17 @@ class UsageError(FedExPError, ValueError):
 
 
 class DivergedError(FedExPError, ArithmeticError):
-    """The model or its loss stopped being finite."""
+    """The model or its loss left the range of sensible numbers."""
 
     def __init__(self, round: int, what: str) -> None:
         super().__init__(
-            f"diverged at round {round}: {what} is not finite; "
+            f"diverged at round {round}: {what}; "
             "lower the local or server learning rate, or set local.clip_norm"
         )
-        self.round = round
+        self.round, self.what = round, what
+
+    def __reduce__(self) -> tuple[type[DivergedError], tuple[int, str]]:
+        return type(self), (self.round, self.what)  # so that it survives the way between processes
 
 
 class NonFiniteUpdateWarning(UserWarning):

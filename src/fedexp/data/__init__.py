@@ -2,6 +2,7 @@
 
 from fedexp.data import partition
 from fedexp.data.federation import Batch, Federation
+from fedexp.data.images import Images
 from fedexp.data.transform import Transform
 
-__all__ = ["Batch", "Federation", "Transform", "partition"]
+__all__ = ["Batch", "Federation", "Images", "Transform", "partition"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path, PurePath
 from typing import Any
 
 import numpy as np
@@ -12,9 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedexp.errors import require
+from fedexp.data import cache, gather
+from fedexp.errors import UsageError, require
 
 Batch = Mapping[str, Tensor]
+OFFSETS = "offsets"  # what a saved federation calls its offsets, beside its fields
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,8 +56,8 @@ class Federation:
         """Give client i the rows `parts[i]`; what a partition returns fits here."""
         require(len(parts) > 0, "a federation needs at least one client")
         rows = torch.from_numpy(np.concatenate([np.asarray(p, dtype=np.int64) for p in parts]))
-        offsets = np.cumsum([0, *(len(part) for part in parts)], dtype=np.int64)
-        return cls({name: torch.as_tensor(v)[rows] for name, v in fields.items()}, offsets)
+        columns = {name: torch.as_tensor(value)[rows] for name, value in fields.items()}
+        return cls(columns, gather.offsets(map(len, parts)))
 
     @classmethod
     def from_ids(cls, fields: Mapping[str, Any], ids: Sequence[Any]) -> Federation:
@@ -61,6 +65,83 @@ class Federation:
         _, owner = np.unique(np.asarray(ids), return_inverse=True)
         order = np.argsort(owner, kind="stable")
         return cls.from_parts(fields, np.split(order, np.cumsum(np.bincount(owner))[:-1]))
+
+    @classmethod
+    def from_torch_dataset(
+        cls,
+        dataset: Any,
+        parts: Sequence[NDArray[np.int64]],
+        names: Sequence[str] = ("x", "y"),
+    ) -> Federation:
+        """Give client i the examples `parts[i]` of a torch `Dataset` that is read by index.
+
+        Args:
+            dataset: gives a tuple for an index, e.g. an image and a label. Images of the pillow
+                library become bytes (channels, rows, columns).
+            parts: the examples of each client, as a partition returns them.
+            names: what the entries of the tuple are called.
+        """
+        require(len(parts) > 0, "a federation needs at least one client")
+        rows = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
+        examples = (dict(zip(names, dataset[int(row)], strict=True)) for row in rows)
+        return cls(gather.stack(examples, len(rows)), gather.offsets(map(len, parts)))
+
+    @classmethod
+    def from_flower(cls, partitioner: Any, columns: Mapping[str, str] | None = None) -> Federation:
+        """Take the clients of a partitioner of Flower Datasets.
+
+        Args:
+            partitioner: an object with `num_partitions` and `load_partition(i)`, and with its
+                data set assigned.
+            columns: the partitions' column for each field; by default {"x": "img", "y": "label"}.
+        """
+        columns = columns or {"x": "img", "y": "label"}
+        partitions = [partitioner.load_partition(i) for i in range(partitioner.num_partitions)]
+        ends = gather.offsets(map(len, partitions))
+        return cls(gather.stack(gather.columns(partitions, columns), int(ends[-1])), ends)
+
+    @classmethod
+    def from_image_folder(
+        cls,
+        path: str | os.PathLike[str],
+        client: int | Callable[[PurePath], Any] = 0,
+        classes: Sequence[str] | None = None,
+        size: tuple[int, int] | None = None,
+        mode: str = "RGB",
+    ) -> Federation:
+        """Read a folder of images, in which an image's label is the name of the folder it lies in.
+
+        `client=0` reads `path/<client>/<class>/*.png`. For `path/<class>/*.png`, give a function,
+        e.g. `client=lambda p: p.stem.split("-")[0]` for files called `<client>-<number>.png`.
+
+        Args:
+            path: the folder.
+            client: which level of sub-folders names the client, 0 for the outermost; or a function
+                of the image's path below `path`, whose values are the clients.
+            classes: the names of the classes in the order of their labels; by default those that
+                occur, sorted. Give them where training and test folders must agree.
+            size: rows and columns that images are brought to; by default all must be alike.
+            mode: "RGB" for colour or "L" for grey.
+        """
+        from fedexp.data.image_folder import read_folder
+
+        fields, ids = read_folder(Path(path), client, classes, size, mode)
+        return cls.from_ids(fields, ids)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str]) -> Federation:
+        """Map a federation that `save` wrote: at once, and shared by all processes that do."""
+        arrays, _ = cache.read(Path(path))
+        if OFFSETS not in arrays:
+            raise UsageError(f"{path}: is not a saved federation; make it with Federation.save")
+        ends = np.array(arrays.pop(OFFSETS))
+        return cls({name: torch.from_numpy(array) for name, array in arrays.items()}, ends)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the federation to one file, an `.npz` that `open` maps; whole or not at all."""
+        require(OFFSETS not in self.fields, f"a field called {OFFSETS!r} cannot be saved")
+        fields = {name: value.cpu().numpy() for name, value in self.fields.items()}
+        cache.write(Path(path), {**fields, OFFSETS: self.offsets})
 
     @property
     def clients(self) -> int:

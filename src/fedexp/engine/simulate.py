@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
@@ -78,8 +81,7 @@ def _rounds(
         if record.dropped and not warned:
             warned = True
             _warn_dropped(record)
-        if not state.params.isfinite().all():
-            raise DivergedError(round, "the model")
+        _check_range(state)
         yield _evaluated(work, record) if round % evaluate_every == 0 or round == rounds else record
 
 
@@ -135,11 +137,17 @@ def _recent(
 
 
 def _evaluated(work: Work, record: Record) -> Record:
-    values = work.task.evaluate(*record.state.output(), work.weighting)
-    loss = values["train_loss"]
-    if not abs(loss) < float("inf"):
-        raise DivergedError(record.round, "the training loss")
+    values: dict[str, Any] = work.task.evaluate(*record.state.output(), work.weighting)
+    if not math.isfinite(values["train_loss"]):
+        raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
     return replace(record, **values)
+
+
+def _check_range(state: SimulationState) -> None:
+    """Stop before squares overflow: from there every update is dropped and nothing moves."""
+    norm = torch.linalg.vector_norm(state.params, dtype=torch.float64).item()
+    if not norm < torch.finfo(state.params.dtype).max ** 0.25:
+        raise DivergedError(state.round, f"the norm of the model is {norm:.1e}")
 
 
 def _warn_dropped(record: Record) -> None:

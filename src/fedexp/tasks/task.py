@@ -34,6 +34,7 @@ class Task:
         rounds: default number of rounds.
         cohort: default number of clients a round; None for all.
         tuned: options by algorithm, as `--set` takes them; the paper's best values (audit A4).
+        released: the same for the authors' released code, where it differs (audit B).
         sums: whether F_i sums over examples (least squares) instead of averaging.
     """
 
@@ -48,6 +49,7 @@ class Task:
     rounds: int = 100
     cohort: int | None = None
     tuned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    released: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     sums: bool = False
 
     def evaluate(

@@ -1,0 +1,39 @@
+# Two commands do everything on a fresh clone: make demo, make test.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+.PHONY: demo test check bench setup clean
+
+setup: $(READY)
+
+# torch comes first and pinned: a range would pull several gigabytes of CUDA packages.
+$(READY): pyproject.toml constraints.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PIP) install -q -c constraints.txt torch
+	$(PIP) install -q -c constraints.txt -e '.[dev]'
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/fedexp toy --out out/toy.png
+	@echo
+	$(BIN)/fedexp compare digits --algorithms fedavg,fedexp,scaffold,fedadagrad --seeds 3 \
+	  --out out/digits.png
+
+# The fast gate: format, lint, types.
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/python -m pytest -n 2
+	$(BIN)/python tools/check_wheel.py
+
+bench: $(READY)
+	$(BIN)/python benchmarks/synthetic.py
+
+clean:
+	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,170 @@
+"""`fedexp data`: list, fetch, verify and show the data sets."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedexp.errors import UsageError
+
+if TYPE_CHECKING:
+    from fedexp.data.datasets import Dataset
+    from fedexp.data.partition import Parts
+    from fedexp.data.splits import RawSplits
+
+PARTITIONS = ("dirichlet", "dirichlet-unequal", "shards", "iid", "natural")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `data` and its own sub-commands to the sub-parsers of the command line."""
+    parser = subparsers.add_parser(
+        "data",
+        help="list, fetch, verify and show the data sets",
+        description="The data sets. They lie in the folder that FEDEXP_DATA names.",
+    )
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _command(commands, "list", list_datasets, "which data sets there are, and which are here")
+    fetch = _command(commands, "fetch", fetch_dataset, "download a data set and unpack it")
+    fetch.add_argument("name", help="data set, e.g. cifar10")
+    fetch.add_argument("--mirror", metavar="URL", help="folder to download from instead")
+    verify = _command(commands, "verify", verify_dataset, "check a data set's files")
+    verify.add_argument("name", help="data set, e.g. cifar10")
+    _show_arguments(_command(commands, "show", show_dataset, "clients x classes, in figures"))
+
+
+def _command(
+    commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
+    parser.add_argument("--folder", metavar="DIR", help="data folder (default: FEDEXP_DATA)")
+    parser.set_defaults(run=run)
+    return parser
+
+
+def _show_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="data set, e.g. cifar10")
+    parser.add_argument("--partition", choices=PARTITIONS, help="default: natural, or dirichlet")
+    parser.add_argument("--clients", type=int, default=100, help="default: 100")
+    parser.add_argument("--alpha", type=float, default=0.3, help="of dirichlet; default: 0.3")
+    parser.add_argument("--shards", type=int, default=2, help="shards a client; default: 2")
+    parser.add_argument("--seed", type=int, default=0, help="of the partition; default: 0")
+    parser.add_argument("--out", metavar="FILE", type=Path, help="draw to a file, e.g. clients.png")
+
+
+def list_datasets(args: argparse.Namespace) -> int:
+    """Print a line for every data set."""
+    from fedexp.data.datasets import DATASETS
+    from fedexp.data.files import data_folder
+
+    folder = data_folder(args.folder)
+    print(f"data folder: {folder}")
+    print(f"{'name':<10}{'classes':>8}{'train':>9}{'test':>8}  {'download':>9}  here")
+    for name, dataset in DATASETS.items():
+        source = dataset.source
+        train, test = source.examples
+        size = "?" if source.size is None else f"{source.size / 1e6:,.0f} MB"
+        here = ", ".join(_what_is_here(dataset, folder)) or "no"
+        print(f"{name:<10}{source.classes:>8}{train:>9,}{test:>8,}  {size:>9}  {here}")
+    return 0
+
+
+def _what_is_here(dataset: Dataset, folder: Path) -> list[str]:
+    from fedexp.data.files import cache_path
+
+    cache = cache_path(folder, dataset.name)
+    here = ["archive"] if (folder / dataset.source.archive).exists() else []
+    here += ["files"] if dataset.locate(folder) else []
+    return here + ([f"cache ({cache.stat().st_size / 1e6:,.0f} MB)"] if cache.exists() else [])
+
+
+def fetch_dataset(args: argparse.Namespace) -> int:
+    """Download, check and unpack a data set."""
+    from fedexp.data.datasets import find
+    from fedexp.data.fetch import check_archive, fetch
+    from fedexp.data.files import data_folder
+
+    dataset, folder = find(args.name), data_folder(args.folder)
+    archive = fetch(dataset.source, folder, args.mirror)
+    checked = check_archive(dataset.source, archive) or "its files were there already"
+    print(f"{dataset.name} is in {folder} ({checked})")
+    return 0
+
+
+def verify_dataset(args: argparse.Namespace) -> int:
+    """Check whatever there is of a data set: its archive, its files and its cache."""
+    from fedexp.data import cache
+    from fedexp.data.datasets import find
+    from fedexp.data.fetch import check_archive
+    from fedexp.data.files import cache_path, data_folder
+
+    dataset, folder = find(args.name), data_folder(args.folder)
+    converted = cache_path(folder, dataset.name)
+    checked = check_archive(dataset.source, folder / dataset.source.archive)
+    if checked:
+        print(f"archive  good: {dataset.source.archive}, {checked}")
+    if files := dataset.locate(folder):
+        print(f"files    good: {_check_files(dataset, files)}")
+    if converted.exists():
+        cache.check(converted)
+        print(f"cache    good: {converted}")
+    if not (checked or files or converted.exists()):
+        raise dataset.source.missing(folder)
+    return 0
+
+
+def _check_files(dataset: Dataset, files: list[Path]) -> str:
+    """Read all of a data set's files, as a first load does, and say how much there is."""
+    from fedexp.data.cache import Stream
+
+    rows = {}
+    for path in files:
+        if not path.exists():
+            raise UsageError(f"{path}: missing; unpack the archive of this data set again")
+    for name, array in dataset.build(files).items():
+        blocks = array.blocks if isinstance(array, Stream) else [array]
+        rows[name] = sum(len(block) for block in blocks)
+    found, official = (rows["train_x"], rows["test_x"]), dataset.source.examples
+    text = "{:,} training and {:,} test examples".format(*found)
+    return text if found == official else text + " (officially {:,} and {:,})".format(*official)
+
+
+def show_dataset(args: argparse.Namespace) -> int:
+    """Print the figures of a federation and a picture of clients x classes."""
+    from fedexp.data import summary
+    from fedexp.data.datasets import find
+
+    dataset = find(args.name)
+    kind = args.partition or ("natural" if dataset.natural else "dirichlet")
+    raw = dataset.load(args.folder)
+    federation = raw.federation(partition_by(raw, kind, args))
+    counts = summary.class_counts(federation, raw.classes)
+    title = f"{raw.name}, {kind} partition" + (
+        f", alpha {args.alpha:g}" if kind.startswith("dirichlet") else ""
+    )
+    print(title, *summary.describe(counts), *summary.text_picture(counts), sep="\n")
+    if args.out:
+        summary.draw(counts, args.out, title)
+        print(f"drawn to {args.out}")
+    return 0
+
+
+def partition_by(raw: RawSplits, kind: str, args: argparse.Namespace) -> Parts | None:
+    """The partition that the options ask for; None for natural clients."""
+    from fedexp.data import partition
+    from fedexp.seeding import generator
+
+    labels = np.asarray(raw.train["y"])
+    rng = generator(args.seed, f"{raw.name} partition")  # as the task of that name has it
+    if kind == "iid":
+        return partition.iid(len(labels), args.clients, rng)
+    if kind == "shards":
+        return partition.shards(labels, args.clients, args.shards, rng)
+    if kind == "dirichlet":
+        return partition.dirichlet(labels, args.clients, args.alpha, rng)
+    if kind == "dirichlet-unequal":
+        return partition.dirichlet_unequal(labels, args.clients, args.alpha, rng)
+    return None

@@ -1,0 +1,165 @@
+"""The cache file: named arrays in one file that is memory-mapped, not read.
+
+It is an ordinary `.npz` file, so `numpy.load` reads it anywhere. Its members are not compressed and
+start at multiples of 64 bytes, so they can also be mapped in place: opening a file of any size
+takes milliseconds, and processes that open the same file share its pages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import struct
+import zipfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from fedexp.errors import UsageError
+
+FORMAT = 1  # raise it when a conversion changes, so that older caches are made anew
+NOTE = "note.json"
+ALIGNMENT = 64
+PADDING_FIELD = 0xD935  # the extra field that zip files use for alignment
+
+
+@dataclass(frozen=True, eq=False)
+class Stream:
+    """An array that is written block by block, so that it never has to be in memory as a whole.
+
+    Attributes:
+        shape: of the whole array.
+        dtype: of the whole array.
+        blocks: pieces along the first dimension, in order; together they have `shape`.
+    """
+
+    shape: tuple[int, ...]
+    dtype: DTypeLike
+    blocks: Iterable[NDArray[Any]]
+
+
+Arrays = Mapping[str, "NDArray[Any] | Stream"]
+
+
+def cached(
+    path: Path, sources: Sequence[Path], build: Callable[[], Arrays]
+) -> dict[str, NDArray[Any]]:
+    """The arrays of the cache file, built first where it is absent, damaged or out of date.
+
+    It is out of date when a source changed its name, size or time of change. For a source that is
+    a folder this means that files were added to it or taken away.
+    """
+    stamp = _stamp(sources, path.parent)
+    if path.exists():
+        try:
+            arrays, note = read(path)
+        except UsageError:
+            note = {}  # whatever is wrong with it, it can be made again
+        if note == stamp:
+            return arrays
+    write(path, build(), stamp)
+    return read(path)[0]
+
+
+def _stamp(sources: Sequence[Path], base: Path) -> dict[str, Any]:
+    """What must stay the same for a cache to be used, as JSON gives it back."""
+    files = []
+    for source in sources:
+        if not source.exists():
+            raise UsageError(f"{source}: missing; unpack the archive of this data set again")
+        status = source.stat()
+        where = Path(os.path.relpath(source, base)).as_posix()
+        files.append([where, status.st_size, status.st_mtime_ns])
+    return {"format": FORMAT, "sources": files}
+
+
+def write(path: Path, arrays: Arrays, note: Mapping[str, Any] | None = None) -> None:
+    """Write the arrays, all or nothing: whatever goes wrong, no unfinished file is left."""
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
+            for name, array in arrays.items():
+                _append(archive, file.tell(), name, array)
+            archive.writestr(NOTE, json.dumps(dict(note or {})))
+        os.replace(temporary, path)
+    except OSError as error:
+        raise UsageError(
+            f"cannot write {path} ({error.strerror}); free some space or choose another data folder"
+        ) from error
+    finally:
+        if temporary.exists():
+            temporary.unlink()
+
+
+def _append(
+    archive: zipfile.ZipFile, position: int, name: str, array: NDArray[Any] | Stream
+) -> None:
+    if not isinstance(array, Stream):
+        array = Stream(array.shape, array.dtype, [array])
+    dtype = np.dtype(array.dtype)
+    info = zipfile.ZipInfo(f"{name}.npy")
+    info.extra = _padding(position, info.filename)
+    header = {
+        "descr": np.lib.format.dtype_to_descr(dtype),
+        "fortran_order": False,
+        "shape": tuple(array.shape),
+    }
+    rows = 0
+    with archive.open(info, "w", force_zip64=True) as out:
+        np.lib.format.write_array_header_1_0(out, header)
+        for block in array.blocks:
+            out.write(np.ascontiguousarray(block, dtype=dtype).reshape(-1).view(np.uint8).data)
+            rows += len(block)
+    if rows != array.shape[0]:
+        raise UsageError(f"array {name!r} was to have {array.shape[0]} rows and got {rows}")
+
+
+def _padding(position: int, filename: str) -> bytes:
+    """An extra field that makes the member's bytes start at a multiple of `ALIGNMENT`."""
+    fixed, zip64, field = 30, 20, 4
+    start = position + fixed + len(filename.encode()) + zip64 + field
+    fill = -start % ALIGNMENT
+    return struct.pack("<HH", PADDING_FIELD, fill) + bytes(fill)
+
+
+def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+    """Map the arrays of a file that `write` wrote, and give the note that came with them.
+
+    The mapping is copy-on-write: the arrays can be written to, and the file never changes.
+    """
+    try:
+        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+            members = [info for info in archive.infolist() if info.filename.endswith(".npy")]
+            note = json.loads(archive.read(NOTE))
+            return {info.filename[:-4]: _map(path, file, info) for info in members}, note
+    except (OSError, zipfile.BadZipFile, KeyError, ValueError, struct.error) as error:
+        reason = " ".join(str(error).split())
+        raise UsageError(f"{path}: not a data file of this package ({reason})") from error
+
+
+def _map(path: Path, file: IO[bytes], info: zipfile.ZipInfo) -> NDArray[Any]:
+    """The array of one member; a zip member's bytes follow its local header."""
+    file.seek(info.header_offset + 26)
+    name_length, extra_length = struct.unpack("<HH", file.read(4))
+    file.seek(name_length + extra_length, os.SEEK_CUR)
+    if np.lib.format.read_magic(file) != (1, 0) or info.compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{info.filename} is not stored as is")
+    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    if 0 in shape:  # an empty range cannot be mapped
+        return np.zeros(shape, dtype)
+    return np.memmap(path, dtype, mode="c", offset=file.tell(), shape=shape)
+
+
+def check(path: Path) -> None:
+    """Read a whole file and compare it with the checksums it holds."""
+    arrays, _ = read(path)
+    del arrays
+    with zipfile.ZipFile(path) as archive:
+        if archive.testzip() is not None:
+            raise UsageError(f"{path}: damaged; delete it, and the next load makes it anew")

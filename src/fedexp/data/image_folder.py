@@ -1,0 +1,62 @@
+"""A folder of images as arrays: labels from folder names, clients from a level or a function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path, PurePath
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedexp.data.decode import decode, decode_all
+from fedexp.data.image_file import Size
+from fedexp.errors import require, unknown_name
+
+SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".bmp", ".gif", ".ppm", ".tif", ".tiff", ".webp"})
+
+
+def read_folder(
+    root: Path,
+    client: int | Callable[[PurePath], Any],
+    classes: Sequence[str] | None,
+    size: Size | None,
+    mode: str,
+) -> tuple[dict[str, NDArray[Any]], list[Any]]:
+    """The fields `x` and `y` of all images below a folder, and the client of each.
+
+    The arguments are those of `Federation.from_image_folder`.
+    """
+    require(root.is_dir(), f"{root}: no such folder of images")
+    paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES)
+    require(len(paths) > 0, f"{root}: holds no images; known are {', '.join(sorted(SUFFIXES))}")
+    below = [path.relative_to(root) for path in paths]
+    ids = [_client(path, client, root) for path in below]
+    shape = size or decode(paths[0], mode).shape[1:]
+    blocks = decode_all(paths, mode, (shape[0], shape[1]), resize=size is not None)
+    return {"x": np.concatenate(list(blocks)), "y": _labels(below, classes, root)}, ids
+
+
+def _client(path: PurePath, client: int | Callable[[PurePath], Any], root: Path) -> Any:
+    if not isinstance(client, int):
+        return client(path)
+    folders = path.parts[:-1]
+    require(
+        0 <= client < len(folders) - 1,
+        f"{root / path}: no folder of level {client} above the class folder names the client; "
+        "give client as a function of the path",
+    )
+    return folders[client]
+
+
+def _labels(
+    paths: Sequence[PurePath], classes: Sequence[str] | None, root: Path
+) -> NDArray[np.int64]:
+    """The label of each image: its folder's place in the list of classes."""
+    names = [path.parent.name for path in paths]
+    order = list(classes) if classes is not None else sorted(set(names))
+    for name in names:
+        if name not in order:
+            raise unknown_name(f"class folder in {root}", name, order)
+    place = {name: label for label, name in enumerate(order)}
+    return np.array([place[name] for name in names], dtype=np.int64)

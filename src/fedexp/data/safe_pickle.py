@@ -1,0 +1,118 @@
+"""Read a pickle that comes from the internet: arrays, lists, strings and numbers, nothing else.
+
+A pickle is a program. This reader lets it name five things, all of numpy's own way to store an
+array, and gives it harmless stand-ins for them, so that no function of numpy or of anything else is
+ever called on the pickle's behalf. The arrays are made from the stand-ins when it has finished.
+"""
+
+from __future__ import annotations
+
+import pickle
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedexp.errors import UsageError
+
+NUMBERS = re.compile(r"[biuf][1248]")  # booleans, integers and floats
+
+
+class _Type:
+    """Stands for `numpy.dtype`."""
+
+    def __init__(self, code: bytes | str, *_: Any) -> None:
+        self.code = _text(code)
+        if not NUMBERS.fullmatch(self.code):
+            raise pickle.UnpicklingError(f"it holds an array of type {self.code!r}")
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        order = _text(state[1])
+        self.code = (order if order in ("<", ">") else "") + self.code
+
+
+class _Array:
+    """Stands for `numpy.ndarray`."""
+
+    value: NDArray[Any]
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, kind, by_column, raw = state
+        if not isinstance(kind, _Type) or not isinstance(raw, bytes):
+            raise pickle.UnpicklingError("it holds an array of something else than numbers")
+        flat = np.frombuffer(raw, dtype=kind.code)
+        self.value = flat.reshape(shape, order="F" if by_column else "C")
+
+
+class _EmptyArray:
+    """Stands for numpy's function that makes the array which is then filled."""
+
+    def __new__(cls, *_: Any) -> Any:
+        return _Array()
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("it changes what must not be changed")
+
+
+class _Encoded:
+    """Stands for `_codecs.encode`, by which Python 3 writes bytes for Python 2 to read."""
+
+    def __new__(cls, text: str, encoding: str = "latin1") -> Any:
+        if not isinstance(text, str) or _text(encoding) != "latin1":
+            raise pickle.UnpicklingError(f"it encodes text as {encoding!r}")
+        return text.encode("latin1")
+
+    def __setstate__(self, state: Any) -> None:
+        raise pickle.UnpicklingError("it changes what must not be changed")
+
+
+ADMITTED = {
+    ("numpy.core.multiarray", "_reconstruct"): _EmptyArray,  # numpy 1
+    ("numpy._core.multiarray", "_reconstruct"): _EmptyArray,  # numpy 2
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Type,
+    ("_codecs", "encode"): _Encoded,
+}
+
+
+class _Reader(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in ADMITTED:
+            raise pickle.UnpicklingError(f"it asks for {module}.{name}")
+        return ADMITTED[module, name]
+
+
+def read_pickle(path: Path) -> dict[str, Any]:
+    """The dictionary that a pickle file holds, with text for keys.
+
+    Text that Python 2 wrote, as in the official CIFAR files, comes as bytes.
+    """
+    try:
+        with path.open("rb") as file:
+            content = _finished(_Reader(file, encoding="bytes").load())
+    # A damaged or hostile pickle can raise nearly anything; none of it is the caller's to handle.
+    except Exception as error:
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UsageError(f"{path}: refused or damaged pickle ({reason}); fetch it anew") from error
+    if not isinstance(content, dict):
+        raise UsageError(f"{path}: holds a {type(content).__name__}, not a dictionary")
+    return {_text(key): value for key, value in content.items()}
+
+
+def _finished(value: Any) -> Any:
+    """The value with every stand-in replaced by what it stands for."""
+    if isinstance(value, _Array):
+        return value.value
+    if isinstance(value, dict):
+        return {key: _finished(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_finished(each) for each in value)
+    if value is None or isinstance(value, str | bytes | bool | int | float):
+        return value
+    raise pickle.UnpicklingError(f"it holds a {type(value).__name__.strip('_').lower()}")
+
+
+def _text(value: Any) -> str:
+    return value.decode("latin1") if isinstance(value, bytes) else str(value)

@@ -1,0 +1,80 @@
+"""How every figure looks, and how it reaches the disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedexp.errors import UsageError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# Okabe and Ito's colours, told apart by nearly everyone; an algorithm keeps its own everywhere.
+COLOURS = {
+    "fedexp": "#D55E00",
+    "fedavg": "#0072B2",
+    "scaffold": "#009E73",
+    "fedadagrad": "#CC79A7",
+    "fedprox": "#56B4E9",
+    "fedadam": "#E69F00",
+    "fedavgm": "#8C6D31",
+    "fedyogi": "#7F7F7F",
+    "scaffold-exp": "#004D40",
+    "fedexp-m": "#8B0000",
+    "fedprox-exp": "#3B2F8F",
+}
+
+
+def colour(name: str) -> str:
+    """The colour of an algorithm; black for one that has none."""
+    return COLOURS.get(name, "#000000")
+
+
+def new_figure(panels: int, width: float = 4.6, height: float = 3.7) -> tuple[Figure, list[Axes]]:
+    """A row of panels. Needs matplotlib; uses no global state and no screen."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise UsageError(
+            "drawing needs matplotlib; install it with: pip install 'fedexp[plots]'"
+        ) from None
+    figure = Figure(figsize=(width * panels, height), layout="constrained")
+    axes = figure.subplots(1, panels, squeeze=False)[0]
+    for each in axes:
+        each.spines[["top", "right"]].set_visible(False)
+        each.grid(True, color="#DDDDDD", linewidth=0.6)
+        each.set_axisbelow(True)
+    return figure, list(axes)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write the figure; the ending of the name decides the format."""
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; choose another --out") from None
+    except ValueError as error:
+        raise UsageError(f"cannot write {path}: {error}") from None
+
+
+def check_writable(path: Path) -> None:
+    """Find out before hours of work, not after, that a result cannot be written."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        existed = path.exists()
+        with path.open("ab"):
+            pass
+        if not existed:
+            path.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; choose another --out") from None
+
+
+def label(axes: Any, x: str, y: str, title: str = "") -> None:
+    """Name the axes and the panel."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    if title:
+        axes.set_title(title, fontsize=11)

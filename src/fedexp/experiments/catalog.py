@@ -1,0 +1,61 @@
+"""Names for tasks: what the command line offers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any
+
+from fedexp.errors import unknown_name
+from fedexp.experiments.values import convert, hints_of
+from fedexp.tasks import (
+    Task,
+    cifar10,
+    cifar10_cnn,
+    cifar100,
+    cinic10,
+    digits,
+    digits_mlp,
+    emnist,
+    synthetic,
+    toy,
+)
+
+TASKS: dict[str, Callable[..., Task]] = {
+    "toy": toy,
+    "synthetic": synthetic,
+    "digits": digits,
+    "digits-mlp": digits_mlp,
+    "emnist": emnist,
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+    "cinic10": cinic10,
+    "cifar10-cnn": cifar10_cnn,
+}
+# What the released code does to a task, where the task has such an argument (audit B13, B14).
+RELEASED_ARGUMENTS = {"pool": "avg3", "augment": "batch"}
+
+
+def build_task(name: str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper") -> Task:
+    """The task of that name; options are the arguments of its function, as text or values.
+
+    `seed` seeds the data as well (generation, partition) where the task has any choice in it.
+    """
+    if name not in TASKS:
+        raise unknown_name("task", name, TASKS)
+    factory = TASKS[name]
+    known = signature(factory).parameters
+    given = {"seed": seed, **(RELEASED_ARGUMENTS if mode == "authors-code" else {})}
+    chosen: dict[str, Any] = {key: value for key, value in given.items() if key in known}
+    for key, value in options.items():
+        if key not in known:
+            raise unknown_name(
+                f"option of task {name}", f"task.{key}", [f"task.{k}" for k in known]
+            )
+        chosen[key] = convert(value, hints_of(factory)[key], f"task.{key}")
+    return factory(**chosen)
+
+
+def summary(function: Callable[..., Any]) -> str:
+    """The first line of a function's docstring."""
+    return (function.__doc__ or "").strip().splitlines()[0]

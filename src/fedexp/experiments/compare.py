@@ -1,0 +1,151 @@
+"""Run specs, over processes where there are cores, and sum up who reached what when."""
+
+from __future__ import annotations
+
+import multiprocessing
+import queue
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from fedexp.errors import DivergedError
+from fedexp.experiments.spec import Spec
+
+Row = dict[str, Any]
+OnRound = Callable[[Spec, Row], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run: one row of numbers a round, and where it diverged if it did."""
+
+    spec: Spec
+    rows: list[Row]
+    seconds: float
+    diverged_at: int | None = None
+
+    def curve(self, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """One number a round, NaN where it was not evaluated."""
+        values = [row.get(name) for row in self.rows]
+        return np.array([np.nan if v is None else v for v in values], dtype=np.float64)
+
+
+def run_one(spec: Spec, on_round: OnRound) -> Outcome:
+    """Run a spec to its end, or to where it diverges."""
+    began, rows = time.perf_counter(), []
+    diverged: int | None = None
+    try:
+        for record in spec.prepare().records():
+            rows.append(record.to_json())
+            on_round(spec, rows[-1])
+    except DivergedError as error:
+        diverged = error.round
+    return Outcome(spec, rows, time.perf_counter() - began, diverged)
+
+
+def run_all(specs: Sequence[Spec], jobs: int, on_round: OnRound) -> list[Outcome]:
+    """Run the specs, `jobs` at a time, one thread each; outcomes are in the order of the specs."""
+    if jobs <= 1 or len(specs) == 1:
+        return [run_one(spec, on_round) for spec in specs]
+    context = multiprocessing.get_context("spawn")
+    with context.Manager() as manager:
+        events = manager.Queue()
+        with ProcessPoolExecutor(min(jobs, len(specs)), context, _init_worker) as pool:
+            futures = [pool.submit(_run_in_worker, spec, events) for spec in specs]
+            for spec, row in _events(events, futures):
+                on_round(spec, row)
+            return [future.result() for future in futures]
+
+
+def _init_worker() -> None:
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # dropped clients are counted in the rows
+
+
+def _run_in_worker(spec: Spec, events: Any) -> Outcome:
+    return run_one(spec, lambda spec, row: events.put((spec, row)))
+
+
+def _events(events: Any, futures: Sequence[Future[Outcome]]) -> Iterator[tuple[Spec, Row]]:
+    """Rounds as they happen in the workers; ends when all are done, or one has failed."""
+    while True:
+        finished = all(f.done() for f in futures)
+        failed = any(f.done() and f.exception() is not None for f in futures)
+        try:
+            while True:
+                yield events.get(timeout=0.0 if finished else 0.2)
+        except queue.Empty:
+            if finished or failed:
+                return
+
+
+def rounds_to(curve: np.ndarray[Any, Any], target: float, higher: bool) -> int | None:
+    """The first round, counted from 1, at which the curve reaches the target.
+
+    >>> rounds_to(np.array([0.5, np.nan, 0.7]), 0.6, higher=True)
+    3
+    """
+    with np.errstate(invalid="ignore"):
+        reached = np.flatnonzero(curve >= target if higher else curve <= target)
+    return int(reached[0]) + 1 if reached.size else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row of the comparison: one algorithm over its seeds.
+
+    Attributes:
+        rounds: rounds to the target of each seed that reached it.
+        seeds: number of seeds.
+        speedup: FedAvg's mean rounds over this one's; None unless all seeds reached.
+        at_least: FedAvg did not get there, so the speed-up is more than that.
+        finals: the metric at the end, seed by seed; NaN where the run diverged.
+    """
+
+    algorithm: str
+    rounds: list[int]
+    seeds: int
+    finals: list[float]
+    speedup: float | None = None
+    at_least: bool = False
+
+    @property
+    def mean_rounds(self) -> float | None:
+        """None unless every seed reached the target: a mean over the lucky ones would flatter."""
+        return float(np.mean(self.rounds)) if len(self.rounds) == self.seeds else None
+
+
+def summarise(outcomes: Sequence[Outcome], metric: str, target: float | None) -> list[Line]:
+    """One line an algorithm, in the order they were given."""
+    higher = metric.endswith("accuracy")
+    by_name: dict[str, list[Outcome]] = {}
+    for outcome in outcomes:
+        by_name.setdefault(outcome.spec.algorithm, []).append(outcome)
+    lines = []
+    for name, group in by_name.items():
+        curves = [outcome.curve(metric) for outcome in group]
+        hits = [rounds_to(c, target, higher) if target is not None else None for c in curves]
+        finals = [_final(o, c) for o, c in zip(group, curves, strict=True)]
+        lines.append(Line(name, [h for h in hits if h is not None], len(group), finals))
+    reference = next((line for line in lines if line.algorithm == "fedavg"), None)
+    longest = max(len(outcome.rows) for outcome in outcomes)
+    return lines if reference is None else [_speedup(each, reference, longest) for each in lines]
+
+
+def _final(outcome: Outcome, curve: np.ndarray[Any, Any]) -> float:
+    known = curve[~np.isnan(curve)]
+    return float("nan") if outcome.diverged_at is not None or not known.size else float(known[-1])
+
+
+def _speedup(line: Line, reference: Line, longest: int) -> Line:
+    if line.mean_rounds is None:
+        return line
+    theirs = reference.mean_rounds
+    ratio = (longest if theirs is None else theirs) / line.mean_rounds
+    return replace(line, speedup=ratio, at_least=theirs is None)

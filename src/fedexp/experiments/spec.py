@@ -1,0 +1,95 @@
+"""`Spec`: an experiment as data, and the run that follows from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fedexp.algorithms import ALGORITHMS
+from fedexp.engine import Record, simulate
+from fedexp.errors import unknown_name
+from fedexp.experiments.catalog import build_task
+from fedexp.experiments.setup import Setup, setup_for, split_task_options
+from fedexp.tasks import Task
+
+SMALL_MODEL = 100_000  # parameters
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All choices of one run, by name, as the command line takes them.
+
+    Args:
+        task: name of the task.
+        algorithm: name of the algorithm.
+        seed: of the data, the initial weights, the cohorts and the batches.
+        rounds: None for the task's own number.
+        cohort: clients a round; None for the task's own number, 0 for all clients.
+        mode: "paper", or "authors-code" for what the released code does.
+        evaluate_every: rounds between evaluations.
+        options: pairs of dotted names and values; `task.*` are arguments of the task.
+    """
+
+    task: str
+    algorithm: str
+    seed: int = 0
+    rounds: int | None = None
+    cohort: int | None = None
+    mode: str = "paper"
+    evaluate_every: int = 1
+    options: tuple[tuple[str, str], ...] = ()
+
+    def prepare(self) -> Run:
+        """Resolve every name; raises `UsageError` for what does not exist or fit."""
+        if self.algorithm not in ALGORITHMS:
+            raise unknown_name("algorithm", self.algorithm, ALGORITHMS)
+        of_task, others = split_task_options(dict(self.options))
+        task = build_task(self.task, of_task, self.seed, self.mode)
+        setup = setup_for(task, ALGORITHMS[self.algorithm](), self.mode).with_options(others)
+        cohort = task.cohort if self.cohort is None else self.cohort or None
+        return Run(self, task, setup, self.rounds or task.rounds, cohort)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A spec with its names resolved."""
+
+    spec: Spec
+    task: Task
+    setup: Setup
+    rounds: int
+    cohort: int | None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether splitting an operation over threads costs more than it saves."""
+        return self.task.objective.initial(0)[0].numel() < SMALL_MODEL
+
+    def records(self) -> Iterator[Record]:
+        """Train; one record a round."""
+        return simulate(
+            self.task,
+            self.setup.algorithm,
+            self.rounds,
+            self.cohort,
+            self.spec.seed,
+            local=self.setup.local,
+            weighting=self.setup.weighting,
+            evaluate_every=self.spec.evaluate_every,
+        )
+
+    def describe(self) -> dict[str, Any]:
+        """The run in full, as plain values: enough to repeat it."""
+        return {
+            "task": self.spec.task,
+            "algorithm": self.spec.algorithm,
+            "mode": self.spec.mode,
+            "seed": self.spec.seed,
+            "rounds": self.rounds,
+            "cohort": self.cohort,
+            "clients": self.task.train.clients,
+            "evaluate_every": self.spec.evaluate_every,
+            "set": dict(self.spec.options),
+            "options": self.setup.options(),
+        }

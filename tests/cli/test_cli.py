@@ -1,0 +1,148 @@
+"""The command line as a user meets it: output, exit status, and one line for each mistake."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedexp.cli.main import main
+
+SMALL = ["--set", "task.clients=4", "--set", "task.rows=3", "--set", "task.dim=20"]
+
+
+def test_json_is_alone_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["run", "synthetic", "--algorithm", "fedexp", "--rounds", "3", "--json", *SMALL]) == 0
+    )
+    out, _ = capfd.readouterr()
+    result = json.loads(out)
+    assert list(result) == ["task", "algorithm", "seed", "rounds", "seconds", "final"]
+    assert (result["task"], result["algorithm"], result["rounds"]) == ("synthetic", "fedexp", 3)
+    assert result["final"]["round"] == 3
+    assert result["final"]["server_lr"] >= 1
+
+
+def test_run_writes_spec_records_and_model(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "new" / "run"
+    command = ["run", "synthetic", "--rounds", "3", "--cohort", "2", "--seed", "5", *SMALL]
+    assert main([*command, "--out", str(out)]) == 0
+    rows = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
+    assert [row["round"] for row in rows] == [1, 2, 3]
+    spec = json.loads((out / "spec.json").read_text())
+    assert (spec["seed"], spec["cohort"], spec["options"]["server.eps"]) == (5, 2, 0.0)
+    assert np.load(out / "model.npz")["params"].shape == (20,)
+    assert main([*command, "--out", str(out)]) == 2
+    assert "already holds a run" in capfd.readouterr().err
+
+
+def test_compare_prints_a_table_and_draws(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    picture = tmp_path / "c.png"
+    command = [
+        "compare",
+        "synthetic",
+        "--algorithms",
+        "fedavg,fedexp",
+        "--seeds",
+        "2",
+        "--jobs",
+        "1",
+    ]
+    assert main([*command, "--rounds", "4", "--target", "0.5", "--out", str(picture), *SMALL]) == 0
+    out, _ = capfd.readouterr()
+    assert "rounds to 0.5" in out
+    assert "speed-up" in out
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_as_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["compare", "toy", "--algorithms", "fedexp", "--json", "--jobs", "1", "--rounds", "3"]
+    assert main([*command, "--out", str(tmp_path / "c.png")]) == 0
+    assert json.loads(capfd.readouterr().out)["algorithms"][0]["algorithm"] == "fedexp"
+
+
+def test_toy_draws_figure_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    picture = tmp_path / "toy.png"
+    assert main(["toy", "--rounds", "6", "--start=1,0", "--out", str(picture)]) == 0
+    assert picture.stat().st_size > 10_000
+    assert "FedAvg" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["algorithms", "tasks"])
+def test_lists(command: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([command]) == 0
+    out = capfd.readouterr().out
+    assert ("scaffold-exp" if command == "algorithms" else "digits-mlp") in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "synthetc"], "did you mean synthetic"),
+        (["run", "synthetic", "--algorithm", "fedxp"], "did you mean fedexp"),
+        (["compare", "synthetic", "--algorithms", "fedavg,fedxp"], "did you mean fedexp"),
+        (["run", "synthetic", "--set", "esp=1"], "did you mean eps"),
+        (["run", "synthetic", "--set", "eps=-1"], "eps must not be negative"),
+        (["run", "synthetic", "--set", "eps=x"], "must be a number"),
+        (["run", "synthetic", "--set", "eps"], "key=value"),
+        (["run", "synthetic", "--set", "local.lr=0"], "local.lr must be"),
+        (["run", "synthetic", "--set", "task.clients=0"], "at least 1"),
+        (["run", "synthetic", "--cohort", "21"], "larger than the federation of 20 clients"),
+        (["run", "synthetic", "--cohort", "none"], "--cohort"),
+        (["run", "synthetic", "--rounds", "0"], "--rounds: must be a whole number from 1"),
+        (["run", "synthetic", "--seed", "-1"], "--seed"),
+        (["run", "synthetic", "--mode", "papers"], "unknown mode"),
+        (["run", "synthetic", "--frobnicate"], "unrecognized arguments"),
+        (["run", "digits", "--set", "task.clients=5000"], "use fewer clients"),
+        (["compare", "synthetic", "--seeds", "0"], "--seeds"),
+        (["compare", "digits", "--target", "1000"], "--target"),
+        (["toy", "--start", "1"], "--start takes 2 numbers"),
+        (["toy", "--out", "/proc/nothing/toy.png"], "cannot write"),
+        (["toy", "--out", "toy.xyz"], "cannot write"),
+        (["run", "toy", "--out", "/proc/nothing"], "cannot write"),
+        ([], "COMMAND"),
+        (["fly"], "invalid choice: 'fly'"),
+    ],
+    ids=str,
+)
+def test_a_mistake_gets_one_line_and_status_2(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str], tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.startswith("fedexp: error: ")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []  # a mistake leaves nothing behind
+
+
+def test_divergence_is_told_with_its_round(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "synthetic", "--set", "local.lr=5", "--rounds", "30", *SMALL]) == 1
+    err = capfd.readouterr().err
+    assert "diverged at round" in err
+    assert "Traceback" not in err
+
+
+def test_warnings_are_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """Steps so large that updates overflow before the server can move."""
+    assert main(["run", "synthetic", "--set", "local.lr=1e30", "--rounds", "2", *SMALL]) == 0
+    err = capfd.readouterr().err
+    assert err.startswith("fedexp: warning: round 1: 4 client update(s) were not finite")
+
+
+def test_installed_as_a_command_and_as_a_module() -> None:
+    command = Path(sys.executable).parent / "fedexp"
+    for start in ([str(command)], [sys.executable, "-m", "fedexp"]):
+        done = subprocess.run([*start, "--version"], capture_output=True, text=True, check=True)
+        assert done.stdout.startswith("fedexp ")

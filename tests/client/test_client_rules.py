@@ -1,0 +1,136 @@
+"""Client rules and local training: reductions, golden values, order of operations."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.problems import classes_task, least_squares
+from tests.rules import CLIENT_RULES, SERVER_RULES, rule_id
+
+import fedexp as fx
+from fedexp.local import clip_by_norm, local_step
+
+
+def last(task: fx.tasks.Task, algorithm: fx.Algorithm, **options: object) -> fx.Record:
+    *_, record = fx.simulate(task, algorithm, **{"rounds": 4, **options})  # type: ignore[arg-type]
+    return record
+
+
+@pytest.mark.parametrize("server", SERVER_RULES, ids=rule_id)
+@pytest.mark.parametrize("client", CLIENT_RULES, ids=rule_id)
+def test_any_client_rule_runs_with_any_server_rule(
+    client: fx.ClientRule, server: fx.ServerRule
+) -> None:
+    record = last(least_squares(), fx.Algorithm(client=client, server=server), cohort=3)
+    assert record.train_loss is not None
+    assert np.isfinite(record.train_loss)
+
+
+def test_prox_without_strength_is_sgd() -> None:
+    one = last(least_squares(), fx.Algorithm(client=fx.Prox(0.0)))
+    other = last(least_squares(), fx.Algorithm(client=fx.SGD()))
+    assert torch.equal(one.state.params, other.state.params)
+
+
+def test_prox_golden() -> None:
+    A, b, mu = np.array([[2.0, 0.0]]), np.array([2.0]), 0.5
+    w, start = np.zeros(2), np.zeros(2)
+    for _ in range(3):
+        w = w - 0.1 * (A.T @ (A @ w - b) + mu * (w - start))
+    local = fx.LocalTraining(lr=0.1, steps=3, batch_size=None)
+    task = fx.tasks.linear_regression(A[None], b[None])
+    record = last(task, fx.fedprox(mu=mu), rounds=1, local=local)
+    np.testing.assert_allclose(record.state.params.numpy(), w, rtol=1e-14)
+
+
+def test_scaffold_golden_over_partial_participation() -> None:
+    """Algorithm 2 in numpy, option II, with c moved by |S|/N."""
+    task = least_squares(clients=5)
+    A = task.train.fields["x"].reshape(5, 3, 20).numpy()
+    b = task.train.fields["y"].reshape(5, 3).numpy()
+    w, c, ci = np.zeros(20), np.zeros(20), np.zeros((5, 20))
+    lr, tau = 0.1, 20
+    from fedexp.engine.plan import sample_cohort
+
+    for t in range(1, 5):
+        cohort = sample_cohort(0, t, 5, 3)
+        deltas, psis = [], []
+        for i in cohort:
+            x = w.copy()
+            for _ in range(tau):
+                x = x - lr * (A[i].T @ (A[i] @ x - b[i]) - ci[i] + c)
+            deltas.append(w - x)
+            psis.append(c - (w - x) / (tau * lr))
+            ci[i] = ci[i] - psis[-1]
+        w = w - 2.0 * np.mean(deltas, axis=0)
+        c = c - len(cohort) / 5 * np.mean(psis, axis=0)
+    record = last(task, fx.scaffold(lr=2.0), cohort=3)
+    np.testing.assert_allclose(record.state.params.numpy(), w, rtol=1e-11, atol=1e-13)
+    np.testing.assert_allclose(record.state.shared["control"].numpy(), c, rtol=1e-11, atol=1e-13)
+    np.testing.assert_allclose(c, ci.mean(0), rtol=1e-11, atol=1e-13)
+
+
+def test_scaffold_keeps_c_the_weighted_mean_under_size_weights() -> None:
+    task = classes_task(lambda: torch.nn.Linear(4, 3))
+    record = last(task, fx.scaffold(), cohort=2, rounds=6, weighting="size")
+    sizes = torch.from_numpy(task.train.sizes).float()
+    total = sum(sizes[i] * kept["control"] for i, kept in record.state.clients.items())
+    torch.testing.assert_close(record.state.shared["control"], total / sizes.sum())
+
+
+def test_local_step_clips_then_decays_then_moves() -> None:
+    local = fx.LocalTraining(lr=0.1, clip_norm=1.0, weight_decay=0.5)
+    w, g = torch.tensor([2.0, 0.0]), torch.tensor([3.0, 4.0])
+    expected = w - 0.1 * (g / 5 + 0.5 * w)
+    torch.testing.assert_close(local_step(w, g, 0.1, local), expected)
+
+
+def test_clipping_is_per_client_and_leaves_short_gradients_alone() -> None:
+    grads = torch.tensor([[3.0, 4.0], [0.3, 0.4], [0.0, 0.0]])
+    clipped = clip_by_norm(grads, 1.0)
+    assert clipped[0].norm().item() == pytest.approx(1.0)
+    assert torch.equal(clipped[1:], grads[1:])
+
+
+@pytest.mark.parametrize(("before", "expected"), [(False, [1.0, 0.5]), (True, [0.5, 0.25])])
+def test_learning_rate_decay_before_or_after_the_first_round(
+    before: bool, expected: list[float]
+) -> None:
+    local = fx.LocalTraining(lr=1.0, lr_decay=0.5, decay_before_first_round=before)
+    assert [local.lr_at(1), local.lr_at(2)] == expected
+
+
+def test_epochs_decide_the_steps() -> None:
+    local = fx.LocalTraining(epochs=2, batch_size=4)
+    assert [local.steps_for(n) for n in (1, 4, 5)] == [2, 2, 4]
+    assert fx.LocalTraining(epochs=3, batch_size=None).steps_for(7) == 3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"lr": 0.0}, {"steps": 0}, {"batch_size": 0}, {"clip_norm": -1.0}, {"lr_decay": 1.1},
+     {"weight_decay": -1.0}, {"epochs": 0}, {"lr": float("inf")}],
+    ids=str,
+)  # fmt: skip
+def test_local_options_out_of_range_are_refused(options: dict) -> None:
+    with pytest.raises(fx.UsageError, match=next(iter(options))):
+        fx.LocalTraining(**options)
+
+
+def test_one_client_is_centralised_sgd() -> None:
+    """With one client and lr 1 the server is not there: torch's own SGD gives the same model."""
+    task = classes_task(lambda: torch.nn.Linear(4, 3), sizes=(12,))
+    local = fx.LocalTraining(lr=0.1, steps=7, batch_size=None, weight_decay=0.01)
+    record = last(task, fx.fedavg(), rounds=2, local=local)
+    params, _ = task.objective.initial(0)
+    model = torch.nn.Linear(4, 3)
+    torch.nn.utils.vector_to_parameters(params, model.parameters())
+    optimiser = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
+    for _ in range(14):
+        optimiser.zero_grad()
+        x, y = task.train.fields["x"], task.train.fields["y"]
+        torch.nn.functional.cross_entropy(model(x), y).backward()
+        optimiser.step()
+    flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
+    torch.testing.assert_close(record.state.params, flat, rtol=1e-5, atol=1e-6)

@@ -1,0 +1,137 @@
+"""The batch plan against the semantics of a shuffling data loader, written out by hand."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from fedexp.algorithms import fedavg
+from fedexp.data.federation import Federation
+from fedexp.data.images import Images
+from fedexp.engine.loop import Work
+from fedexp.engine.plan import plan_batches
+from fedexp.local import LocalTraining
+from fedexp.models import logistic
+from fedexp.seeding import generator
+from fedexp.tasks.classification import classification
+
+Plan = list[NDArray[np.int64]]
+SIZES, BATCHES, STEPS = st.integers(1, 40), st.integers(1, 45), st.integers(1, 30)
+SEEDS = st.integers(0, 2**32)
+
+
+def loader_by_hand(rng: np.random.Generator, size: int, batch: int, steps: int) -> Plan:
+    """`while steps remain: for batch in DataLoader(shuffle=True, drop_last=False): step`.
+
+    One permutation an epoch; the sampler yields it, and the batches are filled one example at a
+    time, as torch's `BatchSampler` does.
+    """
+    done: Plan = []
+    while len(done) < steps:
+        waiting: list[int] = []
+        epoch: Plan = []
+        for example in rng.permutation(size):
+            waiting.append(example)
+            if len(waiting) == batch:
+                epoch.append(np.array(waiting))
+                waiting = []
+        if waiting:  # drop_last=False
+            epoch.append(np.array(waiting))
+        for each in epoch:
+            if len(done) == steps:
+                break
+            done.append(each)
+    return done
+
+
+def equal(first: Plan, second: Plan) -> bool:
+    return len(first) == len(second) and all(map(np.array_equal, first, second))
+
+
+@given(size=SIZES, batch=BATCHES, steps=STEPS, seed=SEEDS, round=SEEDS, client=SEEDS)
+def test_equals_a_restarted_shuffling_loader(
+    size: int, batch: int, steps: int, seed: int, round: int, client: int
+) -> None:
+    local = LocalTraining(steps=steps, batch_size=batch)
+    plan = plan_batches(seed, round, client, size, local)
+    rng = generator(seed, "batches", round, client)
+    assert equal(plan, loader_by_hand(rng, size, batch, steps))
+
+
+@given(size=SIZES, batch=BATCHES, epochs=st.integers(1, 5), seed=SEEDS)
+def test_each_epoch_is_a_permutation(size: int, batch: int, epochs: int, seed: int) -> None:
+    plan = plan_batches(seed, 1, 0, size, LocalTraining(epochs=epochs, batch_size=batch))
+    per_epoch = -(-size // batch)
+    assert len(plan) == epochs * per_epoch
+    for at in range(0, len(plan), per_epoch):
+        epoch = plan[at : at + per_epoch]
+        assert sorted(np.concatenate(epoch)) == list(range(size))
+        assert all(len(each) == batch for each in epoch[:-1])
+        assert len(epoch[-1]) == size - (per_epoch - 1) * batch
+
+
+@given(size=SIZES, batch=BATCHES, steps=STEPS, seed=SEEDS)
+def test_more_steps_continue_the_same_plan(size: int, batch: int, steps: int, seed: int) -> None:
+    short, long = (
+        plan_batches(seed, 1, 0, size, LocalTraining(steps=n, batch_size=batch))
+        for n in (steps, steps + 7)
+    )
+    assert equal(short, long[:steps])
+
+
+def test_a_pure_function_of_seed_round_and_client() -> None:
+    local = LocalTraining(steps=4, batch_size=10)
+    one = plan_batches(3, 5, 7, 100, local)
+    for other in range(20):  # what other clients plan in between changes nothing
+        plan_batches(3, 5, other, 17 + other, local)
+    assert equal(one, plan_batches(3, 5, 7, 100, local))
+    for changed in ((4, 5, 7), (3, 6, 7), (3, 5, 8)):
+        assert not equal(one, plan_batches(*changed, 100, local))
+
+
+def test_epochs_are_shuffled_anew() -> None:
+    plan = plan_batches(0, 1, 0, 50, LocalTraining(epochs=2, batch_size=50))
+    assert not np.array_equal(plan[0], plan[1])
+    assert not np.array_equal(plan[0], np.arange(50))
+
+
+def test_a_client_smaller_than_a_batch_sees_all_of_its_data_at_every_step() -> None:
+    plan = plan_batches(0, 1, 0, 7, LocalTraining(steps=20, batch_size=50))
+    assert len(plan) == 20
+    assert all(sorted(each) == list(range(7)) for each in plan)
+
+
+@pytest.mark.parametrize(("steps", "epochs", "expected"), [(3, None, 3), (3, 2, 2)])
+def test_without_a_batch_size_a_step_is_all_of_the_data(
+    steps: int, epochs: int | None, expected: int
+) -> None:
+    plan = plan_batches(0, 1, 0, 5, LocalTraining(steps=steps, epochs=epochs, batch_size=None))
+    assert [each.tolist() for each in plan] == [[0, 1, 2, 3, 4]] * expected
+
+
+def test_every_order_is_as_likely() -> None:
+    """Three examples, one epoch: the six orders come up about as often."""
+    local = LocalTraining(epochs=1, batch_size=1)
+    orders = [tuple(np.concatenate(plan_batches(0, r, 0, 3, local))) for r in range(1200)]
+    counts = [orders.count(order) for order in set(orders)]
+    assert len(counts) == 6
+    assert min(counts) > 150
+
+
+def test_augmentation_is_a_function_of_seed_round_client_and_step() -> None:
+    """What a client trains on, by hand; the rest of the cohort has no part in it."""
+    pixels = np.random.default_rng(0).integers(256, size=(30, 1, 6, 6), dtype=np.uint8)
+    fields = {"x": torch.from_numpy(pixels), "y": torch.arange(30) % 2}
+    images, local = Images((0.5,), (0.25,)), LocalTraining(steps=5, batch_size=4)
+    federation = Federation(fields, np.array([0, 10, 19, 30]))
+    task = classification("mine", lambda: logistic(36, 2), federation, transform=images)
+    plan = plan_batches(3, 7, 1, 9, local)
+    for cohort in ([1], [0, 1, 2]):
+        work = Work(task, fedavg(), local, "uniform", 3, 7, np.array(cohort))
+        for step, batch in enumerate(work.batches(1)):
+            draws = images.draw(generator(3, "augment", 7, 1, step), len(plan[step]))
+            by_hand = images.train(federation.batch(1, plan[step]), draws)
+            assert torch.equal(batch["x"], by_hand["x"])
+            assert torch.equal(batch["y"], by_hand["y"])

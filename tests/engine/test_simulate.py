@@ -1,0 +1,222 @@
+"""`simulate`: records, seeds, participation, averaging, buffers, and what may go wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import warnings
+from collections import deque
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from tests.problems import BatchNormNet, classes_task, dropout_net, least_squares
+from tests.rules import ALGORITHMS, rule_id
+from torch import nn
+
+import fedexp as fx
+from fedexp.engine.plan import sample_cohort
+from fedexp.objective import Buffers
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)
+def test_every_algorithm_yields_a_record_a_round(algorithm: fx.Algorithm) -> None:
+    records = list(fx.simulate(least_squares(), algorithm, rounds=5, cohort=2))
+    assert [r.round for r in records] == [1, 2, 3, 4, 5]
+    assert all(r.server_lr is not None and r.clients == 2 for r in records)
+    json.dumps([r.to_json() for r in records], allow_nan=False)
+
+
+@pytest.mark.parametrize("build", [BatchNormNet, dropout_net])
+def test_the_same_seed_gives_the_same_bits(build: object) -> None:
+    task = classes_task(build)
+    one, two = (list(fx.simulate(task, fx.fedexp(), 4, cohort=2, seed=3)) for _ in range(2))
+    other = list(fx.simulate(task, fx.fedexp(), 4, cohort=2, seed=4))
+    assert torch.equal(one[-1].state.params, two[-1].state.params)
+    assert not torch.equal(one[-1].state.params, other[-1].state.params)
+
+
+def test_global_generators_are_left_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    list(fx.simulate(classes_task(dropout_net), fx.fedavg(), 2))
+    assert torch.equal(torch.rand(3), expected)
+
+
+def test_participation_is_a_pure_function_of_seed_and_round() -> None:
+    first = [sample_cohort(7, t, 100, 20).tolist() for t in range(1, 30)]
+    again = [sample_cohort(7, t, 100, 20).tolist() for t in reversed(range(1, 30))]
+    assert first == again[::-1]
+    assert all(len(set(c)) == 20 and c == sorted(c) for c in first)
+    seen = np.bincount(np.concatenate([sample_cohort(7, t, 100, 20) for t in range(500)]))
+    assert seen.min() > 60  # 100 expected each, standard deviation 9
+    assert seen.max() < 140
+
+
+def test_weights_enter_the_mean_and_the_norm_alike() -> None:
+    """Audit A1.14: the same weights p_i in sum p_i ||D_i||² and in sum p_i D_i."""
+    task = classes_task(lambda: nn.Linear(4, 3))
+    local = fx.LocalTraining(lr=0.1, steps=3, batch_size=None)
+    rule = fx.fedexp(eps=0.0, factor=0.5)  # large steps, though these clients agree
+    record = next(fx.simulate(task, rule, 1, local=local, weighting="size"))
+    start, _ = task.objective.initial(0)
+    deltas = []
+    for i in range(task.train.clients):
+        w = start
+        for _ in range(3):
+            w = w - 0.1 * task.objective.gradient(w, Buffers.none(), task.train.client(i))[0]
+        deltas.append((start - w).double().numpy())
+    p = task.train.sizes / task.train.sizes.sum()
+    mean = sum(pi * d for pi, d in zip(p, deltas, strict=True))
+    eta = max(1.0, sum(p * [(d**2).sum() for d in deltas]) / (0.5 * (mean**2).sum()))
+    assert eta > 1.5
+    assert record.server_lr == pytest.approx(eta, rel=1e-5)
+    np.testing.assert_allclose(
+        record.state.params.numpy(), start.numpy() - eta * mean, rtol=1e-4, atol=1e-6
+    )
+
+
+def test_output_is_the_mean_of_the_last_two_and_never_fed_back() -> None:
+    task = least_squares()
+    averaged = list(fx.simulate(task, fx.fedexp(), 5))
+    plain = list(fx.simulate(task, replace(fx.fedexp(), average_last=1), 5))
+    for a, b in zip(averaged, plain, strict=True):
+        assert torch.equal(a.state.params, b.state.params)  # training is the same
+    mean = (plain[3].state.params + plain[4].state.params) / 2
+    assert torch.equal(averaged[4].state.output()[0], mean)
+    assert averaged[4].train_loss == task.evaluate(mean, Buffers.none())["train_loss"]
+    assert averaged[4].train_loss != plain[4].train_loss
+
+
+def test_the_first_output_is_the_first_iterate_alone() -> None:
+    record = next(fx.simulate(least_squares(), fx.fedexp(), 1))
+    assert torch.equal(record.state.output()[0], record.state.params)
+
+
+def test_average_last_k() -> None:
+    task = least_squares()
+    iterates = [r.state.params for r in fx.simulate(task, fx.fedavg(), 5)]
+    *_, last = fx.simulate(task, replace(fx.fedavg(), average_last=3), 5)
+    torch.testing.assert_close(last.state.output()[0], torch.stack(iterates[2:]).mean(0))
+
+
+def test_buffers_are_averaged_never_extrapolated() -> None:
+    """Clients with very different variances: extrapolation would push some below zero."""
+    task = classes_task(BatchNormNet)
+    algorithm = replace(fx.Algorithm(server=fx.Average(50.0)), average_last=1)
+    local = fx.LocalTraining(lr=1e-3, steps=3, batch_size=None)
+    record = next(fx.simulate(task, algorithm, 1, local=local))
+    params, start = task.objective.initial(0)
+    ends = []
+    for i in range(task.train.clients):
+        w, buffers = params, start
+        for _ in range(3):
+            grad, buffers = task.objective.gradient(w, buffers, task.train.client(i))
+            w = w - 1e-3 * grad
+        ends.append(buffers.averaged)
+    after = record.state.buffers
+    torch.testing.assert_close(after.averaged, torch.stack(ends).mean(0))
+    assert torch.equal(after.kept, start.kept)  # the counter of batches stays
+
+
+def test_variances_stay_positive_under_heavy_extrapolation() -> None:
+    task = classes_task(BatchNormNet)
+    *_, record = fx.simulate(task, fx.fedexp(eps=0.0), 10, cohort=2)
+    model = task.objective.load(*record.state.output())  # type: ignore[attr-defined]
+    assert (model.norm.running_var > 0).all()
+    assert max(r.server_lr or 0 for r in fx.simulate(task, fx.fedexp(eps=0.0), 10)) > 1
+
+
+def test_resuming_gives_the_same_bits() -> None:
+    task, algorithm = classes_task(BatchNormNet), fx.scaffold_exp()
+    whole = list(fx.simulate(task, algorithm, 6, cohort=2))
+    rest = list(fx.simulate(task, algorithm, 6, cohort=2, start=whole[2].state))
+    assert [r.round for r in rest] == [4, 5, 6]
+    assert torch.equal(whole[-1].state.params, rest[-1].state.params)
+    assert whole[-1].train_loss == rest[-1].train_loss
+
+
+def test_evaluation_at_intervals_and_at_the_end() -> None:
+    records = list(fx.simulate(least_squares(), fx.fedavg(), 5, evaluate_every=2))
+    assert [r.train_loss is not None for r in records] == [False, True, False, True, True]
+
+
+class Saboteur:
+    """Least squares, but chosen clients return what they should not."""
+
+    def __init__(self, inner: object, bad_rows: set[int], value: float) -> None:
+        self.inner, self.bad_rows, self.value = inner, bad_rows, value
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.inner, name)
+
+    def gradient(self, params, buffers, batch):  # type: ignore[no-untyped-def]
+        grad, buffers = self.inner.gradient(params, buffers, batch)  # type: ignore[attr-defined]
+        if batch["x"].storage_offset() // batch["x"].numel() in self.bad_rows:
+            grad = grad + self.value
+        return grad, buffers
+
+
+def sabotaged(bad: set[int], value: float = math.nan) -> fx.tasks.Task:
+    task = least_squares()
+    return replace(task, objective=Saboteur(task.objective, bad, value))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("algorithm", [fx.fedexp(), fx.scaffold_exp()], ids=rule_id)
+def test_a_broken_client_is_dropped_counted_and_warned_about_once(
+    algorithm: fx.Algorithm,
+) -> None:
+    with pytest.warns(fx.NonFiniteUpdateWarning, match="round 1: 1 client") as caught:
+        records = list(fx.simulate(sabotaged({2}), algorithm, 4))
+    assert len(caught) == 1
+    assert [(r.clients, r.dropped) for r in records] == [(3, 1)] * 4
+    assert records[-1].train_loss is not None
+    assert math.isfinite(records[-1].train_loss)
+    assert 2 not in records[-1].state.clients
+
+
+def test_when_all_are_dropped_the_model_stays_as_it_was() -> None:
+    with pytest.warns(fx.NonFiniteUpdateWarning):
+        records = list(fx.simulate(sabotaged({0, 1, 2, 3}), fx.fedavgm(), 3))
+    assert all(torch.equal(r.state.params, torch.zeros(20).double()) for r in records)
+    assert [(r.clients, r.dropped, r.server_lr) for r in records] == [(0, 4, None)] * 3
+
+
+@pytest.mark.parametrize("lr", [1e3, 1e30, 1e200])
+def test_a_run_that_diverges_stops_and_says_when(lr: float) -> None:
+    done: deque[fx.Record] = deque()
+    run = fx.simulate(least_squares(), fx.fedavg(lr=lr), 200)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fx.NonFiniteUpdateWarning)
+        with pytest.raises(fx.DivergedError, match="diverged at round") as caught:
+            done.extend(run)
+    assert caught.value.round == len(done) + 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cohort": 5}, "larger than the federation of 4"),
+        ({"cohort": 0}, "at least 1"),
+        ({"rounds": 0}, "rounds"),
+        ({"seed": -1}, "seed"),
+        ({"weighting": "random"}, "weighting"),
+        ({"evaluate_every": 0}, "evaluate_every"),
+    ],
+)
+def test_bad_arguments_are_refused_at_the_call(options: dict, message: str) -> None:
+    with pytest.raises(fx.UsageError, match=message):
+        fx.simulate(least_squares(), fx.fedavg(), **{"rounds": 2, **options})
+
+
+def test_memory_does_not_grow_with_the_cohort(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Updates are summed in pieces; the pieces give what the whole gives."""
+    task = least_squares(clients=9)
+    whole = list(fx.simulate(task, fx.scaffold_exp(), 3))
+    monkeypatch.setattr("fedexp.engine.loop.SUMMED_BYTES", 2 * 20 * 8)
+    pieces = list(fx.simulate(task, fx.scaffold_exp(), 3))
+    torch.testing.assert_close(
+        whole[-1].state.params, pieces[-1].state.params, rtol=1e-12, atol=1e-14
+    )

@@ -1,0 +1,114 @@
+"""Comparisons: what the table says, and that processes give what one process gives."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+import fedexp as fx
+from fedexp.experiments.catalog import build_task
+from fedexp.experiments.compare import Outcome, run_all, summarise
+from fedexp.experiments.figures import comparison_figure
+from fedexp.experiments.spec import Spec
+from fedexp.experiments.tables import comparison_table, text_table
+from fedexp.experiments.toy import LAST, MEAN, PLAIN, toy_figure, toy_paths
+
+SMALL = (("task.clients", "4"), ("task.rows", "3"), ("task.dim", "20"))
+
+
+def outcome(name: str, seed: int, curve: list[float], diverged_at: int | None = None) -> Outcome:
+    rows = [{"test_accuracy": value} for value in curve]
+    return Outcome(Spec("digits", name, seed), rows, 1.0, diverged_at)
+
+
+def test_summary_of_rounds_speed_up_and_spread() -> None:
+    runs = [
+        outcome("fedavg", 0, [0.1, 0.2, 0.6, 0.7]),
+        outcome("fedavg", 1, [0.1, 0.2, 0.3, 0.9]),
+        outcome("fedexp", 0, [0.1, 0.6, 0.7, 0.8]),
+        outcome("fedexp", 1, [0.6, 0.6, 0.7, 0.6]),
+    ]
+    fedavg, fedexp = summarise(runs, "test_accuracy", 0.6)
+    assert (fedavg.rounds, fedexp.rounds) == ([3, 4], [2, 1])
+    assert fedexp.speedup == pytest.approx(3.5 / 1.5)
+    assert fedexp.finals == [0.8, 0.6]
+    headers, cells = comparison_table([fedavg, fedexp], "test_accuracy", 0.6, 4)
+    assert headers[1] == "rounds to 60.00%"
+    assert cells[1] == ["fedexp", "1.5 ± 0.7", "2.33x", "70.00% ± 14.14%"]
+    assert "fedexp" in text_table(headers, cells)
+
+
+def test_a_seed_that_never_arrives_gives_no_flattering_mean() -> None:
+    runs = [
+        outcome("fedavg", 0, [0.1, 0.2]),
+        outcome("fedavg", 1, [0.1, 0.7]),
+        outcome("fedexp", 0, [0.6, 0.7]),
+        outcome("fedexp", 1, [0.6, 0.7]),
+    ]
+    fedavg, fedexp = summarise(runs, "test_accuracy", 0.6)
+    assert fedavg.mean_rounds is None
+    assert fedavg.speedup is None
+    assert (fedexp.speedup, fedexp.at_least) == (2.0, True)
+    _, cells = comparison_table([fedavg, fedexp], "test_accuracy", 0.6, 2)
+    assert cells[0][1:3] == [">2 (1/2 seeds)", "-"]
+    assert cells[1][2] == ">2.00x"
+
+
+def test_a_diverged_run_is_told() -> None:
+    (line,) = summarise([outcome("fedavg", 0, [0.9], diverged_at=2)], "test_accuracy", 0.95)
+    assert np.isnan(line.finals).all()
+
+
+def test_losses_are_reached_from_above() -> None:
+    run = Outcome(Spec("synthetic", "fedavg"), [{"train_loss": v} for v in (1, 0.1, 0.01)], 1.0)
+    (line,) = summarise([run], "train_loss", 0.1)
+    assert line.rounds == [2]
+
+
+def untimed(outcome: Outcome) -> list[dict]:
+    return [{k: v for k, v in row.items() if k != "seconds"} for row in outcome.rows]
+
+
+def test_processes_give_the_same_rows_in_the_same_order() -> None:
+    specs = [
+        Spec("synthetic", a, s, 3, options=SMALL) for a in ("fedexp", "scaffold") for s in (0, 1)
+    ]
+    seen: list[tuple[Spec, int]] = []
+    one = run_all(specs, 1, lambda spec, row: None)
+    two = run_all(specs, 2, lambda spec, row: seen.append((spec, row["round"])))
+    assert [o.spec for o in two] == specs
+    assert [untimed(o) for o in one] == [untimed(o) for o in two]
+    assert sorted(seen, key=str) == sorted(
+        [(spec, r) for spec in specs for r in (1, 2, 3)], key=str
+    )
+
+
+def test_seeds_change_the_data() -> None:
+    zero, one = (build_task("synthetic", {"dim": "20"}, seed) for seed in (0, 1))
+    assert not np.array_equal(zero.train.fields["x"], one.train.fields["x"])
+    fixed = build_task("synthetic", {"dim": "20", "seed": "0"}, 1)
+    assert np.array_equal(zero.train.fields["x"], fixed.train.fields["x"])
+
+
+def test_unknown_task_options_are_told() -> None:
+    with pytest.raises(fx.UsageError, match=r"did you mean task\.clients"):
+        build_task("synthetic", {"client": "3"})
+
+
+def test_the_comparison_figure_shows_every_algorithm() -> None:
+    runs = [outcome(a, s, [0.1, 0.5, 0.6]) for a in ("fedavg", "fedexp") for s in (0, 1)]
+    runs.append(outcome("fedadam", 0, [], diverged_at=1))
+    figure = comparison_figure(runs, "test_accuracy", 0.5, "title")
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]  # type: ignore[union-attr]
+    assert labels == ["fedavg", "fedexp"]
+
+
+def test_the_toy_paths_are_those_the_paper_describes() -> None:
+    """Fig. 2: distance falls in every round, the loss goes up and down, the mean is lower."""
+    paths = toy_paths((0.0, 0.0), 30)
+    distance = np.array(paths[LAST].sq_distance)
+    assert (np.diff(distance) < 0).all()
+    assert (np.diff(paths[LAST].loss) > 0).sum() >= 10
+    assert np.mean(np.log(paths[MEAN].loss[2:])) < np.mean(np.log(paths[LAST].loss[2:]))
+    assert distance[-1] < 1e-3 * paths[PLAIN].sq_distance[-1]
+    assert len(toy_figure(paths).axes) == 3

@@ -1,0 +1,122 @@
+"""Options by name, the paper's values, and the mode of the released code."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+import pytest
+from tests.problems import classes_task
+
+import fedexp as fx
+from fedexp.algorithms import ALGORITHMS
+from fedexp.experiments.setup import Setup, parse_assignments, setup_for
+from fedexp.experiments.values import convert
+
+
+def setup(name: str = "fedexp", mode: str = "paper") -> Setup:
+    return setup_for(fx.tasks.synthetic(clients=2, rows=2, dim=5), ALGORITHMS[name](), mode)
+
+
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_names_are_those_of_the_algorithms(name: str) -> None:
+    assert ALGORITHMS[name]().name == name
+
+
+def test_bare_names_find_the_server_first() -> None:
+    changed = setup("fedprox").with_options({"lr": "3", "mu": "0.5", "steps": "7"})
+    assert changed.algorithm.server == fx.Average(3.0)
+    assert changed.algorithm.client == fx.Prox(0.5)
+    assert changed.local.steps == 7
+    assert changed.with_option("local.lr", "0.7").local.lr == 0.7
+
+
+def test_every_option_can_be_set_to_its_own_value() -> None:
+    for name in ALGORITHMS:
+        one = setup(name)
+        assert one.with_options(one.options()).options() == one.options()
+
+
+def test_plain_options() -> None:
+    changed = setup().with_options({"average_last": "5", "weighting": "size"})
+    assert (changed.algorithm.iterates, changed.weighting) == (5, "size")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "message"),
+    [
+        ("esp", "1", "did you mean eps"),
+        ("server.mu", "1", "unknown option of fedexp 'server.mu'"),
+        ("eps", "abc", "server.eps must be a number"),
+        ("eps", "-1", "eps must not be negative"),
+        ("steps", "1.5", "local.steps must be a whole number"),
+        ("clamp", "maybe", "server.clamp must be true or false"),
+        ("eps_mode", "x", "server.eps_mode must be one of absolute"),
+        ("weighting", "x", "weighting must be one of uniform, size"),
+        ("average_last", "0", "average_last must be at least 1"),
+    ],
+)
+def test_wrong_options_get_a_clear_line(key: str, value: str, message: str) -> None:
+    with pytest.raises(fx.UsageError, match=message):
+        setup().with_option(key, value)
+
+
+def test_assignments() -> None:
+    assert parse_assignments(["a=1", "b.c=x=y"]) == {"a": "1", "b.c": "x=y"}
+    with pytest.raises(fx.UsageError, match="key=value"):
+        parse_assignments(["eps"])
+
+
+def test_values() -> None:
+    assert convert("inf", float, "x") == math.inf
+    assert convert("1e3", int, "x") == 1000
+    assert convert("1,2", tuple[float, float], "x") == (1.0, 2.0)
+    assert convert(True, bool, "x") is True
+    assert convert("a", Literal["a", "b"], "x") == "a"
+    with pytest.raises(fx.UsageError, match="2 numbers"):
+        convert("1", tuple[float, float], "x")
+    with pytest.raises(fx.UsageError, match="must be a number"):
+        convert("nan", float, "x")
+
+
+def test_the_papers_values_are_the_defaults() -> None:
+    assert setup("fedavg").algorithm.server == fx.Average(10.0)
+    assert setup("fedexp").algorithm.server == fx.ExP(eps=0.0)
+    assert setup("fedadagrad").algorithm.server == fx.Adagrad(lr=0.1)
+    assert setup("scaffold").local.lr == 0.1
+
+
+def test_authors_code_turns_every_deviation_on() -> None:
+    task = classes_task()
+    local = fx.LocalTraining(lr=0.1, lr_decay=0.998)
+    task = type(task)(**{**vars(task), "local": local})
+    one = setup_for(task, fx.fedexp(eps=0.1), "authors-code")
+    server = one.algorithm.server
+    assert server == fx.ExP(
+        eps=0.1,
+        eps_mode="participants",  # B1
+        eps_decay=0.998**2,  # B2
+        decay_before_first_round=True,  # B3
+    )
+    assert one.local.decay_before_first_round  # B3
+    assert one.weighting == "size"  # B5
+    momentum = setup_for(task, fx.fedexp_m(), "authors-code").algorithm.server
+    assert isinstance(momentum, fx.MomentumExP)
+    assert not momentum.apply_momentum  # B6
+    adagrad = setup_for(task, fx.fedadagrad(), "authors-code").algorithm.server
+    assert adagrad == fx.Adagrad(0.1, tau=0.01, form="authors")  # B8
+    adam = setup_for(task, fx.fedadam(), "authors-code").algorithm.server
+    assert adam == fx.Adam(0.01, tau=1e-4, form="authors")  # B9
+
+
+def test_authors_code_follows_the_notebook_on_synthetic() -> None:
+    one = setup("fedexp", "authors-code")
+    assert isinstance(one.algorithm.server, fx.ExP)
+    assert not one.algorithm.server.clamp  # B26
+    assert one.algorithm.iterates == 1  # B25
+    assert setup("fedadagrad", "authors-code").algorithm.server.tau == 0.0  # type: ignore[attr-defined]
+
+
+def test_an_unknown_mode() -> None:
+    with pytest.raises(fx.UsageError, match="unknown mode 'papers'; did you mean paper"):
+        setup(mode="papers")

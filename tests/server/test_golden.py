@@ -1,0 +1,133 @@
+"""Golden values: each with the few lines of numpy that made them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from tests.rules import random_updates
+
+import fedexp as fx
+
+ROUNDS, CLIENTS, DIM = 4, 5, 6
+UPDATES = [random_updates(CLIENTS, DIM, seed).numpy() for seed in range(ROUNDS)]
+START = np.linspace(-1, 1, DIM)
+
+
+def run(rule: fx.ServerRule) -> tuple[np.ndarray, list[float]]:
+    params, etas = torch.from_numpy(START.copy()), []
+    state = rule.init(params)
+    for deltas in UPDATES:
+        params, state, metrics = rule.step(params, fx.Aggregate.of(deltas), state)
+        etas.append(metrics["server_lr"].item())
+    return params.numpy(), etas
+
+
+def check(rule: fx.ServerRule, expected: np.ndarray) -> list[float]:
+    got, etas = run(rule)
+    np.testing.assert_allclose(got, expected, rtol=1e-13, atol=1e-14)
+    return etas
+
+
+def squared(x: np.ndarray) -> float:
+    return float((x**2).sum())
+
+
+def test_average() -> None:
+    w = START.copy()
+    for d in UPDATES:
+        w = w - 0.7 * d.mean(0)
+    assert check(fx.Average(0.7), w) == [0.7] * ROUNDS
+
+
+def test_momentum() -> None:
+    w, v = START.copy(), np.zeros(DIM)
+    for d in UPDATES:
+        v = d.mean(0) + 0.9 * v
+        w = w - 0.7 * v
+    check(fx.Momentum(0.7, 0.9), w)
+
+
+@pytest.mark.parametrize("eps", [0.0, 0.3])
+def test_exp(eps: float) -> None:
+    w, etas = START.copy(), []
+    for d in UPDATES:
+        eta = max(1.0, sum(map(squared, d)) / (2 * CLIENTS * (squared(d.mean(0)) + eps)))
+        etas.append(eta)
+        w = w - eta * d.mean(0)
+    assert check(fx.ExP(eps), w) == pytest.approx(etas, rel=1e-13)
+    assert max(etas) > 1  # the clamp is not what is being tested
+
+
+def test_exp_as_the_authors_run_it() -> None:
+    w, eps = START.copy(), 0.1
+    for d in UPDATES:
+        eps *= 0.998**2
+        eta = max(1, sum(map(squared, d)) / (2 * CLIENTS * (squared(d.mean(0)) + CLIENTS * eps)))
+        w = w - eta * d.mean(0)
+    rule = fx.ExP(0.1, eps_mode="participants", eps_decay=0.998**2, decay_before_first_round=True)
+    check(rule, w)
+
+
+def test_exp_with_relative_eps() -> None:
+    w = START.copy()
+    for d in UPDATES:
+        m = np.mean([squared(x) for x in d])
+        w = w - max(1, m / (2 * (squared(d.mean(0)) + 0.05 * m))) * d.mean(0)
+    check(fx.ExP(0.05, eps_mode="relative"), w)
+
+
+def test_momentum_exp_from_the_unrolled_sum() -> None:
+    """The printed numerator, m^t + sum over k < t of (β/2)^(t-k) m^k, and no clamp."""
+    w, v, beta, eps = START.copy(), np.zeros(DIM), 0.8, 0.2
+    means = [np.mean([squared(x) for x in d]) for d in UPDATES]
+    for t, d in enumerate(UPDATES):
+        v = d.mean(0) + beta * v
+        numerator = sum((beta / 2) ** (t - k) * means[k] for k in range(t + 1))
+        w = w - numerator / (2 * (squared(v) + eps)) * v
+    check(fx.MomentumExP(eps, beta=beta), w)
+
+
+def test_momentum_exp_with_the_released_typo() -> None:
+    w, s = START.copy(), np.float64(0.0)
+    for d in UPDATES:
+        s = np.mean([squared(x) for x in d]) + 0.45 * s
+        w = w - s / (2 * (squared(d.mean(0)) + 0.2)) * d.mean(0)
+    check(fx.MomentumExP(0.2, beta=0.9, apply_momentum=False), w)
+
+
+def test_adagrad() -> None:
+    w, v = START.copy(), np.full(DIM, 0.1**2)
+    for d in UPDATES:
+        v = v + d.mean(0) ** 2
+        w = w - 0.5 * d.mean(0) / (np.sqrt(v) + 0.1)
+    check(fx.Adagrad(0.5, tau=0.1), w)
+
+
+def test_adagrad_as_the_authors_run_it() -> None:
+    w, v = START.copy(), np.zeros(DIM)
+    for d in UPDATES:
+        v = v + d.mean(0) ** 2
+        w = w - 0.5 * d.mean(0) / np.sqrt(v + 0.01)
+    check(fx.Adagrad(0.5, tau=0.01, form="authors"), w)
+
+
+@pytest.mark.parametrize("yogi", [False, True])
+def test_adam_and_yogi(yogi: bool) -> None:
+    w, m, v = START.copy(), np.zeros(DIM), np.full(DIM, 0.1**2)
+    for d in UPDATES:
+        g = d.mean(0)
+        m = 0.9 * m + 0.1 * g
+        v = v - 0.01 * g**2 * np.sign(v - g**2) if yogi else 0.99 * v + 0.01 * g**2
+        w = w - 0.5 * m / (np.sqrt(v) + 0.1)
+    check((fx.Yogi if yogi else fx.Adam)(0.5, tau=0.1), w)
+
+
+def test_adam_as_the_authors_run_it() -> None:
+    """Squares the momentum; the constant corrections /.1 and /.01 cancel (audit B9)."""
+    w, m, v = START.copy(), np.zeros(DIM), np.zeros(DIM)
+    for d in UPDATES:
+        m = 0.9 * m + 0.1 * d.mean(0)
+        v = 0.99 * v + 0.01 * m**2
+        w = w - 0.5 * (m / 0.1) / np.sqrt(v / 0.01 + 0.01)
+    check(fx.Adam(0.5, tau=1e-4, form="authors"), w)

@@ -1,0 +1,92 @@
+"""Rules that must agree where they say the same thing, and numbers at the edge."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from tests.rules import random_updates
+
+import fedexp as fx
+
+PARAMS = torch.linspace(-1, 1, 8)
+
+
+def trajectory(rule: fx.ServerRule, rounds: int = 5) -> list[torch.Tensor]:
+    params, state, visited = PARAMS, rule.init(PARAMS), []
+    for seed in range(rounds):
+        agg = fx.Aggregate.of(random_updates(4, 8, seed, torch.float32))
+        params, state, _ = rule.step(params, agg, state)
+        visited.append(params)
+    return visited
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (fx.ExP(eps=math.inf), fx.Average(1.0)),
+        (fx.ExP(eps=1e30), fx.Average(1.0)),
+        (fx.ExP(max_step=1.0), fx.Average(1.0)),
+        (fx.Momentum(0.7, beta=0.0), fx.Average(0.7)),
+        (fx.MomentumExP(eps=0.1, beta=0.0), fx.ExP(eps=0.1, clamp=False)),
+        (fx.MomentumExP(eps=0.1, beta=0.0, clamp=True), fx.ExP(eps=0.1)),
+        (fx.MomentumExP(eps=math.inf, clamp=True), fx.Momentum(1.0, beta=0.9)),
+    ],
+    ids=str,
+)
+def test_rules_agree_bit_for_bit(one: fx.ServerRule, other: fx.ServerRule) -> None:
+    assert all(map(torch.equal, trajectory(one), trajectory(other)))
+
+
+def test_one_client_is_plain_averaging() -> None:
+    agg = fx.Aggregate.of(random_updates(1, 8, dtype=torch.float32))
+    exp, avg = fx.ExP(eps=0.0), fx.Average()
+    assert torch.equal(exp.step(PARAMS, agg, exp.init(PARAMS))[0], avg.step(PARAMS, agg, {})[0])
+
+
+def test_averaging_with_lr_one_is_the_mean_of_the_local_models() -> None:
+    local = torch.randn(5, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    params = PARAMS.double()
+    moved, _, _ = fx.Average().step(params, fx.Aggregate.of(params - local), {})
+    torch.testing.assert_close(moved, local.mean(0), rtol=1e-14, atol=1e-15)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ((0.0, 0.0), 1.0),  # 0/0: nobody moved
+        ((1.0, 0.0), 1.0),  # the updates cancel: there is nothing to scale
+        ((1.0, 0.0, 1e-3), 1.0),
+        ((8.0, 1.0), 4.0),
+        ((8.0, 1.0, 1.0), 2.0),
+        ((3.0, 2.0), 1.0),  # the clamp
+        ((8.0, 1.0, math.inf), 1.0),
+        ((1.0, 5e-324), 1.0),  # the ratio overflows
+    ],
+)
+def test_step_size_has_an_answer(given: tuple[float, ...], expected: float) -> None:
+    eta = fx.exp_step_size(*given)
+    assert isinstance(eta, float)
+    assert eta == expected
+    assert fx.exp_step_size(*map(torch.tensor, given)).item() == expected  # type: ignore[union-attr]
+
+
+def test_step_size_options() -> None:
+    assert fx.exp_step_size(8.0, 1.0, factor=1.0) == 8.0
+    assert fx.exp_step_size(1.0, 1.0, clamp=False) == 0.5
+    assert fx.exp_step_size(80.0, 1.0, max_step=3.0) == 3.0
+
+
+def test_metrics_tell_clamp_and_eps_share() -> None:
+    agree = fx.Aggregate.of(torch.ones(3, 4))  # r = 1: the clamp holds
+    rule = fx.ExP(eps=4.0)
+    _, _, metrics = rule.step(torch.zeros(4), agree, rule.init(torch.zeros(4)))
+    assert metrics["clamped"].item() == 1.0
+    assert metrics["eps_share"].item() == pytest.approx(0.5)  # ||mean||² is 4 too
+    differ = fx.Aggregate.of(torch.eye(8))
+    free = fx.ExP(eps=0.0)
+    _, _, metrics = free.step(torch.zeros(8), differ, free.init(torch.zeros(8)))
+    assert metrics["clamped"].item() == 0.0
+    assert metrics["eps_share"].item() == 0.0
+    assert metrics["server_lr"].item() == pytest.approx(4.0)

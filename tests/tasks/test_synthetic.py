@@ -1,0 +1,84 @@
+"""The paper's problems that need no download: their definition and the paper's claims on them."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import fedexp as fx
+from fedexp.algorithms import ALGORITHMS
+from fedexp.experiments.setup import setup_for
+
+
+def final_loss(task: fx.tasks.Task, name: str, rounds: int) -> float:
+    setup = setup_for(task, ALGORITHMS[name](), "paper")
+    *_, last = fx.simulate(task, setup.algorithm, rounds, local=setup.local, evaluate_every=rounds)
+    assert last.train_loss is not None
+    return last.train_loss
+
+
+def test_the_order_of_the_paper_on_synthetic() -> None:
+    """Fig. 3: FedExP << SCAFFOLD < FedAdagrad < FedAvg after 200 rounds, tuned values."""
+    task = fx.tasks.synthetic()
+    names = ("fedexp", "scaffold", "fedadagrad", "fedavg")
+    fedexp, *others = (final_loss(task, name, 200) for name in names)
+    assert fedexp < 1e-11
+    assert all(1e-8 < loss < 1e-4 for loss in others)
+    assert sorted(others) == others
+
+
+def test_synthetic_is_normalised() -> None:
+    task = fx.tasks.synthetic()
+    x, y = task.train.fields["x"], task.train.fields["y"]
+    assert x.shape == (600, 1000)
+    torch.testing.assert_close(x.norm(dim=1), torch.ones(600).double())
+    torch.testing.assert_close(y.view(20, 30).norm(dim=1), torch.ones(20).double())
+    raw = fx.tasks.synthetic(normalize=False)
+    spread = raw.train.fields["x"].view(20, 30, 1000)
+    assert (spread - spread.mean(1, keepdim=True)).std().item() == pytest.approx(0.98, abs=0.02)
+
+
+def test_linear_regression_loss_and_gradient() -> None:
+    rng = np.random.default_rng(0)
+    A, b = rng.normal(size=(3, 4, 5)), rng.normal(size=(3, 4))
+    task = fx.tasks.linear_regression(A, b)
+    w = rng.normal(size=5)
+    loss = np.mean([((A[i] @ w - b[i]) ** 2).sum() for i in range(3)])
+    params, buffers = task.objective.initial(0)
+    assert params.tolist() == [0.0] * 5
+    assert task.evaluate(torch.from_numpy(w), buffers)["train_loss"] == pytest.approx(loss)
+    grad, _ = task.objective.gradient(torch.from_numpy(w), buffers, task.train.client(1))
+    np.testing.assert_allclose(grad.numpy(), A[1].T @ (A[1] @ w - b[1]), rtol=1e-12)
+    assert (task.local.steps, task.local.lr, task.local.batch_size) == (20, 0.1, None)
+
+
+@pytest.mark.parametrize(
+    ("A", "b", "message"),
+    [
+        (np.zeros((2, 3)), np.zeros((2, 3)), "A must have shape"),
+        (np.zeros((2, 3, 4)), np.zeros((2, 4)), "b must have shape"),
+        (np.full((2, 3, 4), np.nan), np.zeros((2, 3)), "finite"),
+        (np.zeros((2, 0, 4)), np.zeros((2, 0)), "at least one row"),
+    ],
+)
+def test_bad_data_is_refused(A: np.ndarray, b: np.ndarray, message: str) -> None:
+    with pytest.raises(fx.UsageError, match=message):
+        fx.tasks.linear_regression(A, b)
+
+
+@pytest.mark.parametrize("model", ["logistic", "mlp"])
+def test_digits_learn(model: str) -> None:
+    task = fx.tasks.digits(model)  # type: ignore[arg-type]
+    assert (task.train.clients, int(task.train.sizes.sum()) + len(task.test["y"])) == (50, 1759)  # type: ignore[index]
+    *_, last = fx.simulate(task, fx.fedexp(eps=0.1), 12, task.cohort, evaluate_every=12)
+    assert last.test_accuracy is not None
+    assert last.test_accuracy > 0.75
+
+
+def test_digits_are_heterogeneous_and_the_test_set_is_fixed() -> None:
+    one, two = fx.tasks.digits(seed=0), fx.tasks.digits(seed=1)
+    assert torch.equal(one.test["x"], two.test["x"])  # type: ignore[index]
+    assert not torch.equal(one.train.fields["x"], two.train.fields["x"])
+    known = [one.train.client(i)["y"].unique().numel() for i in range(50)]
+    assert np.mean(known) < 5
