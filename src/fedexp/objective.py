@@ -40,6 +40,15 @@ class Objective(Protocol):
         """The gradient of the local loss at `params`, and the buffers after the forward pass."""
         ...
 
+    def gradients(
+        self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
+    ) -> tuple[Tensor, Buffers]:
+        """The gradients of K clients at once: every argument has a leading dimension K.
+
+        `valid` [K, B] is 1 for an example and 0 for one that only fills up a shorter batch.
+        """
+        ...
+
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
         """Per-example values, `loss` and for classifiers `accuracy`, in evaluation mode."""
         ...
@@ -63,6 +72,14 @@ class LeastSquares:
         residual = torch.mv(x, params).sub_(batch["y"])
         grad = torch.mv(x.t(), residual)
         return (grad if self.gradient_scale == 1.0 else grad * self.gradient_scale), buffers
+
+    def gradients(
+        self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
+    ) -> tuple[Tensor, Buffers]:
+        x = batch["x"]
+        residual = torch.baddbmm(-batch["y"][:, :, None], x, params[:, :, None])
+        counted = (residual.squeeze(2) * valid)[:, None, :] * self.gradient_scale
+        return torch.bmm(counted, x).squeeze(1), buffers
 
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
         return {"loss": torch.mv(batch["x"], params).sub_(batch["y"]).square_()}
@@ -93,9 +110,12 @@ class ModuleObjective:
             self.module = deepcopy(build())
         self.params = [p for p in self.module.parameters() if p.requires_grad]
         require(bool(self.params), "the model has no trainable parameters")
-        floating = [b.is_floating_point() for b in self.module.buffers()]
-        self.averaged = [b for b, f in zip(self.module.buffers(), floating, strict=True) if f]
-        self.kept = [b for b, f in zip(self.module.buffers(), floating, strict=True) if not f]
+        self.names = [n for n, p in self.module.named_parameters() if p.requires_grad]
+        buffers = dict(self.module.named_buffers())
+        averaged = {name: b for name, b in buffers.items() if b.is_floating_point()}
+        kept = {name: b for name, b in buffers.items() if not b.is_floating_point()}
+        self.averaged, self.kept = list(averaged.values()), list(kept.values())
+        self.buffer_names = [*averaged, *kept]
 
     def initial(self, seed: int) -> tuple[Tensor, Buffers]:
         with seeded_torch(seed, "initial weights"):
@@ -114,6 +134,27 @@ class ModuleObjective:
             torch.zeros_like(p) if g is None else g for g, p in zip(grads, self.params, strict=True)
         ]
         return flatten(filled), self._buffers() if self.averaged or self.kept else buffers
+
+    def gradients(
+        self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
+    ) -> tuple[Tensor, Buffers]:
+        self.module.train()
+        counted = valid / valid.sum(dim=1, keepdim=True)
+        one_client = torch.func.grad(self._functional_loss, has_aux=True)
+        each = torch.func.vmap(one_client, randomness="different")
+        return each(params, buffers, batch["x"], batch["y"], counted)
+
+    def _functional_loss(
+        self, params: Tensor, buffers: Buffers, x: Tensor, y: Tensor, weights: Tensor
+    ) -> tuple[Tensor, Buffers]:
+        """The loss of one client without touching the module, for `torch.func`."""
+        state = dict(zip(self.names, _pieces(params, self.params), strict=True))
+        averaged = _pieces(buffers.averaged.clone(), self.averaged)
+        kept = _pieces(buffers.kept.clone(), self.kept)
+        state |= dict(zip(self.buffer_names, [*averaged, *kept], strict=True))
+        output = torch.func.functional_call(self.module, state, (x,))
+        after = Buffers(flatten(averaged), flatten(kept).long()) if self.buffer_names else buffers
+        return (self.loss(output, y) * weights).sum(), after
 
     @torch.no_grad()
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:

@@ -38,7 +38,9 @@ def site(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def mirror(site: Path) -> Iterator[str]:
+def mirror(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The address of a server that shows the folder."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     handler = functools.partial(Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from fedexp.algorithms import fedavg
 from fedexp.data.federation import Federation
 from fedexp.data.images import Images
-from fedexp.engine.loop import Work
+from fedexp.engine.work import Work
 from fedexp.engine.plan import plan_batches
 from fedexp.local import LocalTraining
 from fedexp.models import logistic
@@ -130,8 +130,9 @@ def test_augmentation_is_a_function_of_seed_round_client_and_step() -> None:
     plan = plan_batches(3, 7, 1, 9, local)
     for cohort in ([1], [0, 1, 2]):
         work = Work(task, fedavg(), local, "uniform", 3, 7, np.array(cohort))
+        rng = generator(3, "augment", 7, 1)
         for step, batch in enumerate(work.batches(1)):
-            draws = images.draw(generator(3, "augment", 7, 1, step), len(plan[step]))
+            draws = images.draw(rng, len(plan[step]))
             by_hand = images.train(federation.batch(1, plan[step]), draws)
             assert torch.equal(batch["x"], by_hand["x"])
             assert torch.equal(batch["y"], by_hand["y"])

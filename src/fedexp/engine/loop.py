@@ -2,63 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate, usable
-from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
-from fedexp.data.federation import Batch
-from fedexp.engine.plan import plan_batches
 from fedexp.engine.state import SimulationState
-from fedexp.local import LocalTraining, local_step
-from fedexp.seeding import generator, seeded_torch
-from fedexp.tasks.task import Task, Weighting
+from fedexp.engine.work import Work
+from fedexp.local import local_step
+from fedexp.seeding import seeded_torch
 
 SUMMED_BYTES = 32 * 2**20  # updates held at a time; one, where one is larger
-
-
-@dataclass(frozen=True, eq=False)
-class Work:
-    """What one round asks of an engine."""
-
-    task: Task
-    algorithm: Algorithm
-    local: LocalTraining
-    weighting: Weighting
-    seed: int
-    round: int
-    cohort: NDArray[np.int64]
-
-    @property
-    def lr(self) -> float:
-        return self.local.lr_at(self.round)
-
-    def weight(self, client: int) -> float:
-        return float(self.task.train.sizes[client]) if self.weighting == "size" else 1.0
-
-    def batches(self, client: int) -> Iterator[Batch]:
-        """The batches of a client, step by step."""
-        train, size = self.task.train, int(self.task.train.sizes[client])
-        if self.local.batch_size is None and self.task.transform is None:
-            whole = train.client(client)
-            yield from (whole for _ in range(self.local.steps_for(size)))
-            return
-        for step, rows in enumerate(plan_batches(self.seed, self.round, client, size, self.local)):
-            yield self._transformed(train.batch(client, rows), client, step)
-
-    def _transformed(self, batch: Batch, client: int, step: int) -> Batch:
-        transform = self.task.transform
-        if transform is None:
-            return batch
-        rng = generator(self.seed, "augment", self.round, client, step)
-        return transform.train(batch, transform.draw(rng, len(batch["y"])))
 
 
 def run_cohort(work: Work, state: SimulationState) -> tuple[Aggregate, dict[int, Tensors]]:

@@ -15,10 +15,11 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
-from fedexp.engine.loop import Work, run_cohort
+from fedexp.engine.loop import run_cohort
 from fedexp.engine.plan import sample_cohort
 from fedexp.engine.record import Record
 from fedexp.engine.state import SimulationState
+from fedexp.engine.work import Work
 from fedexp.errors import DivergedError, NonFiniteUpdateWarning, require
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers

@@ -1,0 +1,55 @@
+"""`Work`: what one round asks of an engine, and the batches that every engine must use."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedexp.algorithms import Algorithm
+from fedexp.data.federation import Batch
+from fedexp.engine.plan import plan_batches
+from fedexp.local import LocalTraining
+from fedexp.seeding import generator
+from fedexp.tasks.task import Task, Weighting
+
+
+@dataclass(frozen=True, eq=False)
+class Work:
+    """What one round asks of an engine."""
+
+    task: Task
+    algorithm: Algorithm
+    local: LocalTraining
+    weighting: Weighting
+    seed: int
+    round: int
+    cohort: NDArray[np.int64]
+
+    @property
+    def lr(self) -> float:
+        return self.local.lr_at(self.round)
+
+    def weight(self, client: int) -> float:
+        return float(self.task.train.sizes[client]) if self.weighting == "size" else 1.0
+
+    def batches(self, client: int) -> Iterator[Batch]:
+        """The batches of a client, step by step."""
+        train, size = self.task.train, int(self.task.train.sizes[client])
+        if self.local.batch_size is None and self.task.transform is None:
+            whole = train.client(client)
+            yield from (whole for _ in range(self.local.steps_for(size)))
+            return
+        rng = self.augmentation(client)
+        for rows in plan_batches(self.seed, self.round, client, size, self.local):
+            batch = train.batch(client, rows)
+            if self.task.transform is not None:
+                draws = self.task.transform.draw(rng, len(rows))
+                batch = self.task.transform.train(batch, draws)
+            yield batch
+
+    def augmentation(self, client: int) -> np.random.Generator:
+        """The client's random numbers for augmentation, drawn step after step."""
+        return generator(self.seed, "augment", self.round, client)
