@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -191,4 +192,4 @@ def _float64(value: Any) -> Tensor:
 
 def _bound(value: Any) -> Tensor:
     """As float64; a box may be unbounded."""
-    return torch.as_tensor(value, dtype=torch.float64)
+    return torch.as_tensor(np.asarray(value), dtype=torch.float64)

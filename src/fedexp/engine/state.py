@@ -51,7 +51,7 @@ class SimulationState:
         )
 
     def output(self) -> tuple[Tensor, Buffers]:
-        """The model to evaluate and to keep: the mean of the recent iterates (sec. 4).
+        """The model to evaluate and to keep: the mean of the recent iterates (sec. 5).
 
         It is computed beside the training, never fed back into it.
         """

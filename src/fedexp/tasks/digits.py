@@ -24,6 +24,38 @@ TEST_SHARE = 0.2
 HIDDEN = 64
 
 
+def _best(local_lr: float, **server: float) -> dict[str, float]:
+    return {"local.lr": local_lr, **{f"server.{name}": value for name, value in server.items()}}
+
+
+# By the paper's protocol on seed 0: the highest training accuracy, averaged over the last 10 of 50
+# rounds, on half-decade grids of local.lr from 10^-1.5 to 1 and of the server's option.
+TUNED: dict[str, dict[str, dict[str, float]]] = {
+    "digits": {
+        "fedavg": _best(0.1, lr=10.0),
+        "fedexp": _best(1.0, eps=0.1),
+        "scaffold": _best(1.0, lr=1.0),
+        "scaffold-exp": _best(1.0, eps=1e-3),
+        "fedprox": {**_best(1.0, lr=1.0), "client.mu": 1e-3},
+        "fedadagrad": _best(0.1, lr=1.0),
+        "fedadam": _best(10**-0.5, lr=0.1),
+        "fedyogi": _best(10**-0.5, lr=0.1),
+        "fedavgm": _best(1.0, lr=10**-0.5),
+        "fedexp-m": _best(10**-0.5, eps=0.1),
+    },
+    "digits-mlp": {
+        "fedavg": _best(1.0, lr=1.0),
+        "fedexp": _best(10**-0.5, eps=10**-2.5),
+        "scaffold": _best(10**-0.5, lr=10**0.5),
+        "fedadagrad": _best(10**-0.5, lr=10**-0.5),
+        "fedadam": _best(10**-0.5, lr=0.1),
+        "fedyogi": _best(10**-0.5, lr=0.1),
+        "fedavgm": _best(10**-0.5, lr=1.0),
+        "fedexp-m": _best(1.0, eps=0.1),
+    },
+}
+
+
 def digits(model: Model = "logistic", clients: int = 50, alpha: float = 0.1, seed: int = 0) -> Task:
     """Digits over clients whose classes are drawn from Dirichlet(alpha), equal sizes.
 
@@ -79,6 +111,3 @@ def _logistic() -> nn.Module:
 
 def _mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(PIXELS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))
-
-
-TUNED: dict[str, dict[str, dict[str, float]]] = {"digits": {}, "digits-mlp": {}}

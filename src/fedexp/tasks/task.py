@@ -15,7 +15,7 @@ from fedexp.local import LocalTraining
 from fedexp.objective import Buffers, Objective
 
 Weighting = Literal["uniform", "size"]
-EVALUATION_ROWS = 4096
+EVALUATION_ROWS = 512  # activations of a convolutional network on more would not fit a cache
 
 
 @dataclass(frozen=True, eq=False)
