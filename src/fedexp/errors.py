@@ -32,6 +32,10 @@ class NonFiniteUpdateWarning(UserWarning):
     """A client's update was not finite and has been left out of the round."""
 
 
+class EngineWarning(UserWarning):
+    """The fast engine cannot run this model; the plain loop does."""
+
+
 def require(condition: bool, message: str) -> None:
     """Raise `UsageError(message)` unless `condition` holds."""
     if not condition:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.problems import classes_task, least_squares
-from tests.rules import CLIENT_RULES, SERVER_RULES, rule_id
 
 import fedexp as fx
 from fedexp.local import clip_by_norm, local_step
+from tests.problems import classes_task, least_squares
+from tests.rules import CLIENT_RULES, SERVER_RULES, rule_id
 
 
 def last(task: fx.tasks.Task, algorithm: fx.Algorithm, **options: object) -> fx.Record:

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 from fedexp.algorithms import fedavg
 from fedexp.data.federation import Federation
 from fedexp.data.images import Images
-from fedexp.engine.work import Work
 from fedexp.engine.plan import plan_batches
+from fedexp.engine.work import Work
 from fedexp.local import LocalTraining
 from fedexp.models import logistic
 from fedexp.seeding import generator

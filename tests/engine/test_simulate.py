@@ -11,13 +11,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from tests.problems import BatchNormNet, classes_task, dropout_net, least_squares
-from tests.rules import ALGORITHMS, rule_id
 from torch import nn
 
 import fedexp as fx
 from fedexp.engine.plan import sample_cohort
 from fedexp.objective import Buffers
+from tests.problems import BatchNormNet, classes_task, dropout_net, least_squares
+from tests.rules import ALGORITHMS, rule_id
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)
@@ -169,7 +169,7 @@ def test_a_broken_client_is_dropped_counted_and_warned_about_once(
     algorithm: fx.Algorithm,
 ) -> None:
     with pytest.warns(fx.NonFiniteUpdateWarning, match="round 1: 1 client") as caught:
-        records = list(fx.simulate(sabotaged({2}), algorithm, 4))
+        records = list(fx.simulate(sabotaged({2}), algorithm, 4, engine="loop"))
     assert len(caught) == 1
     assert [(r.clients, r.dropped) for r in records] == [(3, 1)] * 4
     assert records[-1].train_loss is not None
@@ -179,7 +179,7 @@ def test_a_broken_client_is_dropped_counted_and_warned_about_once(
 
 def test_when_all_are_dropped_the_model_stays_as_it_was() -> None:
     with pytest.warns(fx.NonFiniteUpdateWarning):
-        records = list(fx.simulate(sabotaged({0, 1, 2, 3}), fx.fedavgm(), 3))
+        records = list(fx.simulate(sabotaged({0, 1, 2, 3}), fx.fedavgm(), 3, engine="loop"))
     assert all(torch.equal(r.state.params, torch.zeros(20).double()) for r in records)
     assert [(r.clients, r.dropped, r.server_lr) for r in records] == [(0, 4, None)] * 3
 
@@ -204,6 +204,7 @@ def test_a_run_that_diverges_stops_and_says_when(lr: float) -> None:
         ({"seed": -1}, "seed"),
         ({"weighting": "random"}, "weighting"),
         ({"evaluate_every": 0}, "evaluate_every"),
+        ({"engine": "warp"}, "engine"),
     ],
 )
 def test_bad_arguments_are_refused_at_the_call(options: dict, message: str) -> None:

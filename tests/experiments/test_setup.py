@@ -6,12 +6,12 @@ import math
 from typing import Literal
 
 import pytest
-from tests.problems import classes_task
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
 from fedexp.experiments.setup import Setup, parse_assignments, setup_for
 from fedexp.experiments.values import convert
+from tests.problems import classes_task
 
 
 def setup(name: str = "fedexp", mode: str = "paper") -> Setup:

@@ -8,9 +8,9 @@ import pickle
 import numpy as np
 import pytest
 import torch
-from tests.rules import EXTRAPOLATING, SERVER_RULES, random_updates, rule_id
 
 import fedexp as fx
+from tests.rules import EXTRAPOLATING, SERVER_RULES, random_updates, rule_id
 
 every_rule = pytest.mark.parametrize("rule", SERVER_RULES, ids=rule_id)
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from tests.rules import random_updates
 
 import fedexp as fx
+from tests.rules import random_updates
 
 ROUNDS, CLIENTS, DIM = 4, 5, 6
 UPDATES = [random_updates(CLIENTS, DIM, seed).numpy() for seed in range(ROUNDS)]

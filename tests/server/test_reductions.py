@@ -6,9 +6,9 @@ import math
 
 import pytest
 import torch
-from tests.rules import random_updates
 
 import fedexp as fx
+from tests.rules import random_updates
 
 PARAMS = torch.linspace(-1, 1, 8)
 

@@ -10,7 +10,7 @@ from typing import Any
 from fedexp import __version__
 from fedexp.cli import compare, data, listing, run, toy
 from fedexp.cli.options import Parser
-from fedexp.errors import DivergedError, FedExPError, NonFiniteUpdateWarning
+from fedexp.errors import DivergedError, EngineWarning, FedExPError, NonFiniteUpdateWarning
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.showwarning = _warn
         warnings.simplefilter("default", NonFiniteUpdateWarning)
+        warnings.simplefilter("default", EngineWarning)
         try:
             args = build_parser().parse_args(arguments)
             return int(args.run(args))

@@ -40,6 +40,12 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--evaluate-every", type=positive, default=1, metavar="N", help="rounds between evaluations"
     )
+    parser.add_argument(
+        "--engine",
+        default="auto",
+        choices=["auto", "loop", "vectorized"],
+        help="clients one by one, all at once, or what is faster (default)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
@@ -57,6 +63,7 @@ def spec_of(args: argparse.Namespace, algorithm: str, seed: int) -> Spec:
         cohort=args.cohort,
         mode=args.mode,
         evaluate_every=args.evaluate_every,
+        engine=args.engine,
         options=tuple(parse_assignments(args.set).items()),
     )
 

@@ -1,7 +1,8 @@
 """Engines: they run rounds. All compute the same numbers."""
 
+from fedexp.engine.choose import EngineName
 from fedexp.engine.record import Record
 from fedexp.engine.simulation import run_round, simulate
 from fedexp.engine.state import SimulationState
 
-__all__ = ["Record", "SimulationState", "run_round", "simulate"]
+__all__ = ["EngineName", "Record", "SimulationState", "run_round", "simulate"]

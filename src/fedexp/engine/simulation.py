@@ -7,7 +7,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
@@ -15,7 +15,8 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
-from fedexp.engine.loop import run_cohort
+from fedexp.engine import loop
+from fedexp.engine.choose import ENGINES, Engine, EngineName, choose_engine
 from fedexp.engine.plan import sample_cohort
 from fedexp.engine.record import Record
 from fedexp.engine.state import SimulationState
@@ -36,6 +37,7 @@ def simulate(
     local: LocalTraining | None = None,
     weighting: Weighting = "uniform",
     evaluate_every: int = 1,
+    engine: EngineName = "auto",
     start: SimulationState | None = None,
 ) -> Iterator[Record]:
     """Train, and yield one `Record` a round. Stop when you like: the consumer is in charge.
@@ -51,6 +53,8 @@ def simulate(
         local: local training; the task's own when None.
         weighting: "uniform" as in the paper, or "size" to weigh clients by their examples.
         evaluate_every: evaluate in every so many rounds, and in the last.
+        engine: "loop" trains one client after another, "vectorized" all at once; "auto" takes what
+            is faster here. They agree up to rounding; for the same bits, name one.
         start: continue from the state of an earlier record.
 
     >>> from fedexp.algorithms import fedexp
@@ -68,16 +72,24 @@ def simulate(
     work = Work(
         task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
     )
-    return _rounds(work, state, rounds, cohort, evaluate_every)
+    require(engine in get_args(EngineName), f"engine is auto, loop or vectorized, not {engine!r}")
+    return _rounds(work, state, rounds, cohort, evaluate_every, engine)
 
 
 def _rounds(
-    work: Work, state: SimulationState, rounds: int, cohort: int | None, evaluate_every: int
+    work: Work,
+    state: SimulationState,
+    rounds: int,
+    cohort: int | None,
+    evaluate_every: int,
+    engine: EngineName,
 ) -> Iterator[Record]:
-    warned = False
+    warned, chosen = False, ""
     for round in range(state.round + 1, rounds + 1):
-        chosen = sample_cohort(work.seed, round, work.task.train.clients, cohort)
-        record = run_round(replace(work, round=round, cohort=chosen), state)
+        clients = sample_cohort(work.seed, round, work.task.train.clients, cohort)
+        work = replace(work, round=round, cohort=clients)
+        chosen = chosen or choose_engine(engine, work, state)
+        record = run_round(work, state, ENGINES[chosen])
         state = record.state
         if record.dropped and not warned:
             warned = True
@@ -86,10 +98,10 @@ def _rounds(
         yield _evaluated(work, record) if round % evaluate_every == 0 or round == rounds else record
 
 
-def run_round(work: Work, state: SimulationState) -> Record:
+def run_round(work: Work, state: SimulationState, engine: Engine = loop.run_cohort) -> Record:
     """One round: local training, sums, server step. Pure in `state`."""
     began = time.perf_counter()
-    aggregate, changed = run_cohort(work, state)
+    aggregate, changed = engine(work, state)
     metrics: dict[str, float] = {}
     after = replace(state, round=work.round)
     if aggregate.count > 0:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.engine import Record, simulate
+from fedexp.engine import EngineName, Record, simulate
 from fedexp.errors import unknown_name
 from fedexp.experiments.catalog import build_task
 from fedexp.experiments.setup import Setup, setup_for, split_task_options
@@ -28,6 +28,7 @@ class Spec:
         cohort: clients a round; None for the task's own number, 0 for all clients.
         mode: "paper", or "authors-code" for what the released code does.
         evaluate_every: rounds between evaluations.
+        engine: "auto", "loop" or "vectorized".
         options: pairs of dotted names and values; `task.*` are arguments of the task.
     """
 
@@ -38,6 +39,7 @@ class Spec:
     cohort: int | None = None
     mode: str = "paper"
     evaluate_every: int = 1
+    engine: EngineName = "auto"
     options: tuple[tuple[str, str], ...] = ()
 
     def prepare(self) -> Run:
@@ -77,6 +79,7 @@ class Run:
             local=self.setup.local,
             weighting=self.setup.weighting,
             evaluate_every=self.spec.evaluate_every,
+            engine=self.spec.engine,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -90,6 +93,7 @@ class Run:
             "cohort": self.cohort,
             "clients": self.task.train.clients,
             "evaluate_every": self.spec.evaluate_every,
+            "engine": self.spec.engine,
             "set": dict(self.spec.options),
             "options": self.setup.options(),
         }

@@ -29,10 +29,12 @@ def _best(local_lr: float, **server: float) -> dict[str, float]:
 
 
 # By the paper's protocol on seed 0: the highest training accuracy, averaged over the last 10 of 50
-# rounds, on half-decade grids of local.lr from 10^-1.5 to 1 and of the server's option.
+# rounds, on half-decade grids of local.lr from 10^-1.5 to 1 and of the server's option. FedAvg on
+# the logistic model is the exception: the protocol picks server.lr 10 with local.lr 0.1, whose loss
+# first blows up for twenty rounds; it has the values that reach targets soonest instead.
 TUNED: dict[str, dict[str, dict[str, float]]] = {
     "digits": {
-        "fedavg": _best(0.1, lr=10.0),
+        "fedavg": _best(1.0, lr=1.0),
         "fedexp": _best(1.0, eps=0.1),
         "scaffold": _best(1.0, lr=1.0),
         "scaffold-exp": _best(1.0, eps=1e-3),
@@ -84,7 +86,7 @@ def digits(model: Model = "logistic", clients: int = 50, alpha: float = 0.1, see
         ),
         rounds=60,
         cohort=min(10, clients),
-        target=0.92,
+        target=0.94,
         tuned=TUNED[name],
     )
 
