@@ -1,14 +1,9 @@
-"""What a client minimises: a loss of a flat parameter vector and a batch, and its gradient.
-
-All parameters of a model are one vector: norms are over the whole model by construction, and a
-step of any rule is one operation. Buffers travel beside it and are never extrapolated.
-"""
+"""The loss of any `nn.Module`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
-from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -17,94 +12,8 @@ from torch.nn.modules.conv import _ConvNd
 
 from fedexp.data.federation import Batch
 from fedexp.errors import require
+from fedexp.objective.base import Buffers
 from fedexp.seeding import seeded_torch
-
-
-class Buffers(NamedTuple):
-    """A model's buffers: floating-point ones (averaged over clients) and the others (kept)."""
-
-    averaged: Tensor
-    kept: Tensor
-
-    @classmethod
-    def none(cls) -> Buffers:
-        return cls(torch.empty(0), torch.empty(0, dtype=torch.int64))
-
-
-class Objective(Protocol):
-    """The contract between a problem and the plain loop."""
-
-    def initial(self, seed: int) -> tuple[Tensor, Buffers]:
-        """The first model, a pure function of the seed."""
-        ...
-
-    def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
-        """The gradient of the local loss at `params`, and the buffers after the forward pass."""
-        ...
-
-    def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
-        """Per-example values, `loss` and for classifiers `accuracy`, in evaluation mode."""
-        ...
-
-
-class BatchedObjective(Objective, Protocol):
-    """What the batched engine asks for besides.
-
-    `mixes_examples` tells that an example's output depends on the others of its batch (BatchNorm),
-    so that a batch cannot be filled up with rows that count nothing.
-    """
-
-    mixes_examples: bool
-
-    def batching_pays(self, device: torch.device) -> bool:
-        """Whether many clients at once are faster than one by one on that kind of device."""
-        ...
-
-    def gradients(
-        self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
-    ) -> tuple[Tensor, Buffers]:
-        """The gradients of K clients at once: every argument has a leading dimension K.
-
-        `valid` [K, B] is 1 for an example and 0 for one that only fills up a shorter batch.
-        """
-        ...
-
-
-class LeastSquares:
-    """F_i(w) = ||A_i w - b_i||², with the local gradient A_iᵀ(A_i w - b_i).
-
-    The gradient is half of the true one: the paper's tuned step sizes hold for that (audit B24).
-    """
-
-    mixes_examples = False
-
-    def __init__(self, start: Tensor, gradient_scale: float = 1.0) -> None:
-        self.start = start
-        self.gradient_scale = gradient_scale
-
-    def batching_pays(self, device: torch.device) -> bool:
-        """On a CPU one client's matrix stays in a core's cache over all steps; twenty do not."""
-        return device.type != "cpu"
-
-    def initial(self, seed: int) -> tuple[Tensor, Buffers]:
-        return self.start.clone(), Buffers.none()
-
-    def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
-        x = batch["x"]
-        residual = torch.mv(x, params).sub_(batch["y"])
-        grad = torch.mv(x.t(), residual)
-        return (grad if self.gradient_scale == 1.0 else grad * self.gradient_scale), buffers
-
-    def gradients(
-        self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
-    ) -> tuple[Tensor, Buffers]:
-        x = batch["x"]
-        residual = torch.baddbmm(-batch["y"][:, :, None], x, params[:, :, None])
-        counted = (residual.squeeze(2) * valid)[:, None, :] * self.gradient_scale
-        return torch.bmm(counted, x).squeeze(1), buffers
-
-    def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
-        return {"loss": torch.mv(batch["x"], params).sub_(batch["y"]).square_()}
 
 
 class ModuleObjective:

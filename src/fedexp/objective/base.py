@@ -1,0 +1,64 @@
+"""What a client minimises: a loss of a flat parameter vector and a batch, and its gradient.
+
+All parameters of a model are one vector: norms are over the whole model by construction, and a
+step of any rule is one operation. Buffers travel beside it and are never extrapolated.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from fedexp.data.federation import Batch
+
+
+class Buffers(NamedTuple):
+    """A model's buffers: floating-point ones (averaged over clients) and the others (kept)."""
+
+    averaged: Tensor
+    kept: Tensor
+
+    @classmethod
+    def none(cls) -> Buffers:
+        return cls(torch.empty(0), torch.empty(0, dtype=torch.int64))
+
+
+class Objective(Protocol):
+    """The contract between a problem and the plain loop."""
+
+    def initial(self, seed: int) -> tuple[Tensor, Buffers]:
+        """The first model, a pure function of the seed."""
+        ...
+
+    def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
+        """The gradient of the local loss at `params`, and the buffers after the forward pass."""
+        ...
+
+    def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
+        """Per-example values, `loss` and for classifiers `accuracy`, in evaluation mode."""
+        ...
+
+
+class BatchedObjective(Objective, Protocol):
+    """What the batched engine asks for besides.
+
+    `mixes_examples` tells that an example's output depends on the others of its batch (BatchNorm),
+    so that a batch cannot be filled up with rows that count nothing.
+    """
+
+    mixes_examples: bool
+
+    def batching_pays(self, device: torch.device) -> bool:
+        """Whether many clients at once are faster than one by one on that kind of device."""
+        ...
+
+    def gradients(
+        self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
+    ) -> tuple[Tensor, Buffers]:
+        """The gradients of K clients at once: every argument has a leading dimension K.
+
+        `valid` [K, B] is 1 for an example and 0 for one that only fills up a shorter batch.
+        """
+        ...
