@@ -60,13 +60,13 @@ class LocalTraining:
         return self.epochs * math.ceil(size / (self.batch_size or size))
 
 
-def local_step(params: Tensor, grad: Tensor, lr: float, local: LocalTraining) -> Tensor:
+def local_step(params: Tensor, grad: Tensor, lr: float | Tensor, local: LocalTraining) -> Tensor:
     """One step of local SGD on parameters [..., d]: clip, then weight decay, then move."""
     if local.clip_norm is not None:
         grad = clip_by_norm(grad, local.clip_norm)
     if local.weight_decay:
         grad = grad.add(params, alpha=local.weight_decay)
-    return params.sub(grad, alpha=lr)
+    return params - lr * grad if isinstance(lr, Tensor) else params.sub(grad, alpha=lr)
 
 
 def clip_by_norm(grad: Tensor, bound: float) -> Tensor:

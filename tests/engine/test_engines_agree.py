@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.data import Federation, Images
-from fedexp.engine import vectorized
+from fedexp.engine import loop, vectorized
 from fedexp.engine.choose import choose_engine
+from fedexp.engine.vectorized import Vectorized
 from fedexp.engine.work import Work
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
@@ -151,19 +152,19 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    real = vectorized.run_chunk
+    real = Vectorized.run_clients
 
-    def tight(work, state, clients):  # type: ignore[no-untyped-def]
+    def tight(self, work, state, clients):  # type: ignore[no-untyped-def]
         tried.append(len(clients))
         if len(clients) > 2:
             raise torch.OutOfMemoryError("no more")
-        return real(work, state, clients)
+        return real(self, work, state, clients)
 
-    monkeypatch.setattr(vectorized, "run_chunk", tight)
+    monkeypatch.setattr(Vectorized, "run_clients", tight)
     task = unequal()
     params = fx.SimulationState.initial(task, fx.fedexp(), 0)
     work = Work(task, fx.fedexp(), task.local, "uniform", 0, 1, np.arange(6))
-    total, _ = vectorized.run_cohort(work, params)
+    total, _ = Vectorized()(work, params)
     assert (tried, int(total.count)) == ([6, 3, 1, 1, 1, 1, 1, 1], 6)
 
 
@@ -196,5 +197,5 @@ def test_auto_follows_the_model() -> None:
     assert convolving.batching_pays(torch.device("cuda"))
     state = fx.SimulationState.initial(dense, fx.fedavg(), 0)
     work = Work(dense, fx.fedavg(), dense.local, "uniform", 0, 1, np.arange(6))
-    assert choose_engine("auto", work, state) == "vectorized"
-    assert choose_engine("loop", work, state) == "loop"
+    assert isinstance(choose_engine("auto", work, state), Vectorized)
+    assert choose_engine("loop", work, state) is loop.run_cohort

@@ -9,19 +9,18 @@ from typing import Literal
 
 from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
-from fedexp.engine import loop, vectorized
+from fedexp.engine import loop
 from fedexp.engine.state import SimulationState
+from fedexp.engine.vectorized import Vectorized
 from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning, UsageError
 
 EngineName = Literal["auto", "loop", "vectorized"]
 Engine = Callable[[Work, SimulationState], tuple[Aggregate, dict[int, Tensors]]]
 
-ENGINES: dict[str, Engine] = {"loop": loop.run_cohort, "vectorized": vectorized.run_cohort}
 
-
-def choose_engine(name: EngineName, work: Work, state: SimulationState) -> str:
-    """The name of the engine to use: `loop` or `vectorized`.
+def choose_engine(name: EngineName, work: Work, state: SimulationState) -> Engine:
+    """The engine to use.
 
     "auto" batches wherever that was measured to pay: always on a GPU; on a CPU if the objective
     says so. It does not time anything, so that the same run takes the same engine every time and
@@ -29,12 +28,12 @@ def choose_engine(name: EngineName, work: Work, state: SimulationState) -> str:
     """
     pays = getattr(work.task.objective, "batching_pays", None)
     if name == "loop" or (name == "auto" and (pays is None or not pays(state.params.device))):
-        return "loop"
+        return loop.run_cohort
     try:
-        vectorized.run_cohort(_trial(work), state)
+        Vectorized(graphs=False)(_trial(work), state)
     except Exception as error:  # torch.func refuses models with errors of many types
         return _cannot(name, error)
-    return "vectorized"
+    return Vectorized()
 
 
 def _trial(work: Work) -> Work:
@@ -43,7 +42,7 @@ def _trial(work: Work) -> Work:
     return replace(work, local=local, cohort=work.cohort[:2])
 
 
-def _cannot(name: EngineName, error: Exception) -> str:
+def _cannot(name: EngineName, error: Exception) -> Engine:
     reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if name == "vectorized":
         raise UsageError(f"this model cannot be batched ({reason}); use engine='loop'") from error
@@ -52,4 +51,4 @@ def _cannot(name: EngineName, error: Exception) -> str:
         EngineWarning,
         stacklevel=4,
     )
-    return "loop"
+    return loop.run_cohort

@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
-from fedexp.data.federation import Batch
 from fedexp.engine.plan import plan_batches
 from fedexp.engine.work import Work
 
 
 @dataclass(frozen=True, eq=False)
 class CohortPlan:
-    """The batches of K clients over S steps, padded to the longest.
+    """The batches of K clients over S steps, padded to the longest there can be.
 
     Attributes:
         rows: rows of the federation's fields, [S, K, B]; padding repeats a client's first row.
@@ -41,7 +38,7 @@ def plan_cohort(work: Work, clients: Sequence[int]) -> CohortPlan:
     sizes, offsets = work.task.train.sizes, work.task.train.offsets
     planned = [plan_batches(work.seed, work.round, c, int(sizes[c]), work.local) for c in clients]
     steps = max(map(len, planned))
-    widest = max(len(batch) for batches in planned for batch in batches)
+    widest = min(work.local.batch_size or int(sizes.max()), int(sizes.max()))
     rows = np.empty((steps, len(clients), widest), dtype=np.int64)
     lengths = np.zeros((steps, len(clients)), dtype=np.int64)
     for k, (client, batches) in enumerate(zip(clients, planned, strict=True)):
@@ -69,26 +66,3 @@ def _draws(
                 drawn = np.zeros((*lengths.shape, widest, *values.shape[1:]), values.dtype)
             drawn[s, k, : len(values)] = values
     return drawn
-
-
-def cohort_batches(work: Work, plan: CohortPlan) -> Iterator[tuple[Batch, Tensor]]:
-    """The batches of all clients, step by step, and which of their rows are real, [K, B].
-
-    What does not change from step to step is gathered once.
-    """
-    device = next(iter(work.task.train.fields.values())).device
-    rows, lengths = (torch.from_numpy(a).to(device) for a in (plan.rows, plan.lengths))
-    draws = None if plan.draws is None else torch.from_numpy(plan.draws).to(device)
-    valid = (torch.arange(rows.shape[2], device=device) < lengths[:, :, None]).to(torch.float32)
-    repeats = work.local.batch_size is None and draws is None
-    batch: Batch = {}
-    for s in range(len(rows)):
-        if s == 0 or not repeats:
-            batch = _gather(work, rows[s], None if draws is None else draws[s])
-        yield batch, valid[s]
-
-
-def _gather(work: Work, rows: Tensor, draws: Tensor | None) -> Batch:
-    batch: Batch = {name: value[rows] for name, value in work.task.train.fields.items()}
-    transform = work.task.transform
-    return batch if transform is None else transform.train(batch, draws)

@@ -16,7 +16,7 @@ from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.engine import loop
-from fedexp.engine.choose import ENGINES, Engine, EngineName, choose_engine
+from fedexp.engine.choose import Engine, EngineName, choose_engine
 from fedexp.engine.plan import sample_cohort
 from fedexp.engine.record import Record
 from fedexp.engine.state import SimulationState
@@ -84,12 +84,13 @@ def _rounds(
     evaluate_every: int,
     engine: EngineName,
 ) -> Iterator[Record]:
-    warned, chosen = False, ""
+    warned = False
+    run: Engine | None = None
     for round in range(state.round + 1, rounds + 1):
         clients = sample_cohort(work.seed, round, work.task.train.clients, cohort)
         work = replace(work, round=round, cohort=clients)
-        chosen = chosen or choose_engine(engine, work, state)
-        record = run_round(work, state, ENGINES[chosen])
+        run = run or choose_engine(engine, work, state)
+        record = run_round(work, state, run)
         state = record.state
         if record.dropped and not warned:
             warned = True

@@ -7,120 +7,122 @@ Clients with shorter batches are padded with rows that count nothing.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate, usable
 from fedexp.client import Tensors
-from fedexp.data.federation import Batch
-from fedexp.engine.cohort_plan import cohort_batches, plan_cohort
+from fedexp.engine.cohort_plan import CohortPlan, plan_cohort
+from fedexp.engine.program import Captured, LocalProgram, Program, signature
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
-from fedexp.local import local_step
-from fedexp.objective import BatchedObjective, Buffers
+from fedexp.objective import BatchedObjective
 from fedexp.seeding import seeded_torch
 
 COHORT_BYTES = {"cpu": 2**28, "cuda": 2**34}  # models side by side; one, where one is larger
 
 
-def run_cohort(work: Work, state: SimulationState) -> tuple[Aggregate, dict[int, Tensors]]:
-    """Train the cohort, as many clients at a time as fit; return sums and new client states.
+class Vectorized:
+    """The engine; it remembers the CUDA graphs of one run.
 
-    Where the memory of a device runs out, half as many are tried.
+    Args:
+        graphs: replay a round as one CUDA graph; None for yes on a GPU.
+        compile: fuse a step with `torch.compile`; it takes up to minutes to begin with.
     """
-    params = state.params
-    total = Aggregate.zero(params.numel(), params.dtype, params.device)
-    changed: dict[int, Tensors] = {}
-    budget = COHORT_BYTES.get(params.device.type, 2**30)
-    together = max(1, budget // (params.numel() * params.element_size()))
-    waiting = [int(client) for client in work.cohort]
-    while waiting:
-        try:
-            part, states = run_chunk(work, state, waiting[:together])
-        except torch.OutOfMemoryError:
-            if min(together, len(waiting)) == 1:
-                raise
-            together = max(1, min(together, len(waiting)) // 2)
-            continue
-        total, waiting = total + part, waiting[together:]
-        changed |= states
-    return total, changed
+
+    def __init__(self, graphs: bool | None = None, compile: bool = False) -> None:
+        self.graphs, self.compile = graphs, compile
+        self._captured: dict[Any, Captured] = {}
+
+    def __call__(self, work: Work, state: SimulationState) -> tuple[Aggregate, dict[int, Tensors]]:
+        """Train the cohort, as many clients at a time as fit; return sums and new client states.
+
+        Where the memory of a device runs out, half as many are tried.
+        """
+        params = state.params
+        total = Aggregate.zero(params.numel(), params.dtype, params.device)
+        changed: dict[int, Tensors] = {}
+        budget = COHORT_BYTES.get(params.device.type, 2**30)
+        together = max(1, budget // (params.numel() * params.element_size()))
+        waiting = [int(client) for client in work.cohort]
+        while waiting:
+            try:
+                part, states = self.run_clients(work, state, waiting[:together])
+            except torch.OutOfMemoryError:
+                if min(together, len(waiting)) == 1:
+                    raise
+                together = max(1, min(together, len(waiting)) // 2)
+                continue
+            total, waiting = total + part, waiting[together:]
+            changed |= states
+        return total, changed
+
+    def run_clients(
+        self, work: Work, state: SimulationState, clients: Sequence[int]
+    ) -> tuple[Aggregate, dict[int, Tensors]]:
+        """Train some clients as one program."""
+        rule = work.algorithm.client
+        mine = _stack([state.clients.get(c) or rule.init_local(state.params) for c in clients])
+        plan = plan_cohort(work, clients)
+        inputs = _inputs(work, state, plan, mine)
+        program = self._program(work, plan, inputs)
+        with seeded_torch(work.seed, "layers", work.round, clients[0]):
+            outputs = program(inputs)
+        deltas = state.params - outputs["params"]
+        travel = _on(state.params.device, plan.steps * work.lr)[:, None].to(deltas.dtype)
+        kept, extras = rule.finish(deltas, travel, state.shared, mine)
+        if outputs["averaged"].numel():
+            extras = {**extras, "buffers": outputs["averaged"]}
+        weights = [work.weight(c) for c in clients] if work.weighting == "size" else None
+        return Aggregate.of(deltas, weights, extras), _unstack(kept, clients, deltas, extras)
+
+    def _program(self, work: Work, plan: CohortPlan, inputs: Tensors) -> Program:
+        objective, lengths = cast(BatchedObjective, work.task.objective), plan.lengths
+        ragged = objective.mixes_examples and not (lengths == lengths[:, :1]).all()
+        program = LocalProgram(
+            objective,
+            work.algorithm.client,
+            work.local,
+            work.task.transform,
+            work.task.train.fields,
+            all_active=bool(lengths.all()),
+            ragged=lengths if ragged else None,
+            compile=self.compile and not ragged,
+        )
+        on_gpu = inputs["params"].is_cuda
+        if ragged or not (on_gpu if self.graphs is None else self.graphs and on_gpu):
+            return program
+        key = (program.all_active, signature(inputs))
+        if key not in self._captured:
+            self._captured[key] = Captured(program, inputs)
+        return self._captured[key]
 
 
-def run_chunk(
-    work: Work, state: SimulationState, clients: Sequence[int]
-) -> tuple[Aggregate, dict[int, Tensors]]:
-    """Train some clients as one program."""
-    rule = work.algorithm.client
-    mine = _stack([state.clients.get(c) or rule.init_local(state.params) for c in clients])
-    params, buffers, steps = _train(work, state, clients, mine)
-    deltas = state.params - params
-    travel = torch.from_numpy(steps * work.lr)[:, None].to(deltas)
-    kept, extras = rule.finish(deltas, travel, state.shared, mine)
-    if buffers.averaged.numel():
-        extras = {**extras, "buffers": buffers.averaged}
-    weights = [work.weight(c) for c in clients] if work.weighting == "size" else None
-    return Aggregate.of(deltas, weights, extras), _unstack(kept, clients, deltas, extras)
+def _inputs(
+    work: Work, state: SimulationState, plan: CohortPlan, mine: Tensors
+) -> dict[str, Tensor]:
+    """Everything a local program reads, on the device of the model."""
+    device = state.params.device
+    inputs = {
+        "params": state.params,
+        "averaged": state.buffers.averaged,
+        "kept": state.buffers.kept,
+        "rows": _on(device, plan.rows),
+        "lengths": _on(device, plan.lengths),
+        "lr": torch.full((), work.lr, dtype=torch.float64, device=device),
+        **{f"shared.{name}": value for name, value in state.shared.items()},
+        **{f"mine.{name}": value for name, value in mine.items()},
+    }
+    return inputs if plan.draws is None else {**inputs, "draws": _on(device, plan.draws)}
 
 
-def _train(
-    work: Work, state: SimulationState, clients: Sequence[int], mine: Tensors
-) -> tuple[Tensor, Buffers, NDArray[np.int64]]:
-    """Local training of all clients: their models [K, d], buffers, and steps."""
-    objective, rule, lr = (
-        cast(BatchedObjective, work.task.objective),
-        work.algorithm.client,
-        work.lr,
-    )
-    params = state.params.expand(len(clients), -1)
-    buffers = Buffers(*(b.expand(len(clients), -1) for b in state.buffers))
-    plan = plan_cohort(work, clients)
-    with seeded_torch(work.seed, "layers", work.round, clients[0]):
-        for lengths, (batch, valid) in zip(plan.lengths, cohort_batches(work, plan), strict=True):
-            grads, after = _gradients(objective, params, buffers, batch, valid, lengths)
-            grads = rule.correct(grads, params, state.params, state.shared, mine)
-            moved = local_step(params, grads, lr, work.local)
-            params, buffers = _only_active(lengths, (moved, after), (params, buffers))
-    return params, buffers, plan.steps
-
-
-def _gradients(
-    objective: BatchedObjective,
-    params: Tensor,
-    buffers: Buffers,
-    batch: Batch,
-    valid: Tensor,
-    lengths: NDArray[np.int64],
-) -> tuple[Tensor, Buffers]:
-    """Gradients of all clients; where examples mix in a model, padding must not be among them."""
-    alike = np.unique(lengths)
-    if len(alike) == 1 or not objective.mixes_examples:
-        return objective.gradients(params, buffers, batch, valid)
-    grads, after = torch.zeros_like(params), Buffers(*(b.clone() for b in buffers))
-    for length in alike[alike > 0]:
-        who = torch.from_numpy(np.flatnonzero(lengths == length)).to(params.device)
-        some = {name: value[who, :length] for name, value in batch.items()}
-        mine = Buffers(*(b[who] for b in buffers))
-        grads[who], new = objective.gradients(params[who], mine, some, valid[who, :length])
-        for target, value in zip(after, new, strict=True):
-            target[who] = value
-    return grads, after
-
-
-def _only_active(
-    lengths: NDArray[np.int64], new: tuple[Tensor, Buffers], old: tuple[Tensor, Buffers]
-) -> tuple[Tensor, Buffers]:
-    """Clients that have done all their steps stay where they are."""
-    if lengths.all():
-        return new
-    active = torch.from_numpy(lengths > 0)[:, None].to(new[0].device)
-    pairs = zip(new[1], old[1], strict=True)
-    moved = torch.where(active, new[0], old[0])
-    return moved, Buffers(*(torch.where(active, a, b) for a, b in pairs))
+def _on(device: torch.device, array: np.ndarray[Any, Any]) -> Tensor:
+    """A host array on the device, without waiting for it where the device has its own memory."""
+    tensor = torch.from_numpy(array)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def _stack(states: Sequence[Tensors]) -> dict[str, Tensor]:

@@ -1,0 +1,147 @@
+"""Local training of many clients as one program over tensors: eager, compiled, or one CUDA graph.
+
+Everything that changes from round to round is an input tensor, the learning rate included, so that
+the program can be captured once and replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedexp.client import ClientRule
+from fedexp.data.federation import Batch
+from fedexp.data.transform import Transform
+from fedexp.local import LocalTraining, local_step
+from fedexp.objective import BatchedObjective, Buffers
+
+Tensors = Mapping[str, Tensor]
+Program = Callable[[Tensors], Tensors]
+
+
+@dataclass(frozen=True, eq=False)
+class LocalProgram:
+    """S steps of K clients.
+
+    Inputs: `params` [d], `averaged` and `kept` buffers, `shared.*` [d] and `mine.*` [K, d] of the
+    client rule, `rows` [S, K, B] and `lengths` [S, K] of the plan, `draws` where there are any, and
+    `lr`. Outputs: `params` [K, d], `averaged`, `kept`.
+
+    Attributes:
+        all_active: every client takes part in every step.
+        ragged: the lengths, on the host, where batches must not be padded; else None.
+        compile: whether `torch.compile` is to fuse a step.
+    """
+
+    objective: BatchedObjective
+    rule: ClientRule
+    local: LocalTraining
+    transform: Transform | None
+    fields: Batch
+    all_active: bool = True
+    ragged: NDArray[np.int64] | None = None
+    compile: bool = False
+
+    def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
+        rows, lengths = inputs["rows"], inputs["lengths"]
+        params = inputs["params"].expand(rows.shape[1], -1)
+        buffers = Buffers(*(inputs[n].expand(rows.shape[1], -1) for n in ("averaged", "kept")))
+        valid = (torch.arange(rows.shape[2], device=rows.device) < lengths[:, :, None]).to(params)
+        step = torch.compile(self._step, dynamic=False) if self.compile else self._step
+        repeats = self.local.batch_size is None and "draws" not in inputs
+        batch: Batch = {}
+        for s in range(len(rows)):
+            if s == 0 or not repeats:
+                batch = self._batch(inputs, s)
+            alike = None if self.ragged is None else self.ragged[s]
+            params, buffers = step(params, buffers, batch, valid[s], alike, inputs)
+        return {"params": params, "averaged": buffers.averaged, "kept": buffers.kept}
+
+    def _batch(self, inputs: Tensors, s: int) -> Batch:
+        batch: Batch = {name: value[inputs["rows"][s]] for name, value in self.fields.items()}
+        if self.transform is None:
+            return batch
+        return self.transform.train(batch, inputs["draws"][s] if "draws" in inputs else None)
+
+    def _step(
+        self,
+        params: Tensor,
+        buffers: Buffers,
+        batch: Batch,
+        valid: Tensor,
+        lengths: NDArray[np.int64] | None,
+        inputs: Tensors,
+    ) -> tuple[Tensor, Buffers]:
+        if lengths is None:
+            grads, after = self.objective.gradients(params, buffers, batch, valid)
+        else:
+            grads, after = _by_length(self.objective, params, buffers, batch, valid, lengths)
+        shared, mine = part(inputs, "shared."), part(inputs, "mine.")
+        grads = self.rule.correct(grads, params, inputs["params"], shared, mine)
+        moved = local_step(params, grads, inputs["lr"], self.local)
+        if self.all_active:
+            return moved, after
+        active = valid[:, :1] > 0  # clients that have done all their steps stay where they are
+        pairs = zip(after, buffers, strict=True)
+        kept = Buffers(*(torch.where(active, new, old) for new, old in pairs))
+        return torch.where(active, moved, params), kept
+
+
+def _by_length(
+    objective: BatchedObjective,
+    params: Tensor,
+    buffers: Buffers,
+    batch: Batch,
+    valid: Tensor,
+    lengths: NDArray[np.int64],
+) -> tuple[Tensor, Buffers]:
+    """Gradients in groups of equal batches, for models in which examples mix."""
+    grads, after = torch.zeros_like(params), Buffers(*(b.clone() for b in buffers))
+    for length in np.unique(lengths[lengths > 0]):
+        who = torch.from_numpy(np.flatnonzero(lengths == length)).to(params.device)
+        some = {name: value[who, :length] for name, value in batch.items()}
+        mine = Buffers(*(b[who] for b in buffers))
+        grads[who], new = objective.gradients(params[who], mine, some, valid[who, :length])
+        for target, value in zip(after, new, strict=True):
+            target[who] = value
+    return grads, after
+
+
+class Captured:
+    """A program as one CUDA graph: inputs are copied into place, then it is replayed.
+
+    What it returns is overwritten by the next call.
+    """
+
+    def __init__(self, program: Program, inputs: Tensors) -> None:
+        self.inputs = {name: value.clone() for name, value in inputs.items()}
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compile and warm up before anything is recorded
+            for _ in range(2):
+                program(self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.outputs = program(self.inputs)
+
+    def __call__(self, inputs: Tensors) -> Tensors:
+        for name, value in inputs.items():
+            self.inputs[name].copy_(value, non_blocking=True)
+        self.graph.replay()
+        return self.outputs
+
+
+def part(inputs: Tensors, prefix: str) -> dict[str, Tensor]:
+    """The inputs whose names begin with `prefix`, without it."""
+    return {n.removeprefix(prefix): v for n, v in inputs.items() if n.startswith(prefix)}
+
+
+def signature(inputs: Tensors) -> tuple[tuple[str, torch.Size], ...]:
+    """What must be the same for a captured program to be replayed."""
+    return tuple((name, value.shape) for name, value in sorted(inputs.items()))
