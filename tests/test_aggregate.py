@@ -115,7 +115,10 @@ def test_a_squared_norm_beyond_half_precision_is_kept() -> None:
     assert agg.mean_sq_norm.item() == 360_000.0  # float16 ends at 65,504
 
 
-@pytest.mark.parametrize("weights", [[1.0, -1.0], [float("nan"), 1.0], [1.0], [float("inf"), 1.0]])
+@pytest.mark.parametrize(
+    "weights",
+    [[1.0, -1.0], [float("nan"), 1.0], [1.0], [float("inf"), 1.0], [1e39, 1.0], [1e-46, 1.0]],
+)
 def test_bad_weights_are_refused(weights: list[float]) -> None:
     with pytest.raises(fx.UsageError, match="weight"):
         fx.Aggregate.of(torch.ones(2, 3), weights)
@@ -124,3 +127,21 @@ def test_bad_weights_are_refused(weights: list[float]) -> None:
 def test_a_vector_is_refused() -> None:
     with pytest.raises(fx.UsageError, match=r"shape \[M, d\]"):
         fx.Aggregate.of(torch.ones(3))
+
+
+def test_lists_of_vectors_of_any_kind() -> None:
+    rows = [[1.0, 2.0], [3.0, 4.0]]
+    kinds = [rows, [np.array(r) for r in rows], [torch.tensor(r) for r in rows], np.array(rows)]
+    assert {tuple(fx.Aggregate.of(kind).mean.tolist()) for kind in kinds} == {(2.0, 3.0)}
+
+
+def test_packing_keeps_what_float32_cannot_hold() -> None:
+    agg = fx.Aggregate.of(torch.full((2, 3), 1e25), [1.0, 1.0 + 1e-9])
+    assert agg.unpack(agg.pack()) == agg
+    assert agg.unpack(agg.pack()).mean_sq_norm.item() == pytest.approx(3e50)
+    assert agg != fx.Aggregate.of(torch.full((2, 3), 1e25), [1.0, 1.0])
+
+
+def test_updates_of_other_models_do_not_add() -> None:
+    with pytest.raises(fx.UsageError, match="1 and 2 parameters"):
+        fx.Aggregate.zero(1) + fx.Aggregate.of(torch.ones(1, 2))

@@ -66,12 +66,11 @@ class Aggregate:
                 and the mean squared norm, always.
             extras: further values to sum, each of shape [M, ...].
         """
-        deltas = _accumulable(torch.as_tensor(deltas))
-        require(deltas.ndim == 2, f"deltas must have shape [M, d], not {tuple(deltas.shape)}")
+        deltas = _accumulable(_matrix(deltas))
         wide = {"dtype": torch.float64, "device": deltas.device}
         sq_norms = _sq_norms(deltas)
         extras = {name: _accumulable(value) for name, value in (extras or {}).items()}
-        keep = reduce(torch.logical_and, map(_finite_rows, extras.values()), sq_norms.isfinite())
+        keep = _finite(sq_norms, extras)
         if weights is None:
             kept = keep.to(torch.float64)
         else:
@@ -98,6 +97,10 @@ class Aggregate:
         return cls(nothing, update, nothing, nothing, nothing)
 
     def __add__(self, other: Aggregate) -> Aggregate:
+        require(
+            self.update.shape == other.update.shape,
+            f"cannot add updates of {len(self.update)} and {len(other.update)} parameters",
+        )
         sums = {name: getattr(self, name) + getattr(other, name) for name in (*SCALARS, "update")}
         extras = {**self.extras, **other.extras}
         for name in self.extras.keys() & other.extras.keys():
@@ -105,9 +108,10 @@ class Aggregate:
         return Aggregate(**sums, extras=extras)
 
     def __eq__(self, other: object) -> bool:
-        if not isinstance(other, Aggregate) or self.extras.keys() != other.extras.keys():
-            return NotImplemented if not isinstance(other, Aggregate) else False
-        return torch.equal(self.pack(), other.pack())
+        if not isinstance(other, Aggregate):
+            return NotImplemented
+        same_layout = self.extras.keys() == other.extras.keys()
+        return same_layout and torch.equal(self.pack(), other.pack())
 
     __hash__ = None  # type: ignore[assignment]
 
@@ -131,13 +135,13 @@ class Aggregate:
         return self._over_weight(self.extras[name])
 
     def pack(self) -> Tensor:
-        """All sums in one flat buffer of the update's dtype: what one all-reduce needs.
+        """All sums in one flat float64 buffer: what one all-reduce needs.
 
         The sum of packed buffers is the packed sum (for aggregates with the same extras).
         """
-        scalars = torch.stack([getattr(self, name) for name in SCALARS]).to(self.update.dtype)
-        extras = [self.extras[name].flatten() for name in sorted(self.extras)]
-        return torch.cat([scalars, self.update, *(e.to(self.update.dtype) for e in extras)])
+        scalars = torch.stack([getattr(self, name) for name in SCALARS])
+        vectors = [self.update, *(self.extras[name].flatten() for name in sorted(self.extras))]
+        return torch.cat([scalars, *(vector.to(torch.float64) for vector in vectors)])
 
     def unpack(self, buffer: Tensor) -> Aggregate:
         """The aggregate in `buffer`, laid out as this one is; the inverse of `pack`."""
@@ -149,12 +153,12 @@ class Aggregate:
             "unpack with an aggregate of the same model and extras",
         )
         scalars, update, *extras = buffer.split(parts)
-        scalar = dict(zip(SCALARS, scalars.to(torch.float64).unbind(), strict=True))
+        scalar = dict(zip(SCALARS, scalars.unbind(), strict=True))
         shaped = {
             name: value.view_as(self.extras[name]).to(self.extras[name].dtype)
             for name, value in zip(names, extras, strict=True)
         }
-        return replace(self, **scalar, update=update, extras=shaped)
+        return replace(self, **scalar, update=update.to(self.update.dtype), extras=shaped)
 
     def _over_weight(self, total: Tensor) -> Tensor:
         return torch.where(self.weight > 0, total / self.weight, torch.zeros_like(total))
@@ -162,8 +166,21 @@ class Aggregate:
 
 def usable(deltas: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
     """Which of M clients `Aggregate.of` admits, as M booleans: all finite, norm included."""
-    finite = _sq_norms(_accumulable(deltas)).isfinite()
-    return reduce(torch.logical_and, map(_finite_rows, extras.values()), finite)
+    return _finite(_sq_norms(_accumulable(deltas)), extras)
+
+
+def _finite(sq_norms: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
+    rows = (value.isfinite().flatten(1).all(dim=1) for value in extras.values())
+    return reduce(torch.logical_and, rows, sq_norms.isfinite())
+
+
+def _matrix(deltas: Any) -> Tensor:
+    """M updates from a matrix, or from a list of vectors of any kind."""
+    if isinstance(deltas, list | tuple):
+        deltas = torch.stack([torch.as_tensor(each) for each in deltas])
+    matrix = torch.as_tensor(deltas)
+    require(matrix.ndim == 2, f"deltas must have shape [M, d], not {tuple(matrix.shape)}")
+    return matrix
 
 
 def _sq_norms(deltas: Tensor) -> Tensor:
@@ -175,14 +192,13 @@ def _accumulable(value: Tensor) -> Tensor:
     return value if value.dtype in (torch.float32, torch.float64) else value.to(torch.float32)
 
 
-def _finite_rows(value: Tensor) -> Tensor:
-    return value.isfinite().flatten(1).all(dim=1)
-
-
 def _checked_weights(weights: Tensor, clients: int) -> Tensor:
     require(weights.shape == (clients,), f"need one weight for each of {clients} clients")
-    valid = bool((weights.isfinite() & (weights >= 0)).all())
-    require(valid, "client weights must be finite and not negative")
+    in_range = (weights >= 1e-30) & (weights <= 1e30)  # so that float32 sums can hold them
+    require(
+        bool((in_range | (weights == 0)).all()),
+        "client weights must be 0 or lie between 1e-30 and 1e30",
+    )
     return weights
 
 

@@ -26,7 +26,7 @@ Relaxation = Literal["extrapolated"] | float
 class ConvexSet(Protocol):
     """A closed convex set is known by its projection."""
 
-    def project(self, w: Tensor) -> Tensor: ...
+    def project(self, w: Any) -> Tensor: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,8 +57,8 @@ class Affine:
         rank = int((self.rank_tolerance * S.max() < S).sum()) if S.numel() else 0
         return Vh[:rank].T, (U[:, :rank].T @ b) / S[:rank]
 
-    def project(self, w: Tensor) -> Tensor:
-        V, coordinates = self._factors
+    def project(self, w: Any) -> Tensor:
+        w, (V, coordinates) = _float64(w), self._factors
         return w + V @ (coordinates - V.T @ w)
 
 
@@ -73,8 +73,8 @@ class HalfSpace:
     a: Any
     b: float
 
-    def project(self, w: Tensor) -> Tensor:
-        a = _float64(self.a)
+    def project(self, w: Any) -> Tensor:
+        w, a = _float64(w), _float64(self.a)
         require(bool(a.any()), "the normal of a half-space must not be zero")
         excess = (a @ w - self.b).clamp(min=0)
         return w - (excess / (a @ a)) * a
@@ -94,8 +94,8 @@ class Ball:
     def __post_init__(self) -> None:
         require(self.radius >= 0, f"the radius of a ball must be >= 0, not {self.radius}")
 
-    def project(self, w: Tensor) -> Tensor:
-        center = _float64(self.center)
+    def project(self, w: Any) -> Tensor:
+        w, center = _float64(w), _float64(self.center)
         away = w - center
         norm = torch.linalg.vector_norm(away)
         return w if norm <= self.radius else center + away * (self.radius / norm)
@@ -112,8 +112,8 @@ class Box:
     low: Any
     high: Any
 
-    def project(self, w: Tensor) -> Tensor:
-        low, high = _bound(self.low), _bound(self.high)
+    def project(self, w: Any) -> Tensor:
+        w, low, high = _float64(w), _bound(self.low), _bound(self.high)
         require(bool((low <= high).all()), "a box needs low <= high in every coordinate")
         return torch.maximum(low, torch.minimum(high, w))
 

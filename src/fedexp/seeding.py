@@ -1,6 +1,6 @@
 """Randomness as an argument: every draw is a pure function of a seed and of what it is for.
 
-Nothing here touches a global generator. Which clients, which batches and which initial weights a
+No global generator decides anything. Which clients, which batches and which initial weights a
 run sees follows from `(seed, purpose, numbers)` alone, so it does not depend on the engine, the
 device, the order of the cohort or the number of processes.
 """
@@ -14,9 +14,12 @@ from contextlib import contextmanager
 import numpy as np
 import torch
 
+from fedexp.errors import require
+
 
 def sequence(seed: int, purpose: str, *numbers: int) -> np.random.SeedSequence:
     """A seed sequence of its own for each purpose and each tuple of numbers."""
+    require(seed >= 0, f"the seed must not be negative, but is {seed}")
     return np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *numbers])
 
 
@@ -38,7 +41,8 @@ def torch_seed(seed: int, purpose: str, *numbers: int) -> int:
 def seeded_torch(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
     """Run a block whose layers draw from torch's global generators (initial weights, dropout).
 
-    Their states are put back afterwards, so the caller's own draws are not disturbed.
+    Their states are put back afterwards, so the caller's own draws are not disturbed. The
+    generators are the process's, so two threads must not be in such blocks at a time.
     """
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():

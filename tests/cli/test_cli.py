@@ -69,6 +69,38 @@ def test_compare_as_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
     assert json.loads(capfd.readouterr().out)["algorithms"][0]["algorithm"] == "fedexp"
 
 
+def test_compare_gives_options_to_those_that_have_them(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [
+        "compare",
+        "synthetic",
+        "--algorithms",
+        "fedavg,fedexp",
+        "--jobs",
+        "1",
+        "--rounds",
+        "3",
+    ]
+    options = ["--set", "eps=1e9", "--set", "fedavg:lr=1", "--set", "fedexp:average_last=1"]
+    assert main([*command, *options, *SMALL, "--json", "--out", str(tmp_path / "c.png")]) == 0
+    fedavg, fedexp = json.loads(capfd.readouterr().out)["algorithms"]
+    assert fedavg["finals"] == fedexp["finals"]  # FedExP with a huge eps is FedAvg
+
+
+def test_compare_tells_of_divergence_and_dropped_clients(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["compare", "synthetic", "--algorithms", "fedexp", "--rounds", "5", "--jobs", "1"]
+    out = ["--json", "--out", str(tmp_path / "c.png")]
+    assert main([*command, "--set", "local.lr=5", *SMALL, *out]) == 0
+    captured = capfd.readouterr()
+    assert json.loads(captured.out)["algorithms"][0]["finals"] == [None]
+    assert "diverged at round" in captured.err
+    assert main([*command, "--set", "local.lr=1e30", *SMALL, *out]) == 0
+    assert "left out 20 client updates" in capfd.readouterr().err
+
+
 def test_toy_draws_figure_2(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     picture = tmp_path / "toy.png"
     assert main(["toy", "--rounds", "6", "--start=1,0", "--out", str(picture)]) == 0
@@ -103,6 +135,13 @@ def test_lists(command: str, capfd: pytest.CaptureFixture[str]) -> None:
         (["run", "synthetic", "--frobnicate"], "unrecognized arguments"),
         (["run", "digits", "--set", "task.clients=5000"], "use fewer clients"),
         (["compare", "synthetic", "--seeds", "0"], "--seeds"),
+        (["compare", "synthetic", "--set", "esp=1"], "did you mean eps"),
+        (["compare", "synthetic", "--set", "fedyogi:lr=1"], "unknown algorithm in --set"),
+        (["compare", "synthetic", "--set", "fedexp:mu=1"], "unknown option of fedexp"),
+        (["compare", "synthetic", "--out", "x.foo"], "end its name in one of"),
+        (["run", "synthetic", "--set", "lr=10"], "fedexp has no server lr"),
+        (["run", "synthetic", "--set", "task.seed=-1"], "must not be negative"),
+        (["run", "synthetic", "--set", "task.dim=1e15"], "out of memory"),
         (["compare", "digits", "--target", "1000"], "--target"),
         (["toy", "--start", "1"], "--start takes 2 numbers"),
         (["toy", "--out", "/proc/nothing/toy.png"], "cannot write"),
@@ -146,3 +185,15 @@ def test_installed_as_a_command_and_as_a_module() -> None:
     for start in ([str(command)], [sys.executable, "-m", "fedexp"]):
         done = subprocess.run([*start, "--version"], capture_output=True, text=True, check=True)
         assert done.stdout.startswith("fedexp ")
+
+
+def test_a_full_disk_and_a_closed_pipe_get_no_traceback() -> None:
+    run = [sys.executable, "-m", "fedexp", "run", "toy", "--rounds", "1", "--json"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(run, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("fedexp: error: No space left on device")
+    assert done.stderr.count("\n") == 1
+    piped = f"{sys.executable} -m fedexp tasks | true"
+    done = subprocess.run(piped, shell=True, capture_output=True, text=True, check=False)
+    assert done.stderr == ""

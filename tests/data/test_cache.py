@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from numpy.typing import NDArray
 
 from fedexp.data import cache
 from fedexp.data.cache import Stream, cached, read, write
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, require
 
 DTYPES = st.sampled_from([np.uint8, np.int32, np.int64, np.float32, np.float64, np.bool_])
 
@@ -128,8 +129,12 @@ def load(tmp_path: Path, source: Path) -> Callable[[], tuple[int, int]]:
         built[0] += 1
         return {"x": np.array([len(source.read_text())])}
 
+    def check(arrays: cache.Mapped) -> None:
+        require("x" in arrays, "it has no x")
+
     def loaded() -> tuple[int, int]:
-        return int(cached(tmp_path / "cache" / "a.npz", [source], build)["x"][0]), built[0]
+        arrays = cached(tmp_path / "cache" / "a.npz", [source], build, check)
+        return int(arrays["x"][0]), built[0]
 
     return loaded
 
@@ -150,6 +155,15 @@ def test_a_damaged_cache_is_made_anew(load: Callable[[], tuple[int, int]], tmp_p
     load()
     path = tmp_path / "cache" / "a.npz"
     path.write_bytes(path.read_bytes()[:100])
+    assert load() == (3, 2)
+
+
+def test_a_cache_of_other_arrays_is_made_anew(
+    load: Callable[[], tuple[int, int]], tmp_path: Path
+) -> None:
+    load()
+    path = tmp_path / "cache" / "a.npz"
+    write(path, {"other": np.arange(3)}, read(path)[1])
     assert load() == (3, 2)
 
 
@@ -174,6 +188,14 @@ def test_check_finds_a_changed_byte(tmp_path: Path) -> None:
     path.write_bytes(content)
     with pytest.raises(UsageError, match=r"a\.npz: damaged"):
         cache.check(path)
+
+
+@pytest.mark.parametrize("note", ["3", "null", '"text"', "{"])
+def test_a_note_that_is_none_is_refused(tmp_path: Path, note: str) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+        archive.writestr(cache.NOTE, note)
+    with pytest.raises(UsageError, match=r"a\.npz: not a data file"):
+        read(tmp_path / "a.npz")
 
 
 def test_another_zip_file_is_refused(tmp_path: Path) -> None:

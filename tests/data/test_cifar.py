@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 import torch
 
+from fedexp.data import cache
 from fedexp.data.cifar import read_batch
 from fedexp.data.datasets import cifar10, cifar100
+from fedexp.data.files import cache_path
 from fedexp.data.safe_pickle import read_pickle
 from fedexp.errors import UsageError
 
@@ -37,6 +39,35 @@ def test_the_cache_is_enough(tmp_path: Path, write_cifar100: Callable[[Path], An
     cifar100(tmp_path)
     (tmp_path / "cifar-100-python").rename(tmp_path / "elsewhere")
     assert len(cifar100(tmp_path).train["y"]) == 100
+
+
+OTHER = {
+    "other arrays": ({"x": np.arange(3)}, cache.FORMAT, "does not hold the train images"),
+    "other types": ({"train_x": np.arange(3)}, cache.FORMAT, "does not hold the train images"),
+    "an older format": ({}, cache.FORMAT - 1, "made by another version"),
+}
+
+
+@pytest.mark.parametrize("what", OTHER)
+def test_another_cache_is_made_anew_or_refused_without_the_files(
+    what: str, tmp_path: Path, write_cifar10: Callable[[Path], Any]
+) -> None:
+    arrays, version, said = OTHER[what]
+    write_cifar10(tmp_path)
+    expected = cifar10(tmp_path).train["y"]
+    path = cache_path(tmp_path, "cifar10")
+    good, note = cache.read(path)
+    cache.write(path, arrays or good, note | {"format": version})
+    assert torch.equal(cifar10(tmp_path).train["y"], expected)
+    cache.write(path, arrays or good, note | {"format": version})
+    (tmp_path / "cifar-10-batches-py").rename(tmp_path / "elsewhere")
+    with pytest.raises(UsageError) as caught:
+        cifar10(tmp_path)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert line.count(str(path)) == 1
+    assert said in line
+    assert "delete it and run 'fedexp data fetch cifar10'" in line
 
 
 def test_what_is_absent_is_described_in_one_line(tmp_path: Path) -> None:
@@ -145,6 +176,31 @@ def test_a_pickle_that_calls_a_function_is_refused(
 def test_the_admitted_names_cannot_be_misused(code: bytes, tmp_path: Path) -> None:
     (tmp_path / "p").write_bytes(b"\x80\x02" + code)
     with pytest.raises(UsageError, match="p: "):
+        read_pickle(tmp_path / "p")
+
+
+def unfolding(depth: int) -> list[Any]:
+    """A list of few bytes which, gone through naively, has 2 ** depth entries."""
+    value: list[Any] = [1]
+    for _ in range(depth):
+        value = [value, value]
+    return value
+
+
+def test_shared_lists_are_gone_through_once(tmp_path: Path) -> None:
+    content = {"data": PIXELS, "labels": unfolding(60)}
+    (tmp_path / "p").write_bytes(pickle.dumps(content, protocol=2))
+    back = read_pickle(tmp_path / "p")["labels"]
+    assert back[0] is back[1]
+    with pytest.raises(UsageError, match="p: labels are not a list of whole numbers"):
+        read_batch(tmp_path / "p", "labels", 10)
+
+
+def test_a_list_within_itself_is_refused(tmp_path: Path) -> None:
+    endless: list[Any] = []
+    endless.append(endless)
+    (tmp_path / "p").write_bytes(pickle.dumps({"data": endless}, protocol=2))
+    with pytest.raises(UsageError, match="p: refused or damaged pickle"):
         read_pickle(tmp_path / "p")
 
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from fedexp.cli.data import add_parser
+from fedexp.cli.main import main
 from fedexp.data import Federation, summary
 from fedexp.errors import UsageError
 
@@ -87,6 +88,25 @@ def test_show_draws(
     assert "emnist, natural partition" in printed
     assert "min 1, median 3, max 12" in printed
     assert out.stat().st_size > 1000
+
+
+@pytest.mark.parametrize("name", ["clients.nothing", "clients", "in-the-way/clients.png"])
+def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
+    data: Callable[..., str], tmp_path: Path, write_emnist: Write, name: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    write_emnist(tmp_path)
+    (tmp_path / "in-the-way").write_text("a file")
+    refused(lambda: data("show", "emnist", "--out", str(tmp_path / name)), "cannot write", name)
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize("seed", ["-1", "1.5", "x"])
+def test_a_seed_must_not_be_negative(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["data", "show", "cifar10", "--seed", seed]) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert f"--seed: must be a whole number from 0, not '{seed}'" in said
 
 
 def test_many_clients_are_drawn_as_a_heat_map(tmp_path: Path) -> None:

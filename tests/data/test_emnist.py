@@ -64,6 +64,20 @@ def test_leaf_may_lie_as_leaf_makes_it(tmp_path: Path, write_leaf: Write) -> Non
     assert emnist(tmp_path).federation().clients == 5
 
 
+def test_a_writer_may_be_in_several_leaf_files(tmp_path: Path, write_leaf: Write) -> None:
+    expected = write_leaf(tmp_path)
+    path = next((tmp_path / "femnist" / "train").glob("all_data_0_*.json"))
+    content = json.loads(path.read_text())
+    again = {"user_data": {"f0_14": content["user_data"]["f0_14"], "f9_99": GOOD}}
+    path.with_name("all_data_9.json").write_text(json.dumps(again))
+    raw = emnist(tmp_path)
+    assert raw.federation().sizes.tolist() == [12, 6, 1, 7, 2, 1]
+    mine = expected["train_y"][12:15].tolist()
+    assert raw.federation().client(1)["y"].tolist() == mine + mine
+    np.testing.assert_array_equal(raw.train["x"][12:15], expected["train_x"][12:15])
+    np.testing.assert_array_equal(raw.train["x"][15:18], expected["train_x"][12:15])
+
+
 def test_bytes_survive_being_fractions() -> None:
     grey = np.resize(np.arange(256, dtype=np.uint8), (1, 1, 28, 28))
     np.testing.assert_array_equal(as_bytes(grey.astype(np.float32) / 255, "here"), grey)
@@ -95,7 +109,43 @@ def too_short(file: Any) -> None:
     file["examples/f0_02/label"] = np.zeros(3, np.int32)
 
 
+def instead(name: str, value: Any) -> Callable[[Any], None]:
+    """Puts an array in a place; None puts a group there."""
+
+    def change(file: Any) -> None:
+        del file[name]
+        if value is None:
+            file.create_group(name)
+        else:
+            file[name] = value
+
+    return change
+
+
+def emptied(file: Any) -> None:
+    for writer in file["examples"]:
+        instead(f"examples/{writer}/pixels", np.ones((0, 28, 28), np.float32))(file)
+        instead(f"examples/{writer}/label", np.zeros(0, np.int32))(file)
+
+
+FIRST = "examples/f0_02"
+TEXT = np.full((12, 28, 28), b"0.5")
 BAD = {
+    "examples is an array": (instead("examples", np.zeros(3)), "has no group 'examples'"),
+    "a writer is an array": (instead(FIRST, np.zeros(3)), f"writer /{FIRST} has no 'pixels'"),
+    "pixels is a group": (instead(f"{FIRST}/pixels", None), f"writer /{FIRST} has no 'pixels'"),
+    "label is a group": (instead(f"{FIRST}/label", None), f"writer /{FIRST} has no 'label'"),
+    "pixels of text": (instead(f"{FIRST}/pixels", TEXT), "has pixels of |S3, not fractions"),
+    "pixels of bytes": (
+        instead(f"{FIRST}/pixels", np.ones((12, 28, 28), np.uint8)),
+        "has pixels of uint8, not fractions",
+    ),
+    "pixels of nothing": (instead(f"{FIRST}/pixels", h5py.Empty("f4")), "pixels of shape None"),
+    "label of text": (instead(f"{FIRST}/label", [b"1"] * 12), "not a list of whole numbers"),
+    "label of fractions": (instead(f"{FIRST}/label", np.ones(12)), "not a list of whole numbers"),
+    "label of nothing": (instead(f"{FIRST}/label", h5py.Empty("i4")), "damaged HDF5 file"),
+    "no writers": (instead("examples", None), "has no examples"),
+    "empty writers": (emptied, "has no examples"),
     "no examples": (without("examples"), "has no group 'examples'"),
     "no pixels": (without("examples/f1_09/pixels"), "writer /examples/f1_09 has no 'pixels'"),
     "no label": (without("examples/f1_09/label"), "writer /examples/f1_09 has no 'label'"),

@@ -175,6 +175,26 @@ def test_a_checksum_nobody_published_is_noted(
     refused(lambda: check_archive(EMNIST, archive), str(archive), "wrong checksum, sha256")
 
 
+@pytest.mark.parametrize("note", [b"", b"\n", b"unknown", b"\xff\xfe", b"0" * 63])
+def test_a_note_without_a_checksum_is_as_none(
+    note: bytes, site: Path, tmp_path: Path, write_emnist: Write
+) -> None:
+    write_emnist(tmp_path / "made")
+    archive = site / EMNIST.archive
+    packed(EMNIST, tmp_path / "made", archive)
+    archive.with_name(f"{archive.name}.sha256").write_bytes(note)
+    assert check_archive(EMNIST, archive) == "no checksum is known for it"
+    assert emnist(site).federation().clients == 5
+
+
+def test_a_python_that_cannot_unpack_safely_is_named(
+    small_cifar10: Source, site: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr(tarfile, "data_filter")
+    refused(lambda: unpack(small_cifar10, site), "Python 3.11.4", str(site / CIFAR10.archive))
+    assert names(site) == [CIFAR10.archive]
+
+
 def evil_file(name: str) -> tarfile.TarInfo:
     member = tarfile.TarInfo(name)
     member.size = 4
@@ -233,3 +253,8 @@ def test_the_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     monkeypatch.delenv("FEDEXP_DATA")
     assert data_folder().name == "fedexp"
     assert data_folder().is_absolute()
+
+
+def test_a_home_folder_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDEXP_DATA", "~nosuchuser/x")
+    refused(data_folder, "~nosuchuser/x", "set FEDEXP_DATA to a full path")

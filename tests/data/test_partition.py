@@ -206,6 +206,9 @@ def test_subnormal_odds_still_name_a_class() -> None:
         (lambda rng: shards([0] * 9, 5, 2, rng), "2 examples each"),
         (lambda rng: shards([0] * 9, 5, 0, rng), "at least 1"),
         (lambda rng: by_id([]), "no ids"),
+        (lambda rng: by_id([("a", 1), ("b", 2)]), "one value an example"),
+        (lambda rng: by_id([[1], [1, 2]]), "one value an example"),
+        (lambda rng: by_id(np.array([None, 3])), "ids of different kinds"),
     ],
 )
 def test_the_impossible_is_refused(call: Callable[..., Parts], message: str) -> None:

@@ -123,10 +123,12 @@ def test_buffers_are_averaged_never_extrapolated() -> None:
 
 def test_variances_stay_positive_under_heavy_extrapolation() -> None:
     task = classes_task(BatchNormNet)
-    *_, record = fx.simulate(task, fx.fedexp(eps=0.0), 10, cohort=2)
-    model = task.objective.load(*record.state.output())  # type: ignore[attr-defined]
-    assert (model.norm.running_var > 0).all()
-    assert max(r.server_lr or 0 for r in fx.simulate(task, fx.fedexp(eps=0.0), 10)) > 1
+    heavy = fx.fedexp(eps=0.0, factor=0.1)  # steps of ten and more
+    local = fx.LocalTraining(lr=1e-3, steps=5, batch_size=4)
+    for record in fx.simulate(task, heavy, 10, cohort=2, local=local):
+        assert (record.server_lr or 0) > 9
+        model = task.objective.load(*record.state.output())  # type: ignore[attr-defined]
+        assert (model.norm.running_var > 0).all()
 
 
 def test_resuming_gives_the_same_bits() -> None:
@@ -136,6 +138,48 @@ def test_resuming_gives_the_same_bits() -> None:
     assert [r.round for r in rest] == [4, 5, 6]
     assert torch.equal(whole[-1].state.params, rest[-1].state.params)
     assert whole[-1].train_loss == rest[-1].train_loss
+
+
+def test_a_start_that_does_not_fit_is_refused() -> None:
+    task = least_squares()
+    *_, record = fx.simulate(task, fx.fedexp(), 2)
+    with pytest.raises(fx.UsageError, match="another task or algorithm"):
+        fx.simulate(task, fx.fedadam(), 4, start=record.state)
+    with pytest.raises(fx.UsageError, match="has done 2 rounds already"):
+        fx.simulate(task, fx.fedexp(), 2, start=record.state)
+
+
+def test_layers_that_write_to_their_parameters_do_not_change_the_server() -> None:
+    class Bounded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Embedding(5, 3, max_norm=0.1)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.table(x.abs().long().clamp(max=4)).mean(1)
+            return out
+
+    task = classes_task(Bounded)
+    state = fx.SimulationState.initial(task, fx.fedavg(), 0)
+    before = state.params.clone()
+    next(fx.simulate(task, fx.fedavg(), 1, start=state, engine="loop"))
+    assert torch.equal(state.params, before)
+
+
+def test_half_precision_models_are_not_taken_for_diverged() -> None:
+    task = classes_task(lambda: nn.Linear(4, 3).half())
+    fields = {**task.train.fields, "x": task.train.fields["x"].half()}
+    task = replace(task, train=replace(task.train, fields=fields), test=None)
+    state = fx.SimulationState.initial(task, fx.fedavg(), 0)
+    big = replace(state, params=state.params + 30)
+    assert len(list(fx.simulate(task, fx.fedavg(), 1, start=big, engine="loop"))) == 1
+
+
+def test_a_first_round_without_clients_does_not_put_the_start_into_the_mean() -> None:
+    task, exp = least_squares(), fx.fedexp()
+    state = replace(fx.SimulationState.initial(task, exp, 0), round=1)  # as after such a round
+    record = next(fx.simulate(task, exp, 2, start=state))
+    assert torch.equal(record.state.output()[0], record.state.params)
 
 
 def test_evaluation_at_intervals_and_at_the_end() -> None:
@@ -212,12 +256,12 @@ def test_bad_arguments_are_refused_at_the_call(options: dict, message: str) -> N
         fx.simulate(least_squares(), fx.fedavg(), **{"rounds": 2, **options})
 
 
-def test_memory_does_not_grow_with_the_cohort(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Updates are summed in pieces; the pieces give what the whole gives."""
+def test_sums_in_pieces_give_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop sums a few updates at a time, so its memory does not grow with the cohort."""
     task = least_squares(clients=9)
-    whole = list(fx.simulate(task, fx.scaffold_exp(), 3))
+    whole = list(fx.simulate(task, fx.scaffold_exp(), 3, engine="loop"))
     monkeypatch.setattr("fedexp.engine.loop.SUMMED_BYTES", 2 * 20 * 8)
-    pieces = list(fx.simulate(task, fx.scaffold_exp(), 3))
+    pieces = list(fx.simulate(task, fx.scaffold_exp(), 3, engine="loop"))
     torch.testing.assert_close(
         whole[-1].state.params, pieces[-1].state.params, rtol=1e-12, atol=1e-14
     )

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from fedexp.errors import UsageError
-from fedexp.models import MODELS, cifar_cnn, emnist_cnn, logistic, mlp, resnet18
+from fedexp.models import cifar_cnn, emnist_cnn, logistic, mlp, resnet18
 from fedexp.models.resnet import Residual
 from fedexp.seeding import seeded_torch
 
@@ -35,10 +35,6 @@ def inputs(name: str, examples: int, seed: int = 0) -> Tensor:
 
 def size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
-
-
-def test_every_registered_model_is_tested() -> None:
-    assert set(MODELS) <= set(CASES)
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,7 @@ def test_step_size_options() -> None:
     assert fx.exp_step_size(8.0, 1.0, factor=1.0) == 8.0
     assert fx.exp_step_size(1.0, 1.0, clamp=False) == 0.5
     assert fx.exp_step_size(80.0, 1.0, max_step=3.0) == 3.0
+    assert fx.exp_step_size(1.0, 5e-324, max_step=3.0) == 3.0  # overflows, but is bounded
 
 
 def test_metrics_tell_clamp_and_eps_share() -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +15,12 @@ from fedexp.cli.options import add_out, add_run_options, spec_of
 from fedexp.cli.progress import progress_bar
 from fedexp.errors import UsageError, require
 from fedexp.experiments.canvas import check_writable, save
+from fedexp.experiments.catalog import build_task
 from fedexp.experiments.compare import Line, Outcome, Row, run_all, summarise
 from fedexp.experiments.figures import comparison_figure
+from fedexp.experiments.setup import parse_assignments, share_options, split_task_options
 from fedexp.experiments.spec import Run, Spec
-from fedexp.experiments.tables import comparison_table, diverged_lines, text_table
+from fedexp.experiments.tables import comparison_table, text_table, warning_lines
 
 DEFAULT = "fedexp,scaffold,fedadagrad,fedprox,fedavg"
 
@@ -35,25 +39,36 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    names = [name.strip() for name in args.algorithms.split(",") if name.strip()]
-    require(bool(names), "--algorithms needs at least one name; `fedexp algorithms` lists them")
-    require(args.seeds >= 1, f"--seeds must be at least 1, not {args.seeds}")
-    specs = [
-        spec_of(args, name, seed) for name in dict.fromkeys(names) for seed in range(args.seeds)
-    ]
     picture = args.out or Path(f"compare-{args.task}.png")
-    prepared = [spec.prepare() for spec in specs if spec.seed == 0]
-    for each in prepared:
-        each.records()  # checks its arguments; runs nothing
-    first = prepared[0]
-    check_writable(picture)
+    require(args.seeds >= 1, f"--seeds must be at least 1, not {args.seeds}")
+    firsts = _prepare(args)
+    first = firsts[0]
     target = _target(args.target, first)
+    check_writable(picture)
+    specs = [replace(run.spec, seed=seed) for run in firsts for seed in range(args.seeds)]
     outcomes = _run(specs, args.jobs or _cores(), first)
     lines = summarise(outcomes, first.task.metric, target)
     save(comparison_figure(outcomes, first.task.metric, target, _title(first, args.seeds)), picture)
     _report(args, first, lines, outcomes, target)
     print(f"wrote {picture}", file=sys.stderr)
     return 0
+
+
+def _prepare(args: argparse.Namespace) -> list[Run]:
+    """The runs of seed 0 of all algorithms, over one task; finds mistakes before anything runs."""
+    names = list(dict.fromkeys(name.strip() for name in args.algorithms.split(",") if name.strip()))
+    require(bool(names), "--algorithms needs at least one name; `fedexp algorithms` lists them")
+    of_task, others = split_task_options(parse_assignments(args.set))
+    mine = tuple((f"task.{key}", value) for key, value in of_task.items())
+    bare = replace(spec_of(args, names[0], seed=0), options=mine)
+    task = build_task(bare.task, of_task, bare.seed, bare.mode)
+    setups = {name: replace(bare, algorithm=name).prepare(task).setup for name in names}
+    shared = share_options(setups, others)
+    specs = [replace(bare, algorithm=n, options=(*mine, *shared[n].items())) for n in names]
+    runs = [spec.prepare(task) for spec in specs]
+    for each in runs:
+        each.records()  # checks its arguments; runs nothing
+    return runs
 
 
 def _run(specs: list[Spec], jobs: int, first: Run) -> list[Outcome]:
@@ -74,15 +89,20 @@ def _report(
     target: float | None,
 ) -> None:
     metric = first.task.metric
-    for line in diverged_lines(outcomes):
+    for line in warning_lines(outcomes):
         print(f"fedexp: warning: {line}", file=sys.stderr)
     if args.json:
-        rows = [{**vars(line), "mean_rounds": line.mean_rounds} for line in lines]
+        rows = [_as_json(line) for line in lines]
         head = {"task": args.task, "metric": metric, "target": target, "rounds": first.rounds}
-        print(json.dumps({**head, "seeds": args.seeds, "algorithms": rows}))
+        print(json.dumps({**head, "seeds": args.seeds, "algorithms": rows}, allow_nan=False))
         return
     print(_title(first, args.seeds))
     print(text_table(*comparison_table(lines, metric, target, first.rounds)))
+
+
+def _as_json(line: Line) -> dict[str, Any]:
+    finals = [value if math.isfinite(value) else None for value in line.finals]
+    return {**vars(line), "finals": finals, "mean_rounds": line.mean_rounds}
 
 
 def _title(first: Run, seeds: int) -> str:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from fedexp.cli.options import seed
 from fedexp.errors import UsageError
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=100, help="default: 100")
     parser.add_argument("--alpha", type=float, default=0.3, help="of dirichlet; default: 0.3")
     parser.add_argument("--shards", type=int, default=2, help="shards a client; default: 2")
-    parser.add_argument("--seed", type=int, default=0, help="of the partition; default: 0")
+    parser.add_argument("--seed", type=seed, default=0, help="of the partition; default: 0")
     parser.add_argument("--out", metavar="FILE", type=Path, help="draw to a file, e.g. clients.png")
 
 
@@ -136,8 +137,11 @@ def show_dataset(args: argparse.Namespace) -> int:
     """Print the figures of a federation and a picture of clients x classes."""
     from fedexp.data import summary
     from fedexp.data.datasets import find
+    from fedexp.experiments.canvas import check_writable
 
     dataset = find(args.name)
+    if args.out:
+        check_writable(args.out)
     kind = args.partition or ("natural" if dataset.natural else "dirichlet")
     raw = dataset.load(args.folder)
     federation = raw.federation(partition_by(raw, kind, args))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Sequence
@@ -36,11 +37,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
         warnings.simplefilter("default", EngineWarning)
         try:
             args = build_parser().parse_args(arguments)
-            return int(args.run(args))
+            status = int(args.run(args))
+            sys.stdout.flush()  # a full disk or a closed pipe is told here, not at exit
+            return status
         except DivergedError as error:
             return _fail(str(error), FAILED)
         except FedExPError as error:
             return _fail(str(error), MISUSED)
+        except BrokenPipeError:  # the reader has had enough, e.g. `| head`
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115  so that exit does not flush again
+            return OK
+        except OSError as error:
+            return _fail(f"{error.strerror or error}: {error.filename or 'output'}", MISUSED)
+        except MemoryError:
+            return _fail("out of memory; choose a smaller task, cohort or batch", MISUSED)
         except KeyboardInterrupt:
             return _fail("interrupted", INTERRUPTED)
 

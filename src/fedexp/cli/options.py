@@ -35,10 +35,11 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="an option, e.g. eps=0.01, local.lr=0.1, task.clients=20; may be repeated",
+        help="an option, e.g. eps=0.01, local.lr=0.1, task.clients=20; in a comparison also "
+        "fedexp:eps=0.01; may be repeated",
     )
     parser.add_argument(
-        "--evaluate-every", type=positive, default=1, metavar="N", help="rounds between evaluations"
+        "--evaluate-every", type=positive, metavar="N", help="rounds between evaluations"
     )
     parser.add_argument(
         "--engine",

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 SHOWN = {  # the numbers beside the bar, as far as a round has them
     "train_loss": "loss {:.3g}",
-    "test_accuracy": "accuracy {:.2%}",
+    "train_accuracy": "training {:.2%}",
+    "test_accuracy": "test {:.2%}",
     "server_lr": "step {:.3g}",
 }
 

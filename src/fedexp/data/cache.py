@@ -22,7 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from fedexp.errors import UsageError
 
-FORMAT = 1  # raise it when a conversion changes, so that older caches are made anew
+FORMAT = 2  # raise it when a conversion changes, so that older caches are made anew
 NOTE = "note.json"
 ALIGNMENT = 64
 PADDING_FIELD = 0xD935  # the extra field that zip files use for alignment
@@ -44,26 +44,47 @@ class Stream:
 
 
 Arrays = Mapping[str, "NDArray[Any] | Stream"]
+Mapped = dict[str, NDArray[Any]]
+Check = Callable[[Mapped], None]
 
 
 def cached(
-    path: Path, sources: Sequence[Path], build: Callable[[], Arrays]
-) -> dict[str, NDArray[Any]]:
+    path: Path, sources: Sequence[Path], build: Callable[[], Arrays], check: Check
+) -> Mapped:
     """The arrays of the cache file, built first where it is absent, damaged or out of date.
 
     It is out of date when a source changed its name, size or time of change. For a source that is
     a folder this means that files were added to it or taken away.
+
+    Args:
+        path: the cache file.
+        sources: the files or folders that the arrays are made of.
+        build: makes the arrays.
+        check: raises `UsageError` for arrays that are not those of this cache.
     """
     stamp = _stamp(sources, path.parent)
     if path.exists():
         try:
             arrays, note = read(path)
+            check(arrays)
         except UsageError:
             note = {}  # whatever is wrong with it, it can be made again
         if note == stamp:
             return arrays
     write(path, build(), stamp)
     return read(path)[0]
+
+
+def without_sources(path: Path, check: Check) -> Mapped:
+    """The arrays of a cache file that cannot be made again, because its sources are gone."""
+    arrays, note = read(path)
+    if note.get("format") != FORMAT:
+        raise UsageError(f"{path}: was made by another version of this package")
+    try:
+        check(arrays)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    return arrays
 
 
 def _stamp(sources: Sequence[Path], base: Path) -> dict[str, Any]:
@@ -128,7 +149,7 @@ def _padding(position: int, filename: str) -> bytes:
     return struct.pack("<HH", PADDING_FIELD, fill) + bytes(fill)
 
 
-def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
+def read(path: Path) -> tuple[Mapped, dict[str, Any]]:
     """Map the arrays of a file that `write` wrote, and give the note that came with them.
 
     The mapping is copy-on-write: the arrays can be written to, and the file never changes.
@@ -136,9 +157,9 @@ def read(path: Path) -> tuple[dict[str, NDArray[Any]], dict[str, Any]]:
     try:
         with path.open("rb") as file, zipfile.ZipFile(file) as archive:
             members = [info for info in archive.infolist() if info.filename.endswith(".npy")]
-            note = json.loads(archive.read(NOTE))
+            note = dict(json.loads(archive.read(NOTE)))
             return {info.filename[:-4]: _map(path, file, info) for info in members}, note
-    except (OSError, zipfile.BadZipFile, KeyError, ValueError, struct.error) as error:
+    except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError, struct.error) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{path}: not a data file of this package ({reason})") from error
 

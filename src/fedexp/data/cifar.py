@@ -78,7 +78,9 @@ def _entry(content: dict[str, Any], key: str, path: Path) -> Any:
 
 
 def _whole_numbers(labels: Any, path: Path) -> NDArray[Any]:
-    try:
-        return np.asarray(labels, dtype=None if len(labels) else np.int64)
-    except (TypeError, ValueError) as error:
-        raise UsageError(f"{path}: labels are not a list of whole numbers") from error
+    """The labels as an array. Lists within the list are not gone into: they may unfold for ever."""
+    listed = isinstance(labels, list | tuple) and all(isinstance(each, int) for each in labels)
+    if not listed and not isinstance(labels, np.ndarray):
+        raise UsageError(f"{path}: labels are not a list of whole numbers")
+    array = np.asarray(labels)
+    return array if array.size else array.astype(np.int64)

@@ -11,12 +11,12 @@ import torch
 
 from fedexp.data import cifar, cinic
 from fedexp.data import emnist as femnist
-from fedexp.data.cache import Arrays, cached, read
+from fedexp.data.cache import Arrays, Mapped, cached, without_sources
 from fedexp.data.federation import Batch
 from fedexp.data.fetch import unpack
 from fedexp.data.files import CIFAR10, CIFAR100, CINIC10, EMNIST, Source, cache_path, data_folder
-from fedexp.data.splits import RawSplits
-from fedexp.errors import unknown_name
+from fedexp.data.splits import RawSplits, check_arrays
+from fedexp.errors import UsageError, unknown_name
 
 Folder = str | os.PathLike[str] | None
 
@@ -54,12 +54,22 @@ class Dataset:
             unpack(self.source, root)
             files = self.locate(root)
         if files:
-            arrays = cached(cache, files, lambda: self.build(files))
+            arrays = cached(cache, files, lambda: self.build(files), self._check)
         elif cache.exists():
-            arrays, _ = read(cache)
+            arrays = self._from_cache(cache)
         else:
             raise self.source.missing(root)
         return RawSplits.of(self.name, self.source.classes, arrays)
+
+    def _check(self, arrays: Mapped) -> None:
+        check_arrays(arrays, ("train", "test"), self.natural)
+
+    def _from_cache(self, path: Path) -> Mapped:
+        try:
+            return without_sources(path, self._check)
+        except UsageError as error:
+            again = f"delete it and run 'fedexp data fetch {self.name}'"
+            raise UsageError(f"{error}; {again}") from error
 
 
 def _cifar10_files(root: Path) -> list[Path]:
@@ -131,5 +141,10 @@ def cinic10_valid(folder: Folder = None) -> Batch:
     if not folders:
         raise CINIC10.missing(root)
     cache = cache_path(root, "cinic10-valid")
-    arrays = cached(cache, folders, lambda: cinic.build_split(folders, "valid"))
+    arrays = cached(
+        cache,
+        folders,
+        lambda: cinic.build_split(folders, "valid"),
+        lambda found: check_arrays(found, ("valid",)),
+    )
     return {field: torch.from_numpy(arrays[f"valid_{field}"]) for field in ("x", "y")}

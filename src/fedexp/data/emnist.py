@@ -38,6 +38,13 @@ class Split(NamedTuple):
     pixels: Iterator[Bytes]
 
 
+class Piece(NamedTuple):
+    """A writer's examples of one file: the place of the first pixels, and the labels."""
+
+    start: int
+    labels: NDArray[np.int64]
+
+
 def leaf_files(folder: Path) -> list[Path]:
     """LEAF's files below a folder, training files first; none unless there are both kinds."""
     train, test = (sorted((folder / s).glob("all_data_*.json")) for s in ("train", "test"))
@@ -65,26 +72,31 @@ def hdf5_split(path: Path) -> Split:
     """A file of TensorFlow Federated. Pixels are read writer by writer, as they are asked for."""
     h5py = extra("h5py", f"reading {path.name}")
     with _reading(path), h5py.File(path, "r") as file:
-        if "examples" not in file:
+        examples = file.get("examples")
+        if not isinstance(examples, h5py.Group):
             raise UsageError(f"{path}: has no group 'examples'; it is not a federated EMNIST file")
-        writers = sorted(file["examples"])
-        labels = [_hdf5_labels(file["examples"][writer], path) for writer in writers]
-    if not labels:
-        raise UsageError(f"{path}: has no writers; fetch it anew")
+        writers = sorted(examples)
+        labels = [_hdf5_labels(examples[writer], path) for writer in writers]
+    if not any(map(len, labels)):
+        raise UsageError(f"{path}: has no examples; fetch it anew")
     return Split([len(y) for y in labels], np.concatenate(labels), _hdf5_pixels(path, writers))
 
 
 def _hdf5_labels(writer: Any, path: Path) -> NDArray[np.int64]:
-    for name in ("pixels", "label"):
-        if name not in writer:
-            raise UsageError(f"{path}: writer {writer.name} has no {name!r}; fetch the file anew")
-    labels = check_labels(writer["label"][()], CLASSES, f"{path}, writer {writer.name}")
-    if writer["pixels"].shape != (len(labels), *SHAPE[1:]):
-        raise UsageError(
-            f"{path}: writer {writer.name} has {len(labels)} labels and pixels of shape "
-            f"{writer['pixels'].shape}"
-        )
-    return labels
+    """A writer's labels, if its pixels are as many pictures of fractions."""
+    h5py = extra("h5py", f"reading {path.name}")
+    where = f"{path}: writer {writer.name}"
+    found: Any = writer if isinstance(writer, h5py.Group) else {}
+    pixels, labels = found.get("pixels"), found.get("label")
+    for name, entry in (("pixels", pixels), ("label", labels)):
+        if not isinstance(entry, h5py.Dataset):
+            raise UsageError(f"{where} has no {name!r} array; fetch the file anew")
+    checked = check_labels(labels[()], CLASSES, where)
+    if pixels.shape != (len(checked), *SHAPE[1:]):
+        raise UsageError(f"{where} has {len(checked)} labels and pixels of shape {pixels.shape}")
+    if pixels.dtype.kind != "f":
+        raise UsageError(f"{where} has pixels of {pixels.dtype}, not fractions; fetch it anew")
+    return checked
 
 
 def _hdf5_pixels(path: Path, writers: Sequence[str]) -> Iterator[Bytes]:
@@ -104,7 +116,9 @@ def _reading(path: Path) -> Iterator[None]:
     """Turn what the HDF5 library says about a damaged file into one line."""
     try:
         yield
-    except (OSError, KeyError, RuntimeError) as error:
+    except UsageError:  # which is a ValueError, and says it better
+        raise
+    except (OSError, KeyError, RuntimeError, TypeError, AttributeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise UsageError(f"{path}: damaged HDF5 file ({reason}); fetch it anew") from error
 
@@ -112,25 +126,26 @@ def _reading(path: Path) -> Iterator[None]:
 def leaf_split(paths: Sequence[Path]) -> Split:
     """The files of a LEAF split. Writers are put in the order of their names, as in HDF5 files.
 
-    The pixels wait in a temporary file meanwhile, so that memory holds one JSON file at a time.
+    A writer's examples may be spread over several files. The pixels wait in a temporary file
+    meanwhile, so that memory holds one JSON file at a time.
     """
-    where: dict[str, tuple[int, NDArray[np.int64]]] = {}
+    where: dict[str, list[Piece]] = {}
     total = 0
     with tempfile.TemporaryFile() as file, progress("converting LEAF", len(paths)) as advance:
         for path in paths:
             for writer, (pixels, labels) in _leaf_writers(path).items():
                 file.write(pixels.data)
-                where[writer] = total, labels
+                where.setdefault(writer, []).append(Piece(total, labels))
                 total += len(labels)
             advance(1)
         file.flush()
         if not total:
             raise UsageError(f"{paths[0]}: has no examples; fetch it anew")
         pixels = np.memmap(file, np.uint8, mode="r", shape=(total, *SHAPE))
-    in_order = [where[writer] for writer in sorted(where)]
-    blocks = (pixels[start : start + len(labels)] for start, labels in in_order)
-    sizes = [len(labels) for _, labels in in_order]
-    return Split(sizes, np.concatenate([labels for _, labels in in_order]), blocks)
+    pieces = [piece for writer in sorted(where) for piece in where[writer]]
+    blocks = (pixels[start : start + len(labels)] for start, labels in pieces)
+    sizes = [sum(len(piece.labels) for piece in where[writer]) for writer in sorted(where)]
+    return Split(sizes, np.concatenate([piece.labels for piece in pieces]), blocks)
 
 
 def _leaf_writers(path: Path) -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
@@ -144,7 +159,7 @@ def _leaf_writers(path: Path) -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
     try:
         with path.open(encoding="utf-8") as file:
             content = json.load(file, object_pairs_hook=compact)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
         raise UsageError(f"{path}: damaged JSON file ({error}); make it anew") from error
     writers = content.get("user_data") if isinstance(content, dict) else None
     if not isinstance(writers, dict) or not all(isinstance(w, tuple) for w in writers.values()):

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedexp.data import cache, gather
+from fedexp.data import cache, checks, gather
+from fedexp.data.partition import by_id
 from fedexp.errors import UsageError, require
 
 Batch = Mapping[str, Tensor]
@@ -38,33 +39,27 @@ class Federation:
     offsets: NDArray[np.int64]
 
     def __post_init__(self) -> None:
-        total = int(self.offsets[-1])
-        for name, value in self.fields.items():
-            require(len(value) == total, f"field {name!r} has {len(value)} rows, not {total}")
-            finite = not value.is_floating_point() or bool(value.isfinite().all())
-            require(finite, f"field {name!r} holds values that are not finite; clean the data")
-        empty = np.flatnonzero(np.diff(self.offsets) <= 0)
-        require(
-            len(empty) == 0,
-            f"client {empty[0] if len(empty) else ''} has no examples; leave empty clients out",
-        )
+        checks.check_offsets(self.offsets)
+        checks.check_fields(self.fields, total=int(self.offsets[-1]))
+        checks.check_finite(self.fields)
 
     @classmethod
     def from_parts(
         cls, fields: Mapping[str, Any], parts: Sequence[NDArray[np.int64]]
     ) -> Federation:
         """Give client i the rows `parts[i]`; what a partition returns fits here."""
-        require(len(parts) > 0, "a federation needs at least one client")
-        rows = torch.from_numpy(np.concatenate([np.asarray(p, dtype=np.int64) for p in parts]))
-        columns = {name: torch.as_tensor(value)[rows] for name, value in fields.items()}
+        tensors = checks.as_tensors(fields)
+        rows = torch.from_numpy(checks.rows_of(parts, checks.check_fields(tensors)))
+        columns = {name: value[rows] for name, value in tensors.items()}
         return cls(columns, gather.offsets(map(len, parts)))
 
     @classmethod
     def from_ids(cls, fields: Mapping[str, Any], ids: Sequence[Any]) -> Federation:
         """Give each example to the client it names; clients are in the order of their ids."""
-        _, owner = np.unique(np.asarray(ids), return_inverse=True)
-        order = np.argsort(owner, kind="stable")
-        return cls.from_parts(fields, np.split(order, np.cumsum(np.bincount(owner))[:-1]))
+        tensors = checks.as_tensors(fields)
+        rows = checks.check_fields(tensors)
+        require(len(ids) == rows, f"there are {len(ids)} ids for {rows} examples; give each one")
+        return cls.from_parts(tensors, by_id(ids))
 
     @classmethod
     def from_torch_dataset(
@@ -81,9 +76,8 @@ class Federation:
             parts: the examples of each client, as a partition returns them.
             names: what the entries of the tuple are called.
         """
-        require(len(parts) > 0, "a federation needs at least one client")
-        rows = np.concatenate([np.asarray(part, dtype=np.int64) for part in parts])
-        examples = (dict(zip(names, dataset[int(row)], strict=True)) for row in rows)
+        rows = checks.rows_of(parts, len(dataset) if hasattr(dataset, "__len__") else None)
+        examples = gather.indexed(dataset, rows, names)
         return cls(gather.stack(examples, len(rows)), gather.offsets(map(len, parts)))
 
     @classmethod
@@ -135,7 +129,10 @@ class Federation:
         if OFFSETS not in arrays:
             raise UsageError(f"{path}: is not a saved federation; make it with Federation.save")
         ends = np.array(arrays.pop(OFFSETS))
-        return cls({name: torch.from_numpy(array) for name, array in arrays.items()}, ends)
+        try:
+            return cls(checks.as_tensors(arrays), ends)
+        except UsageError as error:
+            raise UsageError(f"{path}: {error}") from error
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the federation to one file, an `.npz` that `open` maps; whole or not at all."""
@@ -154,6 +151,7 @@ class Federation:
 
     def client(self, index: int) -> Batch:
         """All examples of a client, without a copy."""
+        require(0 <= index < self.clients, f"no client {index}; they are 0 to {self.clients - 1}")
         own = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         return {name: value[own] for name, value in self.fields.items()}
 

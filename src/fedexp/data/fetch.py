@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import tarfile
 import tempfile
 import zlib
@@ -17,6 +18,7 @@ from fedexp.errors import UsageError
 
 TIMEOUT = (10, 60)  # seconds to connect, and to wait for more
 CHUNK = 1 << 20
+SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
 
 def fetch(source: Source, folder: Path, mirror: str | None = None) -> Path:
@@ -118,8 +120,12 @@ def _note(path: Path) -> Path:
 
 
 def _noted(path: Path) -> str | None:
-    note = _note(path)
-    return note.read_text(encoding="ascii").split()[0] if note.exists() else None
+    """The checksum that was noted; None where there is no note, or one that holds no checksum."""
+    try:
+        words = _note(path).read_text(encoding="ascii", errors="replace").split()
+    except OSError:
+        return None
+    return words[0].lower() if words and SHA256.fullmatch(words[0]) else None
 
 
 def _record(path: Path) -> None:
@@ -135,6 +141,11 @@ def unpack(source: Source, folder: Path) -> None:
     archive = folder / source.archive
     if source.files(folder):
         return
+    if not hasattr(tarfile, "data_filter"):
+        raise UsageError(
+            f"cannot unpack {archive} safely before Python 3.11.4; update Python, or unpack it "
+            f"into {folder / source.into} by other means"
+        )
     check_archive(source, archive)
     try:
         with tempfile.TemporaryDirectory(prefix=".unpack-", dir=folder) as temporary:

@@ -107,7 +107,13 @@ def data_folder(folder: str | os.PathLike[str] | None = None) -> Path:
     'somewhere'
     """
     chosen = folder or os.environ.get(VARIABLE)
-    return Path(chosen).expanduser() if chosen else _user_cache() / "fedexp"
+    try:
+        return Path(chosen).expanduser() if chosen else _user_cache() / "fedexp"
+    except RuntimeError as error:  # of a user who does not exist, or has no home
+        named = chosen or "the user's cache"
+        raise UsageError(
+            f"{named}: cannot tell where this home folder is; set {VARIABLE} to a full path"
+        ) from error
 
 
 def _user_cache() -> Path:

@@ -7,12 +7,12 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedexp.data.checks import as_tensors
 from fedexp.data.image_file import planes
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, require
 
 
 def offsets(sizes: Iterable[int]) -> NDArray[np.int64]:
@@ -31,18 +31,46 @@ def stack(examples: Iterable[Mapping[str, Any]], total: int) -> dict[str, Tensor
     [[1, 2], [3, 4]]
     """
     filled: dict[str, NDArray[Any]] = {}
+    done = 0
     for i, example in enumerate(islice(examples, total)):
         for name, value in example.items():
             array = as_array(value)
             if i == 0:
                 filled[name] = np.empty((total, *array.shape), array.dtype)
-            if array.shape != filled[name].shape[1:]:
-                raise UsageError(
-                    f"field {name!r} of example {i} has shape {array.shape}, not "
-                    f"{filled[name].shape[1:]} as the first; bring the examples to one shape"
-                )
+            _check_alike(array, filled[name], f"field {name!r} of example {i}")
             filled[name][i] = array
-    return {name: torch.from_numpy(array) for name, array in filled.items()}
+        done = i + 1
+    require(done == total, f"the data says it has {total} examples, but gives {done}")
+    return as_tensors(filled)
+
+
+def _check_alike(array: NDArray[Any], filled: NDArray[Any], what: str) -> None:
+    """Refuse an example that would not fit among the others, or only with its fractions cut off."""
+    if array.shape != filled.shape[1:]:
+        raise UsageError(
+            f"{what} has shape {array.shape}, not {filled.shape[1:]} as the first; "
+            "bring the examples to one shape"
+        )
+    if not np.can_cast(array.dtype, filled.dtype, "same_kind"):
+        raise UsageError(
+            f"{what} is {array.dtype}, not {filled.dtype} as the first; "
+            "bring the examples to one type"
+        )
+
+
+def indexed(
+    dataset: Any, rows: Iterable[np.int64], names: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """The examples of a data set that gives a tuple for an index, with its entries named."""
+    for row in rows:
+        try:
+            example = dataset[int(row)]
+        except IndexError as error:
+            raise UsageError(f"the data set has no example {row}; give rows it has") from error
+        entries = example if isinstance(example, tuple | list) else (example,)
+        if len(entries) != len(names):
+            raise UsageError(f"an example has {len(entries)} entries, but {len(names)} are named")
+        yield dict(zip(names, entries, strict=True))
 
 
 def as_array(value: Any) -> NDArray[Any]:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedexp.errors import require
+from fedexp.errors import UsageError, require
 
 Parts = list[NDArray[np.int64]]
 
@@ -34,7 +34,10 @@ def by_id(ids: ArrayLike) -> Parts:
     """
     ids = _column("ids", ids)
     require(len(ids) > 0, "there are no ids to make clients of")
-    owner = np.unique(ids, return_inverse=True)[1]
+    try:
+        owner = np.unique(ids, return_inverse=True)[1]
+    except TypeError as error:  # nothing says whether None comes before 3
+        raise UsageError("ids of different kinds have no order; make them all text") from error
     return _parts(owner, int(owner.max()) + 1)
 
 
@@ -184,7 +187,10 @@ def _parts(owner: NDArray[np.int64], clients: int) -> Parts:
 
 
 def _column(name: str, values: ArrayLike) -> NDArray[Any]:
-    column = np.asarray(values)
+    try:
+        column = np.asarray(values)
+    except ValueError as error:  # numpy's word for lists of different lengths
+        raise UsageError(f"{name} must be one value an example, not lists") from error
     require(column.ndim == 1, f"{name} must be one value an example, not {column.shape}")
     return column
 

@@ -91,7 +91,7 @@ def read_pickle(path: Path) -> dict[str, Any]:
     """
     try:
         with path.open("rb") as file:
-            content = _finished(_Reader(file, encoding="bytes").load())
+            content = _finished(_Reader(file, encoding="bytes").load(), {})
     # A damaged or hostile pickle can raise nearly anything; none of it is the caller's to handle.
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
@@ -101,16 +101,28 @@ def read_pickle(path: Path) -> dict[str, Any]:
     return {_text(key): value for key, value in content.items()}
 
 
-def _finished(value: Any) -> Any:
-    """The value with every stand-in replaced by what it stands for."""
+def _finished(value: Any, done: dict[int, Any]) -> Any:
+    """The value with every stand-in replaced by what it stands for.
+
+    Args:
+        value: what the pickle holds.
+        done: what was finished so far, by its identity: a list that occurs often is gone through
+            once, or a small pickle could keep this busy for ever.
+    """
+    if value is None or isinstance(value, str | bytes | bool | int | float):
+        return value
+    if id(value) not in done:
+        done[id(value)] = _replaced(value, done)
+    return done[id(value)]
+
+
+def _replaced(value: Any, done: dict[int, Any]) -> Any:
     if isinstance(value, _Array):
         return value.value
     if isinstance(value, dict):
-        return {key: _finished(each) for key, each in value.items()}
+        return {key: _finished(each, done) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_finished(each) for each in value)
-    if value is None or isinstance(value, str | bytes | bool | int | float):
-        return value
+        return type(value)(_finished(each, done) for each in value)
     raise pickle.UnpicklingError(f"it holds a {type(value).__name__.strip('_').lower()}")
 
 

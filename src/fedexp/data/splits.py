@@ -38,6 +38,7 @@ class RawSplits:
     @classmethod
     def of(cls, name: str, classes: int, arrays: Mapping[str, NDArray[Any]]) -> RawSplits:
         """Wrap the arrays of a cache file without copying them."""
+        check_arrays(arrays, ("train", "test"))
         train, test = (
             {field: torch.from_numpy(arrays[f"{split}_{field}"]) for field in ("x", "y")}
             for split in ("train", "test")
@@ -59,6 +60,23 @@ class RawSplits:
         )
         assert self.offsets is not None
         return Federation(self.train, self.offsets)
+
+
+def check_arrays(
+    arrays: Mapping[str, NDArray[Any]], splits: Sequence[str], natural: bool = False
+) -> None:
+    """Refuse arrays that are not the images and labels of these splits.
+
+    Args:
+        arrays: what a cache file holds, by name.
+        splits: the splits that must be there, e.g. train and test.
+        natural: whether the offsets of natural clients must be there as well.
+    """
+    for split in splits:
+        x, y = (arrays.get(f"{split}_{field}", np.empty(())) for field in ("x", "y"))
+        good = x.ndim == 4 and x.dtype == np.uint8 and y.dtype == np.int64
+        require(good and y.shape == x.shape[:1], f"it does not hold the {split} images and labels")
+    require(not natural or "offsets" in arrays, "it does not say which client has which examples")
 
 
 def check_labels(labels: NDArray[Any], classes: int, where: object) -> NDArray[np.int64]:

@@ -12,9 +12,9 @@ from fedexp.data.federation import Batch
 class Transform(Protocol):
     """A pure change of a batch, e.g. bytes to normalised floats, and random augmentation.
 
-    Its randomness is drawn on the host and applied where the batch lives. The engine calls `draw`
-    with a generator of its own for each (seed, round, client, step), so augmentation does not
-    depend on the engine or the device.
+    Its randomness is drawn on the host and applied where the batch lives. Each (seed, round,
+    client) has one generator, and the engine calls `draw` with it step after step, so augmentation
+    does not depend on the engine or the device.
     """
 
     def draw(self, rng: np.random.Generator, examples: int) -> Any:

@@ -63,7 +63,8 @@ def train_client(work: Work, state: SimulationState, client: int) -> Trained:
     """Local training (eq. 2 and 3) of one client."""
     objective, rule, lr = work.task.objective, work.algorithm.client, work.lr
     mine = state.clients.get(client) or rule.init_local(state.params)
-    params, buffers, steps = state.params, state.buffers, 0
+    # a copy: some layers (an embedding with max_norm) write to their parameters
+    params, buffers, steps = state.params.clone(), state.buffers, 0
     with seeded_torch(work.seed, "layers", work.round, client):
         for batch in work.batches(client):
             grad, buffers = objective.gradient(params, buffers, batch)

@@ -45,11 +45,6 @@ class Record:
         }
         return {name: _jsonable(value) for name, value in {**own, **self.metrics}.items()}
 
-    def value(self, name: str) -> float | None:
-        """A field or metric by name."""
-        found = self.metrics.get(name, vars(self).get(name))
-        return None if found is None else float(found)
-
 
 def _jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

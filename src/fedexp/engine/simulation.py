@@ -36,7 +36,7 @@ def simulate(
     *,
     local: LocalTraining | None = None,
     weighting: Weighting = "uniform",
-    evaluate_every: int = 1,
+    evaluate_every: int | None = None,
     engine: EngineName = "auto",
     start: SimulationState | None = None,
 ) -> Iterator[Record]:
@@ -52,10 +52,13 @@ def simulate(
         seed: fixes the initial weights, the cohorts and the batches.
         local: local training; the task's own when None.
         weighting: "uniform" as in the paper, or "size" to weigh clients by their examples.
-        evaluate_every: evaluate in every so many rounds, and in the last.
+        evaluate_every: evaluate in every so many rounds, and in the last; the task's own when None.
         engine: "loop" trains one client after another, "vectorized" all at once; "auto" takes what
             is faster here. They agree up to rounding; for the same bits, name one.
-        start: continue from the state of an earlier record.
+        start: continue from the state of an earlier record, of the same task and algorithm.
+
+    A record holds its state, so a list of all records holds all models: keep what you need of
+    large ones.
 
     >>> from fedexp.algorithms import fedexp
     >>> from fedexp.tasks import toy
@@ -64,11 +67,14 @@ def simulate(
     """
     rounds = task.rounds if rounds is None else rounds
     require(rounds >= 1, f"rounds must be at least 1, not {rounds}")
+    evaluate_every = task.evaluate_every if evaluate_every is None else evaluate_every
     require(evaluate_every >= 1, f"evaluate_every must be at least 1, not {evaluate_every}")
     require(weighting in ("uniform", "size"), f"weighting is uniform or size, not {weighting!r}")
     require(seed >= 0, f"the seed must not be negative, but is {seed}")
     sample_cohort(seed, 0, task.train.clients, cohort)
-    state = start or SimulationState.initial(task, algorithm, seed)
+    state = SimulationState.initial(task, algorithm, seed)
+    if start is not None:
+        state = _checked_start(start, state, rounds)
     work = Work(
         task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
     )
@@ -99,6 +105,21 @@ def _rounds(
         yield _evaluated(work, record) if round % evaluate_every == 0 or round == rounds else record
 
 
+def _checked_start(start: SimulationState, fresh: SimulationState, rounds: int) -> SimulationState:
+    """Refuse a state of another model or algorithm, or one with nothing left to do."""
+    same = all(
+        {k: v.shape for k, v in a.items()} == {k: v.shape for k, v in b.items()}
+        for a, b in ((start.server, fresh.server), (start.shared, fresh.shared))
+    )
+    same = same and start.params.shape == fresh.params.shape
+    require(same, "start is the state of another task or algorithm; continue with the same ones")
+    require(
+        start.round < rounds,
+        f"start has done {start.round} rounds already; rounds counts from the very first",
+    )
+    return start
+
+
 def run_round(work: Work, state: SimulationState, engine: Engine = loop.run_cohort) -> Record:
     """One round: local training, sums, server step. Pure in `state`."""
     began = time.perf_counter()
@@ -106,6 +127,7 @@ def run_round(work: Work, state: SimulationState, engine: Engine = loop.run_coho
     metrics: dict[str, float] = {}
     after = replace(state, round=work.round)
     if aggregate.count > 0:
+        after = replace(after, steps=state.steps + 1)
         after, metrics = _server_step(work, after, aggregate, changed)
     return Record(
         round=work.round,
@@ -146,12 +168,12 @@ def _recent(
     state: SimulationState, params: Tensor, buffers: Buffers, iterates: int
 ) -> tuple[tuple[Tensor, Buffers], ...]:
     """The last iterates; the untrained first model is not one of them (audit A8.15)."""
-    before = state.recent if state.round > 1 else ()
+    before = state.recent if state.steps > 1 else ()
     return (*before, (params, buffers))[-iterates:]
 
 
 def _evaluated(work: Work, record: Record) -> Record:
-    values: dict[str, Any] = work.task.evaluate(*record.state.output(), work.weighting)
+    values: dict[str, Any] = work.task.evaluate(*record.state.output())
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
     return replace(record, **values)
@@ -160,7 +182,8 @@ def _evaluated(work: Work, record: Record) -> Record:
 def _check_range(state: SimulationState) -> None:
     """Stop before squares overflow: from there every update is dropped and nothing moves."""
     norm = torch.linalg.vector_norm(state.params, dtype=torch.float64).item()
-    if not norm < torch.finfo(state.params.dtype).max ** 0.25:
+    largest = max(torch.finfo(kind).max for kind in (state.params.dtype, torch.float32))
+    if not norm < largest**0.25:
         raise DivergedError(state.round, f"the norm of the model is {norm:.1e}")
 
 

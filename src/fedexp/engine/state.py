@@ -21,6 +21,7 @@ class SimulationState:
 
     Attributes:
         round: rounds done.
+        steps: server steps taken; fewer than rounds where all clients of a round were dropped.
         params: the iterate that training continues from.
         buffers: its buffers.
         recent: the last iterates with their buffers, newest last, as many as the output averages.
@@ -30,6 +31,7 @@ class SimulationState:
     """
 
     round: int
+    steps: int
     params: Tensor
     buffers: Buffers
     recent: tuple[tuple[Tensor, Buffers], ...]
@@ -42,6 +44,7 @@ class SimulationState:
         params, buffers = task.objective.initial(seed)
         return cls(
             round=0,
+            steps=0,
             params=params,
             buffers=buffers,
             recent=((params, buffers),),

@@ -60,7 +60,12 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Find out before hours of work, not after, that a result cannot be written."""
+    """Find out before hours of work, not after, that a picture cannot be written."""
+    figure, _ = new_figure(1)
+    formats = sorted(figure.canvas.get_supported_filetypes())
+    ending = path.suffix.removeprefix(".").lower()
+    if ending not in formats:
+        raise UsageError(f"cannot write {path}: end its name in one of {', '.join(formats)}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         existed = path.exists()

@@ -24,7 +24,7 @@ class Setup:
 
     Options have dotted names: `server.eps`, `client.mu`, `local.lr`, and plain `average_last` and
     `weighting`. A name without a dot is looked up in the server rule, the client rule and local
-    training, in this order; so `lr` is the server's.
+    training, in this order; `lr` is always the server's.
     """
 
     algorithm: Algorithm
@@ -74,12 +74,23 @@ class Setup:
         last = convert(value, int, field)
         return replace(self, algorithm=replace(self.algorithm, average_last=last))
 
+    def has_option(self, key: str) -> bool:
+        """Whether `with_option` knows the name."""
+        try:
+            return bool(self._full_name(key))
+        except UsageError:
+            return False
+
     def _full_name(self, key: str) -> str:
         known = self.options()
         candidates = [key, *(f"{section}.{key}" for section in SECTIONS)]
         for name in candidates:
-            if name in known:
+            if name in known and (key, name) != ("lr", "local.lr"):
                 return name
+        if key == "lr":
+            raise UsageError(
+                f"{self.algorithm.name} has no server lr; for the clients' say local.lr"
+            )
         short = {name.rpartition(".")[2] for name in known}
         raise unknown_name(f"option of {self.algorithm.name}", key, {*known, *short})
 
@@ -91,11 +102,12 @@ def paper_setup(task: Task, algorithm: Algorithm) -> Setup:
 
 
 def authors_code(task: Task, algorithm: Algorithm) -> Setup:
-    """What the authors' released code does: every deviation of audit section B, on purpose.
+    """What the authors' released code does: the deviations of audit section B, on purpose.
 
     eps times the participants (B1), eps decayed by the square of the step-size decay (B2), both
     decays before the first round (B3), weights by data size (B5), FedExP-M without its momentum
-    (B6), their own forms of FedAdagrad and FedAdam (B8, B9), and the task's released values.
+    (B6), their own forms of FedAdagrad and FedAdam (B8, B9), and the task's released values. Not
+    the accidents of a script: one round more than asked for (B4), NaN for a zero update (B22).
     """
     setup = paper_setup(task, algorithm)
     local = replace(setup.local, decay_before_first_round=True)
@@ -129,6 +141,25 @@ def _released_rule(server: ServerRule, lr_decay: float) -> ServerRule:
     if isinstance(server, Adam):
         return replace(server, form="authors", tau=1e-4)
     return server
+
+
+def share_options(
+    setups: Mapping[str, Setup], options: Mapping[str, str]
+) -> dict[str, dict[str, str]]:
+    """Which options go to which algorithm: `name:key` to one, `key` to all that have it.
+
+    A name that no algorithm knows is a mistake, and is told as the first algorithm tells it.
+    """
+    shared: dict[str, dict[str, str]] = {name: {} for name in setups}
+    for key, value in options.items():
+        name, colon, own = key.partition(":")
+        if colon and name not in setups:
+            raise unknown_name("algorithm in --set", name, setups)
+        takers = [name] if colon else [n for n, s in setups.items() if s.has_option(key)]
+        for taker in takers or list(setups)[:1]:
+            setups[taker].with_option(own if colon else key, value)  # a mistake shows here
+            shared[taker][own if colon else key] = value
+    return shared
 
 
 def split_task_options(options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:

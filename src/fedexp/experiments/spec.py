@@ -27,7 +27,7 @@ class Spec:
         rounds: None for the task's own number.
         cohort: clients a round; None for the task's own number, 0 for all clients.
         mode: "paper", or "authors-code" for what the released code does.
-        evaluate_every: rounds between evaluations.
+        evaluate_every: rounds between evaluations; None for the task's own number.
         engine: "auto", "loop" or "vectorized".
         options: pairs of dotted names and values; `task.*` are arguments of the task.
     """
@@ -38,16 +38,19 @@ class Spec:
     rounds: int | None = None
     cohort: int | None = None
     mode: str = "paper"
-    evaluate_every: int = 1
+    evaluate_every: int | None = None
     engine: EngineName = "auto"
     options: tuple[tuple[str, str], ...] = ()
 
-    def prepare(self) -> Run:
-        """Resolve every name; raises `UsageError` for what does not exist or fit."""
+    def prepare(self, task: Task | None = None) -> Run:
+        """Resolve every name; raises `UsageError` for what does not exist or fit.
+
+        `task` is the spec's own task where it has been built before.
+        """
         if self.algorithm not in ALGORITHMS:
             raise unknown_name("algorithm", self.algorithm, ALGORITHMS)
         of_task, others = split_task_options(dict(self.options))
-        task = build_task(self.task, of_task, self.seed, self.mode)
+        task = task or build_task(self.task, of_task, self.seed, self.mode)
         setup = setup_for(task, ALGORITHMS[self.algorithm](), self.mode).with_options(others)
         cohort = task.cohort if self.cohort is None else self.cohort or None
         return Run(self, task, setup, self.rounds or task.rounds, cohort)
@@ -92,7 +95,7 @@ class Run:
             "rounds": self.rounds,
             "cohort": self.cohort,
             "clients": self.task.train.clients,
-            "evaluate_every": self.spec.evaluate_every,
+            "evaluate_every": self.spec.evaluate_every or self.task.evaluate_every,
             "engine": self.spec.engine,
             "set": dict(self.spec.options),
             "options": self.setup.options(),

@@ -51,14 +51,17 @@ def format_value(value: float, metric: str) -> str:
     return f"{100 * value:.2f}%" if metric.endswith("accuracy") else f"{value:.3g}"
 
 
-def diverged_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """One line for each run that diverged."""
-    return [
-        f"{o.spec.algorithm} (seed {o.spec.seed}) diverged at round {o.diverged_at}; "
-        "lower its learning rates with --set"
-        for o in outcomes
-        if o.diverged_at is not None
-    ]
+def warning_lines(outcomes: Sequence[Outcome]) -> list[str]:
+    """One line for each run that diverged or left client updates out."""
+    lines = []
+    for each in outcomes:
+        name = f"{each.spec.algorithm} (seed {each.spec.seed})"
+        dropped = sum(row.get("dropped", 0) for row in each.rows)
+        if each.diverged_at is not None:
+            lines.append(f"{name} diverged at round {each.diverged_at}; lower its learning rates")
+        elif dropped:
+            lines.append(f"{name} left out {dropped} client updates that were not finite")
+    return lines
 
 
 def _rounds_cell(line: Line, rounds: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from copy import deepcopy
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -20,25 +21,26 @@ class ModuleObjective:
     """The loss of any `nn.Module` on batches of `x` and `y`.
 
     The module is scratch space: parameters and buffers are set from the arguments at every call,
-    so the methods are pure to their callers.
+    so the methods are pure to their callers. Threads must not share one: give each its own task.
 
     Args:
         build: makes a module; it is called under a seed, so the initial weights follow from it.
+            Or a module, whose weights are the initial ones.
         loss: per-example loss of (output, y), i.e. with `reduction="none"`.
         classifies: whether the largest output names the class, so that accuracy has a meaning.
     """
 
     def __init__(
         self,
-        build: Callable[[], nn.Module],
+        build: Callable[[], nn.Module] | nn.Module,
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         classifies: bool = True,
     ) -> None:
-        self.build = build
+        self.build = partial(deepcopy, build) if isinstance(build, nn.Module) else build
         self.loss = loss or nn.CrossEntropyLoss(reduction="none")
         self.classifies = classifies
         with seeded_torch(0, "scratch"):
-            self.module = deepcopy(build())
+            self.module = deepcopy(self.build())
         self.params = [p for p in self.module.parameters() if p.requires_grad]
         require(bool(self.params), "the model has no trainable parameters")
         self.names = [n for n, p in self.module.named_parameters() if p.requires_grad]

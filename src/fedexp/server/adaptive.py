@@ -18,6 +18,7 @@ from fedexp.server.base import (
     require_fraction,
     require_positive,
     scalar,
+    vector,
 )
 
 Form = Literal["reddi", "authors"]
@@ -45,7 +46,7 @@ class _Adaptive(ServerRule):
 
     def init(self, params: Tensor) -> State:
         start = self.tau**2 if self.form == "reddi" else 0.0
-        return {"second": torch.full_like(params, start)}
+        return {"second": torch.full_like(vector(params), start)}
 
     def _move(self, params: Tensor, direction: Tensor, state: State) -> Step:
         second = state["second"]
@@ -67,7 +68,7 @@ class Adagrad(_Adaptive):
     """
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
-        mean = aggregate.mean.to(params.dtype)
+        mean = aggregate.mean.to(state["second"].dtype)
         return self._move(params, mean, {"second": state["second"] + mean.square()})
 
 
@@ -91,10 +92,10 @@ class Adam(_Adaptive):
         require_fraction("beta2", self.beta2)
 
     def init(self, params: Tensor) -> State:
-        return {**super().init(params), "first": torch.zeros_like(params)}
+        return {**super().init(params), "first": torch.zeros_like(vector(params))}
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
-        mean = aggregate.mean.to(params.dtype)
+        mean = aggregate.mean.to(state["second"].dtype)
         first = self.beta1 * state["first"] + (1 - self.beta1) * mean
         squared = (first if self.form == "authors" else mean).square()
         second = self._second_moment(state["second"], squared)

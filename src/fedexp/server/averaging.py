@@ -16,6 +16,7 @@ from fedexp.server.base import (
     require_fraction,
     require_positive,
     scalar,
+    vector,
 )
 
 
@@ -60,7 +61,7 @@ class Momentum(ServerRule):
         require_fraction("beta", self.beta)
 
     def init(self, params: Tensor) -> State:
-        return {"momentum": torch.zeros_like(params)}
+        return {"momentum": torch.zeros_like(vector(params))}
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
         momentum = accumulate(state["momentum"], aggregate.mean, self.beta)

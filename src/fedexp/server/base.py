@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import math
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -45,12 +45,18 @@ def descend(params: Tensor, direction: Tensor, lr: Tensor | float) -> Tensor:
 
     Every rule ends here, so that rules that agree on the numbers agree on every bit.
     """
+    params = vector(params)
     return (params - lr * direction).to(params.dtype)
 
 
-def scalar(value: float, like: Tensor) -> Tensor:
+def vector(params: Any) -> Tensor:
+    """The parameters as a tensor; arrays and lists will do."""
+    return torch.as_tensor(params)
+
+
+def scalar(value: float, like: Any) -> Tensor:
     """A float64 number on the device of `like`."""
-    return torch.tensor(value, dtype=torch.float64, device=like.device)
+    return torch.tensor(value, dtype=torch.float64, device=vector(like).device)
 
 
 def require_positive(name: str, value: float) -> None:

@@ -12,7 +12,16 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.errors import require
 from fedexp.server.averaging import accumulate
-from fedexp.server.base import Metrics, ServerRule, State, Step, descend, require_fraction, scalar
+from fedexp.server.base import (
+    Metrics,
+    ServerRule,
+    State,
+    Step,
+    descend,
+    require_fraction,
+    scalar,
+    vector,
+)
 
 EpsMode = Literal["absolute", "participants", "relative"]
 
@@ -31,7 +40,7 @@ def exp_step_size(
     η_g = max(1, mean ||Δ_i||² / (factor · (||mean Δ_i||² + eps)))
 
     It has an answer for every input: 1 where the mean update is zero (nothing can move) and where
-    the ratio overflows. Works on numbers and on tensors of any shape; returns what it was given.
+    the ratio overflows and no `max_step` bounds it. Numbers give a number, tensors a tensor.
 
     Args:
         mean_sq_norm: mean of the clients' squared norms, over the whole update.
@@ -49,9 +58,9 @@ def exp_step_size(
     given = (mean_sq_norm, sq_norm_of_mean, eps)
     numerator, denominator, eps = (torch.as_tensor(x, dtype=torch.float64) for x in given)
     ratio = numerator / (factor * (denominator + eps))
-    step = torch.where((denominator > 0) & ratio.isfinite(), ratio, 1.0)
-    step = step.clamp(min=1.0 if clamp else None, max=max_step)
-    return step if any(isinstance(x, Tensor) for x in given) else step.item()
+    step = ratio.clamp(min=1.0 if clamp else None, max=max_step)
+    step = torch.where((denominator > 0) & step.isfinite(), step, 1.0)
+    return step if any(isinstance(x, Tensor) for x in given) or step.ndim else step.item()
 
 
 @dataclass(frozen=True)
@@ -155,7 +164,11 @@ class MomentumExP(ExP):
 
     def init(self, params: Tensor) -> State:
         numerator = scalar(0.0, params)
-        return {**super().init(params), "momentum": torch.zeros_like(params), "sq": numerator}
+        return {
+            **super().init(params),
+            "momentum": torch.zeros_like(vector(params)),
+            "sq": numerator,
+        }
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
         numerator = aggregate.mean_sq_norm + 0.5 * self.beta * state["sq"]

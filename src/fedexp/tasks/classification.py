@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.transform import Transform
-from fedexp.errors import require
+from fedexp.errors import UsageError, require
 from fedexp.local import LocalTraining
 from fedexp.objective import ModuleObjective
 from fedexp.tasks.task import Task
@@ -25,7 +25,7 @@ PAPER_TRAINING = LocalTraining(
 
 def classification(
     name: str,
-    build: Callable[[], nn.Module],
+    build: Callable[[], nn.Module] | nn.Module,
     train: Federation,
     test: Batch | None = None,
     *,
@@ -33,6 +33,7 @@ def classification(
     local: LocalTraining = PAPER_TRAINING,
     rounds: int = 100,
     cohort: int | None = None,
+    evaluate_every: int = 1,
     target: float | None = None,
     tuned: Options | None = None,
     released: Options | None = None,
@@ -44,13 +45,15 @@ def classification(
 
     Args:
         name: what the task is called in records.
-        build: makes the model, e.g. `lambda: MyModel(classes=10)`; it maps `x` to class scores.
+        build: makes the model, e.g. `lambda: MyModel(classes=10)`; it maps `x` to class scores. A
+            model itself will do: then every run begins with its weights, whatever the seed.
         train: the clients' examples: `x`, and `y` of int64 class numbers that start at 0.
         test: held-out examples with the same two fields; judged on the training data when None.
         transform: what happens to a batch before the model sees it, e.g. `Images`.
         local: settings of local training; the paper's by default.
         rounds: default number of rounds.
         cohort: default number of clients a round; None for all.
+        evaluate_every: default number of rounds between evaluations.
         target: accuracy that counts as reached.
         tuned: options by algorithm: the paper's best values.
         released: options by algorithm where the authors' released code has others.
@@ -82,6 +85,7 @@ def classification(
         target=target,
         rounds=rounds,
         cohort=cohort,
+        evaluate_every=evaluate_every,
         tuned=tuned or {},
         released=released or {},
     )
@@ -113,7 +117,11 @@ def _outputs(module: nn.Module, client: Batch, transform: Transform | None) -> i
         "convert them to float",
     )
     module.eval()
-    scores = module(one["x"])
+    try:
+        scores = module(one["x"])
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"the model does not take these examples: {reason}") from error
     require(
         isinstance(scores, Tensor) and scores.ndim == 2 and len(scores) == 1,
         f"the model must return class scores of shape [examples, classes], not {_kind(scores)}",

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
 
 from fedexp.data import partition
 from fedexp.data.federation import Federation
 from fedexp.errors import UsageError, require
-from fedexp.local import LocalTraining
+from fedexp.models import mlp
 from fedexp.seeding import generator
-from fedexp.tasks.classification import classification
+from fedexp.tasks.classification import PAPER_TRAINING, classification
 from fedexp.tasks.task import Task
 
 Model = Literal["logistic", "mlp"]
@@ -49,6 +50,8 @@ TUNED: dict[str, dict[str, dict[str, float]]] = {
         "fedavg": _best(1.0, lr=1.0),
         "fedexp": _best(10**-0.5, eps=10**-2.5),
         "scaffold": _best(10**-0.5, lr=10**0.5),
+        "scaffold-exp": _best(10**-0.5, eps=1e-3),
+        "fedprox": {**_best(1.0, lr=1.0), "client.mu": 0.01},
         "fedadagrad": _best(10**-0.5, lr=10**-0.5),
         "fedadam": _best(10**-0.5, lr=0.1),
         "fedyogi": _best(10**-0.5, lr=0.1),
@@ -78,12 +81,10 @@ def digits(model: Model = "logistic", clients: int = 50, alpha: float = 0.1, see
     name = "digits" if model == "logistic" else "digits-mlp"
     return classification(
         name,
-        _logistic if model == "logistic" else _mlp,
+        partial(mlp, PIXELS, () if model == "logistic" else HIDDEN, CLASSES),
         train=Federation.from_parts({"x": x[rest], "y": y[rest]}, parts),
         test={"x": torch.from_numpy(x[held_out]), "y": torch.from_numpy(y[held_out])},
-        local=LocalTraining(
-            lr=0.1, steps=20, batch_size=50, weight_decay=1e-4, clip_norm=10.0, lr_decay=0.998
-        ),
+        local=replace(PAPER_TRAINING, lr=0.1),
         rounds=60,
         cohort=min(10, clients),
         target=0.94,
@@ -105,11 +106,3 @@ def _load() -> tuple[NDArray[np.float32], NDArray[np.int64]]:
         ) from None
     x, y = load_digits(return_X_y=True)
     return (x / 16).astype(np.float32), y.astype(np.int64)
-
-
-def _logistic() -> nn.Module:
-    return nn.Linear(PIXELS, CLASSES)
-
-
-def _mlp() -> nn.Module:
-    return nn.Sequential(nn.Linear(PIXELS, HIDDEN), nn.ReLU(), nn.Linear(HIDDEN, CLASSES))

@@ -33,6 +33,8 @@ TUNED: Options = {  # audit A4, row "Synthetic"; eps = 0 because every client ca
 RELEASED: Options = {
     "fedexp": {"server.clamp": False, "average_last": 1},
     "scaffold-exp": {"server.clamp": False, "average_last": 1},
+    "fedprox-exp": {"server.clamp": False, "average_last": 1},
+    "fedexp-m": {"average_last": 1},
     "fedadagrad": {"server.tau": 0.0},
 }
 
@@ -124,6 +126,6 @@ def toy(start: tuple[float, float] = (0.0, 0.0)) -> Task:
 
 
 def _float64(value: Any) -> Tensor:
-    tensor = torch.as_tensor(value, dtype=torch.float64)
+    tensor = torch.as_tensor(np.asarray(value), dtype=torch.float64)
     require(bool(tensor.isfinite().all()), "A, b and start must be finite; clean the data")
     return tensor

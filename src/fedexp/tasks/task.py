@@ -33,6 +33,8 @@ class Task:
         target: value of `metric` that counts as reached.
         rounds: default number of rounds.
         cohort: default number of clients a round; None for all.
+        evaluate_every: default number of rounds between evaluations, which cost a pass over all
+            clients' data.
         tuned: options by algorithm, as `--set` takes them; the paper's best values (audit A4).
         released: the same for the authors' released code, where it differs (audit B).
         sums: whether F_i sums over examples (least squares) instead of averaging.
@@ -48,19 +50,21 @@ class Task:
     target: float | None = None
     rounds: int = 100
     cohort: int | None = None
+    evaluate_every: int = 1
     tuned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     released: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     sums: bool = False
 
-    def evaluate(
-        self, params: Tensor, buffers: Buffers, weighting: Weighting = "uniform"
-    ) -> dict[str, float]:
-        """Training loss F(w) over all clients, test loss, and accuracies where they exist."""
+    def evaluate(self, params: Tensor, buffers: Buffers) -> dict[str, float]:
+        """Training loss F(w), the mean over all clients; test loss; accuracies where they exist.
+
+        Clients count alike in F whatever their weights in training, as in the paper (eq. 1).
+        """
         if self.sums:
             rows = len(self.train.fields["y"])
             weights = torch.full((rows,), 1 / self.train.clients, dtype=torch.float64)
         else:
-            weights = self.train.example_weights(by_size=weighting == "size")
+            weights = self.train.example_weights(by_size=False)
         values = self._weighted(params, buffers, self.train.fields, weights, "train")
         if self.test is not None:
             rows = len(self.test["y"])
