@@ -34,6 +34,8 @@ test: check
 
 bench: $(READY)
 	$(BIN)/python benchmarks/synthetic.py
+	$(BIN)/python benchmarks/engines.py
+	$(BIN)/python benchmarks/data_loading.py
 
 clean:
 	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .hypothesis

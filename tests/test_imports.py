@@ -17,7 +17,7 @@ LAYERS = [
     {"aggregate"},
     {"server", "client", "local"},
     {"algorithms", "projections"},
-    {"data"},
+    {"data", "precision"},
     {"objective", "models"},
     {"tasks"},
     {"engine"},

@@ -134,7 +134,7 @@ OFFSETS: dict[str, tuple[dict[str, Tensor], Any, str]] = {
 
 
 @pytest.mark.parametrize("what", OFFSETS)
-def test_offsets_that_fit_nothing_are_refused(what: str, tmp_path: Path) -> None:
+def test_offsets_that_fit_nothing_are_refused(what: str) -> None:
     fields, offsets, said = OFFSETS[what]
     refused(lambda: Federation(fields, offsets), said)
 
@@ -157,6 +157,6 @@ def test_a_client_that_is_not_there(index: int) -> None:
     refused(lambda: federation.client(index), f"no client {index}; they are 0 to 1")
 
 
-def test_parts_need_not_hold_every_example_and_share_nothing() -> None:
+def test_parts_need_not_hold_every_example() -> None:
     made = Federation.from_parts(FIELDS, [[2], [0, 1]])  # type: ignore[list-item]
     assert made.fields["y"].tolist() == [2, 0, 1]

@@ -47,6 +47,10 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
         choices=["auto", "loop", "vectorized"],
         help="clients one by one, all at once, or what is faster (default)",
     )
+    parser.add_argument("--device", metavar="D", help="cpu (default) or cuda")
+    parser.add_argument(
+        "--precision", choices=["float32", "tf32", "bf16"], help="arithmetic inside the model"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
@@ -65,6 +69,8 @@ def spec_of(args: argparse.Namespace, algorithm: str, seed: int) -> Spec:
         mode=args.mode,
         evaluate_every=args.evaluate_every,
         engine=args.engine,
+        device=args.device,
+        precision=args.precision,
         options=tuple(parse_assignments(args.set).items()),
     )
 

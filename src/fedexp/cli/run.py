@@ -87,7 +87,7 @@ def _save_model(folder: Path, last: Record) -> None:
     params, buffers = last.state.output()
     np.savez(
         folder / "model.npz",
-        params=params.numpy(),
-        buffers=buffers.averaged.numpy(),
-        kept_buffers=buffers.kept.numpy(),
+        params=params.cpu().numpy(),
+        buffers=buffers.averaged.cpu().numpy(),
+        kept_buffers=buffers.kept.cpu().numpy(),
     )

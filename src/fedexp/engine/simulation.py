@@ -21,9 +21,10 @@ from fedexp.engine.plan import sample_cohort
 from fedexp.engine.record import Record
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
-from fedexp.errors import DivergedError, NonFiniteUpdateWarning, require
+from fedexp.errors import DivergedError, NonFiniteUpdateWarning, UsageError, require
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers
+from fedexp.precision import Precision, arithmetic, check_precision, default_precision
 from fedexp.tasks.task import Task, Weighting
 
 
@@ -38,6 +39,8 @@ def simulate(
     weighting: Weighting = "uniform",
     evaluate_every: int | None = None,
     engine: EngineName = "auto",
+    device: str | torch.device | None = None,
+    precision: Precision | None = None,
     start: SimulationState | None = None,
 ) -> Iterator[Record]:
     """Train, and yield one `Record` a round. Stop when you like: the consumer is in charge.
@@ -55,6 +58,8 @@ def simulate(
         evaluate_every: evaluate in every so many rounds, and in the last; the task's own when None.
         engine: "loop" trains one client after another, "vectorized" all at once; "auto" takes what
             is faster here. They agree up to rounding; for the same bits, name one.
+        device: where to train, e.g. "cuda"; the data go there whole. By default where they are.
+        precision: "float32", "tf32" or "bf16" inside the model; by default tf32 on a GPU.
         start: continue from the state of an earlier record, of the same task and algorithm.
 
     A record holds its state, so a list of all records holds all models: keep what you need of
@@ -72,6 +77,7 @@ def simulate(
     require(weighting in ("uniform", "size"), f"weighting is uniform or size, not {weighting!r}")
     require(seed >= 0, f"the seed must not be negative, but is {seed}")
     sample_cohort(seed, 0, task.train.clients, cohort)
+    task, precision = _placed(task, device, precision)
     state = SimulationState.initial(task, algorithm, seed)
     if start is not None:
         state = _checked_start(start, state, rounds)
@@ -79,7 +85,7 @@ def simulate(
         task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
     )
     require(engine in get_args(EngineName), f"engine is auto, loop or vectorized, not {engine!r}")
-    return _rounds(work, state, rounds, cohort, evaluate_every, engine)
+    return _rounds(work, state, rounds, cohort, evaluate_every, engine, precision)
 
 
 def _rounds(
@@ -89,20 +95,44 @@ def _rounds(
     cohort: int | None,
     evaluate_every: int,
     engine: EngineName,
+    precision: Precision,
 ) -> Iterator[Record]:
     warned = False
     run: Engine | None = None
     for round in range(state.round + 1, rounds + 1):
         clients = sample_cohort(work.seed, round, work.task.train.clients, cohort)
         work = replace(work, round=round, cohort=clients)
-        run = run or choose_engine(engine, work, state)
-        record = run_round(work, state, run)
+        with arithmetic(precision):
+            run = run or choose_engine(engine, work, state)
+            record = run_round(work, state, run)
         state = record.state
         if record.dropped and not warned:
             warned = True
             _warn_dropped(record)
         _check_range(state)
-        yield _evaluated(work, record) if round % evaluate_every == 0 or round == rounds else record
+        if round % evaluate_every == 0 or round == rounds:
+            with arithmetic(precision):
+                record = _evaluated(work, record)
+        yield record
+
+
+def _placed(
+    task: Task, device: str | torch.device | None, precision: Precision | None
+) -> tuple[Task, Precision]:
+    """The task where it is to run, and the precision it computes in."""
+    here = next(iter(task.train.fields.values())).device
+    try:
+        there = here if device is None else torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"unknown device {device!r}; say cpu or cuda") from None
+    require(
+        there.type != "cuda" or torch.cuda.is_available(),
+        "there is no CUDA device here; leave device out to use the CPU",
+    )
+    chosen = precision or default_precision(there)
+    check_precision(chosen, there)
+    stays = there.type == here.type and chosen == default_precision(there)
+    return (task if stays else task.to(there, chosen)), chosen
 
 
 def _checked_start(start: SimulationState, fresh: SimulationState, rounds: int) -> SimulationState:

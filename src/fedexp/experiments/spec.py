@@ -11,6 +11,7 @@ from fedexp.engine import EngineName, Record, simulate
 from fedexp.errors import unknown_name
 from fedexp.experiments.catalog import build_task
 from fedexp.experiments.setup import Setup, setup_for, split_task_options
+from fedexp.precision import Precision
 from fedexp.tasks import Task
 
 SMALL_MODEL = 100_000  # parameters
@@ -29,6 +30,8 @@ class Spec:
         mode: "paper", or "authors-code" for what the released code does.
         evaluate_every: rounds between evaluations; None for the task's own number.
         engine: "auto", "loop" or "vectorized".
+        device: e.g. "cuda"; None for the CPU.
+        precision: "float32", "tf32" or "bf16"; None for what suits the device.
         options: pairs of dotted names and values; `task.*` are arguments of the task.
     """
 
@@ -40,6 +43,8 @@ class Spec:
     mode: str = "paper"
     evaluate_every: int | None = None
     engine: EngineName = "auto"
+    device: str | None = None
+    precision: Precision | None = None
     options: tuple[tuple[str, str], ...] = ()
 
     def prepare(self, task: Task | None = None) -> Run:
@@ -83,6 +88,8 @@ class Run:
             weighting=self.setup.weighting,
             evaluate_every=self.spec.evaluate_every,
             engine=self.spec.engine,
+            device=self.spec.device,
+            precision=self.spec.precision,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -97,6 +104,8 @@ class Run:
             "clients": self.task.train.clients,
             "evaluate_every": self.spec.evaluate_every or self.task.evaluate_every,
             "engine": self.spec.engine,
+            "device": self.spec.device,
+            "precision": self.spec.precision,
             "set": dict(self.spec.options),
             "options": self.setup.options(),
         }

@@ -26,7 +26,10 @@ class Buffers(NamedTuple):
 
 
 class Objective(Protocol):
-    """The contract between a problem and the plain loop."""
+    """The contract between a problem and the plain loop.
+
+    To run on a GPU it also has `on(device, precision)`, which returns a copy that lives there.
+    """
 
     def initial(self, seed: int) -> tuple[Tensor, Buffers]:
         """The first model, a pure function of the seed."""

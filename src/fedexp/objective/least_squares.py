@@ -7,6 +7,7 @@ from torch import Tensor
 
 from fedexp.data.federation import Batch
 from fedexp.objective.base import Buffers
+from fedexp.precision import Precision
 
 
 class LeastSquares:
@@ -20,6 +21,9 @@ class LeastSquares:
     def __init__(self, start: Tensor, gradient_scale: float = 1.0) -> None:
         self.start = start
         self.gradient_scale = gradient_scale
+
+    def on(self, device: torch.device, precision: Precision) -> LeastSquares:
+        return LeastSquares(self.start.to(device), self.gradient_scale)
 
     def batching_pays(self, device: torch.device) -> bool:
         """On a CPU one client's matrix stays in a core's cache over all steps; twenty do not."""

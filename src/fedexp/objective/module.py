@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
 
@@ -14,6 +15,7 @@ from torch.nn.modules.conv import _ConvNd
 from fedexp.data.federation import Batch
 from fedexp.errors import require
 from fedexp.objective.base import Buffers
+from fedexp.precision import Precision
 from fedexp.seeding import seeded_torch
 
 
@@ -41,15 +43,30 @@ class ModuleObjective:
         self.classifies = classifies
         with seeded_torch(0, "scratch"):
             self.module = deepcopy(self.build())
-        self.params = [p for p in self.module.parameters() if p.requires_grad]
-        require(bool(self.params), "the model has no trainable parameters")
-        self.names = [n for n, p in self.module.named_parameters() if p.requires_grad]
+        self.device = torch.device("cpu")
+        self.compute_type: torch.dtype | None = None
         self.mixes_examples = any(isinstance(m, _BatchNorm) for m in self.module.modules())
+        self._list_tensors()
+        require(bool(self.params), "the model has no trainable parameters")
+
+    def _list_tensors(self) -> None:
+        self.params = [p for p in self.module.parameters() if p.requires_grad]
+        self.names = [n for n, p in self.module.named_parameters() if p.requires_grad]
         buffers = dict(self.module.named_buffers())
         averaged = {name: b for name, b in buffers.items() if b.is_floating_point()}
         kept = {name: b for name, b in buffers.items() if not b.is_floating_point()}
         self.averaged, self.kept = list(averaged.values()), list(kept.values())
         self.buffer_names = [*averaged, *kept]
+
+    def on(self, device: torch.device, precision: Precision) -> ModuleObjective:
+        """A copy on the device; with bf16, layers compute in it and weights stay as they are."""
+        moved = ModuleObjective(self.build, self.loss, self.classifies)
+        moved.module.load_state_dict(self.module.state_dict())
+        moved.device = device
+        moved.module.to(device)
+        moved.compute_type = torch.bfloat16 if precision == "bf16" else None
+        moved._list_tensors()
+        return moved
 
     def batching_pays(self, device: torch.device) -> bool:
         """Two to four times for dense layers on a CPU; grouped convolutions may be slower there."""
@@ -62,12 +79,15 @@ class ModuleObjective:
         params = flatten([p.detach() for p in module.parameters() if p.requires_grad])
         averaged = flatten([b for b in module.buffers() if b.is_floating_point()])
         kept = flatten([b.long() for b in module.buffers() if not b.is_floating_point()])
-        return params, Buffers(averaged, kept.long())
+        buffers = Buffers(averaged.to(self.device), kept.long().to(self.device))
+        return params.to(self.device), buffers
 
     def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         self._bind(params, buffers)
         self.module.train()
-        loss = self.loss(self.module(batch["x"]), batch["y"]).mean()
+        with self._autocast():
+            output = self.module(batch["x"])
+        loss = self.loss(output.to(params.dtype), batch["y"]).mean()
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
         filled = [
             torch.zeros_like(p) if g is None else g for g, p in zip(grads, self.params, strict=True)
@@ -92,15 +112,17 @@ class ModuleObjective:
         averaged = [piece.clone() for piece in _pieces(buffers.averaged, self.averaged)]
         kept = [piece.clone() for piece in _pieces(buffers.kept, self.kept)]
         state |= dict(zip(self.buffer_names, [*averaged, *kept], strict=True))
-        output = torch.func.functional_call(self.module, state, (x,))
+        with self._autocast():
+            output = torch.func.functional_call(self.module, state, (x,))
         after = Buffers(flatten(averaged), flatten(kept).long()) if self.buffer_names else buffers
-        return (self.loss(output, y) * weights).sum(), after
+        return (self.loss(output.to(params.dtype), y) * weights).sum(), after
 
     @torch.no_grad()
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
         self._bind(params, buffers)
         self.module.eval()
-        output = self.module(batch["x"])
+        with self._autocast():
+            output = self.module(batch["x"]).to(params.dtype)
         values = {"loss": self.loss(output, batch["y"])}
         if self.classifies:
             values["accuracy"] = (output.argmax(dim=1) == batch["y"]).to(output.dtype)
@@ -110,6 +132,11 @@ class ModuleObjective:
         """A module of its own with these parameters and buffers: the trained model."""
         self._bind(params.clone(), buffers)
         return deepcopy(self.module)
+
+    def _autocast(self) -> AbstractContextManager[None]:
+        if self.compute_type is None:
+            return nullcontext()
+        return torch.autocast(self.device.type, self.compute_type)
 
     def _bind(self, params: Tensor, buffers: Buffers) -> None:
         unflatten_into(self.params, params)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.transform import Transform
+from fedexp.errors import require
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers, Objective
+from fedexp.precision import Precision
 
 Weighting = Literal["uniform", "size"]
 EVALUATION_ROWS = 512  # activations of a convolutional network on more would not fit a cache
@@ -55,6 +57,16 @@ class Task:
     released: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     sums: bool = False
 
+    def to(self, device: torch.device, precision: Precision) -> Task:
+        """The task with its data and objective on a device, computing in a precision."""
+        move = getattr(self.objective, "on", None)
+        require(move is not None, "this objective cannot change devices; give it a method `on`")
+        assert move is not None
+        fields = {name: value.to(device) for name, value in self.train.fields.items()}
+        test = self.test and {name: value.to(device) for name, value in self.test.items()}
+        train = replace(self.train, fields=fields)
+        return replace(self, objective=move(device, precision), train=train, test=test)
+
     def evaluate(self, params: Tensor, buffers: Buffers) -> dict[str, float]:
         """Training loss F(w), the mean over all clients; test loss; accuracies where they exist.
 
@@ -75,13 +87,15 @@ class Task:
     def _weighted(
         self, params: Tensor, buffers: Buffers, batch: Batch, weights: Tensor, split: str
     ) -> dict[str, float]:
-        totals: dict[str, float] = {}
+        totals: dict[str, Tensor] = {}
+        weights = weights.to(params.device)
         for start in range(0, len(weights), EVALUATION_ROWS):
             rows = slice(start, start + EVALUATION_ROWS)
             piece = {name: value[rows] for name, value in batch.items()}
             if self.transform is not None:
                 piece = dict(self.transform.evaluate(piece))
             for name, value in self.objective.measure(params, buffers, piece).items():
-                weighted = (value.to(torch.float64) @ weights[rows]).item()
-                totals[f"{split}_{name}"] = totals.get(f"{split}_{name}", 0.0) + weighted
-        return totals
+                weighted = value.to(torch.float64) @ weights[rows]
+                key = f"{split}_{name}"
+                totals[key] = totals[key] + weighted if key in totals else weighted
+        return {name: value.item() for name, value in totals.items()}
