@@ -145,6 +145,7 @@ def _row(name: str, task: Task, cohort: int, precision: Precision, form: str, ro
         "scaffold": Vectorized(compile=True),
     }
     engine = engines[form]
+    torch._dynamo.reset()  # every row compiles its own program
     row: Row = {"work": name, "precision": precision, "form": form}
     began = time.perf_counter()
     try:
