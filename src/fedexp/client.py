@@ -75,7 +75,7 @@ class Prox(ClientRule):
     def correct(
         self, grad: Tensor, params: Tensor, start: Tensor, shared: Tensors, local: Tensors
     ) -> Tensor:
-        return grad + self.mu * (params - start)
+        return grad.add(params - start, alpha=self.mu)
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Scaffold(ClientRule):
     def correct(
         self, grad: Tensor, params: Tensor, start: Tensor, shared: Tensors, local: Tensors
     ) -> Tensor:
-        return grad + (shared["control"] - local["control"])
+        return grad + shared["control"] - local["control"]
 
     def finish(
         self, delta: Tensor, travel: Tensor | float, shared: Tensors, local: Tensors

@@ -11,6 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from fedexp.cli.options import add_out, add_run_options, spec_of
 from fedexp.cli.progress import progress_bar
 from fedexp.errors import UsageError, require
@@ -45,6 +47,8 @@ def run(args: argparse.Namespace) -> int:
     first = firsts[0]
     target = _target(args.target, first)
     check_writable(picture)
+    if first.is_small:
+        torch.set_num_threads(1)
     specs = [replace(run.spec, seed=seed) for run in firsts for seed in range(args.seeds)]
     outcomes = _run(specs, args.jobs or _cores(), first)
     lines = summarise(outcomes, first.task.metric, target)

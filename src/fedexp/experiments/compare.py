@@ -54,22 +54,29 @@ def run_all(specs: Sequence[Spec], jobs: int, on_round: OnRound) -> list[Outcome
     if jobs <= 1 or len(specs) == 1:
         return [run_one(spec, on_round) for spec in specs]
     context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager:
-        events = manager.Queue()
-        with ProcessPoolExecutor(min(jobs, len(specs)), context, _init_worker) as pool:
-            futures = [pool.submit(_run_in_worker, spec, events) for spec in specs]
-            for spec, row in _events(events, futures):
-                on_round(spec, row)
-            return [future.result() for future in futures]
+    events = context.Queue()
+    workers = min(jobs, len(specs))
+    with ProcessPoolExecutor(workers, context, _init_worker, (events,)) as pool:
+        futures = [pool.submit(_run_in_worker, spec) for spec in specs]
+        for spec, row in _events(events, futures):
+            on_round(spec, row)
+        return [future.result() for future in futures]
 
 
-def _init_worker() -> None:
+_to_parent: Any = (
+    None  # a worker's way to tell of its rounds; queues pass at a process's start only
+)
+
+
+def _init_worker(events: Any) -> None:
+    global _to_parent
+    _to_parent = events
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # dropped clients are counted in the rows
 
 
-def _run_in_worker(spec: Spec, events: Any) -> Outcome:
-    return run_one(spec, lambda spec, row: events.put((spec, row)))
+def _run_in_worker(spec: Spec) -> Outcome:
+    return run_one(spec, lambda spec, row: _to_parent.put((spec, row)))
 
 
 def _events(events: Any, futures: Sequence[Future[Outcome]]) -> Iterator[tuple[Spec, Row]]:
@@ -79,7 +86,7 @@ def _events(events: Any, futures: Sequence[Future[Outcome]]) -> Iterator[tuple[S
         failed = any(f.done() and f.exception() is not None for f in futures)
         try:
             while True:
-                yield events.get(timeout=0.0 if finished else 0.2)
+                yield events.get(timeout=0.1)
         except queue.Empty:
             if finished or failed:
                 return

@@ -1,0 +1,89 @@
+"""On a GPU: the loop, the batched program and its CUDA graph give the same rounds."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedexp as fx
+from fedexp.data import Federation, Images
+from fedexp.engine.plan import sample_cohort
+from fedexp.engine.simulation import run_round
+from fedexp.engine.vectorized import Vectorized
+from fedexp.engine.work import Work
+from fedexp.precision import Precision, arithmetic
+from fedexp.tasks import Task
+from tests.engine.test_engines_agree import EXACT, net, unequal
+from tests.problems import least_squares
+from tests.rules import ALGORITHMS, rule_id
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+CUDA = torch.device("cuda")
+
+
+def iterates(
+    task: Task, algorithm: fx.Algorithm, graphs: bool, precision: Precision = "float32"
+) -> list[Tensor]:
+    """Four rounds of the batched engine, with and without graphs."""
+    task, engine = task.to(CUDA, precision), Vectorized(graphs=graphs)
+    state, visited = fx.SimulationState.initial(task, algorithm, 0), []
+    for t in range(1, 5):
+        clients = sample_cohort(0, t, task.train.clients, 3)
+        work = Work(task, algorithm, task.local, "uniform", 0, t, clients)
+        with arithmetic(precision):
+            state = run_round(work, state, engine).state
+        visited.append(state.params)
+    return visited
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)
+def test_gpu_and_cpu_agree(algorithm: fx.Algorithm) -> None:
+    """Float64, so that only the order of sums differs; the graph is replayed from round 2 on."""
+    for task in (unequal(net), least_squares(clients=6)):
+        here = [r.state.params for r in fx.simulate(task, algorithm, 4, cohort=3, engine="loop")]
+        for graphs in (False, True):
+            there = iterates(task, algorithm, graphs)
+            for one, other in zip(here, there, strict=True):
+                torch.testing.assert_close(one, other.cpu(), **EXACT)
+
+
+def test_learning_rate_decay_reaches_a_replayed_graph() -> None:
+    task = unequal(net)
+    local = fx.LocalTraining(lr=0.1, steps=3, batch_size=8, lr_decay=0.5)
+    loop, batched = (
+        [
+            r.state.params.cpu()
+            for r in fx.simulate(task, fx.fedavg(), 4, 3, local=local, engine=engine, device="cuda")
+        ]
+        for engine in ("loop", "vectorized")
+    )
+    for one, other in zip(loop, batched, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
+
+
+def pictures() -> Task:
+    rng = np.random.default_rng(0)
+    x = torch.from_numpy(rng.integers(0, 256, (120, 1, 12, 12), dtype=np.uint8))
+    fields = {"x": x, "y": torch.from_numpy(rng.integers(0, 3, 120))}
+    return fx.tasks.classification(
+        "pictures",
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.GroupNorm(2, 8), nn.ReLU(), nn.Flatten(), nn.Linear(800, 3)
+        ),
+        Federation(fields, np.arange(7) * 20),
+        transform=Images((0.5,), (0.25,), pad=2),
+        local=fx.LocalTraining(lr=0.05, steps=4, batch_size=8),
+    )
+
+
+def test_augmented_images_agree_and_bf16_stays_near() -> None:
+    full = iterates(pictures(), fx.fedexp(), graphs=True)
+    loop = [r.state.params for r in fx.simulate(pictures(), fx.fedexp(), 4, 3, engine="loop")]
+    for one, other in zip(loop, full, strict=True):
+        torch.testing.assert_close(one, other.cpu(), rtol=1e-3, atol=1e-4)
+    half = iterates(pictures(), fx.fedexp(), graphs=True, precision="bf16")
+    start = pictures().objective.initial(0)[0]
+    assert half[-1].dtype == torch.float32
+    assert (half[-1].cpu() - full[-1].cpu()).norm() < 0.05 * (full[-1].cpu() - start).norm()
