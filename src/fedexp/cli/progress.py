@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-SHOWN = {  # the numbers beside the bar, as far as a round has them
-    "train_loss": "loss {:.3g}",
-    "train_accuracy": "training {:.2%}",
-    "test_accuracy": "test {:.2%}",
-    "server_lr": "step {:.3g}",
+SHOWN = {  # the numbers beside the bar: the first name of each that a round has
+    ("train_loss",): "loss {:.3g}",
+    ("test_accuracy", "train_accuracy"): "accuracy {:.2%}",
+    ("server_lr",): "step {:.3g}",
 }
 
 
@@ -26,8 +25,9 @@ def describe(row: dict[str, Any]) -> str:
     >>> describe({"round": 3, "train_loss": 0.25, "server_lr": 1.5})
     'loss 0.25  step 1.5'
     """
-    shown = (text.format(row[name]) for name, text in SHOWN.items() if row.get(name) is not None)
-    return "  ".join(shown)
+    known = {name: value for name, value in row.items() if value is not None}
+    first = ((next((n for n in names if n in known), None), text) for names, text in SHOWN.items())
+    return "  ".join(text.format(known[name]) for name, text in first if name)
 
 
 @contextmanager
@@ -45,7 +45,7 @@ def progress_bar(title: str, total: int) -> Iterator[Bar]:
     console = Console(stderr=True)
     columns = (
         TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=24),
+        BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TextColumn("{task.fields[numbers]}"),
         TimeRemainingColumn(),
