@@ -9,9 +9,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 
 setup: $(READY)
 
-# torch comes first and pinned: a range would pull several gigabytes of CUDA packages.
+# torch comes first and pinned, so that pip takes a CPU build where it knows of one.
 $(READY): pyproject.toml constraints.txt
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fedexp needs Python 3.11 or newer: make PYTHON=python3.11")'
+	$(PIP) --version > /dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
 	$(PIP) install -q -c constraints.txt torch
 	$(PIP) install -q -c constraints.txt -e '.[dev]'
 	touch $(READY)

@@ -75,5 +75,6 @@ def clip_by_norm(grad: Tensor, bound: float) -> Tensor:
     >>> clip_by_norm(torch.tensor([3.0, 4.0]), 1.0).tolist()
     [0.6..., 0.8...]
     """
-    norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=True)
-    return grad * (bound / norm).clamp(max=1.0)
+    # in float64, because the square of a large float32 overflows and would scale it to nothing
+    norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=True, dtype=torch.float64)
+    return grad * (bound / norm).clamp(max=1.0).to(grad.dtype)

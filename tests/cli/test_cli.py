@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -143,6 +146,10 @@ def test_lists(command: str, capfd: pytest.CaptureFixture[str]) -> None:
         (["run", "synthetic", "--set", "task.seed=-1"], "must not be negative"),
         (["run", "synthetic", "--set", "task.dim=1e15"], "out of memory"),
         (["compare", "digits", "--target", "1000"], "--target"),
+        (["compare", "synthetic", "--target", "inf"], "--target"),
+        (["run", "synthetic", "--device", "mps"], "cannot train on mps"),
+        (["run", "synthetic", "--device", "warp"], "unknown device"),
+        (["run", "synthetic", "--precision", "bf16"], "solved in float64"),
         (["toy", "--start", "1"], "--start takes 2 numbers"),
         (["toy", "--out", "/proc/nothing/toy.png"], "cannot write"),
         (["toy", "--out", "toy.xyz"], "cannot write"),
@@ -175,9 +182,10 @@ def test_divergence_is_told_with_its_round(capfd: pytest.CaptureFixture[str]) ->
 
 def test_warnings_are_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     """Steps so large that updates overflow before the server can move."""
-    assert main(["run", "synthetic", "--set", "local.lr=1e30", "--rounds", "2", *SMALL]) == 0
-    err = capfd.readouterr().err
-    assert err.startswith("fedexp: warning: round 1: 4 client update(s) were not finite")
+    assert main(["run", "synthetic", "--set", "local.lr=1e30", "--rounds", "2", *SMALL]) == 1
+    warning, error = capfd.readouterr().err.splitlines()
+    assert warning.startswith("fedexp: warning: round 1: 4 client update(s) were not finite")
+    assert error.startswith("fedexp: error: no client update was finite in any round")
 
 
 def test_installed_as_a_command_and_as_a_module() -> None:
@@ -197,3 +205,20 @@ def test_a_full_disk_and_a_closed_pipe_get_no_traceback() -> None:
     piped = f"{sys.executable} -m fedexp tasks | true"
     done = subprocess.run(piped, shell=True, capture_output=True, text=True, check=False)
     assert done.stderr == ""
+
+
+@pytest.mark.parametrize("delay", [0.5, 6.0], ids=["workers import", "workers run"])
+def test_ctrl_c_ends_a_comparison_in_order(delay: float, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedexp", "compare", "synthetic", "--rounds", "5000"]
+    run = subprocess.Popen(
+        [*command, "--jobs", "2", "--out", str(tmp_path / "c.png")],
+        stderr=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
+    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
+    while len(children.read_text().split()) < 3:  # two workers, and Python's own helper
+        time.sleep(0.1)
+    time.sleep(delay)
+    os.killpg(run.pid, signal.SIGINT)
+    _, err = run.communicate(timeout=30)
+    assert run.returncode == 130
+    assert err.splitlines() == ["fedexp: error: interrupted"]

@@ -91,6 +91,7 @@ def test_clipping_is_per_client_and_leaves_short_gradients_alone() -> None:
     clipped = clip_by_norm(grads, 1.0)
     assert clipped[0].norm().item() == pytest.approx(1.0)
     assert torch.equal(clipped[1:], grads[1:])
+    assert clip_by_norm(torch.full((4,), 1e25), 10.0).tolist() == pytest.approx([5.0] * 4)
 
 
 @pytest.mark.parametrize(("before", "expected"), [(False, [1.0, 0.5]), (True, [0.5, 0.25])])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -94,6 +95,75 @@ def test_batch_norm(sizes: tuple[int, ...]) -> None:
             one.state.buffers.averaged, other.state.buffers.averaged, **EXACT
         )
         assert torch.equal(one.state.buffers.kept, other.state.buffers.kept)
+
+
+class Masked(nn.Module):
+    """Buffers that are not int64, and one that is replaced at every call."""
+
+    mask: Tensor
+    scale: Tensor
+    running: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+        self.register_buffer("mask", torch.tensor([True, False, True, True]))
+        self.register_buffer("scale", torch.tensor([2], dtype=torch.uint8))
+        self.register_buffer("running", torch.zeros(4).double())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.running = 0.9 * self.running + 0.1 * x.mean(0).detach()
+        out: Tensor = self.layer((x - self.running) * (~self.mask) * self.scale)
+        return out
+
+
+class Centred(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layer(x - x.mean(0))
+        return out
+
+
+@pytest.mark.parametrize("build", [Masked, Centred])
+def test_odd_buffers_and_models_that_mix_examples(build: type[nn.Module]) -> None:
+    task = unequal(build)
+    runs = [
+        list(fx.simulate(task, fx.fedavg(), 3, engine=engine))
+        for engine in ("loop", "vectorized", "loop")
+    ]
+    for one, other, again in zip(*runs, strict=True):
+        assert torch.equal(one.state.params, again.state.params)
+        torch.testing.assert_close(one.state.params, other.state.params, **EXACT)
+        assert torch.equal(one.state.buffers.averaged, again.state.buffers.averaged)
+        torch.testing.assert_close(
+            one.state.buffers.averaged, other.state.buffers.averaged, **EXACT
+        )
+    assert build is Centred or runs[0][-1].state.buffers.averaged.any()
+
+
+def test_losses_of_several_outputs_are_averaged() -> None:
+    task = unequal(lambda: nn.Linear(4, 2).double())
+    fields = {**task.train.fields, "y": task.train.fields["x"][:, :2].contiguous()}
+    objective = ModuleObjective(
+        lambda: nn.Linear(4, 2).double(), nn.MSELoss(reduction="none"), classifies=False
+    )
+    task = replace(task, objective=objective, train=replace(task.train, fields=fields), test=None)
+    assert_agree(task, fx.fedexp())
+    reduced = ModuleObjective(lambda: nn.Linear(4, 2).double(), nn.MSELoss(), classifies=False)
+    with pytest.raises(fx.UsageError, match="reduction='none'"):
+        list(fx.simulate(replace(task, objective=reduced), fx.fedexp(), 1, engine="loop"))
+
+
+def test_auto_leaves_very_unequal_clients_to_the_loop() -> None:
+    local = fx.LocalTraining(lr=0.1, steps=2, batch_size=None)
+    for sizes, expected in (((10,) * 6, Vectorized), ((10,) * 30 + (900,), type(loop.run_cohort))):
+        task = unequal(net, sizes)
+        state = fx.SimulationState.initial(task, fx.fedavg(), 0)
+        work = Work(task, fx.fedavg(), local, "uniform", 0, 1, np.arange(len(sizes)))
+        assert isinstance(choose_engine("auto", work, state), expected)
 
 
 @pytest.mark.parametrize("augment", ["example", "batch", None])

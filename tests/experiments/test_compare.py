@@ -7,8 +7,9 @@ import pytest
 
 import fedexp as fx
 from fedexp.experiments.catalog import build_task
-from fedexp.experiments.compare import Outcome, run_all, summarise
+from fedexp.experiments.compare import Outcome, summarise
 from fedexp.experiments.figures import comparison_figure
+from fedexp.experiments.pool import run_all
 from fedexp.experiments.spec import Spec
 from fedexp.experiments.tables import comparison_table, text_table
 from fedexp.experiments.toy import LAST, MEAN, PLAIN, toy_figure, toy_paths
@@ -48,7 +49,7 @@ def test_a_seed_that_never_arrives_gives_no_flattering_mean() -> None:
     fedavg, fedexp = summarise(runs, "test_accuracy", 0.6)
     assert fedavg.mean_rounds is None
     assert fedavg.speedup is None
-    assert (fedexp.speedup, fedexp.at_least) == (2.0, True)
+    assert (fedexp.speedup, fedexp.at_least) == (2.0, True)  # (2 + at least 2) / 2 rounds over 1
     _, cells = comparison_table([fedavg, fedexp], "test_accuracy", 0.6, 2)
     assert cells[0][1:3] == [">2 (1/2 seeds)", "-"]
     assert cells[1][2] == ">2.00x"
@@ -112,3 +113,9 @@ def test_the_toy_paths_are_those_the_paper_describes() -> None:
     assert np.mean(np.log(paths[MEAN].loss[2:])) < np.mean(np.log(paths[LAST].loss[2:]))
     assert distance[-1] < 1e-3 * paths[PLAIN].sq_distance[-1]
     assert len(toy_figure(paths).axes) == 3
+
+
+def test_a_failing_run_ends_the_others_at_once() -> None:
+    good = [Spec("synthetic", "fedexp", seed, 5000) for seed in range(2)]
+    with pytest.raises(fx.UsageError, match="unknown algorithm"):
+        run_all([*good, Spec("synthetic", "nothing")][::-1], 2, lambda spec, row: None)

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from fedexp.cli.options import add_out, add_run_options, spec_of
+from fedexp.cli.options import add_out, add_run_options, positive, spec_of
 from fedexp.cli.progress import progress_bar
 from fedexp.errors import UsageError, require
 from fedexp.experiments.canvas import check_writable, save
 from fedexp.experiments.catalog import build_task
-from fedexp.experiments.compare import Line, Outcome, Row, run_all, summarise
+from fedexp.experiments.compare import Line, Outcome, Row, summarise
 from fedexp.experiments.figures import comparison_figure
+from fedexp.experiments.pool import run_all
 from fedexp.experiments.setup import parse_assignments, share_options, split_task_options
 from fedexp.experiments.spec import Run, Spec
 from fedexp.experiments.tables import comparison_table, text_table, warning_lines
@@ -33,16 +34,15 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--algorithms", default=DEFAULT, metavar="A,B,...", help=f"default: {DEFAULT}"
     )
-    parser.add_argument("--seeds", type=int, default=1, metavar="N", help="seeds 0 to N-1")
+    parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="seeds 0 to N-1")
     parser.add_argument("--target", type=float, metavar="ACC", help="accuracy (or loss) to reach")
-    parser.add_argument("--jobs", type=int, metavar="N", help="runs at a time (all cores)")
+    parser.add_argument("--jobs", type=positive, metavar="N", help="runs at a time (all cores)")
     add_out(parser, "the picture (compare-TASK.png)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     picture = args.out or Path(f"compare-{args.task}.png")
-    require(args.seeds >= 1, f"--seeds must be at least 1, not {args.seeds}")
     firsts = _prepare(args)
     first = firsts[0]
     target = _target(args.target, first)
@@ -125,7 +125,7 @@ def _target(given: float | None, first: Run) -> float | None:
         return first.task.target
     if first.task.metric.endswith("accuracy") and given > 1:
         given /= 100
-    if not given > 0 or (first.task.metric.endswith("accuracy") and given > 1):
+    if not 0 < given < math.inf or (first.task.metric.endswith("accuracy") and given > 1):
         raise UsageError("--target must be a positive loss, or an accuracy up to 1 (or 100 %)")
     return given
 

@@ -11,7 +11,7 @@ from typing import Any
 from fedexp import __version__
 from fedexp.cli import compare, data, listing, run, toy
 from fedexp.cli.options import Parser
-from fedexp.errors import DivergedError, EngineWarning, FedExPError, NonFiniteUpdateWarning
+from fedexp.errors import EngineWarning, FedExPError, NonFiniteUpdateWarning, UsageError
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -40,10 +40,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             status = int(args.run(args))
             sys.stdout.flush()  # a full disk or a closed pipe is told here, not at exit
             return status
-        except DivergedError as error:
-            return _fail(str(error), FAILED)
-        except FedExPError as error:
+        except UsageError as error:
             return _fail(str(error), MISUSED)
+        except FedExPError as error:
+            return _fail(str(error), FAILED)
         except BrokenPipeError:  # the reader has had enough, e.g. `| head`
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115  so that exit does not flush again
             return OK

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, Any
@@ -16,7 +17,7 @@ import torch
 from fedexp.cli.options import add_out, add_run_options, seed, spec_of
 from fedexp.cli.progress import describe, progress_bar
 from fedexp.engine import Record
-from fedexp.errors import UsageError, require
+from fedexp.errors import FedExPError, UsageError, require
 from fedexp.experiments.spec import Run
 
 
@@ -40,18 +41,34 @@ def run(args: argparse.Namespace) -> int:
         log = stack.enter_context(_open_log(args.out, prepared)) if args.out else None
         title = f"{prepared.spec.task} {prepared.spec.algorithm}"
         bar = stack.enter_context(progress_bar(title, prepared.rounds))
-        for last in records:
+        for last in _cleaning_up(records, args.out):
             row = last.to_json()
             bar(row)
             if log:
                 log.write(json.dumps(row) + "\n")
                 log.flush()
     assert last is not None
+    if last.state.steps == 0:
+        raise FedExPError("no client update was finite in any round; lower local.lr or clip")
     seconds = time.perf_counter() - began
     if args.out:
         _save_model(args.out, last)
     _report(args, prepared, last, seconds)
     return 0
+
+
+def _cleaning_up(records: Iterator[Record], out: Path | None) -> Iterator[Record]:
+    """The records; a mistake that shows only in the first round leaves no folder behind."""
+    began = False
+    try:
+        for record in records:
+            began = True
+            yield record
+    except UsageError:
+        if out is not None and not began:
+            for name in ("records.jsonl", "spec.json"):
+                (out / name).unlink()
+        raise
 
 
 def _report(args: argparse.Namespace, run: Run, last: Record, seconds: float) -> None:
@@ -74,7 +91,9 @@ def _open_log(folder: Path, run: Run) -> IO[str]:
         folder.mkdir(parents=True, exist_ok=True)
         taken = folder / "records.jsonl"
         require(not taken.exists(), f"{folder} already holds a run; choose another --out")
-        (folder / "spec.json").write_text(json.dumps(run.describe(), indent=2) + "\n")
+        (folder / "spec.json").write_text(
+            json.dumps(run.describe(), indent=2, allow_nan=False) + "\n"
+        )
         return taken.open("w")
     except OSError as error:
         raise UsageError(

@@ -17,7 +17,9 @@ from fedexp.experiments.values import convert
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("toy", help="draw why extrapolation helps, in two dimensions")
     parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="default: 30")
-    parser.add_argument("--start", default="0,0", metavar="W1,W2", help="first model (0,0)")
+    parser.add_argument(
+        "--start", default="0,0", metavar="W1,W2", help="first model, e.g. --start=-1,2 (0,0)"
+    )
     add_out(parser, "the picture (toy.png)")
     parser.set_defaults(run=run)
 

@@ -38,7 +38,8 @@ def plan_cohort(work: Work, clients: Sequence[int]) -> CohortPlan:
     sizes, offsets = work.task.train.sizes, work.task.train.offsets
     planned = [plan_batches(work.seed, work.round, c, int(sizes[c]), work.local) for c in clients]
     steps = max(map(len, planned))
-    widest = min(work.local.batch_size or int(sizes.max()), int(sizes.max()))
+    largest = int(sizes[list(clients)].max())
+    widest = min(work.local.batch_size or largest, largest)
     rows = np.empty((steps, len(clients), widest), dtype=np.int64)
     lengths = np.zeros((steps, len(clients)), dtype=np.int64)
     for k, (client, batches) in enumerate(zip(clients, planned, strict=True)):

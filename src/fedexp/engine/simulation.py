@@ -71,6 +71,8 @@ def simulate(
     [1.2, 6.0, 1.2, 6.0]
     """
     rounds = task.rounds if rounds is None else rounds
+    for name, value in {"rounds": rounds, "cohort": cohort, "seed": seed}.items():
+        require(value is None or isinstance(value, int), f"{name} must be a whole number: {value}")
     require(rounds >= 1, f"rounds must be at least 1, not {rounds}")
     evaluate_every = task.evaluate_every if evaluate_every is None else evaluate_every
     require(evaluate_every >= 1, f"evaluate_every must be at least 1, not {evaluate_every}")
@@ -125,13 +127,14 @@ def _placed(
         there = here if device is None else torch.device(device)
     except RuntimeError:
         raise UsageError(f"unknown device {device!r}; say cpu or cuda") from None
+    require(there.type in ("cpu", "cuda"), f"cannot train on {there.type}; say cpu or cuda")
     require(
         there.type != "cuda" or torch.cuda.is_available(),
         "there is no CUDA device here; leave device out to use the CPU",
     )
     chosen = precision or default_precision(there)
     check_precision(chosen, there)
-    stays = there.type == here.type and chosen == default_precision(there)
+    stays = device is None and precision is None
     return (task if stays else task.to(there, chosen)), chosen
 
 
@@ -141,7 +144,8 @@ def _checked_start(start: SimulationState, fresh: SimulationState, rounds: int) 
         {k: v.shape for k, v in a.items()} == {k: v.shape for k, v in b.items()}
         for a, b in ((start.server, fresh.server), (start.shared, fresh.shared))
     )
-    same = same and start.params.shape == fresh.params.shape
+    ours, theirs = ([s.params, *s.buffers] for s in (start, fresh))
+    same = same and [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in theirs]
     require(same, "start is the state of another task or algorithm; continue with the same ones")
     require(
         start.round < rounds,

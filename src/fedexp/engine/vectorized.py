@@ -1,7 +1,8 @@
 """The batched engine: all clients of a cohort advance together, step by step.
 
 It computes what the loop computes: the same clients, batches and augmentation, the same rules.
-Clients with shorter batches are padded with rows that count nothing.
+Clients with shorter batches are padded with rows that count nothing. Only what layers draw
+themselves (dropout) differs: it follows from the seed and the cohort, not from the client.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class Vectorized:
         total = Aggregate.zero(params.numel(), params.dtype, params.device)
         changed: dict[int, Tensors] = {}
         budget = COHORT_BYTES.get(params.device.type, 2**30)
-        together = max(1, budget // (params.numel() * params.element_size()))
+        together = max(1, budget // (params.numel() * params.element_size() + _batch_bytes(work)))
         waiting = [int(client) for client in work.cohort]
         while waiting:
             try:
@@ -68,8 +69,8 @@ class Vectorized:
         mine = _stack([state.clients.get(c) or rule.init_local(state.params) for c in clients])
         plan = plan_cohort(work, clients)
         inputs = _inputs(work, state, plan, mine)
-        program = self._program(work, plan, inputs)
         with seeded_torch(work.seed, "layers", work.round, clients[0]):
+            program = self._program(work, plan, inputs)
             outputs = program(inputs)
         deltas = state.params - outputs["params"]
         travel = _on(state.params.device, plan.steps * work.lr)[:, None].to(deltas.dtype)
@@ -99,6 +100,13 @@ class Vectorized:
         if key not in self._captured:
             self._captured[key] = Captured(program, inputs)
         return self._captured[key]
+
+
+def _batch_bytes(work: Work) -> int:
+    """The bytes of a client's largest batch as it is stored."""
+    fields, sizes = work.task.train.fields.values(), work.task.train.sizes[work.cohort]
+    rows = min(work.local.batch_size or int(sizes.max()), int(sizes.max()))
+    return rows * sum(value[0].numel() * value.element_size() for value in fields)
 
 
 def _inputs(

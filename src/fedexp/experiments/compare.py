@@ -1,18 +1,13 @@
-"""Run specs, over processes where there are cores, and sum up who reached what when."""
+"""Run a spec to its end, and sum up over specs who reached what when."""
 
 from __future__ import annotations
 
-import multiprocessing
-import queue
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
-import torch
 
 from fedexp.errors import DivergedError
 from fedexp.experiments.spec import Spec
@@ -47,49 +42,6 @@ def run_one(spec: Spec, on_round: OnRound) -> Outcome:
     except DivergedError as error:
         diverged = error.round
     return Outcome(spec, rows, time.perf_counter() - began, diverged)
-
-
-def run_all(specs: Sequence[Spec], jobs: int, on_round: OnRound) -> list[Outcome]:
-    """Run the specs, `jobs` at a time, one thread each; outcomes are in the order of the specs."""
-    if jobs <= 1 or len(specs) == 1:
-        return [run_one(spec, on_round) for spec in specs]
-    context = multiprocessing.get_context("spawn")
-    events = context.Queue()
-    workers = min(jobs, len(specs))
-    with ProcessPoolExecutor(workers, context, _init_worker, (events,)) as pool:
-        futures = [pool.submit(_run_in_worker, spec) for spec in specs]
-        for spec, row in _events(events, futures):
-            on_round(spec, row)
-        return [future.result() for future in futures]
-
-
-_to_parent: Any = (
-    None  # a worker's way to tell of its rounds; queues pass at a process's start only
-)
-
-
-def _init_worker(events: Any) -> None:
-    global _to_parent
-    _to_parent = events
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # dropped clients are counted in the rows
-
-
-def _run_in_worker(spec: Spec) -> Outcome:
-    return run_one(spec, lambda spec, row: _to_parent.put((spec, row)))
-
-
-def _events(events: Any, futures: Sequence[Future[Outcome]]) -> Iterator[tuple[Spec, Row]]:
-    """Rounds as they happen in the workers; ends when all are done, or one has failed."""
-    while True:
-        finished = all(f.done() for f in futures)
-        failed = any(f.done() and f.exception() is not None for f in futures)
-        try:
-            while True:
-                yield events.get(timeout=0.1)
-        except queue.Empty:
-            if finished or failed:
-                return
 
 
 def rounds_to(curve: np.ndarray[Any, Any], target: float, higher: bool) -> int | None:
@@ -141,8 +93,8 @@ def summarise(outcomes: Sequence[Outcome], metric: str, target: float | None) ->
         finals = [_final(o, c) for o, c in zip(group, curves, strict=True)]
         lines.append(Line(name, [h for h in hits if h is not None], len(group), finals))
     reference = next((line for line in lines if line.algorithm == "fedavg"), None)
-    longest = max(len(outcome.rows) for outcome in outcomes)
-    return lines if reference is None else [_speedup(each, reference, longest) for each in lines]
+    asked = max(len(outcome.rows) for outcome in outcomes)
+    return lines if reference is None else [_speedup(each, reference, asked) for each in lines]
 
 
 def _final(outcome: Outcome, curve: np.ndarray[Any, Any]) -> float:
@@ -150,9 +102,10 @@ def _final(outcome: Outcome, curve: np.ndarray[Any, Any]) -> float:
     return float("nan") if outcome.diverged_at is not None or not known.size else float(known[-1])
 
 
-def _speedup(line: Line, reference: Line, longest: int) -> Line:
+def _speedup(line: Line, reference: Line, asked: int) -> Line:
+    """A seed of FedAvg that did not arrive counts as if it had in the last round, at least."""
     if line.mean_rounds is None:
         return line
-    theirs = reference.mean_rounds
-    ratio = (longest if theirs is None else theirs) / line.mean_rounds
-    return replace(line, speedup=ratio, at_least=theirs is None)
+    missing = reference.seeds - len(reference.rounds)
+    theirs = (sum(reference.rounds) + missing * asked) / reference.seeds
+    return replace(line, speedup=theirs / line.mean_rounds, at_least=missing > 0)

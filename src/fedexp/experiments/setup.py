@@ -151,7 +151,8 @@ def share_options(
     A name that no algorithm knows is a mistake, and is told as the first algorithm tells it.
     """
     shared: dict[str, dict[str, str]] = {name: {} for name in setups}
-    for key, value in options.items():
+    general_first = sorted(options.items(), key=lambda option: ":" in option[0])
+    for key, value in general_first:
         name, colon, own = key.partition(":")
         if colon and name not in setups:
             raise unknown_name("algorithm in --set", name, setups)
@@ -171,10 +172,11 @@ def split_task_options(options: Mapping[str, str]) -> tuple[dict[str, str], dict
 
 def parse_assignments(assignments: list[str]) -> dict[str, str]:
     """`["eps=0.1"]` to `{"eps": "0.1"}`."""
-    pairs = {}
+    pairs: dict[str, str] = {}
     for text in assignments:
         key, equals, value = text.partition("=")
         if not (equals and key and value):
             raise UsageError(f"--set takes key=value, not {text!r}; for example --set eps=0.01")
+        pairs.pop(key.strip(), None)  # said again, it counts from here on
         pairs[key.strip()] = value.strip()
     return pairs

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -107,5 +108,10 @@ class Run:
             "device": self.spec.device,
             "precision": self.spec.precision,
             "set": dict(self.spec.options),
-            "options": self.setup.options(),
+            "options": {k: _plain(v) for k, v in self.setup.options().items()},
         }
+
+
+def _plain(value: Any) -> Any:
+    """As JSON can hold it: infinity in words, as `--set` takes it."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

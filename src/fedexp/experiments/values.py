@@ -70,6 +70,8 @@ def _convert_tuple(value: Any, kinds: tuple[Any, ...], name: str) -> tuple[Any, 
 
 def _convert_number(value: Any, kind: type, name: str) -> Any:
     what = "a whole number" if kind is int else "a number"
+    if kind is int and isinstance(value, str) and value.lstrip("+-").isdecimal():
+        return int(value)  # not through a float, which cannot hold large ones
     try:
         number = float(value)
     except (TypeError, ValueError):

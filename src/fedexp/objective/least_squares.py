@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from fedexp.data.federation import Batch
+from fedexp.errors import require
 from fedexp.objective.base import Buffers
 from fedexp.precision import Precision
 
@@ -23,6 +24,7 @@ class LeastSquares:
         self.gradient_scale = gradient_scale
 
     def on(self, device: torch.device, precision: Precision) -> LeastSquares:
+        require(precision != "bf16", "least squares are solved in float64; leave precision out")
         return LeastSquares(self.start.to(device), self.gradient_scale)
 
     def batching_pays(self, device: torch.device) -> bool:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,7 @@ class ModuleObjective:
 
     The module is scratch space: parameters and buffers are set from the arguments at every call,
     so the methods are pure to their callers. Threads must not share one: give each its own task.
+    Parameters that need no gradient are those of the first module built, whatever the seed.
 
     Args:
         build: makes a module; it is called under a seed, so the initial weights follow from it.
@@ -45,18 +47,24 @@ class ModuleObjective:
             self.module = deepcopy(self.build())
         self.device = torch.device("cpu")
         self.compute_type: torch.dtype | None = None
-        self.mixes_examples = any(isinstance(m, _BatchNorm) for m in self.module.modules())
         self._list_tensors()
+        # BatchNorm, and anything that keeps statistics of a batch
+        self.mixes_examples = bool(self.averaged) or any(
+            isinstance(m, _BatchNorm) for m in self.module.modules()
+        )
         require(bool(self.params), "the model has no trainable parameters")
 
     def _list_tensors(self) -> None:
         self.params = [p for p in self.module.parameters() if p.requires_grad]
         self.names = [n for n, p in self.module.named_parameters() if p.requires_grad]
         buffers = dict(self.module.named_buffers())
-        averaged = {name: b for name, b in buffers.items() if b.is_floating_point()}
-        kept = {name: b for name, b in buffers.items() if not b.is_floating_point()}
-        self.averaged, self.kept = list(averaged.values()), list(kept.values())
+        averaged = [name for name, b in buffers.items() if b.is_floating_point()]
+        kept = [name for name, b in buffers.items() if not b.is_floating_point()]
+        self.averaged = [buffers[name] for name in averaged]
+        self.kept = [buffers[name] for name in kept]
         self.buffer_names = [*averaged, *kept]
+        # a forward pass may write to its buffers, or put others in their place: both are followed
+        self.slots = [_slot(self.module, name) for name in self.buffer_names]
 
     def on(self, device: torch.device, precision: Precision) -> ModuleObjective:
         """A copy on the device; with bf16, layers compute in it and weights stay as they are."""
@@ -87,12 +95,20 @@ class ModuleObjective:
         self.module.train()
         with self._autocast():
             output = self.module(batch["x"])
-        loss = self.loss(output.to(params.dtype), batch["y"]).mean()
+        loss = self._losses(output.to(params.dtype), batch["y"]).mean()
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
         filled = [
             torch.zeros_like(p) if g is None else g for g, p in zip(grads, self.params, strict=True)
         ]
-        return flatten(filled), self._buffers() if self.averaged or self.kept else buffers
+        return flatten(filled), self._buffers() if self.slots else buffers
+
+    @torch.no_grad()
+    def detect_mixing(self, params: Tensor, buffers: Buffers, batch: Batch) -> None:
+        """Note it where an example's output depends on the others of its batch."""
+        self._bind(params, buffers)
+        self.module.eval()
+        alone, together = self.module(batch["x"][:1]), self.module(batch["x"][:2])[:1]
+        self.mixes_examples |= not torch.allclose(alone, together, rtol=1e-3, atol=1e-5)
 
     def gradients(
         self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
@@ -110,12 +126,14 @@ class ModuleObjective:
         state = dict(zip(self.names, _pieces(params, self.params), strict=True))
         # BatchNorm writes to its buffers, and under vmap only contiguous ones remember it
         averaged = [piece.clone() for piece in _pieces(buffers.averaged, self.averaged)]
-        kept = [piece.clone() for piece in _pieces(buffers.kept, self.kept)]
+        kept = [p.to(t.dtype, copy=True) for p, t in self._typed(buffers.kept)]
         state |= dict(zip(self.buffer_names, [*averaged, *kept], strict=True))
         with self._autocast():
             output = torch.func.functional_call(self.module, state, (x,))
-        after = Buffers(flatten(averaged), flatten(kept).long()) if self.buffer_names else buffers
-        return (self.loss(output.to(params.dtype), y) * weights).sum(), after
+        after = (
+            self._gathered([state[name] for name in self.buffer_names]) if self.slots else buffers
+        )
+        return (self._losses(output.to(params.dtype), y) * weights).sum(), after
 
     @torch.no_grad()
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
@@ -123,7 +141,7 @@ class ModuleObjective:
         self.module.eval()
         with self._autocast():
             output = self.module(batch["x"]).to(params.dtype)
-        values = {"loss": self.loss(output, batch["y"])}
+        values = {"loss": self._losses(output, batch["y"])}
         if self.classifies:
             values["accuracy"] = (output.argmax(dim=1) == batch["y"]).to(output.dtype)
         return values
@@ -138,14 +156,39 @@ class ModuleObjective:
             return nullcontext()
         return torch.autocast(self.device.type, self.compute_type)
 
+    def _losses(self, output: Tensor, y: Tensor) -> Tensor:
+        """A loss for every example; losses of several outputs are averaged."""
+        losses = self.loss(output, y)
+        require(
+            losses.ndim >= 1 and len(losses) == len(y),
+            "the loss must give a value for every example; build it with reduction='none'",
+        )
+        return losses if losses.ndim == 1 else losses.flatten(1).mean(dim=1)
+
     def _bind(self, params: Tensor, buffers: Buffers) -> None:
         unflatten_into(self.params, params)
-        unflatten_into(self.averaged, buffers.averaged.clone())  # the forward pass writes to them
-        for target, value in zip(self.kept, _pieces(buffers.kept, self.kept), strict=True):
-            target.copy_(value)
+        averaged = _pieces(
+            buffers.averaged.clone(), self.averaged
+        )  # the forward pass writes to them
+        kept = [piece.to(t.dtype, copy=True) for piece, t in self._typed(buffers.kept)]
+        for (home, name), value in zip(self.slots, [*averaged, *kept], strict=True):
+            home[name] = value
+
+    def _typed(self, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
+        return list(zip(_pieces(kept, self.kept), self.kept, strict=True))
 
     def _buffers(self) -> Buffers:
-        return Buffers(flatten(self.averaged), flatten(self.kept).long())
+        return self._gathered([home[name].detach() for home, name in self.slots])
+
+    def _gathered(self, values: Sequence[Tensor]) -> Buffers:
+        averaged, kept = values[: len(self.averaged)], values[len(self.averaged) :]
+        return Buffers(flatten(averaged), flatten([value.long() for value in kept]).long())
+
+
+def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
+    """Where a buffer is kept: the dictionary of its module, and its name there."""
+    owner, _, own = name.rpartition(".")
+    return module.get_submodule(owner)._buffers, own
 
 
 def flatten(tensors: Sequence[Tensor]) -> Tensor:
