@@ -1,6 +1,6 @@
 """Batched engine against the loop on a CPU: 3.2 to 5.2 times on digits, 0.7 to 0.9 on synthetic.
 
-One thread of a 2-core x86-64 at 2.8 GHz, torch 2.13.0, median of 7 rounds, three runs of the
+One thread of a 2-core x86-64 at 2.8 GHz, torch 2.13.0, median of 7 rounds, two runs of the
 script, 2026-11-15.
 
 Both run the same rounds of the same tasks in one process, one thread, one after the other; the

@@ -1,6 +1,6 @@
 """Five algorithms x 200 rounds of the synthetic task: 14 to 18 s, 1.02 to 1.6 x bare arithmetic.
 
-One process, plain loop, one thread of a 2-core x86-64 at 2.8 GHz, torch 2.13.0, three runs of the
+One process, plain loop, one thread of a 2-core x86-64 at 2.8 GHz, torch 2.13.0, two runs of the
 script, 2026-11-15.
 
 Reports the time of each algorithm, and how it compares with the bare arithmetic: the same matrix
