@@ -31,8 +31,9 @@ def _best(local_lr: float, **server: float) -> dict[str, float]:
 
 # By the paper's protocol on seed 0: the highest training accuracy, averaged over the last 10 of 50
 # rounds, on half-decade grids of local.lr from 10^-1.5 to 1 and of the server's option. FedAvg on
-# the logistic model is the exception: the protocol picks server.lr 10 with local.lr 0.1, whose loss
-# first blows up for twenty rounds; it has the values that reach targets soonest instead.
+# the logistic model is the exception, in its favour: the protocol picks server.lr 10 with local.lr
+# 0.1, whose loss first blows up for twenty rounds. It has the best of five settings instead, chosen
+# by the rounds to several TEST accuracies on seeds 0 to 3; no other algorithm was given that.
 TUNED: dict[str, dict[str, dict[str, float]]] = {
     "digits": {
         "fedavg": _best(1.0, lr=1.0),
@@ -87,7 +88,7 @@ def digits(model: Model = "logistic", clients: int = 50, alpha: float = 0.1, see
         local=replace(PAPER_TRAINING, lr=0.1),
         rounds=60,
         cohort=min(10, clients),
-        target=0.94,
+        target=0.92,
         tuned=TUNED[name],
     )
 
