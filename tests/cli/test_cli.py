@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -202,7 +203,7 @@ def test_a_full_disk_and_a_closed_pipe_get_no_traceback() -> None:
     assert done.returncode == 2
     assert done.stderr.startswith("fedexp: error: No space left on device")
     assert done.stderr.count("\n") == 1
-    piped = f"{sys.executable} -m fedexp tasks | true"
+    piped = f"{shlex.quote(sys.executable)} -m fedexp tasks | true"
     done = subprocess.run(piped, shell=True, capture_output=True, text=True, check=False)
     assert done.stderr == ""
 
