@@ -22,6 +22,8 @@ LAYERS = [
     {"tasks"},
     {"engine"},
     {"experiments"},
+    {"runs"},
+    {"studies", "report"},
     {"cli"},
     {"__init__", "__main__"},
 ]
@@ -36,6 +38,9 @@ HEAVY = {
     "flwr",
     "optuna",
     "pandas",
+    "plotly",
+    "safetensors",
+    "tomli_w",
 }
 
 
