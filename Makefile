@@ -21,7 +21,7 @@ demo: $(READY)
 	$(BIN)/fedexp toy --out out/toy.png
 	@echo
 	$(BIN)/fedexp compare digits --algorithms fedavg,fedexp,scaffold,fedadagrad --seeds 3 \
-	  --out out/digits.png
+	  --out out/digits.png --runs out/runs
 
 # The fast gate: format, lint, types.
 check: $(READY)

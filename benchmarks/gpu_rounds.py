@@ -144,8 +144,7 @@ def _row(name: str, task: Task, cohort: int, precision: Precision, form: str, ro
         "loop": loop.run_cohort,
         "eager": Vectorized(graphs=False),
         "graph": Vectorized(),
-        "compiled": Vectorized(compile=True),
-        "scaffold": Vectorized(compile=True),
+        "scaffold": Vectorized(),
     }
     engine = engines[form]
     torch._dynamo.reset()  # every row compiles its own program
@@ -164,7 +163,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--work", action="append", default=[])
-    parser.add_argument("--forms", default="eager,graph,compiled")
+    parser.add_argument("--forms", default="eager,graph,scaffold")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
     device = torch.device(args.device)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 import fedexp as fx
-from fedexp.aggregate import usable
+from fedexp.aggregate import CACHED_COLUMNS, norms, usable
 from tests.rules import random_updates
 
 # Whole numbers add up exactly in float64, so the laws can be asked for to the last bit.
@@ -142,6 +142,13 @@ def test_packing_keeps_what_float32_cannot_hold() -> None:
     assert agg.unpack(agg.pack()) == agg
     assert agg.unpack(agg.pack()).mean_sq_norm.item() == pytest.approx(3e50)
     assert agg != fx.Aggregate.of(torch.full((2, 3), 1e25), [1.0, 1.0])
+
+
+def test_norms_of_models_that_are_widened_in_parts() -> None:
+    rows = random_updates(3, 2 * CACHED_COLUMNS + 17, dtype=torch.float32)
+    expected = np.linalg.norm(rows.numpy().astype(np.float64), axis=1)
+    np.testing.assert_allclose(norms(rows).numpy(), expected, rtol=1e-13)
+    assert norms(torch.full((1, 4), 1e30)).item() == pytest.approx(2e30)
 
 
 def test_updates_of_other_models_do_not_add() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedexp.errors import require
 
 SCALARS = ("weight", "sq_norm", "count", "dropped")
+CACHED_COLUMNS = 2**16  # of a CPU: so many are widened at a time
 
 
 @dataclass(frozen=True, eq=False)
@@ -68,7 +69,7 @@ class Aggregate:
         """
         deltas = _accumulable(_matrix(deltas))
         wide = {"dtype": torch.float64, "device": deltas.device}
-        sq_norms = _sq_norms(deltas)
+        sq_norms = norms(deltas).square()
         extras = {name: _accumulable(value) for name, value in (extras or {}).items()}
         keep = _finite(sq_norms, extras)
         if weights is None:
@@ -166,7 +167,18 @@ class Aggregate:
 
 def usable(deltas: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
     """Which of M clients `Aggregate.of` admits, as M booleans: all finite, norm included."""
-    return _finite(_sq_norms(_accumulable(deltas)), extras)
+    return _finite(norms(_accumulable(deltas)).square(), extras)
+
+
+def norms(rows: Tensor) -> Tensor:
+    """The norms of [M, d] in float64, each over a whole row."""
+    if rows.device.type != "cpu" or rows.dtype == torch.float64:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    # on a CPU, a widened copy that stays in its cache is four times as fast as widening in place
+    parts = (part.double() for part in rows.split(CACHED_COLUMNS, dim=1))
+    return torch.linalg.vector_norm(
+        torch.stack([torch.linalg.vector_norm(part, dim=1) for part in parts]), dim=0
+    )
 
 
 def _finite(sq_norms: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
@@ -181,10 +193,6 @@ def _matrix(deltas: Any) -> Tensor:
     matrix = torch.as_tensor(deltas)
     require(matrix.ndim == 2, f"deltas must have shape [M, d], not {tuple(matrix.shape)}")
     return matrix
-
-
-def _sq_norms(deltas: Tensor) -> Tensor:
-    return torch.linalg.vector_norm(deltas, dim=1, dtype=torch.float64).square()
 
 
 def _accumulable(value: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,9 +21,20 @@ from fedexp.errors import require
 Tensors = Mapping[str, Tensor]
 
 
+class Drift(NamedTuple):
+    """A correction that is linear in the parameters: g + pull (w - w⁰) + push."""
+
+    pull: float = 0.0
+    push: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class ClientRule:
-    """The interface, with the answers of a rule that keeps no state and corrects nothing."""
+    """The interface, with the answers of a rule that keeps no state and corrects nothing.
+
+    A rule says how it corrects a gradient by its `drift`, or by `correct` where it is of no such
+    form; engines may train quadratic problems in one go with the first.
+    """
 
     def init_shared(self, params: Tensor) -> Tensors:
         """What the server keeps for this rule and sends beside the model."""
@@ -32,11 +44,18 @@ class ClientRule:
         """What one client keeps between the rounds it takes part in."""
         return {}
 
+    def drift(self, shared: Tensors, local: Tensors) -> Drift:
+        """The correction, where it is linear in the parameters."""
+        return Drift()
+
     def correct(
         self, grad: Tensor, params: Tensor, start: Tensor, shared: Tensors, local: Tensors
     ) -> Tensor:
         """The corrected gradient at `params`, of a client that began the round at `start`."""
-        return grad
+        pull, push = self.drift(shared, local)
+        if pull:
+            grad = grad.add(params - start, alpha=pull)
+        return grad if push is None else grad + push
 
     def finish(
         self, delta: Tensor, travel: Tensor | float, shared: Tensors, local: Tensors
@@ -72,10 +91,8 @@ class Prox(ClientRule):
     def __post_init__(self) -> None:
         require(math.isfinite(self.mu) and self.mu >= 0, f"mu must be >= 0, not {self.mu}")
 
-    def correct(
-        self, grad: Tensor, params: Tensor, start: Tensor, shared: Tensors, local: Tensors
-    ) -> Tensor:
-        return grad.add(params - start, alpha=self.mu)
+    def drift(self, shared: Tensors, local: Tensors) -> Drift:
+        return Drift(pull=self.mu)
 
 
 @dataclass(frozen=True)
@@ -93,10 +110,8 @@ class Scaffold(ClientRule):
     def init_local(self, params: Tensor) -> Tensors:
         return {"control": torch.zeros_like(params)}
 
-    def correct(
-        self, grad: Tensor, params: Tensor, start: Tensor, shared: Tensors, local: Tensors
-    ) -> Tensor:
-        return grad + shared["control"] - local["control"]
+    def drift(self, shared: Tensors, local: Tensors) -> Drift:
+        return Drift(push=shared["control"] - local["control"])
 
     def finish(
         self, delta: Tensor, travel: Tensor | float, shared: Tensors, local: Tensors

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
+from fedexp.aggregate import norms
 from fedexp.errors import require
 
 
@@ -72,9 +72,10 @@ def local_step(params: Tensor, grad: Tensor, lr: float | Tensor, local: LocalTra
 def clip_by_norm(grad: Tensor, bound: float) -> Tensor:
     """Scale each vector along the last dimension to a norm of at most `bound`.
 
+    >>> import torch
     >>> clip_by_norm(torch.tensor([3.0, 4.0]), 1.0).tolist()
     [0.6..., 0.8...]
     """
     # in float64, because the square of a large float32 overflows and would scale it to nothing
-    norm = torch.linalg.vector_norm(grad, dim=-1, keepdim=True, dtype=torch.float64)
+    norm = norms(grad.reshape(-1, grad.shape[-1])).view(*grad.shape[:-1], 1)
     return grad * (bound / norm).clamp(max=1.0).to(grad.dtype)

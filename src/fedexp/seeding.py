@@ -13,8 +13,11 @@ from contextlib import contextmanager
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from fedexp.errors import require
+
+GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed integer
 
 
 def sequence(seed: int, purpose: str, *numbers: int) -> np.random.SeedSequence:
@@ -35,6 +38,33 @@ def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
 def torch_seed(seed: int, purpose: str, *numbers: int) -> int:
     """A 63-bit seed for a `torch.Generator`."""
     return int(sequence(seed, purpose, *numbers).generate_state(1, np.uint64)[0] >> 1)
+
+
+def hashed(key: Tensor, numbers: Tensor, count: int) -> Tensor:
+    """`count` random whole numbers below 2^63 for each of `numbers`, [K, count], on their device.
+
+    SplitMix64 in integer arithmetic, so that all devices agree, with no state and nothing to wait
+    for: a cohort's numbers come all at once, and do not depend on who else is in it.
+
+    >>> hashed(torch.tensor(1), torch.tensor([5, 6]), 2)[1].equal(
+    ...     hashed(torch.tensor(1), torch.tensor([6]), 2)[0])
+    True
+    """
+    stream = _mixed(key + GOLDEN * (numbers + 1))
+    place = torch.arange(1, count + 1, device=numbers.device)
+    return _shifted(_mixed(stream[:, None] + GOLDEN * place), 1)
+
+
+def _mixed(z: Tensor) -> Tensor:
+    """The finaliser of SplitMix64 (Steele et al., 2014), on signed integers that wrap around."""
+    z = (z ^ _shifted(z, 30)) * -0x40A7B892E31B1A47
+    z = (z ^ _shifted(z, 27)) * -0x6B2FB644ECCEEE15
+    return z ^ _shifted(z, 31)
+
+
+def _shifted(z: Tensor, bits: int) -> Tensor:
+    """To the right, filling up with zeros as if there were no sign."""
+    return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @contextmanager

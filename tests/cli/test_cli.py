@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-import os
 import shlex
-import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
-import numpy as np
 import pytest
+from safetensors.torch import load_file
 
 from fedexp.cli.main import main
+from fedexp.runs import load_run
 
 SMALL = ["--set", "task.clients=4", "--set", "task.rows=3", "--set", "task.dim=20"]
+
+
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs are kept in the current folder unless something else is said."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDEXP_RUNS", raising=False)
 
 
 def test_json_is_alone_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
@@ -25,7 +30,8 @@ def test_json_is_alone_on_stdout(capfd: pytest.CaptureFixture[str]) -> None:
     )
     out, _ = capfd.readouterr()
     result = json.loads(out)
-    assert list(result) == ["task", "algorithm", "seed", "rounds", "seconds", "final"]
+    keys = ["task", "algorithm", "seed", "rounds", "seconds", "status", "folder", "final"]
+    assert list(result) == keys
     assert (result["task"], result["algorithm"], result["rounds"]) == ("synthetic", "fedexp", 3)
     assert result["final"]["round"] == 3
     assert result["final"]["server_lr"] >= 1
@@ -37,13 +43,15 @@ def test_run_writes_spec_records_and_model(
     out = tmp_path / "new" / "run"
     command = ["run", "synthetic", "--rounds", "3", "--cohort", "2", "--seed", "5", *SMALL]
     assert main([*command, "--out", str(out)]) == 0
-    rows = [json.loads(line) for line in (out / "records.jsonl").read_text().splitlines()]
-    assert [row["round"] for row in rows] == [1, 2, 3]
-    spec = json.loads((out / "spec.json").read_text())
+    stored = load_run(out)
+    assert [row["round"] for row in stored.rows] == [1, 2, 3]
+    spec = stored.spec
     assert (spec["seed"], spec["cohort"], spec["options"]["server.eps"]) == (5, 2, 0.0)
-    assert np.load(out / "model.npz")["params"].shape == (20,)
-    assert main([*command, "--out", str(out)]) == 2
-    assert "already holds a run" in capfd.readouterr().err
+    assert load_file(out / "model.safetensors")["params"].shape == (20,)
+    assert stored.environment["threads"] == 1  # a small model is not split over threads
+    assert capfd.readouterr().err == f"fedexp: wrote {out}\n"
+    assert main([*command, "--out", str(out), "--rounds", "4"]) == 2
+    assert "holds another run: there rounds is 3" in capfd.readouterr().err
 
 
 def test_compare_prints_a_table_and_draws(
@@ -155,16 +163,24 @@ def test_lists(command: str, capfd: pytest.CaptureFixture[str]) -> None:
         (["toy", "--out", "/proc/nothing/toy.png"], "cannot write"),
         (["toy", "--out", "toy.xyz"], "cannot write"),
         (["run", "toy", "--out", "/proc/nothing"], "cannot write"),
+        (["run", "toy", "--runs", "x", "--no-save"], "exclude each other"),
+        (["run", "toy", "--restart"], "holds no run; leave --restart out"),
+        (["run", "toy", "--no-save", "--log", "tensorboard"], "leave --no-save out"),
+        (["run", "toy", "--log", "paper"], "unknown consumer of runs"),
+        (["run", "toy", "--checkpoint-every", "-1"], "number of seconds from 0"),
+        (["run", "toy", "--stop-at", "-1"], "--stop-at must be a positive loss"),
+        (["run", "digits", "--stop-at", "101"], "--stop-at must be"),
+        (["compare", "toy", "--smooth", "0"], "--smooth"),
+        (["compare", "toy", "--format", "word"], "invalid choice: 'word'"),
+        (["resume", "nothing"], "nothing is not a run"),
         ([], "COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
     ],
     ids=str,
 )
 def test_a_mistake_gets_one_line_and_status_2(
-    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str], tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
-    monkeypatch.chdir(tmp_path)
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert main(arguments) == 2
     out, err = capfd.readouterr()
     assert out == ""
@@ -206,20 +222,3 @@ def test_a_full_disk_and_a_closed_pipe_get_no_traceback() -> None:
     piped = f"{shlex.quote(sys.executable)} -m fedexp tasks | true"
     done = subprocess.run(piped, shell=True, capture_output=True, text=True, check=False)
     assert done.stderr == ""
-
-
-@pytest.mark.parametrize("delay", [0.5, 6.0], ids=["workers import", "workers run"])
-def test_ctrl_c_ends_a_comparison_in_order(delay: float, tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "fedexp", "compare", "synthetic", "--rounds", "5000"]
-    run = subprocess.Popen(
-        [*command, "--jobs", "2", "--out", str(tmp_path / "c.png")],
-        stderr=subprocess.PIPE, text=True, start_new_session=True,
-    )  # fmt: skip
-    children = Path(f"/proc/{run.pid}/task/{run.pid}/children")
-    while len(children.read_text().split()) < 3:  # two workers, and Python's own helper
-        time.sleep(0.1)
-    time.sleep(delay)
-    os.killpg(run.pid, signal.SIGINT)
-    _, err = run.communicate(timeout=30)
-    assert run.returncode == 130
-    assert err.splitlines() == ["fedexp: error: interrupted"]

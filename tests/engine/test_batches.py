@@ -1,5 +1,8 @@
 """The batch plan against the semantics of a shuffling data loader, written out by hand."""
 
+from collections.abc import Iterator
+from itertools import count
+
 import numpy as np
 import pytest
 import torch
@@ -10,11 +13,12 @@ from numpy.typing import NDArray
 from fedexp.algorithms import fedavg
 from fedexp.data.federation import Federation
 from fedexp.data.images import Images
-from fedexp.engine.plan import plan_batches
+from fedexp.engine.cohort_plan import plan_cohort
+from fedexp.engine.plan import EPOCH_BITS, batch_key, plan_batches, step_rows
 from fedexp.engine.work import Work
 from fedexp.local import LocalTraining
 from fedexp.models import logistic
-from fedexp.seeding import generator
+from fedexp.seeding import generator, torch_seed
 from fedexp.tasks.classification import classification
 
 Plan = list[NDArray[np.int64]]
@@ -22,7 +26,27 @@ SIZES, BATCHES, STEPS = st.integers(1, 40), st.integers(1, 45), st.integers(1, 3
 SEEDS = st.integers(0, 2**32)
 
 
-def loader_by_hand(rng: np.random.Generator, size: int, batch: int, steps: int) -> Plan:
+def chance(key: int, client: int, place: int) -> int:
+    """SplitMix64 in whole numbers: the stream of a client, and its number at a place from 1."""
+    golden, word = 0x9E3779B97F4A7C15, 2**64
+
+    def mixed(z: int) -> int:
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % word
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % word
+        return z ^ z >> 31
+
+    stream = mixed((key + golden * (client + 1)) % word)
+    return mixed((stream + golden * place) % word) >> 1
+
+
+def orders_by_hand(key: int, client: int, size: int) -> Iterator[list[int]]:
+    """Epoch after epoch, the examples in the order of the numbers they draw."""
+    for epoch in count():
+        drawn = [chance(key, client, epoch * size + i + 1) >> EPOCH_BITS for i in range(size)]
+        yield sorted(range(size), key=lambda i: drawn[i])
+
+
+def loader_by_hand(orders: Iterator[list[int]], batch: int, steps: int) -> Plan:
     """`while steps remain: for batch in DataLoader(shuffle=True, drop_last=False): step`.
 
     One permutation an epoch; the sampler yields it, and the batches are filled one example at a
@@ -32,7 +56,7 @@ def loader_by_hand(rng: np.random.Generator, size: int, batch: int, steps: int) 
     while len(done) < steps:
         waiting: list[int] = []
         epoch: Plan = []
-        for example in rng.permutation(size):
+        for example in next(orders):
             waiting.append(example)
             if len(waiting) == batch:
                 epoch.append(np.array(waiting))
@@ -56,8 +80,36 @@ def test_equals_a_restarted_shuffling_loader(
 ) -> None:
     local = LocalTraining(steps=steps, batch_size=batch)
     plan = plan_batches(seed, round, client, size, local)
-    rng = generator(seed, "batches", round, client)
-    assert equal(plan, loader_by_hand(rng, size, batch, steps))
+    orders = orders_by_hand(torch_seed(seed, "batches", round), client, size)
+    assert equal(plan, loader_by_hand(orders, batch, steps))
+
+
+@given(
+    sizes=st.lists(SIZES, min_size=1, max_size=5),
+    batch=st.none() | BATCHES,
+    steps=STEPS,
+    epochs=st.none() | st.integers(1, 3),
+    seed=SEEDS,
+)
+def test_a_cohort_is_planned_as_its_clients_are(
+    sizes: list[int], batch: int | None, steps: int, epochs: int | None, seed: int
+) -> None:
+    """What the batched engine works out all at once, filled up with each client's first row."""
+    local = LocalTraining(steps=steps, epochs=epochs, batch_size=batch)
+    offsets = np.concatenate([[0], np.cumsum(sizes)])
+    rows = {"x": torch.zeros(offsets[-1], 1), "y": torch.zeros(offsets[-1], dtype=torch.int64)}
+    task = classification("mine", lambda: logistic(1, 2), Federation(rows, offsets))
+    clients = list(range(len(sizes)))
+    plan = plan_cohort(Work(task, fedavg(), local, "uniform", seed, 3, np.array(clients)), clients)
+    key, who = torch.tensor(batch_key(seed, 3)), torch.from_numpy(plan.who)
+    seen = step_rows(key, who, len(plan.lengths), plan.width, plan.reach, batch).numpy()
+    for client in clients:
+        one = plan_batches(seed, 3, client, sizes[client], local)
+        assert plan.lengths[:, client].tolist()[: len(one)] == [len(each) for each in one]
+        assert not plan.lengths[len(one) :, client].any()
+        for step, each in enumerate(one):
+            assert np.array_equal(seen[step, client, : len(each)], offsets[client] + each)
+            assert (seen[step, client, len(each) :] == offsets[client]).all()
 
 
 @given(size=SIZES, batch=BATCHES, epochs=st.integers(1, 5), seed=SEEDS)

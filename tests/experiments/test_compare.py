@@ -8,11 +8,16 @@ import pytest
 import fedexp as fx
 from fedexp.experiments.catalog import build_task
 from fedexp.experiments.compare import Outcome, summarise
-from fedexp.experiments.figures import comparison_figure
-from fedexp.experiments.pool import run_all
+from fedexp.experiments.figures import comparison_figure, mean_and_spread
 from fedexp.experiments.spec import Spec
-from fedexp.experiments.tables import comparison_table, text_table
+from fedexp.experiments.tables import (
+    comparison_numbers,
+    comparison_table,
+    render_table,
+    text_table,
+)
 from fedexp.experiments.toy import LAST, MEAN, PLAIN, toy_figure, toy_paths
+from fedexp.runs.pool import run_all
 
 SMALL = (("task.clients", "4"), ("task.rows", "3"), ("task.dim", "20"))
 
@@ -53,6 +58,52 @@ def test_a_seed_that_never_arrives_gives_no_flattering_mean() -> None:
     _, cells = comparison_table([fedavg, fedexp], "test_accuracy", 0.6, 2)
     assert cells[0][1:3] == [">2 (1/2 seeds)", "-"]
     assert cells[1][2] == ">2.00x"
+
+
+def test_smoothing_averages_the_end_over_rounds_and_leaves_the_rounds_to_target() -> None:
+    runs = [
+        outcome("fedexp", 0, [0.1, 0.9, 0.5, 0.7]),
+        outcome("fedexp", 1, [0.1, 0.2, 0.9, 0.6]),
+    ]
+    (line,) = summarise(runs, "test_accuracy", 0.8, smooth=2)
+    assert line.rounds == [2, 3]  # a single round counts, as in the paper's Table 1
+    assert line.finals == pytest.approx([0.6, 0.75])
+    assert line.spread == pytest.approx(np.std([0.5, 0.7, 0.9, 0.6], ddof=1))
+    (one,) = summarise(runs[:1], "test_accuracy", 0.8)
+    assert (one.finals, one.spread) == ([0.7], None)
+
+
+def test_smoothing_counts_rounds_not_evaluations() -> None:
+    rare = outcome("fedexp", 0, [])
+    rare.rows.extend({"test_accuracy": v} for v in (0.1, None, 0.4, None, 0.8))
+    assert summarise([rare], "test_accuracy", None, smooth=3)[0].finals == pytest.approx([0.6])
+    assert summarise([rare], "test_accuracy", None, smooth=20)[0].finals == pytest.approx([1.3 / 3])
+
+
+def test_curves_are_pooled_over_seeds_and_the_window() -> None:
+    curves = [np.array([1.0, 2.0, 6.0]), np.array([3.0, 4.0, 8.0])]
+    rounds, mean, spread = mean_and_spread(curves, smooth=2)
+    assert rounds.tolist() == [1, 2, 3]
+    assert mean == pytest.approx([2, 2.5, 5])
+    assert spread[2] == pytest.approx(np.std([2, 6, 4, 8], ddof=1))
+    sparse = np.array([np.nan, 2.0, np.nan, 6.0])
+    rounds, mean, spread = mean_and_spread([sparse], smooth=3)
+    assert (rounds.tolist(), mean.tolist()) == ([2, 4], [2.0, 4.0])
+
+
+def test_numbers_for_programs_and_cells_for_people() -> None:
+    runs = [outcome("fedavg", s, [0.1, 0.7]) for s in (0, 1)]
+    runs += [outcome("a_b", 0, [0.9, 0.9]), outcome("a_b", 1, [0.9, 0.9], diverged_at=3)]
+    lines = summarise(runs, "test_accuracy", 0.6)
+    headers, cells = comparison_numbers(lines)
+    by_name = [dict(zip(headers, row, strict=True)) for row in cells]
+    assert (by_name[0]["rounds_mean"], by_name[0]["final_std"]) == ("2.0", "0.0")
+    assert (by_name[1]["speedup"], by_name[1]["final_mean"]) == ("2.0", "")
+    table = comparison_table(lines, "test_accuracy", 0.6, 2)
+    assert "a\\_b & 1.0 $\\pm$ 0.0" in render_table("latex", *table)
+    assert "| 70.00% ± 0.00% |" in render_table("markdown", *table)
+    with pytest.raises(fx.UsageError, match="did you mean markdown"):
+        render_table("markdwon", *table)
 
 
 def test_a_diverged_run_is_told() -> None:

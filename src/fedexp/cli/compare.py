@@ -11,19 +11,32 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from fedexp.cli.options import add_out, add_run_options, positive, spec_of
-from fedexp.cli.progress import progress_bar
-from fedexp.errors import UsageError, require
+from fedexp.cli.options import (
+    add_out,
+    add_root_options,
+    add_run_options,
+    add_watch_options,
+    positive,
+    root_of,
+    spec_of,
+)
+from fedexp.cli.progress import watch
+from fedexp.cli.signals import StopWish, stop_wish
+from fedexp.errors import require
 from fedexp.experiments.canvas import check_writable, save
 from fedexp.experiments.catalog import build_task
 from fedexp.experiments.compare import Line, Outcome, Row, summarise
 from fedexp.experiments.figures import comparison_figure
-from fedexp.experiments.pool import run_all
 from fedexp.experiments.setup import parse_assignments, share_options, split_task_options
-from fedexp.experiments.spec import Run, Spec
-from fedexp.experiments.tables import comparison_table, text_table, warning_lines
+from fedexp.experiments.spec import Run, Spec, checked_target
+from fedexp.experiments.tables import (
+    FORMATS,
+    comparison_numbers,
+    comparison_table,
+    render_table,
+    warning_lines,
+)
+from fedexp.runs import Stopped, run_all
 
 DEFAULT = "fedexp,scaffold,fedadagrad,fedprox,fedavg"
 
@@ -37,6 +50,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="seeds 0 to N-1")
     parser.add_argument("--target", type=float, metavar="ACC", help="accuracy (or loss) to reach")
     parser.add_argument("--jobs", type=positive, metavar="N", help="runs at a time (all cores)")
+    parser.add_argument(
+        "--smooth",
+        type=positive,
+        default=1,
+        metavar="W",
+        help="average final values and curves over W rounds (1; the paper's long runs: 20)",
+    )
+    parser.add_argument("--format", choices=FORMATS, default="text", help="of the table (text)")
+    add_root_options(parser)
+    add_watch_options(parser)
     add_out(parser, "the picture (compare-TASK.png)")
     parser.set_defaults(run=run)
 
@@ -44,15 +67,21 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     picture = args.out or Path(f"compare-{args.task}.png")
     firsts = _prepare(args)
-    first = firsts[0]
-    target = _target(args.target, first)
+    first, metric = firsts[0], firsts[0].task.metric
+    target = checked_target(args.target, metric, "--target")
+    target = first.task.target if target is None else target
     check_writable(picture)
-    if first.is_small:
-        torch.set_num_threads(1)
     specs = [replace(run.spec, seed=seed) for run in firsts for seed in range(args.seeds)]
-    outcomes = _run(specs, args.jobs or _cores(), first)
-    lines = summarise(outcomes, first.task.metric, target)
-    save(comparison_figure(outcomes, first.task.metric, target, _title(first, args.seeds)), picture)
+    root = root_of(args)
+    with stop_wish(listen=root is not None) as wish:
+        try:
+            outcomes = _run(args, specs, first, root, wish)
+        except Stopped:
+            print("fedexp: stopped; the same command continues", file=sys.stderr)
+            return wish.status
+    lines = summarise(outcomes, metric, target, args.smooth)
+    title = _title(first, args.seeds)
+    save(comparison_figure(outcomes, metric, target, title, args.smooth), picture)
     _report(args, first, lines, outcomes, target)
     print(f"wrote {picture}", file=sys.stderr)
     return 0
@@ -75,14 +104,23 @@ def _prepare(args: argparse.Namespace) -> list[Run]:
     return runs
 
 
-def _run(specs: list[Spec], jobs: int, first: Run) -> list[Outcome]:
+def _run(
+    args: argparse.Namespace, specs: list[Spec], first: Run, root: Path | None, wish: StopWish
+) -> list[Outcome]:
     title = f"{first.spec.task}, {len(specs)} runs"
-    with progress_bar(title, first.rounds * len(specs)) as bar:
+    with watch(title, first.rounds, len(specs), args.quiet) as bar:
 
         def on_round(spec: Spec, row: Row) -> None:
-            bar(row)
+            bar(row, f"{spec.algorithm} s{spec.seed}")
 
-        return run_all(specs, jobs, on_round)
+        return run_all(
+            specs,
+            args.jobs or cores(),
+            on_round,
+            root,
+            checkpoint_every=args.checkpoint_every,
+            stop=wish,
+        )
 
 
 def _report(
@@ -100,13 +138,17 @@ def _report(
         head = {"task": args.task, "metric": metric, "target": target, "rounds": first.rounds}
         print(json.dumps({**head, "seeds": args.seeds, "algorithms": rows}, allow_nan=False))
         return
-    print(_title(first, args.seeds))
-    print(text_table(*comparison_table(lines, metric, target, first.rounds)))
+    if args.format == "text":
+        print(_title(first, args.seeds))
+    for_people = comparison_table(lines, metric, target, first.rounds)
+    table = comparison_numbers(lines) if args.format == "csv" else for_people
+    print(render_table(args.format, *table))
 
 
 def _as_json(line: Line) -> dict[str, Any]:
     finals = [value if math.isfinite(value) else None for value in line.finals]
-    return {**vars(line), "finals": finals, "mean_rounds": line.mean_rounds}
+    spread = line.spread if line.spread is None or math.isfinite(line.spread) else None
+    return {**vars(line), "finals": finals, "spread": spread, "mean_rounds": line.mean_rounds}
 
 
 def _title(first: Run, seeds: int) -> str:
@@ -119,16 +161,6 @@ def _title(first: Run, seeds: int) -> str:
     )
 
 
-def _target(given: float | None, first: Run) -> float | None:
-    """The target; an accuracy above 1 is taken as percent."""
-    if given is None:
-        return first.task.target
-    if first.task.metric.endswith("accuracy") and given > 1:
-        given /= 100
-    if not 0 < given < math.inf or (first.task.metric.endswith("accuracy") and given > 1):
-        raise UsageError("--target must be a positive loss, or an accuracy up to 1 (or 100 %)")
-    return given
-
-
-def _cores() -> int:
+def cores() -> int:
+    """How many this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -37,5 +37,5 @@ def list_tasks(args: argparse.Namespace) -> int:
 
 
 def _entry(name: str, what: str, options: list[str]) -> None:
-    print(f"{name:<13} {what}")
-    print(f"{'':<13} --set {' '.join(options)}")
+    print(f"{name:<14} {what}")
+    print(f"{'':<14} --set {' '.join(options)}")

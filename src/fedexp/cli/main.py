@@ -9,9 +9,11 @@ from collections.abc import Sequence
 from typing import Any
 
 from fedexp import __version__
-from fedexp.cli import compare, data, listing, run, toy
+from fedexp.cli import compare, data, listing, report, reproduce, resume, run, toy, tune
 from fedexp.cli.options import Parser
 from fedexp.errors import EngineWarning, FedExPError, NonFiniteUpdateWarning, UsageError
+from fedexp.runs import RunWarning
+from fedexp.runs.consumers import ConsumerWarning
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 
@@ -23,7 +25,7 @@ def build_parser() -> Parser:
     )
     parser.add_argument("--version", action="version", version=f"fedexp {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (run, compare, toy, data):
+    for command in (run, resume, compare, tune, reproduce, report, toy, data):
         command.add_parser(subparsers)
     listing.add_parsers(subparsers)
     return parser
@@ -33,8 +35,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return its exit status."""
     with warnings.catch_warnings():
         warnings.showwarning = _warn
-        warnings.simplefilter("default", NonFiniteUpdateWarning)
-        warnings.simplefilter("default", EngineWarning)
+        for kind in (NonFiniteUpdateWarning, EngineWarning, RunWarning, ConsumerWarning):
+            warnings.simplefilter("default", kind)
         try:
             args = build_parser().parse_args(arguments)
             status = int(args.run(args))

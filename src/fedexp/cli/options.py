@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
+import os
 from pathlib import Path
 
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, require
 from fedexp.experiments.setup import parse_assignments
 from fedexp.experiments.spec import Spec
+from fedexp.runs.execute import CHECKPOINT_EVERY
 
 
 class Parser(argparse.ArgumentParser):
@@ -17,10 +20,10 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
-def add_run_options(parser: argparse.ArgumentParser) -> None:
+def add_run_options(parser: argparse.ArgumentParser, rounds: str = "the task's own") -> None:
     """Options that decide what a run computes."""
     parser.add_argument("task", metavar="TASK", help="a task; `fedexp tasks` lists them")
-    parser.add_argument("--rounds", type=positive, metavar="N", help="rounds (the task's own)")
+    parser.add_argument("--rounds", type=positive, metavar="N", help=f"rounds ({rounds})")
     parser.add_argument(
         "--cohort", type=_cohort, metavar="K", help="clients a round, or all (the task's own)"
     )
@@ -51,11 +54,45 @@ def add_run_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--precision", choices=["float32", "tf32", "bf16"], help="arithmetic inside the model"
     )
+    parser.add_argument(
+        "--stop-at", type=float, metavar="ACC", help="end the run at this accuracy (or loss)"
+    )
+    parser.add_argument(
+        "--deterministic", action="store_true", help="the same bits every time, on a GPU too"
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
 
 def add_out(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument("--out", type=Path, metavar="PATH", help=meaning)
+
+
+def add_watch_options(parser: argparse.ArgumentParser) -> None:
+    """Options that decide how a run is kept and watched, and nothing of what it computes."""
+    parser.add_argument(
+        "--checkpoint-every",
+        type=_seconds,
+        default=CHECKPOINT_EVERY,
+        metavar="SECONDS",
+        help=f"time between checkpoints, 0 for one a round (default: {CHECKPOINT_EVERY:g})",
+    )
+    parser.add_argument("--quiet", action="store_true", help="plain lines for a log, no bar")
+
+
+def add_root_options(parser: argparse.ArgumentParser) -> None:
+    """Where runs are kept."""
+    parser.add_argument(
+        "--runs", type=Path, metavar="ROOT", help="folder of all runs ($FEDEXP_RUNS, or runs)"
+    )
+    parser.add_argument("--no-save", action="store_true", help="keep nothing on the disk")
+
+
+def root_of(args: argparse.Namespace) -> Path | None:
+    """The folder of all runs; None where nothing is to be kept."""
+    if args.no_save:
+        require(args.runs is None, "--runs and --no-save exclude each other; choose one")
+        return None
+    return args.runs or Path(os.environ.get("FEDEXP_RUNS") or "runs")
 
 
 def spec_of(args: argparse.Namespace, algorithm: str, seed: int) -> Spec:
@@ -71,6 +108,8 @@ def spec_of(args: argparse.Namespace, algorithm: str, seed: int) -> Spec:
         engine=args.engine,
         device=args.device,
         precision=args.precision,
+        stop_at=args.stop_at,
+        deterministic=args.deterministic,
         options=tuple(parse_assignments(args.set).items()),
     )
 
@@ -87,6 +126,16 @@ def _cohort(text: str) -> int:
 def seed(text: str) -> int:
     """A seed is a whole number that is not negative."""
     return _at_least(0, text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0, not {text!r}")
+    return value
 
 
 def _at_least(least: int, text: str) -> int:

@@ -1,7 +1,8 @@
-"""A live bar on stderr: round, loss, accuracy, server step size, time left."""
+"""Word of every round on stderr: a live bar with the time left, or plain lines for a log."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -12,11 +13,30 @@ SHOWN = {  # the numbers beside the bar: the first name of each that a round has
     ("server_lr",): "step {:.3g}",
 }
 
+LINES = 20  # of a log, in a run
+Row = dict[str, Any]
+
 
 class Bar(Protocol):
-    """Tell it about every round."""
+    """Tell it about every round, and whose it is where several runs go on at a time."""
 
-    def __call__(self, row: dict[str, Any]) -> None: ...
+    def __call__(self, row: Row, name: str = "") -> None: ...
+
+    def skip(self, rounds: int) -> None:
+        """So many rounds were done before; they say nothing about the time left."""
+
+
+@contextmanager
+def watch(title: str, rounds: int, runs: int = 1, quiet: bool = False) -> Iterator[Bar]:
+    """A bar over all rounds of all runs; or lines, where that is asked for.
+
+    Where stderr is not a terminal the bar is not drawn.
+    """
+    if quiet:
+        yield LogLines(rounds)
+        return
+    with progress_bar(title, rounds * runs) as bar:
+        yield bar
 
 
 def describe(row: dict[str, Any]) -> str:
@@ -28,6 +48,45 @@ def describe(row: dict[str, Any]) -> str:
     known = {name: value for name, value in row.items() if value is not None}
     first = ((next((n for n in names if n in known), None), text) for names, text in SHOWN.items())
     return "  ".join(text.format(known[name]) for name, text in first if name)
+
+
+class LogLines:
+    """About twenty lines a run, and always one for the last round."""
+
+    def __init__(self, rounds: int) -> None:
+        self._rounds, self._every = rounds, max(1, rounds // LINES)
+        self._latest: dict[str, Row] = {}
+
+    def __call__(self, row: Row, name: str = "") -> None:
+        known = _updated(self._latest.setdefault(name, {}), row)
+        if row["round"] % self._every == 0 or row["round"] == self._rounds:
+            head = f"{name} " if name else ""
+            line = f"{head}round {row['round']}/{self._rounds}  {describe(known)}"
+            print(line.rstrip(), file=sys.stderr, flush=True)
+
+    def skip(self, rounds: int) -> None:
+        """Nothing to say."""
+
+
+class LiveBar:
+    """A bar of rich; one task for all runs."""
+
+    def __init__(self, progress: Any, title: str, total: int) -> None:
+        self._progress, self._latest = progress, dict[str, Any]()
+        self._task = progress.add_task(title, total=total, numbers="")
+
+    def __call__(self, row: Row, name: str = "") -> None:
+        numbers = describe(_updated(self._latest, row))
+        self._progress.update(self._task, advance=1, numbers=numbers)
+
+    def skip(self, rounds: int) -> None:
+        self._progress.update(self._task, completed=rounds)
+
+
+def _updated(latest: Row, row: Row) -> Row:
+    """Rounds between evaluations carry no loss: the last one stays."""
+    latest.update({name: value for name, value in row.items() if value is not None})
+    return latest
 
 
 @contextmanager
@@ -51,12 +110,4 @@ def progress_bar(title: str, total: int) -> Iterator[Bar]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as p:
-        bar = p.add_task(title, total=total, numbers="")
-        latest: dict[str, Any] = {}
-
-        def on_round(row: dict[str, Any]) -> None:
-            # rounds between evaluations carry no loss: keep showing the last one
-            latest.update({name: value for name, value in row.items() if value is not None})
-            p.update(bar, advance=1, numbers=describe(latest))
-
-        yield on_round
+        yield LiveBar(p, title, total)

@@ -5,20 +5,26 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import time
-from collections.abc import Iterator
-from contextlib import ExitStack
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import numpy as np
-import torch
-
-from fedexp.cli.options import add_out, add_run_options, seed, spec_of
-from fedexp.cli.progress import describe, progress_bar
-from fedexp.engine import Record
-from fedexp.errors import FedExPError, UsageError, require
-from fedexp.experiments.spec import Run
+from fedexp.cli.options import (
+    add_out,
+    add_root_options,
+    add_run_options,
+    add_watch_options,
+    root_of,
+    seed,
+    spec_of,
+)
+from fedexp.cli.progress import Bar, describe, watch
+from fedexp.cli.signals import stop_wish
+from fedexp.errors import DivergedError, FedExPError, require
+from fedexp.experiments.compare import Outcome, Row
+from fedexp.experiments.spec import Run, Spec
+from fedexp.runs import Stopped, execute, run_id
+from fedexp.runs.advice import Advice
+from fedexp.runs.consumers import consumer_named
 
 
 def add_parser(subparsers: Any) -> None:
@@ -26,87 +32,116 @@ def add_parser(subparsers: Any) -> None:
     add_run_options(parser)
     parser.add_argument("--algorithm", default="fedexp", metavar="A", help="default: fedexp")
     parser.add_argument("--seed", type=seed, default=0, metavar="S")
-    add_out(parser, "folder for the spec, the records and the model")
+    add_root_options(parser)
+    add_out(parser, "the run's own folder, instead of one in ROOT")
+    add_training_options(parser)
     parser.set_defaults(run=run)
+
+
+def add_training_options(parser: argparse.ArgumentParser) -> None:
+    """What `fedexp run` and `fedexp resume` share."""
+    add_watch_options(parser)
+    parser.add_argument(
+        "--restart", action="store_true", help="forget what is stored of this run, begin again"
+    )
+    parser.add_argument(
+        "--log",
+        action="append",
+        default=[],
+        metavar="WHERE",
+        help="tell tensorboard, wandb or mlflow of every round; may be repeated",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     prepared = spec_of(args, args.algorithm, args.seed).prepare()
-    if prepared.is_small:
-        torch.set_num_threads(1)
-    records = prepared.records()
-    began = time.perf_counter()
-    last: Record | None = None
-    with ExitStack() as stack:
-        log = stack.enter_context(_open_log(args.out, prepared)) if args.out else None
-        title = f"{prepared.spec.task} {prepared.spec.algorithm}"
-        bar = stack.enter_context(progress_bar(title, prepared.rounds))
-        for last in _cleaning_up(records, args.out):
-            row = last.to_json()
-            bar(row)
-            if log:
-                log.write(json.dumps(row) + "\n")
-                log.flush()
-    assert last is not None
-    if last.state.steps == 0:
-        raise FedExPError("no client update was finite in any round; lower local.lr or clip")
-    seconds = time.perf_counter() - began
-    if args.out:
-        _save_model(args.out, last)
-    _report(args, prepared, last, seconds)
+    root = root_of(args)
+    require(not (args.out and args.no_save), "--out and --no-save exclude each other; choose one")
+    return train(prepared, args.out or (root and root / run_id(prepared)), args)
+
+
+def train(prepared: Run, folder: Path | None, args: argparse.Namespace) -> int:
+    """Run, resume, or tell what is stored; then report."""
+    require(
+        folder is not None or not (args.log or args.restart),
+        "--log and --restart need a run that is kept; leave --no-save out",
+    )
+    consumers = [consumer_named(name, folder) for name in args.log] if folder else []
+    title = f"{prepared.spec.task} {prepared.spec.algorithm}"
+    with (
+        stop_wish(listen=folder is not None) as wish,
+        watch(title, prepared.rounds, quiet=args.quiet) as bar,
+    ):
+        listener = Listener(prepared, bar)
+        try:
+            outcome = execute(
+                prepared.spec,
+                None,
+                listener.on_round,
+                run=prepared,
+                folder=folder,
+                checkpoint_every=args.checkpoint_every,
+                restart=args.restart,
+                stop=wish,
+                consumers=consumers,
+                on_open=listener.on_open,
+            )
+        except Stopped as stopped:
+            _say(f"stopped after round {stopped.round}; continue with: fedexp resume {folder}")
+            return wish.status
+    _refuse_failures(outcome)
+    _report(args, prepared, outcome)
     return 0
 
 
-def _cleaning_up(records: Iterator[Record], out: Path | None) -> Iterator[Record]:
-    """The records; a mistake that shows only in the first round leaves no folder behind."""
-    began = False
-    try:
-        for record in records:
-            began = True
-            yield record
-    except UsageError:
-        if out is not None and not began:
-            for name in ("records.jsonl", "spec.json"):
-                (out / name).unlink()
-        raise
+class Listener:
+    """Passes rounds on to the bar and gives advice; rounds of before come first, and at once."""
+
+    def __init__(self, prepared: Run, bar: Bar) -> None:
+        self._rounds, self._before, self._bar = prepared.rounds, 0, bar
+        self._advice = Advice(prepared.setup.options())
+
+    def on_open(self, folder: Path, rounds: int) -> None:
+        self._before = rounds
+        if 0 < rounds < self._rounds:
+            self._bar.skip(rounds)
+            _say(f"{folder} goes on after round {rounds}")
+
+    def on_round(self, spec: Spec, row: Row) -> None:
+        if row["round"] > self._before:
+            self._bar(row)
+        for line in self._advice.see(row):
+            _say(f"note: {line}")
 
 
-def _report(args: argparse.Namespace, run: Run, last: Record, seconds: float) -> None:
-    final = last.to_json()
+def _refuse_failures(outcome: Outcome) -> None:
+    """A run that diverged or never moved has failed, stored or not."""
+    if outcome.diverged_at is not None:
+        raise DivergedError(outcome.diverged_at, outcome.reason)
+    if not any(row["clients"] for row in outcome.rows):
+        raise FedExPError("no client update was finite in any round; lower local.lr or clip")
+
+
+def _report(args: argparse.Namespace, run: Run, outcome: Outcome) -> None:
+    last = outcome.rows[-1]
+    spec, folder = run.spec, outcome.folder
     if args.json:
-        head = {"task": run.spec.task, "algorithm": run.spec.algorithm, "seed": run.spec.seed}
-        print(json.dumps({**head, "rounds": last.round, "seconds": seconds, "final": final}))
+        head = {"task": spec.task, "algorithm": spec.algorithm, "seed": spec.seed}
+        ended = {"rounds": last["round"], "seconds": outcome.seconds, "status": outcome.status}
+        place = {"folder": str(folder) if folder else None}
+        print(json.dumps({**head, **ended, **place, "final": last}))
         return
-    name = f"{run.spec.algorithm} on {run.spec.task}"
-    print(f"{name}: {last.round} rounds in {seconds:.1f} s  {describe(final)}")
-    if last.dropped:
-        print(f"{last.dropped} client update(s) of the last round were dropped", file=sys.stderr)
-    if args.out:
-        print(f"wrote spec.json, records.jsonl and model.npz to {args.out}", file=sys.stderr)
+    took = f"{last['round']} rounds in {outcome.seconds:.1f} s"
+    print(f"{spec.algorithm} on {spec.task}: {took}  {describe(last)}")
+    if outcome.status == "target":
+        _say(f"stopped at the target {run.stop_at:g}")
+    if last["dropped"]:
+        _say(f"{last['dropped']} client update(s) of the last round were dropped")
+    if folder and outcome.stored == len(outcome.rows):
+        _say(f"nothing to do: {folder} was finished before (--restart runs it again)")
+    elif folder:
+        _say(f"wrote {folder}")
 
 
-def _open_log(folder: Path, run: Run) -> IO[str]:
-    """The folder of a run, with its spec; records are added line by line as they come."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        taken = folder / "records.jsonl"
-        require(not taken.exists(), f"{folder} already holds a run; choose another --out")
-        (folder / "spec.json").write_text(
-            json.dumps(run.describe(), indent=2, allow_nan=False) + "\n"
-        )
-        return taken.open("w")
-    except OSError as error:
-        raise UsageError(
-            f"cannot write to {folder}: {error.strerror}; choose another --out"
-        ) from None
-
-
-def _save_model(folder: Path, last: Record) -> None:
-    """The output model as plain arrays: the flat parameters and buffers."""
-    params, buffers = last.state.output()
-    np.savez(
-        folder / "model.npz",
-        params=params.cpu().numpy(),
-        buffers=buffers.averaged.cpu().numpy(),
-        kept_buffers=buffers.kept.cpu().numpy(),
-    )
+def _say(line: str) -> None:
+    print(f"fedexp: {line}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Libraries that only some data need: imported when they are, and asked for in one line."""
+"""Libraries that only some need: imported when they are, and asked for in one line."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from typing import Any
 from fedexp.errors import UsageError
 
 
-def extra(module: str, purpose: str, package: str | None = None) -> Any:
-    """Import a library of the optional dependencies `data`.
+def extra(module: str, purpose: str, package: str | None = None, group: str = "data") -> Any:
+    """Import a library of the optional dependencies.
 
     Args:
         module: what to import.
         purpose: what it is needed for.
         package: what it is called where it differs from what is imported.
+        group: the group of optional dependencies that brings it.
 
     >>> extra("no_such_library", "reading minds")
     Traceback (most recent call last):
@@ -24,4 +25,4 @@ def extra(module: str, purpose: str, package: str | None = None) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         name = package or module
-        raise UsageError(f"{purpose} needs {name}: pip install 'fedexp[data]'") from error
+        raise UsageError(f"{purpose} needs {name}: pip install 'fedexp[{group}]'") from error

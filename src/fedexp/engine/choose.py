@@ -13,6 +13,7 @@ import torch
 from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
 from fedexp.engine import loop
+from fedexp.engine.linear import Linear, steps_are_linear
 from fedexp.engine.state import SimulationState
 from fedexp.engine.vectorized import Vectorized
 from fedexp.engine.work import Work
@@ -27,11 +28,14 @@ MOST_PADDING = 4  # computing this many times too much eats what batching gains
 def choose_engine(name: EngineName, work: Work, state: SimulationState) -> Engine:
     """The engine to use.
 
-    "auto" batches wherever that was measured to pay, on a GPU always and on a CPU if the objective
-    says so, unless clients are so unequal that most of the work would be padding. It does not time
+    Steps that are a linear iteration are taken in one go, unless the loop is asked for. "auto"
+    batches wherever that was measured to pay, on a GPU always and on a CPU if the objective says
+    so, unless clients are so unequal that most of the work would be padding. It does not time
     anything, so that the same run takes the same engine every time and gives the same bits. A model
     that cannot be batched runs in the loop, and a warning says why.
     """
+    if name != "loop" and steps_are_linear(work, state):
+        return Linear()
     if name == "loop" or (name == "auto" and not _pays(work, state)):
         return loop.run_cohort
     try:

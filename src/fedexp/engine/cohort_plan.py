@@ -1,4 +1,8 @@
-"""The batches of many clients side by side: what the batched engine works through."""
+"""The batches of many clients side by side: what the batched engine works through.
+
+Only numbers, sizes and places of the clients are planned here; which rows a step sees is worked out
+on the device, so that a GPU waits for nothing.
+"""
 
 from __future__ import annotations
 
@@ -9,22 +13,28 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from fedexp.engine.plan import plan_batches
+from fedexp.engine.plan import step_lengths
 from fedexp.engine.work import Work
+
+REACHES = 1024
 
 
 @dataclass(frozen=True, eq=False)
 class CohortPlan:
-    """The batches of K clients over S steps, padded to the longest there can be.
+    """The batches of K clients over S steps.
 
     Attributes:
-        rows: rows of the federation's fields, [S, K, B]; padding repeats a client's first row.
+        who: numbers, sizes and first rows of the clients, [3, K].
         lengths: real examples in each batch, [S, K]; 0 where a client has no more steps.
-        draws: random numbers of the transform, [S, K, B, ...], or None.
+        width: examples of a padded batch.
+        reach: examples that any client goes through at most, epoch after epoch.
+        draws: random numbers of the transform, [S, K, width, ...], or None.
     """
 
-    rows: NDArray[np.int64]
+    who: NDArray[np.int64]
     lengths: NDArray[np.int64]
+    width: int
+    reach: int
     draws: NDArray[Any] | None
 
     @property
@@ -35,19 +45,16 @@ class CohortPlan:
 
 def plan_cohort(work: Work, clients: Sequence[int]) -> CohortPlan:
     """Every client's batches: exactly those that the loop would use."""
-    sizes, offsets = work.task.train.sizes, work.task.train.offsets
-    planned = [plan_batches(work.seed, work.round, c, int(sizes[c]), work.local) for c in clients]
-    steps = max(map(len, planned))
-    largest = int(sizes[list(clients)].max())
-    widest = min(work.local.batch_size or largest, largest)
-    rows = np.empty((steps, len(clients), widest), dtype=np.int64)
-    lengths = np.zeros((steps, len(clients)), dtype=np.int64)
-    for k, (client, batches) in enumerate(zip(clients, planned, strict=True)):
-        rows[:, k] = offsets[client]
-        for s, batch in enumerate(batches):
-            rows[s, k, : len(batch)] = batch + offsets[client]
-            lengths[s, k] = len(batch)
-    return CohortPlan(rows, lengths, _draws(work, clients, lengths, widest))
+    offsets, local, chosen = work.task.train.offsets, work.local, np.asarray(clients)
+    first = offsets[chosen]
+    sizes = offsets[chosen + 1] - first
+    lengths = step_lengths(sizes, local)
+    largest, batch = int(sizes.max()), local.batch_size
+    width = min(batch or largest, largest)
+    # rounded up, so that a captured program fits the next cohort as well
+    reach = -(-(largest + len(lengths) * (batch or 0)) // REACHES) * REACHES
+    who = np.stack([chosen, sizes, first])
+    return CohortPlan(who, lengths, width, reach, _draws(work, clients, lengths, width))
 
 
 def _draws(

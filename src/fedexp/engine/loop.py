@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -16,12 +17,20 @@ from fedexp.seeding import seeded_torch
 
 SUMMED_BYTES = 32 * 2**20  # updates held at a time; one, where one is larger
 
+Sums = tuple[Aggregate, dict[int, Tensors]]
 
-def run_cohort(work: Work, state: SimulationState) -> tuple[Aggregate, dict[int, Tensors]]:
-    """Train every client of the cohort; return the sums and the clients' new states.
 
-    Updates are summed a few at a time, so memory does not grow with the cohort.
-    """
+def run_cohort(work: Work, state: SimulationState) -> Sums:
+    """Train every client of the cohort; return the sums and the clients' new states."""
+    return sum_in_parts(work, state, run_clients)
+
+
+def sum_in_parts(
+    work: Work,
+    state: SimulationState,
+    run_clients: Callable[[Work, SimulationState, list[int]], Sums],
+) -> Sums:
+    """Sum updates a few at a time, so that memory does not grow with the cohort."""
     params = state.params
     total = Aggregate.zero(params.numel(), params.dtype, params.device)
     changed: dict[int, Tensors] = {}
@@ -34,9 +43,7 @@ def run_cohort(work: Work, state: SimulationState) -> tuple[Aggregate, dict[int,
     return total, changed
 
 
-def run_clients(
-    work: Work, state: SimulationState, clients: list[int]
-) -> tuple[Aggregate, dict[int, Tensors]]:
+def run_clients(work: Work, state: SimulationState, clients: list[int]) -> Sums:
     """Train some clients. One whose update is not finite keeps the state it had."""
     trained = [train_client(work, state, client) for client in clients]
     deltas = torch.stack([one.delta for one in trained])

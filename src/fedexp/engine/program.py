@@ -17,6 +17,8 @@ from torch import Tensor
 from fedexp.client import ClientRule
 from fedexp.data.federation import Batch
 from fedexp.data.transform import Transform
+from fedexp.engine.plan import step_rows
+from fedexp.kernels.fuse import fused
 from fedexp.local import LocalTraining, local_step
 from fedexp.objective import BatchedObjective, Buffers
 
@@ -29,13 +31,14 @@ class LocalProgram:
     """S steps of K clients.
 
     Inputs: `params` [d], `averaged` and `kept` buffers, `shared.*` [d] and `mine.*` [K, d] of the
-    client rule, `rows` [S, K, B] and `lengths` [S, K] of the plan, `draws` where there are any, and
-    `lr`. Outputs: `params` [K, d], `averaged`, `kept`.
+    client rule, `key` and `who` [3, K] of the plan, `draws` where there are any, and `lr`. Outputs:
+    `params` [K, d], `averaged`, `kept`.
 
     Attributes:
+        steps, width, reach: of the plan.
         all_active: every client takes part in every step.
         ragged: the lengths, on the host, where batches must not be padded; else None.
-        compile: whether `torch.compile` is to fuse a step.
+        fuse: whether `torch.compile` is to merge the arithmetic of an update.
     """
 
     objective: BatchedObjective
@@ -43,30 +46,49 @@ class LocalProgram:
     local: LocalTraining
     transform: Transform | None
     fields: Batch
+    steps: int
+    width: int
+    reach: int
     all_active: bool = True
     ragged: NDArray[np.int64] | None = None
-    compile: bool = False
+    fuse: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What a captured program is made for, beside the shapes of its inputs."""
+        return self.steps, self.width, self.reach, self.all_active
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
-        rows, lengths = inputs["rows"], inputs["lengths"]
-        params = inputs["params"].expand(rows.shape[1], -1)
-        buffers = Buffers(*(inputs[n].expand(rows.shape[1], -1) for n in ("averaged", "kept")))
-        valid = (torch.arange(rows.shape[2], device=rows.device) < lengths[:, :, None]).to(params)
-        step = torch.compile(self._step, dynamic=False) if self.compile else self._step
-        repeats = self.local.batch_size is None and "draws" not in inputs
+        who, batch_size = inputs["who"], self.local.batch_size
+        rows = step_rows(inputs["key"], who, self.steps, self.width, self.reach, batch_size)
+        params = inputs["params"].repeat(who.shape[1], 1)
+        buffers = Buffers(*(inputs[n].expand(who.shape[1], -1) for n in ("averaged", "kept")))
+        valid = self._valid(who[1]).to(params)
+        advance = fused(self._advance) if self.fuse else self._advance
+        repeats = batch_size is None and "draws" not in inputs
         batch: Batch = {}
-        for s in range(len(rows)):
+        for s in range(self.steps):
             if s == 0 or not repeats:
-                batch = self._batch(inputs, s)
+                batch = self._batch(rows[s], inputs["draws"][s] if "draws" in inputs else None)
             alike = None if self.ragged is None else self.ragged[s]
-            params, buffers = step(params, buffers, batch, valid[s], alike, inputs)
+            params, buffers = self._step(params, buffers, batch, valid[s], alike, inputs, advance)
         return {"params": params, "averaged": buffers.averaged, "kept": buffers.kept}
 
-    def _batch(self, inputs: Tensors, s: int) -> Batch:
-        batch: Batch = {name: value[inputs["rows"][s]] for name, value in self.fields.items()}
-        if self.transform is None:
-            return batch
-        return self.transform.train(batch, inputs["draws"][s] if "draws" in inputs else None)
+    def _valid(self, sizes: Tensor) -> Tensor:
+        """Whether a row of a batch counts, [S, K, B]: `plan.step_lengths` on the device."""
+        batch = torch.full_like(sizes, self.local.batch_size or 0)
+        batch = sizes if self.local.batch_size is None else batch
+        per_epoch = (sizes + batch - 1) // batch
+        step = torch.arange(self.steps, device=sizes.device)[:, None]
+        left = sizes - step % per_epoch * batch
+        if self.local.epochs is not None:
+            left = torch.where(step < self.local.epochs * per_epoch, left, 0)
+        place = torch.arange(self.width, device=sizes.device)
+        return place < torch.minimum(left, batch)[:, :, None]
+
+    def _batch(self, rows: Tensor, draws: Tensor | None) -> Batch:
+        batch: Batch = {name: value[rows] for name, value in self.fields.items()}
+        return batch if self.transform is None else self.transform.train(batch, draws)
 
     def _step(
         self,
@@ -76,20 +98,26 @@ class LocalProgram:
         valid: Tensor,
         lengths: NDArray[np.int64] | None,
         inputs: Tensors,
+        advance: Callable[..., Tensor],
     ) -> tuple[Tensor, Buffers]:
         if lengths is None:
             grads, after = self.objective.gradients(params, buffers, batch, valid)
         else:
             grads, after = _by_length(self.objective, params, buffers, batch, valid, lengths)
+        active = valid[:, :1] > 0
+        moved = advance(params, grads, active, inputs)
+        if self.all_active or after is buffers:
+            return moved, after
+        pairs = zip(after, buffers, strict=True)
+        return moved, Buffers(*(torch.where(active, new, old) for new, old in pairs))
+
+    def _advance(self, params: Tensor, grads: Tensor, active: Tensor, inputs: Tensors) -> Tensor:
+        """Correct the gradients and move; clients that have done all their steps stay."""
         shared, mine = part(inputs, "shared."), part(inputs, "mine.")
+        grads = grads.to(params.dtype)
         grads = self.rule.correct(grads, params, inputs["params"], shared, mine)
         moved = local_step(params, grads, inputs["lr"], self.local)
-        if self.all_active:
-            return moved, after
-        active = valid[:, :1] > 0  # clients that have done all their steps stay where they are
-        pairs = zip(after, buffers, strict=True)
-        kept = Buffers(*(torch.where(active, new, old) for new, old in pairs))
-        return torch.where(active, moved, params), kept
+        return moved if self.all_active else torch.where(active, moved, params)
 
 
 def _by_length(

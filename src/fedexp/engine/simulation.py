@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any, get_args
 
 import torch
@@ -17,6 +18,7 @@ from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.engine import loop
 from fedexp.engine.choose import Engine, EngineName, choose_engine
+from fedexp.engine.client_states import ClientStates
 from fedexp.engine.plan import sample_cohort
 from fedexp.engine.record import Record
 from fedexp.engine.state import SimulationState
@@ -80,14 +82,16 @@ def simulate(
     require(seed >= 0, f"the seed must not be negative, but is {seed}")
     sample_cohort(seed, 0, task.train.clients, cohort)
     task, precision = _placed(task, device, precision)
-    state = SimulationState.initial(task, algorithm, seed)
-    if start is not None:
-        state = _checked_start(start, state, rounds)
+    initial = SimulationState.initial(task, algorithm, seed)
+    state = initial if start is None else _checked_start(start, initial, rounds)
     work = Work(
         task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
     )
     require(engine in get_args(EngineName), f"engine is auto, loop or vectorized, not {engine!r}")
-    return _rounds(work, state, rounds, cohort, evaluate_every, engine, precision)
+    opening = replace(work, round=1, cohort=sample_cohort(seed, 1, task.train.clients, cohort))
+    # Chosen by the first round even where a run continues, so that it goes on with its engine.
+    chosen = partial(choose_engine, engine, opening, initial)
+    return _rounds(work, state, rounds, cohort, evaluate_every, chosen, precision)
 
 
 def _rounds(
@@ -96,7 +100,7 @@ def _rounds(
     rounds: int,
     cohort: int | None,
     evaluate_every: int,
-    engine: EngineName,
+    choose: Callable[[], Engine],
     precision: Precision,
 ) -> Iterator[Record]:
     warned = False
@@ -105,7 +109,7 @@ def _rounds(
         clients = sample_cohort(work.seed, round, work.task.train.clients, cohort)
         work = replace(work, round=round, cohort=clients)
         with arithmetic(precision):
-            run = run or choose_engine(engine, work, state)
+            run = run or choose()
             record = run_round(work, state, run)
         state = record.state
         if record.dropped and not warned:
@@ -179,9 +183,9 @@ def _server_step(
     work: Work, state: SimulationState, aggregate: Aggregate, changed: dict[int, Tensors]
 ) -> tuple[SimulationState, dict[str, float]]:
     """Rules move the parameters; buffers are averaged, or kept where they are not numbers."""
-    algorithm, sizes = work.algorithm, work.task.train.sizes
+    algorithm, train = work.algorithm, work.task.train
     params, server, metrics = algorithm.server.step(state.params, aggregate, state.server)
-    total_weight = float(sizes.sum()) if work.weighting == "size" else float(len(sizes))
+    total_weight = float(train.offsets[-1] if work.weighting == "size" else train.clients)
     buffers = state.buffers
     if "buffers" in aggregate.extras:
         averaged = aggregate.mean_extra("buffers").to(buffers.averaged.dtype)
@@ -193,7 +197,7 @@ def _server_step(
         recent=_recent(state, params, buffers, algorithm.iterates),
         server=server,
         shared=algorithm.client.update_shared(state.shared, aggregate, total_weight),
-        clients={**state.clients, **changed} if changed else state.clients,
+        clients=ClientStates.of(state.clients).updated(changed),
     )
     return after, {name: float(value) for name, value in metrics.items()}
 

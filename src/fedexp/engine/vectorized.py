@@ -17,6 +17,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate, usable
 from fedexp.client import Tensors
 from fedexp.engine.cohort_plan import CohortPlan, plan_cohort
+from fedexp.engine.plan import batch_key
 from fedexp.engine.program import Captured, LocalProgram, Program, signature
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
@@ -31,11 +32,11 @@ class Vectorized:
 
     Args:
         graphs: replay a round as one CUDA graph; None for yes on a GPU.
-        compile: fuse a step with `torch.compile`; it takes up to minutes to begin with.
+        fuse: let `torch.compile` merge the arithmetic of updates; None for yes on a GPU.
     """
 
-    def __init__(self, graphs: bool | None = None, compile: bool = False) -> None:
-        self.graphs, self.compile = graphs, compile
+    def __init__(self, graphs: bool | None = None, fuse: bool | None = None) -> None:
+        self.graphs, self.fuse = graphs, fuse
         self._captured: dict[Any, Captured] = {}
 
     def __call__(self, work: Work, state: SimulationState) -> tuple[Aggregate, dict[int, Tensors]]:
@@ -83,20 +84,23 @@ class Vectorized:
     def _program(self, work: Work, plan: CohortPlan, inputs: Tensors) -> Program:
         objective, lengths = cast(BatchedObjective, work.task.objective), plan.lengths
         ragged = objective.mixes_examples and not (lengths == lengths[:, :1]).all()
+        on_gpu = inputs["params"].is_cuda
         program = LocalProgram(
             objective,
             work.algorithm.client,
             work.local,
             work.task.transform,
             work.task.train.fields,
+            steps=len(lengths),
+            width=plan.width,
+            reach=plan.reach,
             all_active=bool(lengths.all()),
             ragged=lengths if ragged else None,
-            compile=self.compile and not ragged,
+            fuse=on_gpu if self.fuse is None else self.fuse,
         )
-        on_gpu = inputs["params"].is_cuda
         if ragged or not (on_gpu if self.graphs is None else self.graphs and on_gpu):
             return program
-        key = (program.all_active, signature(inputs))
+        key = (*program.sizes, signature(inputs))
         if key not in self._captured:
             self._captured[key] = Captured(program, inputs)
         return self._captured[key]
@@ -118,8 +122,8 @@ def _inputs(
         "params": state.params,
         "averaged": state.buffers.averaged,
         "kept": state.buffers.kept,
-        "rows": _on(device, plan.rows),
-        "lengths": _on(device, plan.lengths),
+        "key": torch.full((), batch_key(work.seed, work.round), device=device),
+        "who": _on(device, plan.who),
         "lr": torch.full((), work.lr, dtype=torch.float64, device=device),
         **{f"shared.{name}": value for name, value in state.shared.items()},
         **{f"mine.{name}": value for name, value in mine.items()},

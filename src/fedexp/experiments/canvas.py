@@ -32,16 +32,18 @@ def colour(name: str) -> str:
     return COLOURS.get(name, "#000000")
 
 
-def new_figure(panels: int, width: float = 4.6, height: float = 3.7) -> tuple[Figure, list[Axes]]:
-    """A row of panels. Needs matplotlib; uses no global state and no screen."""
+def new_figure(
+    panels: int, width: float = 4.6, height: float = 3.7, rows: int = 1
+) -> tuple[Figure, list[Axes]]:
+    """Panels row after row. Needs matplotlib; uses no global state and no screen."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise UsageError(
             "drawing needs matplotlib; install it with: pip install 'fedexp[plots]'"
         ) from None
-    figure = Figure(figsize=(width * panels, height), layout="constrained")
-    axes = figure.subplots(1, panels, squeeze=False)[0]
+    figure = Figure(figsize=(width * panels, height * rows), layout="constrained")
+    axes = figure.subplots(rows, panels, squeeze=False).ravel()
     for each in axes:
         each.spines[["top", "right"]].set_visible(False)
         each.grid(True, color="#DDDDDD", linewidth=0.6)

@@ -12,11 +12,15 @@ from fedexp.tasks import (
     Task,
     cifar10,
     cifar10_cnn,
+    cifar10_small,
     cifar100,
+    cifar100_small,
     cinic10,
+    cinic10_small,
     digits,
     digits_mlp,
     emnist,
+    emnist_small,
     synthetic,
     toy,
 )
@@ -31,6 +35,10 @@ TASKS: dict[str, Callable[..., Task]] = {
     "cifar100": cifar100,
     "cinic10": cinic10,
     "cifar10-cnn": cifar10_cnn,
+    "emnist-small": emnist_small,
+    "cifar10-small": cifar10_small,
+    "cifar100-small": cifar100_small,
+    "cinic10-small": cinic10_small,
 }
 # What the released code does to a task, where the task has such an argument (audit B13, B14).
 RELEASED_ARGUMENTS = {"pool": "avg3", "augment": "batch"}

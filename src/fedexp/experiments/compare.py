@@ -1,15 +1,14 @@
-"""Run a spec to its end, and sum up over specs who reached what when."""
+"""Sum up over runs who reached what when."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from fedexp.errors import DivergedError
 from fedexp.experiments.spec import Spec
 
 Row = dict[str, Any]
@@ -18,30 +17,32 @@ OnRound = Callable[[Spec, Row], None]
 
 @dataclass(frozen=True)
 class Outcome:
-    """A finished run: one row of numbers a round, and where it diverged if it did."""
+    """What came out of a run: one row of numbers a round, and how it ended.
+
+    Attributes:
+        spec: what was run.
+        rows: one a round.
+        seconds: time in all.
+        diverged_at: the round in which the run left the range of sensible numbers, if it did.
+        status: "finished", "diverged", "target" for one that stopped there, or "unfinished".
+        reason: what diverged.
+        folder: where the run is kept; None where it is not.
+        stored: how many of the rounds were there before.
+    """
 
     spec: Spec
     rows: list[Row]
     seconds: float
     diverged_at: int | None = None
+    status: str = "finished"
+    reason: str = ""
+    folder: Path | None = None
+    stored: int = 0
 
     def curve(self, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
         """One number a round, NaN where it was not evaluated."""
         values = [row.get(name) for row in self.rows]
         return np.array([np.nan if v is None else v for v in values], dtype=np.float64)
-
-
-def run_one(spec: Spec, on_round: OnRound) -> Outcome:
-    """Run a spec to its end, or to where it diverges."""
-    began, rows = time.perf_counter(), []
-    diverged: int | None = None
-    try:
-        for record in spec.prepare().records():
-            rows.append(record.to_json())
-            on_round(spec, rows[-1])
-    except DivergedError as error:
-        diverged = error.round
-    return Outcome(spec, rows, time.perf_counter() - began, diverged)
 
 
 def rounds_to(curve: np.ndarray[Any, Any], target: float, higher: bool) -> int | None:
@@ -65,12 +66,15 @@ class Line:
         speedup: FedAvg's mean rounds over this one's; None unless all seeds reached.
         at_least: FedAvg did not get there, so the speed-up is more than that.
         finals: the metric at the end, seed by seed; NaN where the run diverged.
+        spread: standard deviation of the metric at the end, over seeds and the window of rounds
+            that `finals` average; None where there is one value.
     """
 
     algorithm: str
     rounds: list[int]
     seeds: int
     finals: list[float]
+    spread: float | None = None
     speedup: float | None = None
     at_least: bool = False
 
@@ -80,8 +84,14 @@ class Line:
         return float(np.mean(self.rounds)) if len(self.rounds) == self.seeds else None
 
 
-def summarise(outcomes: Sequence[Outcome], metric: str, target: float | None) -> list[Line]:
-    """One line an algorithm, in the order they were given."""
+def summarise(
+    outcomes: Sequence[Outcome], metric: str, target: float | None, smooth: int = 1
+) -> list[Line]:
+    """One line an algorithm, in the order they were given.
+
+    The metric at the end is its mean over the last `smooth` rounds (20 in the paper's table of
+    2,000 rounds). Rounds to the target are those of the curve as it is, as in the paper's Table 1.
+    """
     higher = metric.endswith("accuracy")
     by_name: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
@@ -90,16 +100,27 @@ def summarise(outcomes: Sequence[Outcome], metric: str, target: float | None) ->
     for name, group in by_name.items():
         curves = [outcome.curve(metric) for outcome in group]
         hits = [rounds_to(c, target, higher) if target is not None else None for c in curves]
-        finals = [_final(o, c) for o, c in zip(group, curves, strict=True)]
-        lines.append(Line(name, [h for h in hits if h is not None], len(group), finals))
+        ends = [_end(o, c, smooth) for o, c in zip(group, curves, strict=True)]
+        finals = [float(np.mean(end)) for end in ends]
+        reached = [hit for hit in hits if hit is not None]
+        lines.append(Line(name, reached, len(group), finals, spread_of(np.concatenate(ends))))
     reference = next((line for line in lines if line.algorithm == "fedavg"), None)
     asked = max(len(outcome.rows) for outcome in outcomes)
     return lines if reference is None else [_speedup(each, reference, asked) for each in lines]
 
 
-def _final(outcome: Outcome, curve: np.ndarray[Any, Any]) -> float:
+def spread_of(values: np.ndarray[Any, Any]) -> float | None:
+    """The standard deviation of a sample; None for a single value."""
+    return float(np.std(values, ddof=1)) if values.size > 1 else None
+
+
+def _end(outcome: Outcome, curve: np.ndarray[Any, Any], window: int) -> np.ndarray[Any, Any]:
+    """The values of the last rounds, or of the last evaluation; NaN for a run that diverged."""
     known = curve[~np.isnan(curve)]
-    return float("nan") if outcome.diverged_at is not None or not known.size else float(known[-1])
+    if outcome.diverged_at is not None or not known.size:
+        return np.array([np.nan])
+    last = curve[-window:]
+    return last[~np.isnan(last)] if not np.isnan(last).all() else known[-1:]
 
 
 def _speedup(line: Line, reference: Line, asked: int) -> Line:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedexp.experiments.canvas import colour, label, new_figure
-from fedexp.experiments.compare import Outcome
+from fedexp.experiments.compare import Outcome, spread_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,14 +25,17 @@ NAMES = {
 
 
 def comparison_figure(
-    outcomes: Sequence[Outcome], metric: str, target: float | None, title: str
+    outcomes: Sequence[Outcome], metric: str, target: float | None, title: str, smooth: int = 1
 ) -> Figure:
-    """Panels: the metric, the training loss where it is another one, the server step size."""
+    """Panels: the metric, the training loss where it is another one, the server step size.
+
+    Mean and spread are over seeds and the last `smooth` rounds.
+    """
     panels = list(dict.fromkeys([metric, "train_loss", "server_lr"]))
     figure, axes = new_figure(len(panels))
     for name, panel in zip(panels, axes, strict=True):
         for algorithm, curves in group_curves(outcomes, name).items():
-            draw_band(panel, curves, algorithm)
+            draw_band(panel, curves, algorithm, smooth)
         label(panel, "round", NAMES.get(name, name))
         if _spans_decades(outcomes, name):
             panel.set_yscale("log")
@@ -51,8 +54,11 @@ def group_curves(outcomes: Sequence[Outcome], name: str) -> dict[str, list[Curve
     return groups
 
 
-def mean_and_spread(curves: Sequence[Curve]) -> tuple[Curve, Curve, Curve]:
+def mean_and_spread(curves: Sequence[Curve], smooth: int = 1) -> tuple[Curve, Curve, Curve]:
     """Rounds, mean and standard deviation; a diverged run ends the mean where it ended.
+
+    Both are over all curves and, as in the paper's long runs (App. D.5), over a moving window of
+    the last `smooth` rounds.
 
     >>> rounds, mean, spread = mean_and_spread([np.array([1.0, 2.0, 9.0]), np.array([3.0, 4.0])])
     >>> rounds.tolist(), mean.tolist()
@@ -60,15 +66,17 @@ def mean_and_spread(curves: Sequence[Curve]) -> tuple[Curve, Curve, Curve]:
     """
     length = min(len(curve) for curve in curves)
     stacked = np.stack([curve[:length] for curve in curves])
-    known = ~np.isnan(stacked).any(axis=0)
-    rounds = np.arange(1, length + 1, dtype=np.float64)[known]
-    spread = stacked.std(axis=0, ddof=1) if len(curves) > 1 else np.zeros(length)
-    return rounds, stacked.mean(axis=0)[known], spread[known]
+    known = np.flatnonzero(~np.isnan(stacked).any(axis=0))
+    windows = [stacked[:, max(0, at + 1 - smooth) : at + 1] for at in known]
+    values = [window[~np.isnan(window)] for window in windows]
+    mean = np.array([each.mean() for each in values], dtype=np.float64)
+    spread = np.array([spread_of(each) or 0.0 for each in values], dtype=np.float64)
+    return (known + 1).astype(np.float64), mean, spread
 
 
-def draw_band(axes: Axes, curves: Sequence[Curve], algorithm: str) -> None:
+def draw_band(axes: Axes, curves: Sequence[Curve], algorithm: str, smooth: int = 1) -> None:
     """A line for the mean, a band for one standard deviation over seeds."""
-    rounds, mean, spread = mean_and_spread(curves)
+    rounds, mean, spread = mean_and_spread(curves, smooth)
     if not len(rounds):
         return
     axes.plot(rounds, mean, color=colour(algorithm), linewidth=1.6, label=algorithm)

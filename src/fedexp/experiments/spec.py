@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
 from fedexp.engine import EngineName, Record, simulate
-from fedexp.errors import unknown_name
+from fedexp.engine.state import SimulationState
+from fedexp.errors import UsageError, unknown_name
 from fedexp.experiments.catalog import build_task
 from fedexp.experiments.setup import Setup, setup_for, split_task_options
 from fedexp.precision import Precision
@@ -33,6 +34,8 @@ class Spec:
         engine: "auto", "loop" or "vectorized".
         device: e.g. "cuda"; None for the CPU.
         precision: "float32", "tf32" or "bf16"; None for what suits the device.
+        stop_at: value of the task's metric at which the run ends early; accuracies may be percent.
+        deterministic: ask torch for the same bits every time, on a GPU too.
         options: pairs of dotted names and values; `task.*` are arguments of the task.
     """
 
@@ -46,6 +49,8 @@ class Spec:
     engine: EngineName = "auto"
     device: str | None = None
     precision: Precision | None = None
+    stop_at: float | None = None
+    deterministic: bool = False
     options: tuple[tuple[str, str], ...] = ()
 
     def prepare(self, task: Task | None = None) -> Run:
@@ -59,7 +64,8 @@ class Spec:
         task = task or build_task(self.task, of_task, self.seed, self.mode)
         setup = setup_for(task, ALGORITHMS[self.algorithm](), self.mode).with_options(others)
         cohort = task.cohort if self.cohort is None else self.cohort or None
-        return Run(self, task, setup, self.rounds or task.rounds, cohort)
+        stop_at = checked_target(self.stop_at, task.metric, "--stop-at")
+        return Run(self, task, setup, self.rounds or task.rounds, cohort, stop_at)
 
 
 @dataclass(frozen=True, eq=False)
@@ -71,14 +77,27 @@ class Run:
     setup: Setup
     rounds: int
     cohort: int | None
+    stop_at: float | None = None
 
     @property
     def is_small(self) -> bool:
         """Whether splitting an operation over threads costs more than it saves."""
         return self.task.objective.initial(0)[0].numel() < SMALL_MODEL
 
-    def records(self) -> Iterator[Record]:
-        """Train; one record a round."""
+    def reached(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has what the run was to stop at."""
+        value = row.get(self.task.metric)
+        if self.stop_at is None or value is None:
+            return False
+        return bool(
+            value >= self.stop_at if is_better_higher(self.task.metric) else value <= self.stop_at
+        )
+
+    def records(self, start: SimulationState | None = None) -> Iterator[Record]:
+        """Train; one record a round, from the beginning or from the state of an earlier record.
+
+        Arguments are checked at the call. It does not end early at `stop_at`: its reader does.
+        """
         return simulate(
             self.task,
             self.setup.algorithm,
@@ -91,6 +110,7 @@ class Run:
             engine=self.spec.engine,
             device=self.spec.device,
             precision=self.spec.precision,
+            start=start,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -107,6 +127,8 @@ class Run:
             "engine": self.spec.engine,
             "device": self.spec.device,
             "precision": self.spec.precision,
+            "stop_at": self.stop_at,
+            "deterministic": self.spec.deterministic,
             "set": dict(self.spec.options),
             "options": {k: _plain(v) for k, v in self.setup.options().items()},
         }
@@ -115,3 +137,23 @@ class Run:
 def _plain(value: Any) -> Any:
     """As JSON can hold it: infinity in words, as `--set` takes it."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_better_higher(metric: str) -> bool:
+    """Accuracies rise, losses fall."""
+    return metric.endswith("accuracy")
+
+
+def checked_target(value: float | None, metric: str, option: str) -> float | None:
+    """A value of the metric to reach; an accuracy above 1 is taken as percent.
+
+    >>> checked_target(84, "test_accuracy", "--target"), checked_target(None, "train_loss", "")
+    (0.84, None)
+    """
+    if value is None:
+        return None
+    rises = is_better_higher(metric)
+    value = value / 100 if rises and value > 1 else value
+    if not 0 < value < math.inf or (rises and value > 1):
+        raise UsageError(f"{option} must be a positive loss, or an accuracy up to 1 (or 100 %)")
+    return value

@@ -1,12 +1,17 @@
-"""Tables of a comparison, as text."""
+"""Tables: of a comparison, and of anything, as text, Markdown, CSV and LaTeX."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import csv
+import io
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fedexp.experiments.compare import Line, Outcome
+from fedexp.errors import unknown_name
+from fedexp.experiments.compare import Line, Outcome, spread_of
+
+Cells = Sequence[Sequence[str]]
 
 
 def comparison_table(
@@ -27,7 +32,27 @@ def comparison_table(
     return headers, cells
 
 
-def text_table(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
+def comparison_numbers(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
+    """The same for programs: plain numbers, one a column, empty where there is none."""
+    headers = "algorithm seeds reached rounds_mean rounds_std speedup at_least final_mean final_std"
+    cells = []
+    for line in lines:
+        spread = spread_of(np.array(line.rounds)) if line.mean_rounds is not None else None
+        final = float(np.mean(line.finals))
+        numbers = [line.mean_rounds, spread, line.speedup, line.at_least, final, line.spread]
+        counts = [line.algorithm, str(line.seeds), str(len(line.rounds))]
+        cells.append([*counts, *("" if n is None or n != n else str(n) for n in numbers)])
+    return headers.split(), cells
+
+
+def render_table(format: str, headers: Sequence[str], cells: Cells) -> str:
+    """The table in one of `FORMATS`."""
+    if format not in FORMATS:
+        raise unknown_name("format", format, FORMATS)
+    return FORMATS[format](headers, cells)
+
+
+def text_table(headers: Sequence[str], cells: Cells) -> str:
     """Columns aligned with spaces; the first to the left, the others to the right.
 
     >>> print(text_table(["name", "n"], [["a", "10"], ["bcd", "5"]]))
@@ -40,6 +65,54 @@ def text_table(headers: Sequence[str], cells: Sequence[Sequence[str]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(headers))]
     rows.insert(1, ["-" * width for width in widths])
     return "\n".join("  ".join(_justify(row, widths)).rstrip() for row in rows)
+
+
+def markdown_table(headers: Sequence[str], cells: Cells) -> str:
+    """A table as GitHub and most others show it.
+
+    >>> print(markdown_table(["name", "n"], [["a|b", "10"]]))
+    | name | n |
+    | --- | ---: |
+    | a\\|b | 10 |
+    """
+    rule = ["---", *("---:" for _ in headers[1:])]
+    escaped = [[cell.replace("|", r"\|") for cell in row] for row in (headers, *cells)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (escaped[0], rule, *escaped[1:]))
+
+
+def csv_table(headers: Sequence[str], cells: Cells) -> str:
+    """Comma-separated values, quoted where needed."""
+    text = io.StringIO()
+    csv.writer(text, lineterminator="\n").writerows([headers, *cells])
+    return text.getvalue().rstrip("\n")
+
+
+def latex_table(headers: Sequence[str], cells: Cells) -> str:
+    r"""A `tabular` that needs no package.
+
+    >>> print(latex_table(["name", "final"], [["a_b", "90% ± 1%"]]))
+    \begin{tabular}{lr}
+    \hline
+    name & final \\
+    \hline
+    a\_b & 90\% $\pm$ 1\% \\
+    \hline
+    \end{tabular}
+    """
+    rows = [" & ".join(map(_latex, row)) + r" \\" for row in (headers, *cells)]
+    columns = "l" + "r" * (len(headers) - 1)
+    body = [rows[0], r"\hline", *rows[1:]]
+    return "\n".join(
+        [rf"\begin{{tabular}}{{{columns}}}", r"\hline", *body, r"\hline", r"\end{tabular}"]
+    )
+
+
+FORMATS: dict[str, Callable[[Sequence[str], Cells], str]] = {
+    "text": text_table,
+    "markdown": markdown_table,
+    "csv": csv_table,
+    "latex": latex_table,
+}
 
 
 def format_value(value: float, metric: str) -> str:
@@ -81,11 +154,17 @@ def _final_cell(line: Line, metric: str) -> str:
     if np.isnan(line.finals).any():
         return "diverged"
     mean = format_value(float(np.mean(line.finals)), metric)
-    if line.seeds == 1:
-        return mean
-    return f"{mean} ± {format_value(float(np.std(line.finals, ddof=1)), metric)}"
+    return mean if line.spread is None else f"{mean} ± {format_value(line.spread, metric)}"
 
 
 def _justify(row: Sequence[str], widths: Sequence[int]) -> list[str]:
     first, *others = (cell.ljust if i == 0 else cell.rjust for i, cell in enumerate(row))
     return [first(widths[0]), *(f(w) for f, w in zip(others, widths[1:], strict=True))]
+
+
+def _latex(cell: str) -> str:
+    """The cell with LaTeX's own signs escaped, character by character."""
+    signs = {"\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}"}
+    signs |= {sign: rf"${sign}$" for sign in "<>"} | {sign: rf"\{sign}" for sign in "&%$#_{}"}
+    signs["^"] = r"\textasciicircum{}"
+    return "".join(signs.get(character, character) for character in cell)

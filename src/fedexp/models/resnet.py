@@ -11,6 +11,7 @@ from typing import Literal, get_args
 from torch import Tensor, nn
 
 from fedexp.errors import require
+from fedexp.models.norm import GroupNormReLU
 
 Pool = Literal["adaptive", "avg3"]
 WIDTHS = (64, 128, 256, 512)
@@ -43,8 +44,7 @@ def resnet18(classes: int = 10, pool: Pool = "adaptive", groups: int = 2) -> nn.
         channels = width
     return nn.Sequential(
         _convolution(3, WIDTHS[0]),
-        nn.GroupNorm(groups, WIDTHS[0]),
-        nn.ReLU(),
+        GroupNormReLU(groups, WIDTHS[0]),
         *blocks,
         nn.AdaptiveAvgPool2d(1) if pool == "adaptive" else nn.AvgPool2d(3),
         nn.Flatten(),
@@ -68,11 +68,10 @@ class Residual(nn.Module):
         stride = 1 if channels == width else 2
         self.body = nn.Sequential(
             _convolution(channels, width, stride),
-            nn.GroupNorm(groups, width),
-            nn.ReLU(),
+            GroupNormReLU(groups, width),
             _convolution(width, width),
-            nn.GroupNorm(groups, width),
         )
+        self.join = GroupNormReLU(groups, width)
         self.shortcut: nn.Module = nn.Identity()
         if channels != width:
             self.shortcut = nn.Sequential(
@@ -81,8 +80,8 @@ class Residual(nn.Module):
             )
 
     def forward(self, x: Tensor) -> Tensor:
-        total: Tensor = self.body(x) + self.shortcut(x)
-        return total.relu()
+        joined: Tensor = self.join(self.body(x), self.shortcut(x))
+        return joined
 
 
 def _convolution(channels: int, width: int, stride: int = 1) -> nn.Conv2d:

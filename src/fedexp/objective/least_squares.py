@@ -8,6 +8,7 @@ from torch import Tensor
 from fedexp.data.federation import Batch
 from fedexp.errors import require
 from fedexp.objective.base import Buffers
+from fedexp.objective.linear_steps import LinearSteps
 from fedexp.precision import Precision
 
 
@@ -47,6 +48,10 @@ class LeastSquares:
         residual = torch.baddbmm(-batch["y"][:, :, None], x, params[:, :, None])
         counted = (residual.squeeze(2) * valid)[:, None, :] * self.gradient_scale
         return torch.bmm(counted, x).squeeze(1), buffers
+
+    def linear_steps(self, batch: Batch) -> LinearSteps:
+        """Any number of steps on the whole data of K clients, as one map."""
+        return LinearSteps(batch["x"], batch["y"], self.gradient_scale)
 
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
         return {"loss": torch.mv(batch["x"], params).sub_(batch["y"]).square_()}

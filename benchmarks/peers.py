@@ -1,0 +1,176 @@
+"""FedAvg side by side on a CPU: RESULT
+
+Two pieces of work, uniform weights, no evaluation, median of warm rounds:
+
+- W1: MLP 64-64-10, 100 clients x 100 examples, 20 a round, 20 steps of batches of 50.
+- W2: pfl-research's published benchmark: 1,000 clients x 50 images 3x32x32, 50 a round, one epoch
+  of batches of 10, its CNN of two convolutions (`pfl_cnn` in `peers_work.py`).
+
+Every contestant runs alone in a process of its own, once with one thread and once with all cores,
+and pfl also as one process for each core; the best of these counts. A peer that is not installed is
+skipped. Peers bring many dependencies, so give each a virtual environment of its own:
+
+    python benchmarks/peers.py --pfl ENV/bin/python --flower ENV/bin/python --fluke ENV/bin/python
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from fedexp.experiments.tables import text_table
+from machine import hardware, today
+
+HERE = Path(__file__).parent
+CORES = len(os.sched_getaffinity(0))
+ROUNDS = {"W1": (3, 20), "W2": (1, 5)}  # to warm up, and counted
+LIMIT = 900  # seconds for one configuration
+THREADS = tuple(sorted({1, CORES}))
+Row = dict[str, Any]
+Way = tuple[tuple[str, ...], tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to train.
+
+    Attributes:
+        name: in the table.
+        script: its file, less the ending.
+        form: what the script is told.
+        works: the work it does.
+        module: must be importable for it.
+        install: the line that installs it.
+        ways: configurations to try: what stands before the script, and numbers of threads.
+    """
+
+    name: str
+    script: str
+    form: str = ""
+    works: tuple[str, ...] = ("W1", "W2")
+    module: str = "torch"
+    install: str = "pip install -e ."
+    ways: dict[str, Way] = field(default_factory=lambda: {"1 process": ((), THREADS)})
+
+
+TORCHRUN = ("-m", "torch.distributed.run", f"--nproc-per-node={CORES}", "--master-port=0")
+CONTESTANTS = [
+    Contestant("fedexp, vectorized", "peers_ours", "vectorized"),
+    Contestant("fedexp, loop", "peers_ours", "loop"),
+    Contestant("sequential PyTorch", "peers_sequential"),
+    Contestant(
+        "pfl",
+        "peers_pfl",
+        module="pfl",
+        install="pip install 'pfl[pytorch]==0.6.0'",
+        ways={"1 process": ((), THREADS), f"torchrun x {CORES}": (TORCHRUN, (1,))},
+    ),
+    Contestant("fluke", "peers_fluke", "", ("W1",), "fluke", "pip install fluke-fl==0.8.1"),
+    Contestant(
+        "Flower simulation",
+        "peers_flower",
+        "",
+        ("W1",),
+        "flwr",
+        "pip install 'flwr[simulation]==1.41.0'",
+        {f"{CORES} actors": ((), (1,))},
+    ),
+]
+
+
+def measure(contestant: Contestant, python: str, work: str, quick: bool) -> list[Row]:
+    """Every configuration of a contestant on one piece of work."""
+    rows = []
+    for how, (launcher, numbers) in contestant.ways.items():
+        for threads in numbers:
+            row = {"contestant": contestant.name, "work": work, "processes": how}
+            ran = run(contestant, python, work, launcher, threads, quick)
+            rows.append({**row, "threads": threads, **ran})
+            print(f"  {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
+    return rows
+
+
+def run(
+    contestant: Contestant,
+    python: str,
+    work: str,
+    launcher: tuple[str, ...],
+    threads: int,
+    quick: bool,
+) -> Row:
+    """One configuration in a process of its own."""
+    warm, counted = (1, 2) if quick else ROUNDS[work]
+    script = str(HERE / f"{contestant.script}.py")
+    form = [contestant.form] if contestant.form else []
+    command = [python, *launcher, script, work, str(warm + counted), *form]
+    quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
+    environment = {**os.environ, **quiet, "OMP_NUM_THREADS": str(threads)}
+    try:
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"took more than {LIMIT} s"}
+    if done.returncode:
+        return {"error": (done.stderr.strip().splitlines() or ["failed"])[-1]}
+    told = json.loads(next(line for line in done.stdout.splitlines() if line.startswith('{"ms"')))
+    return {"ms": round(statistics.median(told["ms"][warm:]), 2), "versions": told["versions"]}
+
+
+def best(rows: list[Row], contestant: str, work: str) -> Row | None:
+    mine = [r for r in rows if (r["contestant"], r["work"]) == (contestant, work) and "ms" in r]
+    return min(mine, key=lambda row: row["ms"]) if mine else None
+
+
+def table(rows: list[Row], work: str) -> str:
+    """The best configuration of each, and how many times as long as ours it takes."""
+    ours = best(rows, CONTESTANTS[0].name, work)
+    cells = []
+    for contestant in CONTESTANTS:
+        row = best(rows, contestant.name, work)
+        if row is not None:
+            ratio = f"{row['ms'] / ours['ms']:.1f}" if ours else "-"
+            how = f"{row['processes']}, {row['threads']} thread(s)"
+            cells.append([contestant.name, how, f"{row['ms']:.1f}", ratio])
+    return text_table([work, "best of its configurations", "ms a round", "x vectorized"], cells)
+
+
+def has(python: str, module: str) -> bool:
+    return subprocess.run([python, "-c", f"import {module}"], capture_output=True).returncode == 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="this package and its peers, side by side")
+    for peer in ("pfl", "flower", "fluke"):
+        parser.add_argument(f"--{peer}", default=sys.executable, help="the python that has it")
+    parser.add_argument("--work", choices=ROUNDS, action="append", help="default: both")
+    parser.add_argument("--quick", action="store_true", help="two rounds, to see that it runs")
+    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    args = parser.parse_args()
+    pythons = {"pfl": args.pfl, "flwr": args.flower, "fluke": args.fluke}
+    rows: list[Row] = []
+    for contestant in CONTESTANTS:
+        python = pythons.get(contestant.module, sys.executable)
+        if not has(python, contestant.module):
+            print(f"{contestant.name}: skipped; {contestant.install}", file=sys.stderr)
+            continue
+        for work in contestant.works:
+            if work in (args.work or ROUNDS):
+                rows += measure(contestant, python, work, args.quick)
+    print(hardware())
+    for work in args.work or ROUNDS:
+        print(table(rows, work))
+    if args.out:
+        record = {"date": today(), "hardware": hardware(), "rounds": ROUNDS, "rows": rows}
+        args.out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

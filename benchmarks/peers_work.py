@@ -1,0 +1,81 @@
+"""The work that all contestants of `peers.py` do, in numpy and torch alone.
+
+Every contestant runs in a process of its own and prints one line of JSON: the milliseconds of each
+round, the first ones included, and the versions of what it uses.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+
+import torch
+from torch import Tensor, nn
+
+LR = 0.1
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def pfl_cnn() -> nn.Module:
+    """The layers of pfl-research's CIFAR-10 benchmark: 1,626,442 parameters, two dropouts."""
+    return nn.Sequential(
+        nn.Conv2d(3, 32, 3), nn.ReLU(),
+        nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25),
+        nn.Flatten(), nn.Linear(14 * 14 * 64, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PeerWork:
+    """Uniform FedAvg with plain SGD: `epochs` passes of batches over each of `cohort` clients."""
+
+    build: Callable[[], nn.Module]
+    shape: tuple[int, ...]
+    clients: int
+    each: int
+    cohort: int
+    epochs: int
+    batch: int
+
+    def data(self) -> tuple[Tensor, Tensor]:
+        """Examples [clients, each, ...] and their classes; their values do not matter for time."""
+        draw = torch.Generator().manual_seed(0)
+        x = torch.randn(self.clients, self.each, *self.shape, generator=draw)
+        return x, torch.randint(10, (self.clients, self.each), generator=draw)
+
+
+WORKS = {
+    "W1": PeerWork(mlp, (64,), clients=100, each=100, cohort=20, epochs=10, batch=50),
+    "W2": PeerWork(pfl_cnn, (3, 32, 32), clients=1000, each=50, cohort=50, epochs=1, batch=10),
+}
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """What the driver asks of a contestant."""
+
+    work: PeerWork
+    rounds: int
+    form: str
+
+
+def assignment() -> Assignment:
+    """From the command line of a contestant."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("work", choices=WORKS)
+    parser.add_argument("rounds", type=int)
+    parser.add_argument("form", nargs="?", default="")
+    args = parser.parse_args()
+    return Assignment(WORKS[args.work], args.rounds, args.form)
+
+
+def report(milliseconds: Sequence[float], *packages: str) -> None:
+    """Tell the driver."""
+    versions = {name: version(name) for name in ("torch", *packages)}
+    print(json.dumps({"ms": list(milliseconds), "versions": versions}), flush=True)

@@ -1,0 +1,22 @@
+"""`fedexp resume`: go on with a run, from its folder alone."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from fedexp.cli.run import add_training_options, train
+from fedexp.runs import read_spec, spec_from
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("resume", help="go on with a run that was interrupted")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the run")
+    add_training_options(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    return train(spec_from(read_spec(args.folder)).prepare(), args.folder, args)

@@ -1,0 +1,194 @@
+"""`fedexp tune`: find the best step sizes, or eps, by the paper's protocol or freely."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedexp.cli.compare import cores
+from fedexp.cli.options import add_out, add_run_options, positive, seed, spec_of
+from fedexp.cli.progress import watch
+from fedexp.cli.signals import StopWish, stop_wish
+from fedexp.errors import require
+from fedexp.experiments.canvas import check_writable, save
+from fedexp.experiments.catalog import build_task
+from fedexp.experiments.setup import parse_assignments, share_options, split_task_options
+from fedexp.experiments.spec import Run
+from fedexp.experiments.tables import FORMATS, render_table
+from fedexp.runs import Stopped
+from fedexp.studies import best
+from fedexp.studies.epsilon import EPS, epsilon_values, explain, tune_epsilon
+from fedexp.studies.grids import Point, Values, free_ranges, paper_grid, parse_grid, without_fixed
+from fedexp.studies.heatmap import tuning_figure
+from fedexp.studies.trial import ROUNDS, Row
+from fedexp.studies.tune import OnRow, Protocol, Study, Watching, check_study, tune
+
+TRIALS = 30
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("tune", help="search for the best step sizes, or for eps")
+    add_run_options(parser, rounds=str(ROUNDS))
+    parser.set_defaults(rounds=ROUNDS)
+    parser.add_argument("--algorithm", default="fedexp", metavar="A,B,...", help="default: fedexp")
+    parser.add_argument(
+        "--protocol",
+        choices=["paper", "free"],
+        default="paper",
+        help="the paper's grids (default), or Optuna's TPE over ranges, with pruning",
+    )
+    parser.add_argument(
+        "--grid",
+        action="append",
+        default=[],
+        metavar="KEY=V,V,...",
+        help="a grid of your own instead of the paper's; may be repeated",
+    )
+    parser.add_argument(
+        "--epsilon", action="store_true", help="the paper's rule of thumb: raise eps till it drops"
+    )
+    parser.add_argument("--trials", type=positive, metavar="N", help=f"of a free search ({TRIALS})")
+    parser.add_argument("--seed", type=seed, default=0, metavar="S")
+    parser.add_argument(
+        "--study", type=Path, metavar="FILE", help="where scores are kept (tune-TASK.db)"
+    )
+    parser.add_argument("--jobs", type=positive, metavar="N", help="trials at a time (all cores)")
+    parser.add_argument("--format", choices=FORMATS, default="text", help="of the table (text)")
+    parser.add_argument("--quiet", action="store_true", help="plain lines for a log, no bar")
+    add_out(parser, "the picture of two options (tune-TASK-ALGORITHM.png)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    _check(args)
+    studies = [_study(args, each) for each in _runs(args)]
+    pictures = [_picture(args, study) for study in studies]
+    with stop_wish() as wish:
+        try:
+            if args.epsilon:
+                return _epsilon(args, studies[0], wish)
+            results = [(s, tune(s, _jobs(args), _watching(args, s, wish))) for s in studies]
+        except Stopped:
+            print("fedexp: stopped; the same command continues", file=sys.stderr)
+            return wish.status
+    _report(args, results)
+    for picture, result in zip(pictures, results, strict=True):
+        if picture is not None:
+            save(tuning_figure(*result), picture)
+            print(f"wrote {picture}", file=sys.stderr)
+    return 0
+
+
+def _check(args: argparse.Namespace) -> None:
+    """Options that do not go together, before anything is built."""
+    free = args.protocol == "free"
+    require(args.trials is None or free, "--trials is for --protocol free; a grid has its points")
+    require(not (args.grid and free), "--grid and --protocol free exclude each other; choose one")
+    require(not (args.epsilon and (args.grid or free)), "--epsilon needs no --grid or --protocol")
+    require(args.stop_at is None, "trials run to their end; leave --stop-at out")
+    require(
+        args.evaluate_every is None,
+        "trials are evaluated as their score needs it; leave --evaluate-every out",
+    )
+
+
+def _runs(args: argparse.Namespace) -> list[Run]:
+    """What every algorithm runs but for the options that are searched, over one task."""
+    names = list(dict.fromkeys(name.strip() for name in args.algorithm.split(",") if name.strip()))
+    require(bool(names), "--algorithm needs a name; `fedexp algorithms` lists them")
+    require(len(names) == 1 or not args.epsilon, "--epsilon takes one --algorithm at a time")
+    of_task, others = split_task_options(parse_assignments(args.set))
+    mine = tuple((f"task.{key}", value) for key, value in of_task.items())
+    bare = replace(spec_of(args, names[0], args.seed), options=mine)
+    task = build_task(bare.task, of_task, bare.seed, bare.mode)
+    setups = {name: replace(bare, algorithm=name).prepare(task).setup for name in names}
+    shared = share_options(setups, others)
+    return [
+        replace(bare, algorithm=name, options=(*mine, *shared[name].items())).prepare(task)
+        for name in names
+    ]
+
+
+def _study(args: argparse.Namespace, run: Run) -> Study:
+    values, path = _values(args, run), args.study or Path(f"tune-{args.task}.db")
+    protocol: Protocol = "epsilon" if args.epsilon else args.protocol
+    study = Study(run, protocol, values, path, args.trials or TRIALS)
+    check_study(study)
+    return study
+
+
+def _values(args: argparse.Namespace, run: Run) -> Values:
+    if args.epsilon:
+        return epsilon_values(run)
+    if args.grid:
+        return parse_grid(args.grid, run.setup)
+    search = free_ranges if args.protocol == "free" else paper_grid
+    _, fixed = split_task_options(dict(run.spec.options))
+    return without_fixed(search(run.setup, run.task.sums), fixed)
+
+
+def _picture(args: argparse.Namespace, study: Study) -> Path | None:
+    """Where the picture of a search goes; only one over two options has any."""
+    if len(study.values) != 2:
+        require(args.out is None, "a picture needs a search over two options; leave --out out")
+        return None
+    path: Path = args.out or Path(f"tune-{args.task}-{study.run.spec.algorithm}.png")
+    check_writable(path)
+    return path
+
+
+def _watching(args: argparse.Namespace, study: Study, wish: StopWish) -> Watching:
+    @contextmanager
+    def watching(left: int) -> Iterator[OnRow]:
+        spec = study.run.spec
+        with watch(f"{spec.task} {spec.algorithm}", study.run.rounds, left, args.quiet) as bar:
+
+            def on_row(point: Point, row: Row) -> None:
+                bar(dict(row), " ".join(f"{name}={value:.3g}" for name, value in point.items()))
+                if wish():
+                    raise Stopped(None, row["round"])
+
+            yield on_row
+
+    return watching
+
+
+def _report(args: argparse.Namespace, results: list[tuple[Study, list[Any]]]) -> None:
+    if args.json:
+        _print_json(args, [best.as_json(s, tried, tried[0].point) for s, tried in results])
+        return
+    text = args.format == "text"
+    if text:
+        print(best.heading(results[0][0], sum(len(tried) for _, tried in results)))
+    print(render_table(args.format, *best.best_table(results, args.format == "csv")))
+    for study, tried in results:
+        for line in best.remarks(study, tried):
+            print(f"{study.run.spec.algorithm}: {line}", file=sys.stderr)
+        print(best.next_command(study, tried[0].point), file=sys.stdout if text else sys.stderr)
+
+
+def _epsilon(args: argparse.Namespace, study: Study, wish: StopWish) -> int:
+    found = tune_epsilon(study, _jobs(args), _watching(args, study, wish))
+    tried, point = best.epsilon_trials(found), {EPS: found.chosen}
+    if args.json:
+        _print_json(args, [{**best.as_json(study, tried, point), "found": explain(found, study)}])
+        return 0
+    print(render_table(args.format, *best.epsilon_table(study, found, args.format == "csv")))
+    where = sys.stdout if args.format == "text" else sys.stderr
+    print(explain(found, study), best.next_command(study, point), sep="\n", file=where)
+    return 0
+
+
+def _print_json(args: argparse.Namespace, algorithms: list[dict[str, Any]]) -> None:
+    head = {"task": args.task, "rounds": args.rounds, "seed": args.seed}
+    print(json.dumps({**head, "algorithms": algorithms}, allow_nan=False))
+
+
+def _jobs(args: argparse.Namespace) -> int:
+    return int(args.jobs or (cores() if args.device is None else 1))

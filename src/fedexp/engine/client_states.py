@@ -1,0 +1,58 @@
+"""What clients keep between rounds, in a mapping whose successor shares what did not change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from fedexp.client import Tensors
+
+
+class ClientStates(Mapping[int, Tensors]):
+    """The states of the clients that have taken part.
+
+    A round changes few of very many, so a copy of all would be what costs most in it. These are
+    layers, newest first, each more than twice as large as the one before: adding a round costs
+    what changed, times the logarithm of what is there, on average.
+
+    >>> old = ClientStates.of({1: {}, 2: {}})
+    >>> new = old.updated({2: {}, 3: {}})
+    >>> sorted(old), sorted(new)
+    ([1, 2], [1, 2, 3])
+    """
+
+    def __init__(self, layers: tuple[dict[int, Tensors], ...] = ()) -> None:
+        self._layers = layers
+
+    @classmethod
+    def of(cls, states: Mapping[int, Tensors]) -> ClientStates:
+        return states if isinstance(states, cls) else cls((dict(states),) if states else ())
+
+    def updated(self, changed: Mapping[int, Tensors]) -> ClientStates:
+        """These with some changed or added; this one stays as it is."""
+        if not changed:
+            return self
+        newest, *older = dict(changed), *self._layers
+        while older and 2 * len(newest) >= len(older[0]):
+            newest = {**older.pop(0), **newest}
+        return ClientStates((newest, *older))
+
+    def changed_since(self, before: Mapping[int, Tensors]) -> set[int]:
+        """The clients whose states are others than in an earlier one.
+
+        Layers that both have are not looked at.
+        """
+        known = before._layers if isinstance(before, ClientStates) else ()
+        fresh = [layer for layer in self._layers if not any(layer is old for old in known)]
+        return {c for layer in fresh for c in layer if before.get(c) is not self[c]}
+
+    def __getitem__(self, client: int) -> Tensors:
+        for layer in self._layers:
+            if client in layer:
+                return layer[client]
+        raise KeyError(client)
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(sorted(set().union(*self._layers)))
+
+    def __len__(self) -> int:
+        return len(set().union(*self._layers))

@@ -1,0 +1,109 @@
+"""Local training in one go, where the steps of a client on all of its data are a linear iteration.
+
+It gives what the loop gives, up to rounding, without taking the steps one by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import pairwise
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedexp.aggregate import Aggregate, usable
+from fedexp.client import ClientRule, Drift, Tensors
+from fedexp.engine.loop import Sums, sum_in_parts
+from fedexp.engine.state import SimulationState
+from fedexp.engine.work import Work
+from fedexp.objective import LeastSquares
+from fedexp.objective.linear_steps import LinearSteps
+from fedexp.tasks.task import Task
+
+RUNS_KEPT = 4096  # whose eigenvectors are remembered; they take less than the clients' data
+MOST_DIRECTIONS = 4  # for each local step: finding more eigenvalues takes longer than the steps
+
+
+def steps_are_linear(work: Work, state: SimulationState) -> bool:
+    """Whether this engine suits the work: least squares on whole batches, a linear correction."""
+    local, objective = work.local, work.task.objective
+    if not isinstance(objective, LeastSquares) or state.params.device.type != "cpu":
+        return False
+    largest = int(work.task.train.sizes[work.cohort].max())
+    return (
+        local.batch_size is None
+        and local.clip_norm is None
+        and work.task.transform is None
+        and type(work.algorithm.client).correct is ClientRule.correct
+        and min(largest, state.params.numel()) <= MOST_DIRECTIONS * local.steps_for(largest)
+    )
+
+
+class Linear:
+    """The engine; it remembers what it found out about the clients' data."""
+
+    def __init__(self) -> None:
+        self._steps = lru_cache(maxsize=RUNS_KEPT)(_steps)
+
+    def __call__(self, work: Work, state: SimulationState) -> Sums:
+        return sum_in_parts(work, state, self.run_clients)
+
+    def run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
+        """Train some clients. One whose update is not finite keeps the state it had."""
+        rule, start = work.algorithm.client, state.params
+        states = [state.clients.get(c) or rule.init_local(start) for c in clients]
+        mine = {name: torch.stack([each[name] for each in states]) for name in states[0]}
+        drift = _with_decay(rule.drift(state.shared, mine), work.local.weight_decay, start)
+        steps = work.local.steps_for(1)  # the same for all, since a batch is all of the data
+        parts = [
+            self._steps(work.task, run).updates(start, steps, work.lr, _part(drift, own))
+            for own, run in _neighbours(work, clients)
+        ]
+        deltas = torch.cat(parts) if len(parts) > 1 else parts[0]
+        kept, extras = rule.finish(deltas, steps * work.lr, state.shared, mine)
+        weights = [work.weight(c) for c in clients] if work.weighting == "size" else None
+        changed: dict[int, Tensors] = {}
+        if kept:
+            good = usable(deltas, extras).tolist()
+            changed = {c: _row(kept, k) for k, c in enumerate(clients) if good[k]}
+        return Aggregate.of(deltas, weights, extras), changed
+
+
+def _steps(task: Task, clients: range) -> LinearSteps:
+    """The steps of neighbours, whose rows lie side by side: nothing is copied."""
+    assert isinstance(task.objective, LeastSquares)
+    rows = slice(int(task.train.offsets[clients[0]]), int(task.train.offsets[clients[-1] + 1]))
+    each = (len(clients), -1)
+    return task.objective.linear_steps(
+        {name: value[rows].unflatten(0, each) for name, value in task.train.fields.items()}
+    )
+
+
+def _neighbours(work: Work, clients: list[int]) -> Iterator[tuple[slice, range]]:
+    """Runs of consecutive clients of one size: their places among `clients`, and themselves."""
+    who = np.asarray(clients)
+    breaks = np.flatnonzero((np.diff(who) != 1) | (np.diff(work.task.train.sizes[who]) != 0)) + 1
+    for first, end in pairwise([0, *breaks.tolist(), len(clients)]):
+        yield slice(first, end), range(clients[first], clients[first] + end - first)
+
+
+def _with_decay(drift: Drift, decay: float, start: Tensor) -> Drift:
+    """Weight decay λ w is λ (w - w⁰) + λ w⁰."""
+    if not decay:
+        return drift
+    push = decay * start if drift.push is None else drift.push + decay * start
+    return Drift(drift.pull + decay, push)
+
+
+def _part(drift: Drift, own: slice) -> Drift:
+    """The drift of some clients; one without a dimension of clients is common to all."""
+    if drift.push is None or drift.push.ndim == 1:
+        return drift
+    return drift._replace(push=drift.push[own])
+
+
+def _row(kept: Tensors, k: int) -> Tensors:
+    # a copy: a view would keep the states of all the cohort alive
+    return {name: value[k].clone() for name, value in kept.items()}

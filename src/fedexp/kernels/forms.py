@@ -1,0 +1,154 @@
+"""Which form of a convolution to use: by rule, and on a GPU by measurement among the likely ones.
+
+A measurement is kept for the process and, by card and versions, on disk. Nothing is measured on a
+CPU or where deterministic algorithms are asked for: there the first candidate is taken, so that a
+run gives the same bits every time.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedexp.kernels.conv_torch import OneByOne, Unfolded
+from fedexp.kernels.geometry import Geometry
+from fedexp.kernels.launch import has_triton, is_compiling
+
+Direction = Literal["forward", "input_gradient", "weight_gradient"]
+Form = Callable[[Tensor, Tensor, Geometry], Tensor]
+
+LARGEST_WINDOW = 128  # taps times channels that are gathered at once
+FEW_CHANNELS = 16  # below that, the tensor cores' products are mostly padding
+_chosen: dict[tuple[object, ...], Form] = {}
+
+
+def chosen_form(direction: Direction, a: Tensor, b: Tensor, g: Geometry) -> Form:
+    """The form for these sizes; `a` and `b` are what it is called with."""
+    exact = a.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    key = (direction, g, a.dtype, a.device, exact)
+    if key in _chosen:
+        return _chosen[key]
+    if is_compiling():
+        return partial(
+            _compile_all, [named_form(n, direction) for n in _open(direction, a, g, exact)]
+        )
+    _chosen[key] = _choose(direction, a, b, g, exact)
+    return _chosen[key]
+
+
+def _compile_all(forms: list[Form], a: Tensor, b: Tensor, g: Geometry) -> Tensor:
+    """Have every form compiled; the result is of the right shape, and not written."""
+    results = [form(a, b, g) for form in forms]
+    return results[0]
+
+
+def _open(direction: Direction, a: Tensor, g: Geometry, exact: bool) -> list[str]:
+    """The candidates between which the choice is still open."""
+    names = candidates(direction, a, g, exact)
+    known = _read().get(_key(direction, a, g)) if a.is_cuda and len(names) > 1 else None
+    return [known] if known in names else names
+
+
+def _choose(direction: Direction, a: Tensor, b: Tensor, g: Geometry, exact: bool) -> Form:
+    names = candidates(direction, a, g, exact)
+    if len(names) > 1 and a.is_cuda and not torch.are_deterministic_algorithms_enabled():
+        known, key = _read(), _key(direction, a, g)
+        if known.get(key) not in names:
+            with torch.no_grad():
+                times = _measure({name: named_form(name, direction) for name in names}, a, b, g)
+            known[key] = min(times, key=lambda name: times[name])
+            _write(key, known[key])
+        return named_form(known[key], direction)
+    return named_form(names[0], direction)
+
+
+def candidates(direction: Direction, a: Tensor, g: Geometry, exact: bool) -> list[str]:
+    """The names of the forms worth trying, the likeliest first."""
+    if not a.is_cuda or g.clients == 1:
+        return ["each"]
+    if exact or a.dtype == torch.float64 or not has_triton():
+        return ["each", "unfold"]
+    from fedexp.kernels.tilings import likely_tilings
+
+    window = g.kernel_height * g.kernel_width * g.channels
+    if g.channels < FEW_CHANNELS and window <= LARGEST_WINDOW and direction != "input_gradient":
+        return ["few", "unfold"]
+    return likely_tilings(direction, g, a.element_size())
+
+
+def named_form(name: str, direction: Direction) -> Form:
+    """A form by its name: each, unfold, or a tiling such as 128x64x64w4s3."""
+    if name in ("each", "unfold"):
+        form: Form = getattr(OneByOne() if name == "each" else Unfolded(), direction)
+        return form
+    if name == "few":
+        from fedexp.kernels import conv_few
+
+        few: Form = getattr(conv_few, direction)
+        return few
+    from fedexp.kernels.tilings import tiled_form
+
+    return tiled_form(name, direction)
+
+
+def _measure(forms: dict[str, Form], a: Tensor, b: Tensor, g: Geometry) -> dict[str, float]:
+    """Milliseconds of each form, the best of three times five calls."""
+    times = {}
+    for name, form in forms.items():
+        form(a, b, g)
+        times[name] = min(_milliseconds(form, a, b, g) for _ in range(3))
+    return times
+
+
+def _milliseconds(form: Form, a: Tensor, b: Tensor, g: Geometry, calls: int = 5) -> float:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    begin.record()
+    for _ in range(calls):
+        form(a, b, g)
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / calls
+
+
+def _key(direction: Direction, a: Tensor, g: Geometry) -> str:
+    return f"{_machine()} {direction} {g} {a.dtype}"
+
+
+@cache
+def _machine() -> str:
+    import triton
+
+    return f"{torch.cuda.get_device_name()} torch {torch.__version__} triton {triton.__version__}"
+
+
+def _file() -> Path:
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root) / "fedexp" / "convolutions.json"
+
+
+@cache
+def _read() -> dict[str, str]:
+    try:
+        known = json.loads(_file().read_text())
+    except (OSError, ValueError):
+        return {}
+    return known if isinstance(known, dict) else {}
+
+
+def _write(key: str, name: str) -> None:
+    """Keep a choice for the next process; where it cannot be written, it is measured again."""
+    file = _file()
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}")
+        partial.write_text(json.dumps({**_read(), key: name}, indent=1))
+        partial.replace(file)
+    except OSError:
+        return

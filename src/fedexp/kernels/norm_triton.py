@@ -1,0 +1,209 @@
+"""Group normalisation with what follows it in one pass: scale, shift, residual, ReLU; in Triton.
+
+Images are [N, C, H, W] with channels last in memory; a client's scale and shift are a row of
+[K, C]. A program does one group of one image: its values are read once, or twice where they are
+too many for the registers, the second time from a cache.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fedexp.kernels.launch import launch
+
+FORWARD_AT_ONCE, BACKWARD_AT_ONCE = 32768, 16384  # values of a group that fit into registers
+CHUNK, VALUES_A_WARP = 8192, 1024  # of larger groups, values at a time; and how many a warp holds
+
+
+@triton.jit
+def _raw(pointer, pixel, c, HW: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr):
+    mask = (pixel < HW)[:, None] & (c < LAST)[None, :]
+    return tl.load(pointer + pixel[:, None] * C + c[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def _load(pointer, pixel, c, HW: tl.constexpr, C: tl.constexpr, LAST: tl.constexpr):
+    return _raw(pointer, pixel, c, HW, C, LAST).to(tl.float32)
+
+
+@triton.jit
+def _norm_forward(
+    x, residual, weight, bias, y, mean_out, rstd_out, w_row, b_row, eps, B,
+    C: tl.constexpr, HW: tl.constexpr, G: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    image, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    width: tl.constexpr = C // G
+    c = tl.arange(0, COLUMNS)
+    start = image * (HW * C) + group * width
+    x += start
+    y += start
+    residual += start
+    values = _load(x, tl.arange(0, ROWS), c, HW, C, width)
+    count, mean, spread = 0.0, 0.0, 0.0
+    for first in range(0, HW, ROWS):
+        pixel = first + tl.arange(0, ROWS)
+        if HW > ROWS:
+            values = _load(x, pixel, c, HW, C, width)
+        real = (pixel < HW)[:, None] & (c < width)[None, :]
+        here = tl.minimum(ROWS, HW - first) * width * 1.0
+        own = tl.sum(tl.sum(values, axis=1), axis=0) / here
+        away = tl.where(real, values - own, 0.0)
+        apart = own - mean
+        spread += tl.sum(tl.sum(away * away, axis=1), axis=0)
+        spread += apart * apart * count * here / (count + here)
+        mean += apart * here / (count + here)
+        count += here
+    rstd = 1.0 / tl.sqrt_rn(spread / count + eps)
+    tl.store(mean_out + image * G + group, mean)
+    tl.store(rstd_out + image * G + group, rstd)
+    own_channels = group * width + c
+    client = image // B
+    scale = tl.load(weight + client * w_row + own_channels, mask=c < width, other=0.0).to(
+        tl.float32
+    )
+    shift = tl.load(bias + client * b_row + own_channels, mask=c < width, other=0.0).to(tl.float32)
+    for first in range(0, HW, ROWS):
+        pixel = first + tl.arange(0, ROWS)
+        if HW > ROWS:
+            values = _load(x, pixel, c, HW, C, width)
+        out = (values - mean) * rstd * scale[None, :] + shift[None, :]
+        if RESIDUAL:
+            out += _load(residual, pixel, c, HW, C, width)
+        if RELU:
+            out = tl.maximum(out, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        real = (pixel < HW)[:, None] & (c < width)[None, :]
+        tl.store(y + pixel[:, None] * C + c[None, :], out.to(y.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def _masked_gradient(dy, y, pixel, c, values, mean, rstd, scale, shift, HW: tl.constexpr,
+                     C: tl.constexpr, LAST: tl.constexpr, RESIDUAL: tl.constexpr,
+                     RELU: tl.constexpr):  # fmt: skip
+    """The gradient before the ReLU; whether it let a value through shows in y, or is recomputed.
+
+    It stays in the type it was read in, which takes half the registers and loses nothing.
+    """
+    dz = _raw(dy, pixel, c, HW, C, LAST)
+    if RELU and RESIDUAL:
+        dz = tl.where(_raw(y, pixel, c, HW, C, LAST) > 0, dz, 0.0)
+    elif RELU:
+        hat = (values.to(tl.float32) - mean) * rstd
+        dz = tl.where(hat * scale[None, :] + shift[None, :] > 0, dz, 0.0)
+    return dz.to(dy.dtype.element_ty)
+
+
+@triton.jit
+def _norm_backward(
+    dy, x, y, weight, bias, mean_in, rstd_in, dx, dresidual, dscales, w_row, b_row, B,
+    C: tl.constexpr, HW: tl.constexpr, G: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+):  # fmt: skip
+    image, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    width: tl.constexpr = C // G
+    c = tl.arange(0, COLUMNS)
+    start = image * (HW * C) + group * width
+    dy += start
+    x += start
+    y += start
+    dx += start
+    dresidual += start
+    mean = tl.load(mean_in + image * G + group)
+    rstd = tl.load(rstd_in + image * G + group)
+    own_channels = group * width + c
+    client = image // B
+    scale = tl.load(weight + client * w_row + own_channels, mask=c < width, other=0.0).to(
+        tl.float32
+    )
+    shift = tl.load(bias + client * b_row + own_channels, mask=c < width, other=0.0).to(tl.float32)
+    by_scale = tl.zeros((COLUMNS,), dtype=tl.float32)
+    by_shift = tl.zeros((COLUMNS,), dtype=tl.float32)
+    pixel = tl.arange(0, ROWS)
+    values = _raw(x, pixel, c, HW, C, width)
+    dz = _masked_gradient(
+        dy, y, pixel, c, values, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
+    )
+    for first in range(0, HW, ROWS):
+        if HW > ROWS:
+            pixel = first + tl.arange(0, ROWS)
+            values = _raw(x, pixel, c, HW, C, width)
+            dz = _masked_gradient(
+                dy, y, pixel, c, values, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
+            )
+        by_scale += tl.sum(dz.to(tl.float32) * (values.to(tl.float32) - mean) * rstd, axis=0)
+        by_shift += tl.sum(dz.to(tl.float32), axis=0)
+    tl.store(dscales + image * C + own_channels, by_scale, mask=c < width)
+    tl.store(dscales + (tl.num_programs(0) + image) * C + own_channels, by_shift, mask=c < width)
+    along = tl.sum(by_scale * scale, axis=0) / (HW * width)
+    level = tl.sum(by_shift * scale, axis=0) / (HW * width)
+    for first in range(0, HW, ROWS):
+        if HW > ROWS:
+            pixel = first + tl.arange(0, ROWS)
+            values = _raw(x, pixel, c, HW, C, width)
+            dz = _masked_gradient(
+                dy, y, pixel, c, values, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
+            )
+        hat = (values.to(tl.float32) - mean) * rstd
+        out = rstd * (dz.to(tl.float32) * scale[None, :] - level - hat * along)
+        at = pixel[:, None] * C + c[None, :]
+        real = (pixel < HW)[:, None] & (c < width)[None, :]
+        tl.store(dx + at, out.to(dx.dtype.element_ty), mask=real)
+        if RESIDUAL and RELU:
+            tl.store(dresidual + at, dz, mask=real)
+
+
+def forward(
+    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, residual: Tensor | None,
+    relu: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """The result, and what the backward pass needs: mean and 1/deviation of each image's groups."""
+    y = torch.empty_like(x)
+    mean, rstd = (torch.empty(len(x), groups, device=x.device) for _ in range(2))
+    launch(
+        _norm_forward, (len(x), groups),
+        x, x if residual is None else residual, weight, bias, y, mean, rstd,
+        weight.stride(0), bias.stride(0), eps,
+        **_sizes(x, weight, groups, FORWARD_AT_ONCE), RESIDUAL=residual is not None, RELU=relu,
+    )  # fmt: skip
+    return y, mean, rstd
+
+
+def backward(
+    dy: Tensor, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor,
+    rstd: Tensor, groups: int, relu: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of x, scale and shift, [K, C] each, and of a residual under a ReLU.
+
+    `y` is the result, where there was a residual under a ReLU; without one it is not needed, and
+    the last gradient is empty.
+    """
+    dx, joins = torch.empty_like(x), y is not None
+    dresidual = torch.empty_like(x) if joins else x.new_empty(0)
+    dscales = torch.empty(2, len(x), x.shape[1], device=x.device)
+    launch(
+        _norm_backward, (len(x), groups),
+        dy, x, y if joins else x, weight, bias, mean, rstd, dx, dresidual if joins else dx,
+        dscales, weight.stride(0), bias.stride(0),
+        **_sizes(x, weight, groups, BACKWARD_AT_ONCE), RESIDUAL=joins, RELU=relu,
+    )  # fmt: skip
+    dscale, dshift = dscales.view(2, len(weight), -1, x.shape[1]).sum(dim=2, dtype=weight.dtype)
+    return dx, dscale, dshift.clone(), dresidual  # an operator's results must not share memory
+
+
+def _sizes(x: Tensor, weight: Tensor, groups: int, at_once: int) -> dict[str, Any]:
+    channels, pixels = x.shape[1], x.shape[2] * x.shape[3]
+    columns = triton.next_power_of_2(channels // groups)
+    rows = min(triton.next_power_of_2(pixels), max(1, at_once // columns))
+    if rows < pixels:
+        rows = max(1, CHUNK // columns)
+    values = rows * columns
+    return {
+        "B": len(x) // len(weight), "C": channels, "HW": pixels, "G": groups,
+        "ROWS": rows, "COLUMNS": columns,
+        "num_warps": min(32, max(2, values // VALUES_A_WARP)),
+    }  # fmt: skip

@@ -1,0 +1,93 @@
+"""`Stack`: the loss of a module for many clients at once, by way of its stacked layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedexp.kernels.fuse import fused
+from fedexp.kernels.launch import compiling_together, has_triton
+from fedexp.objective.flat import flatten, pieces
+from fedexp.objective.stacked_layers import computes_exactly, stacked
+
+Losses = Callable[[Tensor, Tensor], Tensor]
+ALIGNED = 16  # rows of so many elements begin where a GPU likes to read
+
+
+class Stack:
+    """Parameters are [K, d], examples [K, B, ...].
+
+    Args:
+        module: the model of one client.
+        losses: a loss for every example of (outputs, y).
+        compute_type: what layers compute in; normalisations keep their weights in full precision.
+        fuse: let `torch.compile` merge what lies between the layers.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        losses: Losses,
+        compute_type: torch.dtype | None = None,
+        fuse: bool = False,
+    ) -> None:
+        self.module, self.losses, self.compute_type = stacked(module), losses, compute_type
+        self.names = [name for name, _ in module.named_parameters()]
+        self.like = list(module.parameters())
+        self.exact = [computes_exactly(module, name) for name in self.names]
+        self.total = fused(self._total) if fuse else self._total
+
+    def compile(self, params: Tensor, x: Tensor, y: Tensor, counted: Tensor) -> None:
+        """Have the kernels of `gradients` compiled, all at once, where there are any."""
+        if params.is_cuda and has_triton():
+            with compiling_together() as able:
+                if able:
+                    total, self.total = self.total, self._total
+                    self.gradients(params, x, y, counted)
+                    self.total = total
+
+    def gradients(self, params: Tensor, x: Tensor, y: Tensor, counted: Tensor) -> Tensor:
+        """The gradient of every client, [K, d]; `counted` [K, B] weighs its examples."""
+        weights = [w.detach().requires_grad_() for w in self._weights(params)]
+        with torch.enable_grad():
+            total = self.total(weights, x, y, counted)
+            grads = torch.autograd.grad(total, weights, allow_unused=True)
+        filled = [
+            torch.zeros_like(w) if g is None else g for g, w in zip(grads, weights, strict=True)
+        ]
+        kind = self.compute_type or params.dtype
+        return flatten([g.to(kind) for g in filled], lead=1)
+
+    def _total(self, weights: Sequence[Tensor], x: Tensor, y: Tensor, counted: Tensor) -> Tensor:
+        outputs = self._outputs(weights, x.flatten(0, 1)).to(counted.dtype)
+        return (self.losses(outputs, y.flatten(0, 1)).view(counted.shape) * counted).sum()
+
+    def outputs(self, params: Tensor, x: Tensor) -> Tensor:
+        """The outputs of K models with parameters [K, d] on K times as many examples, [K * B]."""
+        return self._outputs(self._weights(params), x)
+
+    def _outputs(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
+        if self.compute_type is not None and x.is_floating_point():
+            x = x.to(self.compute_type)
+        out: Tensor = functional_call(
+            self.module, dict(zip(self.names, weights, strict=True)), (x,)
+        )
+        return out
+
+    def _weights(self, params: Tensor) -> list[Tensor]:
+        """Views of the parameters, of a copy in the type layers compute in where that differs."""
+        views = pieces(self._narrowed(params), self.like)
+        if self.compute_type is None:
+            return views
+        whole = pieces(params, self.like)
+        return [w if e else v for v, w, e in zip(views, whole, self.exact, strict=True)]
+
+    def _narrowed(self, params: Tensor) -> Tensor:
+        kind, size = self.compute_type or params.dtype, params.shape[1]
+        if not params.is_cuda or (kind == params.dtype and size % ALIGNED == 0):
+            return params.to(kind)
+        rows = params.new_empty(len(params), -(-size // ALIGNED) * ALIGNED, dtype=kind)
+        return rows[:, :size].copy_(params)

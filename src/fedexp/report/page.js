@@ -1,0 +1,214 @@
+"use strict";
+
+// The state of a section decides its charts: a click changes the state and draws them again.
+
+const FEW_POINTS = 25;
+const night = matchMedia("(prefers-color-scheme: dark)");
+const touch = matchMedia("(pointer: coarse)");
+const sections = JSON.parse(document.getElementById("data").textContent);
+
+// Plotly reads a little HTML in text; what users have named is no HTML.
+const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+
+function formatted(value, chart) {
+  if (chart.percent) return `${(100 * value).toFixed(2)}%`;
+  const size = Math.abs(value);
+  const plainly = size === 0 || (size >= 1e-3 && size < 1e6);
+  return plainly ? String(Number(value.toPrecision(4))) : Number(value.toPrecision(3)).toExponential();
+}
+
+const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
+function faded(colour, opacity) {
+  const channels = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
+  return `rgba(${channels.join(",")},${opacity})`;
+}
+
+function hoverTexts(points, curve, name, chart) {
+  return points.mean.map((mean, at) => {
+    const spread = points.std[at] > 0 ? ` ± ${formatted(points.std[at], chart)}` : "";
+    const some = points.seeds[at] < curve.runs ? ` (${points.seeds[at]} of ${curve.runs} seeds)` : "";
+    return `<b>${plain(name)}</b>  ${formatted(mean, chart)}${spread}${some}`;
+  });
+}
+
+function band(points, colour) {
+  return {
+    x: [...points.rounds, ...[...points.rounds].reverse()],
+    y: [...points.high, ...[...points.low].reverse()],
+    fill: "toself",
+    fillcolor: faded(colour, night.matches ? 0.22 : 0.15),
+    line: { width: 0 },
+    hoverinfo: "skip",
+    mode: "lines",
+  };
+}
+
+// Pale where some seeds have ended already, strong where all of them are in the mean.
+function lines(points, curve, key, colour, chart) {
+  const whole = points.mean.map((mean, at) => (points.seeds[at] === curve.runs ? mean : null));
+  const strong = {
+    x: points.rounds,
+    y: whole,
+    mode: points.rounds.length <= FEW_POINTS ? "lines+markers" : "lines",
+    marker: { size: 5, color: colour },
+    line: { color: colour, width: 2.2, dash: key.dash },
+  };
+  const hover = {
+    text: hoverTexts(points, curve, key.name, chart),
+    hovertemplate: "%{text}<extra></extra>",
+  };
+  if (!whole.includes(null)) return [{ ...strong, ...hover }];
+  const thin = { ...strong.line, width: 1.4 };
+  const pale = { ...strong, ...hover, y: points.mean, opacity: 0.5, line: thin };
+  return [pale, { ...strong, hoverinfo: "skip" }];
+}
+
+function brokenOff(curve, key, colour) {
+  const diverged = (end) => end.status.startsWith("diverged");
+  return {
+    x: curve.ends.map((end) => end.round),
+    y: curve.ends.map((end) => end.value),
+    mode: "markers",
+    marker: {
+      symbol: curve.ends.map((end) => (diverged(end) ? "x" : "circle-open")),
+      size: 10,
+      color: colour,
+      line: { width: 2, color: colour },
+    },
+    text: curve.ends.map((end) => `${plain(key.name)}, seed ${end.seed}: ${plain(end.status)}`),
+    hovertemplate: "%{text}<extra></extra>",
+    cliponaxis: false,
+  };
+}
+
+function traces(section, chart, state) {
+  return chart.curves.flatMap((curve) => {
+    const key = section.series[curve.series];
+    const colour = night.matches ? key.night : key.day;
+    const points = state.smooth ? curve.smooth : curve.raw;
+    const drawn = [
+      band(points, colour),
+      ...lines(points, curve, key, colour, chart),
+      brokenOff(curve, key, colour),
+    ];
+    const visible = !state.hidden.has(curve.series);
+    return drawn.map((trace) => ({ ...trace, type: "scatter", name: plain(key.name), visible }));
+  });
+}
+
+function targetLine(chart) {
+  if (chart.target === null) return [];
+  const label = { text: `target ${formatted(chart.target, chart)}`, textposition: "start" };
+  return [{
+    type: "line",
+    xref: "paper",
+    x0: 0,
+    x1: 1,
+    y0: chart.target,
+    y1: chart.target,
+    line: { color: css("--quiet"), width: 1, dash: "dot" },
+    label: { ...label, font: { size: 11, color: css("--quiet") }, yanchor: "bottom" },
+  }];
+}
+
+// Powers of ten alone where there are a few of them: less to read.
+function ticks(chart, scale) {
+  if (chart.percent) return { tickformat: ".0%" };
+  if (scale === "linear") return { exponentformat: "e" };
+  const values = chart.curves.flatMap((curve) => curve.raw.mean).filter((value) => value > 0);
+  const decades = Math.log10(Math.max(...values) / Math.min(...values));
+  const dtick = decades > 1 && decades < 8 ? 1 : undefined;
+  return { exponentformat: "power", tickfont: { size: 10 }, dtick };
+}
+
+function layout(chart, scale) {
+  const axis = {
+    gridcolor: css("--grid"),
+    linecolor: css("--line"),
+    zeroline: false,
+    ticks: "",
+  };
+  return {
+    paper_bgcolor: "rgba(0,0,0,0)",
+    plot_bgcolor: "rgba(0,0,0,0)",
+    font: { family: getComputedStyle(document.body).fontFamily, size: 12, color: css("--quiet") },
+    margin: { l: 56, r: 14, t: 10, b: 44 },
+    showlegend: false,
+    hovermode: "x unified",
+    hoverlabel: {
+      bgcolor: css("--card"),
+      bordercolor: css("--line"),
+      font: { color: css("--ink"), size: 12 },
+      namelength: -1,
+    },
+    dragmode: touch.matches ? false : "zoom", // a finger on a chart scrolls the page
+    shapes: targetLine(chart),
+    xaxis: {
+      ...axis,
+      title: { text: "round", standoff: 8 },
+      tickformat: ",d",
+      dtick: Math.max(...chart.curves.flatMap((curve) => curve.raw.rounds)) < 10 ? 1 : undefined,
+      unifiedhovertitle: { text: "<b>round %{x}</b>" },
+      spikecolor: css("--quiet"),
+      spikethickness: 1,
+    },
+    yaxis: { ...axis, type: scale, ...ticks(chart, scale) },
+  };
+}
+
+const config = {
+  responsive: true,
+  displaylogo: false,
+  displayModeBar: false,
+  doubleClick: "reset",
+  showTips: false,
+};
+
+function start(element, section) {
+  const figures = [...element.querySelectorAll("figure")];
+  const state = {
+    hidden: new Set(),
+    smooth: false,
+    scales: section.charts.map((chart) => (chart.log ? "log" : "linear")),
+  };
+
+  function draw(at) {
+    const chart = section.charts[at];
+    for (const button of figures[at].querySelectorAll("[data-scale]")) {
+      button.setAttribute("aria-pressed", button.dataset.scale === state.scales[at]);
+    }
+    const plot = figures[at].querySelector(".plot");
+    Plotly.react(plot, traces(section, chart, state), layout(chart, state.scales[at]), config);
+  }
+  const drawAll = () => figures.forEach((_, at) => draw(at));
+
+  for (const key of element.querySelectorAll(".key")) {
+    key.addEventListener("click", () => {
+      const series = Number(key.dataset.series);
+      const shown = state.hidden.delete(series);
+      if (!shown) state.hidden.add(series);
+      key.setAttribute("aria-pressed", shown);
+      drawAll();
+    });
+  }
+  element.querySelector(".smooth").addEventListener("click", (event) => {
+    state.smooth = !state.smooth;
+    event.currentTarget.setAttribute("aria-pressed", state.smooth);
+    drawAll();
+  });
+  figures.forEach((figure, at) => {
+    for (const button of figure.querySelectorAll("[data-scale]")) {
+      button.addEventListener("click", () => {
+        state.scales[at] = button.dataset.scale;
+        draw(at);
+      });
+    }
+  });
+  night.addEventListener("change", drawAll);
+  drawAll();
+}
+
+for (const element of document.querySelectorAll("[data-section]")) {
+  start(element, sections[Number(element.dataset.section)]);
+}

@@ -1,0 +1,174 @@
+"""Runs over worker processes, with word of every round, and an end that does not hang."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedexp.errors import FedExPError
+from fedexp.experiments.catalog import build_task
+from fedexp.experiments.compare import OnRound, Outcome, Row
+from fedexp.experiments.setup import split_task_options
+from fedexp.experiments.spec import Spec
+from fedexp.runs.execute import CHECKPOINT_EVERY, Stopped, execute, stored_outcome
+from fedexp.runs.folder import RESULT
+from fedexp.runs.spec_file import run_id
+from fedexp.tasks import Task
+
+# A worker's way to tell of its rounds, and its parent's to ask it to stop: these pass to a process
+# when it starts, and only then.
+_to_parent: Any = None
+_asked_to_stop: Any = None
+
+
+def run_all(
+    specs: Sequence[Spec],
+    jobs: int,
+    on_round: OnRound,
+    root: Path | None = None,
+    *,
+    checkpoint_every: float = CHECKPOINT_EVERY,
+    stop: Callable[[], bool] = lambda: False,
+) -> list[Outcome]:
+    """Run the specs, `jobs` at a time, one thread each; outcomes are in the order of the specs.
+
+    With a `root` every run is kept in it: what is there is returned at once, what was interrupted
+    goes on. Where `stop` says so, all stop after their round and `Stopped` is raised. A run that
+    fails ends the others at once.
+    """
+    done = {} if root is None else dict(_stored(specs, root, on_round))
+    waiting = [k for k in range(len(specs)) if k not in done]
+    if jobs <= 1 or len(waiting) <= 1:
+        for k in waiting:
+            done[k] = execute(
+                specs[k], root, on_round, checkpoint_every=checkpoint_every, stop=stop
+            )
+    else:
+        todo = [specs[k] for k in waiting]
+        outcomes = _in_workers(todo, jobs, on_round, stop, (root, checkpoint_every))
+        done |= dict(zip(waiting, outcomes, strict=True))
+    return [done[k] for k in range(len(specs))]
+
+
+def _stored(specs: Sequence[Spec], root: Path, on_round: OnRound) -> Iterator[tuple[int, Outcome]]:
+    """The runs that are over, by their place; no worker needs to start for them.
+
+    A run's id follows from its task, so that is built, once for all that share it.
+    """
+    built: tuple[Any, Task] | None = None
+    for k in sorted(range(len(specs)), key=lambda k: specs[k].seed):
+        spec = specs[k]
+        if not any(root.glob(f"{spec.task}-{spec.algorithm}-s{spec.seed}-*/{RESULT}")):
+            continue
+        of_task, _ = split_task_options(dict(spec.options))
+        key = spec.task, spec.seed, spec.mode, of_task
+        if built is None or built[0] != key:
+            built = key, build_task(spec.task, of_task, spec.seed, spec.mode)
+        run = spec.prepare(built[1])
+        if outcome := stored_outcome(run, root / run_id(run)):
+            for row in outcome.rows:
+                on_round(spec, row)
+            yield k, outcome
+
+
+def _in_workers(
+    specs: Sequence[Spec],
+    jobs: int,
+    on_round: OnRound,
+    stop: Callable[[], bool],
+    keeping: tuple[Path | None, float],
+) -> list[Outcome]:
+    context = multiprocessing.get_context("spawn")
+    events, asked = context.Queue(), context.Event()
+    others = set(multiprocessing.active_children())
+    pool = ProcessPoolExecutor(min(jobs, len(specs)), context, _init_worker, (events, asked))
+    try:
+        with deaf_to_interrupts():
+            futures = [pool.submit(_run_in_worker, spec, *keeping) for spec in specs]
+        for spec, row in _events(events, futures, lambda: asked.set() if stop() else None):
+            on_round(spec, row)
+        outcomes = [future.result() for future in futures]
+        if any(outcome is None for outcome in outcomes):
+            raise Stopped(keeping[0], 0)
+        return [outcome for outcome in outcomes if outcome is not None]
+    except BrokenProcessPool:
+        raise FedExPError("a worker process died, perhaps of memory; try --jobs 1") from None
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        for worker in set(multiprocessing.active_children()) - others:
+            worker.kill()  # deaf to less; a run that is killed loses nothing
+
+
+@contextmanager
+def deaf_to_interrupts() -> Iterator[None]:
+    """Processes started in here never hear Ctrl-C or a request to end: those are the parent's.
+
+    Not even while they import. Only the main thread may arrange that; started from another, workers
+    hear them as usual.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(each, signal.SIG_IGN) for each in signals]
+    try:
+        yield
+    finally:
+        for each, handler in zip(signals, before, strict=True):
+            signal.signal(each, handler)
+
+
+def _init_worker(events: Any, asked: Any) -> None:
+    global _to_parent, _asked_to_stop
+    _to_parent, _asked_to_stop = events, asked
+    events.cancel_join_thread()  # a parent that has stopped reading must not keep a worker alive
+    threading.Thread(target=end_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")  # dropped clients are counted in the rows
+
+
+def end_with_parent() -> None:
+    """A parent that was killed cannot end its workers: they watch for it themselves."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _run_in_worker(spec: Spec, root: Path | None, checkpoint_every: float) -> Outcome | None:
+    """The outcome of a run; None where it was asked to stop."""
+    if _asked_to_stop.is_set():
+        return None
+    tell: Callable[[Spec, Row], None] = lambda spec, row: _to_parent.put((spec, row))  # noqa: E731
+    try:
+        return execute(
+            spec, root, tell, checkpoint_every=checkpoint_every, stop=_asked_to_stop.is_set
+        )
+    except Stopped:
+        return None
+
+
+def _events(
+    events: Any, futures: Sequence[Future[Outcome | None]], between: Callable[[], None]
+) -> Iterator[tuple[Spec, Row]]:
+    """Rounds as they happen in the workers; ends when all are done, or one has failed."""
+    while not any(f.done() and f.exception() is not None for f in futures):
+        between()
+        finished = all(f.done() for f in futures)
+        try:
+            yield events.get(timeout=0.1)
+        except queue.Empty:
+            if finished:
+                return

@@ -1,0 +1,81 @@
+"""Runs as they lie on the disk: to read, compare and report."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedexp.errors import UsageError
+from fedexp.experiments.compare import Outcome, Row
+from fedexp.runs.folder import RESULT, is_run, read_environment
+from fedexp.runs.records import read_rows
+from fedexp.runs.spec_file import SPEC, read_spec, spec_from
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run folder, read.
+
+    Attributes:
+        folder: where it lies.
+        spec: as in spec.toml.
+        environment: as in environment.json.
+        rows: one a round.
+        result: as in result.json; None while the run is not over.
+    """
+
+    folder: Path
+    spec: dict[str, Any]
+    environment: dict[str, Any]
+    rows: list[Row]
+    result: dict[str, Any] | None
+
+    def outcome(self) -> Outcome:
+        """The run as tables and figures take it; one that is not over has the rows it has."""
+        result = self.result or {}
+        return Outcome(
+            spec_from(self.spec),
+            self.rows,
+            result.get("seconds", sum(row["seconds"] for row in self.rows)),
+            result.get("diverged_at"),
+            status=result.get("status", "unfinished"),
+            reason=result.get("reason", ""),
+            folder=self.folder,
+            stored=len(self.rows),
+        )
+
+
+def load_run(folder: Path) -> StoredRun:
+    """Read a run, finished or not. Raises `UsageError` for what is no run or is damaged."""
+    spec = read_spec(folder)
+    try:
+        rows = read_rows(folder)
+        result = _read_result(folder)
+    except OSError as error:
+        raise UsageError(f"cannot read {folder}: {error.strerror}") from None
+    return StoredRun(folder, spec, read_environment(folder), rows, result)
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """The folders that are runs among `paths`, and the runs anywhere inside the others."""
+    found: list[Path] = []
+    for path in paths:
+        inside = [path] if is_run(path) else sorted(spec.parent for spec in path.rglob(SPEC))
+        if not inside:
+            raise UsageError(f"there is no run in {path}; `fedexp run` and `compare` write them")
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def _read_result(folder: Path) -> dict[str, Any] | None:
+    path = folder / RESULT
+    if not path.exists():
+        return None
+    try:
+        result: dict[str, Any] = json.loads(path.read_bytes())
+        return {**result, "rounds": int(result["rounds"])}
+    except (ValueError, KeyError, TypeError):
+        raise UsageError(f"{path} is damaged; remove it and run `fedexp resume {folder}`") from None

@@ -1,0 +1,84 @@
+"""What the studies of accuracy curves share: lines by task, and claims held against them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from fedexp.studies.published import Value, claim, target
+from fedexp.studies.reproduce.lines import Line, text_of, winners
+from fedexp.studies.reproduce.measures import final, grouped, ratio, rounds_to_target
+from fedexp.studies.reproduce.study import Arm, Check, Result
+
+ROUNDS, FINAL = "rounds to target", "final test accuracy"
+SEEDS = {"emnist": 20, "cifar10": 5, "cifar100": 5, "cinic10": 5}  # Figures 8 to 11
+Values = Mapping[str, Value]
+Verdict = tuple[bool | None, str]
+
+
+def arms(*names: str) -> Callable[[str], Sequence[Arm]]:
+    """The same algorithms on every task, each with the paper's best values."""
+    return lambda task: [Arm(name, name) for name in names]
+
+
+def reach(results: Sequence[Result], rounds: int, reference: str, times: str) -> tuple[Line, ...]:
+    """Rounds to the target of Table 1, how many times the reference's, and the final accuracy.
+
+    Args:
+        results: of all tasks.
+        rounds: that were asked for.
+        reference: the series whose rounds count as one.
+        times: what the column of ratios is called.
+    """
+    lines = []
+    for task, series in grouped(results).items():
+        goal = target(task)
+        needed = {name: rounds_to_target(runs, goal, rounds) for name, runs in series.items()}
+        for name, runs in series.items():
+            values = {ROUNDS: needed[name], FINAL: final(runs, "test_accuracy")}
+            if name != reference and (factor := ratio(needed[name], needed[reference])):
+                values[times] = factor
+            lines.append(Line(task, name, values))
+    return tuple(lines)
+
+
+def each(
+    study: str, key: str, values: Mapping[str, Values], judge: Callable[[Values], Verdict]
+) -> list[Check]:
+    """The same claim on every task."""
+    checks = []
+    for task, own in values.items():
+        holds, seen = judge(own)
+        checks.append(Check(claim(study, key), holds, seen, task))
+    return checks
+
+
+def leads(name: str, lowest: bool, unit: str) -> Callable[[Values], Verdict]:
+    """Whether a series has the best number of all."""
+
+    def judge(values: Values) -> Verdict:
+        first = winners(values, lowest)
+        if not first:
+            return None, "no algorithm got there" if lowest else "no number"
+        own, top = text_of(values.get(name), unit), text_of(values[first[0]], unit)
+        if len(first) > 1 and name in first:
+            return None, f"{' and '.join(first)} all have {top}"
+        return first == [name], own if first == [name] else f"{own}; {first[0]} has {top}"
+
+    return judge
+
+
+def not_above(name: str, other: str) -> Callable[[Values], Verdict]:
+    """Whether a series ends no higher than another."""
+
+    def judge(values: Values) -> Verdict:
+        mine, theirs = values[name].mean, values[other].mean
+        if mine is None or theirs is None:
+            return None, "no number"
+        return mine <= theirs, f"{mine:.2f}% and {theirs:.2f}%"
+
+    return judge
+
+
+def only(values: Mapping[str, Values], tasks: Sequence[str]) -> dict[str, Values]:
+    """The values of some tasks, where they are there."""
+    return {task: own for task, own in values.items() if task in tasks}

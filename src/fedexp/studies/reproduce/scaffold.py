@@ -1,0 +1,44 @@
+"""Figures 4 and 8: extrapolation added to SCAFFOLD."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedexp.studies.reproduce import accuracy
+from fedexp.studies.reproduce.accuracy import FINAL, ROUNDS
+from fedexp.studies.reproduce.lines import Column, Table, by_task
+from fedexp.studies.reproduce.measures import grouped
+from fedexp.studies.reproduce.output import figure_title
+from fedexp.studies.reproduce.panels import ALL, task_figure
+from fedexp.studies.reproduce.study import Findings, Plan, Result, Study
+
+TIMES = "times SCAFFOLD-ExP"
+NAME = "scaffold-exp"
+COLUMNS = (Column(ROUNDS, "rounds"), Column(TIMES, "times"), Column(FINAL, "%"))
+
+
+def measure(plan: Plan, results: Sequence[Result]) -> Findings:
+    """Whether SCAFFOLD-ExP is the best of all, while SCAFFOLD is no better than FedAvg."""
+    lines = accuracy.reach(results, plan.rounds, NAME, TIMES)
+    ends = by_task(lines, FINAL)
+    cifar = accuracy.only(ends, ("cifar10",))
+    checks = (
+        *accuracy.each(NAME, "best", ends, accuracy.leads(NAME, False, "%")),
+        *accuracy.each(NAME, "scaffold", cifar, accuracy.not_above("scaffold", "fedavg")),
+    )
+    groups, title = grouped(results), figure_title(plan)
+    return Findings(Table(COLUMNS, lines), checks, lambda: task_figure(groups, title, ALL))
+
+
+STUDY = Study(
+    name=NAME,
+    title="Figures 4 and 8: SCAFFOLD-ExP, FedExP and the baselines",
+    needs="a GPU",
+    rounds=500,
+    seeds={task: accuracy.SEEDS[task] for task in ("cifar10", "emnist")},
+    arms=accuracy.arms(NAME, "fedexp", "scaffold", "fedavg", "fedadagrad"),
+    measure=measure,
+    remarks=(
+        "the paper draws curves and prints no number; SCAFFOLD-ExP takes FedExP's best values",
+    ),
+)

@@ -1,0 +1,73 @@
+"""Table 1 with Figure 3: rounds to a target accuracy, FedExP and three baselines."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedexp.studies.published import target
+from fedexp.studies.reproduce import accuracy
+from fedexp.studies.reproduce.accuracy import FINAL, ROUNDS, Values, Verdict
+from fedexp.studies.reproduce.lines import Column, Table, best, by_task
+from fedexp.studies.reproduce.measures import grouped
+from fedexp.studies.reproduce.output import figure_title
+from fedexp.studies.reproduce.panels import ALL, task_figure
+from fedexp.studies.reproduce.study import Findings, Plan, Result, Study
+
+TIMES = "times FedExP"
+HARD = ("cifar10", "cifar100", "cinic10")
+COLUMNS = (
+    Column(ROUNDS, "rounds", "table1-rounds"),
+    Column(TIMES, "times", "table1-ratio"),
+    Column(FINAL, "%"),
+)
+
+
+def measure(plan: Plan, results: Sequence[Result]) -> Findings:
+    """Rounds to target beside the paper's, and what the paper says of them."""
+    lines = accuracy.reach(results, plan.rounds, "fedexp", TIMES)
+    rounds, ends = by_task(lines, ROUNDS), by_task(lines, FINAL)
+    hard = accuracy.only(ends, HARD)
+    checks = (
+        *accuracy.each("table1", "fastest", rounds, accuracy.leads("fedexp", True, "rounds")),
+        *accuracy.each("table1", "speedup", by_task(lines, TIMES), _speedup),
+        *accuracy.each("table1", "scaffold", hard, accuracy.not_above("scaffold", "fedavg")),
+        *accuracy.each("table1", "margin", hard, _margin),
+    )
+    groups = grouped(results)
+    targets = {task: target(task) for task in groups}
+    title = figure_title(plan)
+    return Findings(
+        Table(COLUMNS, lines), checks, lambda: task_figure(groups, title, ALL, targets=targets)
+    )
+
+
+def _speedup(values: Values) -> Verdict:
+    if "fedavg" not in values or (factor := values["fedavg"].mean) is None:
+        return None, "FedExP did not get there"
+    more = ">" if values["fedavg"].more else ""
+    if values["fedavg"].more and factor < 1.4:
+        return None, f"{more}{factor:.2f} times"
+    return factor >= 1.4, f"{more}{factor:.2f} times"
+
+
+def _margin(values: Values) -> Verdict:
+    others = {name: value for name, value in values.items() if name != "fedexp"}
+    closest, ours = best(others, lowest=False), values["fedexp"].mean
+    if closest is None or ours is None:
+        return None, "no number"
+    points = ours - (others[closest].mean or 0.0)
+    share = 100 * points / (others[closest].mean or 1.0)
+    seen = f"{points:+.2f} points, {share:+.1f} % of {closest}'s"
+    return share >= 10 or points >= 10, seen
+
+
+STUDY = Study(
+    name="table1",
+    title="Table 1 and Figure 3: rounds to a target test accuracy",
+    needs="a GPU",
+    rounds=500,
+    seeds=accuracy.SEEDS,
+    arms=accuracy.arms("fedexp", "fedavg", "scaffold", "fedadagrad"),
+    measure=measure,
+    remarks=("rounds to target: the mean over seeds of the first evaluation that reaches it",),
+)

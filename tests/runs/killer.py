@@ -1,0 +1,86 @@
+"""Starts a run again and again and kills it at random moments; torch is imported once.
+
+killer.py FOLDER KILLS SEED    whole run in FOLDER/whole, killed one in FOLDER/killed
+killer.py hold FOLDER          take the run in FOLDER and keep it until killed
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedexp.experiments.spec import Spec
+from fedexp.runs import execute
+
+ROUNDS = 150
+OPTIONS = (("task.clients", "12"), ("task.rows", "4"), ("task.dim", "400"))
+SPEC = Spec("synthetic", "scaffold-exp", rounds=ROUNDS, cohort=5, options=OPTIONS)
+
+
+def nobody(spec: Spec, row: dict[str, Any]) -> None:
+    """Does not listen."""
+
+
+def start(folder: Path) -> int:
+    """The run in a process of its own; its id."""
+    child = os.fork()
+    if child == 0:
+        execute(SPEC, None, nobody, folder=folder, checkpoint_every=0.002)
+        os._exit(0)
+    return child
+
+
+def lines(folder: Path) -> int:
+    path = folder / "records.jsonl"
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def kill_at_a_random_moment(folder: Path, rng: random.Random, round_seconds: float) -> int:
+    """Wait for some rows, then for a random part of a round; kill; say how many rows there were."""
+    wanted = rng.choice([0, 0, 1, 2, 3])
+    before, child = lines(folder), start(folder)
+    deadline = time.monotonic() + 60
+    while wanted and lines(folder) < min(before + wanted, ROUNDS - 40):
+        assert time.monotonic() < deadline, "the run does not get on"
+    time.sleep(rng.uniform(0, 2 * round_seconds))
+    os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status), "the run was over before it could be killed"
+    return lines(folder)
+
+
+def main(folder: Path, kills: int, seed: int) -> None:
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    assert os.waitpid(start(folder / "whole"), 0)[1] == 0
+    round_seconds = (time.monotonic() - began) / ROUNDS
+    rng = random.Random(seed)
+    for _ in range(kills):
+        print(kill_at_a_random_moment(folder / "killed", rng, round_seconds), flush=True)
+    assert os.waitpid(start(folder / "killed"), 0)[1] == 0
+
+
+def hold(folder: Path) -> None:
+    """Take a run and never get on with it."""
+    from fedexp.runs.folder import RunFolder
+    from tests.runs.helpers import tiny
+
+    spec: Spec = tiny()
+    with RunFolder(folder, spec.prepare()):
+        print("holding", flush=True)
+        time.sleep(600)
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+    if sys.argv[1] == "hold":
+        hold(Path(sys.argv[2]))
+    else:
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))

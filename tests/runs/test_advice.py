@@ -1,0 +1,91 @@
+"""Advice speaks once, when it should, and is silent with the values the tasks come with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedexp.experiments.spec import Spec
+from fedexp.runs.advice import STRETCH, Advice
+from fedexp.runs.execute import execute
+
+
+def heard(rows: list[dict[str, Any]], **options: Any) -> list[tuple[int, str]]:
+    """The lines, with the number of rows seen when they came."""
+    advice = Advice(options)
+    return [(n, line) for n, row in enumerate(rows, 1) for line in advice.see(row)]
+
+
+def alike(share: float, diversity: float, clamped: bool, rounds: int = 50) -> list[dict[str, Any]]:
+    return [{"eps_share": share, "diversity": diversity, "clamped": float(clamped)}] * rounds
+
+
+def lines_of(task: str, algorithm: str, rounds: int = STRETCH, cohort: int | None = None,
+             **options: Any) -> list[str]:  # fmt: skip
+    pairs = tuple((name.replace("__", "."), str(value)) for name, value in options.items())
+    spec = Spec(task, algorithm, rounds=rounds, cohort=cohort, evaluate_every=50, options=pairs)
+    outcome = execute(spec, None, lambda spec, row: None)
+    return [line for _, line in heard(outcome.rows)]
+
+
+@pytest.mark.parametrize(
+    ("rows", "start"),
+    [
+        (alike(0.9, 6.0, clamped=False), "eps is 90% of the denominator"),
+        (alike(0.3, 2.5, clamped=True), "eps is 30% of the denominator"),  # 2.5 / 2 * 0.7 < 1
+        (alike(0.0, 1.4, clamped=True), "the clients agree (diversity 1.4,"),
+        (alike(0.9, 1.4, clamped=True), "the clients agree"),  # a smaller eps would not help
+    ],
+)
+def test_it_speaks_once(rows: list[dict[str, Any]], start: str) -> None:
+    ((when, line),) = heard(rows)
+    assert when == STRETCH
+    assert line.startswith(start)
+    assert "\n" not in line
+    assert ("lower server.eps" in line) == start.startswith("eps")
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [
+        alike(0.4, 6.0, clamped=False),
+        alike(0.0, 1.4, clamped=False),
+        alike(0.9, 6.0, clamped=True, rounds=STRETCH - 1),
+        [*alike(0.0, 1.4, clamped=True, rounds=STRETCH - 1), *alike(0.0, 4.0, clamped=False)],
+        [*alike(0.1, 6.0, clamped=False, rounds=STRETCH), *alike(0.99, 6.0, clamped=True)],
+        [{"server_lr": 1.0, "train_loss": 0.5}] * 50,  # FedAvg
+        [{"eps_share": None, "diversity": None}] * 50,  # nobody took part
+    ],
+)
+def test_it_is_silent(rows: list[dict[str, Any]]) -> None:
+    assert heard(rows) == []
+
+
+def test_the_factor_says_how_much_the_clients_must_differ() -> None:
+    rows = alike(0.6, 1.5, clamped=True)
+    assert "the clients agree" in heard(rows)[0][1]
+    assert "lower server.eps" in heard(rows, **{"server.factor": 1.0})[0][1]
+
+
+@pytest.mark.parametrize(
+    ("task", "algorithm"),
+    [
+        ("digits", "fedexp"),
+        ("digits", "scaffold-exp"),
+        ("digits-mlp", "fedexp"),
+        ("digits-mlp", "fedexp-m"),
+        ("synthetic", "fedexp"),
+    ],
+)
+def test_the_values_of_a_task_need_no_advice(task: str, algorithm: str) -> None:
+    assert lines_of(task, algorithm) == []
+
+
+def test_real_runs_that_need_it() -> None:
+    (eps,) = lines_of("digits", "fedexp", eps=10)
+    assert "lower server.eps" in eps
+    (agree,) = lines_of(
+        "digits", "fedexp", cohort=2, task__alpha=100, local__batch_size="none", local__lr=0.1
+    )
+    assert "the clients agree" in agree

@@ -1,0 +1,248 @@
+"""Runs on the disk: finished ones return at once, interrupted ones end as if they never were."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fedexp as fx
+from fedexp.engine import EngineName, SimulationState, simulation
+from fedexp.engine.choose import Engine, choose_engine
+from fedexp.engine.work import Work
+from fedexp.experiments import spec as spec_module
+from fedexp.experiments.spec import Spec
+from fedexp.runs import RunWarning, Stopped, execute, find_runs, load_run, run_id
+from fedexp.runs.checkpoint import BEFORE, NEWEST
+from tests.runs.helpers import essence, nobody, stop_after, tiny, untimed
+
+
+@pytest.fixture
+def no_training(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    def refuse(*arguments: Any, **more: Any) -> None:
+        raise AssertionError("nothing should train here")
+
+    monkeypatch.setattr(spec_module, "simulate", refuse)
+    return monkeypatch
+
+
+def interrupted(spec: Spec, folder: Path, round: int) -> None:
+    """A run that stopped cleanly after the round."""
+    listen, wish = stop_after(round)
+    with pytest.raises(Stopped) as stopped:
+        execute(spec, None, listen, folder=folder, stop=wish)
+    assert (stopped.value.folder, stopped.value.round) == (folder, round)
+
+
+def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
+    spec = tiny()
+    outcome = execute(spec, tmp_path, nobody)
+    folder = tmp_path / run_id(spec.prepare())
+    assert outcome.folder == folder
+    stored = load_run(folder)
+    assert untimed(stored.rows) == untimed(outcome.rows)
+    assert untimed(outcome.rows) == untimed(execute(spec, None, nobody).rows)
+    assert stored.spec["options"]["server.beta"] == 0.9
+    assert stored.spec["set"] == dict(spec.options)
+    assert stored.environment["fedexp"] == fx.__version__
+    assert stored.result == {
+        "status": "finished", "rounds": 6, "diverged_at": None, "seconds": outcome.seconds,
+    }  # fmt: skip
+    last = list(spec.prepare().records())[-1]
+    assert torch.equal(load_file(folder / "model.safetensors")["params"], last.state.output()[0])
+    assert replace(stored.outcome(), spec=spec, stored=0) == outcome
+
+
+@pytest.mark.parametrize("every", [0.0, 10.0])
+def test_a_finished_run_keeps_no_states_of_clients(every: float, tmp_path: Path) -> None:
+    """They can be gigabytes, and nobody will train on from there."""
+    execute(tiny("scaffold"), None, nobody, folder=tmp_path, checkpoint_every=every)
+    kept = sorted(path.name for path in tmp_path.glob("checkpoint*"))
+    assert kept == ["checkpoint-6.safetensors", "checkpoint.json"]
+    (tmp_path / "result.json").unlink()
+    assert execute(tiny("scaffold"), None, nobody, folder=tmp_path).stored == 6
+
+
+def test_the_model_of_a_network_loads_into_it(tmp_path: Path) -> None:
+    spec = Spec("digits-mlp", "fedexp", rounds=1, options=(("local.steps", "1"),))
+    outcome = execute(spec, tmp_path, nobody)
+    assert outcome.folder is not None
+    run = spec.prepare()
+    (record,) = run.records()
+    module = run.task.objective.load(*record.state.output())  # type: ignore[attr-defined]
+    named = load_file(outcome.folder / "model.safetensors")
+    assert named.keys() == module.state_dict().keys()
+    assert all(torch.equal(named[name], value) for name, value in module.state_dict().items())
+
+
+def test_a_finished_run_returns_at_once(tmp_path: Path, no_training: pytest.MonkeyPatch) -> None:
+    with no_training.context() as allowed:
+        allowed.setattr(spec_module, "simulate", fx.simulate)
+        first = execute(tiny(), tmp_path, nobody)
+    heard: list[int] = []
+    again = execute(tiny(), tmp_path, lambda spec, row: heard.append(row["round"]))
+    assert (again.rows, again.seconds, again.stored) == (first.rows, first.seconds, 6)
+    assert heard == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(AssertionError, match="nothing should train"):
+        execute(tiny(rounds=7), tmp_path, nobody)  # more rounds are another run
+
+
+@pytest.mark.parametrize("algorithm", ["fedexp-m", "scaffold-exp", "fedadagrad"])
+def test_interrupted_twice_it_ends_as_one_that_never_was(algorithm: str, tmp_path: Path) -> None:
+    spec = tiny(algorithm)
+    execute(spec, None, nobody, folder=tmp_path / "whole")
+    interrupted(spec, tmp_path / "parts", 2)
+    interrupted(spec, tmp_path / "parts", 5)
+    outcome = execute(spec, None, nobody, folder=tmp_path / "parts")
+    assert outcome.stored == 5
+    assert essence(tmp_path / "parts") == essence(tmp_path / "whole")
+    resumed = load_run(tmp_path / "parts").environment["resumed"]
+    assert [each["round"] for each in resumed] == [2, 5]
+
+
+def test_a_resumed_run_asks_for_the_engine_of_its_first_round(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which engine pays depends on the cohort; one chosen anew might round differently."""
+    asked: list[tuple[int, list[int], int]] = []
+
+    def choose(name: EngineName, work: Work, state: SimulationState) -> Engine:
+        asked.append((work.round, work.cohort.tolist(), state.round))
+        return choose_engine(name, work, state)
+
+    monkeypatch.setattr(simulation, "choose_engine", choose)
+    interrupted(tiny(), tmp_path / "a", 3)
+    execute(tiny(), None, nobody, folder=tmp_path / "a")
+    assert asked[0][0] == 1
+    assert asked[0] == asked[1]
+
+
+def test_rows_after_the_checkpoint_are_made_again(tmp_path: Path) -> None:
+    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    interrupted(tiny(), tmp_path / "a", 3)
+    with (tmp_path / "a" / "records.jsonl").open("ab") as records:
+        records.write(b'{"round": 4, "train_loss": 0.123}\n{"round": 5, "train_l')
+    assert [row["round"] for row in load_run(tmp_path / "a").rows] == [1, 2, 3, 4]
+    execute(tiny(), None, nobody, folder=tmp_path / "a")
+    assert essence(tmp_path / "a") == essence(tmp_path / "whole")
+
+
+def test_a_damaged_line_in_the_middle_is_refused_and_nothing_lost(tmp_path: Path) -> None:
+    interrupted(tiny(), tmp_path / "a", 4)
+    path = tmp_path / "a" / "records.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    damaged = b"\n".join([lines[0], lines[1].replace(b'"', b"'"), *lines[2:]])
+    path.write_bytes(damaged)
+    with pytest.raises(fx.UsageError, match=r"records\.jsonl is damaged at line 2"):
+        execute(tiny(), None, nobody, folder=tmp_path / "a")
+    with pytest.raises(fx.UsageError, match="damaged at line 2"):
+        load_run(tmp_path / "a")
+    assert path.read_bytes() == damaged
+    path.write_bytes(lines[0] + b"\n")
+    with pytest.raises(fx.UsageError, match="shorter than its checkpoint says"):
+        execute(tiny(), None, nobody, folder=tmp_path / "a")
+
+
+@pytest.mark.parametrize("harm", ["truncated", "flipped"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(harm: str, tmp_path: Path) -> None:
+    spec, folder = tiny("scaffold-exp"), tmp_path / "a"
+    execute(spec, None, nobody, folder=tmp_path / "whole")
+    listen, wish = stop_after(4)
+    with pytest.raises(Stopped):
+        execute(spec, None, listen, folder=folder, stop=wish, checkpoint_every=0)
+    file = folder / json.loads((folder / NEWEST).read_text())["model"]["file"]
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 64
+    file.write_bytes(data[:100] if harm == "truncated" else bytes(data))
+    with pytest.warns(RunWarning, match="going on from the one before, of round 3"):
+        outcome = execute(spec, None, nobody, folder=folder)
+    assert outcome.stored == 3
+    assert essence(folder) == essence(tmp_path / "whole")
+
+
+def test_without_a_whole_checkpoint_nothing_is_thrown_away(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    interrupted(tiny(), folder, 3)
+    (folder / NEWEST).write_text("{")
+    assert not (folder / BEFORE).exists()
+    rows = (folder / "records.jsonl").read_bytes()
+    with pytest.raises(fx.UsageError, match="its records are intact; begin again with --restart"):
+        execute(tiny(), None, nobody, folder=folder)
+    assert (folder / "records.jsonl").read_bytes() == rows
+    execute(tiny(), None, nobody, folder=folder, restart=True)
+    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    assert essence(folder) == essence(tmp_path / "whole")
+
+
+def test_a_target_ends_a_run_and_its_status_says_so(tmp_path: Path) -> None:
+    whole = execute(tiny(rounds=30), None, nobody)
+    target = whole.rows[11]["train_loss"]
+    outcome = execute(tiny(rounds=30, stop_at=target), tmp_path, nobody)
+    assert (len(outcome.rows), outcome.status) == (12, "target")
+    assert untimed(outcome.rows) == untimed(whole.rows[:12])
+    assert outcome.folder is not None
+    (outcome.folder / "result.json").unlink()  # as if killed just before the end
+    again = execute(tiny(rounds=30, stop_at=target), tmp_path, nobody)
+    assert (len(again.rows), again.status) == (12, "target")
+    assert execute(tiny(stop_at=target / 1e9), None, nobody).status == "finished"
+
+
+def test_divergence_is_stored_with_its_reason(tmp_path: Path) -> None:
+    spec = tiny("fedexp", 30)
+    spec = replace(spec, options=(*spec.options, ("local.lr", "5")))
+    outcome = execute(spec, tmp_path, nobody)
+    assert outcome.status == "diverged"
+    assert outcome.diverged_at == len(outcome.rows) + 1
+    assert "norm of the model" in outcome.reason
+    again = execute(spec, tmp_path, nobody)
+    assert again == replace(outcome, stored=len(outcome.rows))
+
+
+def test_a_folder_of_another_run_or_of_something_else_is_refused(tmp_path: Path) -> None:
+    execute(tiny(), None, nobody, folder=tmp_path / "a")
+    with pytest.raises(fx.UsageError, match="holds another run: there rounds is 6, here it is 7"):
+        execute(tiny(rounds=7), None, nobody, folder=tmp_path / "a")
+    other = replace(tiny(), options=(*tiny().options, ("eps", "0.5")))
+    with pytest.raises(fx.UsageError, match=r"options.server.eps is 0.0, here it is 0.5"):
+        execute(other, None, nobody, folder=tmp_path / "a")
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "thesis.tex").write_text("years of work")
+    for restart in (False, True):
+        with pytest.raises(fx.UsageError, match="holds no run"):
+            execute(tiny(), None, nobody, folder=tmp_path / "b", restart=restart)
+    assert [path.name for path in (tmp_path / "b").iterdir()] == ["thesis.tex"]
+
+
+def test_another_version_is_told_and_goes_on(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    interrupted(tiny(), folder, 2)
+    path = folder / "environment.json"
+    path.write_text(path.read_text().replace(fx.__version__, "0.0.9"))
+    with pytest.warns(RunWarning, match=r"was begun with fedexp 0\.0\.9"):
+        assert len(execute(tiny(), None, nobody, folder=folder).rows) == 6
+
+
+def test_runs_are_found_in_folders_of_folders(tmp_path: Path) -> None:
+    for name in ("b", "a/x", "a/y"):
+        execute(tiny(rounds=1), None, nobody, folder=tmp_path / name)
+    names = ["a/x", "a/y", "b"]
+    assert find_runs([tmp_path]) == [tmp_path / name for name in names]
+    assert find_runs([tmp_path / "b", tmp_path]) == [tmp_path / n for n in ("b", "a/x", "a/y")]
+    with pytest.raises(fx.UsageError, match="there is no run in"):
+        find_runs([tmp_path / "nothing"])
+
+
+def test_the_deterministic_mode_is_put_back(tmp_path: Path) -> None:
+    def check(spec: Spec, row: dict[str, Any]) -> None:
+        assert torch.are_deterministic_algorithms_enabled()
+        assert torch.backends.cudnn.deterministic
+
+    outcome = execute(tiny(deterministic=True), tmp_path, check)
+    assert not torch.are_deterministic_algorithms_enabled()
+    assert not torch.backends.cudnn.deterministic
+    assert untimed(outcome.rows) == untimed(execute(tiny(), None, nobody).rows)

@@ -1,0 +1,203 @@
+"""What can go wrong with disks and processes: one line for the user, and nothing lost."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedexp as fx
+from fedexp.runs import Stopped, execute, load_run
+from fedexp.runs.records import RecordFile
+from tests.runs.helpers import essence, nobody, stop_after, tiny, untimed
+
+Change = Callable[..., Any]
+KILLER = Path(__file__).with_name("killer.py")
+
+
+class PowerCut(BaseException):
+    """Nothing catches it."""
+
+
+def cut_power_at(step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Every change on the disk counts as a step; at the given one the process ends.
+
+    Odd steps end before the change, even ones after it, and lines are half written.
+    """
+    steps: list[str] = []
+
+    def risky(name: str, change: Change, half: Change) -> Change:
+        def changed(*arguments: Any, **more: Any) -> Any:
+            steps.append(name)
+            if len(steps) == step:
+                half(*arguments)
+                raise PowerCut
+            result = change(*arguments, **more)
+            steps.append(name)
+            if len(steps) == step:
+                raise PowerCut
+            return result
+
+        return changed
+
+    def half_a_line(records: RecordFile, row: dict[str, Any]) -> None:
+        records._file.write(b'{"round": 1, "serv')
+        records._file.flush()
+
+    nothing: Change = lambda *arguments: None  # noqa: E731
+    monkeypatch.setattr(os, "replace", risky("replace", os.replace, nothing))
+    monkeypatch.setattr(Path, "unlink", risky("unlink", Path.unlink, nothing))
+    monkeypatch.setattr(RecordFile, "append", risky("append", RecordFile.append, half_a_line))
+    return steps
+
+
+def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path) -> None:
+    """Every file operation of a whole run, one by one."""
+    spec = tiny("scaffold-exp", 3)
+    execute(spec, None, nobody, folder=tmp_path / "whole", checkpoint_every=0)
+    expected = essence(tmp_path / "whole")
+    step, ended = 0, False
+    while not ended:
+        step += 1
+        folder = tmp_path / str(step)
+        with pytest.MonkeyPatch.context() as patch:
+            cut_power_at(step, patch)
+            try:
+                execute(spec, None, nobody, folder=folder, checkpoint_every=0)
+                ended = True
+            except PowerCut:
+                pass
+        execute(spec, None, nobody, folder=folder, checkpoint_every=0)
+        assert essence(folder) == expected
+        assert not [path for path in folder.iterdir() if path.suffix == ".tmp"]
+        shutil.rmtree(folder)
+    assert step > 40  # it really went through all of them
+
+
+def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
+    """Real processes, really killed; the driver says at which rows the kills fell."""
+    done = subprocess.run(
+        [sys.executable, str(KILLER), str(tmp_path), "20", "7"],
+        capture_output=True, text=True, check=False, timeout=300,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    kills = [int(word) for word in done.stdout.split()]
+    assert len(kills) == 20
+    assert len(set(kills)) > 5  # at many different rounds
+    assert essence(tmp_path / "killed") == essence(tmp_path / "whole")
+    assert not list((tmp_path / "killed").glob(".*.tmp"))
+
+
+def failing_from(call: int, code: int) -> Callable[[int], None]:
+    """`os.fsync` of a disk that takes no more from the given call on."""
+    fsync, count = os.fsync, iter(range(1, 1000))
+
+    def full(handle: int) -> None:
+        if next(count) >= call:
+            raise OSError(code, os.strerror(code))
+        fsync(handle)
+
+    return full
+
+
+@pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_disk_that_takes_no_more_is_told_and_costs_nothing(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, folder = tiny("scaffold-exp"), tmp_path / "a"
+    execute(spec, None, nobody, folder=tmp_path / "whole")
+    listen, wish = stop_after(3)
+    with pytest.raises(Stopped):
+        execute(spec, None, listen, folder=folder, stop=wish)
+    before = load_run(folder)
+    for fails in (2, 3, 4, 9):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing_from(fails, code))
+            message = f"cannot write to {folder}: {os.strerror(code)}"
+            with pytest.raises(fx.UsageError, match=message):
+                execute(spec, None, nobody, folder=folder, checkpoint_every=0)
+        assert untimed(load_run(folder).rows)[:3] == untimed(before.rows)
+        assert not list(folder.glob(".*.tmp"))
+    execute(spec, None, nobody, folder=folder)
+    assert essence(folder) == essence(tmp_path / "whole")
+
+
+def test_a_full_disk_in_the_middle_of_a_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "a"
+
+    def full(records: RecordFile, row: dict[str, Any]) -> None:
+        if row["round"] == 3:
+            records._file.write(b'{"round": 3, "ser')
+            records._file.flush()
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        append(records, row)
+
+    append = RecordFile.append
+    with monkeypatch.context() as patch:
+        patch.setattr(RecordFile, "append", full)
+        with pytest.raises(fx.UsageError, match="No space left on device"):
+            execute(tiny(), None, nobody, folder=folder, checkpoint_every=0)
+    assert [row["round"] for row in load_run(folder).rows] == [1, 2]
+    assert execute(tiny(), None, nobody, folder=folder).stored == 2
+
+
+def test_no_folder_can_be_made_under_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(fx.UsageError, match=r"cannot write to .*file/run: Not a directory"):
+        execute(tiny(), None, nobody, folder=tmp_path / "file" / "run")
+
+
+def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    holder = subprocess.Popen(
+        [sys.executable, str(KILLER), "hold", str(folder)], stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "holding\n"
+        with pytest.raises(fx.UsageError, match=f"another process is working on {folder}"):
+            execute(tiny(), None, nobody, folder=folder)
+    finally:
+        holder.send_signal(signal.SIGKILL)
+        holder.communicate()
+    assert len(execute(tiny(), None, nobody, folder=folder).rows) == 6
+
+
+def test_a_file_system_without_locks_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import fcntl
+
+    def unsupported(*arguments: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", unsupported)
+    with pytest.raises(fx.UsageError, match=r"cannot lock .*; choose a folder on another disk"):
+        execute(tiny(), None, nobody, folder=tmp_path / "a")
+
+
+def test_a_mistake_that_shows_in_the_first_round_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedexp.engine import simulation
+
+    def refuse(*arguments: Any) -> None:
+        raise fx.UsageError("this model cannot be batched")
+
+    monkeypatch.setattr(simulation, "run_round", refuse)
+    (tmp_path / "mine").mkdir()
+    for folder in (tmp_path / "new" / "deep", tmp_path / "mine"):
+        with pytest.raises(fx.UsageError, match="cannot be batched"):
+            execute(tiny(), None, nobody, folder=folder)
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+    assert not list((tmp_path / "mine").iterdir())

@@ -1,0 +1,154 @@
+"""`fedexp tune` as a user meets it: tables, pictures, the next command, one line a mistake."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedexp.cli.main import main
+from fedexp.experiments.canvas import new_figure
+from fedexp.studies.best import remarks
+from fedexp.studies.heatmap import draw_heatmap, tuning_figure
+from fedexp.studies.tune import tune
+from tests.studies.problems import SMALL, small_study
+
+OPTIONS = [word for pair in SMALL.items() for word in ("--set", "=".join(pair))]
+BRIEF = ["--rounds", "4", "--jobs", "1", *OPTIONS]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def test_table_picture_and_next_command(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "synthetic", "--algorithm", "fedavg", *BRIEF]) == 0
+    out, err = capfd.readouterr()
+    assert "20 trials of 4 rounds" in out
+    assert "score: training loss, mean of rounds 1 to 4" in out
+    assert err.splitlines()[-1] == "wrote tune-synthetic-fedavg.png"
+    assert Path("tune-synthetic-fedavg.png").read_bytes().startswith(b"\x89PNG")
+    command = shlex.split(out.splitlines()[-1])
+    assert command[:5] == ["fedexp", "run", "synthetic", "--algorithm", "fedavg"]
+    assert main([*command[1:], "--rounds", "2", "--no-save"]) == 0
+
+
+def test_the_best_of_several_algorithms_in_every_format(capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["tune", "synthetic", "--algorithm", "fedprox,fedexp", *BRIEF]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert [each["algorithm"] for each in found["algorithms"]] == ["fedprox", "fedexp"]
+    for each, option in zip(found["algorithms"], ["client.mu", "local.lr"], strict=True):
+        known = [trial for trial in each["trials"] if trial["diverged_at"] is None]
+        assert each["best"] == min(known, key=lambda trial: trial["score"])["values"]
+        assert list(each["best"]) == [option]
+    for name, first in {"csv": "algorithm,", "latex": r"\begin", "markdown": "| algo"}.items():
+        assert main([*command, "--format", name]) == 0
+        assert capfd.readouterr().out.startswith(first)
+
+
+def test_the_rule_of_thumb_explains_itself(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "synthetic", "--epsilon", *BRIEF]) == 0
+    *table, explained, command = capfd.readouterr().out.splitlines()
+    assert table[0].split() == ["eps", "train", "loss", "median", "step", "size"]
+    assert explained.startswith("eps ")
+    assert "(mean of rounds 1 to 4)" in explained
+    assert "--set server.eps=" in command
+
+
+def test_a_grid_of_ones_own_and_options_that_stay(capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["tune", "synthetic", "--json", *BRIEF]
+    assert main([*command, "--grid", "local.lr=0.1,0.01", "--grid", "steps=3,5"]) == 0
+    own = json.loads(capfd.readouterr().out)["algorithms"][0]["trials"]
+    assert len(own) == 4
+    fixed = ["--algorithm", "fedavg", "--set", "local.lr=0.1", "--study", "b.db"]
+    assert main([*command, *fixed]) == 0
+    (only,) = json.loads(capfd.readouterr().out)["algorithms"]
+    assert [list(trial["values"]) for trial in only["trials"]] == [["server.lr"]] * 4
+    assert "--set local.lr=0.1" in only["next"]
+
+
+def test_a_heat_map_shows_every_number_and_frames_the_chosen() -> None:
+    _, (axes,) = new_figure(1)
+    cells = np.array([[0.5, 0.25], [np.nan, 0.75]])
+    draw_heatmap(axes, [0.01, 0.1], [1.0, 10.0], cells, "train_accuracy", frame=(1, 1))
+    assert [text.get_text() for text in axes.texts] == ["50.0", "25.0", "div.", "75.0"]
+    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.01", "0.1"]
+    (frame,) = axes.patches
+    assert frame.get_xy() == (0.5, 0.5)  # type: ignore[attr-defined]
+
+
+def test_what_diverged_everywhere_can_be_drawn(tmp_path: Path) -> None:
+    values = {"server.lr": (1.0, 2.0), "local.lr": (5.0, 9.0)}
+    study = small_study(tmp_path / "s.db", values=values, rounds=30)
+    tried = tune(study)
+    figure = tuning_figure(study, tried)
+    assert [text.get_text() for text in figure.axes[0].texts] == ["div."] * 4
+    assert remarks(study, tried)[0] == "4 of 4 trials diverged"
+
+
+def test_a_free_search_is_drawn_as_points(tmp_path: Path) -> None:
+    values = {"server.lr": (1.0, 30.0), "local.lr": (0.01, 0.1)}
+    study = small_study(tmp_path / "s.db", protocol="free", values=values, trials=5)
+    figure = tuning_figure(study, tune(study))
+    assert figure.axes[0].get_xscale() == "log"
+    drawn = [np.asarray(each.get_offsets()) for each in figure.axes[0].collections]
+    assert sum(map(len, drawn)) == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["synthetc"], "did you mean synthetic"),
+        (["synthetic", "--algorithm", "fedxp"], "did you mean fedexp"),
+        (["synthetic", "--algorithm", ","], "needs a name"),
+        (["synthetic", "--trials", "5"], "--trials is for --protocol free"),
+        (["synthetic", "--protocol", "free", "--trials", "0"], "--trials"),
+        (["synthetic", "--protocol", "random"], "invalid choice"),
+        (["synthetic", "--protocol", "free", "--grid", "lr=1"], "exclude each other"),
+        (["synthetic", "--epsilon", "--algorithm", "fedavg"], "fedavg has no eps"),
+        (["synthetic", "--epsilon", "--algorithm", "fedexp,fedexp-m"], "one --algorithm"),
+        (["synthetic", "--epsilon", "--protocol", "free"], "--epsilon needs no"),
+        (["synthetic", "--set", "local.lr=1"], "nothing is left to tune"),
+        (["synthetic", "--set", "esp=1"], "did you mean eps"),
+        (["synthetic", "--grid", "local.lr=-1"], "local.lr must be"),
+        (["synthetic", "--out", "x.png"], "a picture needs a search over two options"),
+        (["synthetic", "--algorithm", "fedavg", "--out", "x.foo"], "end its name in one of"),
+        (["synthetic", "--evaluate-every", "5"], "leave --evaluate-every out"),
+        (["synthetic", "--stop-at", "0.1"], "leave --stop-at out"),
+        (["synthetic", "--study", "/proc/nothing/s.db"], "cannot write"),
+        (["synthetic", "--cohort", "21"], "larger than the federation"),
+    ],
+    ids=str,
+)
+def test_a_mistake_gets_one_line_and_status_2(
+    arguments: list[str], message: str, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["tune", *arguments]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.startswith("fedexp: error: ")
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []  # a mistake leaves nothing behind
+
+
+def test_ctrl_c_stops_in_order_and_the_same_command_continues(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "fedexp", "tune", "synthetic", "--algorithm", "fedavg"]
+    command += ["--rounds", "400", "--jobs", "1", "--quiet", *OPTIONS]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    assert process.stderr is not None
+    process.stderr.readline()  # the first word of a round
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines()[-1] == "fedexp: stopped; the same command continues"
+    assert "Traceback" not in err
