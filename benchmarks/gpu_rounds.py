@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 import fedexp as fx
 from fedexp.data import Federation, Images
@@ -35,6 +34,7 @@ from fedexp.experiments.tables import text_table
 from fedexp.precision import Precision, arithmetic
 from fedexp.tasks import Task
 from fedexp.tasks.classification import PAPER_TRAINING
+from peers_work import pfl_cnn
 
 Row = dict[str, Any]
 
@@ -45,15 +45,6 @@ def pixels(clients: int, each: int, shape: tuple[int, ...], classes: int) -> Fed
     x = rng.integers(0, 256, (clients * each, *shape), dtype=np.uint8)
     fields = {"x": torch.from_numpy(x), "y": torch.from_numpy(rng.integers(0, classes, len(x)))}
     return Federation(fields, np.arange(clients + 1) * each)
-
-
-def small_cnn() -> nn.Module:
-    """Two convolutions and two dense layers, the size of pfl-research's CIFAR-10 benchmark."""
-    return nn.Sequential(
-        nn.Conv2d(3, 32, 3), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2),
-        nn.Flatten(), nn.Linear(2304, 64), nn.ReLU(), nn.Linear(64, 10),
-    )  # fmt: skip
 
 
 def works(tiny: bool) -> dict[str, tuple[Callable[[], Task], int]]:
@@ -73,10 +64,10 @@ def works(tiny: bool) -> dict[str, tuple[Callable[[], Task], int]]:
             ),
             4 if tiny else 20,
         ),
-        "CNN, 50 x 5 x 10": (
+        "pfl's CNN, 50 x 5 x 10": (
             lambda: fx.tasks.classification(
                 "cnn",
-                small_cnn,
+                pfl_cnn,
                 pixels(few if tiny else 1000, 50, (3, 32, 32), 10),
                 transform=plain((0.5,) * 3, (0.25,) * 3),
                 local=one_epoch,
@@ -126,14 +117,15 @@ def milliseconds(
 def measure(names: list[str], device: torch.device, tiny: bool, forms: list[str]) -> list[Row]:
     rows: list[Row] = []
     on_gpu = device.type == "cuda"
-    precisions: tuple[Precision, ...] = ("tf32", "bf16") if on_gpu else ("float32",)
+    precisions: tuple[Precision, ...] = ("bf16", "tf32") if on_gpu else ("float32",)
     for name, (build, cohort) in works(tiny).items():
         if not any(wanted in name for wanted in names):
             continue
         for precision in precisions:
             task = build().to(device, precision)
             for form in forms:
-                rows.append(_row(name, task, cohort, precision, form, 2 if tiny else 7))
+                few = tiny or form == "loop"
+                rows.append(_row(name, task, cohort, precision, form, 1 if few else 7))
                 print(rows[-1], flush=True)
     return rows
 

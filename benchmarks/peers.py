@@ -60,7 +60,7 @@ class Contestant:
     ways: dict[str, Way] = field(default_factory=lambda: {"1 process": ((), THREADS)})
 
 
-TORCHRUN = ("-m", "torch.distributed.run", f"--nproc-per-node={CORES}", "--master-port=0")
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={CORES}")
 CONTESTANTS = [
     Contestant("fedexp, vectorized", "peers_ours", "vectorized"),
     Contestant("fedexp, loop", "peers_ours", "loop"),

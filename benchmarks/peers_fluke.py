@@ -10,13 +10,13 @@ from fluke import DDict, FlukeENV
 from fluke.algorithms.fedavg import FedAVG
 from fluke.data import DataSplitter, DummyDataContainer, FastDataLoader
 from fluke.evaluation import ClassificationEval
-from fluke.utils import ServerObserver
+from fluke.utils import FederationObserver
 from torch import nn
 
 from peers_work import LR, PeerWork, assignment, report
 
 
-class Stopwatch(ServerObserver):  # type: ignore[misc]
+class Stopwatch(FederationObserver):  # type: ignore[misc]
     """Milliseconds from the start of a round to its end."""
 
     def __init__(self) -> None:

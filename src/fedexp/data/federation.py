@@ -149,6 +149,11 @@ class Federation:
         """The number of examples of each client."""
         return np.diff(self.offsets)
 
+    @cached_property
+    def largest(self) -> int:
+        """The number of examples of the largest client."""
+        return int(self.sizes.max())
+
     def client(self, index: int) -> Batch:
         """All examples of a client, without a copy."""
         require(0 <= index < self.clients, f"no client {index}; they are 0 to {self.clients - 1}")

@@ -60,12 +60,19 @@ class Images:
         >>> Images((0.5,), (0.5,), "batch").draw(np.random.default_rng(0), examples=2).tolist()
         [[7, 5, 1], [7, 5, 1]]
         """
+        return self.draw_steps(rng, np.array([examples]))
+
+    def draw_steps(
+        self, rng: np.random.Generator, examples: NDArray[np.int64]
+    ) -> NDArray[np.int64] | None:
+        """What `draw` gives step after step, in one go: a row for each example of all steps."""
         if self.augment is None:
             return None
         moves = 2 * self.pad + 1
-        decisions = examples if self.augment == "example" else 1
+        each = self.augment == "example"
+        decisions = int(examples.sum()) if each else len(examples)
         drawn = rng.integers([moves, moves, 1 + self.flip], size=(decisions, 3))
-        return np.broadcast_to(drawn, (examples, 3)).copy()
+        return drawn if each else np.repeat(drawn, examples, axis=0)
 
     def train(self, batch: Batch, draws: NDArray[np.int64] | Tensor | None) -> Batch:
         """The batch with `x` normalised, cropped and flipped by `draws`, [..., 3]."""

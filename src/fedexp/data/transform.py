@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedexp.data.federation import Batch
 
@@ -19,6 +20,10 @@ class Transform(Protocol):
 
     def draw(self, rng: np.random.Generator, examples: int) -> Any:
         """The random numbers for the examples of one step; None where there are none."""
+        ...
+
+    def draw_steps(self, rng: np.random.Generator, examples: NDArray[np.int64]) -> Any:
+        """What `draw` gives for one step after another, joined along the examples; or None."""
         ...
 
     def train(self, batch: Batch, draws: Any) -> Batch:

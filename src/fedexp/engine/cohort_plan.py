@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from fedexp.engine.plan import step_lengths
 from fedexp.engine.work import Work
 
-REACHES = 1024
-
 
 @dataclass(frozen=True, eq=False)
 class CohortPlan:
@@ -51,10 +49,15 @@ def plan_cohort(work: Work, clients: Sequence[int]) -> CohortPlan:
     lengths = step_lengths(sizes, local)
     largest, batch = int(sizes.max()), local.batch_size
     width = min(batch or largest, largest)
-    # rounded up, so that a captured program fits the next cohort as well
-    reach = -(-(largest + len(lengths) * (batch or 0)) // REACHES) * REACHES
+    # on a GPU the same for every cohort, so that a captured program fits the next one as well
+    farthest = work.task.train.largest if _on_gpu(work) else largest
+    reach = farthest + len(lengths) * (batch or 0)
     who = np.stack([chosen, sizes, first])
     return CohortPlan(who, lengths, width, reach, _draws(work, clients, lengths, width))
+
+
+def _on_gpu(work: Work) -> bool:
+    return next(iter(work.task.train.fields.values())).is_cuda
 
 
 def _draws(
@@ -65,12 +68,13 @@ def _draws(
     if transform is None:
         return None
     for k, client in enumerate(clients):
-        rng = work.augmentation(client)
-        for s in np.flatnonzero(lengths[:, k]):
-            values = transform.draw(rng, int(lengths[s, k]))
-            if values is None:
-                return None
-            if drawn is None:
-                drawn = np.zeros((*lengths.shape, widest, *values.shape[1:]), values.dtype)
-            drawn[s, k, : len(values)] = values
+        mine = lengths[lengths[:, k] > 0, k]
+        values = transform.draw_steps(work.augmentation(client), mine)
+        if values is None:
+            return None
+        if drawn is None:
+            drawn = np.zeros((*lengths.shape, widest, *values.shape[1:]), values.dtype)
+        ends = np.cumsum(mine)
+        for s, (begin, end) in enumerate(zip(ends - mine, ends, strict=True)):
+            drawn[s, k, : end - begin] = values[begin:end]
     return drawn

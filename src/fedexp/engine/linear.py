@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import lru_cache
-from itertools import pairwise
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -53,8 +51,8 @@ class Linear:
     def run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
         """Train some clients. One whose update is not finite keeps the state it had."""
         rule, start = work.algorithm.client, state.params
-        states = [state.clients.get(c) or rule.init_local(start) for c in clients]
-        mine = {name: torch.stack([each[name] for each in states]) for name in states[0]}
+        fresh = rule.init_local(start)
+        mine = {n: torch.stack([state.clients.get(c, fresh)[n] for c in clients]) for n in fresh}
         drift = _with_decay(rule.drift(state.shared, mine), work.local.weight_decay, start)
         steps = work.local.steps_for(1)  # the same for all, since a batch is all of the data
         parts = [
@@ -83,10 +81,12 @@ def _steps(task: Task, clients: range) -> LinearSteps:
 
 def _neighbours(work: Work, clients: list[int]) -> Iterator[tuple[slice, range]]:
     """Runs of consecutive clients of one size: their places among `clients`, and themselves."""
-    who = np.asarray(clients)
-    breaks = np.flatnonzero((np.diff(who) != 1) | (np.diff(work.task.train.sizes[who]) != 0)) + 1
-    for first, end in pairwise([0, *breaks.tolist(), len(clients)]):
-        yield slice(first, end), range(clients[first], clients[first] + end - first)
+    sizes, first = work.task.train.sizes[clients].tolist(), 0
+    for at in range(1, len(clients) + 1):
+        here = (clients[first] + at - first, sizes[first])
+        if at == len(clients) or (clients[at], sizes[at]) != here:
+            yield slice(first, at), range(clients[first], here[0])
+            first = at
 
 
 def _with_decay(drift: Drift, decay: float, start: Tensor) -> Drift:

@@ -31,13 +31,11 @@ def sum_in_parts(
     run_clients: Callable[[Work, SimulationState, list[int]], Sums],
 ) -> Sums:
     """Sum updates a few at a time, so that memory does not grow with the cohort."""
-    params = state.params
-    total = Aggregate.zero(params.numel(), params.dtype, params.device)
-    changed: dict[int, Tensors] = {}
-    together = max(1, SUMMED_BYTES // (params.numel() * params.element_size()))
-    for at in range(0, len(work.cohort), together):
-        clients = [int(client) for client in work.cohort[at : at + together]]
-        part, states = run_clients(work, state, clients)
+    clients: list[int] = work.cohort.tolist()
+    together = max(1, SUMMED_BYTES // (state.params.numel() * state.params.element_size()))
+    total, changed = run_clients(work, state, clients[:together])
+    for at in range(together, len(clients), together):
+        part, states = run_clients(work, state, clients[at : at + together])
         total = total + part
         changed |= states
     return total, changed

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -59,6 +60,7 @@ class LocalProgram:
         return self.steps, self.width, self.reach, self.all_active
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
+        size, inputs = inputs["params"].numel(), self._aligned(inputs)
         who, batch_size = inputs["who"], self.local.batch_size
         rows = step_rows(inputs["key"], who, self.steps, self.width, self.reach, batch_size)
         params = inputs["params"].repeat(who.shape[1], 1)
@@ -72,7 +74,22 @@ class LocalProgram:
                 batch = self._batch(rows[s], inputs["draws"][s] if "draws" in inputs else None)
             alike = None if self.ragged is None else self.ragged[s]
             params, buffers = self._step(params, buffers, batch, valid[s], alike, inputs, advance)
-        return {"params": params, "averaged": buffers.averaged, "kept": buffers.kept}
+        mine = params[:, :size]
+        return {"params": mine, "averaged": buffers.averaged, "kept": buffers.kept}
+
+    def _aligned(self, inputs: Tensors) -> Tensors:
+        """Vectors with zeros behind them, so that every row begins where a GPU likes to read."""
+        size, multiple = inputs["params"].numel(), getattr(self.objective, "aligned", 1)
+        behind = -size % multiple
+        if not behind:
+            return inputs
+        kinds = ("params", "shared.", "mine.")
+        return {
+            name: F.pad(value, (0, behind))
+            if name.startswith(kinds) and value.shape[-1] == size
+            else value
+            for name, value in inputs.items()
+        }
 
     def _valid(self, sizes: Tensor) -> Tensor:
         """Whether a row of a batch counts, [S, K, B]: `plan.step_lengths` on the device."""

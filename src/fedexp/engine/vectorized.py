@@ -8,6 +8,7 @@ themselves (dropout) differs: it follows from the seed and the cohort, not from 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -17,7 +18,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate, usable
 from fedexp.client import Tensors
 from fedexp.engine.cohort_plan import CohortPlan, plan_cohort
-from fedexp.engine.plan import batch_key
+from fedexp.engine.plan import batch_key, sample_cohort
 from fedexp.engine.program import Captured, LocalProgram, Program, signature
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
@@ -38,6 +39,7 @@ class Vectorized:
     def __init__(self, graphs: bool | None = None, fuse: bool | None = None) -> None:
         self.graphs, self.fuse = graphs, fuse
         self._captured: dict[Any, Captured] = {}
+        self._ahead: dict[tuple[int, ...], CohortPlan] = {}
 
     def __call__(self, work: Work, state: SimulationState) -> tuple[Aggregate, dict[int, Tensors]]:
         """Train the cohort, as many clients at a time as fit; return sums and new client states.
@@ -68,11 +70,13 @@ class Vectorized:
         """Train some clients as one program."""
         rule = work.algorithm.client
         mine = _stack([state.clients.get(c) or rule.init_local(state.params) for c in clients])
-        plan = plan_cohort(work, clients)
+        plan = self._ahead.pop((work.round, *clients), None) or plan_cohort(work, clients)
         inputs = _inputs(work, state, plan, mine)
         with seeded_torch(work.seed, "layers", work.round, clients[0]):
             program = self._program(work, plan, inputs)
             outputs = program(inputs)
+        if state.params.is_cuda and len(clients) == len(work.cohort):
+            self._plan_ahead(work)
         deltas = state.params - outputs["params"]
         travel = _on(state.params.device, plan.steps * work.lr)[:, None].to(deltas.dtype)
         kept, extras = rule.finish(deltas, travel, state.shared, mine)
@@ -80,6 +84,14 @@ class Vectorized:
             extras = {**extras, "buffers": outputs["averaged"]}
         weights = [work.weight(c) for c in clients] if work.weighting == "size" else None
         return Aggregate.of(deltas, weights, extras), _unstack(kept, clients, deltas, extras)
+
+    def _plan_ahead(self, work: Work) -> None:
+        """Plan the next round while the device computes this one; unused if it comes otherwise."""
+        number = work.round + 1
+        cohort = sample_cohort(work.seed, number, work.task.train.clients, len(work.cohort))
+        clients = [int(client) for client in cohort]
+        after = plan_cohort(replace(work, round=number, cohort=cohort), clients)
+        self._ahead = {(number, *clients): after}
 
     def _program(self, work: Work, plan: CohortPlan, inputs: Tensors) -> Program:
         objective, lengths = cast(BatchedObjective, work.task.objective), plan.lengths

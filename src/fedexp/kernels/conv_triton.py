@@ -76,6 +76,20 @@ def input_gradient(dy: Tensor, w: Tensor, g: Geometry, tiling: Tiling) -> Tensor
     return dx
 
 
+def flipped_input_gradient(dy: Tensor, w: Tensor, g: Geometry, tiling: Tiling) -> Tensor:
+    """The same for a stride of 1, as a convolution with the weights turned round.
+
+    That costs a copy of the weights, and lets wide types be read in the order tensor cores want.
+    """
+    turned = w.flip(-1, -2).permute(0, 2, 3, 4, 1).contiguous().movedim(-1, 2)
+    window = (g.kernel_height, g.kernel_width)
+    images = (g.outputs, g.out_height, g.out_width)
+    back = Geometry(
+        g.clients, g.batch, *images, g.channels, *window, 1, g.kernel_height - 1 - g.padding
+    )
+    return forward(dy, turned, back, tiling)
+
+
 def weight_gradient(dy: Tensor, x: Tensor, g: Geometry, tiling: Tiling) -> Tensor:
     """The gradient with respect to the weights, [K, O, C, KH, KW]."""
     taps = 3 if tiling.swap and g.kernel_width == 3 else 1

@@ -80,7 +80,8 @@ def candidates(direction: Direction, a: Tensor, g: Geometry, exact: bool) -> lis
     window = g.kernel_height * g.kernel_width * g.channels
     if g.channels < FEW_CHANNELS and window <= LARGEST_WINDOW and direction != "input_gradient":
         return ["few", "unfold"]
-    return likely_tilings(direction, g, a.element_size())
+    tiled = likely_tilings(direction, g, a.element_size())
+    return [*tiled, "each"] if a.element_size() == 4 else tiled
 
 
 def named_form(name: str, direction: Direction) -> Form:

@@ -17,7 +17,7 @@ from torch import Tensor
 from fedexp.kernels.launch import launch
 
 FORWARD_AT_ONCE, BACKWARD_AT_ONCE = 32768, 16384  # values of a group that fit into registers
-CHUNK, VALUES_A_WARP = 8192, 1024  # of larger groups, values at a time; and how many a warp holds
+CHUNK, VALUES_A_WARP = 8192, 2048  # of larger groups, values at a time; and how many a warp holds
 
 
 @triton.jit

@@ -25,8 +25,9 @@ def flatten(tensors: Sequence[Tensor], lead: int = 0) -> Tensor:
 
 
 def pieces(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """Views of a vector [..., d] in the shapes of `like`, behind the vector's other dimensions."""
-    parts = vector.split([t.numel() for t in like], dim=-1) if like else ()
+    """Views of vectors [..., d] in the shapes of `like`; what lies behind those is left out."""
+    sizes = [t.numel() for t in like]
+    parts = vector[..., : sum(sizes)].split(sizes, dim=-1) if like else ()
     return [_shaped(part, t.shape) for part, t in zip(parts, like, strict=True)]
 
 

@@ -19,7 +19,7 @@ from fedexp.client import Drift
 
 
 class Coefficients(NamedTuple):
-    """η φ(sλ) at the eigenvalues λ, η φ(0), and η (φ(sλ) - φ(0)) / λ."""
+    """η φ(sλ) at the eigenvalues λ (times s where A is wide), η φ(0), η (φ(sλ) - φ(0)) / λ."""
 
     phi: Tensor
     at_zero: float
@@ -37,6 +37,7 @@ class LinearSteps:
 
     def __init__(self, x: Tensor, y: Tensor, scale: float) -> None:
         self.x, self.y, self.scale = x, y, scale
+        self.rows = x.flatten(0, 1)
         self.wide = x.shape[1] <= x.shape[2]
         self.values, self.vectors = torch.linalg.eigh(x @ x.mT if self.wide else x.mT @ x)
         self._asked: tuple[int, float, float] | None = None
@@ -44,13 +45,13 @@ class LinearSteps:
     def updates(self, start: Tensor, steps: int, lr: float, drift: Drift) -> Tensor:
         """w⁰ - w^τ of each client, [K, d], when all begin at `start` and add `drift`."""
         phi, at_zero, slope = self._coefficients(steps, lr, drift.pull)
-        residual = torch.mv(self.x.flatten(0, 1), start).view_as(self.y).sub_(self.y)
+        residual = torch.mv(self.rows, start).view_as(self.y).sub_(self.y)
         push = None if drift.push is None else drift.push.expand(len(self.x), -1)
         if not self.wide:
             first = self._back(residual).mul_(self.scale)
             return self._apply(phi, first if push is None else first.add_(push))
         # φ(H) Aᵀ = Aᵀ φ(s A Aᵀ), and on what is not a row of A: φ(H) = φ(0) + Aᵀ slope(A Aᵀ) A
-        inner = self._apply(phi * self.scale, residual)
+        inner = self._apply(phi, residual)
         if push is None:
             return self._back(inner)
         inner += self._apply(slope, torch.bmm(self.x, push[:, :, None]).squeeze(2))
@@ -75,5 +76,6 @@ class LinearSteps:
                 slope = (keep * slope).sub_(phi, alpha=shrink)
                 phi, at_zero = phi * ratio + 1, 1 + keep * at_zero
             self._asked = (steps, lr, pull)
-            self._known = Coefficients(lr * phi, lr * at_zero, lr * slope)
+            factor = shrink if self.wide else lr
+            self._known = Coefficients(factor * phi, lr * at_zero, lr * slope)
         return self._known

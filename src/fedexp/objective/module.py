@@ -86,6 +86,11 @@ class ModuleObjective:
         moved.mixes_examples = self.mixes_examples
         return moved
 
+    @property
+    def aligned(self) -> int:
+        """What the length of `gradients`' rows should be a multiple of; what is behind is kept."""
+        return 16 if self.device.type == "cuda" else 1
+
     def batching_pays(self, device: torch.device) -> bool:
         """Two to four times for dense layers on a CPU; grouped convolutions may be slower there."""
         convolves = any(isinstance(m, _ConvNd) for m in self.module.modules())
@@ -189,6 +194,7 @@ class ModuleObjective:
             return None
         finally:
             self.compute_type = computes
+        ours = ours[:, : each[0].numel()]
         gap = torch.linalg.vector_norm(ours - torch.stack(each))
         agrees = bool(gap <= ROUNDING[params.dtype] * torch.linalg.vector_norm(ours))
         fuse = params.is_cuda and len(self.params) <= FUSED_WEIGHTS

@@ -14,7 +14,6 @@ from fedexp.objective.flat import flatten, pieces
 from fedexp.objective.stacked_layers import computes_exactly, stacked
 
 Losses = Callable[[Tensor, Tensor], Tensor]
-ALIGNED = 16  # rows of so many elements begin where a GPU likes to read
 
 
 class Stack:
@@ -59,6 +58,8 @@ class Stack:
             torch.zeros_like(w) if g is None else g for g, w in zip(grads, weights, strict=True)
         ]
         kind = self.compute_type or params.dtype
+        behind = params.shape[1] - sum(t.numel() for t in self.like)
+        filled += [params.new_zeros(len(params), behind)] if behind else []
         return flatten([g.to(kind) for g in filled], lead=1)
 
     def _total(self, weights: Sequence[Tensor], x: Tensor, y: Tensor, counted: Tensor) -> Tensor:
@@ -79,15 +80,8 @@ class Stack:
 
     def _weights(self, params: Tensor) -> list[Tensor]:
         """Views of the parameters, of a copy in the type layers compute in where that differs."""
-        views = pieces(self._narrowed(params), self.like)
+        views = pieces(params.to(self.compute_type or params.dtype), self.like)
         if self.compute_type is None:
             return views
         whole = pieces(params, self.like)
         return [w if e else v for v, w, e in zip(views, whole, self.exact, strict=True)]
-
-    def _narrowed(self, params: Tensor) -> Tensor:
-        kind, size = self.compute_type or params.dtype, params.shape[1]
-        if not params.is_cuda or (kind == params.dtype and size % ALIGNED == 0):
-            return params.to(kind)
-        rows = params.new_empty(len(params), -(-size // ALIGNED) * ALIGNED, dtype=kind)
-        return rows[:, :size].copy_(params)

@@ -26,12 +26,13 @@ class StackedLinear(nn.Linear):
     """Weights [K, O, F]; rows [K * B, ..., F]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        rows = input.reshape(len(self.weight), -1, input.shape[-1])
+        columns = input.reshape(len(self.weight), -1, input.shape[-1]).transpose(1, 2)
+        # weights first: so their gradient comes in the order in which they lie in memory
         if self.bias is None:
-            product = torch.bmm(rows, self.weight.transpose(1, 2))
+            product = torch.bmm(self.weight, columns)
         else:
-            product = torch.baddbmm(self.bias[:, None], rows, self.weight.transpose(1, 2))
-        return product.view(*input.shape[:-1], -1)
+            product = torch.baddbmm(self.bias[:, :, None], self.weight, columns)
+        return product.transpose(1, 2).reshape(*input.shape[:-1], -1)
 
 
 class StackedConv2d(nn.Conv2d):
