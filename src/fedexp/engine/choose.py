@@ -40,7 +40,7 @@ def choose_engine(name: EngineName, work: Work, state: SimulationState) -> Engin
         return loop.run_cohort
     try:
         _detect_mixing(work, state)
-        Vectorized(graphs=False)(_trial(work), state)
+        Vectorized(graphs=False, fuse=False)(_trial(work), state)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # torch.func refuses models with errors of many types
@@ -72,8 +72,9 @@ def _detect_mixing(work: Work, state: SimulationState) -> None:
 
 
 def _trial(work: Work) -> Work:
-    """Two clients and one step of the round: enough to see whether it runs."""
-    local = replace(work.local, steps=1, epochs=None)
+    """Two clients and one small step of the round: enough to see whether it runs."""
+    few = work.local.batch_size and min(2, work.local.batch_size)
+    local = replace(work.local, steps=1, epochs=None, batch_size=few)
     return replace(work, local=local, cohort=work.cohort[:2])
 
 

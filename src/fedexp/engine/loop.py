@@ -13,6 +13,7 @@ from fedexp.client import Tensors
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
 from fedexp.local import local_step
+from fedexp.objective import Objective
 from fedexp.seeding import seeded_torch
 
 SUMMED_BYTES = 32 * 2**20  # updates held at a time; one, where one is larger
@@ -42,8 +43,12 @@ def sum_in_parts(
 
 
 def run_clients(work: Work, state: SimulationState, clients: list[int]) -> Sums:
-    """Train some clients. One whose update is not finite keeps the state it had."""
-    trained = [train_client(work, state, client) for client in clients]
+    """Train some clients, one after another."""
+    return sum_trained(work, clients, [train_client(work, state, client) for client in clients])
+
+
+def sum_trained(work: Work, clients: list[int], trained: list[Trained]) -> Sums:
+    """The sums of trained clients. One whose update is not finite keeps the state it had."""
     deltas = torch.stack([one.delta for one in trained])
     extras = {
         name: torch.stack([one.extras[name] for one in trained]) for name in trained[0].extras
@@ -65,17 +70,22 @@ class Trained(NamedTuple):
 
 
 def train_client(work: Work, state: SimulationState, client: int) -> Trained:
+    """Local training of one client, whose layers draw from torch's generator."""
+    with seeded_torch(work.seed, "layers", work.round, client):
+        return train(work, state, client, work.task.objective)
+
+
+def train(work: Work, state: SimulationState, client: int, objective: Objective) -> Trained:
     """Local training (eq. 2 and 3) of one client."""
-    objective, rule, lr = work.task.objective, work.algorithm.client, work.lr
+    rule, lr = work.algorithm.client, work.lr
     mine = state.clients.get(client) or rule.init_local(state.params)
     # a copy: some layers (an embedding with max_norm) write to their parameters
     params, buffers, steps = state.params.clone(), state.buffers, 0
-    with seeded_torch(work.seed, "layers", work.round, client):
-        for batch in work.batches(client):
-            grad, buffers = objective.gradient(params, buffers, batch)
-            grad = rule.correct(grad, params, state.params, state.shared, mine)
-            params = local_step(params, grad, lr, work.local)
-            steps += 1
+    for batch in work.batches(client):
+        grad, buffers = objective.gradient(params, buffers, batch)
+        grad = rule.correct(grad, params, state.params, state.shared, mine)
+        params = local_step(params, grad, lr, work.local)
+        steps += 1
     delta = state.params - params
     kept, extras = rule.finish(delta, steps * lr, state.shared, mine)
     if buffers.averaged.numel():

@@ -17,13 +17,10 @@ from fedexp.data.federation import Batch
 from fedexp.errors import require
 from fedexp.objective.base import Buffers
 from fedexp.objective.flat import flatten, pieces, unflatten_into
-from fedexp.objective.stack import Stack
-from fedexp.objective.stacked_layers import CannotStackError
-from fedexp.precision import Precision, arithmetic
+from fedexp.objective.stack import Alone, Stack, can_stack
+from fedexp.precision import Precision
 from fedexp.seeding import seeded_torch
 
-# Beyond that, layers mix up the rows of clients.
-ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 FUSED_WEIGHTS = 16  # compiling a model of more takes longer than it saves
 
 
@@ -132,7 +129,7 @@ class ModuleObjective:
         self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
     ) -> tuple[Tensor, Buffers]:
         counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
-        if not self.examined:
+        if not self.examined and len(params) > 1:  # of one client nothing could be mixed up
             self.stack, self.examined = self._checked_stack(params, buffers, batch), True
             if self.stack is not None:
                 self.stack.compile(params, batch["x"], batch["y"], counted)
@@ -170,35 +167,18 @@ class ModuleObjective:
         return (self._losses(output.to(params.dtype), y) * weights).sum(), after
 
     def _checked_stack(self, params: Tensor, buffers: Buffers, batch: Batch) -> Stack | None:
-        """The stacked form, if there is one and it agrees on two examples of two clients."""
-        if self.mixes_examples or params.dtype not in ROUNDING:
-            return None
-        few = {name: value[:2, :2] for name, value in batch.items()}
-        counted = torch.full(few["y"].shape[:2], 1 / few["y"].shape[1]).to(params)
+        """The stacked form, where there is one that agrees with the loop."""
         computes, self.compute_type = self.compute_type, None
         try:
-            plain = Stack(self.module, self._losses)
             self.module.eval()
-            plain.module.eval()
-            with arithmetic("float32"):
-                ours = plain.gradients(params[:2], few["x"], few["y"], counted)
-                each = [
-                    self._gradient(params[k], buffers, {name: v[k] for name, v in few.items()})[0]
-                    for k in range(len(ours))
-                ]
-        except CannotStackError:
-            return None
-        except RuntimeError as error:  # a model that looks into its weights finds them stacked
-            if isinstance(error, torch.OutOfMemoryError):
-                raise
-            return None
+            alone: Alone = lambda p, b: self._gradient(p, buffers, b)[0]  # noqa: E731
+            stacks = not self.mixes_examples and can_stack(
+                self.module, self._losses, alone, params, batch
+            )
         finally:
             self.compute_type = computes
-        ours = ours[:, : each[0].numel()]
-        gap = torch.linalg.vector_norm(ours - torch.stack(each))
-        agrees = bool(gap <= ROUNDING[params.dtype] * torch.linalg.vector_norm(ours))
         fuse = params.is_cuda and len(self.params) <= FUSED_WEIGHTS
-        return Stack(self.module, self._losses, computes, fuse) if agrees else None
+        return Stack(self.module, self._losses, computes, fuse) if stacks else None
 
     @torch.no_grad()
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
