@@ -1,32 +1,21 @@
-"""Kept runs on the command line: stored, resumed, stopped, watched and compared."""
+"""Kept runs on the command line: stored, resumed, stopped and watched."""
 
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedexp.cli.main import build_parser, main
-from fedexp.cli.options import spec_of
-from fedexp.runs import Stopped, consumers, execute, find_runs, load_run
-from tests.runs.helpers import essence, stop_after
+from fedexp.cli.main import main
+from fedexp.runs import consumers, find_runs, load_run
+from tests.cli.helpers import FEDEXP, RUN, SMALL, begin, checkpointed, wait_for_rows
+from tests.runs.helpers import essence
 
-SMALL = ["--set", "task.clients=4", "--set", "task.rows=3", "--set", "task.dim=20"]
-RUN = ["run", "synthetic", "--rounds", "5", *SMALL]
-FEDEXP = [sys.executable, "-m", "fedexp"]
-
-
-@pytest.fixture(autouse=True)
-def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FEDEXP_RUNS", raising=False)
+pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
 def test_runs_are_kept_where_it_is_said(
@@ -83,6 +72,9 @@ def test_stop_at_ends_a_run_early(capfd: pytest.CaptureFixture[str]) -> None:
     assert result["rounds"] < 50
     rows = load_run(Path(result["folder"])).rows
     assert rows[-1]["train_loss"] <= 0.05 < rows[-2]["train_loss"]
+    capfd.readouterr()
+    assert main(command) == 0  # it is over, though it has not all its rounds
+    assert "goes on" not in capfd.readouterr().err
 
 
 def test_a_diverged_run_fails_each_time_it_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
@@ -147,16 +139,6 @@ def test_advice_is_a_note(capfd: pytest.CaptureFixture[str]) -> None:
     assert [line for line in err.splitlines() if line.startswith("fedexp: note: eps is")]
 
 
-def wait_for_rows(folder: Path, process: subprocess.Popen[str]) -> Path:
-    """The run that the process has begun, once it has some rows."""
-    while process.poll() is None:
-        found = list(folder.glob("*/records.jsonl"))
-        if found and found[0].read_bytes().count(b"\n") >= 3:
-            return found[0].parent
-        time.sleep(0.02)
-    raise AssertionError("the run ended by itself")
-
-
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
 )
@@ -177,19 +159,6 @@ def test_a_signal_stops_a_run_after_its_round(number: int, status: int, tmp_path
     assert checkpointed(folder) == len(rows)
 
 
-def checkpointed(folder: Path) -> int:
-    return int(json.loads((folder / "checkpoint.json").read_text())["round"])
-
-
-def begin(command: list[str], folder: Path, round: int) -> None:
-    """What `fedexp run` leaves when it is stopped after a round."""
-    parser = build_parser()
-    args = parser.parse_args(command)
-    listen, wish = stop_after(round)
-    with pytest.raises(Stopped):
-        execute(spec_of(args, args.algorithm, args.seed), folder, listen, stop=wish)
-
-
 def test_resume_needs_the_folder_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     command = [*RUN, "--algorithm", "scaffold-exp", "--cohort", "3", "--set", "eps=0.1"]
     assert main([*command, "--out", "whole"]) == 0
@@ -208,91 +177,3 @@ def test_run_goes_on_with_what_it_finds(tmp_path: Path, capfd: pytest.CaptureFix
     told, *lines, _ = capfd.readouterr().err.splitlines()
     assert told.endswith("goes on after round 3")
     assert [line.split()[1] for line in lines] == ["4/5", "5/5"]  # not those of before
-
-
-COMPARE = ["compare", "synthetic", "--algorithms", "fedavg,fedexp", *SMALL]
-
-
-def test_a_comparison_keeps_its_runs_and_returns_at_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
-    command = [*COMPARE, "--seeds", "2", "--rounds", "4"]
-    assert main([*command, "--jobs", "2"]) == 0
-    first = capfd.readouterr().out
-    assert len(find_runs([tmp_path / "runs"])) == 4
-    assert main([*RUN, "--rounds", "4", "--seed", "1"]) == 0
-    assert "nothing to do" in capfd.readouterr().err  # `run` and `compare` share their runs
-
-    def no_workers(*arguments: Any, **more: Any) -> None:
-        raise AssertionError("nothing should run")
-
-    monkeypatch.setattr("fedexp.runs.pool.ProcessPoolExecutor", no_workers)
-    monkeypatch.setattr("fedexp.runs.session.remaining", no_workers)
-    assert main([*command, "--jobs", "2"]) == 0
-    assert capfd.readouterr().out == first
-    (tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(tmp_path / "elsewhere")
-    with pytest.raises(AssertionError, match="nothing should run"):
-        main([*command, "--jobs", "2"])
-
-
-@pytest.mark.parametrize("early", [True, False], ids=["workers import", "workers run"])
-def test_ctrl_c_ends_a_comparison_in_order(early: bool, tmp_path: Path) -> None:
-    command = [*COMPARE, "--rounds", "100000", "--seeds", "2", "--jobs", "2"]
-    process = subprocess.Popen(
-        [*FEDEXP, *command], stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-    while len(children.read_text().split()) < 3:  # two workers, and Python's own helper
-        time.sleep(0.05)
-    if not early:
-        wait_for_rows(tmp_path / "runs", process)
-    os.killpg(process.pid, signal.SIGINT)
-    _, err = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert err.splitlines() == [
-        "fedexp: stopping after this round (Ctrl-C again: at once)",
-        "fedexp: stopped; the same command continues",
-    ]
-    for folder in find_runs([tmp_path / "runs"]) if not early else []:
-        assert checkpointed(folder) == len(load_run(folder).rows)
-
-
-def test_the_same_command_continues_a_comparison(tmp_path: Path) -> None:
-    for name, rounds in {"fedavg": 2, "fedexp": 3}.items():
-        begin([*RUN, "--algorithm", name], tmp_path / "runs", rounds)
-    assert main([*COMPARE, "--rounds", "5", "--jobs", "2"]) == 0
-    stored = [load_run(folder) for folder in find_runs([tmp_path / "runs"])]
-    assert [run.environment["resumed"][0]["round"] for run in stored] == [2, 3]
-    assert [run.result and run.result["status"] for run in stored] == ["finished", "finished"]
-
-
-def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
-    command = [*COMPARE, "--rounds", "100000", "--jobs", "2"]
-    process = subprocess.Popen([*FEDEXP, *command], stderr=subprocess.PIPE, text=True)
-    wait_for_rows(tmp_path / "runs", process)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.kill()
-    process.communicate()
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < deadline, "a worker goes on without its parent"
-        time.sleep(0.1)
-
-
-def test_tables_in_every_format(capfd: pytest.CaptureFixture[str]) -> None:
-    found = {}
-    command = [*COMPARE, "--rounds", "4", "--seeds", "2", "--jobs", "1", "--smooth", "2"]
-    for form in ("text", "markdown", "csv", "latex"):
-        assert main([*command, "--format", form]) == 0
-        found[form] = capfd.readouterr().out.splitlines()
-    assert found["text"][0].startswith("synthetic: 4 rounds")
-    assert found["markdown"][1] == "| --- | ---: | ---: | ---: |"
-    assert found["csv"][0].split(",")[:3] == ["algorithm", "seeds", "reached"]
-    assert found["latex"][0] == r"\begin{tabular}{lrrr}"
-    values = dict(zip(found["csv"][0].split(","), found["csv"][1].split(","), strict=True))
-    rows = [
-        load_run(folder).rows for folder in find_runs([Path("runs")]) if "fedavg" in folder.name
-    ]
-    last_two = [row["train_loss"] for run in rows for row in run[-2:]]
-    assert float(values["final_mean"]) == pytest.approx(sum(last_two) / 4, rel=1e-12)

@@ -60,6 +60,19 @@ def test_a_seed_that_never_arrives_gives_no_flattering_mean() -> None:
     assert cells[1][2] == ">2.00x"
 
 
+def test_fedavg_counts_for_the_rounds_that_it_had_itself() -> None:
+    runs = [outcome("fedavg", 0, [0.1, 0.2]), outcome("fedexp", 0, [0.6, 0.7, 0.7, 0.7])]
+    _, fedexp = summarise(runs, "test_accuracy", 0.6)
+    assert (fedexp.speedup, fedexp.at_least) == (2.0, True)  # of rounds 3 and 4 nothing is known
+
+
+def test_without_a_target_nobody_missed_it() -> None:
+    lines = summarise([outcome("fedexp", 0, [0.1, 0.2])], "test_accuracy", None)
+    headers, cells = comparison_table(lines, "test_accuracy", None, 2, smooth=20)
+    assert headers[1::2] == ["rounds to target", "final test accuracy (last 20 rounds)"]
+    assert cells == [["fedexp", "-", "-", "20.00%"]]
+
+
 def test_smoothing_averages_the_end_over_rounds_and_leaves_the_rounds_to_target() -> None:
     runs = [
         outcome("fedexp", 0, [0.1, 0.9, 0.5, 0.7]),

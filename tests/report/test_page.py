@@ -114,6 +114,13 @@ def test_unfinished_runs_are_told_of_and_not_judged() -> None:
     assert "nothing to compare" in made(slow)
 
 
+def test_rounds_that_were_not_enough_are_those_of_the_run_itself() -> None:
+    longer = stored("fedexp", count=5, result=None, rounds=2000)
+    text = Elements(made(stored("fedavg", speed=0.01), longer)).text
+    assert ">30 (0/1 seeds)" in text
+    assert "30 to 2000 rounds" in text
+
+
 def test_a_run_that_diverged_is_told_of() -> None:
     result = {"status": "diverged", "rounds": 9, "diverged_at": 9, "seconds": 1.0}
     text = made(stored("fedavg", count=9, result=result))

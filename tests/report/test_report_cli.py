@@ -38,6 +38,7 @@ def test_mistakes_get_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         f"{run} --metric acuracy": "unknown metric 'acuracy'",
         f"{run} -o {empty}": "cannot write",
         f"{run} --target toy=often": "--target must be a number",
+        f"{run} --target tou=0.9": "did you mean toy",
         f"{run} -o {tmp_path}/r.html --figures {run}/spec.toml": "cannot write to",
     }
     for arguments, told in mistakes.items():

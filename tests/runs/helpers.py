@@ -7,7 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from fedexp.experiments.spec import Spec
+from fedexp.runs import Stopped, execute
 from fedexp.runs.checkpoint import NEWEST
 
 TINY = (("task.clients", "4"), ("task.rows", "3"), ("task.dim", "20"))
@@ -44,3 +47,11 @@ def stop_after(round: int) -> tuple[Callable[[Spec, dict[str, Any]], None], Call
     """A listener and a wish: stop once that round has been heard of."""
     heard: list[int] = []
     return lambda spec, row: heard.append(row["round"]), lambda: round in heard
+
+
+def interrupted(spec: Spec, folder: Path, round: int) -> None:
+    """A run that stopped cleanly after the round."""
+    listen, wish = stop_after(round)
+    with pytest.raises(Stopped) as stopped:
+        execute(spec, None, listen, folder=folder, stop=wish)
+    assert (stopped.value.folder, stopped.value.round) == (folder, round)

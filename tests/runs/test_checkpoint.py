@@ -21,9 +21,9 @@ from fedexp.runs.checkpoint import (
     NEWEST,
     Checkpoint,
     Checkpoints,
-    DamagedError,
     read_checkpoint,
 )
+from fedexp.runs.records import DamagedError
 from fedexp.runs.tensors import model_tensors
 
 CPU = torch.device("cpu")
@@ -148,6 +148,17 @@ def test_damage_is_noticed(harm: str, tmp_path: Path) -> None:
     with pytest.raises(DamagedError):
         read_checkpoint(tmp_path, NEWEST, CPU)
     assert read_checkpoint(tmp_path, BEFORE, CPU)[1].round == 1
+
+
+def test_every_byte_of_the_list_of_files_matters(tmp_path: Path) -> None:
+    """A digit that flips is JSON still, and would go on from another round."""
+    store = Checkpoints(tmp_path, None, None)
+    walk(store, 2)
+    whole = (tmp_path / NEWEST).read_bytes()
+    for at in range(len(whole) - 1):  # all but the line's end
+        (tmp_path / NEWEST).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+        with pytest.raises(DamagedError):
+            read_checkpoint(tmp_path, NEWEST, CPU)
 
 
 def test_only_what_changed_is_looked_at() -> None:

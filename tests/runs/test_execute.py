@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,9 +16,8 @@ from fedexp.engine.choose import Engine, choose_engine
 from fedexp.engine.work import Work
 from fedexp.experiments import spec as spec_module
 from fedexp.experiments.spec import Spec
-from fedexp.runs import RunWarning, Stopped, execute, find_runs, load_run, run_id
-from fedexp.runs.checkpoint import BEFORE, NEWEST
-from tests.runs.helpers import essence, nobody, stop_after, tiny, untimed
+from fedexp.runs import RunWarning, execute, find_runs, load_run, run_id
+from tests.runs.helpers import essence, interrupted, nobody, tiny, untimed
 
 
 @pytest.fixture
@@ -29,14 +27,6 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
     monkeypatch.setattr(spec_module, "simulate", refuse)
     return monkeypatch
-
-
-def interrupted(spec: Spec, folder: Path, round: int) -> None:
-    """A run that stopped cleanly after the round."""
-    listen, wish = stop_after(round)
-    with pytest.raises(Stopped) as stopped:
-        execute(spec, None, listen, folder=folder, stop=wish)
-    assert (stopped.value.folder, stopped.value.round) == (folder, round)
 
 
 def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
@@ -130,53 +120,6 @@ def test_rows_after_the_checkpoint_are_made_again(tmp_path: Path) -> None:
     assert [row["round"] for row in load_run(tmp_path / "a").rows] == [1, 2, 3, 4]
     execute(tiny(), None, nobody, folder=tmp_path / "a")
     assert essence(tmp_path / "a") == essence(tmp_path / "whole")
-
-
-def test_a_damaged_line_in_the_middle_is_refused_and_nothing_lost(tmp_path: Path) -> None:
-    interrupted(tiny(), tmp_path / "a", 4)
-    path = tmp_path / "a" / "records.jsonl"
-    lines = path.read_bytes().split(b"\n")
-    damaged = b"\n".join([lines[0], lines[1].replace(b'"', b"'"), *lines[2:]])
-    path.write_bytes(damaged)
-    with pytest.raises(fx.UsageError, match=r"records\.jsonl is damaged at line 2"):
-        execute(tiny(), None, nobody, folder=tmp_path / "a")
-    with pytest.raises(fx.UsageError, match="damaged at line 2"):
-        load_run(tmp_path / "a")
-    assert path.read_bytes() == damaged
-    path.write_bytes(lines[0] + b"\n")
-    with pytest.raises(fx.UsageError, match="shorter than its checkpoint says"):
-        execute(tiny(), None, nobody, folder=tmp_path / "a")
-
-
-@pytest.mark.parametrize("harm", ["truncated", "flipped"])
-def test_a_damaged_checkpoint_falls_back_to_the_one_before(harm: str, tmp_path: Path) -> None:
-    spec, folder = tiny("scaffold-exp"), tmp_path / "a"
-    execute(spec, None, nobody, folder=tmp_path / "whole")
-    listen, wish = stop_after(4)
-    with pytest.raises(Stopped):
-        execute(spec, None, listen, folder=folder, stop=wish, checkpoint_every=0)
-    file = folder / json.loads((folder / NEWEST).read_text())["model"]["file"]
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 64
-    file.write_bytes(data[:100] if harm == "truncated" else bytes(data))
-    with pytest.warns(RunWarning, match="going on from the one before, of round 3"):
-        outcome = execute(spec, None, nobody, folder=folder)
-    assert outcome.stored == 3
-    assert essence(folder) == essence(tmp_path / "whole")
-
-
-def test_without_a_whole_checkpoint_nothing_is_thrown_away(tmp_path: Path) -> None:
-    folder = tmp_path / "a"
-    interrupted(tiny(), folder, 3)
-    (folder / NEWEST).write_text("{")
-    assert not (folder / BEFORE).exists()
-    rows = (folder / "records.jsonl").read_bytes()
-    with pytest.raises(fx.UsageError, match="its records are intact; begin again with --restart"):
-        execute(tiny(), None, nobody, folder=folder)
-    assert (folder / "records.jsonl").read_bytes() == rows
-    execute(tiny(), None, nobody, folder=folder, restart=True)
-    execute(tiny(), None, nobody, folder=tmp_path / "whole")
-    assert essence(folder) == essence(tmp_path / "whole")
 
 
 def test_a_target_ends_a_run_and_its_status_says_so(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import shutil
 import signal
 import subprocess
@@ -96,6 +97,24 @@ def test_killed_at_twenty_random_moments(tmp_path: Path) -> None:
     assert not list((tmp_path / "killed").glob(".*.tmp"))
 
 
+def test_a_cut_while_beginning_again_can_be_resumed(tmp_path: Path) -> None:
+    spec = tiny("scaffold-exp", 3)
+    execute(spec, None, nobody, folder=tmp_path / "whole")
+    listen, wish = stop_after(2)
+    with pytest.raises(Stopped):
+        execute(spec, None, listen, folder=tmp_path / "begun", stop=wish, checkpoint_every=0)
+    backwards: Change = lambda path: (path / n for n in sorted(os.listdir(path), reverse=True))  # noqa: E731
+    for step in range(1, 25):
+        folder = shutil.copytree(tmp_path / "begun", tmp_path / str(step))
+        with pytest.MonkeyPatch.context() as patch:
+            cut_power_at(step, patch)
+            patch.setattr(Path, "iterdir", backwards)  # an order that no file system promises
+            with pytest.raises(PowerCut):
+                execute(spec, None, nobody, folder=folder, restart=True)
+        execute(spec, None, nobody, folder=folder)
+        assert essence(folder) == essence(tmp_path / "whole")
+
+
 def failing_from(call: int, code: int) -> Callable[[int], None]:
     """`os.fsync` of a disk that takes no more from the given call on."""
     fsync, count = os.fsync, iter(range(1, 1000))
@@ -118,7 +137,7 @@ def test_a_disk_that_takes_no_more_is_told_and_costs_nothing(
     with pytest.raises(Stopped):
         execute(spec, None, listen, folder=folder, stop=wish)
     before = load_run(folder)
-    for fails in (2, 3, 4, 9):
+    for fails in (1, 2, 3, 4, 9):  # the first is the note that it was resumed
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", failing_from(fails, code))
             message = f"cannot write to {folder}: {os.strerror(code)}"
@@ -149,6 +168,26 @@ def test_a_full_disk_in_the_middle_of_a_line(
             execute(tiny(), None, nobody, folder=folder, checkpoint_every=0)
     assert [row["round"] for row in load_run(folder).rows] == [1, 2]
     assert execute(tiny(), None, nobody, folder=folder).stored == 2
+
+
+def test_a_line_refused_by_a_full_disk_is_not_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A real file that may not grow, as a disk takes part of a line and then no more."""
+    folder = tmp_path / "a"
+    listen, wish = stop_after(3)
+    with pytest.raises(Stopped):
+        execute(tiny(), None, listen, folder=folder, stop=wish)
+    before = (folder / "records.jsonl").read_bytes()
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 50, hard))
+    try:
+        with pytest.raises(fx.UsageError, match=f"cannot write to {folder}: File too large"):
+            execute(tiny(), None, nobody, folder=folder)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert (folder / "records.jsonl").read_bytes().startswith(before)
+    assert execute(tiny(), None, nobody, folder=folder).stored == 3
 
 
 def test_no_folder_can_be_made_under_a_file(tmp_path: Path) -> None:

@@ -69,7 +69,8 @@ def test_a_shrunk_study_from_end_to_end(
     assert main([*command, *where, "--jobs", "1", "--mode", "authors-code"]) == 0
     out, _ = capfd.readouterr()
     assert out.startswith("SHRUNK")
-    assert "mode authors-code, 2 rounds, evaluated every 1" in out
+    how = "mode authors-code, 2 rounds, evaluated every 1, arithmetic in the type of the weights"
+    assert how in out
     found: dict[str, Any] = json.loads((tmp_path / "out" / "summary.json").read_text())
     ends = {
         x["algorithm and iterate"]: x["training accuracy (last 10 rounds)"]["ours"]["mean"]

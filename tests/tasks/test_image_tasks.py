@@ -134,6 +134,8 @@ def test_values_of_the_papers_table() -> None:
     assert tuned("cinic10", "scaffold")["local.lr"] == pytest.approx(10**-2)
     assert tuned("cifar10", "fedadagrad")["server.lr"] == pytest.approx(10**-1)
     assert tuned("cifar10", "fedadam")["server.lr"] == pytest.approx(10**-2)
+    taus = {name: tuned(name, "fedadagrad")["server.tau"] for name in ("emnist", "cinic10")}
+    assert taus == pytest.approx({"emnist": 10**-0.75, "cinic10": 0.1})  # not in the table
     assert tuned("cifar100", "fedexp-m")["server.beta"] == 0.9
     mus = {name: tuned(name, "fedprox")["client.mu"] for name in CLASSES}
     assert mus == {"emnist": 0.001, "cifar10": 0.1, "cifar100": 0.001, "cinic10": 1.0}

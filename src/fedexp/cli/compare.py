@@ -140,7 +140,7 @@ def _report(
         return
     if args.format == "text":
         print(_title(first, args.seeds))
-    for_people = comparison_table(lines, metric, target, first.rounds)
+    for_people = comparison_table(lines, metric, target, first.rounds, args.smooth)
     table = comparison_numbers(lines) if args.format == "csv" else for_people
     print(render_table(args.format, *table))
 

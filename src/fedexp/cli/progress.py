@@ -51,7 +51,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 class LogLines:
-    """About twenty lines a run, and always one for the last round."""
+    """About twenty lines a run, and one for the last round that was asked for."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds, self._every = rounds, max(1, rounds // LINES)

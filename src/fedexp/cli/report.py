@@ -57,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"fedexp: warning: {line}", file=sys.stderr)
     found = sections(runs)
     check_metrics(found, args.metric)
+    targets.check(found)
     write_page(args.out, render(found, args.metric, targets))
     size = f"{count(len(runs), 'run')}, {count(len(found), 'task')}"
     print(f"wrote {args.out} ({size})", file=sys.stderr)

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from fedexp.cli.options import (
@@ -18,7 +19,7 @@ from fedexp.cli.options import (
     spec_of,
 )
 from fedexp.cli.progress import Bar, describe, watch
-from fedexp.cli.signals import stop_wish
+from fedexp.cli.signals import StopWish, stop_wish
 from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.experiments.compare import Outcome, Row
 from fedexp.experiments.spec import Run, Spec
@@ -66,44 +67,49 @@ def train(prepared: Run, folder: Path | None, args: argparse.Namespace) -> int:
         folder is not None or not (args.log or args.restart),
         "--log and --restart need a run that is kept; leave --no-save out",
     )
-    consumers = [consumer_named(name, folder) for name in args.log] if folder else []
-    title = f"{prepared.spec.task} {prepared.spec.algorithm}"
-    with (
-        stop_wish(listen=folder is not None) as wish,
-        watch(title, prepared.rounds, quiet=args.quiet) as bar,
-    ):
-        listener = Listener(prepared, bar)
+    with stop_wish(listen=folder is not None) as wish:
         try:
-            outcome = execute(
-                prepared.spec,
-                None,
-                listener.on_round,
-                run=prepared,
-                folder=folder,
-                checkpoint_every=args.checkpoint_every,
-                restart=args.restart,
-                stop=wish,
-                consumers=consumers,
-                on_open=listener.on_open,
-            )
+            outcome = _execute(prepared, folder, args, wish)
         except Stopped as stopped:
-            _say(f"stopped after round {stopped.round}; continue with: fedexp resume {folder}")
+            again = f"continue with: fedexp resume {quote(str(folder))}"
+            _say(f"stopped after round {stopped.round}; {again}")
             return wish.status
     _refuse_failures(outcome)
     _report(args, prepared, outcome)
     return 0
 
 
+def _execute(
+    prepared: Run, folder: Path | None, args: argparse.Namespace, wish: StopWish
+) -> Outcome:
+    consumers = [consumer_named(name, folder) for name in args.log] if folder else []
+    title = f"{prepared.spec.task} {prepared.spec.algorithm}"
+    with watch(title, prepared.rounds, quiet=args.quiet) as bar:
+        listener = Listener(prepared, bar)
+        return execute(
+            prepared.spec,
+            None,
+            listener.on_round,
+            run=prepared,
+            folder=folder,
+            checkpoint_every=args.checkpoint_every,
+            restart=args.restart,
+            stop=wish,
+            consumers=consumers,
+            on_open=listener.on_open,
+        )
+
+
 class Listener:
     """Passes rounds on to the bar and gives advice; rounds of before come first, and at once."""
 
     def __init__(self, prepared: Run, bar: Bar) -> None:
-        self._rounds, self._before, self._bar = prepared.rounds, 0, bar
+        self._before, self._bar = 0, bar
         self._advice = Advice(prepared.setup.options())
 
-    def on_open(self, folder: Path, rounds: int) -> None:
+    def on_open(self, folder: Path, rounds: int, over: bool) -> None:
         self._before = rounds
-        if 0 < rounds < self._rounds:
+        if rounds and not over:
             self._bar.skip(rounds)
             _say(f"{folder} goes on after round {rounds}")
 

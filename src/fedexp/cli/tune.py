@@ -24,7 +24,15 @@ from fedexp.experiments.tables import FORMATS, render_table
 from fedexp.runs import Stopped
 from fedexp.studies import best
 from fedexp.studies.epsilon import EPS, epsilon_values, explain, tune_epsilon
-from fedexp.studies.grids import Point, Values, free_ranges, paper_grid, parse_grid, without_fixed
+from fedexp.studies.grids import (
+    Point,
+    Values,
+    free_ranges,
+    none_fixed,
+    paper_grid,
+    parse_grid,
+    without_fixed,
+)
 from fedexp.studies.heatmap import tuning_figure
 from fedexp.studies.trial import ROUNDS, Row
 from fedexp.studies.tune import OnRow, Protocol, Study, Watching, check_study, tune
@@ -124,12 +132,11 @@ def _study(args: argparse.Namespace, run: Run) -> Study:
 
 
 def _values(args: argparse.Namespace, run: Run) -> Values:
-    if args.epsilon:
-        return epsilon_values(run)
-    if args.grid:
-        return parse_grid(args.grid, run.setup)
-    search = free_ranges if args.protocol == "free" else paper_grid
     _, fixed = split_task_options(dict(run.spec.options))
+    if args.epsilon or args.grid:
+        own = epsilon_values(run) if args.epsilon else parse_grid(args.grid, run.setup)
+        return none_fixed(own, fixed)
+    search = free_ranges if args.protocol == "free" else paper_grid
     return without_fixed(search(run.setup, run.task.sums), fixed)
 
 

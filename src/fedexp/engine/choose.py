@@ -5,19 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 import torch
 
 from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
+from fedexp.data.federation import Batch
 from fedexp.engine import loop
 from fedexp.engine.linear import Linear, steps_are_linear
 from fedexp.engine.state import SimulationState
+from fedexp.engine.threads import Threads, threads_pay
 from fedexp.engine.vectorized import Vectorized
 from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning, UsageError
+from fedexp.objective import ModuleObjective
 
 EngineName = Literal["auto", "loop", "vectorized"]
 Engine = Callable[[Work, SimulationState], tuple[Aggregate, dict[int, Tensors]]]
@@ -30,14 +33,19 @@ def choose_engine(name: EngineName, work: Work, state: SimulationState) -> Engin
 
     Steps that are a linear iteration are taken in one go, unless the loop is asked for. "auto"
     batches wherever that was measured to pay, on a GPU always and on a CPU if the objective says
-    so, unless clients are so unequal that most of the work would be padding. It does not time
-    anything, so that the same run takes the same engine every time and gives the same bits. A model
-    that cannot be batched runs in the loop, and a warning says why.
+    so, unless clients are so unequal that most of the work would be padding. Large models for which
+    it does not pay get a thread for each client. It does not time anything, so that the same run
+    takes the same engine every time and gives the same bits. A model that cannot be batched runs in
+    the loop, and a warning says why.
     """
-    if name != "loop" and steps_are_linear(work, state):
-        return Linear()
-    if name == "loop" or (name == "auto" and not _pays(work, state)):
+    if name == "loop":
         return loop.run_cohort
+    if steps_are_linear(work, state):
+        return Linear()
+    if not _pays(work, state):
+        threads = _threads(work, state)
+        if threads is not None or name == "auto":
+            return threads or loop.run_cohort
     try:
         _detect_mixing(work, state)
         Vectorized(graphs=False, fuse=False)(_trial(work), state)
@@ -60,15 +68,27 @@ def _pays(work: Work, state: SimulationState) -> bool:
     return bool(padded <= MOST_PADDING * (widths * steps).sum())
 
 
+def _threads(work: Work, state: SimulationState) -> Engine | None:
+    """Threads for the clients, where they pay and cannot disturb each other."""
+    if not threads_pay(work, state):
+        return None
+    engine = Threads(cast(ModuleObjective, work.task.objective))
+    return engine if engine.keeps_apart(state, _two_examples(work)) else None
+
+
 def _detect_mixing(work: Work, state: SimulationState) -> None:
     """Ask the objective to look, on two examples of the cohort's largest client."""
-    detect = getattr(work.task.objective, "detect_mixing", None)
+    detect, batch = getattr(work.task.objective, "detect_mixing", None), _two_examples(work)
+    if detect is not None and len(next(iter(batch.values()))) == 2:
+        detect(state.params, state.buffers, batch)
+
+
+def _two_examples(work: Work) -> Batch:
+    """Of the cohort's largest client, as the model sees them; one where it has no more."""
     largest = int(work.cohort[work.task.train.sizes[work.cohort].argmax()])
-    if detect is None or work.task.train.sizes[largest] < 2:
-        return
     batch = {name: value[:2] for name, value in work.task.train.client(largest).items()}
     transform = work.task.transform
-    detect(state.params, state.buffers, batch if transform is None else transform.evaluate(batch))
+    return batch if transform is None else transform.evaluate(batch)
 
 
 def _trial(work: Work) -> Work:

@@ -105,8 +105,11 @@ def summarise(
         reached = [hit for hit in hits if hit is not None]
         lines.append(Line(name, reached, len(group), finals, spread_of(np.concatenate(ends))))
     reference = next((line for line in lines if line.algorithm == "fedavg"), None)
-    asked = max(len(outcome.rows) for outcome in outcomes)
-    return lines if reference is None else [_speedup(each, reference, asked) for each in lines]
+    if reference is None:
+        return lines
+    ended = [each for each in by_name["fedavg"] if each.diverged_at is None] or outcomes
+    asked = max(len(outcome.rows) for outcome in ended)
+    return [_speedup(each, reference, asked) for each in lines]
 
 
 def spread_of(values: np.ndarray[Any, Any]) -> float | None:

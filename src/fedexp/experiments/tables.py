@@ -15,15 +15,17 @@ Cells = Sequence[Sequence[str]]
 
 
 def comparison_table(
-    lines: Sequence[Line], metric: str, target: float | None, rounds: int
+    lines: Sequence[Line], metric: str, target: float | None, rounds: int, smooth: int = 1
 ) -> tuple[list[str], list[list[str]]]:
     """Headers and cells: rounds to target, speed-up over FedAvg, final metric, over seeds."""
-    reach = f"rounds to {format_value(target, metric)}" if target is not None else "rounds"
-    headers = ["algorithm", reach, "speed-up", f"final {metric.replace('_', ' ')}"]
+    reach = "target" if target is None else format_value(target, metric)
+    final = f"final {metric.replace('_', ' ')}"
+    over = f" (last {smooth} rounds)" if smooth > 1 else ""
+    headers = ["algorithm", f"rounds to {reach}", "speed-up", final + over]
     cells = [
         [
             line.algorithm,
-            _rounds_cell(line, rounds),
+            "-" if target is None else _rounds_cell(line, rounds),
             _speedup_cell(line),
             _final_cell(line, metric),
         ]

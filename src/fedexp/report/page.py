@@ -154,10 +154,11 @@ def _lead(sections: Sequence[Section]) -> str:
 
 def _summary(section: Section) -> str:
     spec = section.runs[0].spec
-    rounds = max(run.spec["rounds"] for run in section.runs)
+    asked = sorted({run.spec["rounds"] for run in section.runs})
+    rounds = count(asked[-1], "round") if len(asked) == 1 else f"{asked[0]} to {asked[-1]} rounds"
     seeds = max(len(series.runs) for series in section.series)
     clients = f"{spec.get('cohort') or spec['clients']} of {spec['clients']} clients a round"
-    return f"{count(rounds, 'round')}, {clients}, {count(seeds, 'seed')}"
+    return f"{rounds}, {clients}, {count(seeds, 'seed')}"
 
 
 def _policy(*scripts: str) -> str:

@@ -32,9 +32,10 @@ def comparison(section: Section, metric: str, target: float | None) -> Markup:
     outcomes = [outcome for _, outcome in ended]
     if not outcomes:
         return join([tag("p", "No run has finished yet, so there is nothing to compare."), notices])
-    rounds = max(run.spec["rounds"] for run in section.runs)
+    asked = {series.label: series.runs[0].spec["rounds"] for series, _ in ended}
     lines = summarise(outcomes, metric, target)
-    headers, cells = comparison_table(lines, metric, target, rounds)
+    parts = [comparison_table([own], metric, target, asked[own.algorithm]) for own in lines]
+    headers, cells = parts[0][0], [row for _, rows in parts for row in rows]
     labels = {series.label: named(series) for series, _ in ended}
     caption = "Mean and standard deviation over seeds"
     marked = [[labels.get(name, name), *others] for name, *others in cells]

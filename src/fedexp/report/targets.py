@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from fedexp.errors import unknown_name
 from fedexp.experiments.spec import checked_target
 from fedexp.experiments.values import convert
 from fedexp.report.gather import Section
@@ -33,6 +34,13 @@ class Targets:
             else:
                 general = number
         return cls(general, by_task)
+
+    def check(self, sections: Sequence[Section]) -> None:
+        """A target of a task that has no run is a mistake."""
+        known = {section.task for section in sections}
+        for name in self.by_task:
+            if name not in known:
+                raise unknown_name("task of --target", name, known)
 
     def of(self, section: Section, metric: str) -> float | None:
         """The target of a section's metric, where there is one."""

@@ -25,6 +25,7 @@ from fedexp.client import Tensors
 from fedexp.engine import SimulationState
 from fedexp.engine.client_states import ClientStates
 from fedexp.runs.atomic import write_bytes, write_json
+from fedexp.runs.records import DamagedError
 from fedexp.runs.tensors import (
     client_tensors,
     clients_from,
@@ -65,23 +66,26 @@ class Checkpoint:
         return {self.model.file, *(part.file for part in self.clients)}
 
     def to_json(self) -> dict[str, Any]:
-        return {"format": FORMAT, **asdict(self)}
+        """With a digest of its own: one digit that flips would go on from another round."""
+        content = {"format": FORMAT, **asdict(self)}
+        return {**content, "sha256": _digest(content)}
 
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Checkpoint:
         """Raises `ValueError`, `KeyError` or `TypeError` for anything but a checkpoint."""
-        if value.pop("format") != FORMAT:
-            raise ValueError("it is of another format")
-        parts = tuple(_part(each) for each in value.pop("clients"))
-        return cls(**{**value, "model": _part(value["model"])}, clients=parts)
+        content = {name: each for name, each in value.items() if name != "sha256"}
+        if value["sha256"] != _digest(content) or content.pop("format") != FORMAT:
+            raise ValueError("it is not as it was written, or of another format")
+        parts = tuple(_part(each) for each in content.pop("clients"))
+        return cls(**{**content, "model": _part(content["model"])}, clients=parts)
 
 
 def _part(value: dict[str, Any]) -> Part:
     return Part(**{**value, "clients": tuple(value["clients"])})
 
 
-class DamagedError(Exception):
-    """A checkpoint cannot be read; the message says why."""
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_checkpoint(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.experiments.compare import OnRound, Outcome, Row
 from fedexp.experiments.spec import Run, Spec
+from fedexp.runs.atomic import telling
 from fedexp.runs.consumers import Consumer, Guarded
 from fedexp.runs.determinism import deterministic, threads
 from fedexp.runs.folder import RESULT, RunFolder, is_run, warn_of_version
@@ -40,14 +42,15 @@ class Keeping:
         restart: forget what the folder holds of this run, and begin again.
         stop: asked after every round whether to stop there.
         consumers: told of the beginning, of every new round and of the end.
-        on_open: told once of the folder, and of how many rounds it holds already.
+        on_open: told once of the folder, of how many rounds it holds already, and whether that
+            is all of them.
     """
 
     checkpoint_every: float = CHECKPOINT_EVERY
     restart: bool = False
     stop: Callable[[], bool] = lambda: False
     consumers: Sequence[Consumer] = ()
-    on_open: Callable[[Path, int], None] = lambda folder, rounds: None
+    on_open: Callable[[Path, int, bool], None] = lambda folder, rounds, over: None
 
 
 def execute(
@@ -83,7 +86,7 @@ def execute(
             not how.restart or is_run(where), f"{where} holds no run; leave --restart out to begin"
         )
         if not how.restart and (found := stored_outcome(run, where)):
-            how.on_open(where, len(found.rows))
+            how.on_open(where, len(found.rows), True)
             for row in found.rows:
                 on_round(spec, row)
             return found
@@ -127,12 +130,13 @@ def _in_memory(run: Run, on_round: OnRound, how: Keeping) -> Outcome:
 
 def _on_disk(run: Run, held: RunFolder, on_round: OnRound, how: Keeping) -> Outcome:
     if how.restart:
-        held.clear()
-    with threads(held.threads()):
-        session = Session(held, how.checkpoint_every)
-        how.on_open(held.path, session.resumed_from)
+        with telling(held.path):
+            held.clear()
+    with threads(held.threads()), closing(_session(held, how)) as session:
         if session.resumed_from:
-            held.note_resumed(session.resumed_from)
+            with telling(held.path):
+                held.note_resumed(session.resumed_from)
+        how.on_open(held.path, session.resumed_from, False)
         audience = [_guarded(consumer) for consumer in how.consumers]
         for consumer in audience:
             consumer.begin(frozen(run), session.resumed_from)
@@ -142,9 +146,14 @@ def _on_disk(run: Run, held: RunFolder, on_round: OnRound, how: Keeping) -> Outc
         finally:
             for consumer in audience:
                 consumer.end(result)
-            session.close()
     outcome = load_run(held.path).outcome()
     return replace(outcome, spec=run.spec, stored=session.resumed_from)
+
+
+def _session(held: RunFolder, how: Keeping) -> Session:
+    """The run where it was left, or at its beginning."""
+    with telling(held.path):
+        return Session(held, how.checkpoint_every)
 
 
 def _guarded(consumer: Consumer) -> Consumer:

@@ -21,6 +21,7 @@ from fedexp import __version__
 from fedexp.errors import UsageError, require
 from fedexp.experiments.spec import Run
 from fedexp.runs.atomic import telling, write_bytes, write_json
+from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.records import RECORDS, read_rows
 from fedexp.runs.spec_file import SPEC, check_same, read_spec, spec_text
 
@@ -70,16 +71,21 @@ class RunFolder:
             self._lock.close()
 
     def clear(self) -> None:
-        """Begin again: remove the result first, then records and checkpoints; the spec stays."""
-        (self.path / RESULT).unlink(missing_ok=True)
+        """Begin again; the spec stays.
+
+        Whoever is killed in here leaves the old run, or none of it: what refers to other files goes
+        before them.
+        """
+        for name in (RESULT, BEFORE, NEWEST):
+            (self.path / name).unlink(missing_ok=True)
         for path in self._own_files():
-            if path.name not in (SPEC, LOCK):
+            if path.name not in (SPEC, LOCK, ENVIRONMENT):
                 path.unlink()
         write_json(self.path / ENVIRONMENT, environment(self.run))
 
     def threads(self) -> int:
         """How many threads the run began with: sums over more of them round differently."""
-        return int(read_environment(self.path).get("threads", 1))
+        return int(read_environment(self.path).get("threads", torch.get_num_threads()))
 
     def note_resumed(self, round: int) -> None:
         """Add to the environment that another process goes on from here."""
@@ -145,7 +151,7 @@ def environment(run: Run) -> dict[str, Any]:
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """What `environment.json` says; nothing where it cannot be read, for it decides nothing."""
+    """What `environment.json` says; nothing where it cannot be read, for a run goes on without."""
     try:
         found = json.loads((folder / ENVIRONMENT).read_bytes())
     except (OSError, ValueError):

@@ -23,7 +23,7 @@ from fedexp.experiments.compare import OnRound, Outcome, Row
 from fedexp.experiments.setup import split_task_options
 from fedexp.experiments.spec import Spec
 from fedexp.runs.execute import CHECKPOINT_EVERY, Stopped, execute, stored_outcome
-from fedexp.runs.folder import RESULT
+from fedexp.runs.folder import RESULT, RunWarning
 from fedexp.runs.spec_file import run_id
 from fedexp.tasks import Task
 
@@ -115,19 +115,19 @@ def _in_workers(
 def deaf_to_interrupts() -> Iterator[None]:
     """Processes started in here never hear Ctrl-C or a request to end: those are the parent's.
 
-    Not even while they import. Only the main thread may arrange that; started from another, workers
-    hear them as usual.
+    Not even while they import. The parent hears of them on leaving, so that none is lost.
     """
-    if threading.current_thread() is not threading.main_thread():
+    if not hasattr(signal, "pthread_sigmask"):
         yield
         return
-    signals = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(each, signal.SIG_IGN) for each in signals]
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # where it started in here, it would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
-        for each, handler in zip(signals, before, strict=True):
-            signal.signal(each, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _init_worker(events: Any, asked: Any) -> None:
@@ -137,6 +137,12 @@ def _init_worker(events: Any, asked: Any) -> None:
     threading.Thread(target=end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")  # dropped clients are counted in the rows
+    warnings.simplefilter("always", RunWarning)
+    warnings.showwarning = _tell_of_warning
+
+
+def _tell_of_warning(message: Warning | str, *where: Any, **more: Any) -> None:
+    _to_parent.put(message)
 
 
 def end_with_parent() -> None:
@@ -163,12 +169,20 @@ def _run_in_worker(spec: Spec, root: Path | None, checkpoint_every: float) -> Ou
 def _events(
     events: Any, futures: Sequence[Future[Outcome | None]], between: Callable[[], None]
 ) -> Iterator[tuple[Spec, Row]]:
-    """Rounds as they happen in the workers; ends when all are done, or one has failed."""
+    """Rounds as they happen in the workers; ends when all are done, or one has failed.
+
+    What a worker warns of is warned of here.
+    """
     while not any(f.done() and f.exception() is not None for f in futures):
         between()
         finished = all(f.done() for f in futures)
         try:
-            yield events.get(timeout=0.1)
+            event = events.get(timeout=0.1)
         except queue.Empty:
             if finished:
                 return
+            continue
+        if isinstance(event, Warning):
+            warnings.warn(event, stacklevel=2)
+        else:
+            yield event

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+from io import FileIO
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError
 
 RECORDS = "records.jsonl"
 Row = dict[str, Any]
+
+
+class DamagedError(UsageError):
+    """What is stored is not as it was written; `what` says where, without the remedy."""
+
+    @property
+    def what(self) -> str:
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return f"{self.what}; mend that, or begin again with --restart"
 
 
 def read_rows(folder: Path, size: int | None = None) -> list[Row]:
@@ -21,10 +33,8 @@ def read_rows(folder: Path, size: int | None = None) -> list[Row]:
     """
     path = folder / RECORDS
     data = path.read_bytes() if path.exists() else b""
-    require(
-        size is None or len(data) >= size,
-        f"{path} is shorter than its checkpoint says; put the missing lines back, or use --restart",
-    )
+    if size is not None and len(data) < size:
+        raise DamagedError(f"{path} is shorter than its checkpoint says")
     lines = data[:size].split(b"\n")
     rows = []
     for number, line in enumerate(lines[:-1], start=1):
@@ -38,26 +48,28 @@ def _parsed(line: bytes, number: int, path: Path) -> Row:
         if row["round"] != number:
             raise ValueError
     except (ValueError, KeyError, TypeError):
-        raise UsageError(
-            f"{path} is damaged at line {number}; mend that line, or use --restart"
-        ) from None
+        raise DamagedError(f"{path} is damaged at line {number}") from None
     return row
 
 
 class RecordFile:
-    """The open end of the records; everything after `size` bytes is cut off first."""
+    """The open end of the records; everything after `size` bytes is cut off first.
+
+    Nothing waits in memory: what a full disk refused must not be tried again when it is closed.
+    """
 
     def __init__(self, folder: Path, size: int) -> None:
         path = folder / RECORDS
-        self._file: IO[bytes] = path.open("ab")
+        self._file: FileIO = path.open("ab", buffering=0)
         if path.stat().st_size > size:
             self._file.truncate(size)
         self.size = size
 
     def append(self, row: Row) -> None:
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
-        self._file.write(line)
-        self._file.flush()
+        left = memoryview(line)
+        while left:
+            left = left[self._file.write(left) :]
         self.size += len(line)
 
     def sync(self) -> None:

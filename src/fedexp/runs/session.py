@@ -22,11 +22,10 @@ from fedexp.runs.checkpoint import (
     NEWEST,
     Checkpoint,
     Checkpoints,
-    DamagedError,
     read_checkpoint,
 )
 from fedexp.runs.folder import MODEL, RESULT, RunFolder, RunWarning
-from fedexp.runs.records import RecordFile, read_rows
+from fedexp.runs.records import DamagedError, RecordFile, read_rows
 from fedexp.runs.tensors import to_bytes
 
 COSTS = 10  # a checkpoint may take a tenth of the time, whatever interval was asked for
@@ -42,12 +41,9 @@ class Session:
 
     def __init__(self, folder: RunFolder, every: float) -> None:
         self.run, self.folder, self.every = folder.run, folder, every
-        last, state = _last_checkpoint(folder.path, _device(folder.run))
-        self.state: SimulationState | None = state
-        size = last.records_bytes if last else 0
-        self.rows = read_rows(folder.path, size)
+        last, self.state, self.rows = _restored(folder.path, _device(folder.run))
         self.resumed_from = len(self.rows)
-        self._records = RecordFile(folder.path, size)
+        self._records = RecordFile(folder.path, last.records_bytes if last else 0)
         self._checkpoints = Checkpoints(folder.path, last, self.state)
         self._began = self._checked = time.perf_counter()
         self._cost, self._before = 0.0, last.seconds if last else 0.0
@@ -129,30 +125,39 @@ def model_bytes(run: Run, state: SimulationState) -> bytes:
     return to_bytes(module.state_dict() if isinstance(module, nn.Module) else named)
 
 
-def _last_checkpoint(
-    folder: Path, device: torch.device
-) -> tuple[Checkpoint, SimulationState] | tuple[None, None]:
-    """The newest checkpoint, or the one before where that is damaged, or none."""
-    if not (folder / NEWEST).exists():
-        return None, None
+Restored = tuple[Checkpoint | None, SimulationState | None, list[Row]]
+
+
+def _restored(folder: Path, device: torch.device) -> Restored:
+    """The newest checkpoint and its rows; the one before where either is damaged; or nothing."""
+    if not any((folder / name).exists() for name in (NEWEST, BEFORE)):
+        return None, None, []
     try:
-        return read_checkpoint(folder, NEWEST, device)
+        return _checkpoint_and_rows(folder, NEWEST, device)
     except DamagedError as error:
-        reason = str(error)
+        reason = error.what
     try:
-        found = read_checkpoint(folder, BEFORE, device)
+        found = _checkpoint_and_rows(folder, BEFORE, device)
     except DamagedError:
         raise UsageError(
-            f"the checkpoint in {folder} is damaged ({reason}); its records are intact; begin "
-            "again with --restart"
+            f"{folder} cannot go on: {reason}, and there is no whole checkpoint before it; nothing "
+            "was changed; mend that, or begin again with --restart"
         ) from None
     warnings.warn(
         f"the newest checkpoint in {folder} is damaged ({reason}); going on from the one before, "
-        f"of round {found[0].round}",
+        f"of round {len(found[2])}",
         RunWarning,
         stacklevel=3,
     )
     return found
+
+
+def _checkpoint_and_rows(folder: Path, name: str, device: torch.device) -> Restored:
+    checkpoint, state = read_checkpoint(folder, name, device)
+    rows = read_rows(folder, checkpoint.records_bytes)
+    if len(rows) != checkpoint.round:
+        raise DamagedError(f"{name} is of round {checkpoint.round}, its rows are {len(rows)}")
+    return checkpoint, state, rows
 
 
 def _device(run: Run) -> torch.device:

@@ -49,7 +49,7 @@ def read_spec(folder: Path) -> dict[str, Any]:
     except OSError as error:
         raise UsageError(f"{folder} is not a run: cannot read {SPEC}: {error.strerror}") from None
     except ValueError as error:
-        raise UsageError(f"{path} is damaged: {error}; start the run again") from None
+        raise UsageError(f"{path} is damaged: {error}; remove {folder}, and run it again") from None
     found = spec.get("format")
     require(
         found == FORMAT, f"{path} has format {found}, this fedexp reads {FORMAT}; use the other one"

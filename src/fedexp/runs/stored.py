@@ -11,7 +11,7 @@ from typing import Any
 from fedexp.errors import UsageError
 from fedexp.experiments.compare import Outcome, Row
 from fedexp.runs.folder import RESULT, is_run, read_environment
-from fedexp.runs.records import read_rows
+from fedexp.runs.records import RECORDS, DamagedError, read_rows
 from fedexp.runs.spec_file import SPEC, read_spec, spec_from
 
 
@@ -52,10 +52,12 @@ def load_run(folder: Path) -> StoredRun:
     """Read a run, finished or not. Raises `UsageError` for what is no run or is damaged."""
     spec = read_spec(folder)
     try:
+        result = _read_result(folder)  # first: a run at work may end between the two
         rows = read_rows(folder)
-        result = _read_result(folder)
     except OSError as error:
         raise UsageError(f"cannot read {folder}: {error.strerror}") from None
+    if result is not None and len(rows) != result["rounds"]:
+        raise DamagedError(f"{folder / RECORDS} has {len(rows)} of {result['rounds']} rows")
     return StoredRun(folder, spec, read_environment(folder), rows, result)
 
 

@@ -83,6 +83,13 @@ def without_fixed(values: Values, fixed: Collection[str]) -> Values:
     return kept
 
 
+def none_fixed(values: Values, fixed: Collection[str]) -> Values:
+    """A search that the user has named himself: what is both searched and set is a mistake."""
+    twice = [name for name in values if any(_names(key, name) for key in fixed)]
+    require(not twice, f"{', '.join(twice)} cannot be both searched and set; take it out of --set")
+    return values
+
+
 def parse_grid(assignments: Sequence[str], setup: Setup) -> Values:
     """A grid of the user's own, from texts such as `local.lr=0.01,0.1,1`."""
     grid: dict[str, tuple[float, ...]] = {}

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedexp.data.extras import extra
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, require
 from fedexp.studies.grids import Point, Values
 from fedexp.studies.trial import Scored
 
@@ -159,6 +159,7 @@ def _check_terms(study: optuna.Study, terms: dict[str, Any], path: Path) -> None
 @contextmanager
 def _alone(path: Path) -> Iterator[None]:
     """Hold the study; the operating system lets go of it when the process ends, however it does."""
+    require(not path.is_dir(), f"{path} is a folder; name a file with --study")
     fcntl = extra("fcntl", "keeping a study alone", "a system with file locks", group="tune")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

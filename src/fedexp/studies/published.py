@@ -35,7 +35,7 @@ class Quantity:
         place: table, figure or section.
         meaning: what the number is.
         unit: "rounds", "times" or "%".
-        approximate: whether it was read off a figure instead of a table.
+        approximate: whether it comes from no table: of two digits, its place inferred.
         values: by task and series; a series is an algorithm or a setting.
         note: what to know before relying on it.
     """

@@ -11,6 +11,7 @@ from fedexp.studies.reproduce.study import Arm, Check, Result
 
 ROUNDS, FINAL = "rounds to target", "final test accuracy"
 SEEDS = {"emnist": 20, "cifar10": 5, "cifar100": 5, "cinic10": 5}  # Figures 8 to 11
+TAU = "the paper states no tau of FedAdagrad; it is the root of what the released code adds to v"
 Values = Mapping[str, Value]
 Verdict = tuple[bool | None, str]
 

@@ -26,11 +26,18 @@ def head_lines(plan: Plan) -> list[str]:
         caution = FEWER_SEEDS if plan.comparable else NOT_COMPARABLE
         lines.append(f"{plan.word.upper()}, so {caution}:")
         lines += [f"  {line}" for line in plan.shrunk]
-    lines.append(plan.study.title)
-    every = {job.spec.evaluate_every for job in plan.jobs}
-    evaluated = f", evaluated every {max(e or 1 for e in every)}" if every else ""
-    lines.append(f"mode {plan.request.mode}, {plan.rounds:,} rounds{evaluated}")
+    lines += [plan.study.title, _how(plan)]
     return [*lines, *(f"note: {line}" for line in (*plan.left_out, *plan.study.remarks))]
+
+
+def _how(plan: Plan) -> str:
+    """Mode, rounds and arithmetic; a study without runs, such as toy, has no modes."""
+    rounds = "1 round" if plan.rounds == 1 else f"{plan.rounds:,} rounds"
+    if not plan.jobs:
+        return rounds
+    every = max(job.spec.evaluate_every or 1 for job in plan.jobs)
+    mode, precision = plan.request.mode, plan.request.arithmetic
+    return f"mode {mode}, {rounds}, evaluated every {every}, arithmetic in {precision}"
 
 
 def source_lines(findings: Findings) -> list[str]:
@@ -113,7 +120,9 @@ def summary(plan: Plan, findings: Findings) -> dict[str, Any]:
         "study": plan.study.name,
         "title": plan.study.title,
         "fedexp": __version__,
-        "mode": plan.request.mode,
+        "mode": plan.request.mode if plan.jobs else None,
+        "device": plan.request.device or "cpu",
+        "precision": plan.request.arithmetic,
         "rounds": plan.rounds,
         "tasks": list(plan.tasks),
         "shrunk": list(plan.shrunk),

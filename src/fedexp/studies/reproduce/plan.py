@@ -113,7 +113,7 @@ def _shrunk(plan: Plan) -> list[str]:
     """How the plan is smaller than the paper's study, or longer; more seeds do no harm."""
     lines, study = [], plan.study
     if plan.rounds != study.rounds:
-        lines.append(f"{plan.rounds:,} rounds instead of {study.rounds:,}")
+        lines.append(f"{count(plan.rounds, 'round')} instead of {study.rounds:,}")
     for task in plan.tasks:
         if (seeds := _seeds(plan, task)) < study.seeds[task]:
             lines.append(f"{task}: {count(seeds, 'seed')} instead of {study.seeds[task]}")
@@ -123,5 +123,5 @@ def _shrunk(plan: Plan) -> list[str]:
 
 
 def count(number: int, what: str) -> str:
-    """`1 seed`, `5 seeds`."""
-    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+    """`1 seed`, `2,000 rounds`."""
+    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"

@@ -40,5 +40,6 @@ STUDY = Study(
     measure=measure,
     remarks=(
         "the paper draws curves and prints no number; SCAFFOLD-ExP takes FedExP's best values",
+        accuracy.TAU,
     ),
 )

@@ -6,9 +6,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import torch
+
 from fedexp.experiments.compare import Outcome
 from fedexp.experiments.spec import Spec
-from fedexp.precision import Precision
+from fedexp.precision import Precision, default_precision
 from fedexp.studies.published import Claim
 from fedexp.studies.reproduce.lines import Table
 
@@ -37,6 +39,13 @@ class Request:
     mode: str = "paper"
     device: str | None = None
     precision: Precision | None = None
+
+    @property
+    def arithmetic(self) -> str:
+        """The precision asked for, or what suits the device: on a CPU the type of the weights."""
+        there = torch.device(self.device or "cpu")
+        own = "the type of the weights" if there.type == "cpu" else default_precision(there)
+        return self.precision or own
 
 
 @dataclass(frozen=True)

@@ -69,5 +69,8 @@ STUDY = Study(
     seeds=accuracy.SEEDS,
     arms=accuracy.arms("fedexp", "fedavg", "scaffold", "fedadagrad"),
     measure=measure,
-    remarks=("rounds to target: the mean over seeds of the first evaluation that reaches it",),
+    remarks=(
+        "rounds to target: the mean over seeds of the first evaluation that reaches it",
+        accuracy.TAU,
+    ),
 )

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 START = (0.0, 0.0)
 ON_FIRST_LINE = (1.0, 0.0)  # a point of S1
 DISTANCE, LOSS = "squared distance", "loss"
-FURTHER, HIGHER = "rounds it grows in", "rounds the loss grows in"
+FURTHER, HIGHER = "rounds the distance grows in", "rounds the loss grows in"
 COLUMNS = (
     Column(DISTANCE, ""),
     Column(LOSS, ""),

@@ -1,0 +1,68 @@
+"""A copy of a model for one thread: with dropout of its own, and with layers in a quicker order."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from fedexp.objective.module import ModuleObjective
+from fedexp.precision import Precision
+
+LEVELS = 2**16  # a decision takes 16 of the 64 bits of a draw, so a draw serves four
+
+
+class PrivateCopy:
+    """An objective that shares nothing with others; one thread at a time may use it."""
+
+    def __init__(self, objective: ModuleObjective) -> None:
+        precision: Precision = "float32" if objective.compute_type is None else "bf16"
+        self.objective = objective.on(objective.device, precision)
+        self.dropouts = own_dropouts(self.objective.module)
+        pool_first(self.objective.module)
+
+    def seed(self, derived: int) -> None:
+        """Let all draws follow from a seed."""
+        for k, layer in enumerate(self.dropouts):
+            layer.generator.manual_seed(derived + k)
+
+
+class OwnDropout(nn.Dropout):
+    """`nn.Dropout` with a generator of its own; p is exact to 1 / 65,536.
+
+    It draws a quarter as often: torch's own takes as long as a convolution.
+    """
+
+    def __init__(self, p: float) -> None:
+        super().__init__(p)
+        self.generator = torch.Generator()
+
+    def forward(self, input: Tensor) -> Tensor:
+        if not self.training or not self.p:
+            return input
+        count = input.numel()
+        draws = torch.empty(-(-count // 4), dtype=torch.int64)
+        draws.random_(-(2**63), None, generator=self.generator)
+        # in the order in which the input lies in memory, channels last or not
+        order = torch.empty_like(input).stride()
+        levels = draws.view(torch.int16)[:count].as_strided(input.shape, order)
+        kept = levels >= round(self.p * LEVELS) - LEVELS // 2
+        return input * (kept / (1 - self.p) if self.p < 1 else 0.0)
+
+
+def own_dropouts(module: nn.Module) -> list[OwnDropout]:
+    """Replace every plain dropout in the module, and return those in their place."""
+    found: list[OwnDropout] = []
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Dropout:
+                found.append(OwnDropout(child.p))
+                setattr(parent, name, found[-1])
+    return found
+
+
+def pool_first(module: nn.Module) -> None:
+    """Let maxima be taken before a ReLU, not after: the same numbers from a quarter of the work."""
+    for sequence in [m for m in module.modules() if type(m) is nn.Sequential]:
+        for k in range(len(sequence) - 1):
+            if type(sequence[k]) is nn.ReLU and type(sequence[k + 1]) is nn.MaxPool2d:
+                sequence[k], sequence[k + 1] = sequence[k + 1], sequence[k]

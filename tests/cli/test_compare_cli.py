@@ -1,0 +1,122 @@
+"""Comparisons on kept runs: returned at once, continued, ended in order, printed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedexp import __version__
+from fedexp.cli.main import main
+from fedexp.cli.signals import stop_wish
+from fedexp.runs import find_runs, load_run
+from fedexp.runs.pool import deaf_to_interrupts
+from tests.cli.helpers import FEDEXP, RUN, SMALL, begin, checkpointed, wait_for_rows
+
+pytestmark = pytest.mark.usefixtures("elsewhere")
+COMPARE = ["compare", "synthetic", "--algorithms", "fedavg,fedexp", *SMALL]
+
+
+def test_a_comparison_keeps_its_runs_and_returns_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [*COMPARE, "--seeds", "2", "--rounds", "4"]
+    assert main([*command, "--jobs", "2"]) == 0
+    first = capfd.readouterr().out
+    assert len(find_runs([tmp_path / "runs"])) == 4
+    assert main([*RUN, "--rounds", "4", "--seed", "1"]) == 0
+    assert "nothing to do" in capfd.readouterr().err  # `run` and `compare` share their runs
+
+    def no_workers(*arguments: Any, **more: Any) -> None:
+        raise AssertionError("nothing should run")
+
+    monkeypatch.setattr("fedexp.runs.pool.ProcessPoolExecutor", no_workers)
+    monkeypatch.setattr("fedexp.runs.session.remaining", no_workers)
+    assert main([*command, "--jobs", "2"]) == 0
+    assert capfd.readouterr().out == first
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    with pytest.raises(AssertionError, match="nothing should run"):
+        main([*command, "--jobs", "2"])
+
+
+@pytest.mark.parametrize("early", [True, False], ids=["workers import", "workers run"])
+def test_ctrl_c_ends_a_comparison_in_order(early: bool, tmp_path: Path) -> None:
+    command = [*COMPARE, "--rounds", "100000", "--seeds", "2", "--jobs", "2"]
+    process = subprocess.Popen(
+        [*FEDEXP, *command], stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    while len(children.read_text().split()) < 3:  # two workers, and Python's own helper
+        time.sleep(0.05)
+    if not early:
+        wait_for_rows(tmp_path / "runs", process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert err.splitlines() == [
+        "fedexp: stopping after this round (Ctrl-C again: at once)",
+        "fedexp: stopped; the same command continues",
+    ]
+    for folder in find_runs([tmp_path / "runs"]) if not early else []:
+        assert checkpointed(folder) == len(load_run(folder).rows)
+
+
+def test_ctrl_c_while_workers_are_started_is_not_lost() -> None:
+    with stop_wish() as wish:
+        with deaf_to_interrupts():
+            os.kill(os.getpid(), signal.SIGINT)
+        assert wish.signal == signal.SIGINT
+
+
+def test_the_same_command_continues_a_comparison(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for name, rounds in {"fedavg": 2, "fedexp": 3}.items():
+        begin([*RUN, "--algorithm", name], tmp_path / "runs", rounds)
+    (path,) = tmp_path.glob("runs/*-fedexp-*/environment.json")
+    path.write_text(path.read_text().replace(__version__, "0.0.9"))
+    assert main([*COMPARE, "--rounds", "5", "--jobs", "2"]) == 0
+    warned = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
+    assert len(warned) == 1  # though it was a worker's
+    assert "was begun with fedexp 0.0.9" in warned[0]
+    stored = [load_run(folder) for folder in find_runs([tmp_path / "runs"])]
+    assert [run.environment["resumed"][0]["round"] for run in stored] == [2, 3]
+    assert [run.result and run.result["status"] for run in stored] == ["finished", "finished"]
+
+
+def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
+    command = [*COMPARE, "--rounds", "100000", "--jobs", "2"]
+    process = subprocess.Popen([*FEDEXP, *command], stderr=subprocess.PIPE, text=True)
+    wait_for_rows(tmp_path / "runs", process)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    process.kill()
+    process.communicate()
+    deadline = time.monotonic() + 30
+    while any(Path(f"/proc/{child}").exists() for child in children):
+        assert time.monotonic() < deadline, "a worker goes on without its parent"
+        time.sleep(0.1)
+
+
+def test_tables_in_every_format(capfd: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    command = [*COMPARE, "--rounds", "4", "--seeds", "2", "--jobs", "1", "--smooth", "2"]
+    for form in ("text", "markdown", "csv", "latex"):
+        assert main([*command, "--format", form]) == 0
+        found[form] = capfd.readouterr().out.splitlines()
+    assert found["text"][0].startswith("synthetic: 4 rounds")
+    assert found["text"][1].endswith("final train loss (last 2 rounds)")
+    assert found["markdown"][1] == "| --- | ---: | ---: | ---: |"
+    assert found["csv"][0].split(",")[:3] == ["algorithm", "seeds", "reached"]
+    assert found["latex"][0] == r"\begin{tabular}{lrrr}"
+    values = dict(zip(found["csv"][0].split(","), found["csv"][1].split(","), strict=True))
+    rows = [
+        load_run(folder).rows for folder in find_runs([Path("runs")]) if "fedavg" in folder.name
+    ]
+    last_two = [row["train_loss"] for run in rows for row in run[-2:]]
+    assert float(values["final_mean"]) == pytest.approx(sum(last_two) / 4, rel=1e-12)

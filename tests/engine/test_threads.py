@@ -1,0 +1,150 @@
+"""Clients shared out among threads: the loop's numbers, whatever the number of threads."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedexp as fx
+from fedexp.data import Federation
+from fedexp.engine import EngineName, loop
+from fedexp.engine.choose import Engine, choose_engine
+from fedexp.engine.threads import Threads
+from fedexp.engine.work import Work
+from fedexp.objective import ModuleObjective
+from fedexp.objective.private import OwnDropout, pool_first
+from fedexp.tasks import Task
+
+SIZES = (3, 20, 11, 1, 8)
+EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
+
+
+@pytest.fixture(autouse=True)
+def two_threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def network(dropout: float = 0.0) -> nn.Module:
+    """Convolutional, so that batching does not pay on a CPU, and large enough for threads."""
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(dropout), nn.Flatten(),
+        nn.Linear(36, 2500), nn.ReLU(), nn.Linear(2500, 3),
+    ).double()  # fmt: skip
+
+
+def normalised() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.Flatten(), nn.Linear(144, 700), nn.Linear(700, 3)
+    ).double()
+
+
+class Noisy(nn.Module):
+    """Draws where nobody can see it: from torch's own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = network()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(F.dropout(x, 0.1, self.training))
+        return out
+
+
+def task_of(build: Callable[[], nn.Module], sizes: tuple[int, ...] = SIZES) -> Task:
+    rng = np.random.default_rng(0)
+    fields = {
+        "x": torch.from_numpy(rng.normal(size=(sum(sizes), 1, 8, 8))),
+        "y": torch.from_numpy(rng.integers(0, 3, sum(sizes))),
+    }
+    local = fx.LocalTraining(lr=0.1, steps=3, batch_size=4, weight_decay=0.01, clip_norm=1.0)
+    return Task("images", ModuleObjective(build), Federation(fields, np.cumsum([0, *sizes])), local)
+
+
+def engine_for(task: Task, name: EngineName = "auto") -> Engine:
+    state = fx.SimulationState.initial(task, fx.fedavg(), 0)
+    cohort = np.arange(task.train.clients)
+    work = Work(task, fx.fedavg(), task.local, "uniform", 0, 1, cohort)
+    return choose_engine(name, work, state)
+
+
+def last(task: Task, algorithm: fx.Algorithm, engine: EngineName) -> fx.SimulationState:
+    *_, record = fx.simulate(task, algorithm, 3, engine=engine, evaluate_every=99)
+    return record.state
+
+
+@pytest.mark.parametrize(
+    ("build", "sizes"), [(network, SIZES), (normalised, (3, 20, 11, 2, 8))], ids=["plain", "norm"]
+)
+@pytest.mark.parametrize(
+    "algorithm", [fx.fedexp(), fx.scaffold_exp(), fx.fedprox()], ids=lambda a: a.name
+)
+def test_agrees_with_the_loop(
+    build: Callable[[], nn.Module], sizes: tuple[int, ...], algorithm: fx.Algorithm
+) -> None:
+    task = task_of(build, sizes)
+    assert isinstance(engine_for(task), Threads)
+    one, other = (last(task, algorithm, engine) for engine in ("loop", "auto"))
+    torch.testing.assert_close(one.params, other.params, **EXACT)
+    torch.testing.assert_close(one.buffers.averaged, other.buffers.averaged, **EXACT)
+    assert dict(one.clients).keys() == dict(other.clients).keys()
+    for client, kept in one.clients.items():
+        torch.testing.assert_close(kept, other.clients[client], **EXACT)
+
+
+def test_the_number_of_threads_and_of_runs_changes_nothing() -> None:
+    task, params = task_of(lambda: network(0.4)), []
+    for threads in (2, 3, 2):
+        torch.set_num_threads(threads)
+        before = torch.get_rng_state()
+        params.append(last(task, fx.fedexp(), "auto").params)
+        assert torch.equal(torch.get_rng_state(), before)
+        assert torch.get_num_threads() == threads
+        with ThreadPoolExecutor(1) as pool:  # the limit of the engine's threads stays with them
+            assert pool.submit(torch.get_num_threads).result() == threads
+    assert torch.equal(params[0], params[1])
+    assert torch.equal(params[0], params[2])
+    assert not torch.equal(params[0], last(task_of(network), fx.fedexp(), "auto").params)
+
+
+def test_threads_are_for_large_models_that_keep_apart_on_several_cores() -> None:
+    small = task_of(lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3)))
+    assert engine_for(small) is loop.run_cohort
+    assert engine_for(task_of(Noisy)) is loop.run_cohort
+    assert engine_for(task_of(network), "loop") is loop.run_cohort
+    assert isinstance(engine_for(task_of(network), "vectorized"), Threads)
+    torch.set_num_threads(1)
+    assert engine_for(task_of(network)) is loop.run_cohort
+
+
+@pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 1.0])
+def test_own_dropout_drops_and_scales(p: float) -> None:
+    layer, x = OwnDropout(p), torch.randn(16, 8, 25, 25).to(memory_format=torch.channels_last)
+    layer.generator.manual_seed(0)
+    y = layer(x)
+    kept = y != 0
+    spread = (p * (1 - p) / x.numel()) ** 0.5
+    assert abs(1 - kept.float().mean().item() - p) <= 4 * spread
+    torch.testing.assert_close(y[kept] * (1 - p), x[kept])
+    assert torch.equal(layer.eval()(x), x)
+
+
+def test_pooling_before_the_relu_gives_the_same_numbers() -> None:
+    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
+    x = torch.randn(5, 1, 8, 8).round()  # with ties, and windows without anything positive
+    results = []
+    for _ in range(2):
+        out = model(x)
+        results.append([out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))])
+        pool_first(model)
+    assert [type(m) for m in list(model)[1:3]] == [nn.MaxPool2d, nn.ReLU]
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
