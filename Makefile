@@ -36,6 +36,9 @@ test: check
 bench: $(READY)
 	$(BIN)/python benchmarks/synthetic.py
 	$(BIN)/python benchmarks/engines.py
+	$(BIN)/python benchmarks/clients.py
+	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/peers.py
 	$(BIN)/python benchmarks/data_loading.py
 
 clean:

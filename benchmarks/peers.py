@@ -1,4 +1,4 @@
-"""FedAvg side by side on a CPU: RESULT
+"""FedAvg side by side on a CPU.
 
 Two pieces of work, uniform weights, no evaluation, median of warm rounds:
 

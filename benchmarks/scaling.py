@@ -1,4 +1,4 @@
-"""How a round's cost grows with the cohort, with the model and with the federation: RESULT
+"""How a round's cost grows with the cohort, with the model and with the federation.
 
 FedExP on an MLP with one hidden layer, 20 steps of batches of 20, generated data, no evaluation.
 The rounds of one table take turns, so its ratios hold on a machine that is not quite idle; medians.

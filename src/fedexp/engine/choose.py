@@ -17,7 +17,7 @@ from fedexp.engine import loop
 from fedexp.engine.linear import Linear, steps_are_linear
 from fedexp.engine.state import SimulationState
 from fedexp.engine.threads import Threads, threads_pay
-from fedexp.engine.vectorized import Vectorized
+from fedexp.engine.vectorized import COHORT_BYTES, Vectorized
 from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning, UsageError
 from fedexp.objective import ModuleObjective
@@ -61,6 +61,8 @@ def _pays(work: Work, state: SimulationState) -> bool:
     pays = getattr(work.task.objective, "batching_pays", None)
     if pays is None or not pays(state.params.device):
         return False
+    if 2 * state.params.nbytes > COHORT_BYTES.get(state.params.device.type, 0):
+        return False  # one at a time is no batch
     sizes = work.task.train.sizes[work.cohort]
     widths = np.minimum(sizes, work.local.batch_size or sizes.max())
     steps = np.array([work.local.steps_for(int(size)) for size in sizes])
