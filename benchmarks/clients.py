@@ -1,4 +1,4 @@
-"""A round among a million clients takes as long as one among a hundred: RATIO times.
+"""Does a round among a million clients take as long as one among a hundred?
 
 The federations are generated, written to one file each and memory-mapped: ten examples of 64 bytes
 a client. A round is 20 clients x 20 steps of batches of 10 of an MLP 64-64-10, FedExP; evaluation,

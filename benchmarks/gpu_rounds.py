@@ -3,7 +3,7 @@
 torch 2.11.0, CUDA 13, median of 7 rounds, 2026-11-15; the rows are in `records/`. A round is
 planning, local training, sums, server step and record.
 
-Four pieces of work on generated data, in several forms (eager, one CUDA graph a round, SCAFFOLD, the
+Four pieces of work on generated data, in several forms (eager, a CUDA graph a round, SCAFFOLD, the
 plain loop) and in bf16 and tf32. Prints a table and, with --out, writes it as JSON.
 """
 
