@@ -48,6 +48,11 @@ class ClientRule:
         """The correction, where it is linear in the parameters."""
         return Drift()
 
+    @property
+    def is_linear(self) -> bool:
+        """Whether `drift` is all there is to the correction."""
+        return type(self).correct is ClientRule.correct
+
     def correct(
         self, grad: Tensor, params: Tensor, start: Tensor, shared: Tensors, local: Tensors
     ) -> Tensor:

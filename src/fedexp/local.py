@@ -84,5 +84,9 @@ def clip_factor(grad: Tensor, bound: float) -> Tensor:
     [0.2...]
     """
     # in float64, because the square of a large float32 overflows and would scale it to nothing
-    norm = norms(grad.reshape(-1, grad.shape[-1])).view(*grad.shape[:-1], 1)
+    return clip_to(norms(grad.reshape(-1, grad.shape[-1])).view(*grad.shape[:-1], 1), bound)
+
+
+def clip_to(norm: Tensor, bound: float) -> Tensor:
+    """The factors that bring vectors of these norms to at most `bound`."""
     return (bound / norm).clamp(max=1.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -19,8 +20,9 @@ from fedexp.client import ClientRule
 from fedexp.data.federation import Batch
 from fedexp.data.transform import Transform
 from fedexp.engine.plan import step_rows
+from fedexp.engine.walks import LayerWalk, RowWalk, Walk, advanced
 from fedexp.kernels.fuse import fused
-from fedexp.local import LocalTraining, local_step
+from fedexp.local import LocalTraining
 from fedexp.objective import BatchedObjective, Buffers
 
 Tensors = Mapping[str, Tensor]
@@ -40,6 +42,7 @@ class LocalProgram:
         all_active: every client takes part in every step.
         ragged: the lengths, on the host, where batches must not be padded; else None.
         fuse: whether `torch.compile` is to merge the arithmetic of an update.
+        layered: whether parameters are to lie layer by layer, where model and rule allow it.
     """
 
     objective: BatchedObjective
@@ -53,6 +56,7 @@ class LocalProgram:
     all_active: bool = True
     ragged: NDArray[np.int64] | None = None
     fuse: bool = False
+    layered: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -63,19 +67,36 @@ class LocalProgram:
         size, inputs = inputs["params"].numel(), self._aligned(inputs)
         who, batch_size = inputs["who"], self.local.batch_size
         rows = step_rows(inputs["key"], who, self.steps, self.width, self.reach, batch_size)
-        params = inputs["params"].repeat(who.shape[1], 1)
-        buffers = Buffers(*(inputs[n].expand(who.shape[1], -1) for n in ("averaged", "kept")))
-        valid = self._valid(who[1]).to(params)
-        advance = fused(self._advance) if self.fuse else self._advance
+        valid = self._valid(who[1]).to(inputs["params"])
+        walk: Walk | None = None
         repeats = batch_size is None and "draws" not in inputs
         batch: Batch = {}
         for s in range(self.steps):
             if s == 0 or not repeats:
                 batch = self._batch(rows[s], inputs["draws"][s] if "draws" in inputs else None)
-            alike = None if self.ragged is None else self.ragged[s]
-            params, buffers = self._step(params, buffers, batch, valid[s], alike, inputs, advance)
-        mine = params[:, :size]
-        return {"params": mine, "averaged": buffers.averaged, "kept": buffers.kept}
+            walk = walk or self._setting_out(inputs, batch, valid[s])
+            walk.step(batch, valid[s], None if self.ragged is None else self.ragged[s])
+        assert walk is not None  # there is a step
+        params, buffers = walk.where()
+        return {"params": params[:, :size], "averaged": buffers.averaged, "kept": buffers.kept}
+
+    def _setting_out(self, inputs: Tensors, batch: Batch, valid: Tensor) -> Walk:
+        """All clients at the model of the server; the first batch shows what the model can do."""
+        clients = inputs["who"].shape[1]
+        params = inputs["params"].repeat(clients, 1)
+        buffers = Buffers(*(inputs[n].expand(clients, -1) for n in ("averaged", "kept")))
+        rule, local = self.rule, self.local
+        layered = getattr(self.objective, "layered", None)
+        if layered and self.layered and self.ragged is None and rule.is_linear:
+            stack = layered(params, buffers, batch, valid)
+        else:
+            stack = None
+        if stack is not None:
+            return LayerWalk(stack, buffers, rule, local, inputs)
+        advance = fused(advanced) if self.fuse else advanced
+        all_active = self.all_active
+        move = partial(advance, inputs=inputs, rule=rule, local=local, all_active=all_active)
+        return RowWalk(self.objective, params, buffers, move, all_active)
 
     def _aligned(self, inputs: Tensors) -> Tensors:
         """Vectors with zeros behind them, so that every row begins where a GPU likes to read."""
@@ -107,55 +128,6 @@ class LocalProgram:
         batch: Batch = {name: value[rows] for name, value in self.fields.items()}
         return batch if self.transform is None else self.transform.train(batch, draws)
 
-    def _step(
-        self,
-        params: Tensor,
-        buffers: Buffers,
-        batch: Batch,
-        valid: Tensor,
-        lengths: NDArray[np.int64] | None,
-        inputs: Tensors,
-        advance: Callable[..., Tensor],
-    ) -> tuple[Tensor, Buffers]:
-        if lengths is None:
-            grads, after = self.objective.gradients(params, buffers, batch, valid)
-        else:
-            grads, after = _by_length(self.objective, params, buffers, batch, valid, lengths)
-        active = valid[:, :1] > 0
-        moved = advance(params, grads, active, inputs)
-        if self.all_active or after is buffers:
-            return moved, after
-        pairs = zip(after, buffers, strict=True)
-        return moved, Buffers(*(torch.where(active, new, old) for new, old in pairs))
-
-    def _advance(self, params: Tensor, grads: Tensor, active: Tensor, inputs: Tensors) -> Tensor:
-        """Correct the gradients and move; clients that have done all their steps stay."""
-        shared, mine = part(inputs, "shared."), part(inputs, "mine.")
-        grads = grads.to(params.dtype)
-        grads = self.rule.correct(grads, params, inputs["params"], shared, mine)
-        moved = local_step(params, grads, inputs["lr"], self.local)
-        return moved if self.all_active else torch.where(active, moved, params)
-
-
-def _by_length(
-    objective: BatchedObjective,
-    params: Tensor,
-    buffers: Buffers,
-    batch: Batch,
-    valid: Tensor,
-    lengths: NDArray[np.int64],
-) -> tuple[Tensor, Buffers]:
-    """Gradients in groups of equal batches, for models in which examples mix."""
-    grads, after = torch.zeros_like(params), Buffers(*(b.clone() for b in buffers))
-    for length in np.unique(lengths[lengths > 0]):
-        who = torch.from_numpy(np.flatnonzero(lengths == length)).to(params.device)
-        some = {name: value[who, :length] for name, value in batch.items()}
-        mine = Buffers(*(b[who] for b in buffers))
-        grads[who], new = objective.gradients(params[who], mine, some, valid[who, :length])
-        for target, value in zip(after, new, strict=True):
-            target[who] = value
-    return grads, after
-
 
 class Captured:
     """A program as one CUDA graph: inputs are copied into place, then it is replayed.
@@ -180,11 +152,6 @@ class Captured:
             self.inputs[name].copy_(value, non_blocking=True)
         self.graph.replay()
         return self.outputs
-
-
-def part(inputs: Tensors, prefix: str) -> dict[str, Tensor]:
-    """The inputs whose names begin with `prefix`, without it."""
-    return {n.removeprefix(prefix): v for n, v in inputs.items() if n.startswith(prefix)}
 
 
 def signature(inputs: Tensors) -> tuple[tuple[str, torch.Size], ...]:

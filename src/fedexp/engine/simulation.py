@@ -11,21 +11,19 @@ from functools import partial
 from typing import Any, get_args
 
 import torch
-from torch import Tensor
 
-from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
-from fedexp.client import Tensors
 from fedexp.engine import loop
 from fedexp.engine.choose import Engine, EngineName, choose_engine
 from fedexp.engine.client_states import ClientStates
 from fedexp.engine.plan import sample_cohort
 from fedexp.engine.record import Record
+from fedexp.engine.server_step import check_range, server_step
 from fedexp.engine.state import SimulationState
+from fedexp.engine.whole import Finished
 from fedexp.engine.work import Work
 from fedexp.errors import DivergedError, NonFiniteUpdateWarning, UsageError, require
 from fedexp.local import LocalTraining
-from fedexp.objective import Buffers
 from fedexp.precision import Precision, arithmetic, check_precision, default_precision
 from fedexp.tasks.task import Task, Weighting
 
@@ -115,7 +113,7 @@ def _rounds(
         if record.dropped and not warned:
             warned = True
             _warn_dropped(record)
-        _check_range(state)
+        check_range(state)
         if round % evaluate_every == 0 or round == rounds:
             with arithmetic(precision):
                 record = _evaluated(work, record)
@@ -161,53 +159,32 @@ def _checked_start(start: SimulationState, fresh: SimulationState, rounds: int) 
 def run_round(work: Work, state: SimulationState, engine: Engine = loop.run_cohort) -> Record:
     """One round: local training, sums, server step. Pure in `state`."""
     began = time.perf_counter()
-    aggregate, changed = engine(work, state)
-    metrics: dict[str, float] = {}
-    after = replace(state, round=work.round)
-    if aggregate.count > 0:
-        after = replace(after, steps=state.steps + 1)
-        after, metrics = _server_step(work, after, aggregate, changed)
+    at_once = getattr(engine, "whole_round", None)
+    done = at_once(work, state) if at_once else None
+    if done is None:
+        done = _in_parts(work, state, engine)
+    clients = ClientStates.of(state.clients).updated(done.changed)
+    metrics = dict(done.metrics)
     return Record(
         round=work.round,
         server_lr=metrics.pop("server_lr", None),
         local_lr=work.lr,
-        clients=int(aggregate.count),
-        dropped=int(aggregate.dropped),
+        clients=done.clients,
+        dropped=done.dropped,
         seconds=time.perf_counter() - began,
         metrics=metrics,
-        state=after,
+        state=replace(done.state, round=work.round, clients=clients),
     )
 
 
-def _server_step(
-    work: Work, state: SimulationState, aggregate: Aggregate, changed: dict[int, Tensors]
-) -> tuple[SimulationState, dict[str, float]]:
-    """Rules move the parameters; buffers are averaged, or kept where they are not numbers."""
-    algorithm, train = work.algorithm, work.task.train
-    params, server, metrics = algorithm.server.step(state.params, aggregate, state.server)
-    total_weight = float(train.offsets[-1] if work.weighting == "size" else train.clients)
-    buffers = state.buffers
-    if "buffers" in aggregate.extras:
-        averaged = aggregate.mean_extra("buffers").to(buffers.averaged.dtype)
-        buffers = Buffers(averaged, buffers.kept)
-    after = replace(
-        state,
-        params=params,
-        buffers=buffers,
-        recent=_recent(state, params, buffers, algorithm.iterates),
-        server=server,
-        shared=algorithm.client.update_shared(state.shared, aggregate, total_weight),
-        clients=ClientStates.of(state.clients).updated(changed),
-    )
-    return after, {name: float(value) for name, value in metrics.items()}
-
-
-def _recent(
-    state: SimulationState, params: Tensor, buffers: Buffers, iterates: int
-) -> tuple[tuple[Tensor, Buffers], ...]:
-    """The last iterates; the untrained first model is not one of them (audit A8.15)."""
-    before = state.recent if state.steps > 1 else ()
-    return (*before, (params, buffers))[-iterates:]
+def _in_parts(work: Work, state: SimulationState, engine: Engine) -> Finished:
+    """Local training and sums by the engine, then the server's step."""
+    aggregate, changed = engine(work, state)
+    count, dropped = int(aggregate.count), int(aggregate.dropped)
+    if not count:
+        return Finished(state, 0, dropped, {}, {})
+    after, metrics = server_step(work.algorithm, state, aggregate, work.total_weight)
+    return Finished(after, count, dropped, metrics, changed)
 
 
 def _evaluated(work: Work, record: Record) -> Record:
@@ -215,14 +192,6 @@ def _evaluated(work: Work, record: Record) -> Record:
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
     return replace(record, **values)
-
-
-def _check_range(state: SimulationState) -> None:
-    """Stop before squares overflow: from there every update is dropped and nothing moves."""
-    norm = torch.linalg.vector_norm(state.params, dtype=torch.float64).item()
-    largest = max(torch.finfo(kind).max for kind in (state.params.dtype, torch.float32))
-    if not norm < largest**0.25:
-        raise DivergedError(state.round, f"the norm of the model is {norm:.1e}")
 
 
 def _warn_dropped(record: Record) -> None:

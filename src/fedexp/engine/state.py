@@ -41,7 +41,11 @@ class SimulationState:
 
     @classmethod
     def initial(cls, task: Task, algorithm: Algorithm, seed: int) -> SimulationState:
-        params, buffers = task.objective.initial(seed)
+        return cls.of(*task.objective.initial(seed), algorithm)
+
+    @classmethod
+    def of(cls, params: Tensor, buffers: Buffers, algorithm: Algorithm) -> SimulationState:
+        """The state before the first round of a model."""
         return cls(
             round=0,
             steps=0,

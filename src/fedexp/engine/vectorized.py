@@ -7,6 +7,7 @@ themselves (dropout) differs: it follows from the seed and the cohort, not from 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
@@ -21,11 +22,13 @@ from fedexp.engine.cohort_plan import CohortPlan, plan_cohort
 from fedexp.engine.plan import batch_key, sample_cohort
 from fedexp.engine.program import Captured, LocalProgram, Program, signature
 from fedexp.engine.state import SimulationState
+from fedexp.engine.whole import Finished, WholeRound, finished
 from fedexp.engine.work import Work
+from fedexp.errors import EngineWarning
 from fedexp.objective import BatchedObjective
 from fedexp.seeding import seeded_torch
 
-COHORT_BYTES = {"cpu": 2**28, "cuda": 2**34}  # models side by side; one, where one is larger
+COHORT_BYTES = {"cpu": 2**25, "cuda": 2**34}  # models side by side; one, where one is larger
 
 
 class Vectorized:
@@ -34,11 +37,15 @@ class Vectorized:
     Args:
         graphs: replay a round as one CUDA graph; None for yes on a GPU.
         fuse: let `torch.compile` merge the arithmetic of updates; None for yes on a GPU.
+        layered: let parameters lie layer by layer in local training; None for yes on a GPU.
     """
 
-    def __init__(self, graphs: bool | None = None, fuse: bool | None = None) -> None:
-        self.graphs, self.fuse = graphs, fuse
+    def __init__(
+        self, graphs: bool | None = None, fuse: bool | None = None, layered: bool | None = None
+    ) -> None:
+        self.graphs, self.fuse, self.layered = graphs, fuse, layered
         self._captured: dict[Any, Captured] = {}
+        self._in_parts = False
         self._ahead: dict[tuple[int, ...], CohortPlan] = {}
 
     def __call__(self, work: Work, state: SimulationState) -> tuple[Aggregate, dict[int, Tensors]]:
@@ -49,8 +56,7 @@ class Vectorized:
         params = state.params
         total = Aggregate.zero(params.numel(), params.dtype, params.device)
         changed: dict[int, Tensors] = {}
-        budget = COHORT_BYTES.get(params.device.type, 2**30)
-        together = max(1, budget // (params.numel() * params.element_size() + _batch_bytes(work)))
+        together = _together(work, state)
         waiting = [int(client) for client in work.cohort]
         while waiting:
             try:
@@ -64,17 +70,50 @@ class Vectorized:
             changed |= states
         return total, changed
 
+    def whole_round(self, work: Work, state: SimulationState) -> Finished | None:
+        """The round as one CUDA graph, the server's step included; None where that cannot be."""
+        clients = [int(client) for client in work.cohort]
+        if self._in_parts or not self._replays(state) or len(clients) > _together(work, state):
+            return None
+        plan, mine = self._planned(work, clients), _mine(work, state, clients)
+        inputs = {
+            **_inputs(work, state, plan, mine),
+            **{f"server.{name}": value for name, value in state.server.items()},
+            "travel": _on(state.params.device, plan.steps * work.lr)[:, None],
+        }
+        if work.weighting == "size":
+            inputs["weights"] = _on(
+                state.params.device, np.array([work.weight(c) for c in clients])
+            )
+        local = self._local_program(work, plan, inputs)
+        if local.ragged is not None:
+            return None
+        whole = WholeRound(local, work.algorithm, work.total_weight)
+        try:
+            with seeded_torch(work.seed, "layers", work.round, clients[0]):
+                outputs = self._replayed(("whole", *local.sizes), whole, inputs)
+        except RuntimeError as error:  # too large, or a rule that looks at its numbers
+            self._in_parts = True
+            self._captured.clear()
+            if not isinstance(error, torch.OutOfMemoryError):
+                warnings.warn(f"rounds are not captured: {error}", EngineWarning, stacklevel=2)
+            return None
+        self._plan_ahead(work)
+        return finished(outputs, state, work.algorithm, clients)
+
     def run_clients(
         self, work: Work, state: SimulationState, clients: Sequence[int]
     ) -> tuple[Aggregate, dict[int, Tensors]]:
         """Train some clients as one program."""
-        rule = work.algorithm.client
-        mine = _stack([state.clients.get(c) or rule.init_local(state.params) for c in clients])
-        plan = self._ahead.pop((work.round, *clients), None) or plan_cohort(work, clients)
+        rule, mine = work.algorithm.client, _mine(work, state, clients)
+        plan = self._planned(work, clients)
         inputs = _inputs(work, state, plan, mine)
         with seeded_torch(work.seed, "layers", work.round, clients[0]):
-            program = self._program(work, plan, inputs)
-            outputs = program(inputs)
+            program = self._local_program(work, plan, inputs)
+            if program.ragged is None and self._replays(state):
+                outputs = self._replayed(program.sizes, program, inputs)
+            else:
+                outputs = program(inputs)
         if state.params.is_cuda and len(clients) == len(work.cohort):
             self._plan_ahead(work)
         deltas = state.params - outputs["params"]
@@ -93,11 +132,24 @@ class Vectorized:
         after = plan_cohort(replace(work, round=number, cohort=cohort), clients)
         self._ahead = {(number, *clients): after}
 
-    def _program(self, work: Work, plan: CohortPlan, inputs: Tensors) -> Program:
+    def _planned(self, work: Work, clients: Sequence[int]) -> CohortPlan:
+        return self._ahead.pop((work.round, *clients), None) or plan_cohort(work, clients)
+
+    def _replays(self, state: SimulationState) -> bool:
+        return state.params.is_cuda and self.graphs is not False
+
+    def _replayed(self, kind: tuple[Any, ...], program: Program, inputs: Tensors) -> Tensors:
+        """Run a program by its CUDA graph, which is captured at the first time."""
+        key = (*kind, signature(inputs))
+        if key not in self._captured:
+            self._captured[key] = Captured(program, inputs)
+        return self._captured[key](inputs)
+
+    def _local_program(self, work: Work, plan: CohortPlan, inputs: Tensors) -> LocalProgram:
         objective, lengths = cast(BatchedObjective, work.task.objective), plan.lengths
         ragged = objective.mixes_examples and not (lengths == lengths[:, :1]).all()
         on_gpu = inputs["params"].is_cuda
-        program = LocalProgram(
+        return LocalProgram(
             objective,
             work.algorithm.client,
             work.local,
@@ -109,13 +161,15 @@ class Vectorized:
             all_active=bool(lengths.all()),
             ragged=lengths if ragged else None,
             fuse=on_gpu if self.fuse is None else self.fuse,
+            layered=on_gpu if self.layered is None else self.layered,
         )
-        if ragged or not (on_gpu if self.graphs is None else self.graphs and on_gpu):
-            return program
-        key = (*program.sizes, signature(inputs))
-        if key not in self._captured:
-            self._captured[key] = Captured(program, inputs)
-        return self._captured[key]
+
+
+def _together(work: Work, state: SimulationState) -> int:
+    """Clients whose models and batches fit the memory that is meant for them."""
+    params = state.params
+    budget = COHORT_BYTES.get(params.device.type, 2**30)
+    return max(1, budget // (params.numel() * params.element_size() + _batch_bytes(work)))
 
 
 def _batch_bytes(work: Work) -> int:
@@ -147,6 +201,12 @@ def _on(device: torch.device, array: np.ndarray[Any, Any]) -> Tensor:
     """A host array on the device, without waiting for it where the device has its own memory."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def _mine(work: Work, state: SimulationState, clients: Sequence[int]) -> dict[str, Tensor]:
+    """What the clients have kept for their rule, or begin with."""
+    rule = work.algorithm.client
+    return _stack([state.clients.get(c) or rule.init_local(state.params) for c in clients])
 
 
 def _stack(states: Sequence[Tensors]) -> dict[str, Tensor]:

@@ -35,6 +35,12 @@ class Work:
     def weight(self, client: int) -> float:
         return float(self.task.train.sizes[client]) if self.weighting == "size" else 1.0
 
+    @property
+    def total_weight(self) -> float:
+        """Of all clients there are."""
+        train = self.task.train
+        return float(train.offsets[-1] if self.weighting == "size" else train.clients)
+
     def batches(self, client: int) -> Iterator[Batch]:
         """The batches of a client, step by step."""
         train, size = self.task.train, int(self.task.train.sizes[client])

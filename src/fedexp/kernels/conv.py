@@ -11,8 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedexp.kernels.forms import chosen_form
+from fedexp.kernels.forms import chosen_form, writes_to_rooms
 from fedexp.kernels.geometry import Geometry
+from fedexp.kernels.rooms import room_for
 
 
 def convolve(
@@ -45,9 +46,11 @@ def _input_gradient(dy: Tensor, w: Tensor, x_shape: list[int], s: int, p: int) -
 
 
 @torch.library.custom_op("fedexp::convolution_weight_gradient", mutates_args=())
-def _weight_gradient(dy: Tensor, x: Tensor, w_shape: list[int], s: int, p: int) -> Tensor:
-    g = _geometry(x.shape, torch.Size(w_shape), s, p)
-    return chosen_form("weight_gradient", dy, x, g)(dy, x, g)
+def _weight_gradient(dy: Tensor, x: Tensor, w: Tensor, s: int, p: int) -> Tensor:
+    g = _geometry(x.shape, w.shape, s, p)
+    form = chosen_form("weight_gradient", dy, x, g)
+    room = room_for(w)
+    return form(dy, x, g, room) if room is not None and writes_to_rooms(form) else form(dy, x, g)
 
 
 @_convolution.register_fake
@@ -62,8 +65,8 @@ def _(dy: Tensor, w: Tensor, x_shape: list[int], s: int, p: int) -> Tensor:
 
 
 @_weight_gradient.register_fake
-def _(dy: Tensor, x: Tensor, w_shape: list[int], s: int, p: int) -> Tensor:
-    clients, outputs, channels, *window = w_shape
+def _(dy: Tensor, x: Tensor, w: Tensor, s: int, p: int) -> Tensor:
+    clients, outputs, channels, *window = w.shape
     return x.new_empty(clients, outputs, *window, channels).movedim(-1, 2)
 
 
@@ -78,7 +81,7 @@ def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None,
     if ctx.needs_input_grad[0]:
         dx = _input_gradient(dy, w, list(x.shape), ctx.stride, ctx.padding)
     if ctx.needs_input_grad[1]:
-        dw = _weight_gradient(dy, x, list(w.shape), ctx.stride, ctx.padding)
+        dw = _weight_gradient(dy, x, w, ctx.stride, ctx.padding)
     return dx, dw, None, None
 
 

@@ -11,9 +11,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from fedexp.kernels.conv_triton import new_images, sizes
+from fedexp.kernels.conv_triton import sizes
 from fedexp.kernels.geometry import Geometry
-from fedexp.kernels.launch import launch
+from fedexp.kernels.launch import launch, new_images
 
 PIXELS = 128
 

@@ -68,10 +68,11 @@ def input_gradient_kernel(
     OC: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     S: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    SWAP: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr = False,
 ):  # fmt: skip
     """dx[m, n] = sum over taps and o of dy[where the tap puts m, o] w[o, tap, n].
 
+    TURNED: w is [n, taps, o], with its taps the other way round.
     With a stride S, pixels fall into S x S classes (axis 2 of the grid) that see different taps.
     """
     client = tl.program_id(1).to(tl.int64)
@@ -101,7 +102,10 @@ def input_gradient_kernel(
         inside = (image < B) & (oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW)
         window = (first_h + S * down) * KW + first_w + S * right
         from_dy = ((image * OH + oh) * OW + ow)[:, None] * OC + (o0 + o)[None, :]
-        from_w = ((o0 + o) * (KH * KW) + window)[:, None] * C + n[None, :]
+        if TURNED:
+            from_w = (n * (KH * KW) + KH * KW - 1 - window)[None, :] * OC + (o0 + o)[:, None]
+        else:
+            from_w = ((o0 + o) * (KH * KW) + window)[:, None] * C + n[None, :]
         if OC % BK == 0:
             a = tl.load(dy + from_dy, mask=inside[:, None], other=0.0)
             b = tl.load(w + from_w, mask=(n < C)[None, :], other=0.0)

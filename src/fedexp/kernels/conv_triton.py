@@ -15,7 +15,8 @@ from fedexp.kernels.conv_kernels import (
     weight_gradient_kernel,
 )
 from fedexp.kernels.geometry import Geometry
-from fedexp.kernels.launch import launch
+from fedexp.kernels.launch import launch, new_images
+from fedexp.kernels.reorder import turned_weights
 
 
 @dataclass(frozen=True)
@@ -55,8 +56,16 @@ def forward(x: Tensor, w: Tensor, g: Geometry, tiling: Tiling) -> Tensor:
     return y
 
 
-def input_gradient(dy: Tensor, w: Tensor, g: Geometry, tiling: Tiling) -> Tensor:
+def turned_input_gradient(dy: Tensor, w: Tensor, g: Geometry, tiling: Tiling) -> Tensor:
+    """The gradient with respect to the images, with a copy of the weights that is turned round."""
+    return input_gradient(dy, w, g, tiling, turned=True)
+
+
+def input_gradient(
+    dy: Tensor, w: Tensor, g: Geometry, tiling: Tiling, turned: bool = False
+) -> Tensor:
     """The gradient with respect to the images."""
+    w = turned_weights(w) if turned else w
     dx = new_images(g.clients * g.batch, g.channels, g.height, g.width, dy)
     s = g.stride
     tiles = triton.cdiv(g.batch * -(-g.height // s) * -(-g.width // s), tiling.rows)
@@ -72,6 +81,7 @@ def input_gradient(dy: Tensor, w: Tensor, g: Geometry, tiling: Tiling) -> Tensor
         **sizes(g),
         **_cut(tiling, dy),
         SWAP=tiling.swap,
+        TURNED=turned,
     )
     return dx
 
@@ -81,22 +91,16 @@ def flipped_input_gradient(dy: Tensor, w: Tensor, g: Geometry, tiling: Tiling) -
 
     That costs a copy of the weights, and lets wide types be read in the order tensor cores want.
     """
-    turned = w.flip(-1, -2).permute(0, 2, 3, 4, 1).contiguous().movedim(-1, 2)
-    window = (g.kernel_height, g.kernel_width)
-    images = (g.outputs, g.out_height, g.out_width)
-    back = Geometry(
-        g.clients, g.batch, *images, g.channels, *window, 1, g.kernel_height - 1 - g.padding
-    )
-    return forward(dy, turned, back, tiling)
+    return forward(dy, turned_weights(w), g.turned, tiling)
 
 
-def weight_gradient(dy: Tensor, x: Tensor, g: Geometry, tiling: Tiling) -> Tensor:
-    """The gradient with respect to the weights, [K, O, C, KH, KW]."""
+def weight_gradient(
+    dy: Tensor, x: Tensor, g: Geometry, room: Tensor | None = None, *, tiling: Tiling
+) -> Tensor:
+    """The gradient with respect to the weights, [K, O, C, KH, KW], in its room if there is one."""
     taps = 3 if tiling.swap and g.kernel_width == 3 else 1
     window = (g.kernel_height, g.kernel_width)
-    shape = (tiling.split, g.clients, g.outputs, *window, g.channels)
-    kind = x.dtype if tiling.split == 1 else torch.float32
-    dw = torch.empty(shape, dtype=kind, device=x.device)
+    dw = parts_of_gradient(x, g, tiling.split, room)
     pixels = g.batch * g.out_height * g.out_width
     part = triton.cdiv(triton.cdiv(pixels, tiling.split), tiling.depth) * tiling.depth
     tiles = triton.cdiv(g.outputs, tiling.rows) * triton.cdiv(g.channels, tiling.columns)
@@ -113,16 +117,28 @@ def weight_gradient(dy: Tensor, x: Tensor, g: Geometry, tiling: Tiling) -> Tenso
         **_cut(tiling, x),
         TAPS=taps,
     )
-    total = dw[0] if tiling.split == 1 else dw.sum(dim=0).to(x.dtype)
+    return joined_parts(dw, x, room)
+
+
+def parts_of_gradient(x: Tensor, g: Geometry, parts: int, room: Tensor | None) -> Tensor:
+    """Memory [parts, K, O, KH, KW, C] for sums over parts of the pixels: if one, for the result."""
+    shape = (g.clients, g.outputs, g.kernel_height, g.kernel_width, g.channels)
+    if parts > 1:
+        return torch.empty((parts, *shape), dtype=torch.float32, device=x.device)
+    if room is not None and room.dtype == x.dtype and room.movedim(2, -1).is_contiguous():
+        return room.movedim(2, -1)[None]
+    return torch.empty((1, *shape), dtype=x.dtype, device=x.device)
+
+
+def joined_parts(parts: Tensor, x: Tensor, room: Tensor | None) -> Tensor:
+    """The sum of the parts, as [K, O, C, KH, KW]."""
+    if len(parts) == 1:
+        total = parts[0]
+    elif room is None:
+        total = parts.sum(dim=0).to(x.dtype)
+    else:
+        total = room.movedim(2, -1).copy_(parts.sum(dim=0))
     return total.permute(0, 1, 4, 2, 3)
-
-
-def new_images(n: int, channels: int, height: int, width: int, like: Tensor) -> Tensor:
-    """Room for images, channels last in memory."""
-    shape = (n, channels, height, width)
-    return torch.empty(
-        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
-    )
 
 
 def sizes(g: Geometry) -> dict[str, int]:

@@ -22,7 +22,7 @@ from fedexp.kernels.geometry import Geometry
 from fedexp.kernels.launch import has_triton, is_compiling
 
 Direction = Literal["forward", "input_gradient", "weight_gradient"]
-Form = Callable[[Tensor, Tensor, Geometry], Tensor]
+Form = Callable[..., Tensor]  # of two tensors, a Geometry, and maybe a room for the result
 
 LARGEST_WINDOW = 128  # taps times channels that are gathered at once
 WORTH_MEASURING = 10**9  # operations; less is over before a clock could tell
@@ -79,12 +79,15 @@ def candidates(direction: Direction, a: Tensor, g: Geometry, exact: bool) -> lis
         return ["each"]
     if not has_triton():
         return ["each", "unfold"]
+    from fedexp.kernels.boxes import likely_boxes
     from fedexp.kernels.tilings import likely_tilings
 
     window = g.kernel_height * g.kernel_width * g.channels
     if g.channels < FEW_CHANNELS and window <= LARGEST_WINDOW and direction != "input_gradient":
         return ["few", "unfold"]
+    boxed = likely_boxes(direction, g, a.element_size())
     tiled = likely_tilings(direction, g, a.element_size())
+    tiled = [*boxed, *tiled[:1]] if boxed else tiled
     return [*tiled, "each"] if a.element_size() == 4 else tiled
 
 
@@ -98,9 +101,17 @@ def named_form(name: str, direction: Direction) -> Form:
 
         few: Form = getattr(conv_few, direction)
         return few
+    from fedexp.kernels.boxes import boxed_form
     from fedexp.kernels.tilings import tiled_form
 
+    if "box" in name:
+        return boxed_form(name, direction)
     return tiled_form(name, direction)
+
+
+def writes_to_rooms(form: Form) -> bool:
+    """Whether the form of a weight gradient can be told where to write it: tiled ones can."""
+    return isinstance(form, partial) and form.func is not _compile_all
 
 
 def _measure(forms: dict[str, Form], a: Tensor, b: Tensor, g: Geometry) -> dict[str, float]:

@@ -23,16 +23,16 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     many = torch._dynamo.config.patch(recompile_limit=PROGRAMS)
     broken = False
 
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **named: Any) -> Any:
         nonlocal broken
         if not broken:
             try:
                 with many:
-                    return compiled(*args)
+                    return compiled(*args, **named)
             except torch._dynamo.exc.TorchDynamoException as error:
                 broken = True
                 reason = str(error).strip().splitlines()[0]
                 warnings.warn(f"torch.compile failed: {reason}", EngineWarning, stacklevel=2)
-        return function(*args)
+        return function(*args, **named)
 
     return call

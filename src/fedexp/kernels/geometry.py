@@ -34,6 +34,14 @@ class Geometry:
         return (self.width + 2 * self.padding - self.kernel_width) // self.stride + 1
 
     @property
+    def turned(self) -> Geometry:
+        """Of stride 1: the convolution that takes a gradient back from outputs to inputs."""
+        window = (self.kernel_height, self.kernel_width)
+        images = (self.outputs, self.out_height, self.out_width)
+        sizes = (self.clients, self.batch, *images, self.channels, *window)
+        return Geometry(*sizes, 1, self.kernel_height - 1 - self.padding)
+
+    @property
     def flops(self) -> int:
         """Multiplications and additions of one direction."""
         window = self.kernel_height * self.kernel_width * self.channels

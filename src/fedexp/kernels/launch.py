@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 
 # Not a context variable: the backward pass of a GPU runs in a thread of its own.
 _compiling: Any = None
@@ -68,3 +69,11 @@ def compiling_together() -> Iterator[bool]:
         finally:
             _compiling = None
             mode.__exit__(None, None, None)
+
+
+def new_images(n: int, channels: int, height: int, width: int, like: Tensor) -> Tensor:
+    """Room for images, channels last in memory."""
+    shape = (n, channels, height, width)
+    return torch.empty(
+        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
+    )

@@ -11,7 +11,7 @@ from fedexp.kernels import conv_triton
 from fedexp.kernels.conv_triton import Tiling
 from fedexp.kernels.geometry import Geometry
 
-FLIPPED = "flipped "
+FLIPPED, TURNED = "flipped ", "turned "
 NAME = re.compile(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(t?)(?:/(\d+))?")
 
 
@@ -37,6 +37,9 @@ def tiling_named(name: str) -> Tiling:
 
 def tiled_form(name: str, direction: str) -> partial[Tensor]:
     """The kernel of that direction, cut as the name says."""
+    if name.startswith(TURNED):
+        tiling = tiling_named(name.removeprefix(TURNED))
+        return partial(conv_triton.turned_input_gradient, tiling=tiling)
     if name.startswith(FLIPPED):
         tiling = tiling_named(name.removeprefix(FLIPPED))
         return partial(conv_triton.flipped_input_gradient, tiling=tiling)
@@ -55,6 +58,8 @@ def likely_tilings(direction: str, g: Geometry, bytes_each: int) -> list[str]:
     square = g.kernel_height == g.kernel_width > g.padding and g.stride == 1
     if direction == "input_gradient" and bytes_each == 4 and square:
         return [*(FLIPPED + name for name in names), *names[:1]]
+    if direction == "input_gradient" and bytes_each == 4:
+        return [*(TURNED + name for name in names), *names[:1]]
     return names
 
 

@@ -28,10 +28,11 @@ def pieces(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Views of vectors [..., d] in the shapes of `like`; what lies behind those is left out."""
     sizes = [t.numel() for t in like]
     parts = vector[..., : sum(sizes)].split(sizes, dim=-1) if like else ()
-    return [_shaped(part, t.shape) for part, t in zip(parts, like, strict=True)]
+    return [shaped(part, t.shape) for part, t in zip(parts, like, strict=True)]
 
 
-def _shaped(part: Tensor, shape: torch.Size) -> Tensor:
+def shaped(part: Tensor, shape: torch.Size) -> Tensor:
+    """Views of stretches [..., n] in the shape of the weight that lies there."""
     if len(shape) != 4:
         return part.unflatten(-1, shape) if len(shape) else part.squeeze(-1)
     outputs, channels, *window = shape

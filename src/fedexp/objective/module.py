@@ -17,6 +17,7 @@ from fedexp.data.federation import Batch
 from fedexp.errors import require
 from fedexp.objective.base import Buffers
 from fedexp.objective.flat import flatten, pieces, unflatten_into
+from fedexp.objective.layered import LayeredStack
 from fedexp.objective.stack import Alone, Stack, can_stack
 from fedexp.precision import Precision
 from fedexp.seeding import seeded_torch
@@ -129,15 +130,31 @@ class ModuleObjective:
         self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
     ) -> tuple[Tensor, Buffers]:
         counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
+        stack = self._examined_stack(params, buffers, batch, counted)
+        if stack is not None:
+            return stack.gradients(params, batch["x"], batch["y"], counted), buffers
+        self.module.train()
+        return self._mapped_gradients(params, buffers, batch, counted)
+
+    def layered(
+        self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
+    ) -> LayeredStack | None:
+        """Gradients of parameters that lie layer by layer, for models of stacked layers."""
+        counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
+        stack = self._examined_stack(params, buffers, batch, counted)
+        return None if stack is None else LayeredStack(stack, params)
+
+    def _examined_stack(
+        self, params: Tensor, buffers: Buffers, batch: Batch, counted: Tensor
+    ) -> Stack | None:
+        """The stacked form in training mode; whether there is one is found out once."""
         if not self.examined and len(params) > 1:  # of one client nothing could be mixed up
             self.stack, self.examined = self._checked_stack(params, buffers, batch), True
             if self.stack is not None:
                 self.stack.compile(params, batch["x"], batch["y"], counted)
         if self.stack is not None:
             self.stack.module.train()
-            return self.stack.gradients(params, batch["x"], batch["y"], counted), buffers
-        self.module.train()
-        return self._mapped_gradients(params, buffers, batch, counted)
+        return self.stack
 
     def _mapped_gradients(
         self, params: Tensor, buffers: Buffers, batch: Batch, counted: Tensor

@@ -1,0 +1,94 @@
+"""A whole round as one program: local training, sums and the server's step.
+
+For small models, what the server does between two rounds are dozens of launches that take longer
+than their work. Captured together with local training they cost next to nothing, and the host waits
+once a round, for a handful of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedexp.aggregate import Aggregate, usable
+from fedexp.algorithms import Algorithm
+from fedexp.engine.program import LocalProgram
+from fedexp.engine.server_step import Model, advanced, moved
+from fedexp.engine.state import SimulationState
+from fedexp.engine.walks import part
+
+Tensors = Mapping[str, Tensor]
+
+
+class Finished(NamedTuple):
+    """A round that is over: the state after it, its numbers, and what its clients keep."""
+
+    state: SimulationState
+    clients: int
+    dropped: int
+    metrics: dict[str, float]
+    changed: dict[int, Tensors]
+
+
+@dataclass(frozen=True, eq=False)
+class WholeRound:
+    """Inputs are those of the local program, and `server.*`, `travel` [K, 1], maybe `weights` [K].
+
+    Outputs: the model after the step (`params`, `averaged`, `server.*`, `shared.*`), what clients
+    keep (`after.*` [K, ...]) with `good` [K], the metrics, and all numbers in `numbers`.
+    """
+
+    local: LocalProgram
+    algorithm: Algorithm
+    total_weight: float
+
+    def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
+        trained = self.local(inputs)
+        shared, mine = part(inputs, "shared."), part(inputs, "mine.")
+        deltas = inputs["params"] - trained["params"]
+        travel = inputs["travel"].to(deltas.dtype)
+        kept, extras = self.algorithm.client.finish(deltas, travel, shared, mine)
+        if trained["averaged"].numel():
+            extras = {**extras, "buffers": trained["averaged"]}
+        aggregate = Aggregate.of(deltas, inputs.get("weights"), extras)
+        before = Model(inputs["params"], inputs["averaged"], part(inputs, "server."), shared)
+        model, metrics = moved(self.algorithm, before, aggregate, self.total_weight)
+        numbers = [aggregate.count, aggregate.dropped, *(metrics[n] for n in sorted(metrics))]
+        return {
+            "params": model.params,
+            "averaged": model.averaged,
+            "numbers": torch.stack([n.to(torch.float64) for n in numbers]),
+            **({"good": usable(deltas, extras)} if kept else {}),
+            **_named("server.", model.server),
+            **_named("shared.", model.shared),
+            **_named("after.", kept),
+            **_named("metric.", metrics),
+        }
+
+
+def finished(
+    outputs: Tensors, state: SimulationState, algorithm: Algorithm, clients: list[int]
+) -> Finished:
+    """What a round has come to; copies, because the next one writes over its outputs."""
+    count, dropped, *values = outputs["numbers"].tolist()
+    if not count:
+        return Finished(state, 0, int(dropped), {}, {})
+    lasting = (n for n in outputs if n != "numbers" and not n.startswith("metric."))
+    own = {name: outputs[name].clone() for name in lasting}
+    server, shared, kept = (part(own, prefix) for prefix in ("server.", "shared.", "after."))
+    model = Model(own["params"], own["averaged"], server, shared)
+    metrics = dict(zip(sorted(part(outputs, "metric.")), values, strict=True))
+    changed: dict[int, Tensors] = {}
+    if kept:
+        good = own["good"].tolist()
+        rows = [{name: value[k] for name, value in kept.items()} for k in range(len(clients))]
+        changed = {c: row for c, row, ok in zip(clients, rows, good, strict=True) if ok}
+    return Finished(advanced(state, model, algorithm), int(count), int(dropped), metrics, changed)
+
+
+def _named(prefix: str, tensors: Tensors) -> dict[str, Tensor]:
+    return {prefix + name: value for name, value in tensors.items()}

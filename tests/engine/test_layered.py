@@ -1,0 +1,80 @@
+"""Parameters layer by layer in the engine change no number. Here in plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedexp as fx
+from fedexp.engine import walks
+from fedexp.engine.plan import sample_cohort
+from fedexp.engine.simulation import run_round
+from fedexp.engine.vectorized import Vectorized
+from fedexp.engine.work import Work
+from fedexp.tasks import Task
+from tests.engine.test_engines_agree import EXACT, double_batch_norm, unequal
+from tests.engine.test_stacked import Scaled, images
+from tests.rules import ALGORITHMS, rule_id
+
+
+@dataclass(frozen=True)
+class Halved(fx.ClientRule):
+    """A correction that says of itself what it does, and not by a drift."""
+
+    def correct(
+        self,
+        grad: Tensor,
+        params: Tensor,
+        start: Tensor,
+        shared: object,
+        local: object,
+    ) -> Tensor:
+        return grad / 2
+
+
+@pytest.fixture
+def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Which walks were taken."""
+    names: list[str] = []
+    for kind in (walks.RowWalk, walks.LayerWalk):
+        step = kind.step
+
+        def noted(self: object, *args: object, step: Callable[..., None] = step) -> None:
+            names.append(type(self).__name__)
+            step(self, *args)
+
+        monkeypatch.setattr(kind, "step", noted)
+    return names
+
+
+def visited(task: Task, algorithm: fx.Algorithm, layered: bool) -> list[Tensor]:
+    engine = Vectorized(layered=layered)
+    state, found = fx.SimulationState.initial(task, algorithm, 0), []
+    for t in range(1, 4):
+        clients = sample_cohort(0, t, task.train.clients, 3)
+        work = Work(task, algorithm, task.local, "uniform", 0, t, clients)
+        state = run_round(work, state, engine).state
+        found.append(state.params)
+    return found
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)
+def test_layer_by_layer_is_row_by_row(algorithm: fx.Algorithm, taken: list[str]) -> None:
+    for task in (images(), unequal()):
+        taken.clear()
+        by_layer, by_row = visited(task, algorithm, True), visited(task, algorithm, False)
+        assert set(taken) == {"LayerWalk", "RowWalk"}
+        for one, other in zip(by_layer, by_row, strict=True):
+            torch.testing.assert_close(one, other, **EXACT)
+
+
+def test_where_it_cannot_be_it_is_row_by_row(taken: list[str]) -> None:
+    algorithm = fx.Algorithm(client=Halved())
+    visited(images(), algorithm, True)
+    visited(unequal(lambda: Scaled().double()), fx.fedexp(), True)
+    visited(unequal(double_batch_norm, (7, 7, 7)), fx.fedexp(), True)
+    assert set(taken) == {"RowWalk"}

@@ -1,0 +1,78 @@
+"""Convolutions in boxes: every likely box against float64, one client at a time. On a GPU only."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fedexp.kernels.geometry import Geometry
+from fedexp.kernels.rooms import gradients_into, room_for
+from tests.kernels.test_twins import BATCH, CLIENTS, TOLERANCE, each_alone, gap
+
+hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
+needs_boxes = pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")
+# channels, outputs, side; the batch of 4 does not fill boxes of 8 images
+SIZES = [(64, 64, 32), (64, 128, 16), (128, 256, 16), (256, 256, 8), (512, 256, 4)]
+
+
+@needs_boxes
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("size", SIZES, ids=str)
+def test_every_likely_box(size: tuple[int, int, int], kind: torch.dtype) -> None:
+    from fedexp.kernels.boxes import boxed_form, likely_boxes
+
+    channels, outputs, side = size
+    g = Geometry(CLIENTS, BATCH, channels, side, side, outputs, 3, 3, 1, 1)
+    x = torch.randn(CLIENTS * BATCH, channels, side, side, device="cuda").to(kind)
+    x = x.to(memory_format=torch.channels_last)
+    w = torch.randn(CLIENTS, outputs, 3, 3, channels, device="cuda").to(kind).movedim(-1, 2)
+    exact = x.double().requires_grad_(), w.double().requires_grad_()
+    y = each_alone(exact[0], exact[1], 1, 1)
+    dy = torch.randn_like(y).to(kind).to(memory_format=torch.channels_last)
+    dx, dw = torch.autograd.grad(y, exact, dy.double())
+    wanted = {
+        "forward": (x, w, y.detach()),
+        "input_gradient": (dy, w, dx),
+        "weight_gradient": (dy, x, dw),
+    }
+    tried = 0
+    for direction, (a, b, true) in wanted.items():
+        for name in likely_boxes(direction, g, kind.itemsize):
+            assert gap(boxed_form(name, direction)(a, b, g), true) < TOLERANCE[kind], name
+            tried += 1
+    assert tried >= (6 if kind == torch.bfloat16 else 4)
+
+
+@needs_boxes
+def test_a_client_that_is_no_number_spoils_no_other() -> None:
+    """Boxes reach beyond a client's images; what is there must not count, whatever it is."""
+    from fedexp.kernels.boxes import boxed_form, likely_boxes
+
+    g = Geometry(CLIENTS, BATCH - 1, 256, 4, 4, 256, 3, 3, 1, 1)
+    images = (CLIENTS * (BATCH - 1), 256, 4, 4)
+    x, dy = (torch.randn(images, device="cuda").bfloat16() for _ in range(2))
+    x, dy = (t.to(memory_format=torch.channels_last) for t in (x, dy))
+    w = torch.randn(CLIENTS, 256, 3, 3, 256, device="cuda").bfloat16().movedim(-1, 2)
+    for t in (x, dy):
+        t[BATCH - 1 : 2 * (BATCH - 1)] = torch.nan
+    for direction, a, b in (
+        ("forward", x, w),
+        ("input_gradient", dy, w),
+        ("weight_gradient", dy, x),
+    ):
+        for name in likely_boxes(direction, g, 2):
+            result = boxed_form(name, direction)(a, b, g)
+            each = result.reshape(CLIENTS, -1)
+            assert each[[0, 2]].isfinite().all(), name
+            assert each[1].isnan().all(), name
+
+
+def test_rooms_are_offered_and_taken_back() -> None:
+    weights = [torch.zeros(2, 3), torch.zeros(4)]
+    rooms = [torch.ones(2, 3), torch.ones(4)]
+    assert room_for(weights[0]) is None
+    with gradients_into(weights, rooms):
+        assert room_for(weights[0]) is rooms[0]
+        assert room_for(weights[1].detach()) is rooms[1]
+        assert room_for(rooms[0]) is None
+    assert room_for(weights[0]) is None
