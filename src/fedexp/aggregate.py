@@ -67,15 +67,22 @@ class Aggregate:
                 and the mean squared norm, always.
             extras: further values to sum, each of shape [M, ...].
         """
-        deltas = _accumulable(_matrix(deltas))
-        wide = {"dtype": torch.float64, "device": deltas.device}
+        deltas = _matrix(deltas)
+        if weights is not None:
+            weights = torch.as_tensor(weights, dtype=torch.float64, device=deltas.device)
+            weights = _checked_weights(weights, len(deltas))
+        return cls.of_checked(deltas, weights, extras or {})
+
+    @classmethod
+    def of_checked(
+        cls, deltas: Tensor, weights: Tensor | None, extras: Mapping[str, Tensor]
+    ) -> Aggregate:
+        """The same of float64 weights that are known to be good: the host need not look at them."""
+        deltas = _accumulable(deltas)
         sq_norms = norms(deltas).square()
-        extras = {name: _accumulable(value) for name, value in (extras or {}).items()}
+        extras = {name: _accumulable(value) for name, value in extras.items()}
         keep = _finite(sq_norms, extras)
-        if weights is None:
-            kept = keep.to(torch.float64)
-        else:
-            kept = keep * _checked_weights(torch.as_tensor(weights, **wide), len(deltas))
+        kept = keep.to(torch.float64) if weights is None else keep * weights
         return cls(
             weight=kept.sum(),
             update=_weighted_sum(kept, keep, deltas),

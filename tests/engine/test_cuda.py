@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import numpy as np
 import pytest
 import torch
@@ -9,10 +11,12 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.data import Federation, Images
+from fedexp.engine.choose import EngineName
 from fedexp.engine.plan import sample_cohort
 from fedexp.engine.simulation import run_round
 from fedexp.engine.vectorized import Vectorized
 from fedexp.engine.work import Work
+from fedexp.errors import EngineWarning
 from fedexp.precision import Precision, arithmetic
 from fedexp.tasks import Task
 from tests.engine.test_engines_agree import EXACT, net, unequal
@@ -47,6 +51,26 @@ def test_gpu_and_cpu_agree(algorithm: fx.Algorithm) -> None:
             there = iterates(task, algorithm, graphs)
             for one, other in zip(here, there, strict=True):
                 torch.testing.assert_close(one, other.cpu(), **EXACT)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)
+def test_whole_rounds_are_captured(algorithm: fx.Algorithm) -> None:
+    """Every rule's step goes into the graph, with weights too; a warning would tell of the first
+    that does not.
+    """
+    task = unequal(net)
+    both: list[tuple[EngineName, str]] = [("loop", "cpu"), ("vectorized", "cuda")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EngineWarning)
+        here, there = (
+            [
+                r.state.params.cpu()
+                for r in fx.simulate(task, algorithm, 4, 3, weighting="size", engine=e, device=d)
+            ]
+            for e, d in both
+        )
+    for one, other in zip(here, there, strict=True):
+        torch.testing.assert_close(one, other, **EXACT)
 
 
 def test_learning_rate_decay_reaches_a_replayed_graph() -> None:

@@ -126,6 +126,22 @@ def test_threads_are_for_large_models_that_keep_apart_on_several_cores() -> None
     assert engine_for(task_of(network)) is loop.run_cohort
 
 
+def test_models_too_large_to_hold_many_updates_still_use_all_threads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    together: list[int] = []
+    real = Threads.run_clients
+
+    def counted(self, work, state, clients):  # type: ignore[no-untyped-def]
+        together.append(len(clients))
+        return real(self, work, state, clients)
+
+    monkeypatch.setattr(loop, "SUMMED_BYTES", 1)
+    monkeypatch.setattr(Threads, "run_clients", counted)
+    list(fx.simulate(task_of(network), fx.fedavg(), 1, evaluate_every=9))
+    assert together == [2, 2, 1]
+
+
 @pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 1.0])
 def test_own_dropout_drops_and_scales(p: float) -> None:
     layer, x = OwnDropout(p), torch.randn(16, 8, 25, 25).to(memory_format=torch.channels_last)

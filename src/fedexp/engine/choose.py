@@ -14,6 +14,7 @@ from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
 from fedexp.data.federation import Batch
 from fedexp.engine import loop
+from fedexp.engine.dense import dense_engine
 from fedexp.engine.linear import Linear, steps_are_linear
 from fedexp.engine.state import SimulationState
 from fedexp.engine.threads import Threads, threads_pay
@@ -31,17 +32,21 @@ MOST_PADDING = 4  # computing this many times too much eats what batching gains
 def choose_engine(name: EngineName, work: Work, state: SimulationState) -> Engine:
     """The engine to use.
 
-    Steps that are a linear iteration are taken in one go, unless the loop is asked for. "auto"
-    batches wherever that was measured to pay, on a GPU always and on a CPU if the objective says
-    so, unless clients are so unequal that most of the work would be padding. Large models for which
-    it does not pay get a thread for each client. It does not time anything, so that the same run
-    takes the same engine every time and gives the same bits. A model that cannot be batched runs in
-    the loop, and a warning says why.
+    Steps that are a linear iteration are taken in one go, and plain dense networks have an engine
+    of their own on a CPU, unless the loop is asked for. "auto" batches other models wherever that
+    was measured to pay, on a GPU always and on a CPU if the objective says so, unless clients are
+    so unequal that most of the work would be padding. Large models for which it does not pay get a
+    thread for each client. It does not time anything, so that the same run takes the same engine
+    every time and gives the same bits. A model that cannot be batched runs in the loop, and a
+    warning says why.
     """
     if name == "loop":
         return loop.run_cohort
     if steps_are_linear(work, state):
         return Linear()
+    dense = dense_engine(work, state)
+    if dense is not None:
+        return dense
     if not _pays(work, state):
         threads = _threads(work, state)
         if threads is not None or name == "auto":

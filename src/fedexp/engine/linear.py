@@ -11,9 +11,8 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fedexp.aggregate import Aggregate, usable
-from fedexp.client import ClientRule, Drift, Tensors
-from fedexp.engine.loop import Sums, sum_in_parts
+from fedexp.client import ClientRule, Drift
+from fedexp.engine.loop import Sums, sum_in_parts, sum_updates
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
 from fedexp.objective import LeastSquares
@@ -60,13 +59,7 @@ class Linear:
             for own, run in _neighbours(work, clients)
         ]
         deltas = torch.cat(parts) if len(parts) > 1 else parts[0]
-        kept, extras = rule.finish(deltas, steps * work.lr, state.shared, mine)
-        weights = [work.weight(c) for c in clients] if work.weighting == "size" else None
-        changed: dict[int, Tensors] = {}
-        if kept:
-            good = usable(deltas, extras).tolist()
-            changed = {c: _row(kept, k) for k, c in enumerate(clients) if good[k]}
-        return Aggregate.of(deltas, weights, extras), changed
+        return sum_updates(work, state, clients, deltas, steps * work.lr, mine)
 
 
 def _steps(task: Task, clients: range) -> LinearSteps:
@@ -102,8 +95,3 @@ def _part(drift: Drift, own: slice) -> Drift:
     if drift.push is None or drift.push.ndim == 1:
         return drift
     return drift._replace(push=drift.push[own])
-
-
-def _row(kept: Tensors, k: int) -> Tensors:
-    # a copy: a view would keep the states of all the cohort alive
-    return {name: value[k].clone() for name, value in kept.items()}

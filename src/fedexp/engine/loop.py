@@ -30,10 +30,11 @@ def sum_in_parts(
     work: Work,
     state: SimulationState,
     run_clients: Callable[[Work, SimulationState, list[int]], Sums],
+    least: int = 1,
 ) -> Sums:
-    """Sum updates a few at a time, so that memory does not grow with the cohort."""
+    """Sum updates a few at a time, at least `least`: memory does not grow with the cohort."""
     clients: list[int] = work.cohort.tolist()
-    together = max(1, SUMMED_BYTES // (state.params.numel() * state.params.element_size()))
+    together = max(least, SUMMED_BYTES // (state.params.numel() * state.params.element_size()))
     total, changed = run_clients(work, state, clients[:together])
     for at in range(together, len(clients), together):
         part, states = run_clients(work, state, clients[at : at + together])
@@ -58,6 +59,26 @@ def sum_trained(work: Work, clients: list[int], trained: list[Trained]) -> Sums:
     if trained[0].state:
         good = usable(deltas, extras).tolist()
         states = {c: one.state for c, one, ok in zip(clients, trained, good, strict=True) if ok}
+    return Aggregate.of(deltas, weights, extras), states
+
+
+def sum_updates(
+    work: Work,
+    state: SimulationState,
+    clients: list[int],
+    deltas: Tensor,
+    travel: Tensor | float,
+    mine: Tensors,
+) -> Sums:
+    """The same for clients that were trained side by side: updates [K, d], states [K, d]."""
+    kept, extras = work.algorithm.client.finish(deltas, travel, state.shared, mine)
+    weights = [work.weight(client) for client in clients] if work.weighting == "size" else None
+    states: dict[int, Tensors] = {}
+    if kept:
+        good = usable(deltas, extras).tolist()
+        # copies: views would keep the states of all the cohort alive
+        rows = [{name: value[k].clone() for name, value in kept.items()} for k in range(len(good))]
+        states = {c: row for c, row, ok in zip(clients, rows, good, strict=True) if ok}
     return Aggregate.of(deltas, weights, extras), states
 
 

@@ -6,9 +6,11 @@ the program can be captured once and replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 
 import numpy as np
 import torch
@@ -27,6 +29,7 @@ from fedexp.objective import BatchedObjective, Buffers
 
 Tensors = Mapping[str, Tensor]
 Program = Callable[[Tensors], Tensors]
+AT_ONCE = 2**28  # bytes of examples that are fetched for all steps together
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,34 +72,33 @@ class LocalProgram:
         rows = step_rows(inputs["key"], who, self.steps, self.width, self.reach, batch_size)
         valid = self._valid(who[1]).to(inputs["params"])
         walk: Walk | None = None
-        repeats = batch_size is None and "draws" not in inputs
-        batch: Batch = {}
-        for s in range(self.steps):
-            if s == 0 or not repeats:
-                batch = self._batch(rows[s], inputs["draws"][s] if "draws" in inputs else None)
-            walk = walk or self._setting_out(inputs, batch, valid[s])
-            walk.step(batch, valid[s], None if self.ragged is None else self.ragged[s])
+        for s, batch in enumerate(self._batches(rows, inputs.get("draws"))):
+            walk = walk or self._setting_out(inputs, batch, valid)
+            walk.step(s, batch, None if self.ragged is None else self.ragged[s])
         assert walk is not None  # there is a step
         params, buffers = walk.where()
         return {"params": params[:, :size], "averaged": buffers.averaged, "kept": buffers.kept}
 
     def _setting_out(self, inputs: Tensors, batch: Batch, valid: Tensor) -> Walk:
-        """All clients at the model of the server; the first batch shows what the model can do."""
+        """All clients at the model of the server; the first batch shows what the model can do.
+
+        `valid` [S, K, B] tells which rows count in which step.
+        """
         clients = inputs["who"].shape[1]
         params = inputs["params"].repeat(clients, 1)
         buffers = Buffers(*(inputs[n].expand(clients, -1) for n in ("averaged", "kept")))
         rule, local = self.rule, self.local
         layered = getattr(self.objective, "layered", None)
         if layered and self.layered and self.ragged is None and rule.is_linear:
-            stack = layered(params, buffers, batch, valid)
+            stack = layered(params, buffers, batch, valid[0])
         else:
             stack = None
         if stack is not None:
-            return LayerWalk(stack, buffers, rule, local, inputs)
+            return LayerWalk(stack, buffers, valid, rule, local, inputs)
         advance = fused(advanced) if self.fuse else advanced
         all_active = self.all_active
         move = partial(advance, inputs=inputs, rule=rule, local=local, all_active=all_active)
-        return RowWalk(self.objective, params, buffers, move, all_active)
+        return RowWalk(self.objective, params, buffers, valid, move, all_active)
 
     def _aligned(self, inputs: Tensors) -> Tensors:
         """Vectors with zeros behind them, so that every row begins where a GPU likes to read."""
@@ -124,6 +126,22 @@ class LocalProgram:
         place = torch.arange(self.width, device=sizes.device)
         return place < torch.minimum(left, batch)[:, :, None]
 
+    def _batches(self, rows: Tensor, draws: Tensor | None) -> Iterator[Batch]:
+        """The batches of every step, [K, B, ...]; fetched all at once where they are small."""
+        if draws is None and self.local.batch_size is None:  # all of the data in every step
+            yield from repeat(self._batch(rows[0], None), self.steps)
+        elif draws is None and rows.is_cuda and self._bytes(rows) <= AT_ONCE:
+            every = self._batch(rows.flatten(0, 1), None)
+            whole = {name: value.unflatten(0, rows.shape[:2]) for name, value in every.items()}
+            yield from ({name: value[s] for name, value in whole.items()} for s in range(len(rows)))
+        else:
+            for s in range(self.steps):
+                yield self._batch(rows[s], None if draws is None else draws[s])
+
+    def _bytes(self, rows: Tensor) -> int:
+        """Of the examples in these rows as floating-point numbers."""
+        return 4 * rows.numel() * sum(value[:1].numel() for value in self.fields.values())
+
     def _batch(self, rows: Tensor, draws: Tensor | None) -> Batch:
         batch: Batch = {name: value[rows] for name, value in self.fields.items()}
         return batch if self.transform is None else self.transform.train(batch, draws)
@@ -140,7 +158,8 @@ class Captured:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):  # compile and warm up before anything is recorded
-            for _ in range(2):
+            program(self.inputs)
+            with _never_waiting():
                 program(self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
@@ -149,9 +168,21 @@ class Captured:
 
     def __call__(self, inputs: Tensors) -> Tensors:
         for name, value in inputs.items():
-            self.inputs[name].copy_(value, non_blocking=True)
+            if value.numel():
+                self.inputs[name].copy_(value, non_blocking=True)
         self.graph.replay()
         return self.outputs
+
+
+@contextmanager
+def _never_waiting() -> Iterator[None]:
+    """Fail where the host waits for the device: after a failed capture, torch draws no numbers."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def signature(inputs: Tensors) -> tuple[tuple[str, torch.Size], ...]:

@@ -7,7 +7,6 @@ client's model stays in the cache of a core.
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 
@@ -15,6 +14,7 @@ import torch
 
 from fedexp.data.federation import Batch
 from fedexp.engine.loop import Sums, Trained, sum_in_parts, sum_trained, train
+from fedexp.engine.pool import Pool
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
 from fedexp.objective import ModuleObjective
@@ -42,22 +42,17 @@ class Threads:
     """
 
     def __init__(self, objective: ModuleObjective) -> None:
-        count = torch.get_num_threads()
-        self._pool = ThreadPoolExecutor(count, initializer=torch.set_num_threads, initargs=(1,))
+        self._pool = Pool()
         self._copies: SimpleQueue[PrivateCopy] = SimpleQueue()
-        for _ in range(count):
+        for _ in range(self._pool.count):
             self._copies.put(PrivateCopy(objective))
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        count = torch.get_num_threads()
-        try:
-            return sum_in_parts(work, state, self.run_clients)
-        finally:  # a thread that limits itself limits all that start later
-            torch.set_num_threads(count)
+        return sum_in_parts(work, state, self.run_clients, least=self._pool.count)
 
     def run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
         """Train some clients, as many at a time as there are threads."""
-        trained = list(self._pool.map(partial(self._train, work, state), clients))
+        trained = self._pool.map(partial(self._train, work, state), clients)
         return sum_trained(work, clients, trained)
 
     def _train(self, work: Work, state: SimulationState, client: int) -> Trained:

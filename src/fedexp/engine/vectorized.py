@@ -22,7 +22,7 @@ from fedexp.engine.cohort_plan import CohortPlan, plan_cohort
 from fedexp.engine.plan import batch_key, sample_cohort
 from fedexp.engine.program import Captured, LocalProgram, Program, signature
 from fedexp.engine.state import SimulationState
-from fedexp.engine.whole import Finished, WholeRound, finished
+from fedexp.engine.whole import Finished, WholeRound, finished, packed
 from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning
 from fedexp.objective import BatchedObjective
@@ -76,15 +76,13 @@ class Vectorized:
         if self._in_parts or not self._replays(state) or len(clients) > _together(work, state):
             return None
         plan, mine = self._planned(work, clients), _mine(work, state, clients)
+        weights = [work.weight(client) for client in clients]
+        key = batch_key(work.seed, work.round)
         inputs = {
-            **_inputs(work, state, plan, mine),
+            **_inputs(state, plan, mine),
             **{f"server.{name}": value for name, value in state.server.items()},
-            "travel": _on(state.params.device, plan.steps * work.lr)[:, None],
+            "packed": _on(state.params.device, packed(key, work.lr, plan.who, plan.steps, weights)),
         }
-        if work.weighting == "size":
-            inputs["weights"] = _on(
-                state.params.device, np.array([work.weight(c) for c in clients])
-            )
         local = self._local_program(work, plan, inputs)
         if local.ragged is not None:
             return None
@@ -107,7 +105,13 @@ class Vectorized:
         """Train some clients as one program."""
         rule, mine = work.algorithm.client, _mine(work, state, clients)
         plan = self._planned(work, clients)
-        inputs = _inputs(work, state, plan, mine)
+        device = state.params.device
+        inputs = {
+            **_inputs(state, plan, mine),
+            "key": torch.full((), batch_key(work.seed, work.round), device=device),
+            "who": _on(device, plan.who),
+            "lr": torch.full((), work.lr, dtype=torch.float64, device=device),
+        }
         with seeded_torch(work.seed, "layers", work.round, clients[0]):
             program = self._local_program(work, plan, inputs)
             if program.ragged is None and self._replays(state):
@@ -179,18 +183,13 @@ def _batch_bytes(work: Work) -> int:
     return rows * sum(value[0].numel() * value.element_size() for value in fields)
 
 
-def _inputs(
-    work: Work, state: SimulationState, plan: CohortPlan, mine: Tensors
-) -> dict[str, Tensor]:
-    """Everything a local program reads, on the device of the model."""
+def _inputs(state: SimulationState, plan: CohortPlan, mine: Tensors) -> dict[str, Tensor]:
+    """The large inputs of a local program, on the device of the model."""
     device = state.params.device
     inputs = {
         "params": state.params,
         "averaged": state.buffers.averaged,
         "kept": state.buffers.kept,
-        "key": torch.full((), batch_key(work.seed, work.round), device=device),
-        "who": _on(device, plan.who),
-        "lr": torch.full((), work.lr, dtype=torch.float64, device=device),
         **{f"shared.{name}": value for name, value in state.shared.items()},
         **{f"mine.{name}": value for name, value in mine.items()},
     }

@@ -27,8 +27,8 @@ Tensors = Mapping[str, Tensor]
 class Walk(Protocol):
     """Clients on their way."""
 
-    def step(self, batch: Batch, valid: Tensor, lengths: NDArray[np.int64] | None) -> None:
-        """One step; `valid` [K, B] tells which rows count, and a client with none stays."""
+    def step(self, s: int, batch: Batch, lengths: NDArray[np.int64] | None) -> None:
+        """Step number s; a client none of whose rows is valid then stays where it is."""
         ...
 
     def where(self) -> tuple[Tensor, Buffers]:
@@ -44,14 +44,16 @@ class RowWalk:
         objective: BatchedObjective,
         params: Tensor,
         buffers: Buffers,
+        valid: Tensor,
         advance: Callable[[Tensor, Tensor, Tensor], Tensor],
         all_active: bool,
     ) -> None:
         self.objective, self.advance, self.all_active = objective, advance, all_active
-        self.params, self.buffers = params, buffers
+        self.params, self.buffers, self.valid = params, buffers, valid
 
-    def step(self, batch: Batch, valid: Tensor, lengths: NDArray[np.int64] | None) -> None:
+    def step(self, s: int, batch: Batch, lengths: NDArray[np.int64] | None) -> None:
         objective, params, buffers = self.objective, self.params, self.buffers
+        valid = self.valid[s]
         if lengths is None:
             grads, after = objective.gradients(params, buffers, batch, valid)
         else:
@@ -74,6 +76,7 @@ class LayerWalk:
         self,
         stack: LayeredStack,
         buffers: Buffers,
+        valid: Tensor,
         rule: ClientRule,
         local: LocalTraining,
         inputs: Tensors,
@@ -83,18 +86,20 @@ class LayerWalk:
         pushed = None if push is None else stack.layers.spread(push)
         self.correction = Correction(pull, inputs["params"], pushed)
         self.lr = inputs["lr"]
+        # of all steps at once, and in the type of the parameters: a small model is all launches
+        self.counted = valid / valid.sum(dim=2, keepdim=True)
+        self.active = valid[:, :, 0] > 0
+        self.rates = self.lr.to(stack.params.dtype).repeat(valid.shape[1])
+        self.keep = (1 - self.lr * local.weight_decay).to(stack.params.dtype)
 
-    def step(self, batch: Batch, valid: Tensor, lengths: NDArray[np.int64] | None) -> None:
-        stack, local = self.stack, self.local
-        counted = valid / valid.sum(dim=1, keepdim=True)
-        grads = stack.gradients(batch["x"], batch["y"], counted)
-        rates = self.lr.expand(len(valid))
-        if local.clip_norm is not None:
+    def step(self, s: int, batch: Batch, lengths: NDArray[np.int64] | None) -> None:
+        stack, rates, bound = self.stack, self.rates, self.local.clip_norm
+        grads = stack.gradients(batch["x"], batch["y"], self.counted[s])
+        if bound is not None:
             squared = sq_norms(stack.layers, stack.params, grads, self.correction)
-            rates = self.lr * clip_to(squared.sqrt(), local.clip_norm)
-        keep = 1 - self.lr * local.weight_decay
-        active = valid[:, 0] > 0
-        move(stack.layers, stack.params, grads, self.correction, rates, keep, active, stack.copy)
+            rates = self.lr * clip_to(squared.sqrt(), bound)
+        settings = (self.correction, rates, self.keep, self.active[s])
+        move(stack.layers, stack.params, grads, *settings, stack.copy)
 
     def where(self) -> tuple[Tensor, Buffers]:
         return self.stack.rows(), self.buffers

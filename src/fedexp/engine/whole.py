@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate, usable
@@ -36,7 +38,7 @@ class Finished(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class WholeRound:
-    """Inputs are those of the local program, and `server.*`, `travel` [K, 1], maybe `weights` [K].
+    """Inputs are those of the local program and `server.*`; small ones come `packed`.
 
     Outputs: the model after the step (`params`, `averaged`, `server.*`, `shared.*`), what clients
     keep (`after.*` [K, ...]) with `good` [K], the metrics, and all numbers in `numbers`.
@@ -47,6 +49,7 @@ class WholeRound:
     total_weight: float
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
+        inputs = unpacked(inputs)
         trained = self.local(inputs)
         shared, mine = part(inputs, "shared."), part(inputs, "mine.")
         deltas = inputs["params"] - trained["params"]
@@ -54,7 +57,7 @@ class WholeRound:
         kept, extras = self.algorithm.client.finish(deltas, travel, shared, mine)
         if trained["averaged"].numel():
             extras = {**extras, "buffers": trained["averaged"]}
-        aggregate = Aggregate.of(deltas, inputs.get("weights"), extras)
+        aggregate = Aggregate.of_checked(deltas, inputs["weights"], extras)
         before = Model(inputs["params"], inputs["averaged"], part(inputs, "server."), shared)
         model, metrics = moved(self.algorithm, before, aggregate, self.total_weight)
         numbers = [aggregate.count, aggregate.dropped, *(metrics[n] for n in sorted(metrics))]
@@ -74,11 +77,11 @@ def finished(
     outputs: Tensors, state: SimulationState, algorithm: Algorithm, clients: list[int]
 ) -> Finished:
     """What a round has come to; copies, because the next one writes over its outputs."""
-    count, dropped, *values = outputs["numbers"].tolist()
-    if not count:
-        return Finished(state, 0, int(dropped), {}, {})
     lasting = (n for n in outputs if n != "numbers" and not n.startswith("metric."))
     own = {name: outputs[name].clone() for name in lasting}
+    count, dropped, *values = outputs["numbers"].tolist()  # here the host waits
+    if not count:
+        return Finished(state, 0, int(dropped), {}, {})
     server, shared, kept = (part(own, prefix) for prefix in ("server.", "shared.", "after."))
     model = Model(own["params"], own["averaged"], server, shared)
     metrics = dict(zip(sorted(part(outputs, "metric.")), values, strict=True))
@@ -88,6 +91,24 @@ def finished(
         rows = [{name: value[k] for name, value in kept.items()} for k in range(len(clients))]
         changed = {c: row for c, row, ok in zip(clients, rows, good, strict=True) if ok}
     return Finished(advanced(state, model, algorithm), int(count), int(dropped), metrics, changed)
+
+
+def packed(
+    key: int, lr: float, who: NDArray[np.int64], steps: NDArray[np.int64], weights: list[float]
+) -> NDArray[np.int64]:
+    """The small inputs as one array of 64 bits each, because every transfer takes its time."""
+    numbers = np.concatenate([[lr], steps * lr, weights]).view(np.int64)
+    return np.concatenate([[key], who.ravel(), numbers])
+
+
+def unpacked(inputs: Tensors) -> dict[str, Tensor]:
+    """The inputs with `key`, `who`, `lr`, `travel` [K, 1] and `weights` [K] for `packed`."""
+    clients = (len(inputs["packed"]) - 2) // 5
+    key, who, *numbers = inputs["packed"].split([1, 3 * clients, 1, clients, clients])
+    lr, travel, weights = (each.view(torch.float64) for each in numbers)
+    rest = {name: value for name, value in inputs.items() if name != "packed"}
+    small = {"key": key[0], "who": who.view(3, clients), "lr": lr[0]}
+    return {**rest, **small, "travel": travel[:, None], "weights": weights}
 
 
 def _named(prefix: str, tensors: Tensors) -> dict[str, Tensor]:

@@ -72,9 +72,9 @@ def _of_images(wide: int, g: Geometry, depth: int) -> list[tuple[int, int, int, 
     if wide % 128:
         return [(128, 64, depth, 4, 3), (128, 64, depth, 4, 4)]
     if wide % 256:
-        return [(256, 128, depth, 8, 4), (128, 128, depth, 4, 3)]
+        return [(128, 128, depth, 4, 3), (256, 128, depth, 8, 4)]
     if g.out_height * g.out_width <= 32:  # larger boxes would reach beyond the client's images
-        return [(64, 256, depth, 4, 4), (128, 128, depth, 8, 4)]
+        return [(64, 256, depth, 4, 4), (64, 256, depth, 8, 4)]
     return [(128, 256, depth, 8, 4), (256, 128, depth, 8, 4)]
 
 
@@ -83,17 +83,16 @@ def _of_weights(g: Geometry, thrice: bool) -> list[Box | None]:
     taps = g.kernel_height * g.kernel_width
     row = g.kernel_width == 3
     if g.outputs % 128 or g.channels % 64:
-        cuts = [(64, 64, 64, 4, 4, False), (128, 64, 64, 4, 3, row)]
+        cuts = [(128, 64, 64, 4, 3, row), (64, 64, 64, 4, 4, False)]
     elif g.channels % 128:
         cuts = [(64, 128, 64, 4, 4, row), (64, 128, 64, 4, 3, False)]
     elif g.channels % 256:
-        cuts = [(128, 64, 128, 4, 4, False), (64, 128, 64, 4, 4, row)]
+        cuts = [(64, 64, 128, 4, 3, row), (64, 128, 64, 4, 4, row)]
     else:
-        cuts = [(64, 128, 128, 4, 3, False), (128, 128, 128, 8, 3, False)]
+        cuts = [(64, 128, 128, 4, 3, False), (32, 128, 128, 4, 4, False)]
     if thrice:
-        outputs, inputs = (64 if n % 128 else 128 for n in (g.outputs, g.channels))
-        warps = 8 if outputs == 128 else 4
-        cuts = [(64, outputs, inputs, warps, 3, False), (32, outputs, inputs, warps, 4, False)]
+        wide = 64 if g.channels % 128 else 128
+        cuts = [(64, 64, wide, 4, 4 if wide == 128 else 3, False), (32, 64, wide, 4, 4, False)]
     found = []
     for pixels, outputs, inputs, warps, stages, three in cuts:
         tiles = (g.outputs // outputs) * (g.channels // inputs) * g.clients

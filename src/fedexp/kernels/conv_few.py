@@ -32,7 +32,7 @@ def _windows(x, p, inside, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH
     return tl.load(x + ((image[:, None] * H + h) * W + v) * C + c[None, :], mask=real, other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _forward_few(
     x, w, y, w_row, B,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
@@ -54,7 +54,7 @@ def _forward_few(
     tl.store(y + p[:, None] * OC + n[None, :], product, mask=inside[:, None] & (n < OC)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _weight_gradient_few(
     dy, x, dw, part, B,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,

@@ -18,7 +18,7 @@ def _multiply(a, b, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def forward_kernel(
     x, w, y, w_row, B,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
@@ -61,7 +61,7 @@ def forward_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def input_gradient_kernel(
     dy, w, dx, w_row, B,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
@@ -130,7 +130,7 @@ def _shifted(x, image, top, left, inside, c, tap, C: tl.constexpr, H: tl.constex
     return tl.load(x + at, mask=inside[:, None] & (c < C)[None, :], other=0.0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def weight_gradient_kernel(
     dy, x, dw, part, B,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,

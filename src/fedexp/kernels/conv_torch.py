@@ -18,6 +18,8 @@ class OneByOne:
     """A client at a time: what suits a CPU, and libraries that know no groups."""
 
     def forward(self, x: Tensor, w: Tensor, g: Geometry) -> Tensor:
+        if g.clients == 1:
+            return F.conv2d(x, w[0], stride=g.stride, padding=g.padding)
         return torch.cat(
             [
                 F.conv2d(mine, own, stride=g.stride, padding=g.padding)

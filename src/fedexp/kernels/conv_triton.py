@@ -125,7 +125,7 @@ def parts_of_gradient(x: Tensor, g: Geometry, parts: int, room: Tensor | None) -
     shape = (g.clients, g.outputs, g.kernel_height, g.kernel_width, g.channels)
     if parts > 1:
         return torch.empty((parts, *shape), dtype=torch.float32, device=x.device)
-    if room is not None and room.dtype == x.dtype and room.movedim(2, -1).is_contiguous():
+    if room is not None and room.dtype == x.dtype:
         return room.movedim(2, -1)[None]
     return torch.empty((1, *shape), dtype=x.dtype, device=x.device)
 

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedexp.kernels.launch import launch
 
 FORWARD_AT_ONCE, BACKWARD_AT_ONCE = 32768, 16384  # values of a group that fit into registers
+STAGES = 3  # chunks on their way at a time
 CHUNK, VALUES_A_WARP = 8192, 2048  # of larger groups, values at a time; and how many a warp holds
 
 
@@ -31,11 +32,12 @@ def _load(pointer, pixel, c, HW: tl.constexpr, C: tl.constexpr, LAST: tl.constex
     return _raw(pointer, pixel, c, HW, C, LAST).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _norm_forward(
     x, residual, weight, bias, y, mean_out, rstd_out, w_row, b_row, eps, B,
     C: tl.constexpr, HW: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    RESIDUAL: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     image, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     width: tl.constexpr = C // G
@@ -46,7 +48,7 @@ def _norm_forward(
     residual += start
     values = _load(x, tl.arange(0, ROWS), c, HW, C, width)
     count, mean, spread = 0.0, 0.0, 0.0
-    for first in range(0, HW, ROWS):
+    for first in tl.range(0, HW, ROWS, num_stages=STAGES):
         pixel = first + tl.arange(0, ROWS)
         if HW > ROWS:
             values = _load(x, pixel, c, HW, C, width)
@@ -68,7 +70,7 @@ def _norm_forward(
         tl.float32
     )
     shift = tl.load(bias + client * b_row + own_channels, mask=c < width, other=0.0).to(tl.float32)
-    for first in range(0, HW, ROWS):
+    for first in tl.range(0, HW, ROWS, num_stages=STAGES):
         pixel = first + tl.arange(0, ROWS)
         if HW > ROWS:
             values = _load(x, pixel, c, HW, C, width)
@@ -98,11 +100,12 @@ def _masked_gradient(dy, y, pixel, c, values, mean, rstd, scale, shift, HW: tl.c
     return dz.to(dy.dtype.element_ty)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["B"])
 def _norm_backward(
     dy, x, y, weight, bias, mean_in, rstd_in, dx, dresidual, dscales, w_row, b_row, B,
     C: tl.constexpr, HW: tl.constexpr, G: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, RESIDUAL: tl.constexpr, RELU: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+    RESIDUAL: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
     image, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
     width: tl.constexpr = C // G
@@ -128,7 +131,7 @@ def _norm_backward(
     dz = _masked_gradient(
         dy, y, pixel, c, values, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
     )
-    for first in range(0, HW, ROWS):
+    for first in tl.range(0, HW, ROWS, num_stages=STAGES):
         if HW > ROWS:
             pixel = first + tl.arange(0, ROWS)
             values = _raw(x, pixel, c, HW, C, width)
@@ -141,7 +144,7 @@ def _norm_backward(
     tl.store(dscales + (tl.num_programs(0) + image) * C + own_channels, by_shift, mask=c < width)
     along = tl.sum(by_scale * scale, axis=0) / (HW * width)
     level = tl.sum(by_shift * scale, axis=0) / (HW * width)
-    for first in range(0, HW, ROWS):
+    for first in tl.range(0, HW, ROWS, num_stages=STAGES):
         if HW > ROWS:
             pixel = first + tl.arange(0, ROWS)
             values = _raw(x, pixel, c, HW, C, width)
@@ -204,6 +207,6 @@ def _sizes(x: Tensor, weight: Tensor, groups: int, at_once: int) -> dict[str, An
     values = rows * columns
     return {
         "B": len(x) // len(weight), "C": channels, "HW": pixels, "G": groups,
-        "ROWS": rows, "COLUMNS": columns,
+        "ROWS": rows, "COLUMNS": columns, "STAGES": STAGES,
         "num_warps": min(32, max(2, values // VALUES_A_WARP)),
     }  # fmt: skip

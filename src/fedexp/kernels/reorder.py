@@ -36,6 +36,27 @@ def turn_kernel(
     tl.store(turned + client * (C * TAPS * OC) + at, tl.trans(block), mask=tl.trans(real))
 
 
+@triton.jit
+def transpose_kernel(x, y, A: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr):
+    """y[n, b, a] = x[n, a, b]."""
+    across: tl.constexpr = (B + TILE - 1) // TILE
+    start = tl.program_id(1).to(tl.int64) * (A * B)
+    a = (tl.program_id(0) // across) * TILE + tl.arange(0, TILE)
+    b = (tl.program_id(0) % across) * TILE + tl.arange(0, TILE)
+    real = (a < A)[:, None] & (b < B)[None, :]
+    block = tl.load(x + start + a[:, None] * B + b[None, :], mask=real)
+    tl.store(y + start + b[:, None] * A + a[None, :], tl.trans(block), mask=tl.trans(real))
+
+
+def turned_matrices(x: Tensor) -> Tensor:
+    """Matrices [N, A, B] as [N, B, A]."""
+    n, a, b = x.shape
+    y = torch.empty((n, b, a), dtype=x.dtype, device=x.device)
+    tiles = triton.cdiv(a, TILE) * triton.cdiv(b, TILE)
+    launch(transpose_kernel, (tiles, n), x, y, A=a, B=b, TILE=TILE)
+    return y
+
+
 def halves(x: Tensor) -> tuple[Tensor, Tensor]:
     """Float32 as the sum of two in bf16, each with 8 of its upper 16 bits."""
     high, low = (torch.empty_like(x, dtype=torch.bfloat16) for _ in range(2))

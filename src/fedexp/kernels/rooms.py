@@ -17,7 +17,10 @@ _rooms: dict[int, Tensor] = {}
 
 @contextmanager
 def gradients_into(weights: Sequence[Tensor], rooms: Sequence[Tensor]) -> Iterator[None]:
-    """Offer a room for the gradient of each of these weights, of its shape and in its order."""
+    """Offer a room for the gradient of each of these weights, of its shape and in its order.
+
+    Rooms have no gaps: a compiled backward pass relies on what it was told of its results.
+    """
     offered = {w.data_ptr(): room for w, room in zip(weights, rooms, strict=True)}
     _rooms.update(offered)
     try:

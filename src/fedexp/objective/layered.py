@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import compress
 
 import torch
 from torch import Tensor
@@ -36,11 +37,16 @@ class LayeredStack:
         """The gradients layer by layer, overwritten by the next call; `counted` [K, B]."""
         weights = [w.detach().requires_grad_() for w in self._weights()]
         rooms = self._views(self.grads)
-        with torch.enable_grad(), gradients_into(weights, rooms):
-            total = self.stack.total(weights, x, y, counted)
-            grads = torch.autograd.grad(total, weights, allow_unused=True)
+        # a compiler relies on gradients without gaps, as they are where nobody offers a room
+        dense = [s == n for s, n in zip(self.layers.strides, self.layers.sizes, strict=True)]
+        with gradients_into(list(compress(weights, dense)), list(compress(rooms, dense))):
+            grads = self.stack.slopes(weights, x, y, counted)
         _settle(grads, rooms)
         return self.grads
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """The outputs of the K models on K times as many examples, [K * B]."""
+        return self.stack.forward(self._weights(), x)
 
     def rows(self) -> Tensor:
         """The parameters as a vector for each client."""

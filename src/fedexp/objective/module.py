@@ -54,6 +54,7 @@ class ModuleObjective:
         self.compute_type: torch.dtype | None = None
         self.stack: Stack | None = None
         self.examined = False
+        self._laid_out: tuple[Tensor, LayeredStack] | None = None  # for one evaluation
         self._list_tensors()
         # BatchNorm, and anything that keeps statistics of a batch
         self.mixes_examples = bool(self.averaged) or any(
@@ -208,7 +209,9 @@ class ModuleObjective:
     def _predictions(self, params: Tensor, buffers: Buffers, x: Tensor) -> Tensor:
         if self.stack is not None and x.is_cuda:  # its layers are the faster ones there
             self.stack.module.eval()
-            return self.stack.outputs(params[None], x)
+            if self._laid_out is None or self._laid_out[0] is not params:
+                self._laid_out = params, LayeredStack(self.stack, params[None])
+            return self._laid_out[1].outputs(x)
         self._bind(params, buffers)
         self.module.eval()
         with self._autocast():

@@ -42,23 +42,21 @@ class Stack:
         self.names = [name for name, _ in module.named_parameters()]
         self.like = list(module.parameters())
         self.exact = [computes_exactly(module, name) for name in self.names]
-        self.total = fused(self._total) if fuse else self._total
+        self.losses_of = fused(self._losses_of) if fuse else self._losses_of
 
     def compile(self, params: Tensor, x: Tensor, y: Tensor, counted: Tensor) -> None:
         """Have the kernels of `gradients` compiled, all at once, where there are any."""
         if params.is_cuda and has_triton():
             with compiling_together() as able:
                 if able:
-                    total, self.total = self.total, self._total
+                    compiled, self.losses_of = self.losses_of, self._losses_of
                     self.gradients(params, x, y, counted)
-                    self.total = total
+                    self.losses_of = compiled
 
     def gradients(self, params: Tensor, x: Tensor, y: Tensor, counted: Tensor) -> Tensor:
         """The gradient of every client, [K, d]; `counted` [K, B] weighs its examples."""
         weights = [w.detach().requires_grad_() for w in self._weights(params)]
-        with torch.enable_grad():
-            total = self.total(weights, x, y, counted)
-            grads = torch.autograd.grad(total, weights, allow_unused=True)
+        grads = self.slopes(weights, x, y, counted)
         filled = [
             torch.zeros_like(w) if g is None else g for g, w in zip(grads, weights, strict=True)
         ]
@@ -67,15 +65,22 @@ class Stack:
         filled += [params.new_zeros(len(params), behind)] if behind else []
         return flatten([g.to(kind) for g in filled], lead=1)
 
-    def _total(self, weights: Sequence[Tensor], x: Tensor, y: Tensor, counted: Tensor) -> Tensor:
-        outputs = self._outputs(weights, x.flatten(0, 1)).to(counted.dtype)
-        return (self.losses(outputs, y.flatten(0, 1)).view(counted.shape) * counted).sum()
+    def slopes(
+        self, weights: Sequence[Tensor], x: Tensor, y: Tensor, counted: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        """The gradient for each weight; none where the loss does not depend on it."""
+        with torch.enable_grad():
+            losses = self.losses_of(weights, x, y, counted.dtype)
+            return torch.autograd.grad(losses, weights, counted.flatten(), allow_unused=True)
 
-    def outputs(self, params: Tensor, x: Tensor) -> Tensor:
-        """The outputs of K models with parameters [K, d] on K times as many examples, [K * B]."""
-        return self._outputs(self._weights(params), x)
+    def _losses_of(
+        self, weights: Sequence[Tensor], x: Tensor, y: Tensor, kind: torch.dtype
+    ) -> Tensor:
+        """The loss of every example, client after client, [K * B]."""
+        return self.losses(self.forward(weights, x.flatten(0, 1)).to(kind), y.flatten(0, 1))
 
-    def _outputs(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
+    def forward(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
+        """The outputs of K models on K times as many examples, [K * B]."""
         if self.compute_type is not None and x.is_floating_point():
             x = x.to(self.compute_type)
         out: Tensor = functional_call(

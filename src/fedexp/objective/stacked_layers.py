@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from fedexp.kernels.conv import convolve
+from fedexp.kernels.dense import products
+from fedexp.kernels.flatten import flatten_images
 from fedexp.kernels.norm import group_norm
 from fedexp.models.norm import GroupNormReLU
 
@@ -26,6 +28,9 @@ class StackedLinear(nn.Linear):
     """Weights [K, O, F]; rows [K * B, ..., F]."""
 
     def forward(self, input: Tensor) -> Tensor:
+        if input.is_cuda:
+            rows = input.reshape(len(self.weight), -1, input.shape[-1])
+            return products(rows, self.weight, self.bias).view(*input.shape[:-1], -1)
         columns = input.reshape(len(self.weight), -1, input.shape[-1]).transpose(1, 2)
         # weights first: so their gradient comes in the order in which they lie in memory
         if self.bias is None:
@@ -60,6 +65,14 @@ class StackedGroupNormReLU(GroupNormReLU):
         )
 
 
+class StackedFlatten(nn.Flatten):
+    """Nothing of it is a client's own; on a GPU, images are turned round by an operator."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        whole = self.start_dim == 1 and self.end_dim == -1 and input.ndim == 4
+        return flatten_images(input) if whole and input.is_cuda else super().forward(input)
+
+
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Linear: StackedLinear,
     nn.Conv2d: StackedConv2d,
@@ -84,6 +97,8 @@ def stacked(module: nn.Module) -> nn.Module:
     _check(all(p.requires_grad for _, p in named), "some weights are frozen")
     _check(not list(copy.buffers()), "it has buffers")
     for layer in copy.modules():
+        if type(layer) is nn.Flatten:
+            layer.__class__ = StackedFlatten
         if list(layer.parameters(recurse=False)):
             _check(type(layer) in STACKED, f"{type(layer).__name__} has weights of its own kind")
             _check_settings(layer)

@@ -56,7 +56,8 @@ def vector(params: Any) -> Tensor:
 
 def scalar(value: float, like: Any) -> Tensor:
     """A float64 number on the device of `like`."""
-    return torch.tensor(value, dtype=torch.float64, device=vector(like).device)
+    # filled there: a number of the host's cannot be copied while a graph is captured
+    return torch.full((), value, dtype=torch.float64, device=vector(like).device)
 
 
 def require_positive(name: str, value: float) -> None:
