@@ -38,7 +38,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/clients.py
 	$(BIN)/python benchmarks/scaling.py
-	$(BIN)/python benchmarks/peers.py
+	$(BIN)/python benchmarks/peers.py --turns 1
 	$(BIN)/python benchmarks/data_loading.py
 
 clean:

@@ -4,16 +4,15 @@ The federations are generated, written to one file each and memory-mapped: ten e
 a client. A round is 20 clients x 20 steps of batches of 10 of an MLP 64-64-10, FedExP; evaluation,
 which reads all data, is left out.
 
-    python benchmarks/clients.py
+    python benchmarks/clients.py --out benchmarks/records/DATE-cpu-clients.json
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -26,10 +25,11 @@ from fedexp.data import Federation, Images
 from fedexp.data.cache import Stream, write
 from fedexp.engine import EngineName
 from fedexp.experiments.tables import text_table
+from machine import Row, hardware, take_turns, write_record
 
 EACH, COHORT = 10, 20
-WARM_UP, ROUNDS = 5, 40
-ENGINES: tuple[EngineName, EngineName] = ("loop", "vectorized")
+WARM_UP, ROUNDS = 5, 30
+ENGINES: tuple[EngineName, EngineName] = ("loop", "auto")
 BLOCK = 100_000  # clients that are generated at a time
 
 
@@ -65,37 +65,46 @@ def training(path: Path, engine: EngineName) -> Iterator[fx.Record]:
     return fx.simulate(task, fx.fedexp(), 10**9, COHORT, evaluate_every=10**9, engine=engine)
 
 
-def side_by_side(paths: list[Path], engine: EngineName) -> list[float]:
-    """The median milliseconds of a round in each federation, whose rounds take turns."""
-    runs = [training(path, engine) for path in paths]
-    times = [[next(run).seconds for run in runs] for _ in range(WARM_UP + ROUNDS)]
-    return [1e3 * statistics.median(column) for column in zip(*times[WARM_UP:], strict=True)]
+def side_by_side(paths: Sequence[Path]) -> list[dict[str, float]]:
+    """The median milliseconds of a round of each engine in each federation, taking turns."""
+    turns = {
+        f"{engine} {path}": partial(next, training(path, engine))
+        for path in paths
+        for engine in ENGINES
+    }
+    taken = take_turns(turns, ROUNDS, WARM_UP)
+    return [{engine: taken[f"{engine} {path}"] for engine in ENGINES} for path in paths]
+
+
+def measure(numbers: Sequence[int], folder: Path) -> list[Row]:
+    """A row for each federation."""
+    paths = [folder / f"{clients}.npz" for clients in numbers]
+    for path, clients in zip(paths, numbers, strict=True):
+        generate(path, clients)
+    opened = [1e3 * seconds(partial(Federation.open, path)) for path in paths]
+    rows, first = [], dict[str, float]()
+    for clients, path, took, taken in zip(numbers, paths, opened, side_by_side(paths), strict=True):
+        first = first or taken
+        row: Row = {"clients": clients, "MB": round(path.stat().st_size / 1e6)}
+        row["open_ms"] = round(took, 1)
+        for engine, ms in taken.items():
+            row |= {f"{engine}_ms": round(ms, 2), f"{engine}_ratio": round(ms / first[engine], 2)}
+        rows.append(row)
+    return rows
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="rounds among very many clients")
     parser.add_argument("--most", type=int, default=1_000_000, help="clients of the largest")
-    numbers = (100, 10_000, parser.parse_args().most)
+    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    args, where = parser.parse_args(), hardware()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / f"{clients}.npz" for clients in numbers]
-        for path, clients in zip(paths, numbers, strict=True):
-            generate(path, clients)
-        sizes = [f"{path.stat().st_size / 1e6:.0f}" for path in paths]
-        opened = [f"{1e3 * seconds(partial(Federation.open, path)):.0f}" for path in paths]
-        loop, batched = (side_by_side(paths, engine) for engine in ENGINES)
-    cells = [
-        [f"{n:,}", size, took, *with_ratio(one, loop), *with_ratio(many, batched)]
-        for n, size, took, one, many in zip(numbers, sizes, opened, loop, batched, strict=True)
-    ]
-    head = ["clients", "MB", "to open, ms", "loop, ms", "ratio", "vectorized, ms", "ratio"]
-    print(f"torch {torch.__version__}, 1 thread, median of {ROUNDS} rounds that took turns")
-    print(text_table(head, cells))
-
-
-def with_ratio(took: float, column: list[float]) -> tuple[str, str]:
-    """Milliseconds, and how they compare with the first of their column."""
-    return f"{took:.1f}", f"{took / column[0]:.2f}"
+        rows = measure((100, 10_000, args.most), Path(folder))
+    head = ["clients", "MB", "to open, ms", "loop, ms", "ratio", "auto, ms", "ratio"]
+    print(f"{where}, 1 thread, median of {ROUNDS} rounds that took turns")
+    print(text_table(head, [[f"{value:,}" for value in row.values()] for row in rows]))
+    write_record(args.out, where, rows, threads=1)
 
 
 def seconds(action: Callable[[], object]) -> float:

@@ -7,7 +7,8 @@ Two pieces of work, uniform weights, no evaluation, median of warm rounds:
   of batches of 10, its CNN of two convolutions (`pfl_cnn` in `peers_work.py`).
 
 Every contestant runs alone in a process of its own, once with one thread and once with all cores,
-and pfl also as one process for each core; the best of these counts. A peer that is not installed is
+and pfl also as one process for each core. All of them have their turn, then all again: the best
+turn of the best configuration counts, of every contestant alike. A peer that is not installed is
 skipped. Peers bring many dependencies, so give each a virtual environment of its own:
 
     python benchmarks/peers.py --pfl ENV/bin/python --flower ENV/bin/python --fluke ENV/bin/python
@@ -21,19 +22,19 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from fedexp.experiments.tables import text_table
-from machine import hardware, today
+from machine import Row, cores, hardware, write_record
 
 HERE = Path(__file__).parent
-CORES = len(os.sched_getaffinity(0))
-ROUNDS = {"W1": (3, 20), "W2": (1, 5)}  # to warm up, and counted
+CORES = cores()
+ROUNDS = {"W1": (3, 20), "W2": (1, 3)}  # to warm up, and counted
+TURNS = 3
 LIMIT = 900  # seconds for one configuration
 THREADS = tuple(sorted({1, CORES}))
-Row = dict[str, Any]
 Way = tuple[tuple[str, ...], tuple[int, ...]]
 
 
@@ -62,6 +63,7 @@ class Contestant:
 
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={CORES}")
 CONTESTANTS = [
+    Contestant("fedexp", "peers_ours", "auto"),
     Contestant("fedexp, vectorized", "peers_ours", "vectorized"),
     Contestant("fedexp, loop", "peers_ours", "loop"),
     Contestant("sequential PyTorch", "peers_sequential"),
@@ -85,33 +87,62 @@ CONTESTANTS = [
 ]
 
 
-def measure(contestant: Contestant, python: str, work: str, quick: bool) -> list[Row]:
-    """Every configuration of a contestant on one piece of work."""
-    rows = []
-    for how, (launcher, numbers) in contestant.ways.items():
-        for threads in numbers:
-            row = {"contestant": contestant.name, "work": work, "processes": how}
-            ran = run(contestant, python, work, launcher, threads, quick)
-            rows.append({**row, "threads": threads, **ran})
-            print(f"  {json.dumps(rows[-1])}", file=sys.stderr, flush=True)
-    return rows
+@dataclass(frozen=True)
+class Entry:
+    """One configuration of a contestant on one piece of work."""
+
+    contestant: Contestant
+    python: str
+    work: str
+    processes: str
+    launcher: tuple[str, ...]
+    threads: int
 
 
-def run(
-    contestant: Contestant,
-    python: str,
-    work: str,
-    launcher: tuple[str, ...],
-    threads: int,
-    quick: bool,
-) -> Row:
-    """One configuration in a process of its own."""
+def entries(python_of: dict[str, str], works: Sequence[str]) -> Iterator[Entry]:
+    """All that can run here."""
+    for contestant in CONTESTANTS:
+        python = python_of.get(contestant.module, sys.executable)
+        if not has(python, contestant.module):
+            print(f"{contestant.name}: skipped; {contestant.install}", file=sys.stderr)
+            continue
+        for work in [name for name in contestant.works if name in works]:
+            for processes, (launcher, numbers) in contestant.ways.items():
+                for threads in numbers:
+                    yield Entry(contestant, python, work, processes, launcher, threads)
+
+
+def measure(chosen: Sequence[Entry], turns: int, quick: bool) -> list[Row]:
+    """A row for each entry, with the median of each of its turns."""
+    rows: list[Row] = [
+        {
+            "contestant": entry.contestant.name,
+            "work": entry.work,
+            "processes": entry.processes,
+            "threads": entry.threads,
+            "turns": [],
+        }
+        for entry in chosen
+    ]
+    for turn in range(turns):
+        for entry, row in zip(chosen, rows, strict=True):
+            if "error" not in row:
+                ran = run(entry, quick)
+                row["turns"] += [ran.pop("ms")] if "ms" in ran else []
+                row |= ran
+                print(f"  {turn + 1}: {json.dumps(row)}", file=sys.stderr, flush=True)
+    return [{**row, "ms": min(row["turns"])} if row["turns"] else row for row in rows]
+
+
+def run(entry: Entry, quick: bool) -> Row:
+    """One turn of an entry, in a process of its own."""
+    contestant, work = entry.contestant, entry.work
     warm, counted = (1, 2) if quick else ROUNDS[work]
     script = str(HERE / f"{contestant.script}.py")
     form = [contestant.form] if contestant.form else []
-    command = [python, *launcher, script, work, str(warm + counted), *form]
+    command = [entry.python, *entry.launcher, script, work, str(warm + counted), *form]
     quiet = {"FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0"}
-    environment = {**os.environ, **quiet, "OMP_NUM_THREADS": str(threads)}
+    environment = {**os.environ, **quiet, "OMP_NUM_THREADS": str(entry.threads)}
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=LIMIT
@@ -139,7 +170,7 @@ def table(rows: list[Row], work: str) -> str:
             ratio = f"{row['ms'] / ours['ms']:.1f}" if ours else "-"
             how = f"{row['processes']}, {row['threads']} thread(s)"
             cells.append([contestant.name, how, f"{row['ms']:.1f}", ratio])
-    return text_table([work, "best of its configurations", "ms a round", "x vectorized"], cells)
+    return text_table([work, "best of its configurations", "ms a round", "x fedexp"], cells)
 
 
 def has(python: str, module: str) -> bool:
@@ -151,25 +182,17 @@ def main() -> None:
     for peer in ("pfl", "flower", "fluke"):
         parser.add_argument(f"--{peer}", default=sys.executable, help="the python that has it")
     parser.add_argument("--work", choices=ROUNDS, action="append", help="default: both")
+    parser.add_argument("--turns", type=int, default=TURNS, help=f"of every entry ({TURNS})")
     parser.add_argument("--quick", action="store_true", help="two rounds, to see that it runs")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     args = parser.parse_args()
     pythons = {"pfl": args.pfl, "flwr": args.flower, "fluke": args.fluke}
-    rows: list[Row] = []
-    for contestant in CONTESTANTS:
-        python = pythons.get(contestant.module, sys.executable)
-        if not has(python, contestant.module):
-            print(f"{contestant.name}: skipped; {contestant.install}", file=sys.stderr)
-            continue
-        for work in contestant.works:
-            if work in (args.work or ROUNDS):
-                rows += measure(contestant, python, work, args.quick)
-    print(hardware())
-    for work in args.work or ROUNDS:
+    works, where = args.work or list(ROUNDS), hardware()
+    rows = measure(list(entries(pythons, works)), args.turns, args.quick)
+    print(where)
+    for work in works:
         print(table(rows, work))
-    if args.out:
-        record = {"date": today(), "hardware": hardware(), "rounds": ROUNDS, "rows": rows}
-        args.out.write_text(json.dumps(record, indent=1) + "\n")
+    write_record(args.out, where, rows, rounds=ROUNDS)
 
 
 if __name__ == "__main__":

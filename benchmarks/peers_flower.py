@@ -35,7 +35,7 @@ def train(message: Message, context: Context) -> Message:
     work, (xs, ys) = WORKS[name], data_of(name)
     torch.set_num_threads(1)
     model, loss = work.build(), nn.CrossEntropyLoss()
-    model.load_state_dict(message.content["arrays"].to_torch_state_dict())
+    model.load_state_dict(message.content.array_records["arrays"].to_torch_state_dict())
     optimiser = torch.optim.SGD(model.parameters(), lr=LR)
     x, y = (values[int(context.node_config["partition-id"])] for values in (xs, ys))
     for _ in range(work.epochs):
@@ -43,14 +43,13 @@ def train(message: Message, context: Context) -> Message:
             optimiser.zero_grad()
             loss(model(x[rows]), y[rows]).backward()
             optimiser.step()
-    content = {
-        "arrays": ArrayRecord(model.state_dict()),
-        "metrics": MetricRecord({"num-examples": 1}),  # uniform weights
-    }
-    return Message(content=RecordDict(content), reply_to=message)
+    content = RecordDict()
+    content["arrays"] = ArrayRecord(model.state_dict())
+    content["metrics"] = MetricRecord({"num-examples": 1})  # uniform weights
+    return Message(content=content, reply_to=message)
 
 
-class Timed(FedAvg):  # type: ignore[misc]
+class Timed(FedAvg):
     """Notes when each round begins."""
 
     def configure_train(self, *args: Any, **options: Any) -> Any:
@@ -66,15 +65,15 @@ def main() -> None:
     client, server = ClientApp(), ServerApp()
     client.train()(import_module("peers_flower").train)  # by a name that actors can import
 
-    @server.main()  # type: ignore[untyped-decorator]
+    @server.main()
     def serve(grid: Grid, context: Context) -> None:
         share = work.cohort / work.clients
         strategy = Timed(fraction_train=share, fraction_evaluate=0.0)
         start = ArrayRecord(work.build().state_dict())
         strategy.start(grid, start, num_rounds=asked.rounds + 1)
 
-    cores = {"num_cpus": 1, "num_gpus": 0.0}
-    run_simulation(server, client, work.clients, backend_config={"client_resources": cores})
+    each: Any = {"num_cpus": 1, "num_gpus": 0.0}
+    run_simulation(server, client, work.clients, backend_config={"client_resources": each})
     times = [1e3 * (end - begin) for begin, end in pairwise(ROUNDS_BEGAN)]
     report(times, "flwr", "ray", "numpy")
 

@@ -1,15 +1,22 @@
-"""Five algorithms x 200 rounds of the synthetic task in one process.
+"""Five algorithms x 200 rounds of the synthetic task: in one process, and on the command line.
 
-Reports the time of each algorithm, and how it compares with the bare arithmetic of a loop: the
-same matrix products step by step, with nothing around them. All local steps of a client are taken
-in one go (`engine/linear.py`), so the ratio, with everything else in it, is below 1.
+Reports the time of each algorithm, how it compares with the bare arithmetic of a loop (the same
+matrix products step by step, with nothing around them; all local steps of a client are taken in one
+go by `engine/linear.py`, so the ratio, with everything else in it, is below 1), and what the whole
+of `fedexp compare synthetic` takes beside a Python that only imports torch.
 
-    python benchmarks/synthetic.py
+    python benchmarks/synthetic.py --out benchmarks/records/DATE-cpu-synthetic.json
 """
 
 from __future__ import annotations
 
+import argparse
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 
@@ -17,7 +24,7 @@ import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
 from fedexp.experiments.setup import setup_for
 from fedexp.experiments.tables import text_table
-from machine import hardware
+from machine import Row, hardware, take_turns, write_record
 
 ROUNDS = 200
 NAMES = ("fedexp", "scaffold", "fedadagrad", "fedprox", "fedavg")
@@ -48,18 +55,50 @@ def measure(task: fx.tasks.Task, name: str) -> tuple[float, float]:
     return time.perf_counter() - began, last.train_loss
 
 
+def commands(turns: int = 3) -> dict[str, float]:
+    """Seconds of whole processes, which take turns; the first of each warms up the disk."""
+    script = Path(sys.executable).with_name("fedexp")
+
+    def compare() -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            options = ("--runs", folder, "--out", f"{folder}/picture.png", "--quiet")
+            _run([str(script), "compare", "synthetic", *options])
+
+    taken = take_turns(
+        {
+            "fedexp compare synthetic": compare,
+            "import torch": lambda: _run([sys.executable, "-c", "import torch"]),
+        },
+        turns,
+        warm=1,
+    )
+    return {name: ms / 1e3 for name, ms in taken.items()}
+
+
+def _run(command: Sequence[str]) -> None:
+    subprocess.run(command, check=True, capture_output=True)
+
+
 def main() -> None:
+    parser = argparse.ArgumentParser(description="the synthetic regression")
+    parser.add_argument("--out", type=Path, help="write all figures as JSON")
+    out, where = parser.parse_args().out, hardware()
     torch.set_num_threads(1)
-    task = fx.tasks.synthetic()
+    task, rows = fx.tasks.synthetic(), list[Row]()
     floor = bare_arithmetic(task)
-    cells, total = [], 0.0
     for name in NAMES:
         seconds, loss = measure(task, name)
-        total += seconds
-        cells.append([name, f"{seconds:.2f}", f"{seconds / floor:.2f}", f"{loss:.2g}"])
-    print(f"{hardware()}, 1 thread")
+        ratio = round(seconds / floor, 2)
+        rows.append({"algorithm": name, "seconds": round(seconds, 2), "ratio": ratio, "loss": loss})
+    print(f"{where}, 1 thread")
+    cells = [[*map(str, list(row.values())[:3]), f"{row['loss']:.2g}"] for row in rows]
     print(text_table(["algorithm", "seconds", "x bare arithmetic", "final loss"], cells))
+    total = sum(row["seconds"] for row in rows)
     print(f"all five: {total:.1f} s; bare arithmetic of one: {floor:.2f} s")
+    whole = commands()
+    for name, seconds in whole.items():
+        print(f"{name}: {seconds:.1f} s")
+    write_record(out, where, rows, bare_seconds=round(floor, 2), command_seconds=whole)
 
 
 if __name__ == "__main__":
