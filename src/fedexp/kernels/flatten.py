@@ -28,7 +28,7 @@ def flatten_images(x: Tensor) -> Tensor:
 def _turned(x: Tensor) -> Tensor:
     """[N, A, B] as [N, B, A], in memory."""
     if not (x.is_cuda and has_triton()):
-        return x.transpose(1, 2).contiguous()
+        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
     from fedexp.kernels.reorder import turned_matrices
 
     return turned_matrices(x.contiguous())
