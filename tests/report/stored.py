@@ -62,7 +62,7 @@ def write(root: Path, algorithm: str, seed: int, count: int = 30, speed: float =
     run = Spec("toy", algorithm, seed, rounds=30).prepare()
     folder = root / f"{algorithm}-{seed}"
     folder.mkdir(parents=True)
-    folder.joinpath("spec.toml").write_text(spec_text(run))
+    folder.joinpath("spec.toml").write_text(spec_text(frozen(run)))
     known = environment(run) | {"metric": "test_accuracy", "target": 0.9}
     folder.joinpath("environment.json").write_text(json.dumps(known))
     lines = "".join(json.dumps(row) + "\n" for row in rows(count, speed, seed))

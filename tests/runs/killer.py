@@ -73,7 +73,7 @@ def hold(folder: Path) -> None:
     from tests.runs.helpers import tiny
 
     spec: Spec = tiny()
-    with RunFolder(folder, spec.prepare()):
+    with RunFolder.of(folder, spec.prepare()):
         print("holding", flush=True)
         time.sleep(600)
 

@@ -50,7 +50,7 @@ SPECS = st.builds(
 
 
 def written(spec: Spec, folder: Path) -> dict[str, Any]:
-    (folder / "spec.toml").write_text(spec_text(spec.prepare(TASK)))
+    (folder / "spec.toml").write_text(spec_text(frozen(spec.prepare(TASK))))
     return read_spec(folder)
 
 

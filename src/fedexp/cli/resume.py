@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.cli.run import add_training_options, train
+from fedexp.errors import require
 from fedexp.runs import read_spec, spec_from
 
 
@@ -19,4 +20,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    return train(spec_from(read_spec(args.folder)).prepare(), args.folder, args)
+    spec = read_spec(args.folder)
+    require(
+        spec["engine"] != "flower",
+        f"{args.folder} is a run on Flower; start its app again, with the same checkpoint",
+    )
+    return train(spec_from(spec).prepare(), args.folder, args)

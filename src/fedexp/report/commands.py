@@ -18,6 +18,8 @@ def rerun(spec: Mapping[str, Any]) -> str:
     'fedexp run toy --algorithm fedexp --seed 1 --rounds 9 --cohort all --evaluate-every 2
         --set eps=0.1'
     """
+    if spec.get("engine") == "flower":
+        return "flwr run ."
     words = ["fedexp", "run", spec["task"], "--algorithm", spec["algorithm"]]
     words += ["--seed", spec["seed"], "--rounds", spec["rounds"]]
     words += ["--cohort", spec.get("cohort") or "all", "--evaluate-every", spec["evaluate_every"]]

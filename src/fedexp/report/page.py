@@ -157,7 +157,9 @@ def _summary(section: Section) -> str:
     asked = sorted({run.spec["rounds"] for run in section.runs})
     rounds = count(asked[-1], "round") if len(asked) == 1 else f"{asked[0]} to {asked[-1]} rounds"
     seeds = max(len(series.runs) for series in section.series)
-    clients = f"{spec.get('cohort') or spec['clients']} of {spec['clients']} clients a round"
+    clients = "clients on Flower"  # whose number is not fixed
+    if "clients" in spec:
+        clients = f"{spec.get('cohort') or spec['clients']} of {spec['clients']} clients a round"
     return f"{rounds}, {clients}, {count(seeds, 'seed')}"
 
 

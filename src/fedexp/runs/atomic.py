@@ -6,20 +6,21 @@ import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from fedexp.errors import UsageError
 
 
-def write_bytes(path: Path, data: bytes) -> None:
+def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Put `data` in the place of the file at once, for readers and for a loss of power alike.
 
     Whoever writes holds the folder's lock, so one name beside is enough.
     """
     beside = temporary(path)
     try:
-        with beside.open("wb") as file:
+        with open(beside, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())

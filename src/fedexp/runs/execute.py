@@ -92,7 +92,7 @@ def execute(
             return found
         if not is_run(where):
             run.records()  # checks its arguments before anything is on the disk
-        with RunFolder(where, run) as held:
+        with RunFolder.of(where, run) as held:
             return _on_disk(run, held, on_round, how)
 
 
@@ -100,7 +100,7 @@ def stored_outcome(run: Run, folder: Path) -> Outcome | None:
     """What came out of a run that is over; None where there is still something to do."""
     if not (folder / RESULT).exists() or not is_run(folder):
         return None
-    check_same(read_spec(folder), run, folder)
+    check_same(read_spec(folder), frozen(run), folder)
     warn_of_version(folder)
     return replace(load_run(folder).outcome(), spec=run.spec)
 
@@ -132,7 +132,7 @@ def _on_disk(run: Run, held: RunFolder, on_round: OnRound, how: Keeping) -> Outc
     if how.restart:
         with telling(held.path):
             held.clear()
-    with threads(held.threads()), closing(_session(held, how)) as session:
+    with threads(held.threads()), closing(_session(run, held, how)) as session:
         if session.resumed_from:
             with telling(held.path):
                 held.note_resumed(session.resumed_from)
@@ -150,10 +150,10 @@ def _on_disk(run: Run, held: RunFolder, on_round: OnRound, how: Keeping) -> Outc
     return replace(outcome, spec=run.spec, stored=session.resumed_from)
 
 
-def _session(held: RunFolder, how: Keeping) -> Session:
+def _session(run: Run, held: RunFolder, how: Keeping) -> Session:
     """The run where it was left, or at its beginning."""
     with telling(held.path):
-        return Session(held, how.checkpoint_every)
+        return Session(run, held, how.checkpoint_every)
 
 
 def _guarded(consumer: Consumer) -> Consumer:

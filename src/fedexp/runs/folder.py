@@ -9,6 +9,7 @@ import shlex
 import sys
 import time
 import warnings
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -23,9 +24,13 @@ from fedexp.experiments.spec import Run
 from fedexp.runs.atomic import telling, write_bytes, write_json
 from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.records import RECORDS, read_rows
-from fedexp.runs.spec_file import SPEC, check_same, read_spec, spec_text
+from fedexp.runs.spec_file import HEAD, SPEC, check_same, frozen, read_spec, spec_text
 
 ENVIRONMENT, RESULT, MODEL, LOCK = "environment.json", "result.json", "model.safetensors", ".lock"
+
+
+class BusyError(UsageError):
+    """Another process holds the folder of a run."""
 
 
 class RunWarning(UserWarning):
@@ -41,13 +46,26 @@ class RunFolder:
     """A run on the disk, held by this process alone while the block lasts.
 
     The lock is one of the operating system's, so a process that is killed leaves none behind.
+
+    Args:
+        path: the folder.
+        spec: the run's frozen spec; a folder with another one is refused.
+        about: where and with what the run began, should it begin now.
+        head: the first line of `spec.toml`.
     """
 
-    def __init__(self, path: Path, run: Run) -> None:
-        self.path, self.run = path, run
+    def __init__(
+        self, path: Path, spec: Mapping[str, Any], about: Mapping[str, Any], head: str = HEAD
+    ) -> None:
+        self.path, self.spec, self.about, self.head = path, spec, about, head
         self._made = [p for p in (path, *path.parents) if not p.exists()]
         self._began = False
         self._lock: IO[bytes] | None = None
+
+    @classmethod
+    def of(cls, path: Path, run: Run) -> RunFolder:
+        """The folder of a simulated run."""
+        return cls(path, frozen(run), environment(run))
 
     def __enter__(self) -> RunFolder:
         with telling(self.path):
@@ -81,7 +99,7 @@ class RunFolder:
         for path in self._own_files():
             if path.name not in (SPEC, LOCK, ENVIRONMENT):
                 path.unlink()
-        write_json(self.path / ENVIRONMENT, environment(self.run))
+        write_json(self.path / ENVIRONMENT, self.about)
 
     def threads(self) -> int:
         """How many threads the run began with: sums over more of them round differently."""
@@ -106,12 +124,12 @@ class RunFolder:
         for path in self.path.glob(".*.tmp"):
             path.unlink()  # whoever was writing it has been killed
         if is_run(self.path):
-            check_same(read_spec(self.path), self.run, self.path)
+            check_same(read_spec(self.path), self.spec, self.path)
             warn_of_version(self.path)
             return
         self._began = True
-        write_json(self.path / ENVIRONMENT, environment(self.run))
-        write_bytes(self.path / SPEC, spec_text(self.run).encode())
+        write_json(self.path / ENVIRONMENT, self.about)
+        write_bytes(self.path / SPEC, spec_text(self.spec, self.head).encode())
 
     def _own_files(self) -> list[Path]:
         known = {SPEC, ENVIRONMENT, RESULT, MODEL, LOCK, RECORDS}
@@ -133,8 +151,13 @@ class RunFolder:
 
 
 def environment(run: Run) -> dict[str, Any]:
-    """Where and with what a run began."""
+    """Where and with what a run began, and by which metric a report judges it."""
     on_gpu = torch.device(run.spec.device or "cpu").type == "cuda"
+    return {**machine(on_gpu), "metric": run.task.metric, "target": run.task.target}
+
+
+def machine(on_gpu: bool = False) -> dict[str, Any]:
+    """This machine, its libraries, the command and the time."""
     return {
         "fedexp": __version__,
         "python": platform.python_version(),
@@ -143,8 +166,6 @@ def environment(run: Run) -> dict[str, Any]:
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
         "threads": torch.get_num_threads(),
-        "metric": run.task.metric,  # by which a report judges the run
-        "target": run.task.target,
         "command": _command(),
         "started": _now(),
     }
@@ -182,7 +203,7 @@ def _locked(folder: Path) -> IO[bytes]:
     except OSError as error:
         file.close()
         if isinstance(error, BlockingIOError):
-            raise UsageError(
+            raise BusyError(
                 f"another process is working on {folder}; wait for it, or choose another folder"
             ) from None
         raise UsageError(

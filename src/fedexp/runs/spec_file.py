@@ -35,10 +35,9 @@ def run_id(run: Run) -> str:
     return _id_of(frozen(run))
 
 
-def spec_text(run: Run) -> str:
-    """The text of `spec.toml`."""
-    spec = frozen(run)
-    return HEAD + tomli_w.dumps({"format": FORMAT, "id": _id_of(spec), **spec})
+def spec_text(spec: Mapping[str, Any], head: str = HEAD) -> str:
+    """The text of `spec.toml` for a frozen spec."""
+    return head + tomli_w.dumps({"format": FORMAT, "id": _id_of(spec), **spec})
 
 
 def read_spec(folder: Path) -> dict[str, Any]:
@@ -81,9 +80,9 @@ def spec_from(spec: Mapping[str, Any]) -> Spec:
     )
 
 
-def check_same(spec: Mapping[str, Any], run: Run, folder: Path) -> None:
+def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
     """Refuse to continue a run as another one: an option may have changed its default since."""
-    now = _flat(frozen(run))
+    now = _flat(wanted)
     then = _flat({name: value for name, value in spec.items() if name not in ("format", "id")})
     changed = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
     if changed:

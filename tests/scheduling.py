@@ -1,0 +1,17 @@
+"""Which worker runs which test: those that share real processes go to one, all others anywhere.
+
+xdist has a mark for that, `xdist_group`, which pytest 9.2 no longer lets it see.
+"""
+
+from __future__ import annotations
+
+from xdist.scheduler import LoadScopeScheduling
+
+TOGETHER = ("tests/flower/deploy/",)
+
+
+class Together(LoadScopeScheduling):  # type: ignore[misc]
+    """A test is a unit of work of its own, but for the folders whose tests belong together."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid)
