@@ -1,0 +1,30 @@
+"""Differential privacy: clip, noise, a step size that the noise does not fool, and the account.
+
+Works on `Aggregate`s and needs no transport; `fedexp[privacy]` brings the library that accounts.
+"""
+
+from fedexp.privacy.accounting import Sampling, epsilon, noise_multiplier
+from fedexp.privacy.bounds import best_norm_weight, clip, joint_sensitivity
+from fedexp.privacy.checks import PrivacyWarning
+from fedexp.privacy.mechanism import CentralMechanism, LocalMechanism, Mechanism
+from fedexp.privacy.noise import normals, seeded_normals, system_normals
+from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy, Privacy
+
+__all__ = [
+    "CentralMechanism",
+    "CentralPrivacy",
+    "LocalMechanism",
+    "LocalPrivacy",
+    "Mechanism",
+    "Privacy",
+    "PrivacyWarning",
+    "Sampling",
+    "best_norm_weight",
+    "clip",
+    "epsilon",
+    "joint_sensitivity",
+    "noise_multiplier",
+    "normals",
+    "seeded_normals",
+    "system_normals",
+]

@@ -1,0 +1,173 @@
+"""Clip, noise, and the sums a rule may see: the same `Aggregate`, now safe to step with.
+
+Server rules need no change. They read the mean update and the mean squared norm from the sums.
+The first comes out of here unbiased, the second as a lower bound that noise does not inflate, and
+||mean||² is that of the noised mean, the step really taken. docs/privacy.md derives all three.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from fedexp.aggregate import Aggregate
+from fedexp.errors import require
+from fedexp.privacy.accounting import Sampling, epsilon
+from fedexp.privacy.bounds import clip, joint_sensitivity, lower_bound
+from fedexp.privacy.noise import normals, system_uniforms
+from fedexp.seeding import generator
+
+
+class Mechanism(Protocol):
+    """What a server does for privacy in a round; made by the `prepare` of the settings."""
+
+    hides_client_metrics: ClassVar[bool]
+
+    def sample(self, clients: int, round: int) -> list[int] | None:
+        """The cohort where privacy rests on drawing it in secret, else None."""
+
+    def clipped(self, updates: Tensor) -> Tensor:
+        """Updates [d] or [M, d] as they may enter the sums."""
+
+    def release(self, aggregate: Aggregate, round: int) -> Aggregate:
+        """The sums of a round as a server rule may see them."""
+
+    def metrics(self, round: int, released: Aggregate | None) -> dict[str, float]:
+        """What the rounds so far have cost, and how much of the mean update is noise."""
+
+    def config(self) -> dict[str, float]:
+        """What clients are told."""
+
+
+@dataclass(frozen=True)
+class CentralMechanism:
+    """A trusted server clips, sums and adds Gaussian noise to (Σ Δ_i, κ/C Σ ||Δ_i||²) at once.
+
+    Args:
+        clip: C, the bound on each update's norm.
+        noise_multiplier: z; the noise has standard deviation z C √(1 + κ²) in every coordinate.
+        delta: δ of the account.
+        clients: N.
+        cohort: M, the fixed number that sums are divided by, whoever arrives.
+        norm_weight: κ; 0 releases no squared norms, for rules that read none.
+        sampling: see `epsilon`.
+        noise_seed: for tests only.
+    """
+
+    clip: float
+    noise_multiplier: float
+    delta: float
+    clients: int
+    cohort: int
+    norm_weight: float
+    sampling: Sampling = "known"
+    noise_seed: int | None = None
+    hides_client_metrics: ClassVar[bool] = True
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the noise on every coordinate of the sum."""
+        return self.noise_multiplier * joint_sensitivity(self.clip, self.norm_weight)
+
+    def sample(self, clients: int, round: int) -> list[int] | None:
+        if self.sampling != "poisson":
+            return None
+        if self.noise_seed is None:
+            coins = system_uniforms(clients)
+        else:
+            coins = generator(self.noise_seed, "secret cohort", round).random(clients)
+        return [i for i, coin in enumerate(coins) if coin < self.cohort / self.clients]
+
+    def clipped(self, updates: Tensor) -> Tensor:
+        return clip(updates, self.clip)
+
+    def release(self, aggregate: Aggregate, round: int) -> Aggregate:
+        """Noised sums over the fixed weight M; the scalar is a lower bound within [0, M C²]."""
+        _require_no_extras(aggregate)
+        dim = aggregate.update.numel()
+        noise = self.sigma * normals(self.noise_seed, round)(dim + 1).to(aggregate.update.device)
+        update = (aggregate.update + noise[:dim]).to(aggregate.update.dtype)
+        size = torch.full_like(aggregate.weight, self.cohort)
+        sq_norm = torch.full_like(aggregate.sq_norm, math.nan)
+        if self.norm_weight > 0:
+            scale = self.clip / self.norm_weight
+            noisy = aggregate.sq_norm + scale * noise[dim]
+            sq_norm = lower_bound(noisy, scale * self.sigma, self.cohort * self.clip**2)
+        return replace(aggregate, weight=size, update=update, sq_norm=sq_norm, count=size)
+
+    def metrics(self, round: int, released: Aggregate | None) -> dict[str, float]:
+        options = {"clients": self.clients, "cohort": self.cohort}
+        spent = epsilon(self.noise_multiplier, round, self.delta, sampling=self.sampling, **options)
+        share = _noise_share(released, (self.sigma / self.cohort) ** 2)
+        return {"epsilon": spent, "delta": self.delta, **share}
+
+    def config(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass(frozen=True)
+class LocalMechanism:
+    """The server's side where clients noise their own updates: it takes d σ² off each ||·||².
+
+    Args:
+        clip: C, the clients' bound.
+        noise_multiplier: z; each client adds noise of standard deviation σ = z C.
+        delta: δ of the account.
+    """
+
+    clip: float
+    noise_multiplier: float
+    delta: float
+    hides_client_metrics: ClassVar[bool] = False
+
+    @property
+    def sigma(self) -> float:
+        """Standard deviation of the noise on every coordinate of one client's update."""
+        return self.noise_multiplier * self.clip
+
+    def sample(self, clients: int, round: int) -> list[int] | None:
+        return None
+
+    def clipped(self, updates: Tensor) -> Tensor:
+        return updates
+
+    def release(self, aggregate: Aggregate, round: int) -> Aggregate:
+        """||Δ_i + n_i||² has mean ||Δ_i||² + d σ² and variance 2 d σ⁴ + 4 σ² ||Δ_i||²."""
+        _require_no_extras(aggregate)
+        variance, inflation = self.sigma**2, aggregate.update.numel() * self.sigma**2
+        deviation = (aggregate.weight * variance * (2 * inflation + 4 * self.clip**2)).sqrt()
+        honest = aggregate.sq_norm - aggregate.weight * inflation
+        most = aggregate.weight * self.clip**2
+        return replace(aggregate, sq_norm=lower_bound(honest, deviation, most))
+
+    def metrics(self, round: int, released: Aggregate | None) -> dict[str, float]:
+        # any two inputs of a client are neighbours, and they differ by up to 2 C
+        spent = epsilon(self.noise_multiplier / 2, round, self.delta)
+        clients = 1.0 if released is None else max(float(released.count), 1.0)
+        share = _noise_share(released, self.sigma**2 / clients)
+        return {"epsilon": spent, "delta": self.delta, **share}
+
+    def config(self) -> dict[str, float]:
+        return {"fedexp.clip": self.clip, "fedexp.noise": self.noise_multiplier}
+
+
+def _noise_share(released: Aggregate | None, variance: float) -> dict[str, float]:
+    """The expected part of the noise in ||mean||², at most 1."""
+    if released is None:
+        return {}
+    whole = float(released.sq_norm_of_mean)
+    noise = released.update.numel() * variance
+    return {"noise_share": min(1.0, noise / whole) if whole > 0 else 1.0}
+
+
+def _require_no_extras(aggregate: Aggregate) -> None:
+    names = ", ".join(sorted(aggregate.extras))
+    require(
+        not names,
+        f"the sums carry {names}, which privacy does not cover; use a client rule without control "
+        "variates and a model without BatchNorm (GroupNorm will do)",
+    )

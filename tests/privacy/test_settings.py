@@ -1,0 +1,101 @@
+"""What a user may ask for, what is refused, and what is warned about."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+import fedexp as fx
+from fedexp.algorithms import ALGORITHMS
+from fedexp.errors import UsageError
+from fedexp.privacy import CentralPrivacy, LocalPrivacy, PrivacyWarning, epsilon
+
+RUN: dict[str, Any] = {"clients": 1000, "cohort": 100, "rounds": 20, "algorithm": fx.fedexp()}
+
+
+def test_the_noise_follows_from_epsilon_over_all_rounds() -> None:
+    mechanism = CentralPrivacy(clip=1.0, delta=1e-5, epsilon=4.0).prepare(**RUN)
+    assert mechanism.metrics(20, None)["epsilon"] == pytest.approx(4.0, rel=1e-6)
+    local = LocalPrivacy(clip=1.0, delta=1e-5, epsilon=4.0, rounds=20).prepare(**RUN)
+    assert local.metrics(20, None)["epsilon"] == pytest.approx(4.0, rel=1e-6)
+    assert local.noise_multiplier == pytest.approx(2 * mechanism.noise_multiplier)
+
+
+def test_settings_of_ones_own_come_before_those_of_the_run() -> None:
+    asked = CentralPrivacy(
+        1.0, 1e-5, noise_multiplier=2.0, clients=5000, cohort=50, norm_weight=0.4
+    )
+    mechanism = asked.prepare(**RUN)
+    assert (mechanism.clients, mechanism.cohort, mechanism.norm_weight) == (5000, 50, 0.4)
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS))
+def test_every_algorithm_is_private_or_refused(name: str) -> None:
+    """Only rules that extrapolate pay for the squared norms."""
+    run = {**RUN, "algorithm": ALGORITHMS[name]()}
+    privacy = CentralPrivacy(1.0, 1e-5, noise_multiplier=1.0)
+    if name.startswith("scaffold"):
+        with pytest.raises(UsageError, match="control variates"):
+            privacy.prepare(**run)
+    else:
+        kappa = privacy.prepare(**run).norm_weight
+        assert kappa == pytest.approx(0.2 if "exp" in name else 0.0)
+
+
+@pytest.mark.parametrize(
+    ("change", "remedy"),
+    [
+        ({"weighting": "num-examples"}, "leave weighting out"),
+        ({"buffers": True}, "GroupNorm"),
+        ({"algorithm": fx.scaffold_exp()}, "such as fedexp"),
+    ],
+)
+def test_what_is_not_covered_is_refused(change: dict[str, Any], remedy: str) -> None:
+    for privacy in (CentralPrivacy(1.0, 1e-5, 1.0), LocalPrivacy(1.0, 1e-5, 1.0)):
+        with pytest.raises(UsageError, match=remedy):
+            privacy.prepare(**{**RUN, **change})
+
+
+@pytest.mark.parametrize(
+    ("make", "remedy"),
+    [
+        (lambda: CentralPrivacy(0.0, 1e-5, 1.0), "median norm"),
+        (lambda: CentralPrivacy(1.0, 1.0, 1.0), "1e-5 is usual"),
+        (lambda: CentralPrivacy(1.0, 1e-5), "either noise_multiplier or epsilon"),
+        (lambda: CentralPrivacy(1.0, 1e-5, 1.0, 1.0), "either noise_multiplier or epsilon"),
+        (lambda: CentralPrivacy(1.0, 1e-5, 0.0), "leave privacy out"),
+        (lambda: CentralPrivacy(1.0, 1e-5, epsilon=-1.0), "epsilon must be positive"),
+        (lambda: CentralPrivacy(1.0, 1e-5, 1.0, norm_weight=0.0), "norm_weight"),
+        (lambda: CentralPrivacy(1.0, 1e-5, 1.0, cohort=0), "cohort must be at least 1"),
+        (lambda: LocalPrivacy(1.0, 1e-5, epsilon=1.0), "needs rounds too"),
+        (lambda: LocalPrivacy(1.0, 1e-5, 1.0, rounds=0), "at least 1"),
+    ],
+)
+def test_nonsense_is_refused_when_it_is_written(make: Any, remedy: str) -> None:
+    with pytest.raises(UsageError, match=remedy):
+        make()
+
+
+def test_a_delta_that_could_publish_a_client_is_warned_about() -> None:
+    with pytest.warns(PrivacyWarning, match="1 / 1000 clients"):
+        CentralPrivacy(1.0, 1e-3, noise_multiplier=1.0).prepare(**RUN)
+
+
+def test_a_guessable_seed_is_warned_about_where_cohorts_must_be_secret() -> None:
+    fixed = CentralPrivacy(1.0, 1e-5, noise_multiplier=4.0, sampling="fixed")
+    with pytest.warns(PrivacyWarning, match="secrets.randbits"):
+        fixed.prepare(**RUN, seed=0)
+    mechanism = fixed.prepare(**RUN, seed=2**61 + 5)
+    spent = epsilon(4.0, 20, 1e-5, sampling="fixed", clients=1000, cohort=100)
+    assert mechanism.metrics(20, None)["epsilon"] == spent
+
+
+def test_without_the_library_one_line_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    for privacy in (CentralPrivacy(1.0, 1e-5, 1.0), LocalPrivacy(1.0, 1e-5, 1.0)):
+        with pytest.raises(UsageError, match=r"pip install 'fedexp\[privacy\]'"):
+            privacy.prepare(**RUN)
