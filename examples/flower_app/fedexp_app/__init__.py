@@ -1,0 +1,1 @@
+"""FedExP on Flower: an app to copy."""

@@ -1,0 +1,62 @@
+"""FedExP and every other rule of this package on Flower: real clients, real network."""
+
+from fedexp.data.extras import extra
+
+extra("flwr", "fedexp.flower", group="flower")
+
+from fedexp.flower.client import LocalRule  # noqa: E402
+from fedexp.flower.core import Server  # noqa: E402
+from fedexp.flower.identity import identify  # noqa: E402
+from fedexp.flower.layout import Layout  # noqa: E402
+from fedexp.flower.named import (  # noqa: E402
+    STRATEGIES,
+    FedAdagrad,
+    FedAdam,
+    FedAvg,
+    FedAvgM,
+    FedExP,
+    FedExPM,
+    FedProx,
+    FedProxExP,
+    FedYogi,
+    Scaffold,
+    ScaffoldExP,
+)
+from fedexp.flower.planned import (  # noqa: E402
+    central_evaluation,
+    initial_arrays,
+    planned,
+    planned_evaluate,
+)
+from fedexp.flower.private import local_privacy  # noqa: E402
+from fedexp.flower.secure import SecureAggregation  # noqa: E402
+from fedexp.flower.secure_client import SecureMod, secure_mod  # noqa: E402
+from fedexp.flower.strategy import RuleStrategy  # noqa: E402
+
+__all__ = [
+    "STRATEGIES",
+    "FedAdagrad",
+    "FedAdam",
+    "FedAvg",
+    "FedAvgM",
+    "FedExP",
+    "FedExPM",
+    "FedProx",
+    "FedProxExP",
+    "FedYogi",
+    "Layout",
+    "LocalRule",
+    "RuleStrategy",
+    "Scaffold",
+    "ScaffoldExP",
+    "SecureAggregation",
+    "SecureMod",
+    "Server",
+    "central_evaluation",
+    "identify",
+    "initial_arrays",
+    "local_privacy",
+    "planned",
+    "planned_evaluate",
+    "secure_mod",
+]

@@ -1,0 +1,155 @@
+"""A client's reply, checked before anything of it is used."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import numpy as np
+import torch
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from torch import Tensor
+
+from fedexp.aggregate import usable
+from fedexp.client import ClientRule
+from fedexp.errors import UsageError
+from fedexp.flower.core import Server
+from fedexp.flower.layout import Arrays, ndarrays
+from fedexp.flower.request import EXTRAS
+
+Weighting = Literal["uniform", "num-examples"]
+Metrics = Mapping[str, Any]
+Kind = TypeVar("Kind", ArrayRecord, MetricRecord)
+LEAST_WEIGHT, MOST_WEIGHT = 1e-30, 1e30  # so that float32 sums can hold them
+
+
+class UnusableReply(UsageError):
+    """Why a reply is left out of its round."""
+
+
+@dataclass(frozen=True, eq=False)
+class Contribution:
+    """What a usable reply adds to a round.
+
+    Attributes:
+        delta: Δ_i = w - w_i as one vector.
+        weight: p_i; 1 with uniform weights.
+        extras: further terms of the sums.
+        metrics: what the client tells beside.
+    """
+
+    delta: Tensor
+    weight: float
+    extras: Mapping[str, Tensor]
+    metrics: Metrics
+
+
+class Reader:
+    """Reads the replies of one round.
+
+    Args:
+        server: whose model the clients were sent.
+        arrays_key: under which they reply theirs; where there is none of that name, the only other.
+        weight_key: the metric that weighs a client.
+        weighting: "uniform", or "num-examples" to weigh by that metric.
+    """
+
+    def __init__(
+        self, server: Server, arrays_key: str, weight_key: str, weighting: Weighting
+    ) -> None:
+        self.server, self.start = server, server.start_point()
+        self.arrays_key, self.weight_key, self.weighting = arrays_key, weight_key, weighting
+        self.extras = extras_of(server.algorithm.client)
+
+    def read(self, reply: Message) -> Contribution:
+        """What the reply adds; raises `UnusableReply` for one that must not enter the model."""
+        content = content_of(reply)
+        metrics = metrics_of(content)
+        arrays = self._model(content)
+        weight = 1.0 if self.weighting == "uniform" else checked_weight(metrics, self.weight_key)
+        delta, extras = self.server.contribution(arrays, self.start)
+        extras |= {name: self._extra(content, name) for name in self.extras}
+        if not usable(delta[None], {name: value[None] for name, value in extras.items()}).item():
+            raise UnusableReply(f"its values are not finite ({_first_bad(arrays)})")
+        return Contribution(delta, weight, extras, metrics)
+
+    def _model(self, content: RecordDict) -> Arrays:
+        arrays = _loaded(_only(content.array_records, self.arrays_key, "model"))
+        if (reason := self.server.layout.misfit(arrays)) is not None:
+            raise UnusableReply(reason)
+        return arrays
+
+    def _extra(self, content: RecordDict, name: str) -> Tensor:
+        """A vector that the client rule adds; the server's step needs it of every client."""
+        rule = type(self.server.algorithm.client).__name__
+        found = _loaded(content.array_records.get(EXTRAS, ArrayRecord())).get(name)
+        if found is None:
+            raise UnusableReply(
+                f"it has no {name!r} in {EXTRAS!r}, which {rule} needs; use "
+                "fedexp.flower.LocalRule in the ClientApp"
+            )
+        if found.shape != self.start.shape or found.dtype.kind != "f":
+            raise UnusableReply(f"its {name!r} is not a vector of {len(self.start)} numbers")
+        return torch.from_numpy(found).to(self.start.dtype)
+
+
+def content_of(reply: Message) -> RecordDict:
+    """The content of a reply; raises `UnusableReply` where it is an error."""
+    if reply.has_error():
+        said = str(reply.error.reason or f"error {reply.error.code}").strip()
+        raise UnusableReply(said.splitlines()[-1] if said else "an error without a reason")
+    return reply.content
+
+
+def metrics_of(content: RecordDict) -> Metrics:
+    """The one metric record of a reply; nothing where it has none."""
+    if not content.metric_records:
+        return {}
+    return dict(_only(content.metric_records, "metrics", "metrics"))
+
+
+def checked_weight(metrics: Metrics, key: str) -> float:
+    """The weight that a client tells; raises `UnusableReply` for what is none."""
+    value = metrics.get(key)
+    if value is None:
+        raise UnusableReply(f"its metrics have no {key!r}, by which clients are weighed")
+    if isinstance(value, list) or not LEAST_WEIGHT <= value <= MOST_WEIGHT:
+        raise UnusableReply(f"its {key!r} is {value}, which is no weight")
+    return float(value)
+
+
+def extras_of(rule: ClientRule) -> tuple[str, ...]:
+    """The names of what a client rule adds to the sums."""
+    nothing = torch.zeros(0)
+    _, extras = rule.finish(nothing, 1.0, rule.init_shared(nothing), rule.init_local(nothing))
+    return tuple(extras)
+
+
+def _only(records: Mapping[str, Kind], key: str, what: str) -> Kind:
+    """The record of that name, or the only one that is not ours."""
+    others = {name: value for name, value in records.items() if not name.startswith("fedexp.")}
+    if key in others:
+        return others[key]
+    if len(others) != 1:
+        raise UnusableReply(f"it has {len(others)} records with a {what} and none called {key!r}")
+    return next(iter(others.values()))
+
+
+def _loaded(record: ArrayRecord) -> Arrays:
+    try:
+        arrays = ndarrays(record)
+    except Exception as error:  # bytes of a stranger: numpy raises what it likes
+        raise UnusableReply(f"its arrays cannot be read ({type(error).__name__})") from error
+    if not all(isinstance(value, np.ndarray) for value in arrays.values()):
+        raise UnusableReply("its arrays are not plain ones")  # numpy also reads archives
+    return arrays
+
+
+def _first_bad(arrays: Arrays) -> str:
+    """Which array has a value that is not finite."""
+    for name, value in arrays.items():
+        if value.dtype.kind == "f" and not math.isfinite(value.sum(dtype="float64")):
+            return f"{name!r}"
+    return "the norm of its update"

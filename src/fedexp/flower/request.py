@@ -1,0 +1,172 @@
+"""`Request`: what a server asks of a client in a round, read from its message."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from torch import Tensor
+
+from fedexp.client import SGD, ClientRule, Prox, Scaffold, Tensors
+from fedexp.errors import UsageError, require, unknown_name
+from fedexp.flower.client_store import ClientStore, state_root
+from fedexp.flower.identity import client_name
+from fedexp.flower.layout import Layout
+
+SHARED, EXTRAS = "fedexp.shared", "fedexp.extras"
+Metrics = Mapping[str, Any]
+Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
+log = logging.getLogger("flwr")
+
+
+@dataclass(frozen=True, eq=False)
+class Request:
+    """A train message, taken apart.
+
+    Attributes:
+        message: the message to reply to.
+        key: under which the model travels, in the message and in the reply.
+        arrays: the model that the round begins from.
+        start: its parameters as one vector.
+        layout: how its arrays become vectors, as the server sees it.
+        rule: the client rule that the server asks for.
+        shared: what the server keeps for that rule, as flat vectors.
+        round: the round, counted from 1.
+        base: the round whose state this client begins with; 0 where it begins afresh.
+        mine: that state.
+        store: where the client keeps its states.
+    """
+
+    message: Message
+    key: str
+    arrays: ArrayRecord
+    start: Tensor
+    layout: Layout
+    rule: ClientRule
+    shared: Tensors
+    round: int
+    base: int
+    mine: Tensors
+    store: ClientStore
+
+    @classmethod
+    def of(cls, message: Message, context: Context) -> Request:
+        content = message.content
+        key, arrays = single_record(content, ArrayRecord, "model")
+        _, config = single_record(content, ConfigRecord, "config")
+        rule = asked_rule(config)
+        layout = Layout.of(arrays, _names(config.get("fedexp.buffers")))
+        start = layout.flat(arrays)
+        shared = _vectors(content, rule, start)
+        store = ClientStore.of(
+            state_root(context),
+            str(config.get("fedexp.study", context.run_id)),
+            client_name(context),
+        )
+        round = _whole(config, "server-round") or 0
+        base, mine = _begin(store, rule.init_local(start), round, _whole(config, "fedexp.accepted"))
+        return cls(message, key, arrays, start, layout, rule, shared, round, base, mine, store)
+
+    def reply(
+        self, arrays: ArrayRecord, metrics: Metrics, kept: Tensors, extras: Tensors
+    ) -> Message:
+        """The reply, after what the client keeps is safely on its disk.
+
+        A state that is not finite belongs to an update that the server will refuse.
+        """
+        if kept and all(bool(value.isfinite().all()) for value in kept.values()):
+            self.store.save(kept, self.round, self.base)
+        content = RecordDict({self.key: arrays, "metrics": MetricRecord(dict(metrics))})
+        if extras:
+            named = {name: Array(value.numpy()) for name, value in extras.items()}
+            content[EXTRAS] = ArrayRecord(named)
+        return Message(content, reply_to=self.message)
+
+
+def asked_rule(config: ConfigRecord) -> ClientRule:
+    """The client rule that a server names; plain SGD where it names none, as Flower's own do."""
+    known = {
+        "sgd": SGD,
+        "prox": lambda: Prox(float(_number(config, "fedexp.mu"))),
+        "scaffold": Scaffold,
+    }
+    name = str(config.get("fedexp.client", "sgd"))
+    if name not in known:
+        raise unknown_name("client rule", name, known)
+    return known[name]()
+
+
+def _begin(
+    store: ClientStore, fresh: Tensors, round: int, accepted: int | None
+) -> tuple[int, Tensors]:
+    """The state to begin with: of the last round that the server accepted from this client.
+
+    A server that does not say gets the newest of an earlier round.
+    """
+    if not fresh:
+        return 0, {}
+    require(round >= 1, "the server did not say which round it is; let it send server-round")
+    if accepted is None:
+        accepted = max((r for r in store.rounds() if r < round), default=0)
+    if not accepted:
+        return 0, fresh
+    found = store.load(accepted)
+    if found is None:
+        log.warning(
+            "the state of round %d is not in %s: this client begins afresh, and the server's "
+            "control variate keeps what it had of it; give the node a fedexp-state folder that "
+            "outlives it",
+            accepted,
+            store.folder,
+        )
+        return accepted, fresh
+    fits = {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in fresh.items()}
+    require(fits, f"{store.folder} belongs to another model; remove it or set fedexp-state")
+    return accepted, found
+
+
+def _vectors(content: RecordDict, rule: ClientRule, start: Tensor) -> dict[str, Tensor]:
+    """What the server keeps for the rule, checked against the model."""
+    wanted = rule.init_shared(start)
+    sent = content.array_records.get(SHARED, ArrayRecord())
+    shared = {name: torch.from_numpy(array.numpy()) for name, array in sent.items()}
+    for name, value in wanted.items():
+        require(
+            name in shared and shared[name].shape == value.shape,
+            f"{type(rule).__name__} needs a vector {name!r} of {len(start)} numbers from the "
+            "server; use a strategy of fedexp.flower there, of the same version",
+        )
+    return {name: shared[name] for name in wanted}
+
+
+def single_record(content: RecordDict, kind: type[Kind], what: str) -> tuple[str, Kind]:
+    """The one record of a kind that is not ours, whatever the server calls it."""
+    found = [
+        (key, value)
+        for key, value in content.items()
+        if isinstance(value, kind) and not key.startswith("fedexp.")
+    ]
+    require(len(found) == 1, f"the message has {len(found)} records with a {what}, not one")
+    return found[0]
+
+
+def _names(value: Any) -> list[str] | None:
+    return None if value is None else [str(name) for name in value]
+
+
+def _whole(config: ConfigRecord, key: str) -> int | None:
+    value = config.get(key)
+    if value is None or (isinstance(value, int) and value >= 0):
+        return value
+    raise UsageError(f"the server sent {key}={value!r}, which is not a whole number")
+
+
+def _number(config: ConfigRecord, key: str) -> float:
+    value = config.get(key)
+    if isinstance(value, int | float):
+        return float(value)
+    raise UsageError(f"the server sent {key}={value!r}, which is not a number")

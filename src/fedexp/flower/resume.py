@@ -1,0 +1,158 @@
+"""A run on Flower in a folder: the same files as a simulated one has, written after every round."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from logging import INFO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import flwr
+import torch
+from flwr.app import ConfigRecord
+from flwr.supercore import log
+
+from fedexp.engine import SimulationState
+from fedexp.errors import DivergedError, UsageError
+from fedexp.flower.layout import ndarrays
+from fedexp.flower.rows import Row, stored
+from fedexp.flower.spec import frozen
+from fedexp.flower.training import Training
+from fedexp.runs import is_run, load_run, read_spec
+from fedexp.runs.atomic import write_json
+from fedexp.runs.folder import BusyError, RunFolder, machine
+from fedexp.runs.journal import Journal
+from fedexp.runs.tensors import to_bytes
+
+if TYPE_CHECKING:
+    from fedexp.flower.strategy import RuleStrategy
+
+HEAD = "# A run of fedexp on Flower, frozen. Start it again with checkpoint=THIS-FOLDER\n"
+RELEASES = "checkpoint-releases.json"
+LETS_GO = 30.0  # seconds
+REMEDIES = {
+    "begin again with --restart": "remove the folder to begin again",
+    "use --no-save": "leave checkpoint out",
+    "or --no-save": "or leave checkpoint out",
+}
+
+
+class Book:
+    """Where the rows of a run go; in memory only, this one, so nowhere.
+
+    Attributes:
+        rows: of the rounds before this start.
+        over: whether there is nothing left to do.
+    """
+
+    def __init__(self, rows: Sequence[Row] = ()) -> None:
+        self.rows, self.over = list(rows), False
+
+    def add(self, row: Row, state: SimulationState) -> None:
+        """A round is complete."""
+
+    def finish(self, error: DivergedError | None) -> None:
+        """The run is over."""
+
+
+class Releases:
+    """How many noised sums a private run has released, noted before each.
+
+    A process that dies between a release and the checkpoint of its round leaves one that no row
+    tells of; the round is done again, and both cost.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.path, self.count = folder / RELEASES, 0
+        if self.path.exists():
+            self.count = int(json.loads(self.path.read_bytes())["releases"])
+
+    def note(self) -> None:
+        self.count += 1
+        write_json(self.path, {"releases": self.count})
+
+
+class DiskBook(Book):
+    """The rows and states of a run in its folder."""
+
+    def __init__(self, journal: Journal, training: Training) -> None:
+        super().__init__(journal.rows)
+        self.journal, self.training = journal, training
+        self._releases = Releases(journal.folder.path)
+        if (privacy := training.settings.privacy) is not None:
+            told = sum(privacy.noised_by_clients or bool(row["clients"]) for row in self.rows)
+            training.extra_releases = max(0, self._releases.count - told)
+            training.before_release = self._releases.note
+
+    def add(self, row: Row, state: SimulationState) -> None:
+        self.journal.add(stored(row), state)
+
+    def finish(self, error: DivergedError | None) -> None:
+        arrays = ndarrays(self.training.server.output())
+        named = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
+        status = "diverged" if error else "finished"
+        self.journal.conclude(status, to_bytes(named), error)
+
+
+@contextmanager
+def opened(strategy: RuleStrategy, training: Training, config: ConfigRecord) -> Iterator[Book]:
+    """The book of a run, with the training put where the run was left."""
+    if training.settings.checkpoint is None:
+        yield Book()
+        return
+    path = Path(training.settings.checkpoint)
+    with _in_our_words():
+        if is_run(path):
+            training.study = str(read_spec(path).get("study", training.study))
+        spec = frozen(strategy, training, config)
+        about = {**machine(), "flwr": flwr.__version__, "metric": "test_accuracy", "target": None}
+        with ExitStack() as stack:
+            folder = _held(stack, RunFolder(path, spec, about, HEAD))
+            journal = Journal(folder, 0.0, torch.device("cpu"))
+            stack.callback(journal.close)
+            yield _restored(folder, journal, training)
+
+
+def _held(stack: ExitStack, folder: RunFolder) -> RunFolder:
+    """The folder, held; the ServerApp of a SuperLink that died may take a while to let it go."""
+    end = time.monotonic() + LETS_GO
+    while True:
+        try:
+            return stack.enter_context(folder)
+        except BusyError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(min(1.0, LETS_GO))
+
+
+def _restored(folder: RunFolder, journal: Journal, training: Training) -> DiskBook:
+    book = DiskBook(journal, training)
+    if journal.state is not None:
+        training.restore(journal.state, journal.rows)
+    result = load_run(folder.path).result
+    book.over = result is not None
+    if result is not None and result["status"] == "diverged":
+        raise DivergedError(result["diverged_at"], result.get("reason", "the model"))
+    if book.over:
+        log(INFO, "%s holds a finished run; nothing is left to do", folder.path)
+    elif journal.resumed_from:
+        log(INFO, "going on in %s after round %d", folder.path, journal.resumed_from)
+        folder.note_resumed(journal.resumed_from)
+    return book
+
+
+@contextmanager
+def _in_our_words() -> Iterator[None]:
+    """Remedies that name options of the command line, for those who have none."""
+    try:
+        yield
+    except UsageError as error:
+        text = str(error)
+        for theirs, ours in REMEDIES.items():
+            text = text.replace(theirs, ours)
+        if text == str(error):
+            raise
+        raise UsageError(text) from error

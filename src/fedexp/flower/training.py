@@ -1,0 +1,218 @@
+"""`Training`: what a server knows of its federation while it trains, and the two ends of a round.
+
+`messages` begins a round, `complete` ends it; how the replies become sums lies between them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from logging import INFO
+from typing import Any
+from uuid import uuid4
+
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore import log
+
+from fedexp.aggregate import Aggregate
+from fedexp.engine import SimulationState
+from fedexp.errors import FedExPError, require
+from fedexp.flower.census import Census
+from fedexp.flower.core import Server
+from fedexp.flower.gather import Gathered
+from fedexp.flower.request import SHARED
+from fedexp.flower.sampling import (
+    Absences,
+    Shares,
+    evaluation_cohort,
+    training_cohort,
+    wait_for_nodes,
+)
+from fedexp.flower.settings import Settings
+from fedexp.privacy import Mechanism
+
+Row = Mapping[str, Any]
+GRACE = 5.0  # seconds, so that it is the server that says who was late, not the SuperLink
+
+
+class NoRepliesError(FedExPError):
+    """Round after round, no client gave anything to train with."""
+
+
+class Training:
+    """A run at work.
+
+    Args:
+        settings: of the strategy.
+        arrays: the first model.
+        rounds: rounds in all, where they are known.
+        timeout: seconds that a round may take.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        arrays: ArrayRecord,
+        rounds: int | None = None,
+        timeout: float = 3600,
+    ) -> None:
+        self.settings, self.rounds, self.timeout = settings, rounds, timeout
+        self.server = Server(settings.algorithm, arrays, settings.buffers)
+        self.study = uuid4().hex
+        self.census = Census()
+        self.absences, self.evaluation_absences = Absences(), Absences()
+        self.accepted: dict[str, int] = {}
+        self.newly_accepted: list[str] = []
+        self.extra_releases = 0  # made by processes that died before they could tell
+        self.before_release: Callable[[], None] = lambda: None
+        self._mechanism: Mechanism | None = None
+        self._first = self._most = self._asked = self._empty = 0
+        self._began = time.monotonic()
+
+    def restore(self, state: SimulationState, rows: Sequence[Row]) -> None:
+        """Go on from a state; the rows tell who took part in the rounds before."""
+        self.server.state = state
+        seen = [int(row["nodes"]) for row in rows if row.get("nodes")]
+        self._first, self._most = (seen[0], max(seen)) if seen else (0, 0)
+        for row in rows:
+            self.accepted |= dict.fromkeys(row.get("accepted", ()), row["round"])
+
+    def messages(
+        self, round: int, grid: Grid, shares: Shares, arrays_key: str, config: tuple[str, Row]
+    ) -> list[Message]:
+        """The round's messages, to its cohort."""
+        self._began = time.monotonic()
+        nodes, cohort = self._cohort(round, grid, shares)
+        log(INFO, "configure_train: Sampled %s nodes (out of %s)", len(cohort), len(nodes))
+        key, told = config
+        common = {arrays_key: self.server.model()}
+        if (shared := self.server.shared()) is not None:
+            common[SHARED] = shared
+        everyone = {**told, **self.settings.client_config(), "fedexp.study": self.study}
+        if self._mechanism is not None:
+            everyone |= self._mechanism.config()
+        self._asked = len(cohort)
+        self._note_release(by_clients=True)
+        return [
+            Message(
+                RecordDict({**common, key: ConfigRecord({**everyone, **self._private(node)})}),
+                node,
+                MessageType.TRAIN,
+                ttl=self.lifetime,
+            )
+            for node in cohort
+        ]
+
+    def complete(self, gathered: Gathered) -> dict[str, float]:
+        """Take the server's step; return the numbers of the round."""
+        round, aggregate = self.server.state.round + 1, gathered.aggregate
+        self.absences.note(round, gathered.accepted, gathered.unanswered)
+        self._count_empty(gathered)
+        released = self._released(round, aggregate)
+        metrics = self.server.step(released or aggregate, self._total_weight(aggregate))
+        clients = [self.census.client(node) for node in gathered.accepted]
+        self.newly_accepted = sorted(c for c in clients if c) if self.settings.keeps_state else []
+        self.accepted |= dict.fromkeys(self.newly_accepted, round)
+        metrics |= gathered.metrics
+        if self._mechanism is not None:
+            metrics |= self._mechanism.metrics(round + self.extra_releases, released)
+        return metrics | {
+            "clients": float(len(gathered.accepted)),
+            "dropped": float(gathered.dropped),
+            "unanswered": float(len(gathered.unanswered)),
+            "nodes": float(self._most),
+            "seconds": time.monotonic() - self._began,
+        }
+
+    @property
+    def lifetime(self) -> float:
+        """Seconds after which nodes need not begin with a message: nobody waits for it then."""
+        return self.timeout + GRACE
+
+    def evaluators(self, round: int, seed: int, nodes: Sequence[int], wanted: int) -> list[int]:
+        """The nodes of an evaluation, without those that have let this server wait."""
+        cohort = evaluation_cohort(seed, round, self.census.ordered(nodes), wanted)
+        for absences in (self.absences, self.evaluation_absences):
+            cohort = absences.present(round, cohort, least=1)
+        return cohort
+
+    @property
+    def hides_client_metrics(self) -> bool:
+        """Whether what clients tell beside their updates may not be told on."""
+        return self._mechanism is not None and self._mechanism.hides_client_metrics
+
+    def clipped(self) -> Any:
+        """The clip of a private mechanism, or None."""
+        return None if self._mechanism is None else self._mechanism.clipped
+
+    def _cohort(self, round: int, grid: Grid, shares: Shares) -> tuple[list[int], list[int]]:
+        wait = self.settings.wait_for_nodes
+        nodes = wait_for_nodes(grid, shares, self.timeout if wait is None else wait)
+        size = shares.cohort(len(nodes))
+        if size < len(nodes) or self.settings.keeps_state or self.settings.privacy is not None:
+            self.census.ask(grid, nodes, self.timeout)
+        clients = self.census.clients(nodes)
+        self._first, self._most = self._first or clients, max(self._most, clients)
+        self._prepare(shares)
+        ordered = self.census.ordered(nodes)
+        if self._mechanism is not None:
+            secret = self._mechanism.sample(len(ordered), round)
+            if secret is not None:
+                return nodes, [ordered[k] for k in secret]
+        chosen = training_cohort(self.settings.seed, round, ordered, size)
+        secure = self.settings.secure
+        least = shares.least if secure is None else max(shares.least, secure.fewest)
+        return nodes, self.absences.present(round, chosen, least)
+
+    def _prepare(self, shares: Shares) -> None:
+        """Privacy is accounted for the federation there was at the start."""
+        settings, clients = self.settings, self.settings.total_clients or self._first
+        if settings.secure is not None:
+            size = shares.cohort(self._most)
+            settings.secure.check(
+                settings.algorithm.client, self.server.layout, settings.weighting, size
+            )
+        if settings.privacy is None or self._mechanism is not None:
+            return
+        require(self.rounds is not None, "privacy needs the number of rounds; call start")
+        self._mechanism = settings.privacy.prepare(
+            clients=clients,
+            cohort=shares.cohort(clients),
+            rounds=self.rounds or 0,
+            algorithm=settings.algorithm,
+            weighting=settings.weighting,
+            buffers=bool(self.server.layout.averaged),
+            seed=settings.seed,
+        )
+
+    def _private(self, node: int) -> dict[str, int]:
+        """What only this client is told: the last round in which its reply was used."""
+        client = self.census.client(node)
+        if client is None or not self.settings.keeps_state:
+            return {}
+        return {"fedexp.accepted": self.accepted.get(client, 0)}
+
+    def _released(self, round: int, aggregate: Aggregate) -> Aggregate | None:
+        if self._mechanism is None or not aggregate.count > 0:
+            return None
+        self._note_release(by_clients=False)
+        return self._mechanism.release(aggregate, round)
+
+    def _note_release(self, by_clients: bool) -> None:
+        privacy = self.settings.privacy
+        if privacy is not None and privacy.noised_by_clients == by_clients:
+            self.before_release()
+
+    def _total_weight(self, aggregate: Aggregate) -> float:
+        """Of all clients there are; those not in the round are taken to weigh as these do."""
+        each = float(aggregate.weight / aggregate.count) if aggregate.count > 0 else 1.0
+        return (self.settings.total_clients or self._most) * each
+
+    def _count_empty(self, gathered: Gathered) -> None:
+        self._empty = 0 if gathered.accepted or not self._asked else self._empty + 1
+        if self._empty >= self.settings.max_empty_rounds:
+            raise NoRepliesError(
+                f"no usable reply in {self._empty} rounds in a row; the lines above say why for "
+                "each node; mend the ClientApp or raise the timeout"
+            )

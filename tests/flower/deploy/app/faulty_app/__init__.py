@@ -1,0 +1,1 @@
+"""A federation of three, and clients that misbehave when told to."""

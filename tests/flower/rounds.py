@@ -1,0 +1,86 @@
+"""A server as small as can be: the client side is tested against it, round by round."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+
+import fedexp as fx
+from fedexp.aggregate import Aggregate
+from fedexp.client import Prox, Scaffold
+from fedexp.flower.core import Server
+from fedexp.flower.layout import ndarrays
+from fedexp.flower.request import EXTRAS, SHARED
+from tests.flower.fake_grid import FakeGrid
+
+NAMES = {fx.SGD: "sgd", Prox: "prox", Scaffold: "scaffold"}
+
+
+class Rounds:
+    """Rounds of an algorithm over the nodes of a grid.
+
+    Attributes:
+        server: the server's state.
+        accepted: by position, the last round whose reply was used.
+        replies: those of the last round, used or not.
+        config: further config of the messages, e.g. the study.
+    """
+
+    def __init__(
+        self,
+        grid: FakeGrid,
+        algorithm: fx.Algorithm,
+        arrays: ArrayRecord,
+        buffers: Collection[str] | None = None,
+        **config: Any,
+    ) -> None:
+        self.grid, self.algorithm = grid, algorithm
+        self.server = Server(algorithm, arrays, buffers)
+        self.accepted: dict[int, int] = {}
+        self.replies: list[Message] = []
+        self.config = {"fedexp.study": "study", **config}
+        self.tells_accepted = True
+
+    def message(self, position: int, round: int) -> Message:
+        """What a node is sent."""
+        rule = self.algorithm.client
+        config = ConfigRecord({"server-round": round, "fedexp.client": NAMES[type(rule)]})
+        config.update(self.config)
+        if isinstance(rule, Prox):
+            config["fedexp.mu"] = rule.mu
+        if self.tells_accepted:
+            config["fedexp.accepted"] = self.accepted.get(position, 0)
+        content = RecordDict({"arrays": self.server.model(), "config": config})
+        if (shared := self.server.shared()) is not None:
+            content[SHARED] = shared
+        node = self.grid.nodes[position].node_id
+        return Message(content, dst_node_id=node, message_type="train")
+
+    def run(
+        self, positions: Iterable[int], accepted: Collection[int] | None = None
+    ) -> dict[str, float]:
+        """One round over some nodes; `accepted` are those whose replies are used, or all."""
+        round = self.server.state.round + 1
+        sent = [self.message(position, round) for position in positions]
+        self.replies = list(self.grid.send_and_receive(sent))
+        used = Aggregate.zero(self.server.layout.dim, self.server.state.params.dtype)
+        start = self.server.start_point()
+        for reply in self.replies:
+            position = self.grid.position(reply.metadata.src_node_id)
+            assert reply.has_content(), reply.error
+            if accepted is None or position in accepted:
+                used = used + self._one(reply.content, start)
+                self.accepted[position] = round
+        return self.server.step(used, float(len(self.grid.nodes)))
+
+    def _one(self, content: RecordDict, start: torch.Tensor) -> Aggregate:
+        arrays = ndarrays(content.array_records["arrays"])
+        assert self.server.layout.misfit(arrays) is None
+        delta, extras = self.server.contribution(arrays, start)
+        for name, value in content.array_records.get(EXTRAS, ArrayRecord()).items():
+            extras[name] = torch.from_numpy(value.numpy())
+        rows = {name: value[None] for name, value in extras.items()}
+        return Aggregate.of(delta[None], extras=rows)

@@ -1,0 +1,99 @@
+"""The layout: names, shapes and types survive, and buffers are told from parameters."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ArrayRecord
+from torch import nn
+
+from fedexp.errors import UsageError
+from fedexp.flower import Layout
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(2, 3, 3), nn.BatchNorm2d(3), nn.Flatten(), nn.Linear(3, 2))
+
+
+def record() -> ArrayRecord:
+    return ArrayRecord(model().state_dict())
+
+
+def test_a_record_comes_back_as_it_was() -> None:
+    layout = Layout.of(record())
+    again = layout.arrays(layout.flat(record()), layout.buffers(record()))
+    assert list(again) == list(record())
+    for name, array in record().items():
+        assert again[name].dtype == array.dtype
+        assert np.array_equal(again[name].numpy(), array.numpy())
+
+
+def test_batchnorm_statistics_are_averaged_and_counters_kept() -> None:
+    layout = Layout.of(record())
+    assert layout.averaged == ("1.running_mean", "1.running_var")
+    assert layout.kept == ("1.num_batches_tracked",)
+    assert layout.dim == sum(p.numel() for p in model().parameters())
+    assert (
+        layout.flat(record()).tolist()
+        == torch.cat([p.detach().flatten() for p in model().parameters()]).tolist()
+    )
+
+
+def test_buffers_can_be_named() -> None:
+    layout = Layout.of(record(), buffers=["3.bias"])
+    assert layout.averaged == ("3.bias",)
+    assert "1.running_mean" in layout.parameters
+    assert layout.kept == ("1.num_batches_tracked",)
+
+
+def test_half_precision_is_widened_and_rounded_as_receivers_see_it() -> None:
+    layout = Layout.of({"w": np.array([1.0, 2.0], np.float16)})
+    third = torch.tensor([1 / 3, 1e9])
+    assert layout.flat({"w": np.array([1.0, 2.0], np.float16)}).dtype == torch.float32
+    assert layout.rounded(third)[0].item() == float(np.float16(1 / 3))
+    assert not layout.rounded(third).isfinite().all()
+
+
+def test_float64_stays_wide() -> None:
+    arrays = {"a": np.array([1 / 3]), "b": np.ones(2, np.float32)}
+    layout = Layout.of(arrays)
+    assert layout.flat(arrays)[0].item() == 1 / 3
+    assert layout.arrays(layout.flat(arrays), layout.buffers(arrays))["b"].dtype == "float32"
+
+
+@pytest.mark.parametrize(
+    ("arrays", "buffers", "says"),
+    [
+        ({"w": np.ones(2)}, ["v"], "buffers names v"),
+        ({"steps": np.ones(2, int)}, None, "no parameters"),
+        ({"w": np.ones(2, complex)}, None, "type complex128"),
+    ],
+)
+def test_what_is_no_model_is_refused(arrays, buffers, says) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UsageError, match=says):
+        Layout.of(arrays, buffers)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "says"),
+    [
+        ({"w": np.ones((2, 2))}, "no array 'b'"),
+        ({"w": np.ones((2, 2)), "b": np.ones(2), "c": np.ones(1)}, "'c' that the model has not"),
+        ({"w": np.ones(4), "b": np.ones(2)}, r"'w' has shape \(4,\) instead of \(2, 2\)"),
+        ({"w": np.ones((2, 2)), "b": np.ones(2, int)}, "'b' is of type int64 instead of float64"),
+    ],
+)
+def test_misfits_say_why(arrays, says) -> None:  # type: ignore[no-untyped-def]
+    layout = Layout.of({"w": np.ones((2, 2)), "b": np.ones(2)})
+    reason = layout.misfit(arrays)
+    assert reason is not None
+    assert re.search(says, reason)
+
+
+def test_a_fitting_model_has_no_misfit() -> None:
+    layout = Layout.of(record())
+    assert layout.misfit({name: array.numpy() for name, array in record().items()}) is None

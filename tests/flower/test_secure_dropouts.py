@@ -1,0 +1,192 @@
+"""Clients that fail, fall silent or reply junk in the midst of a secure round."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import MetricRecord, RecordDict
+from flwr.common import ndarray_to_bytes
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+
+from fedexp.flower.secure import SecureAggregation
+from fedexp.flower.training import GRACE
+from tests.flower.fake_grid import FakeGrid, Fault, healthy, raises, replies, silent
+from tests.flower.secure_helpers import (
+    app_of,
+    at_stage,
+    plain_sums,
+    positions,
+    random_updates,
+    secure_round,
+    server_of,
+)
+
+SECURE = SecureAggregation(clip=2.0)
+STAGES = Stage.all()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_client_may_drop_out_at_any_stage(stage: str) -> None:
+    update = random_updates(64)
+    grid = FakeGrid(app_of(update), 5, faults={2: at_stage(stage, raises)})
+    server = server_of(64)
+    gathered = secure_round(server, grid, SECURE)
+    counted = [0, 1, 2, 3, 4] if stage == Stage.UNMASK else [0, 1, 3, 4]
+    assert positions(grid, gathered.accepted) == counted
+    assert gathered.dropped == 1
+    exact = plain_sums(update, counted)
+    assert gathered.aggregate.count == len(counted)
+    assert torch.allclose(gathered.aggregate.update, exact.update, atol=1e-6)
+    assert gathered.aggregate.sq_norm.item() == pytest.approx(exact.sq_norm.item(), rel=1e-6)
+    grid.nodes[2].fault = healthy  # and the next round is whole again
+    assert len(secure_round(server, grid, SECURE, 2).accepted) == 5
+
+
+def test_several_may_drop_out_and_each_at_another_stage() -> None:
+    update = random_updates(64)
+    faults = {k: at_stage(stage, raises) for k, stage in enumerate(STAGES)}
+    faults[4] = faults[2]  # two that shared a mask with each other
+    grid = FakeGrid(app_of(update), 13, faults=faults)
+    gathered = secure_round(server_of(64), grid, SecureAggregation(clip=2.0, threshold=0.51))
+    counted = [3, 5, 6, 7, 8, 9, 10, 11, 12]
+    assert positions(grid, gathered.accepted) == counted
+    exact = plain_sums(update, counted)
+    assert torch.allclose(gathered.aggregate.update, exact.update, atol=1e-5)
+
+
+def test_with_few_shares_each_client_deals_with_its_neighbours_only() -> None:
+    update = random_updates(32)
+    grid = FakeGrid(app_of(update), 9, faults={4: at_stage(Stage.COLLECT_MASKED_VECTORS, raises)})
+    gathered = secure_round(server_of(32), grid, SecureAggregation(clip=2.0, shares=5))
+    exact = plain_sums(update, [0, 1, 2, 3, 5, 6, 7, 8])
+    assert torch.allclose(gathered.aggregate.update, exact.update, atol=1e-6)
+
+
+def test_a_client_that_never_answers_is_waited_for_once() -> None:
+    update = random_updates(16)
+    grid = FakeGrid(app_of(update), 4, faults={1: at_stage(Stage.SETUP, silent)})
+    gathered = secure_round(server_of(16), grid, SECURE, timeout=4)
+    assert positions(grid, gathered.accepted) == [0, 2, 3]
+    assert positions(grid, gathered.unanswered) == [1]
+    assert gathered.dropped == 0
+
+
+def test_messages_of_a_stage_do_not_outlive_it() -> None:
+    """Else a node that was away would find half a day of stages, and go through them all."""
+    grid, lives = FakeGrid(app_of(random_updates(4)), 3), list[float]()
+    grid.taps.append(
+        lambda m: lives.append(0 if m.metadata.reply_to_message_id else m.metadata.ttl)
+    )
+    assert len(secure_round(server_of(4), grid, SECURE, timeout=60).accepted) == 3
+    assert len(lives) == 2 * 4 * 3
+    assert max(lives) <= 60 + GRACE
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_below_the_threshold_the_round_is_skipped_and_training_goes_on(
+    stage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    update = random_updates(16)
+    grid = FakeGrid(app_of(update), 5, faults={k: at_stage(stage, raises) for k in (0, 1)})
+    server = server_of(16)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        gathered = secure_round(server, grid, SECURE)  # 4 of 5 are needed
+    assert gathered.aggregate.count == 0
+    assert gathered.accepted == ()
+    assert gathered.dropped == 2
+    assert "3 of 5 clients are left" in caplog.text
+    assert "the model stays as it is" in caplog.text
+    before = server.state.params
+    server.step(gathered.aggregate, 5)
+    assert torch.equal(server.state.params, before)
+    for node in grid.nodes:
+        node.fault = healthy
+    assert len(secure_round(server, grid, SECURE, 2).accepted) == 5
+
+
+def test_a_sum_of_too_few_is_never_unmasked_though_the_shares_would_do() -> None:
+    grid = FakeGrid(app_of(random_updates(16)), 5)
+    grid.nodes[0].fault = at_stage(Stage.COLLECT_MASKED_VECTORS, raises)
+    stages = list[Any]()
+    grid.taps.append(
+        lambda m: stages.append(
+            m.has_content() and m.content.config_records[RECORD_KEY_CONFIGS].get(Key.STAGE)
+        )
+    )
+    gathered = secure_round(server_of(16), grid, SecureAggregation(clip=2.0, fewest=5))
+    assert gathered.aggregate.count == 0
+    assert Stage.COLLECT_MASKED_VECTORS in stages
+    assert Stage.UNMASK not in stages
+
+
+def _told(key: str, value: Any) -> Fault:
+    def spoil(content: RecordDict) -> None:
+        content.config_records[RECORD_KEY_CONFIGS][key] = value
+
+    return replies(spoil)
+
+
+JUNK = {
+    "no keys": (Stage.SETUP, replies(lambda content: content.clear())),
+    "no bytes": (Stage.SETUP, _told(Key.PUBLIC_KEY_1, 7)),
+    "a list too short": (Stage.SHARE_KEYS, _told(Key.DESTINATION_LIST, [1])),
+    "no vector": (Stage.COLLECT_MASKED_VECTORS, _told(Key.MASKED_PARAMETERS, [b"x", b"y"])),
+    "a short vector": (
+        Stage.COLLECT_MASKED_VECTORS,
+        _told(Key.MASKED_PARAMETERS, [ndarray_to_bytes(np.zeros(1, np.int64))] * 2),
+    ),
+    "another weight": (
+        Stage.COLLECT_MASKED_VECTORS,
+        replies(
+            lambda content: content.metric_records.update(
+                {"fitres.num_examples": MetricRecord({"num_examples": 1000})}
+            )
+        ),
+    ),
+    "shares of others": (Stage.UNMASK, _told(Key.NODE_ID_LIST, [1, 2, 3, 4, 5])),
+}
+
+
+@pytest.mark.parametrize("case", JUNK)
+def test_a_junk_reply_drops_its_sender_and_nobody_else(case: str) -> None:
+    stage, fault = JUNK[case]
+    update = random_updates(16)
+    grid = FakeGrid(app_of(update), 5, faults={3: at_stage(stage, fault)})
+    gathered = secure_round(server_of(16), grid, SECURE)
+    counted = [0, 1, 2, 3, 4] if stage == Stage.UNMASK else [0, 1, 2, 4]
+    assert positions(grid, gathered.accepted) == counted
+    assert gathered.dropped == 1
+    exact = plain_sums(update, counted)
+    assert torch.allclose(gathered.aggregate.update, exact.update, atol=1e-6)
+
+
+@pytest.mark.parametrize("stage", [Stage.COLLECT_MASKED_VECTORS, Stage.UNMASK])
+def test_a_sum_whose_masks_did_not_come_off_is_refused(
+    stage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A liar can spoil a round, but not the model."""
+
+    def lie(content: RecordDict) -> None:
+        told: Any = content.config_records[RECORD_KEY_CONFIGS]
+        if stage == Stage.UNMASK:
+            told[Key.SHARE_LIST] = [bytes(len(share)) for share in told[Key.SHARE_LIST]]
+        else:
+            noise = np.random.default_rng(0).integers(0, 2**32, 16 + 3)
+            told[Key.MASKED_PARAMETERS][1] = ndarray_to_bytes(noise)
+
+    grid = FakeGrid(app_of(random_updates(16)), 4, faults={0: at_stage(stage, replies(lie))})
+    with caplog.at_level(logging.WARNING, "flwr"):
+        gathered = secure_round(server_of(16), grid, SECURE)
+    assert gathered.aggregate.count == 0
+    assert "the model stays as it is" in caplog.text
+
+
+def test_too_few_nodes_skip_the_round(caplog: pytest.LogCaptureFixture) -> None:
+    grid = FakeGrid(app_of(random_updates(4)), 2)
+    with caplog.at_level(logging.WARNING, "flwr"):
+        assert secure_round(server_of(4), grid, SECURE).aggregate.count == 0
+    assert "needs 3 clients, and there are 2" in caplog.text

@@ -1,0 +1,198 @@
+"""What reaches the server in a secure round: every message is captured and searched."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from flwr.app import ConfigRecord, Context, Message, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.clientapp.typing import ClientAppCallable
+from flwr.common import bytes_to_ndarray
+from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+from flwr.common.serde import message_from_proto, message_to_proto
+
+from fedexp.flower.secure import SecureAggregation
+from fedexp.flower.secure_client import secure_mod
+from fedexp.flower.secure_payload import Payload, levels_for
+from tests.flower.fake_grid import FakeGrid
+from tests.flower.secure_helpers import app_of, random_updates, secure_round, server_of
+
+CLIENTS, DIM, CLIP = 5, 400, 0.65
+UPDATE = random_updates(DIM)  # norms 0.4 to 0.8: some are clipped, some are not
+
+
+@dataclass
+class Captured:
+    """All messages that clients sent in a round, and the sums that came of it."""
+
+    messages: list[Message]
+    count: float
+
+    def masked(self) -> list[np.ndarray]:
+        told: list[Any] = [m.content.config_records[RECORD_KEY_CONFIGS] for m in self.messages]
+        vectors = (each[Key.MASKED_PARAMETERS] for each in told if Key.MASKED_PARAMETERS in each)
+        return [bytes_to_ndarray(data[1]) for data in vectors]
+
+
+def capture(app: ClientApp, nodes: int = CLIENTS) -> Captured:
+    grid, found = FakeGrid(app, nodes), Tap()
+    grid.taps.append(found)
+    gathered = secure_round(server_of(DIM), grid, SecureAggregation(clip=CLIP))
+    return Captured(found.messages, gathered.aggregate.count.item())
+
+
+class Tap:
+    """Keeps a copy of every reply."""
+
+    def __init__(self) -> None:
+        self.messages: list[Message] = []
+
+    def __call__(self, message: Message) -> None:
+        if message.metadata.reply_to_message_id:
+            self.messages.append(message_from_proto(message_to_proto(message)))
+
+
+def secrets() -> Iterator[float]:
+    """What must not be told of any client: its model, update and norm, clipped or not, scaled."""
+    payload = Payload(CLIP, levels_for(CLIENTS), DIM)
+    for client in range(CLIENTS):
+        update = UPDATE(client, 1).astype(float)
+        norm = float(np.linalg.norm(update))
+        for length in (norm, min(norm, CLIP)):
+            yield from (length, length**2, length**2 / CLIP**2, length**2 / CLIP**2 / 2)
+            yield from update[:50] * (length / norm)
+            yield from update[:50] * (length / norm / CLIP)
+        packed = payload.pack(update)
+        yield from packed[np.abs(packed) > 1e-6]
+        yield from (float(10 + client), 1.5 + client)  # its number of examples, its loss
+
+
+def numbers(value: Any) -> Iterator[float]:
+    """Every number in a message, in records however nested, and in arrays in bytes."""
+    if isinstance(value, bool | int | float):
+        yield float(value)
+    elif isinstance(value, bytes) and value.startswith(b"\x93NUMPY"):
+        yield from bytes_to_ndarray(value).ravel().astype(float)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from numbers(each)
+    elif hasattr(value, "values"):
+        yield from numbers(list(value.values()))
+    elif hasattr(value, "numpy"):
+        yield from value.numpy().ravel().astype(float)
+
+
+def leaks(captured: Captured) -> list[float]:
+    """The secrets that are found: as numbers to six digits, as raw bytes, or in a text."""
+    hidden = np.unique(np.abs([*secrets()]))
+    hidden = hidden[~np.isin(hidden, [0.5, 1.0])]  # of clipped clients, where they say nothing
+    told = [n for m in captured.messages if m.has_content() for n in numbers(m.content)]
+    near = np.abs(np.abs(told)[:, None] - hidden) <= 1e-6 * hidden
+    raw = b"".join(message_to_proto(m).SerializeToString() for m in captured.messages)
+    texts = " ".join(str(m.error.reason) for m in captured.messages if m.has_error())
+    written = [f"{secret:.4g}" in texts and len(f"{secret:.4g}") > 4 for secret in hidden]
+    bare = [struct.pack("<d", s) in raw or struct.pack("<d", -s) in raw for s in hidden]
+    pieces = (UPDATE(c, 1)[k : k + 2] for c in range(CLIENTS) for k in range(0, 100, 2))
+    pairs = [float(p[0]) for p in pieces if p.tobytes() in raw or (-p).tobytes() in raw]
+    return [*hidden[near.any(axis=0) | written | bare], *pairs]
+
+
+def improbable(values: np.ndarray, bins: int = 32) -> float:
+    """The chance that uniform numbers below 2**32 lie so unevenly (chi-square)."""
+    seen = np.bincount((values >> 27).astype(int), minlength=bins)
+    expected = len(values) / bins
+    excess = float(np.square(seen - expected).sum() / expected)
+    half = torch.tensor([(bins - 1) / 2, excess / 2], dtype=torch.float64)
+    return float(torch.special.gammaincc(half[0], half[1]))
+
+
+def test_no_update_norm_or_size_of_a_client_reaches_the_server() -> None:
+    captured = capture(app_of(UPDATE))
+    assert captured.count == CLIENTS
+    assert len(captured.messages) == 4 * CLIENTS
+    assert leaks(captured) == []
+
+
+def telling(secret: str, message: Message, context: Context, call_next: ClientAppCallable) -> Any:
+    """A careless client: everything as it should be, and one number more."""
+    reply = secure_mod(message, context, call_next)
+    if "fitres.metrics" in reply.content.config_records:
+        client = int(context.node_config["partition-id"])
+        norm = float(np.linalg.norm(UPDATE(client, 1)))
+        told = {"norm": norm, "squared": norm**2, "clipped": min(norm, CLIP) ** 2}[secret]
+        reply.content.config_records["fitres.metrics"][secret] = told
+    return reply
+
+
+@pytest.mark.parametrize("secret", ["norm", "squared", "clipped"])
+def test_the_search_finds_a_norm_in_the_metrics(secret: str) -> None:
+    captured = capture(app_of(UPDATE, partial(telling, secret)))
+    assert captured.count == CLIENTS
+    assert len(leaks(captured)) >= 4  # one of each client; two are clipped to the same norm
+
+
+def test_the_search_finds_updates_sent_without_a_mask() -> None:
+    def bare(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
+        reply = secure_mod(message, context, call_next)
+        if "fitres.metrics" in reply.content.config_records:
+            update = UPDATE(int(context.node_config["partition-id"]), 1)
+            reply.content.config_records["fitres.metrics"]["x"] = update.tobytes()
+        return reply
+
+    assert len(leaks(capture(app_of(UPDATE, bare)))) > 100
+
+
+def test_the_search_finds_what_a_plain_round_tells() -> None:
+    """The same app without the mod: this is what the server sees today."""
+    grid, found = FakeGrid(app_of(UPDATE, None), 1), Tap()
+    grid.taps.append(found)
+    config = ConfigRecord({"server-round": 1})
+    content = RecordDict({"arrays": server_of(DIM).model(), "config": config})
+    node = grid.nodes[0].node_id
+    grid.send_and_receive(
+        [Message(content=content, message_type="train", dst_node_id=node, group_id="1")]
+    )
+    assert len(leaks(Captured(found.messages, 1))) >= 50
+
+
+def test_masked_updates_look_uniform_alone_and_against_each_other() -> None:
+    masked = capture(app_of(UPDATE)).masked()
+    assert len(masked) == CLIENTS
+    payload = Payload(CLIP, levels_for(CLIENTS), DIM)
+    bare = [(payload.pack(UPDATE(c, 1)) + 1) * payload.levels / 2 for c in range(CLIENTS)]
+    assert improbable(np.concatenate(bare).astype(np.int64)) < 1e-12  # the test can fail
+    assert improbable(np.concatenate(masked)) > 1e-6
+    pairs = [(a - b) % 2**32 for i, a in enumerate(masked) for b in masked[:i]]
+    assert min(improbable(pair) for pair in pairs) > 1e-7
+    again = capture(app_of(UPDATE)).masked()
+    assert min(improbable((a - b) % 2**32) for a, b in zip(masked, again, strict=True)) > 1e-7
+
+
+def test_every_client_tells_the_same_weight_and_no_metrics() -> None:
+    told = [m.content for m in capture(app_of(UPDATE)).messages]
+    vectors = [c for c in told if "fitres.num_examples" in c.metric_records]
+    assert [c.metric_records["fitres.num_examples"]["num_examples"] for c in vectors] == [1] * 5
+    assert all(not c.config_records["fitres.metrics"] for c in vectors)
+    assert all(not record for c in told for record in c.array_records.values())
+
+
+def test_what_a_client_says_when_it_fails_tells_nothing_of_its_data() -> None:
+    def update(client: int, round: int) -> np.ndarray:
+        found = UPDATE(client, round)
+        if client == 2:
+            raise ValueError(f"the norm is {np.linalg.norm(found)}, the first {found[:3]}")
+        return np.full_like(found, np.nan) if client == 3 else found
+
+    captured = capture(app_of(update), nodes=7)
+    errors = [str(m.error.reason) for m in captured.messages if m.has_error()]
+    assert captured.count == 5
+    assert any("training raised ValueError" in reason for reason in errors)
+    assert any("not finite" in reason for reason in errors)
+    assert leaks(captured) == []

@@ -1,0 +1,251 @@
+"""The strategies: the simulator's numbers, FedAvg's arguments, the output model evaluated."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from inspect import signature
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.clientapp import ClientApp
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp.strategy import Strategy
+
+import fedexp as fx
+from fedexp.algorithms import ALGORITHMS
+from fedexp.errors import UsageError
+from fedexp.flower import (
+    STRATEGIES,
+    FedAvg,
+    FedExP,
+    RuleStrategy,
+    Scaffold,
+    identify,
+    initial_arrays,
+    planned,
+    planned_evaluate,
+)
+from fedexp.flower.layout import ndarrays
+from fedexp.privacy import CentralPrivacy
+from fedexp.tasks import Task
+from tests.flower.fake_grid import FakeGrid
+from tests.flower.plain_app import first_model, plain_app
+from tests.flower.user_app import float64_task
+from tests.problems import least_squares
+
+ROUNDS = 3
+PRIVACY = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
+
+
+def planned_app(task: Task, seed: int = 0) -> ClientApp:
+    app = ClientApp()
+    app.train()(planned(task, seed=seed))
+    app.evaluate()(planned_evaluate(task))
+    identify(app)
+    return app
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+@pytest.mark.parametrize("cohort", [4, 2])
+def test_every_strategy_gives_the_numbers_of_the_simulator(name: str, cohort: int) -> None:
+    task = least_squares()
+    records = list(fx.simulate(task, ALGORITHMS[name](), ROUNDS, cohort, seed=5, engine="loop"))
+    strategy = STRATEGIES[name](cohort / 4, 0.0, min_available_nodes=4, seed=5)
+    grid = FakeGrid(planned_app(task, seed=5), 4)
+    result = strategy.start(grid, initial_arrays(task, seed=5), ROUNDS)
+    for record in records:
+        told = result.train_metrics_clientapp[record.round]
+        assert told["server_lr"] == pytest.approx(record.server_lr, rel=1e-6)
+        assert told["clients"] == record.clients
+        for metric, value in record.metrics.items():
+            assert told[metric] == pytest.approx(value, rel=1e-5)
+    params, _ = records[-1].state.output()
+    np.testing.assert_allclose(ndarrays(result.arrays)["params"], params, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("weighting", ["uniform", "num-examples"])
+def test_models_with_batchnorm_and_weights_by_size(weighting: Any) -> None:
+    """The number of examples of the clients weighs mean and norms alike, as in the simulator."""
+    task = float64_task()
+    size = "size" if weighting == "num-examples" else "uniform"
+    *_, last = fx.simulate(task, fx.fedexp(), ROUNDS, weighting=size, engine="loop")  # type: ignore[arg-type]
+    strategy = FedExP(fraction_evaluate=0.0, weighting=weighting)
+    result = strategy.start(FakeGrid(planned_app(task), 4), initial_arrays(task), ROUNDS)
+    told = result.train_metrics_clientapp[ROUNDS]
+    assert told["server_lr"] == pytest.approx(last.server_lr, rel=1e-9)
+    module = task.objective.load(*last.state.output())  # type: ignore[attr-defined]
+    for name, value in module.state_dict().items():
+        found = ndarrays(result.arrays)[name]
+        np.testing.assert_allclose(found, value, rtol=1e-9, err_msg=name)
+
+
+def test_fedavg_with_weights_is_flowers_own() -> None:
+    """A plain ClientApp, which knows nothing of us, needs no change."""
+    options: dict[str, Any] = {"fraction_evaluate": 1.0, "min_available_nodes": 4}
+    ours = FedAvg(**options, weighting="num-examples").start(
+        FakeGrid(plain_app(), 4), first_model(), ROUNDS
+    )
+    theirs = FlowerFedAvg(**options).start(FakeGrid(plain_app(), 4), first_model(), ROUNDS)
+    for name in ("w", "bn.running_mean"):
+        mine, other = ndarrays(ours.arrays)[name], ndarrays(theirs.arrays)[name]
+        np.testing.assert_allclose(mine, other, rtol=1e-6)
+    for round in range(1, ROUNDS + 1):
+        told = ours.train_metrics_clientapp[round]
+        assert told["train_loss"] == pytest.approx(
+            theirs.train_metrics_clientapp[round]["train_loss"]
+        )
+        assert ours.evaluate_metrics_clientapp[round]["loss"] == pytest.approx(
+            theirs.evaluate_metrics_clientapp[round]["loss"]
+        )
+
+
+def test_integer_arrays_are_kept_and_statistics_averaged() -> None:
+    result = FedExP().start(FakeGrid(plain_app(), 3), first_model(), 2)
+    arrays = ndarrays(result.arrays)
+    assert arrays["bn.num_batches_tracked"] == 0
+    assert arrays["bn.num_batches_tracked"].dtype == np.int64
+    assert arrays["bn.running_mean"].tolist() == [1.0]  # the mean of 0, 1 and 2, not beyond it
+
+
+def test_evaluation_and_result_are_of_the_output_and_training_of_the_last_iterate() -> None:
+    grid, sent, evaluated = FakeGrid(plain_app(), 3), list[Any](), list[Any]()
+
+    def tap(message: Message) -> None:
+        if message.metadata.dst_node_id == grid.nodes[0].node_id:
+            where = {"train": sent, "evaluate": evaluated}[message.metadata.message_type]
+            where.append(message.content.array_records["arrays"]["w"].numpy())
+
+    grid.taps.append(tap)
+    central: list[Any] = []
+
+    def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
+        central.append(arrays["w"].numpy())
+        return MetricRecord({"accuracy": 0.5})
+
+    result = FedExP(eps=0).start(grid, first_model(), ROUNDS, evaluate_fn=evaluate)
+    assert result.evaluate_metrics_serverapp.keys() == {0, 1, 2, 3}
+    np.testing.assert_allclose(central[1], sent[1])  # after one round the mean is that iterate
+    np.testing.assert_allclose(central[2], (sent[1] + sent[2]) / 2, rtol=1e-6)
+    assert not np.allclose(central[2], sent[2])
+    for server, client in zip(central[1:], evaluated, strict=True):
+        np.testing.assert_array_equal(server, client)
+    np.testing.assert_array_equal(ndarrays(result.arrays)["w"], central[3])
+
+
+def test_strategies_take_fedavgs_arguments_first_and_in_order() -> None:
+    theirs = list(signature(FlowerFedAvg).parameters)
+    for strategy in STRATEGIES.values():
+        ours = list(signature(strategy).parameters.values())
+        assert [each.name for each in ours[:10]] == theirs
+        assert all(each.kind is each.KEYWORD_ONLY for each in ours[10:])
+        assert (
+            signature(strategy.start).parameters.keys()
+            == signature(Strategy.start).parameters.keys()
+        )
+    assert STRATEGIES.keys() == ALGORITHMS.keys()
+
+
+def test_options_of_the_rules_are_taken_by_name() -> None:
+    strategy = Scaffold(0.5, lr=0.5, average_last=3, seed=7)
+    assert strategy.settings.algorithm == fx.Algorithm(
+        "scaffold", client=fx.Scaffold(), server=fx.Average(0.5), average_last=3
+    )
+    assert (strategy.fraction_train, strategy.settings.seed) == (0.5, 7)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: FedExP(epss=1.0), "did you mean eps"),
+        (lambda: FedExP(eps=-1.0), "eps must not be negative"),
+        (lambda: FedExP(weighting="size"), "weighting is uniform or num-examples"),
+        (lambda: FedExP(seed=-1), "seed must be a whole number"),
+        (lambda: FedExP(2.0), "fraction_train must lie in"),
+        (lambda: FedExP(*range(11)), "by name"),
+        (lambda: FedExP(max_empty_rounds=0), "max_empty_rounds"),
+        (lambda: FedExP(privacy=PRIVACY), "set fraction_evaluate=0.0"),
+        (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), 0), "num_rounds"),
+        (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), timeout=0), "timeout"),
+        (lambda: FedExP().aggregate_train(1, []), "no model yet"),
+    ],
+)
+def test_mistakes_are_told_in_a_line(make: Any, says: str) -> None:
+    with pytest.raises(UsageError, match=says) as told:
+        make()
+    assert "\n" not in str(told.value)
+
+
+def test_custom_client_rules_are_refused() -> None:
+    class Own(fx.ClientRule):
+        pass
+
+    with pytest.raises(UsageError, match="not Own"):
+        RuleStrategy(algorithm=fx.Algorithm(client=Own()))
+
+
+class Decaying(FedExP):
+    """What people write: another config as rounds go by, and a look at the replies."""
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        config["lr"] = float(config["lr"]) * 0.5  # type: ignore[arg-type]
+        return super().configure_train(server_round, arrays, config, grid)
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        replies = list(replies)
+        self.seen = len(replies)
+        return super().aggregate_train(server_round, replies)
+
+
+def test_strategies_can_be_subclassed_as_flowers_can() -> None:
+    grid, rates = FakeGrid(plain_app(), 3), set[Any]()
+    grid.taps.append(
+        lambda m: rates.update(r["lr"] for r in m.content.config_records.values() if "lr" in r)
+    )
+    strategy = Decaying(fraction_evaluate=0.0)
+    strategy.start(grid, first_model(), 2, train_config=ConfigRecord({"lr": 1.0}))
+    assert rates == {0.5, 0.25}
+    assert strategy.seen == 3
+
+
+def test_flowers_own_loop_drives_it_too() -> None:
+    """Whoever calls configure_train and aggregate_train himself gets the same model."""
+    ours = FedExP().start(FakeGrid(plain_app(), 3), first_model(), ROUNDS)
+    theirs = Strategy.start(FedExP(), FakeGrid(plain_app(), 3), first_model(), ROUNDS)
+    np.testing.assert_array_equal(ndarrays(ours.arrays)["w"], ndarrays(theirs.arrays)["w"])
+
+
+def test_a_wrapper_that_changes_the_model_is_refused() -> None:
+    strategy, grid = FedExP(), FakeGrid(plain_app(), 3)
+    messages = strategy.configure_train(1, first_model(), ConfigRecord(), grid)
+    arrays, _ = strategy.aggregate_train(1, grid.send_and_receive(messages))
+    assert arrays is not None
+    noised = ArrayRecord({name: value + 1 for name, value in arrays.to_torch_state_dict().items()})
+    with pytest.raises(UsageError, match="changed the model"):
+        strategy.configure_train(2, noised, ConfigRecord(), grid)
+
+
+def test_own_functions_for_metrics_see_no_arrays() -> None:
+    def worst(records: list[RecordDict], key: str) -> MetricRecord:
+        assert not any(record.array_records for record in records)
+        assert key == "num-examples"
+        losses: list[Any] = [record["metrics"]["train_loss"] for record in records]
+        return MetricRecord({"worst": max(losses)})
+
+    strategy = FedExP(train_metrics_aggr_fn=worst)
+    result = strategy.start(FakeGrid(plain_app(), 3), first_model(), 1)
+    assert result.train_metrics_clientapp[1]["worst"] == 2.0
+    assert "server_lr" in result.train_metrics_clientapp[1]
+
+
+def test_training_can_be_skipped() -> None:
+    result = FedExP(fraction_train=0.0).start(FakeGrid(plain_app(), 3), first_model(), 1)
+    np.testing.assert_array_equal(ndarrays(result.arrays)["w"], np.zeros(5))
+    measured: Any = result.evaluate_metrics_clientapp[1]["loss"]
+    assert measured > 0
