@@ -22,7 +22,7 @@ from fedexp.engine.cohort_plan import CohortPlan, plan_cohort
 from fedexp.engine.plan import batch_key, sample_cohort
 from fedexp.engine.program import Captured, LocalProgram, Program, signature
 from fedexp.engine.state import SimulationState
-from fedexp.engine.whole import Finished, WholeRound, finished, packed
+from fedexp.engine.whole import Finished, WholeRound, finished, packed, unstacked
 from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning
 from fedexp.objective import BatchedObjective
@@ -126,7 +126,8 @@ class Vectorized:
         if outputs["averaged"].numel():
             extras = {**extras, "buffers": outputs["averaged"]}
         weights = [work.weight(c) for c in clients] if work.weighting == "size" else None
-        return Aggregate.of(deltas, weights, extras), _unstack(kept, clients, deltas, extras)
+        changed = unstacked(kept, clients, usable(deltas, extras)) if kept else {}
+        return Aggregate.of(deltas, weights, extras), changed
 
     def _plan_ahead(self, work: Work) -> None:
         """Plan the next round while the device computes this one; unused if it comes otherwise."""
@@ -210,14 +211,3 @@ def _mine(work: Work, state: SimulationState, clients: Sequence[int]) -> dict[st
 
 def _stack(states: Sequence[Tensors]) -> dict[str, Tensor]:
     return {name: torch.stack([each[name] for each in states]) for name in states[0]}
-
-
-def _unstack(
-    kept: Tensors, clients: Sequence[int], deltas: Tensor, extras: Tensors
-) -> dict[int, Tensors]:
-    """The states of the clients whose updates count."""
-    if not kept:
-        return {}
-    good = usable(deltas, extras).tolist()
-    rows = [{name: value[k] for name, value in kept.items()} for k in range(len(clients))]
-    return {c: row for c, row, ok in zip(clients, rows, good, strict=True) if ok}

@@ -7,7 +7,7 @@ once a round, for a handful of numbers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -85,12 +85,14 @@ def finished(
     server, shared, kept = (part(own, prefix) for prefix in ("server.", "shared.", "after."))
     model = Model(own["params"], own["averaged"], server, shared)
     metrics = dict(zip(sorted(part(outputs, "metric.")), values, strict=True))
-    changed: dict[int, Tensors] = {}
-    if kept:
-        good = own["good"].tolist()
-        rows = [{name: value[k] for name, value in kept.items()} for k in range(len(clients))]
-        changed = {c: row for c, row, ok in zip(clients, rows, good, strict=True) if ok}
+    changed = unstacked(kept, clients, own["good"]) if kept else {}
     return Finished(advanced(state, model, algorithm), int(count), int(dropped), metrics, changed)
+
+
+def unstacked(kept: Tensors, clients: Sequence[int], good: Tensor) -> dict[int, Tensors]:
+    """The states of the clients whose updates count."""
+    rows = [{name: value[k] for name, value in kept.items()} for k in range(len(clients))]
+    return {c: row for c, row, ok in zip(clients, rows, good.tolist(), strict=True) if ok}
 
 
 def packed(
