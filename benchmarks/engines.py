@@ -66,11 +66,12 @@ def images(
     classes: int,
     steps: int = 2,
     batch: int = 20,
+    each: int = 60,
 ) -> Task:
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(20 * 60, *shape, generator=draw)
+    x = torch.randn(20 * each, *shape, generator=draw)
     y = torch.randint(classes, (len(x),), generator=draw)
-    train = Federation({"x": x, "y": y}, np.arange(21) * 60)
+    train = Federation({"x": x, "y": y}, np.arange(21) * each)
     local = fx.LocalTraining(
         lr=0.01, steps=steps, batch_size=batch, weight_decay=1e-4, clip_norm=10.0
     )
@@ -83,6 +84,9 @@ CASES = {
     "digits, MLP as a class": Case(own_model),
     "synthetic regression": Case(fx.tasks.synthetic),
     "EMNIST CNN": Case(partial(images, fx.models.emnist_cnn, (1, 28, 28), 62), 8, 3, False),
+    "EMNIST CNN, batch 50": Case(  # the paper's
+        partial(images, fx.models.emnist_cnn, (1, 28, 28), 62, 4, 50, 100), 8, 3, False
+    ),
     "CIFAR CNN": Case(partial(images, fx.models.cifar_cnn, (3, 32, 32), 10), 8, 3, False),
     "pfl's CNN, batch 10": Case(
         partial(images, WORKS["W2"].build, (3, 32, 32), 10, 3, 10), 8, 3, False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import cached_property, reduce
 from typing import Any
 
 import torch
@@ -123,7 +123,7 @@ class Aggregate:
 
     __hash__ = None  # type: ignore[assignment]
 
-    @property
+    @cached_property
     def mean(self) -> Tensor:
         """The mean update sum p_i Δ_i / sum p_i; zero when nobody took part."""
         return self._over_weight(self.update)
@@ -136,7 +136,7 @@ class Aggregate:
     @property
     def sq_norm_of_mean(self) -> Tensor:
         """||mean||² over the whole vector, a float64 scalar."""
-        return torch.linalg.vector_norm(self.mean, dtype=torch.float64).square()
+        return norms(self.mean[None])[0].square()
 
     def mean_extra(self, name: str) -> Tensor:
         """The mean of a named extra."""
@@ -169,7 +169,7 @@ class Aggregate:
         return replace(self, **scalar, update=update.to(self.update.dtype), extras=shaped)
 
     def _over_weight(self, total: Tensor) -> Tensor:
-        return torch.where(self.weight > 0, total / self.weight, torch.zeros_like(total))
+        return total / torch.where(self.weight > 0, self.weight, torch.inf)
 
 
 def usable(deltas: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
@@ -182,6 +182,8 @@ def norms(rows: Tensor) -> Tensor:
     if rows.device.type != "cpu" or rows.dtype == torch.float64:
         return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
     # on a CPU, a widened copy that stays in its cache is four times as fast as widening in place
+    if rows.shape[1] > CACHED_COLUMNS and len(rows) > 1:
+        return torch.cat([norms(row[None]) for row in rows])
     parts = (part.double() for part in rows.split(CACHED_COLUMNS, dim=1))
     return torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(part, dim=1) for part in parts]), dim=0
@@ -219,5 +221,6 @@ def _checked_weights(weights: Tensor, clients: int) -> Tensor:
 
 def _weighted_sum(weights: Tensor, keep: Tensor, values: Tensor) -> Tensor:
     rows = values.flatten(1)
-    clean = torch.where(keep[:, None], rows, 0.0)  # a zero weight would not silence a NaN
-    return (weights.to(rows.dtype) @ clean).view(values.shape[1:])
+    if rows.device.type != "cpu" or not keep.all():  # a GPU must not wait for the answer
+        rows = torch.where(keep[:, None], rows, 0.0)  # a zero weight would not silence a NaN
+    return (weights.to(rows.dtype) @ rows).view(values.shape[1:])

@@ -61,20 +61,25 @@ class LocalTraining:
         return self.epochs * math.ceil(size / (self.batch_size or size))
 
 
-def local_step(params: Tensor, grad: Tensor, lr: float | Tensor, local: LocalTraining) -> Tensor:
+def local_step(
+    params: Tensor, grad: Tensor, lr: float | Tensor, local: LocalTraining, in_place: bool = False
+) -> Tensor:
     """One step of local SGD on parameters [..., d]: clip, then weight decay, then move.
 
     w - η (c g + λ w) with the factor c of clipping, computed as (1 - η λ) w - (η c) g: fewer ways
-    through the memory of a large model.
+    through the memory of a large model, and fewer still where `params` may be overwritten.
     """
     rate = torch.as_tensor(lr, dtype=torch.float64)
     if local.clip_norm is not None:
         rate = rate * clip_factor(grad, local.clip_norm)
     rate = rate.to(grad)
     if not local.weight_decay:
-        return torch.addcmul(params, grad, rate, value=-1)
+        out = params if in_place else None
+        return torch.addcmul(params, grad, rate, value=-1, out=out)
+    shrink = 1 - lr * local.weight_decay
     # in place, because another temporary of that size would cost more than the arithmetic
-    return (params * (1 - lr * local.weight_decay)).addcmul_(grad, rate, value=-1)
+    shrunk = params.mul_(shrink) if in_place else params * shrink
+    return shrunk.addcmul_(grad, rate, value=-1)
 
 
 def clip_factor(grad: Tensor, bound: float) -> Tensor:
@@ -83,8 +88,21 @@ def clip_factor(grad: Tensor, bound: float) -> Tensor:
     >>> clip_factor(torch.tensor([3.0, 4.0]), 1.0).tolist()
     [0.2...]
     """
+    rows = grad.reshape(-1, grad.shape[-1])
+    if _surely_within(rows, bound):
+        return torch.ones(*grad.shape[:-1], 1, dtype=torch.float64)
     # in float64, because the square of a large float32 overflows and would scale it to nothing
-    return clip_to(norms(grad.reshape(-1, grad.shape[-1])).view(*grad.shape[:-1], 1), bound)
+    return clip_to(norms(rows).view(*grad.shape[:-1], 1), bound)
+
+
+def _surely_within(rows: Tensor, bound: float) -> bool:
+    """Whether a glance tells a CPU that no norm reaches the bound: a tenth of the exact ones' time.
+
+    Sums in float32 are good to a factor of two by far, and one that overflows is not within.
+    """
+    if rows.device.type != "cpu" or rows.dtype != torch.float32:
+        return False
+    return bool((torch.linalg.vector_norm(rows, dim=1) < bound / 2).all())
 
 
 def clip_to(norm: Tensor, bound: float) -> Tensor:

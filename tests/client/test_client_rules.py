@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import fedexp as fx
+from fedexp.data.federation import Batch
 from fedexp.local import clip_factor, local_step
+from fedexp.objective import Buffers, LeastSquares
 from tests.problems import classes_task, least_squares
-from tests.rules import CLIENT_RULES, SERVER_RULES, rule_id
+from tests.rules import CLIENT_RULES, SERVER_RULES, random_updates, rule_id
 
 
 def last(task: fx.tasks.Task, algorithm: fx.Algorithm, **options: object) -> fx.Record:
@@ -93,6 +98,39 @@ def test_clipping_is_per_client_and_leaves_short_gradients_alone() -> None:
     assert torch.equal(clipped[1:], grads[1:])
     huge = torch.full((4,), 1e25)
     assert (huge * clip_factor(huge, 10.0)).tolist() == pytest.approx([5.0] * 4)
+
+
+@pytest.mark.parametrize("norm", [0.0, 0.4, 0.6, 0.999, 1.001, 3.0])
+def test_the_factor_of_clipping_is_exact_however_far_the_bound_is(norm: float) -> None:
+    grads = torch.full((2, 10_000), norm / 100)
+    exact = torch.linalg.vector_norm(grads.double(), dim=1, keepdim=True)
+    expected = torch.clamp(1.0 / exact, max=1.0)
+    torch.testing.assert_close(clip_factor(grads, 1.0), expected, rtol=1e-13, atol=0)
+    mixed = torch.stack([grads[0], torch.full((10_000,), 0.02)])  # one within, one beyond
+    assert clip_factor(mixed, 1.0)[1].item() == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_a_step_in_place_gives_the_same_bits(decay: float) -> None:
+    w, g = random_updates(2, 50, dtype=torch.float32)
+    local = fx.LocalTraining(weight_decay=decay, clip_norm=1.0)
+    expected, own = local_step(w, g, 0.1, local), w.clone()
+    assert local_step(own, g, 0.1, local, in_place=True) is own
+    assert torch.equal(own, expected)
+
+
+class Bowl(LeastSquares):
+    """||w||² / 2, whose gradient is w itself and not a copy of it."""
+
+    def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
+        return params, buffers
+
+
+def test_a_gradient_that_is_the_parameters_themselves() -> None:
+    task = replace(least_squares(dim=3), objective=Bowl(torch.ones(3, dtype=torch.float64)))
+    local = fx.LocalTraining(lr=0.5, steps=2, weight_decay=0.1, batch_size=None)
+    state = last(task, fx.fedavg(), rounds=1, local=local, engine="loop", evaluate_every=9).state
+    torch.testing.assert_close(state.params, torch.full((3,), (1 - 0.5 - 0.05) ** 2).double())
 
 
 @pytest.mark.parametrize(("before", "expected"), [(False, [1.0, 0.5]), (True, [0.5, 0.25])])

@@ -126,8 +126,9 @@ def test_threads_are_for_large_models_that_keep_apart_on_several_cores() -> None
     assert engine_for(task_of(network)) is loop.run_cohort
 
 
+@pytest.mark.parametrize("updates", [0, 1, 3], ids="room for {}".format)
 def test_models_too_large_to_hold_many_updates_still_use_all_threads(
-    monkeypatch: pytest.MonkeyPatch,
+    updates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together: list[int] = []
     real = Threads.run_clients
@@ -136,10 +137,12 @@ def test_models_too_large_to_hold_many_updates_still_use_all_threads(
         together.append(len(clients))
         return real(self, work, state, clients)
 
-    monkeypatch.setattr(loop, "SUMMED_BYTES", 1)
+    task = task_of(network)
+    size = task.objective.initial(0)[0].nbytes
+    monkeypatch.setattr(loop, "SUMMED_BYTES", updates * size + 1)
     monkeypatch.setattr(Threads, "run_clients", counted)
-    list(fx.simulate(task_of(network), fx.fedavg(), 1, evaluate_every=9))
-    assert together == [2, 2, 1]
+    list(fx.simulate(task, fx.fedavg(), 1, evaluate_every=9))
+    assert together == [2, 2, 1]  # never three, which would leave a thread without work
 
 
 @pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 1.0])

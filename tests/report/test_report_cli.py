@@ -39,13 +39,14 @@ def test_mistakes_get_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         f"{run} -o {empty}": "cannot write",
         f"{run} --target toy=often": "--target must be a number",
         f"{run} --target tou=0.9": "did you mean toy",
-        f"{run} -o {tmp_path}/r.html --figures {run}/spec.toml": "cannot write to",
+        f"{run} -o {tmp_path}/r.html --figures {run}/spec.toml": "choose another --figures",
     }
     for arguments, told in mistakes.items():
         assert main(["report", *arguments.split()]) == 2
         errors = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
         assert len(errors) == 1
         assert told in errors[0]
+    assert not (tmp_path / "r.html").exists()  # found out before the page is written
 
 
 def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.errors import require
+from fedexp.experiments.canvas import check_writable
 from fedexp.report.charts import check_metrics
 from fedexp.report.figures import write_figures
 from fedexp.report.gather import load_all, sections
@@ -58,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     found = sections(runs)
     check_metrics(found, args.metric)
     targets.check(found)
+    if args.figures:
+        check_writable(args.figures / "curves.png", "--figures")
     write_page(args.out, render(found, args.metric, targets))
     size = f"{count(len(runs), 'run')}, {count(len(found), 'task')}"
     print(f"wrote {args.out} ({size})", file=sys.stderr)

@@ -32,9 +32,10 @@ def sum_in_parts(
     run_clients: Callable[[Work, SimulationState, list[int]], Sums],
     least: int = 1,
 ) -> Sums:
-    """Sum updates a few at a time, at least `least`: memory does not grow with the cohort."""
+    """Sum updates a few times `least` at a time: memory does not grow with the cohort."""
     clients: list[int] = work.cohort.tolist()
-    together = max(least, SUMMED_BYTES // (state.params.numel() * state.params.element_size()))
+    together = SUMMED_BYTES // (state.params.numel() * state.params.element_size())
+    together = max(least, together - together % least)
     total, changed = run_clients(work, state, clients[:together])
     for at in range(together, len(clients), together):
         part, states = run_clients(work, state, clients[at : at + together])
@@ -100,12 +101,13 @@ def train(work: Work, state: SimulationState, client: int, objective: Objective)
     """Local training (eq. 2 and 3) of one client."""
     rule, lr = work.algorithm.client, work.lr
     mine = state.clients.get(client) or rule.init_local(state.params)
-    # a copy: some layers (an embedding with max_norm) write to their parameters
+    # a copy: the steps write to it, and so do some layers (an embedding with max_norm)
     params, buffers, steps = state.params.clone(), state.buffers, 0
     for batch in work.batches(client):
         grad, buffers = objective.gradient(params, buffers, batch)
         grad = rule.correct(grad, params, state.params, state.shared, mine)
-        params = local_step(params, grad, lr, work.local)
+        apart = grad.data_ptr() != params.data_ptr()  # the gradient of ||w||²/2 may be w itself
+        params = local_step(params, grad, lr, work.local, in_place=apart)
         steps += 1
     delta = state.params - params
     kept, extras = rule.finish(delta, steps * lr, state.shared, mine)

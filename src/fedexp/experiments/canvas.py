@@ -61,8 +61,13 @@ def save(figure: Figure, path: Path) -> None:
         raise UsageError(f"cannot write {path}: {error}") from None
 
 
-def check_writable(path: Path) -> None:
-    """Find out before hours of work, not after, that a picture cannot be written."""
+def check_writable(path: Path, option: str = "--out") -> None:
+    """Find out before hours of work, not after, that a picture cannot be written.
+
+    Args:
+        path: of the picture.
+        option: of the command line, which named it.
+    """
     figure, _ = new_figure(1)
     formats = sorted(figure.canvas.get_supported_filetypes())
     ending = path.suffix.removeprefix(".").lower()
@@ -74,9 +79,10 @@ def check_writable(path: Path) -> None:
         with path.open("ab"):
             pass
         if not existed:
-            path.unlink()
+            path.unlink(missing_ok=True)  # others may be trying the same
     except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; choose another --out") from None
+        reason = f"cannot write {path}: {error.strerror}"
+        raise UsageError(f"{reason}; choose another {option}") from None
 
 
 def label(axes: Any, x: str, y: str, title: str = "") -> None:

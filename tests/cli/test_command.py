@@ -1,0 +1,56 @@
+"""Where the command begins: Ctrl-C while everything is imported, and what is not imported."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BEGIN = "import sys, fedexp_command; sys.exit(fedexp_command.main())"
+TELL = """
+import sys
+from fedexp.cli.main import main
+try:
+    main(sys.argv[1:])
+finally:
+    print(*sys.modules, file=sys.stderr)
+"""
+
+
+def python(program: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", program, *arguments],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_ctrl_c_while_importing_ends_in_silence(tmp_path: Path) -> None:
+    package = tmp_path / "fedexp"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise KeyboardInterrupt")
+    ended = python(BEGIN, PYTHONPATH=str(tmp_path))
+    assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
+
+
+def test_the_command_begins_and_gives_its_status_back() -> None:
+    ended = python(BEGIN, "toyy")
+    assert ended.returncode == 2
+    assert "invalid choice: 'toyy'" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "spared"),
+    [("compare", ["studies", "report", "cli.data"]), ("data", ["cli.compare", "studies"])],
+)
+def test_a_command_does_not_import_the_others(command: str, spared: list[str]) -> None:
+    told = python(TELL, command, "--nope")
+    modules = told.stderr.splitlines()[-1].split()
+    assert f"fedexp.cli.{command}" in modules
+    assert not {f"fedexp.{name}" for name in spared} & set(modules)
