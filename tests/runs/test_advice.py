@@ -62,6 +62,21 @@ def test_it_is_silent(rows: list[dict[str, Any]]) -> None:
     assert heard(rows) == []
 
 
+def losses(*values: float | None) -> list[dict[str, Any]]:
+    common = {"eps_share": 0.1, "diversity": 6.0, "clamped": 0.0, "server_lr": 4.0}
+    return [{**common, "round": n, "train_loss": loss} for n, loss in enumerate(values, 1)]
+
+
+def test_it_tells_once_of_a_loss_that_doubles() -> None:
+    ((when, line),) = heard(losses(3.0, 1.0, None, 1.9, 2.1, 3.4, 0.5, 2.0))
+    assert when == 5
+    assert line.startswith("the training loss went from 1 back to 2.1 by round 5")
+    assert "server.max_step" in line
+    assert heard(losses(3.0, 1.0, 1.99, 0.9, 1.79)) == []
+    assert heard(losses(3.0, 0.5, 1.4)) == []  # far from where it began
+    assert heard([{"round": n, "train_loss": loss} for n, loss in enumerate((1.0, 9.0), 1)]) == []
+
+
 def test_the_factor_says_how_much_the_clients_must_differ() -> None:
     rows = alike(0.6, 1.5, clamped=True)
     assert "the clients agree" in heard(rows)[0][1]
