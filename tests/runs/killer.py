@@ -1,7 +1,9 @@
 """Starts a run again and again and kills it at random moments; torch is imported once.
 
-killer.py FOLDER KILLS SEED    whole run in FOLDER/whole, killed one in FOLDER/killed
-killer.py hold FOLDER          take the run in FOLDER and keep it until killed
+killer.py FOLDER KILLS SEED [disk]    whole run in FOLDER/whole, killed one in FOLDER/killed
+killer.py hold FOLDER                 take the run in FOLDER and keep it until killed
+
+With `disk`, the clients' states of the killed run lie in a file.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from typing import Any
 
 import torch
 
+from fedexp.engine.keep_clients import Where
 from fedexp.experiments.spec import Spec
 from fedexp.runs import execute
 
@@ -28,11 +31,11 @@ def nobody(spec: Spec, row: dict[str, Any]) -> None:
     """Does not listen."""
 
 
-def start(folder: Path) -> int:
+def start(folder: Path, keep: Where = "memory") -> int:
     """The run in a process of its own; its id."""
     child = os.fork()
     if child == 0:
-        execute(SPEC, None, nobody, folder=folder, checkpoint_every=0.002)
+        execute(SPEC, None, nobody, folder=folder, checkpoint_every=0.002, keep_clients=keep)
         os._exit(0)
     return child
 
@@ -42,10 +45,12 @@ def lines(folder: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def kill_at_a_random_moment(folder: Path, rng: random.Random, round_seconds: float) -> int:
+def kill_at_a_random_moment(
+    folder: Path, rng: random.Random, round_seconds: float, keep: Where
+) -> int:
     """Wait for some rows, then for a random part of a round; kill; say how many rows there were."""
     wanted = rng.choice([0, 0, 1, 2, 3])
-    before, child = lines(folder), start(folder)
+    before, child = lines(folder), start(folder, keep)
     deadline = time.monotonic() + 60
     while wanted and lines(folder) < min(before + wanted, ROUNDS - 40):
         assert time.monotonic() < deadline, "the run does not get on"
@@ -56,15 +61,15 @@ def kill_at_a_random_moment(folder: Path, rng: random.Random, round_seconds: flo
     return lines(folder)
 
 
-def main(folder: Path, kills: int, seed: int) -> None:
+def main(folder: Path, kills: int, seed: int, keep: Where = "memory") -> None:
     torch.set_num_threads(1)
     began = time.monotonic()
     assert os.waitpid(start(folder / "whole"), 0)[1] == 0
     round_seconds = (time.monotonic() - began) / ROUNDS
     rng = random.Random(seed)
     for _ in range(kills):
-        print(kill_at_a_random_moment(folder / "killed", rng, round_seconds), flush=True)
-    assert os.waitpid(start(folder / "killed"), 0)[1] == 0
+        print(kill_at_a_random_moment(folder / "killed", rng, round_seconds, keep), flush=True)
+    assert os.waitpid(start(folder / "killed", keep), 0)[1] == 0
 
 
 def hold(folder: Path) -> None:
@@ -83,4 +88,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "hold":
         hold(Path(sys.argv[2]))
     else:
-        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]))
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])  # type: ignore[arg-type]

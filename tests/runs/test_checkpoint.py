@@ -19,10 +19,10 @@ from fedexp.runs import checkpoint
 from fedexp.runs.checkpoint import (
     BEFORE,
     NEWEST,
-    Checkpoint,
     Checkpoints,
     read_checkpoint,
 )
+from fedexp.runs.manifest import Checkpoint
 from fedexp.runs.records import DamagedError
 from fedexp.runs.tensors import model_tensors
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path, PurePath
 from typing import Any
@@ -20,6 +20,7 @@ from fedexp.errors import UsageError, require
 
 Batch = Mapping[str, Tensor]
 OFFSETS = "offsets"  # what a saved federation calls its offsets, beside its fields
+FINITE = "finite"  # what its note says: its fractions were checked before it was saved
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +30,7 @@ class Federation:
     Attributes:
         fields: named tensors with the examples along the first dimension, e.g. `x` and `y`.
         offsets: client i owns the rows offsets[i] to offsets[i + 1]; every client owns some.
+        finite: all fractions are known to be finite; else they are checked, which reads all data.
 
     >>> f = Federation.from_ids({"x": [[1.0], [2.0], [3.0]]}, ids=["b", "a", "b"])
     >>> f.clients, f.sizes.tolist(), f.client(1)["x"].tolist()
@@ -37,11 +39,13 @@ class Federation:
 
     fields: Mapping[str, Tensor]
     offsets: NDArray[np.int64]
+    finite: bool = field(default=False, repr=False, kw_only=True)
 
     def __post_init__(self) -> None:
         checks.check_offsets(self.offsets)
         checks.check_fields(self.fields, total=int(self.offsets[-1]))
-        checks.check_finite(self.fields)
+        if not self.finite:
+            checks.check_finite(self.fields)
 
     @classmethod
     def from_parts(
@@ -125,12 +129,12 @@ class Federation:
     @classmethod
     def open(cls, path: str | os.PathLike[str]) -> Federation:
         """Map a federation that `save` wrote: at once, and shared by all processes that do."""
-        arrays, _ = cache.read(Path(path))
+        arrays, note = cache.read(Path(path))
         if OFFSETS not in arrays:
             raise UsageError(f"{path}: is not a saved federation; make it with Federation.save")
         ends = np.array(arrays.pop(OFFSETS))
         try:
-            return cls(checks.as_tensors(arrays), ends)
+            return cls(checks.as_tensors(arrays), ends, finite=note.get(FINITE) is True)
         except UsageError as error:
             raise UsageError(f"{path}: {error}") from error
 
@@ -138,7 +142,7 @@ class Federation:
         """Write the federation to one file, an `.npz` that `open` maps; whole or not at all."""
         require(OFFSETS not in self.fields, f"a field called {OFFSETS!r} cannot be saved")
         fields = {name: value.cpu().numpy() for name, value in self.fields.items()}
-        cache.write(Path(path), {**fields, OFFSETS: self.offsets})
+        cache.write(Path(path), {**fields, OFFSETS: self.offsets}, {FINITE: True})
 
     @property
     def clients(self) -> int:
@@ -164,6 +168,22 @@ class Federation:
         """Some examples of a client, by their position among its own."""
         picked = torch.from_numpy(rows + self.offsets[index])
         return {name: value[picked] for name, value in self.fields.items()}
+
+    @property
+    def device(self) -> torch.device:
+        """Where examples are handed out."""
+        return next(iter(self.fields.values())).device
+
+    def places(self, clients: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Where the rows of clients begin, among those that a program works on."""
+        return self.offsets[clients]
+
+    def travelling(self, clients: Sequence[int]) -> Batch:
+        """Rows that a program needs beside the fields; none, as they are where it runs."""
+        return {}
+
+    def prepare(self, clients: Sequence[int]) -> None:
+        """Get ready what `travelling` will be asked for."""
 
     def example_weights(self, by_size: bool) -> Tensor:
         """A weight for every example, so that a weighted sum is the objective F.

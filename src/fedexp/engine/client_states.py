@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
 
 from fedexp.client import Tensors
 
@@ -23,9 +26,12 @@ class ClientStates(Mapping[int, Tensors]):
     def __init__(self, layers: tuple[dict[int, Tensors], ...] = ()) -> None:
         self._layers = layers
 
-    @classmethod
-    def of(cls, states: Mapping[int, Tensors]) -> ClientStates:
-        return states if isinstance(states, cls) else cls((dict(states),) if states else ())
+    @staticmethod
+    def of(states: Mapping[int, Tensors]) -> ClientStates:
+        """The states as they are, where they are of this kind; else in memory."""
+        if isinstance(states, ClientStates):
+            return states
+        return ClientStates((dict(states),) if states else ())
 
     def updated(self, changed: Mapping[int, Tensors]) -> ClientStates:
         """These with some changed or added; this one stays as it is."""
@@ -35,6 +41,16 @@ class ClientStates(Mapping[int, Tensors]):
         while older and 2 * len(newest) >= len(older[0]):
             newest = {**older.pop(0), **newest}
         return ClientStates((newest, *older))
+
+    def stacked(self, clients: Sequence[int], fresh: Tensors) -> dict[str, Tensor]:
+        """What some clients keep, side by side [K, ...]; `fresh` for those that keep nothing yet.
+
+        >>> states = ClientStates.of({2: {"control": torch.ones(1)}})
+        >>> states.stacked([1, 2], {"control": torch.zeros(1)})["control"].tolist()
+        [[0.0], [1.0]]
+        """
+        rows = [self.get(client, fresh) for client in clients]
+        return {name: torch.stack([row[name] for row in rows]) for name in fresh}
 
     def changed_since(self, before: Mapping[int, Tensors]) -> set[int]:
         """The clients whose states are others than in an earlier one.

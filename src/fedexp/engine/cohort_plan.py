@@ -44,20 +44,15 @@ class CohortPlan:
 def plan_cohort(work: Work, clients: Sequence[int]) -> CohortPlan:
     """Every client's batches: exactly those that the loop would use."""
     offsets, local, chosen = work.task.train.offsets, work.local, np.asarray(clients)
-    first = offsets[chosen]
-    sizes = offsets[chosen + 1] - first
+    sizes = offsets[chosen + 1] - offsets[chosen]
     lengths = step_lengths(sizes, local)
     largest, batch = int(sizes.max()), local.batch_size
     width = min(batch or largest, largest)
     # on a GPU the same for every cohort, so that a captured program fits the next one as well
-    farthest = work.task.train.largest if _on_gpu(work) else largest
+    farthest = work.task.train.largest if work.task.train.device.type == "cuda" else largest
     reach = farthest + len(lengths) * (batch or 0)
-    who = np.stack([chosen, sizes, first])
+    who = np.stack([chosen, sizes, work.task.train.places(chosen)])
     return CohortPlan(who, lengths, width, reach, _draws(work, clients, lengths, width))
-
-
-def _on_gpu(work: Work) -> bool:
-    return next(iter(work.task.train.fields.values())).is_cuda
 
 
 def _draws(

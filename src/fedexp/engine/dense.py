@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.client import ClientRule, Drift
+from fedexp.engine.client_states import ClientStates
 from fedexp.engine.host_plan import LARGEST, host_batches
 from fedexp.engine.loop import Sums, sum_in_parts, sum_updates
 from fedexp.engine.pool import Pool
@@ -59,7 +60,7 @@ class Dense:
         """Train some clients, block by block."""
         rule, chosen = work.algorithm.client, np.asarray(clients)
         fresh = rule.init_local(state.params)
-        mine = {n: torch.stack([state.clients.get(c, fresh)[n] for c in clients]) for n in fresh}
+        mine = ClientStates.of(state.clients).stacked(clients, fresh)
         drift = rule.drift(state.shared, mine)
         params = state.params.new_empty(len(clients), len(state.params))
         blocks = self.blocks(work, state.params, chosen)

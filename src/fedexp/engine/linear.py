@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedexp.client import ClientRule, Drift
+from fedexp.engine.client_states import ClientStates
 from fedexp.engine.loop import Sums, sum_in_parts, sum_updates
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
@@ -51,7 +52,7 @@ class Linear:
         """Train some clients. One whose update is not finite keeps the state it had."""
         rule, start = work.algorithm.client, state.params
         fresh = rule.init_local(start)
-        mine = {n: torch.stack([state.clients.get(c, fresh)[n] for c in clients]) for n in fresh}
+        mine = ClientStates.of(state.clients).stacked(clients, fresh)
         drift = _with_decay(rule.drift(state.shared, mine), work.local.weight_decay, start)
         steps = work.local.steps_for(1)  # the same for all, since a batch is all of the data
         parts = [

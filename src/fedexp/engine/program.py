@@ -6,6 +6,7 @@ the program can be captured once and replayed.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from fedexp.client import ClientRule
 from fedexp.data.federation import Batch
 from fedexp.data.transform import Transform
 from fedexp.engine.plan import step_rows
-from fedexp.engine.walks import LayerWalk, RowWalk, Walk, advanced
+from fedexp.engine.walks import LayerWalk, RowWalk, Walk, advanced, part
 from fedexp.kernels.fuse import fused
 from fedexp.local import LocalTraining
 from fedexp.objective import BatchedObjective, Buffers
@@ -37,8 +38,8 @@ class LocalProgram:
     """S steps of K clients.
 
     Inputs: `params` [d], `averaged` and `kept` buffers, `shared.*` [d] and `mine.*` [K, d] of the
-    client rule, `key` and `who` [3, K] of the plan, `draws` where there are any, and `lr`. Outputs:
-    `params` [K, d], `averaged`, `kept`.
+    client rule, `key` and `who` [3, K] of the plan, `draws` where there are any, `data.*` for
+    examples that are not those of `fields`, and `lr`. Outputs: `params` [K, d], `averaged`, `kept`.
 
     Attributes:
         steps, width, reach: of the plan.
@@ -72,7 +73,8 @@ class LocalProgram:
         rows = step_rows(inputs["key"], who, self.steps, self.width, self.reach, batch_size)
         valid = self._valid(who[1]).to(inputs["params"])
         walk: Walk | None = None
-        for s, batch in enumerate(self._batches(rows, inputs.get("draws"))):
+        fields = part(inputs, "data.") or self.fields
+        for s, batch in enumerate(self._batches(fields, rows, inputs.get("draws"))):
             walk = walk or self._setting_out(inputs, batch, valid)
             walk.step(s, batch, None if self.ragged is None else self.ragged[s])
         assert walk is not None  # there is a step
@@ -126,24 +128,24 @@ class LocalProgram:
         place = torch.arange(self.width, device=sizes.device)
         return place < torch.minimum(left, batch)[:, :, None]
 
-    def _batches(self, rows: Tensor, draws: Tensor | None) -> Iterator[Batch]:
+    def _batches(self, fields: Batch, rows: Tensor, draws: Tensor | None) -> Iterator[Batch]:
         """The batches of every step, [K, B, ...]; fetched all at once where they are small."""
         if draws is None and self.local.batch_size is None:  # all of the data in every step
-            yield from repeat(self._batch(rows[0], None), self.steps)
+            yield from repeat(self._batch(fields, rows[0], None), self.steps)
         elif draws is None and rows.is_cuda and self._bytes(rows) <= AT_ONCE:
-            every = self._batch(rows.flatten(0, 1), None)
+            every = self._batch(fields, rows.flatten(0, 1), None)
             whole = {name: value.unflatten(0, rows.shape[:2]) for name, value in every.items()}
             yield from ({name: value[s] for name, value in whole.items()} for s in range(len(rows)))
         else:
             for s in range(self.steps):
-                yield self._batch(rows[s], None if draws is None else draws[s])
+                yield self._batch(fields, rows[s], None if draws is None else draws[s])
 
     def _bytes(self, rows: Tensor) -> int:
         """Of the examples in these rows as floating-point numbers."""
         return 4 * rows.numel() * sum(value[:1].numel() for value in self.fields.values())
 
-    def _batch(self, rows: Tensor, draws: Tensor | None) -> Batch:
-        batch: Batch = {name: value[rows] for name, value in self.fields.items()}
+    def _batch(self, fields: Batch, rows: Tensor, draws: Tensor | None) -> Batch:
+        batch: Batch = {name: value[rows] for name, value in fields.items()}
         return batch if self.transform is None else self.transform.train(batch, draws)
 
 
@@ -178,7 +180,9 @@ class Captured:
 def _never_waiting() -> Iterator[None]:
     """Fail where the host waits for the device: after a failed capture, torch draws no numbers."""
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():  # torch says that it may miss some, which a user cannot mend
+        warnings.filterwarnings("ignore", "Synchronization debug mode", UserWarning)
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:

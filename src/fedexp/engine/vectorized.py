@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import numpy as np
@@ -18,8 +17,9 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate, usable
 from fedexp.client import Tensors
+from fedexp.engine.client_states import ClientStates
 from fedexp.engine.cohort_plan import CohortPlan, plan_cohort
-from fedexp.engine.plan import batch_key, sample_cohort
+from fedexp.engine.plan import batch_key
 from fedexp.engine.program import Captured, LocalProgram, Program, signature
 from fedexp.engine.state import SimulationState
 from fedexp.engine.whole import Finished, WholeRound, finished, packed, unstacked
@@ -79,7 +79,7 @@ class Vectorized:
         weights = [work.weight(client) for client in clients]
         key = batch_key(work.seed, work.round)
         inputs = {
-            **_inputs(state, plan, mine),
+            **_inputs(work, state, plan, mine),
             **{f"server.{name}": value for name, value in state.server.items()},
             "packed": _on(state.params.device, packed(key, work.lr, plan.who, plan.steps, weights)),
         }
@@ -107,7 +107,7 @@ class Vectorized:
         plan = self._planned(work, clients)
         device = state.params.device
         inputs = {
-            **_inputs(state, plan, mine),
+            **_inputs(work, state, plan, mine),
             "key": torch.full((), batch_key(work.seed, work.round), device=device),
             "who": _on(device, plan.who),
             "lr": torch.full((), work.lr, dtype=torch.float64, device=device),
@@ -131,11 +131,11 @@ class Vectorized:
 
     def _plan_ahead(self, work: Work) -> None:
         """Plan the next round while the device computes this one; unused if it comes otherwise."""
-        number = work.round + 1
-        cohort = sample_cohort(work.seed, number, work.task.train.clients, len(work.cohort))
-        clients = [int(client) for client in cohort]
-        after = plan_cohort(replace(work, round=number, cohort=cohort), clients)
-        self._ahead = {(number, *clients): after}
+        after = work.after()
+        clients = [int(client) for client in after.cohort]
+        if clients:
+            self._ahead = {(after.round, *clients): plan_cohort(after, clients)}
+            work.task.train.prepare(clients)
 
     def _planned(self, work: Work, clients: Sequence[int]) -> CohortPlan:
         return self._ahead.pop((work.round, *clients), None) or plan_cohort(work, clients)
@@ -184,15 +184,18 @@ def _batch_bytes(work: Work) -> int:
     return rows * sum(value[0].numel() * value.element_size() for value in fields)
 
 
-def _inputs(state: SimulationState, plan: CohortPlan, mine: Tensors) -> dict[str, Tensor]:
+def _inputs(
+    work: Work, state: SimulationState, plan: CohortPlan, mine: Tensors
+) -> dict[str, Tensor]:
     """The large inputs of a local program, on the device of the model."""
-    device = state.params.device
+    device, rows = state.params.device, work.task.train.travelling(plan.who[0].tolist())
     inputs = {
         "params": state.params,
         "averaged": state.buffers.averaged,
         "kept": state.buffers.kept,
         **{f"shared.{name}": value for name, value in state.shared.items()},
         **{f"mine.{name}": value for name, value in mine.items()},
+        **{f"data.{name}": value for name, value in rows.items()},
     }
     return inputs if plan.draws is None else {**inputs, "draws": _on(device, plan.draws)}
 
@@ -205,9 +208,5 @@ def _on(device: torch.device, array: np.ndarray[Any, Any]) -> Tensor:
 
 def _mine(work: Work, state: SimulationState, clients: Sequence[int]) -> dict[str, Tensor]:
     """What the clients have kept for their rule, or begin with."""
-    rule = work.algorithm.client
-    return _stack([state.clients.get(c) or rule.init_local(state.params) for c in clients])
-
-
-def _stack(states: Sequence[Tensors]) -> dict[str, Tensor]:
-    return {name: torch.stack([each[name] for each in states]) for name in states[0]}
+    fresh = work.algorithm.client.init_local(state.params)
+    return ClientStates.of(state.clients).stacked(clients, fresh)

@@ -7,7 +7,8 @@ stays beside it, for a disk that damages the newest.
 Clients' states (SCAFFOLD's control variates) can be gigabytes, and a round changes few of them, so
 each checkpoint adds a file of those that changed, and refers to older files for the others. Where
 more than half of what is stored has become stale, all are written anew: that bounds the room at
-twice what is alive, for at most twice the writing.
+twice what is alive, for at most twice the writing. Those that lie in a file of slots stay where
+they are (see `slots`).
 """
 
 from __future__ import annotations
@@ -15,17 +16,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from fedexp.client import Tensors
 from fedexp.engine import SimulationState
 from fedexp.engine.client_states import ClientStates
+from fedexp.engine.state_store import StateStore, StoredStates
 from fedexp.runs.atomic import write_bytes, write_json
+from fedexp.runs.manifest import Checkpoint, Part, Slots
 from fedexp.runs.records import DamagedError
+from fedexp.runs.slots import SLOTS, layer_tensors, opened, restored, stored_in
 from fedexp.runs.tensors import (
     client_tensors,
     clients_from,
@@ -35,57 +39,9 @@ from fedexp.runs.tensors import (
     to_bytes,
 )
 
-FORMAT = 1
 NEWEST, BEFORE = "checkpoint.json", "checkpoint-before.json"
+CPU = torch.device("cpu")
 PART_BYTES = 2**28  # of clients' states in one file, since a file passes through memory
-
-
-@dataclass(frozen=True)
-class Part:
-    """A file of tensors; `clients` are those whose newest state is here, of `held` in all."""
-
-    file: str
-    sha256: str
-    clients: tuple[int, ...] = ()
-    held: int = 0
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What `checkpoint.json` says: a round, where its records end, and its files."""
-
-    round: int
-    steps: int
-    seconds: float
-    records_bytes: int
-    model: Part
-    clients: tuple[Part, ...] = ()
-
-    @property
-    def files(self) -> set[str]:
-        return {self.model.file, *(part.file for part in self.clients)}
-
-    def to_json(self) -> dict[str, Any]:
-        """With a digest of its own: one digit that flips would go on from another round."""
-        content = {"format": FORMAT, **asdict(self)}
-        return {**content, "sha256": _digest(content)}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Checkpoint:
-        """Raises `ValueError`, `KeyError` or `TypeError` for anything but a checkpoint."""
-        content = {name: each for name, each in value.items() if name != "sha256"}
-        if value["sha256"] != _digest(content) or content.pop("format") != FORMAT:
-            raise ValueError("it is not as it was written, or of another format")
-        parts = tuple(_part(each) for each in content.pop("clients"))
-        return cls(**{**content, "model": _part(content["model"])}, clients=parts)
-
-
-def _part(value: dict[str, Any]) -> Part:
-    return Part(**{**value, "clients": tuple(value["clients"])})
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_checkpoint(
@@ -95,9 +51,7 @@ def read_checkpoint(
     try:
         found = Checkpoint.from_json(json.loads((folder / name).read_bytes()))
         named = _read_part(folder, found.model, device)
-        clients: dict[int, Tensors] = {}
-        for part in found.clients:
-            clients |= clients_from(_read_part(folder, part, device), part.clients)
+        clients = _read_clients(folder, found, device)
         return found, state_from(found.round, found.steps, named, clients)
     except DamagedError:
         raise
@@ -105,6 +59,20 @@ def read_checkpoint(
         raise DamagedError(f"{error.strerror}: {Path(error.filename or name).name}") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{name} cannot be read ({type(error).__name__})") from None
+
+
+def _read_clients(folder: Path, found: Checkpoint, device: torch.device) -> Mapping[int, Tensors]:
+    if found.slots is not None:
+        return _read_slots(folder, found.slots, opened(folder, found.slots, device))
+    clients: dict[int, Tensors] = {}
+    for part in found.clients:
+        clients |= clients_from(_read_part(folder, part, device), part.clients)
+    return clients
+
+
+def _read_slots(folder: Path, slots: Slots, store: StateStore) -> StoredStates:
+    """What a checkpoint says about the slots of a store."""
+    return restored(store, [_read_part(folder, part, CPU) for part in slots.layers])
 
 
 def _read_part(folder: Path, part: Part, device: torch.device) -> dict[str, torch.Tensor]:
@@ -123,9 +91,13 @@ class Checkpoints:
         self.folder, self.last = folder, last
         self._clients: Mapping[int, Tensors] = {} if state is None else state.clients
         self._changed: set[int] = set()
+        # what the newest and the one before refer to, so that no slot of theirs is used again
+        self._newest, self._before = self._clients, _before(folder, self._clients)
 
     def saw(self, state: SimulationState) -> None:
         """Note which clients a round has given new states: a new one is another object."""
+        if stored_in(state.clients, self.folder) is not None:
+            return
         if state.clients is not self._clients:
             self._changed |= ClientStates.of(state.clients).changed_since(self._clients)
             self._clients = state.clients
@@ -140,21 +112,45 @@ class Checkpoints:
         if self.last is not None and self.last.round == state.round:
             return
         model = self._write_part(f"checkpoint-{state.round}", model_tensors(state))
-        clients = () if final else tuple(self._client_parts(state))
-        written = Checkpoint(state.round, state.steps, seconds, records_bytes, model, clients)
+        slots = None if final else self._slots(state)
+        clients = () if final or slots else tuple(self._client_parts(state))
+        ends = (state.round, state.steps, seconds, records_bytes)
+        written = Checkpoint(*ends, model, clients, slots)
         if self.last is not None:
             write_json(self.folder / BEFORE, self.last.to_json(), indent=None)
         write_json(self.folder / NEWEST, written.to_json(), indent=None)
         self._remove_unless(written.files | (self.last.files if self.last else set()))
         self.last, self._changed = written, set()
+        self._newest, self._before = state.clients, self._newest
 
     def settle(self, final: bool) -> None:
         """The run is over: keep the newest alone, and clients' states only if it ended early."""
         (self.folder / BEFORE).unlink(missing_ok=True)
-        if final and self.last is not None and self.last.clients:
-            self.last = replace(self.last, clients=())
+        if final and self.last is not None and (self.last.clients or self.last.slots):
+            self.last = replace(self.last, clients=(), slots=None)
             write_json(self.folder / NEWEST, self.last.to_json(), indent=None)
         self._remove_unless(self.last.files if self.last else set())
+
+    def _slots(self, state: SimulationState) -> Slots | None:
+        """Where the clients' states lie, if in a file of slots; what is known is not written again.
+
+        The states themselves have to be on the disk before anything refers to them.
+        """
+        states = stored_in(state.clients, self.folder)
+        if states is None or not states.layers:
+            return None
+        states.store.file.sync()
+        known: dict[int, Part] = {}
+        before = stored_in(self._newest, self.folder)
+        if before is not None and self.last is not None and self.last.slots is not None:
+            ids = (id(layer) for layer in before.layers)
+            known = dict(zip(ids, self.last.slots.layers, strict=True))
+        stem = f"checkpoint-{state.round}-slots"
+        layers = tuple(
+            known.get(id(layer)) or self._write_part(f"{stem}-{k}", layer_tensors(layer))
+            for k, layer in enumerate(states.layers)
+        )
+        return Slots(SLOTS, states.store.file.layout.tensors, layers)
 
     def _client_parts(self, state: SimulationState) -> Iterator[Part]:
         older = self.last.clients if self.last else ()
@@ -177,9 +173,22 @@ class Checkpoints:
         return Part(name, hashlib.sha256(data).hexdigest())
 
     def _remove_unless(self, wanted: set[str]) -> None:
-        for path in self.folder.glob("checkpoint-*.safetensors"):
-            if path.name not in wanted:
-                path.unlink()
+        for pattern in ("checkpoint-*.safetensors", SLOTS):
+            for path in self.folder.glob(pattern):
+                if path.name not in wanted:
+                    path.unlink()
+
+
+def _before(folder: Path, newest: Mapping[int, Tensors]) -> Mapping[int, Tensors]:
+    """What the checkpoint before refers to in the store of the newest, if it does."""
+    states = stored_in(newest, folder)
+    if states is None:
+        return {}
+    with suppress(OSError, DamagedError, ValueError, KeyError, TypeError):
+        found = Checkpoint.from_json(json.loads((folder / BEFORE).read_bytes()))
+        if found.slots is not None:
+            return _read_slots(folder, found.slots, states.store)
+    return {}
 
 
 def _groups(state: SimulationState, clients: Iterable[int]) -> Iterator[list[int]]:

@@ -26,6 +26,7 @@ from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.records import RECORDS, read_rows
 from fedexp.runs.spec_file import HEAD, SPEC, check_same, frozen, read_spec, spec_text
 
+CHECKPOINT_FILES = (".json", ".safetensors", ".slots")
 ENVIRONMENT, RESULT, MODEL, LOCK = "environment.json", "result.json", "model.safetensors", ".lock"
 
 
@@ -137,7 +138,7 @@ class RunFolder:
             path
             for path in self.path.iterdir()
             if path.name in known
-            or (path.name.startswith("checkpoint") and path.suffix in (".json", ".safetensors"))
+            or (path.name.startswith("checkpoint") and path.suffix in CHECKPOINT_FILES)
             or (path.name.startswith(".") and path.suffix == ".tmp")
         ]
 

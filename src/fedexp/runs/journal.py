@@ -15,11 +15,11 @@ from fedexp.runs.atomic import telling, write_bytes, write_json
 from fedexp.runs.checkpoint import (
     BEFORE,
     NEWEST,
-    Checkpoint,
     Checkpoints,
     read_checkpoint,
 )
 from fedexp.runs.folder import MODEL, RESULT, RunFolder, RunWarning
+from fedexp.runs.manifest import Checkpoint
 from fedexp.runs.records import DamagedError, RecordFile, Row, read_rows
 
 COSTS = 10  # a checkpoint may take a tenth of the time, whatever interval was asked for

@@ -1,0 +1,198 @@
+"""What clients keep, in a file: states larger than memory, of which a round reads its cohort's.
+
+A state is never changed in place: an update goes to a new slot, and the mapping after it refers to
+that one. A slot is used again once no mapping that is alive refers to it, so whoever holds on to a
+state of the simulation, such as a checkpoint, keeps its slots by that alone.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from fedexp.client import Tensors
+from fedexp.engine.client_states import ClientStates
+from fedexp.engine.slot_file import GROWTH, SlotFile
+
+Numbers = NDArray[np.int64]
+
+
+class Found(NamedTuple):
+    """Where clients' states lie: slots, -1 for none, and what their checksums must be."""
+
+    slots: Numbers
+    checks: NDArray[np.uint32]
+
+
+@dataclass(frozen=True, eq=False)
+class Layer:
+    """Clients in increasing order, each with its slot and the checksum of what is there."""
+
+    clients: Numbers
+    slots: Numbers
+    checks: NDArray[np.uint32]
+
+    def __len__(self) -> int:
+        return len(self.clients)
+
+    def over(self, older: Layer) -> Layer:
+        """Both in one; where both have a client, this one's slot."""
+        at, there = _among(self.clients, older.clients)
+        stay = np.ones(len(older), np.bool_)
+        stay[at[there]] = False
+        at = np.searchsorted(older.clients[stay], self.clients)
+        return Layer(
+            np.insert(older.clients[stay], at, self.clients),
+            np.insert(older.slots[stay], at, self.slots),
+            np.insert(older.checks[stay], at, self.checks),
+        )
+
+    def find(self, clients: Numbers, found: Found) -> None:
+        """Fill in, for clients in increasing order, what is here and not found yet."""
+        at, there = _among(clients, self.clients)
+        there &= found.slots < 0
+        found.slots[there] = self.slots[at[there]]
+        found.checks[there] = self.checks[at[there]]
+
+
+def _among(some: Numbers, others: Numbers) -> tuple[Numbers, NDArray[np.bool_]]:
+    """Where numbers would stand among others that are in increasing order, and whether they do."""
+    at = np.searchsorted(others, some)
+    return at, others[np.minimum(at, len(others) - 1)] == some
+
+
+class StateStore:
+    """Hands out the slots of a file, and takes back those that no living layer refers to.
+
+    Args:
+        file: of the slots.
+        device: where states are wanted.
+    """
+
+    def __init__(self, file: SlotFile, device: torch.device) -> None:
+        self.file, self.device = file, device
+        self._users = np.zeros(len(file), np.int32)
+        self._free: Numbers | None = None  # not known before all layers of an old file are held
+        self._left: deque[Numbers] = deque()
+
+    def layer(self, clients: Numbers, states: Sequence[Tensors]) -> Layer:
+        """Write the states of clients that are in increasing order."""
+        slots = self._taken(len(clients))
+        try:
+            return Layer(clients, slots, self.file.write(slots, states))
+        except BaseException:
+            self._users[slots] += 1
+            self._left.append(slots)
+            raise
+
+    def read(self, found: Found) -> dict[str, Tensor]:
+        """The states in slots, side by side, on the device."""
+        layout, pinned = self.file.layout, self.device.type == "cuda"
+        size = (len(found.slots), layout.bytes)
+        block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+        self.file.read(found.slots, found.checks, block.numpy())
+        return layout.split(block.to(self.device, non_blocking=True))
+
+    def hold(self, layer: Layer) -> Layer:
+        """Count a layer's slots as used while it lives."""
+        self._users[layer.slots] += 1
+        # a collector may call at any time, so it only leaves a note
+        weakref.finalize(layer, self._left.append, layer.slots).atexit = False
+        return layer
+
+    def _taken(self, count: int) -> Numbers:
+        """Free slots, in increasing order."""
+        while self._left:
+            slots = self._left.popleft()
+            self._users[slots] -= 1
+            if self._free is not None:
+                self._free = np.concatenate([self._free, slots[self._users[slots] == 0]])
+        if self._free is None:
+            self._free = np.flatnonzero(self._users == 0)
+        if count > len(self._free):
+            end = len(self._users)
+            more = max(count - len(self._free), end // GROWTH)
+            self._users = np.concatenate([self._users, np.zeros(more, np.int32)])
+            self._free = np.concatenate([self._free, end + np.arange(more)])
+        slots, self._free = np.sort(self._free[:count]), self._free[count:]
+        return slots
+
+
+class StoredStates(ClientStates):
+    """The states of the clients that have taken part, in a store.
+
+    Layers as in memory, newest first, but of numbers alone: twenty bytes a client. What newer
+    layers hide stays in its slot until layers are merged, so slots are at most twice as many as
+    clients, and those that older states or checkpoints refer to.
+    """
+
+    def __init__(self, store: StateStore, layers: tuple[Layer, ...] = ()) -> None:
+        super().__init__()
+        self.store, self.layers = store, layers
+
+    def updated(self, changed: Mapping[int, Tensors]) -> StoredStates:
+        """These with some changed or added; this one stays as it is."""
+        if not changed:
+            return self
+        clients = sorted(changed)
+        newest = self.store.layer(np.array(clients), [changed[client] for client in clients])
+        older = list(self.layers)
+        while older and 2 * len(newest) >= len(older[0]):
+            newest = newest.over(older.pop(0))
+        return StoredStates(self.store, (self.store.hold(newest), *older))
+
+    def stacked(self, clients: Sequence[int], fresh: Tensors) -> dict[str, Tensor]:
+        """What some clients keep, side by side [K, ...], on the device of the store."""
+        found = self.find(np.asarray(clients))
+        known = np.flatnonzero(found.slots >= 0)
+        loaded = self.store.read(Found(found.slots[known], found.checks[known]))
+        if len(known) == len(clients):
+            return loaded
+        places = torch.from_numpy(known).to(self.store.device)
+        rows = {n: v.expand(len(clients), *v.shape).clone() for n, v in fresh.items()}
+        return {name: value.index_copy_(0, places, loaded[name]) for name, value in rows.items()}
+
+    def find(self, clients: Numbers) -> Found:
+        """Where the clients' states lie."""
+        order = np.argsort(clients, kind="stable")
+        found = Found(np.full(len(clients), -1), np.zeros(len(clients), np.uint32))
+        for layer in self.layers:
+            layer.find(clients[order], found)
+        back = np.argsort(order, kind="stable")
+        return Found(found.slots[back], found.checks[back])
+
+    def expect(self, clients: Numbers) -> None:
+        """Have the system read what these clients keep."""
+        slots = self.find(clients).slots
+        self.store.file.expect(slots[slots >= 0])
+
+    def changed_since(self, before: Mapping[int, Tensors]) -> set[int]:
+        """The clients whose states are others than in an earlier one."""
+        clients = self._clients()
+        if not isinstance(before, StoredStates) or before.store is not self.store:
+            return set(clients.tolist())
+        return set(clients[self.find(clients).slots != before.find(clients).slots].tolist())
+
+    def __getitem__(self, client: int) -> Tensors:
+        found = self.find(np.array([client]))
+        if found.slots[0] < 0:
+            raise KeyError(client)
+        return {name: value[0] for name, value in self.store.read(found).items()}
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._clients().tolist())
+
+    def __len__(self) -> int:
+        return len(self._clients())
+
+    def _clients(self) -> Numbers:
+        every = [layer.clients for layer in self.layers]
+        return np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)

@@ -1,0 +1,55 @@
+"""Clients' states in the folder of a run: a file of slots that checkpoints refer to.
+
+A checkpoint of a million states copies none of them. It waits until the slots are on the disk and
+notes whose slot is whose; whoever writes checkpoints holds on to the states that the two on the
+disk refer to, so their slots are not used again before they are replaced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedexp.client import Tensors
+from fedexp.engine.slot_file import Layout, SlotFile
+from fedexp.engine.state_store import Layer, StateStore, StoredStates
+from fedexp.runs.manifest import Slots
+from fedexp.runs.records import DamagedError
+
+SLOTS = "checkpoint-clients.slots"
+
+
+def stored_in(states: Mapping[int, Tensors], folder: Path) -> StoredStates | None:
+    """The states, where they lie in the folder's file of slots."""
+    if isinstance(states, StoredStates) and states.store.file.path == folder / SLOTS:
+        return states
+    return None
+
+
+def opened(folder: Path, slots: Slots, device: torch.device) -> StateStore:
+    """The store of a checkpoint, with all of its slots free until layers are held."""
+    return StateStore(SlotFile(Layout(slots.layout), folder / slots.file, exists=True), device)
+
+
+def restored(store: StateStore, layers: Iterable[Mapping[str, Tensor]]) -> StoredStates:
+    """The states that layers in the order of a checkpoint refer to."""
+    found = [_layer(named) for named in layers]
+    if any(int(each.slots.max(initial=-1)) >= len(store.file) for each in found):
+        raise DamagedError(f"{SLOTS} is shorter than it was")
+    return StoredStates(store, tuple(store.hold(each) for each in found))
+
+
+def layer_tensors(layer: Layer) -> dict[str, Tensor]:
+    """A layer as tensors; checksums as signed numbers, which every reader knows."""
+    checks = layer.checks.view(np.int32)
+    columns = {"clients": layer.clients, "slots": layer.slots, "checks": checks}
+    return {name: torch.from_numpy(value) for name, value in columns.items()}
+
+
+def _layer(named: Mapping[str, Tensor]) -> Layer:
+    clients, slots, checks = (named[name].cpu().numpy() for name in ("clients", "slots", "checks"))
+    return Layer(clients, slots, checks.view(np.uint32))

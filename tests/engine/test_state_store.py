@@ -1,0 +1,225 @@
+"""What clients keep, in a file: the same numbers, few slots, and nothing of it in memory."""
+
+from __future__ import annotations
+
+import gc
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import fedexp as fx
+from fedexp.engine import keep_clients
+from fedexp.engine.client_states import ClientStates
+from fedexp.engine.keep_clients import KeepClients
+from fedexp.engine.slot_file import Layout, SlotFile
+from fedexp.engine.state_store import StateStore, StoredStates
+from fedexp.tasks import Task
+from tests.problems import BatchNormNet, classes_task, least_squares
+
+CPU = torch.device("cpu")
+ODD = {"a": torch.zeros(3), "b": torch.zeros((), dtype=torch.float64), "c": torch.zeros(2, 1)}
+
+
+def empty(fresh: Any = ODD, path: Path | None = None) -> StoredStates:
+    return StoredStates(StateStore(SlotFile(Layout.of(fresh), path), CPU))
+
+
+def state_of(number: int) -> dict[str, torch.Tensor]:
+    return {name: torch.full_like(value, number) for name, value in ODD.items()}
+
+
+def number_of(state: Any) -> int:
+    """What `state_of` made it of; all of its tensors must say so."""
+    assert {name: (v.shape, v.dtype) for name, v in state.items()} == {
+        name: (v.shape, v.dtype) for name, v in ODD.items()
+    }
+    (number,) = {value for tensor in state.values() for value in tensor.flatten().tolist()}
+    return int(number)
+
+
+def used(states: StoredStates) -> int:
+    """How many slots cannot be handed out."""
+    store = states.store
+    free = store._taken(0)
+    assert not len(free)
+    assert store._free is not None
+    return len(store._users) - len(store._free)
+
+
+Changes = st.lists(st.dictionaries(st.integers(0, 30), st.integers(0, 99), max_size=8), max_size=12)
+
+
+@settings(max_examples=40)
+@given(Changes, st.data())
+def test_stored_states_are_like_a_dictionary(changes: list[dict[int, int]], data: Any) -> None:
+    """Also those of earlier rounds that somebody has, and where two go on from one."""
+    known: list[tuple[StoredStates, dict[int, int]]] = [(empty(), {})]
+    for changed in changes:
+        states, plain = known[data.draw(st.integers(0, len(known) - 1))]
+        after = states.updated({c: state_of(n) for c, n in changed.items()})
+        known.append((after, {**plain, **changed}))
+        if data.draw(st.booleans()):
+            known.pop(data.draw(st.integers(0, len(known) - 1)))
+        for old, expected in known:
+            assert {c: number_of(s) for c, s in old.items()} == expected
+            assert len(old) == len(expected)
+        if not known:
+            return
+
+
+def test_clients_that_keep_nothing_yet_begin_afresh_side_by_side() -> None:
+    states = empty().updated({5: state_of(5), 2: state_of(2)})
+    rows = states.stacked([5, 9, 2, 0], state_of(7))
+    plain = ClientStates.of({5: state_of(5), 2: state_of(2)}).stacked([5, 9, 2, 0], state_of(7))
+    assert rows["a"][:, 0].tolist() == [5, 7, 2, 7]
+    assert all(torch.equal(rows[name], plain[name]) for name in ODD)
+    begun = empty().stacked([1], state_of(7))
+    assert number_of({name: value[0] for name, value in begun.items()}) == 7
+
+
+def test_slots_are_used_again_once_nobody_refers_to_them() -> None:
+    rng = np.random.default_rng(0)
+    states = empty()
+    for number in range(300):
+        cohort = rng.choice(40, 4, replace=False).tolist()
+        states = states.updated({c: state_of(number) for c in cohort})
+    gc.collect()
+    assert len(states) == 40
+    assert used(states) <= 2 * 40
+    assert len(states.store.file) * states.store.file.layout.bytes < 2**23
+    assert states.store._users.size <= 3 * 40  # room there is, not only what is taken of it
+
+
+def test_an_old_state_keeps_its_slots() -> None:
+    """Whoever holds a state can go back to it, however many rounds come after."""
+    old = empty().updated({c: state_of(c) for c in range(10)})
+    states = old
+    for number in range(50):
+        states = states.updated({c: state_of(100 + number) for c in range(10)})
+    gc.collect()
+    assert [number_of(old[c]) for c in range(10)] == list(range(10))
+    before = used(states)
+    del old
+    gc.collect()
+    assert used(states) == before - 10
+
+
+def test_changed_since() -> None:
+    first = empty().updated({c: state_of(c) for c in range(9)})
+    second = first.updated({3: state_of(1), 20: state_of(2)})
+    assert second.changed_since(first) == {3, 20}
+    assert second.changed_since({}) == {*range(9), 20}
+    assert first.changed_since(first) == set()
+
+
+def test_damage_is_noticed_when_a_state_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "slots"
+    states = empty(path=path).updated({1: state_of(1), 2: state_of(2)})
+    data = bytearray(path.read_bytes())
+    data[states.store.file.layout.bytes + 1] ^= 1
+    path.write_bytes(data)
+    assert number_of(states[1]) == 1
+    with pytest.raises(fx.UsageError, match=r"is not as it was written; begin .* --restart"):
+        states[2]
+
+
+def test_a_full_disk_is_told_and_costs_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = empty().updated({1: state_of(1)})
+
+    def full(*arguments: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        with pytest.raises(fx.UsageError, match="No space left on device; make room"):
+            states.updated({2: state_of(2)})
+    gc.collect()
+    assert used(states) == 1
+    assert number_of(states.updated({2: state_of(2)})[2]) == 2
+
+
+def dense_net() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+TASKS = {
+    "linear": least_squares(12),
+    "dense": classes_task(dense_net, (10, 6, 14, 7, 8, 11)),
+    "BatchNorm": classes_task(BatchNormNet, (10, 6, 14, 7, 8, 11)),
+}
+
+
+@pytest.mark.parametrize("make", [fx.scaffold, fx.scaffold_exp], ids=lambda make: make.__name__)
+@pytest.mark.parametrize("engine", ["loop", "vectorized", "auto"])
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
+def test_where_states_lie_changes_no_bit(task: Task, engine: str, make: Any) -> None:
+    runs = [
+        list(fx.simulate(task, make(), 8, 3, engine=engine, keep_clients=where))  # type: ignore[arg-type]
+        for where in ("memory", "disk")
+    ]
+    for a, b in zip(*runs, strict=True):
+        assert replace(a, seconds=0.0) == replace(b, seconds=0.0)
+    memory, disk = (run[-1].state for run in runs)
+    assert not isinstance(memory.clients, StoredStates)
+    assert isinstance(disk.clients, StoredStates)
+    assert torch.equal(memory.params, disk.params)
+    assert list(memory.clients) == list(disk.clients)
+    for client, kept in memory.clients.items():
+        assert torch.equal(kept["control"], disk.clients[client]["control"])
+
+
+@pytest.mark.parametrize("first", ["memory", "disk"])
+def test_a_run_goes_on_with_its_states_elsewhere(first: Any) -> None:
+    task = TASKS["dense"]
+    whole = list(fx.simulate(task, fx.scaffold(), 6, 3))[-1]
+    begun = list(fx.simulate(task, fx.scaffold(), 3, 3, keep_clients=first))[-1]
+    other = "disk" if first == "memory" else "memory"
+    *_, last = fx.simulate(task, fx.scaffold(), 6, 3, start=begun.state, keep_clients=other)  # type: ignore[arg-type]
+    assert isinstance(last.state.clients, StoredStates) == (first == "memory")
+    assert torch.equal(last.state.params, whole.state.params)
+
+
+def test_auto_takes_a_file_where_states_may_outgrow_the_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task = TASKS["dense"]
+    size = 4 * task.objective.initial(0)[0].numel()
+    for room, rounds, stored in [
+        (4 * 6 * size, 9, False),
+        (4 * 6 * size - 1, 9, True),
+        (4 * 3 * size, 1, False),  # three clients are all that can take part in a round of three
+    ]:
+        monkeypatch.setattr(keep_clients, "memory_bytes", lambda device, room=room: room)
+        state = next(fx.simulate(task, fx.scaffold(), rounds, 3)).state
+        assert isinstance(state.clients, StoredStates) == stored
+    monkeypatch.setattr(keep_clients, "memory_bytes", lambda device: 0)
+    assert not next(fx.simulate(task, fx.fedexp(), 1, 3)).state.clients  # nothing to keep
+
+
+def test_slots_are_asked_for_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = empty().updated({c: state_of(c) for c in range(6)}).updated({2: state_of(9)})
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, at, size, how: asked.append((at, size)))
+    states.expect(np.array([1, 2, 7]))
+    size = states.store.file.layout.bytes
+    assert asked == [(slot * size, size) for slot in states.find(np.array([1, 2])).slots]
+    assert states.find(np.array([2])).slots[0] >= 6  # the newest
+
+
+def test_a_rule_that_keeps_something_else_than_it_began_with_is_told() -> None:
+    with pytest.raises(fx.UsageError, match="begins with"):
+        empty().updated({1: {**state_of(1), "a": torch.zeros(4)}})
+
+
+def test_the_place_is_checked_at_the_call() -> None:
+    with pytest.raises(fx.UsageError, match="keep_clients is auto, memory or disk, not 'ram'"):
+        fx.simulate(TASKS["dense"], fx.scaffold(), 1, keep_clients="ram")  # type: ignore[arg-type]
+    assert KeepClients("disk").file is None

@@ -1,0 +1,96 @@
+"""Examples that travel, and pages that are read ahead, change no number."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import fedexp as fx
+from fedexp.data import streamed as streamed_data
+from fedexp.data.streamed import Streamed, on_device
+from fedexp.engine import read_ahead, simulation
+from fedexp.engine.plan import sample_cohort
+from fedexp.engine.state_store import StoredStates
+from fedexp.engine.vectorized import Vectorized
+from fedexp.tasks import Task
+from tests.problems import BatchNormNet, classes_task
+
+SIZES = (10, 6, 14, 7, 8, 11)
+
+
+def streamed(task: Task, device: str = "cpu") -> Task:
+    train = Streamed(task.train.fields, task.train.offsets, torch.device(device))
+    return replace(task, train=train)
+
+
+@pytest.mark.parametrize("engine", ["loop", "vectorized"])
+@pytest.mark.parametrize("epochs", [None, 2])
+def test_examples_that_travel_train_the_same_model(engine: str, epochs: int | None) -> None:
+    task = classes_task(BatchNormNet, SIZES)
+    local = replace(task.local, epochs=epochs)
+    runs = [
+        list(fx.simulate(each, fx.scaffold_exp(), 5, 3, local=local, engine=engine))  # type: ignore[arg-type]
+        for each in (task, streamed(task))
+    ]
+    for a, b in zip(*runs, strict=True):
+        assert replace(a, seconds=0.0) == replace(b, seconds=0.0)
+    assert torch.equal(runs[0][-1].state.params, runs[1][-1].state.params)
+
+
+def test_the_batched_engine_reads_what_travels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of clients that are not in the cohort could be anything."""
+    task = streamed(classes_task(BatchNormNet, SIZES))
+    asked: list[list[int]] = []
+    travelling = Streamed.travelling
+
+    def noted(self: Streamed, who: list[int]) -> Any:
+        asked.append(who)
+        return travelling(self, who)
+
+    monkeypatch.setattr(Streamed, "travelling", noted)
+    monkeypatch.setattr(simulation, "choose_engine", lambda *_: Vectorized())
+    for _ in fx.simulate(task, fx.fedexp(), 4, 3):
+        pass
+    assert asked == [sample_cohort(0, r, 6, 3).tolist() for r in (1, 2, 3, 4)]
+
+
+class AtOnce:
+    """An executor that does at once what it is given."""
+
+    def __init__(self, threads: int) -> None: ...
+
+    def submit(self, function: Any, *arguments: Any) -> None:
+        function(*arguments)
+
+
+def test_the_next_cohort_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[int]] = []
+    monkeypatch.setattr(read_ahead, "LEAST_BYTES", 0)
+    monkeypatch.setattr(read_ahead, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(read_ahead, "ask_for", lambda train, who: asked.append(who.tolist()))
+    states: list[list[int]] = []
+    monkeypatch.setattr(StoredStates, "expect", lambda self, who: states.append(who.tolist()))
+    task = classes_task(lambda: nn.Linear(4, 3), SIZES)
+    for _ in fx.simulate(task, fx.scaffold(), 4, 3, keep_clients="disk"):
+        pass
+    cohorts = [sample_cohort(0, r, 6, 3).tolist() for r in (1, 2, 3, 4, 5)]
+    assert states == cohorts
+    assert asked == cohorts
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("make", [fx.fedexp, fx.scaffold_exp], ids=lambda make: make.__name__)
+def test_a_federation_larger_than_a_gpu(make, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
+    """The rows travel from the host, and what clients keep comes from a file."""
+    task = classes_task(BatchNormNet, SIZES)
+    whole = list(fx.simulate(task, make(), 5, 3, device="cuda"))
+    monkeypatch.setattr(streamed_data, "_free", lambda device: 0)
+    assert isinstance(on_device(task.train, torch.device("cuda")), Streamed)
+    parts = list(fx.simulate(task, make(), 5, 3, device="cuda", keep_clients="disk"))
+    torch.testing.assert_close(parts[-1].state.params, whole[-1].state.params)
+    assert np.isclose(parts[-1].train_loss, whole[-1].train_loss)  # type: ignore[arg-type]
