@@ -7,11 +7,17 @@ from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
 
-TOGETHER = ("tests/flower/deploy/",)
+TOGETHER = (
+    "tests/flower/deploy/",
+    "tests/distributed/test_endings.py",
+    "tests/distributed/test_many_runs.py",
+    "tests/distributed/test_ranks_agree.py",
+    "tests/studies/test_results.py",  # all files of the archive are made once
+)
 
 
 class Together(LoadScopeScheduling):  # type: ignore[misc]
-    """A test is a unit of work of its own, but for the folders whose tests belong together."""
+    """A test is a unit of work of its own, but for those that belong together."""
 
     def _split_scope(self, nodeid: str) -> str:
         return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid)

@@ -24,6 +24,7 @@ LAYERS = [
     {"objective"},
     {"tasks"},
     {"engine"},
+    {"distributed"},
     {"experiments"},
     {"runs"},
     {"studies", "report", "flower"},

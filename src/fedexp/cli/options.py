@@ -67,6 +67,12 @@ def add_out(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument("--out", type=Path, metavar="PATH", help=meaning)
 
 
+def check_format(args: argparse.Namespace) -> None:
+    """Refuse JSON and another format at a time: one of them would be passed over in silence."""
+    both = args.json and args.format != "text"
+    require(not both, f"--json and --format {args.format} exclude each other; leave one out")
+
+
 def add_watch_options(parser: argparse.ArgumentParser) -> None:
     """Options that decide how a run is kept and watched, and nothing of what it computes."""
     parser.add_argument(

@@ -20,6 +20,7 @@ from fedexp.cli.options import (
 )
 from fedexp.cli.progress import Bar, describe, watch
 from fedexp.cli.signals import StopWish, stop_wish
+from fedexp.distributed import current
 from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.experiments.compare import Outcome, Row
 from fedexp.experiments.spec import Run, Spec
@@ -36,7 +37,7 @@ def add_parser(subparsers: Any) -> None:
     add_root_options(parser)
     add_out(parser, "the run's own folder, instead of one in ROOT")
     add_training_options(parser)
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, many=True)
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -44,6 +45,12 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     add_watch_options(parser)
     parser.add_argument(
         "--restart", action="store_true", help="forget what is stored of this run, begin again"
+    )
+    parser.add_argument(
+        "--client-states",
+        choices=["auto", "memory", "disk"],
+        default="auto",
+        help="where what clients keep (SCAFFOLD) lies; by default in memory, if it fits",
     )
     parser.add_argument(
         "--log",
@@ -82,7 +89,9 @@ def train(prepared: Run, folder: Path | None, args: argparse.Namespace) -> int:
 def _execute(
     prepared: Run, folder: Path | None, args: argparse.Namespace, wish: StopWish
 ) -> Outcome:
-    consumers = [consumer_named(name, folder) for name in args.log] if folder else []
+    among = current()
+    told = args.log if among is None or among.is_first else []
+    consumers = [consumer_named(name, folder) for name in told] if folder else []
     title = f"{prepared.spec.task} {prepared.spec.algorithm}"
     with watch(title, prepared.rounds, quiet=args.quiet) as bar:
         listener = Listener(prepared, bar)
@@ -92,8 +101,10 @@ def _execute(
             listener.on_round,
             run=prepared,
             folder=folder,
+            ranks=among,
             checkpoint_every=args.checkpoint_every,
             restart=args.restart,
+            keep_clients=args.client_states,
             stop=wish,
             consumers=consumers,
             on_open=listener.on_open,

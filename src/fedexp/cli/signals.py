@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from fedexp.distributed import launched
+
 
 class StopWish:
     """Whether somebody wants the work to stop, and by which signal."""
@@ -25,6 +27,10 @@ class StopWish:
         return 128 + (self.signal or signal.SIGINT)
 
     def hear(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGTERM and launched():
+            # from torchrun, perhaps because another rank has ended, perhaps for the second time
+            self.signal = self.signal or number
+            return
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number

@@ -16,9 +16,12 @@ from fedexp.algorithms import Algorithm
 from fedexp.engine import loop
 from fedexp.engine.choose import Engine, EngineName, choose_engine
 from fedexp.engine.client_states import ClientStates
+from fedexp.engine.keep_clients import KeepClients, Where
 from fedexp.engine.plan import sample_cohort
+from fedexp.engine.read_ahead import ReadAhead
 from fedexp.engine.record import Record
 from fedexp.engine.server_step import check_range, server_step
+from fedexp.engine.sharing import Alone, Sharing
 from fedexp.engine.state import SimulationState
 from fedexp.engine.whole import Finished
 from fedexp.engine.work import Work
@@ -42,6 +45,8 @@ def simulate(
     device: str | torch.device | None = None,
     precision: Precision | None = None,
     start: SimulationState | None = None,
+    keep_clients: Where | KeepClients = "auto",
+    sharing: Sharing | None = None,
 ) -> Iterator[Record]:
     """Train, and yield one `Record` a round. Stop when you like: the consumer is in charge.
 
@@ -58,9 +63,13 @@ def simulate(
         evaluate_every: evaluate in every so many rounds, and in the last; the task's own when None.
         engine: "loop" trains one client after another, "vectorized" all at once; "auto" takes what
             is faster here. They agree up to rounding; for the same bits, name one.
-        device: where to train, e.g. "cuda"; the data go there whole. By default where they are.
+        device: where to train, e.g. "cuda"; the data go there whole, if they fit. By default where
+            they are.
         precision: "float32", "tf32" or "bf16" inside the model; by default tf32 on a GPU.
         start: continue from the state of an earlier record, of the same task and algorithm.
+        keep_clients: where clients' states (SCAFFOLD's) lie: "memory", "disk", or "auto" for a file
+            where they could grow beyond a quarter of the memory. It changes no number.
+        sharing: with which other processes the work is shared, e.g. `fedexp.distributed.Shared`.
 
     A record holds its state, so a list of all records holds all models: keep what you need of
     large ones.
@@ -82,6 +91,10 @@ def simulate(
     task, precision = _placed(task, device, precision)
     initial = SimulationState.initial(task, algorithm, seed)
     state = initial if start is None else _checked_start(start, initial, rounds)
+    keep = keep_clients if isinstance(keep_clients, KeepClients) else KeepClients(keep_clients)
+    most = min(task.train.clients, rounds * (cohort or task.train.clients))
+    kept = keep.placed(state.clients, algorithm.client.init_local(state.params), most)
+    state = replace(state, clients=kept)
     work = Work(
         task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
     )
@@ -89,7 +102,8 @@ def simulate(
     opening = replace(work, round=1, cohort=sample_cohort(seed, 1, task.train.clients, cohort))
     # Chosen by the first round even where a run continues, so that it goes on with its engine.
     chosen = partial(choose_engine, engine, opening, initial)
-    return _rounds(work, state, rounds, cohort, evaluate_every, chosen, precision)
+    shared = sharing or Alone()
+    return _rounds(work, state, rounds, cohort, evaluate_every, chosen, precision, shared)
 
 
 def _rounds(
@@ -100,14 +114,16 @@ def _rounds(
     evaluate_every: int,
     choose: Callable[[], Engine],
     precision: Precision,
+    sharing: Sharing,
 ) -> Iterator[Record]:
-    warned = False
+    warned, read_ahead = False, ReadAhead(work.task.train)
     run: Engine | None = None
     for round in range(state.round + 1, rounds + 1):
         clients = sample_cohort(work.seed, round, work.task.train.clients, cohort)
         work = replace(work, round=round, cohort=clients)
         with arithmetic(precision):
-            run = run or choose()
+            run = run or sharing.engine(choose())
+            read_ahead(work, state)
             record = run_round(work, state, run)
         state = record.state
         if record.dropped and not warned:
@@ -116,7 +132,7 @@ def _rounds(
         check_range(state)
         if round % evaluate_every == 0 or round == rounds:
             with arithmetic(precision):
-                record = _evaluated(work, record)
+                record = _evaluated(work, record, sharing)
         yield record
 
 
@@ -187,8 +203,8 @@ def _in_parts(work: Work, state: SimulationState, engine: Engine) -> Finished:
     return Finished(after, count, dropped, metrics, changed)
 
 
-def _evaluated(work: Work, record: Record) -> Record:
-    values: dict[str, Any] = work.task.evaluate(*record.state.output())
+def _evaluated(work: Work, record: Record, sharing: Sharing) -> Record:
+    values: dict[str, Any] = sharing.evaluate(work.task, *record.state.output())
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
     return replace(record, **values)

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from fedexp.algorithms import Algorithm
 from fedexp.data.federation import Batch
-from fedexp.engine.plan import plan_batches
+from fedexp.engine.plan import plan_batches, sample_cohort
 from fedexp.local import LocalTraining
 from fedexp.seeding import generator
 from fedexp.tasks.task import Task, Weighting
@@ -40,6 +40,12 @@ class Work:
         """Of all clients there are."""
         train = self.task.train
         return float(train.offsets[-1] if self.weighting == "size" else train.clients)
+
+    def after(self) -> Work:
+        """The work of the next round, whose cohort is as large."""
+        number = self.round + 1
+        cohort = sample_cohort(self.seed, number, self.task.train.clients, len(self.cohort))
+        return replace(self, round=number, cohort=cohort)
 
     def batches(self, client: int) -> Iterator[Batch]:
         """The batches of a client, step by step."""

@@ -9,6 +9,8 @@ from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
 from fedexp.engine import EngineName, Record, simulate
+from fedexp.engine.keep_clients import KeepClients
+from fedexp.engine.sharing import Sharing
 from fedexp.engine.state import SimulationState
 from fedexp.errors import UsageError, unknown_name
 from fedexp.experiments.catalog import build_task
@@ -17,6 +19,7 @@ from fedexp.precision import Precision
 from fedexp.tasks import Task
 
 SMALL_MODEL = 100_000  # parameters
+ROUNDING = 1e-9  # of a target
 
 
 @dataclass(frozen=True)
@@ -89,11 +92,16 @@ class Run:
         value = row.get(self.task.metric)
         if self.stop_at is None or value is None:
             return False
-        return bool(
-            value >= self.stop_at if is_better_higher(self.task.metric) else value <= self.stop_at
-        )
+        higher = is_better_higher(self.task.metric)
+        goal = allow_rounding(self.stop_at, higher)
+        return bool(value >= goal if higher else value <= goal)
 
-    def records(self, start: SimulationState | None = None) -> Iterator[Record]:
+    def records(
+        self,
+        start: SimulationState | None = None,
+        keep_clients: KeepClients | None = None,
+        sharing: Sharing | None = None,
+    ) -> Iterator[Record]:
         """Train; one record a round, from the beginning or from the state of an earlier record.
 
         Arguments are checked at the call. It does not end early at `stop_at`: its reader does.
@@ -111,6 +119,8 @@ class Run:
             device=self.spec.device,
             precision=self.spec.precision,
             start=start,
+            keep_clients=keep_clients or KeepClients(),
+            sharing=sharing,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -142,6 +152,18 @@ def _plain(value: Any) -> Any:
 def is_better_higher(metric: str) -> bool:
     """Accuracies rise, losses fall."""
     return metric.endswith("accuracy")
+
+
+def allow_rounding(target: float, higher: bool) -> float:
+    """The target, less what rounding can cost a metric that is a mean of fractions.
+
+    So that 0.7199999999999 is 72 %, as it is once a run is archived with fewer digits.
+
+    >>> 0.1 + 0.7 >= 0.8, 0.1 + 0.7 >= allow_rounding(0.8, higher=True)
+    (False, True)
+    """
+    slack = ROUNDING * abs(target)
+    return target - slack if higher else target + slack
 
 
 def checked_target(value: float | None, metric: str, option: str) -> float | None:

@@ -3,54 +3,30 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from fedexp.errors import DivergedError, FedExPError, require
+from fedexp.distributed import Ranks, Shared, check_device
+from fedexp.engine.keep_clients import KeepClients
+from fedexp.errors import DivergedError, require
 from fedexp.experiments.compare import OnRound, Outcome, Row
 from fedexp.experiments.spec import Run, Spec
 from fedexp.runs.atomic import telling
 from fedexp.runs.consumers import Consumer, Guarded
 from fedexp.runs.determinism import deterministic, threads
 from fedexp.runs.folder import RESULT, RunFolder, is_run, warn_of_version
+from fedexp.runs.keeping import CHECKPOINT_EVERY as CHECKPOINT_EVERY
+from fedexp.runs.keeping import Keeping as Keeping
+from fedexp.runs.keeping import Stopped as Stopped
 from fedexp.runs.session import Session, remaining
 from fedexp.runs.spec_file import check_same, frozen, read_spec, run_id
 from fedexp.runs.stored import load_run
-
-CHECKPOINT_EVERY = 10.0  # seconds
-
-
-class Stopped(FedExPError):
-    """A run was asked to stop, and did after `round`; it can go on from `folder`."""
-
-    def __init__(self, folder: Path | None, round: int) -> None:
-        super().__init__(f"stopped after round {round}")
-        self.folder, self.round = folder, round
-
-
-@dataclass(frozen=True)
-class Keeping:
-    """How a run is kept and watched; none of it changes what is computed.
-
-    Args:
-        checkpoint_every: seconds between checkpoints; 0 for one a round.
-        restart: forget what the folder holds of this run, and begin again.
-        stop: asked after every round whether to stop there.
-        consumers: told of the beginning, of every new round and of the end.
-        on_open: told once of the folder, of how many rounds it holds already, and whether that
-            is all of them.
-    """
-
-    checkpoint_every: float = CHECKPOINT_EVERY
-    restart: bool = False
-    stop: Callable[[], bool] = lambda: False
-    consumers: Sequence[Consumer] = ()
-    on_open: Callable[[Path, int, bool], None] = lambda folder, rounds, over: None
+from fedexp.runs.together import Lead, check_alike, follow
 
 
 def execute(
@@ -60,6 +36,7 @@ def execute(
     *,
     run: Run | None = None,
     folder: Path | None = None,
+    ranks: Ranks | None = None,
     **keeping: Any,
 ) -> Outcome:
     """Run a spec to its end, or to where it diverges or reaches what it was to stop at.
@@ -74,26 +51,45 @@ def execute(
         on_round: told of every row in order; rows that are stored already come first, at once.
         run: the spec prepared, where it has been before.
         folder: the run's own folder, instead of one in `root`.
+        ranks: those that share the work; all of them call this. The first alone touches the folder,
+            and `on_round` is sure to be told of rows on the first alone.
         keeping: see `Keeping`.
     """
-    how, run = Keeping(**keeping), run or spec.prepare()
+    run = run or spec.prepare()
+    how = _shared(Keeping(**keeping), run, ranks)
     where = folder or (root / run_id(run) if root is not None else None)
     number = 1 if run.is_small else torch.get_num_threads()
     with deterministic(spec.deterministic), threads(number):
         if where is None:
             return _in_memory(run, on_round, how)
-        require(
-            not how.restart or is_run(where), f"{where} holds no run; leave --restart out to begin"
-        )
-        if not how.restart and (found := stored_outcome(run, where)):
-            how.on_open(where, len(found.rows), True)
-            for row in found.rows:
-                on_round(spec, row)
-            return found
-        if not is_run(where):
-            run.records()  # checks its arguments before anything is on the disk
-        with RunFolder.of(where, run) as held:
-            return _on_disk(run, held, on_round, how)
+        if how.sharing is not None and not how.sharing.ranks.is_first:
+            return follow(run, where, how, how.sharing)
+        lead = Lead(ranks)
+        with lead.telling():
+            return lead.over(_kept(run, where, on_round, how, lead))
+
+
+def _shared(how: Keeping, run: Run, ranks: Ranks | None) -> Keeping:
+    """With others, a wish to stop travels with the sums, so that all stop after the same round."""
+    if ranks is None:
+        return how
+    check_device(run.spec.device)
+    check_alike(run, ranks)
+    sharing = Shared(ranks, how.stop)
+    return replace(how, sharing=sharing, stop=lambda: sharing.stopping)
+
+
+def _kept(run: Run, where: Path, on_round: OnRound, how: Keeping, lead: Lead) -> Outcome:
+    require(not how.restart or is_run(where), f"{where} holds no run; leave --restart out to begin")
+    if not how.restart and (found := stored_outcome(run, where)):
+        how.on_open(where, len(found.rows), True)
+        for row in found.rows:
+            on_round(run.spec, row)
+        return found
+    if not is_run(where):
+        run.records()  # checks its arguments before anything is on the disk
+    with RunFolder.of(where, run) as held:
+        return _on_disk(run, held, on_round, how, lead)
 
 
 def stored_outcome(run: Run, folder: Path) -> Outcome | None:
@@ -110,7 +106,8 @@ def _in_memory(run: Run, on_round: OnRound, how: Keeping) -> Outcome:
     rows: list[Row] = []
     diverged: DivergedError | None = None
     try:
-        for record in remaining(run, None, rows):
+        keep = KeepClients(how.keep_clients)
+        for record in remaining(run, None, rows, keep, how.sharing):
             rows.append(record.to_json())
             on_round(run.spec, rows[-1])
             if how.stop():
@@ -128,11 +125,13 @@ def _in_memory(run: Run, on_round: OnRound, how: Keeping) -> Outcome:
     )
 
 
-def _on_disk(run: Run, held: RunFolder, on_round: OnRound, how: Keeping) -> Outcome:
+def _on_disk(run: Run, held: RunFolder, on_round: OnRound, how: Keeping, lead: Lead) -> Outcome:
     if how.restart:
         with telling(held.path):
             held.clear()
-    with threads(held.threads()), closing(_session(run, held, how)) as session:
+    # ranks share the cores of a machine, however many threads a lone process began with
+    number = held.threads() if how.sharing is None else torch.get_num_threads()
+    with threads(number), closing(_session(run, held, how)) as session:
         if session.resumed_from:
             with telling(held.path):
                 held.note_resumed(session.resumed_from)
@@ -140,6 +139,7 @@ def _on_disk(run: Run, held: RunFolder, on_round: OnRound, how: Keeping) -> Outc
         audience = [_guarded(consumer) for consumer in how.consumers]
         for consumer in audience:
             consumer.begin(frozen(run), session.resumed_from)
+        lead.opened(session.state, session.rows)
         result: dict[str, Any] | None = None
         try:
             result = _train(session, on_round, audience, how)
@@ -153,7 +153,7 @@ def _on_disk(run: Run, held: RunFolder, on_round: OnRound, how: Keeping) -> Outc
 def _session(run: Run, held: RunFolder, how: Keeping) -> Session:
     """The run where it was left, or at its beginning."""
     with telling(held.path):
-        return Session(run, held, how.checkpoint_every)
+        return Session(run, held, how.checkpoint_every, how.keep_clients, how.sharing)
 
 
 def _guarded(consumer: Consumer) -> Consumer:

@@ -9,12 +9,15 @@ import torch
 from torch import Tensor, nn
 
 from fedexp.engine import Record, SimulationState
+from fedexp.engine.keep_clients import KeepClients, Where
+from fedexp.engine.sharing import Sharing
 from fedexp.errors import DivergedError
 from fedexp.experiments.compare import Row
 from fedexp.experiments.spec import Run
 from fedexp.objective import Buffers
 from fedexp.runs.folder import RunFolder
 from fedexp.runs.journal import Journal
+from fedexp.runs.slots import SLOTS
 from fedexp.runs.tensors import to_bytes
 
 
@@ -25,15 +28,25 @@ class Session(Journal):
         run: what is trained.
         folder: the run's own, held.
         every: seconds between checkpoints; 0 for one a round.
+        keep: where clients' states lie; on the disk, in the folder.
+        sharing: with which other processes it is trained.
     """
 
-    def __init__(self, run: Run, folder: RunFolder, every: float) -> None:
-        super().__init__(folder, every, _device(run))
-        self.run = run
+    def __init__(
+        self,
+        run: Run,
+        folder: RunFolder,
+        every: float,
+        keep: Where = "auto",
+        sharing: Sharing | None = None,
+    ) -> None:
+        super().__init__(folder, every, device_of(run))
+        self.run, self._sharing = run, sharing
+        self._keep = KeepClients(keep, folder.path / SLOTS)
 
     def remaining(self) -> Iterator[Record]:
         """Train from where the run is to its end, if it is not there yet."""
-        return remaining(self.run, self.state, self.rows)
+        return remaining(self.run, self.state, self.rows, self._keep, self._sharing)
 
     def keep(self, record: Record) -> Row:
         """Add the row of a round, and checkpoint where it is time."""
@@ -53,11 +66,17 @@ class Session(Journal):
         return bool(self.rows) and self.run.reached(self.rows[-1])
 
 
-def remaining(run: Run, state: SimulationState | None, rows: Sequence[Row]) -> Iterator[Record]:
+def remaining(
+    run: Run,
+    state: SimulationState | None,
+    rows: Sequence[Row],
+    keep: KeepClients,
+    sharing: Sharing | None = None,
+) -> Iterator[Record]:
     """The records that a run has still to make: to its last round, or to its target."""
     if rows and (len(rows) >= run.rounds or run.reached(rows[-1])):
         return
-    for record in run.records(state):
+    for record in run.records(state, keep, sharing):
         yield record
         if run.reached(record.to_json()):
             return
@@ -73,7 +92,7 @@ def model_bytes(run: Run, state: SimulationState) -> bytes:
     return to_bytes(module.state_dict() if isinstance(module, nn.Module) else named)
 
 
-def _device(run: Run) -> torch.device:
+def device_of(run: Run) -> torch.device:
     """Where the run's tensors are to be, as `simulate` decides it."""
     given = run.spec.device
     return torch.device(given) if given else next(iter(run.task.train.fields.values())).device

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedexp.data.federation import Batch, Federation
+from fedexp.data.streamed import on_device
 from fedexp.data.transform import Transform
 from fedexp.errors import require
 from fedexp.local import LocalTraining
@@ -63,37 +64,46 @@ class Task:
         move = getattr(self.objective, "on", None)
         require(move is not None, "this objective cannot change devices; give it a method `on`")
         assert move is not None
-        fields = {name: value.to(device) for name, value in self.train.fields.items()}
         test = self.test and {name: value.to(device) for name, value in self.test.items()}
-        train = replace(self.train, fields=fields)
+        train = on_device(self.train, device)
         return replace(self, objective=move(device, precision), train=train, test=test)
 
-    def evaluate(self, params: Tensor, buffers: Buffers) -> dict[str, float]:
+    def evaluate(
+        self, params: Tensor, buffers: Buffers, share: tuple[int, int] = (0, 1)
+    ) -> dict[str, float]:
         """Training loss F(w), the mean over all clients; test loss; accuracies where they exist.
 
-        Clients count alike in F whatever their weights in training, as in the paper (eq. 1).
+        Clients count alike in F whatever their weights in training, as in the paper (eq. 1). Of the
+        examples, share (k, n) looks at the k-th of n parts only: what the parts give adds up.
         """
         if self.sums:
             rows = len(self.train.fields["y"])
             weights = torch.full((rows,), 1 / self.train.clients, dtype=torch.float64)
         else:
             weights = self.train.example_weights(by_size=False)
-        values = self._weighted(params, buffers, self.train.fields, weights, "train")
+        values = self._weighted(params, buffers, self.train.fields, weights, "train", share)
         if self.test is not None:
             rows = len(self.test["y"])
             even = torch.full((rows,), 1 / rows, dtype=torch.float64)
-            values |= self._weighted(params, buffers, self.test, even, "test")
+            values |= self._weighted(params, buffers, self.test, even, "test", share)
         return values
 
     def _weighted(
-        self, params: Tensor, buffers: Buffers, batch: Batch, weights: Tensor, split: str
+        self,
+        params: Tensor,
+        buffers: Buffers,
+        batch: Batch,
+        weights: Tensor,
+        split: str,
+        share: tuple[int, int],
     ) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
         weights = weights.to(params.device)
         together = EVALUATION_ROWS[params.device.type]
-        for start in range(0, len(weights), together):
-            rows = slice(start, start + together)
-            piece = {name: value[rows] for name, value in batch.items()}
+        first, last = (len(weights) * each // share[1] for each in (share[0], share[0] + 1))
+        for start in range(first, last, together):
+            rows = slice(start, min(start + together, last))
+            piece = {name: value[rows].to(params.device) for name, value in batch.items()}
             if self.transform is not None:
                 piece = dict(self.transform.evaluate(piece))
             for name, value in self.objective.measure(params, buffers, piece).items():

@@ -1,0 +1,33 @@
+"""What several processes that share a run have to offer: an engine, and an evaluation."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+from torch import Tensor
+
+from fedexp.engine.choose import Engine
+from fedexp.objective import Buffers
+from fedexp.tasks.task import Task
+
+
+class Sharing(Protocol):
+    """How a round's work is shared out. Every process ends it with the same numbers."""
+
+    def engine(self, engine: Engine) -> Engine:
+        """One that trains this process's part of a cohort, and returns the sums of all parts."""
+        ...
+
+    def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
+        """What `task.evaluate` gives, computed by all processes together."""
+        ...
+
+
+class Alone:
+    """The sharing of a process that does everything itself."""
+
+    def engine(self, engine: Engine) -> Engine:
+        return engine
+
+    def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
+        return task.evaluate(params, buffers)

@@ -1,0 +1,165 @@
+"""Runs that must not depend on the number of ranks.
+
+cases.py FOLDER WORLD...    every case on so many ranks, for each WORLD; results go to FOLDER
+
+Ranks are forked, so that torch is imported once.
+"""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).parents[2]))
+
+import fedexp as fx
+from fedexp.data import Federation
+from fedexp.distributed import Ranks, Shared, leave, ranks
+from fedexp.objective import ModuleObjective
+from fedexp.tasks import Task
+from tests.distributed.launch import on_ranks
+from tests.problems import BatchNormNet, dropout_net, least_squares
+
+ROUNDS = 4
+SIZES = (3, 40, 17, 8, 2, 25, 12)
+BROKEN = 3  # a label that nobody can learn
+Result = tuple[list[dict[str, Any]], Tensor, dict[int, Tensor]]
+
+
+class Net(nn.Module):
+    """Dense, but not a plain sequence: those have an engine of their own on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def plain() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+
+
+def spiked_loss(output: Tensor, y: Tensor) -> Tensor:
+    """Cross-entropy whose gradient is not a number for the broken label, though its value is."""
+    zero = torch.where(y == BROKEN, output[:, 0] - output[:, 0], 1.0)
+    spike = torch.where(y == BROKEN, zero.sqrt(), 0.0)
+    return nn.functional.cross_entropy(output, y.clamp(max=2), reduction="none") + spike
+
+
+def unequal(build: Callable[[], nn.Module], broken: tuple[int, ...] = ()) -> Task:
+    """Clients of all sizes, some of which send nothing that is a number."""
+    rng = np.random.default_rng(0)
+    y = rng.integers(0, 3, sum(SIZES))
+    x = rng.normal(size=(3, 4))[y] + rng.normal(size=(len(y), 4))
+    offsets = np.cumsum([0, *SIZES])
+    for client in broken:
+        y[offsets[client] : offsets[client + 1]] = BROKEN
+    fields = {"x": torch.from_numpy(x), "y": torch.from_numpy(y)}
+    objective = ModuleObjective(build, spiked_loss) if broken else ModuleObjective(build)
+    local = fx.LocalTraining(lr=0.1, epochs=2, batch_size=8)
+    return Task("unequal", objective, Federation(fields, offsets), local, fields)
+
+
+def net() -> Task:
+    return unequal(lambda: Net().double())
+
+
+def batch_norm() -> Task:
+    task = unequal(lambda: BatchNormNet().double())
+    # BatchNorm needs two examples in every batch
+    return replace(task, local=replace(task.local, epochs=None, steps=3, batch_size=None))
+
+
+def few_test_examples() -> Task:
+    task = net()
+    assert task.test is not None
+    return replace(task, test={name: value[:2] for name, value in task.test.items()})
+
+
+CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
+    "fedexp-loop": lambda: (net(), fx.fedexp(), {"engine": "loop", "cohort": 5}),
+    "fedexp-vectorized": lambda: (net(), fx.fedexp(), {"engine": "vectorized", "cohort": 5}),
+    "scaffold-loop": lambda: (net(), fx.scaffold(), {"engine": "loop", "cohort": 5}),
+    "scaffold-exp": lambda: (net(), fx.scaffold_exp(), {"engine": "vectorized", "cohort": 5}),
+    "fedadagrad": lambda: (net(), fx.fedadagrad(), {"cohort": 5, "weighting": "size"}),
+    "dense-engine": lambda: (unequal(plain), fx.scaffold_exp(), {"cohort": 6}),
+    "linear-engine": lambda: (least_squares(clients=7), fx.scaffold_exp(), {"cohort": 5}),
+    "batch-norm-loop": lambda: (batch_norm(), fx.scaffold(), {"engine": "loop", "cohort": 3}),
+    "batch-norm": lambda: (batch_norm(), fx.fedexp(), {"engine": "vectorized", "cohort": 3}),
+    "more-ranks-than-clients": lambda: (few_test_examples(), fx.scaffold_exp(), {"cohort": 1}),
+    "dropout-loop": lambda: (
+        unequal(lambda: dropout_net().double()),
+        fx.fedexp(),
+        {"engine": "loop"},
+    ),
+    "broken-loop": lambda: (
+        unequal(lambda: Net().double(), (1, 4)),
+        fx.scaffold_exp(),
+        {"engine": "loop", "cohort": 6},
+    ),
+    "broken": lambda: (
+        unequal(lambda: Net().double(), (1, 4)),
+        fx.scaffold_exp(),
+        {"engine": "vectorized"},
+    ),
+    "all-broken": lambda: (
+        unequal(lambda: Net().double(), tuple(range(len(SIZES)))),
+        fx.fedexp_m(),
+        {"cohort": 3},
+    ),
+}
+
+
+def result(name: str, among: Ranks | None = None) -> Result:
+    """The rows, the output model and the clients' states of a case."""
+    task, algorithm, options = CASES[name]()
+    sharing = Shared(among) if among else None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", fx.NonFiniteUpdateWarning)
+        records = list(fx.simulate(task, algorithm, ROUNDS, sharing=sharing, **options))
+    state = records[-1].state
+    rows = [
+        {k: v for k, v in r.to_json().items() if k != "seconds" and v is not None} for r in records
+    ]
+    kept = {client: each["control"] for client, each in state.clients.items()}
+    return rows, torch.cat([state.output()[0], state.buffers.averaged]), kept
+
+
+def refusal(among: Ranks) -> str:
+    """What is said where every rank has a model of its own."""
+    try:
+        list(fx.simulate(net(), fx.fedexp(), 2, seed=among.rank, sharing=Shared(among)))
+    except fx.FedExPError as error:
+        return str(error)
+    return ""
+
+
+def all_cases(folder: Path) -> None:
+    """What each rank does."""
+    among = ranks()
+    assert among is not None
+    results: dict[str, Any] = {name: result(name, among) for name in CASES}
+    results["drift"] = refusal(among)
+    torch.save(results, folder / f"{among.world}-{among.rank}.pt")
+    among.barrier()
+    leave()
+
+
+if __name__ == "__main__":
+    import torch._dynamo  # what torch.func would import in every rank
+
+    for world in map(int, sys.argv[2:]):
+        codes = on_ranks(world, all_cases, Path(sys.argv[1]))
+        assert codes == [0] * world
