@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from fedexp import __version__
+from fedexp.cli.compare import workers_for
 from fedexp.cli.main import main
 from fedexp.cli.signals import stop_wish
+from fedexp.experiments.spec import Spec
 from fedexp.runs import find_runs, load_run
 from fedexp.runs.pool import deaf_to_interrupts
 from tests.cli.helpers import FEDEXP, RUN, SMALL, begin, checkpointed, wait_for_rows
@@ -43,6 +45,21 @@ def test_a_comparison_keeps_its_runs_and_returns_at_once(
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(AssertionError, match="nothing should run"):
         main([*command, "--jobs", "2"])
+
+
+def test_a_gpu_gets_one_run_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedexp.cli.many.cores", lambda: 8)
+    runs = [Spec("digits", "fedexp", device=device).prepare() for device in (None, "cuda", "cpu")]
+    assert [workers_for(run) for run in runs] == [8, 1, 8]
+
+
+@pytest.mark.parametrize("command", [COMPARE, ["tune", "digits", "--algorithm", "fedavg"]])
+def test_json_and_another_format_are_refused(
+    command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*command, "--json", "--format", "csv"]) == 2
+    assert "--json and --format csv exclude each other" in capfd.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["workers import", "workers run"])

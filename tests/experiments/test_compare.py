@@ -7,7 +7,7 @@ import pytest
 
 import fedexp as fx
 from fedexp.experiments.catalog import build_task
-from fedexp.experiments.compare import Outcome, summarise
+from fedexp.experiments.compare import Outcome, rounds_to, summarise
 from fedexp.experiments.figures import comparison_figure, mean_and_spread
 from fedexp.experiments.spec import Spec
 from fedexp.experiments.tables import (
@@ -42,6 +42,18 @@ def test_summary_of_rounds_speed_up_and_spread() -> None:
     assert headers[1] == "rounds to 60.00%"
     assert cells[1] == ["fedexp", "1.5 ± 0.7", "2.33x", "70.00% ± 14.14%"]
     assert "fedexp" in text_table(headers, cells)
+
+
+def test_a_target_is_reached_to_within_rounding() -> None:
+    live, archived = sum([0.09] * 8), 0.72
+    assert live < archived
+    for value in (live, archived):
+        assert rounds_to(np.array([0.5, value]), 0.72, higher=True) == 2
+    assert rounds_to(np.array([0.5, 0.7199]), 0.72, higher=True) is None
+    assert rounds_to(np.array([1.0, 3e-12, 1e-12]), 1e-12, higher=False) == 3
+    stopping = Spec("digits", "fedexp", stop_at=0.72).prepare()
+    assert stopping.reached({"test_accuracy": live})
+    assert not stopping.reached({"test_accuracy": 0.7199})
 
 
 def test_a_seed_that_never_arrives_gives_no_flattering_mean() -> None:
@@ -179,7 +191,10 @@ def test_the_toy_paths_are_those_the_paper_describes() -> None:
     assert len(toy_figure(paths).axes) == 3
 
 
-def test_a_failing_run_ends_the_others_at_once() -> None:
-    good = [Spec("synthetic", "fedexp", seed, 5000) for seed in range(2)]
+@pytest.mark.parametrize("algorithms", [("fedexp", "nothing"), ("nothing", "fedexp")], ids=str)
+def test_a_failing_run_ends_the_others_at_once(algorithms: tuple[str, ...]) -> None:
+    specs = [Spec("synthetic", name, rounds=5000) for name in algorithms]
+    seen: list[int] = []
     with pytest.raises(fx.UsageError, match="unknown algorithm"):
-        run_all([*good, Spec("synthetic", "nothing")][::-1], 2, lambda spec, row: None)
+        run_all(specs, 2, lambda spec, row: seen.append(row["round"]))
+    assert 5000 not in seen

@@ -141,13 +141,6 @@ def test_a_study_goes_on_under_its_own_terms_only(tmp_path: Path) -> None:
     assert len(tune(study)) == 2
 
 
-def test_two_processes_do_not_share_a_study(tmp_path: Path) -> None:
-    study = small_study(tmp_path / "s.db", values={"local.lr": (0.1,)})
-    with study.opened(), pytest.raises(UsageError, match="another process is working on"):
-        tune(study)
-    assert len(tune(study)) == 1
-
-
 def test_a_file_that_is_no_study(tmp_path: Path) -> None:
     study = small_study(tmp_path / "s.db", values={"local.lr": (0.1,)})
     study.path.write_text("not a database, but long enough to be taken for one\n" * 50)

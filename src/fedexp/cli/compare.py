@@ -5,27 +5,32 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import os
 import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fedexp.cli.many import (
+    Many,
+    add_jobs_option,
+    add_shard_option,
+    check_many,
+    run_many,
+    workers_on,
+)
 from fedexp.cli.options import (
     add_out,
     add_root_options,
     add_run_options,
     add_watch_options,
+    check_format,
     positive,
-    root_of,
     spec_of,
 )
-from fedexp.cli.progress import watch
-from fedexp.cli.signals import StopWish, stop_wish
 from fedexp.errors import require
 from fedexp.experiments.canvas import check_writable, save
 from fedexp.experiments.catalog import build_task
-from fedexp.experiments.compare import Line, Outcome, Row, summarise
+from fedexp.experiments.compare import Line, Outcome, summarise
 from fedexp.experiments.figures import comparison_figure
 from fedexp.experiments.setup import parse_assignments, share_options, split_task_options
 from fedexp.experiments.spec import Run, Spec, checked_target
@@ -37,7 +42,6 @@ from fedexp.experiments.tables import (
     warning_lines,
 )
 from fedexp.objective import LeastSquares
-from fedexp.runs import Stopped, run_all
 
 DEFAULT = "fedexp,scaffold,fedadagrad,fedprox,fedavg"
 QUICK_ROUNDS = 1000
@@ -51,7 +55,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="seeds 0 to N-1")
     parser.add_argument("--target", type=float, metavar="ACC", help="accuracy (or loss) to reach")
-    parser.add_argument("--jobs", type=positive, metavar="N", help="runs at a time (the cores)")
+    add_jobs_option(parser)
     parser.add_argument(
         "--smooth",
         type=positive,
@@ -60,13 +64,16 @@ def add_parser(subparsers: Any) -> None:
         help="average final values and curves over W rounds (1; the paper's long runs: 20)",
     )
     parser.add_argument("--format", choices=FORMATS, default="text", help="of the table (text)")
+    add_shard_option(parser)
     add_root_options(parser)
     add_watch_options(parser)
     add_out(parser, "the picture (compare-TASK.png)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, many=True)
 
 
 def run(args: argparse.Namespace) -> int:
+    check_many(args)
+    check_format(args)
     picture = args.out or Path(f"compare-{args.task}.png")
     firsts = _prepare(args)
     first, metric = firsts[0], firsts[0].task.metric
@@ -74,13 +81,10 @@ def run(args: argparse.Namespace) -> int:
     target = first.task.target if target is None else target
     check_writable(picture)
     specs = [replace(run.spec, seed=seed) for run in firsts for seed in range(args.seeds)]
-    root = root_of(args)
-    with stop_wish(listen=root is not None) as wish:
-        try:
-            outcomes = _run(args, specs, first, root, wish)
-        except Stopped:
-            print("fedexp: stopped; the same command continues", file=sys.stderr)
-            return wish.status
+    jobs = args.jobs or workers_for(first)
+    outcomes, status = run_many(args, Many(specs, args.task, first.rounds, _label, jobs))
+    if outcomes is None:
+        return status
     lines = summarise(outcomes, metric, target, args.smooth)
     title = _title(first, args.seeds)
     save(comparison_figure(outcomes, metric, target, title, args.smooth), picture)
@@ -106,23 +110,8 @@ def _prepare(args: argparse.Namespace) -> list[Run]:
     return runs
 
 
-def _run(
-    args: argparse.Namespace, specs: list[Spec], first: Run, root: Path | None, wish: StopWish
-) -> list[Outcome]:
-    title = f"{first.spec.task}, {len(specs)} runs"
-    with watch(title, first.rounds, len(specs), args.quiet) as bar:
-
-        def on_round(spec: Spec, row: Row) -> None:
-            bar(row, f"{spec.algorithm} s{spec.seed}")
-
-        return run_all(
-            specs,
-            args.jobs or _workers(first),
-            on_round,
-            root,
-            checkpoint_every=args.checkpoint_every,
-            stop=wish,
-        )
+def _label(spec: Spec) -> str:
+    return f"{spec.algorithm} s{spec.seed}"
 
 
 def _report(
@@ -163,12 +152,7 @@ def _title(first: Run, seeds: int) -> str:
     )
 
 
-def _workers(first: Run) -> int:
+def workers_for(first: Run) -> int:
     """One where runs take about a second: least squares are over before workers have started."""
     quick = isinstance(first.task.objective, LeastSquares) and first.rounds <= QUICK_ROUNDS
-    return 1 if quick else cores()
-
-
-def cores() -> int:
-    """How many this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 1 if quick else workers_on(first.spec.device)

@@ -7,16 +7,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fedexp.cli.compare import cores
-from fedexp.cli.options import add_out, add_root_options, add_watch_options, positive, root_of
-from fedexp.cli.progress import watch
-from fedexp.cli.signals import StopWish, stop_wish
-from fedexp.errors import UsageError, unknown_name
-from fedexp.experiments.compare import Row
-from fedexp.experiments.spec import Spec
+from fedexp.cli.many import (
+    Many,
+    add_jobs_option,
+    add_shard_option,
+    check_many,
+    is_silent,
+    run_many,
+    workers_on,
+)
+from fedexp.cli.options import add_out, add_root_options, add_watch_options, positive
+from fedexp.errors import UsageError, require, unknown_name
 from fedexp.experiments.tables import FORMATS
-from fedexp.runs import Stopped, run_all
+from fedexp.runs import find_runs, load_run
 from fedexp.studies.reproduce.catalog import STUDIES
+from fedexp.studies.reproduce.from_runs import plan_from
 from fedexp.studies.reproduce.output import check_folder, head_lines, render, write_all
 from fedexp.studies.reproduce.plan import make_plan
 from fedexp.studies.reproduce.study import Plan, Request, Result
@@ -37,16 +42,24 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--mode", default="paper", choices=["paper", "authors-code"], help="default: paper"
     )
+    parser.add_argument(
+        "--from",
+        dest="source",
+        type=Path,
+        metavar="RUNS",
+        help="run nothing: take the runs in this folder, or archive, and say which are missing",
+    )
+    add_shard_option(parser)
     add_root_options(parser)
     add_watch_options(parser)
     add_out(parser, "folder of the results (reproduce-WHAT)")
     parser.add_argument("--format", choices=FORMATS, default="text", help="of what is printed")
-    parser.add_argument("--jobs", type=positive, metavar="N", help="runs at a time")
+    add_jobs_option(parser)
     parser.add_argument("--device", metavar="D", help="cpu (default) or cuda")
     parser.add_argument(
         "--precision", choices=["float32", "tf32", "bf16"], help="arithmetic inside the model"
     )
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, many=True)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,22 +69,45 @@ def run(args: argparse.Namespace) -> int:
         raise UsageError("name a study, e.g. fedexp reproduce toy; --list names them all")
     if args.what not in STUDIES:
         raise unknown_name("study", args.what, STUDIES)
-    plan = make_plan(STUDIES[args.what], _request(args))
+    check_many(args)
     folder = args.out or Path(f"reproduce-{args.what}")
+    if args.source is not None:
+        require(args.shard is None, "--from runs nothing that could be shared; leave --shard out")
+        if is_silent():
+            return 0
+        return _conclude(*_stored(args), folder, args.format)
+    plan = make_plan(STUDIES[args.what], _request(args))
     check_folder(folder)
     if plan.shrunk:
         for line in head_lines(plan)[: len(plan.shrunk) + 1]:
             print(f"fedexp: {line}", file=sys.stderr)
-    with stop_wish(listen=root_of(args) is not None) as wish:
-        try:
-            results = _run(plan, args, wish)
-        except Stopped:
-            print("fedexp: stopped; the same command continues", file=sys.stderr)
-            return wish.status
+    outcomes, status = run_many(args, _many(plan, args))
+    if outcomes is None:
+        return status
+    results = [Result(*pair) for pair in zip(plan.jobs, outcomes, strict=True)]
+    return _conclude(plan, results, folder, args.format)
+
+
+def _stored(args: argparse.Namespace) -> tuple[Plan, list[Result]]:
+    """A study from runs that are there: neither its data nor any training is needed."""
+    require(args.seeds is None, "--from takes the seeds that are there; leave --seeds out")
+    require(args.source.is_dir(), f"{args.source}: no such folder; name a folder of runs")
+    runs = [load_run(folder) for folder in find_runs([args.source])]
+    plan, results = plan_from(STUDIES[args.what], _request(args), runs)
+    if not plan.tasks:
+        raise UsageError(
+            f"{args.source} holds no runs of {args.what} (mode {args.mode}, {plan.rounds} rounds); "
+            f"make them with: fedexp reproduce {args.what} --mode {args.mode}"
+        )
+    return plan, results
+
+
+def _conclude(plan: Plan, results: list[Result], folder: Path, how: str) -> int:
+    check_folder(folder)
     findings = plan.study.measure(plan, results)
     written = write_all(folder, plan, findings)
     _warn_of_divergence(results)
-    print(render(plan, findings, args.format), end="")
+    print(render(plan, findings, how), end="")
     names = ", ".join(path.name for path in written)
     print(f"fedexp: wrote {names} to {folder}", file=sys.stderr)
     return 0
@@ -89,26 +125,12 @@ def _request(args: argparse.Namespace) -> Request:
     )
 
 
-def _run(plan: Plan, args: argparse.Namespace, wish: StopWish) -> list[Result]:
+def _many(plan: Plan, args: argparse.Namespace) -> Many:
     """All runs: those that are stored return at once, those that were interrupted go on."""
     specs = [job.spec for job in plan.jobs]
     names = {job.spec: f"{job.task} {job.series} s{job.spec.seed}" for job in plan.jobs}
-    alone = args.device not in (None, "cpu")  # a GPU has no room for several
-    title = f"{plan.study.name}, {len(specs)} runs"
-    with watch(title, plan.rounds, len(specs), args.quiet) as bar:
-
-        def on_round(spec: Spec, row: Row) -> None:
-            bar(row, names[spec])
-
-        outcomes = run_all(
-            specs,
-            args.jobs or (1 if alone else cores()),
-            on_round,
-            root_of(args),
-            checkpoint_every=args.checkpoint_every,
-            stop=wish,
-        )
-    return [Result(*pair) for pair in zip(plan.jobs, outcomes, strict=True)]
+    jobs = args.jobs or workers_on(args.device)
+    return Many(specs, plan.study.name, plan.rounds, names.__getitem__, jobs)
 
 
 def _warn_of_divergence(results: list[Result]) -> None:

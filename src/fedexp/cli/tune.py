@@ -5,16 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedexp.cli.compare import cores
-from fedexp.cli.options import add_out, add_run_options, positive, seed, spec_of
-from fedexp.cli.progress import watch
+from fedexp.cli.many import add_jobs_option, check_jobs, is_silent, refuse_if_lost, workers_on
+from fedexp.cli.options import add_out, add_run_options, check_format, positive, seed, spec_of
 from fedexp.cli.signals import StopWish, stop_wish
+from fedexp.cli.trials import Patience, watching
+from fedexp.distributed import Ranks, ranks
 from fedexp.errors import require
 from fedexp.experiments.canvas import check_writable, save
 from fedexp.experiments.catalog import build_task
@@ -25,7 +24,6 @@ from fedexp.runs import Stopped
 from fedexp.studies import best
 from fedexp.studies.epsilon import EPS, epsilon_values, explain, tune_epsilon
 from fedexp.studies.grids import (
-    Point,
     Values,
     free_ranges,
     none_fixed,
@@ -34,8 +32,9 @@ from fedexp.studies.grids import (
     without_fixed,
 )
 from fedexp.studies.heatmap import tuning_figure
-from fedexp.studies.trial import ROUNDS, Row
-from fedexp.studies.tune import OnRow, Protocol, Study, Watching, check_study, tune
+from fedexp.studies.trial import ROUNDS
+from fedexp.studies.tune import Protocol, Study, Watching, check_study, tune
+from fedexp.studies.workers import Pause
 
 TRIALS = 30
 
@@ -66,25 +65,29 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--study", type=Path, metavar="FILE", help="where scores are kept (tune-TASK.db)"
     )
-    parser.add_argument("--jobs", type=positive, metavar="N", help="trials at a time (all cores)")
+    add_jobs_option(parser, "trials")
     parser.add_argument("--format", choices=FORMATS, default="text", help="of the table (text)")
     parser.add_argument("--quiet", action="store_true", help="plain lines for a log, no bar")
     add_out(parser, "the picture of two options (tune-TASK-ALGORITHM.png)")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=run, many=True)
 
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
+    among = ranks()
     studies = [_study(args, each) for each in _runs(args)]
     pictures = [_picture(args, study) for study in studies]
     with stop_wish() as wish:
         try:
             if args.epsilon:
                 return _epsilon(args, studies[0], wish)
-            results = [(s, tune(s, _jobs(args), _watching(args, s, wish))) for s in studies]
+            results = [(study, tune(study, *_how(args, study, wish))) for study in studies]
         except Stopped:
+            refuse_if_lost(among)
             print("fedexp: stopped; the same command continues", file=sys.stderr)
             return wish.status
+    if is_silent():
+        return 0
     _report(args, results)
     for picture, result in zip(pictures, results, strict=True):
         if picture is not None:
@@ -95,6 +98,8 @@ def run(args: argparse.Namespace) -> int:
 
 def _check(args: argparse.Namespace) -> None:
     """Options that do not go together, before anything is built."""
+    check_jobs(args.jobs, args.device)
+    check_format(args)
     free = args.protocol == "free"
     require(args.trials is None or free, "--trials is for --protocol free; a grid has its points")
     require(not (args.grid and free), "--grid and --protocol free exclude each other; choose one")
@@ -150,20 +155,11 @@ def _picture(args: argparse.Namespace, study: Study) -> Path | None:
     return path
 
 
-def _watching(args: argparse.Namespace, study: Study, wish: StopWish) -> Watching:
-    @contextmanager
-    def watching(left: int) -> Iterator[OnRow]:
-        spec = study.run.spec
-        with watch(f"{spec.task} {spec.algorithm}", study.run.rounds, left, args.quiet) as bar:
-
-            def on_row(point: Point, row: Row) -> None:
-                bar(dict(row), " ".join(f"{name}={value:.3g}" for name, value in point.items()))
-                if wish():
-                    raise Stopped(None, row["round"])
-
-            yield on_row
-
-    return watching
+def _how(
+    args: argparse.Namespace, study: Study, wish: StopWish
+) -> tuple[int, Watching, Pause, Ranks | None]:
+    jobs = args.jobs or workers_on(args.device)
+    return jobs, watching(study, args.quiet, wish), Patience(wish), ranks()
 
 
 def _report(args: argparse.Namespace, results: list[tuple[Study, list[Any]]]) -> None:
@@ -181,7 +177,7 @@ def _report(args: argparse.Namespace, results: list[tuple[Study, list[Any]]]) ->
 
 
 def _epsilon(args: argparse.Namespace, study: Study, wish: StopWish) -> int:
-    found = tune_epsilon(study, _jobs(args), _watching(args, study, wish))
+    found = tune_epsilon(study, *_how(args, study, wish))
     tried, point = best.epsilon_trials(found), {EPS: found.chosen}
     if args.json:
         _print_json(args, [{**best.as_json(study, tried, point), "found": explain(found, study)}])
@@ -195,7 +191,3 @@ def _epsilon(args: argparse.Namespace, study: Study, wish: StopWish) -> int:
 def _print_json(args: argparse.Namespace, algorithms: list[dict[str, Any]]) -> None:
     head = {"task": args.task, "rounds": args.rounds, "seed": args.seed}
     print(json.dumps({**head, "algorithms": algorithms}, allow_nan=False))
-
-
-def _jobs(args: argparse.Namespace) -> int:
-    return int(args.jobs or (cores() if args.device is None else 1))

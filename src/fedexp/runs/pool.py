@@ -8,12 +8,12 @@ import queue
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -22,8 +22,9 @@ from fedexp.experiments.catalog import build_task
 from fedexp.experiments.compare import OnRound, Outcome, Row
 from fedexp.experiments.setup import split_task_options
 from fedexp.experiments.spec import Spec
-from fedexp.runs.execute import CHECKPOINT_EVERY, Stopped, execute, stored_outcome
-from fedexp.runs.folder import RESULT, RunWarning
+from fedexp.runs.execute import execute, stored_outcome
+from fedexp.runs.folder import RESULT, BusyError, RunWarning
+from fedexp.runs.keeping import CHECKPOINT_EVERY, Stopped
 from fedexp.runs.spec_file import run_id
 from fedexp.tasks import Task
 
@@ -31,6 +32,17 @@ from fedexp.tasks import Task
 # when it starts, and only then.
 _to_parent: Any = None
 _asked_to_stop: Any = None
+
+OnBusy = Callable[[Spec], None]
+Answer = Outcome | Literal["busy", "stopped"]
+
+
+class _Keeping(NamedTuple):
+    """Where runs are kept, and whether one that another process holds is left to it."""
+
+    root: Path | None
+    checkpoint_every: float
+    skip_busy: bool
 
 
 def run_all(
@@ -41,28 +53,46 @@ def run_all(
     *,
     checkpoint_every: float = CHECKPOINT_EVERY,
     stop: Callable[[], bool] = lambda: False,
+    on_busy: OnBusy | None = None,
 ) -> list[Outcome]:
     """Run the specs, `jobs` at a time, one thread each; outcomes are in the order of the specs.
 
     With a `root` every run is kept in it: what is there is returned at once, what was interrupted
     goes on. Where `stop` says so, all stop after their round and `Stopped` is raised. A run that
-    fails ends the others at once.
+    fails ends the others at once; so does one that another process holds, unless `on_busy` is
+    there to be told of it: then it is left to the other, and out of what is returned.
     """
-    done = {} if root is None else dict(_stored(specs, root, on_round))
+    done = {} if root is None else dict(stored(specs, root, on_round))
     waiting = [k for k in range(len(specs)) if k not in done]
+    todo = [specs[k] for k in waiting]
+    keeping = _Keeping(root, checkpoint_every, on_busy is not None)
+    answers: Iterable[Answer]
     if jobs <= 1 or len(waiting) <= 1:
-        for k in waiting:
-            done[k] = execute(
-                specs[k], root, on_round, checkpoint_every=checkpoint_every, stop=stop
-            )
+        answers = (_unless_busy(spec, on_round, stop, keeping) for spec in todo)
     else:
-        todo = [specs[k] for k in waiting]
-        outcomes = _in_workers(todo, jobs, on_round, stop, (root, checkpoint_every))
-        done |= dict(zip(waiting, outcomes, strict=True))
-    return [done[k] for k in range(len(specs))]
+        answers = _in_workers(todo, jobs, on_round, stop, keeping)
+    for k, answer in zip(waiting, answers, strict=True):
+        if isinstance(answer, Outcome):
+            done[k] = answer
+        elif on_busy is not None:
+            on_busy(specs[k])
+    return [done[k] for k in sorted(done)]
 
 
-def _stored(specs: Sequence[Spec], root: Path, on_round: OnRound) -> Iterator[tuple[int, Outcome]]:
+def _unless_busy(
+    spec: Spec, on_round: OnRound, stop: Callable[[], bool], keeping: _Keeping
+) -> Answer:
+    """The outcome of a run, unless it is left to another process."""
+    every = keeping.checkpoint_every
+    try:
+        return execute(spec, keeping.root, on_round, checkpoint_every=every, stop=stop)
+    except BusyError:
+        if not keeping.skip_busy:
+            raise
+        return "busy"
+
+
+def stored(specs: Sequence[Spec], root: Path, on_round: OnRound) -> Iterator[tuple[int, Outcome]]:
     """The runs that are over, by their place; no worker needs to start for them.
 
     A run's id follows from its task, so that is built, once for all that share it.
@@ -88,21 +118,21 @@ def _in_workers(
     jobs: int,
     on_round: OnRound,
     stop: Callable[[], bool],
-    keeping: tuple[Path | None, float],
-) -> list[Outcome]:
+    keeping: _Keeping,
+) -> list[Answer]:
     context = multiprocessing.get_context("spawn")
     events, asked = context.Queue(), context.Event()
     others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(min(jobs, len(specs)), context, _init_worker, (events, asked))
     try:
         with deaf_to_interrupts():
-            futures = [pool.submit(_run_in_worker, spec, *keeping) for spec in specs]
+            futures = [pool.submit(_run_in_worker, spec, keeping) for spec in specs]
         for spec, row in _events(events, futures, lambda: asked.set() if stop() else None):
             on_round(spec, row)
-        outcomes = [future.result() for future in futures]
-        if any(outcome is None for outcome in outcomes):
-            raise Stopped(keeping[0], 0)
-        return [outcome for outcome in outcomes if outcome is not None]
+        answers = [future.result() for future in futures]
+        if "stopped" in answers:
+            raise Stopped(keeping.root, 0)
+        return answers
     except BrokenProcessPool:
         raise FedExPError("a worker process died, perhaps of memory; try --jobs 1") from None
     finally:
@@ -153,33 +183,31 @@ def end_with_parent() -> None:
         os._exit(1)
 
 
-def _run_in_worker(spec: Spec, root: Path | None, checkpoint_every: float) -> Outcome | None:
-    """The outcome of a run; None where it was asked to stop."""
+def _run_in_worker(spec: Spec, keeping: _Keeping) -> Answer:
+    """The outcome of a run, unless it was asked to stop."""
     if _asked_to_stop.is_set():
-        return None
+        return "stopped"
     tell: Callable[[Spec, Row], None] = lambda spec, row: _to_parent.put((spec, row))  # noqa: E731
     try:
-        return execute(
-            spec, root, tell, checkpoint_every=checkpoint_every, stop=_asked_to_stop.is_set
-        )
+        return _unless_busy(spec, tell, _asked_to_stop.is_set, keeping)
     except Stopped:
-        return None
+        return "stopped"
 
 
 def _events(
-    events: Any, futures: Sequence[Future[Outcome | None]], between: Callable[[], None]
+    events: Any, futures: Sequence[Future[Answer]], between: Callable[[], None]
 ) -> Iterator[tuple[Spec, Row]]:
-    """Rounds as they happen in the workers; ends when all are done, or one has failed.
+    """Rounds as they happen in the workers, until all are done; raises what one of them does.
 
     What a worker warns of is warned of here.
     """
-    while not any(f.done() and f.exception() is not None for f in futures):
+    while True:
         between()
-        finished = all(f.done() for f in futures)
+        over = [future.result() for future in futures if future.done()]  # or what one raised
         try:
             event = events.get(timeout=0.1)
         except queue.Empty:
-            if finished:
+            if len(over) == len(futures):
                 return
             continue
         if isinstance(event, Warning):

@@ -10,14 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from fedexp.distributed import Ranks
 from fedexp.errors import require
 from fedexp.experiments.spec import Run, is_better_higher
 from fedexp.experiments.tables import format_value
+from fedexp.runs.spread import told_of
 from fedexp.studies.grids import Point, Values, powers
 from fedexp.studies.ledger import Ledger
+from fedexp.studies.spread import run_left
 from fedexp.studies.trial import Scored, window_of
-from fedexp.studies.tune import GridSearch, OnRow, Study, Watching, unwatched
-from fedexp.studies.workers import run_trials
+from fedexp.studies.tune import GridSearch, Study, Watching, unwatched
+from fedexp.studies.workers import Pause, wait_a_moment
 
 EPS = "server.eps"
 VALUES = powers([-3 + step / 2 for step in range(9)])
@@ -76,28 +79,38 @@ def epsilon_values(run: Run) -> Values:
     return {EPS: VALUES}
 
 
-def tune_epsilon(study: Study, jobs: int = 1, watching: Watching = unwatched) -> Found:
-    """Follow the rule on a task; values that the study holds already are not run again."""
+def tune_epsilon(
+    study: Study,
+    jobs: int = 1,
+    watching: Watching = unwatched,
+    pause: Pause = wait_a_moment,
+    ranks: Ranks | None = None,
+) -> Found:
+    """Follow the rule on a task; values that the study holds already are not run again.
+
+    The arguments are those of `tune`.
+    """
     with study.opened() as ledger:
 
         def scores(values: Sequence[float]) -> list[Scored]:
             wanted: list[Point] = [{EPS: value} for value in values]
             left = [point for point in wanted if point not in _points(ledger)]
+            left = left if ranks is None else ranks.broadcast(left)
             if left:
-                with watching(len(left)) as on_row:
-                    run_trials(_Some(study, ledger, left, on_row), min(jobs, len(left)))
+                with watching(told_of(len(left), ranks)) as on_row:
+                    search = GridSearch(study, ledger, on_row, only=left)
+                    run_left(search, len(left), jobs, pause, ranks)
             known = {each.point[EPS]: each.scored for each in ledger.tried()}
             return [known[value] for value in values]
 
-        return climb(scores, is_better_higher(study.metric), ahead=jobs)
+        return climb(scores, is_better_higher(study.metric), _ahead(jobs, ranks))
 
 
-class _Some(GridSearch):
-    """Only these points of the grid."""
-
-    def __init__(self, study: Study, ledger: Ledger, left: list[Point], on_row: OnRow) -> None:
-        super().__init__(study, ledger, [], on_row)
-        self._left = left
+def _ahead(jobs: int, ranks: Ranks | None) -> int:
+    """How many values to try at a time; more ranks than values share one after another."""
+    if ranks is None:
+        return jobs
+    return ranks.world if ranks.world <= len(VALUES) else 1
 
 
 def explain(found: Found, study: Study) -> str:

@@ -1,5 +1,8 @@
 """The study on the disk: which points have been tried, with what score. Optuna's, in SQLite.
 
+Any number of processes can work on a study. Each holds it for the moment in which it takes a trial
+or writes down a score, and claims the trials that it runs, so none is run twice.
+
 A point of a grid is written in one transaction when it is over, so whatever kills the process, it
 is there whole or not at all. Trials of a free search are there while they run; those that a killed
 process left are tried again.
@@ -9,13 +12,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedexp.data.extras import extra
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError
+from fedexp.studies.claims import Claims
 from fedexp.studies.grids import Point, Values
 from fedexp.studies.trial import Scored
 
@@ -36,70 +40,103 @@ class Tried:
 
 
 class Ledger:
-    """A study that is open; see `open_ledger`."""
+    """A study that is open; see `open_ledger`. What is done in `held` is done at once."""
 
-    def __init__(self, study: optuna.Study, values: Values) -> None:
-        self._study, self._values = study, values
+    def __init__(self, study: optuna.Study, values: Values, seed: int, claims: Claims) -> None:
+        self._study, self._values, self._seed = study, values, seed
+        self._claims, self.held = claims, claims.held
 
     def tried(self) -> list[Tried]:
-        """Every trial that is over, in the order in which they ended."""
+        """Every trial that is over, in the order in which they began."""
         from optuna.trial import TrialState
 
-        over = self._study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
+        with self.held():
+            over = self._study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
         return [
             Tried(dict(each.params), Scored(score=each.value, **each.user_attrs[TERMS]))
             for each in over
             if each.value is not None
         ]
 
-    def add(self, point: Point, scored: Scored) -> None:
-        """A point of a grid is over."""
+    def claim(self, number: int) -> bool:
+        """Whether a trial is this process's to run from now on; not if somebody runs it."""
+        with self.held():
+            return self._claims.take(self._name(number))
+
+    def add(self, number: int, point: Point, scored: Scored) -> None:
+        """A point of a grid is over, the one that was claimed as `number`."""
         import optuna
 
         kinds: dict[str, optuna.distributions.BaseDistribution] = {
             name: optuna.distributions.CategoricalDistribution(values)
             for name, values in self._values.items()
         }
-        self._study.add_trial(
-            optuna.create_trial(
-                params=point,
-                distributions=kinds,
-                value=scored.score,
-                user_attrs={TERMS: _details(scored)},
-            )
+        trial = optuna.create_trial(
+            params=point,
+            distributions=kinds,
+            value=scored.score,
+            user_attrs={TERMS: _details(scored)},
         )
+        with self.held():
+            self._study.add_trial(trial)
+            self._release(number)
 
-    def again(self) -> None:
-        """Queue what a killed process left: it is asked for first."""
+    def begun(self) -> int:
+        """How many trials of a free search are over or at work.
+
+        What a killed process left is queued again: it is asked for first.
+        """
         from optuna.trial import TrialState
 
-        for left in self._study.get_trials(states=(TrialState.RUNNING,)):
-            self._study.tell(left.number, state=TrialState.FAIL)
-            self._study.enqueue_trial(left.params)
+        with self.held():
+            running = self._study.get_trials(states=(TrialState.RUNNING,))
+            left = [each for each in running if self.claim(each.number)]
+            for each in left:
+                self._study.tell(each.number, state=TrialState.FAIL)
+                self._study.enqueue_trial(each.params)
+                self._release(each.number)
+            return len(self.tried()) + len(running) - len(left)
 
-    def suggest(self, point: Point) -> None:
-        """A point to try first, unless there is any already."""
-        if not self._study.get_trials():
-            self._study.enqueue_trial(point)
+    def ask(self, first: Point) -> tuple[optuna.Trial, Point]:
+        """The next point of a free search, claimed; `values` are its ranges, `first` begins it."""
+        import optuna
 
-    def ask(self) -> tuple[optuna.Trial, Point]:
-        """The next point of a free search; `values` are its ranges."""
-        trial = self._study.ask()
-        point = {
-            name: trial.suggest_float(name, low, high, log=True)
-            for name, (low, high) in self._values.items()
-        }
-        return trial, point
+        with self.held():
+            known = len(self._study.get_trials())
+            if not known:
+                self._study.enqueue_trial(first)
+            # Another seed for every trial, so that no process draws the points of another again.
+            self._study.sampler = optuna.samplers.TPESampler(seed=self._seed + 1000 * known)
+            trial = self._study.ask()
+            self.claim(trial.number)
+            return trial, {
+                name: trial.suggest_float(name, low, high, log=True)
+                for name, (low, high) in self._values.items()
+            }
+
+    def is_behind(self, trial: optuna.Trial, value: float, round: int) -> bool:
+        """Write down how far a trial of a free search is; whether the others were better there."""
+        with self.held():
+            trial.report(value, round)
+            return trial.should_prune()
 
     def tell(self, trial: optuna.Trial, scored: Scored) -> None:
         """A trial of a free search is over."""
         from optuna.trial import TrialState
 
-        trial.set_user_attr(TERMS, _details(scored))
-        if scored.pruned:
-            self._study.tell(trial, state=TrialState.PRUNED)
-        else:
-            self._study.tell(trial, scored.score)
+        with self.held():
+            trial.set_user_attr(TERMS, _details(scored))
+            if scored.pruned:
+                self._study.tell(trial, state=TrialState.PRUNED)
+            else:
+                self._study.tell(trial, scored.score)
+            self._release(trial.number)
+
+    def _release(self, number: int) -> None:
+        self._claims.release(self._name(number))
+
+    def _name(self, number: int) -> str:
+        return f"{self._study.study_name} {number}".replace(" ", "-")
 
 
 def _details(scored: Scored) -> dict[str, Any]:
@@ -111,7 +148,7 @@ def _details(scored: Scored) -> dict[str, Any]:
 def open_ledger(
     path: Path, name: str, terms: Mapping[str, Any], values: Values, higher: bool, seed: int
 ) -> Iterator[Ledger]:
-    """Begin a study or go on with it, alone; refuse one of other terms.
+    """Begin a study or go on with it; refuse one of other terms.
 
     Args:
         path: the SQLite file; it can hold several studies.
@@ -123,20 +160,20 @@ def open_ledger(
     """
     optuna = extra("optuna", "tuning", group="tune")
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    with _alone(path), _told(path):
-        storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
+    with _told(path), closing(Claims(path)) as claims:
+        with claims.held():
+            storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
         try:
-            study = optuna.create_study(
-                storage=storage,
-                study_name=name,
-                direction="maximize" if higher else "minimize",
-                load_if_exists=True,
-                pruner=optuna.pruners.MedianPruner(STARTUP, PATIENCE),
-            )
-            _check_terms(study, json.loads(json.dumps(terms)), path)
-            # Another seed after every trial: one that goes on must not draw the same points again.
-            study.sampler = optuna.samplers.TPESampler(seed=seed + 1000 * len(study.trials))
-            yield Ledger(study, values)
+            with claims.held():
+                study = optuna.create_study(
+                    storage=storage,
+                    study_name=name,
+                    direction="maximize" if higher else "minimize",
+                    load_if_exists=True,
+                    pruner=optuna.pruners.MedianPruner(STARTUP, PATIENCE),
+                )
+                _check_terms(study, json.loads(json.dumps(terms)), path)
+            yield Ledger(study, values, seed, claims)
         finally:
             storage.remove_session()
             storage.engine.dispose()
@@ -154,24 +191,6 @@ def _check_terms(study: optuna.Study, terms: dict[str, Any], path: Path) -> None
             f"{path} holds a study of other terms ({names[0]} is {was} there, {now} here); choose "
             "another --study, or delete it"
         )
-
-
-@contextmanager
-def _alone(path: Path) -> Iterator[None]:
-    """Hold the study; the operating system lets go of it when the process ends, however it does."""
-    require(not path.is_dir(), f"{path} is a folder; name a file with --study")
-    fcntl = extra("fcntl", "keeping a study alone", "a system with file locks", group="tune")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = path.with_name(f".{path.name}.lock").open("ab")
-    except OSError as error:
-        raise UsageError(f"cannot write {path}: {error.strerror}; choose another --study") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UsageError(f"another process is working on {path}; wait for it") from None
-        yield
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from fedexp.distributed import Ranks, Shared
 from fedexp.engine import Record
 from fedexp.errors import DivergedError
 from fedexp.experiments.catalog import build_task
@@ -75,15 +76,18 @@ def window_of(rounds: int) -> tuple[int, int]:
     return max(1, rounds - WINDOW + 1), rounds
 
 
-def run_trial(spec: Spec, go_on: Callable[[Row], bool]) -> Scored:
-    """Train as the spec says and score it; `go_on` sees every row and may end the trial early."""
+def run_trial(spec: Spec, go_on: Callable[[Row], bool], ranks: Ranks | None = None) -> Scored:
+    """Train as the spec says and score it; `go_on` sees every row and may end the trial early.
+
+    Where `ranks` share the work, all of them call this and must agree on when to end.
+    """
     run = spec.prepare(_task(spec))
     metric = metric_of(run.task)
     rows: list[Row] = []
     number = 1 if run.is_small else torch.get_num_threads()
     with deterministic(spec.deterministic), threads(number):
         try:
-            for record in _records(run):
+            for record in _records(run, ranks):
                 rows.append(record.to_json())
                 if not go_on(rows[-1]):
                     return _scored(rows, worst(metric), pruned=True)
@@ -92,16 +96,18 @@ def run_trial(spec: Spec, go_on: Callable[[Row], bool]) -> Scored:
     return _scored(rows, score_of(rows, metric))
 
 
-def _records(run: Run) -> Iterator[Record]:
+def _records(run: Run, ranks: Ranks | None) -> Iterator[Record]:
     """The rounds of a run, evaluated now and then, and in every round of the window."""
     early = window_of(run.rounds)[0] - 1
+    sharing = Shared(ranks) if ranks is not None else None
     state = None
     if early:
         glances = replace(run.spec, evaluate_every=max(1, early // GLANCES))
-        for record in replace(run, spec=glances, rounds=early).records():
+        for record in replace(run, spec=glances, rounds=early).records(sharing=sharing):
             yield record
             state = record.state
-    yield from replace(run, spec=replace(run.spec, evaluate_every=1)).records(state)
+    often = replace(run, spec=replace(run.spec, evaluate_every=1))
+    yield from often.records(state, sharing=sharing)
 
 
 def _scored(rows: Sequence[Row], score: float, **how: Any) -> Scored:

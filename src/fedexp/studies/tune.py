@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from fedexp.distributed import Ranks
 from fedexp.errors import require
 from fedexp.experiments.spec import Run, Spec, is_better_higher
+from fedexp.runs.spread import told_of
 from fedexp.studies.grids import Point, Values, points
 from fedexp.studies.ledger import Ledger, Tried, open_ledger
+from fedexp.studies.spread import run_left
 from fedexp.studies.trial import WINDOW, Row, Scored, metric_of
-from fedexp.studies.workers import run_trials
+from fedexp.studies.workers import Pause, wait_a_moment
 
 Protocol = Literal["paper", "free", "epsilon"]
 OnRow = Callable[[Point, Row], None]
@@ -81,21 +84,28 @@ def tune(
     study: Study,
     jobs: int = 1,
     watching: Watching = unwatched,
+    pause: Pause = wait_a_moment,
+    ranks: Ranks | None = None,
 ) -> list[Tried]:
     """Run what is left of a study; all its trials, the best first.
+
+    Any number of processes can do so at a time: each takes what no other has, and all return when
+    the last trial is over.
 
     Args:
         study: what to tune.
         jobs: trials at a time, each in a process of its own where there are several.
         watching: told how many trials are left; what it gives hears of every round of each.
+        pause: called again and again while all that is left is with other processes.
+        ranks: the processes of one job that all call this, if there are several.
     """
     kind = FreeSearch if study.protocol == "free" else GridSearch
     with study.opened() as ledger:
-        before = ledger.tried()
-        left = study.size - len(before)
+        left = study.size - len(ledger.tried())
+        left = left if ranks is None else ranks.broadcast(left)
         if left > 0:
-            with watching(left) as on_row:
-                run_trials(kind(study, ledger, before, on_row), min(jobs, left))
+            with watching(told_of(left, ranks)) as on_row:
+                run_left(kind(study, ledger, on_row), left, jobs, pause, ranks)
         return ranked(study, ledger.tried())
 
 
@@ -114,51 +124,59 @@ def ranked(study: Study, tried: list[Tried]) -> list[Tried]:
 
 
 class GridSearch:
-    """Every point of the grid that has not been tried."""
+    """Every point of the grid that has not been tried, or only some of them."""
 
-    def __init__(self, study: Study, ledger: Ledger, before: list[Tried], on_row: OnRow) -> None:
-        known = [each.point for each in before]
-        self._left = [point for point in points(study.values) if point not in known]
+    def __init__(
+        self, study: Study, ledger: Ledger, on_row: OnRow, only: Sequence[Point] | None = None
+    ) -> None:
         self._study, self._ledger, self._on_row = study, ledger, on_row
+        every = enumerate(points(study.values))
+        self._points = [(k, point) for k, point in every if only is None or point in only]
 
-    def take(self) -> tuple[Point, Spec] | None:
-        if not self._left:
-            return None
-        point = self._left.pop(0)
-        return point, self._study.spec_at(point)
+    def take(self) -> tuple[Any, Spec] | None:
+        with self._ledger.held():
+            for number, point in self._left():
+                if self._ledger.claim(number):
+                    return (number, point), self._study.spec_at(point)
+        return None
 
-    def go_on(self, key: Point, row: Row) -> bool:
-        self._on_row(key, row)
+    def over(self) -> bool:
+        return not self._left()
+
+    def go_on(self, key: Any, row: Row) -> bool:
+        self._on_row(key[1], row)
         return True
 
-    def done(self, key: Point, scored: Scored) -> None:
-        self._ledger.add(key, scored)
+    def done(self, key: Any, scored: Scored) -> None:
+        number, point = key
+        self._ledger.add(number, point, scored)
+
+    def _left(self) -> list[tuple[int, Point]]:
+        known = [each.point for each in self._ledger.tried()]
+        return [(number, point) for number, point in self._points if point not in known]
 
 
 class FreeSearch:
     """Optuna's TPE over ranges; what falls behind the median of the others is given up."""
 
-    def __init__(self, study: Study, ledger: Ledger, before: list[Tried], on_row: OnRow) -> None:
+    def __init__(self, study: Study, ledger: Ledger, on_row: OnRow) -> None:
         self._study, self._ledger, self._on_row = study, ledger, on_row
-        self._left = study.trials - len(before)
-        ledger.again()
-        ledger.suggest(_start(study))
 
     def take(self) -> tuple[Any, Spec] | None:
-        if self._left <= 0:
-            return None
-        self._left -= 1
-        trial, point = self._ledger.ask()
+        with self._ledger.held():
+            if self._ledger.begun() >= self._study.trials:
+                return None
+            trial, point = self._ledger.ask(_start(self._study))
         return (trial, point), self._study.spec_at(point)
+
+    def over(self) -> bool:
+        return len(self._ledger.tried()) >= self._study.trials
 
     def go_on(self, key: Any, row: Row) -> bool:
         trial, point = key
         self._on_row(point, row)
         value = row.get(self._study.metric)
-        if value is None:
-            return True
-        trial.report(value, row["round"])
-        return not trial.should_prune()
+        return value is None or not self._ledger.is_behind(trial, value, row["round"])
 
     def done(self, key: Any, scored: Scored) -> None:
         self._ledger.tell(key[0], scored)

@@ -1,15 +1,17 @@
 """Trials over worker processes. The parent alone decides, and alone writes.
 
 A worker trains one spec at a time. After every round it sends the row and waits for a word: go on,
-or give up. So a search can prune, and one process owns the study: no two ever write to it.
+or give up. So a search can prune, and knows nothing of workers. Other parents may be at work on the
+same study; where they have all that is left, they are waited for.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import threading
+import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.connection import Connection, wait
@@ -22,12 +24,24 @@ from fedexp.experiments.spec import Spec
 from fedexp.runs.pool import deaf_to_interrupts, end_with_parent
 from fedexp.studies.trial import Row, Scored, run_trial
 
+MOMENT = 0.3  # seconds
+Pause = Callable[[], None]
+Train = Callable[[Spec, Callable[[Row], bool]], Scored]
+
+
+def wait_a_moment() -> None:
+    """Let others get on."""
+    time.sleep(MOMENT)
+
 
 class Search(Protocol):
     """What decides which trials are run; `key` is its own name for a trial."""
 
     def take(self) -> tuple[Any, Spec] | None:
-        """The next trial, or None where there is none left to begin."""
+        """The next trial, or None where there is none to begin at the moment."""
+
+    def over(self) -> bool:
+        """Whether no trial is left, neither to begin nor at work anywhere."""
 
     def go_on(self, key: Any, row: Row) -> bool:
         """Whether a trial is worth going on with."""
@@ -36,19 +50,32 @@ class Search(Protocol):
         """A trial is over."""
 
 
-def run_trials(search: Search, jobs: int) -> None:
-    """Run trials until the search has no more, `jobs` at a time, one thread each."""
+def run_trials(
+    search: Search, jobs: int, pause: Pause = wait_a_moment, train: Train = run_trial
+) -> None:
+    """Run trials until the search is over, `jobs` at a time, one thread each.
+
+    Args:
+        search: what decides which trials are run.
+        jobs: how many at a time.
+        pause: called again and again while other processes have all that is left.
+        train: how a trial is run where there is one at a time.
+    """
     if jobs > 1:
-        _in_workers(search, jobs)
+        _in_workers(search, jobs, pause)
         return
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NonFiniteUpdateWarning)  # its effect is in the score
-        while job := search.take():
-            key, spec = job
-            search.done(key, run_trial(spec, partial(search.go_on, key)))
+        while True:
+            while job := search.take():
+                key, spec = job
+                search.done(key, train(spec, partial(search.go_on, key)))
+            if search.over():
+                return
+            pause()
 
 
-def _in_workers(search: Search, jobs: int) -> None:
+def _in_workers(search: Search, jobs: int, pause: Pause) -> None:
     with _started(jobs) as idle:
         busy: dict[Connection, Any] = {}
         while True:
@@ -58,8 +85,11 @@ def _in_workers(search: Search, jobs: int) -> None:
                 connection.send(spec)
                 busy[connection] = key
             if not busy:
-                return
-            ready = wait(list(busy))
+                if search.over():
+                    return
+                pause()
+                continue
+            ready = wait(list(busy), MOMENT if idle else None)
             for connection in [each for each in busy if each in ready]:
                 if _heard(connection, busy[connection], search):
                     del busy[connection]
