@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test check bench setup clean
+.PHONY: demo test check bench results setup clean
 
 setup: $(READY)
 
@@ -40,6 +40,10 @@ bench: $(READY)
 	$(BIN)/python benchmarks/scaling.py
 	$(BIN)/python benchmarks/peers.py --turns 1
 	$(BIN)/python benchmarks/data_loading.py
+
+# Tables, figures, docs/reproduction.md and README's block from the runs in results/, without data.
+results: $(READY)
+	$(BIN)/python tools/results.py
 
 clean:
 	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .hypothesis

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from fedexp.experiments.spec import Spec
+from fedexp.experiments.spec import Spec, allow_rounding
 
 Row = dict[str, Any]
 OnRound = Callable[[Spec, Row], None]
@@ -51,8 +51,9 @@ def rounds_to(curve: np.ndarray[Any, Any], target: float, higher: bool) -> int |
     >>> rounds_to(np.array([0.5, np.nan, 0.7]), 0.6, higher=True)
     3
     """
+    goal = allow_rounding(target, higher)
     with np.errstate(invalid="ignore"):
-        reached = np.flatnonzero(curve >= target if higher else curve <= target)
+        reached = np.flatnonzero(curve >= goal if higher else curve <= goal)
     return int(reached[0]) + 1 if reached.size else None
 
 

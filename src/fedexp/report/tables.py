@@ -9,11 +9,11 @@ from typing import Any
 
 from fedexp.experiments.compare import Outcome, summarise
 from fedexp.experiments.tables import comparison_table, format_value, warning_lines
-from fedexp.report.commands import rerun
 from fedexp.report.gather import Section, status, value_text
 from fedexp.report.html import Markup, definitions, join, named, table, tag
 from fedexp.report.settings import shared_and_apart
 from fedexp.runs import StoredRun
+from fedexp.runs.commands import rerun
 
 NOTHING = "-"
 # Of an environment: what differs from run to run, or is shown elsewhere.

@@ -32,12 +32,12 @@ def frozen(run: Run) -> dict[str, Any]:
 
 def run_id(run: Run) -> str:
     """The name of a run: what it is, and the start of a digest of its frozen spec."""
-    return _id_of(frozen(run))
+    return id_of(frozen(run))
 
 
 def spec_text(spec: Mapping[str, Any], head: str = HEAD) -> str:
     """The text of `spec.toml` for a frozen spec."""
-    return head + tomli_w.dumps({"format": FORMAT, "id": _id_of(spec), **spec})
+    return head + tomli_w.dumps({"format": FORMAT, "id": id_of(spec), **spec})
 
 
 def read_spec(folder: Path) -> dict[str, Any]:
@@ -55,7 +55,7 @@ def read_spec(folder: Path) -> dict[str, Any]:
     )
     own = {name: value for name, value in spec.items() if name not in ("format", "id")}
     require(
-        own.keys() >= {"task", "algorithm", "seed"} and spec.get("id") == _id_of(own),
+        own.keys() >= {"task", "algorithm", "seed"} and spec.get("id") == id_of(own),
         f"{path} has been changed since the run began; put it back, or start another run",
     )
     return spec
@@ -93,7 +93,8 @@ def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path)
         )
 
 
-def _id_of(spec: Mapping[str, Any]) -> str:
+def id_of(spec: Mapping[str, Any]) -> str:
+    """The id of a frozen spec."""
     text = json.dumps(spec, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     return f"{spec['task']}-{spec['algorithm']}-s{spec['seed']}-{digest}"

@@ -10,6 +10,7 @@ from typing import Any
 
 from fedexp.errors import UsageError
 from fedexp.experiments.compare import Outcome, Row
+from fedexp.runs.archive import find_archived, is_archived, read_archived
 from fedexp.runs.folder import RESULT, is_run, read_environment
 from fedexp.runs.records import RECORDS, DamagedError, read_rows
 from fedexp.runs.spec_file import SPEC, read_spec, spec_from
@@ -49,7 +50,10 @@ class StoredRun:
 
 
 def load_run(folder: Path) -> StoredRun:
-    """Read a run, finished or not. Raises `UsageError` for what is no run or is damaged."""
+    """Read a run, finished or not, or archived. `UsageError` for what is no run or is damaged."""
+    if is_archived(folder):
+        parts = read_archived(folder)
+        return StoredRun(folder.with_suffix(""), **vars(parts))
     spec = read_spec(folder)
     try:
         result = _read_result(folder)  # first: a run at work may end between the two
@@ -62,14 +66,21 @@ def load_run(folder: Path) -> StoredRun:
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """The folders that are runs among `paths`, and the runs anywhere inside the others."""
+    """The folders that are runs among `paths`, and the runs anywhere inside the others.
+
+    An archived run is named by its TOML.
+    """
     found: list[Path] = []
     for path in paths:
-        inside = [path] if is_run(path) else sorted(spec.parent for spec in path.rglob(SPEC))
+        inside = [path] if is_run(path) or is_archived(path) else _inside(path)
         if not inside:
             raise UsageError(f"there is no run in {path}; `fedexp run` and `compare` write them")
         found += inside
     return list(dict.fromkeys(found))
+
+
+def _inside(path: Path) -> list[Path]:
+    return [*sorted(spec.parent for spec in path.rglob(SPEC)), *find_archived(path)]
 
 
 def _read_result(folder: Path) -> dict[str, Any] | None:

@@ -51,6 +51,8 @@ def measure(plan: Plan, results: Sequence[Result]) -> Findings:
 def _check(task: str, values: Values) -> Check:
     first, ends = winners(values, lowest=False), (f"10^{EXPONENTS[0]}", f"10^{EXPONENTS[-1]}")
     said = claim("epsilon-table", "emnist" if task == "emnist" else "others")
+    if len(values) < len(EXPONENTS):
+        return Check(said, None, f"{len(values)} of {len(EXPONENTS)} values were run", task)
     if len(first) != 1:
         return Check(said, None, f"a tie of {' and '.join(first)}" if first else "no number", task)
     holds = first[0] not in ends if task == "emnist" else first[0] == ends[0]

@@ -91,6 +91,7 @@ STUDY = Study(
     seeds={"emnist": 1},
     arms=arms,
     measure=measure,
+    whole=True,
     evaluate_every=50,
     small_rounds=5,
     remarks=("the paper states no number of seeds for this figure; 1 is taken",),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,9 +48,9 @@ class Table:
                 names += [_word(column), "difference"]
         return names
 
-    def cells(self, comparable: bool) -> list[list[str]]:
-        """Texts; differences only where they mean something."""
-        return [self._row(line, comparable) for line in self.lines]
+    def cells(self, comparable: bool, partial: Collection[str] = ()) -> list[list[str]]:
+        """Texts; differences only where they mean something: not of tasks with partial data."""
+        return [self._row(line, comparable and line.task not in partial) for line in self.lines]
 
     def _row(self, line: Line, comparable: bool) -> list[str]:
         row = [line.task, line.series]
@@ -64,25 +64,28 @@ class Table:
                 row.append(signed(gap, column.unit))
         return row
 
-    def numbers(self, comparable: bool) -> tuple[list[str], list[list[str]]]:
+    def numbers(
+        self, comparable: bool, partial: Collection[str] = ()
+    ) -> tuple[list[str], list[list[str]]]:
         """Headers and cells for programs: plain numbers, empty where there is none."""
         rows, headers = [], ["task", self.series]
-        for line in self.to_json(comparable):
+        for line in self.to_json(comparable, partial):
             flat = {key: line[key] for key in headers[:2]}
             for column in self.columns:
                 flat |= _flat(column, line[column.name])
             headers = [*flat, "comparable"]
             cells = ["" if cell is None else str(cell) for cell in flat.values()]
-            rows.append([*cells, "yes" if comparable else "no"])
+            rows.append([*cells, "yes" if comparable and line["task"] not in partial else "no"])
         return headers, rows
 
-    def to_json(self, comparable: bool) -> list[dict[str, Any]]:
+    def to_json(self, comparable: bool, partial: Collection[str] = ()) -> list[dict[str, Any]]:
         """One object a line, numbers as numbers."""
         rows = []
         for line in self.lines:
             row: dict[str, Any] = {"task": line.task, self.series: line.series}
+            whole = comparable and line.task not in partial
             for column in self.columns:
-                row[column.name] = _as_json(line.values.get(column.name), column, line, comparable)
+                row[column.name] = _as_json(line.values.get(column.name), column, line, whole)
             rows.append(row)
         return rows
 
@@ -176,7 +179,16 @@ def _as_json(value: Value | None, column: Column, line: Line, comparable: bool) 
     source = column.source()
     theirs = source.find(line.task, line.series) if source else None
     gap = difference(value, theirs) if comparable else None
-    entry: dict[str, Any] = {"unit": column.unit, "ours": vars(value) if value else None}
+    entry: dict[str, Any] = {"unit": column.unit, "ours": _plain(value)}
     if source:
-        entry |= {"paper": vars(theirs) if theirs else None, "difference": gap}
+        entry |= {"paper": _plain(theirs), "difference": _rounded(gap)}
     return entry
+
+
+def _plain(value: Value | None) -> dict[str, Any] | None:
+    return {name: _rounded(each) for name, each in vars(value).items()} if value else None
+
+
+def _rounded(value: Any) -> Any:
+    """Without the digits that are the arithmetic's alone: 72.13, not 72.13000000000001."""
+    return float(f"{value:.10g}") if isinstance(value, float) else value

@@ -26,6 +26,8 @@ def grouped(results: Sequence[Result]) -> dict[str, dict[str, list[Outcome]]]:
 def rounds_to_target(outcomes: Sequence[Outcome], target: float, asked: int) -> Value:
     """Mean over seeds of the first round at the target; "more than" unless all seeds get there.
 
+    A seed that does not get there counts as if it had in the last round, at least.
+
     The mean of first rounds, and not the first round of the mean curve: the latter would always
     be a multiple of the rounds between evaluations, which the numbers of Table 1 are not.
     """
@@ -34,7 +36,8 @@ def rounds_to_target(outcomes: Sequence[Outcome], target: float, asked: int) -> 
     if len(reached) == len(hits):
         return Value(float(np.mean(reached)), _deviation(reached))
     remark = f"{len(reached)}/{len(hits)} seeds" if len(hits) > 1 else ""
-    return Value(float(asked), more=True, remark=remark)
+    at_least = [asked if hit is None else hit for hit in hits]
+    return Value(float(np.mean(at_least)), more=True, remark=remark)
 
 
 def ratio(value: Value, reference: Value) -> Value | None:

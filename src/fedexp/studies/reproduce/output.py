@@ -16,6 +16,7 @@ from fedexp.studies.reproduce.study import Findings, Plan
 FIGURES = ("figure.png", "figure.svg", "figure.pdf")
 NOT_COMPARABLE = "the published figures are not comparable line by line with what follows"
 CAUTION = " (shrunk, they prove little)"
+PARTIAL = "cannot be compared with the paper's figures line by line"
 FEWER_SEEDS = "the means are less certain than the paper's"
 
 
@@ -24,6 +25,8 @@ def head_lines(plan: Plan) -> list[str]:
     lines = []
     if plan.shrunk:
         caution = FEWER_SEEDS if plan.comparable else NOT_COMPARABLE
+        if plan.comparable and plan.partial:
+            caution = f"{' and '.join(plan.partial)} {PARTIAL}"
         lines.append(f"{plan.word.upper()}, so {caution}:")
         lines += [f"  {line}" for line in plan.shrunk]
     lines += [plan.study.title, _how(plan)]
@@ -36,8 +39,8 @@ def _how(plan: Plan) -> str:
     if not plan.jobs:
         return rounds
     every = max(job.spec.evaluate_every or 1 for job in plan.jobs)
-    mode, precision = plan.request.mode, plan.request.arithmetic
-    return f"mode {mode}, {rounds}, evaluated every {every}, arithmetic in {precision}"
+    how = f"mode {plan.request.mode}, {rounds}, evaluated every {every}"
+    return f"{how}, arithmetic in {plan.arithmetic}"
 
 
 def source_lines(findings: Findings) -> list[str]:
@@ -53,8 +56,9 @@ def source_lines(findings: Findings) -> list[str]:
 def render(plan: Plan, findings: Findings, how: str) -> str:
     """The study as text, Markdown, CSV or LaTeX; CSV holds plain numbers, for programs."""
     if how == "csv":
-        return render_table(how, *findings.table.numbers(plan.comparable)) + "\n"
-    headers, cells = findings.table.headers(), findings.table.cells(plan.comparable)
+        return render_table(how, *findings.table.numbers(plan.comparable, plan.partial)) + "\n"
+    headers = findings.table.headers()
+    cells = findings.table.cells(plan.comparable, plan.partial)
     if how == "text":
         headers, cells = _second_to_the_left(headers, cells)
     grid = render_table(how, headers, cells)
@@ -121,16 +125,16 @@ def summary(plan: Plan, findings: Findings) -> dict[str, Any]:
         "title": plan.study.title,
         "fedexp": __version__,
         "mode": plan.request.mode if plan.jobs else None,
-        "device": plan.request.device or "cpu",
-        "precision": plan.request.arithmetic,
+        "device": plan.devices,
+        "precision": plan.arithmetic,
         "rounds": plan.rounds,
         "tasks": list(plan.tasks),
         "shrunk": list(plan.shrunk),
-        "comparable": plan.comparable,
+        "comparable": plan.comparable and not plan.partial,
         "left_out": list(plan.left_out),
         "remarks": list(plan.study.remarks),
         "published": sources,
-        "lines": findings.table.to_json(plan.comparable),
+        "lines": findings.table.to_json(plan.comparable, plan.partial),
         "checks": [
             {
                 "task": each.task,

@@ -101,5 +101,6 @@ def _finish(figure: Figure, axes: Sequence[Axes], title: str) -> None:
     for panel in axes:
         panel.set_visible(panel in drawn)  # a task may lack a metric
     if drawn:
-        drawn[0].legend(frameon=False, fontsize=8)
+        fullest = max(drawn, key=lambda panel: len(panel.get_legend_handles_labels()[1]))
+        fullest.legend(frameon=False, fontsize=8)
     figure.suptitle(title, fontsize=12)

@@ -31,8 +31,9 @@ def make_plan(study: Study, request: Request) -> Plan:
     jobs = tuple(job for task in tasks for job in jobs_of(plan, task))
     found = _check(jobs)
     shrunk = (*_shrunk(plan), *found)
-    fewer_seeds_only = rounds == study.rounds and not (request.small or found)
-    return replace(plan, jobs=jobs, shrunk=shrunk, comparable=fewer_seeds_only)
+    comparable = rounds == study.rounds and not request.small
+    partial = ("emnist",) if found else ()
+    return replace(plan, jobs=jobs, shrunk=shrunk, comparable=comparable, partial=partial)
 
 
 def choose_tasks(study: Study, wanted: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
@@ -63,7 +64,7 @@ def jobs_of(plan: Plan, task: str) -> list[Job]:
     """Every arm with every seed, on one task."""
     seeds = _seeds(plan, task)
     return [
-        Job(task, arm.series, replace(_spec(plan, task, arm), seed=seed))
+        Job(task, arm.series, replace(spec_of(plan, task, arm), seed=seed))
         for arm in plan.study.arms(task)
         for seed in range(seeds)
     ]
@@ -73,7 +74,8 @@ def _seeds(plan: Plan, task: str) -> int:
     return plan.request.seeds or (1 if plan.request.small else plan.study.seeds[task])
 
 
-def _spec(plan: Plan, task: str, arm: Arm) -> Spec:
+def spec_of(plan: Plan, task: str, arm: Arm) -> Spec:
+    """The run of an arm, with seed 0."""
     request, every = plan.request, plan.study.evaluate_every
     if every >= plan.study.rounds:
         every = plan.rounds  # only the end counts
@@ -117,9 +119,14 @@ def _shrunk(plan: Plan) -> list[str]:
     for task in plan.tasks:
         if (seeds := _seeds(plan, task)) < study.seeds[task]:
             lines.append(f"{task}: {count(seeds, 'seed')} instead of {study.seeds[task]}")
-        if plan.request.small and task in SMALL:
-            lines.append(f"{task}: {SMALL[task].meaning}")
+        lines += small_line(plan, task)
     return lines
+
+
+def small_line(plan: Plan, task: str) -> list[str]:
+    """What stands in for a task of the paper, where something does."""
+    shrunk = plan.request.small and task in SMALL
+    return [f"{task}: {SMALL[task].meaning}"] if shrunk else []
 
 
 def count(number: int, what: str) -> str:

@@ -14,6 +14,7 @@ from fedexp.studies.reproduce.study import Findings, Plan, Result, Study
 
 TIMES = "times SCAFFOLD-ExP"
 NAME = "scaffold-exp"
+ALGORITHMS = (NAME, "fedexp", "scaffold", "fedavg", "fedadagrad")
 COLUMNS = (Column(ROUNDS, "rounds"), Column(TIMES, "times"), Column(FINAL, "%"))
 
 
@@ -23,7 +24,7 @@ def measure(plan: Plan, results: Sequence[Result]) -> Findings:
     ends = by_task(lines, FINAL)
     cifar = accuracy.only(ends, ("cifar10",))
     checks = (
-        *accuracy.each(NAME, "best", ends, accuracy.leads(NAME, False, "%")),
+        *accuracy.each(NAME, "best", ends, accuracy.leads(NAME, False, "%", ALGORITHMS)),
         *accuracy.each(NAME, "scaffold", cifar, accuracy.not_above("scaffold", "fedavg")),
     )
     groups, title = grouped(results), figure_title(plan)
@@ -36,7 +37,7 @@ STUDY = Study(
     needs="a GPU",
     rounds=500,
     seeds={task: accuracy.SEEDS[task] for task in ("cifar10", "emnist")},
-    arms=accuracy.arms(NAME, "fedexp", "scaffold", "fedavg", "fedadagrad"),
+    arms=accuracy.arms(*ALGORITHMS),
     measure=measure,
     remarks=(
         "the paper draws curves and prints no number; SCAFFOLD-ExP takes FedExP's best values",

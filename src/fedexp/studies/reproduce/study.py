@@ -40,13 +40,6 @@ class Request:
     device: str | None = None
     precision: Precision | None = None
 
-    @property
-    def arithmetic(self) -> str:
-        """The precision asked for, or what suits the device: on a CPU the type of the weights."""
-        there = torch.device(self.device or "cpu")
-        own = "the type of the weights" if there.type == "cpu" else default_precision(there)
-        return self.precision or own
-
 
 @dataclass(frozen=True)
 class Arm:
@@ -87,6 +80,7 @@ class Plan:
         shrunk: a line for each way in which the study is smaller than the paper's, or longer.
         left_out: a line for each task that is not run, with the remedy.
         comparable: whether differences from the published figures mean anything.
+        partial: tasks whose differences mean nothing, because their data are not all there.
     """
 
     study: Study
@@ -97,6 +91,17 @@ class Plan:
     shrunk: tuple[str, ...] = ()
     left_out: tuple[str, ...] = ()
     comparable: bool = True
+    partial: tuple[str, ...] = ()
+
+    @property
+    def devices(self) -> str:
+        """Where the runs are made."""
+        return " and ".join(dict.fromkeys(job.spec.device or "cpu" for job in self.jobs)) or "cpu"
+
+    @property
+    def arithmetic(self) -> str:
+        """The precision of the runs; where there are several, all of them."""
+        return " and ".join(dict.fromkeys(arithmetic_of(job.spec) for job in self.jobs))
 
     @property
     def word(self) -> str:
@@ -105,6 +110,13 @@ class Plan:
             return ""
         longer = self.rounds > self.study.rounds and len(self.shrunk) == 1
         return "changed" if longer else "shrunk"
+
+
+def arithmetic_of(spec: Spec) -> str:
+    """The precision asked for, or what suits the device: on a CPU the type of the weights."""
+    there = torch.device(spec.device or "cpu")
+    own = "the type of the weights" if there.type == "cpu" else default_precision(there)
+    return spec.precision or own
 
 
 @dataclass(frozen=True)
@@ -146,6 +158,7 @@ class Study:
         measure: the findings, from the plan and its results.
         evaluate_every: rounds between evaluations.
         small_rounds: rounds when shrunk.
+        whole: whether a task without some of its arms says nothing.
         remarks: what the paper leaves open, and what is done here.
     """
 
@@ -158,6 +171,7 @@ class Study:
     measure: Callable[[Plan, Sequence[Result]], Findings]
     evaluate_every: int = 5
     small_rounds: int = 20
+    whole: bool = False
     remarks: tuple[str, ...] = field(default=())
 
     @property

@@ -101,6 +101,7 @@ STUDY = Study(
     seeds={"synthetic": 1},
     arms=lambda task: [Arm(name, name) for name in ALGORITHMS],
     measure=measure,
+    whole=True,
     evaluate_every=1,
     small_rounds=200,
     remarks=("the paper prints no number for it; 200 rounds are those of the released code",),

@@ -1,0 +1,161 @@
+"""Runs to keep for good: the rounds as a CSV, and beside it a TOML with all else."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+import tomllib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedexp.errors import UsageError, require
+from fedexp.experiments.compare import Row
+from fedexp.runs.spec_file import FORMAT, SPEC, id_of
+
+HEAD = "# A run of fedexp, archived. Its rounds are in the CSV of the same name.\n"
+DIGITS = 7  # what a 32-bit float holds
+TIME_DIGITS = 4
+# Of the environment: not the command nor the platform, which name folders and machines.
+KEPT = (
+    *("fedexp", "python", "torch", "numpy", "device", "threads", "started", "metric", "target"),
+    "note",  # what whoever archives the run knows of its making
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A run as the archive holds it; see `StoredRun`."""
+
+    spec: dict[str, Any]
+    environment: dict[str, Any]
+    rows: list[Row]
+    result: dict[str, Any]
+
+
+def is_archived(path: Path) -> bool:
+    """Whether a file describes an archived run."""
+    if path.suffix != ".toml" or path.name == SPEC or not path.with_suffix(".csv").is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(HEAD)) == HEAD.encode()
+
+
+def find_archived(folder: Path) -> list[Path]:
+    """The archived runs anywhere in a folder."""
+    return sorted(path for path in folder.rglob("*.toml") if is_archived(path))
+
+
+def texts(run: Parts) -> tuple[str, str]:
+    """The TOML and the CSV of a run.
+
+    A column with one value is a line of the TOML; one without any is left out.
+    """
+    columns = {
+        name: [_rounded(name, row.get(name)) for row in run.rows] for name in _names(run.rows)
+    }
+    constant = {name: own[0] for name, own in columns.items() if name != "round" and _same(own)}
+    varying = [name for name in columns if name not in constant]
+    table = _csv(varying, [[columns[name][at] for name in varying] for at in range(len(run.rows))])
+    own = {name: value for name, value in run.spec.items() if name not in ("format", "id")}
+    described = {
+        "format": FORMAT,
+        "id": id_of(own),
+        "result": {n: _rounded(n, value) for n, value in _known(run.result).items()},
+        "environment": _known({name: run.environment.get(name) for name in KEPT}),
+        "constant": constant,
+        "spec": own,
+    }
+    return HEAD + tomli_w.dumps({"sha256": _digest(described, table), **described}), table
+
+
+def read_archived(path: Path) -> Parts:
+    """Read a run from its TOML and CSV; refuses one that was changed since it was archived."""
+    try:
+        described = tomllib.loads(path.read_text(encoding="utf-8"))
+        table = path.with_suffix(".csv").read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {error}; archive the run again") from None
+    _check(path, described, table)
+    spec = described["spec"]
+    rows = [{**described["constant"], **row} for row in _parsed(table)]
+    result = {"diverged_at": None, **described["result"]}
+    identity = {"format": described["format"], "id": described["id"]}
+    return Parts({**identity, **spec}, described["environment"], rows, result)
+
+
+def _check(path: Path, described: Mapping[str, Any], table: str) -> None:
+    found = described.get("format")
+    require(
+        found == FORMAT, f"{path} has format {found}, this fedexp reads {FORMAT}; use the other one"
+    )
+    own = {name: value for name, value in described.items() if name != "sha256"}
+    require(
+        described.get("sha256") == _digest(own, table),
+        f"{path} or its CSV has been changed since it was archived; put it back, or archive the "
+        "run again with --replace",
+    )
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """The columns that have a number somewhere, in their order; the round is always there."""
+    names = dict.fromkeys(["round", *(name for row in rows for name in row)])
+    return [n for n in names if n == "round" or any(row.get(n) is not None for row in rows)]
+
+
+def _same(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _rounded(name: str, value: Any) -> Any:
+    digits = TIME_DIGITS if name == "seconds" else DIGITS
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def _csv(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([_cell(n, v) for n, v in zip(names, row, strict=True)] for row in rows)
+    return text.getvalue()
+
+
+def _cell(name: str, value: Any) -> str:
+    """Nothing for None, and no more digits than count.
+
+    >>> _cell("train_loss", 0.123456789), _cell("seconds", 1.23456), _cell("round", 500)
+    ('0.1234568', '1.235', '500')
+    """
+    if value is None:
+        return ""
+    digits = TIME_DIGITS if name == "seconds" else DIGITS
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+
+
+def _parsed(table: str) -> list[Row]:
+    return [
+        {name: _number(cell) for name, cell in row.items()}
+        for row in csv.DictReader(io.StringIO(table))
+    ]
+
+
+def _number(cell: str) -> int | float | None:
+    if not cell:
+        return None
+    return int(cell) if cell.lstrip("-").isdecimal() else float(cell)
+
+
+def _digest(described: Mapping[str, Any], table: str) -> str:
+    text = json.dumps(described, sort_keys=True, default=str) + table
+    return hashlib.sha256(text.encode()).hexdigest()

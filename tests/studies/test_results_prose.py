@@ -1,0 +1,84 @@
+"""What docs/reproduction.md says by hand of the runs is so; where this fails, write it anew."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from fedexp.experiments.compare import Outcome
+from fedexp.studies.published import quantity, target
+from fedexp.studies.reproduce.measures import final, final_loss, rounds_to_target
+from fedexp.studies.results.build import ARCHIVE
+from fedexp.studies.results.gather import Results, load_results
+
+Series = Mapping[str, Sequence[Outcome]]
+
+
+@pytest.fixture(scope="module")
+def results() -> Results:
+    return load_results(Path(__file__).parents[2] / ARCHIVE)
+
+
+@pytest.fixture(scope="module")
+def emnist(results: Results) -> Series:
+    return results.studies["table1"].groups["emnist"]
+
+
+def best(values: Mapping[str, float | None], lowest: bool) -> str:
+    known = {name: value for name, value in values.items() if value is not None}
+    return (min if lowest else max)(known, key=lambda name: known[name])
+
+
+def test_every_run_counts_and_seeds_go_from_zero_upwards(results: Results) -> None:
+    counted: set[str] = set()
+    for studied in (*results.studies.values(), *results.released.values()):
+        for runs in (runs for series in studied.groups.values() for runs in series.values()):
+            assert [run.spec.seed for run in runs] == list(range(len(runs)))
+            counted |= {run.folder.name for run in runs if run.folder}
+    assert counted == {run.folder.name for run in results.runs}
+
+
+def test_emnist_gets_to_its_target_sooner_than_in_the_paper(emnist: Series) -> None:
+    rounds = {name: rounds_to_target(runs, target("emnist"), 500) for name, runs in emnist.items()}
+    papers = quantity("table1-rounds").values["emnist"]
+    assert all((own.mean or 0) < (papers[name].mean or 0) for name, own in rounds.items())
+    assert best({name: own.mean for name, own in rounds.items()}, lowest=True) == "scaffold"
+    assert (rounds["fedexp"].mean or 0) > (rounds["fedavg"].mean or 0)
+
+
+def test_on_emnist_fedexp_begins_slower_and_fits_best_in_the_end(emnist: Series) -> None:
+    ends = {name: final(runs, "test_accuracy").mean for name, runs in emnist.items()}
+    assert best(ends, lowest=False) == "scaffold"
+    losses = {name: final_loss(runs).mean for name, runs in emnist.items()}
+    assert best(losses, lowest=True) == "fedexp"
+    early = {
+        name: np.mean([run.curve("train_loss")[49] for run in emnist[name]])
+        for name in ("fedexp", "fedavg")
+    }
+    assert early["fedexp"] > early["fedavg"]
+
+
+def test_every_seed_of_scaffold_exp_falls_and_some_come_back(results: Results) -> None:
+    groups = results.studies["scaffold-exp"].groups["emnist"]
+    curves = [run.curve("test_accuracy") for run in groups["scaffold-exp"]]
+    known = [curve[~np.isnan(curve)] for curve in curves]
+    for curve in known:
+        before, after = curve[:-1], curve[1:]
+        assert ((before > 0.3) & (after < 0.15)).any()
+    back = [curve[-1] > 0.5 for curve in known]
+    assert any(back)
+    assert not all(back)
+    stuck = [curve[-20:] for curve, came in zip(known, back, strict=True) if not came]
+    assert all(len(set(curve)) == 1 for curve in stuck)
+
+
+def test_the_step_of_scaffold_exp_swings_more_than_that_of_fedexp(results: Results) -> None:
+    groups = results.studies["scaffold-exp"].groups["emnist"]
+    swings = {
+        name: np.mean([np.abs(np.diff(run.curve("server_lr")[:30])).mean() for run in groups[name]])
+        for name in ("scaffold-exp", "fedexp")
+    }
+    assert swings["scaffold-exp"] > swings["fedexp"]
