@@ -51,6 +51,7 @@ def test_two_jobs_with_the_same_share_do_not_clash(tmp_path: Path) -> None:
     assert len(stored) == 6
     assert all(run.result for run in stored)
     for run in stored:  # every round once, whoever made it
+        assert "resumed" not in run.environment
         assert [row["round"] for row in run.rows] == list(range(1, len(run.rows) + 1))
     assert any("scaffold" in out for out, _ in told)
     assert not any("error" in err for _, err in told)

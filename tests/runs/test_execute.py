@@ -15,8 +15,9 @@ from fedexp.engine import EngineName, SimulationState, simulation
 from fedexp.engine.choose import Engine, choose_engine
 from fedexp.engine.work import Work
 from fedexp.experiments import spec as spec_module
-from fedexp.experiments.spec import Spec
+from fedexp.experiments.spec import Run, Spec
 from fedexp.runs import RunWarning, execute, find_runs, load_run, run_id
+from fedexp.runs.folder import RunFolder
 from tests.runs.helpers import essence, interrupted, nobody, tiny, untimed
 
 
@@ -27,6 +28,23 @@ def no_training(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
     monkeypatch.setattr(spec_module, "simulate", refuse)
     return monkeypatch
+
+
+def test_a_run_that_another_process_ends_meanwhile_is_left_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spec, opening = tiny(), RunFolder.of
+
+    def late(path: Path, run: Run) -> RunFolder:
+        monkeypatch.setattr(RunFolder, "of", opening)
+        execute(spec, tmp_path, nobody)  # between our look at the folder and our hold of it
+        return opening(path, run)
+
+    monkeypatch.setattr(RunFolder, "of", late)
+    outcome = execute(spec, tmp_path, nobody)
+    assert outcome.stored == len(outcome.rows) == 6
+    assert outcome.folder is not None
+    assert "resumed" not in load_run(outcome.folder).environment
 
 
 def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:

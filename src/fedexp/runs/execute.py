@@ -81,15 +81,23 @@ def _shared(how: Keeping, run: Run, ranks: Ranks | None) -> Keeping:
 
 def _kept(run: Run, where: Path, on_round: OnRound, how: Keeping, lead: Lead) -> Outcome:
     require(not how.restart or is_run(where), f"{where} holds no run; leave --restart out to begin")
-    if not how.restart and (found := stored_outcome(run, where)):
-        how.on_open(where, len(found.rows), True)
-        for row in found.rows:
-            on_round(run.spec, row)
+    if found := _over(run, where, on_round, how):
         return found
     if not is_run(where):
         run.records()  # checks its arguments before anything is on the disk
     with RunFolder.of(where, run) as held:
-        return _on_disk(run, held, on_round, how, lead)
+        # another process may have brought it to its end since
+        return _over(run, where, on_round, how) or _on_disk(run, held, on_round, how, lead)
+
+
+def _over(run: Run, where: Path, on_round: OnRound, how: Keeping) -> Outcome | None:
+    """What came out of a run that is over, told row by row; nothing where it is to be restarted."""
+    found = None if how.restart else stored_outcome(run, where)
+    if found is not None:
+        how.on_open(where, len(found.rows), True)
+        for row in found.rows:
+            on_round(run.spec, row)
+    return found
 
 
 def stored_outcome(run: Run, folder: Path) -> Outcome | None:
