@@ -103,7 +103,12 @@ def test_a_study_that_needs_all_its_arms_waits_for_them() -> None:
 def test_runs_of_other_settings_do_not_belong() -> None:
     strangers = [
         fabricated("table1", "cifar10", "fedexp", **changed)
-        for changed in ({"mode": "authors-code"}, {"rounds": 20}, {"set": {"server.eps": "1"}})
+        for changed in (
+            {"mode": "authors-code"},
+            {"rounds": 20},
+            {"set": {"server.eps": "1"}},
+            {"cohort": 5},
+        )
     ]
     unfinished = replace(fabricated("table1", "cifar10", "fedexp"), result=None)
     stopped = fabricated("table1", "cifar10", "fedexp", stop_at=0.7)
@@ -118,7 +123,7 @@ def test_runs_of_other_settings_do_not_belong() -> None:
     [
         ({"seed": 0, "precision": "float32"}, "the same seed twice"),
         ({"seed": 1, "options": {"server.eps": 0.1}}, "differ in server.eps"),
-        ({"seed": 1, "clients": 10}, "differ in clients"),
+        ({"seed": 1, "clients": 50}, "differ in clients"),
     ],
 )
 def test_no_run_is_picked_from_two(changed: dict[str, Any], told: str) -> None:
@@ -131,6 +136,15 @@ def test_no_run_is_picked_from_two(changed: dict[str, Any], told: str) -> None:
     if "precision" in changed:
         plan, _ = plan_from(STUDIES["table1"], Request(precision="float32"), pair)
         assert plan.arithmetic == "float32"
+
+
+def test_algorithms_are_compared_on_the_same_clients() -> None:
+    pair = [
+        fabricated("table1", "emnist", name, clients=clients)
+        for name, clients in {"fedexp": 294, "fedavg": 3400}.items()
+    ]
+    with pytest.raises(UsageError, match="have other clients"):
+        plan_from(STUDIES["table1"], Request(), pair)
 
 
 def test_an_option_that_is_new_sets_no_runs_apart() -> None:

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 from fedexp.errors import UsageError, unknown_name
 from fedexp.experiments.spec import Spec
 from fedexp.runs import StoredRun, spec_from
+from fedexp.studies.reproduce.accuracy import SEEDS
 from fedexp.studies.reproduce.plan import WRITERS, count, small_line, spec_of
 from fedexp.studies.reproduce.study import Job, Plan, Request, Result, Study
+from fedexp.tasks.images import COHORT
 
 Found = dict[str, dict[str, list[StoredRun]]]  # by task and series, seed by seed
 
@@ -63,6 +66,7 @@ def _of_task(plan: Plan, task: str, runs: Sequence[StoredRun]) -> dict[str, list
         _refuse_twins(own)
         if own:
             found[arm.series] = own
+    _refuse_mixture([run for own in found.values() for run in own])
     return found
 
 
@@ -75,10 +79,27 @@ def _fits(run: StoredRun, wanted: Spec, request: Request) -> bool:
         and spec.get("set") == dict(wanted.options)
         and spec.get("evaluate_every") == wanted.evaluate_every
         and spec.get("stop_at") is None
-        and wanted.cohort in (None, spec.get("cohort", 0))
+        and _has_cohort(spec, wanted)
         and request.device in (None, spec.get("device"))
         and request.precision in (None, spec.get("precision"))
     )
+
+
+def _has_cohort(spec: Mapping[str, Any], wanted: Spec) -> bool:
+    """Whether as many clients take part as the study says, or else as the paper's tasks have it."""
+    if wanted.cohort is not None:
+        return bool(wanted.cohort == spec.get("cohort", 0))
+    return wanted.task not in SEEDS or spec.get("cohort") == min(COHORT, spec["clients"])
+
+
+def _refuse_mixture(runs: Sequence[StoredRun]) -> None:
+    """Algorithms are compared on the same clients."""
+    for first, second in pairwise(runs):
+        if first.spec["clients"] != second.spec["clients"]:
+            raise UsageError(
+                f"{first.folder.name} and {second.folder.name} have other clients; take away those "
+                "that do not belong"
+            )
 
 
 def _refuse_twins(runs: Sequence[StoredRun]) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 from fedexp.experiments.compare import Outcome
 from fedexp.runs import spec_from
 from fedexp.studies.published import quantity, target
-from fedexp.studies.reproduce.lines import text_of
+from fedexp.studies.reproduce.lines import NOTHING, text_of
 from fedexp.studies.reproduce.measures import final, rounds_to_target
 from fedexp.studies.reproduce.plan import WRITERS
 from fedexp.studies.reproduce.study import arithmetic_of
@@ -17,7 +17,6 @@ from fedexp.studies.results.gather import RELEASED, Results
 from fedexp.studies.results.words import bullets, plural, table, task_name
 
 Runs = Sequence[Outcome]
-NOTHING = "-"
 
 
 def eps_modes(results: Results) -> str:
