@@ -26,6 +26,18 @@ class BatchNormNet(nn.Module):
         return out
 
 
+class Net(nn.Module):
+    """Dense, but not a plain sequence: those have an engine of their own on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.layers(x)
+        return out
+
+
 def dropout_net() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
 

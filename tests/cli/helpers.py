@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from fedexp.cli.main import build_parser
 from fedexp.cli.options import spec_of
 from fedexp.runs import Stopped, execute
+from tests.processes import LONGEST
 from tests.runs.helpers import stop_after
 
 SMALL = ["--set", "task.clients=4", "--set", "task.rows=3", "--set", "task.dim=20"]
@@ -22,12 +24,21 @@ FEDEXP = [sys.executable, "-m", "fedexp"]
 
 def wait_for_rows(folder: Path, process: subprocess.Popen[str]) -> Path:
     """The run that the process has begun, once it has some rows."""
-    while process.poll() is None:
-        found = list(folder.glob("*/records.jsonl"))
-        if found and found[0].read_bytes().count(b"\n") >= 3:
-            return found[0].parent
+
+    def rows() -> int:
+        return sum(each.read_bytes().count(b"\n") for each in folder.glob("*/records.jsonl"))
+
+    wait_until(lambda: rows() >= 3, process)
+    return next(folder.glob("*/records.jsonl")).parent
+
+
+def wait_until(so: Callable[[], bool], process: subprocess.Popen[str]) -> None:
+    """Wait for something that a process does; it must not end before, nor take for ever."""
+    deadline = time.monotonic() + LONGEST
+    while not so():
+        assert process.poll() is None, "the run ended by itself"
+        assert time.monotonic() < deadline, "the run does not get on"
         time.sleep(0.02)
-    raise AssertionError("the run ended by itself")
 
 
 def checkpointed(folder: Path) -> int:

@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,28 +24,16 @@ if __name__ == "__main__":
 
 import fedexp as fx
 from fedexp.data import Federation
-from fedexp.distributed import Ranks, Shared, leave, ranks
+from fedexp.distributed import Ranks, Shared
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
-from tests.distributed.launch import on_ranks
-from tests.problems import BatchNormNet, dropout_net, least_squares
+from tests.distributed.launch import joined, on_ranks
+from tests.problems import BatchNormNet, Net, dropout_net, least_squares
 
 ROUNDS = 4
 SIZES = (3, 40, 17, 8, 2, 25, 12)
 BROKEN = 3  # a label that nobody can learn
 Result = tuple[list[dict[str, Any]], Tensor, dict[int, Tensor]]
-
-
-class Net(nn.Module):
-    """Dense, but not a plain sequence: those have an engine of their own on a CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
 
 
 def plain() -> nn.Module:
@@ -146,20 +135,16 @@ def refusal(among: Ranks) -> str:
     return ""
 
 
-def all_cases(folder: Path) -> None:
+def all_cases(folder: Path, among: Ranks) -> None:
     """What each rank does."""
-    among = ranks()
-    assert among is not None
     results: dict[str, Any] = {name: result(name, among) for name in CASES}
     results["drift"] = refusal(among)
     torch.save(results, folder / f"{among.world}-{among.rank}.pt")
-    among.barrier()
-    leave()
 
 
 if __name__ == "__main__":
     import torch._dynamo  # what torch.func would import in every rank
 
     for world in map(int, sys.argv[2:]):
-        codes = on_ranks(world, all_cases, Path(sys.argv[1]))
+        codes = on_ranks(world, joined, partial(all_cases, Path(sys.argv[1])))
         assert codes == [0] * world

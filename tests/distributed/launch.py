@@ -1,24 +1,29 @@
 """Runs `fedexp` commands on forked ranks, one after another, so that torch is imported once.
 
 launch.py JOBS    a JSON list of [ranks, fault, command...]; a fault is RANK:KIND, an error that
-                  this rank alone meets in its third round, memory or bug; RANK:WORD, which this
-                  rank's command has besides; or nothing
+                  this rank alone meets in its third round, memory or bug; RANK:lost, a rank that
+                  is killed while the others wait for their GPUs; RANK:WORD, which this rank's
+                  command has besides; or nothing
 """
 
 from __future__ import annotations
 
+import ctypes
 import json
 import multiprocessing
 import os
+import signal
 import socket
 import sys
 from collections.abc import Callable
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedexp.cli.main import main
-from fedexp.distributed import shared
+from fedexp.distributed import Ranks, ending, leave, ranks, shared
 from fedexp.distributed.group import FORCED
 
 SEPARATOR = "-- next --"
@@ -50,21 +55,53 @@ def as_rank(rank: int, world: int, port: int, work: Callable[..., None], argumen
     work(*arguments)
 
 
+def joined(work: Callable[[Ranks], None]) -> None:
+    """Work of a rank that knows the others, and waits for them at its end."""
+    among = ranks()
+    assert among is not None
+    work(among)
+    among.barrier()
+    leave()
+
+
 def command(fault: str, words: list[str]) -> None:
     rank, _, kind = fault.partition(":")
-    if rank == os.environ["RANK"] and kind in FAULTS:
-        break_third_round(FAULTS[kind])
+    if kind == "lost":
+        vars(ending)["GRACE"] = 1.0
+        in_third_round(end_as_torchrun_would if rank == os.environ["RANK"] else wait_for_ever)
+    elif rank == os.environ["RANK"] and kind in FAULTS:
+        in_third_round(partial(throw, FAULTS[kind]))
     elif rank == os.environ["RANK"]:
         words = [*words, kind]
     sys.exit(main(words))
 
 
-def break_third_round(error: Exception) -> None:
+def throw(error: Exception) -> None:
+    raise error
+
+
+def end_as_torchrun_would() -> None:
+    """Die; torchrun asks the others to end, too."""
+    parent = os.getppid()
+    siblings = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    for sibling in set(map(int, siblings)) - {os.getpid()}:
+        os.kill(sibling, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_for_ever() -> None:
+    """As for a GPU that waits for a rank that is gone: no handler of a signal is run."""
+    mutex = ctypes.create_string_buffer(256)
+    for _ in range(2):  # whoever holds it does not get it again
+        ctypes.CDLL(None).pthread_mutex_lock(mutex)
+
+
+def in_third_round(happen: Callable[[], None]) -> None:
     whole = vars(shared)["shards"]
 
     def faulty(work: Any, world: int) -> Any:
         if work.round == 3:
-            raise error
+            happen()
         return whole(work, world)
 
     vars(shared)["shards"] = faulty

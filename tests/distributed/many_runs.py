@@ -27,7 +27,7 @@ from fedexp.studies.epsilon import EPS, VALUES, tune_epsilon
 from fedexp.studies.grids import Point
 from fedexp.studies.trial import Row
 from fedexp.studies.tune import OnRow, tune
-from tests.distributed.forked import in_ranks
+from tests.distributed.launch import joined, on_ranks
 from tests.runs.helpers import tiny, untimed
 from tests.studies.problems import small_study
 
@@ -122,4 +122,5 @@ def work(folder: Path, among: Ranks) -> None:
 
 
 if __name__ == "__main__":
-    in_ranks(WORLD, partial(work, Path(sys.argv[1])))
+    codes = on_ranks(WORLD, joined, partial(work, Path(sys.argv[1])))
+    assert codes == [0] * WORLD

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import NamedTuple
@@ -13,6 +12,7 @@ import pytest
 from fedexp.cli.main import main
 from tests.cli.helpers import SMALL
 from tests.distributed import launch
+from tests.processes import finished
 
 RUN = ["run", "synthetic", "--rounds", "5", *SMALL]
 KEPT = [*RUN, "--checkpoint-every", "0"]
@@ -26,6 +26,7 @@ JOBS: dict[str, list[object]] = {
     "other": [2, "1:--seed=7", *RUN, "--out", "other"],
     "memory": [3, "1:memory", *KEPT, "--out", "memory"],
     "bug": [3, "2:bug", *KEPT, "--out", "bug"],
+    "lost": [3, "1:lost", *KEPT, "--out", "lost"],
 }
 
 
@@ -48,7 +49,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def done(folder: Path) -> dict[str, Done]:
     """All jobs, one after another."""
     command = [sys.executable, launch.__file__, json.dumps(list(JOBS.values()))]
-    found = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=300)
+    found = finished(command, folder)
     assert found.returncode == 0, found.stderr
     assert "Traceback" not in found.stderr
     jobs: dict[str, Done] = {}
@@ -105,7 +106,11 @@ def test_ranks_must_be_started_alike(done: dict[str, Done], folder: Path) -> Non
 
 @pytest.mark.parametrize(
     ("name", "line"),
-    [("memory", "rank 1: out of memory"), ("bug", "rank 2: ValueError: something is wrong")],
+    [
+        ("memory", "rank 1: out of memory"),
+        ("bug", "rank 2: ValueError: something is wrong"),
+        ("lost", "rank 1 ended without a word"),
+    ],
 )
 def test_what_befalls_one_rank_is_told_once_and_ends_the_others(
     done: dict[str, Done], folder: Path, name: str, line: str

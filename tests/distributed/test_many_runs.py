@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ from fedexp.studies.grids import points
 from tests.cli.helpers import SMALL
 from tests.distributed import many_runs
 from tests.distributed.many_runs import CASES, FEW, GRID, WORLD
+from tests.processes import finished
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 COMPARE = ["compare", "synthetic", "--algorithms", "fedavg,fedexp", "--rounds", "5", *SMALL]
@@ -26,7 +26,8 @@ Found = list[dict[str, Any]]
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
     """What each rank heard of and found, case by case."""
     folder = tmp_path_factory.mktemp("many")
-    subprocess.run([sys.executable, many_runs.__file__, str(folder)], check=True, timeout=300)
+    done = finished([sys.executable, many_runs.__file__, str(folder)])
+    assert done.returncode == 0, done.stderr
     return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(WORLD)]
 
 
@@ -94,7 +95,7 @@ def test_compare_under_torchrun(
     monkeypatch.chdir(tmp_path)
     assert main([*COMPARE, "--no-save", "--jobs", "1"]) == 0
     ranked = [*TORCHRUN, "2", "-m", "fedexp", *COMPARE, "--runs", "runs"]
-    done = subprocess.run(ranked, capture_output=True, text=True)
+    done = finished(ranked)
     assert done.returncode == 0, done.stderr
     assert done.stdout == capfd.readouterr().out
     assert "wrote compare-synthetic.png" in done.stderr
@@ -104,7 +105,7 @@ def test_compare_under_torchrun(
     spec.write_text(spec.read_text().replace("seed = 0", "seed = 1"))
     (first,) = [each for each in find_runs([tmp_path / "runs"]) if "fedavg" in each.name]
     (first / "result.json").unlink()
-    failed = subprocess.run(ranked, capture_output=True, text=True, timeout=300)
+    failed = finished(ranked)
     assert failed.returncode != 0
     said = [line for line in failed.stderr.splitlines() if line.startswith("fedexp: ")]
     assert len(said) == 1

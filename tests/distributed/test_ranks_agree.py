@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from tests.distributed import cases
 from tests.distributed.cases import CASES
+from tests.processes import finished
 
 WORLDS = (1, 2, 4)
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
@@ -22,7 +22,8 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Results:
     """What every rank of every world came to."""
     folder = tmp_path_factory.mktemp("ranks")
     command = [sys.executable, cases.__file__, str(folder), *map(str, WORLDS)]
-    subprocess.run(command, check=True, timeout=300)
+    done = finished(command)
+    assert done.returncode == 0, done.stderr
     return {
         (world, rank): torch.load(folder / f"{world}-{rank}.pt")
         for world in WORLDS

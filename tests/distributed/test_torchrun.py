@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,8 @@ import torch
 from safetensors.torch import load_file
 
 from fedexp.cli.main import main
-from tests.cli.helpers import checkpointed, wait_for_rows
+from tests.cli.helpers import checkpointed, wait_for_rows, wait_until
+from tests.processes import started
 from tests.runs.helpers import untimed
 
 ROUNDS = 600
@@ -32,17 +32,9 @@ def torchrun(ranks: int, folder: Path, *more: str) -> Iterator[subprocess.Popen[
     """The command on so many ranks, which keeps its run in `folder`; nothing of it is left."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", str(ranks), "-m", "fedexp", *COMMAND]
-    process = subprocess.Popen(
-        [*command, "--checkpoint-every", "0", "--runs", str(folder), *more],
-        stderr=subprocess.PIPE,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-    )
-    try:
+    kept = ["--checkpoint-every", "0", "--runs", str(folder), *more]
+    with started([*command, *kept], env={"OMP_NUM_THREADS": "1"}) as process:
         yield process
-    finally:
-        process.kill()  # ranks end with it
-        process.communicate()
 
 
 def rank_process(launcher: int, rank: int) -> int:
@@ -71,9 +63,7 @@ def test_stopped_killed_and_gone_on_with(tmp_path: Path) -> None:
     assert f"stopped after round {stopped}; continue with: fedexp resume" in said
 
     with torchrun(3, tmp_path / "ranks", "--client-states", "disk") as process:
-        while checkpointed(folder) < stopped + 5:
-            assert process.poll() is None
-            time.sleep(0.01)
+        wait_until(lambda: checkpointed(folder) >= stopped + 5, process)
         os.kill(rank_process(process.pid, 1), signal.SIGKILL)
         begun, said = told(process)
     assert begun.endswith(f"goes on after round {stopped}")

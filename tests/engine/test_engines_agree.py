@@ -19,24 +19,12 @@ from fedexp.engine.vectorized import Vectorized
 from fedexp.engine.work import Work
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
-from tests.problems import BatchNormNet, dropout_net, least_squares
+from tests.problems import BatchNormNet, Net, dropout_net, least_squares
 from tests.rules import ALGORITHMS, rule_id
 
 SIZES = (3, 40, 17, 8, 1, 25)  # smaller than a batch, not a multiple of it, a single example
 # Both sum the same numbers in another order; float64 leaves 1e-16 a term, grown over the rounds.
 EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
-
-
-class Net(nn.Module):
-    """Dense, but not a plain sequence: those have an engine of their own on a CPU."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.layers(x)
-        return out
 
 
 def net() -> nn.Module:

@@ -19,6 +19,7 @@ import fedexp as fx
 from fedexp.engine import keep_clients
 from fedexp.engine.client_states import ClientStates
 from fedexp.engine.keep_clients import KeepClients
+from fedexp.engine.sharing import Alone
 from fedexp.engine.slot_file import Layout, SlotFile
 from fedexp.engine.state_store import StateStore, StoredStates
 from fedexp.tasks import Task
@@ -200,6 +201,10 @@ def test_auto_takes_a_file_where_states_may_outgrow_the_memory(
         monkeypatch.setattr(keep_clients, "memory_bytes", lambda device, room=room: room)
         state = next(fx.simulate(task, fx.scaffold(), rounds, 3)).state
         assert isinstance(state.clients, StoredStates) == stored
+        monkeypatch.setattr(Alone, "beside", 2)  # of which each keeps all of them
+        state = next(fx.simulate(task, fx.scaffold(), rounds, 3)).state
+        assert isinstance(state.clients, StoredStates)
+        monkeypatch.setattr(Alone, "beside", 1)
     monkeypatch.setattr(keep_clients, "memory_bytes", lambda device: 0)
     assert not next(fx.simulate(task, fx.fedexp(), 1, 3)).state.clients  # nothing to keep
 

@@ -1,9 +1,9 @@
 """Starts a run again and again and kills it at random moments; torch is imported once.
 
-killer.py FOLDER KILLS SEED [disk]    whole run in FOLDER/whole, killed one in FOLDER/killed
-killer.py hold FOLDER                 take the run in FOLDER and keep it until killed
+killer.py FOLDER KILLS SEED KEEP    whole run in FOLDER/whole, killed one in FOLDER/killed
+killer.py hold FOLDER               take the run in FOLDER and keep it until killed
 
-With `disk`, the clients' states of the killed run lie in a file.
+KEEP is where the clients' states of the killed run lie, memory or disk.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -61,7 +61,7 @@ def kill_at_a_random_moment(
     return lines(folder)
 
 
-def main(folder: Path, kills: int, seed: int, keep: Where = "memory") -> None:
+def main(folder: Path, kills: int, seed: int, keep: Where) -> None:
     torch.set_num_threads(1)
     began = time.monotonic()
     assert os.waitpid(start(folder / "whole"), 0)[1] == 0
@@ -88,4 +88,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "hold":
         hold(Path(sys.argv[2]))
     else:
-        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), *sys.argv[4:])  # type: ignore[arg-type]
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), cast(Where, sys.argv[4]))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import pairwise
@@ -31,7 +28,6 @@ from fedexp.runs.slots import SLOTS
 from tests.cli.helpers import RUN
 from tests.runs.helpers import essence, nobody, stop_after, tiny
 from tests.runs.test_checkpoint import CPU, assert_same_state
-from tests.runs.test_faults import KILLER, PowerCut, cut_power_at
 
 
 def run(spec: Spec, folder: Path, keep: Any = "disk", **more: Any) -> None:
@@ -182,41 +178,6 @@ def test_a_flipped_bit_ends_the_run_in_one_line(tmp_path: Path) -> None:
     run(spec, tmp_path / "a", restart=True)
     run(spec, tmp_path / "whole")
     assert essence(tmp_path / "a") == essence(tmp_path / "whole")
-
-
-def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path) -> None:
-    """Every file operation of a whole run, one by one, as where states are copied."""
-    spec = tiny("scaffold-exp", 3)
-    run(spec, tmp_path / "whole", checkpoint_every=0)
-    expected = essence(tmp_path / "whole")
-    step, ended = 0, False
-    while not ended:
-        step += 1
-        folder = tmp_path / str(step)
-        with pytest.MonkeyPatch.context() as patch:
-            cut_power_at(step, patch)
-            try:
-                run(spec, folder, checkpoint_every=0)
-                ended = True
-            except PowerCut:
-                pass
-        run(spec, folder, checkpoint_every=0)
-        assert essence(folder) == expected
-        shutil.rmtree(folder)
-    assert step > 40
-
-
-def test_killed_at_twelve_random_moments(tmp_path: Path) -> None:
-    """Real processes, really killed, with states in a file; the whole run has them in memory."""
-    done = subprocess.run(
-        [sys.executable, str(KILLER), str(tmp_path), "12", "3", "disk"],
-        capture_output=True, text=True, check=False, timeout=300,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    kills = [int(word) for word in done.stdout.split()]
-    assert len(kills) == 12
-    assert len(set(kills)) > 3
-    assert essence(tmp_path / "killed") == essence(tmp_path / "whole")
 
 
 def test_states_come_back_on_the_device_they_are_wanted_on(tmp_path: Path) -> None:

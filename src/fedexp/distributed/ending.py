@@ -7,10 +7,13 @@ that live answer it, even those that wait for a rank that is gone, so the others
 from __future__ import annotations
 
 import os
+import signal
+import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from fedexp.distributed.group import Ranks
 
@@ -18,7 +21,7 @@ LOOK = 0.25  # seconds between looks at the store
 PATIENCE = 3.0  # for the other ranks to answer
 GRACE = 10.0  # for a rank to end by itself
 ALARM, CALL, SPOKEN = "fedexp/alarm", "fedexp/call", "fedexp/spoken"
-ENDED, ALIVE = "fedexp/ended/{}", "fedexp/alive/{}"
+ENDED, ALIVE, LEFT = "fedexp/ended/{}", "fedexp/alive/{}", "fedexp/left/{}"
 REMEDY = (
     "start the same command again, with any number of ranks: runs that are kept go on from their "
     "last checkpoint"
@@ -27,29 +30,67 @@ REMEDY = (
 
 @contextmanager
 def watched(among: Ranks) -> Iterator[None]:
-    """In this block the rank answers alarms, and ends soon after one wherever it is stuck."""
+    """In this block the rank answers alarms, and ends soon after one wherever it is stuck.
+
+    Only from the main thread, since signals are listened for.
+    """
     over = threading.Event()
-    watch = threading.Thread(target=_watch, args=(among, over), daemon=True)
-    watch.start()
-    try:
-        yield
-    finally:
-        over.set()
-        watch.join(PATIENCE)  # at the end of the process it must not be at work in the store
+    with _signals() as heard:
+        watch = threading.Thread(target=_watch, args=(among, over, heard), daemon=True)
+        watch.start()
+        try:
+            yield
+            with suppress(RuntimeError):
+                among.store.set(LEFT.format(among.rank), "")  # in good order: not missing
+        finally:
+            over.set()
+            watch.join(PATIENCE)  # at the end of the process it must not be at work in the store
 
 
-def _watch(among: Ranks, over: threading.Event) -> None:
+@contextmanager
+def _signals() -> Iterator[socket.socket]:
+    """Where the numbers of signals arrive at once, even while the main thread waits for a GPU."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        ours.setblocking(False)
+        theirs.setblocking(False)
+        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        try:
+            yield ours
+        finally:
+            signal.set_wakeup_fd(before)
+
+
+def _watch(among: Ranks, over: threading.Event, heard: socket.socket) -> None:
     try:
         while not among.store.check([ALARM]):
+            if _asked_to_end(heard):
+                _answer(among)  # before others ask: it may take as long as they are patient
+                if not over.wait(PATIENCE) and another_failed(among):
+                    break
             if among.store.check([CALL]):
-                among.store.set(ALIVE.format(among.rank), "")
+                _answer(among)
             if over.wait(LOOK):
                 return
-        among.store.set(ALIVE.format(among.rank), "")
+        _answer(among)
     except RuntimeError:  # the store is gone, and torchrun or the first rank with it
         pass
-    if not over.wait(GRACE):
-        os._exit(1)
+    if over.wait(GRACE):
+        return
+    if (line := last_words(among, None)) is not None:
+        print(f"fedexp: error: {line}", file=sys.__stderr__, flush=True)
+    os._exit(1)
+
+
+def _asked_to_end(heard: socket.socket) -> bool:
+    """torchrun asks so when a rank has died, which those that wait for NCCL do not notice."""
+    with suppress(OSError):  # none has come
+        return signal.SIGTERM in heard.recv(4096)
+    return False
+
+
+def _answer(among: Ranks) -> None:
+    among.store.set(ALIVE.format(among.rank), "")
 
 
 def last_words(among: Ranks, reason: str | None) -> str | None:
@@ -82,6 +123,7 @@ def another_failed(among: Ranks) -> bool:
     """Whether a rank has failed or is dead; for one that is asked to stop and wonders why."""
     try:
         among.store.set(CALL, "")
+        _answer(among)
         return bool(among.store.check([ALARM])) or bool(_missing(among))
     except RuntimeError:
         return True
@@ -103,20 +145,24 @@ def _own(among: Ranks, reason: str) -> str | None:
     return None if first_speaks else f"rank {among.rank}: {reason}"
 
 
-def _of_others(among: Ranks) -> str:
+def _of_others(among: Ranks) -> str | None:
     everyone = list(range(among.world))
     if missing := _missing(among):
         names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
         return f"{names} ended without a word (killed, or out of memory); {REMEDY}"
     ended = [rank for rank in everyone if among.store.check([ENDED.format(rank)])]
     reasons = ((rank, among.store.get(ENDED.format(rank)).decode()) for rank in ended)
-    return next((f"rank {rank}: {reason}" for rank, reason in reasons if reason), "interrupted")
+    if told := next((f"rank {rank}: {reason}" for rank, reason in reasons if reason), None):
+        return told
+    _waited_for(among, [0], (ENDED, LEFT))
+    left = among.store.check([LEFT.format(0)])  # the first was stopped, and has said so
+    return None if left else "interrupted"
 
 
 def _missing(among: Ranks) -> list[int]:
     """The ranks that do not answer."""
     everyone = list(range(among.world))
-    return sorted(set(everyone) - set(_waited_for(among, everyone, (ENDED, ALIVE))))
+    return sorted(set(everyone) - set(_waited_for(among, everyone, (ENDED, ALIVE, LEFT))))
 
 
 def _waited_for(among: Ranks, wanted: list[int], signs: tuple[str, ...]) -> list[int]:

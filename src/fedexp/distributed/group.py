@@ -175,7 +175,7 @@ def _joined(rank: int, world: int) -> tuple[Any, Any]:
     nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
     words, _, _ = next(iter(rendezvous("env://", timeout=JOINING)))
     # where torchrun starts all ranks again, it may keep the store, with the old ones' addresses
-    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", words)
+    store: Any = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", words)
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if nccl else "gloo",
         store=store,
@@ -184,7 +184,7 @@ def _joined(rank: int, world: int) -> tuple[Any, Any]:
         timeout=SLOW_ROUND,
     )
     talk = torch.distributed.new_group(backend="gloo", timeout=LONG_WORK)
-    return store, talk
+    return store.clone(), talk  # a connection of our own: NCCL waits for others on that one
 
 
 def neighbours() -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
-from fedexp.distributed.group import Ranks
+from fedexp.distributed.group import Ranks, neighbours
 from fedexp.distributed.shards import Clients, shards, share
 from fedexp.engine.choose import Engine
 from fedexp.engine.state import SimulationState
@@ -45,6 +45,14 @@ class Shared:
     def __init__(self, ranks: Ranks, stop: Callable[[], bool] = lambda: False) -> None:
         self.ranks, self.stop = ranks, stop
         self.stopping = False
+
+    @property
+    def beside(self) -> int:
+        return neighbours()
+
+    def mine(self, work: Work) -> Work:
+        """The part of a round that this rank trains."""
+        return share(work, shards(work, self.ranks.world), self.ranks.rank)
 
     def engine(self, engine: Engine) -> Engine:
         """The engine for the whole cohort that an engine for a rank's part makes."""

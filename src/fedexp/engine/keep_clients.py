@@ -41,7 +41,7 @@ class KeepClients:
         require(self.where in known, f"keep_clients is auto, memory or disk, not {self.where!r}")
 
     def placed(
-        self, states: Mapping[int, Tensors], fresh: Tensors, clients: int
+        self, states: Mapping[int, Tensors], fresh: Tensors, clients: int, beside: int = 1
     ) -> Mapping[int, Tensors]:
         """The states where they are to be.
 
@@ -49,14 +49,14 @@ class KeepClients:
             states: what clients keep so far.
             fresh: what one begins with.
             clients: how many may keep something, at most.
+            beside: how many processes of this machine keep all of it, each on its own GPU if any.
         """
         if not fresh or (self.where == "auto" and isinstance(states, StoredStates)):
             return states
         device = next(iter(fresh.values())).device
         size = sum(value.nbytes for value in fresh.values())
-        if self.where == "memory" or (
-            self.where == "auto" and SHARE * size * clients <= memory_bytes(device)
-        ):
+        room = memory_bytes(device) // (beside if device.type == "cpu" else 1)
+        if self.where == "memory" or (self.where == "auto" and SHARE * size * clients <= room):
             return ClientStates.of(dict(states) if isinstance(states, StoredStates) else states)
         return self._stored(states, fresh, device)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -21,9 +22,11 @@ class ReadAhead:
 
     Args:
         train: the clients' data; small ones and those on a device are left alone.
+        mine: which part of a round's work is done here.
     """
 
-    def __init__(self, train: Federation) -> None:
+    def __init__(self, train: Federation, mine: Callable[[Work], Work]) -> None:
+        self._mine = mine
         held = [value for value in train.fields.values() if value.device.type == "cpu"]
         self._examples = sum(value.nbytes for value in held) >= LEAST_BYTES
         self._thread = ThreadPoolExecutor(1)
@@ -33,7 +36,7 @@ class ReadAhead:
         """Begin to fetch what comes after `work`, which is about to be done."""
         states = state.clients if isinstance(state.clients, StoredStates) else None
         if self._examples or states is not None:
-            train = work.task.train if self._examples else None
+            train, work = work.task.train if self._examples else None, self._mine(work)
             if not self._begun:  # nobody has asked for the first, and it is needed now
                 _ask(train, states, work.cohort)
             self._begun = True

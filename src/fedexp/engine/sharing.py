@@ -7,12 +7,24 @@ from typing import Protocol
 from torch import Tensor
 
 from fedexp.engine.choose import Engine
+from fedexp.engine.work import Work
 from fedexp.objective import Buffers
 from fedexp.tasks.task import Task
 
 
 class Sharing(Protocol):
-    """How a round's work is shared out. Every process ends it with the same numbers."""
+    """How a round's work is shared out. Every process ends it with the same numbers.
+
+    Attributes:
+        beside: how many of the processes are on this machine.
+    """
+
+    @property
+    def beside(self) -> int: ...
+
+    def mine(self, work: Work) -> Work:
+        """The part of a round that falls to this process."""
+        ...
 
     def engine(self, engine: Engine) -> Engine:
         """One that trains this process's part of a cohort, and returns the sums of all parts."""
@@ -25,6 +37,11 @@ class Sharing(Protocol):
 
 class Alone:
     """The sharing of a process that does everything itself."""
+
+    beside = 1
+
+    def mine(self, work: Work) -> Work:
+        return work
 
     def engine(self, engine: Engine) -> Engine:
         return engine

@@ -93,8 +93,9 @@ def simulate(
     state = initial if start is None else _checked_start(start, initial, rounds)
     keep = keep_clients if isinstance(keep_clients, KeepClients) else KeepClients(keep_clients)
     most = min(task.train.clients, rounds * (cohort or task.train.clients))
-    kept = keep.placed(state.clients, algorithm.client.init_local(state.params), most)
-    state = replace(state, clients=kept)
+    shared = sharing or Alone()
+    fresh = algorithm.client.init_local(state.params)
+    state = replace(state, clients=keep.placed(state.clients, fresh, most, shared.beside))
     work = Work(
         task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
     )
@@ -102,7 +103,6 @@ def simulate(
     opening = replace(work, round=1, cohort=sample_cohort(seed, 1, task.train.clients, cohort))
     # Chosen by the first round even where a run continues, so that it goes on with its engine.
     chosen = partial(choose_engine, engine, opening, initial)
-    shared = sharing or Alone()
     return _rounds(work, state, rounds, cohort, evaluate_every, chosen, precision, shared)
 
 
@@ -116,7 +116,7 @@ def _rounds(
     precision: Precision,
     sharing: Sharing,
 ) -> Iterator[Record]:
-    warned, read_ahead = False, ReadAhead(work.task.train)
+    warned, read_ahead = False, ReadAhead(work.task.train, sharing.mine)
     run: Engine | None = None
     for round in range(state.round + 1, rounds + 1):
         clients = sample_cohort(work.seed, round, work.task.train.clients, cohort)

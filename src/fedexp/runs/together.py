@@ -101,7 +101,7 @@ def follow(run: Run, folder: Path, how: Keeping, sharing: Shared) -> Outcome:
     if isinstance(word, Outcome):
         return word
     keep = KeepClients(how.keep_clients)
-    state = None if word.model is None else _received(run, word, keep, ranks)
+    state = None if word.model is None else _received(run, word, keep, sharing)
     with suppress(DivergedError):
         for record in remaining(run, state, word.rows, keep, sharing):
             if sharing.stopping and record.round < run.rounds:
@@ -110,13 +110,13 @@ def follow(run: Run, folder: Path, how: Keeping, sharing: Shared) -> Outcome:
     return outcome
 
 
-def _received(run: Run, word: Opened, keep: KeepClients, ranks: Ranks) -> SimulationState:
+def _received(run: Run, word: Opened, keep: KeepClients, sharing: Shared) -> SimulationState:
     """The state that the first rank sends; the clients' part by part."""
     device = device_of(run)
     state = state_from(word.round, word.steps, from_bytes(word.model or b"", device), {})
     fresh = run.setup.algorithm.client.init_local(state.params)
-    clients = ClientStates.of(keep.placed({}, fresh, run.task.train.clients))
-    while (block := ranks.receive()) is not None:
+    clients = ClientStates.of(keep.placed({}, fresh, run.task.train.clients, sharing.beside))
+    while (block := sharing.ranks.receive()) is not None:
         clients = clients.updated(clients_from(from_bytes(block[1], device), block[0]))
     return state_from(word.round, word.steps, model_tensors(state), clients)
 
