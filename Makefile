@@ -38,6 +38,8 @@ bench: $(READY)
 	$(BIN)/python benchmarks/engines.py
 	$(BIN)/python benchmarks/clients.py
 	$(BIN)/python benchmarks/scaling.py
+	$(BIN)/python benchmarks/ranks.py
+	$(BIN)/python benchmarks/many_gpus.py
 	$(BIN)/python benchmarks/peers.py --turns 1
 	$(BIN)/python benchmarks/data_loading.py
 

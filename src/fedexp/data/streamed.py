@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -84,16 +85,16 @@ class Streamed(Federation):
 
     def _gathered(self, clients: Sequence[int]) -> Rows:
         chosen, pinned = np.asarray(clients), self.target.type == "cuda"
-        if pinned:
-            torch.cuda.set_device(self.target)  # a thread begins with the first one
         begins, sizes = self.offsets[chosen], self.sizes[chosen]
         within = np.arange(sizes.sum()) - np.repeat(self.places(chosen), sizes)
         rows = torch.from_numpy(np.repeat(begins, sizes) + within)
         most, found = self._most(len(chosen)), {}
-        for name, value in self.fields.items():
-            room = torch.empty(most, *value.shape[1:], dtype=value.dtype, pin_memory=pinned)
-            torch.index_select(value, 0, rows, out=room[: len(rows)])
-            found[name] = room
+        # a thread begins with the first device, whichever its rows are for
+        with torch.cuda.device(self.target) if pinned else nullcontext():
+            for name, value in self.fields.items():
+                room = torch.empty(most, *value.shape[1:], dtype=value.dtype, pin_memory=pinned)
+                torch.index_select(value, 0, rows, out=room[: len(rows)])
+                found[name] = room
         return found
 
     def _most(self, clients: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ COLOURS = {
 }
 
 
+RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
 def colour(name: str) -> str:
     """The colour of an algorithm; black for one that has none."""
     return COLOURS.get(name, "#000000")
@@ -49,6 +53,27 @@ def new_figure(
         each.grid(True, color="#DDDDDD", linewidth=0.6)
         each.set_axisbelow(True)
     return figure, list(axes)
+
+
+def log_scale(axes: Axes) -> None:
+    """A logarithmic vertical axis, for values over several decades.
+
+    Powers are written in plain characters: to set formulas, matplotlib builds a parser first.
+    """
+    from matplotlib.ticker import FuncFormatter, NullFormatter
+
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: power_of_ten(value)))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+
+
+def power_of_ten(value: float) -> str:
+    """The power of ten next to a positive value.
+
+    >>> power_of_ten(1e-12), power_of_ten(10)
+    ('10⁻¹²', '10¹')
+    """
+    return "10" + str(round(math.log10(value))).translate(RAISED)
 
 
 def save(figure: Figure, path: Path) -> None:

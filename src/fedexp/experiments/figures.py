@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.experiments.canvas import colour, label, new_figure
+from fedexp.experiments.canvas import colour, label, log_scale, new_figure
 from fedexp.experiments.compare import Outcome, spread_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def comparison_figure(
             draw_band(panel, curves, algorithm, smooth)
         label(panel, "round", NAMES.get(name, name))
         if _spans_decades(outcomes, name):
-            panel.set_yscale("log")
+            log_scale(panel)
     if target is not None:
         axes[0].axhline(target, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
     axes[0].legend(frameon=False, fontsize=9)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.experiments.canvas import COLOURS, colour, label, new_figure
+from fedexp.experiments.canvas import COLOURS, colour, label, log_scale, new_figure
 from fedexp.experiments.compare import Outcome
 from fedexp.experiments.figures import NAMES, mean_and_spread
 
@@ -86,7 +86,7 @@ def draw_panel(
         lowest, highest = min(lowest, float(mean.min())), max(highest, float(mean.max()))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if not metric.endswith("accuracy") and 0 < 100 * lowest < highest:
-        axes.set_yscale("log")
+        log_scale(axes)
 
 
 def shades(series: Mapping[str, Any]) -> list[str]:
