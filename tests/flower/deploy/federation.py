@@ -22,6 +22,7 @@ from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
 from fedexp.objective import ModuleObjective
 from fedexp.runs import load_run
+from fedexp.runs.checkpoint import NEWEST
 
 APP = Path(__file__).parent / "app"
 EXAMPLE = Path(__file__).parents[3] / "examples" / "flower_app"
@@ -50,6 +51,10 @@ class Deployment(LocalFederation):
         """The rounds that a run has written so far."""
         folder = self.folder / "runs" / name / algorithm
         return load_run(folder).rows if (folder / "spec.toml").exists() else []
+
+    def has_checkpoint(self, name: str, algorithm: str = "fedexp") -> bool:
+        """Whether a run could go on; that comes a moment after its row."""
+        return (self.folder / "runs" / name / algorithm / NEWEST).exists()
 
     def assert_same(self, name: str, expected: list[Record], algorithm: str = "fedexp") -> None:
         """Step sizes and weights agree to float32 rounding, round by round."""

@@ -85,7 +85,7 @@ def test_a_superlink_killed_and_restarted(federation: Deployment) -> None:
     """SCAFFOLD goes on too: the clients' control variates belong to the study, not to the run."""
     config = {"algorithms": "scaffold-exp", "rounds": 2}
     federation.begin("resumed", **config)
-    until(lambda: bool(federation.rows("resumed", "scaffold-exp")), "a first round")
+    until(lambda: federation.has_checkpoint("resumed", "scaffold-exp"), "a first round")
     federation.processes.kill("superlink")
     federation.processes.kill("run")
     assert len(federation.rows("resumed", "scaffold-exp")) == 1
