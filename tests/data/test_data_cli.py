@@ -81,7 +81,6 @@ def test_show_depends_on_the_seed(
 def test_show_draws(
     data: Callable[..., str], tmp_path: Path, write_emnist: Write, ending: str
 ) -> None:
-    pytest.importorskip("matplotlib")
     write_emnist(tmp_path)
     out = tmp_path / f"clients.{ending}"
     printed = data("show", "emnist", "--out", str(out))
@@ -94,7 +93,6 @@ def test_show_draws(
 def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
     data: Callable[..., str], tmp_path: Path, write_emnist: Write, name: str
 ) -> None:
-    pytest.importorskip("matplotlib")
     write_emnist(tmp_path)
     (tmp_path / "in-the-way").write_text("a file")
     refused(lambda: data("show", "emnist", "--out", str(tmp_path / name)), "cannot write", name)
@@ -110,7 +108,6 @@ def test_a_seed_must_not_be_negative(seed: str, capsys: pytest.CaptureFixture[st
 
 
 def test_many_clients_are_drawn_as_a_heat_map(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     counts = np.random.default_rng(0).integers(1, 9, (300, 10))
     summary.draw(counts, tmp_path / "a.png", "many")
     assert (tmp_path / "a.png").stat().st_size > 1000
