@@ -7,6 +7,7 @@ import torch
 
 from fedexp.kernels.geometry import Geometry
 from fedexp.kernels.rooms import gradients_into, room_for
+from fedexp.kernels.scaled import scaled_images, scaled_weights
 from tests.kernels.test_twins import BATCH, CLIENTS, TOLERANCE, each_alone, gap
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -16,10 +17,12 @@ SIZES = [(64, 64, 32), (64, 128, 16), (128, 256, 16), (256, 256, 8), (512, 256, 
 
 
 @needs_boxes
-@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
-def test_every_likely_box(size: tuple[int, int, int], kind: torch.dtype) -> None:
+def test_every_likely_box(size: tuple[int, int, int], scaled: bool) -> None:
     from fedexp.kernels.boxes import boxed_form, likely_boxes
+
+    kind = torch.float32 if scaled else torch.bfloat16
 
     channels, outputs, side = size
     g = Geometry(CLIENTS, BATCH, channels, side, side, outputs, 3, 3, 1, 1)
@@ -35,12 +38,18 @@ def test_every_likely_box(size: tuple[int, int, int], kind: torch.dtype) -> None
         "input_gradient": (dy, w, dx),
         "weight_gradient": (dy, x, dw),
     }
-    tried = 0
     for direction, (a, b, true) in wanted.items():
-        for name in likely_boxes(direction, g, kind.itemsize):
-            assert gap(boxed_form(name, direction)(a, b, g), true) < TOLERANCE[kind], name
-            tried += 1
-    assert tried >= (6 if kind == torch.bfloat16 else 4)
+        scales = {}
+        if scaled:
+            b_scaled = scaled_images(b, CLIENTS) if b.ndim == 4 else scaled_weights(b)
+            (a, unit_a), (b, unit_b) = scaled_images(a, CLIENTS), b_scaled
+            scales = {"units": (unit_a, unit_b)}
+        names = likely_boxes(direction, g, 2)
+        assert len(names) == 2
+        for name in names:
+            result = boxed_form(name, direction)(a, b, g, **scales)
+            assert result.dtype == kind
+            assert gap(result, true) < TOLERANCE[kind], name
 
 
 @needs_boxes

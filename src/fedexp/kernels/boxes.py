@@ -12,7 +12,6 @@ from fedexp.kernels.conv_tma import Box
 from fedexp.kernels.geometry import Geometry
 
 NAME = re.compile(r"box (\d+)x(\d+)x(\d+) (\d+)x(\d+)w(\d+)s(\d+)(t?)(?:/(\d+))?")
-FLIPPED, THRICE = "flipped box", "thrice box"
 ENOUGH = 240  # programs, to give every core of a large GPU something to do
 
 
@@ -40,12 +39,6 @@ def box_named(name: str) -> Box:
 
 def boxed_form(name: str, direction: str) -> partial[Tensor]:
     """The kernel of that direction, cut as the name says."""
-    if name.startswith(THRICE):
-        box = box_named(name.removeprefix("thrice "))
-        return partial(conv_tma.thrice_weight_gradient, box=box)
-    if name.startswith(FLIPPED):
-        box = box_named(name.removeprefix("flipped "))
-        return partial(conv_tma.flipped_input_gradient, box=box)
     return partial(getattr(conv_tma, direction), box=box_named(name))
 
 
@@ -56,15 +49,14 @@ def likely_boxes(direction: str, g: Geometry, bytes_each: int) -> list[str]:
         return []
     if g.kernel_height != g.kernel_width or (g.channels % 64 or g.outputs % 64):
         return []
+    if bytes_each == 4 and direction != "forward":
+        return []  # tensor cores want such operands in an order that they do not lie in
     if direction == "weight_gradient":
-        found = _of_weights(g, thrice=bytes_each == 4)
+        found = _of_weights(g)
     else:
         wide = g.channels if back else g.outputs
         found = [_pixels(g, *cut) for cut in _of_images(wide, g, 128 // bytes_each)]
-    names = [name_of(box) for box in found if box is not None]
-    if bytes_each == 4 and direction != "forward":
-        return [f"{'flipped' if back else 'thrice'} {name}" for name in names]
-    return names
+    return [name_of(box) for box in found if box is not None]
 
 
 def _of_images(wide: int, g: Geometry, depth: int) -> list[tuple[int, int, int, int, int]]:
@@ -78,8 +70,7 @@ def _of_images(wide: int, g: Geometry, depth: int) -> list[tuple[int, int, int, 
     return [(128, 256, depth, 8, 4), (256, 128, depth, 8, 4)]
 
 
-def _of_weights(g: Geometry, thrice: bool) -> list[Box | None]:
-    """Thrice: with both halves of both operands in memory, for one tap at a time."""
+def _of_weights(g: Geometry) -> list[Box | None]:
     taps = g.kernel_height * g.kernel_width
     row = g.kernel_width == 3
     if g.outputs % 128 or g.channels % 64:
@@ -90,9 +81,6 @@ def _of_weights(g: Geometry, thrice: bool) -> list[Box | None]:
         cuts = [(64, 64, 128, 4, 3, row), (64, 128, 64, 4, 4, row)]
     else:
         cuts = [(64, 128, 128, 4, 3, False), (32, 128, 128, 4, 4, False)]
-    if thrice:
-        wide = 64 if g.channels % 128 else 128
-        cuts = [(64, 64, wide, 4, 4 if wide == 128 else 3, False), (32, 64, wide, 4, 4, False)]
     found = []
     for pixels, outputs, inputs, warps, stages, three in cuts:
         tiles = (g.outputs // outputs) * (g.channels // inputs) * g.clients

@@ -1,7 +1,8 @@
 """`convolve`: a convolution in which every client has weights of its own.
 
-Each direction is an operator of its own for torch, opaque to compilers, and takes the form that is
-fastest for its sizes.
+The way there and the way back are operators of their own for torch, opaque to compilers, and take
+the forms that are fastest for their sizes. Where tf32 would do, operands are scaled to half
+precision, once for all products they are part of.
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedexp.kernels.forms import chosen_form, writes_to_rooms
+from fedexp.kernels.forms import convolved
 from fedexp.kernels.geometry import Geometry
 from fedexp.kernels.rooms import room_for
+from fedexp.kernels.scaled import scaled_images, scaled_weights, takes_scaled
 
 
 def convolve(
@@ -27,62 +29,82 @@ def convolve(
     >>> convolve(x, w)[:, 0, 0, 0].tolist()
     [1.0, 2.0]
     """
-    y: Tensor = _convolution(_images(x), weight, stride, padding)
+    y: Tensor = _convolution(_images(x), weight, stride, padding)[0]
     if bias is None:
         return y
     return y + bias.repeat_interleave(len(x) // len(weight), dim=0)[:, :, None, None]
 
 
 @torch.library.custom_op("fedexp::convolution", mutates_args=())
-def _convolution(x: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
+def _convolution(
+    x: Tensor, w: Tensor, stride: int, padding: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The result; and scaled images, scaled weights and their units, empty if nothing is scaled."""
     g = _geometry(x.shape, w.shape, stride, padding)
-    return chosen_form("forward", x, w, g)(x, w, g)
+    if not takes_scaled(x, g):
+        return convolved("forward", x, w, g), x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    (images, unit_x), (weights, unit_w) = scaled_images(x, g.clients), scaled_weights(w)
+    y = convolved("forward", images, weights, g, (unit_x, unit_w))
+    return y, images, weights, torch.stack([unit_x, unit_w])
 
 
-@torch.library.custom_op("fedexp::convolution_input_gradient", mutates_args=())
-def _input_gradient(dy: Tensor, w: Tensor, x_shape: list[int], s: int, p: int) -> Tensor:
-    g = _geometry(torch.Size(x_shape), w.shape, s, p)
-    return chosen_form("input_gradient", dy, w, g)(dy, w, g)
-
-
-@torch.library.custom_op("fedexp::convolution_weight_gradient", mutates_args=())
-def _weight_gradient(dy: Tensor, x: Tensor, w: Tensor, s: int, p: int) -> Tensor:
-    g = _geometry(x.shape, w.shape, s, p)
-    form = chosen_form("weight_gradient", dy, x, g)
-    room = room_for(w)
-    return form(dy, x, g, room) if room is not None and writes_to_rooms(form) else form(dy, x, g)
+@torch.library.custom_op("fedexp::convolution_gradients", mutates_args=())
+def _gradients(
+    dy: Tensor, images: Tensor, weights: Tensor, units: Tensor, w: Tensor, stride: int,
+    padding: int, back: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Of the images, if `back`, and of the weights; `w` tells where these are wanted."""
+    g = _geometry(images.shape, w.shape, stride, padding)
+    for_images, for_weights = None, None
+    if units.numel():
+        dy, unit = scaled_images(dy, g.clients)
+        for_images, for_weights = (unit, units[1]), (unit, units[0])
+    dw = convolved("weight_gradient", dy, images, g, for_weights, room_for(w))
+    if not back:
+        return dw.new_empty(0), dw
+    return convolved("input_gradient", dy, weights, g, for_images), dw
 
 
 @_convolution.register_fake
-def _(x: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
+def _(x: Tensor, w: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     g = _geometry(x.shape, w.shape, stride, padding)
-    return _images(x.new_empty(len(x), g.outputs, g.out_height, g.out_width))
+    y = _images(x.new_empty(len(x), g.outputs, g.out_height, g.out_width))
+    if not takes_scaled(x, g):
+        return y, x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    images = _images(x.new_empty(x.shape, dtype=torch.float16))
+    return y, images, _like_weights(w, torch.float16), x.new_empty(2, g.clients)
 
 
-@_input_gradient.register_fake
-def _(dy: Tensor, w: Tensor, x_shape: list[int], s: int, p: int) -> Tensor:
-    return _images(dy.new_empty(x_shape))
+@_gradients.register_fake
+def _(
+    dy: Tensor, images: Tensor, weights: Tensor, units: Tensor, w: Tensor, stride: int,
+    padding: int, back: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dx = _images(dy.new_empty(images.shape)) if back else dy.new_empty(0)
+    return dx, _like_weights(w, dy.dtype)
 
 
-@_weight_gradient.register_fake
-def _(dy: Tensor, x: Tensor, w: Tensor, s: int, p: int) -> Tensor:
+def _like_weights(w: Tensor, kind: torch.dtype) -> Tensor:
     clients, outputs, channels, *window = w.shape
-    return x.new_empty(clients, outputs, *window, channels).movedim(-1, 2)
+    return w.new_empty(clients, outputs, *window, channels, dtype=kind).movedim(-1, 2)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, w, ctx.stride, ctx.padding = inputs
-    ctx.save_for_backward(x, w)
+    _, images, weights, units = output
+    ctx.set_materialize_grads(False)  # nobody needs zeros for what is only kept
+    if units.numel():
+        ctx.save_for_backward(images, weights, units, w)
+    else:
+        ctx.save_for_backward(x, w, units, w)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-    (x, w), dy = ctx.saved_tensors, _images(dy)
-    dx = dw = None
-    if ctx.needs_input_grad[0]:
-        dx = _input_gradient(dy, w, list(x.shape), ctx.stride, ctx.padding)
-    if ctx.needs_input_grad[1]:
-        dw = _weight_gradient(dy, x, w, ctx.stride, ctx.padding)
-    return dx, dw, None, None
+def _backward(
+    ctx: Any, dy: Tensor, *unused: Tensor | None
+) -> tuple[Tensor | None, Tensor, None, None]:
+    wanted = ctx.needs_input_grad[0]
+    dx, dw = _gradients(_images(dy), *ctx.saved_tensors, ctx.stride, ctx.padding, wanted)
+    return dx if wanted else None, dw, None, None
 
 
 _convolution.register_autograd(_backward, setup_context=_remember)

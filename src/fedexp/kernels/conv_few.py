@@ -83,7 +83,7 @@ def _weight_gradient_few(
 
 def forward(x: Tensor, w: Tensor, g: Geometry) -> Tensor:
     """The convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW]."""
-    y = new_images(g.clients * g.batch, g.outputs, g.out_height, g.out_width, x)
+    y = new_images((g.clients * g.batch, g.outputs, g.out_height, g.out_width), x, x.dtype)
     wide = _wide(g)
     pixels = triton.cdiv(g.batch * g.out_height * g.out_width, PIXELS)
     grid = (pixels, g.clients, triton.cdiv(g.outputs, wide))

@@ -10,22 +10,30 @@ import triton.language as tl
 
 
 @triton.jit
-def _multiply(a, b, acc, SWAP: tl.constexpr, PRECISION: tl.constexpr):
+def _multiply(a, b, acc, SWAP: tl.constexpr):
     if SWAP:
-        acc = tl.dot(tl.trans(b), tl.trans(a), acc, input_precision=PRECISION)
+        acc = tl.dot(tl.trans(b), tl.trans(a), acc, input_precision="tf32")
     else:
-        acc = tl.dot(a, b, acc, input_precision=PRECISION)
+        acc = tl.dot(a, b, acc, input_precision="tf32")
+    return acc
+
+
+@triton.jit
+def unscaled(acc, unit_a, unit_b, client, SCALED: tl.constexpr):
+    """Undo what the operands were multiplied by: one after the other, or both might underflow."""
+    if SCALED:
+        acc = acc * tl.load(unit_a + client) * tl.load(unit_b + client)
     return acc
 
 
 @triton.jit(do_not_specialize=["B"])
 def forward_kernel(
-    x, w, y, w_row, B,
+    x, w, y, unit_x, unit_w, w_row, B,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     OC: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     S: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, PRECISION: tl.constexpr,
+    SWAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """y[m, n] = sum over taps and c of x[m moved by the tap, c] w[n, tap, c]."""
     client = tl.program_id(1).to(tl.int64)
@@ -52,9 +60,10 @@ def forward_kernel(
         else:
             a = tl.load(x + from_x, mask=inside[:, None] & (c0 + c < C)[None, :], other=0.0)
             b = tl.load(w + from_w, mask=(n < OC)[None, :] & (c0 + c < C)[:, None], other=0.0)
-        acc = _multiply(a, b, acc, SWAP, PRECISION)
+        acc = _multiply(a, b, acc, SWAP)
     if SWAP:
         acc = tl.trans(acc)
+    acc = unscaled(acc, unit_x, unit_w, client, SCALED)
     at = m[:, None] * OC + n[None, :]
     tl.store(
         y + at, acc.to(y.dtype.element_ty), mask=(m < B * OH * OW)[:, None] & (n < OC)[None, :]
@@ -63,16 +72,15 @@ def forward_kernel(
 
 @triton.jit(do_not_specialize=["B"])
 def input_gradient_kernel(
-    dy, w, dx, w_row, B,
+    dy, w, dx, unit_dy, unit_w, w_row, B,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     OC: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     S: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SWAP: tl.constexpr, PRECISION: tl.constexpr, TURNED: tl.constexpr = False,
+    SWAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """dx[m, n] = sum over taps and o of dy[where the tap puts m, o] w[o, tap, n].
 
-    TURNED: w is [n, taps, o], with its taps the other way round.
     With a stride S, pixels fall into S x S classes (axis 2 of the grid) that see different taps.
     """
     client = tl.program_id(1).to(tl.int64)
@@ -102,19 +110,17 @@ def input_gradient_kernel(
         inside = (image < B) & (oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW)
         window = (first_h + S * down) * KW + first_w + S * right
         from_dy = ((image * OH + oh) * OW + ow)[:, None] * OC + (o0 + o)[None, :]
-        if TURNED:
-            from_w = (n * (KH * KW) + KH * KW - 1 - window)[None, :] * OC + (o0 + o)[:, None]
-        else:
-            from_w = ((o0 + o) * (KH * KW) + window)[:, None] * C + n[None, :]
+        from_w = ((o0 + o) * (KH * KW) + window)[:, None] * C + n[None, :]
         if OC % BK == 0:
             a = tl.load(dy + from_dy, mask=inside[:, None], other=0.0)
             b = tl.load(w + from_w, mask=(n < C)[None, :], other=0.0)
         else:
             a = tl.load(dy + from_dy, mask=inside[:, None] & (o0 + o < OC)[None, :], other=0.0)
             b = tl.load(w + from_w, mask=(n < C)[None, :] & (o0 + o < OC)[:, None], other=0.0)
-        acc = _multiply(a, b, acc, SWAP, PRECISION)
+        acc = _multiply(a, b, acc, SWAP)
     if SWAP:
         acc = tl.trans(acc)
+    acc = unscaled(acc, unit_dy, unit_w, client, SCALED)
     at = ((image * H + h) * W + v)[:, None] * C + n[None, :]
     real = (image < B) & (h < H) & (v < W)
     tl.store(dx + at, acc.to(dx.dtype.element_ty), mask=real[:, None] & (n < C)[None, :])
@@ -132,12 +138,12 @@ def _shifted(x, image, top, left, inside, c, tap, C: tl.constexpr, H: tl.constex
 
 @triton.jit(do_not_specialize=["B"])
 def weight_gradient_kernel(
-    dy, x, dw, part, B,
+    dy, x, dw, unit_dy, unit_x, part, B,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     OC: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr,
     S: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    TAPS: tl.constexpr, PRECISION: tl.constexpr,
+    TAPS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """dw[o, tap, c] = sum over pixels of dy[pixel, o] x[pixel moved by the tap, c].
 
@@ -165,15 +171,18 @@ def weight_gradient_kernel(
         a = tl.load(dy + from_dy, mask=inside[:, None] & (o < OC)[None, :], other=0.0)
         a = tl.trans(a)
         b = _shifted(x, image, top, left, inside, c, tap, C, H, W, KW)
-        one = tl.dot(a, b, one, input_precision=PRECISION)
+        one = tl.dot(a, b, one, input_precision="tf32")
         if TAPS == 3:
             b = _shifted(x, image, top, left, inside, c, tap + 1, C, H, W, KW)
-            two = tl.dot(a, b, two, input_precision=PRECISION)
+            two = tl.dot(a, b, two, input_precision="tf32")
             b = _shifted(x, image, top, left, inside, c, tap + 2, C, H, W, KW)
-            three = tl.dot(a, b, three, input_precision=PRECISION)
+            three = tl.dot(a, b, three, input_precision="tf32")
     at = (o[:, None] * (KH * KW) + tap) * C + c[None, :]
     real = (o < OC)[:, None] & (c < C)[None, :]
+    one = unscaled(one, unit_dy, unit_x, client, SCALED)
     tl.store(dw + at, one.to(dw.dtype.element_ty), mask=real)
     if TAPS == 3:
+        two = unscaled(two, unit_dy, unit_x, client, SCALED)
+        three = unscaled(three, unit_dy, unit_x, client, SCALED)
         tl.store(dw + at + C, two.to(dw.dtype.element_ty), mask=real)
         tl.store(dw + at + 2 * C, three.to(dw.dtype.element_ty), mask=real)

@@ -13,12 +13,8 @@ from torch import Tensor
 from fedexp.kernels.conv_triton import joined_parts, parts_of_gradient
 from fedexp.kernels.geometry import Geometry
 from fedexp.kernels.launch import launch, new_images
-from fedexp.kernels.reorder import halves, turned_weights
-from fedexp.kernels.tma_kernels import (
-    boxed_kernel,
-    boxed_weight_gradient_kernel,
-    thrice_weight_gradient_kernel,
-)
+from fedexp.kernels.scaled import Units, result_type
+from fedexp.kernels.tma_kernels import boxed_kernel, boxed_weight_gradient_kernel
 
 
 @dataclass(frozen=True)
@@ -61,46 +57,46 @@ def has_boxes() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
-def forward(x: Tensor, w: Tensor, g: Geometry, box: Box) -> Tensor:
+def forward(x: Tensor, w: Tensor, g: Geometry, *, box: Box, units: Units | None = None) -> Tensor:
     """The convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW], stride 1."""
-    y = new_images(g.clients * g.batch, g.outputs, g.out_height, g.out_width, x)
-    _boxed(x, _joined(w), y, g, box, back=False)
-    return y
+    return _boxed(x, w, g, box, units, back=False)
 
 
-def input_gradient(dy: Tensor, w: Tensor, g: Geometry, box: Box) -> Tensor:
+def input_gradient(
+    dy: Tensor, w: Tensor, g: Geometry, *, box: Box, units: Units | None = None
+) -> Tensor:
     """The gradient with respect to the images: a convolution with the weights turned round."""
-    dx = new_images(g.clients * g.batch, g.channels, g.height, g.width, dy)
-    _boxed(dy, _joined(w), dx, g.turned, box, back=True)
-    return dx
+    return _boxed(dy, w, g.turned, box, units, back=True)
 
 
-def flipped_input_gradient(dy: Tensor, w: Tensor, g: Geometry, box: Box) -> Tensor:
-    """The same with a copy of the weights that is turned round, for wide types."""
-    return forward(dy, turned_weights(w), g.turned, box)
-
-
-def _boxed(x: Tensor, w: Tensor, y: Tensor, g: Geometry, box: Box, back: bool) -> None:
+def _boxed(x: Tensor, w: Tensor, g: Geometry, box: Box, units: Units | None, back: bool) -> Tensor:
+    shape = (g.clients * g.batch, g.outputs, g.out_height, g.out_width)
+    y = new_images(shape, x, result_type(x, units))
     grid = (box.count(g) * (g.outputs // box.channels), g.clients)
     block = [box.depth, box.channels] if back else [box.channels, box.depth]
     launch(
         boxed_kernel,
         grid,
         _images(x, g.clients, (*box.pixels, box.depth)),
-        _matrix(w, block),
+        _matrix(_joined(w), block),
         _images(y, g.clients, (*box.pixels, box.channels)),
+        *(units or (x, w)),
         **_sizes(g, box),
         BN=box.channels,
         BK=box.depth,
         BACK=back,
+        SCALED=units is not None,
     )
+    return y
 
 
 def weight_gradient(
-    dy: Tensor, x: Tensor, g: Geometry, room: Tensor | None = None, *, box: Box
-) -> Tensor:
+    dy: Tensor, x: Tensor, g: Geometry, *, box: Box, room: Tensor | None = None,
+    units: Units | None = None,
+) -> Tensor:  # fmt: skip
     """The gradient with respect to the weights, [K, O, C, KH, KW], in its room if there is one."""
-    dw = parts_of_gradient(x, g, box.split, room)
+    kind = result_type(x, units)
+    dw = parts_of_gradient(x, g, box.split, room, kind)
     taps = 3 if box.three else 1
     tiles = (g.outputs // box.channels) * (g.channels // box.depth)
     grid = (tiles * g.kernel_height * g.kernel_width // taps, g.clients, box.split)
@@ -112,6 +108,7 @@ def weight_gradient(
         _matrix(dy.permute(0, 2, 3, 1).reshape(-1, g.outputs), [pixels, box.channels]),
         _images(x, g.clients, (*box.pixels, box.depth)),
         dw,
+        *(units or (dy, x)),
         triton.cdiv(box.count(g), box.split),
         g.batch,
         **_sizes(g, box),
@@ -119,39 +116,9 @@ def weight_gradient(
         BN=box.depth,
         TAPS=taps,
         FLAT=_is_stretch(g, box),
+        SCALED=units is not None,
     )
-    return joined_parts(dw, x, room)
-
-
-def thrice_weight_gradient(
-    dy: Tensor, x: Tensor, g: Geometry, room: Tensor | None = None, *, box: Box
-) -> Tensor:
-    """The same of float32, by three products of halves in bf16.
-
-    The tensor cores take float32 only along the sum, and pixels do not lie that way in memory.
-    What is lost, the product of the lower halves, is less than tf32 loses.
-    """
-    dw = parts_of_gradient(x, g, box.split, room)
-    tiles = (g.outputs // box.channels) * (g.channels // box.depth)
-    pixels = box.images * box.rows * box.width
-    described = []
-    for half in halves(dy):
-        rows = half.permute(0, 2, 3, 1).reshape(-1, g.outputs)
-        described.append(_images(half, g.clients, (*box.pixels, box.channels)))
-        described.append(_matrix(rows, [pixels, box.channels]))
-    described += [_images(half, g.clients, (*box.pixels, box.depth)) for half in halves(x)]
-    launch(
-        thrice_weight_gradient_kernel,
-        (tiles * g.kernel_height * g.kernel_width, g.clients, box.split),
-        *described,
-        dw,
-        triton.cdiv(box.count(g), box.split),
-        g.batch,
-        **_sizes(g, box),
-        BM=box.channels,
-        BN=box.depth,
-    )
-    return joined_parts(dw, x, room)
+    return joined_parts(dw, room, kind)
 
 
 def _is_stretch(g: Geometry, box: Box) -> bool:

@@ -16,7 +16,7 @@ from fedexp.kernels.conv_kernels import (
 )
 from fedexp.kernels.geometry import Geometry
 from fedexp.kernels.launch import launch, new_images
-from fedexp.kernels.reorder import turned_weights
+from fedexp.kernels.scaled import Units, result_type
 
 
 @dataclass(frozen=True)
@@ -36,9 +36,12 @@ class Tiling:
     split: int = 1
 
 
-def forward(x: Tensor, w: Tensor, g: Geometry, tiling: Tiling) -> Tensor:
+def forward(
+    x: Tensor, w: Tensor, g: Geometry, *, tiling: Tiling, units: Units | None = None
+) -> Tensor:
     """The convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW]."""
-    y = new_images(g.clients * g.batch, g.outputs, g.out_height, g.out_width, x)
+    shape = (g.clients * g.batch, g.outputs, g.out_height, g.out_width)
+    y = new_images(shape, x, result_type(x, units))
     tiles = triton.cdiv(g.batch * g.out_height * g.out_width, tiling.rows)
     grid = (tiles * triton.cdiv(g.outputs, tiling.columns), g.clients)
     launch(
@@ -47,26 +50,23 @@ def forward(x: Tensor, w: Tensor, g: Geometry, tiling: Tiling) -> Tensor:
         x,
         w,
         y,
+        *(units or (x, w)),
         w.stride(0),
         g.batch,
         **sizes(g),
-        **_cut(tiling, x),
+        **_cut(tiling),
         SWAP=tiling.swap,
+        SCALED=units is not None,
     )
     return y
 
 
-def turned_input_gradient(dy: Tensor, w: Tensor, g: Geometry, tiling: Tiling) -> Tensor:
-    """The gradient with respect to the images, with a copy of the weights that is turned round."""
-    return input_gradient(dy, w, g, tiling, turned=True)
-
-
 def input_gradient(
-    dy: Tensor, w: Tensor, g: Geometry, tiling: Tiling, turned: bool = False
+    dy: Tensor, w: Tensor, g: Geometry, *, tiling: Tiling, units: Units | None = None
 ) -> Tensor:
     """The gradient with respect to the images."""
-    w = turned_weights(w) if turned else w
-    dx = new_images(g.clients * g.batch, g.channels, g.height, g.width, dy)
+    shape = (g.clients * g.batch, g.channels, g.height, g.width)
+    dx = new_images(shape, dy, result_type(dy, units))
     s = g.stride
     tiles = triton.cdiv(g.batch * -(-g.height // s) * -(-g.width // s), tiling.rows)
     grid = (tiles * triton.cdiv(g.channels, tiling.columns), g.clients, s * s)
@@ -76,31 +76,26 @@ def input_gradient(
         dy,
         w,
         dx,
+        *(units or (dy, w)),
         w.stride(0),
         g.batch,
         **sizes(g),
-        **_cut(tiling, dy),
+        **_cut(tiling),
         SWAP=tiling.swap,
-        TURNED=turned,
+        SCALED=units is not None,
     )
     return dx
 
 
-def flipped_input_gradient(dy: Tensor, w: Tensor, g: Geometry, tiling: Tiling) -> Tensor:
-    """The same for a stride of 1, as a convolution with the weights turned round.
-
-    That costs a copy of the weights, and lets wide types be read in the order tensor cores want.
-    """
-    return forward(dy, turned_weights(w), g.turned, tiling)
-
-
 def weight_gradient(
-    dy: Tensor, x: Tensor, g: Geometry, room: Tensor | None = None, *, tiling: Tiling
-) -> Tensor:
+    dy: Tensor, x: Tensor, g: Geometry, *, tiling: Tiling, room: Tensor | None = None,
+    units: Units | None = None,
+) -> Tensor:  # fmt: skip
     """The gradient with respect to the weights, [K, O, C, KH, KW], in its room if there is one."""
     taps = 3 if tiling.swap and g.kernel_width == 3 else 1
     window = (g.kernel_height, g.kernel_width)
-    dw = parts_of_gradient(x, g, tiling.split, room)
+    kind = result_type(x, units)
+    dw = parts_of_gradient(x, g, tiling.split, room, kind)
     pixels = g.batch * g.out_height * g.out_width
     part = triton.cdiv(triton.cdiv(pixels, tiling.split), tiling.depth) * tiling.depth
     tiles = triton.cdiv(g.outputs, tiling.rows) * triton.cdiv(g.channels, tiling.columns)
@@ -111,31 +106,35 @@ def weight_gradient(
         dy,
         x,
         dw,
+        *(units or (dy, x)),
         part,
         g.batch,
         **sizes(g),
-        **_cut(tiling, x),
+        **_cut(tiling),
         TAPS=taps,
+        SCALED=units is not None,
     )
-    return joined_parts(dw, x, room)
+    return joined_parts(dw, room, kind)
 
 
-def parts_of_gradient(x: Tensor, g: Geometry, parts: int, room: Tensor | None) -> Tensor:
+def parts_of_gradient(
+    x: Tensor, g: Geometry, parts: int, room: Tensor | None, kind: torch.dtype
+) -> Tensor:
     """Memory [parts, K, O, KH, KW, C] for sums over parts of the pixels: if one, for the result."""
     shape = (g.clients, g.outputs, g.kernel_height, g.kernel_width, g.channels)
     if parts > 1:
         return torch.empty((parts, *shape), dtype=torch.float32, device=x.device)
-    if room is not None and room.dtype == x.dtype:
+    if room is not None and room.dtype == kind:
         return room.movedim(2, -1)[None]
-    return torch.empty((1, *shape), dtype=x.dtype, device=x.device)
+    return torch.empty((1, *shape), dtype=kind, device=x.device)
 
 
-def joined_parts(parts: Tensor, x: Tensor, room: Tensor | None) -> Tensor:
+def joined_parts(parts: Tensor, room: Tensor | None, kind: torch.dtype) -> Tensor:
     """The sum of the parts, as [K, O, C, KH, KW]."""
     if len(parts) == 1:
         total = parts[0]
     elif room is None:
-        total = parts.sum(dim=0).to(x.dtype)
+        total = parts.sum(dim=0).to(kind)
     else:
         total = room.movedim(2, -1).copy_(parts.sum(dim=0))
     return total.permute(0, 1, 4, 2, 3)
@@ -150,9 +149,8 @@ def sizes(g: Geometry) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _cut(tiling: Tiling, like: Tensor) -> dict[str, Any]:
+def _cut(tiling: Tiling) -> dict[str, Any]:
     return {
         "BM": tiling.rows, "BN": tiling.columns, "BK": tiling.depth,
         "num_warps": tiling.warps, "num_stages": tiling.stages,
-        "PRECISION": "tf32",
     }  # fmt: skip

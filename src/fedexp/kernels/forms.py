@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -20,18 +20,34 @@ from torch import Tensor
 from fedexp.kernels.conv_torch import OneByOne, Unfolded
 from fedexp.kernels.geometry import Geometry
 from fedexp.kernels.launch import has_triton, is_compiling
+from fedexp.kernels.scaled import Units, has_few_channels
 
 Direction = Literal["forward", "input_gradient", "weight_gradient"]
-Form = Callable[..., Tensor]  # of two tensors, a Geometry, and maybe a room for the result
+Form = Callable[..., Tensor]  # of two tensors, a Geometry, and maybe a room and units
 
-LARGEST_WINDOW = 128  # taps times channels that are gathered at once
 WORTH_MEASURING = 10**9  # operations; less is over before a clock could tell
-FEW_CHANNELS = 16  # below that, the tensor cores' products are mostly padding
 _chosen: dict[tuple[object, ...], Form] = {}
 
 
-def chosen_form(direction: Direction, a: Tensor, b: Tensor, g: Geometry) -> Form:
-    """The form for these sizes; `a` and `b` are what it is called with."""
+def convolved(
+    direction: Direction, a: Tensor, b: Tensor, g: Geometry, units: Units | None = None,
+    room: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """The convolution, or a gradient, by the form for these sizes; in its room if it can.
+
+    With `units` the operands are scaled, and the result is not.
+    """
+    scales: dict[str, Any] = {} if units is None else {"units": units}
+    form = chosen_form(direction, a, b, g, scales)
+    if room is not None and _writes_to_rooms(form):
+        return form(a, b, g, room=room, **scales)
+    return form(a, b, g, **scales)
+
+
+def chosen_form(
+    direction: Direction, a: Tensor, b: Tensor, g: Geometry, scales: dict[str, Any]
+) -> Form:
+    """The form for these sizes; `a`, `b` and `scales` are what it is called with."""
     exact = a.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     key = (direction, g, a.dtype, a.device, exact)
     if key in _chosen:
@@ -40,13 +56,13 @@ def chosen_form(direction: Direction, a: Tensor, b: Tensor, g: Geometry) -> Form
         return partial(
             _compile_all, [named_form(n, direction) for n in _open(direction, a, g, exact)]
         )
-    _chosen[key] = _choose(direction, a, b, g, exact)
+    _chosen[key] = _choose(direction, a, b, g, exact, scales)
     return _chosen[key]
 
 
-def _compile_all(forms: list[Form], a: Tensor, b: Tensor, g: Geometry) -> Tensor:
+def _compile_all(forms: list[Form], a: Tensor, b: Tensor, g: Geometry, **scales: Any) -> Tensor:
     """Have every form compiled; the result is of the right shape, and not written."""
-    results = [form(a, b, g) for form in forms]
+    results = [form(a, b, g, **scales) for form in forms]
     return results[0]
 
 
@@ -57,14 +73,17 @@ def _open(direction: Direction, a: Tensor, g: Geometry, exact: bool) -> list[str
     return [known] if known in names else names
 
 
-def _choose(direction: Direction, a: Tensor, b: Tensor, g: Geometry, exact: bool) -> Form:
+def _choose(
+    direction: Direction, a: Tensor, b: Tensor, g: Geometry, exact: bool, scales: dict[str, Any]
+) -> Form:
     names = candidates(direction, a, g, exact)
     fixed = torch.are_deterministic_algorithms_enabled() or g.flops < WORTH_MEASURING
     if len(names) > 1 and a.is_cuda and not fixed:
         known, key = _read(), _key(direction, a, g)
         if known.get(key) not in names:
             with torch.no_grad():
-                times = _measure({name: named_form(name, direction) for name in names}, a, b, g)
+                forms = {name: named_form(name, direction) for name in names}
+                times = _measure(forms, a, b, g, scales)
             known[key] = min(times, key=lambda name: times[name])
             _write(key, known[key])
         return named_form(known[key], direction)
@@ -82,8 +101,7 @@ def candidates(direction: Direction, a: Tensor, g: Geometry, exact: bool) -> lis
     from fedexp.kernels.boxes import likely_boxes
     from fedexp.kernels.tilings import likely_tilings
 
-    window = g.kernel_height * g.kernel_width * g.channels
-    if g.channels < FEW_CHANNELS and window <= LARGEST_WINDOW and direction != "input_gradient":
+    if has_few_channels(g) and direction != "input_gradient":
         return ["few", "unfold"]
     boxed = likely_boxes(direction, g, a.element_size())
     tiled = likely_tilings(direction, g, a.element_size())
@@ -110,25 +128,27 @@ def named_form(name: str, direction: Direction) -> Form:
     return tiled_form(name, direction)
 
 
-def writes_to_rooms(form: Form) -> bool:
+def _writes_to_rooms(form: Form) -> bool:
     """Whether the form of a weight gradient can be told where to write it: tiled ones can."""
     return isinstance(form, partial) and form.func is not _compile_all
 
 
-def _measure(forms: dict[str, Form], a: Tensor, b: Tensor, g: Geometry) -> dict[str, float]:
+def _measure(
+    forms: dict[str, Form], a: Tensor, b: Tensor, g: Geometry, scales: dict[str, Any]
+) -> dict[str, float]:
     """Milliseconds of each form, the best of three times five calls.
 
     As a graph, in which forms will run: a launch by the host may take longer than its kernel.
     """
     times = {}
     for name, form in forms.items():
-        form(a, b, g)
+        form(a, b, g, **scales)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # the backward pass has a thread of its own, and others may be at work
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(5):
-                form(a, b, g)
+                form(a, b, g, **scales)
         times[name] = min(_milliseconds(graph) for _ in range(3)) / 5
     return times
 

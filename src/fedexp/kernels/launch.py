@@ -71,9 +71,6 @@ def compiling_together() -> Iterator[bool]:
             mode.__exit__(None, None, None)
 
 
-def new_images(n: int, channels: int, height: int, width: int, like: Tensor) -> Tensor:
+def new_images(shape: tuple[int, int, int, int], like: Tensor, kind: torch.dtype) -> Tensor:
     """Room for images, channels last in memory."""
-    shape = (n, channels, height, width)
-    return torch.empty(
-        shape, dtype=like.dtype, device=like.device, memory_format=torch.channels_last
-    )
+    return torch.empty(shape, dtype=kind, device=like.device, memory_format=torch.channels_last)

@@ -11,7 +11,6 @@ from fedexp.kernels import conv_triton
 from fedexp.kernels.conv_triton import Tiling
 from fedexp.kernels.geometry import Geometry
 
-FLIPPED, TURNED = "flipped ", "turned "
 NAME = re.compile(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(t?)(?:/(\d+))?")
 
 
@@ -37,12 +36,6 @@ def tiling_named(name: str) -> Tiling:
 
 def tiled_form(name: str, direction: str) -> partial[Tensor]:
     """The kernel of that direction, cut as the name says."""
-    if name.startswith(TURNED):
-        tiling = tiling_named(name.removeprefix(TURNED))
-        return partial(conv_triton.turned_input_gradient, tiling=tiling)
-    if name.startswith(FLIPPED):
-        tiling = tiling_named(name.removeprefix(FLIPPED))
-        return partial(conv_triton.flipped_input_gradient, tiling=tiling)
     return partial(getattr(conv_triton, direction), tiling=tiling_named(name))
 
 
@@ -54,13 +47,7 @@ def likely_tilings(direction: str, g: Geometry, bytes_each: int) -> list[str]:
         found = _of_images(g.outputs, g.channels, g, bytes_each)
     else:
         found = _of_images(g.channels, g.outputs, g, bytes_each)
-    names = list(dict.fromkeys(name_of(t) for t in found))
-    square = g.kernel_height == g.kernel_width > g.padding and g.stride == 1
-    if direction == "input_gradient" and bytes_each == 4 and square:
-        return [*(FLIPPED + name for name in names), *names[:1]]
-    if direction == "input_gradient" and bytes_each == 4:
-        return [*(TURNED + name for name in names), *names[:1]]
-    return names
+    return list(dict.fromkeys(name_of(t) for t in found))
 
 
 def _of_images(columns: int, depth: int, g: Geometry, bytes_each: int) -> list[Tiling]:

@@ -9,14 +9,16 @@ reshaped must be the second one, or it would pass through registers.
 import triton
 import triton.language as tl
 
+from fedexp.kernels.conv_kernels import unscaled
+
 
 @triton.jit
 def boxed_kernel(
-    x, w, y,
+    x, w, y, unit_x, unit_w,
     C: tl.constexpr, OC: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, P: tl.constexpr,
     NI: tl.constexpr, NH: tl.constexpr, NW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    BACK: tl.constexpr,
+    BACK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """y[pixel, n] = sum over taps and c of x[pixel moved by the tap, c] w[n, tap, c].
 
@@ -40,6 +42,7 @@ def boxed_kernel(
         else:
             weights = w.load([client * OC + n, tap * C + c])
         acc = tl.dot(weights, seen.reshape(NI * NH * NW, BK).T, acc)
+    acc = unscaled(acc, unit_x, unit_w, client, SCALED)
     y.store([client, image, top, left, n], acc.T.to(y.dtype).reshape(1, NI, NH, NW, BN))
 
 
@@ -61,11 +64,11 @@ def _add_taps(
 
 @triton.jit
 def boxed_weight_gradient_kernel(
-    dy, dy_rows, x, dw, part, B,
+    dy, dy_rows, x, dw, unit_dy, unit_x, part, B,
     C: tl.constexpr, OC: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
     KH: tl.constexpr, KW: tl.constexpr, P: tl.constexpr,
     NI: tl.constexpr, NH: tl.constexpr, NW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-    TAPS: tl.constexpr, FLAT: tl.constexpr,
+    TAPS: tl.constexpr, FLAT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """dw[o, tap, c] = sum over pixels of dy[pixel, o] x[pixel moved by the tap, c].
 
@@ -106,64 +109,10 @@ def boxed_weight_gradient_kernel(
     rows, columns = o + tl.arange(0, BM), c + tl.arange(0, BN)
     dw += (tl.program_id(2) * tl.num_programs(1) + client).to(tl.int64) * (OC * KH * KW * C)
     at = (rows[:, None] * (KH * KW) + tap) * C + columns[None, :]
+    one = unscaled(one, unit_dy, unit_x, client, SCALED)
     tl.store(dw + at, one.to(dw.dtype.element_ty))
     if TAPS == 3:
+        two = unscaled(two, unit_dy, unit_x, client, SCALED)
+        three = unscaled(three, unit_dy, unit_x, client, SCALED)
         tl.store(dw + at + C, two.to(dw.dtype.element_ty))
         tl.store(dw + at + 2 * C, three.to(dw.dtype.element_ty))
-
-
-@triton.jit
-def _of_box(dy, dy_rows, image, top, left, client, o, B, OH: tl.constexpr, OW: tl.constexpr,
-            PIXELS: tl.constexpr, BM: tl.constexpr, INSIDE: tl.constexpr):  # fmt: skip
-    """The transposed gradients of a box: as rows of memory where it lies inside the client's."""
-    if INSIDE:
-        a = dy_rows.load([((client * B + image) * OH + top) * OW, o])
-    else:
-        a = dy.load([client, image, top, left, o]).reshape(PIXELS, BM)
-    return a.T
-
-
-@triton.jit
-def thrice_weight_gradient_kernel(
-    high_dy, high_rows, low_dy, low_rows, high_x, low_x, dw, part, B,
-    C: tl.constexpr, OC: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
-    KH: tl.constexpr, KW: tl.constexpr, P: tl.constexpr,
-    NI: tl.constexpr, NH: tl.constexpr, NW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
-):  # fmt: skip
-    """The weight gradient of float32 by three products of bf16 halves, for stretches of memory."""
-    client = tl.program_id(1)
-    across: tl.constexpr = C // BN
-    tiles: tl.constexpr = across * (OC // BM)
-    down: tl.constexpr = (OH + NH - 1) // NH
-    PIXELS: tl.constexpr = NI * NH * NW
-    tile, tap = tl.program_id(0) % tiles, tl.program_id(0) // tiles
-    o, c = (tile // across) * BM, (tile % across) * BN
-    one = tl.zeros((BM, BN), dtype=tl.float32)
-    two, three = one, one  # sums of their own: products into the same would wait for each other
-    begin = tl.program_id(2) * part
-    end = min(begin + part, (B + NI - 1) // NI * down)
-    inside = min(end, B // NI * down)
-    for box in range(begin, inside):
-        top, image = (box % down) * NH, box // down * NI
-        h, v = top + tap // KW - P, tap % KW - P
-        a = _of_box(high_dy, high_rows, image, top, 0, client, o, B, OH, OW, PIXELS, BM, True)
-        d = _of_box(low_dy, low_rows, image, top, 0, client, o, B, OH, OW, PIXELS, BM, True)
-        b = high_x.load([client, image, h, v, c]).reshape(PIXELS, BN)
-        e = low_x.load([client, image, h, v, c]).reshape(PIXELS, BN)
-        one = tl.dot(a, b, one)
-        two = tl.dot(a, e, two)
-        three = tl.dot(d, b, three)
-    for box in range(max(begin, inside), end):
-        top, image = (box % down) * NH, box // down * NI
-        h, v = top + tap // KW - P, tap % KW - P
-        a = _of_box(high_dy, high_rows, image, top, 0, client, o, B, OH, OW, PIXELS, BM, False)
-        d = _of_box(low_dy, low_rows, image, top, 0, client, o, B, OH, OW, PIXELS, BM, False)
-        b = high_x.load([client, image, h, v, c]).reshape(PIXELS, BN)
-        e = low_x.load([client, image, h, v, c]).reshape(PIXELS, BN)
-        one = tl.dot(a, b, one)
-        two = tl.dot(a, e, two)
-        three = tl.dot(d, b, three)
-    rows, columns = o + tl.arange(0, BM), c + tl.arange(0, BN)
-    dw += (tl.program_id(2) * tl.num_programs(1) + client).to(tl.int64) * (OC * KH * KW * C)
-    at = (rows[:, None] * (KH * KW) + tap) * C + columns[None, :]
-    tl.store(dw + at, one + (two + three))

@@ -1,0 +1,125 @@
+"""Float32 as scaled half precision: what it keeps, whom it concerns, and convolutions by it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from fedexp.kernels.conv import convolve
+from fedexp.kernels.conv_torch import OneByOne
+from fedexp.kernels.geometry import Geometry
+from fedexp.kernels.scaled import (
+    plain_scaled_half,
+    scaled_half,
+    scaled_images,
+    scaled_weights,
+    takes_scaled,
+)
+from fedexp.precision import arithmetic
+from tests.kernels.test_twins import BATCH, CLIENTS, DEVICES, SHAPES, each_alone, gap, problem
+
+SCALES = torch.tensor([1e-20, 1.0, 1e30])  # of three clients
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+CLOSE = 4e-4  # of random numbers; tf32, which cuts bits off instead of rounding, is at 9e-4
+
+
+def numbers(device: str = "cpu") -> Tensor:
+    drawn = torch.randn(3, 40_000, generator=torch.Generator().manual_seed(0))
+    return (drawn * SCALES[:, None]).to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_ten_bits_of_every_number_are_kept(device: str) -> None:
+    rows = numbers(device)
+    half, unit = scaled_half(rows)
+    back = half.double() * unit.double()[:, None]
+    assert half.dtype == torch.float16
+    assert ((back - rows.double()).abs() <= 2.0**-11 * rows.double().abs() * (1 + 1e-6)).all()
+    assert torch.frexp(unit).mantissa.eq(0.5).all()  # powers of two: nothing is lost by them
+    largest = half.float().abs().amax(dim=1)
+    assert ((largest >= 2.0**14) & (largest <= 2.0**15)).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_numbers_far_below_the_largest_are_close_to_it(device: str) -> None:
+    exponents = torch.arange(0, 60, device=device)
+    rows = 1.7 * 2.0 ** -exponents[None].float()
+    half, unit = scaled_half(rows)
+    error = (half.double() * unit.double()[:, None] - rows.double()).abs()
+    assert (error[:, :29] <= 2.0**-11 * rows[:, :29]).all()
+    assert (error[:, 29:] <= 2.0**-39 * rows[0, 0]).all()
+    assert half[0, 59] == 0
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_no_number_concerns_its_client_only(device: str) -> None:
+    rows = numbers(device)
+    alone, units = scaled_half(rows)
+    spoilt = torch.cat([rows, rows[1:2], rows[1:2], torch.zeros_like(rows[:1])])
+    spoilt[3, 5], spoilt[4, 6] = torch.nan, -torch.inf
+    half, unit = scaled_half(spoilt)
+    assert half[:3].equal(alone)
+    assert unit[:3].equal(units)
+    assert half[3, 5].isnan()
+    assert half[4, 6] == -torch.inf
+    assert half[5].eq(0).all()
+    assert unit.isfinite().all()
+    assert unit.gt(0).all()
+
+
+@needs_gpu
+def test_the_kernel_gives_the_bits_of_its_twin() -> None:
+    rows = torch.randn(3, 50_016, device="cuda")[:, 16:] * SCALES[:, None].cuda()
+    for mine, twin in zip(scaled_half(rows), plain_scaled_half(rows), strict=True):
+        assert mine.equal(twin)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_products_of_scaled_numbers_are_closer_than_tf32(shape: tuple[int, ...]) -> None:
+    """The arithmetic of the kernels in plain torch: products of half precision, exact sums."""
+    channels, outputs, height, width, window, stride, padding = shape
+    x, w = (t.float() for t in problem(shape, "cpu"))
+    g = Geometry(CLIENTS, BATCH, channels, height, width, outputs, window, window, stride, padding)
+    (images, unit_x), (weights, unit_w) = scaled_images(x, CLIENTS), scaled_weights(w)
+    y = OneByOne().forward(images.double(), weights.double(), g).unflatten(0, (CLIENTS, -1))
+    y = y * (unit_x * unit_w)[:, None, None, None, None]
+    assert gap(y.flatten(0, 1), each_alone(x.double(), w.double(), stride, padding)) < CLOSE
+
+
+def test_scaled_only_where_tf32_may_be_used() -> None:
+    g = Geometry(CLIENTS, BATCH, 32, 8, 8, 32, 3, 3, 1, 1)
+    assert not takes_scaled(torch.zeros(1), g)  # a CPU has no tf32
+    if torch.cuda.is_available():
+        x = torch.zeros(1, device="cuda")
+        with arithmetic("tf32"):
+            assert takes_scaled(x, g)
+            assert not takes_scaled(x.double(), g)
+            assert not takes_scaled(x, Geometry(1, BATCH, 32, 8, 8, 32, 3, 3, 1, 1))
+        with arithmetic("float32"):
+            assert not takes_scaled(x, g)
+
+
+@needs_gpu
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] >= 16], ids=str)
+def test_clients_of_all_sizes_side_by_side(shape: tuple[int, ...]) -> None:
+    """Each client's result and gradients by itself, against float64; one of them is no number."""
+    *_, stride, padding = shape
+    x, w = (t.float() for t in problem(shape, "cuda"))
+    sizes = torch.tensor([1e-9, 1e9, torch.nan], device="cuda").repeat_interleave(BATCH)
+    x = (x * sizes[:, None, None, None]).requires_grad_()
+    w.requires_grad_()
+    exact = [t.detach().double().requires_grad_() for t in (x, w)]
+    expected = each_alone(exact[0], exact[1], stride, padding)
+    dy = torch.randn(expected.shape, device="cuda") * 1e-6
+    theirs = torch.autograd.grad(expected, exact, dy.double())
+    with arithmetic("tf32"):
+        y = convolve(x, w, None, stride, padding)
+        ours = torch.autograd.grad(y, (x, w), dy)
+    for mine, true in zip((y, *ours), (expected.detach(), *theirs), strict=True):
+        assert mine.dtype == torch.float32
+        for k, (own, own_true) in enumerate(zip(mine.chunk(3), true.chunk(3), strict=True)):
+            if k == 2 and mine is not ours[0]:  # its images do not take part in their own gradient
+                assert own.isnan().any()
+            else:
+                assert gap(own, own_true) < CLOSE
