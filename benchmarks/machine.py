@@ -10,11 +10,13 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+
+import fedexp
 
 Row = dict[str, Any]
 
@@ -66,7 +68,7 @@ def write_record(path: Path | None, where: str, rows: Any, **more: Any) -> None:
     """
     if path is None:
         return
-    versions = {name: version(name) for name in ("fedexp", "torch", "numpy")}
+    versions = {each.__name__: each.__version__ for each in (fedexp, torch, np)}
     head = {"date": today(), "hardware": where, "python": platform.python_version()}
     record = {**head, "versions": versions, **more, "rows": rows}
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""FedAvg by this package, by the engine that the driver names."""
+"""FedAvg by this package, by the engine that the driver names, and maybe a precision."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ import numpy as np
 import fedexp as fx
 from fedexp.data import Federation
 from fedexp.engine import EngineName
+from fedexp.precision import Precision
 from peers_work import LR, assignment, report
 
 
 def main() -> None:
     asked = assignment()
+    engine, _, precision = asked.form.partition("/")
     work, (x, y) = asked.work, asked.work.data()
     offsets = np.arange(work.clients + 1) * work.each
     train = Federation({"x": x.flatten(0, 1), "y": y.flatten()}, offsets)
@@ -24,7 +26,9 @@ def main() -> None:
         fx.fedavg(),
         asked.rounds + 1,  # the last would be evaluated, and is left out
         work.cohort,
-        engine=cast(EngineName, asked.form),
+        engine=cast(EngineName, engine),
+        device=asked.device,
+        precision=cast(Precision, precision) if precision else None,
         evaluate_every=10**9,
     )
     report([1e3 * next(run).seconds for _ in range(asked.rounds)], "numpy")

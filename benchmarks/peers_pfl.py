@@ -38,9 +38,9 @@ class Stopwatch(TrainingProcessCallback):  # type: ignore[misc]
         return False, Metrics()
 
 
-def model_of(work: PeerWork) -> PyTorchModel:
+def model_of(work: PeerWork, device: str) -> PyTorchModel:
     torch.manual_seed(0)
-    module, loss = work.build(), nn.CrossEntropyLoss()
+    module, loss = work.build().to(device), nn.CrossEntropyLoss()
 
     def loss_of(self: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         value: Tensor = loss(self.train()(x), y)
@@ -52,8 +52,8 @@ def model_of(work: PeerWork) -> PyTorchModel:
     return PyTorchModel(module, local_optimizer_create=torch.optim.SGD, central_optimizer=server)
 
 
-def federation_of(work: PeerWork) -> FederatedDataset:
-    x, y = work.data()
+def federation_of(work: PeerWork, device: str) -> FederatedDataset:
+    x, y = (part.to(device) for part in work.data())  # as its own benchmarks do
 
     def client(user: int) -> PyTorchTensorDataset:
         return PyTorchTensorDataset((x[user], y[user]))
@@ -65,7 +65,7 @@ def main() -> None:
     asked = assignment()
     work = asked.work
     np.random.seed(0)  # noqa: NPY002  its samplers draw from numpy's global generator
-    data, watch = federation_of(work), Stopwatch()
+    data, watch = federation_of(work, asked.device), Stopwatch()
     params = NNAlgorithmParams(
         central_num_iterations=asked.rounds + 1,
         evaluation_frequency=10**9,  # evaluates in the first round alone
@@ -76,7 +76,7 @@ def main() -> None:
         local_num_epochs=work.epochs, local_learning_rate=LR, local_batch_size=work.batch
     )
     FederatedAveraging().run(
-        params, SimulatedBackend(data, data), model_of(work), local, callbacks=[watch]
+        params, SimulatedBackend(data, data), model_of(work, asked.device), local, callbacks=[watch]
     )
     if os.environ.get("RANK", "0") == "0":
         report(watch.times[1:], "pfl", "numpy")

@@ -19,14 +19,16 @@ from peers_work import LR, PeerWork, assignment, report
 State = dict[str, Tensor]
 
 
-def train(model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], epochs: int) -> State:
+def train(
+    model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], epochs: int, device: str
+) -> State:
     """Local training, from where the model stands."""
     optimiser, loss = torch.optim.SGD(model.parameters(), lr=LR), nn.CrossEntropyLoss()
     model.train()
     for _ in range(epochs):
         for x, y in loader:
             optimiser.zero_grad()
-            loss(model(x), y).backward()
+            loss(model(x.to(device)), y.to(device)).backward()
             optimiser.step()
     return model.state_dict()
 
@@ -36,13 +38,16 @@ def one_round(
     work: PeerWork,
     loaders: list[DataLoader[tuple[Tensor, ...]]],
     rng: np.random.Generator,
+    device: str,
 ) -> None:
     """The mean of the cohort's models becomes the model."""
     total: State = {}
     for client in rng.choice(work.clients, work.cohort, replace=False):
-        state = train(deepcopy(model), loaders[client], work.epochs)
+        state = train(deepcopy(model), loaders[client], work.epochs, device)
         total = {name: total[name] + value if total else value for name, value in state.items()}
     model.load_state_dict({name: value / work.cohort for name, value in total.items()})
+    if device != "cpu":
+        torch.cuda.synchronize()
 
 
 def main() -> None:
@@ -52,10 +57,10 @@ def main() -> None:
         DataLoader(TensorDataset(x[c], y[c]), work.batch, shuffle=True) for c in range(work.clients)
     ]
     torch.manual_seed(0)
-    model, rng, times = work.build(), np.random.default_rng(0), []
+    model, rng, times = work.build().to(asked.device), np.random.default_rng(0), []
     for _ in range(asked.rounds):
         began = time.perf_counter()
-        one_round(model, work, loaders, rng)
+        one_round(model, work, loaders, rng, asked.device)
         times.append(1e3 * (time.perf_counter() - began))
     report(times)
 

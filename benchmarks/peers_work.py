@@ -1,4 +1,4 @@
-"""The work that all contestants of `peers.py` do, in numpy and torch alone.
+"""The work that all contestants of `peers.py` do, in numpy and torch alone; W3 in our network.
 
 Every contestant runs in a process of its own and prints one line of JSON: the milliseconds of each
 round, the first ones included, and the versions of what it uses.
@@ -31,6 +31,13 @@ def pfl_cnn() -> nn.Module:
     )  # fmt: skip
 
 
+def resnet18() -> nn.Module:
+    """The paper's network for CIFAR-10, as this package defines it: with GroupNorm."""
+    from fedexp.models import resnet18
+
+    return resnet18(10)
+
+
 @dataclass(frozen=True)
 class PeerWork:
     """Uniform FedAvg with plain SGD: `epochs` passes of batches over each of `cohort` clients."""
@@ -53,6 +60,7 @@ class PeerWork:
 WORKS = {
     "W1": PeerWork(mlp, (64,), clients=100, each=100, cohort=20, epochs=10, batch=50),
     "W2": PeerWork(pfl_cnn, (3, 32, 32), clients=1000, each=50, cohort=50, epochs=1, batch=10),
+    "W3": PeerWork(resnet18, (3, 32, 32), clients=100, each=500, cohort=20, epochs=2, batch=50),
 }
 
 
@@ -63,6 +71,7 @@ class Assignment:
     work: PeerWork
     rounds: int
     form: str
+    device: str
 
 
 def assignment() -> Assignment:
@@ -71,8 +80,9 @@ def assignment() -> Assignment:
     parser.add_argument("work", choices=WORKS)
     parser.add_argument("rounds", type=int)
     parser.add_argument("form", nargs="?", default="")
+    parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    return Assignment(WORKS[args.work], args.rounds, args.form)
+    return Assignment(WORKS[args.work], args.rounds, args.form, args.device)
 
 
 def report(milliseconds: Sequence[float], *packages: str) -> None:
