@@ -75,6 +75,31 @@ def test_every_seed_of_scaffold_exp_falls_and_some_come_back(results: Results) -
     assert all(len(set(curve)) == 1 for curve in stuck)
 
 
+def test_on_cifar10_scaffold_exp_is_with_fedexp_and_less_steady(results: Results) -> None:
+    groups = results.studies["scaffold-exp"].groups["cifar10"]
+    rounds = {n: rounds_to_target(runs, target("cifar10"), 500).mean for n, runs in groups.items()}
+    assert rounds["scaffold-exp"] == pytest.approx(rounds["fedexp"], rel=0.1)
+    assert rounds["scaffold"] == pytest.approx(2 * (rounds["scaffold-exp"] or 0), rel=0.1)
+    ends = {n: final(runs, "test_accuracy").mean or 0 for n, runs in groups.items()}
+    assert ends["scaffold-exp"] < ends["fedexp"]
+    seen = {n: groups[n][0].curve("test_accuracy") for n in ("scaffold-exp", "fedexp")}
+    moves = {n: np.abs(np.diff(curve[~np.isnan(curve)])).mean() for n, curve in seen.items()}
+    assert moves["scaffold-exp"] > moves["fedexp"]
+
+
+def test_momentum_is_worth_what_extrapolation_is(results: Results) -> None:
+    groups = results.studies["momentum"].groups["cifar10"]
+    groups = {**groups, "fedexp": results.studies["table1"].groups["cifar10"]["fedexp"]}
+    rounds = {
+        n: rounds_to_target(runs, target("cifar10"), 500).mean or 0 for n, runs in groups.items()
+    }
+    ends = {n: final(runs, "test_accuracy").mean or 0 for n, runs in groups.items()}
+    for name in ("fedavgm", "fedadam"):
+        assert rounds[name] < rounds["fedexp"]
+        assert ends[name] == pytest.approx(ends["fedexp"], abs=1)  # point of a hundred
+    assert best(rounds, lowest=True) == best(ends, lowest=False) == "fedexp-m"
+
+
 def test_the_step_of_scaffold_exp_swings_more_than_that_of_fedexp(results: Results) -> None:
     groups = results.studies["scaffold-exp"].groups["emnist"]
     swings = {

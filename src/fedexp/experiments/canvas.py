@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 from fedexp.errors import UsageError
@@ -27,7 +28,7 @@ COLOURS = {
     "fedprox-exp": "#3B2F8F",
 }
 
-
+LETTERS_AN_INCH = 11  # of a title
 RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
@@ -116,3 +117,8 @@ def label(axes: Any, x: str, y: str, title: str = "") -> None:
     axes.set_ylabel(y)
     if title:
         axes.set_title(title, fontsize=11)
+
+
+def entitle(figure: Figure, title: str) -> None:
+    """The title above a whole figure, in as many lines as its width asks for."""
+    figure.suptitle(fill(title, int(LETTERS_AN_INCH * figure.get_figwidth())), fontsize=12)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.experiments.canvas import colour, label, log_scale, new_figure
+from fedexp.experiments.canvas import colour, entitle, label, log_scale, new_figure
 from fedexp.experiments.compare import Outcome, spread_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def comparison_figure(
     if target is not None:
         axes[0].axhline(target, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
     axes[0].legend(frameon=False, fontsize=9)
-    figure.suptitle(title, fontsize=12)
+    entitle(figure, title)
     return figure
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.experiments.canvas import new_figure
+from fedexp.experiments.canvas import entitle, new_figure
 from fedexp.experiments.figures import NAMES
 from fedexp.experiments.spec import is_better_higher
 from fedexp.experiments.tables import format_value
@@ -50,7 +50,7 @@ def tuning_figure(study: Study, tried: Sequence[Tried]) -> Figure:
     for each in panels:
         each.set_xlabel(SYMBOLS.get(across, across))
         each.set_ylabel(SYMBOLS.get(down, down))
-    figure.suptitle(f"{spec.algorithm} on {spec.task}", fontsize=12)
+    entitle(figure, f"{spec.algorithm} on {spec.task}")
     return figure
 
 

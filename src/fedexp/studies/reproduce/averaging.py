@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from fedexp.experiments.canvas import label, new_figure
+from fedexp.experiments.canvas import entitle, label, new_figure
 from fedexp.studies.published import claim
 from fedexp.studies.reproduce.lines import Column, Line, Table
 from fedexp.studies.reproduce.measures import final, grouped, roughness
@@ -85,7 +85,7 @@ def _draw(plan: Plan, results: Sequence[Result]) -> Figure:
         draw_panel(panel, own, "train_accuracy")
         label(panel, "round", "training accuracy", name)
         panel.legend(frameon=False, fontsize=9)
-    figure.suptitle(figure_title(plan), fontsize=12)
+    entitle(figure, figure_title(plan))
     return figure
 
 

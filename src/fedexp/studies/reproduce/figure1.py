@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedexp.experiments.canvas import label, new_figure
+from fedexp.experiments.canvas import entitle, label, new_figure
 from fedexp.studies.heatmap import SYMBOLS, draw_heatmap
 from fedexp.studies.published import Value, claim, quantity
 from fedexp.studies.reproduce.lines import Column, Line, Table, best
@@ -75,7 +75,7 @@ def _draw(plan: Plan, values: Mapping[str, Value]) -> Figure:
             axes, list(map(float, CLIENT)), list(map(float, SERVER)), grid, "test_accuracy"
         )
         label(axes, SYMBOLS["local.lr"], SYMBOLS["server.lr"], title)
-    figure.suptitle(figure_title(plan), fontsize=12)
+    entitle(figure, figure_title(plan))
     return figure
 
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.experiments.canvas import COLOURS, colour, label, log_scale, new_figure
+from fedexp.experiments.canvas import COLOURS, colour, entitle, label, log_scale, new_figure
 from fedexp.experiments.compare import Outcome
 from fedexp.experiments.figures import NAMES, mean_and_spread
 
@@ -103,4 +103,4 @@ def _finish(figure: Figure, axes: Sequence[Axes], title: str) -> None:
     if drawn:
         fullest = max(drawn, key=lambda panel: len(panel.get_legend_handles_labels()[1]))
         fullest.legend(frameon=False, fontsize=8)
-    figure.suptitle(title, fontsize=12)
+    entitle(figure, title)

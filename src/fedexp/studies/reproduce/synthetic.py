@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedexp.experiments.canvas import label, new_figure
+from fedexp.experiments.canvas import entitle, label, new_figure
 from fedexp.experiments.compare import Outcome
 from fedexp.studies.published import Value, claim
 from fedexp.studies.reproduce.lines import Column, Line, Table, best
@@ -89,7 +89,7 @@ def _draw(plan: Plan, series: Series) -> Figure:
     label(step, "round", r"$\eta_g$", "Figure 7: server step size")
     for panel in (loss, step):
         panel.legend(frameon=False, fontsize=9)
-    figure.suptitle(figure_title(plan), fontsize=12)
+    entitle(figure, figure_title(plan))
     return figure
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from fedexp.experiments.canvas import entitle
 from fedexp.experiments.toy import LAST, MEAN, PLAIN, Path, toy_figure, toy_paths
 from fedexp.studies.published import Value, claim
 from fedexp.studies.reproduce.lines import Column, Line, Table
@@ -99,7 +100,7 @@ def _check(key: str, holds: bool, seen: str) -> Check:
 
 def _draw(plan: Plan, paths: Mapping[str, Path]) -> Figure:
     figure = toy_figure(paths)
-    figure.suptitle(figure_title(plan), fontsize=12)
+    entitle(figure, figure_title(plan))
     return figure
 
 
