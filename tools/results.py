@@ -8,12 +8,17 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+from fedexp.errors import UsageError
 from fedexp.studies.results.build import generate, stale, write
 
 
 def main() -> int:
     root = Path(__file__).parent.parent
-    made = generate(root)
+    try:
+        made = generate(root)
+    except UsageError as error:
+        print(error)
+        return 1
     if "--check" not in sys.argv[1:]:
         write(root, made)
     problems = stale(root, made)

@@ -10,7 +10,16 @@ from pathlib import Path
 import pytest
 
 from fedexp.errors import UsageError
-from fedexp.studies.results.build import ARCHIVE, DOCUMENT, README, generate, stale, write
+from fedexp.studies.results.build import (
+    ARCHIVE,
+    DIFFERS,
+    DOCUMENT,
+    HALF,
+    README,
+    generate,
+    stale,
+    write,
+)
 from fedexp.studies.results.markers import fill, loose_numbers
 
 ROOT = Path(__file__).parents[2]
@@ -59,7 +68,8 @@ def spoil(path: Path, pattern: str) -> None:
 
 
 def test_everything_is_what_the_archive_says(made: Made) -> None:
-    assert not stale(ROOT, made)  # else: make results
+    problems = stale(ROOT, made)
+    assert not problems, "; ".join(problems)
 
 
 @pytest.mark.parametrize(
@@ -78,7 +88,7 @@ def test_a_number_changed_by_hand_is_found(
     name: Path, pattern: str, copy: Path, made: Made
 ) -> None:
     spoil(copy / name, pattern)
-    assert stale(copy, made) == [f"{name}: differs from what the archive says"]
+    assert stale(copy, made) == [f"{name}: {DIFFERS}"]
 
 
 def test_the_blocks_of_a_changed_document_are_written_anew(small: Path) -> None:
@@ -104,9 +114,17 @@ def test_a_run_that_is_taken_away_leaves_the_documents_behind(small: Path) -> No
         path.unlink()
     made = generate(small)
     lines = stale(small, made)
-    assert f"{DOCUMENT}: differs from what the archive says" in lines
+    assert f"{DOCUMENT}: {DIFFERS}" in lines
     assert f"{ARCHIVE / 'synthetic' / 'table.md'}: no run of the archive leads to it" in lines
     assert "begin study-synthetic -->\nNo runs yet." in made[DOCUMENT]
+
+
+@pytest.mark.parametrize(("lost", "left"), [("csv", "toml"), ("toml", "csv")])
+def test_half_of_a_run_is_named(lost: str, left: str, small: Path) -> None:
+    gone = next((small / ARCHIVE / "runs").glob(f"synthetic-fedexp-*.{lost}"))
+    gone.unlink()
+    name = gone.with_suffix(f".{left}").relative_to(small)
+    assert f"{name}: {HALF}" in stale(small, generate(small))
 
 
 def test_a_changed_run_is_refused(small: Path) -> None:

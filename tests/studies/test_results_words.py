@@ -110,8 +110,10 @@ def test_a_seed_that_came_to_nothing_is_not_hidden_in_a_mean() -> None:
         fabricated("scaffold-exp", "cifar10", "scaffold-exp", seed, end=end)
         for seed, end in ends.items()
     ]
+    runs.append(fabricated("scaffold-exp", "cifar10", "fedexp", 0, end=0.8))
     text = sections.section(Results(tuple(runs)), "scaffold-exp")
     assert "| CIFAR-10 | SCAFFOLD-ExP | 90.00% | 8.00% | 90.00% |" in text
+    assert "| CIFAR-10 | FedExP | 80.00% |  |  |" in text
     assert "| seed 0 | seed 1 | seed 3 |" in text
 
 

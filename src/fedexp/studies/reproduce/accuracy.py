@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from fedexp.experiments.compare import Outcome
 from fedexp.studies.published import Value, claim, target
 from fedexp.studies.reproduce.lines import Line, text_of, winners
 from fedexp.studies.reproduce.measures import final, grouped, ratio, rounds_to_target
@@ -40,11 +41,22 @@ def reach(results: Sequence[Result], rounds: int, reference: str, times: str) ->
         needed = {name: rounds_to_target(runs, goal, rounds) for name, runs in series.items()}
         for name, runs in series.items():
             values = {ROUNDS: needed[name], FINAL: final(runs, "test_accuracy")}
-            factor = ratio(needed[name], needed[reference]) if reference in needed else None
+            factor = _times(runs, series.get(reference, []), goal, rounds)
             if name != reference and factor:
                 values[times] = factor
             lines.append(Line(task, name, values))
     return tuple(lines)
+
+
+def _times(
+    runs: Sequence[Outcome], reference: Sequence[Outcome], goal: float, rounds: int
+) -> Value | None:
+    """How many times the reference's rounds, over the seeds that both have."""
+    both = {run.spec.seed for run in runs} & {run.spec.seed for run in reference}
+    if not both:
+        return None
+    mine, theirs = ([run for run in of if run.spec.seed in both] for of in (runs, reference))
+    return ratio(rounds_to_target(mine, goal, rounds), rounds_to_target(theirs, goal, rounds))
 
 
 def each(

@@ -63,7 +63,7 @@ def _checks(lines: Sequence[Line]) -> tuple[Check, ...]:
         return tuple(_check(key, None, "no number") for key in ("steadier", "higher", "fedavg"))
     return (
         _check("steadier", two < one, f"changes by {two:.2f} instead of {one:.2f} points a round"),
-        _check("higher", ours > 0, f"{ours:+.2f} points"),
+        _check("higher", ours >= 1, f"{ours:+.2f} points"),
         _check("fedavg", abs(theirs) < abs(ours), f"{theirs:+.2f} points"),
     )
 

@@ -81,7 +81,8 @@ def draw_panel(
         dot = "o" if len(rounds) == 1 else None
         axes.plot(rounds, mean, color=shade, linewidth=1.5, marker=dot, label=name)
         if spread.any():
-            low = np.maximum(mean - spread, mean.min() / 2)  # a band below zero has no logarithm
+            least = 0.0 if metric.endswith("accuracy") else mean.min() / 2  # which has a logarithm
+            low = np.maximum(mean - spread, least)
             axes.fill_between(rounds, low, mean + spread, color=shade, alpha=0.15, lw=0)
         lowest, highest = min(lowest, float(mean.min())), max(highest, float(mean.max()))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +21,8 @@ ARCHIVE, DOCUMENT, README = Path("results"), Path("docs/reproduction.md"), Path(
 ABOUT = ARCHIVE / "README.md"  # written by hand: what the files of the archive are
 NUMBER = re.compile(r"-?\d+\.\d+")
 LABEL = re.compile(r"[0-9a-f]{10}")  # made of all digits of what it names
+DIFFERS = "differs from what the archive says; run `make results`, or put back what was changed"
+HALF = "half of a run; put its other file back, or archive the run again"
 PLACE = 0.01  # of a point, a 72nd of an inch: nothing that could be seen
 BLOCKS: dict[str, Callable[[Results], str]] = {
     "headline": headline.headline,
@@ -93,14 +95,22 @@ def write(root: Path, made: Mapping[Path, str]) -> None:
 def stale(root: Path, made: Mapping[Path, str]) -> list[str]:
     """A line for each file of the project that is not what its archive says."""
     kept = {path.relative_to(root) for path in (root / ARCHIVE).rglob("*") if path.is_file()}
+    lines = [f"{name}: {HALF}" for name in sorted(kept) if _is_half(name, kept)]
     own = {name for name in kept if name.parent != ARCHIVE / "runs" and name != ABOUT}
-    lines = [f"{name}: no run of the archive leads to it" for name in sorted(own - made.keys())]
+    lines += [f"{name}: no run of the archive leads to it" for name in sorted(own - made.keys())]
     for name, text in made.items():
         if not (root / name).is_file():
             lines.append(f"{name}: is not there")
         elif not _same(name, (root / name).read_text(encoding="utf-8"), text):
-            lines.append(f"{name}: differs from what the archive says")
+            lines.append(f"{name}: {DIFFERS}")
     return lines
+
+
+def _is_half(name: Path, kept: Set[Path]) -> bool:
+    """Whether a file of a run is there without the CSV or TOML that belongs to it."""
+    other = {".csv": ".toml", ".toml": ".csv"}.get(name.suffix)
+    in_runs = name.parent == ARCHIVE / "runs"
+    return in_runs and (other is None or name.with_suffix(other) not in kept)
 
 
 def _same(name: Path, one: str, other: str) -> bool:

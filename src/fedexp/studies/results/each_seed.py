@@ -11,14 +11,14 @@ from fedexp.studies.results.words import algorithm_name, table, task_name
 
 
 def each_seed(studied: Studied) -> str:
-    """A column a seed, for studies of final accuracies whose series have several."""
+    """A column a seed, for the tasks of which some series has several."""
     columns = studied.findings.table.columns if studied.findings else ()
     groups = studied.groups if FINAL in (column.name for column in columns) else {}
     several = {
         (task, name): {run.spec.seed: run for run in runs}
         for task, series in groups.items()
         for name, runs in series.items()
-        if len(runs) > 1
+        if max(map(len, series.values())) > 1
     }
     seeds = sorted({seed for own in several.values() for seed in own})
     rows = [
