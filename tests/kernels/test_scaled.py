@@ -61,6 +61,7 @@ def test_what_is_no_number_concerns_its_client_only(device: str) -> None:
     half, unit = scaled_half(spoilt)
     assert half[:3].equal(alone)
     assert unit[:3].equal(units)
+    assert unit[3:5].eq(1).all()  # not scaled
     assert half[3, 5].isnan()
     assert half[4, 6] == -torch.inf
     assert half[5].eq(0).all()
@@ -70,9 +71,12 @@ def test_what_is_no_number_concerns_its_client_only(device: str) -> None:
 
 @needs_gpu
 def test_the_kernel_gives_the_bits_of_its_twin() -> None:
-    rows = torch.randn(3, 50_016, device="cuda")[:, 16:] * SCALES[:, None].cuda()
-    for mine, twin in zip(scaled_half(rows), plain_scaled_half(rows), strict=True):
-        assert mine.equal(twin)
+    sizes = torch.tensor([*SCALES, 0.0, 3e-39, torch.nan, torch.inf], device="cuda")
+    rows = torch.randn(7, 50_016, device="cuda") * sizes[:, None]
+    rows[5:, 17:] = 1e-3  # what is no number stands at the beginning only
+    for part in (rows, rows[:, 16:], rows[:, 16:50_009]):
+        for mine, twin in zip(scaled_half(part), plain_scaled_half(part), strict=True):
+            torch.testing.assert_close(mine, twin, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

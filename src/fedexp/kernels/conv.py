@@ -71,7 +71,7 @@ def _(x: Tensor, w: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor, 
     y = _images(x.new_empty(len(x), g.outputs, g.out_height, g.out_width))
     if not takes_scaled(x, g):
         return y, x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    images = _images(x.new_empty(x.shape, dtype=torch.float16))
+    images = torch.empty_like(x, dtype=torch.float16, memory_format=torch.channels_last)
     return y, images, _like_weights(w, torch.float16), x.new_empty(2, g.clients)
 
 
@@ -100,8 +100,10 @@ def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> 
 
 
 def _backward(
-    ctx: Any, dy: Tensor, *unused: Tensor | None
-) -> tuple[Tensor | None, Tensor, None, None]:
+    ctx: Any, dy: Tensor | None, *unused: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, None, None]:
+    if dy is None:  # nothing depends on the result
+        return None, None, None, None
     wanted = ctx.needs_input_grad[0]
     dx, dw = _gradients(_images(dy), *ctx.saved_tensors, ctx.stride, ctx.padding, wanted)
     return dx if wanted else None, dw, None, None

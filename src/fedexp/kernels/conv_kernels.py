@@ -20,9 +20,14 @@ def _multiply(a, b, acc, SWAP: tl.constexpr):
 
 @triton.jit
 def unscaled(acc, unit_a, unit_b, client, SCALED: tl.constexpr):
-    """Undo what the operands were multiplied by: one after the other, or both might underflow."""
+    """Undo what the operands were multiplied by.
+
+    One after the other, or both together might underflow; the smaller first, or the larger alone
+    might overflow.
+    """
     if SCALED:
-        acc = acc * tl.load(unit_a + client) * tl.load(unit_b + client)
+        one, other = tl.load(unit_a + client), tl.load(unit_b + client)
+        acc = acc * tl.minimum(one, other) * tl.maximum(one, other)
     return acc
 
 

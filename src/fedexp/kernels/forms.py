@@ -111,7 +111,7 @@ def candidates(direction: Direction, a: Tensor, g: Geometry, exact: bool) -> lis
 
 
 def named_form(name: str, direction: Direction) -> Form:
-    """A form by its name: each, unfold, or a tiling such as 128x64x64w4s3."""
+    """A form by its name: each, unfold, few, a tiling (128x64x64w4s3) or a box (see `boxes`)."""
     if name in ("each", "unfold"):
         form: Form = getattr(OneByOne() if name == "each" else Unfolded(), direction)
         return form

@@ -1,9 +1,10 @@
 """Float32 as half precision times a power of two for each client: what tensor cores like best.
 
-tf32 and half precision both keep ten bits behind the point, so products lose the same; half
+tf32 and half precision both keep ten bits behind the point, so products lose no more; half
 precision is read in half the time, multiplied at twice the rate, and in any order. What it lacks is
-range. So the largest number of a client is brought to just below 2**15, and everything down to
-2**-28 times that keeps all its bits. Below, numbers are off by at most 2**-39 of the largest.
+range. So the largest number of a client is brought to between 2**14 and 2**15, and everything down
+to 2**-28 times that keeps ten bits. Below, numbers are off by at most 2**-39 of the largest.
+(Of a client whose largest is below 2**-112: by at most 2**-151.)
 A power of two of its own for every client, because one that diverges must not blur the others.
 """
 
@@ -53,7 +54,8 @@ def scaled_half(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_scaled_half(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """
+    """The same in plain torch.
+
     >>> half, unit = plain_scaled_half(torch.tensor([[1e-6, -3e-6], [2e8, 1.0]]))
     >>> half.dtype, (half.float() * unit[:, None]).tolist()[1]
     (torch.float16, [200015872.0, 1.0])
