@@ -52,6 +52,7 @@ class ModuleObjective:
             self.module = deepcopy(self.build())
         self.device = torch.device("cpu")
         self.compute_type: torch.dtype | None = None
+        self.join: Callable[[Sequence[Tensor]], Tensor] = flatten
         self.stack: Stack | None = None
         self.examined = False
         self._laid_out: tuple[Tensor, LayeredStack] | None = None  # for one evaluation
@@ -117,7 +118,7 @@ class ModuleObjective:
         filled = [
             torch.zeros_like(p) if g is None else g for g, p in zip(grads, self.params, strict=True)
         ]
-        return flatten(filled), self._buffers() if self.slots else buffers
+        return self.join(filled), self._buffers() if self.slots else buffers
 
     @torch.no_grad()
     def detect_mixing(self, params: Tensor, buffers: Buffers, batch: Batch) -> None:

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from fedexp.objective.module import ModuleObjective
+from fedexp.objective.own_gradient import OwnGradient, own_linears
+from fedexp.objective.tiled import tile_front
 from fedexp.precision import Precision
 
 LEVELS = 2**16  # a decision takes 16 of the 64 bits of a draw, so a draw serves four
@@ -18,7 +20,12 @@ class PrivateCopy:
         precision: Precision = "float32" if objective.compute_type is None else "bf16"
         self.objective = objective.on(objective.device, precision)
         self.dropouts = own_dropouts(self.objective.module)
+        gradient = OwnGradient(self.objective.params)
+        self.objective.join = gradient.joined
+        own_linears(self.objective.module, gradient)
+        tile_front(self.objective.module)
         pool_first(self.objective.module)
+        flatten_first(self.objective.module)
 
     def seed(self, derived: int) -> None:
         """Let all draws follow from a seed."""
@@ -66,4 +73,12 @@ def pool_first(module: nn.Module) -> None:
     for sequence in [m for m in module.modules() if type(m) is nn.Sequential]:
         for k in range(len(sequence) - 1):
             if type(sequence[k]) is nn.ReLU and type(sequence[k + 1]) is nn.MaxPool2d:
+                sequence[k], sequence[k + 1] = sequence[k + 1], sequence[k]
+
+
+def flatten_first(module: nn.Module) -> None:
+    """Let dropout come after a `Flatten`, where examples and their errors lie in the same order."""
+    for sequence in [m for m in module.modules() if type(m) is nn.Sequential]:
+        for k in range(len(sequence) - 1):
+            if isinstance(sequence[k], OwnDropout) and type(sequence[k + 1]) is nn.Flatten:
                 sequence[k], sequence[k + 1] = sequence[k + 1], sequence[k]
