@@ -26,7 +26,9 @@ class Pool:
         if self.count == 1:
             return [function(item) for item in items]
         before = torch.get_num_threads()
+        # libraries keep one number for all threads, which the last to set it has chosen
+        torch.set_num_threads(1)
         try:
             return list(self._threads.map(function, items))
-        finally:  # a thread that limits itself limits all that start later
+        finally:
             torch.set_num_threads(before)
