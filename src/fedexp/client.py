@@ -56,7 +56,10 @@ class ClientRule:
     def correct(
         self, grad: Tensor, params: Tensor, start: Tensor, shared: Tensors, local: Tensors
     ) -> Tensor:
-        """The corrected gradient at `params`, of a client that began the round at `start`."""
+        """The corrected gradient at `params`, of a client that began the round at `start`.
+
+        The next step may overwrite `grad`: what outlives a step must be a copy.
+        """
         pull, push = self.drift(shared, local)
         if pull:
             grad = grad.add(params - start, alpha=pull)

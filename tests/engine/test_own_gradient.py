@@ -23,7 +23,7 @@ class Twice(nn.Module):
         return out
 
 
-def build(bias: bool = True) -> nn.Module:
+def build(bias: bool = True) -> nn.Sequential:
     return nn.Sequential(nn.Linear(400, 300, bias), nn.ReLU(), nn.Linear(300, 4)).double()
 
 
@@ -51,6 +51,9 @@ def test_a_large_gradient_is_written_once() -> None:
     first = copy.gradient(params, buffers, batch)[0]
     again = copy.gradient(params, buffers, batch)[0]
     assert again.data_ptr() == first.data_ptr()
+    written = torch.autograd.grad(copy.module(batch["x"]).sum(), copy.params)  # by the layer itself
+    assert written[0].data_ptr() == first.data_ptr()
+    copy.gradient(params, buffers, batch)  # frees what was taken
     gradient = copy.join.__self__  # type: ignore[attr-defined]
     slot = gradient.slot(copy.params[0])
     assert slot.data_ptr() == first.data_ptr()
@@ -58,8 +61,23 @@ def test_a_large_gradient_is_written_once() -> None:
 
 
 def test_small_layers_and_hooked_ones_stay() -> None:
-    hooked = nn.Linear(LARGE, 1)
-    hooked.register_forward_hook(lambda *_: None)
-    model = nn.Sequential(nn.Linear(LARGE - 1, 1), hooked, nn.Linear(LARGE, 1))
+    model = nn.Sequential(nn.Linear(LARGE - 1, 1), *(nn.Linear(LARGE, 1) for _ in range(5)))
+    model[1].register_forward_hook(lambda *_: None)
+    model[2].register_full_backward_pre_hook(lambda *_: None)
+    model[3].forward = lambda x: x
+    model[4].requires_grad_(False)
     own_linears(model, OwnGradient(list(model.parameters())))
-    assert [type(m) for m in model] == [nn.Linear, nn.Linear, OwnLinear]
+    assert [type(m) for m in model] == [nn.Linear] * 5 + [OwnLinear]
+
+
+def test_a_gradient_may_be_differentiated() -> None:
+    model, x = build(), torch.randn(5, 400, dtype=torch.float64, requires_grad=True)
+
+    def penalty() -> tuple[Tensor, ...]:
+        slope = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)[0]
+        return torch.autograd.grad(slope.square().sum(), list(model[0].parameters()))
+
+    plain = penalty()
+    own_linears(model, OwnGradient(list(model.parameters())))
+    assert model[0].in_features == 400
+    torch.testing.assert_close(penalty(), plain)

@@ -34,7 +34,7 @@ def two_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def network(dropout: float = 0.0) -> nn.Module:
+def network(dropout: float = 0.0) -> nn.Sequential:
     """Convolutional, so that batching does not pay on a CPU, and large enough for threads."""
     return nn.Sequential(
         nn.Conv2d(1, 4, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(dropout), nn.Flatten(),
@@ -116,6 +116,34 @@ def test_the_number_of_threads_and_of_runs_changes_nothing() -> None:
     assert not torch.equal(params[0], last(task_of(network), fx.fedexp(), "auto").params)
 
 
+class OneByOne(nn.Module):
+    """Reads what lies between a ReLU and a maximum, which copies turn round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers, self.side = network(), nn.Linear(4, 3).double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        read = self.layers[:2](x)
+        out: Tensor = self.layers[2:](read) + self.side(read.mean((2, 3)))
+        return out
+
+
+class InPlace(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        x += 1.0
+        return x
+
+
+def test_models_that_see_the_order_of_layers_take_the_loop() -> None:
+    def in_place() -> nn.Module:
+        layers = list(network())
+        return nn.Sequential(*layers[:3], InPlace(), *layers[3:])
+
+    assert engine_for(task_of(OneByOne)) is loop.run_cohort
+    assert engine_for(task_of(in_place)) is loop.run_cohort
+
+
 def test_threads_are_for_large_models_that_keep_apart_on_several_cores() -> None:
     small = task_of(lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3)))
     assert engine_for(small) is loop.run_cohort
@@ -167,3 +195,9 @@ def test_pooling_before_the_relu_gives_the_same_numbers() -> None:
         pool_first(model)
     assert [type(m) for m in list(model)[1:3]] == [nn.MaxPool2d, nn.ReLU]
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_maximum_that_tells_its_places_stays() -> None:
+    model = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2, return_indices=True))
+    pool_first(model)
+    assert [type(m) for m in model] == [nn.ReLU, nn.MaxPool2d]

@@ -70,6 +70,12 @@ def test_same_numbers_without_torchscript(monkeypatch: pytest.MonkeyPatch) -> No
     tile_steps.scripted.cache_clear()
 
 
+def test_copies_are_compiled_before_there_are_threads() -> None:
+    tile_steps.scripted.cache_clear()
+    tile_front(front())
+    assert tile_steps.scripted.cache_info().currsize == 2
+
+
 def test_torchscript_is_used() -> None:
     assert isinstance(tile_steps.scripted(tile_steps.forth), torch.jit.ScriptFunction)
 
@@ -141,9 +147,25 @@ def test_the_copy_of_emnists_network() -> None:
         lambda m: m.__setitem__(2, nn.Conv2d(32, 16, 3)),
         lambda m: m.__setitem__(0, nn.Conv2d(4, 32, 3)),
         lambda m: m[1].register_forward_hook(lambda *_: None),
+        lambda m: m[2].register_full_backward_pre_hook(lambda *_: None),
+        lambda m: setattr(m[2], "forward", lambda x: x),
+        lambda m: m.__setitem__(4, nn.MaxPool2d(2, return_indices=True)),
+        lambda m: m[0].register_buffer("weight", m[0]._parameters.pop("weight").detach()),
         lambda m: nn.utils.parametrizations.weight_norm(m[2]),
     ],
-    ids=["pool", "padding", "bias", "channels", "colours", "hook", "parametrized"],
+    ids=[
+        "pool",
+        "padding",
+        "bias",
+        "channels",
+        "colours",
+        "hook",
+        "backward hook",
+        "forward",
+        "indices",
+        "buffer",
+        "parametrized",
+    ],
 )
 def test_other_layers_stay_as_they_are(change: Any) -> None:
     model = front()

@@ -79,8 +79,11 @@ def _threads(work: Work, state: SimulationState) -> Engine | None:
     """Threads for the clients, where they pay and cannot disturb each other."""
     if not threads_pay(work, state):
         return None
-    engine = Threads(cast(ModuleObjective, work.task.objective))
-    return engine if engine.keeps_apart(state, _two_examples(work)) else None
+    try:
+        engine = Threads(cast(ModuleObjective, work.task.objective))
+        return engine if engine.keeps_apart(state, _two_examples(work)) else None
+    except Exception:  # the copies' layers do not suit it; what is wrong with it, the loop will say
+        return None
 
 
 def _detect_mixing(work: Work, state: SimulationState) -> None:

@@ -42,6 +42,7 @@ class Threads:
     """
 
     def __init__(self, objective: ModuleObjective) -> None:
+        self._objective = objective
         self._pool = Pool()
         self._copies: SimpleQueue[PrivateCopy] = SimpleQueue()
         for _ in range(self._pool.count):
@@ -64,11 +65,15 @@ class Threads:
             self._copies.put(copy)
 
     def keeps_apart(self, state: SimulationState, batch: Batch) -> bool:
-        """Whether clients cannot disturb each other: no layer draws from torch's own generator."""
+        """Whether clients cannot disturb each other: no layer draws from torch's own generator.
+
+        And whether copies, in which layers change places, still are the model.
+        """
         copy = self._copies.get()
         with seeded_torch(0, "trial"):
             before = torch.get_rng_state()
             copy.objective.gradient(state.params.clone(), state.buffers, batch)
             apart = torch.equal(before, torch.get_rng_state())
+            apart = apart and copy.agrees(self._objective, state.params, state.buffers, batch)
         self._copies.put(copy)
         return apart

@@ -7,7 +7,7 @@ time to new memory, which takes longer than the product that it is.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -53,17 +53,15 @@ class OwnGradient:
         return self._vector
 
 
-class OwnLinear(nn.Module):
+class OwnLinear(nn.Linear):
     """`nn.Linear` whose weight's gradient goes to its slot."""
 
-    def __init__(self, layer: nn.Linear, gradient: OwnGradient) -> None:
-        super().__init__()
-        self.weight, self.bias, self.gradient = layer.weight, layer.bias, gradient
+    gradient: OwnGradient
 
-    def forward(self, x: Tensor) -> Tensor:
-        if x.ndim != 2 or torch.is_autocast_enabled("cpu"):
-            return F.linear(x, self.weight, self.bias)
-        out: Tensor = _Product.apply(x, self.weight, self.gradient)  # type: ignore[no-untyped-call]
+    def forward(self, input: Tensor) -> Tensor:
+        if input.ndim != 2 or torch.is_autocast_enabled("cpu"):
+            return F.linear(input, self.weight, self.bias)
+        out: Tensor = _Product.apply(input, self.weight, self.gradient)  # type: ignore[no-untyped-call]
         return out if self.bias is None else out + self.bias
 
 
@@ -79,17 +77,28 @@ class _Product(torch.autograd.Function):
     def backward(ctx: Any, error: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         before = error @ weight if ctx.needs_input_grad[0] else None
-        return before, torch.mm(error.t(), x, out=ctx.slot()), None
+        # a gradient that is itself differentiated must not be written to memory that changes
+        slot = None if torch.is_grad_enabled() else ctx.slot()
+        return before, torch.mm(error.t(), x, out=slot), None
 
 
 def own_linears(module: nn.Module, gradient: OwnGradient) -> None:
-    """Replace every large linear layer in the module."""
-    for parent in module.modules():
-        for name, child in parent.named_children():
-            if type(child) is nn.Linear and child.weight.numel() >= LARGE and not hooked(child):
-                setattr(parent, name, OwnLinear(child, gradient))
+    """Turn every large linear layer that is trained into one of that kind."""
+    for layer in module.modules():
+        if type(layer) is nn.Linear and _pays(layer) and not hooked(layer):
+            # where it is: models ask layers for their sizes, and may know one by two names
+            layer.__class__ = OwnLinear
+            cast(OwnLinear, layer).gradient = gradient
+
+
+def _pays(layer: nn.Linear) -> bool:
+    return layer.weight.requires_grad and layer.weight.numel() >= LARGE
 
 
 def hooked(module: nn.Module) -> bool:
-    """Whether something else happens when the module is called."""
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+    """Whether something else happens when the module is called, or on the way back."""
+    hooks = (
+        module._forward_hooks, module._forward_pre_hooks,
+        module._backward_hooks, module._backward_pre_hooks,
+    )  # fmt: skip
+    return any(hooks) or "forward" in vars(module)

@@ -28,7 +28,7 @@ def scripted(function: Callable[..., None]) -> Callable[..., None]:
         warnings.simplefilter("ignore")
         try:
             quick: Callable[..., None] = script(function)
-        except (RuntimeError, NotImplementedError):
+        except (RuntimeError, NotImplementedError, OSError):  # the last without its source
             return function
     return quick
 

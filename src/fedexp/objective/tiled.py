@@ -45,6 +45,7 @@ def _suits(layers: list[nn.Module]) -> bool:
         return False
     assert isinstance(first, nn.Conv2d)
     assert isinstance(second, nn.Conv2d)
+    assert isinstance(pool, nn.MaxPool2d)
     return (
         _is_plain(first)
         and _is_plain(second)
@@ -52,13 +53,14 @@ def _suits(layers: list[nn.Module]) -> bool:
         and first.in_channels <= MOST_COLOURS
         and min(first.out_channels, second.out_channels) >= LEAST_CHANNELS
         and repr(pool) == repr(nn.MaxPool2d(2))
+        and not pool.return_indices  # which its repr leaves out
     )
 
 
 def _is_plain(layer: nn.Conv2d) -> bool:
-    """Whether it is 3x3 without padding, stride, dilation or groups, and has a bias."""
+    """Whether it is 3x3 without padding, stride, dilation or groups, and has both parameters."""
     plain = nn.Conv2d(layer.in_channels, layer.out_channels, 3, device="meta")
-    return repr(layer) == repr(plain)
+    return repr(layer) == repr(plain) and len(layer._parameters) == 2
 
 
 class TiledFront(nn.Module):
@@ -74,6 +76,8 @@ class TiledFront(nn.Module):
         super().__init__()
         self.layers = layers
         self.rooms = Rooms()
+        for step in (forth, back):  # before there are threads: filters of warnings are theirs all
+            scripted(step)
 
     def forward(self, x: Tensor) -> Tensor:
         weights = tuple(self.layers.parameters())  # of both, each weight before its bias
