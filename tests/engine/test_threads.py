@@ -18,6 +18,7 @@ from fedexp.engine import EngineName, loop
 from fedexp.engine.choose import Engine, choose_engine
 from fedexp.engine.threads import Threads
 from fedexp.engine.work import Work
+from fedexp.errors import EngineWarning
 from fedexp.objective import ModuleObjective
 from fedexp.objective.private import OwnDropout, pool_first
 from fedexp.tasks import Task
@@ -141,7 +142,8 @@ def test_models_that_see_the_order_of_layers_take_the_loop() -> None:
         return nn.Sequential(*layers[:3], InPlace(), *layers[3:])
 
     assert engine_for(task_of(OneByOne)) is loop.run_cohort
-    assert engine_for(task_of(in_place)) is loop.run_cohort
+    with pytest.warns(EngineWarning, match="no threads, because .* inplace"):
+        assert engine_for(task_of(in_place)) is loop.run_cohort
 
 
 def test_threads_are_for_large_models_that_keep_apart_on_several_cores() -> None:

@@ -82,7 +82,8 @@ def _threads(work: Work, state: SimulationState) -> Engine | None:
     try:
         engine = Threads(cast(ModuleObjective, work.task.objective))
         return engine if engine.keeps_apart(state, _two_examples(work)) else None
-    except Exception:  # the copies' layers do not suit it; what is wrong with it, the loop will say
+    except Exception as error:  # layers of the copies do not suit the model, or nothing does
+        _warn("clients get no threads, because copies of the model cannot be trained", error)
         return None
 
 
@@ -109,12 +110,17 @@ def _trial(work: Work) -> Work:
 
 
 def _cannot(name: EngineName, error: Exception) -> Engine:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
     if name == "vectorized":
+        reason = _first_line(error)
         raise UsageError(f"this model cannot be batched ({reason}); use engine='loop'") from error
-    warnings.warn(
-        f"clients run one after another, because the model cannot be batched: {reason}",
-        EngineWarning,
-        stacklevel=4,
-    )
+    _warn("clients run one after another, because the model cannot be batched", error)
     return loop.run_cohort
+
+
+def _warn(what: str, error: Exception) -> None:
+    warnings.warn(f"{what}: {_first_line(error)}", EngineWarning, stacklevel=5)
+
+
+def _first_line(error: Exception) -> str:
+    told = str(error).strip()
+    return told.splitlines()[0] if told else type(error).__name__

@@ -28,7 +28,7 @@ def scripted(function: Callable[..., None]) -> Callable[..., None]:
         warnings.simplefilter("ignore")
         try:
             quick: Callable[..., None] = script(function)
-        except (RuntimeError, NotImplementedError, OSError):  # the last without its source
+        except (RuntimeError, OSError):  # the last where there is no source to read
             return function
     return quick
 
