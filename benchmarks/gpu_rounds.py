@@ -24,10 +24,10 @@ import torch
 import fedexp as fx
 from fedexp.data import Federation, Images
 from fedexp.engine import loop
-from fedexp.engine.choose import Engine
+from fedexp.engine.batched import Batched
 from fedexp.engine.plan import sample_cohort
+from fedexp.engine.select import Engine
 from fedexp.engine.simulation import run_round
-from fedexp.engine.vectorized import Vectorized
 from fedexp.engine.work import Work
 from fedexp.experiments.tables import text_table
 from fedexp.precision import Precision, arithmetic
@@ -133,9 +133,9 @@ def _row(name: str, task: Task, cohort: int, precision: Precision, form: str, ro
     algorithm = fx.scaffold() if form.startswith("scaffold") else fx.fedexp()
     engines: dict[str, Engine] = {
         "loop": loop.run_cohort,
-        "eager": Vectorized(graphs=False),
-        "graph": Vectorized(),
-        "scaffold": Vectorized(),
+        "eager": Batched(graphs=False),
+        "graph": Batched(),
+        "scaffold": Batched(),
     }
     engine = engines[form]
     torch._dynamo.reset()  # every row compiles its own program

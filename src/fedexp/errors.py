@@ -33,7 +33,7 @@ class NonFiniteUpdateWarning(UserWarning):
 
 
 class EngineWarning(UserWarning):
-    """The fast engine cannot run this model; the plain loop does."""
+    """A faster engine is not used for this model, or for a part of it, and why."""
 
 
 def require(condition: bool, message: str) -> None:

@@ -79,14 +79,14 @@ def few_test_examples() -> Task:
 
 CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
     "fedexp-loop": lambda: (net(), fx.fedexp(), {"engine": "loop", "cohort": 5}),
-    "fedexp-vectorized": lambda: (net(), fx.fedexp(), {"engine": "vectorized", "cohort": 5}),
+    "fedexp-vectorized": lambda: (net(), fx.fedexp(), {"engine": "batched", "cohort": 5}),
     "scaffold-loop": lambda: (net(), fx.scaffold(), {"engine": "loop", "cohort": 5}),
-    "scaffold-exp": lambda: (net(), fx.scaffold_exp(), {"engine": "vectorized", "cohort": 5}),
+    "scaffold-exp": lambda: (net(), fx.scaffold_exp(), {"engine": "batched", "cohort": 5}),
     "fedadagrad": lambda: (net(), fx.fedadagrad(), {"cohort": 5, "weighting": "size"}),
     "dense-engine": lambda: (unequal(plain), fx.scaffold_exp(), {"cohort": 6}),
     "linear-engine": lambda: (least_squares(clients=7), fx.scaffold_exp(), {"cohort": 5}),
     "batch-norm-loop": lambda: (batch_norm(), fx.scaffold(), {"engine": "loop", "cohort": 3}),
-    "batch-norm": lambda: (batch_norm(), fx.fedexp(), {"engine": "vectorized", "cohort": 3}),
+    "batch-norm": lambda: (batch_norm(), fx.fedexp(), {"engine": "batched", "cohort": 3}),
     "more-ranks-than-clients": lambda: (few_test_examples(), fx.scaffold_exp(), {"cohort": 1}),
     "dropout-loop": lambda: (
         unequal(lambda: dropout_net().double()),
@@ -101,7 +101,7 @@ CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
     "broken": lambda: (
         unequal(lambda: Net().double(), (1, 4)),
         fx.scaffold_exp(),
-        {"engine": "vectorized"},
+        {"engine": "batched"},
     ),
     "all-broken": lambda: (
         unequal(lambda: Net().double(), tuple(range(len(SIZES)))),

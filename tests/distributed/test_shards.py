@@ -81,7 +81,7 @@ def test_a_share_knows_its_part_of_the_next_round() -> None:
 def test_the_sums_of_nobody_have_the_layout_of_some(task: Task, algorithm: fx.Algorithm) -> None:
     work = work_of(task, algorithm, cohort=2)
     state = SimulationState.initial(task, algorithm, 0)
-    some, _ = loop.run_cohort(work, state)
+    some, _ = loop.Loop()(work, state)
     nobody = nothing(replace(work, cohort=work.cohort[:0]), state)
     assert nobody.extras.keys() == some.extras.keys()
     assert torch.equal((some + nobody).pack(), some.pack())

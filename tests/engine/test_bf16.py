@@ -15,7 +15,7 @@ def accuracies(
     precision: Precision, algorithm: fx.Algorithm
 ) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     task = fx.tasks.digits_mlp()
-    records = fx.simulate(task, algorithm, ROUNDS, 10, precision=precision, engine="vectorized")
+    records = fx.simulate(task, algorithm, ROUNDS, 10, precision=precision, engine="batched")
     return np.array([record.test_accuracy for record in records], dtype=np.float64)
 
 

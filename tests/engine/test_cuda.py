@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.data import Federation, Images
-from fedexp.engine.choose import EngineName
+from fedexp.engine.batched import Batched
 from fedexp.engine.plan import sample_cohort
+from fedexp.engine.select import EngineName
 from fedexp.engine.simulation import run_round
-from fedexp.engine.vectorized import Vectorized
 from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning
 from fedexp.precision import Precision, arithmetic
@@ -31,7 +31,7 @@ def iterates(
     task: Task, algorithm: fx.Algorithm, graphs: bool, precision: Precision = "float32"
 ) -> list[Tensor]:
     """Four rounds of the batched engine, with and without graphs."""
-    task, engine = task.to(CUDA, precision), Vectorized(graphs=graphs)
+    task, engine = task.to(CUDA, precision), Batched(graphs=graphs)
     state, visited = fx.SimulationState.initial(task, algorithm, 0), []
     for t in range(1, 5):
         clients = sample_cohort(0, t, task.train.clients, 3)
@@ -59,7 +59,7 @@ def test_whole_rounds_are_captured(algorithm: fx.Algorithm) -> None:
     that does not.
     """
     task = unequal(net)
-    both: list[tuple[EngineName, str]] = [("loop", "cpu"), ("vectorized", "cuda")]
+    both: list[tuple[EngineName, str]] = [("loop", "cpu"), ("batched", "cuda")]
     with warnings.catch_warnings():
         warnings.simplefilter("error", EngineWarning)
         here, there = (
@@ -81,7 +81,7 @@ def test_learning_rate_decay_reaches_a_replayed_graph() -> None:
             r.state.params.cpu()
             for r in fx.simulate(task, fx.fedavg(), 4, 3, local=local, engine=engine, device="cuda")
         ]
-        for engine in ("loop", "vectorized")
+        for engine in ("loop", "batched")
     )
     for one, other in zip(loop, batched, strict=True):
         torch.testing.assert_close(one, other, **EXACT)

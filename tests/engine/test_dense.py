@@ -15,10 +15,11 @@ import fedexp as fx
 from fedexp.client import ClientRule, Tensors
 from fedexp.data import Federation, Images
 from fedexp.engine import dense
-from fedexp.engine.choose import Engine, choose_engine
 from fedexp.engine.dense import Dense
 from fedexp.engine.host_plan import host_rows
+from fedexp.engine.loop import Engine
 from fedexp.engine.plan import plan_batches
+from fedexp.engine.select import select_engine
 from fedexp.engine.work import Work
 from fedexp.objective import ModuleObjective
 from fedexp.objective.dense import dense_network
@@ -50,14 +51,14 @@ def work_of(task: Task, algorithm: fx.Algorithm, local: fx.LocalTraining | None 
 def engine_for(task: Task, algorithm: fx.Algorithm | None = None) -> Engine:
     algorithm = algorithm or fx.fedavg()
     state = fx.SimulationState.initial(task, algorithm, 0)
-    return choose_engine("auto", work_of(task, algorithm), state)
+    return select_engine("auto", work_of(task, algorithm), state)
 
 
 def assert_agree(task: Task, algorithm: fx.Algorithm, **options: Any) -> None:
     assert isinstance(engine_for(task, algorithm), Dense)
     runs = [
         list(fx.simulate(task, algorithm, 4, engine=engine, **options))
-        for engine in ("loop", "vectorized")
+        for engine in ("loop", "dense")
     ]
     for one, other in zip(*runs, strict=True):
         torch.testing.assert_close(one.state.params, other.state.params, **EXACT)
@@ -120,7 +121,7 @@ def test_pixels_that_are_transformed(augment: str | None) -> None:
     assert isinstance(engine_for(task), Dense)
     one, other = (
         [r.state.params for r in fx.simulate(task, fx.fedexp(), 3, engine=engine)]
-        for engine in ("loop", "vectorized")
+        for engine in ("loop", "dense")
     )
     for mine, theirs in zip(one, other, strict=True):  # float32: 1e-7 a term
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
@@ -143,7 +144,7 @@ def test_threads_change_no_bit_and_blocks_only_rounding(
         monkeypatch.setattr(dense, "BLOCK_BYTES", size)
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            *_, last[size, threads] = fx.simulate(task, fx.scaffold(), 3, engine="vectorized")
+            *_, last[size, threads] = fx.simulate(task, fx.scaffold(), 3, engine="dense")
             assert torch.get_num_threads() == threads
     torch.set_num_threads(before)
     for size in (2**20, 3 * 8 * 100):

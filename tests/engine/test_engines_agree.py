@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.data import Federation, Images
-from fedexp.engine import loop, vectorized
-from fedexp.engine.choose import choose_engine
-from fedexp.engine.vectorized import Vectorized
+from fedexp.engine import batched, loop
+from fedexp.engine.batched import Batched
+from fedexp.engine.select import select_engine
 from fedexp.engine.work import Work
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
@@ -48,7 +48,7 @@ def unequal(build: Callable[[], nn.Module] = net, sizes: tuple[int, ...] = SIZES
 def both(task: Task, algorithm: fx.Algorithm, **options: object) -> list[tuple[Tensor, Tensor]]:
     runs = [
         [r.state.params for r in fx.simulate(task, algorithm, 4, engine=engine, **options)]  # type: ignore[arg-type]
-        for engine in ("loop", "vectorized")
+        for engine in ("loop", "batched")
     ]
     return list(zip(*runs, strict=True))
 
@@ -87,7 +87,7 @@ def test_batch_norm(sizes: tuple[int, ...]) -> None:
     task = unequal(double_batch_norm, sizes)
     runs = [
         list(fx.simulate(task, fx.fedexp(), 3, local=local, engine=engine))
-        for engine in ("loop", "vectorized")
+        for engine in ("loop", "batched")
     ]
     for one, other in zip(*runs, strict=True):
         torch.testing.assert_close(one.state.params, other.state.params, **EXACT)
@@ -132,7 +132,7 @@ def test_odd_buffers_and_models_that_mix_examples(build: type[nn.Module]) -> Non
     task = unequal(build)
     runs = [
         list(fx.simulate(task, fx.fedavg(), 3, engine=engine))
-        for engine in ("loop", "vectorized", "loop")
+        for engine in ("loop", "batched", "loop")
     ]
     for one, other, again in zip(*runs, strict=True):
         assert torch.equal(one.state.params, again.state.params)
@@ -159,11 +159,11 @@ def test_losses_of_several_outputs_are_averaged() -> None:
 
 def test_auto_leaves_very_unequal_clients_to_the_loop() -> None:
     local = fx.LocalTraining(lr=0.1, steps=2, batch_size=None)
-    for sizes, expected in (((10,) * 6, Vectorized), ((10,) * 30 + (900,), type(loop.run_cohort))):
+    for sizes, expected in (((10,) * 6, Batched), ((10,) * 30 + (900,), loop.Loop)):
         task = unequal(net, sizes)
         state = fx.SimulationState.initial(task, fx.fedavg(), 0)
         work = Work(task, fx.fedavg(), local, "uniform", 0, 1, np.arange(len(sizes)))
-        assert isinstance(choose_engine("auto", work, state), expected)
+        assert isinstance(select_engine("auto", work, state), expected)
 
 
 @pytest.mark.parametrize("augment", ["example", "batch", None])
@@ -192,7 +192,7 @@ def test_dropout_agrees_in_distribution() -> None:
     task = Task("dropout", ModuleObjective(dropout_net), federation, local)
     loop, batched = (
         next(fx.simulate(task, fx.fedavg(), 1, engine=engine)).state.params
-        for engine in ("loop", "vectorized")
+        for engine in ("loop", "batched")
     )
     moved = (loop - task.objective.initial(0)[0]).norm()
     assert (loop - batched).norm() < 0.1 * moved
@@ -213,16 +213,16 @@ def test_dropout_differs_between_clients_of_a_batch() -> None:
 
 def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     task = unequal()
-    whole = [r.state.params for r in fx.simulate(task, fx.scaffold_exp(), 3, engine="vectorized")]
-    monkeypatch.setitem(vectorized.COHORT_BYTES, "cpu", 2 * whole[0].numel() * 8)
-    parts = [r.state.params for r in fx.simulate(task, fx.scaffold_exp(), 3, engine="vectorized")]
+    whole = [r.state.params for r in fx.simulate(task, fx.scaffold_exp(), 3, engine="batched")]
+    monkeypatch.setitem(batched.COHORT_BYTES, "cpu", 2 * whole[0].numel() * 8)
+    parts = [r.state.params for r in fx.simulate(task, fx.scaffold_exp(), 3, engine="batched")]
     for one, other in zip(whole, parts, strict=True):
         torch.testing.assert_close(one, other, **EXACT)
 
 
 def test_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[int] = []
-    real = Vectorized.run_clients
+    real = Batched.run_clients
 
     def tight(self, work, state, clients):  # type: ignore[no-untyped-def]
         tried.append(len(clients))
@@ -230,11 +230,11 @@ def test_out_of_memory_halves_the_chunk(monkeypatch: pytest.MonkeyPatch) -> None
             raise torch.OutOfMemoryError("no more")
         return real(self, work, state, clients)
 
-    monkeypatch.setattr(Vectorized, "run_clients", tight)
+    monkeypatch.setattr(Batched, "run_clients", tight)
     task = unequal()
     params = fx.SimulationState.initial(task, fx.fedexp(), 0)
     work = Work(task, fx.fedexp(), task.local, "uniform", 0, 1, np.arange(6))
-    total, _ = Vectorized()(work, params)
+    total, _ = Batched()(work, params)
     assert (tried, int(total.count)) == ([6, 3, 1, 1, 1, 1, 1, 1], 6)
 
 
@@ -252,11 +252,11 @@ class Stubborn(nn.Module):
 
 def test_a_model_that_cannot_be_batched_falls_back_and_says_why() -> None:
     task = unequal(Stubborn)
-    with pytest.warns(fx.errors.EngineWarning, match="cannot be batched: .+"):
+    with pytest.warns(fx.errors.EngineWarning, match="one after another: .+"):
         records = list(fx.simulate(task, fx.fedavg(), 2))
     assert len(records) == 2
     with pytest.raises(fx.UsageError, match="use engine='loop'"):
-        list(fx.simulate(task, fx.fedavg(), 2, engine="vectorized"))
+        list(fx.simulate(task, fx.fedavg(), 2, engine="batched"))
 
 
 def test_auto_follows_the_model() -> None:
@@ -267,5 +267,5 @@ def test_auto_follows_the_model() -> None:
     assert convolving.batching_pays(torch.device("cuda"))
     state = fx.SimulationState.initial(dense, fx.fedavg(), 0)
     work = Work(dense, fx.fedavg(), dense.local, "uniform", 0, 1, np.arange(6))
-    assert isinstance(choose_engine("auto", work, state), Vectorized)
-    assert choose_engine("loop", work, state) is loop.run_cohort
+    assert isinstance(select_engine("auto", work, state), Batched)
+    assert isinstance(select_engine("loop", work, state), loop.Loop)

@@ -11,13 +11,13 @@ from torch import Tensor
 
 import fedexp as fx
 from fedexp.engine import walks
+from fedexp.engine.batched import Batched, Implementation
 from fedexp.engine.plan import sample_cohort
 from fedexp.engine.simulation import run_round
-from fedexp.engine.vectorized import Vectorized
 from fedexp.engine.work import Work
 from fedexp.tasks import Task
-from tests.engine.test_engines_agree import EXACT, double_batch_norm, unequal
-from tests.engine.test_stacked import Scaled, images
+from tests.engine.test_engines_agree import EXACT, unequal
+from tests.engine.test_stacked import images
 from tests.rules import ALGORITHMS, rule_id
 
 
@@ -51,8 +51,8 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return names
 
 
-def visited(task: Task, algorithm: fx.Algorithm, layered: bool) -> list[Tensor]:
-    engine = Vectorized(layered=layered)
+def visited(task: Task, algorithm: fx.Algorithm, form: Implementation) -> list[Tensor]:
+    engine = Batched(form)
     state, found = fx.SimulationState.initial(task, algorithm, 0), []
     for t in range(1, 4):
         clients = sample_cohort(0, t, task.train.clients, 3)
@@ -66,15 +66,13 @@ def visited(task: Task, algorithm: fx.Algorithm, layered: bool) -> list[Tensor]:
 def test_layer_by_layer_is_row_by_row(algorithm: fx.Algorithm, taken: list[str]) -> None:
     for task in (images(), unequal()):
         taken.clear()
-        by_layer, by_row = visited(task, algorithm, True), visited(task, algorithm, False)
+        by_layer, by_row = visited(task, algorithm, "layers"), visited(task, algorithm, "vmap")
         assert set(taken) == {"LayerWalk", "RowWalk"}
         for one, other in zip(by_layer, by_row, strict=True):
             torch.testing.assert_close(one, other, **EXACT)
 
 
-def test_where_it_cannot_be_it_is_row_by_row(taken: list[str]) -> None:
+def test_rules_that_are_not_linear_are_batched_by_vmap() -> None:
     algorithm = fx.Algorithm(client=Halved())
-    visited(images(), algorithm, True)
-    visited(unequal(lambda: Scaled().double()), fx.fedexp(), True)
-    visited(unequal(double_batch_norm, (7, 7, 7)), fx.fedexp(), True)
-    assert set(taken) == {"RowWalk"}
+    (record,) = fx.simulate(images(), algorithm, 1, engine="batched")
+    assert record.engine == "batched (vmap)"

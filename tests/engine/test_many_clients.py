@@ -50,7 +50,7 @@ def million() -> fx.tasks.Task:
     return fx.tasks.classification("million", lambda: nn.Linear(2, 2), train, local=local)
 
 
-@pytest.mark.parametrize("engine", ["loop", "vectorized"])
+@pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize("algorithm", [fx.fedexp(), fx.scaffold()], ids=lambda a: a.name)
 def test_a_round_touches_its_cohort_only(algorithm: fx.Algorithm, engine: str) -> None:
     task = million()

@@ -51,7 +51,7 @@ def measured(call: str) -> float:
 
 
 @needs_proc
-@pytest.mark.parametrize("engine", ["loop", "vectorized"])
+@pytest.mark.parametrize("engine", ["loop", "batched"])
 def test_memory_does_not_grow_with_the_cohort(engine: str) -> None:
     assert measured(f"round_of({engine!r}, {CLIENTS})") < BOUND
 

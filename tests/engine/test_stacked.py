@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import cast
-
 import numpy as np
 import pytest
 import torch
@@ -11,6 +9,7 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.data import Federation, Images
+from fedexp.engine import EngineName
 from fedexp.models import cifar_cnn, emnist_cnn, resnet18
 from fedexp.models.norm import GroupNormReLU
 from fedexp.objective.module import ModuleObjective
@@ -98,8 +97,8 @@ def small_resnet() -> nn.Module:
     ).double()
 
 
-def stack_of(task: Task) -> object:
-    return cast(ModuleObjective, task.objective).stack
+def engine_of(task: Task, name: EngineName = "batched") -> str:
+    return next(fx.simulate(task, fx.fedexp(), 1, engine=name)).engine
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def stack_of(task: Task) -> object:
 def test_convolutions_and_normalisation_change_no_number(algorithm: fx.Algorithm) -> None:
     task = images()
     assert_agree(task, algorithm, cohort=3)
-    assert stack_of(task) is not None
+    assert engine_of(task) == "batched (layers)"
 
 
 def test_zeros_behind_the_parameters_change_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,11 +117,18 @@ def test_zeros_behind_the_parameters_change_no_number(monkeypatch: pytest.Monkey
         assert_agree(task, fx.scaffold_exp(), cohort=3)
 
 
-@pytest.mark.parametrize("build", [Scaled, LooksInside, TiesRows])
-def test_models_that_cannot_be_stacked_run_all_the_same(build: type[nn.Module]) -> None:
+@pytest.mark.parametrize(
+    ("build", "name"),
+    [
+        (Scaled, "batched (vmap)"),
+        (LooksInside, "batched (vmap)"),
+        (TiesRows, "batched (vmap, not padded)"),
+    ],
+)
+def test_models_that_cannot_be_stacked_run_all_the_same(build: type[nn.Module], name: str) -> None:
     task = unequal(lambda: build().double())
     assert_agree(task, fx.fedexp(), cohort=3)
-    assert stack_of(task) is None
+    assert engine_of(task) == name
 
 
 @pytest.mark.parametrize("build", [lambda: resnet18(10), emnist_cnn, cifar_cnn])

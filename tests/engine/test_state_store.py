@@ -159,7 +159,7 @@ TASKS = {
 
 
 @pytest.mark.parametrize("make", [fx.scaffold, fx.scaffold_exp], ids=lambda make: make.__name__)
-@pytest.mark.parametrize("engine", ["loop", "vectorized", "auto"])
+@pytest.mark.parametrize("engine", ["loop", "batched", "auto"])
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_where_states_lie_changes_no_bit(task: Task, engine: str, make: Any) -> None:
     runs = [

@@ -16,10 +16,10 @@ from fedexp.data.streamed import Streamed, on_device
 from fedexp.distributed import Ranks, Shared
 from fedexp.distributed.shards import shards
 from fedexp.engine import read_ahead, simulation
+from fedexp.engine.batched import Batched
 from fedexp.engine.plan import sample_cohort
 from fedexp.engine.state import SimulationState
 from fedexp.engine.state_store import StoredStates
-from fedexp.engine.vectorized import Vectorized
 from fedexp.engine.work import Work
 from fedexp.tasks import Task
 from tests.problems import BatchNormNet, classes_task
@@ -32,7 +32,7 @@ def streamed(task: Task, device: str = "cpu") -> Task:
     return replace(task, train=train)
 
 
-@pytest.mark.parametrize("engine", ["loop", "vectorized"])
+@pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize("epochs", [None, 2])
 def test_examples_that_travel_train_the_same_model(engine: str, epochs: int | None) -> None:
     task = classes_task(BatchNormNet, SIZES)
@@ -57,7 +57,7 @@ def test_the_batched_engine_reads_what_travels_alone(monkeypatch: pytest.MonkeyP
         return travelling(self, who)
 
     monkeypatch.setattr(Streamed, "travelling", noted)
-    monkeypatch.setattr(simulation, "choose_engine", lambda *_: Vectorized())
+    monkeypatch.setattr(simulation, "select_engine", lambda *_: Batched())
     for _ in fx.simulate(task, fx.fedexp(), 4, 3):
         pass
     assert asked == [sample_cohort(0, r, 6, 3).tolist() for r in (1, 2, 3, 4)]

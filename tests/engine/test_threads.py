@@ -15,12 +15,12 @@ from torch import Tensor, nn
 import fedexp as fx
 from fedexp.data import Federation
 from fedexp.engine import EngineName, loop
-from fedexp.engine.choose import Engine, choose_engine
-from fedexp.engine.threads import Threads
+from fedexp.engine.loop import Engine
+from fedexp.engine.select import select_engine
+from fedexp.engine.threads import OwnDropout, Threads
 from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning
 from fedexp.objective import ModuleObjective
-from fedexp.objective.private import OwnDropout, pool_first
 from fedexp.tasks import Task
 
 SIZES = (3, 20, 11, 1, 8)
@@ -75,7 +75,7 @@ def engine_for(task: Task, name: EngineName = "auto") -> Engine:
     state = fx.SimulationState.initial(task, fx.fedavg(), 0)
     cohort = np.arange(task.train.clients)
     work = Work(task, fx.fedavg(), task.local, "uniform", 0, 1, cohort)
-    return choose_engine(name, work, state)
+    return select_engine(name, work, state)
 
 
 def last(task: Task, algorithm: fx.Algorithm, engine: EngineName) -> fx.SimulationState:
@@ -117,43 +117,24 @@ def test_the_number_of_threads_and_of_runs_changes_nothing() -> None:
     assert not torch.equal(params[0], last(task_of(network), fx.fedexp(), "auto").params)
 
 
-class OneByOne(nn.Module):
-    """Reads what lies between a ReLU and a maximum, which copies turn round."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers, self.side = network(), nn.Linear(4, 3).double()
-
-    def forward(self, x: Tensor) -> Tensor:
-        read = self.layers[:2](x)
-        out: Tensor = self.layers[2:](read) + self.side(read.mean((2, 3)))
-        return out
-
-
-class InPlace(nn.Module):
-    def forward(self, x: Tensor) -> Tensor:
-        x += 1.0
-        return x
-
-
-def test_models_that_see_the_order_of_layers_take_the_loop() -> None:
-    def in_place() -> nn.Module:
-        layers = list(network())
-        return nn.Sequential(*layers[:3], InPlace(), *layers[3:])
-
-    assert engine_for(task_of(OneByOne)) is loop.run_cohort
-    with pytest.warns(EngineWarning, match="no threads, because .* inplace"):
-        assert engine_for(task_of(in_place)) is loop.run_cohort
+def shared_dropout() -> nn.Module:
+    """One dropout layer in two places."""
+    layers, drop = list(network()), nn.Dropout(0.3)
+    return nn.Sequential(*layers[:3], drop, *layers[4:6], drop, *layers[6:])
 
 
 def test_threads_are_for_large_models_that_keep_apart_on_several_cores() -> None:
     small = task_of(lambda: nn.Sequential(nn.Conv2d(1, 2, 3), nn.Flatten(), nn.Linear(72, 3)))
-    assert engine_for(small) is loop.run_cohort
-    assert engine_for(task_of(Noisy)) is loop.run_cohort
-    assert engine_for(task_of(network), "loop") is loop.run_cohort
-    assert isinstance(engine_for(task_of(network), "vectorized"), Threads)
+    assert isinstance(engine_for(small), loop.Loop)
+    assert isinstance(engine_for(task_of(shared_dropout)), Threads)
+    with pytest.warns(EngineWarning, match="draws random numbers"):
+        assert isinstance(engine_for(task_of(Noisy)), loop.Loop)
+    with pytest.raises(fx.UsageError, match=r"draws random numbers.*engine='loop'"):
+        engine_for(task_of(Noisy), "threads")
+    assert isinstance(engine_for(task_of(network), "loop"), loop.Loop)
+    assert isinstance(engine_for(task_of(network), "threads"), Threads)
     torch.set_num_threads(1)
-    assert engine_for(task_of(network)) is loop.run_cohort
+    assert isinstance(engine_for(task_of(network)), loop.Loop)
 
 
 @pytest.mark.parametrize("updates", [0, 1, 3], ids="room for {}".format)
@@ -172,7 +153,7 @@ def test_models_too_large_to_hold_many_updates_still_use_all_threads(
     monkeypatch.setattr(loop, "SUMMED_BYTES", updates * size + 1)
     monkeypatch.setattr(Threads, "run_clients", counted)
     list(fx.simulate(task, fx.fedavg(), 1, evaluate_every=9))
-    assert together == [2, 2, 1]  # never three, which would leave a thread without work
+    assert together[-3:] == [2, 2, 1]  # never three, which would leave a thread without work
 
 
 @pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 1.0])
@@ -185,21 +166,3 @@ def test_own_dropout_drops_and_scales(p: float) -> None:
     assert abs(1 - kept.float().mean().item() - p) <= 4 * spread
     torch.testing.assert_close(y[kept] * (1 - p), x[kept])
     assert torch.equal(layer.eval()(x), x)
-
-
-def test_pooling_before_the_relu_gives_the_same_numbers() -> None:
-    model = nn.Sequential(nn.Conv2d(1, 3, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten())
-    x = torch.randn(5, 1, 8, 8).round()  # with ties, and windows without anything positive
-    results = []
-    for _ in range(2):
-        out = model(x)
-        results.append([out, *torch.autograd.grad(out.square().sum(), list(model.parameters()))])
-        pool_first(model)
-    assert [type(m) for m in list(model)[1:3]] == [nn.MaxPool2d, nn.ReLU]
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-
-
-def test_a_maximum_that_tells_its_places_stays() -> None:
-    model = nn.Sequential(nn.ReLU(), nn.MaxPool2d(2, return_indices=True))
-    pool_first(model)
-    assert [type(m) for m in model] == [nn.ReLU, nn.MaxPool2d]

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 import fedexp as fx
+from fedexp.engine.batched import Batched
 from fedexp.engine.plan import sample_cohort
 from fedexp.engine.program import Program
 from fedexp.engine.simulation import run_round
-from fedexp.engine.vectorized import Vectorized
 from fedexp.engine.whole import Finished
 from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning
@@ -23,11 +23,11 @@ from tests.engine.test_stacked import images
 from tests.rules import ALGORITHMS, rule_id
 
 
-class AtOnce(Vectorized):
+class AtOnce(Batched):
     """Takes programs as they are where a GPU would replay a graph."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, *form: Any) -> None:
+        super().__init__(*form)
         self.rounds = 0
 
     def _replays(self, state: object) -> bool:
@@ -50,7 +50,7 @@ class LooksAtNumbers(fx.Average):
 
 
 def three_rounds(
-    engine: Vectorized, task: Task, algorithm: fx.Algorithm, weighting: Weighting = "uniform"
+    engine: Batched, task: Task, algorithm: fx.Algorithm, weighting: Weighting = "uniform"
 ) -> list[fx.Record]:
     state, records = fx.SimulationState.initial(task, algorithm, 0), []
     for t in range(1, 4):
@@ -75,11 +75,12 @@ def assert_same(one: fx.Record, other: fx.Record) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)
 def test_at_once_is_in_parts(algorithm: fx.Algorithm) -> None:
-    for task in (images(), unequal(double_batch_norm, (7, 7, 7))):
-        engine = AtOnce()
+    layers, alike = images(), unequal(double_batch_norm, (7, 7, 7))
+    for task, form in ((layers, ("layers",)), (alike, ("vmap", False))):
+        engine = AtOnce(*form)
         pairs = zip(
             three_rounds(engine, task, algorithm, "size"),
-            three_rounds(Vectorized(), task, algorithm, "size"),
+            three_rounds(Batched(*form), task, algorithm, "size"),
             strict=True,
         )
         for one, other in pairs:

@@ -25,7 +25,9 @@ class Toward:
     """F_i(w) = ||w - x_i||² / 2 with one number x_i: all cost lies in handling the vectors."""
 
     dim: int
-    mixes_examples = False
+
+    def batching_pays(self, device: torch.device) -> bool:
+        return False
 
     def initial(self, seed: int) -> tuple[Tensor, Buffers]:
         return torch.zeros(self.dim), Buffers.none()

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 import fedexp as fx
 from fedexp.engine import EngineName, SimulationState, simulation
-from fedexp.engine.choose import Engine, choose_engine
+from fedexp.engine.select import Engine, select_engine
 from fedexp.engine.work import Work
 from fedexp.experiments import spec as spec_module
 from fedexp.experiments.spec import Run, Spec
@@ -121,9 +121,9 @@ def test_a_resumed_run_asks_for_the_engine_of_its_first_round(
 
     def choose(name: EngineName, work: Work, state: SimulationState) -> Engine:
         asked.append((work.round, work.cohort.tolist(), state.round))
-        return choose_engine(name, work, state)
+        return select_engine(name, work, state)
 
-    monkeypatch.setattr(simulation, "choose_engine", choose)
+    monkeypatch.setattr(simulation, "select_engine", choose)
     interrupted(tiny(), tmp_path / "a", 3)
     execute(tiny(), None, nobody, folder=tmp_path / "a")
     assert asked[0][0] == 1

@@ -7,6 +7,7 @@ import math
 import os
 from pathlib import Path
 
+from fedexp.engine.select import ENGINES
 from fedexp.errors import UsageError, require
 from fedexp.experiments.setup import parse_assignments
 from fedexp.experiments.spec import Spec
@@ -47,8 +48,9 @@ def add_run_options(parser: argparse.ArgumentParser, rounds: str = "the task's o
     parser.add_argument(
         "--engine",
         default="auto",
-        choices=["auto", "loop", "vectorized"],
-        help="clients one by one, all at once, or what is faster (default)",
+        choices=[*ENGINES, "vectorized"],
+        metavar="NAME",
+        help=f"{', '.join(ENGINES[1:])}; auto (default) takes the fastest that equals the loop",
     )
     parser.add_argument("--device", metavar="D", help="cpu (default) or cuda")
     parser.add_argument(

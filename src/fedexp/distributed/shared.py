@@ -13,7 +13,7 @@ from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
 from fedexp.distributed.group import Ranks, neighbours
 from fedexp.distributed.shards import Clients, shards, share
-from fedexp.engine.choose import Engine
+from fedexp.engine.loop import Engine, Run
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
 from fedexp.errors import FedExPError
@@ -54,7 +54,7 @@ class Shared:
         """The part of a round that this rank trains."""
         return share(work, shards(work, self.ranks.world), self.ranks.rank)
 
-    def engine(self, engine: Engine) -> Engine:
+    def engine(self, engine: Engine) -> Run:
         """The engine for the whole cohort that an engine for a rank's part makes."""
         return partial(self._run, engine)
 
@@ -65,7 +65,7 @@ class Shared:
         names = dict.fromkeys(name for values in found for name in values)
         return {name: sum(values.get(name, 0.0) for values in found) for name in names}
 
-    def _run(self, engine: Engine, work: Work, state: SimulationState) -> Sums:
+    def _run(self, engine: Run, work: Work, state: SimulationState) -> Sums:
         parts = shards(work, self.ranks.world)
         mine = share(work, parts, self.ranks.rank)
         total, changed = engine(mine, state) if len(mine.cohort) else (nothing(work, state), {})

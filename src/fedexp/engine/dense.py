@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedexp.client import ClientRule, Drift
+from fedexp.client import Drift
 from fedexp.engine.client_states import ClientStates
 from fedexp.engine.host_plan import LARGEST, host_batches
 from fedexp.engine.loop import Sums, sum_in_parts, sum_updates
@@ -29,12 +29,12 @@ BLOCK_BYTES = 2**20  # weights and activations of clients that advance together
 MOST_PADDING = 2  # how many times wider a block's widest batch may be than its narrowest
 
 
-def dense_engine(work: Work, state: SimulationState) -> Dense | None:
-    """The engine, where it suits the work: a plain dense classifier, a linear correction."""
+def dense_network_of(work: Work, state: SimulationState) -> DenseNetwork | None:
+    """Return the network where this engine suits: a plain dense classifier, a linear correction."""
     objective, train = work.task.objective, work.task.train
     if not isinstance(objective, ModuleObjective) or objective.compute_type is not None:
         return None
-    linear = type(work.algorithm.client).correct is ClientRule.correct
+    linear = work.algorithm.client.is_linear
     network = dense_network(objective)
     if state.params.device.type != "cpu" or not linear or network is None:
         return None
@@ -44,11 +44,13 @@ def dense_engine(work: Work, state: SimulationState) -> Dense | None:
     row = x.flatten(1) if network.flattens else x
     fits = row.shape == (1, network.layers[0].inputs) and x.dtype == state.params.dtype
     labels = y.shape == (1,) and y.dtype == torch.int64
-    return Dense(network) if fits and labels and train.largest < LARGEST else None
+    return network if fits and labels and train.largest < LARGEST else None
 
 
 class Dense:
     """The engine; it has a thread for each that torch would use in one operation."""
+
+    name = "dense"
 
     def __init__(self, network: DenseNetwork) -> None:
         self.network, self.pool = network, Pool()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -13,17 +13,37 @@ from fedexp.client import Tensors
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
 from fedexp.local import local_step
-from fedexp.objective import Objective
+from fedexp.objective import Objective, buffer_changes
 from fedexp.seeding import seeded_torch
 
 SUMMED_BYTES = 32 * 2**20  # updates held at a time; one, where one is larger
 
 Sums = tuple[Aggregate, dict[int, Tensors]]
+Run = Callable[[Work, SimulationState], Sums]
 
 
-def run_cohort(work: Work, state: SimulationState) -> Sums:
-    """Train every client of the cohort; return the sums and the clients' new states."""
-    return sum_in_parts(work, state, run_clients)
+class Engine(Protocol):
+    """Trains the clients of a round.
+
+    Attributes:
+        name: what `engine=` calls it, and in brackets which of its implementations runs.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def __call__(self, work: Work, state: SimulationState) -> Sums:
+        """Train every client of the cohort; return the sums and the clients' new states."""
+        ...
+
+
+class Loop:
+    """The engine."""
+
+    name = "loop"
+
+    def __call__(self, work: Work, state: SimulationState) -> Sums:
+        return sum_in_parts(work, state, run_clients)
 
 
 def sum_in_parts(
@@ -112,5 +132,6 @@ def train(work: Work, state: SimulationState, client: int, objective: Objective)
     delta = state.params - params
     kept, extras = rule.finish(delta, steps * lr, state.shared, mine)
     if buffers.averaged.numel():
-        extras = {**extras, "buffers": buffers.averaged}
+        changes = buffer_changes(buffers.averaged, state.buffers.averaged)
+        extras = {**extras, "buffers": changes}
     return Trained(delta, extras, kept)

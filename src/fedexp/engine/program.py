@@ -26,7 +26,7 @@ from fedexp.engine.plan import step_rows
 from fedexp.engine.walks import LayerWalk, RowWalk, Walk, advanced, part
 from fedexp.kernels.fuse import fused
 from fedexp.local import LocalTraining
-from fedexp.objective import BatchedObjective, Buffers
+from fedexp.objective import BatchedObjective, Buffers, ModuleObjective
 
 Tensors = Mapping[str, Tensor]
 Program = Callable[[Tensors], Tensors]
@@ -46,7 +46,7 @@ class LocalProgram:
         all_active: every client takes part in every step.
         ragged: the lengths, on the host, where batches must not be padded; else None.
         fuse: whether `torch.compile` is to merge the arithmetic of an update.
-        layered: whether parameters are to lie layer by layer, where model and rule allow it.
+        layered: whether parameters are stored layer by layer; model and rule must allow it.
     """
 
     objective: BatchedObjective
@@ -90,12 +90,9 @@ class LocalProgram:
         params = inputs["params"].repeat(clients, 1)
         buffers = Buffers(*(inputs[n].expand(clients, -1) for n in ("averaged", "kept")))
         rule, local = self.rule, self.local
-        layered = getattr(self.objective, "layered", None)
-        if layered and self.layered and self.ragged is None and rule.is_linear:
-            stack = layered(params, buffers, batch, valid[0])
-        else:
-            stack = None
-        if stack is not None:
+        if self.layered:
+            assert isinstance(self.objective, ModuleObjective)
+            stack = self.objective.layered(params, batch, valid[0], self.fuse)
             return LayerWalk(stack, buffers, valid, rule, local, inputs)
         advance = fused(advanced) if self.fuse else advanced
         all_active = self.all_active
@@ -104,7 +101,8 @@ class LocalProgram:
 
     def _aligned(self, inputs: Tensors) -> Tensors:
         """Vectors with zeros behind them, so that every row begins where a GPU likes to read."""
-        size, multiple = inputs["params"].numel(), getattr(self.objective, "aligned", 1)
+        size = inputs["params"].numel()
+        multiple = self.objective.aligned if isinstance(self.objective, ModuleObjective) else 1
         behind = -size % multiple
         if not behind:
             return inputs

@@ -22,6 +22,7 @@ class Record:
         dropped: clients left out because their update was not finite.
         seconds: time of the round, without evaluation.
         metrics: further numbers of the server rule, e.g. `diversity` and `eps_share` of FedExP.
+        engine: the engine that ran, e.g. "batched (layers)".
         state: everything needed to continue from here.
     """
 
@@ -36,12 +37,15 @@ class Record:
     test_loss: float | None = None
     test_accuracy: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
+    engine: str = ""
     state: SimulationState = field(repr=False, compare=False, kw_only=True)
 
     def to_json(self) -> dict[str, Any]:
         """The record as one flat JSON object; what is not finite or not there becomes null."""
         own = {
-            name: value for name, value in vars(self).items() if name not in ("metrics", "state")
+            name: value
+            for name, value in vars(self).items()
+            if name not in ("metrics", "engine", "state")
         }
         return {name: _jsonable(value) for name, value in {**own, **self.metrics}.items()}
 

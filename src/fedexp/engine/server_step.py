@@ -22,7 +22,7 @@ from fedexp.objective import Buffers
 def server_step(
     algorithm: Algorithm, state: SimulationState, aggregate: Aggregate, total_weight: float
 ) -> tuple[SimulationState, dict[str, float]]:
-    """Rules move the parameters; buffers are averaged, or kept where they are not numbers.
+    """Rules move the parameters; buffers move by the mean of their changes, integers not at all.
 
     Args:
         algorithm: whose rules take the step.
@@ -51,7 +51,7 @@ def moved(
     params, server, metrics = algorithm.server.step(model.params, aggregate, model.server)
     averaged = model.averaged
     if "buffers" in aggregate.extras:
-        averaged = aggregate.mean_extra("buffers").to(averaged.dtype)
+        averaged = averaged + aggregate.mean_extra("buffers").to(averaged.dtype)
     shared = algorithm.client.update_shared(model.shared, aggregate, total_weight)
     return Model(params, averaged, server, shared), metrics
 

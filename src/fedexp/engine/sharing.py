@@ -6,7 +6,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from fedexp.engine.choose import Engine
+from fedexp.engine.loop import Engine, Run
 from fedexp.engine.work import Work
 from fedexp.objective import Buffers
 from fedexp.tasks.task import Task
@@ -26,7 +26,7 @@ class Sharing(Protocol):
         """The part of a round that falls to this process."""
         ...
 
-    def engine(self, engine: Engine) -> Engine:
+    def engine(self, engine: Engine) -> Run:
         """One that trains this process's part of a cohort, and returns the sums of all parts."""
         ...
 
@@ -43,7 +43,7 @@ class Alone:
     def mine(self, work: Work) -> Work:
         return work
 
-    def engine(self, engine: Engine) -> Engine:
+    def engine(self, engine: Engine) -> Run:
         return engine
 
     def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:

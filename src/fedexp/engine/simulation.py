@@ -8,18 +8,19 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 
 import torch
 
 from fedexp.algorithms import Algorithm
-from fedexp.engine import loop
-from fedexp.engine.choose import Engine, EngineName, choose_engine
+from fedexp.engine.batched import Batched
 from fedexp.engine.client_states import ClientStates
 from fedexp.engine.keep_clients import KeepClients, Where
-from fedexp.engine.plan import sample_cohort
+from fedexp.engine.loop import Engine, Loop, Run
+from fedexp.engine.plan import sample_cohort, step_lengths
 from fedexp.engine.read_ahead import ReadAhead
 from fedexp.engine.record import Record
+from fedexp.engine.select import EngineName, check_engine_name, select_engine
 from fedexp.engine.server_step import check_range, server_step
 from fedexp.engine.sharing import Alone, Sharing
 from fedexp.engine.state import SimulationState
@@ -61,8 +62,10 @@ def simulate(
         local: local training; the task's own when None.
         weighting: "uniform" as in the paper, or "size" to weigh clients by their examples.
         evaluate_every: evaluate in every so many rounds, and in the last; the task's own when None.
-        engine: "loop" trains one client after another, "vectorized" all at once; "auto" takes what
-            is faster here. They agree up to rounding; for the same bits, name one.
+        engine: "loop" trains one client after another, "threads" as many as there are cores,
+            "batched" all at once; "dense" (plain dense networks on a CPU) and "quadratic" (least
+            squares) are faster for what they suit. "auto" takes the fastest of them that agrees
+            with the loop on this model. They agree up to rounding; for the same bits, name one.
         device: where to train, e.g. "cuda"; the data go there whole, if they fit. By default where
             they are.
         precision: "float32", "tf32" or "bf16" inside the model; by default tf32 on a GPU.
@@ -99,10 +102,10 @@ def simulate(
     work = Work(
         task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
     )
-    require(engine in get_args(EngineName), f"engine is auto, loop or vectorized, not {engine!r}")
+    engine = check_engine_name(engine)
     opening = replace(work, round=1, cohort=sample_cohort(seed, 1, task.train.clients, cohort))
     # Chosen by the first round even where a run continues, so that it goes on with its engine.
-    chosen = partial(choose_engine, engine, opening, initial)
+    chosen = partial(select_engine, engine, opening, initial, precision)
     return _rounds(work, state, rounds, cohort, evaluate_every, chosen, precision, shared)
 
 
@@ -117,14 +120,16 @@ def _rounds(
     sharing: Sharing,
 ) -> Iterator[Record]:
     warned, read_ahead = False, ReadAhead(work.task.train, sharing.mine)
-    run: Engine | None = None
+    run, name = None, ""
     for round in range(state.round + 1, rounds + 1):
         clients = sample_cohort(work.seed, round, work.task.train.clients, cohort)
         work = replace(work, round=round, cohort=clients)
         with arithmetic(precision):
-            run = run or sharing.engine(choose())
+            if run is None:
+                chosen = choose()
+                run, name = sharing.engine(chosen), chosen.name
             read_ahead(work, state)
-            record = run_round(work, state, run)
+            record = replace(run_round(work, state, run), engine=name)
         state = record.state
         if record.dropped and not warned:
             warned = True
@@ -172,13 +177,18 @@ def _checked_start(start: SimulationState, fresh: SimulationState, rounds: int) 
     return start
 
 
-def run_round(work: Work, state: SimulationState, engine: Engine = loop.run_cohort) -> Record:
+def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> Record:
     """One round: local training, sums, server step. Pure in `state`."""
     began = time.perf_counter()
-    at_once = getattr(engine, "whole_round", None)
-    done = at_once(work, state) if at_once else None
-    if done is None:
-        done = _in_parts(work, state, engine)
+    engine = engine or Loop()
+    try:
+        done = engine.whole_round(work, state) if isinstance(engine, Batched) else None
+        if done is None:
+            done = _in_parts(work, state, engine)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        raise _one_example(work) from error
     clients = ClientStates.of(state.clients).updated(done.changed)
     metrics = dict(done.metrics)
     return Record(
@@ -193,7 +203,18 @@ def run_round(work: Work, state: SimulationState, engine: Engine = loop.run_coho
     )
 
 
-def _in_parts(work: Work, state: SimulationState, engine: Engine) -> Finished:
+def _one_example(work: Work) -> UsageError:
+    """Return the error for BatchNorm that meets a batch of one example."""
+    lengths = step_lengths(work.task.train.sizes[work.cohort], work.local)
+    clients = work.cohort[(lengths == 1).any(axis=0)]
+    return UsageError(
+        f"client {clients[0] if len(clients) else '?'} has a batch of one example, which BatchNorm "
+        "cannot normalise; choose a local.batch_size that leaves no single example, leave such "
+        "clients out, or use GroupNorm"
+    )
+
+
+def _in_parts(work: Work, state: SimulationState, engine: Run) -> Finished:
     """Local training and sums by the engine, then the server's step."""
     aggregate, changed = engine(work, state)
     count, dropped = int(aggregate.count), int(aggregate.dropped)

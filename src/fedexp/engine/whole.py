@@ -22,6 +22,7 @@ from fedexp.engine.program import LocalProgram
 from fedexp.engine.server_step import Model, advanced, moved
 from fedexp.engine.state import SimulationState
 from fedexp.engine.walks import part
+from fedexp.objective import buffer_changes
 
 Tensors = Mapping[str, Tensor]
 
@@ -56,7 +57,8 @@ class WholeRound:
         travel = inputs["travel"].to(deltas.dtype)
         kept, extras = self.algorithm.client.finish(deltas, travel, shared, mine)
         if trained["averaged"].numel():
-            extras = {**extras, "buffers": trained["averaged"]}
+            changes = buffer_changes(trained["averaged"], inputs["averaged"])
+            extras = {**extras, "buffers": changes}
         aggregate = Aggregate.of_checked(deltas, inputs["weights"], extras)
         before = Model(inputs["params"], inputs["averaged"], part(inputs, "server."), shared)
         model, metrics = moved(self.algorithm, before, aggregate, self.total_weight)

@@ -34,7 +34,7 @@ class Spec:
         cohort: clients a round; None for the task's own number, 0 for all clients.
         mode: "paper", or "authors-code" for what the released code does.
         evaluate_every: rounds between evaluations; None for the task's own number.
-        engine: "auto", "loop" or "vectorized".
+        engine: "auto", or the name of one: "loop", "threads", "batched", "dense", "quadratic".
         device: e.g. "cuda"; None for the CPU.
         precision: "float32", "tf32" or "bf16"; None for what suits the device.
         stop_at: value of the task's metric at which the run ends early; accuracies may be percent.

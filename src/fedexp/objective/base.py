@@ -6,7 +6,7 @@ step of any rule is one operation. Buffers travel beside it and are never extrap
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -44,24 +44,28 @@ class Objective(Protocol):
         ...
 
 
+@runtime_checkable
 class BatchedObjective(Objective, Protocol):
-    """What the batched engine asks for besides.
-
-    `mixes_examples` tells that an example's output depends on the others of its batch (BatchNorm),
-    so that a batch cannot be filled up with rows that count nothing.
-    """
-
-    mixes_examples: bool
+    """What the batched engine asks for: gradients of many clients at once."""
 
     def batching_pays(self, device: torch.device) -> bool:
-        """Whether many clients at once are faster than one by one on that kind of device."""
+        """Return whether many clients at once are faster than one by one on such a device."""
         ...
 
     def gradients(
         self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
     ) -> tuple[Tensor, Buffers]:
-        """The gradients of K clients at once: every argument has a leading dimension K.
+        """Return the gradients of K clients: every argument has a leading dimension K.
 
         `valid` [K, B] is 1 for an example and 0 for one that only fills up a shorter batch.
         """
         ...
+
+
+def buffer_changes(after: Tensor, start: Tensor) -> Tensor:
+    """Return what local training adds to averaged buffers; 0 where the start was not finite.
+
+    Changes, not values, enter the sums: a buffer that forward leaves alone (a causal mask with
+    -inf, a positional encoding) stays what it is to the bit and cannot make an update unusable.
+    """
+    return torch.where(start.isfinite(), after - start, 0.0)

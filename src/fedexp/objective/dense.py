@@ -151,7 +151,7 @@ def dense_network(objective: ModuleObjective) -> DenseNetwork | None:
     if not isinstance(loss, nn.CrossEntropyLoss) or not _is_plain(loss):
         return None
     modules = list(module) if type(module) is nn.Sequential else [module]
-    if any(_has_hooks(each) for each in (module, *modules)):
+    if any(_is_changed(each) for each in (module, *modules)):
         return None
     flattens = bool(modules) and _flattens(modules[0])
     layers = _layers(modules[flattens:])
@@ -182,5 +182,12 @@ def _flattens(layer: nn.Module) -> bool:
     return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
 
 
-def _has_hooks(module: nn.Module) -> bool:
-    return bool(module._forward_hooks or module._forward_pre_hooks or module._backward_hooks)
+def _is_changed(module: nn.Module) -> bool:
+    """Whether calling the module does more than its class says: hooks, or a forward of its own."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(hooks) or "forward" in vars(module)

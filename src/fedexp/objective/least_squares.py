@@ -18,8 +18,6 @@ class LeastSquares:
     The gradient is half of the true one: the paper's tuned step sizes hold for that (audit B24).
     """
 
-    mixes_examples = False
-
     def __init__(self, start: Tensor, gradient_scale: float = 1.0) -> None:
         self.start = start
         self.gradient_scale = gradient_scale

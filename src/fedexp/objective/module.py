@@ -4,32 +4,37 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from copy import deepcopy
+from copy import copy, deepcopy
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from fedexp.data.federation import Batch
 from fedexp.errors import require
 from fedexp.objective.base import Buffers
 from fedexp.objective.flat import flatten, pieces, unflatten_into
+from fedexp.objective.functional import FunctionalModule, buffer_slot
 from fedexp.objective.layered import LayeredStack
-from fedexp.objective.stack import Alone, Stack, can_stack
-from fedexp.precision import Precision, arithmetic
+from fedexp.objective.stack import Stack
+from fedexp.objective.stacked_layers import CannotStackError
+from fedexp.precision import Precision
 from fedexp.seeding import seeded_torch
 
 FUSED_WEIGHTS = 16  # compiling a model of more takes longer than it saves
+OLD_NORMS = (WeightNorm, SpectralNorm)  # hooks that keep a weight which is no parameter
 
 
 class ModuleObjective:
     """The loss of any `nn.Module` on batches of `x` and `y`.
 
     The module is scratch space: parameters and buffers are set from the arguments at every call,
-    so the methods are pure to their callers. Threads must not share one: give each its own task.
+    so the methods are pure to their callers. Threads must not share one: give each its own copy.
     Parameters that need no gradient are those of the first module built, whatever the seed.
 
     Args:
@@ -45,22 +50,18 @@ class ModuleObjective:
         loss: Callable[[Tensor, Tensor], Tensor] | None = None,
         classifies: bool = True,
     ) -> None:
+        if isinstance(build, nn.Module):
+            check_trainable(build)
         self.build = partial(deepcopy, build) if isinstance(build, nn.Module) else build
         self.loss = loss or nn.CrossEntropyLoss(reduction="none")
         self.classifies = classifies
         with seeded_torch(0, "scratch"):
-            self.module = deepcopy(self.build())
+            module = self.build()
+        check_trainable(module)
+        self.module = deepcopy(module)
         self.device = torch.device("cpu")
         self.compute_type: torch.dtype | None = None
-        self.join: Callable[[Sequence[Tensor]], Tensor] = flatten
-        self.stack: Stack | None = None
-        self.examined = False
-        self._laid_out: tuple[Tensor, LayeredStack] | None = None  # for one evaluation
         self._list_tensors()
-        # BatchNorm, and anything that keeps statistics of a batch
-        self.mixes_examples = bool(self.averaged) or any(
-            isinstance(m, _BatchNorm) for m in self.module.modules()
-        )
         require(bool(self.params), "the model has no trainable parameters")
 
     def _list_tensors(self) -> None:
@@ -73,18 +74,48 @@ class ModuleObjective:
         self.kept = [buffers[name] for name in kept]
         self.buffer_names = [*averaged, *kept]
         # a forward pass may write to its buffers, or put others in their place: both are followed
-        self.slots = [_slot(self.module, name) for name in self.buffer_names]
+        self.slots = [buffer_slot(self.module, name) for name in self.buffer_names]
+        self.stack: Stack | None = None
+        self._functional: FunctionalModule | None = None
+        self.evaluates_layers = False  # set once stacked layers are known to give the same values
+        self._compiled = False  # the kernels of the stack
+        self._laid_out: tuple[Tensor, LayeredStack] | None = None  # for one evaluation
 
     def on(self, device: torch.device, precision: Precision) -> ModuleObjective:
-        """A copy on the device; with bf16, layers compute in it and weights stay as they are."""
-        moved = ModuleObjective(self.build, self.loss, self.classifies)
-        moved.module.load_state_dict(self.module.state_dict())
+        """Return a copy on the device; with bf16, layers compute in it and weights do not."""
+        moved = self.copy()
         moved.device = device
         moved.module.to(device)
         moved.compute_type = torch.bfloat16 if precision == "bf16" else None
         moved._list_tensors()
-        moved.mixes_examples = self.mixes_examples
         return moved
+
+    def copy(self, dtype: torch.dtype | None = None, dropout: bool = True) -> ModuleObjective:
+        """Return an objective with a module of its own.
+
+        Args:
+            dtype: what its parameters are, and what its layers compute in; None for no change.
+            dropout: whether dropout layers drop anything.
+        """
+        other = copy(self)
+        try:
+            other.module = deepcopy(self.module)
+        except RuntimeError:  # forward has left results in it, which torch does not copy
+            with seeded_torch(0, "scratch"):
+                other.module = self.build().to(self.device)
+            other.module.load_state_dict(self.module.state_dict())
+        if dtype is not None:
+            other.module.to(dtype)
+            other.compute_type = None
+        if not dropout:
+            disable_dropout(other.module)
+        other._list_tensors()
+        return other
+
+    @property
+    def mixes_examples(self) -> bool:
+        """Whether layers normalise over the batch, so that padding would enter the statistics."""
+        return any(isinstance(m, _BatchNorm) for m in self.module.modules())
 
     @property
     def aligned(self) -> int:
@@ -92,9 +123,9 @@ class ModuleObjective:
         return 16 if self.device.type == "cuda" else 1
 
     def batching_pays(self, device: torch.device) -> bool:
-        """Two to four times for dense layers on a CPU; grouped convolutions may be slower there."""
-        convolves = any(isinstance(m, _ConvNd) for m in self.module.modules())
-        return device.type != "cpu" or not convolves
+        """On a CPU for dense layers only: two to four times there, less than once for others."""
+        slow = (_ConvNd, nn.RNNBase)
+        return device.type != "cpu" or not any(isinstance(m, slow) for m in self.module.modules())
 
     def initial(self, seed: int) -> tuple[Tensor, Buffers]:
         with seeded_torch(seed, "initial weights"):
@@ -107,9 +138,6 @@ class ModuleObjective:
 
     def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         self.module.train()
-        return self._gradient(params, buffers, batch)
-
-    def _gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         self._bind(params, buffers)
         with self._autocast():
             output = self.module(batch["x"])
@@ -118,52 +146,13 @@ class ModuleObjective:
         filled = [
             torch.zeros_like(p) if g is None else g for g, p in zip(grads, self.params, strict=True)
         ]
-        return self.join(filled), self._buffers() if self.slots else buffers
-
-    @torch.no_grad()
-    def detect_mixing(self, params: Tensor, buffers: Buffers, batch: Batch) -> None:
-        """Note it where an example's output depends on the others of its batch."""
-        self._bind(params, buffers)
-        self.module.eval()
-        # in full precision: coarser products of one example and of two differ by themselves
-        with arithmetic("float32"):
-            alone, together = self.module(batch["x"][:1]), self.module(batch["x"][:2])[:1]
-        self.mixes_examples |= not torch.allclose(alone, together, rtol=1e-3, atol=1e-5)
+        return flatten(filled), self._buffers() if self.slots else buffers
 
     def gradients(
         self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
     ) -> tuple[Tensor, Buffers]:
+        """By `torch.func.vmap`: slower than stacked layers, but it knows nearly every layer."""
         counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
-        stack = self._examined_stack(params, buffers, batch, counted)
-        if stack is not None:
-            return stack.gradients(params, batch["x"], batch["y"], counted), buffers
-        self.module.train()
-        return self._mapped_gradients(params, buffers, batch, counted)
-
-    def layered(
-        self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
-    ) -> LayeredStack | None:
-        """Gradients of parameters that lie layer by layer, for models of stacked layers."""
-        counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
-        stack = self._examined_stack(params, buffers, batch, counted)
-        return None if stack is None else LayeredStack(stack, params)
-
-    def _examined_stack(
-        self, params: Tensor, buffers: Buffers, batch: Batch, counted: Tensor
-    ) -> Stack | None:
-        """The stacked form in training mode; whether there is one is found out once."""
-        if not self.examined and len(params) > 1:  # of one client nothing could be mixed up
-            self.stack, self.examined = self._checked_stack(params, buffers, batch), True
-            if self.stack is not None:
-                self.stack.compile(params, batch["x"], batch["y"], counted)
-        if self.stack is not None:
-            self.stack.module.train()
-        return self.stack
-
-    def _mapped_gradients(
-        self, params: Tensor, buffers: Buffers, batch: Batch, counted: Tensor
-    ) -> tuple[Tensor, Buffers]:
-        """By `torch.func`: slower than stacked layers, but it knows every layer."""
         one_client = torch.func.grad(self._functional_loss, has_aux=True)
         each = torch.func.vmap(one_client, randomness="different")
         return each(params, buffers, batch["x"], batch["y"], counted)
@@ -172,45 +161,62 @@ class ModuleObjective:
         self, params: Tensor, buffers: Buffers, x: Tensor, y: Tensor, weights: Tensor
     ) -> tuple[Tensor, Buffers]:
         """The loss of one client without touching the module, for `torch.func`."""
+        self._functional = self._functional or FunctionalModule(
+            self.module, self.params, self.buffer_names
+        )
         # vmap knows no other order of memory than the plain one
         plain = torch.contiguous_format
         mine = [piece.clone(memory_format=plain) for piece in pieces(params, self.params)]
-        state = dict(zip(self.names, mine, strict=True))
         # BatchNorm writes to its buffers, and under vmap only contiguous ones remember it
         averaged = [piece.clone() for piece in pieces(buffers.averaged, self.averaged)]
         kept = [p.to(t.dtype, copy=True) for p, t in self._typed(buffers.kept)]
-        state |= dict(zip(self.buffer_names, [*averaged, *kept], strict=True))
         with self._autocast():
-            output = torch.func.functional_call(self.module, state, (x,))
-        after = (
-            self._gathered([state[name] for name in self.buffer_names]) if self.slots else buffers
-        )
-        return (self._losses(output.to(params.dtype), y) * weights).sum(), after
+            output, after = self._functional(mine, [*averaged, *kept], x)
+        losses = self._losses(output.to(params.dtype), y)
+        return (losses * weights).sum(), self._gathered(after) if self.slots else buffers
 
-    def _checked_stack(self, params: Tensor, buffers: Buffers, batch: Batch) -> Stack | None:
-        """The stacked form, where there is one that agrees with the loop."""
-        computes, self.compute_type = self.compute_type, None
+    def stacked(self, fuse: bool = False) -> Stack:
+        """Return the model with stacked layers; raises `CannotStackError` where it has none.
+
+        Args:
+            fuse: let `torch.compile` merge what is between the layers of a small model.
+        """
+        if self.stack is None:
+            fuse = fuse and len(self.params) <= FUSED_WEIGHTS
+            self.stack = Stack(self.module, self._losses, self.compute_type, fuse)
+        return self.stack
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether every layer has a stacked implementation."""
         try:
-            self.module.eval()
-            alone: Alone = lambda p, b: self._gradient(p, buffers, b)[0]  # noqa: E731
-            stacks = not self.mixes_examples and can_stack(
-                self.module, self._losses, alone, params, batch
-            )
-        finally:
-            self.compute_type = computes
-        fuse = params.is_cuda and len(self.params) <= FUSED_WEIGHTS
-        return Stack(self.module, self._losses, computes, fuse) if stacks else None
+            return bool(self.stacked())
+        except CannotStackError:
+            return False
+
+    def layered(
+        self, params: Tensor, batch: Batch, valid: Tensor, fuse: bool = False
+    ) -> LayeredStack:
+        """Return K clients whose parameters are stored layer by layer."""
+        stack = self.stacked(fuse)
+        stack.module.train()
+        if not self._compiled:
+            counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
+            stack.compile(params, batch["x"], batch["y"], counted)
+            self._compiled = True
+        return LayeredStack(stack, params)
 
     @torch.no_grad()
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
         output = self._predictions(params, buffers, batch["x"]).to(params.dtype)
         values = {"loss": self._losses(output, batch["y"])}
         if self.classifies:
-            values["accuracy"] = (output.argmax(dim=1) == batch["y"]).to(output.dtype)
+            right = (output.argmax(dim=1) == batch["y"]).to(output.dtype)
+            values["accuracy"] = right if right.ndim == 1 else right.flatten(1).mean(dim=1)
         return values
 
     def _predictions(self, params: Tensor, buffers: Buffers, x: Tensor) -> Tensor:
-        if self.stack is not None and x.is_cuda:  # its layers are the faster ones there
+        if self.evaluates_layers and self.stack is not None:
             self.stack.module.eval()
             if self._laid_out is None or self._laid_out[0] is not params:
                 self._laid_out = params, LayeredStack(self.stack, params[None])
@@ -231,13 +237,20 @@ class ModuleObjective:
         return torch.autocast(self.device.type, self.compute_type)
 
     def _losses(self, output: Tensor, y: Tensor) -> Tensor:
-        """A loss for every example; losses of several outputs are averaged."""
+        """Return a loss for every example; those of several outputs are averaged."""
         losses = self.loss(output, y)
         require(
             losses.ndim >= 1 and len(losses) == len(y),
             "the loss must give a value for every example; build it with reduction='none'",
         )
-        return losses if losses.ndim == 1 else losses.flatten(1).mean(dim=1)
+        if losses.ndim == 1:
+            return losses
+        require(
+            losses.shape == y.shape[: losses.ndim],
+            f"the loss of outputs {list(output.shape)} and labels {list(y.shape)} has the shape "
+            f"{list(losses.shape)}; give outputs and labels one shape, e.g. output.squeeze(1)",
+        )
+        return losses.flatten(1).mean(dim=1)
 
     def _bind(self, params: Tensor, buffers: Buffers) -> None:
         unflatten_into(self.params, params)
@@ -259,7 +272,39 @@ class ModuleObjective:
         return Buffers(flatten(averaged), flatten([value.long() for value in kept]).long())
 
 
-def _slot(module: nn.Module, name: str) -> tuple[dict[str, Any], str]:
-    """Where a buffer is kept: the dictionary of its module, and its name there."""
-    owner, _, own = name.rpartition(".")
-    return module.get_submodule(owner)._buffers, own
+def check_trainable(module: nn.Module) -> None:
+    """Refuse, in one line with the remedy, models that torch would fail on somewhere in a round."""
+    lazy = [n for n, p in module.named_parameters() if nn.parameter.is_lazy(p)]
+    require(
+        not lazy,
+        f"{(lazy or [''])[0]} has no shape yet; run one batch through the model where it is built, "
+        "or use a layer that is not lazy",
+    )
+    for name, layer in module.named_modules():
+        require(
+            not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or not layer.sparse,
+            f"the embedding {name!r} has sparse gradients, which cannot be summed; build it with "
+            "sparse=False",
+        )
+        old = [type(h) for h in layer._forward_pre_hooks.values() if isinstance(h, OLD_NORMS)]
+        require(
+            not old,
+            f"{name or type(layer).__name__} uses {' and '.join(o.__name__ for o in old)} of "
+            "torch.nn.utils, which cannot be copied; use torch.nn.utils.parametrizations instead",
+        )
+    types = {p.dtype for p in module.parameters() if p.requires_grad}
+    require(
+        len(types) <= 1,
+        "the parameters are of several types ("
+        + ", ".join(sorted(str(t).removeprefix("torch.") for t in types))
+        + "); convert the model, e.g. with model.float()",
+    )
+
+
+def disable_dropout(module: nn.Module) -> None:
+    """Set the probability of every dropout to zero, those inside other layers included."""
+    for layer in module.modules():
+        if isinstance(layer, _DropoutNd):
+            layer.p = 0.0
+        elif isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
+            layer.dropout = 0.0

@@ -8,17 +8,12 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedexp.data.federation import Batch
 from fedexp.kernels.fuse import fused
 from fedexp.kernels.launch import compiling_together, has_triton
-from fedexp.objective.flat import flatten, pieces
-from fedexp.objective.stacked_layers import CannotStackError, computes_exactly, stacked
-from fedexp.precision import arithmetic
+from fedexp.objective.flat import pieces
+from fedexp.objective.stacked_layers import computes_exactly, stacked
 
 Losses = Callable[[Tensor, Tensor], Tensor]
-Alone = Callable[[Tensor, Batch], Tensor]
-# Beyond that, layers mix up the rows of clients.
-ROUNDING = {torch.float64: 1e-6, torch.float32: 1e-3}
 
 
 class Stack:
@@ -50,20 +45,9 @@ class Stack:
             with compiling_together() as able:
                 if able:
                     compiled, self.losses_of = self.losses_of, self._losses_of
-                    self.gradients(params, x, y, counted)
+                    weights = [w.detach().requires_grad_() for w in self._weights(params)]
+                    self.slopes(weights, x, y, counted)
                     self.losses_of = compiled
-
-    def gradients(self, params: Tensor, x: Tensor, y: Tensor, counted: Tensor) -> Tensor:
-        """The gradient of every client, [K, d]; `counted` [K, B] weighs its examples."""
-        weights = [w.detach().requires_grad_() for w in self._weights(params)]
-        grads = self.slopes(weights, x, y, counted)
-        filled = [
-            torch.zeros_like(w) if g is None else g for g, w in zip(grads, weights, strict=True)
-        ]
-        kind = self.compute_type or params.dtype
-        behind = params.shape[1] - sum(t.numel() for t in self.like)
-        filled += [params.new_zeros(len(params), behind)] if behind else []
-        return flatten([g.to(kind) for g in filled], lead=1)
 
     def slopes(
         self, weights: Sequence[Tensor], x: Tensor, y: Tensor, counted: Tensor
@@ -95,33 +79,3 @@ class Stack:
             return views
         whole = pieces(params, self.like)
         return [w if e else v for v, w, e in zip(views, whole, self.exact, strict=True)]
-
-
-def can_stack(
-    module: nn.Module, losses: Losses, alone: Alone, params: Tensor, batch: Batch
-) -> bool:
-    """Whether stacked layers agree with the gradient of each client `alone`.
-
-    On two examples of two clients with weights that differ, in full precision, and without what
-    layers draw: the module is in evaluation mode.
-    """
-    if params.dtype not in ROUNDING:
-        return False
-    mine = params[:2] * torch.tensor([1.0, 0.9]).to(params)[:, None]
-    few = {name: value[:2, :2] for name, value in batch.items()}
-    counted = torch.full(few["y"].shape[:2], 1 / few["y"].shape[1]).to(params)
-    try:
-        stack = Stack(module, losses)
-        stack.module.eval()
-        with arithmetic("float32"):
-            ours = stack.gradients(mine, few["x"], few["y"], counted)
-            each = [alone(mine[k], {name: v[k] for name, v in few.items()}) for k in range(2)]
-    except CannotStackError:
-        return False
-    except RuntimeError as error:  # a model that looks into its weights finds them stacked
-        if isinstance(error, torch.OutOfMemoryError):
-            raise
-        return False
-    theirs = torch.stack(each)
-    gap = torch.linalg.vector_norm(ours[:, : theirs.shape[1]] - theirs)
-    return bool(gap <= ROUNDING[params.dtype] * torch.linalg.vector_norm(theirs))

@@ -1,15 +1,16 @@
 """The batched engine: all clients of a cohort advance together, step by step.
 
 It computes what the loop computes: the same clients, batches and augmentation, the same rules.
-Clients with shorter batches are padded with rows that count nothing. Only what layers draw
-themselves (dropout) differs: it follows from the seed and the cohort, not from the client.
+Clients with shorter batches are padded with rows that count nothing, or grouped by the length of
+their batches where examples of a batch depend on each other. Only what layers draw themselves
+(dropout) differs: it follows from the seed and the cohort, not from the client.
 """
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 import torch
@@ -25,28 +26,42 @@ from fedexp.engine.state import SimulationState
 from fedexp.engine.whole import Finished, WholeRound, finished, packed, unstacked
 from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning
-from fedexp.objective import BatchedObjective
+from fedexp.objective import BatchedObjective, buffer_changes
 from fedexp.seeding import seeded_torch
 
 COHORT_BYTES = {"cpu": 2**25, "cuda": 2**34}  # models side by side; one, where one is larger
 
 
-class Vectorized:
+Implementation = Literal["layers", "vmap"]
+
+
+class Batched:
     """The engine; it remembers the CUDA graphs of one run.
 
     Args:
+        implementation: "layers" where all layers of the model have a stacked form and the client
+            rule is linear; "vmap" asks the objective for the gradients of all clients.
+        padded: fill up short batches; False groups clients by the length of their batches.
         graphs: replay a round as one CUDA graph; None for yes on a GPU.
         fuse: let `torch.compile` merge the arithmetic of updates; None for yes on a GPU.
-        layered: let parameters lie layer by layer in local training; None for yes on a GPU.
     """
 
     def __init__(
-        self, graphs: bool | None = None, fuse: bool | None = None, layered: bool | None = None
+        self,
+        implementation: Implementation = "vmap",
+        padded: bool = True,
+        graphs: bool | None = None,
+        fuse: bool | None = None,
     ) -> None:
-        self.graphs, self.fuse, self.layered = graphs, fuse, layered
+        self.implementation, self.padded = implementation, padded
+        self.graphs, self.fuse = graphs, fuse
         self._captured: dict[Any, Captured] = {}
         self._in_parts = False
         self._ahead: dict[tuple[int, ...], CohortPlan] = {}
+
+    @property
+    def name(self) -> str:
+        return f"batched ({self.implementation}{'' if self.padded else ', not padded'})"
 
     def __call__(self, work: Work, state: SimulationState) -> tuple[Aggregate, dict[int, Tensors]]:
         """Train the cohort, as many clients at a time as fit; return sums and new client states.
@@ -124,7 +139,8 @@ class Vectorized:
         travel = _on(state.params.device, plan.steps * work.lr)[:, None].to(deltas.dtype)
         kept, extras = rule.finish(deltas, travel, state.shared, mine)
         if outputs["averaged"].numel():
-            extras = {**extras, "buffers": outputs["averaged"]}
+            changes = buffer_changes(outputs["averaged"], state.buffers.averaged)
+            extras = {**extras, "buffers": changes}
         weights = [work.weight(c) for c in clients] if work.weighting == "size" else None
         changed = unstacked(kept, clients, usable(deltas, extras)) if kept else {}
         return Aggregate.of(deltas, weights, extras), changed
@@ -152,7 +168,7 @@ class Vectorized:
 
     def _local_program(self, work: Work, plan: CohortPlan, inputs: Tensors) -> LocalProgram:
         objective, lengths = cast(BatchedObjective, work.task.objective), plan.lengths
-        ragged = objective.mixes_examples and not (lengths == lengths[:, :1]).all()
+        ragged = not self.padded and not (lengths == lengths[:, :1]).all()
         on_gpu = inputs["params"].is_cuda
         return LocalProgram(
             objective,
@@ -166,7 +182,7 @@ class Vectorized:
             all_active=bool(lengths.all()),
             ragged=lengths if ragged else None,
             fuse=on_gpu if self.fuse is None else self.fuse,
-            layered=on_gpu if self.layered is None else self.layered,
+            layered=self.implementation == "layers",
         )
 
 

@@ -24,7 +24,7 @@ RUNS_KEPT = 4096  # whose eigenvectors are remembered; they take less than the c
 MOST_DIRECTIONS = 4  # for each local step: finding more eigenvalues takes longer than the steps
 
 
-def steps_are_linear(work: Work, state: SimulationState) -> bool:
+def suits_quadratic(work: Work, state: SimulationState) -> bool:
     """Whether this engine suits the work: least squares on whole batches, a linear correction."""
     local, objective = work.local, work.task.objective
     if not isinstance(objective, LeastSquares) or state.params.device.type != "cpu":
@@ -39,8 +39,10 @@ def steps_are_linear(work: Work, state: SimulationState) -> bool:
     )
 
 
-class Linear:
-    """The engine; it remembers what it found out about the clients' data."""
+class Quadratic:
+    """The engine; it remembers the eigenvectors of the clients' data."""
+
+    name = "quadratic"
 
     def __init__(self) -> None:
         self._steps = lru_cache(maxsize=RUNS_KEPT)(_steps)

@@ -1,0 +1,214 @@
+"""The loss of one client as a pure function of its tensors: what `torch.func.vmap` batches.
+
+The module's own forward is called with other tensors in the slots of its parameters and buffers,
+so every model that torch can trace through is covered: shared weights, modules that have two names
+and buffers that forward replaces included. Fused recurrent layers, which vmap does not know, are
+unrolled step by step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+Slot = tuple[dict[str, Any], str]
+
+
+class FunctionalModule:
+    """A module whose parameters and buffers are arguments.
+
+    Args:
+        module: the model; it is left as it is after every call.
+        parameters: those that are arguments, in their order; others stay as they are.
+        buffers: names of the buffers that are arguments, in their order.
+    """
+
+    def __init__(
+        self, module: nn.Module, parameters: Sequence[nn.Parameter], buffers: Sequence[str]
+    ) -> None:
+        self.module = unrolled(module)
+        where = dict(zip(module.parameters(), self.module.parameters(), strict=True))
+        self._parameters = [parameter_slots(self.module, where[p]) for p in parameters]
+        self._buffers = [buffer_slot(self.module, name) for name in buffers]
+
+    def __call__(
+        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], *inputs: Tensor
+    ) -> tuple[Any, list[Tensor]]:
+        """Return the output in training mode, and the buffers after it."""
+        self.module.train()
+        slots = [(slot, p) for own, p in zip(self._parameters, parameters, strict=True)
+                 for slot in own]  # fmt: skip
+        slots += zip(self._buffers, buffers, strict=True)
+        with _swapped(slots):
+            output = self.module(*inputs)
+            return output, [home[name] for home, name in self._buffers]
+
+
+@contextmanager
+def _swapped(values: Sequence[tuple[Slot, Tensor]]) -> Iterator[None]:
+    """Put tensors into slots, and put back what was there."""
+    before = [(slot, slot[0][slot[1]]) for slot, _ in values]
+    try:
+        for (home, name), value in values:
+            home[name] = value
+        yield
+    finally:
+        for (home, name), value in before:
+            home[name] = value
+
+
+def parameter_slots(module: nn.Module, parameter: nn.Parameter) -> list[Slot]:
+    """Return every place that holds a parameter, once, whatever names lead there."""
+    homes = {id(each._parameters): each._parameters for each in module.modules()}
+    return [(home, n) for home in homes.values() for n, p in home.items() if p is parameter]
+
+
+def buffer_slot(module: nn.Module, name: str) -> Slot:
+    """Return where a buffer is stored: the dictionary of its module, and its name there."""
+    owner, _, own = name.rpartition(".")
+    return module.get_submodule(owner)._buffers, own
+
+
+def unrolled(module: nn.Module) -> nn.Module:
+    """Return the module itself, or a copy without fused recurrent layers where it has any.
+
+    >>> lstm = nn.LSTM(2, 3)
+    >>> type(unrolled(lstm)).__name__, unrolled(nn.Linear(2, 3)).__class__ is nn.Linear
+    ('UnrolledLSTM', True)
+    """
+    if not any(type(each) in UNROLLED for each in module.modules()):
+        return module
+    copy = deepcopy(module)
+    for each in copy.modules():
+        if type(each) in UNROLLED:
+            each.__class__ = UNROLLED[type(each)]
+    return copy
+
+
+Hidden = tuple[Tensor, ...]
+
+
+def lstm_cell(gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
+    """One step; `gates` [B, 4 H] is the input's part, `weights` are W_hh, b_hh and a projection."""
+    h, c = hidden
+    gates = gates + F.linear(h, _not_none(weights[0]), weights[1])
+    i, f, g, o = gates.chunk(4, dim=-1)
+    c = f.sigmoid() * c + i.sigmoid() * g.tanh()
+    h = o.sigmoid() * c.tanh()
+    return (h if weights[2] is None else F.linear(h, weights[2])), c
+
+
+def gru_cell(gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
+    """One step; the reset gate applies to the hidden state's part, its bias included."""
+    (h,) = hidden
+    inner = F.linear(h, _not_none(weights[0]), weights[1])
+    (xr, xz, xn), (hr, hz, hn) = gates.chunk(3, dim=-1), inner.chunk(3, dim=-1)
+    r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
+    n = (xn + r * hn).tanh()
+    return (n + z * (h - n),)
+
+
+def rnn_cell(
+    gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden, relu: bool = False
+) -> Hidden:
+    """One step of an Elman network."""
+    summed = gates + F.linear(hidden[0], _not_none(weights[0]), weights[1])
+    return (summed.relu() if relu else summed.tanh(),)
+
+
+def _not_none(weight: Tensor | None) -> Tensor:
+    assert weight is not None
+    return weight
+
+
+class _Unrolled(nn.RNNBase):
+    """The forward pass of a recurrent layer, one step after another, in plain operations."""
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        batched = input.dim() == 3
+        x = input if batched else input.unsqueeze(1)
+        x = x.transpose(0, 1) if batched and self.batch_first else x
+        states = self._states(x, hx, batched)
+        ends: list[Hidden] = []
+        for layer in range(self.num_layers):
+            ways = [self._way(x, layer, back, states[len(ends) + back]) for back in self._ways]
+            x = torch.cat([out for out, _ in ways], dim=-1)
+            ends += [end for _, end in ways]
+            if self.dropout and layer + 1 < self.num_layers:
+                x = F.dropout(x, self.dropout, self.training)
+        last = tuple(torch.stack(each) for each in zip(*ends, strict=True))
+        if not batched:
+            x, last = x.squeeze(1), tuple(each.squeeze(1) for each in last)
+        elif self.batch_first:
+            x = x.transpose(0, 1)
+        return x, (last if self._parts == 2 else last[0])
+
+    @property
+    def _parts(self) -> int:
+        return 2 if isinstance(self, nn.LSTM) else 1
+
+    @property
+    def _ways(self) -> range:
+        return range(2 if self.bidirectional else 1)
+
+    def _states(self, x: Tensor, hx: Any, batched: bool) -> list[Hidden]:
+        """Return the hidden state of each layer and direction before the first step."""
+        count = self.num_layers * len(self._ways)
+        if hx is None:
+            sizes = (self.proj_size or self.hidden_size, self.hidden_size)[: self._parts]
+            given = tuple(x.new_zeros(count, x.shape[1], size) for size in sizes)
+        else:
+            given = tuple(hx) if self._parts == 2 else (hx,)
+            given = given if batched else tuple(each.unsqueeze(1) for each in given)
+        return list(zip(*(each.unbind(0) for each in given), strict=True))
+
+    def _way(self, x: Tensor, layer: int, back: int, hidden: Hidden) -> tuple[Tensor, Hidden]:
+        """Return the outputs of one layer in one direction, and its last hidden state."""
+        end = f"l{layer}" + ("_reverse" if back else "")
+        w_ih, b_ih, w_hh, b_hh, w_hr = (
+            self._parameters.get(f"{name}_{end}")
+            for name in ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
+        )
+        gates = F.linear(x, _not_none(w_ih), b_ih).unbind(0)
+        outputs = []
+        for gate in reversed(gates) if back else gates:
+            hidden = self._cell(gate, (w_hh, b_hh, w_hr), hidden)
+            outputs.append(hidden[0])
+        return torch.stack(outputs[::-1] if back else outputs), hidden
+
+    def _cell(self, gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
+        raise NotImplementedError
+
+
+class UnrolledLSTM(_Unrolled, nn.LSTM):  # type: ignore[misc]  # of its overloads
+    """`nn.LSTM` in plain operations."""
+
+    def _cell(self, gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
+        return lstm_cell(gates, weights, hidden)
+
+
+class UnrolledGRU(_Unrolled, nn.GRU):  # type: ignore[misc]  # of its overloads
+    """`nn.GRU` in plain operations."""
+
+    def _cell(self, gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
+        return gru_cell(gates, weights, hidden)
+
+
+class UnrolledRNN(_Unrolled, nn.RNN):  # type: ignore[misc]  # of its overloads
+    """`nn.RNN` in plain operations."""
+
+    def _cell(self, gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
+        return rnn_cell(gates, weights, hidden, self.nonlinearity == "relu")
+
+
+UNROLLED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.LSTM: UnrolledLSTM,
+    nn.GRU: UnrolledGRU,
+    nn.RNN: UnrolledRNN,
+}
