@@ -286,7 +286,7 @@ CONTROL = [
     Case("while-on-data", models.two_layers(models.by_norm), batched=False),
     Case("double-backward", models.two_layers(models.slope), batched=None),
     Case("checkpoint", models.two_layers(models.in_checkpoint), batched=None),
-    Case("own-function", models.with_function(models.Halved), batched=False),
+    Case("own-function", models.with_function(models.Halved), batched=None),
     Case("own-function-batched", models.with_function(models.HalvedBatched)),
 ]
 

@@ -99,7 +99,7 @@ class Batched:
             "packed": _on(state.params.device, packed(key, work.lr, plan.who, plan.steps, weights)),
         }
         local = self._local_program(work, plan, inputs)
-        if local.ragged is not None:
+        if not local.is_static:
             return None
         whole = WholeRound(local, work.algorithm, work.total_weight)
         try:
@@ -129,7 +129,7 @@ class Batched:
         }
         with seeded_torch(work.seed, "layers", work.round, clients[0]):
             program = self._local_program(work, plan, inputs)
-            if program.ragged is None and self._replays(state):
+            if program.is_static and self._replays(state):
                 outputs = self._replayed(program.sizes, program, inputs)
             else:
                 outputs = program(inputs)
@@ -168,7 +168,7 @@ class Batched:
 
     def _local_program(self, work: Work, plan: CohortPlan, inputs: Tensors) -> LocalProgram:
         objective, lengths = cast(BatchedObjective, work.task.objective), plan.lengths
-        ragged = not self.padded and not (lengths == lengths[:, :1]).all()
+        short = not self.padded and bool((lengths != plan.width).any())
         on_gpu = inputs["params"].is_cuda
         return LocalProgram(
             objective,
@@ -180,7 +180,7 @@ class Batched:
             width=plan.width,
             reach=plan.reach,
             all_active=bool(lengths.all()),
-            ragged=lengths if ragged else None,
+            lengths=lengths if short else None,
             fuse=on_gpu if self.fuse is None else self.fuse,
             layered=self.implementation == "layers",
         )

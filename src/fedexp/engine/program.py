@@ -44,7 +44,7 @@ class LocalProgram:
     Attributes:
         steps, width, reach: of the plan.
         all_active: every client takes part in every step.
-        ragged: the lengths, on the host, where batches must not be padded; else None.
+        lengths: of the batches, [S, K], where they must not be padded; else None.
         fuse: whether `torch.compile` is to merge the arithmetic of an update.
         layered: whether parameters are stored layer by layer; model and rule must allow it.
     """
@@ -58,14 +58,20 @@ class LocalProgram:
     width: int
     reach: int
     all_active: bool = True
-    ragged: NDArray[np.int64] | None = None
+    lengths: NDArray[np.int64] | None = None
     fuse: bool = False
     layered: bool = False
 
     @property
     def sizes(self) -> tuple[int, ...]:
         """What a captured program is made for, beside the shapes of its inputs."""
-        return self.steps, self.width, self.reach, self.all_active
+        exact = () if self.lengths is None else tuple(self.lengths[:, 0].tolist())
+        return self.steps, self.width, self.reach, self.all_active, *exact
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the shapes of a step are the same for every cohort of such clients."""
+        return self.lengths is None or bool((self.lengths == self.lengths[:, :1]).all())
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
         size, inputs = inputs["params"].numel(), self._aligned(inputs)
@@ -76,7 +82,7 @@ class LocalProgram:
         fields = part(inputs, "data.") or self.fields
         for s, batch in enumerate(self._batches(fields, rows, inputs.get("draws"))):
             walk = walk or self._setting_out(inputs, batch, valid)
-            walk.step(s, batch, None if self.ragged is None else self.ragged[s])
+            walk.step(s, batch, None if self.lengths is None else self.lengths[s])
         assert walk is not None  # there is a step
         params, buffers = walk.where()
         return {"params": params[:, :size], "averaged": buffers.averaged, "kept": buffers.kept}

@@ -134,7 +134,11 @@ def _by_length(
     valid: Tensor,
     lengths: NDArray[np.int64],
 ) -> tuple[Tensor, Buffers]:
-    """Gradients in groups of equal batches, for models in which examples mix."""
+    """Gradients in groups of equal batches, for models and losses in which examples mix."""
+    longest = int(lengths.max())
+    if (lengths == longest).all():
+        whole = {name: value[:, :longest] for name, value in batch.items()}
+        return objective.gradients(params, buffers, whole, valid[:, :longest])
     grads, after = torch.zeros_like(params), Buffers(*(b.clone() for b in buffers))
     for length in np.unique(lengths[lengths > 0]):
         who = torch.from_numpy(np.flatnonzero(lengths == length)).to(params.device)
