@@ -132,7 +132,7 @@ def _local_step(
     module = problem.worker
     module.train()
     module.zero_grad(set_to_none=True)
-    problem.loss(module(x[picked]), y[picked]).mean().backward()  # type: ignore[no-untyped-call]
+    problem.loss(module(x[picked]), y[picked]).mean().backward()
     with torch.no_grad():
         grads: Named = {}
         weights = {n: p for n, p in module.named_parameters() if p.requires_grad}

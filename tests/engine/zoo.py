@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 from tests.engine import zoo_models as models
 from tests.engine.zoo_models import CLASSES, LENGTH, WIDTH, WORDS, Build, Loss
 
-UNEQUAL = (7, 10, 12, 6)  # in batches of 4: short last batches of 3, 2, 4 and 2 examples
+UNEQUAL = (7, 10, 3, 6)  # in batches of 4: short last batches of 3, 2, 3 and 2 examples
 EQUAL = (10, 10, 10, 10)  # short last batches of 2 for all
 
 
@@ -120,6 +120,7 @@ PLAIN = [
     ),
     Case("bilinear", models.bilinear),
     Case("einsum", models.two_layers(models.by_einsum)),
+    Case("input-in-place", models.two_layers(models.input_in_place), batched=None),
     Case("fft", models.two_layers(models.spectral)),
 ]
 
@@ -168,6 +169,7 @@ CONVOLUTIONS = [
     ),
     Case("squeeze-excite", models.squeezed, "images"),
     Case("unfold", models.unfolded, "images"),
+    Case("channels-last", models.channels_last, "images"),
     image_case("residual-group-norm", lambda: models.Residual(2, 4, lambda n: nn.GroupNorm(2, n))),
     image_case(
         "residual-batch-norm",
@@ -224,6 +226,8 @@ WEIGHTS = [
     ),
     Case("symmetric", partial(models.parametrised, models.symmetric)),
     Case("bare-parameters", models.Bare),
+    Case("cosine", models.two_layers(models.cosine)),
+    Case("weight-norm-by-hand", models.two_layers(models.by_weight_norm)),
 ]
 
 LOSSES = [
@@ -260,12 +264,17 @@ MIXING = [
         sizes=EQUAL,
         batched=None,
     ),
+    Case("mixing-short-batches", models.two_layers(models.mixing_short_batches), batched=None),
+    Case("mixing-long-batches", models.two_layers(models.mixing_long_batches), batched=None),
+    Case("by-batch-size", models.two_layers(models.by_batch_size), batched=None),
+    Case("softmax-over-batch", models.two_layers(models.softmax_over_batch), batched=None),
     Case("mixing-behind-zeros", models.behind_zeros, batched=None),
     Case("one-by-one-in-training", models.OneByOne, "images", batched=None, threads=None),
 ]
 
 CALLS = [
     Case("replaced-forward", models.replaced_forward, batched=None, threads=None, dense=None),
+    Case("closure-forward", models.closure_forward, **PERHAPS),
     Case("forward-hook", models.forward_hook, **PERHAPS),
     Case("forward-pre-hook", models.forward_pre_hook, **PERHAPS),
     Case("full-backward-hook", models.backward_hook, **PERHAPS),
@@ -277,6 +286,8 @@ BUFFERS = [
     Case("integer-buffers", models.Counting),
     Case("rebound-buffers", models.Rebinding),
     Case("constant-buffers", models.constants),
+    Case("shared-buffer", models.SharedBuffer, batched=None),
+    Case("norm-kept-in-eval", models.KeptInEval),
 ]
 
 CONTROL = [

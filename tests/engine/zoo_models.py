@@ -268,6 +268,24 @@ def two_layers(run: Callable[[Any, Tensor], Tensor], **more: Any) -> Build:
     return lambda: Called(run, first=nn.Linear(WIDTH, 8), last=nn.Linear(8, CLASSES), **more)
 
 
+def mixing_short_batches(m: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(m.first(x))
+    return m.last(h - h.mean(0) if len(x) < 4 else h)
+
+
+def mixing_long_batches(m: Any, x: Tensor) -> Tensor:
+    h = torch.tanh(m.first(x))
+    return m.last(h - h.roll(1, 0) if len(x) > 3 else h)
+
+
+def by_batch_size(m: Any, x: Tensor) -> Tensor:
+    return m.last(torch.tanh(m.first(x)) * 4 / len(x))
+
+
+def softmax_over_batch(m: Any, x: Tensor) -> Tensor:
+    return m.last(8 * torch.softmax(m.first(x), dim=0))
+
+
 class OneByOne(nn.Module):
     """Calls the layers of its sequence one by one, but in training only. Large enough for threads.
 
@@ -292,13 +310,25 @@ class OneByOne(nn.Module):
 # Replaced calls and hooks ---------------------------------------------------------------------
 
 
+def halved(module: nn.Module, *gradients: Any) -> tuple[Tensor]:
+    """Return half of the first gradient: as a hook of the backward pass, or before it."""
+    return (gradients[0][0] * 0.5,)
+
+
 def replaced_forward() -> nn.Module:
     """A dense network of which one layer has another `forward`."""
     model = mlp()
     layer = model.get_submodule("0")
-    layer.forward = types.MethodType(  # type: ignore[method-assign]
-        lambda self, x: 2 * F.linear(x, self.weight, self.bias), layer
-    )
+    layer.forward = types.MethodType(lambda self, x: 2 * F.linear(x, self.weight, self.bias), layer)
+    return model
+
+
+def closure_forward() -> nn.Module:
+    """The same by a closure, which a copy of the model would share with the original."""
+    model = mlp()
+    layer = model.get_submodule("0")
+    assert isinstance(layer, nn.Linear)
+    layer.forward = lambda x: 2 * F.linear(x, layer.weight, layer.bias)
     return model
 
 
@@ -316,13 +346,13 @@ def forward_pre_hook() -> nn.Module:
 
 def backward_hook() -> nn.Module:
     model = mlp()
-    model.get_submodule("1").register_full_backward_hook(lambda m, down, up: (down[0] * 0.5,))
+    model.get_submodule("1").register_full_backward_hook(halved)
     return model
 
 
 def backward_pre_hook() -> nn.Module:
     model = mlp()
-    model.get_submodule("1").register_full_backward_pre_hook(lambda m, up: (up[0] * 0.5,))
+    model.get_submodule("1").register_full_backward_pre_hook(halved)
     return model
 
 
@@ -374,6 +404,53 @@ class Rebinding(nn.Module):
         return self.net(x - self.running) / (1 + 0.1 * self.calls)
 
 
+class Reader(nn.Module):
+    """Subtracts a buffer that another module updates."""
+
+    running: Tensor
+
+    def __init__(self, running: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("running", running)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x - self.running
+
+
+class SharedBuffer(nn.Module):
+    """One running mean that two modules hold: the first updates it, the second reads it."""
+
+    running: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("running", torch.zeros(WIDTH))
+        self.shift = Reader(self.running)
+        self.net = mlp(nn.Tanh)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.running.mul_(0.8).add_(0.2 * x.detach().mean(0))
+        return self.net(self.shift(x))
+
+
+class KeptInEval(nn.Module):
+    """A pretrained normalisation that stays in evaluation mode while the rest is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.net = mlp()
+
+    def train(self, mode: bool = True) -> KeptInEval:
+        super().train(mode)
+        self.norm.eval()
+        return self
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(self.norm(x))
+
+
 def constants() -> nn.Module:
     """Buffers that never change: a truth value for each input, bytes, and a scale."""
     model = two_layers(lambda m, x: m.last(torch.tanh(m.first(x * m.mask / m.bytes) * m.scale)))()
@@ -413,6 +490,17 @@ class Bare(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = torch.relu(self.scale * x @ self.blocks[0] + self.shifts["in"])
         return h @ self.blocks[1] + self.shifts["out"]
+
+
+def cosine(m: Any, x: Tensor) -> Tensor:
+    """Score by the angle to each class: the layer's weight is used, its forward pass is not."""
+    h = F.normalize(torch.tanh(m.first(x)), dim=1)
+    return 4 * F.linear(h, F.normalize(m.last.weight, dim=1))
+
+
+def by_weight_norm(m: Any, x: Tensor) -> Tensor:
+    """Divide by the norm of all weights of a layer: a single number per model."""
+    return m.last(torch.tanh(m.first(x))) / m.last.weight.norm()
 
 
 # Control flow and autograd --------------------------------------------------------------------
@@ -552,6 +640,16 @@ def of_words(**options: Any) -> Build:
         embed=nn.Embedding(WORDS, 6, **options),
         head=nn.Linear(6, CLASSES),
     )
+
+
+def channels_last() -> nn.Module:
+    model: nn.Module = on_images(conv(), nn.ReLU(), conv(4, 4), nn.ReLU())
+    return model.to(memory_format=torch.channels_last)
+
+
+def input_in_place(m: Any, x: Tensor) -> Tensor:
+    """Scale the input where it is stored, as code that knows its batches to be copies does."""
+    return m.last(torch.tanh(m.first(x.mul_(0.5))))
 
 
 def functional_dropout(m: Any, x: Tensor) -> Tensor:
