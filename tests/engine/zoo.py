@@ -37,6 +37,7 @@ class Case:
         batched, threads, dense: whether the engine must train it (True), must refuse it (False),
             or may do either (None).
         draws: layers draw random numbers, and other ones in another precision.
+        large: "auto" takes threads for it, where there are several cores.
         redraws: layers draw random numbers that other engines may draw differently, so that only
             the loop is compared.
     """
@@ -52,6 +53,7 @@ class Case:
     dense: bool | None = False
     draws: bool = False
     redraws: bool = False
+    large: bool = False
 
 
 def examples(data: str, labels: str, count: int) -> tuple[Tensor, Tensor]:
@@ -269,7 +271,9 @@ MIXING = [
     Case("by-batch-size", models.two_layers(models.by_batch_size), batched=None),
     Case("softmax-over-batch", models.two_layers(models.softmax_over_batch), batched=None),
     Case("mixing-behind-zeros", models.behind_zeros, batched=None),
-    Case("one-by-one-in-training", models.OneByOne, "images", batched=None, threads=None),
+    Case(
+        "one-by-one-in-training", models.OneByOne, "images", batched=None, threads=None, large=True
+    ),
 ]
 
 CALLS = [
