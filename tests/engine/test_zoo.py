@@ -254,7 +254,7 @@ def test_a_named_engine_is_the_loop_or_refuses(case: Case, engine: str) -> None:
         assert engine in refusal or "engine" in refusal
         return
     assert must is not False, f"{engine} must refuse it"
-    assert record.engine.startswith(engine)  # type: ignore[attr-defined]
+    assert record.engine.startswith(engine)
     if not case.redraws:
         found = gap(outcome(task, record), by_loop(case.name, torch.float64), case)
         assert found.params <= EXACT
@@ -266,7 +266,7 @@ def test_auto_is_never_wrong(case: Case) -> None:
     with warnings.catch_warnings(), library_threads(2 if case.large else 1):
         warnings.simplefilter("ignore", EngineWarning)
         task, record = run(case, torch.float32, "auto")
-    assert record.engine  # type: ignore[attr-defined]
+    assert record.engine
     if not case.redraws:
         assert_as_exact(outcome(task, record), case)
 
@@ -332,4 +332,4 @@ def test_the_quadratic_engine_is_plain_torch(recipe: Recipe) -> None:
         *_, last = fx.simulate(task, algorithm_of(recipe), ROUNDS, seed=SEED, **options)
         off = last.state.params - plain.params["weight"][0]
         assert off.norm() <= EXACT * (start - plain.params["weight"][0]).norm()
-        assert last.engine.startswith(engine)  # type: ignore[attr-defined]
+        assert last.engine.startswith(engine)

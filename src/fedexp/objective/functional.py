@@ -34,45 +34,50 @@ class FunctionalModule:
     ) -> None:
         self.module = unrolled(module)
         where = dict(zip(module.parameters(), self.module.parameters(), strict=True))
-        self._parameters = [parameter_slots(self.module, where[p]) for p in parameters]
-        self._buffers = [buffer_slot(self.module, name) for name in buffers]
+        named = dict(self.module.named_buffers())
+        self._parameters = [slots_of(self.module, where[p]) for p in parameters]
+        self._buffers = [slots_of(self.module, named[name]) for name in buffers]
 
     def __call__(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], *inputs: Tensor
     ) -> tuple[Any, list[Tensor]]:
         """Return the output in training mode, and the buffers after it."""
         self.module.train()
-        slots = [(slot, p) for own, p in zip(self._parameters, parameters, strict=True)
-                 for slot in own]  # fmt: skip
-        slots += zip(self._buffers, buffers, strict=True)
-        with _swapped(slots):
+        slots = [*self._parameters, *self._buffers]
+        with _swapped(slots, [*parameters, *buffers]):
             output = self.module(*inputs)
-            return output, [home[name] for home, name in self._buffers]
+            return output, [read(own) for own in self._buffers]
+
+
+def slots_of(module: nn.Module, tensor: Tensor) -> list[Slot]:
+    """Return every place of a module that holds a tensor, once, whatever names lead there."""
+    homes = [home for each in module.modules() for home in (each._parameters, each._buffers)]
+    return [(home, name) for home in homes for name, held in home.items() if held is tensor]
+
+
+def put(slots: Sequence[Slot], value: Tensor | None) -> None:
+    """Let all places hold one tensor."""
+    for home, name in slots:
+        home[name] = value
+
+
+def read(slots: Sequence[Slot]) -> Tensor:
+    """Return the tensor that places hold."""
+    home, name = slots[0]
+    return home[name]
 
 
 @contextmanager
-def _swapped(values: Sequence[tuple[Slot, Tensor]]) -> Iterator[None]:
-    """Put tensors into slots, and put back what was there."""
-    before = [(slot, slot[0][slot[1]]) for slot, _ in values]
+def _swapped(slots: Sequence[Sequence[Slot]], values: Sequence[Tensor]) -> Iterator[None]:
+    """Put tensors into their places, and put back what was there."""
+    before = [read(own) for own in slots]
     try:
-        for (home, name), value in values:
-            home[name] = value
+        for own, value in zip(slots, values, strict=True):
+            put(own, value)
         yield
     finally:
-        for (home, name), value in before:
-            home[name] = value
-
-
-def parameter_slots(module: nn.Module, parameter: nn.Parameter) -> list[Slot]:
-    """Return every place that holds a parameter, once, whatever names lead there."""
-    homes = {id(each._parameters): each._parameters for each in module.modules()}
-    return [(home, n) for home in homes.values() for n, p in home.items() if p is parameter]
-
-
-def buffer_slot(module: nn.Module, name: str) -> Slot:
-    """Return where a buffer is stored: the dictionary of its module, and its name there."""
-    owner, _, own = name.rpartition(".")
-    return module.get_submodule(owner)._buffers, own
+        for own, value in zip(slots, before, strict=True):
+            put(own, value)
 
 
 def unrolled(module: nn.Module) -> nn.Module:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from copy import copy, deepcopy
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from fedexp.data.federation import Batch
 from fedexp.errors import require
 from fedexp.objective.base import Buffers
 from fedexp.objective.flat import flatten, pieces, unflatten_into
-from fedexp.objective.functional import FunctionalModule, buffer_slot
+from fedexp.objective.functional import FunctionalModule, put, read, slots_of
 from fedexp.objective.layered import LayeredStack
 from fedexp.objective.stack import Stack
 from fedexp.objective.stacked_layers import CannotStackError
@@ -27,6 +28,7 @@ from fedexp.precision import Precision
 from fedexp.seeding import seeded_torch
 
 FUSED_WEIGHTS = 16  # compiling a model of more takes longer than it saves
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OLD_NORMS = (WeightNorm, SpectralNorm)  # hooks that keep a weight which is no parameter
 
 
@@ -52,13 +54,19 @@ class ModuleObjective:
     ) -> None:
         if isinstance(build, nn.Module):
             check_trainable(build)
+            require(
+                is_copied_whole(build),
+                "this model has hooks or a forward that a copy would not follow; pass a function "
+                "that builds it, e.g. lambda: MyModel()",
+            )
         self.build = partial(deepcopy, build) if isinstance(build, nn.Module) else build
         self.loss = loss or nn.CrossEntropyLoss(reduction="none")
         self.classifies = classifies
         with seeded_torch(0, "scratch"):
             module = self.build()
         check_trainable(module)
-        self.module = deepcopy(module)
+        # a copy, in case that `build` returns one module again and again
+        self.module = deepcopy(module) if is_copied_whole(module) else module
         self.device = torch.device("cpu")
         self.compute_type: torch.dtype | None = None
         self._list_tensors()
@@ -74,7 +82,8 @@ class ModuleObjective:
         self.kept = [buffers[name] for name in kept]
         self.buffer_names = [*averaged, *kept]
         # a forward pass may write to its buffers, or put others in their place: both are followed
-        self.slots = [buffer_slot(self.module, name) for name in self.buffer_names]
+        self.slots = [slots_of(self.module, buffers[name]) for name in self.buffer_names]
+        self._writes: dict[bool, bool] = {}  # to its inputs or weights, in training mode or not
         self.stack: Stack | None = None
         self._functional: FunctionalModule | None = None
         self.evaluates_layers = False  # set once stacked layers are known to give the same values
@@ -98,11 +107,11 @@ class ModuleObjective:
             dropout: whether dropout layers drop anything.
         """
         other = copy(self)
-        try:
+        if is_copied_whole(self.module):
             other.module = deepcopy(self.module)
-        except RuntimeError:  # forward has left results in it, which torch does not copy
+        else:
             with seeded_torch(0, "scratch"):
-                other.module = self.build().to(self.device)
+                other.module = self._built().to(self.device)
             other.module.load_state_dict(self.module.state_dict())
         if dtype is not None:
             other.module.to(dtype)
@@ -129,7 +138,7 @@ class ModuleObjective:
 
     def initial(self, seed: int) -> tuple[Tensor, Buffers]:
         with seeded_torch(seed, "initial weights"):
-            module = self.build()
+            module = self._built()
         params = flatten([p.detach() for p in module.parameters() if p.requires_grad])
         averaged = flatten([b for b in module.buffers() if b.is_floating_point()])
         kept = flatten([b.long() for b in module.buffers() if not b.is_floating_point()])
@@ -138,9 +147,7 @@ class ModuleObjective:
 
     def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         self.module.train()
-        self._bind(params, buffers)
-        with self._autocast():
-            output = self.module(batch["x"])
+        output = self._forward(params, buffers, batch["x"])
         loss = self._losses(output.to(params.dtype), batch["y"]).mean()
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
         filled = [
@@ -221,10 +228,35 @@ class ModuleObjective:
             if self._laid_out is None or self._laid_out[0] is not params:
                 self._laid_out = params, LayeredStack(self.stack, params[None])
             return self._laid_out[1].outputs(x)
-        self._bind(params, buffers)
         self.module.eval()
+        return self._forward(params, buffers, x)
+
+    def _forward(self, params: Tensor, buffers: Buffers, x: Tensor) -> Tensor:
+        """Call the module. What it writes to (`x.mul_()`, `max_norm`) is a copy.
+
+        In training mode the parameters are the caller's copy, and a step continues from what
+        forward makes of them.
+        """
+        training = self.module.training
+        if self._writes.get(training, True):
+            x = x.clone()
+            params = params if training else params.clone()
+        self._bind(params, buffers)
+        before = x._version, [p._version for p in self.params]
         with self._autocast():
-            return self.module(x)
+            output: Tensor = self.module(x)
+        if training not in self._writes:
+            self._writes[training] = before != (x._version, [p._version for p in self.params])
+        return output
+
+    def _built(self) -> nn.Module:
+        module = self.build()
+        require(
+            module is not self.module,
+            "the function that builds the model returns one model again and again; return a new "
+            "one at every call, or pass the model itself",
+        )
+        return module
 
     def load(self, params: Tensor, buffers: Buffers) -> nn.Module:
         """A module of its own with these parameters and buffers: the trained model."""
@@ -258,14 +290,14 @@ class ModuleObjective:
             buffers.averaged.clone(), self.averaged
         )  # the forward pass writes to them
         kept = [piece.to(t.dtype, copy=True) for piece, t in self._typed(buffers.kept)]
-        for (home, name), value in zip(self.slots, [*averaged, *kept], strict=True):
-            home[name] = value
+        for own, value in zip(self.slots, [*averaged, *kept], strict=True):
+            put(own, value)
 
     def _typed(self, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
         return list(zip(pieces(kept, self.kept), self.kept, strict=True))
 
     def _buffers(self) -> Buffers:
-        return self._gathered([home[name].detach() for home, name in self.slots])
+        return self._gathered([read(own).detach() for own in self.slots])
 
     def _gathered(self, values: Sequence[Tensor]) -> Buffers:
         averaged, kept = values[: len(self.averaged)], values[len(self.averaged) :]
@@ -286,11 +318,11 @@ def check_trainable(module: nn.Module) -> None:
             f"the embedding {name!r} has sparse gradients, which cannot be summed; build it with "
             "sparse=False",
         )
-        old = [type(h) for h in layer._forward_pre_hooks.values() if isinstance(h, OLD_NORMS)]
+        old = [h for h in layer._forward_pre_hooks.values() if isinstance(h, OLD_NORMS)]
         require(
             not old,
-            f"{name or type(layer).__name__} uses {' and '.join(o.__name__ for o in old)} of "
-            "torch.nn.utils, which cannot be copied; use torch.nn.utils.parametrizations instead",
+            f"{name or type(layer).__name__} uses torch.nn.utils.weight_norm or spectral_norm, "
+            "which cannot be copied; use the one of torch.nn.utils.parametrizations instead",
         )
     types = {p.dtype for p in module.parameters() if p.requires_grad}
     require(
@@ -299,6 +331,33 @@ def check_trainable(module: nn.Module) -> None:
         + ", ".join(sorted(str(t).removeprefix("torch.") for t in types))
         + "); convert the model, e.g. with model.float()",
     )
+
+
+def is_copied_whole(module: nn.Module) -> bool:
+    """Return whether `deepcopy` makes a model that is independent of this one and behaves like it.
+
+    It drops hooks of tensors, functions that refer to the model still refer to this one, and
+    results that forward has left in attributes cannot be copied.
+    """
+    if any(p._backward_hooks for p in module.parameters()):
+        return False
+    for layer in module.modules():
+        own = vars(layer)
+        if any(isinstance(v, Tensor) and not v.is_leaf for v in own.values()):
+            return False
+        functions = [own.get("forward")]
+        for name in HOOKS:
+            functions += list(own.get(name, {}).values())
+        if any(_refers_to_model(each) for each in functions):
+            return False
+    return True
+
+
+def _refers_to_model(function: Any) -> bool:
+    cells = getattr(function, "__closure__", None) or ()
+    defaults = getattr(function, "__defaults__", None) or ()
+    held = [*(cell.cell_contents for cell in cells), *defaults]
+    return any(isinstance(each, nn.Module | Tensor) for each in held)
 
 
 def disable_dropout(module: nn.Module) -> None:
