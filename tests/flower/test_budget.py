@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,18 +12,25 @@ import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 
+from fedexp.errors import UsageError
 from fedexp.flower import FedAvg, local_privacy
-from fedexp.flower.budget import FILE
-from fedexp.privacy import LocalPrivacy, epsilon
+from fedexp.flower.budget import FILE, FOLDER, Budget
+from fedexp.privacy import LocalPrivacy, Release, epsilon
 from tests.flower.fake_grid import FakeGrid
 
 LOCAL = LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0, rounds=2)
 SECRET = "patient 4711"
 
 
-def grid_of(privacy: LocalPrivacy = LOCAL, says: str | None = None) -> FakeGrid:
-    """Three nodes that have just been started; their apps raise where `says` is given."""
-    app = ClientApp(mods=[local_privacy(privacy)])
+def grid_of(
+    privacy: LocalPrivacy = LOCAL,
+    says: str | None = None,
+    nodes: int | Sequence[Mapping[str, Any]] = 3,
+    seed: int = 0,
+    account: str = "default",
+) -> FakeGrid:
+    """Nodes that have just been started; their apps raise where `says` is given."""
+    app = ClientApp(mods=[local_privacy(privacy, account=account)])
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
@@ -30,7 +39,7 @@ def grid_of(privacy: LocalPrivacy = LOCAL, says: str | None = None) -> FakeGrid:
         metrics = MetricRecord({"num-examples": 1})
         return Message(RecordDict({"arrays": model(), "metrics": metrics}), reply_to=message)
 
-    return FakeGrid(app, 3)
+    return FakeGrid(app, nodes, seed=seed)
 
 
 def model() -> ArrayRecord:
@@ -53,20 +62,66 @@ def accepted(grid: FakeGrid, study: str) -> int:
     return sum(reply.has_content() for reply in answers(grid, study))
 
 
-def test_restarting_the_nodes_does_not_renew_the_budget() -> None:
-    assert [accepted(grid_of(), "one") for _ in range(3)] == [3, 3, 0]
-    assert accepted(grid_of(), "another") == 3
-    (refusal, *_) = answers(grid_of(), "one")
+def test_neither_restarts_nor_names_that_a_server_sends_renew_the_budget() -> None:
+    """Ten studies of a server that is not trusted get two releases from each client, not ten."""
+    assert [accepted(grid_of(), f"study {k}") for k in range(10)] == [3, 3] + [0] * 8
+    (refusal, *_) = answers(grid_of(), "another")
     assert "2 rounds, all that its privacy budget allows" in str(refusal.error.reason)
 
 
-def test_a_count_that_cannot_be_read_lets_nothing_out(state_folder: Path) -> None:
+def test_the_ids_that_a_superlink_draws_do_not_renew_it_either() -> None:
+    """A node without a name of its own is the only client of its folder."""
+    nameless = [accepted(grid_of(nodes=[{}], seed=k), "one") for k in range(4)]
+    assert nameless == [1, 1, 0, 0]
+    assert accepted(grid_of(nodes=[{"fedexp-client": "ward 3"}]), "one") == 1
+
+
+def test_apps_share_a_budget_unless_they_name_accounts() -> None:
+    assert [accepted(grid_of(account=name), "one") for name in "aaab"] == [3, 3, 0, 3]
+
+
+def test_releases_with_other_noise_count_by_what_they_cost() -> None:
+    """One with half the noise costs as much as four: two rounds of a budget of six are left."""
+    loud = LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0, rounds=1)
+    budget = LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0, rounds=6)
+    assert accepted(grid_of(loud), "one") == 3
+    assert [accepted(grid_of(budget), "one") for _ in range(3)] == [3, 3, 0]
+    assert accepted(grid_of(loud), "one") == 0
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [None, b"", b"[]", b'{"releases": [{"count": 1}]}', b'{"rounds": 1}'],
+    ids=["missing", "empty", "list", "partial", "other"],
+)
+def test_a_count_that_is_lost_or_damaged_lets_nothing_out(
+    state_folder: Path, damage: bytes | None
+) -> None:
     assert accepted(grid_of(), "one") == 3
-    counts = sorted(state_folder.glob(f"one/*/{FILE}"))
+    counts = sorted(state_folder.rglob(FILE))
     assert [path.stat().st_mode & 0o777 for path in counts] == [0o600] * 3
-    counts[0].write_bytes(b"")
-    counts[1].write_bytes(b"[]")
-    assert accepted(grid_of(), "one") == 1
+    if damage is None:
+        counts[0].unlink()
+    else:
+        counts[0].write_bytes(damage)
+    assert accepted(grid_of(), "one") == 2
+    reasons = [str(reply.error.reason) for reply in answers(grid_of(), "one") if reply.has_error()]
+    assert sum(f"restore {FILE}" in reason for reason in reasons) == 1
+
+
+def test_processes_of_a_client_count_one_by_one(tmp_path: Path) -> None:
+    """Sixteen at once, and room for seven."""
+    budget = Budget(tmp_path / FOLDER / "client" / "default", Release(1.0), 7)
+
+    def spend(_: int) -> bool:
+        try:
+            budget.spend()
+        except UsageError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(16) as pool:
+        assert sum(pool.map(spend, range(16))) == 7
 
 
 def test_without_a_budget_nothing_is_written(state_folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable
 from pathlib import Path
@@ -9,14 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from fedexp.errors import UsageError
-from fedexp.flower import FedAvg, FedExP, RuleStrategy, ScaffoldExP, local_privacy
+from fedexp.flower import FedAvg, FedExP, RuleStrategy, ScaffoldExP, identify, local_privacy
 from fedexp.flower.layout import ndarrays
-from fedexp.privacy import CentralPrivacy, LocalPrivacy, epsilon
+from fedexp.flower.training import NoRepliesError
+from fedexp.privacy import CentralPrivacy, LocalPrivacy, Release, composed_epsilon, epsilon
 from tests.flower.fake_grid import FakeGrid, replies
 from tests.flower.plain_app import first_model as model_with_buffers
 from tests.flower.plain_app import plain_app
@@ -111,6 +113,239 @@ def test_secret_cohorts_are_not_those_of_the_seed() -> None:
     assert len({row["clients"] for row in rows}) > 1
     expected = epsilon(1.0, 6, 1e-5, sampling="poisson", clients=NODES, cohort=15)
     assert rows[-1]["epsilon"] == expected
+
+
+def weights(arrays: ArrayRecord) -> NDArray[Any]:
+    return ndarrays(arrays)["w"].copy()
+
+
+def set_online(grid: FakeGrid, count: int) -> None:
+    """Only the first nodes are there."""
+    for position, node in enumerate(grid.nodes):
+        node.online = position < count
+
+
+def spent_by(mechanism_noise: float, rounds: int, **population: Any) -> float:
+    return epsilon(mechanism_noise, rounds, 1e-5, sampling="fixed", **population)
+
+
+def test_the_cohort_that_is_drawn_is_the_one_that_is_charged() -> None:
+    """A strategy that would take all 100 clients, with a divisor of 5, and without one."""
+    few = central(1.0, sampling="fixed", cohort=5)
+    rows = metrics_of(strategy(FedAvg, privacy=few), FakeGrid(app(), 100), 10)
+    assert {row["clients"] for row in rows} == {5}
+    assert rows[-1]["epsilon"] == spent_by(1.0, 10, clients=100, cohort=5)
+    every = central(1.0, sampling="fixed")
+    rows = metrics_of(strategy(FedAvg, privacy=every), FakeGrid(app(), 100), 10)
+    assert {row["clients"] for row in rows} == {100}
+    assert rows[-1]["epsilon"] == pytest.approx(46.2, abs=0.1)
+
+
+def test_cohorts_of_fixed_size_cost_more_when_nodes_leave() -> None:
+    """10 of 100 clients in round 1, then 10 of the 10 that are left."""
+    grid = FakeGrid(app(), 100)
+    private = strategy(
+        FedAvg, fraction_train=0.1, min_train_nodes=10, privacy=central(1.0, sampling="fixed")
+    )
+    result = private.start(
+        grid, model(), 20, evaluate_fn=lambda round, arrays: set_online(grid, 10 if round else 100)
+    )
+    rows: Any = result.train_metrics_clientapp
+    spent = [rows[round]["epsilon"] for round in (1, 20)]
+    assert spent[0] == spent_by(1.0, 1, clients=100, cohort=10)
+    assert spent[1] > epsilon(0.5, 19, 1e-5) > 74
+
+
+@pytest.mark.parametrize("sampling", ["known", "fixed"])
+def test_nodes_that_join_do_not_lengthen_the_steps(
+    sampling: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Ten nodes at the start, a hundred later: ten take part, and the divisor is ten."""
+    grid, seen = FakeGrid(app(), 100), list[NDArray[Any]]()
+    set_online(grid, 10)
+
+    def look(round: int, arrays: ArrayRecord) -> None:
+        seen.append(weights(arrays))
+        set_online(grid, 100 if round else 10)
+
+    private = strategy(FedAvg, privacy=central(1e-6, sampling=sampling))
+    result = private.start(grid, model(), 2, evaluate_fn=look)
+    assert [result.train_metrics_clientapp[round]["clients"] for round in (1, 2)] == [10, 10]
+    cohort = [position for kind, position in grid.sent if kind == "train"][10:]
+    mean = np.mean([update(client) for client in cohort], axis=0)
+    np.testing.assert_allclose(seen[2] - seen[1], -mean, atol=1e-5)
+    assert "capped at 10 of 100" in caplog.text
+
+
+def test_coins_are_rarer_when_nodes_join_and_charged_as_they_fall() -> None:
+    """5 of 10 clients on average, then 5 of 100."""
+    grid = FakeGrid(app(), 100)
+    set_online(grid, 10)
+
+    def look(round: int, arrays: ArrayRecord) -> None:
+        set_online(grid, 100 if round >= 2 else 10)
+
+    private = strategy(FedAvg, fraction_train=0.5, privacy=central(2.0, sampling="poisson"))
+    rows = private.start(grid, model(), 12, evaluate_fn=look).train_metrics_clientapp
+    charged = {Release(2.0, "poisson", 10, 5): 2, Release(2.0, "poisson", 100, 5): 10}
+    assert rows[12]["epsilon"] == composed_epsilon(charged, 1e-5)
+    assert np.mean([rows[round]["clients"] for round in range(3, 13)]) < 12
+
+
+def test_a_cohort_of_nobody_is_noised_and_charged() -> None:
+    """N = 10, M = 1: about a third of the cohorts are empty, and no model shows which."""
+    seen: list[NDArray[Any]] = []
+    coins = central(2.0, sampling="poisson", cohort=1)
+    rows = (
+        strategy(FedAvg, privacy=coins, max_empty_rounds=1)
+        .start(
+            FakeGrid(app(), 10),
+            model(),
+            20,
+            evaluate_fn=lambda round, arrays: seen.append(weights(arrays)),
+        )
+        .train_metrics_clientapp
+    )
+    empty = [round for round in range(1, 21) if rows[round]["clients"] == 0]
+    assert empty
+    moved = np.diff(np.stack(seen), axis=0)
+    assert all(moved[round - 1].std() == pytest.approx(2.0, rel=0.2) for round in empty)
+    spent = epsilon(2.0, 20, 1e-5, sampling="poisson", clients=10, cohort=1)
+    assert rows[20]["epsilon"] == spent
+
+
+def test_a_round_without_a_usable_reply_is_noised_and_charged() -> None:
+    seen: list[NDArray[Any]] = []
+    grid = FakeGrid(app(scale=math.nan), NODES)
+    private = strategy(FedAvg, privacy=central(3.0), max_empty_rounds=3)
+    rows = private.start(
+        grid, model(), 2, evaluate_fn=lambda round, arrays: seen.append(weights(arrays))
+    ).train_metrics_clientapp
+    assert [rows[round]["clients"] for round in (1, 2)] == [0, 0]
+    for moved in np.diff(np.stack(seen), axis=0):
+        assert moved.std() == pytest.approx(3.0 / NODES, rel=0.2)
+    assert rows[2]["epsilon"] == epsilon(3.0, 2, 1e-5)
+    with pytest.raises(NoRepliesError):  # the third releases nothing
+        private.start(grid, model(), 3)
+
+
+def test_a_client_of_two_nodes_is_drawn_once() -> None:
+    """For a minute Flower lists a node that was restarted twice; its sensitivity is not double."""
+    named = app()
+    identify(named)
+    grid = FakeGrid(named, [{"partition-id": k} for k in (0, 1, 2, 2)])
+    (row,) = metrics_of(strategy(FedAvg, privacy=central(1.0)), grid)
+    assert row["clients"] == 3
+
+
+class Greedy(FedAvg):
+    """Asks the nodes of a round twice."""
+
+    def configure_train(self, *args: Any) -> Any:
+        messages = list(super().configure_train(*args))
+        again = [Message(m.content, m.metadata.dst_node_id, "train") for m in messages]
+        return messages + again
+
+
+def test_replies_beyond_the_cohort_that_was_drawn_are_refused() -> None:
+    with pytest.raises(UsageError, match="one reply from each client of the cohort"):
+        strategy(Greedy, privacy=central(1.0)).start(FakeGrid(app(), 3), model(), 1)
+    private, grid = strategy(FedAvg, privacy=central(1.0)), FakeGrid(app(), 3)
+    private.start(grid, model(), 1)
+    before = weights(private.training.server.output()) if private.training else None
+    content = RecordDict({"arrays": model(), "config": ConfigRecord()})
+    asked = [Message(content, node, "train") for node in grid.get_node_ids()]
+    with pytest.raises(UsageError, match="once for every aggregate_train"):
+        private.aggregate_train(2, grid.send_and_receive(asked))
+    assert private.training is not None
+    np.testing.assert_array_equal(weights(private.training.server.output()), before)
+
+
+def test_a_run_stops_before_its_epsilon_is_exceeded(tmp_path: Path) -> None:
+    """Four rounds for epsilon 2, of which five attempts at the last are lost: 3.16 in all."""
+    lost = 0
+
+    def look(round: int, arrays: ArrayRecord) -> MetricRecord:
+        nonlocal lost
+        if round == 3 and lost < 5:
+            lost += 1
+            raise KeyboardInterrupt
+        return MetricRecord({"round": round})
+
+    def run() -> Any:
+        promised = CentralPrivacy(clip=1.0, delta=1e-5, epsilon=2.0)
+        private = strategy(FedAvg, privacy=promised, checkpoint=tmp_path / "run")
+        return private.start(FakeGrid(app(), NODES), model(), 4, evaluate_fn=look)
+
+    for _ in range(2):
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    result = run()
+    assert lost == 2
+    assert sorted(result.train_metrics_clientapp) == [1, 2]
+    kept = json.loads((tmp_path / "run" / "checkpoint-releases.json").read_bytes())["releases"]
+    assert sum(row["count"] for row in kept) == 4
+    z = kept[0]["noise_multiplier"]
+    assert epsilon(z, 4, 1e-5) == pytest.approx(2.0)
+    assert epsilon(z, 9, 1e-5) == pytest.approx(3.16, abs=0.01)
+    assert sorted(run().train_metrics_clientapp) == [1, 2]  # the run is over
+
+
+def test_a_run_whose_first_round_used_up_its_epsilon_returns_the_first_model(
+    tmp_path: Path,
+) -> None:
+    def look(round: int, arrays: ArrayRecord) -> None:
+        if round == 1:
+            raise KeyboardInterrupt
+
+    def run() -> Any:
+        promised = CentralPrivacy(clip=1.0, delta=1e-5, epsilon=2.0)
+        private = strategy(FedAvg, privacy=promised, checkpoint=tmp_path / "run")
+        return private.start(FakeGrid(app(), NODES), model(), 1, evaluate_fn=look)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    np.testing.assert_array_equal(weights(run().arrays), 0.0)
+
+
+def test_a_run_ends_early_where_nodes_leave_and_rounds_become_dearer(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Planned for 10 of 100 clients; from round 3 on all 10 that are left take part."""
+    grid = FakeGrid(app(), 100)
+    promised = CentralPrivacy(1.0, 1e-5, epsilon=4.0, sampling="fixed", noise_seed=0)
+    private = strategy(FedAvg, fraction_train=0.1, min_train_nodes=10, privacy=promised)
+    result = private.start(
+        grid,
+        model(),
+        20,
+        evaluate_fn=lambda round, arrays: set_online(grid, 10 if round >= 2 else 100),
+    )
+    rows: Any = result.train_metrics_clientapp
+    assert 2 <= len(rows) < 20
+    assert rows[len(rows)]["epsilon"] <= 4.0
+    assert "a further round would cost epsilon" in caplog.text
+
+
+@pytest.mark.parametrize("damage", [None, b"", b'{"releases": 2}', b'{"releases": []}', b"[1]"])
+def test_a_run_whose_account_is_lost_is_not_resumed(tmp_path: Path, damage: bytes | None) -> None:
+    def look(round: int, arrays: ArrayRecord) -> None:
+        if round == 2:
+            raise KeyboardInterrupt
+
+    def run() -> None:
+        private = strategy(FedAvg, privacy=central(2.0), checkpoint=tmp_path / "run")
+        private.start(FakeGrid(app(), 3), model(), 3, evaluate_fn=look)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    account = tmp_path / "run" / "checkpoint-releases.json"
+    if damage is None:
+        account.unlink()
+    else:
+        account.write_bytes(damage)
+    with pytest.raises(UsageError, match="begin again in another folder"):
+        run()
 
 
 def test_a_run_that_died_is_charged_for_what_it_may_have_shown(tmp_path: Path) -> None:
@@ -229,6 +464,22 @@ def test_an_update_that_is_not_finite_says_nothing() -> None:
     row = metrics_of(strategy(privacy=local()), grid)[0]
     assert row["clients"] == 3
     assert all(np.isfinite(ndarrays(m.content.array_records["arrays"])["w"]).all() for m in arrived)
+
+
+def test_a_client_answers_no_evaluation() -> None:
+    """What it measures would be exact, whatever the server promised."""
+    private = app([local_privacy(local())])
+
+    @private.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        metrics = MetricRecord({"loss": 0.123, "num-examples": 7})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    grid = FakeGrid(private, 3)
+    content = RecordDict({"arrays": model(), "config": ConfigRecord()})
+    asked = [Message(content, node, "evaluate") for node in grid.get_node_ids()]
+    answers = list(grid.send_and_receive(asked))
+    assert all("fraction_evaluate=0.0" in str(reply.error.reason) for reply in answers)
 
 
 def test_a_model_with_batchnorm_is_refused_at_the_client() -> None:

@@ -1,10 +1,15 @@
-"""Without Flower the package works, and `fedexp.flower` says what to install."""
+"""Without Flower, or with a later one, the rest works, and one line names what to install."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
+from fedexp.flower.secure_legacy import VERSIONS
+
+ROOT = Path(__file__).parents[2]
 PROGRAM = """
 import sys
 
@@ -24,3 +29,43 @@ def test_what_to_install_is_one_line() -> None:
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
     assert said.stdout == "fedexp.flower needs flwr: pip install 'fedexp[flower]'\n"
+
+
+LATER_FLOWER = """
+import sys
+
+import flwr
+
+for part in ("flwr.server.workflow", "flwr.client.mod", "flwr.compat"):
+    sys.modules[part] = None
+import fedexp.flower
+from fedexp.errors import UsageError
+
+print(fedexp.flower.FedExP(fraction_evaluate=0.0).settings.secure)
+for use in ("secure_mod", "SecureMod", "SecureAggregation(clip=1.0)"):
+    try:
+        eval(f"fedexp.flower.{use}")
+    except UsageError as error:
+        print(error)
+"""
+
+
+def test_a_flower_without_its_legacy_workflow_breaks_secure_sums_only() -> None:
+    """One line names the extra and the versions that have it."""
+    said = subprocess.run(
+        [sys.executable, "-c", LATER_FLOWER], capture_output=True, text=True, check=True
+    )
+    first, *refusals = said.stdout.splitlines()
+    assert first == "None"
+    assert len(refusals) == 3
+    for line in refusals:
+        assert line.startswith(f"secure aggregation needs flwr{VERSIONS}, ")
+        assert line.endswith("pip install 'fedexp[flower-secure]'")
+
+
+def test_the_extra_has_the_bound_that_the_error_names() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = project["optional-dependencies"]
+    assert extras["flower-secure"] == [f"flwr{VERSIONS}"]
+    assert "<" in VERSIONS
+    assert "flower-secure" in extras["all"][0]

@@ -169,25 +169,50 @@ def test_extras_are_refused() -> None:
             mechanism.release(carrying, 1)
 
 
-def test_secret_cohorts_take_each_client_with_the_same_chance() -> None:
-    mechanism = central(sampling="poisson")  # 20 of 40
-    cohorts = [mechanism.sample(40, k) for k in range(500)]
+@pytest.mark.parametrize("sampling", ["poisson", "fixed"])
+def test_secret_cohorts_take_each_client_with_the_same_chance(sampling: Any) -> None:
+    mechanism = central(sampling=sampling)  # 20 of 40
+    plan = mechanism.plan(40, 20)
+    cohorts = [mechanism.sample(40, plan, k) for k in range(500)]
     counts = torch.tensor([sum(k in (c or ()) for c in cohorts) for k in range(40)]) / 500
     assert (counts - 0.5).abs().max() < 4.5 * math.sqrt(0.25 / 500)
-    assert len({len(c or ()) for c in cohorts}) > 5
-    assert central().sample(40, 1) is None
-    unseeded = central(sampling="poisson", noise_seed=None, clients=1000)
-    assert unseeded.sample(1000, 1) != unseeded.sample(1000, 1)
+    sizes = {len(c or ()) for c in cohorts}
+    assert sizes == {20} if sampling == "fixed" else len(sizes) > 5
+    assert central().sample(40, plan, 1) is None
+    unseeded = central(sampling=sampling, noise_seed=None, clients=1000)
+    drawn = [unseeded.sample(1000, unseeded.plan(1000, 20), 1) for _ in range(2)]
+    assert drawn[0] != drawn[1]
+
+
+@pytest.mark.parametrize(
+    ("sampling", "clients", "wanted", "expected"),
+    [
+        ("known", 400, 200, (400, 20)),  # capped at the divisor
+        ("known", 12, 6, (12, 6)),
+        ("fixed", 400, 200, (400, 20)),
+        ("fixed", 10, 15, (10, 10)),  # of all there are
+        ("poisson", 400, 200, (400, 20)),  # more clients: 20 are expected still
+        ("poisson", 10, 5, (40, 20)),  # fewer: nobody is drawn more often than planned
+    ],
+)
+def test_a_round_is_planned_for_the_clients_there_are(
+    sampling: Any, clients: int, wanted: int, expected: tuple[int, int]
+) -> None:
+    """The divisor is 20, and 40 clients were there at the start."""
+    plan = central(sampling=sampling).plan(clients, wanted)
+    assert (plan.clients, plan.cohort) == expected
+    assert (plan.noise_multiplier, plan.sampling) == (0.5, sampling)
 
 
 def test_metrics_tell_the_cost_and_the_share_of_noise() -> None:
     mechanism = central(noise_multiplier=5.0)
     released = mechanism.release(Aggregate.zero(5000), 3)
-    metrics = mechanism.metrics(3, released)
+    plan = mechanism.plan(40, 20)
+    metrics = mechanism.metrics({plan: 3}, released)
     assert metrics["delta"] == 1e-5
-    assert metrics["epsilon"] > mechanism.metrics(2, None)["epsilon"] > 0
+    assert metrics["epsilon"] > mechanism.metrics({plan: 2}, None)["epsilon"] > 0
     assert metrics["noise_share"] == pytest.approx(1.0, abs=0.1)
     quiet = central(noise_multiplier=0.01)
     moving = quiet.release(Aggregate.of(quiet.clipped(torch.ones(20, 50))), 1)
     expected = 50 * (quiet.sigma / 20) ** 2 / 4.0
-    assert quiet.metrics(1, moving)["noise_share"] == pytest.approx(expected, rel=0.01)
+    assert quiet.metrics({}, moving)["noise_share"] == pytest.approx(expected, rel=0.01)

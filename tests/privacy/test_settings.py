@@ -10,16 +10,18 @@ import pytest
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError
-from fedexp.privacy import CentralPrivacy, LocalPrivacy, PrivacyWarning, epsilon
+from fedexp.privacy import CentralPrivacy, LocalPrivacy, PrivacyWarning
 
 RUN: dict[str, Any] = {"clients": 1000, "cohort": 100, "rounds": 20, "algorithm": fx.fedexp()}
 
 
 def test_the_noise_follows_from_epsilon_over_all_rounds() -> None:
     mechanism = CentralPrivacy(clip=1.0, delta=1e-5, epsilon=4.0).prepare(**RUN)
-    assert mechanism.metrics(20, None)["epsilon"] == pytest.approx(4.0, rel=1e-6)
+    spent = mechanism.metrics({mechanism.plan(1000, 100): 20}, None)["epsilon"]
+    assert spent == pytest.approx(4.0, rel=1e-6)
+    assert mechanism.limit == 4.0
     local = LocalPrivacy(clip=1.0, delta=1e-5, epsilon=4.0, rounds=20).prepare(**RUN)
-    assert local.metrics(20, None)["epsilon"] == pytest.approx(4.0, rel=1e-6)
+    assert local.metrics({local.plan(9, 3): 20}, None)["epsilon"] == pytest.approx(4.0, rel=1e-6)
     assert local.noise_multiplier == pytest.approx(2 * mechanism.noise_multiplier)
 
 
@@ -81,15 +83,6 @@ def test_nonsense_is_refused_when_it_is_written(make: Any, remedy: str) -> None:
 def test_a_delta_that_could_publish_a_client_is_warned_about() -> None:
     with pytest.warns(PrivacyWarning, match="1 / 1000 clients"):
         CentralPrivacy(1.0, 1e-3, noise_multiplier=1.0).prepare(**RUN)
-
-
-def test_a_guessable_seed_is_warned_about_where_cohorts_must_be_secret() -> None:
-    fixed = CentralPrivacy(1.0, 1e-5, noise_multiplier=4.0, sampling="fixed")
-    with pytest.warns(PrivacyWarning, match="secrets.randbits"):
-        fixed.prepare(**RUN, seed=0)
-    mechanism = fixed.prepare(**RUN, seed=2**61 + 5)
-    spent = epsilon(4.0, 20, 1e-5, sampling="fixed", clients=1000, cohort=100)
-    assert mechanism.metrics(20, None)["epsilon"] == spent
 
 
 def test_without_the_library_one_line_says_what_to_install(

@@ -1,5 +1,7 @@
 """FedExP and every other rule of this package on Flower: real clients, real network."""
 
+from typing import TYPE_CHECKING, Any
+
 from fedexp.data.extras import extra
 
 extra("flwr", "fedexp.flower", group="flower")
@@ -30,8 +32,10 @@ from fedexp.flower.planned import (  # noqa: E402
 )
 from fedexp.flower.private import local_privacy  # noqa: E402
 from fedexp.flower.secure import SecureAggregation  # noqa: E402
-from fedexp.flower.secure_client import SecureMod, secure_mod  # noqa: E402
 from fedexp.flower.strategy import RuleStrategy  # noqa: E402
+
+if TYPE_CHECKING:
+    from fedexp.flower.secure_client import SecureMod, secure_mod
 
 __all__ = [
     "STRATEGIES",
@@ -60,3 +64,13 @@ __all__ = [
     "planned_evaluate",
     "secure_mod",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the client's side of secure aggregation when it is asked for: it needs Flower's
+    legacy workflow, which nothing else here does."""
+    if name in ("SecureMod", "secure_mod"):
+        from fedexp.flower import secure_client
+
+        return getattr(secure_client, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

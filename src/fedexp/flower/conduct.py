@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from logging import INFO
+from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord
@@ -17,9 +17,9 @@ from fedexp.errors import DivergedError
 from fedexp.flower.gather import Gathered, held_at_once
 from fedexp.flower.resume import Book, opened
 from fedexp.flower.rows import changed, check_scores, restored_result, row_of
-from fedexp.flower.secure_gather import secure_gather
 from fedexp.flower.stream import receive
 from fedexp.flower.training import Training
+from fedexp.privacy import BudgetSpentError
 
 if TYPE_CHECKING:
     from fedexp.flower.strategy import RuleStrategy
@@ -63,6 +63,8 @@ def _train(conductor: Conductor, book: Book, rounds: int) -> None:
             log(INFO, "")
             log(INFO, "[ROUND %s/%s]", round, rounds)
             book.add(conductor.round(round), training.server.state)
+    except BudgetSpentError as error:
+        log(WARNING, "the run ends before round %d of %d: %s", round, rounds, error)
     except DivergedError as error:
         book.finish(error)
         raise
@@ -136,6 +138,8 @@ class Conductor:
         return receive(self.grid, messages, self.training.timeout, at_once)
 
     def _secure(self, round: int, messages: list[Message]) -> Gathered:
+        from fedexp.flower.secure_gather import secure_gather  # needs Flower's legacy workflow
+
         training = self.training
         assert training.settings.secure is not None
         return secure_gather(

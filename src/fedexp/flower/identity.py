@@ -19,10 +19,28 @@ def client_name(context: Context) -> str:
     >>> client_name(Context(1, 77, {"partition-id": 3}, RecordDict(), {}))
     '3'
     """
+    return _configured(context) or f"node-{context.node_id}"
+
+
+def own_name(context: Context) -> str:
+    """The name of this client by its node's own configuration; the same for all that have none.
+
+    The SuperLink draws the ids of nodes, so nothing that must hold against the server may depend
+    on one.
+
+    >>> own_name(Context(1, 77, {"partition-id": 3}, RecordDict(), {}))
+    '3'
+    >>> own_name(Context(1, 77, {}, RecordDict(), {}))
+    'client'
+    """
+    return _configured(context) or "client"
+
+
+def _configured(context: Context) -> str | None:
     for key in ("fedexp-client", PARTITION):
         if key in context.node_config:
             return str(context.node_config[key])
-    return f"node-{context.node_id}"
+    return None
 
 
 def partition_of(context: Context, clients: int) -> int:

@@ -17,22 +17,34 @@ from fedexp.flower.quiet import quietly
 from fedexp.privacy import LocalMechanism, LocalPrivacy, clip
 from fedexp.privacy.noise import Normals, normals
 
+NOT_MEASURED = (
+    "local privacy does not cover what a client measures, so this client answers no evaluation; "
+    "set fraction_evaluate=0.0, and evaluate on the server by evaluate_fn"
+)
 
-def local_privacy(privacy: LocalPrivacy, buffers: Collection[str] | None = None) -> Mod:
+
+def local_privacy(
+    privacy: LocalPrivacy, buffers: Collection[str] | None = None, account: str = "default"
+) -> Mod:
     """A mod for a ClientApp: `ClientApp(mods=[local_privacy(LocalPrivacy(...))])`.
 
     Of a reply to `train`, only the noised model leaves: other metrics are dropped, `num-examples`
-    becomes 1, and of an error only its type is told. Replies to `evaluate` are not touched; ask
-    for none. The client's own settings decide; a server that reckons with others gets no update.
+    becomes 1, and of an error only its type is reported. Requests to `evaluate` are refused: what a
+    client measures is not noised. Replies to `query` are not touched. The client's own settings
+    decide; a server that reckons with others gets no update.
 
     Args:
         privacy: the settings, the same as the server's.
         buffers: names of arrays that are averaged, as the strategy has them.
+        account: which budget of this client is spent, where `privacy.rounds` gives one. Apps that
+            train on the same data must share an account.
     """
     mechanism = privacy.mechanism()
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
-        if message.metadata.message_type.partition(".")[0] != "train":
+        kind = message.metadata.message_type.partition(".")[0]
+        require(kind != "evaluate", NOT_MEASURED)
+        if kind != "train":
             return call_next(message, context)
         told = _told(message.content)
         _check_agreement(told, mechanism)
@@ -40,7 +52,7 @@ def local_privacy(privacy: LocalPrivacy, buffers: Collection[str] | None = None)
         layout = Layout.of(sent, buffers)
         _require_no_buffers(layout)
         if privacy.rounds is not None:
-            Budget.of(privacy.rounds, told, context).spend()
+            Budget.of(privacy, account, context).spend()
         trained = quietly(call_next, message, context)
         draw = normals(privacy.noise_seed, int(told.get("server-round", 0)), context.node_id)
         return Message(_noised(trained, sent, layout, mechanism, draw), reply_to=message)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -17,12 +16,12 @@ from flwr.supercore import log
 
 from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, UsageError
+from fedexp.flower.budget import open_ledger
 from fedexp.flower.layout import ndarrays
 from fedexp.flower.rows import Row, stored
 from fedexp.flower.spec import frozen
 from fedexp.flower.training import Training
 from fedexp.runs import is_run, load_run, read_spec
-from fedexp.runs.atomic import write_json
 from fedexp.runs.folder import BusyError, RunFolder, machine
 from fedexp.runs.journal import Journal
 from fedexp.runs.tensors import to_bytes
@@ -58,34 +57,12 @@ class Book:
         """The run is over."""
 
 
-class Releases:
-    """How many noised sums a private run has released, noted before each.
-
-    A process that dies between a release and the checkpoint of its round leaves one that no row
-    tells of; the round is done again, and both cost.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        self.path, self.count = folder / RELEASES, 0
-        if self.path.exists():
-            self.count = int(json.loads(self.path.read_bytes())["releases"])
-
-    def note(self) -> None:
-        self.count += 1
-        write_json(self.path, {"releases": self.count})
-
-
 class DiskBook(Book):
     """The rows and states of a run in its folder."""
 
     def __init__(self, journal: Journal, training: Training) -> None:
         super().__init__(journal.rows)
         self.journal, self.training = journal, training
-        self._releases = Releases(journal.folder.path)
-        if (privacy := training.settings.privacy) is not None:
-            told = sum(privacy.noised_by_clients or bool(row["clients"]) for row in self.rows)
-            training.extra_releases = max(0, self._releases.count - told)
-            training.before_release = self._releases.note
 
     def add(self, row: Row, state: SimulationState) -> None:
         self.journal.add(stored(row), state)
@@ -138,7 +115,10 @@ def _restored(folder: RunFolder, journal: Journal, training: Training) -> DiskBo
         raise DivergedError(result["diverged_at"], result.get("reason", "the model"))
     if book.over:
         log(INFO, "%s holds a finished run; nothing is left to do", folder.path)
-    elif journal.resumed_from:
+    elif training.settings.privacy is not None:
+        reported = sum("epsilon" in row for row in book.rows)
+        training.ledger = open_ledger(folder.path / RELEASES, reported)
+    if not book.over and journal.resumed_from:
         log(INFO, "going on in %s after round %d", folder.path, journal.resumed_from)
         folder.note_resumed(journal.resumed_from)
     return book

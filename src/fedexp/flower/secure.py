@@ -50,6 +50,8 @@ class SecureAggregation:
     fewest: int = 3
 
     def __post_init__(self) -> None:
+        import fedexp.flower.secure_legacy  # noqa: F401  (refuse now what Flower cannot do)
+
         for name, value in {"clip": self.clip, "extras_bound": self.extras_bound}.items():
             sound = value is None or (math.isfinite(value) and value > 0)
             require(sound, f"{name} must be positive and finite, not {value}")

@@ -8,22 +8,25 @@ from typing import Any, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MessageType, RecordDict
-from flwr.client.mod import secaggplus_mod
 from flwr.clientapp.typing import ClientAppCallable
-from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
-from flwr.common.secure_aggregation.secaggplus_constants import (
-    RECORD_KEY_CONFIGS,
-    RECORD_KEY_STATE,
-    Key,
-    Stage,
-)
-from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 
 from fedexp.errors import UsageError, require
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.quiet import quietly
 from fedexp.flower.request import EXTRAS
 from fedexp.flower.secure import TERMS, payload_of
+from fedexp.flower.secure_legacy import (
+    RECORD_KEY_CONFIGS,
+    RECORD_KEY_STATE,
+    Code,
+    FitRes,
+    Key,
+    Stage,
+    Status,
+    fitres_to_recorddict,
+    ndarrays_to_parameters,
+    secaggplus_mod,
+)
 from fedexp.flower.secure_payload import MODULUS, Vector
 
 OTHER_SERVER = "the server's secure aggregation is another one; use a strategy of fedexp.flower"

@@ -10,14 +10,19 @@ from typing import Any
 
 import numpy as np
 from flwr.app import Message
-from flwr.common import bytes_to_ndarray, ndarray_to_bytes
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 from flwr.serverapp import Grid
 from flwr.supercore import log
 from numpy.typing import NDArray
 
 from fedexp.engine.loop import SUMMED_BYTES
 from fedexp.flower.replies import UnusableReply, content_of
+from fedexp.flower.secure_legacy import (
+    RECORD_KEY_CONFIGS,
+    Key,
+    Stage,
+    bytes_to_ndarray,
+    ndarray_to_bytes,
+)
 from fedexp.flower.secure_payload import MODULUS
 from fedexp.flower.stream import is_unanswered, receive
 from fedexp.flower.training import GRACE

@@ -7,15 +7,22 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
-from flwr.common import FitIns, Parameters, parameters_to_ndarrays
-from flwr.server import LegacyContext, SimpleClientManager
-from flwr.server.strategy import FedAvg
-from flwr.server.workflow import SecAggPlusWorkflow
-from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD, Key
-from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
 from flwr.serverapp import Grid
 
 from fedexp.flower.secure import TERMS, SecureAggregation
+from fedexp.flower.secure_legacy import (
+    MAIN_CONFIGS_RECORD,
+    MAIN_PARAMS_RECORD,
+    FitIns,
+    LegacyContext,
+    LegacyFedAvg,
+    Parameters,
+    SecAggPlusWorkflow,
+    SimpleClientManager,
+    WorkflowKey,
+    WorkflowState,
+    parameters_to_ndarrays,
+)
 from fedexp.flower.secure_payload import MODULUS, Payload, Vector
 from fedexp.flower.secure_stages import StageGrid
 
@@ -65,7 +72,7 @@ class SecureRound(SecAggPlusWorkflow):
         empty, nodes = Context(0, 0, {}, RecordDict(), {}), SimpleClientManager()
         nodes.clients = cast(Any, self.messages)  # for a line of its log
         context = LegacyContext(empty, strategy=carrier, client_manager=nodes)
-        context.state[MAIN_CONFIGS_RECORD] = ConfigRecord({Key.CURRENT_ROUND: round})
+        context.state[MAIN_CONFIGS_RECORD] = ConfigRecord({WorkflowKey.CURRENT_ROUND: round})
         context.state[MAIN_PARAMS_RECORD] = ArrayRecord()
         self(cast(Grid, stages), context)
         return carrier.unmasked
@@ -94,7 +101,7 @@ class SecureRound(SecAggPlusWorkflow):
         return len(left) >= self.fewest and all(near >= state.threshold for near in linked)
 
 
-class _Carrier(FedAvg):
+class _Carrier(LegacyFedAvg):
     """What the workflow takes for a strategy: names the nodes, and takes the mean in hand."""
 
     def __init__(self, nodes: list[int]) -> None:

@@ -181,7 +181,7 @@ class RuleStrategy(FedAvg):
         hidden = self.training.hides_client_metrics
         numbers = self.training.complete(gathered)
         metrics = MetricRecord({**({} if hidden else client_metrics), **numbers})
-        if not gathered.accepted:
+        if not self.training.stepped:
             return None, metrics
         self.last_output = self.training.server.output()
         return self.last_output, metrics

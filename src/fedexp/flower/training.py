@@ -6,8 +6,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from logging import INFO
+from collections.abc import Mapping, Sequence
+from logging import INFO, WARNING
 from typing import Any
 from uuid import uuid4
 
@@ -30,10 +30,15 @@ from fedexp.flower.sampling import (
     wait_for_nodes,
 )
 from fedexp.flower.settings import Settings
-from fedexp.privacy import Mechanism
+from fedexp.privacy import Ledger, Mechanism, Release
 
 Row = Mapping[str, Any]
 GRACE = 5.0  # seconds, so that it is the server that says who was late, not the SuperLink
+
+NOT_DRAWN = (
+    "a private round sums one reply from each client of the cohort that was drawn, and no other; "
+    "let configure_train send its messages as they are, once for every aggregate_train"
+)
 
 
 class NoRepliesError(FedExPError):
@@ -64,9 +69,12 @@ class Training:
         self.absences, self.evaluation_absences = Absences(), Absences()
         self.accepted: dict[str, int] = {}
         self.newly_accepted: list[str] = []
-        self.extra_releases = 0  # made by processes that died before they could tell
-        self.before_release: Callable[[], None] = lambda: None
+        self.ledger = Ledger()
+        self.stepped = False  # whether the last round moved the model
         self._mechanism: Mechanism | None = None
+        self._planned: Release | None = None  # of a cohort that was drawn and not yet released
+        self._drawn: frozenset[int] = frozenset()
+        self._capped = False
         self._first = self._most = self._asked = self._empty = 0
         self._began = time.monotonic()
 
@@ -92,8 +100,8 @@ class Training:
         everyone = {**told, **self.settings.client_config(), "fedexp.study": self.study}
         if self._mechanism is not None:
             everyone |= self._mechanism.config()
-        self._asked = len(cohort)
-        self._note_release(by_clients=True)
+        self._asked, self._drawn = len(cohort), frozenset(cohort)
+        self._charge(by_clients=True)
         return [
             Message(
                 RecordDict({**common, key: ConfigRecord({**everyone, **self._private(node)})}),
@@ -109,14 +117,16 @@ class Training:
         round, aggregate = self.server.state.round + 1, gathered.aggregate
         self.absences.note(round, gathered.accepted, gathered.unanswered)
         self._count_empty(gathered)
-        released = self._released(round, aggregate)
-        metrics = self.server.step(released or aggregate, self._total_weight(aggregate))
+        released = self._released(round, gathered)
+        used = aggregate if released is None else released
+        metrics = self.server.step(used, self._total_weight(aggregate))
+        self.stepped = bool(used.count > 0)
         clients = [self.census.client(node) for node in gathered.accepted]
         self.newly_accepted = sorted(c for c in clients if c) if self.settings.keeps_state else []
         self.accepted |= dict.fromkeys(self.newly_accepted, round)
         metrics |= gathered.metrics
         if self._mechanism is not None:
-            metrics |= self._mechanism.metrics(round + self.extra_releases, released)
+            metrics |= self._mechanism.metrics(self.ledger.releases, released)
         return metrics | {
             "clients": float(len(gathered.accepted)),
             "dropped": float(gathered.dropped),
@@ -157,16 +167,37 @@ class Training:
         self._prepare(shares)
         ordered = self.census.ordered(nodes)
         if self._mechanism is not None:
-            secret = self._mechanism.sample(len(ordered), round)
-            if secret is not None:
-                return nodes, [ordered[k] for k in secret]
+            return nodes, self._private_cohort(self._mechanism, round, ordered, shares)
         chosen = training_cohort(self.settings.seed, round, ordered, size)
         secure = self.settings.secure
         least = shares.least if secure is None else max(shares.least, secure.fewest)
         return nodes, self.absences.present(round, chosen, least)
 
+    def _private_cohort(
+        self, mechanism: Mechanism, round: int, ordered: Sequence[int], shares: Shares
+    ) -> list[int]:
+        """The cohort that is drawn is the one that is charged, and no client is in it twice.
+
+        Raises `BudgetSpentError` before anybody is asked where the round would cost too much.
+        """
+        once = list({self.census.client(node) or node: node for node in ordered}.values())
+        wanted = shares.cohort(len(once))
+        plan = self._planned = mechanism.plan(len(once), wanted)
+        if plan.cohort < min(wanted, len(once)) and not self._capped and plan.sampling != "poisson":
+            self._capped = True
+            told = "privacy divides by a fixed number of clients, so cohorts are capped at %d of "
+            told += "%d; set CentralPrivacy(cohort=...) for larger ones"
+            log(WARNING, told, plan.cohort, wanted)
+        if mechanism.limit is not None:
+            self.ledger.require_room(plan, mechanism.limit, mechanism.delta)
+        secret = mechanism.sample(len(once), plan, round)
+        if secret is not None:
+            return [once[k] for k in secret]
+        chosen = training_cohort(self.settings.seed, round, once, plan.cohort)
+        return self.absences.present(round, chosen, shares.least)
+
     def _prepare(self, shares: Shares) -> None:
-        """Privacy is accounted for the federation there was at the start."""
+        """The noise and the divisor follow from the federation there was at the start."""
         settings, clients = self.settings, self.settings.total_clients or self._first
         if settings.secure is not None:
             size = shares.cohort(self._most)
@@ -183,7 +214,6 @@ class Training:
             algorithm=settings.algorithm,
             weighting=settings.weighting,
             buffers=bool(self.server.layout.averaged),
-            seed=settings.seed,
         )
 
     def _private(self, node: int) -> dict[str, int]:
@@ -193,16 +223,28 @@ class Training:
             return {}
         return {"fedexp.accepted": self.accepted.get(client, 0)}
 
-    def _released(self, round: int, aggregate: Aggregate) -> Aggregate | None:
-        if self._mechanism is None or not aggregate.count > 0:
+    def _released(self, round: int, gathered: Gathered) -> Aggregate | None:
+        """The noised sums of a cohort that was drawn, also where nobody is in it or answered: a
+        model that stays as it is would show that. Sums that nobody has planned are refused."""
+        privacy, plan, heard = self.settings.privacy, self._planned, gathered.accepted
+        if privacy is None:
             return None
-        self._note_release(by_clients=False)
-        return self._mechanism.release(aggregate, round)
+        known = len(set(heard)) == len(heard) and self._drawn.issuperset(heard)
+        require(known, NOT_DRAWN)
+        if self._mechanism is None or plan is None:
+            return None
+        self._charge(by_clients=False)
+        self._planned, self._drawn = None, frozenset()
+        if privacy.noised_by_clients and not heard:
+            return None  # nobody sent any noise, and nobody's update was seen
+        return self._mechanism.release(gathered.aggregate, round)
 
-    def _note_release(self, by_clients: bool) -> None:
+    def _charge(self, by_clients: bool) -> None:
+        """Charge the round at the moment from which on it can be seen."""
         privacy = self.settings.privacy
-        if privacy is not None and privacy.noised_by_clients == by_clients:
-            self.before_release()
+        if privacy is None or self._planned is None or privacy.noised_by_clients != by_clients:
+            return
+        self.ledger.charge(self._planned)
 
     def _total_weight(self, aggregate: Aggregate) -> float:
         """Of all clients there are; those not in the round are taken to weigh as these do."""

@@ -3,7 +3,15 @@
 Works on `Aggregate`s and needs no transport; `fedexp[privacy]` brings the library that accounts.
 """
 
-from fedexp.privacy.accounting import Sampling, epsilon, noise_multiplier
+from fedexp.privacy.accounting import (
+    BudgetSpentError,
+    Ledger,
+    Release,
+    Sampling,
+    composed_epsilon,
+    epsilon,
+    noise_multiplier,
+)
 from fedexp.privacy.bounds import best_norm_weight, clip, joint_sensitivity
 from fedexp.privacy.checks import PrivacyWarning
 from fedexp.privacy.mechanism import CentralMechanism, LocalMechanism, Mechanism
@@ -11,16 +19,20 @@ from fedexp.privacy.noise import normals, seeded_normals, system_normals
 from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy, Privacy
 
 __all__ = [
+    "BudgetSpentError",
     "CentralMechanism",
     "CentralPrivacy",
+    "Ledger",
     "LocalMechanism",
     "LocalPrivacy",
     "Mechanism",
     "Privacy",
     "PrivacyWarning",
+    "Release",
     "Sampling",
     "best_norm_weight",
     "clip",
+    "composed_epsilon",
     "epsilon",
     "joint_sensitivity",
     "noise_multiplier",

@@ -1,22 +1,128 @@
 """What a run costs: (ε, δ) of noised sums over rounds, and the noise for a given ε.
 
-The unit is a client: the guarantee holds for all of its data at once. Every function takes the
-noise multiplier z, the noise's standard deviation over the largest norm that one client adds to
-the sum. The library `dp-accounting` does the computation.
+The unit is a client: the guarantee holds for all of its data at once. The noise multiplier z is
+the noise's standard deviation over the largest norm that one client adds to the sum. Rounds may
+differ in noise, cohort and number of clients; each is charged as it was. The library
+`dp-accounting` does the computation.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
 from fedexp.data.extras import extra
-from fedexp.errors import require
+from fedexp.errors import FedExPError, require
 
 Sampling = Literal["known", "fixed", "poisson"]
 ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256)  # fractions may not converge
+MOST_KINDS = 12  # distinct sampling probabilities that are convolved as they are
+COARSER = 1.05  # beyond: rounded up to powers of this
+FINE, STEPS = 1e-5, 1e6  # smallest grid step of a privacy loss, and steps of a grid at most
+LEAST_DELTA = 1e-10  # below, rounding in the convolutions could count
+MOST_EPSILON = 1e3  # beyond, no bound promises anything
+
+
+class BudgetSpentError(FedExPError):
+    """A further release would cost more than was promised."""
+
+
+@dataclass(frozen=True)
+class Release:
+    """One noised sum, with what decides its cost.
+
+    Args:
+        noise_multiplier: z > 0.
+        sampling: what an onlooker knows of the cohort; see `epsilon`.
+        clients: N, among whom the cohort was drawn.
+        cohort: M, how many were drawn, or their expected number; 1 <= M <= N.
+    """
+
+    noise_multiplier: float
+    sampling: Sampling = "known"
+    clients: int = 1
+    cohort: int = 1
+
+    def __post_init__(self) -> None:
+        require_noise(self.noise_multiplier)
+        names = get_args(Sampling)
+        require(
+            self.sampling in names, f"sampling is one of {', '.join(names)}, not {self.sampling!r}"
+        )
+        require(
+            1 <= self.cohort <= self.clients,
+            f"a cohort of {self.cohort} cannot be drawn from {self.clients} clients; take 1 to as "
+            "many as there are",
+        )
+
+    @property
+    def probability(self) -> float:
+        """The probability that a client is in the cohort."""
+        return self.cohort / self.clients
+
+    @property
+    def unsampled(self) -> float:
+        """The noise multiplier of one client's difference where it takes part for certain.
+
+        Neighbours of "fixed" cohorts have one client replaced, which moves the sum by 2 C.
+        """
+        return self.noise_multiplier / (2.0 if self.sampling == "fixed" else 1.0)
+
+
+class Ledger:
+    """The releases of a run. Each is charged before it is made, and nothing is taken back.
+
+    Args:
+        releases: those made before, with their numbers.
+        save: called with all releases before a new one counts, to put them where they last.
+
+    >>> ledger = Ledger()
+    >>> ledger.charge(Release(2.0)); ledger.charge(Release(2.0)); ledger.charge(Release(1.0))
+    >>> ledger.count, round(ledger.epsilon(1e-5), 3)
+    (3, 5.545)
+    """
+
+    def __init__(
+        self,
+        releases: Mapping[Release, int] | None = None,
+        save: Callable[[Mapping[Release, int]], None] | None = None,
+    ) -> None:
+        self.releases = dict(releases or {})
+        self._save = save
+
+    @property
+    def count(self) -> int:
+        """How many releases were charged."""
+        return sum(self.releases.values())
+
+    def charge(self, release: Release) -> None:
+        """Charge a release that is about to be made."""
+        after = self._with(release)
+        if self._save is not None:
+            self._save(after)
+        self.releases = after
+
+    def epsilon(self, delta: float, *further: Release) -> float:
+        """ε at this δ of all that was charged, and of further releases with it."""
+        return composed_epsilon(self._with(*further), delta)
+
+    def require_room(self, release: Release, limit: float, delta: float) -> None:
+        """Raise `BudgetSpentError` where a further release would exceed the ε `limit`."""
+        cost = self.epsilon(delta, release)
+        if cost > limit * (1.0 + 1e-9):
+            raise BudgetSpentError(
+                f"a further round would cost epsilon {cost:.4g}, more than the {limit:g} promised; "
+                f"{self.count} releases were charged, those of rounds that were repeated too"
+            )
+
+    def _with(self, *further: Release) -> dict[Release, int]:
+        after = dict(self.releases)
+        for release in further:
+            after[release] = after.get(release, 0) + 1
+        return after
 
 
 def epsilon(
@@ -28,40 +134,59 @@ def epsilon(
     clients: int | None = None,
     cohort: int | None = None,
 ) -> float:
-    """ε after so many rounds, at this δ.
+    """ε after so many equal rounds, at this δ; see `composed_epsilon` for unequal ones.
 
     Args:
         noise_multiplier: z > 0.
         rounds: rounds done; 0 gives 0.
         delta: δ in (0, 1), well below one over the number of clients.
         sampling: what an onlooker knows of the cohorts. "known": everything, so each client is
-            charged for every round; exact (Balle and Wang, 2018). "poisson": each client takes
-            part by a secret coin of its own; Rényi accounting (Mironov et al., 2019). "fixed":
-            secret cohorts of a fixed size, drawn without replacement; Rényi accounting (Wang et
-            al., 2019), where neighbours differ in one client *replaced*, which moves a sum by 2
-            instead of 1: a stronger promise at a higher price.
+            charged for every round. "poisson": each client takes part by a secret coin of its
+            own. "fixed": secret cohorts of a fixed size, drawn without replacement; neighbours
+            differ in one client *replaced*, which moves a sum by 2 instead of 1: a stronger
+            promise at a higher price.
         clients: N, where the sampling is secret.
-        cohort: clients a round, or their expected number, where the sampling is secret.
+        cohort: clients per round, or their expected number, where the sampling is secret.
 
     >>> round(epsilon(1.0, rounds=1, delta=1e-5), 3)
     4.377
     """
-    require_noise(noise_multiplier)
-    _check(delta, sampling, clients, cohort)
     require(rounds >= 0, f"rounds must not be negative, but is {rounds}")
-    if rounds == 0:
+    release = _release(noise_multiplier, sampling, clients, cohort)
+    return composed_epsilon({release: rounds}, delta)
+
+
+def composed_epsilon(releases: Mapping[Release, int], delta: float) -> float:
+    """ε at this δ of releases that may differ, each with how often it was made.
+
+    Several bounds hold, and the smallest is returned:
+
+    - the analytic Gaussian mechanism (Balle and Wang, 2018) without any gain by sampling; exact
+      for "known" cohorts, for which it is the only one;
+    - Rényi accounting: Mironov et al. (2019) for "poisson", Wang et al. (2019) for "fixed";
+    - privacy loss distributions, convolved on a grid with pessimistic rounding (Doroshenko et al.,
+      2022); the smallest in most cases, by a tenth for "poisson" and up to a half for "fixed".
+
+    >>> one, other = Release(2.0, "poisson", 100, 10), Release(2.0, "poisson", 200, 10)
+    >>> composed_epsilon({one: 20}, 1e-5) > composed_epsilon({one: 10, other: 10}, 1e-5)
+    True
+    """
+    require_delta(delta)
+    made = {release: count for release, count in releases.items() if count}
+    samplings = {release.sampling for release in made}
+    require(
+        len(samplings) <= 1, f"one account cannot mix {' and '.join(sorted(samplings))} cohorts"
+    )
+    if not made:
         return 0.0
-    library = accounting_library()
-    gaussian = library.get_epsilon_gaussian
-    if sampling == "known":
-        return float(gaussian(noise_multiplier / math.sqrt(rounds), delta))
-    assert clients is not None
-    assert cohort is not None
-    orders, losses = _renyi(noise_multiplier, sampling, clients, cohort)
-    sampled, _ = library.rdp.compute_epsilon(orders, [loss * rounds for loss in losses], delta)
-    replaced = noise_multiplier if sampling == "poisson" else noise_multiplier / 2
-    # both bounds hold; where nearly all take part the second is the smaller one
-    return min(float(sampled), float(gaussian(replaced / math.sqrt(rounds), delta)))
+    precision = math.sqrt(sum(count / r.unsampled**2 for r, count in made.items()))
+    bound = float(accounting_library().get_epsilon_gaussian(1.0 / precision, delta))
+    if samplings == {"known"} or all(release.probability == 1.0 for release in made):
+        return bound
+    bound = min(bound, _renyi_epsilon(made, delta))
+    if delta < LEAST_DELTA or bound > MOST_EPSILON:
+        return bound
+    return min(bound, _convolved_epsilon(made, delta, bound))
 
 
 def noise_multiplier(
@@ -79,13 +204,17 @@ def noise_multiplier(
     1.0
     """
     require_epsilon(epsilon)
-    _check(delta, sampling, clients, cohort)
+    require_delta(delta)
     require(rounds >= 1, f"rounds must be at least 1, not {rounds}")
+    first = _release(1.0, sampling, clients, cohort)
     if sampling == "known":
         sigma = accounting_library().get_sigma_gaussian(epsilon, delta)
         return float(sigma) * math.sqrt(rounds)
-    options: dict[str, Any] = {"sampling": sampling, "clients": clients, "cohort": cohort}
-    return _search(lambda z: _epsilon(z, rounds, delta, **options) <= epsilon)
+
+    def enough(z: float) -> bool:
+        return composed_epsilon({replace(first, noise_multiplier=z): rounds}, delta) <= epsilon
+
+    return _search(enough)
 
 
 def accounting_library() -> Any:
@@ -93,26 +222,101 @@ def accounting_library() -> Any:
     return extra("dp_accounting", "privacy accounting", "dp-accounting", "privacy")
 
 
-_epsilon = epsilon  # `noise_multiplier` has an argument of that name
+def _release(z: float, sampling: Sampling, clients: int | None, cohort: int | None) -> Release:
+    if sampling not in ("fixed", "poisson"):
+        return Release(z, sampling)
+    require_noise(z)
+    require(
+        clients is not None and cohort is not None and 1 <= cohort <= clients,
+        f"{sampling} sampling needs the number of clients and a cohort of 1 to as many; "
+        f"got {clients} and {cohort}",
+    )
+    return Release(z, sampling, clients or 1, cohort or 1)
+
+
+def _renyi_epsilon(releases: Mapping[Release, int], delta: float) -> float:
+    """By Rényi divergences, which add up over rounds."""
+    total = [0.0] * len(ORDERS)
+    for release, count in releases.items():
+        total = [t + count * loss for t, loss in zip(total, _renyi(release), strict=True)]
+    found, _ = accounting_library().rdp.compute_epsilon(ORDERS, total, delta)
+    return float(found)
+
+
+@lru_cache(maxsize=1024)
+def _renyi(release: Release) -> list[float]:
+    """The Rényi divergences of one release at `ORDERS`."""
+    library = accounting_library()
+    gaussian = library.GaussianDpEvent(release.unsampled)
+    if release.sampling == "poisson":
+        relation = library.NeighboringRelation.REPLACE_SPECIAL
+        event = library.PoissonSampledDpEvent(release.probability, gaussian)
+    else:  # the library leaves it to the caller that replacing a client moves the sum by 2
+        relation = library.NeighboringRelation.REPLACE_ONE
+        event = library.SampledWithoutReplacementDpEvent(release.clients, release.cohort, gaussian)
+    accountant = library.rdp.RdpAccountant(ORDERS, relation)
+    accountant.compose(event)
+    return list(accountant.rdp)
+
+
+def _convolved_epsilon(releases: Mapping[Release, int], delta: float, bound: float) -> float:
+    """By convolving the privacy losses of the rounds; `bound` is an ε that holds already."""
+    counts: dict[tuple[float, float, bool], int] = {}
+    for release, count in _few_kinds(releases).items():
+        kind = (release.unsampled, release.probability, release.sampling == "fixed")
+        counts[kind] = counts.get(kind, 0) + count
+    step = _grid_step(min(q / z for z, q, _ in counts), bound)
+    total: Any = None
+    for (z, q, replaced), count in counts.items():
+        part = _losses(z, q, replaced, step).self_compose(count)
+        total = part if total is None else total.compose(part)
+    return float(total.get_epsilon_for_delta(delta))
 
 
 @lru_cache(maxsize=256)
-def _renyi(
-    noise_multiplier: float, sampling: Sampling, clients: int, cohort: int
-) -> tuple[list[float], list[float]]:
-    """The orders and the Rényi divergences of one round, which add up over rounds."""
+def _losses(z: float, probability: float, replaced: bool, step: float) -> Any:
+    """The privacy loss distribution of one release.
+
+    A coin of its own for each client: the mixture of N(0) and N(1) against N(0), which is exact.
+    A fixed cohort, one client replaced: by Zhu, Dong and Wang (2022, Theorem 11) the mixture
+    against N(0), and its mirror image for losses below 0, bound every pair of neighbours. One
+    pair of distributions that dominates both is N(0) mixed with N(1) against N(0) mixed with
+    N(-1): the second puts less mass than N(0) on every half-line on which the first exceeds it.
+    """
     library = accounting_library()
-    if sampling == "poisson":
-        relation = library.NeighboringRelation.REPLACE_SPECIAL
-        gaussian = library.GaussianDpEvent(noise_multiplier)
-        event = library.PoissonSampledDpEvent(cohort / clients, gaussian)
-    else:  # the library leaves it to the caller that replacing a client moves the sum by 2
-        relation = library.NeighboringRelation.REPLACE_ONE
-        gaussian = library.GaussianDpEvent(noise_multiplier / 2)
-        event = library.SampledWithoutReplacementDpEvent(clients, cohort, gaussian)
-    accountant = library.rdp.RdpAccountant(ORDERS, relation)
-    accountant.compose(event)
-    return list(accountant.orders), list(accountant.rdp)
+    relations = library.NeighboringRelation
+    sampled = replaced and probability < 1.0  # all of them: N(0) against N(1) either way
+    return library.pld.privacy_loss_distribution.from_gaussian_mechanism(
+        z,
+        sampling_prob=probability,
+        value_discretization_interval=step,
+        neighboring_relation=relations.REPLACE_ONE if sampled else relations.REPLACE_SPECIAL,
+    )
+
+
+def _grid_step(slope: float, bound: float) -> float:
+    """A power of ten well below the usual loss of a round, but no more than `STEPS` up to ε.
+
+    Every step is valid: losses are rounded so that ε is not underestimated.
+    """
+    wanted = max(FINE, min(1e-3, slope / 20), bound / STEPS)
+    return float(10.0 ** math.floor(math.log10(wanted) + 1e-9))
+
+
+def _few_kinds(releases: Mapping[Release, int]) -> Mapping[Release, int]:
+    """The releases with their probabilities rounded up to few values, where they have many.
+
+    A client that is drawn more often is charged more, so rounding up is on the safe side.
+    """
+    if len(releases) <= MOST_KINDS:
+        return releases
+    scale, few = 10**6, dict[Release, int]()
+    for release, count in releases.items():
+        power = math.ceil(math.log(release.probability) / math.log(COARSER) - 1e-12)
+        cohort = min(scale, math.ceil(scale * COARSER**power))
+        rounded = replace(release, clients=scale, cohort=max(1, cohort))
+        few[rounded] = few.get(rounded, 0) + count
+    return few
 
 
 def _search(enough: Callable[[float], bool], precision: float = 1e-3) -> float:
@@ -148,16 +352,4 @@ def require_epsilon(epsilon: float) -> None:
 
 def require_delta(delta: float) -> None:
     """Refuse a δ that is not a probability strictly between 0 and 1."""
-    require(0 < delta < 1, f"delta must lie in (0, 1), not {delta}; 1e-5 is usual")
-
-
-def _check(delta: float, sampling: Sampling, clients: int | None, cohort: int | None) -> None:
-    require_delta(delta)
-    names = get_args(Sampling)
-    require(sampling in names, f"sampling is one of {', '.join(names)}, not {sampling!r}")
-    if sampling != "known":
-        require(
-            clients is not None and cohort is not None and 1 <= cohort <= clients,
-            f"{sampling} sampling needs the number of clients and a cohort of 1 to as many; "
-            f"got {clients} and {cohort}",
-        )
+    require(0 < delta < 1, f"delta must be in (0, 1), not {delta}; 1e-5 is usual")

@@ -11,8 +11,6 @@ from fedexp.algorithms import Algorithm
 from fedexp.errors import require
 from fedexp.privacy import accounting
 
-GUESSABLE = 2**32
-
 
 class PrivacyWarning(UserWarning):
     """The privacy settings promise less than they seem to."""
@@ -59,16 +57,6 @@ def warn_weak(delta: float, clients: int) -> None:
         warnings.warn(
             f"delta = {delta} is not below 1 / {clients} clients: it allows to publish one of "
             f"them whole; take at most {0.1 / clients:.0e}",
-            PrivacyWarning,
-            stacklevel=3,
-        )
-
-
-def warn_guessable(seed: int | None) -> None:
-    if seed is not None and seed < GUESSABLE:
-        warnings.warn(
-            f"the cohorts follow from seed = {seed}, which can be guessed, and sampling='fixed' "
-            "counts on secret ones; pass seed=secrets.randbits(62) and keep it, or say 'known'",
             PrivacyWarning,
             stacklevel=3,
         )

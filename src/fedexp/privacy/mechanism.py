@@ -8,6 +8,7 @@ The first comes out of here unbiased, the second as a lower bound that noise doe
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
@@ -16,18 +17,33 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.errors import require
-from fedexp.privacy.accounting import Sampling, epsilon
+from fedexp.privacy.accounting import Release, Sampling, composed_epsilon
 from fedexp.privacy.bounds import clip, joint_sensitivity, lower_bound
 from fedexp.privacy.noise import normals, system_uniforms
 from fedexp.seeding import generator
 
 
 class Mechanism(Protocol):
-    """What a server does for privacy in a round; made by the `prepare` of the settings."""
+    """What a server does for privacy in a round; made by the `prepare` of the settings.
+
+    A round is planned, drawn, charged to a `Ledger` and released, in this order. It is released
+    whenever its cohort was drawn, even if nobody is in it or nobody answered.
+    """
 
     hides_client_metrics: ClassVar[bool]
 
-    def sample(self, clients: int, round: int) -> list[int] | None:
+    @property
+    def delta(self) -> float:
+        """δ of the account."""
+
+    @property
+    def limit(self) -> float | None:
+        """The ε that the run as a whole must not exceed, where there is one."""
+
+    def plan(self, clients: int, wanted: int) -> Release:
+        """What a round costs: `wanted` of so many clients, or fewer where the cohort is capped."""
+
+    def sample(self, clients: int, release: Release, round: int) -> list[int] | None:
         """The cohort where privacy rests on drawing it in secret, else None."""
 
     def clipped(self, updates: Tensor) -> Tensor:
@@ -36,8 +52,10 @@ class Mechanism(Protocol):
     def release(self, aggregate: Aggregate, round: int) -> Aggregate:
         """The sums of a round as a server rule may see them."""
 
-    def metrics(self, round: int, released: Aggregate | None) -> dict[str, float]:
-        """What the rounds so far have cost, and how much of the mean update is noise."""
+    def metrics(
+        self, releases: Mapping[Release, int], released: Aggregate | None
+    ) -> dict[str, float]:
+        """What these releases cost, and how much of the mean update of the last one is noise."""
 
     def config(self) -> dict[str, float]:
         """What clients are told."""
@@ -52,10 +70,12 @@ class CentralMechanism:
         noise_multiplier: z; the noise has standard deviation z C √(1 + κ²) in every coordinate.
         delta: δ of the account.
         clients: N.
-        cohort: M, the fixed number that sums are divided by, whoever arrives.
+        cohort: M, the fixed number that sums are divided by, whoever arrives; no larger cohort is
+            drawn.
         norm_weight: κ; 0 releases no squared norms, for rules that read none.
         sampling: see `epsilon`.
         noise_seed: for tests only.
+        limit: ε that the run must not exceed.
     """
 
     clip: float
@@ -66,6 +86,7 @@ class CentralMechanism:
     norm_weight: float
     sampling: Sampling = "known"
     noise_seed: int | None = None
+    limit: float | None = None
     hides_client_metrics: ClassVar[bool] = True
 
     @property
@@ -73,14 +94,27 @@ class CentralMechanism:
         """Standard deviation of the noise on every coordinate of the sum."""
         return self.noise_multiplier * joint_sensitivity(self.clip, self.norm_weight)
 
-    def sample(self, clients: int, round: int) -> list[int] | None:
-        if self.sampling != "poisson":
+    def plan(self, clients: int, wanted: int) -> Release:
+        """The release of a round among so many clients.
+
+        By coins, each client is drawn with probability M / N, and with less where there are more
+        than N clients, so that no more than M are expected. Else `wanted` are drawn, M at most.
+        """
+        if self.sampling == "poisson":
+            clients, wanted = max(clients, self.clients), self.cohort
+        size = min(wanted, self.cohort, clients)
+        return Release(self.noise_multiplier, self.sampling, clients, size)
+
+    def sample(self, clients: int, release: Release, round: int) -> list[int] | None:
+        if self.sampling == "known":
             return None
         if self.noise_seed is None:
-            coins = system_uniforms(clients)
+            drawn = system_uniforms(clients)
         else:
-            coins = generator(self.noise_seed, "secret cohort", round).random(clients)
-        return [i for i, coin in enumerate(coins) if coin < self.cohort / self.clients]
+            drawn = generator(self.noise_seed, "secret cohort", round).random(clients)
+        if self.sampling == "fixed":
+            return sorted(drawn.argsort()[: release.cohort].tolist())
+        return [i for i, coin in enumerate(drawn) if coin < release.probability]
 
     def clipped(self, updates: Tensor) -> Tensor:
         return clip(updates, self.clip)
@@ -99,9 +133,10 @@ class CentralMechanism:
             sq_norm = lower_bound(noisy, scale * self.sigma, self.cohort * self.clip**2)
         return replace(aggregate, weight=size, update=update, sq_norm=sq_norm, count=size)
 
-    def metrics(self, round: int, released: Aggregate | None) -> dict[str, float]:
-        options = {"clients": self.clients, "cohort": self.cohort}
-        spent = epsilon(self.noise_multiplier, round, self.delta, sampling=self.sampling, **options)
+    def metrics(
+        self, releases: Mapping[Release, int], released: Aggregate | None
+    ) -> dict[str, float]:
+        spent = composed_epsilon(releases, self.delta)
         share = _noise_share(released, (self.sigma / self.cohort) ** 2)
         return {"epsilon": spent, "delta": self.delta, **share}
 
@@ -123,13 +158,18 @@ class LocalMechanism:
     noise_multiplier: float
     delta: float
     hides_client_metrics: ClassVar[bool] = False
+    limit: ClassVar[float | None] = None  # clients keep to theirs by themselves
 
     @property
     def sigma(self) -> float:
         """Standard deviation of the noise on every coordinate of one client's update."""
         return self.noise_multiplier * self.clip
 
-    def sample(self, clients: int, round: int) -> list[int] | None:
+    def plan(self, clients: int, wanted: int) -> Release:
+        # any two inputs of a client are neighbours, and they differ by up to 2 C
+        return Release(self.noise_multiplier / 2, "known", clients, min(wanted, clients))
+
+    def sample(self, clients: int, release: Release, round: int) -> list[int] | None:
         return None
 
     def clipped(self, updates: Tensor) -> Tensor:
@@ -144,9 +184,10 @@ class LocalMechanism:
         most = aggregate.weight * self.clip**2
         return replace(aggregate, sq_norm=lower_bound(honest, deviation, most))
 
-    def metrics(self, round: int, released: Aggregate | None) -> dict[str, float]:
-        # any two inputs of a client are neighbours, and they differ by up to 2 C
-        spent = epsilon(self.noise_multiplier / 2, round, self.delta)
+    def metrics(
+        self, releases: Mapping[Release, int], released: Aggregate | None
+    ) -> dict[str, float]:
+        spent = composed_epsilon(releases, self.delta)
         clients = 1.0 if released is None else max(float(released.count), 1.0)
         share = _noise_share(released, self.sigma**2 / clients)
         return {"epsilon": spent, "delta": self.delta, **share}

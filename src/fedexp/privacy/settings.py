@@ -11,7 +11,7 @@ from fedexp.errors import require
 from fedexp.privacy import accounting
 from fedexp.privacy.accounting import Sampling
 from fedexp.privacy.bounds import best_norm_weight
-from fedexp.privacy.checks import check_fit, check_numbers, warn_guessable, warn_weak
+from fedexp.privacy.checks import check_fit, check_numbers, warn_weak
 from fedexp.privacy.mechanism import (
     CentralMechanism,
     LocalMechanism,
@@ -41,7 +41,6 @@ class Privacy(Protocol):
         algorithm: Algorithm,
         weighting: str = "uniform",
         buffers: bool = False,
-        seed: int | None = None,
     ) -> Mechanism:
         """The mechanism for a run, or a `UsageError` that says why there is none.
 
@@ -52,7 +51,6 @@ class Privacy(Protocol):
             algorithm: client and server rule.
             weighting: how updates are weighed; only "uniform" will do.
             buffers: whether the model has buffers that are averaged (BatchNorm).
-            seed: what cohorts follow from, where they follow from a seed.
         """
 
 
@@ -64,11 +62,14 @@ class CentralPrivacy:
         clip: C, the bound on the norm of each client's update.
         delta: δ, well below one over the number of clients.
         noise_multiplier: z, or
-        epsilon: ε to stay within over all rounds, from which z follows. One of the two.
+        epsilon: ε to stay within over all rounds, from which z follows; a run that could not stay
+            within it, because rounds were repeated or clients left, ends early. One of the two.
         sampling: what an onlooker may know of the cohorts: "known" (the default), "fixed" or
             "poisson"; see `fedexp.privacy.epsilon`.
-        cohort: the fixed number M that sums are divided by; the run's cohort when None.
-        clients: N; the number there are at the start when None.
+        cohort: the fixed number M that sums are divided by, and the largest cohort that is drawn;
+            the cohort of the first round when None.
+        clients: N, of which "poisson" draws M on average, and with which z is planned; the number
+            there are at the start when None.
         norm_weight: κ, the weight of the squared norms in the release; 2 √(z / M) when None.
         noise_seed: for tests only: noise that can be repeated can be taken off again.
 
@@ -108,13 +109,10 @@ class CentralPrivacy:
         algorithm: Algorithm,
         weighting: str = "uniform",
         buffers: bool = False,
-        seed: int | None = None,
     ) -> CentralMechanism:
         check_fit(algorithm, weighting, buffers)
         clients, cohort = self.clients or clients, self.cohort or cohort
         warn_weak(self.delta, clients)
-        if self.sampling == "fixed":
-            warn_guessable(seed)
         population: dict[str, Any] = {
             "sampling": self.sampling,
             "clients": clients,
@@ -127,7 +125,13 @@ class CentralPrivacy:
         accounting.epsilon(z, 1, self.delta, **population)  # refuse now, not after a round
         kappa = _norm_weight(self.norm_weight, z, cohort, algorithm.server)
         return CentralMechanism(
-            self.clip, z, self.delta, norm_weight=kappa, noise_seed=self.noise_seed, **population
+            self.clip,
+            z,
+            self.delta,
+            norm_weight=kappa,
+            noise_seed=self.noise_seed,
+            limit=self.epsilon,
+            **population,
         )
 
 
@@ -180,7 +184,6 @@ class LocalPrivacy:
         algorithm: Algorithm,
         weighting: str = "uniform",
         buffers: bool = False,
-        seed: int | None = None,
     ) -> LocalMechanism:
         check_fit(algorithm, weighting, buffers)
         accounting.accounting_library()
