@@ -19,7 +19,7 @@ from fedexp.flower import FedAvg, FedExP, RuleStrategy, ScaffoldExP, identify, l
 from fedexp.flower.layout import ndarrays
 from fedexp.flower.training import NoRepliesError
 from fedexp.privacy import CentralPrivacy, LocalPrivacy, Release, composed_epsilon, epsilon
-from tests.flower.fake_grid import FakeGrid, replies
+from tests.flower.fake_grid import FakeGrid, only, replies, silent
 from tests.flower.plain_app import first_model as model_with_buffers
 from tests.flower.plain_app import plain_app
 
@@ -236,6 +236,15 @@ def test_a_client_of_two_nodes_is_drawn_once() -> None:
     grid = FakeGrid(named, [{"partition-id": k} for k in (0, 1, 2, 2)])
     (row,) = metrics_of(strategy(FedAvg, privacy=central(1.0)), grid)
     assert row["clients"] == 3
+
+
+def test_a_secret_cohort_depends_on_nothing_but_its_draw() -> None:
+    """A node that was silent is passed over next time, but not where the draw is to be secret."""
+    for sampling, asked in (("known", 1), ("fixed", 2)):
+        grid = FakeGrid(app(), 3, faults={1: only(silent)})
+        private = strategy(FedAvg, privacy=central(1.0, sampling=sampling))
+        private.start(grid, model(), 2, timeout=0.2)
+        assert grid.sent.count(("train", 1)) == asked
 
 
 class Greedy(FedAvg):

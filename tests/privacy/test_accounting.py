@@ -131,10 +131,14 @@ def test_rounds_in_which_all_take_part_cost_in_full() -> None:
 
 @pytest.mark.parametrize(("clients", "cohort"), [(20, 1), (20, 5), (20, 15)])
 def test_many_fixed_cohorts_cover_the_bound_of_their_theorem(clients: int, cohort: int) -> None:
-    """20 rounds against N(0) mixed with N(1) over N(0), at z / 2 (Zhu et al., 2022)."""
+    """20 rounds against N(0) mixed with N(1) over N(0), at z / 2: δ' = q δ (Balle et al., 2018)."""
     ours = epsilon(2.0, 20, 1e-5, sampling="fixed", clients=clients, cohort=cohort)
-    pair = poisson_pair(1.0, cohort / clients)
-    assert ours > convolved(*pair, 20, 1e-5) * (1 - 1e-3)
+    share, eps = cohort / clients, 1.5
+    present, absent = poisson_pair(1.0, share)
+    amplified = share * delta_of_gaussian(1.0, eps)
+    after = math.log1p(share * math.expm1(eps))
+    assert hockey_stick(present, absent, 1.0, after) == pytest.approx(amplified, rel=1e-4)
+    assert ours > convolved(present, absent, 20, 1e-5) * (1 - 1e-3)
 
 
 def test_many_kinds_of_rounds_cost_a_little_more_at_most() -> None:

@@ -9,7 +9,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from fedexp.flower import LocalRule, identify, secure_mod
+from fedexp.flower import LocalRule, identify
 from fedexp.flower.identity import partition_of
 from fedexp_app.settings import batches_of, model_of, setup_of, task_of
 
@@ -17,6 +17,8 @@ from fedexp_app.settings import batches_of, model_of, setup_of, task_of
 def secure_if_asked(msg: Message, context: Context, call_next: ClientAppCallable) -> Message:
     """Secure sums where the configuration wants them. `mods=[secure_mod]` allows nothing else."""
     if context.run_config["secure"]:
+        from fedexp.flower import secure_mod  # needs fedexp[flower-secure]
+
         return secure_mod(msg, context, call_next)
     return call_next(msg, context)
 

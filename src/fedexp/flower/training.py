@@ -35,6 +35,10 @@ from fedexp.privacy import Ledger, Mechanism, Release
 Row = Mapping[str, Any]
 GRACE = 5.0  # seconds, so that it is the server that says who was late, not the SuperLink
 
+CAPPED = (
+    "privacy divides by a fixed number of clients, so cohorts are capped at %d of %d; set "
+    "CentralPrivacy(cohort=...) for larger ones"
+)
 NOT_DRAWN = (
     "a private round sums one reply from each client of the cohort that was drawn, and no other; "
     "let configure_train send its messages as they are, once for every aggregate_train"
@@ -185,9 +189,7 @@ class Training:
         plan = self._planned = mechanism.plan(len(once), wanted)
         if plan.cohort < min(wanted, len(once)) and not self._capped and plan.sampling != "poisson":
             self._capped = True
-            told = "privacy divides by a fixed number of clients, so cohorts are capped at %d of "
-            told += "%d; set CentralPrivacy(cohort=...) for larger ones"
-            log(WARNING, told, plan.cohort, wanted)
+            log(WARNING, CAPPED, plan.cohort, wanted)
         if mechanism.limit is not None:
             self.ledger.require_room(plan, mechanism.limit, mechanism.delta)
         secret = mechanism.sample(len(once), plan, round)

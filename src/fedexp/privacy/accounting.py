@@ -115,7 +115,8 @@ class Ledger:
         if cost > limit * (1.0 + 1e-9):
             raise BudgetSpentError(
                 f"a further round would cost epsilon {cost:.4g}, more than the {limit:g} promised; "
-                f"{self.count} releases were charged, those of rounds that were repeated too"
+                f"{self.count} releases were charged and cost {self.epsilon(delta):.4g}, those of "
+                "rounds that were lost and repeated included"
             )
 
     def _with(self, *further: Release) -> dict[Release, int]:
@@ -183,10 +184,16 @@ def composed_epsilon(releases: Mapping[Release, int], delta: float) -> float:
     bound = float(accounting_library().get_epsilon_gaussian(1.0 / precision, delta))
     if samplings == {"known"} or all(release.probability == 1.0 for release in made):
         return bound
-    bound = min(bound, _renyi_epsilon(made, delta))
+    return _sampled_epsilon(tuple(made.items()), delta, bound)
+
+
+@lru_cache(maxsize=64)
+def _sampled_epsilon(made: tuple[tuple[Release, int], ...], delta: float, bound: float) -> float:
+    """The smallest bound for secret cohorts, of which `bound` is one."""
+    bound = min(bound, _renyi_epsilon(dict(made), delta))
     if delta < LEAST_DELTA or bound > MOST_EPSILON:
         return bound
-    return min(bound, _convolved_epsilon(made, delta, bound))
+    return min(bound, _convolved_epsilon(dict(made), delta, bound))
 
 
 def noise_multiplier(
@@ -277,11 +284,11 @@ def _convolved_epsilon(releases: Mapping[Release, int], delta: float, bound: flo
 def _losses(z: float, probability: float, replaced: bool, step: float) -> Any:
     """The privacy loss distribution of one release.
 
-    A coin of its own for each client: the mixture of N(0) and N(1) against N(0), which is exact.
-    A fixed cohort, one client replaced: by Zhu, Dong and Wang (2022, Theorem 11) the mixture
-    against N(0), and its mirror image for losses below 0, bound every pair of neighbours. One
-    pair of distributions that dominates both is N(0) mixed with N(1) against N(0) mixed with
-    N(-1): the second puts less mass than N(0) on every half-line on which the first exceeds it.
+    A coin of its own for each client: N(0) mixed with N(1) against N(0), which is exact. A fixed
+    cohort, one client replaced: amplification by sampling without replacement (Balle, Barthe and
+    Gaboardi, 2018) bounds both orders of two neighbours by that profile at half the noise. N(0)
+    mixed with N(1) against N(0) mixed with N(-1) dominates it: the latter has less mass than N(0)
+    on every half-line on which the former exceeds a multiple of N(0), and the pair is symmetric.
     """
     library = accounting_library()
     relations = library.NeighboringRelation
@@ -295,7 +302,7 @@ def _losses(z: float, probability: float, replaced: bool, step: float) -> Any:
 
 
 def _grid_step(slope: float, bound: float) -> float:
-    """A power of ten well below the usual loss of a round, but no more than `STEPS` up to ε.
+    """A power of ten well below the usual loss of one round, but at most `STEPS` steps up to ε.
 
     Every step is valid: losses are rounded so that ε is not underestimated.
     """
