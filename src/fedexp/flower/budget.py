@@ -47,7 +47,7 @@ class Budget:
 
     @classmethod
     def of(cls, privacy: LocalPrivacy, account: str, context: Context) -> Budget:
-        """The budget of this client under its own settings."""
+        """Return the budget of this client under its own settings."""
         assert privacy.rounds is not None
         folder = state_root(context) / FOLDER / file_name(own_name(context)) / file_name(account)
         return cls(folder, privacy.mechanism().plan(1, 1), privacy.rounds)
@@ -81,7 +81,7 @@ class Budget:
             ) from error
 
     def _write(self, releases: Releases) -> None:
-        """The count; a new account appears with its file in it, or not at all."""
+        """Write the count; a new account appears with its file in it, or not at all."""
         if self.folder.exists():
             _write(self.folder / FILE, releases)
             return
@@ -94,7 +94,7 @@ class Budget:
 
 
 def open_ledger(path: Path, reported: int) -> Ledger:
-    """The account of a run in its file, to which every charge is written before it counts.
+    """Open the account of a run; every charge is written to its file before it counts.
 
     Args:
         path: of the file.
@@ -110,7 +110,7 @@ def open_ledger(path: Path, reported: int) -> Ledger:
 
 
 def _read(path: Path) -> dict[Release, int]:
-    """The releases of a file; raises `UsageError` for one that is missing or damaged."""
+    """Read the releases of a file; raise `UsageError` for one that is missing or damaged."""
     try:
         rows = json.loads(path.read_bytes())["releases"]
         return {_release(row): _count(row["count"]) for row in rows}

@@ -23,7 +23,7 @@ def client_name(context: Context) -> str:
 
 
 def own_name(context: Context) -> str:
-    """The name of this client by its node's own configuration; the same for all that have none.
+    """Return the client's name by its node's own configuration; one name for all that have none.
 
     The SuperLink draws the ids of nodes, so nothing that must hold against the server may depend
     on one.

@@ -180,7 +180,7 @@ class Training:
     def _private_cohort(
         self, mechanism: Mechanism, round: int, ordered: Sequence[int], shares: Shares
     ) -> list[int]:
-        """The cohort that is drawn is the one that is charged, and no client is in it twice.
+        """Draw the cohort of a private round: as it is charged, and no client twice.
 
         Raises `BudgetSpentError` before anybody is asked where the round would cost too much.
         """
@@ -199,7 +199,7 @@ class Training:
         return self.absences.present(round, chosen, shares.least)
 
     def _prepare(self, shares: Shares) -> None:
-        """The noise and the divisor follow from the federation there was at the start."""
+        """Fix noise and divisor by the federation there was at the start."""
         settings, clients = self.settings, self.settings.total_clients or self._first
         if settings.secure is not None:
             size = shares.cohort(self._most)
@@ -226,7 +226,7 @@ class Training:
         return {"fedexp.accepted": self.accepted.get(client, 0)}
 
     def _released(self, round: int, gathered: Gathered) -> Aggregate | None:
-        """The noised sums of a cohort that was drawn, also where nobody is in it or answered: a
+        """Noise the sums of a cohort that was drawn, also where nobody is in it or answered: a
         model that stays as it is would show that. Sums that nobody has planned are refused."""
         privacy, plan, heard = self.settings.privacy, self._planned, gathered.accepted
         if privacy is None:

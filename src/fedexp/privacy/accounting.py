@@ -60,12 +60,12 @@ class Release:
 
     @property
     def probability(self) -> float:
-        """The probability that a client is in the cohort."""
+        """Return the probability that a client is in the cohort."""
         return self.cohort / self.clients
 
     @property
     def unsampled(self) -> float:
-        """The noise multiplier of one client's difference where it takes part for certain.
+        """Return the noise multiplier of one client's difference where it takes part for certain.
 
         Neighbours of "fixed" cohorts have one client replaced, which moves the sum by 2 C.
         """
@@ -95,7 +95,7 @@ class Ledger:
 
     @property
     def count(self) -> int:
-        """How many releases were charged."""
+        """Return how many releases were charged."""
         return sum(self.releases.values())
 
     def charge(self, release: Release) -> None:
@@ -106,7 +106,7 @@ class Ledger:
         self.releases = after
 
     def epsilon(self, delta: float, *further: Release) -> float:
-        """ε at this δ of all that was charged, and of further releases with it."""
+        """Return ε at this δ of all that was charged, and of further releases with it."""
         return composed_epsilon(self._with(*further), delta)
 
     def require_room(self, release: Release, limit: float, delta: float) -> None:
@@ -135,7 +135,7 @@ def epsilon(
     clients: int | None = None,
     cohort: int | None = None,
 ) -> float:
-    """ε after so many equal rounds, at this δ; see `composed_epsilon` for unequal ones.
+    """Return ε after so many equal rounds, at this δ; see `composed_epsilon` for unequal ones.
 
     Args:
         noise_multiplier: z > 0.
@@ -158,7 +158,7 @@ def epsilon(
 
 
 def composed_epsilon(releases: Mapping[Release, int], delta: float) -> float:
-    """ε at this δ of releases that may differ, each with how often it was made.
+    """Return ε at this δ of releases that may differ, each with how often it was made.
 
     Several bounds hold, and the smallest is returned:
 
@@ -189,7 +189,7 @@ def composed_epsilon(releases: Mapping[Release, int], delta: float) -> float:
 
 @lru_cache(maxsize=64)
 def _sampled_epsilon(made: tuple[tuple[Release, int], ...], delta: float, bound: float) -> float:
-    """The smallest bound for secret cohorts, of which `bound` is one."""
+    """Return the smallest bound for secret cohorts, of which `bound` is one."""
     bound = min(bound, _renyi_epsilon(dict(made), delta))
     if delta < LEAST_DELTA or bound > MOST_EPSILON:
         return bound
@@ -205,7 +205,7 @@ def noise_multiplier(
     clients: int | None = None,
     cohort: int | None = None,
 ) -> float:
-    """The smallest noise multiplier that stays within ε over all rounds, to 0.1 %.
+    """Return the smallest noise multiplier that stays within ε over all rounds, to 0.1 %.
 
     >>> round(noise_multiplier(4.377, rounds=1, delta=1e-5), 2)
     1.0
@@ -242,7 +242,7 @@ def _release(z: float, sampling: Sampling, clients: int | None, cohort: int | No
 
 
 def _renyi_epsilon(releases: Mapping[Release, int], delta: float) -> float:
-    """By Rényi divergences, which add up over rounds."""
+    """Return ε by Rényi divergences, which add up over rounds."""
     total = [0.0] * len(ORDERS)
     for release, count in releases.items():
         total = [t + count * loss for t, loss in zip(total, _renyi(release), strict=True)]
@@ -252,7 +252,7 @@ def _renyi_epsilon(releases: Mapping[Release, int], delta: float) -> float:
 
 @lru_cache(maxsize=1024)
 def _renyi(release: Release) -> list[float]:
-    """The Rényi divergences of one release at `ORDERS`."""
+    """Return the Rényi divergences of one release at `ORDERS`."""
     library = accounting_library()
     gaussian = library.GaussianDpEvent(release.unsampled)
     if release.sampling == "poisson":
@@ -267,7 +267,7 @@ def _renyi(release: Release) -> list[float]:
 
 
 def _convolved_epsilon(releases: Mapping[Release, int], delta: float, bound: float) -> float:
-    """By convolving the privacy losses of the rounds; `bound` is an ε that holds already."""
+    """Return ε by convolving the losses of the rounds; `bound` is an ε that holds already."""
     counts: dict[tuple[float, float, bool], int] = {}
     for release, count in _few_kinds(releases).items():
         kind = (release.unsampled, release.probability, release.sampling == "fixed")
@@ -282,7 +282,7 @@ def _convolved_epsilon(releases: Mapping[Release, int], delta: float, bound: flo
 
 @lru_cache(maxsize=256)
 def _losses(z: float, probability: float, replaced: bool, step: float) -> Any:
-    """The privacy loss distribution of one release.
+    """Return the privacy loss distribution of one release.
 
     A coin of its own for each client: N(0) mixed with N(1) against N(0), which is exact. A fixed
     cohort, one client replaced: amplification by sampling without replacement (Balle, Barthe and
@@ -302,7 +302,7 @@ def _losses(z: float, probability: float, replaced: bool, step: float) -> Any:
 
 
 def _grid_step(slope: float, bound: float) -> float:
-    """A power of ten well below the usual loss of one round, but at most `STEPS` steps up to ε.
+    """Return a power of ten well below the usual loss of one round, at most `STEPS` of them up to ε.
 
     Every step is valid: losses are rounded so that ε is not underestimated.
     """
@@ -311,7 +311,7 @@ def _grid_step(slope: float, bound: float) -> float:
 
 
 def _few_kinds(releases: Mapping[Release, int]) -> Mapping[Release, int]:
-    """The releases with their probabilities rounded up to few values, where they have many.
+    """Round the probabilities of releases up to few values, where they have many.
 
     A client that is drawn more often is charged more, so rounding up is on the safe side.
     """

@@ -34,14 +34,14 @@ class Mechanism(Protocol):
 
     @property
     def delta(self) -> float:
-        """δ of the account."""
+        """Return δ of the account."""
 
     @property
     def limit(self) -> float | None:
-        """The ε that the run as a whole must not exceed, where there is one."""
+        """Return the ε that the run as a whole must not exceed, where there is one."""
 
     def plan(self, clients: int, wanted: int) -> Release:
-        """What a round costs: `wanted` of so many clients, or fewer where the cohort is capped."""
+        """Plan a round: `wanted` of so many clients, or fewer where the cohort is capped."""
 
     def sample(self, clients: int, release: Release, round: int) -> list[int] | None:
         """The cohort where privacy rests on drawing it in secret, else None."""
@@ -55,7 +55,7 @@ class Mechanism(Protocol):
     def metrics(
         self, releases: Mapping[Release, int], released: Aggregate | None
     ) -> dict[str, float]:
-        """What these releases cost, and how much of the mean update of the last one is noise."""
+        """Return what these releases cost, and the share of noise in the last mean update."""
 
     def config(self) -> dict[str, float]:
         """What clients are told."""
@@ -95,7 +95,7 @@ class CentralMechanism:
         return self.noise_multiplier * joint_sensitivity(self.clip, self.norm_weight)
 
     def plan(self, clients: int, wanted: int) -> Release:
-        """The release of a round among so many clients.
+        """Plan a round among so many clients.
 
         By coins, each client is drawn with probability M / N, and with less where there are more
         than N clients, so that no more than M are expected. Else `wanted` are drawn, M at most.
