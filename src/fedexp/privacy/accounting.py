@@ -302,7 +302,7 @@ def _losses(z: float, probability: float, replaced: bool, step: float) -> Any:
 
 
 def _grid_step(slope: float, bound: float) -> float:
-    """Return a power of ten well below the usual loss of one round, at most `STEPS` of them up to ε.
+    """Return a power of ten well below the loss of one round, at most `STEPS` of them up to ε.
 
     Every step is valid: losses are rounded so that ε is not underestimated.
     """
