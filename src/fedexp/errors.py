@@ -28,6 +28,10 @@ class DivergedError(FedExPError, ArithmeticError):
         return type(self), (self.round, self.what)  # so that it survives the way between processes
 
 
+class EngineError(FedExPError):
+    """An engine cannot train this model as the loop does; another one can."""
+
+
 class NonFiniteUpdateWarning(UserWarning):
     """A client's update was not finite and has been left out of the round."""
 

@@ -19,8 +19,8 @@ from fedexp.engine.dense import Dense, dense_network_of
 from fedexp.engine.loop import Engine, Loop
 from fedexp.engine.quadratic import Quadratic, suits_quadratic
 from fedexp.engine.state import SimulationState
-from fedexp.engine.threads import Threads, draws_outside_dropout, threads_pay
-from fedexp.engine.trial import DisagreesError, Trial
+from fedexp.engine.threads import Threads, threads_pay
+from fedexp.engine.trial import Trial, Trials
 from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning, UsageError, require
 from fedexp.objective import BatchedObjective, ModuleObjective
@@ -77,12 +77,10 @@ def select_engine(
     if name == "loop":
         return Loop()
     reason = "this engine does not suit the model, the rule or the device"
-    trial: Trial | None = None
-    candidates = _candidates(name, work, state)
+    candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     for candidate in candidates:
         try:
-            trial = trial or Trial.of(work, state, precision)
-            trial.check((candidate.tried or candidate.make)(trial.work))
+            trial = trials.check(candidate.tried or candidate.make)
             if candidate.check is not None:
                 candidate.check(trial)
             return candidate.make(work)
@@ -112,7 +110,7 @@ def _candidates(name: EngineName, work: Work, state: SimulationState) -> list[Ca
     if isinstance(objective, ModuleObjective) and (
         name == "threads" or (auto and threads_pay(work, state))
     ):
-        found.append(Candidate(_threads, check=_check_threads(objective, state)))
+        found.append(Candidate(_threads))
     return found
 
 
@@ -144,19 +142,6 @@ def _batched_candidate(implementation: Implementation, padded: bool) -> Candidat
 def _threads(work: Work) -> Engine:
     assert isinstance(work.task.objective, ModuleObjective)
     return Threads(work.task.objective)
-
-
-def _check_threads(objective: ModuleObjective, state: SimulationState) -> Callable[[Trial], None]:
-    """Return the check that threads do not disturb each other's draws, with dropout on."""
-
-    def check(trial: Trial) -> None:
-        if draws_outside_dropout(objective, state, trial.first_batch()):
-            raise DisagreesError(
-                "forward draws random numbers outside nn.Dropout layers, so threads would disturb "
-                "each other"
-            )
-
-    return check
 
 
 def _batching_pays(objective: BatchedObjective, work: Work, state: SimulationState) -> bool:

@@ -12,14 +12,15 @@ from queue import SimpleQueue
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
-from fedexp.data.federation import Batch
 from fedexp.engine.loop import Sums, Trained, sum_in_parts, sum_trained, train
 from fedexp.engine.pool import Pool
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
+from fedexp.errors import EngineError
 from fedexp.objective import ModuleObjective
-from fedexp.seeding import seeded_torch, torch_seed
+from fedexp.seeding import torch_seed
 
 SMALL_MODEL = 100_000  # parameters; below, python itself takes most of the time, and one at a time
 LEVELS = 2**16  # a decision takes 16 of the 64 bits of a draw, so a draw serves four
@@ -73,6 +74,12 @@ class ThreadCopy:
     def __init__(self, objective: ModuleObjective) -> None:
         self.objective = objective.copy()
         self.dropouts = own_dropouts(self.objective.module)
+        others = [type(m).__name__ for m in self.objective.module.modules() if _draws(m)]
+        if others:
+            raise EngineError(
+                f"{others[0]} draws random numbers from torch's one generator, so threads would "
+                "disturb each other"
+            )
 
     def seed(self, derived: int) -> None:
         """Let all draws follow from a seed."""
@@ -114,10 +121,10 @@ def own_dropouts(module: nn.Module) -> list[OwnDropout]:
     return list(found.values())
 
 
-def draws_outside_dropout(objective: ModuleObjective, state: SimulationState, batch: Batch) -> bool:
-    """Return whether forward draws from torch's own generator, which threads cannot share."""
-    copy = ThreadCopy(objective)
-    with seeded_torch(0, "trial"):
-        before = torch.get_rng_state()
-        copy.objective.gradient(state.params.clone(), state.buffers, batch)
-        return not torch.equal(before, torch.get_rng_state())
+def _draws(layer: nn.Module) -> bool:
+    """Return whether a layer drops something with torch's own generator."""
+    if isinstance(layer, OwnDropout):
+        return False
+    if isinstance(layer, _DropoutNd):
+        return layer.p > 0
+    return isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and layer.dropout > 0

@@ -1,6 +1,6 @@
 """The trial of an engine: it is trusted once it agreed with the loop on the user's own model.
 
-Three small clients of unequal size, made of the cohort's own examples, take a few steps with a
+A few small clients of unequal size, made of the cohort's own examples, take a few steps with a
 short batch among them, from weights that are moved a little away from their start, in training mode
 with dropout off, through the real loss, client rule, clipping and weight decay. What the engine
 returns is compared with what the loop returns.
@@ -13,9 +13,10 @@ a percent in float32 is.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from fedexp.data.federation import Batch, Federation
 from fedexp.engine.loop import Engine, Loop, Sums
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
-from fedexp.errors import FedExPError, UsageError
+from fedexp.errors import EngineError, UsageError
 from fedexp.objective import Buffers, ModuleObjective, Objective
 from fedexp.precision import Precision, arithmetic
 from fedexp.seeding import seeded_torch, torch_seed
@@ -39,23 +40,83 @@ MOVED = 0.05  # of the weights' root mean square: how far they are moved
 STEP = 0.02  # of the weights' norm: how far the first step leads
 CLIPPED = 0.95  # of the first gradient's norm: where clipping begins, if there is any
 LARGE = 1_000_000  # parameters: such models take fewer steps on a CPU
-# Attempts, until one leaves little enough to rounding: how many clients the examples come from,
-# whether there is a short batch, how far weights are moved, how far a step leads.
-ATTEMPTS = (
-    (8, True, MOVED, STEP),
-    (8, True, MOVED, STEP / 20),
-    (1, True, MOVED, STEP / 20),
-    (8, True, 0.0, STEP / 20),
-    (8, False, MOVED, STEP),
-    (8, False, 0.0, STEP / 20),
-)
+# An agreement within more than that says little.
 SENSITIVE: dict[Precision, float] = {"float32": 1e-3, "tf32": 0.02, "bf16": 0.1}
+NARROW: dict[Precision, float] = {"float32": 2.0**-23, "tf32": 2.0**-11, "bf16": 2.0**-8}
 
 Named = dict[str, Tensor]
 
 
-class DisagreesError(FedExPError):
-    """An engine's result is not the loop's."""
+class Attempt(NamedTuple):
+    """How a trial is made.
+
+    Attributes:
+        sources: how many clients the examples come from.
+        short: whether there is a short batch.
+        moved: how far weights are moved.
+        step: how far a step leads.
+    """
+
+    sources: int = 8
+    short: bool = True
+    moved: float = MOVED
+    step: float = STEP
+
+
+ATTEMPTS = (
+    Attempt(),
+    Attempt(step=STEP / 20),
+    Attempt(sources=1, step=STEP / 20),
+    Attempt(moved=0.0, step=STEP / 20),
+    Attempt(short=False),
+    Attempt(short=False, moved=0.0, step=STEP / 20),
+)
+
+
+class Trials:
+    """The trials of one run, made when they are needed.
+
+    Not every model takes short batches, moved weights or steps of a given length, and where
+    rounding explains too much, an agreement says little: then further ones are made.
+    """
+
+    def __init__(self, work: Work, state: SimulationState, precision: Precision) -> None:
+        self._origin = work, state, precision
+        self._made: list[Trial] = []
+        self._waiting = list(ATTEMPTS)
+
+    def check(self, make: Callable[[Work], Engine]) -> Trial:
+        """Return the trial that an engine passed; raises `EngineError` where it fails one."""
+        for trial in self:
+            engine = make(trial.work)
+            error = trial.error(engine)
+            if error <= trial.least or error <= trial.limit <= SENSITIVE[trial.precision]:
+                break
+            if not error <= trial.limit:
+                raise EngineError(
+                    f"{engine.name} is off by {error:.1e} from the loop on a few examples, where "
+                    f"rounding explains {trial.limit:.1e}"
+                    + (", because forward draws random numbers" if trial.draws() else "")
+                )
+        return trial
+
+    def __iter__(self) -> Iterator[Trial]:
+        """Yield what can be tried; raises what the model raises where nothing can."""
+        failed: Exception = EngineError("the model gives no finite numbers for a few examples")
+        yield from self._made
+        while self._waiting:
+            try:
+                trial = Trial.of(*self._origin, self._waiting.pop(0))
+            except (RuntimeError, ValueError, IndexError) as error:
+                if isinstance(error, UsageError | torch.OutOfMemoryError):
+                    raise
+                failed = error
+                continue
+            if all(value.isfinite().all() for value in trial.expected.values()):
+                self._made.append(trial)
+                yield trial
+        if not self._made:
+            raise failed
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,55 +126,42 @@ class Trial:
     Attributes:
         work: the round; its objective is a copy, without dropout.
         state: where it starts.
+        precision: of the run.
         expected: the loop's sums and client states, by name.
-        limit: how far any of them may be off, relative to its norm.
     """
 
     work: Work
     state: SimulationState
+    precision: Precision
     expected: Named
-    limit: float
 
     @classmethod
-    def of(cls, work: Work, state: SimulationState, precision: Precision) -> Trial:
-        """Run the loop twice; raises what the model raises where it cannot be tried.
+    def of(
+        cls, work: Work, state: SimulationState, precision: Precision, attempt: Attempt
+    ) -> Trial:
+        """Run the loop once."""
+        small = _small_work(work, state, attempt.sources, attempt.short)
+        small, start = _start(small, state, attempt.moved, attempt.step)
+        return cls(small, start, precision, _outcome(Loop(), small, start))
 
-        Not every model takes short batches, moved weights or steps of a given length, so some
-        others are tried; the one that leaves the least to rounding is kept.
-        """
-        best: Trial | None = None
-        failed: Exception = DisagreesError("the model gives no finite numbers for a few examples")
-        for sources, short, moved, step in ATTEMPTS:
-            try:
-                small = _small_work(work, state, sources, short)
-                small, start = _start(small, state, moved, step)
-                expected = _outcome(Loop(), small, start)
-                if all(value.isfinite().all() for value in expected.values()):
-                    limit = _limit(small, start, expected, precision)
-                    if best is None or limit < best.limit:
-                        best = cls(small, start, expected, limit)
-            except UsageError:
-                raise
-            except (RuntimeError, ValueError, IndexError) as error:
-                failed = error
-            if best is not None and best.limit <= SENSITIVE[precision]:
-                break
-        if best is None:
-            raise failed
-        return best
+    @property
+    def least(self) -> float:
+        """An error that needs no explanation: another order of additions."""
+        return LEAST * torch.finfo(self.state.params.dtype).eps
 
-    def check(self, engine: Engine) -> float:
-        """Return the largest error of an engine; raises `DisagreesError` beyond the limit."""
+    @cached_property
+    def limit(self) -> float:
+        """How large an error rounding explains, relative to the norm of a value."""
+        return max(self.least, _rounding(self.work, self.state, self.expected, self.precision))
+
+    def error(self, engine: Engine) -> float:
+        """Return how far an engine is from the loop, relative to the norm of what is farthest."""
+        before = torch.get_rng_state()
         found = _outcome(engine, self.work, self.state)
-        errors = _distances(found, self.expected)
-        worst = max(errors.values())
-        if not worst <= self.limit:
-            raise DisagreesError(
-                f"{engine.name} is off by {worst:.1e} from the loop on a few examples, where "
-                f"rounding explains {self.limit:.1e}"
-                + (", because forward draws random numbers" if self.draws() else "")
-            )
-        return worst
+        if not torch.equal(before, torch.get_rng_state()):
+            torch.set_rng_state(before)
+            raise EngineError("forward draws random numbers outside nn.Dropout layers")
+        return max(_distances(found, self.expected).values())
 
     def draws(self) -> bool:
         """Return whether the loop's result depends on torch's generator, without any dropout."""
@@ -142,7 +190,7 @@ class Trial:
         plain, by_layers = (self._measured(layers) for layers in (False, True))
         error = _distance(by_layers, plain)
         if not error <= self.limit:
-            raise DisagreesError(f"evaluation by stacked layers is off by {error:.1e}")
+            raise EngineError(f"evaluation by stacked layers is off by {error:.1e}")
 
     def _measured(self, layers: bool) -> Tensor:
         """Return the losses in evaluation mode, by stacked layers or not."""
@@ -163,7 +211,7 @@ class NoDataDependence(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if func in DECIDING:
-            raise DisagreesError(f"forward decides by values ({func})")
+            raise EngineError(f"forward decides by values ({func})")
         return func(*args, **(kwargs or {}))
 
 
@@ -177,34 +225,31 @@ DECIDING = {
 
 
 def _small_work(work: Work, state: SimulationState, sources: int, short: bool) -> Work:
-    """Return the round of three small clients, with a short batch among their batches or not."""
+    """Return the round of a few small clients, with a short batch among their batches or not."""
     local, train = work.local, work.task.train
-    objective = work.task.objective
-    on_gpu = train.device.type == "cuda"
+    objective, on_gpu = work.task.objective, train.device.type == "cuda"
     largest = int(work.task.train.sizes[work.cohort].max())
-    if local.batch_size is None:
-        batch, sizes = None, (7, 7, 3) if short else (7, 7, 7)
-    else:
-        # on a GPU as wide as in the run, since kernels are chosen by their shapes
-        batch = min(local.batch_size, largest if on_gpu else 4)
-        rest = max(1, 3 * batch // 4) if short else batch
-        sizes = (batch + rest, batch + rest, rest)
+    large = not on_gpu and state.params.numel() > LARGE
+    clients = 2 if large else 3
+    # on a GPU as wide as in the run, since kernels are chosen by their shapes
+    batch = min(local.batch_size or 4, largest if on_gpu else 2 if large else 4)
+    rest = max(1, 3 * batch // 4) if short else batch
+    sizes = (batch + rest, batch + rest, rest)[-clients:]
     examples = _examples(work, sources, sum(sizes))
     offsets = np.cumsum([0, *sizes])
     if isinstance(objective, ModuleObjective):
         objective = objective.copy(dropout=False)
-    large = not on_gpu and state.params.numel() > LARGE
     few = replace(
         local,
         steps=2 if large else min(3, max(2, local.steps)),
         epochs=None if local.epochs is None else 1 if large else 2,
-        batch_size=batch,
+        batch_size=local.batch_size and batch,
         lr_decay=1.0,
     )
     task = replace(
         work.task, train=Federation(examples, offsets, finite=True), test=None, objective=objective
     )
-    return replace(work, task=task, local=few, weighting="size", round=1, cohort=np.arange(3))
+    return replace(work, task=task, local=few, weighting="size", round=1, cohort=np.arange(clients))
 
 
 def _examples(work: Work, sources: int, count: int) -> Batch:
@@ -247,7 +292,7 @@ def _start(
             for name, value in tensors.items()
         }
 
-    clients = {c: some(algorithm.client.init_local(params)) for c in range(3)}
+    clients = {c: some(algorithm.client.init_local(params)) for c in work.cohort.tolist()}
     clients = clients if clients[0] else {}
     return replace(work, local=local), replace(start, shared=some(start.shared), clients=clients)
 
@@ -274,9 +319,7 @@ def _outcome(engine: Engine, work: Work, state: SimulationState) -> Named:
 def _distances(found: Named, expected: Named) -> dict[str, float]:
     """Return how far values are apart, relative to the expected ones."""
     if found.keys() != expected.keys():
-        raise DisagreesError(
-            f"it returns {sorted(found)} where the loop returns {sorted(expected)}"
-        )
+        raise EngineError(f"it returns {sorted(found)} where the loop returns {sorted(expected)}")
     return {name: _distance(found[name], value) for name, value in expected.items()}
 
 
@@ -286,18 +329,16 @@ def _distance(one: Tensor, other: Tensor) -> float:
     return gap / size if size else (math.inf if gap else 0.0)
 
 
-def _limit(work: Work, state: SimulationState, expected: Named, precision: Precision) -> float:
-    """Return how large an error rounding explains, relative to the norm of a value."""
+def _rounding(work: Work, state: SimulationState, expected: Named, precision: Precision) -> float:
+    """Return four times the distance to the loop in a wider precision."""
     dtype = state.params.dtype
     if dtype == torch.float64:
         return EXACT
-    narrow = {"bf16": 2.0**-8, "tf32": 2.0**-11, "float32": torch.finfo(dtype).eps}[precision]
     wider = _wider(work, state, torch.float64 if precision == "float32" else dtype)
     if wider is None:
-        return max(UNKNOWN, LEAST * narrow)
+        return max(UNKNOWN, LEAST * NARROW[precision])
     # the largest of all: a single number may be right by chance
-    apart = max(_distances(expected, wider).values())
-    return max(ALLOWED * apart, LEAST * torch.finfo(dtype).eps)
+    return ALLOWED * max(_distances(expected, wider).values())
 
 
 def _wider(work: Work, state: SimulationState, dtype: torch.dtype) -> Named | None:
