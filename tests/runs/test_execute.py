@@ -35,10 +35,10 @@ def test_a_run_that_another_process_ends_meanwhile_is_left_alone(
 ) -> None:
     spec, opening = tiny(), RunFolder.of
 
-    def late(path: Path, run: Run) -> RunFolder:
+    def late(path: Path, run: Run, restart: bool) -> RunFolder:
         monkeypatch.setattr(RunFolder, "of", opening)
         execute(spec, tmp_path, nobody)  # between our look at the folder and our hold of it
-        return opening(path, run)
+        return opening(path, run, restart)
 
     monkeypatch.setattr(RunFolder, "of", late)
     outcome = execute(spec, tmp_path, nobody)

@@ -100,9 +100,9 @@ def test_a_changed_or_foreign_spec_is_refused(tmp_path: Path) -> None:
     whole = path.read_text()
     for text, message in [
         (whole.replace("rounds = 6", "rounds = 7"), "has been changed since the run began"),
-        (whole.replace("format = 1", "format = 2"), "has format 2, this fedexp reads 1"),
+        (whole.replace("format = 2", "format = 3"), "has format 3, this fedexp reads up to 2"),
         (whole[: len(whole) // 2].rpartition("=")[0] + "= ", "is damaged"),
-        ("format = 1\n", "has been changed"),
+        ("format = 2\n", "has been changed"),
         ("\x00", "is damaged"),
     ]:
         path.write_text(text)

@@ -58,7 +58,7 @@ def fabricated(
     }
     rows = [_row(at, hit, end, spec["evaluate_every"]) for at in range(1, spec["rounds"] + 1)]
     result = {"status": "finished", "rounds": len(rows), "seconds": 60.0, "diverged_at": None}
-    name = id_of(spec)
+    name = id_of(spec, format=1)
     return StoredRun(Path(name), {"format": 1, "id": name, **spec}, WHERE, rows, result)
 
 

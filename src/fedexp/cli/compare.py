@@ -20,6 +20,7 @@ from fedexp.cli.many import (
 )
 from fedexp.cli.options import (
     add_out,
+    add_restart,
     add_root_options,
     add_run_options,
     add_watch_options,
@@ -66,6 +67,7 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--format", choices=FORMATS, default="text", help="of the table (text)")
     add_shard_option(parser)
     add_root_options(parser)
+    add_restart(parser, "discard what is stored of these runs, and run them again")
     add_watch_options(parser)
     add_out(parser, "the picture (compare-TASK.png)")
     parser.set_defaults(run=run, many=True)

@@ -41,6 +41,10 @@ def add_jobs_option(parser: argparse.ArgumentParser, what: str = "runs") -> None
 def check_many(args: argparse.Namespace) -> None:
     """Mistakes in how runs are shared out, before data are read."""
     shard_of(args)
+    require(
+        not (args.restart and args.no_save),
+        "--restart needs runs that are kept; leave --no-save out",
+    )
     check_jobs(args.jobs, args.device)
 
 
@@ -161,6 +165,7 @@ def _run(
             checkpoint_every=args.checkpoint_every,
             stop=stop,
             on_busy=on_busy if args.shard else None,
+            restart=args.restart,
         )
 
 
@@ -168,7 +173,7 @@ def _joined(
     args: argparse.Namespace, specs: Sequence[Spec], shard: Shard, root: Path
 ) -> list[Outcome] | None:
     """The outcomes of all shards; None, and a line, where some are not there yet."""
-    found = dict(stored(specs, root, lambda spec, row: None))
+    found = dict(stored(specs, root, lambda spec, row: None, skip_others=args.restart))
     if len(found) == len(specs):
         return [found[k] for k in range(len(specs))]
     missing = len(specs) - len(found)

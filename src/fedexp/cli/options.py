@@ -69,6 +69,10 @@ def add_out(parser: argparse.ArgumentParser, meaning: str) -> None:
     parser.add_argument("--out", type=Path, metavar="PATH", help=meaning)
 
 
+def add_restart(parser: argparse.ArgumentParser, meaning: str) -> None:
+    parser.add_argument("--restart", action="store_true", help=meaning)
+
+
 def check_format(args: argparse.Namespace) -> None:
     """Refuse JSON and another format at a time: one of them would be passed over in silence."""
     both = args.json and args.format != "text"

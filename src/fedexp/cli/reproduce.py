@@ -16,7 +16,13 @@ from fedexp.cli.many import (
     run_many,
     workers_on,
 )
-from fedexp.cli.options import add_out, add_root_options, add_watch_options, positive
+from fedexp.cli.options import (
+    add_out,
+    add_restart,
+    add_root_options,
+    add_watch_options,
+    positive,
+)
 from fedexp.errors import UsageError, require, unknown_name
 from fedexp.experiments.tables import FORMATS
 from fedexp.runs import find_runs, load_run
@@ -51,6 +57,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add_shard_option(parser)
     add_root_options(parser)
+    add_restart(parser, "discard what is stored of these runs, and run them again")
     add_watch_options(parser)
     add_out(parser, "folder of the results (reproduce-WHAT)")
     parser.add_argument("--format", choices=FORMATS, default="text", help="of what is printed")
@@ -73,6 +80,7 @@ def run(args: argparse.Namespace) -> int:
     folder = args.out or Path(f"reproduce-{args.what}")
     if args.source is not None:
         require(args.shard is None, "--from runs nothing that could be shared; leave --shard out")
+        require(not args.restart, "--from runs nothing; leave --restart out")
         if is_silent():
             return 0
         return _conclude(*_stored(args), folder, args.format)

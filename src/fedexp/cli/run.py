@@ -11,6 +11,7 @@ from typing import Any
 
 from fedexp.cli.options import (
     add_out,
+    add_restart,
     add_root_options,
     add_run_options,
     add_watch_options,
@@ -24,7 +25,7 @@ from fedexp.distributed import current
 from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.experiments.compare import Outcome, Row
 from fedexp.experiments.spec import Run, Spec
-from fedexp.runs import Stopped, execute, run_id
+from fedexp.runs import Stopped, execute, folder_of
 from fedexp.runs.advice import Advice
 from fedexp.runs.consumers import consumer_named
 
@@ -37,15 +38,13 @@ def add_parser(subparsers: Any) -> None:
     add_root_options(parser)
     add_out(parser, "the run's own folder, instead of one in ROOT")
     add_training_options(parser)
-    parser.set_defaults(run=run, many=True)
+    parser.set_defaults(run=run, many=True, reopen=False)
 
 
 def add_training_options(parser: argparse.ArgumentParser) -> None:
     """What `fedexp run` and `fedexp resume` share."""
     add_watch_options(parser)
-    parser.add_argument(
-        "--restart", action="store_true", help="forget what is stored of this run, begin again"
-    )
+    add_restart(parser, "discard what is stored of this run, and run it again")
     parser.add_argument(
         "--client-states",
         choices=["auto", "memory", "disk"],
@@ -65,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
     prepared = spec_of(args, args.algorithm, args.seed).prepare()
     root = root_of(args)
     require(not (args.out and args.no_save), "--out and --no-save exclude each other; choose one")
-    return train(prepared, args.out or (root and root / run_id(prepared)), args)
+    return train(prepared, args.out or (root and folder_of(prepared, root)), args)
 
 
 def train(prepared: Run, folder: Path | None, args: argparse.Namespace) -> int:
@@ -104,6 +103,7 @@ def _execute(
             ranks=among,
             checkpoint_every=args.checkpoint_every,
             restart=args.restart,
+            reopen=args.reopen,
             keep_clients=args.client_states,
             stop=wish,
             consumers=consumers,

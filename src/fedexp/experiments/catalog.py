@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from inspect import signature
+from inspect import Parameter, signature
 from typing import Any
 
 from fedexp.errors import unknown_name
@@ -51,17 +51,33 @@ def build_task(name: str, options: Mapping[str, Any], seed: int = 0, mode: str =
     """
     if name not in TASKS:
         raise unknown_name("task", name, TASKS)
+    return TASKS[name](**task_arguments(name, options, seed, mode))
+
+
+def task_arguments(
+    name: str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper"
+) -> dict[str, Any]:
+    """Every argument of a task's function with its value, converted, the defaults included.
+
+    A task that is not in the catalogue has the options that it was given.
+
+    >>> task_arguments("synthetic", {"clients": "4"}, seed=7)
+    {'clients': 4, 'rows': 30, 'dim': 1000, 'seed': 7, 'normalize': True}
+    """
+    if name not in TASKS:
+        return dict(options)
     factory = TASKS[name]
     known = signature(factory).parameters
     given = {"seed": seed, **(RELEASED_ARGUMENTS if mode == "authors-code" else {})}
-    chosen: dict[str, Any] = {key: value for key, value in given.items() if key in known}
+    chosen = {key: parameter.default for key, parameter in known.items()}
+    chosen |= {key: value for key, value in given.items() if key in known}
     for key, value in options.items():
         if key not in known:
             raise unknown_name(
                 f"option of task {name}", f"task.{key}", [f"task.{k}" for k in known]
             )
         chosen[key] = convert(value, hints_of(factory)[key], f"task.{key}")
-    return factory(**chosen)
+    return {key: value for key, value in chosen.items() if value is not Parameter.empty}
 
 
 def summary(function: Callable[..., Any]) -> str:

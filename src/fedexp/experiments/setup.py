@@ -51,7 +51,7 @@ class Setup:
         >>> Setup(fedexp(), LocalTraining()).with_option("eps", "0.5").algorithm.server.eps
         0.5
         """
-        full = self._full_name(key)
+        full = self.full_name(key)
         section, _, field = full.rpartition(".")
         if section == "":
             return self._with_plain(field, value)
@@ -77,11 +77,12 @@ class Setup:
     def has_option(self, key: str) -> bool:
         """Whether `with_option` knows the name."""
         try:
-            return bool(self._full_name(key))
+            return bool(self.full_name(key))
         except UsageError:
             return False
 
-    def _full_name(self, key: str) -> str:
+    def full_name(self, key: str) -> str:
+        """The dotted name of an option; raises `UsageError` for one that does not exist."""
         known = self.options()
         candidates = [key, *(f"{section}.{key}" for section in SECTIONS)]
         for name in candidates:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
@@ -13,7 +14,8 @@ from fedexp.engine.keep_clients import KeepClients
 from fedexp.engine.sharing import Sharing
 from fedexp.engine.state import SimulationState
 from fedexp.errors import UsageError, unknown_name
-from fedexp.experiments.catalog import build_task
+from fedexp.experiments.catalog import build_task, task_arguments
+from fedexp.experiments.fingerprint import Fingerprint, fingerprint
 from fedexp.experiments.setup import Setup, setup_for, split_task_options
 from fedexp.precision import Precision
 from fedexp.tasks import Task
@@ -87,6 +89,11 @@ class Run:
         """Whether splitting an operation over threads costs more than it saves."""
         return self.task.objective.initial(0)[0].numel() < SMALL_MODEL
 
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Digests of the data, the initial model and the code; reads them at its first use."""
+        return fingerprint(self.task, self.setup.algorithm, self.spec.seed)
+
     def reached(self, row: Mapping[str, Any]) -> bool:
         """Whether a row has what the run was to stop at."""
         value = row.get(self.task.metric)
@@ -123,8 +130,20 @@ class Run:
             sharing=sharing,
         )
 
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments of the task, resolved; its seed only where it is not the run's."""
+        of_task, _ = split_task_options(dict(self.spec.options))
+        found = task_arguments(self.spec.task, of_task, self.spec.seed, self.spec.mode)
+        if found.get("seed") == self.spec.seed:
+            del found["seed"]
+        return {name: _plain(value) for name, value in found.items()}
+
     def describe(self) -> dict[str, Any]:
-        """The run in full, as plain values: enough to repeat it."""
+        """The run in full, as plain values: enough to repeat it.
+
+        `set` has options as they were typed, which says nothing that `arguments` and `options`,
+        where they are resolved, do not say.
+        """
         return {
             "task": self.spec.task,
             "algorithm": self.spec.algorithm,
@@ -140,6 +159,7 @@ class Run:
             "stop_at": self.stop_at,
             "deterministic": self.spec.deterministic,
             "set": dict(self.spec.options),
+            "arguments": self._arguments(),
             "options": {k: _plain(v) for k, v in self.setup.options().items()},
         }
 

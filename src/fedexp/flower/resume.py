@@ -16,6 +16,7 @@ from flwr.supercore import log
 
 from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, UsageError
+from fedexp.experiments.fingerprint import fingerprint_of_rules
 from fedexp.flower.budget import open_ledger
 from fedexp.flower.layout import ndarrays
 from fedexp.flower.rows import Row, stored
@@ -87,7 +88,8 @@ def opened(strategy: RuleStrategy, training: Training, config: ConfigRecord) -> 
         spec = frozen(strategy, training, config)
         about = {**machine(), "flwr": flwr.__version__, "metric": "test_accuracy", "target": None}
         with ExitStack() as stack:
-            folder = _held(stack, RunFolder(path, spec, about, HEAD))
+            content = fingerprint_of_rules(training.settings.algorithm)
+            folder = _held(stack, RunFolder(path, spec, about, HEAD, content))
             journal = Journal(folder, 0.0, torch.device("cpu"))
             stack.callback(journal.close)
             yield _restored(folder, journal, training)
@@ -112,6 +114,8 @@ def _restored(folder: RunFolder, journal: Journal, training: Training) -> DiskBo
     result = load_run(folder.path).result
     book.over = result is not None
     if result is not None and result["status"] == "diverged":
+        again = "fedexp resume %s --reopen lets it continue after round %d, its last checkpoint"
+        log(INFO, again, folder.path, journal.resumed_from)
         raise DivergedError(result["diverged_at"], result.get("reason", "the model"))
     if book.over:
         log(INFO, "%s holds a finished run; nothing is left to do", folder.path)

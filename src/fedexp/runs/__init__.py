@@ -1,9 +1,9 @@
 """Runs that survive: a folder a run, with its spec, its records, its last state and its model."""
 
 from fedexp.runs.execute import Keeping, Stopped, execute, stored_outcome
-from fedexp.runs.folder import RunWarning, is_run
+from fedexp.runs.folder import RunWarning
 from fedexp.runs.pool import run_all
-from fedexp.runs.spec_file import frozen, read_spec, run_id, spec_from
+from fedexp.runs.spec_file import folder_of, frozen, is_run, read_spec, run_id, spec_from
 from fedexp.runs.stored import StoredRun, find_runs, load_run
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "StoredRun",
     "execute",
     "find_runs",
+    "folder_of",
     "frozen",
     "is_run",
     "load_run",

@@ -16,7 +16,7 @@ import tomli_w
 
 from fedexp.errors import UsageError, require
 from fedexp.experiments.compare import Row
-from fedexp.runs.spec_file import FORMAT, SPEC, id_of
+from fedexp.runs.spec_file import FORMAT, SPEC, checked_format, id_of
 
 HEAD = "# A run of fedexp, archived. Its rounds are in the CSV of the same name.\n"
 DIGITS = 7  # what a 32-bit float holds
@@ -24,6 +24,7 @@ TIME_DIGITS = 4
 # Of the environment: not the command nor the platform, which name folders and machines.
 KEPT = (
     *("fedexp", "python", "torch", "numpy", "device", "threads", "started", "metric", "target"),
+    "git",  # the commits that it was made at
     "note",  # what whoever archives the run knows of its making
 )
 
@@ -63,9 +64,10 @@ def texts(run: Parts) -> tuple[str, str]:
     varying = [name for name in columns if name not in constant]
     table = _csv(varying, [[columns[name][at] for name in varying] for at in range(len(run.rows))])
     own = {name: value for name, value in run.spec.items() if name not in ("format", "id")}
+    format = run.spec.get("format", FORMAT)
     described = {
-        "format": FORMAT,
-        "id": id_of(own),
+        "format": format,
+        "id": id_of(own, format),
         "result": {n: _rounded(n, value) for n, value in _known(run.result).items()},
         "environment": _known({name: run.environment.get(name) for name in KEPT}),
         "constant": constant,
@@ -92,10 +94,7 @@ def read_archived(path: Path) -> Parts:
 
 
 def _check(path: Path, described: Mapping[str, Any], table: str) -> None:
-    found = described.get("format")
-    require(
-        found == FORMAT, f"{path} has format {found}, this fedexp reads {FORMAT}; use the other one"
-    )
+    checked_format(described, path)
     own = {name: value for name, value in described.items() if name != "sha256"}
     require(
         described.get("sha256") == _digest(own, table),

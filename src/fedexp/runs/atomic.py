@@ -12,14 +12,18 @@ from typing import Any
 
 from fedexp.errors import UsageError
 
+PRIVATE = 0o600  # for what only the owner of a run may read: environment, checkpoints, states
+
 
 def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     """Put `data` in the place of the file at once, for readers and for a loss of power alike.
 
-    Whoever writes holds the folder's lock, so one name beside is enough.
+    Whoever writes holds the folder's lock, so one name beside is enough. The file gets `mode`, less
+    the process's umask, from its first byte on.
     """
     beside = temporary(path)
     try:
+        beside.unlink(missing_ok=True)  # one that was left behind would keep its own mode
         with open(beside, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
             file.flush()
@@ -32,9 +36,9 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
     sync_folder(path.parent)
 
 
-def write_json(path: Path, value: Any, indent: int | None = 2) -> None:
+def write_json(path: Path, value: Any, indent: int | None = 2, mode: int = 0o666) -> None:
     """The value as JSON, at once; on one line where `indent` is None."""
-    write_bytes(path, (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode())
+    write_bytes(path, (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode(), mode)
 
 
 def temporary(path: Path) -> Path:

@@ -26,7 +26,7 @@ from fedexp.client import Tensors
 from fedexp.engine import SimulationState
 from fedexp.engine.client_states import ClientStates
 from fedexp.engine.state_store import StateStore, StoredStates
-from fedexp.runs.atomic import write_bytes, write_json
+from fedexp.runs.atomic import PRIVATE, write_bytes, write_json
 from fedexp.runs.manifest import Checkpoint, Part, Slots
 from fedexp.runs.records import DamagedError
 from fedexp.runs.slots import SLOTS, layer_tensors, opened, restored, stored_in
@@ -117,18 +117,23 @@ class Checkpoints:
         ends = (state.round, state.steps, seconds, records_bytes)
         written = Checkpoint(*ends, model, clients, slots)
         if self.last is not None:
-            write_json(self.folder / BEFORE, self.last.to_json(), indent=None)
-        write_json(self.folder / NEWEST, written.to_json(), indent=None)
+            write_json(self.folder / BEFORE, self.last.to_json(), indent=None, mode=PRIVATE)
+        write_json(self.folder / NEWEST, written.to_json(), indent=None, mode=PRIVATE)
         self._remove_unless(written.files | (self.last.files if self.last else set()))
         self.last, self._changed = written, set()
         self._newest, self._before = state.clients, self._newest
 
     def settle(self, final: bool) -> None:
-        """The run is over: keep the newest alone, and clients' states only if it ended early."""
+        """The run is over: keep the newest alone, without clients' states.
+
+        One that diverged keeps all, so that it can be reopened.
+        """
+        if not final:
+            return
         (self.folder / BEFORE).unlink(missing_ok=True)
-        if final and self.last is not None and (self.last.clients or self.last.slots):
+        if self.last is not None and (self.last.clients or self.last.slots):
             self.last = replace(self.last, clients=(), slots=None)
-            write_json(self.folder / NEWEST, self.last.to_json(), indent=None)
+            write_json(self.folder / NEWEST, self.last.to_json(), indent=None, mode=PRIVATE)
         self._remove_unless(self.last.files if self.last else set())
 
     def _slots(self, state: SimulationState) -> Slots | None:
@@ -169,7 +174,7 @@ class Checkpoints:
     def _write_part(self, stem: str, named: dict[str, torch.Tensor]) -> Part:
         data = to_bytes(named)
         name = f"{stem}.safetensors"
-        write_bytes(self.folder / name, data)
+        write_bytes(self.folder / name, data, PRIVATE)
         return Part(name, hashlib.sha256(data).hexdigest())
 
     def _remove_unless(self, wanted: set[str]) -> None:

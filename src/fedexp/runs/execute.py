@@ -19,12 +19,12 @@ from fedexp.experiments.spec import Run, Spec
 from fedexp.runs.atomic import telling
 from fedexp.runs.consumers import Consumer, Guarded
 from fedexp.runs.determinism import deterministic, threads
-from fedexp.runs.folder import RESULT, RunFolder, is_run, warn_of_version
+from fedexp.runs.folder import RESULT, RunFolder, check_content, warn_of_version
 from fedexp.runs.keeping import CHECKPOINT_EVERY as CHECKPOINT_EVERY
 from fedexp.runs.keeping import Keeping as Keeping
 from fedexp.runs.keeping import Stopped as Stopped
 from fedexp.runs.session import Session, remaining
-from fedexp.runs.spec_file import check_same, frozen, read_spec, run_id
+from fedexp.runs.spec_file import check_same, folder_of, frozen, is_run, read_spec
 from fedexp.runs.stored import load_run
 from fedexp.runs.together import Lead, check_alike, follow
 
@@ -57,7 +57,7 @@ def execute(
     """
     run = run or spec.prepare()
     how = _shared(Keeping(**keeping), run, ranks)
-    where = folder or (root / run_id(run) if root is not None else None)
+    where = folder or (folder_of(run, root) if root is not None else None)
     number = 1 if run.is_small else torch.get_num_threads()
     with deterministic(spec.deterministic), threads(number):
         if where is None:
@@ -66,6 +66,8 @@ def execute(
             return follow(run, where, how, how.sharing)
         lead = Lead(ranks)
         with lead.telling():
+            if how.restart and folder is not None:
+                require(is_run(where), f"{where} holds no run; leave --restart out to begin")
             return lead.over(_kept(run, where, on_round, how, lead))
 
 
@@ -80,12 +82,13 @@ def _shared(how: Keeping, run: Run, ranks: Ranks | None) -> Keeping:
 
 
 def _kept(run: Run, where: Path, on_round: OnRound, how: Keeping, lead: Lead) -> Outcome:
-    require(not how.restart or is_run(where), f"{where} holds no run; leave --restart out to begin")
     if found := _over(run, where, on_round, how):
         return found
     if not is_run(where):
         run.records()  # checks its arguments before anything is on the disk
-    with RunFolder.of(where, run) as held:
+    with RunFolder.of(where, run, how.restart) as held:
+        if how.reopen:
+            held.reopen()
         # another process may have brought it to its end since
         return _over(run, where, on_round, how) or _on_disk(run, held, on_round, how, lead)
 
@@ -93,19 +96,24 @@ def _kept(run: Run, where: Path, on_round: OnRound, how: Keeping, lead: Lead) ->
 def _over(run: Run, where: Path, on_round: OnRound, how: Keeping) -> Outcome | None:
     """What came out of a run that is over, told row by row; nothing where it is to be restarted."""
     found = None if how.restart else stored_outcome(run, where)
-    if found is not None:
+    if found is not None and not (how.reopen and found.diverged_at is not None):
         how.on_open(where, len(found.rows), True)
         for row in found.rows:
             on_round(run.spec, row)
-    return found
+        return found
+    return None
 
 
 def stored_outcome(run: Run, folder: Path) -> Outcome | None:
-    """What came out of a run that is over; None where there is still something to do."""
+    """What came out of a run that is over; None where there is still something to do.
+
+    Refuses a run that has the same name but is made from something else.
+    """
     if not (folder / RESULT).exists() or not is_run(folder):
         return None
     check_same(read_spec(folder), frozen(run), folder)
     warn_of_version(folder)
+    check_content(folder, run.fingerprint)
     return replace(load_run(folder).outcome(), spec=run.spec)
 
 
@@ -134,9 +142,6 @@ def _in_memory(run: Run, on_round: OnRound, how: Keeping) -> Outcome:
 
 
 def _on_disk(run: Run, held: RunFolder, on_round: OnRound, how: Keeping, lead: Lead) -> Outcome:
-    if how.restart:
-        with telling(held.path):
-            held.clear()
     # ranks share the cores of a machine, however many threads a lone process began with
     number = held.threads() if how.sharing is None else torch.get_num_threads()
     with threads(number), closing(_session(run, held, how)) as session:

@@ -1,12 +1,14 @@
-"""The folder of a run: made, locked, checked, and removed where a mistake left it empty."""
+"""The folder of a run: made, locked, checked, and removed where a mistake left it empty.
+
+Beside the spec it has a fingerprint of what the run is made from (`fingerprint.json`): the same
+command with other data, another model or other code is another run, and is refused.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import platform
-import shlex
-import sys
 import time
 import warnings
 from collections.abc import Mapping
@@ -20,27 +22,31 @@ import torch
 
 from fedexp import __version__
 from fedexp.errors import UsageError, require
+from fedexp.experiments.fingerprint import Fingerprint, joined
 from fedexp.experiments.spec import Run
-from fedexp.runs.atomic import telling, write_bytes, write_json
+from fedexp.runs.atomic import PRIVATE, telling, write_bytes, write_json
 from fedexp.runs.checkpoint import BEFORE, NEWEST
+from fedexp.runs.provenance import command, commits
 from fedexp.runs.records import RECORDS, read_rows
-from fedexp.runs.spec_file import HEAD, SPEC, check_same, frozen, read_spec, spec_text
+from fedexp.runs.spec_file import HEAD, SPEC, check_same, frozen, is_run, read_spec, spec_text
 
 CHECKPOINT_FILES = (".json", ".safetensors", ".slots")
 ENVIRONMENT, RESULT, MODEL, LOCK = "environment.json", "result.json", "model.safetensors", ".lock"
+FINGERPRINT = "fingerprint.json"
+RESTART = "--restart discards it and runs it again"
+BY_HAND = "remove the folder to run it again"
 
 
 class BusyError(UsageError):
     """Another process holds the folder of a run."""
 
 
+class OtherContentError(UsageError):
+    """The folder holds a run of the same name that is made from something else."""
+
+
 class RunWarning(UserWarning):
     """Something about a stored run that its reader should know."""
-
-
-def is_run(path: Path) -> bool:
-    """Whether a folder holds a run; its spec is the first file that it gets."""
-    return (path / SPEC).is_file()
 
 
 class RunFolder:
@@ -53,20 +59,30 @@ class RunFolder:
         spec: the run's frozen spec; a folder with another one is refused.
         about: where and with what the run began, should it begin now.
         head: the first line of `spec.toml`.
+        fingerprint: of what the run is made from; a folder with another one is refused. None
+            neither checks nor stores any.
+        restart: discard what the folder holds of the run, whatever that was made from.
     """
 
     def __init__(
-        self, path: Path, spec: Mapping[str, Any], about: Mapping[str, Any], head: str = HEAD
+        self,
+        path: Path,
+        spec: Mapping[str, Any],
+        about: Mapping[str, Any],
+        head: str = HEAD,
+        fingerprint: Fingerprint | None = None,
+        restart: bool = False,
     ) -> None:
         self.path, self.spec, self.about, self.head = path, spec, about, head
+        self.fingerprint, self.restart = fingerprint, restart
         self._made = [p for p in (path, *path.parents) if not p.exists()]
         self._began = False
         self._lock: IO[bytes] | None = None
 
     @classmethod
-    def of(cls, path: Path, run: Run) -> RunFolder:
+    def of(cls, path: Path, run: Run, restart: bool = False) -> RunFolder:
         """The folder of a simulated run."""
-        return cls(path, frozen(run), environment(run))
+        return cls(path, frozen(run), environment(run), HEAD, run.fingerprint, restart)
 
     def __enter__(self) -> RunFolder:
         with telling(self.path):
@@ -90,17 +106,17 @@ class RunFolder:
             self._lock.close()
 
     def clear(self) -> None:
-        """Begin again; the spec stays.
+        """Discard all but the spec.
 
         Whoever is killed in here leaves the old run, or none of it: what refers to other files goes
-        before them.
+        before them, and the old fingerprint goes last.
         """
         for name in (RESULT, BEFORE, NEWEST):
             (self.path / name).unlink(missing_ok=True)
         for path in self._own_files():
-            if path.name not in (SPEC, LOCK, ENVIRONMENT):
+            if path.name not in (SPEC, LOCK, ENVIRONMENT, FINGERPRINT):
                 path.unlink()
-        write_json(self.path / ENVIRONMENT, self.about)
+        self._describe()
 
     def threads(self) -> int:
         """How many threads the run began with: sums over more of them round differently."""
@@ -109,9 +125,49 @@ class RunFolder:
     def note_resumed(self, round: int) -> None:
         """Add to the environment that another process goes on from here."""
         known = read_environment(self.path)
-        again = {"round": round, "fedexp": __version__, "started": _now(), "command": _command()}
-        known["resumed"] = [*known.get("resumed", []), again]
-        write_json(self.path / ENVIRONMENT, known)
+        again = {"round": round, "fedexp": __version__, "started": _now(), "command": command()}
+        known["resumed"] = [*known.get("resumed", []), again | commits()]
+        self._write_environment(known)
+
+    def reopen(self) -> int | None:
+        """Let a run that ended as diverged continue from its last checkpoint; its round.
+
+        One absurd update or evaluation ends a federation for good otherwise. A run that was
+        reopened at that round before goes back to the checkpoint before it, where there is one:
+        what the newest holds may be what made it diverge. None where the run did not diverge.
+        """
+        try:
+            result = json.loads((self.path / RESULT).read_bytes())
+        except (OSError, ValueError):
+            return None
+        if not isinstance(result, dict) or result.get("status") != "diverged":
+            return None
+        known, at = read_environment(self.path), _round_of(self.path / NEWEST)
+        before = _round_of(self.path / BEFORE)
+        if at in [each.get("round") for each in known.get("reopened", [])] and before:
+            os.replace(self.path / BEFORE, self.path / NEWEST)
+            at = before
+        (self.path / RESULT).unlink()
+        ended = {"diverged_at": result.get("diverged_at"), "reason": result.get("reason")}
+        again = {"round": at, "started": _now(), **ended}
+        known["reopened"] = [*known.get("reopened", []), again]
+        self._write_environment(known)
+        return at
+
+    def _write_environment(self, known: dict[str, Any]) -> None:
+        """Flower's processes have tokens among their arguments; older versions stored them."""
+        if self.spec.get("engine") == "flower":
+            known = {name: value for name, value in known.items() if name != "command"}
+            for each in known.get("resumed", []):
+                each.pop("command", None)
+        write_json(self.path / ENVIRONMENT, known, mode=PRIVATE)
+
+    def _describe(self) -> None:
+        self._write_environment(dict(self.about))
+        if self.fingerprint is not None:
+            write_json(self.path / FINGERPRINT, self.fingerprint.to_json())
+        else:
+            (self.path / FINGERPRINT).unlink(missing_ok=True)
 
     def _refuse_strangers(self) -> None:
         """A folder is taken if it is a run, or empty but for what a killed beginning left."""
@@ -126,14 +182,20 @@ class RunFolder:
             path.unlink()  # whoever was writing it has been killed
         if is_run(self.path):
             check_same(read_spec(self.path), self.spec, self.path)
+            if self.restart:
+                self.clear()
+                return
             warn_of_version(self.path)
+            if self.fingerprint is not None:
+                flower = self.spec.get("engine") == "flower"
+                check_content(self.path, self.fingerprint, BY_HAND if flower else RESTART)
             return
         self._began = True
-        write_json(self.path / ENVIRONMENT, self.about)
+        self._describe()
         write_bytes(self.path / SPEC, spec_text(self.spec, self.head).encode())
 
     def _own_files(self) -> list[Path]:
-        known = {SPEC, ENVIRONMENT, RESULT, MODEL, LOCK, RECORDS}
+        known = {SPEC, ENVIRONMENT, FINGERPRINT, RESULT, MODEL, LOCK, RECORDS}
         return [
             path
             for path in self.path.iterdir()
@@ -167,8 +229,9 @@ def machine(on_gpu: bool = False) -> dict[str, Any]:
         "platform": platform.platform(),
         "device": torch.cuda.get_device_name() if on_gpu else platform.machine(),
         "threads": torch.get_num_threads(),
-        "command": _command(),
+        "command": command(),
         "started": _now(),
+        **commits(),
     }
 
 
@@ -193,6 +256,43 @@ def warn_of_version(folder: Path) -> None:
         )
 
 
+def check_content(folder: Path, wanted: Fingerprint, remedy: str = RESTART) -> None:
+    """Refuse a run that is made from something else; warn of one that does not say from what."""
+    found = read_fingerprint(folder, remedy)
+    if found is not None:
+        apart = found.differences(wanted)
+        verb = "differs" if len(apart) == 1 else "differ"
+        if apart:
+            raise OtherContentError(
+                f"{folder} holds a run of other content: {joined(apart)} {verb}; {remedy}"
+            )
+        return
+    if wanted.first > 1:
+        raise OtherContentError(
+            f"{folder} was begun by an older version, whose server rule gave other numbers; "
+            f"{remedy}"
+        )
+    warnings.warn(
+        f"{folder} was begun before runs had fingerprints: whether its data, model and code are "
+        f"today's is not known; {remedy}",
+        RunWarning,
+        stacklevel=2,
+    )
+
+
+def read_fingerprint(folder: Path, remedy: str = RESTART) -> Fingerprint | None:
+    """What a run was made from; None where an older version made it."""
+    path = folder / FINGERPRINT
+    try:
+        return Fingerprint.from_json(json.loads(path.read_bytes()))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"{path} is damaged; {remedy}") from None
+
+
 def _locked(folder: Path) -> IO[bytes]:
     try:
         import fcntl
@@ -213,8 +313,12 @@ def _locked(folder: Path) -> IO[bytes]:
     return file
 
 
-def _command() -> str:
-    return shlex.join([os.path.basename(sys.argv[0]) or "python", *sys.argv[1:]])
+def _round_of(path: Path) -> int | None:
+    """The round of a checkpoint; None where there is none that can be read."""
+    try:
+        return int(json.loads(path.read_bytes())["round"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _now() -> str:

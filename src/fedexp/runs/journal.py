@@ -59,8 +59,11 @@ class Journal:
             self.checkpoint()
 
     def checkpoint(self, final: bool = False) -> None:
-        """Write the state as it is; rows up to here are never cut off again."""
-        if self.state is None:
+        """Write the state as it is; rows up to here are never cut off again.
+
+        A state that is not finite is no state to continue from: the checkpoint before it stays.
+        """
+        if self.state is None or not is_finite(self.state):
             return
         began = time.perf_counter()
         with telling(self.folder.path):
@@ -91,6 +94,13 @@ class Journal:
 
     def close(self) -> None:
         self._records.close()
+
+
+def is_finite(state: SimulationState) -> bool:
+    """Whether a model and what its server rule keeps are finite; buffers need not be (a mask)."""
+    recent = [params for params, _ in state.recent]
+    tensors = [state.params, *recent, *state.server.values(), *state.shared.values()]
+    return all(bool(value.isfinite().all()) for value in tensors)
 
 
 Restored = tuple[Checkpoint | None, SimulationState | None, list[Row]]

@@ -28,7 +28,8 @@ class Keeping:
 
     Args:
         checkpoint_every: seconds between checkpoints; 0 for one a round.
-        restart: forget what the folder holds of this run, and begin again.
+        restart: discard what the folder holds of this run, and start over.
+        reopen: continue a run that ended as diverged from its last checkpoint.
         stop: asked after every round whether to stop there.
         consumers: told of the beginning, of every new round and of the end.
         keep_clients: where clients' states lie: "memory", "disk", or "auto" for what fits.
@@ -39,6 +40,7 @@ class Keeping:
 
     checkpoint_every: float = CHECKPOINT_EVERY
     restart: bool = False
+    reopen: bool = False
     stop: Callable[[], bool] = lambda: False
     consumers: Sequence[Consumer] = ()
     keep_clients: Where = "auto"

@@ -23,9 +23,9 @@ from fedexp.experiments.compare import OnRound, Outcome, Row
 from fedexp.experiments.setup import split_task_options
 from fedexp.experiments.spec import Spec
 from fedexp.runs.execute import execute, stored_outcome
-from fedexp.runs.folder import RESULT, BusyError, RunWarning
+from fedexp.runs.folder import RESULT, BusyError, OtherContentError, RunWarning
 from fedexp.runs.keeping import CHECKPOINT_EVERY, Stopped
-from fedexp.runs.spec_file import run_id
+from fedexp.runs.spec_file import folder_of
 from fedexp.tasks import Task
 
 # A worker's way to tell of its rounds, and its parent's to ask it to stop: these pass to a process
@@ -43,6 +43,7 @@ class _Keeping(NamedTuple):
     root: Path | None
     checkpoint_every: float
     skip_busy: bool
+    restart: bool
 
 
 def run_all(
@@ -54,18 +55,20 @@ def run_all(
     checkpoint_every: float = CHECKPOINT_EVERY,
     stop: Callable[[], bool] = lambda: False,
     on_busy: OnBusy | None = None,
+    restart: bool = False,
 ) -> list[Outcome]:
     """Run the specs, `jobs` at a time, one thread each; outcomes are in the order of the specs.
 
     With a `root` every run is kept in it: what is there is returned at once, what was interrupted
     goes on. Where `stop` says so, all stop after their round and `Stopped` is raised. A run that
     fails ends the others at once; so does one that another process holds, unless `on_busy` is
-    there to be told of it: then it is left to the other, and out of what is returned.
+    there to be told of it: then it is left to the other, and out of what is returned. `restart`
+    discards what is stored of the specs.
     """
-    done = {} if root is None else dict(stored(specs, root, on_round))
+    done = {} if root is None or restart else dict(stored(specs, root, on_round))
     waiting = [k for k in range(len(specs)) if k not in done]
     todo = [specs[k] for k in waiting]
-    keeping = _Keeping(root, checkpoint_every, on_busy is not None)
+    keeping = _Keeping(root, checkpoint_every, on_busy is not None, restart)
     answers: Iterable[Answer]
     if jobs <= 1 or len(waiting) <= 1:
         answers = (_unless_busy(spec, on_round, stop, keeping) for spec in todo)
@@ -83,19 +86,22 @@ def _unless_busy(
     spec: Spec, on_round: OnRound, stop: Callable[[], bool], keeping: _Keeping
 ) -> Answer:
     """The outcome of a run, unless it is left to another process."""
-    every = keeping.checkpoint_every
+    how: dict[str, Any] = {"checkpoint_every": keeping.checkpoint_every, "stop": stop}
     try:
-        return execute(spec, keeping.root, on_round, checkpoint_every=every, stop=stop)
+        return execute(spec, keeping.root, on_round, restart=keeping.restart, **how)
     except BusyError:
         if not keeping.skip_busy:
             raise
         return "busy"
 
 
-def stored(specs: Sequence[Spec], root: Path, on_round: OnRound) -> Iterator[tuple[int, Outcome]]:
+def stored(
+    specs: Sequence[Spec], root: Path, on_round: OnRound, skip_others: bool = False
+) -> Iterator[tuple[int, Outcome]]:
     """The runs that are over, by their place; no worker needs to start for them.
 
-    A run's id follows from its task, so that is built, once for all that share it.
+    A run's id and fingerprint follow from its task, so that is built, once for all that share it.
+    Runs that are made from something else are refused, or left out by `skip_others`.
     """
     built: tuple[Any, Task] | None = None
     for k in sorted(range(len(specs)), key=lambda k: specs[k].seed):
@@ -107,7 +113,13 @@ def stored(specs: Sequence[Spec], root: Path, on_round: OnRound) -> Iterator[tup
         if built is None or built[0] != key:
             built = key, build_task(spec.task, of_task, spec.seed, spec.mode)
         run = spec.prepare(built[1])
-        if outcome := stored_outcome(run, root / run_id(run)):
+        try:
+            outcome = stored_outcome(run, folder_of(run, root))
+        except OtherContentError:
+            if not skip_others:
+                raise
+            outcome = None
+        if outcome is not None:
             for row in outcome.rows:
                 on_round(spec, row)
             yield k, outcome

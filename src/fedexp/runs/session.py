@@ -17,7 +17,7 @@ from fedexp.experiments.spec import Run
 from fedexp.objective import Buffers
 from fedexp.runs.folder import RunFolder
 from fedexp.runs.journal import Journal
-from fedexp.runs.slots import SLOTS
+from fedexp.runs.slots import SLOTS, make_private
 from fedexp.runs.tensors import to_bytes
 
 
@@ -43,6 +43,8 @@ class Session(Journal):
         super().__init__(folder, every, device_of(run))
         self.run, self._sharing = run, sharing
         self._keep = KeepClients(keep, folder.path / SLOTS)
+        if keep != "memory" and run.setup.algorithm.client.init_local(torch.zeros(1)):
+            make_private(folder.path / SLOTS)
 
     def remaining(self) -> Iterator[Record]:
         """Train from where the run is to its end, if it is not there yet."""

@@ -7,6 +7,7 @@ disk refer to, so their slots are not used again before they are replaced.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
@@ -17,10 +18,17 @@ from torch import Tensor
 from fedexp.client import Tensors
 from fedexp.engine.slot_file import Layout, SlotFile
 from fedexp.engine.state_store import Layer, StateStore, StoredStates
+from fedexp.runs.atomic import PRIVATE
 from fedexp.runs.manifest import Slots
 from fedexp.runs.records import DamagedError
 
 SLOTS = "checkpoint-clients.slots"
+
+
+def make_private(path: Path) -> None:
+    """Make the file before anything is in it, or take it from others where it is there."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE))
+    os.chmod(path, PRIVATE)
 
 
 def stored_in(states: Mapping[int, Tensors], folder: Path) -> StoredStates | None:

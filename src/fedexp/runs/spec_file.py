@@ -14,7 +14,7 @@ import tomli_w
 from fedexp.errors import UsageError, require
 from fedexp.experiments.spec import Run, Spec
 
-FORMAT = 1
+FORMAT = 2  # 1: the id covered options as they were typed, and no arguments of the task
 SPEC = "spec.toml"
 HEAD = "# A run of fedexp, frozen. Continue it with: fedexp resume THIS-FOLDER\n"
 
@@ -35,6 +35,18 @@ def run_id(run: Run) -> str:
     return id_of(frozen(run))
 
 
+def folder_of(run: Run, root: Path) -> Path:
+    """The folder of a run among all runs; that of an older version where it is there."""
+    spec = frozen(run)
+    folder, older = root / id_of(spec), root / id_of(_first_format(spec), format=1)
+    return older if not is_run(folder) and is_run(older) else folder
+
+
+def is_run(path: Path) -> bool:
+    """Whether a folder holds a run; before its spec it has nothing that counts."""
+    return (path / SPEC).is_file()
+
+
 def spec_text(spec: Mapping[str, Any], head: str = HEAD) -> str:
     """The text of `spec.toml` for a frozen spec."""
     return head + tomli_w.dumps({"format": FORMAT, "id": id_of(spec), **spec})
@@ -49,16 +61,23 @@ def read_spec(folder: Path) -> dict[str, Any]:
         raise UsageError(f"{folder} is not a run: cannot read {SPEC}: {error.strerror}") from None
     except ValueError as error:
         raise UsageError(f"{path} is damaged: {error}; remove {folder}, and run it again") from None
-    found = spec.get("format")
-    require(
-        found == FORMAT, f"{path} has format {found}, this fedexp reads {FORMAT}; use the other one"
-    )
+    format = checked_format(spec, path)
     own = {name: value for name, value in spec.items() if name not in ("format", "id")}
     require(
-        own.keys() >= {"task", "algorithm", "seed"} and spec.get("id") == id_of(own),
+        own.keys() >= {"task", "algorithm", "seed"} and spec.get("id") == id_of(own, format),
         f"{path} has been changed since the run began; put it back, or start another run",
     )
     return spec
+
+
+def checked_format(spec: Mapping[str, Any], path: Path) -> int:
+    """The format of a spec; refuses one that this version does not read."""
+    found = spec.get("format")
+    require(
+        found in (1, FORMAT),
+        f"{path} has format {found}, this fedexp reads up to {FORMAT}; use the other one",
+    )
+    return int(found or FORMAT)
 
 
 def spec_from(spec: Mapping[str, Any]) -> Spec:
@@ -82,8 +101,8 @@ def spec_from(spec: Mapping[str, Any]) -> Spec:
 
 def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
     """Refuse to continue a run as another one: an option may have changed its default since."""
-    now = _flat(wanted)
-    then = _flat({name: value for name, value in spec.items() if name not in ("format", "id")})
+    old = spec.get("format") == 1
+    now, then = (_flat(_compared(each, old)) for each in (wanted, spec))
     changed = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
     if changed:
         name = changed[0]
@@ -93,11 +112,43 @@ def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path)
         )
 
 
-def id_of(spec: Mapping[str, Any]) -> str:
-    """The id of a frozen spec."""
-    text = json.dumps(spec, sort_keys=True, default=str)
+def id_of(spec: Mapping[str, Any], format: int = FORMAT) -> str:
+    """The id of a frozen spec.
+
+    Options count as they are resolved, not as they were typed; in format 1 both counted.
+
+    >>> spec = {"task": "toy", "algorithm": "fedexp", "seed": 0, "options": {"server.eps": 0.0}}
+    >>> id_of({**spec, "set": {"eps": "0"}}) == id_of({**spec, "set": {}}) == id_of(spec)
+    True
+    """
+    counted = spec if format == 1 else _canonical({**spec, "set": None})
+    text = json.dumps(counted, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     return f"{spec['task']}-{spec['algorithm']}-s{spec['seed']}-{digest}"
+
+
+def _canonical(value: Any) -> Any:
+    """Numbers that are equal become the same text: 1 and 1.0, 0 and -0.0."""
+    if isinstance(value, Mapping):
+        return {name: _canonical(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _first_format(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """A frozen spec as format 1 had it: without the resolved arguments of the task."""
+    return {name: value for name, value in spec.items() if name != "arguments"}
+
+
+def _compared(spec: Mapping[str, Any], old: bool) -> dict[str, Any]:
+    """What must agree: resolved values, or the typed options of the task where that is all."""
+    own = {name: value for name, value in spec.items() if name not in ("format", "id", "set")}
+    if old:
+        own = _first_format(own)
+        typed = spec.get("set", {})
+        own["set"] = {name: text for name, text in typed.items() if name.startswith("task.")}
+    return own
 
 
 def _plain(value: Any) -> Any:

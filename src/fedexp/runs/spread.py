@@ -30,15 +30,17 @@ def run_spread(
     checkpoint_every: float = CHECKPOINT_EVERY,
     stop: Callable[[], bool] = lambda: False,
     on_busy: OnBusy | None = None,
+    restart: bool = False,
 ) -> list[Outcome]:
     """Run the specs, as `run_all` does; every rank calls it, and gets all outcomes.
 
     What is stored already is for the first rank to say, of a folder that all ranks see. `on_round`
     and `on_busy` are told on each rank of what that rank does.
     """
-    found = _over(specs, ranks, root)
+    found = {} if restart else _over(specs, ranks, root)
     left = [spec for spec in specs if spec not in found]
     keeping: dict[str, Any] = {"checkpoint_every": checkpoint_every, "stop": stop}
+    keeping["restart"] = restart
     if len(left) >= ranks.world:
         mine = Shard(ranks.rank + 1, ranks.world).of(left)
         own = run_all(mine, 1, on_round, root, on_busy=on_busy, **keeping)

@@ -11,9 +11,9 @@ from typing import Any
 from fedexp.errors import UsageError
 from fedexp.experiments.compare import Outcome, Row
 from fedexp.runs.archive import find_archived, is_archived, read_archived
-from fedexp.runs.folder import RESULT, is_run, read_environment
+from fedexp.runs.folder import RESULT, read_environment
 from fedexp.runs.records import RECORDS, DamagedError, read_rows
-from fedexp.runs.spec_file import SPEC, read_spec, spec_from
+from fedexp.runs.spec_file import SPEC, is_run, read_spec, spec_from
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from fedexp.engine.client_states import ClientStates
 from fedexp.engine.keep_clients import KeepClients
 from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.experiments.compare import Outcome, Row
+from fedexp.experiments.fingerprint import joined
 from fedexp.experiments.spec import Run
 from fedexp.runs.keeping import Keeping, Stopped
 from fedexp.runs.session import device_of, remaining
@@ -89,6 +90,13 @@ def check_alike(run: Run, ranks: Ranks) -> None:
             theirs == found[0],
             f"rank {rank} has {theirs}, but rank 0 has {found[0]}; start all ranks with the same "
             "command and versions",
+        )
+    for rank, other in enumerate(ranks.gather(run.fingerprint)):
+        apart = other.differences(run.fingerprint)
+        require(
+            not apart,
+            f"rank {rank} has other content than rank {ranks.rank}: {joined(apart)}; give all "
+            "ranks the same files and code",
         )
 
 

@@ -11,6 +11,7 @@ process left are tried again.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
@@ -19,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 from fedexp.data.extras import extra
 from fedexp.errors import UsageError
+from fedexp.experiments.fingerprint import Fingerprint, joined
+from fedexp.runs import RunWarning
 from fedexp.studies.claims import Claims
 from fedexp.studies.grids import Point, Values
 from fedexp.studies.trial import Scored
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     import optuna
 
 TERMS = "fedexp"  # the attribute of a study that says what it is a study of
+FINGERPRINT = "fingerprint"  # what the terms call the content that trials are made from
+REMEDY = "choose another --study, or delete it"
 PATIENCE = 10  # rounds before a trial may be given up
 STARTUP = 5  # trials before one may be given up
 
@@ -184,13 +189,36 @@ def _check_terms(study: optuna.Study, terms: dict[str, Any], path: Path) -> None
     if known is None:
         study.set_user_attr(TERMS, terms)
         return
-    names = [key for key in {**known, **terms} if known.get(key) != terms.get(key)]
+    content = known.get(FINGERPRINT)
+    was, now = (_compared(each, with_typed=content is None) for each in (known, terms))
+    names = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     if names:
-        was, now = (json.dumps(each.get(names[0])) for each in (known, terms))
+        theirs, ours = (json.dumps(each.get(names[0])) for each in (was, now))
         raise UsageError(
-            f"{path} holds a study of other terms ({names[0]} is {was} there, {now} here); choose "
-            "another --study, or delete it"
+            f"{path} holds a study of other terms ({names[0]} is {theirs} there, {ours} here); "
+            f"{REMEDY}"
         )
+    if content is None:
+        warnings.warn(
+            f"{path} holds a study that was begun before studies had fingerprints: whether its "
+            f"data, model and code are today's is not known; {REMEDY}",
+            RunWarning,
+            stacklevel=2,
+        )
+        return
+    try:
+        found = Fingerprint.from_json(content)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise UsageError(f"{path} is damaged: it has no fingerprint to read; {REMEDY}") from None
+    if apart := found.differences(Fingerprint.from_json(terms[FINGERPRINT])):
+        raise UsageError(f"{path} holds a study of other content: {joined(apart)}; {REMEDY}")
+
+
+def _compared(terms: Mapping[str, Any], with_typed: bool) -> dict[str, Any]:
+    """What must agree beside the content; options as they were typed only where an older version
+    resolved no others."""
+    left_out = {FINGERPRINT, "arguments" if with_typed else "set"}
+    return {name: value for name, value in terms.items() if name not in left_out}
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from fedexp.errors import require
 from fedexp.experiments.spec import Run, Spec, is_better_higher
 from fedexp.runs.spread import told_of
 from fedexp.studies.grids import Point, Values, points
-from fedexp.studies.ledger import Ledger, Tried, open_ledger
+from fedexp.studies.ledger import FINGERPRINT, Ledger, Tried, open_ledger
 from fedexp.studies.spread import run_left
 from fedexp.studies.trial import WINDOW, Row, Scored, metric_of
 from fedexp.studies.workers import Pause, wait_a_moment
@@ -70,6 +70,7 @@ class Study:
             "values": {name: list(values) for name, values in self.values.items()},
             "metric": self.metric,
             "window": WINDOW,
+            FINGERPRINT: self.run.fingerprint.to_json(),
         }
 
     def opened(self) -> Any:

@@ -7,8 +7,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError, unknown_name
+from fedexp.experiments.setup import Setup, split_task_options
 from fedexp.experiments.spec import Spec
+from fedexp.local import LocalTraining
 from fedexp.runs import StoredRun, spec_from
 from fedexp.studies.reproduce.accuracy import SEEDS
 from fedexp.studies.reproduce.plan import WRITERS, count, small_line, spec_of
@@ -76,13 +79,39 @@ def _fits(run: StoredRun, wanted: Spec, request: Request) -> bool:
     return (
         (spec["task"], spec["algorithm"]) == (wanted.task, wanted.algorithm)
         and (spec.get("mode"), spec["rounds"]) == (wanted.mode, wanted.rounds)
-        and spec.get("set") == dict(wanted.options)
+        and _has_options(spec, wanted)
         and spec.get("evaluate_every") == wanted.evaluate_every
         and spec.get("stop_at") is None
         and _has_cohort(spec, wanted)
         and request.device in (None, spec.get("device"))
         and request.precision in (None, spec.get("precision"))
     )
+
+
+def _has_options(spec: Mapping[str, Any], wanted: Spec) -> bool:
+    """Whether a run has the options of an arm.
+
+    In format 1 they are compared as they were typed, as they were part of the id. Since then an
+    option that was not named may have the wanted value all the same, and none may be named beside.
+    """
+    if spec.get("format") == 1:
+        return bool(spec.get("set") == dict(wanted.options))
+    own, asked = spec.get("options", {}), _resolved(wanted.algorithm, dict(wanted.options))
+    named = _resolved(wanted.algorithm, spec.get("set", {}))
+    return named.keys() <= asked.keys() and all(
+        str(own.get(name, named.get(name))) == str(value) for name, value in asked.items()
+    )
+
+
+def _resolved(algorithm: str, options: Mapping[str, str]) -> dict[str, Any]:
+    """Options by their full names, as a spec has them; those of the task as they are typed."""
+    of_task, others = split_task_options(options)
+    setup = Setup(ALGORITHMS[algorithm](), LocalTraining())
+    found: dict[str, Any] = {f"task.{name}": value for name, value in of_task.items()}
+    for name, text in others.items():
+        full = setup.full_name(name)
+        found[full] = setup.with_option(name, text).options()[full]
+    return {name: "none" if value is None else value for name, value in found.items()}
 
 
 def _has_cohort(spec: Mapping[str, Any], wanted: Spec) -> bool:

@@ -1,0 +1,305 @@
+"""Digests of code and of plain values: whether a model, a loss or a rule is still the same.
+
+Code of fedexp, torch, numpy and the standard library is known by its name; all other code is the
+user's and is read, with the functions, classes and constants of its modules that it refers to. An
+object of the user's counts with its attributes, a module of torch with its layers and their
+settings. Nothing here depends on addresses, on comments, or on where in a file something stands.
+
+There are two views of a function. Its bytecode is what runs, but another version of Python compiles
+it differently. Its source is the same for all versions, but the file may have been edited since it
+was imported. So a digest has both, and two digests are compared by bytecode where both have that of
+the same Python, and else by source.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import dis
+import enum
+import functools
+import hashlib
+import inspect
+import sys
+import sysconfig
+import textwrap
+import types
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+Digest = dict[str, str]
+SOURCE, BYTECODE = "source", str(sys.implementation.cache_tag)
+LIBRARIES = ("fedexp", "torch", "numpy")
+BYTES = 16  # of a digest
+PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+NAMESPACES = (Namespace, types.SimpleNamespace)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+BY_NAME = {*dis.hasname, *dis.haslocal, *dis.hasfree, *dis.hascompare, *dis.hasjrel, *dis.hasjabs}
+
+
+def digest_of(*values: Any) -> Digest:
+    """Digest values and the code behind them, by source and by bytecode.
+
+    >>> same(digest_of(lambda x: 2 * x), digest_of(lambda x: 2 * x))
+    True
+    >>> same(digest_of(lambda x: 2 * x), digest_of(lambda x: 3 * x))
+    False
+    """
+    return {view: _digest(view, values) for view in (SOURCE, BYTECODE)}
+
+
+def same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Whether two digests are of the same thing: by bytecode of one Python, or else by source."""
+    shared = (one.keys() & other.keys()) - {SOURCE} or {SOURCE}
+    return all(one.get(view) == other.get(view) for view in shared)
+
+
+def tensor_bytes(value: Tensor) -> memoryview:
+    """The memory of a tensor, in order; copied only where it is not contiguous or on a GPU."""
+    flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    return memoryview(flat.view(torch.uint8).numpy()).cast("B")
+
+
+@functools.cache
+def is_library(module: str | None) -> bool:
+    """Whether code of a module is known by its name; a file called like a standard one is not.
+
+    >>> is_library("torch.nn.functional"), is_library("functools"), is_library("my_study")
+    (True, True, False)
+    """
+    root = (module or "").partition(".")[0]
+    if root in LIBRARIES:
+        return True
+    if root not in sys.stdlib_module_names:
+        return False
+    spec = getattr(sys.modules.get(root), "__spec__", None)
+    origin = spec.origin if spec is not None else None
+    if origin in (None, "built-in", "frozen"):
+        return True
+    return Path(sysconfig.get_paths()["stdlib"]) in Path(str(origin)).parents
+
+
+def _digest(view: str, values: Iterable[Any]) -> str:
+    reader = _Reader(view)
+    for value in values:
+        reader.add(value)
+    reader.read_code()
+    return reader.hash.hexdigest()
+
+
+class _Reader:
+    """Feeds a hash with one value after another.
+
+    Functions and classes are read after all else, one by one: a graph of calls can be deeper than
+    Python's stack.
+    """
+
+    def __init__(self, view: str) -> None:
+        self.view = view
+        self.hash = hashlib.blake2b(digest_size=BYTES)
+        self._seen: dict[int, tuple[int, Any]] = {}  # keeps values alive, so that ids stay theirs
+        self._unread: deque[types.FunctionType | type] = deque()
+
+    def read_code(self) -> None:
+        """Read the functions and classes that were met, and those that they refer to."""
+        while self._unread:
+            value = self._unread.popleft()
+            self._put("definition", str(self._seen[id(value)][0]))
+            if isinstance(value, type):
+                self._class(value)
+            else:
+                self._function(value)
+
+    def add(self, value: Any) -> None:
+        """Read a value; of one that was met before, only which it is."""
+        if isinstance(value, enum.Enum):
+            self._put("enum", type(value).__qualname__, value.name)
+        elif isinstance(value, PLAIN):
+            self._put(type(value).__name__, repr(value))
+        elif isinstance(value, torch.dtype | torch.device | np.dtype):
+            self._put("kind", str(value))
+        elif isinstance(value, np.generic):
+            self._put("number", str(value.dtype), value.tobytes())
+        elif isinstance(value, types.CodeType):
+            self._code(value)
+        elif isinstance(value, tuple):  # equal ones may be one object, or not: that means nothing
+            self._each("tuple", value)
+        elif isinstance(value, set | frozenset):
+            self._put("set", *sorted(_digest(self.view, [each]) for each in value))
+        else:
+            known = id(value) in self._seen
+            at, _ = self._seen.setdefault(id(value), (len(self._seen), value))
+            self._put("object", str(at))
+            if not known:
+                self._object(value)
+
+    def _put(self, *texts: str | bytes | memoryview) -> None:
+        """Every text with its length, so that no two lists of texts read the same."""
+        for text in texts:
+            data = text.encode() if isinstance(text, str) else text
+            self.hash.update(len(data).to_bytes(8, "little"))
+            self.hash.update(data)
+
+    def _each(self, what: str, values: Iterable[Any]) -> None:
+        found = list(values)
+        self._put(what, str(len(found)))
+        for value in found:
+            self.add(value)
+
+    def _pairs(self, what: str, pairs: Iterable[tuple[Any, Any]]) -> None:
+        self._each(what, [each for pair in pairs for each in pair])
+
+    def _object(self, value: Any) -> None:
+        match value:
+            case types.FunctionType() | type():
+                self._unread.append(value)
+            case list():
+                self._each("list", value)
+            case dict():
+                self._pairs("mapping", value.items())
+            case Tensor():
+                self._put("tensor", str(value.dtype), str(tuple(value.shape)), tensor_bytes(value))
+            case np.ndarray():
+                self._put("array", str(value.dtype), str(value.shape), value.tobytes())
+            case functools.partial():
+                self._each("partial", [value.func, value.args, value.keywords])
+            case types.MethodType():
+                self._each("method", [value.__func__, value.__self__])
+            case staticmethod() | classmethod():
+                self._each(type(value).__name__, [value.__func__])
+            case property():
+                self._each("property", [value.fget, value.fset, value.fdel])
+            case functools.cached_property():
+                self._each("property", [value.func])
+            case types.ModuleType():
+                self._put("module", value.__name__)
+            case nn.Module():
+                self._layers(value)
+            case _ if type(value) in BUILTIN:
+                self._put("builtin", value.__qualname__)
+            case _:
+                self._instance(value)
+
+    def _function(self, function: types.FunctionType) -> None:
+        text = _source(function) if self.view == SOURCE else None
+        if is_library(function.__module__):
+            self._put("function", f"{function.__module__}.{function.__qualname__}")
+        elif text is not None:
+            self._put("source", text)
+        else:
+            self._code(function.__code__)
+        names = function.__code__.co_freevars
+        cells = [_held(cell) for cell in function.__closure__ or ()]
+        self._pairs("closure", zip(names, cells, strict=True))
+        self.add(vars(function).get("__wrapped__"))
+        if not is_library(function.__module__):
+            self.add(function.__defaults__)
+            self._pairs("defaults", sorted((function.__kwdefaults__ or {}).items()))
+            self._pairs("globals", _globals(function))
+
+    def _code(self, code: types.CodeType) -> None:
+        """What runs: every instruction with its names and constants; no lines, no docstring."""
+        self._put("code", str(code.co_argcount), str(code.co_kwonlyargcount), str(code.co_flags))
+        for step in dis.get_instructions(code):
+            if step.opname == "EXTENDED_ARG":
+                continue
+            self._put(step.opname)
+            if step.opcode in dis.hasconst:
+                self.add(step.argval)
+            else:
+                self._put(str(step.argval if step.opcode in BY_NAME else step.arg))
+        self._put(code.co_exceptiontable)
+
+    def _class(self, kind: type) -> None:
+        self._put("class", kind.__qualname__)
+        own = not is_library(kind.__module__)
+        if not own:
+            self._put(str(kind.__module__))
+        self._each("bases", [each for each in kind.__mro__[1:] if not is_library(each.__module__)])
+        for name, value in sorted(vars(kind).items()) if own else []:
+            dunder = name.startswith("__") and name.endswith("__")
+            if not name.startswith("_abc_") and (
+                not dunder or isinstance(value, types.FunctionType)
+            ):
+                self._put("attribute", name)
+                self.add(value)
+
+    def _layers(self, module: nn.Module) -> None:
+        """A tree of layers: their classes, settings and hooks; weights are digested elsewhere."""
+        for name, each in module.named_modules():
+            self._put("layer", name)
+            self.add(type(each))
+            own = [(n, v) for n, v in vars(each).items() if n[:1] != "_" and n != "training"]
+            self._pairs("settings", sorted(own, key=lambda pair: pair[0]))
+            for kind in HOOKS:
+                self._each(kind, vars(each).get(kind, {}).values())
+
+    def _instance(self, value: Any) -> None:
+        kind, own = type(value), getattr(value, "__dict__", {})
+        self.add(kind)
+        if dataclasses.is_dataclass(value):
+            names = [field.name for field in dataclasses.fields(value)]
+            self._pairs("fields", [(name, getattr(value, name, None)) for name in names])
+        elif isinstance(value, NAMESPACES) or not is_library(kind.__module__):
+            public = [(name, each) for name, each in own.items() if name[:1] != "_"]
+            self._pairs("attributes", sorted(public, key=lambda pair: pair[0]))
+        self.add(own.get("__wrapped__"))  # a cache around a function, for one
+
+
+def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """The globals that a function names; of a module or a namespace only what it names there."""
+    names = sorted(_names(function.__code__))
+    for name in names:
+        if name not in function.__globals__:
+            continue
+        value = function.__globals__[name]
+        if isinstance(value, types.ModuleType) and is_library(value.__name__):
+            continue  # its name is in the code
+        if isinstance(value, (types.ModuleType, *NAMESPACES)):
+            own = vars(value)
+            yield from ((f"{name}.{inner}", own[inner]) for inner in names if inner in own)
+        else:
+            yield name, value
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """The names that a function and the functions inside it look up."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _held(cell: types.CellType) -> Any:
+    """What a closure has of an outer function; None where it was never filled."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _source(function: types.FunctionType) -> str | None:
+    """A function's source without comments, layout and docstrings; None for what has none.
+
+    What is no statement of its own, as a lambda in the middle of a call, stays as it is written.
+    """
+    try:
+        text = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return None
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return text.strip()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                node.body[0] = ast.Pass()
+    return ast.unparse(tree)
