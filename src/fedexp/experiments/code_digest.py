@@ -1,9 +1,10 @@
 """Digests of code and of plain values: whether a model, a loss or a rule is still the same.
 
 Code of fedexp, torch, numpy and the standard library is known by its name; all other code is the
-user's and is read, with the functions, classes and constants of its modules that it refers to. An
-object of the user's counts with its attributes, a module of torch with its layers and their
-settings. Nothing here depends on addresses, on comments, or on where in a file something stands.
+user's and is read, with the functions, classes and constants of its modules that it refers to (that
+of installed packages no further than its own module). An object of the user's counts with its
+attributes, a module of torch with its layers and their settings. Nothing here depends on addresses,
+on comments, or on where in a file something stands.
 
 There are two views of a function. Its bytecode is what runs, but another version of Python compiles
 it differently. Its source is the same for all versions, but the file may have been edited since it
@@ -32,6 +33,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 Digest = dict[str, str]
@@ -65,7 +67,8 @@ def same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
 def tensor_bytes(value: Tensor) -> memoryview:
     """The memory of a tensor, in order; copied only where it is not contiguous or on a GPU."""
     flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy()).cast("B")
+    array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array.data.cast("B")
 
 
 @functools.cache
@@ -85,6 +88,15 @@ def is_library(module: str | None) -> bool:
     if origin in (None, "built-in", "frozen"):
         return True
     return Path(sysconfig.get_paths()["stdlib"]) in Path(str(origin)).parents
+
+
+@functools.cache
+def _is_installed(module: str | None) -> bool:
+    """Whether a module is of a package that was installed, and not of the user's own files."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    paths = sysconfig.get_paths()
+    places = [Path(paths[name]) for name in ("purelib", "platlib")]
+    return file is not None and any(place in Path(file).parents for place in places)
 
 
 def _digest(view: str, values: Iterable[Any]) -> str:
@@ -256,13 +268,15 @@ class _Reader:
 
 def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
     """The globals that a function names; of a module or a namespace only what it names there."""
-    names = sorted(_names(function.__code__))
+    names, own_module = sorted(_names(function.__code__)), function.__module__
     for name in names:
         if name not in function.__globals__:
             continue
         value = function.__globals__[name]
         if isinstance(value, types.ModuleType) and is_library(value.__name__):
             continue  # its name is in the code
+        if _is_installed(own_module) and getattr(value, "__module__", own_module) != own_module:
+            continue
         if isinstance(value, (types.ModuleType, *NAMESPACES)):
             own = vars(value)
             yield from ((f"{name}.{inner}", own[inner]) for inner in names if inner in own)

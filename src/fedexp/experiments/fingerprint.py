@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -34,7 +35,7 @@ from fedexp.tasks import Task
 NUMERICS = 2
 FORMAT = 1
 WHOLE_BYTES = 10**9  # of data that are read to the last byte
-BLOCK_BYTES = 2**26  # of sampled rows at a time
+BLOCK_BYTES = 2**24  # that are hashed, or sampled, at a time
 CONTENT = "content"  # what the digest of a tensor is called, beside those of code
 SETTINGS = (bool, int, float, complex, str, bytes, tuple, type(None))
 
@@ -133,11 +134,26 @@ def _objective(objective: Objective, seed: int) -> dict[str, Digest]:
 
 def _tensors(named: Mapping[str, Tensor]) -> Digest:
     """Digest tensors with their names, shapes and types."""
-    digest = hashlib.blake2b(digest_size=BYTES)
+    digest = _hash()
     for name, value in named.items():
         digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(tensor_bytes(value))
+        _feed(digest, tensor_bytes(value))
     return {CONTENT: digest.hexdigest()}
+
+
+def _feed(digest: hashlib.blake2b, data: memoryview) -> None:
+    """Hash blocks on all cores, and then their hashes."""
+    blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+    if len(blocks) <= 1:
+        digest.update(data)
+        return
+    with ThreadPoolExecutor() as pool:  # hashing lets go of the interpreter
+        for each in pool.map(lambda block: _hash(block).digest(), blocks):
+            digest.update(each)
+
+
+def _hash(data: bytes | memoryview = b"") -> hashlib.blake2b:
+    return hashlib.blake2b(data, digest_size=BYTES)
 
 
 def _data(task: Task) -> dict[str, Digest]:
@@ -183,7 +199,7 @@ def _sampled(value: Tensor, ends: NDArray[np.int64]) -> Digest:
     """Digest some rows of every client: the first, the last and others at equal distances."""
     row_bytes = max(1, value.nbytes // max(1, len(value)))
     rows = _sample(ends, max(1, WHOLE_BYTES // (row_bytes * (len(ends) - 1))))
-    digest = hashlib.blake2b(digest_size=BYTES)
+    digest = _hash()
     digest.update(f"{value.dtype} {tuple(value.shape)} {len(rows)}\n".encode())
     together = max(1, BLOCK_BYTES // row_bytes)
     for at in range(0, len(rows), together):

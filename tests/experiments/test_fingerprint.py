@@ -1,0 +1,299 @@
+"""Fingerprints: every change that gives other numbers is seen, and no change that gives none."""
+
+from __future__ import annotations
+
+import functools
+import json
+import subprocess
+import sys
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedexp as fx
+from fedexp.algorithms import ALGORITHMS, Algorithm
+from fedexp.experiments import fingerprint as module
+from fedexp.experiments.code_digest import BYTECODE, SOURCE, digest_of, is_library, same
+from fedexp.experiments.fingerprint import Fingerprint, fingerprint, fingerprint_of_rules
+from fedexp.experiments.spec import Spec
+from fedexp.objective import LeastSquares, ModuleObjective
+from fedexp.tasks import Task
+from tests.experiments.studies import STUDY, federation, imported, task_of
+
+EDITS = {
+    "forward": ("torch.relu(", "F.gelu("),
+    "base class": ("return self.first(x)", "return -self.first(x)"),
+    "helper": ("h.tanh()", "h.sin()"),
+    "constant of the module": ("SLOPE = 0.5", "SLOPE = 0.25"),
+    "constant in a mapping": ('"shift": 0.1', '"shift": 0.2'),
+    "default": ("scale=1.0", "scale=2.0"),
+    "static method": ("return h + 1", "return h + 2"),
+}
+
+
+@pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
+def test_an_edit_of_the_model_is_seen_though_no_weight_changes(
+    edit: tuple[str, str], tmp_path: Path
+) -> None:
+    before = fingerprint(task_of(imported(tmp_path, STUDY)), fx.fedavg(), 0)
+    after = fingerprint(task_of(imported(tmp_path, STUDY.replace(*edit))), fx.fedavg(), 0)
+    assert before.differences(after) == ["the code or the layers of the model"]
+
+
+OTHERS = {
+    "the loss": ('reduction="none")', 'reduction="none") * 2'),
+    "the transform": ("x - 1.0", "x - 2.0"),
+    "the server rule": ("-self.lr", "self.lr"),
+    "the client rule": ("grad * 2", "grad * 3"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_an_edit_of_a_loss_a_transform_or_a_rule_is_named(name: str, tmp_path: Path) -> None:
+    found = []
+    for text in (STUDY, STUDY.replace(*OTHERS[name])):
+        study = imported(tmp_path, text)
+        algorithm = Algorithm("own", study.Doubled(), study.Sign())
+        found.append(fingerprint(task_of(study), algorithm, 0))
+    assert found[0].differences(found[1]) == [name]
+
+
+def test_comments_layout_and_docstrings_are_no_code(tmp_path: Path) -> None:
+    edited = STUDY.replace("# comment", "# another comment, longer\n\n").replace("Say.", "Say it.")
+    assert edited != STUDY
+    one, other = (
+        fingerprint(task_of(imported(tmp_path, text)), fx.fedavg(), 0) for text in (STUDY, edited)
+    )
+    assert one.differences(other) == []
+    # by source alone, as between two versions of Python
+    for name, digest in one.digests.items():
+        assert digest.get(SOURCE) == other.digests[name].get(SOURCE)
+
+
+def test_two_pythons_compare_sources_and_one_compares_what_runs() -> None:
+    assert same({SOURCE: "a", "cpython-1": "b"}, {SOURCE: "a", "cpython-2": "c"})
+    assert not same({SOURCE: "a", "cpython-1": "b"}, {SOURCE: "x", "cpython-2": "b"})
+    assert not same({SOURCE: "a", "cpython-1": "b"}, {SOURCE: "a", "cpython-1": "c"})
+    assert not same({SOURCE: "a"}, {})
+    assert digest_of(1).keys() == {SOURCE, BYTECODE}
+
+
+SCRIPT = """
+import json, sys
+from pathlib import Path
+import fedexp as fx
+from fedexp.experiments.fingerprint import fingerprint
+from tests.experiments.studies import STUDY, imported, task_of
+study = imported(Path(sys.argv[1]), STUDY)
+algorithm = fx.Algorithm("own", study.Doubled(), study.Sign())
+print(json.dumps(fingerprint(task_of(study), algorithm, 3).to_json()))
+"""
+
+
+def test_the_same_content_has_the_same_fingerprint_in_another_process(tmp_path: Path) -> None:
+    """Addresses and the order of sets differ there."""
+    study = imported(tmp_path, STUDY)
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT, str(tmp_path)],
+        env={"PYTHONHASHSEED": "7", "PYTHONPATH": ":".join(filter(None, sys.path))},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    algorithm = Algorithm("own", study.Doubled(), study.Sign())
+    assert json.loads(done.stdout) == fingerprint(task_of(study), algorithm, 3).to_json()
+
+
+def with_hook() -> nn.Module:
+    linear = nn.Linear(2, 2)
+    linear.register_forward_hook(lambda module, inputs, output: output * 2)
+    return linear
+
+
+def with_forward() -> nn.Module:
+    linear = nn.Linear(2, 2)
+    linear.forward = lambda x: x  # type: ignore[method-assign]
+    return linear
+
+
+def closed_over(factor: float) -> Callable[[Tensor], Tensor]:
+    return lambda x: x * factor
+
+
+PAIRS: dict[str, tuple[Any, Any]] = {
+    "slope of a layer": (nn.LeakyReLU(0.1), nn.LeakyReLU(0.2)),
+    "layer": (nn.Sequential(nn.ReLU()), nn.Sequential(nn.GELU())),
+    "dropout": (nn.Dropout(0.1), nn.Dropout(0.2)),
+    "hook": (nn.Linear(2, 2), with_hook()),
+    "replaced forward": (nn.Linear(2, 2), with_forward()),
+    "closure": (closed_over(1.0), closed_over(2.0)),
+    "argument of a partial": (functools.partial(pow, 2), functools.partial(pow, 3)),
+    "function of torch": (torch.relu, torch.sigmoid),
+    "lambdas of one line": (lambda x: x, lambda x: -x),
+    "default": (lambda x, k=1: x * k, lambda x, k=2: x * k),
+    "constant that is text": (lambda: "a", lambda: "b"),
+    "constant that is a set": (lambda x: x in {1, 2}, lambda x: x in {1, 3}),
+    "nested function": (lambda: [-i for i in range(3)], lambda: [i * 2 for i in range(3)]),
+    "tensor": (torch.zeros(2), torch.ones(2)),
+    "array": (np.zeros(2), np.zeros(2, dtype=np.float32)),
+    "shape": (torch.zeros(2, 3), torch.zeros(3, 2)),
+    "namespace": (Namespace(a=1), Namespace(a=2)),
+    "transform of the package": (fx.data.Images((0.5,), (0.5,)), fx.data.Images((0.5,), (0.4,))),
+    "mapping": ({"a": 1}, {"a": 2}),
+    "cached function": (functools.cache(lambda: 1), functools.cache(lambda: 2)),
+    "texts that join alike": (("ab", "c"), ("a", "bc")),
+    "number and text": (1, "1"),
+}
+
+
+@pytest.mark.parametrize("pair", PAIRS.values(), ids=PAIRS)
+def test_values_that_differ_have_digests_that_differ(pair: tuple[Any, Any]) -> None:
+    one, other = pair
+    assert not same(digest_of(one), digest_of(other))
+    assert same(digest_of(one), digest_of(one))
+
+
+def test_what_refers_to_itself_has_a_digest() -> None:
+    loop: list[Any] = [1]
+    loop.append(loop)
+    assert same(digest_of(loop), digest_of(loop))
+
+    def even(n: int) -> bool:
+        return n == 0 or odd(n - 1)
+
+    def odd(n: int) -> bool:
+        return n != 0 and even(n - 1)
+
+    assert not same(digest_of(even), digest_of(odd))
+
+
+def test_a_file_called_like_a_standard_module_is_the_users(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert is_library("statistics")
+    study = imported(tmp_path, STUDY, name="statistics")
+    edited = imported(tmp_path, STUDY.replace("torch.relu(", "F.gelu("), name="statistics")
+    monkeypatch.setitem(sys.modules, "statistics", study)
+    is_library.cache_clear()
+    assert not same(digest_of(study.Net), digest_of(edited.Net))
+    is_library.cache_clear()
+
+
+@pytest.fixture
+def least_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if more than 480 bytes could not be read whole: all but the training images can."""
+    monkeypatch.setattr(module, "WHOLE_BYTES", 480)
+
+
+def changed_at(row: int, field: str = "x", test: bool = False) -> Task:
+    task = task_of(None)
+    tensors = task.test if test else task.train.fields
+    assert tensors is not None
+    tensors[field][row] += 1
+    return task
+
+
+def test_all_data_count_up_to_the_last_byte() -> None:
+    plain = fingerprint(task_of(None), fx.fedavg(), 0)
+    for row in (0, 17, 39):
+        found = fingerprint(changed_at(row), fx.fedavg(), 0)
+        assert plain.differences(found) == ["the training data (x)"]
+    y = fingerprint(changed_at(5, "y"), fx.fedavg(), 0)
+    assert plain.differences(y) == ["the training data (y)"]
+    tested = fingerprint(changed_at(3, test=True), fx.fedavg(), 0)
+    assert plain.differences(tested) == ["the test data (x)"]
+    shared = fingerprint(task_of(None, federation([5, 35])), fx.fedavg(), 0)
+    assert plain.differences(shared) == ["the clients' shares of the data"]
+    seed = fingerprint(task_of(None), fx.fedavg(), 1)
+    assert plain.differences(seed) == ["the initial weights"]
+
+
+@pytest.mark.usefixtures("least_bytes")
+def test_of_large_data_every_client_and_every_label_counts() -> None:
+    plain = fingerprint(task_of(None), fx.fedavg(), 0)
+    for row in (0, 9, 10, 39):  # the ends of both clients
+        found = fingerprint(changed_at(row), fx.fedavg(), 0)
+        assert plain.differences(found) == ["the training data (x)"]
+    for row in range(40):
+        found = fingerprint(changed_at(row, "y"), fx.fedavg(), 0)
+        assert plain.differences(found) == ["the training data (y)"]
+    assert plain.differences(fingerprint(changed_at(12), fx.fedavg(), 0)) == []  # not sampled
+
+
+def test_data_are_read_once_for_many_runs_and_again_once_they_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    task, reads = task_of(None), []
+    read = module._read
+    monkeypatch.setattr(module, "_read", lambda *data: reads.append(1) or read(*data))
+    one, other = fingerprint(task, fx.fedavg(), 0), fingerprint(task, fx.fedexp(), 1)
+    assert len(reads) == 1
+    assert one.differences(other) == ["the initial weights", "the server rule"]
+    task.train.fields["x"][0] += 1
+    assert "the training data (x)" in one.differences(fingerprint(task, fx.fedavg(), 0))
+
+
+def test_weights_and_buffers_of_a_given_model_count() -> None:
+    def found(change: Callable[[nn.Module], Any]) -> Fingerprint:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
+        model[0].bias.requires_grad_(False)
+        change(model)
+        return fingerprint(task_of(None, build=model), fx.fedavg(), 0)
+
+    plain = found(lambda model: None)
+    assert plain.differences(found(lambda model: None)) == []
+    frozen = found(lambda model: model[0].bias.data.add_(1))
+    assert plain.differences(frozen) == ["the initial weights"]
+    buffer = found(lambda model: model[1].running_mean.add_(1))
+    assert plain.differences(buffer) == ["the initial buffers"]
+    momentum = found(lambda model: setattr(model[1], "momentum", 0.5))
+    assert plain.differences(momentum) == ["the code or the layers of the model"]
+
+
+def test_training_does_not_change_a_fingerprint() -> None:
+    """A model that counts its calls is still the same model."""
+
+    class Counting(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            return super().forward(x)
+
+    task = task_of(None, build=lambda: Counting(3, 2))
+    before = fingerprint(task, fx.fedavg(), 0)
+    list(fx.simulate(task, fx.fedavg(), rounds=1, cohort=2, engine="loop"))
+    assert isinstance(task.objective, ModuleObjective)
+    assert before.differences(fingerprint(task, fx.fedavg(), 0)) == []
+
+
+def test_objectives_that_are_no_modules_count_with_their_settings() -> None:
+    task = Spec("synthetic", "fedavg", options=(("task.dim", "20"),)).prepare().task
+    assert isinstance(task.objective, LeastSquares)
+    before = fingerprint(task, fx.fedavg(), 0)
+    task.objective.gradient_scale = 2.0
+    assert before.differences(fingerprint(task, fx.fedavg(), 0)) == ["the objective"]
+
+
+def test_a_fingerprint_survives_json_and_knows_its_numerics() -> None:
+    found = fingerprint_of_rules(fx.fedexp())
+    again = Fingerprint.from_json(found.to_json())
+    assert found.differences(again) == []
+    older = Fingerprint(found.digests, numerics=1)
+    assert older.differences(found) == ["the numerics version of fedexp (1 and 2)"]
+    for damaged in ({}, [], {"format": 9, "numerics": 2, "digests": {}}, None):
+        with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
+            Fingerprint.from_json(damaged)
+
+
+def test_rules_whose_numbers_changed_are_known() -> None:
+    changed = {name for name, make in ALGORITHMS.items() if fingerprint_of_rules(make()).first > 1}
+    assert changed == {"fedadagrad", "fedadam", "fedyogi"}

@@ -1,0 +1,279 @@
+"""A stored run is only returned, or continued, where it is made from what today's command is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import fedexp as fx
+from fedexp.distributed import Ranks
+from fedexp.experiments.catalog import TASKS
+from fedexp.experiments.spec import Run, Spec
+from fedexp.runs import RunWarning, execute, folder_of, load_run, read_spec, run_all, run_id
+from fedexp.runs.folder import FINGERPRINT
+from fedexp.runs.spec_file import SPEC, frozen, id_of
+from fedexp.runs.together import check_alike
+from fedexp.tasks import Task
+from tests.experiments.studies import STUDY, imported, task_of
+from tests.runs.helpers import interrupted, nobody, stop_after, tiny, untimed
+
+MINE = Spec("mine", "fedavg", rounds=3)
+Change = Callable[[Path], Task]
+
+
+def plain(folder: Path) -> Task:
+    return task_of(imported(folder, STUDY))
+
+
+def other_labels(folder: Path) -> Task:
+    task = plain(folder)
+    y = task.train.fields["y"]
+    y.copy_(1 - y)
+    return task
+
+
+def other_test_data(folder: Path) -> Task:
+    task = plain(folder)
+    assert task.test is not None
+    task.test["x"].add_(1)
+    return task
+
+
+def other_activation(folder: Path) -> Task:
+    return task_of(imported(folder, STUDY.replace("torch.relu(", "F.gelu(")))
+
+
+def other_loss(folder: Path) -> Task:
+    return task_of(imported(folder, STUDY.replace('reduction="none")', 'reduction="none") * 3')))
+
+
+CHANGES: dict[str, tuple[Change, str]] = {
+    "labels": (other_labels, r"the training data \(y\) differs"),
+    "test data": (other_test_data, r"the test data \(x\) differs"),
+    "activation": (other_activation, "the code or the layers of the model differs"),
+    "loss": (other_loss, "the loss differs"),
+}
+
+
+def run_of(task: Task, spec: Spec = MINE) -> Run:
+    return spec.prepare(task)
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_finished_run_of_other_content_is_no_answer(name: str, tmp_path: Path) -> None:
+    change, words = CHANGES[name]
+    root = tmp_path / "runs"
+    first = execute(MINE, root, nobody, run=run_of(plain(tmp_path)))
+    again = execute(MINE, root, nobody, run=run_of(plain(tmp_path)))
+    assert again.stored == 3
+    other = run_of(change(tmp_path))
+    with pytest.raises(fx.UsageError, match=words) as refused:
+        execute(MINE, root, nobody, run=other)
+    assert "\n" not in str(refused.value)
+    assert "--restart discards it" in str(refused.value)
+    assert first.folder is not None
+    assert untimed(load_run(first.folder).rows) == untimed(first.rows)  # to read it is no question
+    fresh = execute(MINE, root, nobody, run=other, restart=True)
+    assert untimed(fresh.rows) == untimed(execute(MINE, None, nobody, run=other).rows)
+    assert untimed(fresh.rows) != untimed(first.rows)
+    with pytest.raises(fx.UsageError, match=words):
+        execute(MINE, root, nobody, run=run_of(plain(tmp_path)))
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_interrupted_run_is_not_continued_with_other_content(name: str, tmp_path: Path) -> None:
+    change, words = CHANGES[name]
+    folder = tmp_path / "run"
+    listen, wish = stop_after(1)
+    with pytest.raises(fx.runs.Stopped):
+        execute(MINE, None, listen, run=run_of(plain(tmp_path)), folder=folder, stop=wish)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(fx.UsageError, match=words):
+        execute(MINE, None, nobody, run=run_of(change(tmp_path)), folder=folder)
+    assert before == {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(execute(MINE, None, nobody, run=run_of(plain(tmp_path)), folder=folder).rows) == 3
+
+
+def test_an_older_numerics_version_is_refused(tmp_path: Path) -> None:
+    execute(tiny(), None, nobody, folder=tmp_path)
+    path = tmp_path / FINGERPRINT
+    path.write_text(path.read_text().replace('"numerics": 2', '"numerics": 1'))
+    with pytest.raises(fx.UsageError, match=r"numerics version of fedexp \(1 and 2\) differs"):
+        execute(tiny(), None, nobody, folder=tmp_path)
+
+
+def test_a_damaged_fingerprint_is_one_line(tmp_path: Path) -> None:
+    execute(tiny(), None, nobody, folder=tmp_path)
+    for text in (b"", b"{}", b"[1]", b'{"format": 1, "numerics": 2, "digests": 3}', b"\xff"):
+        (tmp_path / FINGERPRINT).write_bytes(text)
+        with pytest.raises(fx.UsageError, match=r"fingerprint.json is damaged; --restart"):
+            execute(tiny(), None, nobody, folder=tmp_path)
+    execute(tiny(), None, nobody, folder=tmp_path, restart=True)
+    assert execute(tiny(), None, nobody, folder=tmp_path).stored == 6
+
+
+def aged(folder: Path) -> None:
+    """Make a folder what the version before fingerprints left."""
+    (folder / FINGERPRINT).unlink()
+
+
+def test_a_run_without_a_fingerprint_is_taken_with_a_warning(tmp_path: Path) -> None:
+    for name, rounds in (("over", 6), ("left", 2)):
+        folder = tmp_path / name
+        if rounds == 6:
+            execute(tiny(), None, nobody, folder=folder)
+        else:
+            interrupted(tiny(), folder, rounds)
+        aged(folder)
+        with pytest.warns(RunWarning, match="before runs had fingerprints.*--restart") as heard:
+            assert execute(tiny(), None, nobody, folder=folder).stored == rounds
+        assert len(heard) == 1
+        assert not (folder / FINGERPRINT).exists()  # nobody knows what it was made from
+    execute(tiny(), None, nobody, folder=tmp_path / "over", restart=True)
+    assert execute(tiny(), None, nobody, folder=tmp_path / "over").stored == 6
+
+
+def test_a_run_whose_rule_has_changed_is_refused_without_a_fingerprint(tmp_path: Path) -> None:
+    execute(tiny("fedadagrad"), None, nobody, folder=tmp_path)
+    aged(tmp_path)
+    with pytest.raises(fx.UsageError, match="server rule gave other numbers; --restart"):
+        execute(tiny("fedadagrad"), None, nobody, folder=tmp_path)
+
+
+def test_the_content_is_read_once_for_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from fedexp.experiments import spec as module
+
+    calls: list[int] = []
+    found = module.fingerprint
+    monkeypatch.setattr(module, "fingerprint", lambda *what: calls.append(1) or found(*what))
+    execute(tiny(), tmp_path, nobody)
+    assert len(calls) == 1
+    execute(tiny(), tmp_path, nobody)
+    assert len(calls) == 2
+    execute(tiny(), None, nobody)
+    assert len(calls) == 2
+
+
+def test_runs_of_a_comparison_are_checked_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    specs = [MINE, replace(MINE, algorithm="fedexp")]
+    monkeypatch.setitem(TASKS, "mine", lambda: plain(tmp_path))
+    first = run_all(specs, 1, nobody, tmp_path / "runs")
+    assert [each.stored for each in run_all(specs, 1, nobody, tmp_path / "runs")] == [3, 3]
+    monkeypatch.setitem(TASKS, "mine", lambda: other_labels(tmp_path))
+    with pytest.raises(fx.UsageError, match=r"training data \(y\) differs; --restart"):
+        run_all(specs, 1, nobody, tmp_path / "runs")
+    again = run_all(specs, 1, nobody, tmp_path / "runs", restart=True)
+    assert [each.stored for each in again] == [0, 0]
+    assert untimed(again[0].rows) != untimed(first[0].rows)
+    # what is not there yet is no mistake, where many are restarted
+    fresh = run_all([replace(MINE, seed=1)], 1, nobody, tmp_path / "runs", restart=True)
+    assert len(fresh[0].rows) == 3
+
+
+class Alike(Ranks):
+    """The second of two ranks, of which the first has another run."""
+
+    rank, world = 1, 2
+
+    def __init__(self, first: Run) -> None:
+        self.first_run, self.asked = first, 0
+
+    def gather(self, value: Any) -> Sequence[Any]:
+        self.asked += 1
+        return [value if self.asked == 1 else self.first_run.fingerprint, value]
+
+
+def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
+    mine = run_of(plain(tmp_path))
+    check_alike(mine, Alike(run_of(plain(tmp_path))))
+    with pytest.raises(fx.UsageError, match=r"rank 0 has other content than rank 1: .*\(y\)"):
+        check_alike(mine, Alike(run_of(other_labels(tmp_path))))
+
+
+TYPED = ["eps=0", "eps=0.0", "server.eps=0", "server.eps=-0.0", "eps=0e5"]
+
+
+def typed(text: str) -> Spec:
+    name, _, value = text.partition("=")
+    return replace(tiny("fedexp"), options=(*tiny().options, (name, value)))
+
+
+def test_options_that_mean_the_same_are_one_run(tmp_path: Path) -> None:
+    assert len({run_id(typed(text).prepare()) for text in TYPED}) == 1
+    assert run_id(typed("eps=0").prepare()) == run_id(tiny("fedexp").prepare())  # the task's value
+    assert run_id(typed("eps=0.5").prepare()) != run_id(tiny("fedexp").prepare())
+    assert run_id(typed("task.normalize=yes").prepare()) == run_id(tiny("fedexp").prepare())
+    assert run_id(typed("task.normalize=no").prepare()) != run_id(tiny("fedexp").prepare())
+    execute(typed("eps=0"), tmp_path, nobody)
+    outcome = execute(typed("server.eps=0.0"), tmp_path, nobody)
+    assert outcome.stored == 6
+    assert len(list(tmp_path.iterdir())) == 1
+    assert outcome.folder is not None
+    assert read_spec(outcome.folder)["set"]["eps"] == "0"  # as it was typed at the beginning
+
+
+def first_format(folder: Path) -> Path:
+    """Make a folder what the version before resolved ids left, and return its name of then."""
+    spec = read_spec(folder)
+    own = {n: v for n, v in spec.items() if n not in ("format", "id", "arguments")}
+    name = id_of(own, format=1)
+    text = (folder / SPEC).read_text()
+    text = text.replace("format = 2", "format = 1").replace(spec["id"], name)
+    head, _, rest = text.partition("[arguments]")
+    (folder / SPEC).write_text(head + rest[rest.index("[options]") :])
+    aged(folder)
+    return folder.rename(folder.with_name(name))
+
+
+def test_a_run_under_its_older_id_is_found_and_continued(tmp_path: Path) -> None:
+    spec = typed("eps=0.5")
+    whole = execute(spec, None, nobody, folder=tmp_path / "whole")
+    root = tmp_path / "runs"
+    interrupted(spec, root / run_id(spec.prepare()), 2)
+    older = first_format(root / run_id(spec.prepare()))
+    assert read_spec(older)["id"] == older.name != run_id(spec.prepare())
+    assert folder_of(spec.prepare(), root) == older
+    with pytest.warns(RunWarning, match="before runs had fingerprints"):
+        outcome = execute(spec, root, nobody)
+    assert (outcome.folder, outcome.stored) == (older, 2)
+    assert untimed(outcome.rows) == untimed(whole.rows)
+    assert load_run(older).outcome().rows == outcome.rows
+    fewer = replace(spec, options=(("task.clients", "4"), ("task.rows", "3"), ("eps", "0.5")))
+    with pytest.raises(fx.UsageError, match=r"holds another run: there set.task.dim is 20"):
+        execute(fewer, None, nobody, folder=older)
+
+
+def test_ids_of_the_first_format_are_what_they_were() -> None:
+    """Of a run that is archived in this repository."""
+    (path,) = Path(__file__).parents[2].glob("results/runs/cifar10-cnn-fedavg-s0-8180258e64.toml")
+    stored = load_run(path)
+    own = {name: value for name, value in stored.spec.items() if name not in ("format", "id")}
+    assert stored.spec["id"] == id_of(own, format=1) == path.stem
+
+
+def test_the_frozen_spec_has_every_argument_of_the_task() -> None:
+    assert frozen(tiny().prepare())["arguments"] == {
+        "clients": 4, "rows": 3, "dim": 20, "normalize": True,
+    }  # fmt: skip
+    seeded = replace(tiny(), options=(("task.seed", "5"),))
+    assert frozen(seeded.prepare())["arguments"]["seed"] == 5
+    assert frozen(Spec("digits", "fedavg").prepare())["arguments"]["model"] == "logistic"
+
+
+def test_a_run_says_what_it_was_made_from(tmp_path: Path) -> None:
+    outcome = execute(tiny(), tmp_path, nobody)
+    assert outcome.folder is not None
+    stored = json.loads((outcome.folder / FINGERPRINT).read_text())
+    assert stored == tiny().prepare().fingerprint.to_json()
+    assert {"the initial weights", "the objective", "the training data (x)"} <= set(
+        stored["digests"]
+    )
