@@ -1,0 +1,170 @@
+"""What a run folder keeps from others, and what it never stores; and where its code came from."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import fedexp
+from fedexp.runs import execute, load_run, provenance, read_spec
+from fedexp.runs.atomic import PRIVATE, temporary, write_bytes
+from fedexp.runs.folder import ENVIRONMENT, RunFolder, machine
+from fedexp.runs.provenance import command, commits
+from tests.runs.helpers import interrupted, nobody, tiny
+
+TOKEN = "run-token-4711"
+FLOWER = ["/usr/bin/flwr-serverapp", "--serverappio-api-address", "x:1", "--token", TOKEN]
+
+
+@pytest.fixture(params=[0o000, 0o022])
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    """However freely a process shares its files by default."""
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def modes(folder: Path) -> dict[str, int]:
+    return {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("states", ["memory", "disk"])
+def test_states_and_the_environment_are_the_owners_alone(
+    states: str, umask: int, tmp_path: Path
+) -> None:
+    seen: dict[str, int] = {}
+
+    def look(*_: object) -> None:
+        seen.update(modes(tmp_path / "run"))
+
+    folder, spec = tmp_path / "run", tiny("scaffold")
+    execute(spec, None, look, folder=folder, keep_clients=states, checkpoint_every=0)
+    private = {name for name in seen if name.startswith("checkpoint")} | {ENVIRONMENT}
+    assert len(private) > 4
+    assert ("checkpoint-clients.slots" in private) == (states == "disk")
+    assert {name: seen[name] for name in private} == dict.fromkeys(private, PRIVATE)
+    for name in ("records.jsonl", "spec.toml", "fingerprint.json"):
+        assert seen[name] == 0o666 & ~umask
+    assert modes(folder)["model.safetensors"] == 0o666 & ~umask
+
+
+def test_a_file_that_was_open_to_all_is_private_once_it_is_written(tmp_path: Path) -> None:
+    interrupted(tiny(), tmp_path, 2)
+    for path in tmp_path.iterdir():
+        path.chmod(0o644)
+    execute(tiny(), None, nobody, folder=tmp_path)
+    assert modes(tmp_path)[ENVIRONMENT] == PRIVATE
+    assert modes(tmp_path)["checkpoint.json"] == PRIVATE
+
+
+def test_what_a_killed_writer_left_does_not_lend_its_mode(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    temporary(path).write_bytes(b"left")
+    temporary(path).chmod(0o666)
+    write_bytes(path, b"new", PRIVATE)
+    assert path.stat().st_mode & 0o777 == PRIVATE
+
+
+def test_arguments_of_other_programs_are_not_stored(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", FLOWER)
+    assert command() == machine()["command"] == "flwr-serverapp"
+    interrupted(tiny(), tmp_path, 2)
+    execute(tiny(), None, nobody, folder=tmp_path)
+    assert load_run(tmp_path).environment["resumed"][0]["command"] == "flwr-serverapp"
+    assert not any(TOKEN in path.read_text(errors="ignore") for path in tmp_path.iterdir())
+
+
+def test_arguments_of_fedexp_itself_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["/opt/bin/fedexp", "run", "toy", "--set", "a=b c"])
+    assert command() == "fedexp run toy --set 'a=b c'"
+    main = str(Path(fedexp.__file__).with_name("__main__.py"))
+    monkeypatch.setattr(sys, "argv", [main, "run", "toy"])  # python -m fedexp, and torchrun
+    assert command() == "__main__.py run toy"
+    monkeypatch.setattr(sys, "argv", [""])
+    assert command() == "python"
+
+
+def test_a_token_that_an_older_version_stored_goes_when_a_run_on_flower_resumes(
+    tmp_path: Path,
+) -> None:
+    spec = {"task": "app", "algorithm": "fedexp", "seed": 0, "engine": "flower", "set": {}}
+    with RunFolder(tmp_path, spec, {"fedexp": fedexp.__version__}):
+        known = {"command": " ".join(FLOWER), "resumed": [{"round": 1, "command": TOKEN}]}
+        (tmp_path / ENVIRONMENT).write_text(json.dumps(known))
+    with RunFolder(tmp_path, spec, {}) as held:
+        held.note_resumed(2)
+    text = (tmp_path / ENVIRONMENT).read_text()
+    assert TOKEN not in text
+    assert [each["round"] for each in json.loads(text)["resumed"]] == [1, 2]
+    assert read_spec(tmp_path)["engine"] == "flower"
+
+
+def git(folder: Path, *words: str) -> str:
+    who = ["-c", "user.name=a", "-c", "user.email=a@b.c", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", *who, *words], cwd=folder, check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout of the package, and nothing around it."""
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
+    folder = tmp_path / "checkout" / "fedexp"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("")
+    monkeypatch.setattr(provenance, "PACKAGE", folder)
+    provenance._commits.cache_clear()
+    return folder
+
+
+def test_the_commit_of_a_checkout_is_recorded(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert commits() == {}  # no repository
+    git(package, "init")
+    provenance._commits.cache_clear()
+    assert commits() == {}  # one that does not know the package, as of an environment inside
+    git(package, "add", ".")
+    git(package, "commit", "-m", "one")
+    head = git(package, "rev-parse", "HEAD")
+    provenance._commits.cache_clear()
+    assert commits() == {"git": {"fedexp": head, "fedexp_dirty": False}}
+    (package / "__init__.py").write_text("changed = True")
+    provenance._commits.cache_clear()
+    assert commits() == {"git": {"fedexp": head, "fedexp_dirty": True}}
+
+
+def test_the_commit_of_the_users_project_is_recorded_beside_it(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    project.mkdir()
+    git(project, "init")
+    (project / "study.py").write_text("")
+    git(project, "add", ".")
+    git(project, "commit", "-m", "one")
+    monkeypatch.chdir(project)
+    expected = {"git": {"project": git(project, "rev-parse", "HEAD"), "project_dirty": False}}
+    assert commits() == expected
+    outcome = execute(tiny(), tmp_path / "runs", nobody)
+    assert outcome.folder is not None
+    assert load_run(outcome.folder).environment["git"] == expected["git"]
+
+
+def test_a_machine_without_git_has_no_commits(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    git(package, "init")
+    monkeypatch.setenv("PATH", "")
+    assert commits() == {}
