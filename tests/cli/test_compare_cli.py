@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import time
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,11 @@ from fedexp import __version__
 from fedexp.cli.compare import workers_for
 from fedexp.cli.main import main
 from fedexp.cli.signals import stop_wish
+from fedexp.experiments.catalog import TASKS
 from fedexp.experiments.spec import Spec
 from fedexp.runs import find_runs, load_run
 from fedexp.runs.pool import deaf_to_interrupts
+from fedexp.tasks import Task, synthetic
 from tests.cli.helpers import FEDEXP, RUN, SMALL, begin, checkpointed, wait_for_rows
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
@@ -45,6 +48,34 @@ def test_a_comparison_keeps_its_runs_and_returns_at_once(
     monkeypatch.chdir(tmp_path / "elsewhere")
     with pytest.raises(AssertionError, match="nothing should run"):
         main([*command, "--jobs", "2"])
+
+
+def test_runs_of_other_data_are_refused_until_they_are_restarted(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = [*COMPARE, "--rounds", "4", "--jobs", "1"]
+    assert main(command) == 0
+    first = capfd.readouterr().out
+
+    def doubled(*arguments: Any, **more: Any) -> Task:
+        task = synthetic(*arguments, **more)
+        task.train.fields["y"].mul_(2)
+        return task
+
+    doubled.__signature__ = signature(synthetic)  # type: ignore[attr-defined]
+    doubled.__annotations__ = synthetic.__annotations__
+    monkeypatch.setitem(TASKS, "synthetic", doubled)
+    assert main(command) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert "the training data (y) differs; --restart discards it" in err.splitlines()[-1]
+    assert main([*command, "--restart"]) == 0
+    assert capfd.readouterr().out != first
+    assert main(command) == 0
+    assert main([*command, "--restart", "--no-save"]) == 2
+    assert "--restart needs runs that are kept" in capfd.readouterr().err
+    assert main(["reproduce", "synthetic", "--from", "runs", "--restart"]) == 2
+    assert "leave --restart out" in capfd.readouterr().err
 
 
 def test_a_gpu_gets_one_run_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:

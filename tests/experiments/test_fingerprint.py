@@ -119,7 +119,7 @@ def with_hook() -> nn.Module:
 
 def with_forward() -> nn.Module:
     linear = nn.Linear(2, 2)
-    linear.forward = lambda x: x  # type: ignore[method-assign]
+    vars(linear)["forward"] = lambda x: x
     return linear
 
 
@@ -232,7 +232,12 @@ def test_data_are_read_once_for_many_runs_and_again_once_they_change(
 ) -> None:
     task, reads = task_of(None), []
     read = module._read
-    monkeypatch.setattr(module, "_read", lambda *data: reads.append(1) or read(*data))
+
+    def counted(*data: Any) -> Any:
+        reads.append(1)
+        return read(*data)
+
+    monkeypatch.setattr(module, "_read", counted)
     one, other = fingerprint(task, fx.fedavg(), 0), fingerprint(task, fx.fedexp(), 1)
     assert len(reads) == 1
     assert one.differences(other) == ["the initial weights", "the server rule"]
@@ -241,7 +246,7 @@ def test_data_are_read_once_for_many_runs_and_again_once_they_change(
 
 
 def test_weights_and_buffers_of_a_given_model_count() -> None:
-    def found(change: Callable[[nn.Module], Any]) -> Fingerprint:
+    def found(change: Callable[[Any], Any]) -> Fingerprint:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2))
         model[0].bias.requires_grad_(False)
@@ -289,7 +294,8 @@ def test_a_fingerprint_survives_json_and_knows_its_numerics() -> None:
     assert found.differences(again) == []
     older = Fingerprint(found.digests, numerics=1)
     assert older.differences(found) == ["the numerics version of fedexp (1 and 2)"]
-    for damaged in ({}, [], {"format": 9, "numerics": 2, "digests": {}}, None):
+    wrong: list[Any] = [{}, [], {"format": 9, "numerics": 2, "digests": {}}, None]
+    for damaged in wrong:
         with pytest.raises((ValueError, KeyError, TypeError, AttributeError)):
             Fingerprint.from_json(damaged)
 

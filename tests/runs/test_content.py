@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import fedexp as fx
 from fedexp.distributed import Ranks
 from fedexp.experiments.catalog import TASKS
+from fedexp.experiments.fingerprint import Fingerprint, fingerprint
 from fedexp.experiments.spec import Run, Spec
 from fedexp.runs import RunWarning, execute, folder_of, load_run, read_spec, run_all, run_id
 from fedexp.runs.folder import FINGERPRINT
@@ -148,11 +150,13 @@ def test_a_run_whose_rule_has_changed_is_refused_without_a_fingerprint(tmp_path:
 def test_the_content_is_read_once_for_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedexp.experiments import spec as module
-
     calls: list[int] = []
-    found = module.fingerprint
-    monkeypatch.setattr(module, "fingerprint", lambda *what: calls.append(1) or found(*what))
+
+    def counted(*what: Any) -> Fingerprint:
+        calls.append(1)
+        return fingerprint(*what)
+
+    monkeypatch.setattr("fedexp.experiments.spec.fingerprint", counted)
     execute(tiny(), tmp_path, nobody)
     assert len(calls) == 1
     execute(tiny(), tmp_path, nobody)
@@ -187,7 +191,7 @@ class Alike(Ranks):
     def __init__(self, first: Run) -> None:
         self.first_run, self.asked = first, 0
 
-    def gather(self, value: Any) -> Sequence[Any]:
+    def gather(self, value: Any) -> list[Any]:
         self.asked += 1
         return [value if self.asked == 1 else self.first_run.fingerprint, value]
 
@@ -224,11 +228,12 @@ def test_options_that_mean_the_same_are_one_run(tmp_path: Path) -> None:
 def first_format(folder: Path) -> Path:
     """Make a folder what the version before resolved ids left, and return its name of then."""
     spec = read_spec(folder)
-    own = {n: v for n, v in spec.items() if n not in ("format", "id", "arguments")}
+    own = {n: v for n, v in spec.items() if n not in ("format", "id", "arguments", "changed")}
     name = id_of(own, format=1)
     text = (folder / SPEC).read_text()
     text = text.replace("format = 2", "format = 1").replace(spec["id"], name)
     head, _, rest = text.partition("[arguments]")
+    head = re.sub(r"changed = \[.*?\]\n", "", head, flags=re.DOTALL)
     (folder / SPEC).write_text(head + rest[rest.index("[options]") :])
     aged(folder)
     return folder.rename(folder.with_name(name))
@@ -267,6 +272,14 @@ def test_the_frozen_spec_has_every_argument_of_the_task() -> None:
     seeded = replace(tiny(), options=(("task.seed", "5"),))
     assert frozen(seeded.prepare())["arguments"]["seed"] == 5
     assert frozen(Spec("digits", "fedavg").prepare())["arguments"]["model"] == "logistic"
+
+
+def test_the_spec_names_the_options_that_change_something() -> None:
+    own = ["task.clients", "task.rows", "task.dim"]
+    assert frozen(typed("eps=0").prepare())["changed"] == own
+    assert frozen(typed("eps=0.5").prepare())["changed"] == [*own, "server.eps"]
+    assert frozen(Spec("toy", "fedavg").prepare())["changed"] == []
+    assert frozen(Spec("toy", "fedavg", mode="authors-code").prepare())["changed"] == []
 
 
 def test_a_run_says_what_it_was_made_from(tmp_path: Path) -> None:

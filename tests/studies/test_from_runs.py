@@ -175,3 +175,33 @@ def test_mistakes_get_one_line(
     assert remedy in err
     assert len(err.splitlines()) == 1
     assert not (tmp_path / "out").exists()
+
+
+def resolved(run: StoredRun, kept: int, changed: list[str], **typed: str) -> StoredRun:
+    """A run of today's format: its options are resolved, `average_last` to `kept`."""
+    options = {"server.lr": 1.0, "average_last": kept}
+    spec = {**run.spec, "format": 2, "set": typed, "changed": changed, "options": options}
+    return replace(run, spec=spec)
+
+
+@pytest.mark.parametrize("typed", [{}, {"average_last": "1"}])
+def test_an_option_named_at_its_default_is_no_option(typed: dict[str, str]) -> None:
+    run = resolved(fabricated("table1", "cifar10", "fedavg"), 1, [], **typed)
+    plan = STUDIES["table1"], Request(tasks=("cifar10",))
+    assert len(plan_from(*plan, [run])[1]) == 1
+    assert plan_from(*plan, [resolved(run, 1, ["server.lr"], lr="3")])[1] == []
+
+
+def test_an_arm_that_names_a_default_takes_a_run_that_does_not() -> None:
+    arms = {
+        "fedavg, last iterate": (1, []),
+        "fedavg, mean of the last two": (2, ["average_last"]),
+        "fedexp, last iterate": (1, ["average_last"]),
+        "fedexp, mean of the last two": (2, []),
+    }
+    runs = [
+        resolved(fabricated("iterate-averaging", "cifar10-cnn", series), *own)
+        for series, own in arms.items()
+    ]
+    _, results = plan_from(STUDIES["iterate-averaging"], Request(), runs)
+    assert [result.job.series for result in results] == list(arms)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sqlite3
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from fedexp.errors import UsageError
+from fedexp.runs import RunWarning
 from fedexp.studies.grids import Point, points
 from fedexp.studies.trial import Row
 from fedexp.studies.tune import OnRow, Study, tune
@@ -123,6 +125,45 @@ def test_a_free_search_gives_up_what_falls_behind(tmp_path: Path) -> None:
     for each in tried:
         assert 0.003 <= each.point["server.lr"] <= 30
         assert 0.001 <= each.point["local.lr"] <= 0.1
+
+
+def test_scores_of_other_data_are_no_answer(tmp_path: Path) -> None:
+    values = {"local.lr": (0.1, 0.01)}
+    study = small_study(tmp_path / "s.db", values=values)
+    tried = tune(study)
+    other = small_study(tmp_path / "s.db", values=values)
+    other.run.task.train.fields["y"].mul_(2)
+    with pytest.raises(
+        UsageError, match=r"study of other content: .*\(y\); choose another --study"
+    ):
+        tune(other)
+    assert tune(small_study(tmp_path / "s.db", values=values)) == tried
+
+
+def test_options_typed_in_another_way_are_the_same_study(tmp_path: Path) -> None:
+    values = {"local.lr": (0.1,)}
+    studies = []
+    for name, text in (("server.lr", "2"), ("lr", "2.0")):
+        spec = small_study(tmp_path / "s.db").run.spec
+        run = replace(spec, options=(*spec.options, (name, text))).prepare()
+        studies.append(Study(run, "paper", values, tmp_path / "s.db"))
+    assert tune(studies[0]) == tune(studies[1])
+
+
+def older(path: Path) -> None:
+    """Make a study what the version before fingerprints left."""
+    with closing(sqlite3.connect(path)) as file, file:
+        ((text,),) = file.execute("SELECT value_json FROM study_user_attributes")
+        known = {n: v for n, v in json.loads(text).items() if n not in ("fingerprint", "arguments")}
+        file.execute("UPDATE study_user_attributes SET value_json = ?", (json.dumps(known),))
+
+
+def test_a_study_without_a_fingerprint_goes_on_with_a_warning(tmp_path: Path) -> None:
+    study = small_study(tmp_path / "s.db", values={"local.lr": (0.1,)})
+    tried = tune(study)
+    older(tmp_path / "s.db")
+    with pytest.warns(RunWarning, match=r"before studies had fingerprints.*choose another --study"):
+        assert tune(study) == tried
 
 
 def test_a_study_goes_on_under_its_own_terms_only(tmp_path: Path) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -138,11 +138,22 @@ class Run:
             del found["seed"]
         return {name: _plain(value) for name, value in found.items()}
 
+    def _changed(self) -> list[str]:
+        if not self.spec.options:
+            return []
+        bare = replace(self.spec, options=()).prepare(self.task)
+        now, before = self._resolved(), bare._resolved()
+        return [name for name in now if name not in before or now[name] != before[name]]
+
+    def _resolved(self) -> dict[str, Any]:
+        of_task = {f"task.{name}": value for name, value in self._arguments().items()}
+        return of_task | self.setup.options()
+
     def describe(self) -> dict[str, Any]:
         """The run in full, as plain values: enough to repeat it.
 
-        `set` has options as they were typed, which says nothing that `arguments` and `options`,
-        where they are resolved, do not say.
+        `set` has options as they were typed, and `changed` names those that have another value than
+        the task and the mode give them; `arguments` and `options` have every one, resolved.
         """
         return {
             "task": self.spec.task,
@@ -159,6 +170,7 @@ class Run:
             "stop_at": self.stop_at,
             "deterministic": self.spec.deterministic,
             "set": dict(self.spec.options),
+            "changed": self._changed(),
             "arguments": self._arguments(),
             "options": {k: _plain(v) for k, v in self.setup.options().items()},
         }

@@ -15,7 +15,10 @@ from fedexp.experiments.compare import Outcome
 from fedexp.report.series import Curve, Spread, spread
 from fedexp.runs import StoredRun, find_runs, load_run
 
-IDENTITY = ("format", "id", "task", "algorithm", "seed", "set", "arguments", "options")
+IDENTITY = (
+    *("format", "id", "task", "algorithm", "seed"),
+    *("set", "changed", "arguments", "options"),
+)
 Settings = dict[str, Any]
 
 

@@ -14,6 +14,7 @@ import tomli_w
 from fedexp.errors import UsageError, require
 from fedexp.experiments.spec import Run, Spec
 
+TYPED = ("set", "changed")  # how options came about, which decides nothing
 FORMAT = 2  # 1: the id covered options as they were typed, and no arguments of the task
 SPEC = "spec.toml"
 HEAD = "# A run of fedexp, frozen. Continue it with: fedexp resume THIS-FOLDER\n"
@@ -121,7 +122,8 @@ def id_of(spec: Mapping[str, Any], format: int = FORMAT) -> str:
     >>> id_of({**spec, "set": {"eps": "0"}}) == id_of({**spec, "set": {}}) == id_of(spec)
     True
     """
-    counted = spec if format == 1 else _canonical({**spec, "set": None})
+    resolved = {name: value for name, value in spec.items() if name not in TYPED}
+    counted = spec if format == 1 else _canonical(resolved)
     text = json.dumps(counted, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     return f"{spec['task']}-{spec['algorithm']}-s{spec['seed']}-{digest}"
@@ -138,12 +140,12 @@ def _canonical(value: Any) -> Any:
 
 def _first_format(spec: Mapping[str, Any]) -> dict[str, Any]:
     """A frozen spec as format 1 had it: without the resolved arguments of the task."""
-    return {name: value for name, value in spec.items() if name != "arguments"}
+    return {n: value for n, value in spec.items() if n not in ("arguments", "changed")}
 
 
 def _compared(spec: Mapping[str, Any], old: bool) -> dict[str, Any]:
     """What must agree: resolved values, or the typed options of the task where that is all."""
-    own = {name: value for name, value in spec.items() if name not in ("format", "id", "set")}
+    own = {name: value for name, value in spec.items() if name not in ("format", "id", *TYPED)}
     if old:
         own = _first_format(own)
         typed = spec.get("set", {})

@@ -217,7 +217,7 @@ def _check_terms(study: optuna.Study, terms: dict[str, Any], path: Path) -> None
 def _compared(terms: Mapping[str, Any], with_typed: bool) -> dict[str, Any]:
     """What must agree beside the content; options as they were typed only where an older version
     resolved no others."""
-    left_out = {FINGERPRINT, "arguments" if with_typed else "set"}
+    left_out = {FINGERPRINT, "changed", "arguments" if with_typed else "set"}
     return {name: value for name, value in terms.items() if name not in left_out}
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError, unknown_name
-from fedexp.experiments.setup import Setup, split_task_options
+from fedexp.experiments.setup import Setup
 from fedexp.experiments.spec import Spec
 from fedexp.local import LocalTraining
 from fedexp.runs import StoredRun, spec_from
@@ -89,29 +89,21 @@ def _fits(run: StoredRun, wanted: Spec, request: Request) -> bool:
 
 
 def _has_options(spec: Mapping[str, Any], wanted: Spec) -> bool:
-    """Whether a run has the options of an arm.
+    """Whether a run has the options of an arm, and no other that differs from the task's own.
 
-    In format 1 they are compared as they were typed, as they were part of the id. Since then an
-    option that was not named may have the wanted value all the same, and none may be named beside.
+    In format 1 they are compared as they were typed, as they were part of the id.
     """
     if spec.get("format") == 1:
         return bool(spec.get("set") == dict(wanted.options))
-    own, asked = spec.get("options", {}), _resolved(wanted.algorithm, dict(wanted.options))
-    named = _resolved(wanted.algorithm, spec.get("set", {}))
-    return named.keys() <= asked.keys() and all(
-        str(own.get(name, named.get(name))) == str(value) for name, value in asked.items()
-    )
-
-
-def _resolved(algorithm: str, options: Mapping[str, str]) -> dict[str, Any]:
-    """Options by their full names, as a spec has them; those of the task as they are typed."""
-    of_task, others = split_task_options(options)
-    setup = Setup(ALGORITHMS[algorithm](), LocalTraining())
-    found: dict[str, Any] = {f"task.{name}": value for name, value in of_task.items()}
-    for name, text in others.items():
+    own, setup = spec["options"], Setup(ALGORITHMS[wanted.algorithm](), LocalTraining())
+    asked: dict[str, Any] = {}
+    for name, text in wanted.options:
         full = setup.full_name(name)
-        found[full] = setup.with_option(name, text).options()[full]
-    return {name: "none" if value is None else value for name, value in found.items()}
+        asked[full] = setup.with_option(name, text).options()[full]
+    return set(spec["changed"]) <= asked.keys() and all(
+        str(own.get(name)) == ("none" if value is None else str(value))
+        for name, value in asked.items()
+    )
 
 
 def _has_cohort(spec: Mapping[str, Any], wanted: Spec) -> bool:
