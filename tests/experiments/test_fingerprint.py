@@ -143,6 +143,8 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "nested function": (lambda: [-i for i in range(3)], lambda: [i * 2 for i in range(3)]),
     "tensor": (torch.zeros(2), torch.ones(2)),
     "array": (np.zeros(2), np.zeros(2, dtype=np.float32)),
+    "array of objects": (np.array(["a", None]), np.array(["b", None])),
+    "empty array": (np.empty(0), np.empty((0, 2))),
     "shape": (torch.zeros(2, 3), torch.zeros(3, 2)),
     "namespace": (Namespace(a=1), Namespace(a=2)),
     "transform of the package": (fx.data.Images((0.5,), (0.5,)), fx.data.Images((0.5,), (0.4,))),

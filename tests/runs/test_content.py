@@ -101,6 +101,18 @@ def test_an_interrupted_run_is_not_continued_with_other_content(name: str, tmp_p
     assert len(execute(MINE, None, nobody, run=run_of(plain(tmp_path)), folder=folder).rows) == 3
 
 
+def test_a_run_that_has_stored_nothing_yet_takes_other_content(tmp_path: Path) -> None:
+    """It was killed before its first checkpoint, or in the middle of a restart."""
+    folder = tmp_path / "run"
+    execute(MINE, None, nobody, run=run_of(plain(tmp_path)), folder=folder)
+    for path in (*folder.glob("checkpoint*"), folder / "result.json"):
+        path.unlink()
+    other = run_of(other_labels(tmp_path))
+    outcome = execute(MINE, None, nobody, run=other, folder=folder)
+    assert untimed(outcome.rows) == untimed(execute(MINE, None, nobody, run=other).rows)
+    assert execute(MINE, None, nobody, run=other, folder=folder).stored == 3
+
+
 def test_an_older_numerics_version_is_refused(tmp_path: Path) -> None:
     execute(tiny(), None, nobody, folder=tmp_path)
     path = tmp_path / FINGERPRINT
@@ -199,7 +211,7 @@ class Alike(Ranks):
 def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
     mine = run_of(plain(tmp_path))
     check_alike(mine, Alike(run_of(plain(tmp_path))))
-    with pytest.raises(fx.UsageError, match=r"rank 0 has other content than rank 1: .*\(y\)"):
+    with pytest.raises(fx.UsageError, match=r"rank 1 has other content than rank 0: .*\(y\)"):
         check_alike(mine, Alike(run_of(other_labels(tmp_path))))
 
 

@@ -82,6 +82,14 @@ def test_one_that_diverges_again_from_there_goes_one_checkpoint_further_back(
     assert len(load_run(tmp_path).environment["reopened"]) == 2
 
 
+def test_one_that_diverged_in_its_first_round_starts_over(tmp_path: Path) -> None:
+    diverged_after(tmp_path, 0)
+    with RunFolder(tmp_path, SPEC, {}) as held:
+        assert held.reopen() == 0
+        assert held.reopen() is None
+    assert resumed_at(tmp_path) == 0
+
+
 def test_a_state_that_is_not_finite_is_never_a_checkpoint(tmp_path: Path) -> None:
     diverged_after(tmp_path, 4, {3: float("nan"), 4: float("inf")})
     assert json.loads((tmp_path / NEWEST).read_text())["round"] == 2

@@ -179,8 +179,11 @@ class _Reader:
                 self._pairs("mapping", value.items())
             case Tensor():
                 self._put("tensor", str(value.dtype), str(tuple(value.shape)), tensor_bytes(value))
+            case np.ndarray() if value.dtype.hasobject:
+                self._each("array", value.ravel().tolist())
             case np.ndarray():
-                self._put("array", str(value.dtype), str(value.shape), value.tobytes())
+                data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+                self._put("array", str(value.dtype), str(value.shape), data)
             case functools.partial():
                 self._each("partial", [value.func, value.args, value.keywords])
             case types.MethodType():

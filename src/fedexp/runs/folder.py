@@ -142,8 +142,8 @@ class RunFolder:
             return None
         if not isinstance(result, dict) or result.get("status") != "diverged":
             return None
-        known, at = read_environment(self.path), _round_of(self.path / NEWEST)
-        before = _round_of(self.path / BEFORE)
+        known = read_environment(self.path)
+        at, before = (_round_of(self.path / name) for name in (NEWEST, BEFORE))
         if at in [each.get("round") for each in known.get("reopened", [])] and before:
             os.replace(self.path / BEFORE, self.path / NEWEST)
             at = before
@@ -186,9 +186,13 @@ class RunFolder:
                 self.clear()
                 return
             warn_of_version(self.path)
-            if self.fingerprint is not None:
+            if self.fingerprint is None:
+                return
+            if any((self.path / name).exists() for name in (RESULT, NEWEST, BEFORE)):
                 flower = self.spec.get("engine") == "flower"
                 check_content(self.path, self.fingerprint, BY_HAND if flower else RESTART)
+            else:  # it was killed before anything was stored that could be taken for today's
+                self._describe()
             return
         self._began = True
         self._describe()
@@ -313,12 +317,12 @@ def _locked(folder: Path) -> IO[bytes]:
     return file
 
 
-def _round_of(path: Path) -> int | None:
-    """The round of a checkpoint; None where there is none that can be read."""
+def _round_of(path: Path) -> int:
+    """The round of a checkpoint; 0 where there is none that can be read."""
     try:
         return int(json.loads(path.read_bytes())["round"])
     except (OSError, ValueError, KeyError, TypeError):
-        return None
+        return 0
 
 
 def _now() -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 PACKAGE = Path(__file__).resolve().parents[1]
-GIT_SECONDS = 5.0  # after which a repository is taken for none
+GIT_SECONDS = 2.0  # after which a repository is taken for none
 
 
 def command() -> str:
@@ -44,12 +44,12 @@ def _commits(package: Path, here: Path) -> dict[str, Any]:
     return {"git": found} if found else {}
 
 
-def _commit(folder: Path, name: str) -> dict[str, str | bool]:
+def _commit(folder: Path, name: str) -> dict[str, Any]:
     commit = _git(folder, "rev-parse", "--verify", "HEAD")
     if commit is None:
         return {}
     changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {name: commit, f"{name}_dirty": changed != ""}
+    return {name: commit} | ({} if changed is None else {f"{name}_dirty": changed != ""})
 
 
 def _git(folder: Path, *arguments: str) -> str | None:

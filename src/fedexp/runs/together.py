@@ -91,12 +91,12 @@ def check_alike(run: Run, ranks: Ranks) -> None:
             f"rank {rank} has {theirs}, but rank 0 has {found[0]}; start all ranks with the same "
             "command and versions",
         )
-    for rank, other in enumerate(ranks.gather(run.fingerprint)):
-        apart = other.differences(run.fingerprint)
+    for rank, content in enumerate(contents := ranks.gather(run.fingerprint)):
+        apart = contents[0].differences(content)
         require(
             not apart,
-            f"rank {rank} has other content than rank {ranks.rank}: {joined(apart)}; give all "
-            "ranks the same files and code",
+            f"rank {rank} has other content than rank 0: {joined(apart)}; give all ranks the same "
+            "files and code",
         )
 
 
