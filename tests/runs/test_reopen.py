@@ -11,8 +11,10 @@ import torch
 
 from fedexp.algorithms import fedadam
 from fedexp.cli.main import main
+from fedexp.client import Prox
 from fedexp.engine import SimulationState
-from fedexp.errors import DivergedError
+from fedexp.errors import DivergedError, UsageError
+from fedexp.experiments.fingerprint import fingerprint_of_rules
 from fedexp.objective import Buffers
 from fedexp.runs import execute, load_run
 from fedexp.runs.checkpoint import BEFORE, NEWEST
@@ -105,6 +107,20 @@ def test_the_servers_own_state_counts_and_a_mask_does_not() -> None:
     assert is_finite(replace(good, buffers=Buffers(torch.tensor([-torch.inf]), torch.empty(0))))
     assert not is_finite(replace(good, server={"second": torch.tensor([torch.inf])}))
     assert not is_finite(replace(good, shared={"control": torch.tensor([torch.nan])}))
+
+
+def test_a_federation_with_other_rules_is_refused_in_words_for_it(tmp_path: Path) -> None:
+    with RunFolder(tmp_path, SPEC, {}, fingerprint=fingerprint_of_rules(fedadam())):
+        pass
+    diverged_after(tmp_path, 2)
+    other = fingerprint_of_rules(replace(fedadam(), client=Prox()))
+    with (
+        pytest.raises(UsageError, match=r"the client rule differs; remove the folder"),
+        RunFolder(tmp_path, SPEC, {}, fingerprint=other),
+    ):
+        pass
+    with RunFolder(tmp_path, SPEC, {}, fingerprint=fingerprint_of_rules(fedadam())) as held:
+        assert held.reopen() == 2
 
 
 def test_a_simulated_run_is_reopened_only_where_that_is_asked_for(
