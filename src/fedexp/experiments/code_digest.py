@@ -44,6 +44,15 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 NAMESPACES = (Namespace, types.SimpleNamespace)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Whether a function takes *args and **kwargs, and is a generator or a coroutine; other flags say
+# how it was compiled.
+CALLED = (
+    inspect.CO_VARARGS
+    | inspect.CO_VARKEYWORDS
+    | inspect.CO_GENERATOR
+    | inspect.CO_COROUTINE
+    | inspect.CO_ASYNC_GENERATOR
+)
 BY_NAME = {*dis.hasname, *dis.haslocal, *dis.hasfree, *dis.hascompare, *dis.hasjrel, *dis.hasjabs}
 
 
@@ -59,13 +68,13 @@ def digest_of(*values: Any) -> Digest:
 
 
 def same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Whether two digests are of the same thing: by bytecode of one Python, or else by source."""
+    """Compare two digests: by bytecode where both have that of one Python, or else by source."""
     shared = (one.keys() & other.keys()) - {SOURCE} or {SOURCE}
     return all(one.get(view) == other.get(view) for view in shared)
 
 
 def tensor_bytes(value: Tensor) -> memoryview:
-    """The memory of a tensor, in order; copied only where it is not contiguous or on a GPU."""
+    """Return the memory of a tensor; copied only where it is not contiguous or on a GPU."""
     flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     return array.data.cast("B")
@@ -73,7 +82,7 @@ def tensor_bytes(value: Tensor) -> memoryview:
 
 @functools.cache
 def is_library(module: str | None) -> bool:
-    """Whether code of a module is known by its name; a file called like a standard one is not.
+    """Return whether a module's code is known by name; a file called like a standard one is not.
 
     >>> is_library("torch.nn.functional"), is_library("functools"), is_library("my_study")
     (True, True, False)
@@ -92,7 +101,7 @@ def is_library(module: str | None) -> bool:
 
 @functools.cache
 def _is_installed(module: str | None) -> bool:
-    """Whether a module is of a package that was installed, and not of the user's own files."""
+    """Return whether a module is of an installed package, and not of the user's own files."""
     file = getattr(sys.modules.get(module or ""), "__file__", None)
     paths = sysconfig.get_paths()
     places = [Path(paths[name]) for name in ("purelib", "platlib")]
@@ -221,8 +230,9 @@ class _Reader:
             self._pairs("globals", _globals(function))
 
     def _code(self, code: types.CodeType) -> None:
-        """What runs: every instruction with its names and constants; no lines, no docstring."""
-        self._put("code", str(code.co_argcount), str(code.co_kwonlyargcount), str(code.co_flags))
+        """Read what runs: instructions with their names and constants; no lines, no docstring."""
+        kinds = (code.co_argcount, code.co_kwonlyargcount, code.co_flags & CALLED)
+        self._put("code", *map(str, kinds))
         for step in dis.get_instructions(code):
             if step.opname == "EXTENDED_ARG":
                 continue
@@ -248,7 +258,7 @@ class _Reader:
                 self.add(value)
 
     def _layers(self, module: nn.Module) -> None:
-        """A tree of layers: their classes, settings and hooks; weights are digested elsewhere."""
+        """Read a tree of layers: classes, settings and hooks; weights are digested elsewhere."""
         for name, each in module.named_modules():
             self._put("layer", name)
             self.add(type(each))
@@ -270,7 +280,7 @@ class _Reader:
 
 
 def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """The globals that a function names; of a module or a namespace only what it names there."""
+    """Yield the globals that a function names; of a module or namespace what it names there."""
     names, own_module = sorted(_names(function.__code__)), function.__module__
     for name in names:
         if name not in function.__globals__:
@@ -288,13 +298,13 @@ def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
 
 
 def _names(code: types.CodeType) -> set[str]:
-    """The names that a function and the functions inside it look up."""
+    """Return the names that a function and the functions inside it look up."""
     inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
     return set(code.co_names).union(*inner)
 
 
 def _held(cell: types.CellType) -> Any:
-    """What a closure has of an outer function; None where it was never filled."""
+    """Return what a closure has of an outer function; None where it was never filled."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -302,7 +312,7 @@ def _held(cell: types.CellType) -> Any:
 
 
 def _source(function: types.FunctionType) -> str | None:
-    """A function's source without comments, layout and docstrings; None for what has none.
+    """Return a function's source without comments, layout and docstrings; None without source.
 
     What is no statement of its own, as a lambda in the middle of a call, stays as it is written.
     """

@@ -56,7 +56,7 @@ class Fingerprint:
     first: int = 1
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """What is not the same, by name; none where the two are of the same content."""
+        """Name what is not the same; nothing where the two are of the same content."""
         names = dict.fromkeys([*self.digests, *other.digests])
         apart = [n for n in names if not same(self.digests.get(n, {}), other.digests.get(n, {}))]
         if self.numerics != other.numerics:
@@ -101,7 +101,7 @@ def fingerprint_of_rules(algorithm: Algorithm) -> Fingerprint:
 
 
 def joined(names: list[str]) -> str:
-    """Names in a sentence.
+    """Join names for a sentence.
 
     >>> joined(["x"]), joined(["x", "y", "z"])
     ('x', 'x, y and z')
@@ -209,7 +209,7 @@ def _sampled(value: Tensor, ends: NDArray[np.int64]) -> Digest:
 
 
 def _sample(ends: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """At most so many rows of every client, in order.
+    """Choose at most so many rows of every client, in order.
 
     >>> _sample(np.array([0, 2, 10]), 3).tolist()
     [0, 1, 2, 5, 9]

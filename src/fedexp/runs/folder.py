@@ -130,7 +130,7 @@ class RunFolder:
         self._write_environment(known)
 
     def reopen(self) -> int | None:
-        """Let a run that ended as diverged continue from its last checkpoint; its round.
+        """Let a run that ended as diverged continue from its last checkpoint; return its round.
 
         One absurd update or evaluation ends a federation for good otherwise. A run that was
         reopened at that round before goes back to the checkpoint before it, where there is one:
@@ -155,7 +155,7 @@ class RunFolder:
         return at
 
     def _write_environment(self, known: dict[str, Any]) -> None:
-        """Flower's processes have tokens among their arguments; older versions stored them."""
+        """Write it without the arguments of Flower's processes, which hold tokens."""
         if self.spec.get("engine") == "flower":
             known = {name: value for name, value in known.items() if name != "command"}
             for each in known.get("resumed", []):
@@ -285,7 +285,7 @@ def check_content(folder: Path, wanted: Fingerprint, remedy: str = RESTART) -> N
 
 
 def read_fingerprint(folder: Path, remedy: str = RESTART) -> Fingerprint | None:
-    """What a run was made from; None where an older version made it."""
+    """Read what a run was made from; None where an older version made it."""
     path = folder / FINGERPRINT
     try:
         return Fingerprint.from_json(json.loads(path.read_bytes()))
@@ -318,7 +318,7 @@ def _locked(folder: Path) -> IO[bytes]:
 
 
 def _round_of(path: Path) -> int:
-    """The round of a checkpoint; 0 where there is none that can be read."""
+    """Read the round of a checkpoint; 0 where there is none that can be read."""
     try:
         return int(json.loads(path.read_bytes())["round"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -97,7 +97,7 @@ class Journal:
 
 
 def is_finite(state: SimulationState) -> bool:
-    """Whether a model and what its server rule keeps are finite; buffers need not be (a mask)."""
+    """Return whether model and server state are finite; buffers need not be (a causal mask)."""
     recent = [params for params, _ in state.recent]
     tensors = [state.params, *recent, *state.server.values(), *state.shared.values()]
     return all(bool(value.isfinite().all()) for value in tensors)

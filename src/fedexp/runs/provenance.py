@@ -15,7 +15,7 @@ GIT_SECONDS = 2.0  # after which a repository is taken for none
 
 
 def command() -> str:
-    """The command of this process.
+    """Return the command of this process.
 
     Only of `fedexp` itself with its arguments: other programs have been given tokens and keys in
     theirs, Flower's processes among them, and a run folder is no place for secrets.
@@ -26,7 +26,7 @@ def command() -> str:
 
 
 def commits() -> dict[str, Any]:
-    """The commits of fedexp, where it runs from a checkout, and of the working directory.
+    """Return the commits of fedexp, if it runs from a checkout, and of the working directory.
 
     Each with whether files that it tracks have been changed since. Nothing where there is no
     repository, or no git.
@@ -53,7 +53,7 @@ def _commit(folder: Path, name: str) -> dict[str, Any]:
 
 
 def _git(folder: Path, *arguments: str) -> str | None:
-    """What git answers; None where it fails. Runs no hook of the repository, and takes no lock."""
+    """Ask git; None where it fails. Runs no hook of the repository, and takes no lock."""
     words = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments]
     try:
         done = subprocess.run(

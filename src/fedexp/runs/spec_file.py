@@ -37,14 +37,14 @@ def run_id(run: Run) -> str:
 
 
 def folder_of(run: Run, root: Path) -> Path:
-    """The folder of a run among all runs; that of an older version where it is there."""
+    """Return the folder of a run among all runs; that of an older version where it is there."""
     spec = frozen(run)
     folder, older = root / id_of(spec), root / id_of(_first_format(spec), format=1)
     return older if not is_run(folder) and is_run(older) else folder
 
 
 def is_run(path: Path) -> bool:
-    """Whether a folder holds a run; before its spec it has nothing that counts."""
+    """Return whether a folder holds a run; before its spec it has nothing that counts."""
     return (path / SPEC).is_file()
 
 
@@ -72,7 +72,7 @@ def read_spec(folder: Path) -> dict[str, Any]:
 
 
 def checked_format(spec: Mapping[str, Any], path: Path) -> int:
-    """The format of a spec; refuses one that this version does not read."""
+    """Return the format of a spec; refuse one that this version does not read."""
     found = spec.get("format")
     require(
         found in (1, FORMAT),
@@ -130,7 +130,7 @@ def id_of(spec: Mapping[str, Any], format: int = FORMAT) -> str:
 
 
 def _canonical(value: Any) -> Any:
-    """Numbers that are equal become the same text: 1 and 1.0, 0 and -0.0."""
+    """Write equal numbers as the same text: 1 and 1.0, 0 and -0.0."""
     if isinstance(value, Mapping):
         return {name: _canonical(each) for name, each in value.items()}
     if isinstance(value, list | tuple):
@@ -139,12 +139,12 @@ def _canonical(value: Any) -> Any:
 
 
 def _first_format(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """A frozen spec as format 1 had it: without the resolved arguments of the task."""
+    """Return a frozen spec as format 1 had it: without the resolved arguments of the task."""
     return {n: value for n, value in spec.items() if n not in ("arguments", "changed")}
 
 
 def _compared(spec: Mapping[str, Any], old: bool) -> dict[str, Any]:
-    """What must agree: resolved values, or the typed options of the task where that is all."""
+    """Select what must agree: resolved values, or typed options of the task in format 1."""
     own = {name: value for name, value in spec.items() if name not in ("format", "id", *TYPED)}
     if old:
         own = _first_format(own)
