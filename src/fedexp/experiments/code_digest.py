@@ -59,9 +59,9 @@ BY_NAME = {*dis.hasname, *dis.haslocal, *dis.hasfree, *dis.hascompare, *dis.hasj
 def digest_of(*values: Any) -> Digest:
     """Digest values and the code behind them, by source and by bytecode.
 
-    >>> same(digest_of(lambda x: 2 * x), digest_of(lambda x: 2 * x))
+    >>> same(digest_of(nn.LeakyReLU(0.1)), digest_of(nn.LeakyReLU(0.1)))
     True
-    >>> same(digest_of(lambda x: 2 * x), digest_of(lambda x: 3 * x))
+    >>> same(digest_of(nn.LeakyReLU(0.1)), digest_of(nn.LeakyReLU(0.2)))
     False
     """
     return {view: _digest(view, values) for view in (SOURCE, BYTECODE)}
