@@ -33,8 +33,8 @@ class AtOnce(Batched):
     def _replays(self, state: object) -> bool:
         return True
 
-    def _replayed(self, kind: tuple[Any, ...], program: Program, inputs: Any) -> Any:
-        return program(inputs)
+    def _capture(self, program: Program, inputs: Any) -> Program:
+        return program
 
     def whole_round(self, work: Work, state: fx.SimulationState) -> Finished | None:
         done = super().whole_round(work, state)

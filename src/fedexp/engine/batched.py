@@ -55,7 +55,7 @@ class Batched:
     ) -> None:
         self.implementation, self.padded = implementation, padded
         self.graphs, self.fuse = graphs, fuse
-        self._captured: dict[Any, Captured] = {}
+        self._captured: dict[Any, Program] = {}
         self._in_parts = False
         self._ahead: dict[tuple[int, ...], CohortPlan] = {}
 
@@ -102,14 +102,9 @@ class Batched:
         if not local.is_static:
             return None
         whole = WholeRound(local, work.algorithm, work.total_weight)
-        try:
-            with seeded_torch(work.seed, "layers", work.round, clients[0]):
-                outputs = self._replayed(("whole", *local.sizes), whole, inputs)
-        except RuntimeError as error:  # too large, or a rule that looks at its numbers
-            self._in_parts = True
-            self._captured.clear()
-            if not isinstance(error, torch.OutOfMemoryError):
-                warnings.warn(f"rounds are not captured: {error}", EngineWarning, stacklevel=2)
+        with seeded_torch(work.seed, "layers", work.round, clients[0]):
+            outputs = self._replayed(("whole", *local.sizes), whole, inputs)
+        if outputs is None:
             return None
         self._plan_ahead(work)
         return finished(outputs, state, work.algorithm, clients)
@@ -129,10 +124,9 @@ class Batched:
         }
         with seeded_torch(work.seed, "layers", work.round, clients[0]):
             program = self._local_program(work, plan, inputs)
-            if program.is_static and self._replays(state):
-                outputs = self._replayed(program.sizes, program, inputs)
-            else:
-                outputs = program(inputs)
+            replays = program.is_static and self._replays(state)
+            outputs = self._replayed(program.sizes, program, inputs) if replays else None
+            outputs = program(inputs) if outputs is None else outputs
         if state.params.is_cuda and len(clients) == len(work.cohort):
             self._plan_ahead(work)
         deltas = state.params - outputs["params"]
@@ -159,12 +153,32 @@ class Batched:
     def _replays(self, state: SimulationState) -> bool:
         return state.params.is_cuda and self.graphs is not False
 
-    def _replayed(self, kind: tuple[Any, ...], program: Program, inputs: Tensors) -> Tensors:
-        """Run a program by its CUDA graph, which is captured at the first time."""
+    def _replayed(self, kind: tuple[Any, ...], program: Program, inputs: Tensors) -> Tensors | None:
+        """Run a program by its CUDA graph, captured at the first time; None where that fails.
+
+        A rule or a model that looks at its numbers on the host cannot be captured, and a whole
+        round may be too large: then local training alone is tried, and without a graph at last.
+        """
         key = (*kind, signature(inputs))
-        if key not in self._captured:
-            self._captured[key] = Captured(program, inputs)
-        return self._captured[key](inputs)
+        try:
+            if key not in self._captured:
+                self._captured[key] = self._capture(program, inputs)
+            return self._captured[key](inputs)
+        except RuntimeError as error:
+            self._captured.clear()
+            whole = isinstance(program, WholeRound)
+            if isinstance(error, torch.OutOfMemoryError):
+                if not whole:
+                    raise
+            else:
+                what = "rounds are" if whole else "local training is"
+                warnings.warn(f"{what} not captured: {error}", EngineWarning, stacklevel=2)
+            self._in_parts = True
+            self.graphs = self.graphs if whole else False
+            return None
+
+    def _capture(self, program: Program, inputs: Tensors) -> Program:
+        return Captured(program, inputs)
 
     def _local_program(self, work: Work, plan: CohortPlan, inputs: Tensors) -> LocalProgram:
         objective, lengths = cast(BatchedObjective, work.task.objective), plan.lengths
