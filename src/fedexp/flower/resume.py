@@ -6,7 +6,7 @@ import json
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,7 +23,7 @@ from fedexp.flower.spec import frozen
 from fedexp.flower.training import Training
 from fedexp.runs import is_run, load_run, read_spec
 from fedexp.runs.atomic import write_json
-from fedexp.runs.folder import BusyError, RunFolder, machine
+from fedexp.runs.folder import RESULT, BusyError, RunFolder, machine
 from fedexp.runs.journal import Journal
 from fedexp.runs.tensors import to_bytes
 
@@ -133,9 +133,13 @@ def _restored(folder: RunFolder, journal: Journal, training: Training) -> DiskBo
     if journal.state is not None:
         training.restore(journal.state, journal.rows)
     result = load_run(folder.path).result
-    book.over = result is not None
     if result is not None and result["status"] == "diverged":
-        raise DivergedError(result["diverged_at"], result.get("reason", "the model"))
+        told = "%s diverged at round %s (%s); resuming from its last good state, of round %d"
+        where, reason = result["diverged_at"], result.get("reason", "the model")
+        log(WARNING, told, folder.path, where, reason, journal.resumed_from)
+        (folder.path / RESULT).unlink()
+        result = None
+    book.over = result is not None
     if book.over:
         log(INFO, "%s holds a finished run; nothing is left to do", folder.path)
     elif journal.resumed_from:

@@ -22,7 +22,7 @@ from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 from fedexp.errors import UsageError, require
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.quiet import quietly
-from fedexp.flower.request import EXTRAS
+from fedexp.flower.request import EXTRAS, ties_in
 from fedexp.flower.secure import TERMS, payload_of
 from fedexp.flower.secure_payload import MODULUS, Vector
 
@@ -90,7 +90,7 @@ def _packed(call_next: ClientAppCallable, message: Message, context: Context) ->
     key = str(terms["model"])
     sent = ndarrays(message.content.array_records[key])
     reply = quietly(call_next, message, context)
-    layout = Layout.of(sent, cast(list[str], terms["buffers"]))
+    layout = Layout.of(sent, cast(list[str], terms["buffers"]), ties_in(terms, ""))
     payload = payload_of(terms, _levels(context), layout.dim)
     update, extras = _contribution(layout, sent, reply, key)
     told = {name: value.size for name, value in extras.items()}
