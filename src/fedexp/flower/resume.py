@@ -111,8 +111,14 @@ def opened(strategy: RuleStrategy, training: Training, config: ConfigRecord) -> 
         about = {**machine(), "flwr": flwr.__version__, "metric": "test_accuracy", "target": None}
         with ExitStack() as stack:
             folder = _held(stack, RunFolder(path, spec, about, HEAD))
+            diverged = _reopened(folder)
             journal = Journal(folder, 0.0, torch.device("cpu"))
             stack.callback(journal.close)
+            if diverged is not None:
+                told = (
+                    "%s diverged at round %s (%s); resuming from its last good state, of round %d"
+                )
+                log(WARNING, told, path, *diverged, journal.resumed_from)
             yield _restored(folder, journal, training)
 
 
@@ -128,17 +134,23 @@ def _held(stack: ExitStack, folder: RunFolder) -> RunFolder:
             time.sleep(min(1.0, LETS_GO))
 
 
+def _reopened(folder: RunFolder) -> tuple[int, str] | None:
+    """Let a run that ended as diverged continue: the round and the reason; None for any other.
+
+    Its checkpoint is that of the last good round, since a diverged state is never written.
+    """
+    result = load_run(folder.path).result
+    if result is None or result["status"] != "diverged":
+        return None
+    (folder.path / RESULT).unlink()
+    return result["diverged_at"], result.get("reason", "the model")
+
+
 def _restored(folder: RunFolder, journal: Journal, training: Training) -> DiskBook:
     book = DiskBook(journal, training)
     if journal.state is not None:
         training.restore(journal.state, journal.rows)
     result = load_run(folder.path).result
-    if result is not None and result["status"] == "diverged":
-        told = "%s diverged at round %s (%s); resuming from its last good state, of round %d"
-        where, reason = result["diverged_at"], result.get("reason", "the model")
-        log(WARNING, told, folder.path, where, reason, journal.resumed_from)
-        (folder.path / RESULT).unlink()
-        result = None
     book.over = result is not None
     if book.over:
         log(INFO, "%s holds a finished run; nothing is left to do", folder.path)
