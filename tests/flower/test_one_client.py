@@ -277,6 +277,31 @@ def test_arrays_that_a_subclass_returns_are_the_model(tmp_path: Path) -> None:
     np.testing.assert_array_equal(ndarrays(stored.arrays)["w"], ndarrays(ours.arrays)["w"])
 
 
+class Copied(FedExP):
+    """Returns the same values in other objects, which changes nothing."""
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        assert arrays is not None
+        copies = {n: np.array(v.numpy(), order="F") for n, v in arrays.items()}
+        return ArrayRecord({name: Array(value) for name, value in copies.items()}), metrics
+
+
+def test_copies_of_the_arrays_are_not_another_model() -> None:
+    """Taken as one, the mean of two iterates would become the next."""
+    model = ArrayRecord({**first_model(), "m": Array(np.ones((2, 3), np.float32))})
+    ends = []
+    for strategy in (FedExP, Copied):
+        faults = dict.fromkeys(
+            range(3), only(replies(with_array("m", np.ones((2, 3), np.float32))))
+        )
+        grid = FakeGrid(plain_app(), 3, faults=faults)
+        ends.append(strategy(eps=0.0, fraction_evaluate=0.0).start(grid, model, ROUNDS).arrays)
+    np.testing.assert_array_equal(ndarrays(ends[0])["w"], ndarrays(ends[1])["w"])
+
+
 def test_an_aggregation_of_its_own_keeps_count_of_rounds(tmp_path: Path) -> None:
     strategy = Own(fraction_evaluate=0.0, checkpoint=tmp_path / "run")
     strategy.result = ArrayRecord({**first_model(), "w": Array(np.full(DIM, 2.0, np.float32))})

@@ -83,8 +83,9 @@ def plain_app(task: Task) -> ClientApp:
         none: Any = None
         plain_loop(model, optimizer, none, planned_batches(task, message, client))
         metrics = MetricRecord({"num-examples": int(task.train.sizes[client])})
-        content = {"arrays": ArrayRecord(dict(model.state_dict())), "metrics": metrics}
-        return Message(RecordDict(content), reply_to=message)
+        content = RecordDict({"arrays": ArrayRecord(dict(model.state_dict()))})
+        content["metrics"] = metrics
+        return Message(content, reply_to=message)
 
     return app
 

@@ -7,7 +7,6 @@ vector once, so that norms count it once, as in the simulator.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
@@ -211,8 +210,11 @@ def ndarrays(arrays: ArrayRecord | Arrays) -> dict[str, NDArray[Any]]:
 
 
 def same_arrays(one: ArrayRecord, other: ArrayRecord) -> bool:
-    """Whether two records hold the same arrays, to the bit."""
-    return one.keys() == other.keys() and all(one[k].data == other[k].data for k in one)
+    """Whether two records hold the same arrays, value by value."""
+    return one.keys() == other.keys() and all(
+        one[k].data == other[k].data or np.array_equal(one[k].numpy(), other[k].numpy())
+        for k in one
+    )
 
 
 def named_parts(model: nn.Module) -> tuple[list[str], dict[str, str]]:
@@ -240,15 +242,18 @@ def apparent_ties(
     """Return the parameters that seem to have several names, where nobody says so: arrays equal to
     the bit and not constant, as two random ones never are. Training shows whether they stay equal.
     """
-    first: dict[tuple[Any, ...], str] = {}
-    tied: dict[str, str] = {}
-    for name, value in ndarrays(arrays).items():
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    named, tied = ndarrays(arrays), dict[str, str]()
+    for name, value in named.items():
         if value.dtype.kind != "f" or _kind(name, value.dtype, buffers) != "parameter":
             continue
         if value.size > 1 and (value != value.flat[0]).any():
-            digest = hashlib.sha256(np.ascontiguousarray(value).data).digest()
-            same = first.setdefault((value.shape, value.dtype.str, digest), name)
-            if same != name:
+            begins = value.ravel()[:64].tobytes()  # so that few are compared as a whole
+            others = alike.setdefault((value.shape, value.dtype.str, begins), [])
+            same = next((n for n in others if np.array_equal(named[n], value)), None)
+            if same is None:
+                others.append(name)
+            else:
                 tied[name] = same
     return tied
 

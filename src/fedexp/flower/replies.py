@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
 from fedexp.aggregate import norms, usable
@@ -92,7 +92,7 @@ class Reader:
             raise UnusableReply(
                 f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm:g}"
             )
-        rule = content.config_records.get(ABOUT, {}).get("rule")
+        rule = about(content).get("rule")
         return Contribution(delta, weight, extras, metrics, norm, rule and str(rule))
 
     def _model(self, content: RecordDict) -> Arrays:
@@ -110,13 +110,13 @@ class Reader:
     def _layout(self, content: RecordDict, arrays: Arrays) -> Layout:
         """Return the layout that a reply fits: as its client reports it where that is still open;
         of a client that reports none, without ties that its training broke."""
-        layout, about = self.server.layout, content.config_records.get(ABOUT, {})
-        if "buffers" in about:
+        layout, said = self.server.layout, about(content)
+        if "buffers" in said:
             try:
-                buffers = _strings(about["buffers"])
+                buffers = _strings(said["buffers"])
                 if self.open_parts and "buffers" not in self.open_parts:
                     buffers = list(layout.averaged)
-                reported = layout.with_kinds(buffers, ties_in(about, "") or {})
+                reported = layout.with_kinds(buffers, ties_in(said, "") or {})
             except UsageError as error:
                 raise UnusableReply(f"its report of the model's parts is wrong: {error}") from None
             if reported != layout and not self.open_parts:
@@ -147,6 +147,11 @@ class Reader:
 
 def _strings(value: Any) -> list[str]:
     return [str(each) for each in value] if isinstance(value, list) else []
+
+
+def about(content: RecordDict) -> Mapping[str, Any]:
+    """Return what a reply says of itself, which a plain ClientApp's does not."""
+    return dict(content.config_records.get(ABOUT, ConfigRecord()))
 
 
 def content_of(reply: Message) -> RecordDict:
