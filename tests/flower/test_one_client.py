@@ -102,8 +102,8 @@ def test_an_update_beyond_the_bound_is_left_out(lines: list[str]) -> None:
     others = [{"partition-id": k} for k in range(4) if k != BAD]
     expected = FedExP().start(FakeGrid(plain_app(), others), first_model(), 2)
     np.testing.assert_allclose(ndarrays(result.arrays)["w"], ndarrays(expected.arrays)["w"])
-    told = result.train_metrics_clientapp[2]
-    assert (told["clients"], told["dropped"]) == (3, 1)
+    metrics = result.train_metrics_clientapp[2]
+    assert (metrics["clients"], metrics["dropped"]) == (3, 1)
     assert any("2.24e+12, more than max_norm=100" in line for line in lines)
 
 
@@ -127,7 +127,7 @@ def test_a_diverged_folder_resumes_from_its_last_good_state(
     assert load_run(folder).result["status"] == "finished"  # type: ignore[index]
 
 
-def test_a_run_that_diverged_at_once_begins_again(tmp_path: Path) -> None:
+def test_a_run_that_diverged_at_once_restarts(tmp_path: Path) -> None:
     for faults in ({BAD: only(HUGE, rounds=[1])}, {}):
         grid = FakeGrid(plain_app(), 3, faults=faults)
         with pytest.raises(DivergedError) if faults else nullcontext():
@@ -150,8 +150,8 @@ def test_a_round_with_too_few_replies_leaves_the_model(lines: list[str]) -> None
     result = FedAvg(min_replies=2).start(grid, first_model(), 3)
     expected = FedAvg().start(FakeGrid(plain_app(), 3), first_model(), 2)
     np.testing.assert_array_equal(ndarrays(result.arrays)["w"], ndarrays(expected.arrays)["w"])
-    told = result.train_metrics_clientapp[2]
-    assert (told["clients"], told["dropped"]) == (0, 3)
+    metrics = result.train_metrics_clientapp[2]
+    assert (metrics["clients"], metrics["dropped"]) == (0, 3)
     assert any("1 usable replies of 2 needed" in line for line in lines)
     with pytest.raises(NoRepliesError, match="3 rounds in a row"):
         FedAvg(min_replies=4).start(FakeGrid(plain_app(), 3), first_model(), 4)

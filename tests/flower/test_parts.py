@@ -99,9 +99,9 @@ def check_is_the_simulator(
     )
     result = strategy.start(FakeGrid(app, 4), initial_arrays(task), ROUNDS)
     for record in records:
-        told = result.train_metrics_clientapp[record.round]
-        assert told["server_lr"] == pytest.approx(record.server_lr, rel=1e-9)
-        assert told["mean_sq_norm"] == pytest.approx(record.metrics["mean_sq_norm"], rel=1e-9)
+        found = result.train_metrics_clientapp[record.round]
+        assert found["server_lr"] == pytest.approx(record.server_lr, rel=1e-9)
+        assert found["mean_sq_norm"] == pytest.approx(record.metrics["mean_sq_norm"], rel=1e-9)
     assert result.arrays is not None
     params, buffers = from_arrays(task, result.arrays)
     expected, others = records[-1].state.output()
@@ -209,17 +209,17 @@ def test_zeros_are_not_taken_for_tied_weights() -> None:
 def test_a_client_that_reports_otherwise_than_the_first_is_left_out() -> None:
     task = float64_task(Tied)
 
-    def lie(content: RecordDict) -> None:
+    def contradict(content: RecordDict) -> None:
         content[ABOUT] = ConfigRecord({"rule": "sgd", "buffers": [], "tied": [], "tied-to": []})
 
     def nonsense(content: RecordDict) -> None:
         names = {"buffers": ["no such"], "tied": ["first.weight"], "tied-to": ["first.bias"]}
         content[ABOUT] = ConfigRecord({"rule": "sgd", **names})
 
-    grid = FakeGrid(planned_app(task), 4, faults={0: replies(nonsense), 3: replies(lie)})
+    grid = FakeGrid(planned_app(task), 4, faults={0: replies(nonsense), 3: replies(contradict)})
     result = FedExP(fraction_evaluate=0.0).start(grid, initial_arrays(task), 1)
-    told = result.train_metrics_clientapp[1]
-    assert (told["clients"], told["dropped"]) == (2, 2)
+    found = result.train_metrics_clientapp[1]
+    assert (found["clients"], found["dropped"]) == (2, 2)
 
 
 def test_a_module_names_its_parts() -> None:

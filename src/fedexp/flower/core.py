@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
@@ -42,9 +43,11 @@ class Server:
         self.algorithm = algorithm
         self.layout = Layout.of(arrays, buffers, tied)
         self.state = self._first_state(arrays)
+        bad = next((n for n, v in ndarrays(arrays).items() if not np.isfinite(v).all()), None)
         require(
-            _is_finite(self.state),
-            "the first model has values that are not finite; start from a sound one",
+            bad is None,
+            f"the first model has values that are not finite ({bad!r}); start from a sound one; "
+            "register a mask with persistent=False, so that it stays out of the state_dict",
         )
 
     def lay_out(self, layout: Layout) -> None:

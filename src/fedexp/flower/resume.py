@@ -115,10 +115,10 @@ def opened(strategy: RuleStrategy, training: Training, config: ConfigRecord) -> 
             journal = Journal(folder, 0.0, torch.device("cpu"))
             stack.callback(journal.close)
             if diverged is not None:
-                told = (
+                text = (
                     "%s diverged at round %s (%s); resuming from its last good state, of round %d"
                 )
-                log(WARNING, told, path, *diverged, journal.resumed_from)
+                log(WARNING, text, path, *diverged, journal.resumed_from)
             yield _restored(folder, journal, training)
 
 

@@ -83,8 +83,8 @@ class Tally:
 def warn_left_out(node: int, names: Iterable[str]) -> None:
     """Log which metrics of a node are not in the means."""
     for name in names:
-        told = "node %d: its %r is not a finite number, or a list of another length; it is left "
-        log(WARNING, told + "out of the mean", node, name)
+        text = "node %d: its %r is not a finite number, or a list of another length; it is left "
+        log(WARNING, text + "out of the mean", node, name)
 
 
 def mean_of_evaluations(

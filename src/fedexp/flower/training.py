@@ -133,9 +133,9 @@ class Training:
             metrics = self.server.step(released or aggregate, self._total_weight(aggregate))
         except DivergedError:
             if gathered.longest is not None:
-                told = "the longest update of the round is that of node %d, with a norm of %.3g; "
-                told += "max_norm leaves such replies out"
-                log(WARNING, told, *gathered.longest)
+                text = "the longest update of the round is that of node %d, with a norm of %.3g; "
+                text += "max_norm leaves such replies out"
+                log(WARNING, text, *gathered.longest)
             raise
         self.stepped = bool(aggregate.count > 0)
         self._warn_of_overshoot(metrics)
@@ -191,9 +191,9 @@ class Training:
         if self._asks():
             self.census.ask(grid, nodes, self.timeout)
         elif size < len(nodes):
-            told = "cohorts follow node ids, which are new in every federation; for cohorts that "
-            told += "follow the seed, add identify(app) to the ClientApp and identify=True here"
-            self._say(INFO, told)
+            text = "cohorts follow node ids, which are new in every federation; for cohorts that "
+            text += "follow the seed, add identify(app) to the ClientApp and identify=True here"
+            self._say(INFO, text)
         clients = self.census.clients(nodes)
         self._first, self._most = self._first or clients, max(self._most, clients)
         self._prepare(shares)
@@ -235,19 +235,20 @@ class Training:
         asked = settings.client_config()["fedexp.client"]
         others = [node for node, rule in gathered.rules.items() if rule != asked]
         if others:
-            told = "%d of %d replies do not confirm the client rule %r (e.g. that of node %d): a "
-            told += "ClientApp that ignores it trains as in FedAvg; use fedexp.flower.LocalRule, "
-            told += "or add the proximal term yourself with the proximal-mu of the config"
-            self._say(WARNING, told, len(others), len(gathered.rules), asked, others[0])
+            text = "%d of %d replies do not confirm the client rule %r (e.g. that of node %d): a "
+            text += "ClientApp that ignores it trains as in FedAvg; use fedexp.flower.LocalRule, "
+            text += "or add the proximal term yourself with the proximal-mu of the config"
+            self._say(WARNING, text, len(others), len(gathered.rules), asked, others[0])
 
     def _warn_of_overshoot(self, metrics: Mapping[str, float]) -> None:
-        """After a step that went too far, clients agree on the way back: the next one is 1."""
+        """Log it where a long step is followed by one of 1: after a step that went too far, all
+        clients pull in one direction."""
         step = metrics.get("server_lr", self._last_step)
         if metrics.get("clamped") == 1.0 and self._last_step >= FAR:
-            told = "the step size fell from %.3g to %.3g: the last step may have gone too far. If "
-            told += "the evaluation got worse, set max_step=2 or raise eps, or lower the learning "
-            told += "rate or momentum of the clients (docs/flower.md, Retuning)"
-            self._say(WARNING, told, self._last_step, step)
+            text = "the step size fell from %.3g to %.3g: the last step may have gone too far. If "
+            text += "the evaluation got worse, set max_step=2 or raise eps, or lower the learning "
+            text += "rate or momentum of the clients (docs/flower.md, Retuning)"
+            self._say(WARNING, text, self._last_step, step)
         self._last_step = step
 
     def _say(self, level: int, text: str, *args: Any) -> None:
