@@ -93,11 +93,11 @@ def gather(
         tell: hears the metrics of every reply that is used, without its arrays.
         clip: applied to every update before it is summed.
     """
-    sums: Sums | None = None  # the first usable reply may change the layout
+    sums: Sums | None = None  # the first usable replies may change the layout
     tally, longest = Tally(reader.weight_key), None
     rules: dict[int, str | None] = {}
     unanswered, dropped = [], 0
-    for reply in replies:
+    for reply in reader.settled(replies):
         node = reply.metadata.src_node_id
         try:
             one = reader.read(reply)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
@@ -23,6 +24,9 @@ Weighting = Literal["uniform", "num-examples"]
 Metrics = Mapping[str, Any]
 Kind = TypeVar("Kind", ArrayRecord, MetricRecord)
 LEAST_WEIGHT, MOST_WEIGHT = 1e-30, 1e30  # so that float32 sums can hold them
+
+
+VOTES = 3  # replies that decide how the model is laid out; so many are held at a time then
 
 
 class UnusableReply(UsageError):
@@ -59,7 +63,7 @@ class Reader:
         weight_key: the metric that weighs a client.
         weighting: "uniform", or "num-examples" to weigh by that metric.
         max_norm: a reply whose update is longer is left out; None for no bound.
-        open_parts: what the first usable reply decides of the model's layout: which arrays are
+        open_parts: what the first usable replies decide of the model's layout: which arrays are
             "buffers", which parameters are "tied"; only before the first step.
     """
 
@@ -95,16 +99,42 @@ class Reader:
         rule = about(content).get("rule")
         return Contribution(delta, weight, extras, metrics, norm, rule and str(rule))
 
-    def _model(self, content: RecordDict) -> Arrays:
-        arrays = _loaded(_only(content.array_records, self.arrays_key, "model"))
-        layout = self._layout(content, arrays)
-        if (reason := layout.misfit(arrays)) is not None:
-            raise UnusableReply(reason)
-        if self.open_parts and all(np.isfinite(value).all() for value in arrays.values()):
+    def settled(self, replies: Iterable[Message]) -> Iterator[Message]:
+        """Let the first usable replies decide by majority how the model is laid out, where that is
+        open, so that no single client can; then hand on all of them, the first ones included."""
+        source, held = iter(replies), list[Message]()
+        votes: Counter[Layout] = Counter()
+        while self.open_parts and votes.total() < VOTES and len(held) < 2 * VOTES:
+            reply = next(source, None)
+            if reply is None:
+                break
+            held.append(reply)
+            votes.update(self._vote(reply))
+        if votes:
+            (layout, _), *_ = votes.most_common(1)
             if layout != self.server.layout:
                 self.server.lay_out(layout)
                 self.start = self.server.start_point()
             self.open_parts = ()
+        while held:
+            yield held.pop(0)
+        yield from source
+
+    def _vote(self, reply: Message) -> list[Layout]:
+        """Return the layout that a usable reply fits; nothing for one that is not usable."""
+        try:
+            content = content_of(reply)
+            arrays = _loaded(_only(content.array_records, self.arrays_key, "model"))
+            layout = self._layout(content, arrays)
+        except UnusableReply:
+            return []
+        sound = layout.misfit(arrays) is None
+        return [layout] if sound and all(np.isfinite(v).all() for v in arrays.values()) else []
+
+    def _model(self, content: RecordDict) -> Arrays:
+        arrays = _loaded(_only(content.array_records, self.arrays_key, "model"))
+        if (reason := self._layout(content, arrays).misfit(arrays)) is not None:
+            raise UnusableReply(reason)
         return arrays
 
     def _layout(self, content: RecordDict, arrays: Arrays) -> Layout:
@@ -112,10 +142,10 @@ class Reader:
         of a client that reports none, without ties that its training broke."""
         layout, said = self.server.layout, about(content)
         if "buffers" in said:
+            buffers = _strings(said["buffers"])
+            if self.open_parts and "buffers" not in self.open_parts:
+                buffers = list(layout.averaged)
             try:
-                buffers = _strings(said["buffers"])
-                if self.open_parts and "buffers" not in self.open_parts:
-                    buffers = list(layout.averaged)
                 reported = layout.with_kinds(buffers, ties_in(said, "") or {})
             except UsageError as error:
                 raise UnusableReply(f"its report of the model's parts is wrong: {error}") from None

@@ -132,7 +132,7 @@ class Training:
         try:
             metrics = self.server.step(released or aggregate, self._total_weight(aggregate))
         except DivergedError:
-            if gathered.longest is not None:
+            if gathered.longest is not None and self._mechanism is None:
                 text = "the longest update of the round is that of node %d, with a norm of %.3g; "
                 text += "max_norm leaves such replies out"
                 log(WARNING, text, *gathered.longest)
