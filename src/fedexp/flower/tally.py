@@ -50,7 +50,9 @@ class Tally:
 
     >>> tally = Tally("num-examples")
     >>> tally.add({"num-examples": 1, "loss": 4.0})
-    >>> tally.add({"num-examples": 3, "loss": 0.0})
+    []
+    >>> tally.add({"num-examples": 3, "loss": 0.0, "accuracy": float("nan")})
+    ['accuracy']
     >>> tally.means()
     {'loss': 1.0}
     """
