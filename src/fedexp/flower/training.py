@@ -207,56 +207,6 @@ class Training:
         least = shares.least if secure is None else max(shares.least, secure.fewest)
         return nodes, self.absences.present(round, chosen, least)
 
-    def _asks(self) -> bool:
-        if self.settings.identify is not None:
-            return self.settings.identify
-        return self.settings.keeps_state or self.settings.privacy is not None
-
-    def _enough(self, gathered: Gathered) -> Gathered:
-        """Return what a round brought, or nothing where too few replies are usable."""
-        found, least = len(gathered.accepted), self.settings.min_replies
-        if not 0 < found < least:
-            return gathered
-        log(WARNING, "%d usable replies of %d needed: the model stays as it is", found, least)
-        return Gathered(
-            Aggregate.zero(self.server.layout.dim, self.server.state.params.dtype),
-            dropped=gathered.dropped + found,
-            unanswered=gathered.unanswered,
-            client_metrics=gathered.client_metrics,
-        )
-
-    def _warn_of_other_rules(self, gathered: Gathered) -> None:
-        """FedProx changes what clients do; a ClientApp that ignores it trains as in FedAvg."""
-        settings = self.settings
-        hidden = settings.privacy is not None and settings.privacy.noised_by_clients
-        plain = settings.algorithm.client in (SGD(), Prox(0.0))
-        if plain or hidden or settings.secure is not None:
-            return
-        asked = settings.client_config()["fedexp.client"]
-        others = [node for node, rule in gathered.rules.items() if rule != asked]
-        if others:
-            text = "%d of %d replies do not confirm the client rule %r (e.g. that of node %d): a "
-            text += "ClientApp that ignores it trains as in FedAvg; use fedexp.flower.LocalRule, "
-            text += "or add the proximal term yourself with the proximal-mu of the config"
-            self._say(WARNING, text, len(others), len(gathered.rules), asked, others[0])
-
-    def _warn_of_overshoot(self, metrics: Mapping[str, float]) -> None:
-        """Log it where a long step is followed by one of 1: after a step that went too far, all
-        clients pull in one direction."""
-        step = metrics.get("server_lr", self._last_step)
-        if metrics.get("clamped") == 1.0 and self._last_step >= FAR:
-            text = "the step size fell from %.3g to %.3g: the last step may have gone too far. If "
-            text += "the evaluation got worse, set max_step=2 or raise eps, or lower the learning "
-            text += "rate or momentum of the clients (docs/flower.md, Retuning)"
-            self._say(WARNING, text, self._last_step, step)
-        self._last_step = step
-
-    def _say(self, level: int, text: str, *args: Any) -> None:
-        """Log a line once in a run."""
-        if text not in self._said:
-            self._said.add(text)
-            log(level, text, *args)
-
     def _prepare(self, shares: Shares) -> None:
         """Privacy is accounted for the federation there was at the start."""
         settings, clients = self.settings, self.settings.total_clients or self._first
@@ -308,3 +258,53 @@ class Training:
                 f"no usable reply in {self._empty} rounds in a row; the lines above say why for "
                 "each node; fix the ClientApp or raise the timeout"
             )
+
+    def _asks(self) -> bool:
+        if self.settings.identify is not None:
+            return self.settings.identify
+        return self.settings.keeps_state or self.settings.privacy is not None
+
+    def _enough(self, gathered: Gathered) -> Gathered:
+        """Return what a round brought, or nothing where too few replies are usable."""
+        found, least = len(gathered.accepted), self.settings.min_replies
+        if not 0 < found < least:
+            return gathered
+        log(WARNING, "%d usable replies of %d needed: the model stays as it is", found, least)
+        return Gathered(
+            Aggregate.zero(self.server.layout.dim, self.server.state.params.dtype),
+            dropped=gathered.dropped + found,
+            unanswered=gathered.unanswered,
+            client_metrics=gathered.client_metrics,
+        )
+
+    def _warn_of_other_rules(self, gathered: Gathered) -> None:
+        """FedProx changes what clients do; a ClientApp that ignores it trains as in FedAvg."""
+        settings = self.settings
+        hidden = settings.privacy is not None and settings.privacy.noised_by_clients
+        plain = settings.algorithm.client in (SGD(), Prox(0.0))
+        if plain or hidden or settings.secure is not None:
+            return
+        asked = settings.client_config()["fedexp.client"]
+        others = [node for node, rule in gathered.rules.items() if rule != asked]
+        if others:
+            text = "%d of %d replies do not confirm the client rule %r (e.g. that of node %d): a "
+            text += "ClientApp that ignores it trains as in FedAvg; use fedexp.flower.LocalRule, "
+            text += "or add the proximal term yourself with the proximal-mu of the config"
+            self._say(WARNING, text, len(others), len(gathered.rules), asked, others[0])
+
+    def _warn_of_overshoot(self, metrics: Mapping[str, float]) -> None:
+        """Log it where a long step is followed by one of 1: after a step that went too far, all
+        clients pull in one direction."""
+        step = metrics.get("server_lr", self._last_step)
+        if metrics.get("clamped") == 1.0 and self._last_step >= FAR:
+            text = "the step size fell from %.3g to %.3g: the last step may have gone too far. If "
+            text += "the evaluation got worse, set max_step=2 or raise eps, or lower the learning "
+            text += "rate or momentum of the clients (docs/flower.md, Retuning)"
+            self._say(WARNING, text, self._last_step, step)
+        self._last_step = step
+
+    def _say(self, level: int, text: str, *args: Any) -> None:
+        """Log a line once in a run."""
+        if text not in self._said:
+            self._said.add(text)
+            log(level, text, *args)
