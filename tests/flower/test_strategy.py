@@ -209,6 +209,15 @@ def test_flowers_own_call_means_the_same_here(name: str) -> None:
         assert strategy.arrayrecord_key == "model"
 
 
+def test_flowers_call_of_fedavgm_trains_the_same_model() -> None:
+    given: dict[str, Any] = {"server_learning_rate": 0.5, "server_momentum": 0.8}
+    ends = []
+    for make in (FedAvgM, FlowerFedAvgM):
+        result = make(**given).start(FakeGrid(plain_app(), 4), first_model(), ROUNDS)
+        ends.append(ndarrays(result.arrays)["w"])
+    np.testing.assert_allclose(*ends, rtol=1e-6, atol=1e-7)
+
+
 def test_options_of_the_rules_are_taken_by_name() -> None:
     strategy = Scaffold(0.5, lr=0.5, average_last=3, seed=7)
     assert strategy.settings.algorithm == fx.Algorithm(
