@@ -215,7 +215,7 @@ def test_flowers_call_of_fedavgm_trains_the_same_model() -> None:
     for make in (FedAvgM, FlowerFedAvgM):
         result = make(**given).start(FakeGrid(plain_app(), 4), first_model(), ROUNDS)
         ends.append(ndarrays(result.arrays)["w"])
-    np.testing.assert_allclose(*ends, rtol=1e-6, atol=1e-7)
+    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-6, atol=1e-7)
 
 
 def test_options_of_the_rules_are_taken_by_name() -> None:
