@@ -23,10 +23,9 @@ import torch
 
 import fedexp as fx
 from fedexp.data import Federation, Images
-from fedexp.engine import loop
 from fedexp.engine.batched import Batched
+from fedexp.engine.loop import Engine, Loop
 from fedexp.engine.plan import sample_cohort
-from fedexp.engine.select import Engine
 from fedexp.engine.simulation import run_round
 from fedexp.engine.work import Work
 from fedexp.experiments.tables import text_table
@@ -132,10 +131,10 @@ def measure(names: list[str], device: torch.device, tiny: bool, forms: list[str]
 def _row(name: str, task: Task, cohort: int, precision: Precision, form: str, rounds: int) -> Row:
     algorithm = fx.scaffold() if form.startswith("scaffold") else fx.fedexp()
     engines: dict[str, Engine] = {
-        "loop": loop.run_cohort,
-        "eager": Batched(graphs=False),
-        "graph": Batched(),
-        "scaffold": Batched(),
+        "loop": Loop(),
+        "eager": Batched("layers", graphs=False),
+        "graph": Batched("layers"),
+        "scaffold": Batched("layers"),
     }
     engine = engines[form]
     torch._dynamo.reset()  # every row compiles its own program

@@ -45,7 +45,9 @@ ROUNDS = 4
             "there model is 3 arr",
         ),
         (lambda f: FedExP(checkpoint=f), None, {"lr": 0.5}, r"train_config\.lr is None, here"),
-        (lambda f: FedExP(checkpoint=f, weighting="num-examples"), None, {}, "weighting"),
+        (lambda f: FedExP(checkpoint=f, weighting="uniform"), None, {}, "weighting"),
+        (lambda f: FedExP(checkpoint=f, max_norm=9.0), None, {}, r"options\.max_norm is None"),
+        (lambda f: FedExP(checkpoint=f, min_replies=2), None, {}, r"options\.min_replies"),
     ],
 )
 def test_the_folder_of_another_run_is_refused_with_the_remedy(

@@ -32,7 +32,8 @@ def planned_app() -> ClientApp:
 
 
 def strategy(algorithm: fx.Algorithm, **options: Any) -> RuleStrategy:
-    return RuleStrategy(fraction_evaluate=0.0, algorithm=algorithm, **options)
+    options = {"fraction_evaluate": 0.0, "weighting": "uniform", "identify": True, **options}
+    return RuleStrategy(algorithm=algorithm, **options)
 
 
 def control(made: RuleStrategy) -> Tensor:

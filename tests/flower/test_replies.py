@@ -98,7 +98,9 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "infinity": (replies(with_array("w", HUGE)), r"not finite \('w'\)"),
     "nan in a buffer": (replies(with_array("bn.running_mean", NAN[:1])), "bn.running_mean"),
     "another shape": (replies(with_array("w", np.zeros(3, np.float32))), r"shape \(3,\)"),
-    "another type": (replies(with_array("w", np.zeros(DIM))), "type float64"),
+    "another type": (replies(with_array("w", np.zeros(DIM, int))), "type int64"),
+    "text": (replies(with_array("w", np.array(["a"] * DIM))), "type <U1"),
+    "float64 beyond float32": (replies(with_array("w", np.full(DIM, 1e300))), "not finite"),
     "a name too many": (replies(with_array("v", np.zeros(1))), "'v' that the model has not"),
     "a name missing": (replies(without_array), "no array 'w'"),
     "no arrays": (replies(without_arrays), "0 records with a model"),
@@ -145,7 +147,8 @@ def test_a_weight_that_is_none_leaves_its_client_out(name: str, lines: list[str]
 
 def test_uniform_weights_need_no_number_of_examples() -> None:
     grid = FakeGrid(plain_app(), 3, faults={BAD: only(replies(without_weight))})
-    told = FedExP().start(grid, first_model(), 1).train_metrics_clientapp[1]
+    result = FedExP(weighting="uniform").start(grid, first_model(), 1)
+    told = result.train_metrics_clientapp[1]
     assert told["clients"] == 3
     assert told["train_loss"] == 1.0  # where one does not tell its weight, all count the same
 

@@ -36,7 +36,7 @@ def cohorts(grid: FakeGrid) -> list[list[int]]:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_cohorts_are_the_simulators_whatever_ids_the_nodes_have(seed: int) -> None:
     grid = FakeGrid(named_app(), CLIENTS, seed=seed)
-    FedAvg(**OPTIONS).start(grid, first_model(), ROUNDS)
+    FedAvg(**OPTIONS, identify=True).start(grid, first_model(), ROUNDS)
     assert cohorts(grid) == [
         sample_cohort(4, round, CLIENTS, COHORT).tolist() for round in range(1, ROUNDS + 1)
     ]

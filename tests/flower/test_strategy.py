@@ -11,16 +11,21 @@ import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi, Strategy
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
-from flwr.serverapp.strategy import Strategy
+from flwr.serverapp.strategy import FedAvgM as FlowerFedAvgM
+from flwr.serverapp.strategy import FedProx as FlowerFedProx
 
 import fedexp as fx
+import fedexp.flower
 from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError
 from fedexp.flower import (
     STRATEGIES,
     FedAvg,
+    FedAvgM,
     FedExP,
+    FedProx,
     RuleStrategy,
     Scaffold,
     identify,
@@ -37,6 +42,14 @@ from tests.flower.user_app import float64_task
 from tests.problems import least_squares
 
 ROUNDS = 3
+FLOWERS: dict[str, type[FlowerFedAvg]] = {
+    "FedAvg": FlowerFedAvg,
+    "FedAvgM": FlowerFedAvgM,
+    "FedProx": FlowerFedProx,
+    "FedAdagrad": FedAdagrad,
+    "FedAdam": FedAdam,
+    "FedYogi": FedYogi,
+}
 PRIVACY = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
 
 
@@ -53,7 +66,8 @@ def planned_app(task: Task, seed: int = 0) -> ClientApp:
 def test_every_strategy_gives_the_numbers_of_the_simulator(name: str, cohort: int) -> None:
     task = least_squares()
     records = list(fx.simulate(task, ALGORITHMS[name](), ROUNDS, cohort, seed=5, engine="loop"))
-    strategy = STRATEGIES[name](cohort / 4, 0.0, min_available_nodes=4, seed=5)
+    options: dict[str, Any] = {"seed": 5, "identify": True, "weighting": "uniform"}
+    strategy = STRATEGIES[name](cohort / 4, 0.0, min_available_nodes=4, **options)
     grid = FakeGrid(planned_app(task, seed=5), 4)
     result = strategy.start(grid, initial_arrays(task, seed=5), ROUNDS)
     for record in records:
@@ -82,12 +96,10 @@ def test_models_with_batchnorm_and_weights_by_size(weighting: Any) -> None:
         np.testing.assert_allclose(found, value, rtol=1e-9, err_msg=name)
 
 
-def test_fedavg_with_weights_is_flowers_own() -> None:
-    """A plain ClientApp, which knows nothing of us, needs no change."""
+def test_fedavg_is_flowers_own() -> None:
+    """A plain ClientApp, which knows nothing of us, needs no change: not even for its weights."""
     options: dict[str, Any] = {"fraction_evaluate": 1.0, "min_available_nodes": 4}
-    ours = FedAvg(**options, weighting="num-examples").start(
-        FakeGrid(plain_app(), 4), first_model(), ROUNDS
-    )
+    ours = FedAvg(**options).start(FakeGrid(plain_app(), 4), first_model(), ROUNDS)
     theirs = FlowerFedAvg(**options).start(FakeGrid(plain_app(), 4), first_model(), ROUNDS)
     for name in ("w", "bn.running_mean"):
         mine, other = ndarrays(ours.arrays)[name], ndarrays(theirs.arrays)[name]
@@ -103,7 +115,7 @@ def test_fedavg_with_weights_is_flowers_own() -> None:
 
 
 def test_integer_arrays_are_kept_and_statistics_averaged() -> None:
-    result = FedExP().start(FakeGrid(plain_app(), 3), first_model(), 2)
+    result = FedExP(weighting="uniform").start(FakeGrid(plain_app(), 3), first_model(), 2)
     arrays = ndarrays(result.arrays)
     assert arrays["bn.num_batches_tracked"] == 0
     assert arrays["bn.num_batches_tracked"].dtype == np.int64
@@ -140,12 +152,70 @@ def test_strategies_take_fedavgs_arguments_first_and_in_order() -> None:
     for strategy in STRATEGIES.values():
         ours = list(signature(strategy).parameters.values())
         assert [each.name for each in ours[:10]] == theirs
-        assert all(each.kind is each.KEYWORD_ONLY for each in ours[10:])
+        flowers = len(signature(FLOWERS.get(strategy.__name__, FlowerFedAvg)).parameters)
+        assert all(each.kind is each.KEYWORD_ONLY for each in ours[flowers:])
         assert (
             signature(strategy.start).parameters.keys()
             == signature(Strategy.start).parameters.keys()
         )
     assert STRATEGIES.keys() == ALGORITHMS.keys()
+
+
+CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "FedAvg": ({}, {"lr": 1.0}),
+    "FedAvgM": (
+        {"server_learning_rate": 0.5, "server_momentum": 0.8},
+        {"lr": 0.5, "beta": 0.8},
+    ),
+    "FedProx": ({"proximal_mu": 0.25}, {"mu": 0.25}),
+    "FedAdagrad": ({"eta": 0.5, "eta_l": 0.2, "tau": 0.01}, {"lr": 0.5, "tau": 0.01}),
+    "FedAdam": (
+        {"eta": 0.5, "eta_l": 0.2, "beta_1": 0.8, "beta_2": 0.9, "tau": 0.01},
+        {"lr": 0.5, "beta1": 0.8, "beta2": 0.9, "tau": 0.01},
+    ),
+    "FedYogi": (
+        {"eta": 0.5, "eta_l": 0.2, "beta_1": 0.8, "beta_2": 0.9, "tau": 0.01},
+        {"lr": 0.5, "beta1": 0.8, "beta2": 0.9, "tau": 0.01},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_flowers_own_call_means_the_same_here(name: str) -> None:
+    """Every argument of Flower's strategy of that name, in Flower's order where it has one."""
+    theirs, ours = FLOWERS[name], getattr(fedexp.flower, name)
+    first: dict[str, Any] = {
+        "fraction_train": 0.5,
+        "fraction_evaluate": 0.25,
+        "min_train_nodes": 3,
+        "min_evaluate_nodes": 4,
+        "min_available_nodes": 5,
+        "weighted_by_key": "weight",
+        "arrayrecord_key": "model",
+        "configrecord_key": "settings",
+        "train_metrics_aggr_fn": None,
+        "evaluate_metrics_aggr_fn": None,
+    }
+    given = first | CALLS[name][0]
+    assert given.keys() == signature(theirs).parameters.keys()
+    theirs(**given)
+    made = [ours(**given)]
+    if all(p.kind is p.POSITIONAL_OR_KEYWORD for p in signature(theirs).parameters.values()):
+        made.append(ours(*given.values()))
+    for strategy in made:
+        rules = vars(strategy.settings.algorithm.client) | vars(strategy.settings.algorithm.server)
+        assert CALLS[name][1].items() <= rules.items()
+        assert (strategy.fraction_train, strategy.min_available_nodes) == (0.5, 5)
+        assert strategy.arrayrecord_key == "model"
+
+
+def test_flowers_call_of_fedavgm_trains_the_same_model() -> None:
+    given: dict[str, Any] = {"server_learning_rate": 0.5, "server_momentum": 0.8}
+    ends = []
+    for make in (FedAvgM, FlowerFedAvgM):
+        result = make(**given).start(FakeGrid(plain_app(), 4), first_model(), ROUNDS)
+        ends.append(ndarrays(result.arrays)["w"])
+    np.testing.assert_allclose(ends[0], ends[1], rtol=1e-6, atol=1e-7)
 
 
 def test_options_of_the_rules_are_taken_by_name() -> None:
@@ -165,6 +235,12 @@ def test_options_of_the_rules_are_taken_by_name() -> None:
         (lambda: FedExP(seed=-1), "seed must be a whole number"),
         (lambda: FedExP(2.0), "fraction_train must lie in"),
         (lambda: FedExP(*range(11)), "by name"),
+        (lambda: FedAvgM(*range(13)), "by name"),
+        (lambda: FedProx(*range(10), 0.1, proximal_mu=0.1), "given twice"),
+        (lambda: FedProx(mu=0.1, proximal_mu=0.1), "proximal_mu and mu are one option"),
+        (lambda: FedExP(max_norm=0.0), "max_norm must be positive"),
+        (lambda: FedExP(min_replies=0), "min_replies must be a whole number"),
+        (lambda: FedExP(tied={"a": "b"}).start(FakeGrid(plain_app()), first_model()), "tied names"),
         (lambda: FedExP(max_empty_rounds=0), "max_empty_rounds"),
         (lambda: FedExP(privacy=PRIVACY), "set fraction_evaluate=0.0"),
         (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), 0), "num_rounds"),

@@ -108,7 +108,7 @@ def test_a_server_never_holds_many_models(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(gather, "SUMMED_BYTES", 4000)
     monkeypatch.setattr(fake_grid, "message_from_proto", counted)
     grid = FakeGrid(plain_app(), 60, faults=dict.fromkeys(range(60), reply))
-    result = FedAvg(fraction_evaluate=0.0).start(grid, model, 1)
+    result = FedAvg(fraction_evaluate=0.0, weighting="uniform").start(grid, model, 1)
     assert result.train_metrics_clientapp[1]["clients"] == 60
     assert most <= 3
 

@@ -12,10 +12,12 @@ from safetensors.torch import load_file
 
 import fedexp as fx
 from fedexp.engine import EngineName, SimulationState, simulation
-from fedexp.engine.select import Engine, select_engine
+from fedexp.engine.loop import Engine
+from fedexp.engine.select import select_engine
 from fedexp.engine.work import Work
 from fedexp.experiments import spec as spec_module
 from fedexp.experiments.spec import Run, Spec
+from fedexp.precision import Precision
 from fedexp.runs import RunWarning, execute, find_runs, load_run, run_id
 from fedexp.runs.folder import RunFolder
 from tests.runs.helpers import essence, interrupted, nobody, tiny, untimed
@@ -119,9 +121,11 @@ def test_a_resumed_run_asks_for_the_engine_of_its_first_round(
     """Which engine pays depends on the cohort; one chosen anew might round differently."""
     asked: list[tuple[int, list[int], int]] = []
 
-    def choose(name: EngineName, work: Work, state: SimulationState) -> Engine:
+    def choose(
+        name: EngineName, work: Work, state: SimulationState, precision: Precision
+    ) -> Engine:
         asked.append((work.round, work.cohort.tolist(), state.round))
-        return select_engine(name, work, state)
+        return select_engine(name, work, state, precision)
 
     monkeypatch.setattr(simulation, "select_engine", choose)
     interrupted(tiny(), tmp_path / "a", 3)

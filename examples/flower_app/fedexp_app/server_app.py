@@ -21,7 +21,9 @@ def main(grid: Grid, context: Context) -> None:
         min_train_nodes=int(config["min-nodes"]),
         min_available_nodes=int(config["min-nodes"]),
         algorithm=setup_of(context, task).algorithm,
+        weighting="uniform",  # as in the paper; leave it out to weigh by num-examples
         seed=int(config["seed"]),
+        identify=True,  # cohorts follow the seed, since the ClientApp calls identify(app)
         checkpoint=str(config["checkpoint"]) or None,
         name=task.name,
         secure=SecureAggregation(clip=float(config["clip"])) if config["secure"] else None,

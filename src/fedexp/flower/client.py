@@ -47,7 +47,7 @@ class LocalRule:
     def __init__(
         self, msg: Message, context: Context, model: nn.Module, *optimizers: Optimizer
     ) -> None:
-        self.request, self.model = Request.of(msg, context), model
+        self.request, self.model = Request.of(msg, context, model), model
         self.optimizers = optimizers
         _check_model(self.request.layout, model)
         for optimizer in optimizers:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +14,9 @@ from flwr.serverapp.strategy import Result
 from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
 from flwr.supercore import log
 
-from fedexp.errors import DivergedError
+from fedexp.errors import DivergedError, require
 from fedexp.flower.gather import Gathered, held_at_once
+from fedexp.flower.layout import same_arrays
 from fedexp.flower.resume import Book, opened
 from fedexp.flower.rows import changed, check_scores, restored_result, row_of
 from fedexp.flower.stream import receive
@@ -24,6 +26,10 @@ from fedexp.privacy import BudgetSpentError
 if TYPE_CHECKING:
     from fedexp.flower.strategy import RuleStrategy
 
+DISCARDED = (
+    "aggregate_train returned no arrays, although the server has taken its step; return those of "
+    "super().aggregate_train, or changed ones"
+)
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 Configs = tuple[ConfigRecord, ConfigRecord]
 
@@ -102,7 +108,7 @@ class Conductor:
 
     def round(self, round: int) -> dict[str, Any]:
         """Train, evaluate, and return the row of the round."""
-        result = self.result
+        result, before = self.result, self.training.server.layout
         trained = self._train(round)
         if trained is not None:
             result.train_metrics_clientapp[round] = trained
@@ -116,6 +122,9 @@ class Conductor:
             log(INFO, "Global evaluation: %s", central)
             result.evaluate_metrics_serverapp[round] = central
         row = row_of(round, result, self.training.newly_accepted)
+        if self.training.server.layout != before:
+            layout = self.training.server.layout
+            row["layout"] = {"buffers": list(layout.averaged), "tied": layout.tied}
         if config := changed(self.train_config, self.given):
             row["config"] = config
         check_scores(row)
@@ -125,13 +134,25 @@ class Conductor:
         strategy, output = self.strategy, self.training.server.output()
         strategy.last_output = output
         messages = list(strategy.configure_train(round, output, self.train_config, self.grid))
+        steps = self.training.server.state.steps
         metrics: MetricRecord | None
         if self.training.settings.secure is not None:
             _, metrics = strategy.complete_train(self._secure(round, messages), {})
         else:
-            _, metrics = strategy.aggregate_train(round, self._replies(messages))
+            arrays, metrics = strategy.aggregate_train(round, self._replies(messages))
+            self._adopt(round, arrays, steps)
         log(INFO, "\t└──> Aggregated MetricRecord: %s", metrics)
         return metrics
+
+    def _adopt(self, round: int, arrays: ArrayRecord | None, steps: int) -> None:
+        """Take the model that `aggregate_train` returns, where a subclass returns its own."""
+        server = self.training.server
+        if arrays is None:
+            require(server.state.steps == steps, DISCARDED)
+            server.state = replace(server.state, round=round)
+        elif server.state.round != round or not same_arrays(arrays, server.output()):
+            server.adopt(arrays, round)
+            log(INFO, "aggregate_train returned a model of its own: training continues from it")
 
     def _replies(self, messages: Iterable[Message]) -> Iterable[Message]:
         at_once = held_at_once(self.training.server.state.params)

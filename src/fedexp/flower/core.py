@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
+import numpy as np
+import torch
 from flwr.app import Array, ArrayRecord
 from torch import Tensor
 
@@ -13,7 +15,8 @@ from fedexp.algorithms import Algorithm
 from fedexp.engine import SimulationState
 from fedexp.engine.server_step import check_range, server_step
 from fedexp.errors import DivergedError, require
-from fedexp.flower.layout import Arrays, Layout
+from fedexp.flower.layout import Arrays, Layout, ndarrays
+from fedexp.objective import buffer_changes
 from fedexp.server.extrapolation import diversity
 
 
@@ -24,6 +27,7 @@ class Server:
         algorithm: e.g. `fedexp.fedexp(eps=1e-3)`.
         arrays: the first model.
         buffers: names of the arrays that are averaged; see `Layout.of`.
+        tied: further names of parameters; see `Layout.of`.
 
     Attributes:
         layout: how the model's arrays become vectors.
@@ -31,14 +35,55 @@ class Server:
     """
 
     def __init__(
-        self, algorithm: Algorithm, arrays: ArrayRecord, buffers: Collection[str] | None = None
+        self,
+        algorithm: Algorithm,
+        arrays: ArrayRecord,
+        buffers: Collection[str] | None = None,
+        tied: Mapping[str, str] | None = None,
     ) -> None:
         self.algorithm = algorithm
-        self.layout = Layout.of(arrays, buffers)
-        params, others = self.layout.flat(arrays), self.layout.buffers(arrays)
-        finite = bool(params.isfinite().all()) and bool(others.averaged.isfinite().all())
-        require(finite, "the first model has values that are not finite; start from a sound one")
-        self.state = SimulationState.of(params, others, algorithm)
+        self.layout = Layout.of(arrays, buffers, tied)
+        self.state = self._first_state(arrays)
+        bad = next((n for n, v in ndarrays(arrays).items() if not np.isfinite(v).all()), None)
+        require(
+            bad is None,
+            f"the first model has values that are not finite ({bad!r}); start from a sound one; "
+            "register a mask with persistent=False, so that it stays out of the state_dict",
+        )
+
+    def lay_out(self, layout: Layout) -> None:
+        """Lay the first model out anew: which arrays are buffers or tied, clients know best."""
+        require(self.state.steps == 0, "the layout of a model is settled before the first step")
+        arrays, round = self.model(), self.state.round
+        self.layout = layout
+        self.state = replace(self._first_state(arrays), round=round)
+
+    def adopt(self, arrays: ArrayRecord, round: int) -> None:
+        """Make these arrays the model after a round, whatever the rule made of it.
+
+        Clients train from them next, and they are what is evaluated; the rule keeps its state.
+        """
+        reason = self.layout.misfit(ndarrays(arrays))
+        require(
+            reason is None,
+            f"aggregate_train returned arrays that are not the model's: {reason}; return arrays of "
+            "the same names and shapes",
+        )
+        params, buffers = self.layout.flat(arrays), self.layout.buffers(arrays)
+        after = replace(
+            self.state,
+            round=round,
+            steps=max(1, self.state.steps),
+            params=params,
+            buffers=buffers,
+            recent=((params, buffers),),
+        )
+        self._check(after)
+        self.state = after
+
+    def _first_state(self, arrays: ArrayRecord) -> SimulationState:
+        params, buffers = self.layout.flat(arrays), self.layout.buffers(arrays)
+        return SimulationState.of(params, buffers, self.algorithm)
 
     def model(self) -> ArrayRecord:
         """The last iterate: what clients train from."""
@@ -61,9 +106,9 @@ class Server:
         return self.layout.rounded(self.state.params)
 
     def contribution(self, arrays: Arrays, start: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """A client's update Δ_i = w - w_i, and its buffers as a further term of the sums."""
-        averaged = self.layout.buffers(arrays).averaged
-        extras = {"buffers": averaged} if averaged.numel() else {}
+        """A client's update Δ_i = w - w_i, and the changes of its buffers as a further term."""
+        before, after = self.state.buffers.averaged, self.layout.buffers(arrays).averaged
+        extras = {"buffers": buffer_changes(after, before)} if after.numel() else {}
         return start - self.layout.flat(arrays), extras
 
     def step(self, aggregate: Aggregate, total_weight: float) -> dict[str, float]:
@@ -89,6 +134,15 @@ class Server:
         check_range(after)
         if not self.layout.rounded(after.params).isfinite().all():
             raise DivergedError(after.round, "the model no longer fits the type of its arrays")
+        if not _is_finite(after):
+            raise DivergedError(after.round, "a buffer or the state of a rule is not finite")
+
+
+def _is_finite(state: SimulationState) -> bool:
+    """Whether all that a checkpoint would hold is finite."""
+    of_rules = [v for v in (*state.server.values(), *state.shared.values()) if v.ndim]
+    held = [state.params, state.buffers.averaged, *of_rules]  # eps may be infinite: a number
+    return all(bool(torch.isfinite(value).all()) for value in held)
 
 
 def norms(aggregate: Aggregate) -> dict[str, float]:

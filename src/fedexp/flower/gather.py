@@ -16,7 +16,7 @@ from fedexp.aggregate import Aggregate
 from fedexp.engine.loop import SUMMED_BYTES
 from fedexp.flower.replies import Contribution, Reader, UnusableReply
 from fedexp.flower.stream import is_unanswered
-from fedexp.flower.tally import Tally
+from fedexp.flower.tally import Tally, warn_left_out
 
 MOST_AT_ONCE = 64
 
@@ -32,6 +32,8 @@ class Gathered:
         unanswered: the nodes that did not answer.
         client_metrics: the means of what clients told.
         metrics: further numbers for the round's record.
+        longest: the node with the longest update, and its norm.
+        rules: by node, the client rule that a reply says it was trained by; None where it does not.
     """
 
     aggregate: Aggregate
@@ -40,6 +42,8 @@ class Gathered:
     unanswered: tuple[int, ...] = ()
     client_metrics: dict[str, Any] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    longest: tuple[int, float] | None = None
+    rules: dict[int, str | None] = field(default_factory=dict)
 
 
 class Sums:
@@ -89,9 +93,11 @@ def gather(
         tell: hears the metrics of every reply that is used, without its arrays.
         clip: applied to every update before it is summed.
     """
-    sums, tally = Sums(reader.start, clip), Tally(reader.weight_key)
-    accepted, unanswered, dropped = [], [], 0
-    for reply in replies:
+    sums: Sums | None = None  # the first usable replies may change the layout
+    tally, longest = Tally(reader.weight_key), None
+    rules: dict[int, str | None] = {}
+    accepted, unanswered, dropped = [], [], 0  # a node that replies twice is in it twice
+    for reply in reader.settled(replies):
         node = reply.metadata.src_node_id
         try:
             one = reader.read(reply)
@@ -100,12 +106,24 @@ def gather(
             unanswered += [node] if is_unanswered(reply) else []
             dropped += not is_unanswered(reply)
             continue
+        sums = sums or Sums(reader.start, clip)
         sums.add(one)
-        tally.add(one.metrics)
+        warn_left_out(node, tally.add(one.metrics))
         if tell is not None:
             tell(RecordDict(dict(reply.content.metric_records)))
         accepted.append(node)
-    return Gathered(sums.finished(), tuple(accepted), dropped, tuple(unanswered), tally.means())
+        rules[node] = one.rule
+        if longest is None or one.norm > longest[1]:
+            longest = node, one.norm
+    return Gathered(
+        (sums or Sums(reader.start)).finished(),
+        tuple(accepted),
+        dropped,
+        tuple(unanswered),
+        tally.means(),
+        longest=longest,
+        rules=rules,
+    )
 
 
 def held_at_once(params: Tensor) -> int:

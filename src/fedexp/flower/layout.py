@@ -1,7 +1,8 @@
 """`Layout`: named arrays as they travel, and the flat vectors that rules work on.
 
 The one place that knows how the two belong together: the parameters in the order of their names in
-the record, each flattened in C order.
+the record, each flattened in C order. A parameter that has several names (tied weights) is in the
+vector once, so that norms count it once, as in the simulator.
 """
 
 from __future__ import annotations
@@ -14,24 +15,25 @@ import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedexp.errors import UsageError, require
 from fedexp.objective import Buffers
 
-Kind = Literal["parameter", "averaged", "kept"]
+Kind = Literal["parameter", "averaged", "kept", "tied"]
 Arrays = Mapping[str, NDArray[Any]]
 
 STATISTICS = ("running_mean", "running_var")  # of BatchNorm and InstanceNorm
 
 
 class Slot(NamedTuple):
-    """One array of the record."""
+    """One array of the record; `source` names the parameter that a tied one repeats."""
 
     name: str
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     kind: Kind
+    source: str = ""
 
     @property
     def size(self) -> int:
@@ -43,7 +45,8 @@ class Layout:
     """Which arrays a model has, and what becomes of each.
 
     Parameters are what rules extrapolate; `averaged` ones are means over clients; `kept` ones
-    (integers, booleans) stay as they were sent first.
+    (integers, booleans) stay as they were sent first; `tied` ones repeat a parameter under another
+    name.
 
     >>> layout = Layout.of({"w": np.ones((2, 2), "float32"), "bn.running_mean": np.zeros(2)})
     >>> layout.dim, layout.parameters, layout.averaged
@@ -53,23 +56,50 @@ class Layout:
     slots: tuple[Slot, ...]
 
     @classmethod
-    def of(cls, arrays: ArrayRecord | Arrays, buffers: Collection[str] | None = None) -> Layout:
-        """The layout of a model.
+    def of(
+        cls,
+        arrays: ArrayRecord | Arrays,
+        buffers: Collection[str] | None = None,
+        tied: Mapping[str, str] | None = None,
+    ) -> Layout:
+        """Return the layout of a model.
 
         Args:
             arrays: its arrays by name, as in a `state_dict`.
             buffers: names of the arrays that are averaged and never extrapolated; when None, those
                 called `running_mean` and `running_var`.
+            tied: for each further name of a parameter, its first name; see `named_parts`.
         """
         named = ndarrays(arrays)
-        unknown = sorted(set(buffers or ()) - named.keys())
-        require(not unknown, f"buffers names {', '.join(unknown)}, which the model does not have")
         slots = tuple(
-            Slot(name, value.shape, value.dtype, _kind(name, value.dtype, buffers))
+            Slot(name, value.shape, value.dtype, _kind(name, value.dtype, None))
             for name, value in named.items()
         )
+        return cls(slots).with_kinds(buffers, tied or {})
+
+    def with_kinds(self, buffers: Collection[str] | None, tied: Mapping[str, str]) -> Layout:
+        """Return the layout of the same arrays with other buffers and ties."""
+        known = {slot.name: slot for slot in self.slots}
+        for option, names in {"buffers": buffers or (), "tied": [*tied, *tied.values()]}.items():
+            unknown = ", ".join(sorted(set(names) - known.keys()))
+            require(not unknown, f"{option} names {unknown}, which the model does not have")
+        kinds = {name: _kind(name, slot.dtype, buffers) for name, slot in known.items()}
+        for name, source in tied.items():
+            one, other = known[name], known[source]
+            sound = source not in tied and kinds[name] == kinds[source] == "parameter"
+            require(
+                sound and one.shape == other.shape,
+                f"{name!r} cannot be tied to {source!r}: both must be parameters of one shape, and "
+                f"{source!r} must not be tied itself",
+            )
+        slots = tuple(
+            slot._replace(kind="tied", source=tied[slot.name])
+            if slot.name in tied
+            else slot._replace(kind=kinds[slot.name], source="")
+            for slot in self.slots
+        )
         require(any(slot.kind == "parameter" for slot in slots), "the model has no parameters")
-        return cls(slots)
+        return Layout(slots)
 
     @property
     def parameters(self) -> tuple[str, ...]:
@@ -82,6 +112,11 @@ class Layout:
     @property
     def kept(self) -> tuple[str, ...]:
         return tuple(slot.name for slot in self._of_kind("kept"))
+
+    @property
+    def tied(self) -> dict[str, str]:
+        """The further names of parameters, each with the first."""
+        return {slot.name: slot.source for slot in self._of_kind("tied")}
 
     @property
     def dim(self) -> int:
@@ -101,6 +136,9 @@ class Layout:
         """The record again, with the names, shapes and types it had."""
         named = self._pieces(params, "parameter") | self._pieces(buffers.averaged, "averaged")
         named |= self._pieces(buffers.kept, "kept")
+        named |= {
+            slot.name: named[slot.source].astype(slot.dtype) for slot in self._of_kind("tied")
+        }
         return ArrayRecord({slot.name: Array(named[slot.name]) for slot in self.slots})
 
     def rounded(self, params: Tensor) -> Tensor:
@@ -111,18 +149,37 @@ class Layout:
         return self._vector(self._pieces(params, "parameter"), "parameter")
 
     def misfit(self, arrays: Arrays) -> str | None:
-        """Why these arrays are not ones of this model; None where they are."""
+        """Return why these arrays are not ones of this model; None where they are.
+
+        Another precision is no reason: floats are cast to the type of the model.
+        """
         if missing := [slot.name for slot in self.slots if slot.name not in arrays]:
             return f"it has no array {missing[0]!r}"
         if surplus := arrays.keys() - {slot.name for slot in self.slots}:
             return f"it has an array {min(surplus)!r} that the model has not"
-        for name, shape, dtype, _ in self.slots:
-            found = arrays[name]
-            if found.shape != shape:
-                return f"{name!r} has shape {found.shape} instead of {shape}"
-            if found.dtype != dtype:
-                return f"{name!r} is of type {found.dtype} instead of {dtype}"
+        for slot in self.slots:
+            found = arrays[slot.name]
+            if found.shape != slot.shape:
+                return f"{slot.name!r} has shape {found.shape} instead of {slot.shape}"
+            if ("f" in (found.dtype.kind, slot.dtype.kind)) and found.dtype.kind != slot.dtype.kind:
+                return f"{slot.name!r} is of type {found.dtype} instead of {slot.dtype}"
+            if found.dtype.kind not in "fiub":
+                return f"{slot.name!r} is of type {found.dtype}, which is no number"
+        if broken := self.broken_ties(arrays):
+            source = self.tied[broken[0]]
+            return (
+                f"{broken[0]!r} differs from {source!r}, to which it is tied; give the strategy "
+                "tied={}, or model="
+            )
         return None
+
+    def broken_ties(self, arrays: Arrays) -> list[str]:
+        """Return the names of tied arrays that differ from the parameter they should repeat."""
+        return [
+            slot.name
+            for slot in self._of_kind("tied")
+            if not np.array_equal(arrays[slot.name], arrays[slot.source], equal_nan=True)
+        ]
 
     def _of_kind(self, kind: Kind) -> list[Slot]:
         return [slot for slot in self.slots if slot.kind == kind]
@@ -131,7 +188,8 @@ class Layout:
         slots = self._of_kind(kind)
         dtype = np.dtype(np.int64) if kind == "kept" else _width(slots)
         parts = [np.empty(0, dtype), *(named[slot.name].ravel() for slot in slots)]
-        return torch.from_numpy(np.concatenate(parts, dtype=dtype, casting="unsafe"))
+        with np.errstate(over="ignore"):  # what overflows here is infinite, and refused
+            return torch.from_numpy(np.concatenate(parts, dtype=dtype, casting="unsafe"))
 
     def _pieces(self, vector: Tensor, kind: Kind) -> dict[str, NDArray[Any]]:
         slots = self._of_kind(kind)
@@ -152,8 +210,52 @@ def ndarrays(arrays: ArrayRecord | Arrays) -> dict[str, NDArray[Any]]:
 
 
 def same_arrays(one: ArrayRecord, other: ArrayRecord) -> bool:
-    """Whether two records hold the same arrays, to the bit."""
-    return one.keys() == other.keys() and all(one[k].data == other[k].data for k in one)
+    """Whether two records hold the same arrays, value by value."""
+    return one.keys() == other.keys() and all(
+        one[k].data == other[k].data or np.array_equal(one[k].numpy(), other[k].numpy())
+        for k in one
+    )
+
+
+def named_parts(model: nn.Module) -> tuple[list[str], dict[str, str]]:
+    """Return the names of a model's float buffers, and its ties: each further name of a parameter
+    with the first, as the simulator counts them.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> named_parts(nn.Sequential(layer, nn.BatchNorm1d(2), layer))
+    (['1.running_mean', '1.running_var'], {'2.weight': '0.weight', '2.bias': '0.bias'})
+    """
+    first: dict[int, str] = {}
+    tied: dict[str, str] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        if first.setdefault(id(param), name) != name:
+            tied[name] = first[id(param)]
+    parameters = {*first.values(), *tied}
+    others = {n: v for n, v in model.state_dict().items() if n not in parameters}
+    floats = [n for n, v in others.items() if isinstance(v, Tensor) and v.is_floating_point()]
+    return floats, tied
+
+
+def apparent_ties(
+    arrays: ArrayRecord | Arrays, buffers: Collection[str] | None = None
+) -> dict[str, str]:
+    """Return the parameters that seem to have several names, where nobody says so: arrays equal to
+    the bit and not constant, as two random ones never are. Training shows whether they stay equal.
+    """
+    alike: dict[tuple[Any, ...], list[str]] = {}
+    named, tied = ndarrays(arrays), dict[str, str]()
+    for name, value in named.items():
+        if value.dtype.kind != "f" or _kind(name, value.dtype, buffers) != "parameter":
+            continue
+        if value.size > 1 and (value != value.flat[0]).any():
+            begins = value.ravel()[:64].tobytes()  # so that few are compared as a whole
+            others = alike.setdefault((value.shape, value.dtype.str, begins), [])
+            same = next((n for n in others if np.array_equal(named[n], value)), None)
+            if same is None:
+                others.append(name)
+            else:
+                tied[name] = same
+    return tied
 
 
 def _kind(name: str, dtype: np.dtype[Any], buffers: Collection[str] | None) -> Kind:

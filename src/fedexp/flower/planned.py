@@ -21,7 +21,7 @@ from fedexp.flower.identity import partition_of
 from fedexp.flower.request import Request, single_record
 from fedexp.flower.wire import Places, from_arrays, to_arrays
 from fedexp.local import LocalTraining
-from fedexp.objective import Buffers
+from fedexp.objective import Buffers, ModuleObjective
 from fedexp.precision import arithmetic, default_precision
 from fedexp.tasks.task import Task
 
@@ -46,7 +46,9 @@ def planned(task: Task, local: LocalTraining | None = None, seed: int = 0) -> Ha
 
     def train(message: Message, context: Context) -> Message:
         client = partition_of(context, task.train.clients)
-        request = Request.of(message, context)
+        objective = task.objective
+        module = objective.module if isinstance(objective, ModuleObjective) else None
+        request = Request.of(message, context, module)
         require(request.round >= 1, "the server did not say which round it is")
         work = Work(
             task,
@@ -84,7 +86,9 @@ def _trained_reply(work: Work, request: Request, client: int) -> Message:
 
 
 def _model_after(task: Task, state: SimulationState, trained: Trained) -> ArrayRecord:
-    averaged = trained.extras.get("buffers", state.buffers.averaged)
+    averaged = state.buffers.averaged
+    if "buffers" in trained.extras:
+        averaged = averaged + trained.extras["buffers"]
     return to_arrays(task, state.params - trained.delta, Buffers(averaged, state.buffers.kept))
 
 

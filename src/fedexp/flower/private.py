@@ -14,6 +14,7 @@ from fedexp.errors import require
 from fedexp.flower.budget import Budget
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.quiet import quietly
+from fedexp.flower.request import ties_in
 from fedexp.privacy import LocalMechanism, LocalPrivacy, clip
 from fedexp.privacy.noise import Normals, normals
 
@@ -49,7 +50,7 @@ def local_privacy(
         told = _told(message.content)
         _check_agreement(told, mechanism)
         sent = _only_arrays(message.content, "the server's message")
-        layout = Layout.of(sent, buffers)
+        layout = Layout.of(sent, buffers, ties_in(told))
         _require_no_buffers(layout)
         if privacy.rounds is not None:
             Budget.of(privacy, account, context).spend()

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from torch import Tensor
 
-from fedexp.aggregate import usable
+from fedexp.aggregate import norms, usable
 from fedexp.client import ClientRule
 from fedexp.errors import UsageError
 from fedexp.flower.core import Server
-from fedexp.flower.layout import Arrays, ndarrays
-from fedexp.flower.request import EXTRAS
+from fedexp.flower.layout import Arrays, Layout, ndarrays
+from fedexp.flower.request import ABOUT, EXTRAS, ties_in
 
 Weighting = Literal["uniform", "num-examples"]
 Metrics = Mapping[str, Any]
 Kind = TypeVar("Kind", ArrayRecord, MetricRecord)
 LEAST_WEIGHT, MOST_WEIGHT = 1e-30, 1e30  # so that float32 sums can hold them
+
+
+VOTES = 3  # replies that decide how the model is laid out; so many are held at a time then
 
 
 class UnusableReply(UsageError):
@@ -38,12 +42,16 @@ class Contribution:
         weight: p_i; 1 with uniform weights.
         extras: further terms of the sums.
         metrics: what the client tells beside.
+        norm: ||Δ_i||.
+        rule: the client rule that it says it trained by; None where it does not say.
     """
 
     delta: Tensor
     weight: float
     extras: Mapping[str, Tensor]
     metrics: Metrics
+    norm: float
+    rule: str | None
 
 
 class Reader:
@@ -54,32 +62,104 @@ class Reader:
         arrays_key: under which they reply theirs; where there is none of that name, the only other.
         weight_key: the metric that weighs a client.
         weighting: "uniform", or "num-examples" to weigh by that metric.
+        max_norm: a reply whose update is longer is left out; None for no bound.
+        open_parts: what the first usable replies decide of the model's layout: which arrays are
+            "buffers", which parameters are "tied"; only before the first step.
     """
 
     def __init__(
-        self, server: Server, arrays_key: str, weight_key: str, weighting: Weighting
+        self,
+        server: Server,
+        arrays_key: str,
+        weight_key: str,
+        weighting: Weighting,
+        max_norm: float | None = None,
+        open_parts: Collection[str] = (),
     ) -> None:
         self.server, self.start = server, server.start_point()
         self.arrays_key, self.weight_key, self.weighting = arrays_key, weight_key, weighting
         self.extras = extras_of(server.algorithm.client)
+        self.max_norm, self.open_parts = max_norm, open_parts
 
     def read(self, reply: Message) -> Contribution:
         """What the reply adds; raises `UnusableReply` for one that must not enter the model."""
         content = content_of(reply)
         metrics = metrics_of(content)
-        arrays = self._model(content)
         weight = 1.0 if self.weighting == "uniform" else checked_weight(metrics, self.weight_key)
+        arrays = self._model(content)
         delta, extras = self.server.contribution(arrays, self.start)
         extras |= {name: self._extra(content, name) for name in self.extras}
         if not usable(delta[None], {name: value[None] for name, value in extras.items()}).item():
             raise UnusableReply(f"its values are not finite ({_first_bad(arrays)})")
-        return Contribution(delta, weight, extras, metrics)
+        norm = norms(delta[None]).item()
+        if self.max_norm is not None and norm > self.max_norm:
+            raise UnusableReply(
+                f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm:g}"
+            )
+        rule = about(content).get("rule")
+        return Contribution(delta, weight, extras, metrics, norm, rule and str(rule))
+
+    def settled(self, replies: Iterable[Message]) -> Iterator[Message]:
+        """Let the first usable replies decide by majority how the model is laid out, where that is
+        open, so that no single client can; then hand on all of them, the first ones included."""
+        source, held = iter(replies), list[Message]()
+        votes: Counter[Layout] = Counter()
+        while self.open_parts and votes.total() < VOTES and len(held) < 2 * VOTES:
+            reply = next(source, None)
+            if reply is None:
+                break
+            held.append(reply)
+            votes.update(self._vote(reply))
+        if votes:
+            (layout, _), *_ = votes.most_common(1)
+            if layout != self.server.layout:
+                self.server.lay_out(layout)
+                self.start = self.server.start_point()
+            self.open_parts = ()
+        while held:
+            yield held.pop(0)
+        yield from source
+
+    def _vote(self, reply: Message) -> list[Layout]:
+        """Return the layout that a usable reply fits; nothing for one that is not usable."""
+        try:
+            content = content_of(reply)
+            arrays = _loaded(_only(content.array_records, self.arrays_key, "model"))
+            layout = self._layout(content, arrays)
+        except UnusableReply:
+            return []
+        sound = layout.misfit(arrays) is None
+        return [layout] if sound and all(np.isfinite(v).all() for v in arrays.values()) else []
 
     def _model(self, content: RecordDict) -> Arrays:
         arrays = _loaded(_only(content.array_records, self.arrays_key, "model"))
-        if (reason := self.server.layout.misfit(arrays)) is not None:
+        if (reason := self._layout(content, arrays).misfit(arrays)) is not None:
             raise UnusableReply(reason)
         return arrays
+
+    def _layout(self, content: RecordDict, arrays: Arrays) -> Layout:
+        """Return the layout that a reply fits: as its client reports it where that is still open;
+        of a client that reports none, without ties that its training broke."""
+        layout, said = self.server.layout, about(content)
+        if "buffers" in said:
+            buffers = _strings(said["buffers"])
+            if self.open_parts and "buffers" not in self.open_parts:
+                buffers = list(layout.averaged)
+            try:
+                reported = layout.with_kinds(buffers, ties_in(said, "") or {})
+            except UsageError as error:
+                raise UnusableReply(f"its report of the model's parts is wrong: {error}") from None
+            if reported != layout and not self.open_parts:
+                raise UnusableReply(
+                    "it reports other buffers or tied weights than the strategy reckons with; give "
+                    "the strategy model="
+                )
+            return reported
+        if not self.open_parts or not {*layout.tied, *layout.tied.values()} <= arrays.keys():
+            return layout
+        broken = layout.broken_ties(arrays)
+        tied = {name: source for name, source in layout.tied.items() if name not in broken}
+        return layout.with_kinds(layout.averaged, tied)
 
     def _extra(self, content: RecordDict, name: str) -> Tensor:
         """A vector that the client rule adds; the server's step needs it of every client."""
@@ -93,6 +173,15 @@ class Reader:
         if found.shape != self.start.shape or found.dtype.kind != "f":
             raise UnusableReply(f"its {name!r} is not a vector of {len(self.start)} numbers")
         return torch.from_numpy(found).to(self.start.dtype)
+
+
+def _strings(value: Any) -> list[str]:
+    return [str(each) for each in value] if isinstance(value, list) else []
+
+
+def about(content: RecordDict) -> Mapping[str, Any]:
+    """Return what a reply says of itself, which a plain ClientApp's does not."""
+    return dict(content.config_records.get(ABOUT, ConfigRecord()))
 
 
 def content_of(reply: Message) -> RecordDict:
@@ -114,7 +203,10 @@ def checked_weight(metrics: Metrics, key: str) -> float:
     """The weight that a client tells; raises `UnusableReply` for what is none."""
     value = metrics.get(key)
     if value is None:
-        raise UnusableReply(f"its metrics have no {key!r}, by which clients are weighed")
+        raise UnusableReply(
+            f"its metrics have no {key!r}, by which clients are weighed; reply it, or set "
+            "weighting='uniform'"
+        )
     if isinstance(value, list) or not LEAST_WEIGHT <= value <= MOST_WEIGHT:
         raise UnusableReply(f"its {key!r} is {value}, which is no weight")
     return float(value)

@@ -9,15 +9,15 @@ from typing import Any, TypeVar
 
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedexp.client import SGD, ClientRule, Prox, Scaffold, Tensors
 from fedexp.errors import UsageError, require, unknown_name
 from fedexp.flower.client_store import ClientStore, state_root
 from fedexp.flower.identity import client_name
-from fedexp.flower.layout import Layout
+from fedexp.flower.layout import Layout, named_parts
 
-SHARED, EXTRAS = "fedexp.shared", "fedexp.extras"
+SHARED, EXTRAS, ABOUT = "fedexp.shared", "fedexp.extras", "fedexp.about"
 Metrics = Mapping[str, Any]
 Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
 log = logging.getLogger("flwr")
@@ -39,6 +39,8 @@ class Request:
         base: the round whose state this client begins with; 0 where it begins afresh.
         mine: that state.
         store: where the client keeps its states.
+        about: what the reply says of itself: the rule it was trained by, and, where the server
+            does not say, which arrays of the model are buffers and which parameters are tied.
     """
 
     message: Message
@@ -52,16 +54,26 @@ class Request:
     base: int
     mine: Tensors
     store: ClientStore
+    about: Mapping[str, Any]
 
     @classmethod
-    def of(cls, message: Message, context: Context) -> Request:
+    def of(cls, message: Message, context: Context, model: nn.Module | None = None) -> Request:
+        """Read a train message.
+
+        Args:
+            message: as the server sent it.
+            context: the node's.
+            model: the module whose arrays the server sends, where there is one.
+        """
         content = message.content
         key, arrays = single_record(content, ArrayRecord, "model")
         _, config = single_record(content, ConfigRecord, "config")
         rule = asked_rule(config)
-        layout = Layout.of(arrays, _names(config.get("fedexp.buffers")))
+        reported, buffers = _reported_layout(arrays, config, model), config.get("fedexp.buffers")
+        layout = reported or Layout.of(arrays, _names(buffers), ties_in(config))
         start = layout.flat(arrays)
-        shared = _vectors(content, rule, start)
+        shared = _vectors(content, rule, start, is_open=reported is not None)
+        about = _about(config, reported)
         store = ClientStore.of(
             state_root(context),
             str(config.get("fedexp.study", context.run_id)),
@@ -69,7 +81,9 @@ class Request:
         )
         round = _whole(config, "server-round") or 0
         base, mine = _begin(store, rule.init_local(start), round, _whole(config, "fedexp.accepted"))
-        return cls(message, key, arrays, start, layout, rule, shared, round, base, mine, store)
+        return cls(
+            message, key, arrays, start, layout, rule, shared, round, base, mine, store, about
+        )
 
     def reply(
         self, arrays: ArrayRecord, metrics: Metrics, kept: Tensors, extras: Tensors
@@ -84,6 +98,8 @@ class Request:
         if extras:
             named = {name: Array(value.numpy()) for name, value in extras.items()}
             content[EXTRAS] = ArrayRecord(named)
+        if self.about:
+            content[ABOUT] = ConfigRecord(dict(self.about))
         return Message(content, reply_to=self.message)
 
 
@@ -98,6 +114,45 @@ def asked_rule(config: ConfigRecord) -> ClientRule:
     if name not in known:
         raise unknown_name("client rule", name, known)
     return known[name]()
+
+
+def ties_in(config: Mapping[str, Any], prefix: str = "fedexp.") -> dict[str, str] | None:
+    """Return the tied parameters that a record names; None where it says nothing of them."""
+    names, sources = (config.get(f"{prefix}{key}") for key in ("tied", "tied-to"))
+    if not isinstance(names, list) or not isinstance(sources, list):
+        return None
+    return {str(name): str(source) for name, source in zip(names, sources, strict=False)}
+
+
+def layout_terms(layout: Layout, prefix: str = "fedexp.") -> dict[str, Any]:
+    """Return a layout as records carry it; `ties_in` reads the ties again."""
+    return {
+        f"{prefix}buffers": list(layout.averaged),
+        f"{prefix}tied": list(layout.tied),
+        f"{prefix}tied-to": list(layout.tied.values()),
+    }
+
+
+def _reported_layout(
+    arrays: ArrayRecord, config: ConfigRecord, model: nn.Module | None
+) -> Layout | None:
+    """Return the layout by the client's own model, where a strategy of this package leaves open
+    which arrays are buffers and which parameters are tied; None where it does not."""
+    if model is None or ties_in(config) is not None or "fedexp.client" not in config:
+        return None
+    buffers, ties = named_parts(model)
+    if "fedexp.buffers" in config:
+        buffers = _names(config["fedexp.buffers"]) or []
+    known = {name: source for name, source in ties.items() if name in arrays and source in arrays}
+    return Layout.of(arrays, [name for name in buffers if name in arrays], known)
+
+
+def _about(config: ConfigRecord, reported: Layout | None) -> dict[str, Any]:
+    """Return what a reply says of itself to a strategy of this package; nothing to others."""
+    if "fedexp.client" not in config:
+        return {}
+    parts = {} if reported is None else layout_terms(reported, "")
+    return {"rule": str(config["fedexp.client"]), **parts}
 
 
 def _begin(
@@ -129,12 +184,20 @@ def _begin(
     return accepted, found
 
 
-def _vectors(content: RecordDict, rule: ClientRule, start: Tensor) -> dict[str, Tensor]:
-    """What the server keeps for the rule, checked against the model."""
+def _vectors(
+    content: RecordDict, rule: ClientRule, start: Tensor, is_open: bool
+) -> dict[str, Tensor]:
+    """What the server keeps for the rule, checked against the model.
+
+    Before clients have reported how the model is laid out (`is_open`), the server may reckon with
+    another number of parameters; what it keeps is still zero then.
+    """
     wanted = rule.init_shared(start)
     sent = content.array_records.get(SHARED, ArrayRecord())
     shared = {name: torch.from_numpy(array.numpy()) for name, array in sent.items()}
     for name, value in wanted.items():
+        if is_open and name in shared and not shared[name].any():
+            shared[name] = torch.zeros_like(value)
         require(
             name in shared and shared[name].shape == value.shape,
             f"{type(rule).__name__} needs a vector {name!r} of {len(start)} numbers from the "

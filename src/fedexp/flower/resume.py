@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from logging import INFO
+from logging import INFO, WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -90,8 +90,14 @@ def opened(strategy: RuleStrategy, training: Training, config: ConfigRecord) -> 
         with ExitStack() as stack:
             content = fingerprint_of_rules(training.settings.algorithm)
             folder = _held(stack, RunFolder(path, spec, about, HEAD, content))
+            diverged = _reopened(folder)
             journal = Journal(folder, 0.0, torch.device("cpu"))
             stack.callback(journal.close)
+            if diverged is not None:
+                text = (
+                    "%s diverged at round %s (%s); resuming from its last good state, of round %d"
+                )
+                log(WARNING, text, path, *diverged, journal.resumed_from)
             yield _restored(folder, journal, training)
 
 
@@ -107,16 +113,20 @@ def _held(stack: ExitStack, folder: RunFolder) -> RunFolder:
             time.sleep(min(1.0, LETS_GO))
 
 
+def _reopened(folder: RunFolder) -> tuple[int, str] | None:
+    """Let a run that ended as diverged continue: the round and the reason; None for any other."""
+    result = load_run(folder.path).result
+    if result is None or folder.reopen() is None:
+        return None
+    return result["diverged_at"], result.get("reason", "the model")
+
+
 def _restored(folder: RunFolder, journal: Journal, training: Training) -> DiskBook:
     book = DiskBook(journal, training)
     if journal.state is not None:
         training.restore(journal.state, journal.rows)
     result = load_run(folder.path).result
     book.over = result is not None
-    if result is not None and result["status"] == "diverged":
-        again = "fedexp resume %s --reopen lets it continue after round %d, its last checkpoint"
-        log(INFO, again, folder.path, journal.resumed_from)
-        raise DivergedError(result["diverged_at"], result.get("reason", "the model"))
     if book.over:
         log(INFO, "%s holds a finished run; nothing is left to do", folder.path)
     elif training.settings.privacy is not None:

@@ -19,7 +19,15 @@ PARTS = {
     "evaluated": "evaluate_metrics_clientapp",
     "central": "evaluate_metrics_serverapp",
 }
-OURS = {"round", "local_lr", "accepted", "initial", "config", *PARTS}  # not for clients' metrics
+OURS = {
+    "round",
+    "local_lr",
+    "accepted",
+    "initial",
+    "config",
+    "layout",
+    *PARTS,
+}  # not for clients' metrics
 
 
 def row_of(round: int, result: Result, accepted: Sequence[str]) -> Row:
@@ -65,10 +73,13 @@ def scores(record: Mapping[str, Any] | None) -> dict[str, float]:
 
 
 def check_scores(row: Row) -> None:
-    """A loss that is not finite is the end, as in the simulator."""
-    for name in ("train_loss", "test_loss"):
-        if row[name] is not None and not math.isfinite(row[name]):
-            raise DivergedError(row["round"], f"{name} is {row[name]}")
+    """Raise `DivergedError` where the server itself measured a loss that is not finite.
+
+    What clients measure ends no run: one client could.
+    """
+    for name, value in scores(row.get("central")).items():
+        if name in ("train_loss", "test_loss") and not math.isfinite(value):
+            raise DivergedError(row["round"], f"{name} is {value}")
 
 
 def stored(value: Any) -> Any:

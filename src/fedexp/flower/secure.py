@@ -12,6 +12,7 @@ from fedexp.client import ClientRule
 from fedexp.errors import require
 from fedexp.flower.layout import Layout
 from fedexp.flower.replies import Weighting, extras_of
+from fedexp.flower.request import layout_terms
 from fedexp.flower.secure_payload import Payload, levels_for
 
 TERMS = "fedexp.secure"  # the record of a message that tells clients how to pack
@@ -102,7 +103,7 @@ def terms_of(payload: Payload, layout: Layout, key: str) -> ConfigRecord:
     terms: dict[str, Any] = {
         "clip": payload.clip,
         "model": key,
-        "buffers": list(layout.averaged),
+        **layout_terms(layout, ""),
         "extras": [name for name, _ in payload.extras],
         "sizes": [size for _, size in payload.extras],
     }

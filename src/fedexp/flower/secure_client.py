@@ -13,7 +13,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from fedexp.errors import UsageError, require
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.quiet import quietly
-from fedexp.flower.request import EXTRAS
+from fedexp.flower.request import EXTRAS, ties_in
 from fedexp.flower.secure import TERMS, payload_of
 from fedexp.flower.secure_legacy import (
     RECORD_KEY_CONFIGS,
@@ -28,6 +28,7 @@ from fedexp.flower.secure_legacy import (
     secaggplus_mod,
 )
 from fedexp.flower.secure_payload import MODULUS, Vector
+from fedexp.objective import buffer_changes
 
 OTHER_SERVER = "the server's secure aggregation is another one; use a strategy of fedexp.flower"
 
@@ -93,7 +94,7 @@ def _packed(call_next: ClientAppCallable, message: Message, context: Context) ->
     key = str(terms["model"])
     sent = ndarrays(message.content.array_records[key])
     reply = quietly(call_next, message, context)
-    layout = Layout.of(sent, cast(list[str], terms["buffers"]))
+    layout = Layout.of(sent, cast(list[str], terms["buffers"]), ties_in(terms, ""))
     payload = payload_of(terms, _levels(context), layout.dim)
     update, extras = _contribution(layout, sent, reply, key)
     told = {name: value.size for name, value in extras.items()}
@@ -115,8 +116,8 @@ def _contribution(
     require(misfit is None, f"the model that the train function replied does not fit: {misfit}")
     extras = ndarrays(reply.array_records.get(EXTRAS, ArrayRecord()))
     if layout.averaged:
-        change = layout.buffers(trained).averaged - layout.buffers(sent).averaged
-        extras["buffers"] = change.numpy()
+        after, before = (layout.buffers(each).averaged for each in (trained, sent))
+        extras["buffers"] = buffer_changes(after, before).numpy()
     update = layout.flat(sent) - layout.flat(trained)
     return update.double().numpy(), {k: v.astype(np.float64) for k, v in extras.items()}
 

@@ -91,11 +91,9 @@ def _run(
 
 
 def _aggregate(server: Server, sums: Sums, clients: int) -> Aggregate:
-    """The sums as rules know them; the changes of buffers become buffers again."""
+    """The sums as rules know them."""
     state = server.state
     extras = {name: torch.from_numpy(value) for name, value in sums.extras.items()}
-    if "buffers" in extras:
-        extras["buffers"] = extras["buffers"] + clients * state.buffers.averaged.double()
     return Aggregate(
         weight=_number(clients),
         update=torch.from_numpy(sums.update).to(state.params.dtype),

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import math
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from logging import WARNING
 from pathlib import Path
@@ -30,13 +31,21 @@ class Settings:
         weighting: "uniform" as in the paper, or "num-examples" as in Flower's FedAvg; the same
             weights enter the mean and the mean squared norm.
         seed: of the cohorts.
-        buffers: names of the arrays that are averaged and never extrapolated; BatchNorm's
-            statistics when None.
+        buffers: names of the arrays that are averaged and never extrapolated; when None, what
+            clients with `LocalRule` report, and BatchNorm's statistics of those that do not.
+        tied: for each further name of a parameter, its first name; when None, what clients report,
+            and of those that do not, arrays that are equal before and after training.
         checkpoint: a folder that keeps the run, and from which it goes on; None keeps nothing.
         name: what the run is called in its folder and in reports.
         total_clients: how many clients there are, for SCAFFOLD; when None, the most nodes seen.
         wait_for_nodes: seconds to wait for enough nodes; the timeout of `start` when None.
         max_empty_rounds: rounds in a row without a usable reply after which the run ends.
+        max_norm: replies whose update has a larger norm are left out; None for no bound.
+        min_replies: usable replies that a round needs; with fewer the model stays as it is, and the
+            round counts as empty.
+        identify: whether to ask nodes who they are; when None, only where clients keep state or
+            with privacy, because a ClientApp without `identify(app)` logs such a question as an
+            error.
         privacy: `CentralPrivacy` or `LocalPrivacy` of `fedexp.privacy`.
         secure: `SecureAggregation`, to sum updates without seeing them.
     """
@@ -52,6 +61,10 @@ class Settings:
     max_empty_rounds: int = 3
     privacy: Privacy | None = None
     secure: SecureAggregation | None = None
+    tied: Mapping[str, str] | None = None
+    max_norm: float | None = None
+    min_replies: int = 1
+    identify: bool | None = None
 
     def __post_init__(self) -> None:
         rule = self.algorithm.client
@@ -63,12 +76,28 @@ class Settings:
             self.weighting in get_args(Weighting),
             f"weighting is uniform or num-examples, not {self.weighting!r}",
         )
-        for name, least in {"seed": 0, "max_empty_rounds": 1, "total_clients": 1}.items():
+        wholes = {"seed": 0, "max_empty_rounds": 1, "total_clients": 1, "min_replies": 1}
+        for name, least in wholes.items():
             value = getattr(self, name)
             sound = value is None or (isinstance(value, int) and value >= least)
             require(sound, f"{name} must be a whole number from {least} on, not {value!r}")
         if self.secure is not None and self.privacy is not None:
             raise UsageError("secure and privacy do not go together yet; leave one of them out")
+        bound = self.max_norm
+        require(
+            bound is None or (math.isfinite(bound) and bound > 0),
+            f"max_norm must be positive and finite, not {bound}",
+        )
+        require(
+            bound is None or self.secure is None,
+            "max_norm needs updates that the server sees; leave it out: the clip of "
+            "SecureAggregation bounds them",
+        )
+        require(
+            self.min_replies == 1 or self.privacy is None or self.privacy.noised_by_clients,
+            "min_replies would decide by the data whether noise is released; leave it out with "
+            "central privacy",
+        )
 
     @property
     def keeps_state(self) -> bool:
@@ -80,10 +109,16 @@ class Settings:
         rule = self.algorithm.client
         told: dict[str, Any] = {"fedexp.client": CLIENT_RULES[type(rule)]}
         if isinstance(rule, Prox):
-            told["fedexp.mu"] = rule.mu
+            told["fedexp.mu"] = told["proximal-mu"] = rule.mu
         if self.buffers is not None:
             told["fedexp.buffers"] = sorted(self.buffers)
         return told
+
+
+def default_weighting(privacy: Privacy | None, secure: SecureAggregation | None) -> Weighting:
+    """Return how clients weigh unless the user says: as in Flower, by `weighted_by_key`; the same
+    where a client's share must be bounded or hidden."""
+    return "num-examples" if privacy is None and secure is None else "uniform"
 
 
 def check_shares(**values: float) -> None:

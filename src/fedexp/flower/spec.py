@@ -49,11 +49,20 @@ def _options(strategy: RuleStrategy, settings: Settings, config: ConfigRecord) -
         "fraction_train": strategy.fraction_train,
         "min_train_nodes": strategy.min_train_nodes,
         "total_clients": settings.total_clients,
+        "max_norm": settings.max_norm,
+        "min_replies": settings.min_replies if settings.min_replies > 1 else None,
+        "weighted_by_key": _weight_key(strategy, settings),
         **{f"privacy.{name}": value for name, value in _fields(settings.privacy).items()},
         **{f"secure.{name}": value for name, value in _fields(settings.secure).items()},
         **{f"train_config.{name}": value for name, value in config.items()},
     }
     return {name: _plain(value) for name, value in options.items() if value is not None}
+
+
+def _weight_key(strategy: RuleStrategy, settings: Settings) -> str | None:
+    """Return the metric that weighs clients where it is not the usual one."""
+    key = strategy.weighted_by_key
+    return None if settings.weighting == "uniform" or key == "num-examples" else key
 
 
 def _fields(rule: Any) -> dict[str, Any]:
@@ -76,6 +85,6 @@ def _plain(value: Any) -> Any:
 
 def _model(layout: Layout) -> str:
     """The model in a few words, and a digest of the names, shapes and types of its arrays."""
-    slots = "\n".join(f"{s.name} {s.shape} {s.dtype} {s.kind}" for s in layout.slots)
+    slots = "\n".join(f"{s.name} {s.shape} {s.dtype} {s.kind}{s.source}" for s in layout.slots)
     digest = hashlib.sha256(slots.encode()).hexdigest()[:10]
     return f"{len(layout.slots)} arrays, {layout.dim} parameters ({digest})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from logging import INFO
 from pathlib import Path
 from typing import Any
@@ -12,16 +12,22 @@ from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAvg, Result
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 from flwr.supercore import log
+from torch import nn
 
 from fedexp.algorithms import Algorithm
 from fedexp.errors import UsageError, require
 from fedexp.flower.conduct import EvaluateFn, conduct
 from fedexp.flower.gather import Gathered, gather
-from fedexp.flower.layout import same_arrays
+from fedexp.flower.layout import named_parts, same_arrays
 from fedexp.flower.replies import Reader, Weighting
 from fedexp.flower.sampling import Shares
 from fedexp.flower.secure import SecureAggregation
-from fedexp.flower.settings import Settings, check_covered, check_shares
+from fedexp.flower.settings import (
+    Settings,
+    check_covered,
+    check_shares,
+    default_weighting,
+)
 from fedexp.flower.tally import MetricsFn, mean_of_evaluations
 from fedexp.flower.training import Training
 from fedexp.privacy import Privacy
@@ -36,10 +42,11 @@ class RuleStrategy(FedAvg):
     """A Flower strategy with the rules of an `Algorithm`.
 
     FedAvg's arguments come first and mean what they mean there; the others are those of
-    `fedexp.flower.settings.Settings`. Replies are summed as they arrive; one that is damaged is
-    left out, and a line says which node and why. Clients train from the last iterate; evaluation
-    and `result.arrays` are of the output model, the mean of the last two where the rule
-    extrapolates.
+    `fedexp.flower.settings.Settings`, and `model`, a module of the kind that is trained, which
+    says which arrays are buffers and which parameters are tied. Replies are summed as they arrive;
+    one that is damaged is left out, and a line says which node and why. Clients train from the
+    last iterate; evaluation and `result.arrays` are of the output model, the mean of the last two
+    where the rule extrapolates.
     """
 
     def __init__(
@@ -56,14 +63,19 @@ class RuleStrategy(FedAvg):
         evaluate_metrics_aggr_fn: MetricsFn | None = None,
         *,
         algorithm: Algorithm,
-        weighting: Weighting = "uniform",
+        weighting: Weighting | None = None,
         seed: int = 0,
+        model: nn.Module | None = None,
         buffers: Collection[str] | None = None,
+        tied: Mapping[str, str] | None = None,
         checkpoint: str | Path | None = None,
         name: str = "flower",
         total_clients: int | None = None,
         wait_for_nodes: float | None = None,
         max_empty_rounds: int = 3,
+        max_norm: float | None = None,
+        min_replies: int = 1,
+        identify: bool | None = None,
         privacy: Privacy | None = None,
         secure: SecureAggregation | None = None,
     ) -> None:
@@ -87,18 +99,26 @@ class RuleStrategy(FedAvg):
             train_metrics_aggr_fn,
             evaluate_metrics_aggr_fn,
         )
+        if model is not None:
+            found = named_parts(model)
+            buffers = found[0] if buffers is None else buffers
+            tied = found[1] if tied is None else tied
         self.settings = Settings(
             algorithm,
-            weighting,
-            seed,
-            buffers,
-            checkpoint,
-            name,
-            total_clients,
-            wait_for_nodes,
-            max_empty_rounds,
-            privacy,
-            secure,
+            weighting=default_weighting(privacy, secure) if weighting is None else weighting,
+            seed=seed,
+            buffers=buffers,
+            checkpoint=checkpoint,
+            name=name,
+            total_clients=total_clients,
+            wait_for_nodes=wait_for_nodes,
+            max_empty_rounds=max_empty_rounds,
+            privacy=privacy,
+            secure=secure,
+            tied=tied,
+            max_norm=max_norm,
+            min_replies=min_replies,
+            identify=identify,
         )
         self.training: Training | None = None
         self.last_output: ArrayRecord | None = None
@@ -163,7 +183,12 @@ class RuleStrategy(FedAvg):
         if training is None:
             raise UsageError("there is no model yet; call start, or configure_train first")
         reader = Reader(
-            training.server, self.arrayrecord_key, self.weighted_by_key, self.settings.weighting
+            training.server,
+            self.arrayrecord_key,
+            self.weighted_by_key,
+            self.settings.weighting,
+            self.settings.max_norm,
+            training.open_parts,
         )
         told: list[RecordDict] = []
         custom = _custom(self.train_metrics_aggr_fn)

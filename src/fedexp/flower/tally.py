@@ -13,26 +13,34 @@ from flwr.supercore import log
 
 from fedexp.flower.replies import UnusableReply, checked_weight, content_of, metrics_of
 
+LARGEST = np.finfo(np.float64).max
 MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
 
 
 class Mean:
-    """A weighted mean of numbers, or of lists of one length."""
+    """A weighted mean of numbers, or of lists of one length.
+
+    It is a convex combination at every step, so finite values never overflow, however large they
+    and their weights are.
+    """
 
     def __init__(self) -> None:
-        self.total: Any = 0.0
+        self._mean: Any = 0.0
         self.weight = 0.0
 
-    def add(self, value: Any, weight: float) -> None:
-        """Values that are not finite, or lists of another length, are left out."""
+    def add(self, value: Any, weight: float) -> bool:
+        """Add a value, unless it is not finite or a list of another length; return whether."""
         array = np.asarray(value, dtype=np.float64)
-        if not np.isfinite(array).all() or (self.weight and array.shape != np.shape(self.total)):
-            return
-        self.total, self.weight = self.total + weight * array, self.weight + weight
+        if not np.isfinite(array).all() or (self.weight and array.shape != np.shape(self._mean)):
+            return False
+        total = self.weight + weight
+        with np.errstate(over="ignore"):  # by rounding only, at the largest number there is
+            mean = self._mean * (self.weight / total) + array * (weight / total)
+        self._mean, self.weight = np.clip(mean, -LARGEST, LARGEST), total
+        return True
 
     def value(self) -> float | list[float]:
-        mean = np.asarray(self.total / self.weight)
-        return mean.tolist()
+        return np.asarray(self._mean).tolist()
 
 
 class Tally:
@@ -42,7 +50,9 @@ class Tally:
 
     >>> tally = Tally("num-examples")
     >>> tally.add({"num-examples": 1, "loss": 4.0})
-    >>> tally.add({"num-examples": 3, "loss": 0.0})
+    []
+    >>> tally.add({"num-examples": 3, "loss": 0.0, "accuracy": float("nan")})
+    ['accuracy']
     >>> tally.means()
     {'loss': 1.0}
     """
@@ -52,20 +62,31 @@ class Tally:
         self._plain: dict[str, Mean] = {}
         self._weighted: dict[str, Mean] = {}
 
-    def add(self, metrics: Mapping[str, Any]) -> None:
+    def add(self, metrics: Mapping[str, Any]) -> list[str]:
+        """Add what a client replies; return the names of values that must be left out."""
+        left_out = []
         try:
             weight = checked_weight(metrics, self.weight_key)
         except UnusableReply:
             weight, self.weighs = math.nan, False
         for name, value in metrics.items():
             if name != self.weight_key:
-                self._plain.setdefault(name, Mean()).add(value, 1.0)
+                if not self._plain.setdefault(name, Mean()).add(value, 1.0):
+                    left_out.append(name)
                 if self.weighs:
                     self._weighted.setdefault(name, Mean()).add(value, weight)
+        return left_out
 
     def means(self) -> dict[str, float | list[float]]:
         chosen = self._weighted if self.weighs else self._plain
         return {name: mean.value() for name, mean in chosen.items() if mean.weight}
+
+
+def warn_left_out(node: int, names: Iterable[str]) -> None:
+    """Log which metrics of a node are not in the means."""
+    for name in names:
+        text = "node %d: its %r is not a finite number, or a list of another length; it is left "
+        log(WARNING, text + "out of the mean", node, name)
 
 
 def mean_of_evaluations(
@@ -78,11 +99,11 @@ def mean_of_evaluations(
     """
     tally, told = Tally(weight_key), list[RecordDict]()
     for reply in replies:
+        node = reply.metadata.src_node_id
         try:
             content = content_of(reply)
-            tally.add(metrics_of(content))
+            warn_left_out(node, tally.add(metrics_of(content)))
         except UnusableReply as error:
-            node = reply.metadata.src_node_id
             log(WARNING, "node %d is left out of the evaluation: %s", node, error)
             continue
         told.append(RecordDict(dict(content.metric_records)))

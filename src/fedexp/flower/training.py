@@ -16,12 +16,14 @@ from flwr.serverapp import Grid
 from flwr.supercore import log
 
 from fedexp.aggregate import Aggregate
+from fedexp.client import SGD, Prox
 from fedexp.engine import SimulationState
-from fedexp.errors import FedExPError, require
+from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.flower.census import Census
 from fedexp.flower.core import Server
 from fedexp.flower.gather import Gathered
-from fedexp.flower.request import SHARED
+from fedexp.flower.layout import apparent_ties
+from fedexp.flower.request import SHARED, layout_terms
 from fedexp.flower.sampling import (
     Absences,
     Shares,
@@ -33,6 +35,7 @@ from fedexp.flower.settings import Settings
 from fedexp.privacy import Ledger, Mechanism, Release
 
 Row = Mapping[str, Any]
+FAR = 3.0  # a step size after which one of 1 shows that it was too long
 GRACE = 5.0  # seconds, so that it is the server that says who was late, not the SuperLink
 
 CAPPED = (
@@ -67,7 +70,10 @@ class Training:
         timeout: float = 3600,
     ) -> None:
         self.settings, self.rounds, self.timeout = settings, rounds, timeout
-        self.server = Server(settings.algorithm, arrays, settings.buffers)
+        tied = settings.tied
+        if tied is None:
+            tied = apparent_ties(arrays, settings.buffers)
+        self.server = Server(settings.algorithm, arrays, settings.buffers, tied)
         self.study = uuid4().hex
         self.census = Census()
         self.absences, self.evaluation_absences = Absences(), Absences()
@@ -80,10 +86,17 @@ class Training:
         self._drawn: frozenset[int] = frozenset()
         self._capped = False
         self._first = self._most = self._asked = self._empty = 0
+        self._last_step = 1.0
+        self._said: set[str] = set()
         self._began = time.monotonic()
 
     def restore(self, state: SimulationState, rows: Sequence[Row]) -> None:
-        """Go on from a state; the rows tell who took part in the rounds before."""
+        """Resume from a state; the rows say who took part in the rounds before, and how clients
+        reported the model to be laid out."""
+        for row in rows:
+            if "layout" in row:
+                parts = row["layout"]
+                self.server.layout = self.server.layout.with_kinds(parts["buffers"], parts["tied"])
         self.server.state = state
         seen = [int(row["nodes"]) for row in rows if row.get("nodes")]
         self._first, self._most = (seen[0], max(seen)) if seen else (0, 0)
@@ -102,6 +115,8 @@ class Training:
         if (shared := self.server.shared()) is not None:
             common[SHARED] = shared
         everyone = {**told, **self.settings.client_config(), "fedexp.study": self.study}
+        if not self.open_parts:
+            everyone |= layout_terms(self.server.layout)
         if self._mechanism is not None:
             everyone |= self._mechanism.config()
         self._asked, self._drawn = len(cohort), frozenset(cohort)
@@ -118,13 +133,24 @@ class Training:
 
     def complete(self, gathered: Gathered) -> dict[str, float]:
         """Take the server's step; return the numbers of the round."""
-        round, aggregate = self.server.state.round + 1, gathered.aggregate
+        round = self.server.state.round + 1
         self.absences.note(round, gathered.accepted, gathered.unanswered)
+        gathered = self._enough(gathered)
+        aggregate = gathered.aggregate
         self._count_empty(gathered)
+        self._warn_of_other_rules(gathered)
         released = self._released(round, gathered)
         used = aggregate if released is None else released
-        metrics = self.server.step(used, self._total_weight(aggregate))
+        try:
+            metrics = self.server.step(used, self._total_weight(aggregate))
+        except DivergedError:
+            if gathered.longest is not None and self._mechanism is None:
+                text = "the longest update of the round is that of node %d, with a norm of %.3g; "
+                text += "max_norm leaves such replies out"
+                log(WARNING, text, *gathered.longest)
+            raise
         self.stepped = bool(used.count > 0)
+        self._warn_of_overshoot(metrics)
         clients = [self.census.client(node) for node in gathered.accepted]
         self.newly_accepted = sorted(c for c in clients if c) if self.settings.keeps_state else []
         self.accepted |= dict.fromkeys(self.newly_accepted, round)
@@ -138,6 +164,16 @@ class Training:
             "nodes": float(self._most),
             "seconds": time.monotonic() - self._began,
         }
+
+    @property
+    def open_parts(self) -> frozenset[str]:
+        """What clients may still report of the model's layout: nothing after the first step, nor
+        where noise or masks rely on it."""
+        given = self.settings
+        private = given.privacy is not None or given.secure is not None
+        if given.tied is not None or private or self.server.state.steps:
+            return frozenset()
+        return frozenset({"tied"} if given.buffers is not None else {"buffers", "tied"})
 
     @property
     def lifetime(self) -> float:
@@ -164,8 +200,12 @@ class Training:
         wait = self.settings.wait_for_nodes
         nodes = wait_for_nodes(grid, shares, self.timeout if wait is None else wait)
         size = shares.cohort(len(nodes))
-        if size < len(nodes) or self.settings.keeps_state or self.settings.privacy is not None:
+        if self._asks():
             self.census.ask(grid, nodes, self.timeout)
+        elif size < len(nodes):
+            text = "cohorts follow node ids, which are new in every federation; for cohorts that "
+            text += "follow the seed, add identify(app) to the ClientApp and identify=True here"
+            self._say(INFO, text)
         clients = self.census.clients(nodes)
         self._first, self._most = self._first or clients, max(self._most, clients)
         self._prepare(shares)
@@ -258,5 +298,55 @@ class Training:
         if self._empty >= self.settings.max_empty_rounds:
             raise NoRepliesError(
                 f"no usable reply in {self._empty} rounds in a row; the lines above say why for "
-                "each node; mend the ClientApp or raise the timeout"
+                "each node; fix the ClientApp or raise the timeout"
             )
+
+    def _asks(self) -> bool:
+        if self.settings.identify is not None:
+            return self.settings.identify
+        return self.settings.keeps_state or self.settings.privacy is not None
+
+    def _enough(self, gathered: Gathered) -> Gathered:
+        """Return what a round brought, or nothing where too few replies are usable."""
+        found, least = len(gathered.accepted), self.settings.min_replies
+        if not 0 < found < least:
+            return gathered
+        log(WARNING, "%d usable replies of %d needed: the model stays as it is", found, least)
+        return Gathered(
+            Aggregate.zero(self.server.layout.dim, self.server.state.params.dtype),
+            dropped=gathered.dropped + found,
+            unanswered=gathered.unanswered,
+            client_metrics=gathered.client_metrics,
+        )
+
+    def _warn_of_other_rules(self, gathered: Gathered) -> None:
+        """FedProx changes what clients do; a ClientApp that ignores it trains as in FedAvg."""
+        settings = self.settings
+        hidden = settings.privacy is not None and settings.privacy.noised_by_clients
+        plain = settings.algorithm.client in (SGD(), Prox(0.0))
+        if plain or hidden or settings.secure is not None:
+            return
+        asked = settings.client_config()["fedexp.client"]
+        others = [node for node, rule in gathered.rules.items() if rule != asked]
+        if others:
+            text = "%d of %d replies do not confirm the client rule %r (e.g. that of node %d): a "
+            text += "ClientApp that ignores it trains as in FedAvg; use fedexp.flower.LocalRule, "
+            text += "or add the proximal term yourself with the proximal-mu of the config"
+            self._say(WARNING, text, len(others), len(gathered.rules), asked, others[0])
+
+    def _warn_of_overshoot(self, metrics: Mapping[str, float]) -> None:
+        """Log it where a long step is followed by one of 1: after a step that went too far, all
+        clients pull in one direction."""
+        step = metrics.get("server_lr", self._last_step)
+        if metrics.get("clamped") == 1.0 and self._last_step >= FAR:
+            text = "the step size fell from %.3g to %.3g: the last step may have gone too far. If "
+            text += "the evaluation got worse, set max_step=2 or raise eps, or lower the learning "
+            text += "rate or momentum of the clients (docs/flower.md, Retuning)"
+            self._say(WARNING, text, self._last_step, step)
+        self._last_step = step
+
+    def _say(self, level: int, text: str, *args: Any) -> None:
+        """Log a line once in a run."""
+        if text not in self._said:
+            self._said.add(text)
+            log(level, text, *args)

@@ -88,12 +88,12 @@ class Places:
 
 def _indices(layout: Layout) -> Mapping[str, Tensor]:
     """For every parameter, the place of each of its numbers, in its shape."""
-    index, at = {}, 0
+    index, at = dict[str, Tensor](), 0
     for slot in layout.slots:
         if slot.kind == "parameter":
             index[slot.name] = torch.arange(at, at + slot.size).view(slot.shape)
             at += slot.size
-    return index
+    return index | {name: index[source] for name, source in layout.tied.items()}
 
 
 def _tensors(arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:

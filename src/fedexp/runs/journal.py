@@ -97,10 +97,13 @@ class Journal:
 
 
 def is_finite(state: SimulationState) -> bool:
-    """Return whether model and server state are finite; buffers need not be (a causal mask)."""
+    """Return whether model and server state are finite; buffers need not be (a causal mask).
+
+    Nor need single numbers of a rule: an eps of infinity is one.
+    """
     recent = [params for params, _ in state.recent]
-    tensors = [state.params, *recent, *state.server.values(), *state.shared.values()]
-    return all(bool(value.isfinite().all()) for value in tensors)
+    rules = [value for value in (*state.server.values(), *state.shared.values()) if value.ndim]
+    return all(bool(value.isfinite().all()) for value in (state.params, *recent, *rules))
 
 
 Restored = tuple[Checkpoint | None, SimulationState | None, list[Row]]

@@ -26,6 +26,7 @@ def _train(grid: Grid, config: UserConfig, name: str) -> None:
         min_available_nodes=int(config["min-nodes"]),
         algorithm=ALGORITHMS[name](),
         seed=SEED,
+        weighting="uniform",
         checkpoint=Path(str(config["checkpoint"])) / name,
         secure=SecureAggregation(clip=5.0, extras_bound=5.0) if config["secure"] else None,
     )
