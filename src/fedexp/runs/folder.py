@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import shlex
@@ -23,9 +22,11 @@ from fedexp.errors import UsageError, require
 from fedexp.experiments.spec import Run
 from fedexp.runs.atomic import telling, write_bytes, write_json
 from fedexp.runs.checkpoint import BEFORE, NEWEST
+from fedexp.runs.foreign import is_count, parse_json, shown
 from fedexp.runs.records import RECORDS, read_rows
 from fedexp.runs.spec_file import HEAD, SPEC, check_same, frozen, read_spec, spec_text
 
+MOST_THREADS = 4096  # that a run can have begun with
 CHECKPOINT_FILES = (".json", ".safetensors", ".slots")
 ENVIRONMENT, RESULT, MODEL, LOCK = "environment.json", "result.json", "model.safetensors", ".lock"
 
@@ -104,13 +105,15 @@ class RunFolder:
 
     def threads(self) -> int:
         """How many threads the run began with: sums over more of them round differently."""
-        return int(read_environment(self.path).get("threads", torch.get_num_threads()))
+        known = read_environment(self.path).get("threads")
+        return int(known) if is_count(known, 1, MOST_THREADS) else torch.get_num_threads()
 
     def note_resumed(self, round: int) -> None:
         """Add to the environment that another process goes on from here."""
         known = read_environment(self.path)
         again = {"round": round, "fedexp": __version__, "started": _now(), "command": _command()}
-        known["resumed"] = [*known.get("resumed", []), again]
+        earlier = known.get("resumed")
+        known["resumed"] = [*(earlier if isinstance(earlier, list) else []), again]
         write_json(self.path / ENVIRONMENT, known)
 
     def _refuse_strangers(self) -> None:
@@ -175,7 +178,7 @@ def machine(on_gpu: bool = False) -> dict[str, Any]:
 def read_environment(folder: Path) -> dict[str, Any]:
     """What `environment.json` says; nothing where it cannot be read, for a run goes on without."""
     try:
-        found = json.loads((folder / ENVIRONMENT).read_bytes())
+        found = parse_json((folder / ENVIRONMENT).read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -186,8 +189,8 @@ def warn_of_version(folder: Path) -> None:
     theirs = read_environment(folder).get("fedexp", __version__)
     if theirs != __version__:
         warnings.warn(
-            f"{folder} was begun with fedexp {theirs}; this is {__version__}, and its numbers may "
-            "differ",
+            f"{folder} was begun with fedexp {shown(theirs)}; this is {__version__}, and its "
+            "numbers may differ",
             RunWarning,
             stacklevel=2,
         )
