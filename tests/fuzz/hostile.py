@@ -79,6 +79,7 @@ def watched(memory: int = MEMORY, writes: bool = False) -> Iterator[None]:
 def harmless(action: Callable[[], Any], memory: int = MEMORY, writes: bool = False) -> Any:
     """What the action returns, or the one line that it is refused with; anything else fails."""
     with watched(memory, writes), warnings.catch_warnings():
+        warnings.simplefilter("error")
         warnings.simplefilter("ignore", RunWarning)
         try:
             return action()

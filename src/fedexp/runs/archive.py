@@ -13,9 +13,9 @@ from typing import Any
 
 import tomli_w
 
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, require, shown
 from fedexp.experiments.compare import Row
-from fedexp.runs.foreign import parse_toml, result_fault, row_fault, shown, spec_fault
+from fedexp.runs.foreign import parse_toml, result_fault, row_fault, spec_fault
 from fedexp.runs.spec_file import FORMAT, SPEC, id_of
 
 HEAD = "# A run of fedexp, archived. Its rounds are in the CSV of the same name.\n"

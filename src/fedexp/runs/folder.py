@@ -18,11 +18,11 @@ import numpy
 import torch
 
 from fedexp import __version__
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, require, shown
 from fedexp.experiments.spec import Run
 from fedexp.runs.atomic import telling, write_bytes, write_json
 from fedexp.runs.checkpoint import BEFORE, NEWEST
-from fedexp.runs.foreign import is_count, parse_json, shown
+from fedexp.runs.foreign import is_count, parse_json
 from fedexp.runs.records import RECORDS, read_rows
 from fedexp.runs.spec_file import HEAD, SPEC, check_same, frozen, read_spec, spec_text
 

@@ -13,8 +13,9 @@ import tomllib
 from collections.abc import Mapping
 from typing import Any
 
+from fedexp.errors import shown
+
 LARGEST = 2**63  # of whole numbers: larger ones do not fit what they are counted in
-LONGEST = 80  # characters of a foreign value in a message
 PART_NAME = re.compile(r"checkpoint-[A-Za-z0-9-]{1,80}\.safetensors")
 
 NUMBER = (int, float)
@@ -55,16 +56,6 @@ def parse_toml(text: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except RecursionError:
         raise ValueError("nested too deeply") from None
-
-
-def shown(value: object) -> str:
-    """Return a foreign value for a message: one line, printable, and not too long.
-
-    >>> shown("a\\nb"), shown(3), len(shown("x" * 1000))
-    ('a?b', '3', 80)
-    """
-    text = "".join(c if c.isprintable() else "?" for c in str(value)[: LONGEST + 1])
-    return text if len(text) <= LONGEST else f"{text[: LONGEST - 3]}..."
 
 
 def spec_fault(spec: Mapping[str, Any]) -> str | None:

@@ -11,9 +11,9 @@ from typing import Any
 
 import tomli_w
 
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, require, shown
 from fedexp.experiments.spec import Run, Spec
-from fedexp.runs.foreign import parse_toml, shown, spec_fault
+from fedexp.runs.foreign import parse_toml, spec_fault
 
 FORMAT = 1
 SPEC = "spec.toml"
