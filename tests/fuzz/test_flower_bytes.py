@@ -14,7 +14,6 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, Re
 from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.supercore.task_identity import TaskIdentity
-from google.protobuf.message import DecodeError
 
 import fedexp as fx
 from fedexp.flower.client_store import ClientStore
@@ -72,9 +71,8 @@ def hostile_reply(draw: Random, asked: Message) -> Message:
     extra = Array("float32", (DIM,), "numpy.ndarray", raw(draw))
     content[EXTRAS] = ArrayRecord({draw.choice(["control", "psi", "x"]): extra})
     if draw.random() < 0.3:
-        content["x"] = draw.choice(
-            [ConfigRecord({"a": "b"}), MetricRecord({"c": 1}), ArrayRecord()]
-        )
+        others: list[Any] = [ConfigRecord({"a": "b"}), MetricRecord({"c": 1}), ArrayRecord()]
+        content["x"] = draw.choice(others)
     return Message(content, reply_to=asked)
 
 
@@ -91,7 +89,7 @@ def readers() -> list[Reader]:
         server = Server(algorithm, first_model())
         made += [
             Reader(server, "arrays", "num-examples", how) for how in ("uniform", "num-examples")
-        ]  # type: ignore[arg-type]
+        ]
     return made
 
 
@@ -123,7 +121,7 @@ def test_replies_whose_bytes_are_damaged(draw: Random) -> None:
     data = foreign(draw, message_to_proto(reply).SerializeToString())
     try:
         carried = message_from_proto(ProtoMessage.FromString(data))
-    except (DecodeError, ValueError, TypeError, KeyError, AttributeError):
+    except Exception:
         return  # Flower's, before any code of ours
     if carried.has_content():
         with np.errstate(all="ignore"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -43,22 +44,24 @@ ADAPTIVE = [fx.Adagrad, fx.Adam, fx.Yogi]
 
 
 @pytest.mark.parametrize("make", ADAPTIVE)
-def test_a_large_tau_makes_an_adaptive_rule_average(make: type[fx.Adagrad]) -> None:
+def test_a_large_tau_makes_an_adaptive_rule_average(make: type[Any]) -> None:
     """√v + τ is τ there, so a step of lr τ is FedAvg's; β₁ = 0 leaves the momentum out.
 
     A v that starts at τ² doubles the denominator and halves steps: FedAdam's until it has decayed.
     """
     tau = 2.0**20
-    plain = {} if make is fx.Adagrad else {"beta1": 0.0}
+    plain: dict[str, Any] = {"beta1": 0.0} if issubclass(make, fx.Adam) else {}
     moved = trajectory(make(lr=tau, tau=tau, **plain))
     torch.testing.assert_close(moved, trajectory(fx.Average(1.0)), rtol=1e-5, atol=1e-5)
     halved = trajectory(make(lr=tau, tau=tau, form="printed", **plain))
-    tolerance = 1e-2 if make is fx.Adam else 1e-5  # of which a round costs 1 - √β₂ = 0.005, halved
+    tolerance = (
+        1e-2 if issubclass(make, fx.Adam) else 1e-5
+    )  # of which a round costs 1 - √β₂ = 0.005, halved
     torch.testing.assert_close(halved[0], trajectory(fx.Average(0.5))[0], rtol=tolerance, atol=1e-5)
 
 
 @pytest.mark.parametrize("make", ADAPTIVE)
-def test_forms_agree_where_tau_is_zero(make: type[fx.Adagrad]) -> None:
+def test_forms_agree_where_tau_is_zero(make: type[Any]) -> None:
     standard, printed = (trajectory(make(tau=0.0, form=form)) for form in ("standard", "printed"))
     assert all(map(torch.equal, standard, printed))
     assert all(bool(params.isfinite().all()) for params in standard)

@@ -72,7 +72,8 @@ def test_what_is_missing_is_said_and_not_judged() -> None:
     assert [check.holds for check in checks.values()] == [None, True, None, False, None]
 
 
-OLD, NEW = ({"options": {"server.form": form}} for form in ("reddi", "standard"))
+OLD: dict[str, Any] = {"options": {"server.form": "reddi"}}
+NEW: dict[str, Any] = {"options": {"server.form": "standard"}}
 
 
 def test_a_superseded_run_is_named_and_decides_nothing() -> None:

@@ -7,6 +7,7 @@ takes milliseconds, and processes that open the same file share its pages.
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -16,7 +17,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
@@ -157,7 +158,7 @@ def read(path: Path) -> tuple[Mapped, dict[str, Any]]:
     The mapping is copy-on-write: the arrays can be written to, and the file never changes.
     """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        with _Bounded(path) as file, zipfile.ZipFile(file) as archive:
             members = [info for info in archive.infolist() if info.filename.endswith(".npy")]
             stored = archive.getinfo(NOTE)
             if stored.compress_type != zipfile.ZIP_STORED or stored.file_size > MOST_NOTE:
@@ -170,7 +171,15 @@ def read(path: Path) -> tuple[Mapped, dict[str, Any]]:
         raise UsageError(f"{path}: not a data file of this package ({reason})") from error
 
 
-def _map(path: Path, file: IO[bytes], info: zipfile.ZipInfo) -> NDArray[Any]:
+class _Bounded(io.FileIO):
+    """A file of which no read allocates more than there is, whatever a header claims."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left)) or b""
+
+
+def _map(path: Path, file: io.FileIO, info: zipfile.ZipInfo) -> NDArray[Any]:
     """The array of one member; a zip member's bytes follow its local header."""
     file.seek(info.header_offset + 26)
     name_length, extra_length = struct.unpack("<HH", file.read(4))

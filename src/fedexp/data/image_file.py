@@ -5,7 +5,9 @@ The program imports nothing of the package, so that a process which runs it star
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import struct
 import sys
 import warnings
@@ -19,6 +21,7 @@ Bytes = NDArray[np.uint8]
 Size = tuple[int, int]
 # What is read, whatever a file is called: some other formats start programs (EPS: Ghostscript).
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+MOST_BYTES = 2**28  # of a file
 MOST_PIXELS = 2**26  # of an image that is read; a few bytes can claim billions
 LENGTH = struct.Struct("<q")
 
@@ -45,7 +48,7 @@ def read_image(
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # about damage that does not matter
-            with Image.open(path, formats=FORMATS) as image:
+            with Image.open(_content(path), formats=FORMATS) as image:
                 fault = _size_fault(image.height, image.width, None if resize else size)
                 shown = None if fault else image.convert(mode)
     # A damaged image makes pillow raise nearly anything: SyntaxError for a broken PNG, for one.
@@ -56,6 +59,14 @@ def read_image(
     if size is not None and (shown.height, shown.width) != size:
         shown = shown.resize((size[1], size[0]), Image.Resampling.BILINEAR)
     return planes(shown)
+
+
+def _content(path: str | PathLike[str]) -> io.BytesIO:
+    """A file in memory: a read of a length that it only claims would allocate that length."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        return io.BytesIO(file.read())
 
 
 def _size_fault(rows: int, columns: int, size: Size | None) -> str:

@@ -110,7 +110,7 @@ def _check_program(data: bytes) -> None:
     """Refuse opcodes that no pickle of plain data has, and that cost more than their bytes."""
     tuples = 0
     for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
-        if opcode.name in PUTS and not 0 <= int(argument) <= number:
+        if opcode.name in PUTS and not 0 <= int(argument or 0) <= number:
             raise pickle.UnpicklingError("it remembers more than it has")
         tuples += opcode.name in TUPLES
         if tuples > MOST_TUPLES:

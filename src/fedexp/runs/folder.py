@@ -105,7 +105,7 @@ class RunFolder:
 
     def threads(self) -> int:
         """How many threads the run began with: sums over more of them round differently."""
-        known = read_environment(self.path).get("threads")
+        known: Any = read_environment(self.path).get("threads")
         return int(known) if is_count(known, 1, MOST_THREADS) else torch.get_num_threads()
 
     def note_resumed(self, round: int) -> None:

@@ -60,6 +60,6 @@ def _is_sound(layer: Layer) -> bool:
 
 def _layer(named: Mapping[str, Tensor]) -> Layer:
     clients, slots, checks = (named[name].cpu().numpy() for name in ("clients", "slots", "checks"))
-    if (clients.dtype, slots.dtype, checks.dtype) != (np.int64, np.int64, np.int32):
+    if [each.dtype.name for each in (clients, slots, checks)] != ["int64", "int64", "int32"]:
         raise DamagedError(f"a list of the slots in {SLOTS} is none")
     return Layer(clients, slots, checks.view(np.uint32))
