@@ -90,10 +90,17 @@ def harmless(action: Callable[[], Any], memory: int = MEMORY, writes: bool = Fal
     return text
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+class Files(dict[str, bytes]):
+    """Files by name; reports of a failure name them and leave their bytes out."""
+
+    def __repr__(self) -> str:
+        return f"Files({', '.join(self)})"
+
+
+def contents(folder: Path) -> Files:
     """Every file below a folder."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+    return Files({str(path.relative_to(folder)): path.read_bytes() for path in files})
 
 
 # Mutations of bytes: what a bad disk does, and what somebody does who knows the format.

@@ -10,7 +10,7 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -26,9 +26,9 @@ from fedexp.data.files import EMNIST
 from fedexp.data.safe_pickle import read_pickle
 from fedexp.data.splits import RawSplits
 from fedexp.errors import UsageError
-from tests.fuzz.hostile import changed, contents, foreign, fuzz, harmless
+from tests.fuzz.hostile import Files, changed, contents, foreign, fuzz, harmless
 
-Seeds = Mapping[str, bytes]
+Seeds = Files
 IMAGE = 6 * image_file.MOST_PIXELS  # bytes: decoded, and as an array
 PIXELS = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
 
@@ -40,7 +40,7 @@ def pickles() -> Seeds:
     arrays = {"data": PIXELS[:1], "labels": np.array([1]), "x": {"y": (1, 2.5, None, True)}}
     protocols = range(pickle.HIGHEST_PROTOCOL + 1)
     made = [pickle.dumps(each, protocol=p) for p in protocols for each in (listed, arrays)]
-    return {str(k): data for k, data in enumerate(made)}
+    return Files({str(k): data for k, data in enumerate(made)})
 
 
 @fuzz(300)
@@ -85,7 +85,7 @@ def _program(draw: Random) -> bytes:
 def hdf5(tmp_path_factory: pytest.TempPathFactory) -> Seeds:
     import h5py
 
-    folder, made = tmp_path_factory.mktemp("hdf5"), {}
+    folder, made = tmp_path_factory.mktemp("hdf5"), Files()
     for name, options in {"plain": {}, "chunked": {"chunks": True, "compression": "gzip"}}.items():
         with h5py.File(folder / name, "w", track_order=False) as file:
             for k in range(2):
@@ -129,7 +129,7 @@ def test_leaf_json(tmp_path_factory: pytest.TempPathFactory, draw: Random) -> No
 @pytest.fixture(scope="module")
 def images() -> Seeds:
     """Small images of every format that is read."""
-    made = {}
+    made = Files()
     picture = Image.fromarray(np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3))
     for kind in ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP"):
         for mode in ("RGB", "L", "P") if kind == "PNG" else ("RGB",):
@@ -156,7 +156,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Seeds:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("time.time", lambda: 1.7e9)
         Federation.from_ids({"x": x, "y": y}, [0, 0, 1, 1]).save(path)
-    return {"whole": path.read_bytes()}
+    return Files({"whole": path.read_bytes()})
 
 
 @fuzz(300)
@@ -177,7 +177,7 @@ def test_saved_federations(
 @pytest.fixture(scope="module")
 def archives() -> Seeds:
     """What EMNIST comes as, in every compression that tarfile knows."""
-    made = {}
+    made = Files()
     for kind in ("", "gz", "bz2", "xz"):
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode=f"w:{kind}") as archive:  # type: ignore[call-overload]

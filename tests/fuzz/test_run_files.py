@@ -7,6 +7,7 @@ import json
 import sys
 import time
 import tomllib
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -16,6 +17,7 @@ import pytest
 import tomli_w
 import torch
 
+from fedexp.errors import UsageError
 from fedexp.runs import Stopped, execute, load_run
 from fedexp.runs.archive import HEAD, Parts, texts
 from fedexp.runs.checkpoint import BEFORE, NEWEST
@@ -23,12 +25,12 @@ from fedexp.runs.folder import ENVIRONMENT, RESULT, RunFolder, machine
 from fedexp.runs.journal import Journal
 from fedexp.runs.records import RECORDS
 from fedexp.runs.spec_file import SPEC, id_of, read_spec
-from tests.fuzz.hostile import changed, contents, foreign, fuzz, harmless
+from tests.fuzz.hostile import Files, changed, contents, foreign, fuzz, harmless
 from tests.runs.helpers import nobody, stop_after, tiny
 
 CPU = torch.device("cpu")
 ABOUT = machine()
-Run = dict[str, bytes]  # the files of a run folder, by name
+Run = Files  # of a run folder
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
     return {path.name: contents(path) for path in root.iterdir()}
 
 
-def put(folder: Path, files: Run, changed: Run) -> Path:
+def put(folder: Path, files: Mapping[str, bytes], changed: Mapping[str, bytes]) -> Path:
     """The folder with these files and no others."""
     wanted = {**files, **changed}
     for name, data in wanted.items():
@@ -173,7 +175,7 @@ def test_forged_checkpoints(
     """The parts of a checkpoint are forged with it, so that their digests fit."""
     files = runs[draw.choice(["stopped", "slots"])]
     listed = json.loads(files[NEWEST])
-    spoilt: Run = {}
+    spoilt: dict[str, bytes] = {}
     if draw.random() < 0.5:
         part = draw.choice(_parts(listed))
         spoilt[part["file"]] = foreign(draw, files[part["file"]])
@@ -185,6 +187,23 @@ def test_forged_checkpoints(
     put(folder, files, spoilt)
     (folder / BEFORE).unlink(missing_ok=True)
     is_refused_or_resumed(folder)
+
+
+@pytest.mark.parametrize("kind", ["slots", "model"])
+def test_a_forged_list_of_files_leads_nowhere_else(
+    kind: str, runs: dict[str, Run], tmp_path: Path
+) -> None:
+    """Slots are opened for writing, so a list could name any file of the user's to be spoilt."""
+    other = tmp_path / "precious"
+    listed = json.loads(runs["slots"][NEWEST])
+    other.write_bytes(runs["slots"][listed[kind]["file"]])
+    listed[kind]["file"] = "../precious"
+    files = {k: v for k, v in runs["slots"].items() if k != BEFORE}
+    folder = put(tmp_path / "run", files, {NEWEST: signed_checkpoint(listed)})
+    before = other.read_bytes()
+    with pytest.raises(UsageError, match=r"checkpoint\.json cannot be read \(ValueError\)"):
+        execute(tiny("scaffold-exp", 6), None, nobody, folder=folder, keep_clients="disk")
+    assert other.read_bytes() == before
 
 
 def _parts(listed: dict[str, Any]) -> list[dict[str, Any]]:
