@@ -23,10 +23,15 @@ SERVER_RULES = [
     fx.MomentumExP(apply_momentum=False),
     fx.Adagrad(),
     fx.Adagrad(tau=0.0),
+    fx.Adagrad(form="printed"),
     fx.Adagrad(form="authors"),
     fx.Adam(),
+    fx.Adam(tau=0.0),
+    fx.Adam(form="printed"),
     fx.Adam(form="authors"),
     fx.Yogi(),
+    fx.Yogi(tau=0.0),
+    fx.Yogi(form="printed"),
 ]
 EXTRAPOLATING = [rule for rule in SERVER_RULES if isinstance(rule, fx.ExP)]
 CLIENT_RULES: list[fx.ClientRule] = [fx.SGD(), fx.Prox(0.1), fx.Scaffold()]

@@ -46,6 +46,16 @@ def require(condition: bool, message: str) -> None:
         raise UsageError(message)
 
 
+def shown(value: object, longest: int = 80) -> str:
+    """Return a foreign value for a message: one line, printable, and not too long.
+
+    >>> shown("a\\nb"), shown(3), len(shown("x" * 1000))
+    ('a?b', '3', 80)
+    """
+    text = "".join(c if c.isprintable() else "?" for c in str(value)[: longest + 1])
+    return text if len(text) <= longest else f"{text[: longest - 3]}..."
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """The error for a misspelt name: it offers the nearest names, or else all of them.
 

@@ -143,7 +143,7 @@ BAD = {
     "pixels of nothing": (instead(f"{FIRST}/pixels", h5py.Empty("f4")), "pixels of shape None"),
     "label of text": (instead(f"{FIRST}/label", [b"1"] * 12), "not a list of whole numbers"),
     "label of fractions": (instead(f"{FIRST}/label", np.ones(12)), "not a list of whole numbers"),
-    "label of nothing": (instead(f"{FIRST}/label", h5py.Empty("i4")), "damaged HDF5 file"),
+    "label of nothing": (instead(f"{FIRST}/label", h5py.Empty("i4")), "label of shape None"),
     "no writers": (instead("examples", None), "has no examples"),
     "empty writers": (emptied, "has no examples"),
     "no examples": (without("examples"), "has no group 'examples'"),

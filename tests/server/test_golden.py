@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -96,12 +98,17 @@ def test_momentum_exp_with_the_released_typo() -> None:
     check(fx.MomentumExP(0.2, beta=0.9, apply_momentum=False), w)
 
 
-def test_adagrad() -> None:
-    w, v = START.copy(), np.full(DIM, 0.1**2)
+# Where v starts, by form: at 0 unless Algorithm 2 of Reddi et al. is asked for as it is printed.
+STARTS = {"standard": 0.0, "printed": 0.1**2, "reddi": 0.1**2}
+
+
+@pytest.mark.parametrize("form", STARTS)
+def test_adagrad(form: Any) -> None:
+    w, v = START.copy(), np.full(DIM, STARTS[form])
     for d in UPDATES:
         v = v + d.mean(0) ** 2
         w = w - 0.5 * d.mean(0) / (np.sqrt(v) + 0.1)
-    check(fx.Adagrad(0.5, tau=0.1), w)
+    check(fx.Adagrad(0.5, tau=0.1, form=form), w)
 
 
 def test_adagrad_as_the_authors_run_it() -> None:
@@ -112,15 +119,16 @@ def test_adagrad_as_the_authors_run_it() -> None:
     check(fx.Adagrad(0.5, tau=0.01, form="authors"), w)
 
 
+@pytest.mark.parametrize("form", STARTS)
 @pytest.mark.parametrize("yogi", [False, True])
-def test_adam_and_yogi(yogi: bool) -> None:
-    w, m, v = START.copy(), np.zeros(DIM), np.full(DIM, 0.1**2)
+def test_adam_and_yogi(yogi: bool, form: Any) -> None:
+    w, m, v = START.copy(), np.zeros(DIM), np.full(DIM, STARTS[form])
     for d in UPDATES:
         g = d.mean(0)
         m = 0.9 * m + 0.1 * g
         v = v - 0.01 * g**2 * np.sign(v - g**2) if yogi else 0.99 * v + 0.01 * g**2
         w = w - 0.5 * m / (np.sqrt(v) + 0.1)
-    check((fx.Yogi if yogi else fx.Adam)(0.5, tau=0.1), w)
+    check((fx.Yogi if yogi else fx.Adam)(0.5, tau=0.1, form=form), w)
 
 
 def test_adam_as_the_authors_run_it() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -37,6 +38,39 @@ def trajectory(rule: fx.ServerRule, rounds: int = 5) -> list[torch.Tensor]:
 )
 def test_rules_agree_bit_for_bit(one: fx.ServerRule, other: fx.ServerRule) -> None:
     assert all(map(torch.equal, trajectory(one), trajectory(other)))
+
+
+ADAPTIVE = [fx.Adagrad, fx.Adam, fx.Yogi]
+
+
+@pytest.mark.parametrize("make", ADAPTIVE)
+def test_a_large_tau_makes_an_adaptive_rule_average(make: type[Any]) -> None:
+    """√v + τ is τ there, so a step of lr τ is FedAvg's; β₁ = 0 leaves the momentum out.
+
+    A v that starts at τ² doubles the denominator and halves steps: FedAdam's until it has decayed.
+    """
+    tau = 2.0**20
+    plain: dict[str, Any] = {"beta1": 0.0} if issubclass(make, fx.Adam) else {}
+    moved = trajectory(make(lr=tau, tau=tau, **plain))
+    torch.testing.assert_close(moved, trajectory(fx.Average(1.0)), rtol=1e-5, atol=1e-5)
+    halved = trajectory(make(lr=tau, tau=tau, form="printed", **plain))
+    tolerance = (
+        1e-2 if issubclass(make, fx.Adam) else 1e-5
+    )  # of which a round costs 1 - √β₂ = 0.005, halved
+    torch.testing.assert_close(halved[0], trajectory(fx.Average(0.5))[0], rtol=tolerance, atol=1e-5)
+
+
+@pytest.mark.parametrize("make", ADAPTIVE)
+def test_forms_agree_where_tau_is_zero(make: type[Any]) -> None:
+    standard, printed = (trajectory(make(tau=0.0, form=form)) for form in ("standard", "printed"))
+    assert all(map(torch.equal, standard, printed))
+    assert all(bool(params.isfinite().all()) for params in standard)
+
+
+def test_the_earlier_name_of_a_form_is_kept() -> None:
+    assert fx.Adagrad(form="reddi") == fx.Adagrad(form="printed")
+    with pytest.raises(fx.UsageError, match="form must be standard, printed or authors, not 'x'"):
+        fx.Yogi(form="x")  # type: ignore[arg-type]
 
 
 def test_one_client_is_plain_averaging() -> None:

@@ -72,6 +72,49 @@ def test_what_is_missing_is_said_and_not_judged() -> None:
     assert [check.holds for check in checks.values()] == [None, True, None, False, None]
 
 
+OLD: dict[str, Any] = {"options": {"server.form": "reddi"}}
+NEW: dict[str, Any] = {"options": {"server.form": "standard"}}
+
+
+def test_a_superseded_run_is_named_and_decides_nothing() -> None:
+    others = [run for run in table1(end=0.7) if run.spec["algorithm"] != "fedadagrad"]
+    old = [fabricated("table1", "cifar10", "fedadagrad", seed, end=0.7, **OLD) for seed in (0, 1)]
+    plan, results = plan_from(STUDIES["table1"], Request(), [*others, *old])
+    assert "cifar10: fedadagrad run with the earlier start of v; to be run again" in plan.shrunk
+    assert "fedadagrad" not in {result.job.series for result in results}
+    checks = {check.claim.text: check for check in plan.study.measure(plan, results).checks}
+    (alike,) = (check for text, check in checks.items() if text.startswith("FedAdagrad ends"))
+    assert alike.holds is None
+    new = [fabricated("table1", "cifar10", "fedadagrad", seed, end=0.7, **NEW) for seed in (0, 1)]
+    for runs in ([*others, *new], [*others, *old, *new]):
+        plan, results = plan_from(STUDIES["table1"], Request(), runs)
+        assert [line for line in plan.shrunk if "run again" in line] == []
+        assert len(results) == 8
+        checks = {check.claim.text: check for check in plan.study.measure(plan, results).checks}
+        (alike,) = (check for text, check in checks.items() if text.startswith("FedAdagrad ends"))
+        assert alike.holds
+
+
+def test_a_lead_over_the_closest_baseline_needs_all_of_them() -> None:
+    ends = {"fedexp": 0.9, "fedavg": 0.7, "scaffold": 0.6}
+    runs = [fabricated("table1", "cifar10", name, end=end) for name, end in ends.items()]
+    old = fabricated("table1", "cifar10", "fedadagrad", end=0.5, **OLD)
+    for given in (runs, [*runs, old]):
+        plan, results = plan_from(STUDIES["table1"], Request(), given)
+        checks = {check.claim.text: check for check in plan.study.measure(plan, results).checks}
+        (margin,) = (check for text, check in checks.items() if "closest baseline" in text)
+        assert margin.holds is None
+        assert margin.seen == "+20.00 points, +28.6 % of fedavg's; no run of fedadagrad"
+
+
+def test_a_study_of_superseded_runs_alone_has_none() -> None:
+    old = fabricated("momentum", "cifar10", "fedadam", **OLD)
+    plan, results = plan_from(STUDIES["momentum"], Request(), [old])
+    assert (plan.tasks, results) == ((), [])
+    told = "cifar10 is left out: fedadam run with the earlier start of v; to be run again"
+    assert told in plan.left_out
+
+
 def test_an_algorithm_that_is_overtaken_is_so_by_whoever_was_run() -> None:
     hits = {"fedexp": None, "fedavg": 300}
     runs = [fabricated("table1", "cifar10", name, hit=hit) for name, hit in hits.items()]

@@ -141,6 +141,29 @@ def test_commands_make_these_runs_and_no_others() -> None:
     ]
 
 
+def test_superseded_runs_are_marked_until_they_are_run_again() -> None:
+    others = [run for run in table1() if run.spec["algorithm"] != "fedadagrad"]
+    old, new = (
+        [fabricated("table1", "cifar10", "fedadagrad", s, 290, options=form) for s in range(2)]
+        for form in ({"server.form": "reddi"}, {"server.form": "standard"})
+    )
+    results = Results((*others, *old))
+    remark = "run with the earlier start of v; to be run again"
+    assert f"- fedadagrad {remark}" in side_by_side.table1(results)
+    assert "FedAdagrad |" not in side_by_side.table1(results) + levels.levels(results)
+    assert f"CIFAR-10: fedadagrad {remark}" in sections.missing(results)
+    assert runs_table.runs(results).count(f"finished; {remark}") == 2
+    unsure = sections.verdicts(results).split("**Cannot be told from these runs**")[1]
+    assert "CIFAR-10: FedAdagrad ends almost where FedAvg does" in unsure
+    # One command still makes all of them, in their new form; then nothing is marked.
+    command = "fedexp reproduce table1 --task cifar10 --seeds 2 --device cuda --precision bf16"
+    for archive in (results, Results((*others, *old, *new)), Results((*others, *new))):
+        assert again.rerun(archive).splitlines()[1] == command
+    replaced = Results((*others, *new))
+    assert all(remark not in make(replaced) for make in BLOCKS.values())
+    assert "| FedAdagrad | 290" in side_by_side.table1(replaced)
+
+
 def test_every_run_is_in_the_table_with_its_machine() -> None:
     runs = table1(seeds=1)
     other = {**runs[0].environment, "device": "another", "started": "2027-01-01T00:00:00+0000"}

@@ -7,7 +7,9 @@ takes milliseconds, and processes that open the same file share its pages.
 
 from __future__ import annotations
 
+import io
 import json
+import math
 import os
 import secrets
 import struct
@@ -15,15 +17,16 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, shown
 
 FORMAT = 2  # raise it when a conversion changes, so that older caches are made anew
 NOTE = "note.json"
+MOST_NOTE = 2**24  # bytes
 ALIGNMENT = 64
 PADDING_FIELD = 0xD935  # the extra field that zip files use for alignment
 
@@ -155,23 +158,39 @@ def read(path: Path) -> tuple[Mapped, dict[str, Any]]:
     The mapping is copy-on-write: the arrays can be written to, and the file never changes.
     """
     try:
-        with path.open("rb") as file, zipfile.ZipFile(file) as archive:
+        with _Bounded(path) as file, zipfile.ZipFile(file) as archive:
             members = [info for info in archive.infolist() if info.filename.endswith(".npy")]
-            note = dict(json.loads(archive.read(NOTE)))
+            stored = archive.getinfo(NOTE)
+            if stored.compress_type != zipfile.ZIP_STORED or stored.file_size > MOST_NOTE:
+                raise ValueError(f"{NOTE} is not stored as is")
+            note = dict(json.loads(archive.read(stored)))
             return {info.filename[:-4]: _map(path, file, info) for info in members}, note
-    except (OSError, zipfile.BadZipFile, KeyError, TypeError, ValueError, struct.error) as error:
-        reason = " ".join(str(error).split())
+    # Damaged headers make zipfile and numpy raise nearly anything.
+    except Exception as error:
+        reason = shown(" ".join(str(error).split())) or type(error).__name__
         raise UsageError(f"{path}: not a data file of this package ({reason})") from error
 
 
-def _map(path: Path, file: IO[bytes], info: zipfile.ZipInfo) -> NDArray[Any]:
+class _Bounded(io.FileIO):
+    """A file of which no read allocates more than there is, whatever a header claims."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        left = max(0, os.fstat(self.fileno()).st_size - self.tell())
+        return super().read(left if size is None or size < 0 else min(size, left)) or b""
+
+
+def _map(path: Path, file: io.FileIO, info: zipfile.ZipInfo) -> NDArray[Any]:
     """The array of one member; a zip member's bytes follow its local header."""
     file.seek(info.header_offset + 26)
     name_length, extra_length = struct.unpack("<HH", file.read(4))
     file.seek(name_length + extra_length, os.SEEK_CUR)
     if np.lib.format.read_magic(file) != (1, 0) or info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{info.filename} is not stored as is")
-    shape, _, dtype = np.lib.format.read_array_header_1_0(file)
+    shape, by_column, dtype = np.lib.format.read_array_header_1_0(file)
+    if dtype.hasobject or by_column:  # bytes of a file must never be taken for pointers
+        raise ValueError(f"{info.filename} holds no plain numbers")
+    if math.prod(shape) * dtype.itemsize > path.stat().st_size:
+        raise ValueError(f"{info.filename} has fewer bytes than it says")
     if 0 in shape:  # an empty range cannot be mapped
         return np.zeros(shape, dtype)
     return np.memmap(path, dtype, mode="c", offset=file.tell(), shape=shape)

@@ -55,7 +55,8 @@ def _pictures(folder: Path) -> list[Path]:
     if not folder.is_dir():
         raise UsageError(f"{folder}: no such folder; CINIC-10 has one for each of its ten classes")
     with os.scandir(folder) as entries:
-        names = sorted(entry.name for entry in entries if entry.name.endswith(".png"))
+        files = (entry for entry in entries if entry.is_file())
+        names = sorted(entry.name for entry in files if entry.name.endswith(".png"))
     if not names:
         raise UsageError(f"{folder}: holds no .png files; unpack the archive again")
     return [folder / name for name in names]

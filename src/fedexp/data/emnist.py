@@ -9,6 +9,7 @@ fractions of 255, so `round(255 * x)` gives back the bytes they were made of.
 from __future__ import annotations
 
 import json
+import math
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -22,10 +23,13 @@ from fedexp.data.cache import Arrays, Stream
 from fedexp.data.extras import extra
 from fedexp.data.progress import progress
 from fedexp.data.splits import check_labels
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, shown
 
 CLASSES = 62
 SHAPE = (1, 28, 28)
+MOST_EXAMPLES = 10_000_000  # of a split; the largest has 671,585
+MOST_OF_A_WRITER = 100_000
+MOST_CHUNK = 2**26  # bytes that HDF5 reads at a time
 
 Bytes = NDArray[np.uint8]
 
@@ -76,21 +80,34 @@ def hdf5_split(path: Path) -> Split:
         if not isinstance(examples, h5py.Group):
             raise UsageError(f"{path}: has no group 'examples'; it is not a federated EMNIST file")
         writers = sorted(examples)
-        labels = [_hdf5_labels(examples[writer], path) for writer in writers]
+        labels: list[NDArray[np.int64]] = []
+        left = MOST_EXAMPLES
+        for writer in writers:
+            labels.append(_hdf5_labels(examples[writer], path, left))
+            left -= len(labels[-1])
     if not any(map(len, labels)):
         raise UsageError(f"{path}: has no examples; fetch it anew")
     return Split([len(y) for y in labels], np.concatenate(labels), _hdf5_pixels(path, writers))
 
 
-def _hdf5_labels(writer: Any, path: Path) -> NDArray[np.int64]:
-    """A writer's labels, if its pixels are as many pictures of fractions."""
+def _hdf5_labels(writer: Any, path: Path, most: int) -> NDArray[np.int64]:
+    """A writer's labels, if its pixels are as many pictures of fractions.
+
+    A few bytes of HDF5 can claim any number of examples, so nothing is read before its size is
+    known to be at most `most`, and that of a writer.
+    """
     h5py = extra("h5py", f"reading {path.name}")
-    where = f"{path}: writer {writer.name}"
+    where = f"{path}: writer {shown(writer.name)}"
     found: Any = writer if isinstance(writer, h5py.Group) else {}
     pixels, labels = found.get("pixels"), found.get("label")
     for name, entry in (("pixels", pixels), ("label", labels)):
         if not isinstance(entry, h5py.Dataset):
             raise UsageError(f"{where} has no {name!r} array; fetch the file anew")
+        chunk = math.prod(entry.chunks or (1,)) * entry.dtype.itemsize
+        if entry.ndim < 1 or len(entry) > min(most, MOST_OF_A_WRITER) or chunk > MOST_CHUNK:
+            raise UsageError(f"{where} has {name} of shape {entry.shape}; fetch the file anew")
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise UsageError(f"{where} has labels that are not a list of whole numbers")
     checked = check_labels(labels[()], CLASSES, where)
     if pixels.shape != (len(checked), *SHAPE[1:]):
         raise UsageError(f"{where} has {len(checked)} labels and pixels of shape {pixels.shape}")
@@ -107,7 +124,8 @@ def _hdf5_pixels(path: Path, writers: Sequence[str]) -> Iterator[Bytes]:
         progress(f"converting {path.name}", len(writers)) as advance,
     ):
         for writer in writers:
-            yield as_bytes(file["examples"][writer]["pixels"][()], f"{path}, writer {writer}")
+            where = f"{path}, writer {shown(writer)}"
+            yield as_bytes(file["examples"][writer]["pixels"][()], where)
             advance(1)
 
 
@@ -118,8 +136,9 @@ def _reading(path: Path) -> Iterator[None]:
         yield
     except UsageError:  # which is a ValueError, and says it better
         raise
-    except (OSError, KeyError, RuntimeError, TypeError, AttributeError, ValueError) as error:
-        reason = " ".join(str(error).split())
+    # The library raises nearly anything for bytes that are not its own.
+    except Exception as error:
+        reason = shown(" ".join(str(error).split())) or type(error).__name__
         raise UsageError(f"{path}: damaged HDF5 file ({reason}); fetch it anew") from error
 
 
@@ -159,8 +178,10 @@ def _leaf_writers(path: Path) -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
     try:
         with path.open(encoding="utf-8") as file:
             content = json.load(file, object_pairs_hook=compact)
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
-        raise UsageError(f"{path}: damaged JSON file ({error}); make it anew") from error
+    except UsageError:  # which is a ValueError
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: damaged JSON file ({shown(error)}); make it anew") from error
     writers = content.get("user_data") if isinstance(content, dict) else None
     if not isinstance(writers, dict) or not all(isinstance(w, tuple) for w in writers.values()):
         raise UsageError(f"{path}: has no 'user_data' with 'x' and 'y' for each writer")
@@ -170,8 +191,8 @@ def _leaf_writers(path: Path) -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
 def _leaf_examples(content: dict[str, Any], path: Path) -> tuple[Bytes, NDArray[np.int64]]:
     try:
         labels = np.asarray(content["y"], dtype=None if content["y"] else np.int64)
-        pixels = np.asarray(content["x"], dtype=np.float32).reshape(len(labels), *SHAPE)
-    except (TypeError, ValueError) as error:
+        pixels = np.asarray(content["x"], dtype=np.float64).reshape(len(labels), *SHAPE)
+    except (TypeError, ValueError, OverflowError) as error:
         raise UsageError(f"{path}: a writer's examples are not 784 numbers and a label") from error
     return as_bytes(pixels, path), check_labels(labels, CLASSES, path)
 
@@ -182,7 +203,7 @@ def as_bytes(pixels: ArrayLike, where: object) -> Bytes:
     >>> as_bytes(np.full((1, 28, 28), 1.0), "here")[0, 0, 0, :3]
     array([255, 255, 255], dtype=uint8)
     """
-    values = np.asarray(pixels, dtype=np.float32)
+    values = np.asarray(pixels)
     if not ((values >= 0) & (values <= 1)).all():
         raise UsageError(f"{where}: grey values are not all between 0 and 1; fetch the file anew")
-    return np.rint(255 * values).astype(np.uint8).reshape(-1, *SHAPE)
+    return np.rint(255 * values.astype(np.float32)).astype(np.uint8).reshape(-1, *SHAPE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import lzma
 import os
 import re
 import tarfile
@@ -14,10 +15,11 @@ from typing import IO
 from fedexp.data.extras import extra
 from fedexp.data.files import Source
 from fedexp.data.progress import Advance, progress
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, shown
 
 TIMEOUT = (10, 60)  # seconds to connect, and to wait for more
 CHUNK = 1 << 20
+DAMAGE = (tarfile.TarError, EOFError, zlib.error, lzma.LZMAError, ValueError, OverflowError)
 SHA256 = re.compile(r"[0-9a-fA-F]{64}")
 
 
@@ -182,11 +184,13 @@ def _extract(archive: Path, to: Path) -> None:
             while content.fileobj is not None and content.fileobj.read(CHUNK):
                 pass  # to the very end, where the compressed stream has its own checksum
     except tarfile.FilterError as error:
-        raise UsageError(f"{archive}: unsafe archive ({error}); do not use it") from error
-    except (tarfile.TarError, EOFError, zlib.error, OSError) as error:
+        raise UsageError(f"{archive}: unsafe archive ({shown(error)}); do not use it") from error
+    except UsageError:  # which is a ValueError
+        raise
+    except (*DAMAGE, OSError) as error:
         if getattr(error, "errno", None):  # the disk's fault, not the archive's
             raise
-        reason = " ".join(str(error).split())
+        reason = shown(" ".join(str(error).split()))
         raise UsageError(
             f"{archive}: truncated or damaged archive ({reason}); delete it and fetch it anew"
         ) from error

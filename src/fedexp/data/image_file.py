@@ -5,9 +5,12 @@ The program imports nothing of the package, so that a process which runs it star
 
 from __future__ import annotations
 
+import io
 import json
+import os
 import struct
 import sys
+import warnings
 from os import PathLike
 from typing import Any
 
@@ -16,6 +19,10 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Size = tuple[int, int]
+# What is read, whatever a file is called: some other formats start programs (EPS: Ghostscript).
+FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
+MOST_BYTES = 2**28  # of a file
+MOST_PIXELS = 2**26  # of an image that is read; a few bytes can claim billions
 LENGTH = struct.Struct("<q")
 
 
@@ -39,16 +46,34 @@ def read_image(
     from PIL import Image
 
     try:
-        with Image.open(path) as image:
-            shown = image.convert(mode)
-    # pillow raises SyntaxError for a broken PNG, and its own error for what looks like an attack
-    except (OSError, SyntaxError, ValueError, Image.DecompressionBombError) as error:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about damage that does not matter
+            with Image.open(_content(path), formats=FORMATS) as image:
+                fault = _size_fault(image.height, image.width, None if resize else size)
+                shown = None if fault else image.convert(mode)
+    # A damaged image makes pillow raise nearly anything: SyntaxError for a broken PNG, for one.
+    except Exception as error:
         raise ValueError("not an image that can be read; remove or replace it") from error
+    if shown is None:
+        raise ValueError(fault)
     if size is not None and (shown.height, shown.width) != size:
-        if not resize:
-            raise ValueError(f"is {shown.height}x{shown.width} pixels, not {size[0]}x{size[1]}")
         shown = shown.resize((size[1], size[0]), Image.Resampling.BILINEAR)
     return planes(shown)
+
+
+def _content(path: str | PathLike[str]) -> io.BytesIO:
+    """A file in memory: a read of a length that it only claims would allocate that length."""
+    with open(path, "rb") as file:
+        if os.fstat(file.fileno()).st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        return io.BytesIO(file.read())
+
+
+def _size_fault(rows: int, columns: int, size: Size | None) -> str:
+    """Why an image is not decoded; nothing where it may be."""
+    if size is not None and (rows, columns) != size:
+        return f"is {rows}x{columns} pixels, not {size[0]}x{size[1]}"
+    return f"is {rows}x{columns} pixels, which is too large" if rows * columns > MOST_PIXELS else ""
 
 
 def serve() -> None:

@@ -28,7 +28,8 @@ def read_folder(
     The arguments are those of `Federation.from_image_folder`.
     """
     require(root.is_dir(), f"{root}: no such folder of images")
-    paths = sorted(path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES)
+    found = (path for path in root.rglob("*") if path.suffix.lower() in SUFFIXES)
+    paths = sorted(path for path in found if path.is_file())  # a pipe would be waited for
     require(len(paths) > 0, f"{root}: holds no images; known are {', '.join(sorted(SUFFIXES))}")
     below = [path.relative_to(root) for path in paths]
     ids = [_client(path, client, root) for path in below]

@@ -3,20 +3,29 @@
 A pickle is a program. This reader lets it name five things, all of numpy's own way to store an
 array, and gives it harmless stand-ins for them, so that no function of numpy or of anything else is
 ever called on the pickle's behalf. The arrays are made from the stand-ins when it has finished.
+
+Before it runs, its opcodes are read once: a few bytes can ask for gigabytes of memory, or build a
+key whose hash overflows the interpreter's stack.
 """
 
 from __future__ import annotations
 
+import io
 import pickle
+import pickletools
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, shown
 
+MOST_BYTES = 2**30  # of a file; those of CIFAR have 31 to 155 MB
+MOST_TUPLES = 10_000  # an array takes four; nested ones are hashed without a bound on the depth
+TUPLES = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
+PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 NUMBERS = re.compile(r"[biuf][1248]")  # booleans, integers and floats
 
 
@@ -57,11 +66,19 @@ class _EmptyArray:
 
 
 class _Encoded:
-    """Stands for `_codecs.encode`, by which Python 3 writes bytes for Python 2 to read."""
+    """Stands for `_codecs.encode`, by which Python 3 writes bytes for Python 2 to read.
+
+    A text is written once and encoded once, so all of them together are no longer than the file.
+    """
+
+    left: ClassVar[list[int]] = [0]  # characters that may still be encoded; one list per reader
 
     def __new__(cls, text: str, encoding: str = "latin1") -> Any:
         if not isinstance(text, str) or _text(encoding) != "latin1":
             raise pickle.UnpicklingError(f"it encodes text as {encoding!r}")
+        cls.left[0] -= len(text)
+        if cls.left[0] < 0:
+            raise pickle.UnpicklingError("it encodes more text than it has")
         return text.encode("latin1")
 
     def __setstate__(self, state: Any) -> None:
@@ -78,10 +95,26 @@ ADMITTED = {
 
 
 class _Reader(pickle.Unpickler):
+    def __init__(self, data: bytes) -> None:
+        super().__init__(io.BytesIO(data), encoding="bytes")
+        self._encoded = type("_Encoded", (_Encoded,), {"left": [len(data)]})
+
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ADMITTED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        return ADMITTED[module, name]
+        found = ADMITTED[module, name]
+        return self._encoded if found is _Encoded else found
+
+
+def _check_program(data: bytes) -> None:
+    """Refuse opcodes that no pickle of plain data has, and that cost more than their bytes."""
+    tuples = 0
+    for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
+        if opcode.name in PUTS and not 0 <= int(argument or 0) <= number:
+            raise pickle.UnpicklingError("it remembers more than it has")
+        tuples += opcode.name in TUPLES
+        if tuples > MOST_TUPLES:
+            raise pickle.UnpicklingError(f"it has more than {MOST_TUPLES} tuples")
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
@@ -90,11 +123,14 @@ def read_pickle(path: Path) -> dict[str, Any]:
     Text that Python 2 wrote, as in the official CIFAR files, comes as bytes.
     """
     try:
-        with path.open("rb") as file:
-            content = _finished(_Reader(file, encoding="bytes").load(), {})
+        if path.stat().st_size > MOST_BYTES:
+            raise pickle.UnpicklingError(f"it has more than {MOST_BYTES} bytes")
+        data = path.read_bytes()
+        _check_program(data)
+        content = _finished(_Reader(data).load(), {})
     # A damaged or hostile pickle can raise nearly anything; none of it is the caller's to handle.
     except Exception as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
+        reason = shown(" ".join(str(error).split())) or type(error).__name__
         raise UsageError(f"{path}: refused or damaged pickle ({reason}); fetch it anew") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path}: holds a {type(content).__name__}, not a dictionary")

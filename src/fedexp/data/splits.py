@@ -39,6 +39,8 @@ class RawSplits:
     def of(cls, name: str, classes: int, arrays: Mapping[str, NDArray[Any]]) -> RawSplits:
         """Wrap the arrays of a cache file without copying them."""
         check_arrays(arrays, ("train", "test"))
+        for split in ("train", "test"):
+            check_labels(arrays[f"{split}_y"], classes, f"the {split} images of {name}")
         train, test = (
             {field: torch.from_numpy(arrays[f"{split}_{field}"]) for field in ("x", "y")}
             for split in ("train", "test")

@@ -9,6 +9,13 @@ from torch import Tensor
 
 from fedexp.client import Tensors
 
+Shapes = frozenset[tuple[str, tuple[int, ...]]]
+
+
+def shapes_of(state: Tensors) -> Shapes:
+    """Names and shapes of tensors."""
+    return frozenset((name, tuple(value.shape)) for name, value in state.items())
+
 
 class ClientStates(Mapping[int, Tensors]):
     """The states of the clients that have taken part.
@@ -51,6 +58,10 @@ class ClientStates(Mapping[int, Tensors]):
         """
         rows = [self.get(client, fresh) for client in clients]
         return {name: torch.stack([row[name] for row in rows]) for name in fresh}
+
+    def shapes(self) -> set[Shapes]:
+        """Names and shapes of what clients keep: one entry where all keep the same."""
+        return {shapes_of(state) for layer in self._layers for state in layer.values()}
 
     def changed_since(self, before: Mapping[int, Tensors]) -> set[int]:
         """The clients whose states are others than in an earlier one.

@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from fedexp.algorithms import Algorithm
+from fedexp.client import Tensors
 from fedexp.engine.batched import Batched
-from fedexp.engine.client_states import ClientStates
+from fedexp.engine.client_states import ClientStates, shapes_of
 from fedexp.engine.keep_clients import KeepClients, Where
 from fedexp.engine.loop import Engine, Loop, Run
 from fedexp.engine.plan import sample_cohort, step_lengths
@@ -93,7 +94,8 @@ def simulate(
     sample_cohort(seed, 0, task.train.clients, cohort)
     task, precision = _placed(task, device, precision)
     initial = SimulationState.initial(task, algorithm, seed)
-    state = initial if start is None else _checked_start(start, initial, rounds)
+    kept = algorithm.client.init_local(initial.params)
+    state = initial if start is None else _checked_start(start, initial, kept, rounds)
     keep = keep_clients if isinstance(keep_clients, KeepClients) else KeepClients(keep_clients)
     most = min(task.train.clients, rounds * (cohort or task.train.clients))
     shared = sharing or Alone()
@@ -161,14 +163,26 @@ def _placed(
     return (task if stays else task.to(there, chosen)), chosen
 
 
-def _checked_start(start: SimulationState, fresh: SimulationState, rounds: int) -> SimulationState:
-    """Refuse a state of another model or algorithm, or one with nothing left to do."""
+def _checked_start(
+    start: SimulationState, fresh: SimulationState, kept: Tensors, rounds: int
+) -> SimulationState:
+    """Refuse a state of another model or algorithm, or one with nothing left to do.
+
+    Args:
+        start: the state.
+        fresh: the state before the first round.
+        kept: what a client keeps before its first round.
+        rounds: of the whole run.
+    """
     same = all(
         {k: v.shape for k, v in a.items()} == {k: v.shape for k, v in b.items()}
         for a, b in ((start.server, fresh.server), (start.shared, fresh.shared))
     )
     ours, theirs = ([s.params, *s.buffers] for s in (start, fresh))
     same = same and [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in theirs]
+    recent = {tuple(t.shape for t in (params, *buffers)) for params, buffers in start.recent}
+    same = same and recent <= {tuple(t.shape for t in theirs)}
+    same = same and ClientStates.of(start.clients).shapes() <= {shapes_of(kept)}
     require(same, "start is the state of another task or algorithm; continue with the same ones")
     require(
         start.round < rounds,

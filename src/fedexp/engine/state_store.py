@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.client import Tensors
-from fedexp.engine.client_states import ClientStates
+from fedexp.engine.client_states import ClientStates, Shapes
 from fedexp.engine.slot_file import GROWTH, SlotFile
 
 Numbers = NDArray[np.int64]
@@ -173,6 +173,11 @@ class StoredStates(ClientStates):
         """Have the system read what these clients keep."""
         slots = self.find(clients).slots
         self.store.file.expect(slots[slots >= 0])
+
+    def shapes(self) -> set[Shapes]:
+        """Names and shapes of what a slot holds."""
+        layout = self.store.file.layout.tensors
+        return {frozenset((name, shape) for name, shape, _ in layout)} if self.layers else set()
 
     def changed_since(self, before: Mapping[int, Tensors]) -> set[int]:
         """The clients whose states are others than in an earlier one."""

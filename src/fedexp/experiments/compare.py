@@ -42,7 +42,8 @@ class Outcome:
     def curve(self, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
         """One number a round, NaN where it was not evaluated."""
         values = [row.get(name) for row in self.rows]
-        return np.array([np.nan if v is None else v for v in values], dtype=np.float64)
+        known = [v if isinstance(v, int | float) else np.nan for v in values]
+        return np.array(known, dtype=np.float64)
 
 
 def rounds_to(curve: np.ndarray[Any, Any], target: float, higher: bool) -> int | None:

@@ -21,6 +21,7 @@ from fedexp.flower.client_store import file_name, state_root
 from fedexp.flower.identity import own_name
 from fedexp.privacy import Ledger, LocalPrivacy, Release
 from fedexp.runs.atomic import sync_folder, telling, write_bytes
+from fedexp.runs.foreign import parse_json
 
 Releases = Mapping[Release, int]
 FILE = "released.json"
@@ -112,9 +113,9 @@ def open_ledger(path: Path, reported: int) -> Ledger:
 def _read(path: Path) -> dict[Release, int]:
     """Read the releases of a file; raise `UsageError` for one that is missing or damaged."""
     try:
-        rows = json.loads(path.read_bytes())["releases"]
+        rows = parse_json(path.read_bytes())["releases"]
         return {_release(row): _count(row["count"]) for row in rows}
-    except (OSError, ValueError, KeyError, TypeError, UsageError) as error:
+    except (OSError, ArithmeticError, ValueError, LookupError, TypeError, UsageError) as error:
         raise UsageError(
             f"{path} does not say what was released ({type(error).__name__}), so what is left of "
             "the privacy budget is not known; restore it, or begin again in another folder"

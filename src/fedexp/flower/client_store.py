@@ -48,11 +48,9 @@ class ClientStore:
 
     def load(self, round: int) -> Tensors | None:
         """The state after a round; None where there is none, or none that can be read."""
-        from safetensors import SafetensorError
-
         try:
             return from_bytes(self._path(round).read_bytes(), torch.device("cpu"))
-        except (FileNotFoundError, SafetensorError):
+        except (FileNotFoundError, ValueError):
             return None
         except OSError as error:
             raise UsageError(

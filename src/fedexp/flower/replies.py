@@ -172,7 +172,9 @@ class Reader:
             )
         if found.shape != self.start.shape or found.dtype.kind != "f":
             raise UnusableReply(f"its {name!r} is not a vector of {len(self.start)} numbers")
-        return torch.from_numpy(found).to(self.start.dtype)
+        # torch knows neither numpy's longest fractions nor bytes in another order
+        with np.errstate(over="ignore"):  # what overflows is infinite, and refused
+            return torch.from_numpy(found.astype(np.float64)).to(self.start.dtype)
 
 
 def _strings(value: Any) -> list[str]:

@@ -6,7 +6,6 @@ import csv
 import hashlib
 import io
 import json
-import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,9 @@ from typing import Any
 
 import tomli_w
 
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, require, shown
 from fedexp.experiments.compare import Row
+from fedexp.runs.foreign import parse_toml, result_fault, row_fault, spec_fault
 from fedexp.runs.spec_file import FORMAT, SPEC, checked_format, id_of
 
 HEAD = "# A run of fedexp, archived. Its rounds are in the CSV of the same name.\n"
@@ -79,15 +79,15 @@ def texts(run: Parts) -> tuple[str, str]:
 def read_archived(path: Path) -> Parts:
     """Read a run from its TOML and CSV; refuses one that was changed since it was archived."""
     try:
-        described = tomllib.loads(path.read_text(encoding="utf-8"))
+        described = parse_toml(path.read_text(encoding="utf-8"))
         table = path.with_suffix(".csv").read_text(encoding="utf-8")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except ValueError as error:
-        raise UsageError(f"{path} is damaged: {error}; archive the run again") from None
+        raise UsageError(f"{path} is damaged: {shown(error)}; archive the run again") from None
     _check(path, described, table)
     spec = described["spec"]
-    rows = [{**described["constant"], **row} for row in _parsed(table)]
+    rows = _rows(path, described["constant"], table)
     result = {"diverged_at": None, **described["result"]}
     identity = {"format": described["format"], "id": described["id"]}
     return Parts({**identity, **spec}, described["environment"], rows, result)
@@ -101,6 +101,26 @@ def _check(path: Path, described: Mapping[str, Any], table: str) -> None:
         f"{path} or its CSV has been changed since it was archived; put it back, or archive the "
         "run again with --replace",
     )
+    tables = ("spec", "constant", "environment", "result")
+    whole = all(isinstance(described.get(name), dict) for name in tables)
+    fault = "a part is missing" if not whole else spec_fault(described["spec"])
+    fault = fault or result_fault(described["result"])
+    if fault is None and not isinstance(described.get("id"), str):
+        fault = "it has no id"
+    require(fault is None, f"{path} is no archived run: {fault}; archive the run again")
+
+
+def _rows(path: Path, constant: Mapping[str, Any], table: str) -> list[Row]:
+    """The rows of the rounds, with the columns that have one value in all of them."""
+    again = "archive the run again"
+    try:
+        rows = [{**constant, **row} for row in _parsed(table)]
+    except (ValueError, TypeError, AttributeError, csv.Error):
+        raise UsageError(f"the CSV of {path} holds something else than numbers; {again}") from None
+    for number, row in enumerate(rows, start=1):
+        fault = row_fault(row, number)
+        require(fault is None, f"the CSV of {path} is damaged at line {number}: {fault}; {again}")
+    return rows
 
 
 def _names(rows: Sequence[Row]) -> list[str]:

@@ -14,7 +14,6 @@ they are (see `slots`).
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
@@ -27,6 +26,7 @@ from fedexp.engine import SimulationState
 from fedexp.engine.client_states import ClientStates
 from fedexp.engine.state_store import StateStore, StoredStates
 from fedexp.runs.atomic import PRIVATE, write_bytes, write_json
+from fedexp.runs.foreign import parse_json
 from fedexp.runs.manifest import Checkpoint, Part, Slots
 from fedexp.runs.records import DamagedError
 from fedexp.runs.slots import SLOTS, layer_tensors, opened, restored, stored_in
@@ -49,7 +49,7 @@ def read_checkpoint(
 ) -> tuple[Checkpoint, SimulationState]:
     """A checkpoint and its state; raises `DamagedError` unless every byte is as it was written."""
     try:
-        found = Checkpoint.from_json(json.loads((folder / name).read_bytes()))
+        found = Checkpoint.from_json(parse_json((folder / name).read_bytes()))
         named = _read_part(folder, found.model, device)
         clients = _read_clients(folder, found, device)
         return found, state_from(found.round, found.steps, named, clients)
@@ -57,7 +57,7 @@ def read_checkpoint(
         raise
     except OSError as error:
         raise DamagedError(f"{error.strerror}: {Path(error.filename or name).name}") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise DamagedError(f"{name} cannot be read ({type(error).__name__})") from None
 
 
@@ -190,7 +190,7 @@ def _before(folder: Path, newest: Mapping[int, Tensors]) -> Mapping[int, Tensors
     if states is None:
         return {}
     with suppress(OSError, DamagedError, ValueError, KeyError, TypeError):
-        found = Checkpoint.from_json(json.loads((folder / BEFORE).read_bytes()))
+        found = Checkpoint.from_json(parse_json((folder / BEFORE).read_bytes()))
         if found.slots is not None:
             return _read_slots(folder, found.slots, states.store)
     return {}

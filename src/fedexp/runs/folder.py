@@ -6,7 +6,6 @@ command with other data, another model or other code is another run, and is refu
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import time
@@ -21,15 +20,17 @@ import numpy
 import torch
 
 from fedexp import __version__
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, require, shown
 from fedexp.experiments.fingerprint import Fingerprint, joined
 from fedexp.experiments.spec import Run
 from fedexp.runs.atomic import PRIVATE, telling, write_bytes, write_json
 from fedexp.runs.checkpoint import BEFORE, NEWEST
+from fedexp.runs.foreign import is_count, parse_json
 from fedexp.runs.provenance import command, commits
 from fedexp.runs.records import RECORDS, read_rows
 from fedexp.runs.spec_file import HEAD, SPEC, check_same, frozen, is_run, read_spec, spec_text
 
+MOST_THREADS = 4096  # that a run can have begun with
 CHECKPOINT_FILES = (".json", ".safetensors", ".slots")
 ENVIRONMENT, RESULT, MODEL, LOCK = "environment.json", "result.json", "model.safetensors", ".lock"
 FINGERPRINT = "fingerprint.json"
@@ -120,13 +121,14 @@ class RunFolder:
 
     def threads(self) -> int:
         """How many threads the run began with: sums over more of them round differently."""
-        return int(read_environment(self.path).get("threads", torch.get_num_threads()))
+        known: Any = read_environment(self.path).get("threads")
+        return int(known) if is_count(known, 1, MOST_THREADS) else torch.get_num_threads()
 
     def note_resumed(self, round: int) -> None:
         """Add to the environment that another process goes on from here."""
         known = read_environment(self.path)
         again = {"round": round, "fedexp": __version__, "started": _now(), "command": command()}
-        known["resumed"] = [*known.get("resumed", []), again | commits()]
+        known["resumed"] = [*_listed(known, "resumed"), again | commits()]
         self._write_environment(known)
 
     def reopen(self) -> int | None:
@@ -137,20 +139,20 @@ class RunFolder:
         what the newest holds may be what made it diverge. None where the run did not diverge.
         """
         try:
-            result = json.loads((self.path / RESULT).read_bytes())
+            result = parse_json((self.path / RESULT).read_bytes())
         except (OSError, ValueError):
             return None
         if not isinstance(result, dict) or result.get("status") != "diverged":
             return None
         known = read_environment(self.path)
         at, before = (_round_of(self.path / name) for name in (NEWEST, BEFORE))
-        if at in [each.get("round") for each in known.get("reopened", [])] and before:
+        if at in [each.get("round") for each in _listed(known, "reopened")] and before:
             os.replace(self.path / BEFORE, self.path / NEWEST)
             at = before
         (self.path / RESULT).unlink()
         ended = {"diverged_at": result.get("diverged_at"), "reason": result.get("reason")}
         again = {"round": at, "started": _now(), **ended}
-        known["reopened"] = [*known.get("reopened", []), again]
+        known["reopened"] = [*_listed(known, "reopened"), again]
         self._write_environment(known)
         return at
 
@@ -158,7 +160,7 @@ class RunFolder:
         """Write it without the arguments of Flower's processes, which hold tokens."""
         if self.spec.get("engine") == "flower":
             known = {name: value for name, value in known.items() if name != "command"}
-            for each in known.get("resumed", []):
+            for each in _listed(known, "resumed"):
                 each.pop("command", None)
         write_json(self.path / ENVIRONMENT, known, mode=PRIVATE)
 
@@ -239,10 +241,16 @@ def machine(on_gpu: bool = False) -> dict[str, Any]:
     }
 
 
+def _listed(known: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+    """Return what an environment lists under a name, as far as it can be read."""
+    entries = known.get(name)
+    return [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
+
+
 def read_environment(folder: Path) -> dict[str, Any]:
     """What `environment.json` says; nothing where it cannot be read, for a run goes on without."""
     try:
-        found = json.loads((folder / ENVIRONMENT).read_bytes())
+        found = parse_json((folder / ENVIRONMENT).read_bytes())
     except (OSError, ValueError):
         return {}
     return found if isinstance(found, dict) else {}
@@ -253,8 +261,8 @@ def warn_of_version(folder: Path) -> None:
     theirs = read_environment(folder).get("fedexp", __version__)
     if theirs != __version__:
         warnings.warn(
-            f"{folder} was begun with fedexp {theirs}; this is {__version__}, and its numbers may "
-            "differ",
+            f"{folder} was begun with fedexp {shown(theirs)}; this is {__version__}, and its "
+            "numbers may differ",
             RunWarning,
             stacklevel=2,
         )
@@ -288,7 +296,7 @@ def read_fingerprint(folder: Path, remedy: str = RESTART) -> Fingerprint | None:
     """Read what a run was made from; None where an older version made it."""
     path = folder / FINGERPRINT
     try:
-        return Fingerprint.from_json(json.loads(path.read_bytes()))
+        return Fingerprint.from_json(parse_json(path.read_bytes()))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -320,8 +328,8 @@ def _locked(folder: Path) -> IO[bytes]:
 def _round_of(path: Path) -> int:
     """Read the round of a checkpoint; 0 where there is none that can be read."""
     try:
-        return int(json.loads(path.read_bytes())["round"])
-    except (OSError, ValueError, KeyError, TypeError):
+        return int(parse_json(path.read_bytes())["round"])
+    except (OSError, OverflowError, ValueError, LookupError, TypeError):
         return 0
 
 

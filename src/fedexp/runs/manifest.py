@@ -7,7 +7,10 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from fedexp.runs.foreign import is_count, is_duration, is_part_name
+
 FORMAT = 1
+SLOTS = "checkpoint-clients.slots"
 
 
 @dataclass(frozen=True)
@@ -68,15 +71,27 @@ class Checkpoint:
         parts = tuple(_part(each) for each in content.pop("clients"))
         slots = content.pop("slots", None)
         model = _part(content.pop("model"))
+        if not is_duration(content["seconds"]) or not all(
+            is_count(content[name]) for name in ("round", "steps", "records_bytes")
+        ):
+            raise ValueError("it counts with something else than numbers")
         return cls(**content, model=model, clients=parts, slots=slots and _slots(slots))
 
 
 def _part(value: dict[str, Any]) -> Part:
-    return Part(**{**value, "clients": tuple(value["clients"])})
+    """A part of this very folder: nobody's list of files leads to others."""
+    part = Part(**{**value, "clients": tuple(value["clients"])})
+    numbers = (*part.clients, part.held)
+    if not is_part_name(part.file) or not all(is_count(number) for number in numbers):
+        raise ValueError("it names a file that is no part of a checkpoint")
+    return part
 
 
 def _slots(value: dict[str, Any]) -> Slots:
     layout = tuple((name, tuple(shape), kind) for name, shape, kind in value["layout"])
+    sizes = [size for _, shape, _ in layout for size in shape]
+    if not all(is_count(size) for size in sizes) or value["file"] != SLOTS:
+        raise ValueError("its slots are none of a checkpoint")
     return Slots(value["file"], layout, tuple(_part(each) for each in value["layers"]))
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.errors import UsageError
+from fedexp.runs.foreign import parse_json, row_fault
 
 RECORDS = "records.jsonl"
 Row = dict[str, Any]
@@ -44,11 +45,11 @@ def read_rows(folder: Path, size: int | None = None) -> list[Row]:
 
 def _parsed(line: bytes, number: int, path: Path) -> Row:
     try:
-        row = json.loads(line)
-        if row["round"] != number:
-            raise ValueError
-    except (ValueError, KeyError, TypeError):
+        row: Row = parse_json(line)
+    except ValueError:
         raise DamagedError(f"{path} is damaged at line {number}") from None
+    if (fault := row_fault(row, number)) is not None:
+        raise DamagedError(f"{path} is damaged at line {number}: {fault}")
     return row
 
 

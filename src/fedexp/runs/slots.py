@@ -19,10 +19,9 @@ from fedexp.client import Tensors
 from fedexp.engine.slot_file import Layout, SlotFile
 from fedexp.engine.state_store import Layer, StateStore, StoredStates
 from fedexp.runs.atomic import PRIVATE
+from fedexp.runs.manifest import SLOTS as SLOTS
 from fedexp.runs.manifest import Slots
 from fedexp.runs.records import DamagedError
-
-SLOTS = "checkpoint-clients.slots"
 
 
 def make_private(path: Path) -> None:
@@ -48,6 +47,8 @@ def restored(store: StateStore, layers: Iterable[Mapping[str, Tensor]]) -> Store
     found = [_layer(named) for named in layers]
     if any(int(each.slots.max(initial=-1)) >= len(store.file) for each in found):
         raise DamagedError(f"{SLOTS} is shorter than it was")
+    if not all(_is_sound(each) for each in found):
+        raise DamagedError(f"a list of the slots in {SLOTS} is none")
     return StoredStates(store, tuple(store.hold(each) for each in found))
 
 
@@ -58,6 +59,15 @@ def layer_tensors(layer: Layer) -> dict[str, Tensor]:
     return {name: torch.from_numpy(value) for name, value in columns.items()}
 
 
+def _is_sound(layer: Layer) -> bool:
+    """Whether a layer has a slot and a checksum for each of its clients, who are in order."""
+    columns = (layer.clients, layer.slots, layer.checks)
+    whole = all(each.ndim == 1 and len(each) == len(layer) for each in columns)
+    return whole and bool((np.diff(layer.clients) > 0).all() and (layer.slots >= 0).all())
+
+
 def _layer(named: Mapping[str, Tensor]) -> Layer:
     clients, slots, checks = (named[name].cpu().numpy() for name in ("clients", "slots", "checks"))
+    if [each.dtype.name for each in (clients, slots, checks)] != ["int64", "int64", "int32"]:
+        raise DamagedError(f"a list of the slots in {SLOTS} is none")
     return Layer(clients, slots, checks.view(np.uint32))

@@ -11,8 +11,9 @@ from typing import Any
 
 import tomli_w
 
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, require, shown
 from fedexp.experiments.spec import Run, Spec
+from fedexp.runs.foreign import parse_toml, spec_fault
 
 TYPED = ("set", "changed")  # how options came about, which decides nothing
 FORMAT = 2  # 1: the id covered options as they were typed, and no arguments of the task
@@ -57,17 +58,21 @@ def read_spec(folder: Path) -> dict[str, Any]:
     """What `spec.toml` holds; refuses one that is damaged, changed, or of another format."""
     path = folder / SPEC
     try:
-        spec = tomllib.loads(path.read_text(encoding="utf-8"))
+        spec = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"{folder} is not a run: cannot read {SPEC}: {error.strerror}") from None
     except ValueError as error:
-        raise UsageError(f"{path} is damaged: {error}; remove {folder}, and run it again") from None
+        raise UsageError(
+            f"{path} is damaged: {shown(error)}; remove {folder}, and run it again"
+        ) from None
     format = checked_format(spec, path)
     own = {name: value for name, value in spec.items() if name not in ("format", "id")}
     require(
         own.keys() >= {"task", "algorithm", "seed"} and spec.get("id") == id_of(own, format),
         f"{path} has been changed since the run began; put it back, or start another run",
     )
+    fault = spec_fault(own)
+    require(fault is None, f"{path} is not the spec of a run: {fault}; start another run")
     return spec
 
 
@@ -75,8 +80,8 @@ def checked_format(spec: Mapping[str, Any], path: Path) -> int:
     """Return the format of a spec; refuse one that this version does not read."""
     found = spec.get("format")
     require(
-        found in (1, FORMAT),
-        f"{path} has format {found}, this fedexp reads up to {FORMAT}; use the other one",
+        type(found) is int and found in (1, FORMAT),
+        f"{path} has format {shown(found)}, this fedexp reads up to {FORMAT}; use the other one",
     )
     return int(found or FORMAT)
 
@@ -108,8 +113,8 @@ def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path)
     if changed:
         name = changed[0]
         raise UsageError(
-            f"{folder} holds another run: there {name} is {then.get(name)}, here it is "
-            f"{now.get(name)}; choose another folder"
+            f"{folder} holds another run: there {shown(name)} is {shown(then.get(name))}, here it "
+            f"is {now.get(name)}; choose another folder"
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +11,7 @@ from fedexp.errors import UsageError
 from fedexp.experiments.compare import Outcome, Row
 from fedexp.runs.archive import find_archived, is_archived, read_archived
 from fedexp.runs.folder import RESULT, read_environment
+from fedexp.runs.foreign import parse_json, result_fault
 from fedexp.runs.records import RECORDS, DamagedError, read_rows
 from fedexp.runs.spec_file import SPEC, is_run, read_spec, spec_from
 
@@ -40,7 +40,7 @@ class StoredRun:
         return Outcome(
             spec_from(self.spec),
             self.rows,
-            result.get("seconds", sum(row["seconds"] for row in self.rows)),
+            result.get("seconds", sum(row.get("seconds", 0.0) for row in self.rows)),
             result.get("diverged_at"),
             status=result.get("status", "unfinished"),
             reason=result.get("reason", ""),
@@ -88,7 +88,10 @@ def _read_result(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        result: dict[str, Any] = json.loads(path.read_bytes())
-        return {**result, "rounds": int(result["rounds"])}
-    except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{path} is damaged; remove it and run `fedexp resume {folder}`") from None
+        result: dict[str, Any] = parse_json(path.read_bytes())
+        fault = result_fault(result)
+    except ValueError:
+        fault = "it is not JSON"
+    if fault is not None:
+        raise UsageError(f"{path} is damaged; remove it and run `fedexp resume {folder}`")
+    return result

@@ -64,10 +64,15 @@ def to_bytes(named: Mapping[str, Tensor]) -> bytes:
 
 
 def from_bytes(data: bytes, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the device."""
+    """The tensors of a safetensors file, on the device; `ValueError` where it is none."""
+    from safetensors import SafetensorError
     from safetensors.torch import load
 
-    return {name: value.to(device) for name, value in load(data).items()}
+    try:
+        named = load(data)
+    except (SafetensorError, LookupError, TypeError, RuntimeError) as error:
+        raise ValueError(f"not a file of tensors ({type(error).__name__})") from error
+    return {name: value.to(device) for name, value in named.items()}
 
 
 def _named_buffers(prefix: str, buffers: Buffers) -> dict[str, Tensor]:

@@ -21,7 +21,8 @@ from fedexp.server.base import (
     vector,
 )
 
-Form = Literal["reddi", "authors"]
+Form = Literal["standard", "printed", "authors", "reddi"]
+EARLIER = "reddi"  # what "printed" was called when it was the default
 
 
 @dataclass(frozen=True)
@@ -31,26 +32,33 @@ class _Adaptive(ServerRule):
     Args:
         lr: the server step size η_g > 0.
         tau: the degree of adaptivity τ >= 0.
-        form: "reddi" is Algorithm 2 of Reddi et al., with v starting at τ². "authors" divides by
-            √(v + τ) with v starting at 0, as the FedExP authors' code does (audit B8, B9).
+        form: "standard" starts v at 0, as Reddi et al. ran it. "printed" starts v at τ², as their
+            Algorithm 2 allows: steps are half as long for as long as Δ̄ is small beside τ.
+            "authors" divides by √(v + τ) with v starting at 0, as the FedExP authors' code does
+            (audit B8, B9). "reddi" is an earlier name of "printed".
     """
 
     lr: float = 0.1
     tau: float = 1e-3
-    form: Form = "reddi"
+    form: Form = "standard"
 
     def __post_init__(self) -> None:
         require_positive("the server lr", self.lr)
         require(self.tau >= 0, f"tau must not be negative, but is {self.tau}")
-        require(self.form in ("reddi", "authors"), "form must be reddi or authors")
+        if self.form == EARLIER:
+            object.__setattr__(self, "form", "printed")
+        require(
+            self.form in ("standard", "printed", "authors"),
+            f"form must be standard, printed or authors, not {self.form!r}",
+        )
 
     def init(self, params: Tensor) -> State:
-        start = self.tau**2 if self.form == "reddi" else 0.0
+        start = self.tau**2 if self.form == "printed" else 0.0
         return {"second": torch.full_like(vector(params), start)}
 
     def _move(self, params: Tensor, direction: Tensor, state: State) -> Step:
         second = state["second"]
-        scale = second.sqrt() + self.tau if self.form == "reddi" else (second + self.tau).sqrt()
+        scale = (second + self.tau).sqrt() if self.form == "authors" else second.sqrt() + self.tau
         still = scale == 0  # only with tau = 0, where a coordinate has never moved
         direction = torch.where(still, 0.0, direction / scale.masked_fill(still, 1.0))
         return descend(params, direction, self.lr), state, {"server_lr": scalar(self.lr, params)}

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedexp.data.extras import extra
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, require, shown
 from fedexp.experiments.fingerprint import Fingerprint, joined
 from fedexp.runs import RunWarning
 from fedexp.studies.claims import Claims
@@ -47,21 +47,29 @@ class Tried:
 class Ledger:
     """A study that is open; see `open_ledger`. What is done in `held` is done at once."""
 
-    def __init__(self, study: optuna.Study, values: Values, seed: int, claims: Claims) -> None:
-        self._study, self._values, self._seed = study, values, seed
+    def __init__(
+        self, study: optuna.Study, values: Values, seed: int, claims: Claims, path: Path
+    ) -> None:
+        self._study, self._values, self._seed, self._path = study, values, seed, path
         self._claims, self.held = claims, claims.held
 
     def tried(self) -> list[Tried]:
         """Every trial that is over, in the order in which they began."""
         from optuna.trial import TrialState
 
-        with self.held():
-            over = self._study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
-        return [
-            Tried(dict(each.params), Scored(score=each.value, **each.user_attrs[TERMS]))
-            for each in over
-            if each.value is not None
-        ]
+        try:
+            with self.held():
+                over = self._study.get_trials(states=(TrialState.COMPLETE, TrialState.PRUNED))
+            return [
+                Tried(dict(each.params), _scored(each.value, each.user_attrs[TERMS]))
+                for each in over
+                if each.value is not None
+            ]
+        # What somebody else has written there makes Optuna raise these, and us.
+        except (LookupError, TypeError, ValueError, RecursionError, OverflowError) as error:
+            raise UsageError(
+                f"{self._path} holds trials that are none ({shown(error)}); choose another --study"
+            ) from error
 
     def claim(self, number: int) -> bool:
         """Whether a trial is this process's to run from now on; not if somebody runs it."""
@@ -144,6 +152,16 @@ class Ledger:
         return f"{self._study.study_name} {number}".replace(" ", "-")
 
 
+def _scored(score: float, details: Mapping[str, Any]) -> Scored:
+    """What came out of a trial; raises `TypeError` for details that are none."""
+    scored = Scored(score=score, **details)
+    numbers = (scored.score, scored.diverged_at, scored.test, scored.step)
+    kinds = (isinstance(each, int | float | None) for each in numbers)
+    if not all(kinds) or not all(isinstance(b, bool) for b in (scored.pruned, scored.averages)):
+        raise TypeError("a score is no number")
+    return scored
+
+
 def _details(scored: Scored) -> dict[str, Any]:
     """All but the score: the study has it, and JSON cannot hold it where it is infinite."""
     return {name: value for name, value in asdict(scored).items() if name != "score"}
@@ -178,25 +196,29 @@ def open_ledger(
                     pruner=optuna.pruners.MedianPruner(STARTUP, PATIENCE),
                 )
                 _check_terms(study, json.loads(json.dumps(terms)), path)
-            yield Ledger(study, values, seed, claims)
+            yield Ledger(study, values, seed, claims, path)
         finally:
             storage.remove_session()
             storage.engine.dispose()
 
 
 def _check_terms(study: optuna.Study, terms: dict[str, Any], path: Path) -> None:
-    known = study.user_attrs.get(TERMS)
+    try:
+        known = study.user_attrs.get(TERMS)
+    except (ValueError, RecursionError):
+        known = "?"
     if known is None:
         study.set_user_attr(TERMS, terms)
         return
+    require(isinstance(known, dict), f"{path} holds no study of ours; choose another --study")
     content = known.get(FINGERPRINT)
     was, now = (_compared(each, with_typed=content is None) for each in (known, terms))
     names = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     if names:
         theirs, ours = (json.dumps(each.get(names[0])) for each in (was, now))
         raise UsageError(
-            f"{path} holds a study of other terms ({names[0]} is {theirs} there, {ours} here); "
-            f"{REMEDY}"
+            f"{path} holds a study of other terms ({shown(names[0])} is {shown(theirs)} there, "
+            f"{ours} here); {REMEDY}"
         )
     if content is None:
         warnings.warn(
@@ -230,5 +252,5 @@ def _told(path: Path) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, StorageInternalError) as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
+        reason = shown(str(error.__cause__ or error).strip().splitlines()[0])
         raise UsageError(f"cannot use {path}: {reason}; choose another --study") from error

@@ -176,10 +176,9 @@ def _tuned(lr: float, eps: float, adagrad: float, tau: float, mu: float) -> Opti
     The table has no row for SCAFFOLD-ExP and FedProx-ExP, which take those of FedExP; none of μ,
     which is that of the released code (B11); and the momentum table none for EMNIST and CINIC-10,
     which take those of CIFAR in the server's step size. FedAdagrad's τ, which the paper leaves out,
-    is the root of the released one, which stands under the root with v (B8): its step size was
-    chosen with that, and with τ = 0.001 the first step moves every weight by all of it. As v starts
-    at τ² here and at 0 there, first steps are half as long as the released code's; half of this τ
-    would match them, and has not been run.
+    is the root of the released one, which is added to v under the root (B8): where v is small the
+    two divide by the same number, and the step size was chosen with that. With τ = 0.001 the first
+    step moves every weight by all of it.
     """
     average = {"server.lr": 1.0, "local.lr": lr}
     exp = {"server.eps": eps, "local.lr": lr}

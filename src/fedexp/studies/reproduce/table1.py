@@ -67,7 +67,10 @@ def _margin(values: Values) -> Verdict:
     points = ours - (others[closest].mean or 0.0)
     share = 100 * points / (others[closest].mean or 1.0)
     seen = f"{points:+.2f} points, {share:+.1f} % of {closest}'s"
-    return share >= 10 or points >= 10, seen
+    if share < 10 and points < 10:
+        return False, seen
+    missing = [name for name in ALGORITHMS if name not in values]  # could be closer
+    return (None, f"{seen}; no run of {' and '.join(missing)}") if missing else (True, seen)
 
 
 def _alike(values: Values) -> Verdict:

@@ -17,7 +17,7 @@ def rerun(results: Results) -> str:
     """A line a study and task where that makes these runs and no others; else a line a run."""
     lines: list[str] = []
     made: Made = set()
-    for studied in (*results.studies.values(), *results.released.values()):
+    for studied in results.every:
         for task, series in studied.groups.items():
             names = _names(series, seeds := whole_seeds(studied, task))
             if seeds and not names <= made:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from fedexp.runs import StoredRun, find_runs, load_run
+from fedexp.runs import StoredRun, find_runs, load_run, spec_from
 from fedexp.studies.reproduce.catalog import STUDIES
-from fedexp.studies.reproduce.from_runs import plan_from
+from fedexp.studies.reproduce.from_runs import is_superseded, plan_from
 from fedexp.studies.reproduce.measures import grouped
 from fedexp.studies.reproduce.panels import Groups
 from fedexp.studies.reproduce.study import Findings, Plan, Request, Result
@@ -54,10 +54,27 @@ class Results:
         """The same with what the released code does."""
         return {name: study_of(name, RELEASED, self.runs) for name in NAMES}
 
+    @cached_property
+    def every(self) -> tuple[Studied, ...]:
+        """All studies in both modes with superseded runs too, unless they have a successor."""
+        current = {_identity(run) for run in self.runs if not is_superseded(run)}
+        kept = [r for r in self.runs if not is_superseded(r) or _identity(r) not in current]
+        return tuple(
+            study_of(name, mode, kept, True) for mode in (PAPER, RELEASED) for name in NAMES
+        )
 
-def study_of(name: str, mode: str, runs: Sequence[StoredRun]) -> Studied:
+
+def _identity(run: StoredRun) -> str:
+    """What the command line decides about a run: not what versions of fedexp make of it."""
+    return repr(replace(spec_from(run.spec), device=None, precision=None))
+
+
+def study_of(
+    name: str, mode: str, runs: Sequence[StoredRun], count_superseded: bool = False
+) -> Studied:
     """What the archive has of a study in one mode."""
-    plan, results = plan_from(STUDIES[name], Request(mode=mode), runs)
+    request = Request(mode=mode)
+    plan, results = plan_from(STUDIES[name], request, runs, count_superseded=count_superseded)
     findings = plan.study.measure(plan, results) if plan.tasks else None
     return Studied(plan, tuple(results), findings)
 

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from string import ascii_uppercase
 
 from fedexp.runs import StoredRun, spec_from
+from fedexp.studies.reproduce.from_runs import SUPERSEDED, is_superseded
 from fedexp.studies.reproduce.lines import text_of
 from fedexp.studies.reproduce.measures import final
 from fedexp.studies.reproduce.study import arithmetic_of
@@ -49,6 +50,8 @@ def _cells(run: StoredRun, letter: str) -> list[str]:
     ended = outcome.status
     if outcome.diverged_at is not None:
         ended = f"diverged at {outcome.diverged_at}"
+    if is_superseded(run):
+        ended += f"; {SUPERSEDED}"
     return [
         task_name(spec["task"]),
         algorithm_name(spec["algorithm"]),

@@ -7,6 +7,7 @@ from functools import partial
 
 from fedexp.studies.published import Value, quantity
 from fedexp.studies.reproduce.figure1 import CLIENT, SERVER, cell
+from fedexp.studies.reproduce.from_runs import SUPERSEDED
 from fedexp.studies.reproduce.lines import Table
 from fedexp.studies.reproduce.study import Check
 from fedexp.studies.results.each_seed import each_seed
@@ -23,6 +24,7 @@ from fedexp.studies.results.words import (
 
 FIGURE = "figure.svg"
 NONE = "No runs yet."
+NOT_THERE = (" not run", SUPERSEDED)
 HEADINGS = {
     True: "Agrees with the paper",
     False: "Does not agree with the paper",
@@ -98,8 +100,13 @@ def missing(results: Results) -> str:
     lines = [f"`table1`, mode {RELEASED}: {line}" for line in released_behind(results)]
     for name, studied in results.studies.items():
         absent = [task for task in studied.plan.study.tasks if task not in studied.plan.tasks]
+        again = [line for line in studied.plan.left_out if line.endswith(SUPERSEDED)]
+        absent = [
+            task for task in absent if not any(line.startswith(f"{task} is") for line in again)
+        ]
         parts = [f"no runs on {', '.join(map(task_name, absent))}"] if absent else []
-        parts += [named(line) for line in studied.plan.shrunk if line.endswith(" not run")]
+        parts += again
+        parts += [named(line) for line in studied.plan.shrunk if line.endswith(NOT_THERE)]
         parts += behind(studied)
         if parts:
             lines.append(f"`{name}`: {'; '.join(parts)}")

@@ -1,0 +1,130 @@
+"""Checks of stored files whose bytes may be anybody's: shared folders, archives, damaged disks.
+
+A digest proves that a file is as it was written, not who wrote it. So whatever a reader relies on
+is checked here first: types, ranges and file names. What fails is one line for the user.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import tomllib
+from collections.abc import Mapping
+from typing import Any
+
+from fedexp.errors import shown
+
+LARGEST = 2**63  # of whole numbers: larger ones do not fit what they are counted in
+PART_NAME = re.compile(r"checkpoint-[A-Za-z0-9-]{1,80}\.safetensors")
+
+NUMBER = (int, float)
+# What `spec_from` takes from a frozen spec, and the columns that tables and figures are made of.
+SPEC_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "task": str,
+    "algorithm": str,
+    "mode": str,
+    "seed": int,
+    "rounds": int,
+    "evaluate_every": int,
+    "engine": str,
+    "deterministic": bool,
+    "set": dict,
+    "options": dict,
+}
+OPTIONAL_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "cohort": int,
+    "clients": int,
+    "device": str,
+    "precision": str,
+    "stop_at": NUMBER,
+}
+COLUMNS = ("server_lr", "local_lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the value of JSON; raise `ValueError` for anything else, however deeply nested."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the table of TOML; raise `ValueError` for anything else, however deeply nested."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def spec_fault(spec: Mapping[str, Any]) -> str | None:
+    """Return what a frozen spec lacks to be one; None where nothing."""
+    for name, kind in {**SPEC_FIELDS, **OPTIONAL_FIELDS}.items():
+        if name not in spec and name in OPTIONAL_FIELDS:
+            continue
+        if not _is(spec.get(name), kind):
+            return f"its {name} is {shown(spec.get(name, 'missing'))}"
+        if isinstance(spec[name], str) and not spec[name].isprintable():
+            return f"its {name} is not a name"
+    if not all(isinstance(value, str) for value in spec["set"].values()):
+        return "its set holds something else than text"
+    return None
+
+
+def row_fault(row: Any, number: int) -> str | None:
+    """Return why a value is not the row of a round, which the rows are numbered by; None if it is.
+
+    Rows of runs on Flower hold the clients' metrics as objects and lists too.
+    """
+    if not isinstance(row, dict) or not _is(row.get("round"), int) or row["round"] != number:
+        return "it is not of its round"
+    if not is_duration(row.get("seconds", 0.0)):
+        return "its seconds are no time"
+    for name, value in row.items():
+        plain = value is None or isinstance(value, bool) or _is(value, NUMBER)
+        if not plain and (name in COLUMNS or not isinstance(value, dict | list)):
+            return f"its {shown(name)} is no number"
+    return None
+
+
+def result_fault(result: Any) -> str | None:
+    """Return why a value is not the result of a run; None where it is one."""
+    if not isinstance(result, dict) or not _is(result.get("rounds"), int) or result["rounds"] < 0:
+        return "it has no rounds"
+    if not is_duration(result.get("seconds")):
+        return "it has no seconds"
+    at = result.get("diverged_at")
+    if not (at is None or _is(at, int)):
+        return "it diverged in no round"
+    words = (result.get("status"), result.get("reason", ""))
+    if not all(isinstance(word, str) and word.isprintable() for word in words):
+        return "it has no status"
+    return None
+
+
+def is_count(value: Any, least: int = 0, most: int = LARGEST) -> bool:
+    """Return whether a value is a whole number in a range."""
+    return _is(value, int) and least <= value <= most
+
+
+def is_duration(value: Any) -> bool:
+    """Return whether a value is a number of seconds."""
+    return _is(value, NUMBER) and 0 <= value < math.inf
+
+
+def is_part_name(value: Any) -> bool:
+    """Return whether a value names a file of tensors of the checkpoint's own folder.
+
+    >>> is_part_name("checkpoint-12-clients-0.safetensors"), is_part_name("../checkpoint-1.x")
+    (True, False)
+    """
+    return isinstance(value, str) and PART_NAME.fullmatch(value) is not None
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Whether a value is of a type; a boolean is no number, and no number is huge."""
+    if isinstance(value, bool) and kind is not bool:
+        return False
+    huge = isinstance(value, int) and abs(value) > LARGEST
+    return isinstance(value, kind) and not huge

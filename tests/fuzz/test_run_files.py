@@ -1,0 +1,238 @@
+"""Run folders and archives of strangers: a refusal in one line or a run, and nothing changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sys
+import time
+import tomllib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import tomli_w
+import torch
+
+from fedexp.errors import UsageError
+from fedexp.runs import Stopped, execute, load_run
+from fedexp.runs.archive import HEAD, Parts, texts
+from fedexp.runs.checkpoint import BEFORE, NEWEST
+from fedexp.runs.folder import ENVIRONMENT, RESULT, RunFolder, machine
+from fedexp.runs.journal import Journal
+from fedexp.runs.records import RECORDS
+from fedexp.runs.spec_file import SPEC, id_of, read_spec
+from tests.fuzz.hostile import Files, changed, contents, foreign, fuzz, harmless
+from tests.runs.helpers import nobody, stop_after, tiny
+
+CPU = torch.device("cpu")
+ABOUT = machine()
+Run = Files  # of a run folder
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """A run that is over, one that was stopped, and one whose clients' states are in slots.
+
+    Time stands still, so that the files are the same in every session.
+    """
+    root = tmp_path_factory.mktemp("runs")
+    spec = tiny("scaffold-exp", 6)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda: 1.0)
+        patch.setattr(time, "strftime", lambda *_: "2026-01-02T03:04:05+0000")
+        patch.setattr(sys, "argv", ["fedexp"])
+        execute(spec, None, nobody, folder=root / "over")
+        for name, keep in (("stopped", "memory"), ("slots", "disk")):
+            listen, wish = stop_after(4)
+            with suppress(Stopped):
+                more: Any = {"keep_clients": keep, "stop": wish, "checkpoint_every": 0}
+                execute(spec, None, listen, folder=root / name, **more)
+    return {path.name: contents(path) for path in root.iterdir()}
+
+
+def put(folder: Path, files: Mapping[str, bytes], changed: Mapping[str, bytes]) -> Path:
+    """The folder with these files and no others."""
+    wanted = {**files, **changed}
+    for name, data in wanted.items():
+        folder.mkdir(exist_ok=True)
+        (folder / name).write_bytes(data)
+    for path in folder.iterdir():
+        if path.name not in wanted:
+            path.unlink()
+    return folder
+
+
+def read(folder: Path) -> Any:
+    """All that commands do with a run which is there: tables, curves and resuming read this."""
+    run = load_run(folder)
+    outcome = run.outcome()
+    return [outcome.curve(name) for row in outcome.rows for name in row if name != "round"]
+
+
+def is_refused_or_read(folder: Path) -> None:
+    before = contents(folder)
+    harmless(lambda: read(folder))
+    assert contents(folder) == before
+
+
+def is_refused_or_resumed(folder: Path) -> None:
+    """A run folder opened to go on; where that is refused, nothing has changed."""
+
+    def opened() -> str:
+        spec = {k: v for k, v in read_spec(folder).items() if k not in ("format", "id")}
+        with RunFolder(folder, spec, ABOUT) as held:
+            journal = Journal(held, 0.0, CPU)
+            journal.close()
+            held.threads()
+            held.note_resumed(journal.resumed_from)
+        return ""
+
+    before = contents(folder)
+    if harmless(opened, writes=True):
+        assert contents(folder) == {**before, ".lock": b""}
+
+
+FILES = (SPEC, RECORDS, RESULT, ENVIRONMENT)
+
+
+@fuzz(120)
+def test_damaged_files_of_a_run_over(
+    runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
+) -> None:
+    files = runs["over"]
+    name = draw.choice(FILES)
+    spoilt = foreign(draw, files[name])
+    folder = put(tmp_path_factory.getbasetemp() / "over", files, {name: spoilt})
+    is_refused_or_read(folder)
+
+
+def encoded(tree: Any) -> bytes:
+    return json.dumps(tree).encode()
+
+
+def signed_checkpoint(tree: Any) -> bytes:
+    """With the digest that its content has: somebody who writes files can compute it."""
+    if isinstance(tree, dict):
+        content = {name: each for name, each in tree.items() if name != "sha256"}
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        tree = {**content, "sha256": digest}
+    return json.dumps(tree).encode()
+
+
+def toml(tree: Any) -> Any:
+    """Without what TOML cannot hold."""
+    if isinstance(tree, dict):
+        return {key: toml(each) for key, each in tree.items() if each is not None}
+    return [toml(each) for each in tree if each is not None] if isinstance(tree, list) else tree
+
+
+def signed_spec(tree: Any) -> bytes:
+    if not isinstance(tree, dict):
+        return encoded(tree)
+    own = toml({name: each for name, each in tree.items() if name not in ("format", "id")})
+    with suppress(KeyError):
+        tree = {**tree, "id": id_of(own)}
+    return tomli_w.dumps(toml(tree)).encode()
+
+
+@fuzz(150)
+def test_forged_files_of_a_run_over(
+    runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
+) -> None:
+    files = runs["over"]
+    folder = put(tmp_path_factory.getbasetemp() / "forged", files, {})
+    name = draw.choice(FILES)
+    if name == SPEC:
+        spoilt = signed_spec(changed(draw, read_spec(folder)))
+    elif name == RECORDS:
+        rows = [json.loads(line) for line in files[name].splitlines()]
+        spoilt = b"".join(encoded(row) + b"\n" for row in rows[:-1])
+        spoilt += encoded(changed(draw, rows[-1])) + b"\n"
+    else:
+        spoilt = encoded(changed(draw, json.loads(files[name])))
+    is_refused_or_read(put(folder, files, {name: spoilt}))
+
+
+@fuzz(100)
+def test_damaged_files_of_a_run_that_goes_on(
+    runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
+) -> None:
+    files = runs[draw.choice(["stopped", "slots"])]
+    names = [name for name in files if name.startswith("checkpoint") or name in FILES]
+    name = draw.choice(sorted(names))
+    folder = tmp_path_factory.getbasetemp() / "goes-on"
+    is_refused_or_resumed(put(folder, files, {name: foreign(draw, files[name])}))
+
+
+@fuzz(150)
+def test_forged_checkpoints(
+    runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
+) -> None:
+    """The parts of a checkpoint are forged with it, so that their digests fit."""
+    files = runs[draw.choice(["stopped", "slots"])]
+    listed = json.loads(files[NEWEST])
+    spoilt: dict[str, bytes] = {}
+    if draw.random() < 0.5:
+        part = draw.choice(_parts(listed))
+        spoilt[part["file"]] = foreign(draw, files[part["file"]])
+        part["sha256"] = hashlib.sha256(spoilt[part["file"]]).hexdigest()
+    else:
+        listed = changed(draw, listed)
+    spoilt[NEWEST] = signed_checkpoint(listed)
+    folder = tmp_path_factory.getbasetemp() / "forged-checkpoint"
+    put(folder, files, spoilt)
+    (folder / BEFORE).unlink(missing_ok=True)
+    is_refused_or_resumed(folder)
+
+
+@pytest.mark.parametrize("kind", ["slots", "model"])
+def test_a_forged_list_of_files_leads_nowhere_else(
+    kind: str, runs: dict[str, Run], tmp_path: Path
+) -> None:
+    """Slots are opened for writing, so a list could name any file of the user's to be spoilt."""
+    other = tmp_path / "precious"
+    listed = json.loads(runs["slots"][NEWEST])
+    other.write_bytes(runs["slots"][listed[kind]["file"]])
+    listed[kind]["file"] = "../precious"
+    files = {k: v for k, v in runs["slots"].items() if k != BEFORE}
+    folder = put(tmp_path / "run", files, {NEWEST: signed_checkpoint(listed)})
+    before = other.read_bytes()
+    with pytest.raises(UsageError, match=r"checkpoint\.json cannot be read \(ValueError\)"):
+        execute(tiny("scaffold-exp", 6), None, nobody, folder=folder, keep_clients="disk")
+    assert other.read_bytes() == before
+
+
+def _parts(listed: dict[str, Any]) -> list[dict[str, Any]]:
+    layers = listed["slots"]["layers"] if listed["slots"] else []
+    return [listed["model"], *listed["clients"], *layers]
+
+
+@fuzz(120)
+def test_archived_runs(
+    runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
+) -> None:
+    folder = tmp_path_factory.getbasetemp()
+    run = load_run(put(folder / "whole", runs["over"], {}))
+    described, table = texts(Parts(run.spec, run.environment, run.rows, run.result or {}))
+    kind = draw.choice(["toml", "csv", "forged toml", "forged csv"])
+    raw = {"toml": described.encode(), "csv": table.encode()}
+    if kind in raw:
+        raw[kind] = foreign(draw, raw[kind])
+    else:
+        tree = {name: each for name, each in tomllib.loads(described).items() if name != "sha256"}
+        if kind == "forged toml":
+            tree = toml(changed(draw, tree))
+        else:
+            raw["csv"] = foreign(draw, raw["csv"])
+        if isinstance(tree, dict):
+            with suppress(UnicodeDecodeError):
+                text = json.dumps(tree, sort_keys=True, default=str) + raw["csv"].decode()
+                tree = {**tree, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+            raw["toml"] = (HEAD + tomli_w.dumps(tree)).encode()
+    for ending, content in raw.items():
+        (folder / f"kept.{ending}").write_bytes(content)
+    harmless(lambda: read(folder / "kept.toml"))
