@@ -25,7 +25,7 @@ from fedexp.data import Federation
 from fedexp.engine.plan import plan_batches, sample_cohort
 from fedexp.engine.record import Record
 from fedexp.errors import EngineWarning, UsageError
-from fedexp.objective import LeastSquares, ModuleObjective
+from fedexp.objective import Buffers, LeastSquares, ModuleObjective
 from fedexp.seeding import seeded_torch
 from fedexp.tasks import Task
 from tests.engine.reference import Named, Outcome, Problem, Recipe, train
@@ -38,6 +38,7 @@ SEED, ROUNDS, COHORT, EPOCHS, BATCH = 3, 3, 3, 2, 4
 EXACT = 1e-9
 ROUNDING = 4.0  # times the distance between plain runs in float32 and float64
 NAMED = ("threads", "batched", "dense", "quadratic")  # beside the loop and "auto"
+DRAW_ON_THE_DEVICE = ("functional-dropout", "noise")  # a GPU's generator draws other numbers
 BY_NAME = {case.name: case for case in CASES}
 
 RECIPES = (
@@ -96,10 +97,11 @@ def task_of(case: Case, dtype: torch.dtype) -> Task:
     return Task("zoo", objective, train, local_of(recipe_of(case)))
 
 
-def run(case: Case, dtype: torch.dtype, engine: str) -> tuple[Task, Record]:
+def run(case: Case, dtype: torch.dtype, engine: str, **more: Any) -> tuple[Task, Record]:
     """Train for three rounds, evaluating each (which must change nothing); the last record."""
     task, recipe = task_of(case, dtype), recipe_of(case)
-    options: dict[str, Any] = {"engine": engine, "weighting": "size" if recipe.weigh else "uniform"}
+    weighting = "size" if recipe.weigh else "uniform"
+    options: dict[str, Any] = {"engine": engine, "weighting": weighting, **more}
     rounds = fx.simulate(
         task, algorithm_of(recipe), ROUNDS, COHORT, SEED, evaluate_every=1, **options
     )
@@ -146,12 +148,13 @@ def initial(case: Case, dtype: torch.dtype) -> nn.Module:
 def outcome(task: Task, record: Record) -> Outcome:
     """The trained model of a record by name; the last iterate, not the output."""
     assert isinstance(task.objective, ModuleObjective)
-    module = task.objective.load(record.state.params, record.state.buffers)
+    buffers = Buffers(*(value.cpu() for value in record.state.buffers))
+    module = task.objective.load(record.state.params.cpu(), buffers)
     params = {n: p.detach() for n, p in module.named_parameters() if p.requires_grad}
     named = module.named_buffers(remove_duplicate=False)  # a shared one may have been split
-    buffers = {n: b.detach() for n, b in named if b.is_floating_point()}
+    averaged = {n: b.detach() for n, b in named if b.is_floating_point()}
     assert record.server_lr is not None, "every client was dropped"
-    return Outcome(params, buffers, (record.server_lr,))
+    return Outcome(params, averaged, (record.server_lr,))
 
 
 @dataclass(frozen=True)
@@ -269,6 +272,37 @@ def test_auto_is_never_wrong(case: Case) -> None:
     assert record.engine
     if not case.redraws:
         assert_as_exact(outcome(task, record), case)
+
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", [case for case in CASES if case.batched], ids=case_id)
+def test_a_gpu_batches_what_can_be_batched(case: Case) -> None:
+    """By `auto`, without a warning, in float64 to the loop's numbers; noise of bf16 is no alarm."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EngineWarning)
+        task, record = run(case, torch.float64, "auto", device="cuda", precision="float32")
+        _, half = run(case, torch.float32, "auto", device="cuda", precision="bf16")
+    assert record.engine.startswith("batched")
+    assert half.engine.startswith("batched")
+    if not case.redraws:
+        found = gap(outcome(task, record), by_loop(case.name, torch.float64), case)
+        assert found.params <= EXACT
+        assert found.buffers <= EXACT
+
+
+@needs_cuda
+@pytest.mark.parametrize("case", [case for case in CASES if not case.batched], ids=case_id)
+def test_a_gpu_is_never_wrong(case: Case) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", EngineWarning)
+        task, record = run(case, torch.float64, "auto", device="cuda", precision="float32")
+    if not case.redraws and case.name not in DRAW_ON_THE_DEVICE:
+        found = gap(outcome(task, record), by_loop(case.name, torch.float64), case)
+        assert found.params <= EXACT
+        assert found.buffers <= EXACT
 
 
 @pytest.mark.parametrize("name", [case.name for case in CASES if case.labels == "each"])
