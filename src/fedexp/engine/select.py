@@ -20,7 +20,7 @@ from fedexp.engine.loop import Engine, Loop
 from fedexp.engine.quadratic import Quadratic, suits_quadratic
 from fedexp.engine.state import SimulationState
 from fedexp.engine.threads import Threads, threads_pay
-from fedexp.engine.trial import Trial, Trials
+from fedexp.engine.trial import Trials
 from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning, UsageError, require
 from fedexp.objective import BatchedObjective, ModuleObjective
@@ -38,12 +38,12 @@ class Candidate:
     Attributes:
         make: returns it for a round's work.
         tried: returns it for the trial, without what takes long to prepare.
-        check: what must hold besides, or None.
+        layers: whether it replaces the model's layers by stacked ones.
     """
 
     make: Callable[[Work], Engine]
     tried: Callable[[Work], Engine] | None = None
-    check: Callable[[Trial], None] | None = None
+    layers: bool = False
 
 
 def check_engine_name(name: str) -> EngineName:
@@ -80,9 +80,7 @@ def select_engine(
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     for candidate in candidates:
         try:
-            trial = trials.check(candidate.tried or candidate.make)
-            if candidate.check is not None:
-                candidate.check(trial)
+            trials.check(candidate.tried or candidate.make, candidate.layers)
             return candidate.make(work)
         except (torch.OutOfMemoryError, UsageError):
             raise
@@ -135,7 +133,7 @@ def _batched_candidate(implementation: Implementation, padded: bool) -> Candidat
     return Candidate(
         make,
         lambda _: Batched(implementation, padded, graphs=False, fuse=False),
-        Trial.check_layers if implementation == "layers" else None,
+        layers=implementation == "layers",
     )
 
 
