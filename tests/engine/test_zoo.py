@@ -38,7 +38,7 @@ SEED, ROUNDS, COHORT, EPOCHS, BATCH = 3, 3, 3, 2, 4
 EXACT = 1e-9
 ROUNDING = 4.0  # times the distance between plain runs in float32 and float64
 NAMED = ("threads", "batched", "dense", "quadratic")  # beside the loop and "auto"
-DRAW_ON_THE_DEVICE = ("functional-dropout", "noise")  # a GPU's generator draws other numbers
+WITHOUT_BF16 = ("fft",)  # not in torch, by no engine
 BY_NAME = {case.name: case for case in CASES}
 
 RECIPES = (
@@ -109,8 +109,9 @@ def run(case: Case, dtype: torch.dtype, engine: str, **more: Any) -> tuple[Task,
 
 
 @cache
-def by_loop(name: str, dtype: torch.dtype) -> Outcome:
-    return outcome(*run(BY_NAME[name], dtype, "loop"))
+def by_loop(name: str, dtype: torch.dtype, device: str = "cpu") -> Outcome:
+    more = {} if device == "cpu" else {"device": device, "precision": "float32"}
+    return outcome(*run(BY_NAME[name], dtype, "loop", **more))
 
 
 @cache
@@ -280,15 +281,18 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 @needs_cuda
 @pytest.mark.parametrize("case", [case for case in CASES if case.batched], ids=case_id)
 def test_a_gpu_batches_what_can_be_batched(case: Case) -> None:
-    """By `auto`, without a warning, in float64 to the loop's numbers; noise of bf16 is no alarm."""
+    """By `auto`, in float64 to the loop's numbers; noise of bf16 is no alarm."""
     with warnings.catch_warnings():
         warnings.simplefilter("error", EngineWarning)
+        # a loss that copies from the host in every call runs without a graph
+        warnings.filterwarnings("ignore", ".*not captured.*synchronizing", EngineWarning)
         task, record = run(case, torch.float64, "auto", device="cuda", precision="float32")
-        _, half = run(case, torch.float32, "auto", device="cuda", precision="bf16")
-    assert record.engine.startswith("batched")
-    assert half.engine.startswith("batched")
+        assert record.engine.startswith("batched")
+        if case.name not in WITHOUT_BF16:
+            _, half = run(case, torch.float32, "auto", device="cuda", precision="bf16")
+            assert half.engine.startswith("batched")
     if not case.redraws:
-        found = gap(outcome(task, record), by_loop(case.name, torch.float64), case)
+        found = gap(outcome(task, record), by_loop(case.name, torch.float64, "cuda"), case)
         assert found.params <= EXACT
         assert found.buffers <= EXACT
 
@@ -299,8 +303,8 @@ def test_a_gpu_is_never_wrong(case: Case) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EngineWarning)
         task, record = run(case, torch.float64, "auto", device="cuda", precision="float32")
-    if not case.redraws and case.name not in DRAW_ON_THE_DEVICE:
-        found = gap(outcome(task, record), by_loop(case.name, torch.float64), case)
+    if not case.redraws:
+        found = gap(outcome(task, record), by_loop(case.name, torch.float64, "cuda"), case)
         assert found.params <= EXACT
         assert found.buffers <= EXACT
 

@@ -39,11 +39,14 @@ class Candidate:
         make: returns it for a round's work.
         tried: returns it for the trial, without what takes long to prepare.
         layers: whether it replaces the model's layers by stacked ones.
+        plain: what shows in plain arithmetic, without kernels of its own, that examples may be
+            batched as it does; None for itself.
     """
 
     make: Callable[[Work], Engine]
     tried: Callable[[Work], Engine] | None = None
     layers: bool = False
+    plain: Callable[[Work], Engine] | None = None
 
 
 def check_engine_name(name: str) -> EngineName:
@@ -80,7 +83,7 @@ def select_engine(
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     for candidate in candidates:
         try:
-            trials.check(candidate.tried or candidate.make, candidate.layers)
+            trials.check(candidate.tried or candidate.make, candidate.layers, candidate.plain)
             return candidate.make(work)
         except (torch.OutOfMemoryError, UsageError):
             raise
@@ -130,10 +133,12 @@ def _batched_candidate(implementation: Implementation, padded: bool) -> Candidat
             objective.evaluates_layers = objective.device.type == "cuda"
         return Batched(implementation, padded)
 
+    layers = implementation == "layers"
     return Candidate(
         make,
         lambda _: Batched(implementation, padded, graphs=False, fuse=False),
-        layers=implementation == "layers",
+        layers,
+        (lambda _: Batched("vmap", graphs=False, fuse=False)) if layers else None,
     )
 
 

@@ -43,7 +43,7 @@ SENSITIVE = 1e-3  # an agreement within more than that says little
 # Eight units in the last place: what kernels may differ by where one of them is more exact.
 NARROW: dict[str, float] = {"tf32": 2.0**-8, "bf16": 2.0**-5}
 CLIPPED = 0.95  # of the first gradient's norm: where clipping begins, if there is any
-LARGE = 1_000_000  # parameters: such models take fewer steps on a CPU
+LARGE = 1_000_000  # parameters: such models take fewer steps
 
 Named = dict[str, Tensor]
 
@@ -88,18 +88,29 @@ class Trials:
         self._made: list[Trial] = []
         self._waiting = list(ATTEMPTS)
 
-    def check(self, make: Callable[[Work], Engine], layers: bool = False) -> None:
-        """Raise `EngineError` where an engine fails; stacked layers must pass some more."""
+    def check(
+        self,
+        make: Callable[[Work], Engine],
+        layers: bool = False,
+        plain: Callable[[Work], Engine] | None = None,
+    ) -> None:
+        """Raise `EngineError` where an engine fails.
+
+        Args:
+            make: returns the engine for a trial.
+            layers: stacked layers must pass some more.
+            plain: what runs instead of it in plain arithmetic where the run is in another one.
+        """
+        actual = self._origin[1].params.is_cuda or self.precision != "float32"
         for trial in self:
-            error = trial.check(make)
+            error = trial.check(plain if plain is not None and actual else make)
             if error <= trial.least or trial.limit <= SENSITIVE:
                 break
-        checked = [trial]
-        if self._origin[1].params.is_cuda or self.precision != "float32":
-            self._actual.check(make)
-            checked.append(self._actual)
-        for each in checked if layers else ():
-            each.check_layers()
+        checked = self._actual if actual else trial
+        if actual:
+            checked.check(make)
+        if layers:
+            checked.check_layers()
 
     @cached_property
     def _actual(self) -> Trial:
@@ -113,7 +124,7 @@ class Trials:
         yield from self._made
         while self._waiting:
             try:
-                trial = Trial.of(*self._origin, None, self._waiting.pop(0))
+                trial = Trial.of(*self._origin, None, self._waiting.pop(0), self.precision)
             except (RuntimeError, ValueError, IndexError) as error:
                 if isinstance(error, UsageError | torch.OutOfMemoryError):
                     raise
@@ -136,6 +147,8 @@ class Trial:
         precision: of the run; None for plain arithmetic in the type of the parameters.
         attempt: how it was made.
         expected: the loop's sums and client states, by name.
+        least: an error that needs no explanation: another order of additions, and in a run of
+            half precision, what its own rounding hides.
     """
 
     work: Work
@@ -143,22 +156,25 @@ class Trial:
     precision: Precision | None
     attempt: Attempt
     expected: Named
+    least: float
 
     @classmethod
     def of(
-        cls, work: Work, state: SimulationState, precision: Precision | None, attempt: Attempt
+        cls,
+        work: Work,
+        state: SimulationState,
+        precision: Precision | None,
+        attempt: Attempt,
+        later: Precision = "float32",
     ) -> Trial:
-        """Run the loop once."""
+        """Run the loop once; `later` is the precision of a run whose plain trial this is."""
         with arithmetic(precision or "float32"):
             small = _small_work(work, state, precision, attempt)
             small, start = _start(small, state, attempt)
-            return cls(small, start, precision, attempt, _outcome(Loop(), small, start))
-
-    @property
-    def least(self) -> float:
-        """An error that needs no explanation: another order of additions."""
-        plain = LEAST * torch.finfo(self.state.params.dtype).eps
-        return max(plain, NARROW.get(self.precision or "float32", 0.0))
+            expected = _outcome(Loop(), small, start)
+        least = LEAST * torch.finfo(state.params.dtype).eps
+        least = max(least, NARROW.get(precision or later, 0.0))
+        return cls(small, start, precision, attempt, expected, least)
 
     @cached_property
     def limit(self) -> float:
@@ -265,9 +281,9 @@ def _small_work(
     """Return the round of a few small clients."""
     local, train = work.local, work.task.train
     objective, on_gpu = work.task.objective, train.device.type == "cuda"
-    large = not on_gpu and state.params.numel() > LARGE
+    large = state.params.numel() > LARGE
     clients = 2 if large else 3
-    batch = min(local.batch_size or 4, 2 if large else 4)
+    batch = min(local.batch_size or 4, 2 if large and not on_gpu else 4)
     if on_gpu and precision is not None:
         batch = min(local.batch_size or 4, int(train.sizes[work.cohort].max()))
     rest = max(1, 3 * batch // 4) if attempt.short else batch

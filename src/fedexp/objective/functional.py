@@ -3,7 +3,7 @@
 The module's own forward is called with other tensors in the slots of its parameters and buffers,
 so every model that torch can trace through is covered: shared weights, modules that have two names
 and buffers that forward replaces included. Fused recurrent layers, which vmap does not know, are
-unrolled step by step.
+unrolled step by step, and normalisation over examples is written out for half precision.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 Slot = tuple[dict[str, Any], str]
 
@@ -27,12 +29,17 @@ class FunctionalModule:
         module: the model; it is left as it is after every call.
         parameters: those that are arguments, in their order; others stay as they are.
         buffers: names of the buffers that are arguments, in their order.
+        mixed: whether layers compute in half precision beside weights of full precision.
     """
 
     def __init__(
-        self, module: nn.Module, parameters: Sequence[nn.Parameter], buffers: Sequence[str]
+        self,
+        module: nn.Module,
+        parameters: Sequence[nn.Parameter],
+        buffers: Sequence[str],
+        mixed: bool = False,
     ) -> None:
-        self.module = unrolled(module)
+        self.module = in_plain_operations(module, mixed)
         where = dict(zip(module.parameters(), self.module.parameters(), strict=True))
         named = dict(self.module.named_buffers())
         self._parameters = [slots_of(self.module, where[p]) for p in parameters]
@@ -80,19 +87,26 @@ def _swapped(slots: Sequence[Sequence[Slot]], values: Sequence[Tensor]) -> Itera
             put(own, value)
 
 
-def unrolled(module: nn.Module) -> nn.Module:
-    """Return the module itself, or a copy without fused recurrent layers where it has any.
+def in_plain_operations(module: nn.Module, mixed: bool = False) -> nn.Module:
+    """Return the module itself, or a copy without the layers that vmap does not know.
 
-    >>> lstm = nn.LSTM(2, 3)
-    >>> type(unrolled(lstm)).__name__, unrolled(nn.Linear(2, 3)).__class__ is nn.Linear
-    ('UnrolledLSTM', True)
+    Args:
+        module: the model.
+        mixed: whether normalisation over the batch meets inputs of half precision, which it cannot
+            differentiate under vmap.
+
+    >>> type(in_plain_operations(nn.LSTM(2, 3))).__name__
+    'UnrolledLSTM'
+    >>> in_plain_operations(nn.Linear(2, 3)).__class__ is nn.Linear
+    True
     """
-    if not any(type(each) in UNROLLED for each in module.modules()):
+    table = UNROLLED | PLAIN_NORMS if mixed else UNROLLED
+    if not any(type(each) in table for each in module.modules()):
         return module
     copy = deepcopy(module)
     for each in copy.modules():
-        if type(each) in UNROLLED:
-            each.__class__ = UNROLLED[type(each)]
+        if type(each) in table:
+            each.__class__ = table[type(each)]
     return copy
 
 
@@ -216,4 +230,92 @@ UNROLLED: dict[type[nn.Module], type[nn.Module]] = {
     nn.LSTM: UnrolledLSTM,
     nn.GRU: UnrolledGRU,
     nn.RNN: UnrolledRNN,
+}
+
+
+class _PlainBatchNorm(_BatchNorm):
+    """Normalisation over the batch in float32, in plain operations."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if input.numel() == input.shape[1]:
+            raise ValueError(f"Expected more than 1 value per channel when training, got {input}")
+        own = self.training or self.running_mean is None or self.running_var is None
+        axes = [0, *range(2, input.dim())]
+        wide = input.float()
+        if own:
+            var, mean = torch.var_mean(wide, axes, correction=0)
+            self._remember(mean, var, input.numel() // input.shape[1])
+        else:
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            mean, var = self.running_mean, self.running_var
+        scale = torch.rsqrt(var + self.eps)
+        shape = [1, -1, *[1] * (input.dim() - 2)]
+        normal = (wide - mean.view(shape)) * scale.view(shape)
+        if self.weight is not None:
+            normal = normal * self.weight.view(shape) + self.bias.view(shape)
+        return normal.to(input.dtype)
+
+    def _remember(self, mean: Tensor, var: Tensor, count: int) -> None:
+        """Update the running statistics as torch does: the variance without its bias."""
+        if not self.training or not self.track_running_stats or self.running_mean is None:
+            return
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked = self.num_batches_tracked + 1
+        cumulative = 1 / self.num_batches_tracked.to(mean.dtype)
+        share = cumulative if self.momentum is None else self.momentum
+        unbiased = var.detach() * (count / max(1, count - 1))
+        self.running_mean = self.running_mean + share * (mean.detach() - self.running_mean)
+        self.running_var = self.running_var + share * (unbiased - self.running_var)
+
+
+class _PlainInstanceNorm(_InstanceNorm):
+    """Normalisation of every image in float32, in plain operations."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        batched = input.dim() == self._get_no_batch_dim() + 1  # type: ignore[no-untyped-call]
+        if self.track_running_stats or not batched:
+            return super().forward(input)
+        wide = input.float()
+        var, mean = torch.var_mean(wide, list(range(2, input.dim())), correction=0, keepdim=True)
+        normal = (wide - mean) * torch.rsqrt(var + self.eps)
+        if self.weight is not None:
+            shape = [1, -1, *[1] * (input.dim() - 2)]
+            normal = normal * self.weight.view(shape) + self.bias.view(shape)
+        return normal.to(input.dtype)
+
+
+class PlainInstanceNorm1d(_PlainInstanceNorm, nn.InstanceNorm1d):
+    """`nn.InstanceNorm1d` in plain operations."""
+
+
+class PlainInstanceNorm2d(_PlainInstanceNorm, nn.InstanceNorm2d):
+    """`nn.InstanceNorm2d` in plain operations."""
+
+
+class PlainInstanceNorm3d(_PlainInstanceNorm, nn.InstanceNorm3d):
+    """`nn.InstanceNorm3d` in plain operations."""
+
+
+class PlainBatchNorm1d(_PlainBatchNorm, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` in plain operations."""
+
+
+class PlainBatchNorm2d(_PlainBatchNorm, nn.BatchNorm2d):
+    """`nn.BatchNorm2d` in plain operations."""
+
+
+class PlainBatchNorm3d(_PlainBatchNorm, nn.BatchNorm3d):
+    """`nn.BatchNorm3d` in plain operations."""
+
+
+PLAIN_NORMS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: PlainBatchNorm1d,
+    nn.BatchNorm2d: PlainBatchNorm2d,
+    nn.BatchNorm3d: PlainBatchNorm3d,
+    nn.InstanceNorm1d: PlainInstanceNorm1d,
+    nn.InstanceNorm2d: PlainInstanceNorm2d,
+    nn.InstanceNorm3d: PlainInstanceNorm3d,
 }

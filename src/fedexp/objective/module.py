@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from functools import partial
 from typing import Any
@@ -94,7 +95,7 @@ class ModuleObjective:
         """Return a copy on the device; with bf16, layers compute in it and weights do not."""
         moved = self.copy()
         moved.device = device
-        moved.module.to(device)
+        _convert(moved.module, device)
         moved.compute_type = torch.bfloat16 if precision == "bf16" else None
         moved._list_tensors()
         return moved
@@ -114,7 +115,7 @@ class ModuleObjective:
                 other.module = self._built().to(self.device)
             other.module.load_state_dict(self.module.state_dict())
         if dtype is not None:
-            other.module.to(dtype)
+            _convert(other.module, dtype)
             other.compute_type = None
         if not dropout:
             disable_dropout(other.module)
@@ -169,7 +170,7 @@ class ModuleObjective:
     ) -> tuple[Tensor, Buffers]:
         """The loss of one client without touching the module, for `torch.func`."""
         self._functional = self._functional or FunctionalModule(
-            self.module, self.params, self.buffer_names
+            self.module, self.params, self.buffer_names, mixed=self.compute_type is not None
         )
         # vmap knows no other order of memory than the plain one
         plain = torch.contiguous_format
@@ -243,7 +244,7 @@ class ModuleObjective:
             params = params if training else params.clone()
         self._bind(params, buffers)
         before = x._version, [p._version for p in self.params]
-        with self._autocast():
+        with self._autocast(), self._quiet():
             output: Tensor = self.module(x)
         if training not in self._writes:
             self._writes[training] = before != (x._version, [p._version for p in self.params])
@@ -267,6 +268,16 @@ class ModuleObjective:
         if self.compute_type is None:
             return nullcontext()
         return torch.autocast(self.device.type, self.compute_type)
+
+    @contextmanager
+    def _quiet(self) -> Iterator[None]:
+        """Let cuDNN compact the weights of recurrent layers at every call, and not warn of it."""
+        if self.device.type == "cpu":
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "RNN module weights are not part", UserWarning)
+            yield
 
     def _losses(self, output: Tensor, y: Tensor) -> Tensor:
         """Return a loss for every example; those of several outputs are averaged."""
@@ -301,7 +312,16 @@ class ModuleObjective:
 
     def _gathered(self, values: Sequence[Tensor]) -> Buffers:
         averaged, kept = values[: len(self.averaged)], values[len(self.averaged) :]
-        return Buffers(flatten(averaged), flatten([value.long() for value in kept]).long())
+        integers = flatten([value.long() for value in kept]).long()
+        return Buffers(flatten(averaged).to(self.device), integers.to(self.device))
+
+
+def _convert(module: nn.Module, target: torch.device | torch.dtype) -> None:
+    """Move or convert a module in place; a buffer in two places stays one."""
+    shared = [slots_of(module, each) for each in module.buffers()]
+    module.to(target)
+    for own in shared:
+        put(own, read(own))
 
 
 def check_trainable(module: nn.Module) -> None:
