@@ -109,6 +109,7 @@ class LocalProgram:
         """Vectors with zeros behind them, so that every row begins where a GPU likes to read."""
         size = inputs["params"].numel()
         multiple = self.objective.aligned if isinstance(self.objective, ModuleObjective) else 1
+        multiple = multiple if self.rule.is_linear else 1  # others may count the zeros
         behind = -size % multiple
         if not behind:
             return inputs

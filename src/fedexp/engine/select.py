@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Literal, cast, get_args
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from fedexp.engine.dense import Dense, dense_network_of
 from fedexp.engine.loop import Engine, Loop
 from fedexp.engine.quadratic import Quadratic, suits_quadratic
 from fedexp.engine.state import SimulationState
-from fedexp.engine.threads import Threads, threads_pay
+from fedexp.engine.threads import Threads, check_draws, threads_pay
 from fedexp.engine.trial import Trials
 from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning, UsageError, require
@@ -79,19 +79,23 @@ def select_engine(
     """
     if name == "loop":
         return Loop()
-    reason = "this engine does not suit the model, the rule or the device"
+    reason, mistake = "this engine does not suit the model, the rule or the device", False
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     for candidate in candidates:
         try:
             trials.check(candidate.tried or candidate.make, candidate.layers, candidate.plain)
+            if candidate.make is _threads:
+                check_draws(cast(ModuleObjective, work.task.objective), state, trials.batch())
             return candidate.make(work)
-        except (torch.OutOfMemoryError, UsageError):
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torch.func refuses models with errors of many types
-            reason = _first_line(error)
+            reason, mistake = _first_line(error), isinstance(error, UsageError)
+    if mistake and name != "auto":
+        raise UsageError(reason)
     if name != "auto":
         raise UsageError(f"engine {name!r} cannot be used: {reason}; use engine='loop'")
-    if candidates:
+    if candidates and not mistake:  # of the user's: the loop meets it too
         warnings.warn(f"clients run one after another: {reason}", EngineWarning, stacklevel=4)
     return Loop()
 

@@ -16,7 +16,7 @@ from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.engine.state import SimulationState
 from fedexp.errors import DivergedError
-from fedexp.objective import Buffers
+from fedexp.objective import Buffers, changed_buffers
 
 
 def server_step(
@@ -51,7 +51,8 @@ def moved(
     params, server, metrics = algorithm.server.step(model.params, aggregate, model.server)
     averaged = model.averaged
     if "buffers" in aggregate.extras:
-        averaged = averaged + aggregate.mean_extra("buffers").to(averaged.dtype)
+        change = aggregate.mean_extra("buffers").to(averaged.dtype)
+        averaged = changed_buffers(averaged, change)
     shared = algorithm.client.update_shared(model.shared, aggregate, total_weight)
     return Model(params, averaged, server, shared), metrics
 

@@ -30,6 +30,7 @@ from fedexp.engine.work import Work
 from fedexp.errors import DivergedError, NonFiniteUpdateWarning, UsageError, require
 from fedexp.local import LocalTraining
 from fedexp.precision import Precision, arithmetic, check_precision, default_precision
+from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import Task, Weighting
 
 
@@ -128,7 +129,8 @@ def _rounds(
         work = replace(work, round=round, cohort=clients)
         with arithmetic(precision):
             if run is None:
-                chosen = choose()
+                with seeded_torch(work.seed, "trial"):
+                    chosen = choose()
                 run, name = sharing.engine(chosen), chosen.name
             read_ahead(work, state)
             record = replace(run_round(work, state, run), engine=name)
@@ -239,7 +241,8 @@ def _in_parts(work: Work, state: SimulationState, engine: Run) -> Finished:
 
 
 def _evaluated(work: Work, record: Record, sharing: Sharing) -> Record:
-    values: dict[str, Any] = sharing.evaluate(work.task, *record.state.output())
+    with seeded_torch(work.seed, "evaluation", work.round):  # should a model draw there
+        values: dict[str, Any] = sharing.evaluate(work.task, *record.state.output())
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
     return replace(record, **values)

@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
+from fedexp.data.federation import Batch
 from fedexp.engine.loop import Sums, Trained, sum_in_parts, sum_trained, train
 from fedexp.engine.pool import Pool
 from fedexp.engine.state import SimulationState
 from fedexp.engine.work import Work
 from fedexp.errors import EngineError
 from fedexp.objective import ModuleObjective
-from fedexp.seeding import torch_seed
+from fedexp.seeding import seeded_torch, torch_seed
 
 SMALL_MODEL = 100_000  # parameters; below, python itself takes most of the time, and one at a time
 LEVELS = 2**16  # a decision takes 16 of the 64 bits of a draw, so a draw serves four
@@ -100,6 +101,8 @@ class OwnDropout(nn.Dropout):
     def forward(self, input: Tensor) -> Tensor:
         if not self.training or not self.p:
             return input
+        if torch._C._current_graph_task_id() != -1:
+            raise EngineError("dropout is computed again in the backward pass (checkpoint)")
         count = input.numel()
         draws = torch.empty(-(-count // 4), dtype=torch.int64)
         draws.random_(-(2**63), None, generator=self.generator)
@@ -128,3 +131,16 @@ def _draws(layer: nn.Module) -> bool:
     if isinstance(layer, _DropoutNd):
         return layer.p > 0
     return isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and layer.dropout > 0
+
+
+def check_draws(objective: ModuleObjective, state: SimulationState, batch: Batch) -> None:
+    """Raise `EngineError` where forward draws from torch's own generator, with dropout on."""
+    copy = ThreadCopy(objective)
+    with seeded_torch(0, "trial"):
+        before = torch.get_rng_state()
+        copy.objective.gradient(state.params.clone(), state.buffers, batch)
+        if not torch.equal(before, torch.get_rng_state()):
+            raise EngineError(
+                "forward draws random numbers outside nn.Dropout layers, so threads would disturb "
+                "each other"
+            )

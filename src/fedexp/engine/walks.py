@@ -116,7 +116,12 @@ def advanced(
 ) -> Tensor:
     """Correct the gradients and move; clients that have done all their steps stay."""
     shared, mine = part(inputs, "shared."), part(inputs, "mine.")
-    grads = rule.correct(grads.to(params.dtype), params, inputs["params"], shared, mine)
+    grads, start = grads.to(params.dtype), inputs["params"]
+    if rule.is_linear:
+        grads = rule.correct(grads, params, start, shared, mine)
+    else:  # a rule of the user's own may look at all of its client's gradient
+        each = torch.func.vmap(rule.correct, in_dims=(0, 0, None, None, 0), randomness="different")
+        grads = each(grads, params, start, shared, mine)
     moved = local_step(params, grads, inputs["lr"], local)
     return moved if all_active else torch.where(active, moved, params)
 

@@ -21,7 +21,7 @@ from fedexp.flower.identity import partition_of
 from fedexp.flower.request import Request, single_record
 from fedexp.flower.wire import Places, from_arrays, to_arrays
 from fedexp.local import LocalTraining
-from fedexp.objective import Buffers, ModuleObjective
+from fedexp.objective import Buffers, ModuleObjective, changed_buffers
 from fedexp.precision import arithmetic, default_precision
 from fedexp.tasks.task import Task
 
@@ -88,7 +88,7 @@ def _trained_reply(work: Work, request: Request, client: int) -> Message:
 def _model_after(task: Task, state: SimulationState, trained: Trained) -> ArrayRecord:
     averaged = state.buffers.averaged
     if "buffers" in trained.extras:
-        averaged = averaged + trained.extras["buffers"]
+        averaged = changed_buffers(averaged, trained.extras["buffers"])
     return to_arrays(task, state.params - trained.delta, Buffers(averaged, state.buffers.kept))
 
 

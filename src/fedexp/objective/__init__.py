@@ -1,6 +1,12 @@
 """Objectives: what a client minimises."""
 
-from fedexp.objective.base import BatchedObjective, Buffers, Objective, buffer_changes
+from fedexp.objective.base import (
+    BatchedObjective,
+    Buffers,
+    Objective,
+    buffer_changes,
+    changed_buffers,
+)
 from fedexp.objective.least_squares import LeastSquares
 from fedexp.objective.module import ModuleObjective
 
@@ -11,4 +17,5 @@ __all__ = [
     "ModuleObjective",
     "Objective",
     "buffer_changes",
+    "changed_buffers",
 ]

@@ -63,9 +63,22 @@ class BatchedObjective(Objective, Protocol):
 
 
 def buffer_changes(after: Tensor, start: Tensor) -> Tensor:
-    """Return what local training adds to averaged buffers; 0 where the start was not finite.
+    """Return what local training adds to averaged buffers.
 
     Changes, not values, enter the sums: a buffer that forward leaves alone (a causal mask with
     -inf, a positional encoding) stays what it is to the bit and cannot make an update unusable.
+    Where the start was not finite (a running maximum), it is the new value, or 0 for none.
     """
-    return torch.where(start.isfinite(), after - start, 0.0)
+    new = torch.where(after.isfinite(), after, 0.0)
+    return torch.where(start.isfinite(), after - start, new)
+
+
+def changed_buffers(start: Tensor, change: Tensor) -> Tensor:
+    """Return averaged buffers after a mean of `buffer_changes`.
+
+    >>> start = torch.tensor([1.0, -torch.inf, -torch.inf])
+    >>> changed_buffers(start, buffer_changes(torch.tensor([3.0, 2.0, -torch.inf]), start)).tolist()
+    [3.0, 2.0, -inf]
+    """
+    new = torch.where(change == 0, start, change)
+    return torch.where(start.isfinite(), start + change, new)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.instancenorm import _InstanceNorm
 
@@ -51,7 +52,8 @@ class FunctionalModule:
         """Return the output in training mode, and the buffers after it."""
         self.module.train()
         slots = [*self._parameters, *self._buffers]
-        with _swapped(slots, [*parameters, *buffers]):
+        # attention in plain operations: vmap runs fused ones client by client, if at all
+        with _swapped(slots, [*parameters, *buffers]), sdpa_kernel(SDPBackend.MATH):
             output = self.module(*inputs)
             return output, [read(own) for own in self._buffers]
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from functools import partial
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -63,6 +64,11 @@ class ModuleObjective:
         self.build = partial(deepcopy, build) if isinstance(build, nn.Module) else build
         self.loss = loss or nn.CrossEntropyLoss(reduction="none")
         self.classifies = classifies
+        require(
+            not _trains(self.loss),
+            "the loss has weights of its own or refers to a model's, which are not trained by it; "
+            "compute what needs them in the model's forward",
+        )
         with seeded_torch(0, "scratch"):
             module = self.build()
         check_trainable(module)
@@ -78,13 +84,14 @@ class ModuleObjective:
         self.names = [n for n, p in self.module.named_parameters() if p.requires_grad]
         buffers = dict(self.module.named_buffers())
         averaged = [name for name, b in buffers.items() if b.is_floating_point()]
-        kept = [name for name, b in buffers.items() if not b.is_floating_point()]
+        # complex ones stay as the first module has them: they are tables, not statistics
+        kept = [n for n, b in buffers.items() if not (b.is_floating_point() or b.is_complex())]
         self.averaged = [buffers[name] for name in averaged]
         self.kept = [buffers[name] for name in kept]
         self.buffer_names = [*averaged, *kept]
         # a forward pass may write to its buffers, or put others in their place: both are followed
         self.slots = [slots_of(self.module, buffers[name]) for name in self.buffer_names]
-        self._writes: dict[bool, bool] = {}  # to its inputs or weights, in training mode or not
+        self._evaluated: tuple[Tensor, Tensor] | None = None  # parameters, and a copy of them
         self.stack: Stack | None = None
         self._functional: FunctionalModule | None = None
         self.evaluates_layers = False  # set once stacked layers are known to give the same values
@@ -108,6 +115,7 @@ class ModuleObjective:
             dropout: whether dropout layers drop anything.
         """
         other = copy(self)
+        other.loss = _copied(self.loss)
         if is_copied_whole(self.module):
             other.module = deepcopy(self.module)
         else:
@@ -142,7 +150,8 @@ class ModuleObjective:
             module = self._built()
         params = flatten([p.detach() for p in module.parameters() if p.requires_grad])
         averaged = flatten([b for b in module.buffers() if b.is_floating_point()])
-        kept = flatten([b.long() for b in module.buffers() if not b.is_floating_point()])
+        whole = [b for b in module.buffers() if not (b.is_floating_point() or b.is_complex())]
+        kept = flatten([b.long() for b in whole])
         buffers = Buffers(averaged.to(self.device), kept.long().to(self.device))
         return params.to(self.device), buffers
 
@@ -151,6 +160,10 @@ class ModuleObjective:
         output = self._forward(params, buffers, batch["x"])
         loss = self._losses(output.to(params.dtype), batch["y"]).mean()
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
+        require(
+            any(g is not None for g in grads),
+            "the loss does not depend on any parameter of the model; does forward use another one?",
+        )
         filled = [
             torch.zeros_like(p) if g is None else g for g, p in zip(grads, self.params, strict=True)
         ]
@@ -176,7 +189,8 @@ class ModuleObjective:
         plain = torch.contiguous_format
         mine = [piece.clone(memory_format=plain) for piece in pieces(params, self.params)]
         # BatchNorm writes to its buffers, and under vmap only contiguous ones remember it
-        averaged = [piece.clone() for piece in pieces(buffers.averaged, self.averaged)]
+        pairs = zip(pieces(buffers.averaged, self.averaged), self.averaged, strict=True)
+        averaged = [p.to(t.dtype, copy=True) for p, t in pairs]
         kept = [p.to(t.dtype, copy=True) for p, t in self._typed(buffers.kept)]
         with self._autocast():
             output, after = self._functional(mine, [*averaged, *kept], x)
@@ -219,7 +233,14 @@ class ModuleObjective:
         output = self._predictions(params, buffers, batch["x"]).to(params.dtype)
         values = {"loss": self._losses(output, batch["y"])}
         if self.classifies:
-            right = (output.argmax(dim=1) == batch["y"]).to(output.dtype)
+            found = output.argmax(dim=1)
+            y = batch["y"]
+            require(
+                found.numel() == y.numel(),
+                f"outputs {list(output.shape)} have no class for each of the labels "
+                f"{list(y.shape)}; pass classifies=False",
+            )
+            right = (found == y.view_as(found)).to(output.dtype)
             values["accuracy"] = right if right.ndim == 1 else right.flatten(1).mean(dim=1)
         return values
 
@@ -233,21 +254,23 @@ class ModuleObjective:
         return self._forward(params, buffers, x)
 
     def _forward(self, params: Tensor, buffers: Buffers, x: Tensor) -> Tensor:
-        """Call the module. What it writes to (`x.mul_()`, `max_norm`) is a copy.
+        """Call the module. What it may write to (`x.mul_()`, `max_norm`) is a copy.
 
         In training mode the parameters are the caller's copy, and a step continues from what
         forward makes of them.
         """
-        training = self.module.training
-        if self._writes.get(training, True):
+        if x._base is not None:  # rows of the data themselves
             x = x.clone()
-            params = params if training else params.clone()
+        if not self.module.training:
+            if self._evaluated is None or self._evaluated[0] is not params:
+                self._evaluated = params, params.clone()
+            params = self._evaluated[1]
         self._bind(params, buffers)
-        before = x._version, [p._version for p in self.params]
+        before = [p._version for p in self.params]
         with self._autocast(), self._quiet():
             output: Tensor = self.module(x)
-        if training not in self._writes:
-            self._writes[training] = before != (x._version, [p._version for p in self.params])
+        if not self.module.training and before != [p._version for p in self.params]:
+            self._evaluated = None
         return output
 
     def _built(self) -> nn.Module:
@@ -288,8 +311,9 @@ class ModuleObjective:
         )
         if losses.ndim == 1:
             return losses
+        alike = output.ndim != y.ndim or output.shape == y.shape
         require(
-            losses.shape == y.shape[: losses.ndim],
+            alike and losses.shape == y.shape[: losses.ndim],
             f"the loss of outputs {list(output.shape)} and labels {list(y.shape)} has the shape "
             f"{list(losses.shape)}; give outputs and labels one shape, e.g. output.squeeze(1)",
         )
@@ -297,9 +321,8 @@ class ModuleObjective:
 
     def _bind(self, params: Tensor, buffers: Buffers) -> None:
         unflatten_into(self.params, params)
-        averaged = pieces(
-            buffers.averaged.clone(), self.averaged
-        )  # the forward pass writes to them
+        pairs = zip(pieces(buffers.averaged, self.averaged), self.averaged, strict=True)
+        averaged = [p.to(t.dtype, copy=True) for p, t in pairs]  # forward writes to them
         kept = [piece.to(t.dtype, copy=True) for piece, t in self._typed(buffers.kept)]
         for own, value in zip(self.slots, [*averaged, *kept], strict=True):
             put(own, value)
@@ -344,7 +367,17 @@ def check_trainable(module: nn.Module) -> None:
             f"{name or type(layer).__name__} uses torch.nn.utils.weight_norm or spectral_norm, "
             "which cannot be copied; use the one of torch.nn.utils.parametrizations instead",
         )
-    types = {p.dtype for p in module.parameters() if p.requires_grad}
+    trained = [p for p in module.parameters() if p.requires_grad]
+    require(
+        not any(p._post_accumulate_grad_hooks for p in trained),
+        "hooks after the accumulation of gradients are not called here; use Tensor.register_hook",
+    )
+    places = [p.data_ptr() for p in trained if p.numel() and not nn.parameter.is_lazy(p)]
+    require(
+        len(set(places)) == len(places),
+        "two parameters share their memory; register one nn.Parameter in both places",
+    )
+    types = {p.dtype for p in trained}
     require(
         len(types) <= 1,
         "the parameters are of several types ("
@@ -365,7 +398,7 @@ def is_copied_whole(module: nn.Module) -> bool:
         own = vars(layer)
         if any(isinstance(v, Tensor) and not v.is_leaf for v in own.values()):
             return False
-        functions = [own.get("forward")]
+        functions = [each for each in own.values() if callable(each)]
         for name in HOOKS:
             functions += list(own.get(name, {}).values())
         if any(_refers_to_model(each) for each in functions):
@@ -374,10 +407,44 @@ def is_copied_whole(module: nn.Module) -> bool:
 
 
 def _refers_to_model(function: Any) -> bool:
-    cells = getattr(function, "__closure__", None) or ()
-    defaults = getattr(function, "__defaults__", None) or ()
-    held = [*(cell.cell_contents for cell in cells), *defaults]
-    return any(isinstance(each, nn.Module | Tensor) for each in held)
+    held = _held_by(function)
+    return any(
+        isinstance(e, nn.Module) or (isinstance(e, Tensor) and e.requires_grad) for e in held
+    )
+
+
+def _held_by(function: Any) -> list[Any]:
+    """Return what a function finds in its closure, its defaults and the globals it names."""
+    if isinstance(function, partial):
+        return [*function.args, *function.keywords.values(), *_held_by(function.func)]
+    if not isinstance(function, FunctionType):
+        return []
+    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
+    named = [function.__globals__.get(name) for name in function.__code__.co_names]
+    return [*cells, *(function.__defaults__ or ()), *named]
+
+
+def _is_set(cell: Any) -> bool:
+    try:
+        return bool(cell.cell_contents is not None)
+    except ValueError:  # not yet
+        return False
+
+
+def _trains(loss: Any) -> bool:
+    """Return whether a loss has or refers to tensors that could be trained."""
+    held = [loss, *_held_by(loss)]
+    modules = [p for each in held if isinstance(each, nn.Module) for p in each.parameters()]
+    tensors = [each for each in held if isinstance(each, Tensor)]
+    return any(each.requires_grad for each in (*modules, *tensors))
+
+
+def _copied(loss: Any) -> Any:
+    """Return a copy of a loss, which may keep numbers of its own; itself where it has none."""
+    try:
+        return deepcopy(loss)
+    except Exception:  # a handle or whatever else cannot be copied
+        return loss
 
 
 def disable_dropout(module: nn.Module) -> None:
