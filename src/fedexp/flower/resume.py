@@ -23,7 +23,7 @@ from fedexp.flower.rows import Row, stored
 from fedexp.flower.spec import frozen
 from fedexp.flower.training import Training
 from fedexp.runs import is_run, load_run, read_spec
-from fedexp.runs.folder import BusyError, RunFolder, machine
+from fedexp.runs.folder import RELEASES, BusyError, RunFolder, machine
 from fedexp.runs.journal import Journal
 from fedexp.runs.tensors import to_bytes
 
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from fedexp.flower.strategy import RuleStrategy
 
 HEAD = "# A run of fedexp on Flower, frozen. Start it again with checkpoint=THIS-FOLDER\n"
-RELEASES = "checkpoint-releases.json"
 LETS_GO = 30.0  # seconds
 REMEDIES = {
     "begin again with --restart": "remove the folder to begin again",

@@ -34,6 +34,9 @@ MOST_THREADS = 4096  # that a run can have begun with
 CHECKPOINT_FILES = (".json", ".safetensors", ".slots")
 ENVIRONMENT, RESULT, MODEL, LOCK = "environment.json", "result.json", "model.safetensors", ".lock"
 FINGERPRINT = "fingerprint.json"
+RELEASES = (
+    "checkpoint-releases.json"  # what a private run has spent: nothing but its owner undoes it
+)
 RESTART = "--restart discards it and runs it again"
 BY_HAND = "remove the folder to run it again"
 
@@ -101,13 +104,14 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if self._began and isinstance(error, UsageError) and not read_rows(self.path):
+        mistaken = self._began and isinstance(error, UsageError)
+        if mistaken and not (self.path / RELEASES).exists() and not read_rows(self.path):
             self._remove()
         if self._lock is not None:
             self._lock.close()
 
     def clear(self) -> None:
-        """Discard all but the spec.
+        """Discard all but the spec, and what a private run has spent.
 
         Whoever is killed in here leaves the old run, or none of it: what refers to other files goes
         before them, and the old fingerprint goes last.
@@ -115,7 +119,7 @@ class RunFolder:
         for name in (RESULT, BEFORE, NEWEST):
             (self.path / name).unlink(missing_ok=True)
         for path in self._own_files():
-            if path.name not in (SPEC, LOCK, ENVIRONMENT, FINGERPRINT):
+            if path.name not in (SPEC, LOCK, ENVIRONMENT, FINGERPRINT, RELEASES):
                 path.unlink()
         self._describe()
 
