@@ -19,11 +19,12 @@ from fedexp.errors import DivergedError, UsageError
 from fedexp.experiments.fingerprint import fingerprint_of_rules
 from fedexp.flower.budget import open_ledger
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.rows import Row, stored
+from fedexp.flower.rows import Row
 from fedexp.flower.spec import frozen
 from fedexp.flower.training import Training
 from fedexp.runs import is_run, load_run, read_spec
 from fedexp.runs.folder import RELEASES, BusyError, RunFolder, machine
+from fedexp.runs.foreign import finite
 from fedexp.runs.journal import Journal
 from fedexp.runs.tensors import to_bytes
 
@@ -65,7 +66,7 @@ class DiskBook(Book):
         self.journal, self.training = journal, training
 
     def add(self, row: Row, state: SimulationState) -> None:
-        self.journal.add(stored(row), state)
+        self.journal.add(finite(row), state)
 
     def finish(self, error: DivergedError | None) -> None:
         arrays = ndarrays(self.training.server.output())
