@@ -154,7 +154,7 @@ def test_requests_that_say_how_the_model_is_laid_out(
         sent = {"control": Array("float32", (8,), "numpy.ndarray", raw(draw, (8,)))}
         message.content[SHARED] = ArrayRecord(sent)
         message.content.config_records["config"]["fedexp.client"] = "scaffold"
-    home = {"fedexp-state": str(tmp_path_factory.getbasetemp() / "requests")}
+    home: dict[str, Any] = {"fedexp-state": str(tmp_path_factory.getbasetemp() / "requests")}
     context = Context(1, 1, home, RecordDict(), {})
     model = draw.choice([MODEL, None])
     with np.errstate(all="ignore"):
@@ -230,7 +230,8 @@ def test_replies_in_the_stages_of_a_secure_sum(stages: Stages, draw: Random) -> 
         message_from_proto(ProtoMessage.FromString(data))
         for data in stages[draw.choice(Stage.all())]
     )
-    grid = FakeGrid(lambda message, _: Message(reply.content, reply_to=message), 1)
+    app: Any = lambda message, _: Message(reply.content, reply_to=message)  # noqa: E731
+    grid = FakeGrid(app, 1)
     grid.nodes[0].node_id, grid.nodes[0].fault = sent.metadata.dst_node_id, liar(draw)
     waiting = StageGrid(grid, SIZE, 60.0)
     asked = Message(sent.content, sent.metadata.dst_node_id, "train")
