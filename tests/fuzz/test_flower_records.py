@@ -124,7 +124,7 @@ def reply_about(draw: Random) -> Message:
     return Message(content, reply_to=asked())
 
 
-@fuzz(150)
+@fuzz(100)
 def test_replies_that_report_how_the_model_is_laid_out(draw: Random) -> None:
     """Whatever they report, sums are finite and the layout is of the model's own arrays."""
     arrays = ArrayRecord({name: Array(value) for name, value in ARRAYS.items()})

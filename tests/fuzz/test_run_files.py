@@ -247,7 +247,7 @@ def diverged(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return contents(folder)
 
 
-@fuzz(150)
+@fuzz(100)
 def test_a_diverged_run_that_is_reopened(
     diverged: Run, tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:

@@ -82,7 +82,7 @@ class Layout:
         known = {slot.name: slot for slot in self.slots}
         for option, names in {"buffers": buffers or (), "tied": [*tied, *tied.values()]}.items():
             unknown = sorted(set(names) - known.keys())
-            listed = shown(", ".join(repr(name) for name in unknown), 200)
+            listed = shown(", ".join(unknown), 200)
             require(not unknown, f"{option} names {listed}, which the model does not have")
         kinds = {name: _kind(name, slot.dtype, buffers) for name, slot in known.items()}
         for name, source in tied.items():
