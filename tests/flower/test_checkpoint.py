@@ -180,6 +180,33 @@ def test_remedies_are_those_of_a_strategy(tmp_path: Path) -> None:
         FedExP(checkpoint=tmp_path / "run").start(FakeGrid(plain_app()), first_model(), 4)
 
 
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"layout": []},
+        {"layout": {"buffers": 7}},
+        {"layout": {"buffers": ["x"], "tied": {}}},
+        {"trained": [1]},
+        {"trained": {"x": {}}},
+        {"config": [[1]]},
+        {"nodes": {"a": 1}},
+    ],
+    ids=str,
+)
+def test_rows_that_no_run_has_written_are_refused_in_a_line(part: Any, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    grid = FakeGrid(plain_app())
+    for node in grid.nodes:
+        node.fault = dies_on("train", 2)
+    with pytest.raises(Killed):
+        FedExP(checkpoint=folder).start(grid, first_model(), 4)
+    records = folder / "records.jsonl"
+    line = json.dumps({"round": 1, **part})
+    records.write_text(line.ljust(records.stat().st_size - 1) + "\n")  # a checkpoint counts bytes
+    with pytest.raises(UsageError, match=r"records\.jsonl is damaged: its rows are not"):
+        FedExP(checkpoint=folder).start(FakeGrid(plain_app()), first_model(), 4)
+
+
 def test_a_diverged_run_keeps_its_last_good_state_and_says_so_again(tmp_path: Path) -> None:
     def evaluate(round: int, arrays: Any) -> Any:
         return MetricRecord({"loss": float("inf") if round == 3 else 1.0})

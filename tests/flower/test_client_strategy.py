@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor
 
 import fedexp as fx
 from fedexp.flower import RuleStrategy, identify, initial_arrays, planned
 from fedexp.flower.wire import from_arrays
+from fedexp.runs import load_run
 from tests.flower.fake_grid import FakeGrid, only, replies
 from tests.flower.rounds import Rounds
 from tests.flower.user_app import float64_task, user_app
@@ -94,3 +96,20 @@ def test_a_client_whose_reply_was_dropped_stays_with_the_server() -> None:
         twin.run(cohort)
     expected = twin.server.state.shared["control"]
     torch.testing.assert_close(control(made), expected, rtol=CLOSE, atol=CLOSE)
+
+
+class Skips(RuleStrategy):
+    """A subclass that leaves the second round out."""
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        if server_round == 2:
+            list(replies)
+            return None, None
+        return super().aggregate_train(server_round, replies)
+
+
+def test_a_round_that_a_subclass_left_out_accepts_nobody(tmp_path: Path) -> None:
+    """Its row repeated the names of the round before, so clients resumed from states never used."""
+    made = Skips(algorithm=fx.scaffold(), fraction_evaluate=0.0, checkpoint=tmp_path / "run")
+    made.start(FakeGrid(planned_app(), 4), initial_arrays(TASK), num_rounds=3)
+    assert [len(row.get("accepted", ())) for row in load_run(tmp_path / "run").rows] == [4, 0, 4]

@@ -15,6 +15,7 @@ from flwr.app import Array, ArrayRecord, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
 
+from fedexp.cli.main import main
 from fedexp.errors import DivergedError, UsageError
 from fedexp.flower import (
     FedAvg,
@@ -125,6 +126,26 @@ def test_a_diverged_folder_resumes_from_its_last_good_state(
     np.testing.assert_array_equal(ndarrays(result.arrays)["w"], ndarrays(whole.arrays)["w"])
     assert [line for line in lines if "diverged at round 3" in line and "of round 2" in line]
     assert load_run(folder).result["status"] == "finished"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_one_that_diverges_again_from_there_resumes_one_checkpoint_further_back(
+    asked: bool, tmp_path: Path, lines: list[str]
+) -> None:
+    """`fedexp resume --reopen` before a start changes nothing: both are one mechanism."""
+    folder = tmp_path / "run"
+    for resumed in (0, 3, 2):
+        lines.clear()
+        grid = FakeGrid(plain_app(), 3, faults={BAD: only(HUGE, rounds=[4])})
+        with pytest.raises(DivergedError, match="round 4"):
+            FedExP(checkpoint=folder).start(grid, first_model(), 5)
+        warned = [line for line in lines if "resuming from its last good state" in line]
+        assert len(warned) == (0 if asked or not resumed else 1)
+        if asked:
+            assert main(["resume", str(folder), "--reopen"]) == 0
+    noted = load_run(folder).environment
+    assert [each["round"] for each in noted["resumed"]] == [3, 2]
+    assert [each["round"] for each in noted["reopened"]] == ([3, 2, 2] if asked else [3, 2])
 
 
 def test_a_run_that_diverged_at_once_restarts(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp import ClientApp
 from torch import Tensor, nn
 
@@ -223,6 +223,22 @@ def test_a_client_that_reports_otherwise_than_most_is_left_out() -> None:
         assert (found["clients"], found["dropped"]) == (4 - len(faults), len(faults))
         assert strategy.training is not None
         assert strategy.training.server.layout.averaged == ("centre",)
+
+
+@pytest.mark.parametrize("kind", ["<U3", "|V4", "<c8", "|S2"])
+def test_a_tied_array_that_holds_no_numbers_is_left_out(kind: str) -> None:
+    """Numpy compares only numbers for being none, and raised: one reply ended the run."""
+    task = float64_task(OnlyTied)
+
+    def spoil(content: RecordDict) -> None:
+        arrays = dict(content.array_records["arrays"])
+        arrays["second.weight"] = Array(np.zeros(arrays["second.weight"].shape, kind))
+        content["arrays"] = ArrayRecord(arrays)
+
+    grid = FakeGrid(plain_app(task), 4, faults={1: replies(spoil)})
+    found = FedExP(fraction_evaluate=0.0).start(grid, initial_arrays(task), 1)
+    numbers = found.train_metrics_clientapp[1]
+    assert (numbers["clients"], numbers["dropped"]) == (3, 1)
 
 
 def test_a_module_names_its_parts() -> None:

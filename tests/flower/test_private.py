@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
-from fedexp.errors import UsageError
+from fedexp.errors import DivergedError, UsageError
 from fedexp.flower import FedAvg, FedExP, RuleStrategy, ScaffoldExP, identify, local_privacy
 from fedexp.flower.layout import ndarrays
 from fedexp.flower.training import NoRepliesError
@@ -379,6 +379,94 @@ def test_a_run_that_died_is_charged_for_what_it_may_have_shown(tmp_path: Path) -
     assert spent[1]["epsilon"] == pytest.approx(epsilon(2.0, 1, 1e-5))
     assert spent[3]["epsilon"] == pytest.approx(epsilon(2.0, 4, 1e-5))
     assert not np.array_equal(seen[0], seen[1])
+
+
+class Averaging(FedAvg):
+    """A subclass that averages replies itself, as with Flower; after the step or without."""
+
+    steps_first = False
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        held = list(replies)
+        metrics = super().aggregate_train(server_round, held)[1] if self.steps_first else None
+        exact = np.mean([weights(reply.content.array_records["arrays"]) for reply in held], axis=0)
+        return ArrayRecord({"w": Array(exact), "n": Array(np.array(3))}), metrics
+
+
+@pytest.mark.parametrize("steps_first", [False, True])
+def test_a_subclass_cannot_release_means_without_noise(steps_first: bool, tmp_path: Path) -> None:
+    """Its model became that of the run, exact to the last bit, and epsilon was reported for it."""
+    made = strategy(Averaging, privacy=central(1.0), checkpoint=tmp_path / "run")
+    vars(made)["steps_first"] = steps_first
+    seen: list[NDArray[Any]] = []
+    with pytest.raises(UsageError, match="with central privacy return that one unchanged"):
+        made.start(
+            FakeGrid(app(), NODES),
+            model(),
+            2,
+            evaluate_fn=lambda round, arrays: seen.append(weights(arrays)),
+        )
+    assert [value.any() for value in seen] == [False]  # the first model, and no other
+    assert made.training is not None
+    assert made.training.ledger.count == steps_first
+    assert released(tmp_path / "run") == steps_first
+
+
+def test_a_subclass_may_average_what_clients_have_noised() -> None:
+    settings = LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0, noise_seed=0)
+    grid = FakeGrid(app([local_privacy(settings)]), 3)
+    strategy(Averaging, privacy=settings).start(grid, model(), 2)
+
+
+def released(folder: Path) -> int:
+    """How many releases the account of a run has."""
+    path = folder / "checkpoint-releases.json"
+    if not path.exists():
+        return 0
+    return sum(row["count"] for row in json.loads(path.read_bytes())["releases"])
+
+
+def test_a_first_round_that_ends_in_an_error_is_not_forgotten(tmp_path: Path) -> None:
+    """The folder of a run without rounds was removed after a mistake, and its account with it."""
+
+    def mistaken(round: int, arrays: ArrayRecord) -> None:
+        if round:
+            raise UsageError("the evaluation has no data; give it some")
+
+    for expected in (1, 2):
+        with pytest.raises(UsageError, match="no data"):
+            strategy(privacy=central(1.0), checkpoint=tmp_path / "run").start(
+                FakeGrid(app(), NODES), model(), 2, evaluate_fn=mistaken
+            )
+        assert released(tmp_path / "run") == expected
+    with pytest.raises(UsageError, match="no data"):  # without an account nothing is left behind
+        strategy(checkpoint=tmp_path / "other").start(
+            FakeGrid(app(), NODES), model(), 2, evaluate_fn=mistaken
+        )
+    assert not (tmp_path / "other").exists()
+
+
+def test_a_run_that_diverged_gets_no_budget_back(tmp_path: Path) -> None:
+    """Every start repeats rounds, from an earlier checkpoint the third time, and pays for each."""
+
+    def diverges(round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"loss": math.inf if round == 3 else 1.0})
+
+    def start(**options: Any) -> Any:
+        limited = CentralPrivacy(clip=1.0, delta=1e-5, epsilon=4.0, noise_seed=0)
+        made = strategy(FedAvg, privacy=limited, checkpoint=tmp_path / "run")
+        return made.start(FakeGrid(app(), NODES), model(), 7, **options)
+
+    for spent in (3, 4, 6):
+        with pytest.raises(DivergedError, match="round 3"):
+            start(evaluate_fn=diverges)
+        assert released(tmp_path / "run") == spent
+    rows = start(evaluate_fn=lambda round, arrays: None).train_metrics_clientapp
+    assert released(tmp_path / "run") == 7
+    assert max(row["epsilon"] for row in rows.values()) == pytest.approx(4.0, rel=1e-3)
+    assert (
+        len(rows) < 7
+    )  # it ended early: the budget was for seven releases, repeated ones included
 
 
 def test_a_run_is_not_resumed_with_other_privacy(tmp_path: Path) -> None:

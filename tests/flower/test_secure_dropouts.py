@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 import torch
 from flwr.app import MetricRecord, RecordDict
-from flwr.common import ndarray_to_bytes
+from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 
 from fedexp.flower.secure import SecureAggregation
+from fedexp.flower.secure_payload import MODULUS, levels_for
 from fedexp.flower.training import GRACE
 from tests.flower.fake_grid import FakeGrid, Fault, healthy, raises, replies, silent
 from tests.flower.secure_helpers import (
@@ -179,6 +180,25 @@ def test_a_sum_whose_masks_did_not_come_off_is_refused(
             told[Key.MASKED_PARAMETERS][1] = ndarray_to_bytes(noise)
 
     grid = FakeGrid(app_of(random_updates(16)), 4, faults={0: at_stage(stage, replies(lie))})
+    with caplog.at_level(logging.WARNING, "flwr"):
+        gathered = secure_round(server_of(16), grid, SECURE)
+    assert gathered.aggregate.count == 0
+    assert "the model stays as it is" in caplog.text
+
+
+@pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # as in production
+def test_weights_that_a_liar_makes_sum_to_nothing_spoil_the_round_only(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The mean over a weight of 0 is not a number, which ended the whole run."""
+
+    def lie(content: RecordDict) -> None:
+        masked: Any = content.config_records[RECORD_KEY_CONFIGS][Key.MASKED_PARAMETERS]
+        weight = (bytes_to_ndarray(masked[0]) - 4 * levels_for(4)) % MODULUS
+        masked[0] = ndarray_to_bytes(weight)
+
+    fault = at_stage(Stage.COLLECT_MASKED_VECTORS, replies(lie))
+    grid = FakeGrid(app_of(random_updates(16)), 4, faults={0: fault})
     with caplog.at_level(logging.WARNING, "flwr"):
         gathered = secure_round(server_of(16), grid, SECURE)
     assert gathered.aggregate.count == 0

@@ -40,10 +40,11 @@ SHAPES: list[tuple[int, ...]] = [*([(DIM,)] * 6), (), (0,), (1,), (DIM, 1), (1, 
 FLOATS = [0.0, 1.0, -1.0, 1e-45, 1e38, 3e38, np.inf, -np.inf, np.nan]
 
 
-def raw(draw: Random) -> bytes:
+def raw(draw: Random, usual: tuple[int, ...] = (DIM,)) -> bytes:
     """The bytes of an array: of any type and shape, with a header that may lie, or of nothing."""
     with np.errstate(all="ignore"):
-        value = np.full(draw.choice(SHAPES), draw.choice(FLOATS)).astype("f4")
+        shape = draw.choice(SHAPES)
+        value = np.full(usual if shape == (DIM,) else shape, draw.choice(FLOATS)).astype("f4")
         kind = draw.choice(TYPES) if draw.random() < 0.4 else "<f4"
         value = np.zeros(value.shape, kind) if kind not in ("<f4", "<f2") else value.astype(kind)
     buffer = io.BytesIO()

@@ -17,16 +17,28 @@ import pytest
 import tomli_w
 import torch
 
-from fedexp.errors import UsageError
+from fedexp.errors import DivergedError, UsageError
+from fedexp.experiments.fingerprint import Fingerprint
 from fedexp.runs import Stopped, execute, load_run
 from fedexp.runs.archive import HEAD, Parts, texts
 from fedexp.runs.checkpoint import BEFORE, NEWEST
-from fedexp.runs.folder import ENVIRONMENT, RESULT, RunFolder, machine
+from fedexp.runs.folder import (
+    BY_HAND,
+    ENVIRONMENT,
+    FINGERPRINT,
+    RESTART,
+    RESULT,
+    RunFolder,
+    check_content,
+    machine,
+)
 from fedexp.runs.journal import Journal
 from fedexp.runs.records import RECORDS
 from fedexp.runs.spec_file import SPEC, id_of, read_spec
 from tests.fuzz.hostile import Files, changed, contents, foreign, fuzz, harmless
 from tests.runs.helpers import nobody, stop_after, tiny
+from tests.runs.test_reopen import SPEC as SPEC_OF_FLOWER
+from tests.runs.test_reopen import state
 
 CPU = torch.device("cpu")
 ABOUT = machine()
@@ -187,6 +199,80 @@ def test_forged_checkpoints(
     put(folder, files, spoilt)
     (folder / BEFORE).unlink(missing_ok=True)
     is_refused_or_resumed(folder)
+
+
+@fuzz(150)
+def test_fingerprints(
+    runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
+) -> None:
+    """Content that is the same, other, or not known: a line in the last two cases."""
+    files = runs["over"]
+    whole = json.loads(files[FINGERPRINT])
+    forged = encoded(changed(draw, whole)), foreign(draw, files[FINGERPRINT])
+    folder = tmp_path_factory.getbasetemp() / "fingerprint"
+    put(folder, files, {FINGERPRINT: draw.choice(forged)})
+    before = contents(folder)
+    wanted = Fingerprint.from_json(whole)
+    remedy = draw.choice([RESTART, BY_HAND])
+    assert remedy in (harmless(lambda: check_content(folder, wanted, remedy)) or remedy)
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("numerics", "name"),
+    [("Infinity", "x"), ("1e999", "x"), ("true", "x"), ("2", "a\\nb"), ("2", "\\u001b[2J")],
+)
+def test_a_fingerprint_that_nobody_wrote(
+    numerics: str, name: str, runs: dict[str, Run], tmp_path: Path
+) -> None:
+    text = f'{{"format": 1, "numerics": {numerics}, "digests": {{"{name}": {{}}}}}}'
+    folder = put(tmp_path / "run", runs["over"], {FINGERPRINT: text.encode()})
+    wanted = Fingerprint.from_json(json.loads(runs["over"][FINGERPRINT]))
+    assert harmless(lambda: check_content(folder, wanted)).endswith(f"is damaged; {RESTART}")
+
+
+@pytest.fixture(scope="module")
+def diverged(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that diverged, was reopened and resumed, and diverged again."""
+    folder = tmp_path_factory.mktemp("diverged") / "run"
+    for _ in range(2):
+        with RunFolder(folder, SPEC_OF_FLOWER, ABOUT) as held:
+            held.reopen()
+            journal = Journal(held, 0.0, CPU)
+            held.note_resumed(journal.resumed_from)
+            for round in range(len(journal.rows) + 1, 4):
+                journal.add({"round": round, "seconds": 0.0}, state(round))
+            journal.conclude("diverged", None, DivergedError(4, "test_loss is inf"))
+            journal.close()
+    return contents(folder)
+
+
+@fuzz(100)
+def test_a_diverged_run_that_is_reopened(
+    diverged: Run, tmp_path_factory: pytest.TempPathFactory, draw: Random
+) -> None:
+    """Whatever earlier starts noted, it is reopened and noted as JSON, or refused in a line."""
+    name = draw.choice([ENVIRONMENT, ENVIRONMENT, RESULT, NEWEST, BEFORE])
+    tree = json.loads(diverged[name])
+    if name == ENVIRONMENT and draw.random() < 0.7:
+        lists = ("reopened", "resumed")
+        tree |= {key: changed(draw, tree[key]) for key in lists}
+    elif name != NEWEST or draw.random() < 0.5:
+        tree = changed(draw, tree)
+    data = encoded(tree) if draw.random() < 0.8 else foreign(draw, diverged[name])
+    folder = put(tmp_path_factory.getbasetemp() / "reopened", diverged, {name: data})
+
+    def reopened() -> str:
+        with RunFolder(folder, SPEC_OF_FLOWER, ABOUT) as held:
+            held.reopen()
+            journal = Journal(held, 0.0, CPU)
+            journal.close()
+            held.note_resumed(journal.resumed_from)
+        return ""
+
+    if not harmless(reopened, writes=True):
+        noted = json.loads((folder / ENVIRONMENT).read_bytes(), parse_constant=pytest.fail)
+        assert isinstance(noted["resumed"][-1]["round"], int)
 
 
 @pytest.mark.parametrize("kind", ["slots", "model"])

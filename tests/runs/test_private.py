@@ -95,7 +95,10 @@ def test_arguments_of_fedexp_itself_are(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_token_that_an_older_version_stored_goes_when_a_run_on_flower_resumes(
     tmp_path: Path,
 ) -> None:
-    spec = {"task": "app", "algorithm": "fedexp", "seed": 0, "engine": "flower", "set": {}}
+    spec = {
+        "task": "app", "algorithm": "fedexp", "mode": "paper", "seed": 0, "rounds": 9,
+        "evaluate_every": 1, "engine": "flower", "deterministic": False, "set": {}, "options": {},
+    }  # fmt: skip
     with RunFolder(tmp_path, spec, {"fedexp": fedexp.__version__}):
         known = {"command": " ".join(FLOWER), "resumed": [{"round": 1, "command": TOKEN}]}
         (tmp_path / ENVIRONMENT).write_text(json.dumps(known))

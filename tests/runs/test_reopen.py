@@ -25,7 +25,7 @@ from tests.runs.helpers import nobody, tiny, untimed
 CPU = torch.device("cpu")
 SPEC = {
     "task": "app", "algorithm": "fedadam", "mode": "paper", "seed": 0, "rounds": 9,
-    "evaluate_every": 1, "engine": "flower", "deterministic": False, "set": {},
+    "evaluate_every": 1, "engine": "flower", "deterministic": False, "set": {}, "options": {},
 }  # fmt: skip
 
 

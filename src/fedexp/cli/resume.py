@@ -22,8 +22,8 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--reopen",
         action="store_true",
-        help="continue a run that diverged from its last checkpoint; of a run on Flower, let its "
-        "app continue it",
+        help="continue a run that diverged from its last checkpoint (a run on Flower does so "
+        "without it, when its app starts again)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
     parser.set_defaults(run=run, many=True)

@@ -36,6 +36,7 @@ NUMERICS = 2
 FORMAT = 1
 WHOLE_BYTES = 10**9  # of data that are read to the last byte
 BLOCK_BYTES = 2**24  # that are hashed, or sampled, at a time
+LONGEST_NAME = 200  # of what a digest is of
 CONTENT = "content"  # what the digest of a tensor is called, beside those of code
 SETTINGS = (bool, int, float, complex, str, bytes, tuple, type(None))
 
@@ -70,10 +71,13 @@ class Fingerprint:
     @classmethod
     def from_json(cls, value: Any) -> Fingerprint:
         """Raises `ValueError`, `KeyError` or `TypeError` for anything but a fingerprint."""
-        if value["format"] != FORMAT:
+        numerics = value["numerics"]
+        if value["format"] != FORMAT or type(numerics) is not int or abs(numerics) > 10**9:
             raise ValueError("it is of another format")
         digests = {str(name): dict(each) for name, each in value["digests"].items()}
-        return cls(digests, int(value["numerics"]))
+        if not all(name.isprintable() and len(name) <= LONGEST_NAME for name in digests):
+            raise ValueError("it names what cannot be shown")
+        return cls(digests, numerics)
 
 
 def fingerprint(task: Task, algorithm: Algorithm, seed: int) -> Fingerprint:

@@ -21,7 +21,7 @@ from fedexp.flower.client_store import file_name, state_root
 from fedexp.flower.identity import own_name
 from fedexp.privacy import Ledger, LocalPrivacy, Release
 from fedexp.runs.atomic import sync_folder, telling, write_bytes
-from fedexp.runs.foreign import parse_json
+from fedexp.runs.foreign import is_count, parse_json
 
 Releases = Mapping[Release, int]
 FILE = "released.json"
@@ -61,10 +61,9 @@ class Budget:
         """
         with telling(self.folder), _locked(self.folder.parent.parent):
             spent = self._spent()
-            cost = sum(count / each.noise_multiplier**2 for each, count in spent.items())
-            after = cost + 1 / self.release.noise_multiplier**2
+            after = sum(count * _cost(each) for each, count in spent.items()) + _cost(self.release)
             require(
-                after <= self.rounds / self.release.noise_multiplier**2 * (1 + 1e-9),
+                after <= self.rounds * _cost(self.release) * (1 + 1e-9),
                 f"this client has taken part in {sum(spent.values())} rounds, all that its "
                 "privacy budget allows",
             )
@@ -128,9 +127,15 @@ def _release(row: Mapping[str, Any]) -> Release:
 
 
 def _count(value: Any) -> int:
-    if type(value) is not int or value < 1:
-        raise ValueError(value)
-    return value
+    if not is_count(value, 1):
+        raise ValueError("no number of clients or releases")
+    return int(value)
+
+
+def _cost(release: Release) -> float:
+    """Return 1 / z², infinite where that is beyond the range of numbers."""
+    inverse = 1.0 / release.noise_multiplier
+    return inverse * inverse
 
 
 def _write(path: Path, releases: Releases) -> None:

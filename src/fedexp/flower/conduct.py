@@ -30,6 +30,11 @@ DISCARDED = (
     "aggregate_train returned no arrays, although the server has taken its step; return those of "
     "super().aggregate_train, or changed ones"
 )
+NOT_NOISED = (
+    "aggregate_train returned another model than super().aggregate_train did, and it may hold the "
+    "clients' updates without noise; with central privacy return that one unchanged, or leave "
+    "aggregate_train as it is"
+)
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 Configs = tuple[ConfigRecord, ConfigRecord]
 
@@ -145,12 +150,16 @@ class Conductor:
         return metrics
 
     def _adopt(self, round: int, arrays: ArrayRecord | None, steps: int) -> None:
-        """Take the model that `aggregate_train` returns, where a subclass returns its own."""
-        server = self.training.server
+        """Take the model that `aggregate_train` returns, where a subclass returns its own.
+
+        A subclass sees the replies, so under central privacy only the noised model is taken.
+        """
+        server, privacy = self.training.server, self.training.settings.privacy
         if arrays is None:
             require(server.state.steps == steps, DISCARDED)
             server.state = replace(server.state, round=round)
         elif server.state.round != round or not same_arrays(arrays, server.output()):
+            require(privacy is None or privacy.noised_by_clients, NOT_NOISED)
             server.adopt(arrays, round)
             log(INFO, "aggregate_train returned a model of its own: training continues from it")
 

@@ -17,7 +17,7 @@ from flwr.app import Array, ArrayRecord
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, require, shown
 from fedexp.objective import Buffers
 
 Kind = Literal["parameter", "averaged", "kept", "tied"]
@@ -81,8 +81,9 @@ class Layout:
         """Return the layout of the same arrays with other buffers and ties."""
         known = {slot.name: slot for slot in self.slots}
         for option, names in {"buffers": buffers or (), "tied": [*tied, *tied.values()]}.items():
-            unknown = ", ".join(sorted(set(names) - known.keys()))
-            require(not unknown, f"{option} names {unknown}, which the model does not have")
+            unknown = sorted(set(names) - known.keys())
+            listed = shown(", ".join(unknown), 200)
+            require(not unknown, f"{option} names {listed}, which the model does not have")
         kinds = {name: _kind(name, slot.dtype, buffers) for name, slot in known.items()}
         for name, source in tied.items():
             one, other = known[name], known[source]
@@ -178,7 +179,7 @@ class Layout:
         return [
             slot.name
             for slot in self._of_kind("tied")
-            if not np.array_equal(arrays[slot.name], arrays[slot.source], equal_nan=True)
+            if not _equal(arrays[slot.name], arrays[slot.source])
         ]
 
     def _of_kind(self, kind: Kind) -> list[Slot]:
@@ -207,6 +208,17 @@ def ndarrays(arrays: ArrayRecord | Arrays) -> dict[str, NDArray[Any]]:
         name: value.numpy() if isinstance(value, Array) else np.asarray(value)
         for name, value in arrays.items()
     }
+
+
+def loaded(record: ArrayRecord) -> dict[str, NDArray[Any]]:
+    """Return the arrays of a record that somebody sent; raise `UsageError` for what are none."""
+    try:
+        arrays = ndarrays(record)
+    except Exception as error:  # bytes of a stranger: numpy raises what it likes
+        raise UsageError(f"its arrays cannot be read ({type(error).__name__})") from error
+    plain = all(isinstance(value, np.ndarray) for value in arrays.values())
+    require(plain, "its arrays are not plain ones")  # numpy also reads archives
+    return arrays
 
 
 def same_arrays(one: ArrayRecord, other: ArrayRecord) -> bool:
@@ -258,11 +270,20 @@ def apparent_ties(
     return tied
 
 
+def _equal(one: NDArray[Any], other: NDArray[Any]) -> bool:
+    """Whether two arrays are of floats and equal, not-a-number included."""
+    floats = one.dtype.kind == other.dtype.kind == "f"  # numpy compares nothing else so
+    return floats and np.array_equal(one, other, equal_nan=True)
+
+
 def _kind(name: str, dtype: np.dtype[Any], buffers: Collection[str] | None) -> Kind:
     if dtype.kind in "iub":
         return "kept"
-    if dtype.kind != "f":
-        raise UsageError(f"{name!r} is of type {dtype}; arrays must be of numbers or booleans")
+    if dtype.kind != "f" or dtype.itemsize > 8:  # torch has no longer fractions
+        raise UsageError(
+            f"{name!r} is of type {dtype}; arrays must be of booleans, integers or floats of at "
+            "most 64 bits"
+        )
     is_buffer = name.rpartition(".")[2] in STATISTICS if buffers is None else name in buffers
     return "averaged" if is_buffer else "parameter"
 

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from fedexp.aggregate import norms, usable
 from fedexp.client import ClientRule
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, shown
 from fedexp.flower.core import Server
-from fedexp.flower.layout import Arrays, Layout, ndarrays
+from fedexp.flower.layout import Arrays, Layout, loaded
 from fedexp.flower.request import ABOUT, EXTRAS, ties_in
 
 Weighting = Literal["uniform", "num-examples"]
 Metrics = Mapping[str, Any]
 Kind = TypeVar("Kind", ArrayRecord, MetricRecord)
+LONGEST_REASON = 400  # characters of a line about a reply
 LEAST_WEIGHT, MOST_WEIGHT = 1e-30, 1e30  # so that float32 sums can hold them
 
 
@@ -30,7 +31,10 @@ VOTES = 3  # replies that decide how the model is laid out; so many are held at 
 
 
 class UnusableReply(UsageError):
-    """Why a reply is left out of its round."""
+    """Why a reply is left out of its round, in one line whatever the client sent."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(shown(reason, LONGEST_REASON))
 
 
 @dataclass(frozen=True, eq=False)
@@ -233,12 +237,9 @@ def _only(records: Mapping[str, Kind], key: str, what: str) -> Kind:
 
 def _loaded(record: ArrayRecord) -> Arrays:
     try:
-        arrays = ndarrays(record)
-    except Exception as error:  # bytes of a stranger: numpy raises what it likes
-        raise UnusableReply(f"its arrays cannot be read ({type(error).__name__})") from error
-    if not all(isinstance(value, np.ndarray) for value in arrays.values()):
-        raise UnusableReply("its arrays are not plain ones")  # numpy also reads archives
-    return arrays
+        return loaded(record)
+    except UsageError as error:
+        raise UnusableReply(str(error)) from error
 
 
 def _first_bad(arrays: Arrays) -> str:

@@ -7,15 +7,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor, nn
 
 from fedexp.client import SGD, ClientRule, Prox, Scaffold, Tensors
-from fedexp.errors import UsageError, require, unknown_name
+from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.flower.client_store import ClientStore, state_root
 from fedexp.flower.identity import client_name
-from fedexp.flower.layout import Layout, named_parts
+from fedexp.flower.layout import Layout, loaded, named_parts
 
 SHARED, EXTRAS, ABOUT = "fedexp.shared", "fedexp.extras", "fedexp.about"
 Metrics = Mapping[str, Any]
@@ -70,7 +71,7 @@ class Request:
         _, config = single_record(content, ConfigRecord, "config")
         rule = asked_rule(config)
         reported, buffers = _reported_layout(arrays, config, model), config.get("fedexp.buffers")
-        layout = reported or Layout.of(arrays, _names(buffers), ties_in(config))
+        layout = reported or Layout.of(loaded(arrays), _names(buffers), ties_in(config))
         start = layout.flat(arrays)
         shared = _vectors(content, rule, start, is_open=reported is not None)
         about = _about(config, reported)
@@ -144,7 +145,7 @@ def _reported_layout(
     if "fedexp.buffers" in config:
         buffers = _names(config["fedexp.buffers"]) or []
     known = {name: source for name, source in ties.items() if name in arrays and source in arrays}
-    return Layout.of(arrays, [name for name in buffers if name in arrays], known)
+    return Layout.of(loaded(arrays), [name for name in buffers if name in arrays], known)
 
 
 def _about(config: ConfigRecord, reported: Layout | None) -> dict[str, Any]:
@@ -194,7 +195,11 @@ def _vectors(
     """
     wanted = rule.init_shared(start)
     sent = content.array_records.get(SHARED, ArrayRecord())
-    shared = {name: torch.from_numpy(array.numpy()) for name, array in sent.items()}
+    floats = {name: value for name, value in loaded(sent).items() if value.dtype.kind == "f"}
+    shared = {  # torch knows neither numpy's longest fractions nor bytes in another order
+        name: torch.from_numpy(value.astype(np.float64)).to(start.dtype)
+        for name, value in floats.items()
+    }
     for name, value in wanted.items():
         if is_open and name in shared and not shared[name].any():
             shared[name] = torch.zeros_like(value)
@@ -218,6 +223,8 @@ def single_record(content: RecordDict, kind: type[Kind], what: str) -> tuple[str
 
 
 def _names(value: Any) -> list[str] | None:
+    sound = value is None or isinstance(value, list)
+    require(sound, f"the server sent {shown(value)!r} for a list of names")
     return None if value is None else [str(name) for name in value]
 
 

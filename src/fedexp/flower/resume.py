@@ -19,19 +19,20 @@ from fedexp.errors import DivergedError, UsageError
 from fedexp.experiments.fingerprint import fingerprint_of_rules
 from fedexp.flower.budget import open_ledger
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.rows import Row, stored
+from fedexp.flower.rows import Row, restored_result
 from fedexp.flower.spec import frozen
 from fedexp.flower.training import Training
 from fedexp.runs import is_run, load_run, read_spec
-from fedexp.runs.folder import BusyError, RunFolder, machine
+from fedexp.runs.folder import RELEASES, BusyError, RunFolder, machine
+from fedexp.runs.foreign import finite
 from fedexp.runs.journal import Journal
+from fedexp.runs.records import RECORDS
 from fedexp.runs.tensors import to_bytes
 
 if TYPE_CHECKING:
     from fedexp.flower.strategy import RuleStrategy
 
 HEAD = "# A run of fedexp on Flower, frozen. Start it again with checkpoint=THIS-FOLDER\n"
-RELEASES = "checkpoint-releases.json"
 LETS_GO = 30.0  # seconds
 REMEDIES = {
     "begin again with --restart": "remove the folder to begin again",
@@ -66,7 +67,7 @@ class DiskBook(Book):
         self.journal, self.training = journal, training
 
     def add(self, row: Row, state: SimulationState) -> None:
-        self.journal.add(stored(row), state)
+        self.journal.add(finite(row), state)
 
     def finish(self, error: DivergedError | None) -> None:
         arrays = ndarrays(self.training.server.output())
@@ -124,7 +125,7 @@ def _reopened(folder: RunFolder) -> tuple[int, str] | None:
 def _restored(folder: RunFolder, journal: Journal, training: Training) -> DiskBook:
     book = DiskBook(journal, training)
     if journal.state is not None:
-        training.restore(journal.state, journal.rows)
+        _restore(training, journal.state, journal.rows, folder.path)
     result = load_run(folder.path).result
     book.over = result is not None
     if book.over:
@@ -136,6 +137,19 @@ def _restored(folder: RunFolder, journal: Journal, training: Training) -> DiskBo
         log(INFO, "going on in %s after round %d", folder.path, journal.resumed_from)
         folder.note_resumed(journal.resumed_from)
     return book
+
+
+def _restore(training: Training, state: SimulationState, rows: Sequence[Row], folder: Path) -> None:
+    """Put the training where the run was left; refuse rows that no run on Flower has written."""
+    try:
+        training.restore(state, rows)
+        restored_result(rows)
+        ConfigRecord(rows[-1].get("config", {}))
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise UsageError(
+            f"{folder / RECORDS} is damaged: its rows are not those of a run on Flower "
+            f"({type(error).__name__}); restore it, or remove the folder to begin again"
+        ) from error
 
 
 @contextmanager

@@ -82,15 +82,6 @@ def check_scores(row: Row) -> None:
             raise DivergedError(row["round"], f"{name} is {value}")
 
 
-def stored(value: Any) -> Any:
-    """As JSON holds it: what is not finite becomes null."""
-    if isinstance(value, Mapping):
-        return {name: stored(each) for name, each in value.items()}
-    if isinstance(value, list):
-        return [stored(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 def restored_result(rows: Sequence[Mapping[str, Any]]) -> Result:
     """The result of the rounds that are stored, without its arrays."""
     result = Result()

@@ -77,13 +77,13 @@ def _run(
     """The sums and whose they are; None where the round must not touch the model."""
     try:
         unmasked = workflow.run(stages, round)
-    except Exception as error:  # shares that do not fit make cryptography raise what it likes
+        sums = unmasked and payload.unpack(unmasked.mean, len(unmasked.nodes))
+    except Exception as error:  # shares and vectors that do not fit make it raise what it likes
         log(WARNING, "round %d: the secure sum failed (%r); the model stays as it is", round, error)
         return None
-    if unmasked is None:
+    if unmasked is None or sums is None:
         _explain(round, workflow, stages)
         return None
-    sums = payload.unpack(unmasked.mean, len(unmasked.nodes))
     if not _plausible(payload, sums, len(unmasked.nodes)):
         log(WARNING, "round %d: the secure sum is damaged; the model stays as it is", round)
         return None

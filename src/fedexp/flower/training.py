@@ -107,7 +107,7 @@ class Training:
         self, round: int, grid: Grid, shares: Shares, arrays_key: str, config: tuple[str, Row]
     ) -> list[Message]:
         """The round's messages, to its cohort."""
-        self._began = time.monotonic()
+        self._began, self.newly_accepted = time.monotonic(), []
         nodes, cohort = self._cohort(round, grid, shares)
         log(INFO, "configure_train: Sampled %s nodes (out of %s)", len(cohort), len(nodes))
         key, told = config

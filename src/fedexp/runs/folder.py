@@ -25,7 +25,7 @@ from fedexp.experiments.fingerprint import Fingerprint, joined
 from fedexp.experiments.spec import Run
 from fedexp.runs.atomic import PRIVATE, telling, write_bytes, write_json
 from fedexp.runs.checkpoint import BEFORE, NEWEST
-from fedexp.runs.foreign import is_count, parse_json
+from fedexp.runs.foreign import finite, is_count, parse_json, result_fault
 from fedexp.runs.provenance import command, commits
 from fedexp.runs.records import RECORDS, read_rows
 from fedexp.runs.spec_file import HEAD, SPEC, check_same, frozen, is_run, read_spec, spec_text
@@ -34,6 +34,9 @@ MOST_THREADS = 4096  # that a run can have begun with
 CHECKPOINT_FILES = (".json", ".safetensors", ".slots")
 ENVIRONMENT, RESULT, MODEL, LOCK = "environment.json", "result.json", "model.safetensors", ".lock"
 FINGERPRINT = "fingerprint.json"
+RELEASES = (
+    "checkpoint-releases.json"  # what a private run has spent: nothing but its owner undoes it
+)
 RESTART = "--restart discards it and runs it again"
 BY_HAND = "remove the folder to run it again"
 
@@ -101,13 +104,14 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        if self._began and isinstance(error, UsageError) and not read_rows(self.path):
+        mistaken = self._began and isinstance(error, UsageError)
+        if mistaken and not (self.path / RELEASES).exists() and not read_rows(self.path):
             self._remove()
         if self._lock is not None:
             self._lock.close()
 
     def clear(self) -> None:
-        """Discard all but the spec.
+        """Discard all but the spec, and what a private run has spent.
 
         Whoever is killed in here leaves the old run, or none of it: what refers to other files goes
         before them, and the old fingerprint goes last.
@@ -115,7 +119,7 @@ class RunFolder:
         for name in (RESULT, BEFORE, NEWEST):
             (self.path / name).unlink(missing_ok=True)
         for path in self._own_files():
-            if path.name not in (SPEC, LOCK, ENVIRONMENT, FINGERPRINT):
+            if path.name not in (SPEC, LOCK, ENVIRONMENT, FINGERPRINT, RELEASES):
                 path.unlink()
         self._describe()
 
@@ -142,18 +146,19 @@ class RunFolder:
             result = parse_json((self.path / RESULT).read_bytes())
         except (OSError, ValueError):
             return None
-        if not isinstance(result, dict) or result.get("status") != "diverged":
+        if result_fault(result) is not None or result["status"] != "diverged":
             return None
         known = read_environment(self.path)
         at, before = (_round_of(self.path / name) for name in (NEWEST, BEFORE))
-        if at in [each.get("round") for each in _listed(known, "reopened")] and before:
-            os.replace(self.path / BEFORE, self.path / NEWEST)
-            at = before
-        (self.path / RESULT).unlink()
-        ended = {"diverged_at": result.get("diverged_at"), "reason": result.get("reason")}
-        again = {"round": at, "started": _now(), **ended}
-        known["reopened"] = [*_listed(known, "reopened"), again]
-        self._write_environment(known)
+        with telling(self.path):
+            if at in [each.get("round") for each in _listed(known, "reopened")] and before:
+                os.replace(self.path / BEFORE, self.path / NEWEST)
+                at = before
+            (self.path / RESULT).unlink()
+            ended = {"diverged_at": result.get("diverged_at"), "reason": result.get("reason")}
+            again = {"round": at, "started": _now(), **ended}
+            known["reopened"] = [*_listed(known, "reopened"), again]
+            self._write_environment(known)
         return at
 
     def _write_environment(self, known: dict[str, Any]) -> None:
@@ -250,8 +255,8 @@ def _listed(known: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 def read_environment(folder: Path) -> dict[str, Any]:
     """What `environment.json` says; nothing where it cannot be read, for a run goes on without."""
     try:
-        found = parse_json((folder / ENVIRONMENT).read_bytes())
-    except (OSError, ValueError):
+        found = finite(parse_json((folder / ENVIRONMENT).read_bytes()))
+    except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

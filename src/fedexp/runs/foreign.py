@@ -58,6 +58,19 @@ def parse_toml(text: str) -> dict[str, Any]:
         raise ValueError("nested too deeply") from None
 
 
+def finite(value: Any) -> Any:
+    """Return a value as JSON can hold it: numbers that are not finite become null.
+
+    >>> finite({"loss": [1.0, float("nan")]})
+    {'loss': [1.0, None]}
+    """
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def spec_fault(spec: Mapping[str, Any]) -> str | None:
     """Return what a frozen spec lacks to be one; None where nothing."""
     for name, kind in {**SPEC_FIELDS, **OPTIONAL_FIELDS}.items():
