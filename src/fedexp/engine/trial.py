@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from fedexp.algorithms import Algorithm
 from fedexp.data.federation import Batch, Federation
 from fedexp.engine.loop import Engine, Loop, Sums, train
 from fedexp.engine.plan import step_lengths
@@ -44,6 +46,7 @@ SENSITIVE = 1e-3  # an agreement within more than that says little
 # Eight units in the last place: what kernels may differ by where one of them is more exact.
 NARROW: dict[str, float] = {"tf32": 2.0**-8, "bf16": 2.0**-5}
 MOST_ROUNDING = 2.0**-5  # of parameters in half precision
+HALF = (torch.float16, torch.bfloat16)
 CLIPPED = 0.95  # of the first gradient's norm: where clipping begins, if there is any
 LARGE = 1_000_000  # parameters: such models take fewer steps
 WORK = 2**22  # parameters times examples of a batch: smaller models see the batches of the run
@@ -65,6 +68,10 @@ class Attempt(NamedTuple):
     short: bool = True
     moved: float = MOVED
     step: float = STEP
+
+    def is_weaker(self, other: Attempt) -> bool:
+        """Return whether agreement in this one proves less than in another."""
+        return self.short < other.short or self.moved < other.moved
 
 
 ATTEMPTS = (
@@ -105,7 +112,7 @@ class Trials:
             layers: stacked layers must pass some more.
             plain: what runs instead of it in plain arithmetic where the run is in another one.
         """
-        actual = self._origin[1].params.is_cuda or self.precision != "float32"
+        actual = self._is_special
         for trial in self:
             error = trial.check(plain if plain is not None and actual else make)
             if error <= trial.least or trial.limit <= SENSITIVE:
@@ -121,6 +128,21 @@ class Trials:
         if layers:
             checked.check_layers()
 
+    @property
+    def _is_special(self) -> bool:
+        """Whether the run's own arithmetic is another than that of a plain trial."""
+        params = self._origin[1].params
+        narrow = params.dtype not in (torch.float32, torch.float64)
+        return params.is_cuda or self.precision != "float32" or narrow
+
+    @cached_property
+    def _plain_origin(self) -> tuple[Work, SimulationState]:
+        """The run with parameters of float32 or wider."""
+        work, state = self._origin
+        if state.params.dtype in (torch.float32, torch.float64):
+            return work, state
+        return work, widened(state, work.algorithm, torch.float32)
+
     def batch(self) -> Batch:
         """Return examples that the model has taken."""
         return self._made[-1].first_batch()
@@ -135,8 +157,11 @@ class Trials:
         """Yield what can be tried; raises what the model raises where nothing can."""
         yield from self._made
         while self._waiting:
+            attempt = self._waiting.pop(0)
+            if any(attempt.is_weaker(trial.attempt) for trial in self._made):
+                continue
             try:
-                trial = Trial.of(*self._origin, None, self._waiting.pop(0), self.precision)
+                trial = Trial.of(*self._plain_origin, None, attempt, self.precision)
             except torch.OutOfMemoryError:
                 raise
             except Exception as error:  # whatever a user's model raises on some examples
@@ -183,7 +208,11 @@ class Trial:
         with arithmetic(precision or "float32"):
             small = _small_work(work, state, precision, attempt)
             small, start = _start(small, state, attempt)
+            before = _python_state(small.task.objective)
             expected = _outcome(Loop(), small, start)
+        for name, value in _python_state(small.task.objective).items():
+            if before.get(name) != value:
+                raise EngineError(f"forward changes {name} of the model, so calls depend on others")
         if not expected["update"].any():
             raise EngineError("nothing moves on a few examples, so that nothing can be compared")
         least = min(LEAST * torch.finfo(state.params.dtype).eps, MOST_ROUNDING)
@@ -315,9 +344,14 @@ def _small_work(
         rest = batch  # a model may need two examples, and have them in the run
     sizes = (batch + rest, batch + rest, rest)[-clients:]
     examples = _examples(work, attempt.sources, sum(sizes))
+    if precision is None:
+        examples = {
+            n: v.to(state.params.dtype) if v.dtype in HALF else v for n, v in examples.items()
+        }
     offsets = np.cumsum([0, *sizes])
     if isinstance(objective, ModuleObjective):
         objective = objective.copy(None if precision else state.params.dtype, dropout=False)
+    examples = _extremes_first(work, state, objective, examples, offsets)
     shorter = replace(
         local,
         steps=2 if large else min(3, max(2, local.steps)),
@@ -345,6 +379,23 @@ def _examples(work: Work, sources: int, count: int) -> Batch:
     mixed = np.arange(each * len(chosen)).reshape(len(chosen), each).T.ravel()[:count]
     order = torch.from_numpy(mixed)
     return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
+
+
+def _extremes_first(
+    work: Work, state: SimulationState, objective: Objective, examples: Batch, offsets: Any
+) -> Batch:
+    """Let clients start with their hardest and their easiest example in turn.
+
+    The first one fills up short batches: where it plays a part that it must not, it shall show.
+    """
+    transform = work.task.transform
+    seen = examples if transform is None else transform.evaluate(examples)
+    losses = objective.measure(state.params, state.buffers, seen)["loss"].double().cpu()
+    order = np.arange(offsets[-1])
+    for client, (begin, end) in enumerate(pairwise(offsets.tolist())):
+        own = losses[begin:end] if client % 2 else -losses[begin:end]
+        order[[begin, begin + int(own.argmin())]] = order[[begin + int(own.argmin()), begin]]
+    return {name: value[torch.from_numpy(order)] for name, value in examples.items()}
 
 
 def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, SimulationState]:
@@ -421,25 +472,38 @@ def _wider(work: Work, state: SimulationState, dtype: torch.dtype) -> Named | No
     cast: Objective = _Cast(objective.copy(dtype))
     wide = replace(work, task=replace(work.task, objective=cast))
 
-    def widen(value: Tensor) -> Tensor:
-        return value.to(dtype) if value.is_floating_point() else value
-
-    start = replace(
-        SimulationState.of(
-            widen(state.params), Buffers(*map(widen, state.buffers)), work.algorithm
-        ),
-        shared={name: widen(value) for name, value in state.shared.items()},
-        clients={
-            c: {name: widen(value) for name, value in kept.items()}
-            for c, kept in state.clients.items()
-        },
-    )
     try:
         with arithmetic("float32"):
-            found = _outcome(Loop(), wide, start)
+            found = _outcome(Loop(), wide, widened(state, work.algorithm, dtype))
     except (RuntimeError, TypeError, ValueError):
         return None
     return found if all(value.isfinite().all() for value in found.values()) else None
+
+
+def widened(state: SimulationState, algorithm: Algorithm, dtype: torch.dtype) -> SimulationState:
+    """Return the first state of a run with numbers of another type."""
+
+    def widen(value: Tensor) -> Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    clients = {
+        c: {name: widen(value) for name, value in kept.items()} for c, kept in state.clients.items()
+    }
+    params, buffers = widen(state.params), Buffers(*map(widen, state.buffers))
+    shared = {name: widen(value) for name, value in state.shared.items()}
+    return replace(SimulationState.of(params, buffers, algorithm), shared=shared, clients=clients)
+
+
+def _python_state(objective: Objective) -> dict[str, Any]:
+    """Return the plain values that the layers of a model hold, by name."""
+    if not isinstance(objective, ModuleObjective):
+        return {}
+    return {
+        f"{layer}.{name}".lstrip("."): value
+        for layer, module in objective.module.named_modules()
+        for name, value in vars(module).items()
+        if isinstance(value, int | float | str) and name != "training"
+    }
 
 
 @dataclass(frozen=True, eq=False)

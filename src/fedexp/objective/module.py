@@ -176,7 +176,9 @@ class ModuleObjective:
         counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
         one_client = torch.func.grad(self._functional_loss, has_aux=True)
         each = torch.func.vmap(one_client, randomness="different")
-        return each(params, buffers, batch["x"], batch["y"], counted)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
+            return each(params, buffers, batch["x"], batch["y"], counted)
 
     def _functional_loss(
         self, params: Tensor, buffers: Buffers, x: Tensor, y: Tensor, weights: Tensor
@@ -342,7 +344,10 @@ class ModuleObjective:
 def _convert(module: nn.Module, target: torch.device | torch.dtype) -> None:
     """Move or convert a module in place; a buffer in two places stays one."""
     shared = [slots_of(module, each) for each in module.buffers()]
-    module.to(target)
+    if isinstance(target, torch.device):
+        module.to(target)
+    else:
+        module._apply(lambda t: t.to(target) if t.is_floating_point() else t)
     for own in shared:
         put(own, read(own))
 
