@@ -194,7 +194,7 @@ class Scaled(nn.Module):
         self.act = lambda h: h * self.scale
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.act(self.layer(x))
+        return self.act(self.layer(x))  # type: ignore[no-untyped-call]
 
 
 def test_functions_in_attributes_are_followed() -> None:

@@ -9,7 +9,7 @@ unrolled step by step, and normalisation over examples is written out for half p
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from typing import Any
 
@@ -45,6 +45,7 @@ class FunctionalModule:
         named = dict(self.module.named_buffers())
         self._parameters = [slots_of(self.module, where[p]) for p in parameters]
         self._buffers = [slots_of(self.module, named[name]) for name in buffers]
+        self._mixed = mixed
 
     def __call__(
         self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], *inputs: Tensor
@@ -52,10 +53,16 @@ class FunctionalModule:
         """Return the output in training mode, and the buffers after it."""
         self.module.train()
         slots = [*self._parameters, *self._buffers]
-        # attention in plain operations: vmap runs fused ones client by client, if at all
-        with _swapped(slots, [*parameters, *buffers]), sdpa_kernel(SDPBackend.MATH):
+        with _swapped(slots, [*parameters, *buffers]), self._attention():
             output = self.module(*inputs)
             return output, [read(own) for own in self._buffers]
+
+    def _attention(self) -> AbstractContextManager[None]:
+        """Take attention in plain operations, since vmap runs fused ones client by client.
+
+        Not beside half precision, which those do not convert.
+        """
+        return nullcontext() if self._mixed else sdpa_kernel(SDPBackend.MATH)
 
 
 def slots_of(module: nn.Module, tensor: Tensor) -> list[Slot]:
