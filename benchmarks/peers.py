@@ -71,7 +71,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={C
 CONTESTANTS = [
     Contestant("fedexp", "peers_ours", "auto"),
     Contestant("fedexp, bf16", "peers_ours", "auto/bf16", devices=("cuda",)),
-    Contestant("fedexp, vectorized", "peers_ours", "batched", devices=("cpu",)),
+    Contestant("fedexp, batched", "peers_ours", "batched", devices=("cpu",)),
     Contestant("fedexp, loop", "peers_ours", "loop"),
     Contestant("sequential PyTorch", "peers_sequential"),
     Contestant(

@@ -380,7 +380,7 @@ def test_an_engine_that_is_named_says_how_far_it_is_off() -> None:
 
 
 def test_an_old_name_of_an_engine_is_taken_with_a_warning() -> None:
-    with pytest.warns(DeprecationWarning, match="'auto' now"):
+    with pytest.warns(FutureWarning, match="'auto' now"):
         assert run(Two, "vectorized")[1].engine == "batched (layers)"
     with pytest.raises(UsageError, match="engine is one of auto, loop, threads, batched"):
         run(Two, "fast")

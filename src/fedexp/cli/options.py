@@ -7,7 +7,7 @@ import math
 import os
 from pathlib import Path
 
-from fedexp.engine.select import ENGINES
+from fedexp.engine.select import ENGINES, check_engine_name
 from fedexp.errors import UsageError, require
 from fedexp.experiments.setup import parse_assignments
 from fedexp.experiments.spec import Spec
@@ -117,7 +117,7 @@ def spec_of(args: argparse.Namespace, algorithm: str, seed: int) -> Spec:
         cohort=args.cohort,
         mode=args.mode,
         evaluate_every=args.evaluate_every,
-        engine=args.engine,
+        engine=check_engine_name(args.engine),
         device=args.device,
         precision=args.precision,
         stop_at=args.stop_at,

@@ -8,9 +8,10 @@ unrolled step by step, and normalisation over examples is written out for half p
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 import torch
@@ -210,29 +211,25 @@ class _Unrolled(nn.RNNBase):
             outputs.append(hidden[0])
         return torch.stack(outputs[::-1] if back else outputs), hidden
 
-    def _cell(self, gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
-        raise NotImplementedError
+    @property
+    def _cell(self) -> Callable[[Tensor, Sequence[Tensor | None], Hidden], Hidden]:
+        if isinstance(self, nn.LSTM):
+            return lstm_cell
+        if isinstance(self, nn.GRU):
+            return gru_cell
+        return partial(rnn_cell, relu=self.nonlinearity == "relu")
 
 
 class UnrolledLSTM(_Unrolled, nn.LSTM):  # type: ignore[misc]  # of its overloads
     """`nn.LSTM` in plain operations."""
 
-    def _cell(self, gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
-        return lstm_cell(gates, weights, hidden)
-
 
 class UnrolledGRU(_Unrolled, nn.GRU):  # type: ignore[misc]  # of its overloads
     """`nn.GRU` in plain operations."""
 
-    def _cell(self, gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
-        return gru_cell(gates, weights, hidden)
-
 
 class UnrolledRNN(_Unrolled, nn.RNN):  # type: ignore[misc]  # of its overloads
     """`nn.RNN` in plain operations."""
-
-    def _cell(self, gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
-        return rnn_cell(gates, weights, hidden, self.nonlinearity == "relu")
 
 
 UNROLLED: dict[type[nn.Module], type[nn.Module]] = {
