@@ -213,6 +213,8 @@ class Trial:
         for name, value in _python_state(small.task.objective).items():
             if before.get(name) != value:
                 raise EngineError(f"forward changes {name} of the model, so calls depend on others")
+        if not expected["clients"]:
+            raise EngineError("it gives no finite numbers for a few examples")
         if not expected["update"].any():
             raise EngineError("nothing moves on a few examples, so that nothing can be compared")
         least = min(LEAST * torch.finfo(state.params.dtype).eps, MOST_ROUNDING)
