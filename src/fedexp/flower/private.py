@@ -47,15 +47,15 @@ def local_privacy(
         require(kind != "evaluate", NOT_MEASURED)
         if kind != "train":
             return call_next(message, context)
-        told = _told(message.content)
-        _check_agreement(told, mechanism)
+        config = _told(message.content)
+        _check_agreement(config, mechanism)
         sent = _only_arrays(message.content, "the server's message")
-        layout = Layout.of(sent, buffers, ties_in(told))
+        layout = Layout.of(sent, buffers, ties_in(config))
         _require_no_buffers(layout)
         if privacy.rounds is not None:
             Budget.of(privacy, account, context).spend()
         trained = quietly(call_next, message, context)
-        draw = normals(privacy.noise_seed, int(told.get("server-round", 0)), context.node_id)
+        draw = normals(privacy.noise_seed, int(config.get("server-round", 0)), context.node_id)
         return Message(_noised(trained, sent, layout, mechanism, draw), reply_to=message)
 
     return mod

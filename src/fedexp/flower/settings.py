@@ -105,14 +105,14 @@ class Settings:
         return bool(self.algorithm.client.init_local(torch.zeros(0)))
 
     def client_config(self) -> dict[str, Any]:
-        """What clients are told of their rule."""
+        """Return the settings of the client rule that clients receive."""
         rule = self.algorithm.client
-        told: dict[str, Any] = {"fedexp.client": CLIENT_RULES[type(rule)]}
+        config: dict[str, Any] = {"fedexp.client": CLIENT_RULES[type(rule)]}
         if isinstance(rule, Prox):
-            told["fedexp.mu"] = told["proximal-mu"] = rule.mu
+            config["fedexp.mu"] = config["proximal-mu"] = rule.mu
         if self.buffers is not None:
-            told["fedexp.buffers"] = sorted(self.buffers)
-        return told
+            config["fedexp.buffers"] = sorted(self.buffers)
+        return config
 
 
 def default_weighting(privacy: Privacy | None, secure: SecureAggregation | None) -> Weighting:

@@ -60,10 +60,10 @@ def run_all(
     """Run the specs, `jobs` at a time, one thread each; outcomes are in the order of the specs.
 
     With a `root` every run is kept in it: what is there is returned at once, what was interrupted
-    goes on. Where `stop` says so, all stop after their round and `Stopped` is raised. A run that
-    fails ends the others at once; so does one that another process holds, unless `on_busy` is
-    there to be told of it: then it is left to the other, and out of what is returned. `restart`
-    discards what is stored of the specs.
+    resumes. Where `stop` returns True, all stop after their round and `Stopped` is raised. A run
+    that fails ends the others at once; so does one that another process holds, unless there is an
+    `on_busy` to call: then it is left to the other process and not returned. `restart` discards
+    what is stored of the specs.
     """
     done = {} if root is None or restart else dict(stored(specs, root, on_round))
     waiting = [k for k in range(len(specs)) if k not in done]

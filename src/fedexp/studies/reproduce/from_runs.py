@@ -57,15 +57,15 @@ def plan_from(
     old = [run for run in over if is_superseded(run)]
     found = {task: _of_task(asked, task, current) for task in asked.tasks}
     earlier = {task: _series_of(asked, task, old) for task in asked.tasks}
-    told = {task: _left_out(study, task, own, earlier[task]) for task, own in found.items()}
-    kept = {task: own for task, own in found.items() if not told[task]}
+    reasons = {task: _left_out(study, task, own, earlier[task]) for task, own in found.items()}
+    kept = {task: own for task, own in found.items() if not reasons[task]}
     results, partial = _results(kept), _partial(kept)
     plan = replace(
         asked,
         tasks=tuple(kept),
         jobs=tuple(result.job for result in results),
         shrunk=(*_shrunk(asked, kept, earlier), *partial),
-        left_out=tuple(line for line in told.values() if line),
+        left_out=tuple(line for line in reasons.values() if line),
         comparable=rounds == study.rounds and not request.small,
         partial=("emnist",) if partial else (),
     )
