@@ -45,7 +45,7 @@ bench: $(READY)
 
 # Tables, figures, docs/reproduction.md and README's block from the runs in results/, without data.
 results: $(READY)
-	$(BIN)/python tools/results.py
+	$(BIN)/python -m tools.results
 
 clean:
 	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .hypothesis

@@ -7,8 +7,9 @@ import pytest
 
 import fedexp as fx
 from fedexp.experiments.catalog import build_task
-from fedexp.experiments.compare import Outcome, rounds_to, summarise
+from fedexp.experiments.compare import rounds_to, summarise
 from fedexp.experiments.figures import comparison_figure, mean_and_spread
+from fedexp.experiments.outcome import Outcome
 from fedexp.experiments.spec import Spec
 from fedexp.experiments.tables import (
     comparison_numbers,

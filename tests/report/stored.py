@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fedexp.experiments.compare import Row
+from fedexp.experiments.outcome import Row
 from fedexp.experiments.spec import Spec
 from fedexp.runs import StoredRun, frozen, load_run
 from fedexp.runs.folder import environment

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedexp.experiments.compare import Row
+from fedexp.experiments.outcome import Row
 from fedexp.runs import StoredRun
 from fedexp.runs.archive import Parts, texts
 from fedexp.runs.spec_file import id_of

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedexp.experiments.compare import Outcome
+from fedexp.experiments.outcome import Outcome
 from fedexp.experiments.tables import FORMATS
 from fedexp.studies.published import Value
 from fedexp.studies.reproduce import plan as plans

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedexp.errors import UsageError
-from fedexp.studies.results.build import (
+from tools.results.build import (
     ARCHIVE,
     DIFFERS,
     DOCUMENT,
@@ -20,7 +20,7 @@ from fedexp.studies.results.build import (
     stale,
     write,
 )
-from fedexp.studies.results.markers import fill, loose_numbers
+from tools.results.markers import fill, loose_numbers
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 5_000_000  # bytes of the whole archive: small files only

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedexp.experiments.compare import Outcome
+from fedexp.experiments.outcome import Outcome
 from fedexp.studies.published import quantity, target
 from fedexp.studies.reproduce.from_runs import is_superseded
 from fedexp.studies.reproduce.measures import final, final_loss, rounds_to_target
-from fedexp.studies.results.build import ARCHIVE
-from fedexp.studies.results.gather import Results, load_results
+from tools.results.build import ARCHIVE
+from tools.results.gather import Results, load_results
 
 Series = Mapping[str, Sequence[Outcome]]
 PAIR = ("fedexp", "fedavg")

@@ -9,9 +9,9 @@ from typing import Any
 from fedexp.cli.main import build_parser
 from fedexp.runs import StoredRun
 from fedexp.studies.reproduce import figure1
-from fedexp.studies.results import again, headline, levels, runs_table, sections, side_by_side, why
-from fedexp.studies.results.build import BLOCKS
-from fedexp.studies.results.gather import Results
+from tools.results import again, headline, levels, runs_table, sections, side_by_side, why
+from tools.results.build import BLOCKS
+from tools.results.gather import Results
 from tests.studies.archives import fabricated
 
 HITS = {"fedexp": 200, "fedavg": 300, "scaffold": 310, "fedadagrad": 290}

@@ -31,8 +31,9 @@ from fedexp.cli.options import (
 from fedexp.errors import require
 from fedexp.experiments.canvas import check_writable, save
 from fedexp.experiments.catalog import build_task
-from fedexp.experiments.compare import Line, Outcome, summarise
+from fedexp.experiments.compare import Line, summarise
 from fedexp.experiments.figures import comparison_figure
+from fedexp.experiments.outcome import Outcome
 from fedexp.experiments.setup import parse_assignments, share_options, split_task_options
 from fedexp.experiments.spec import Run, Spec, checked_target
 from fedexp.experiments.tables import (

@@ -17,7 +17,7 @@ from fedexp.cli.signals import stop_wish
 from fedexp.distributed import RankLostError, Ranks, check_device, ranks
 from fedexp.distributed.ending import another_failed
 from fedexp.errors import require
-from fedexp.experiments.compare import Outcome, Row
+from fedexp.experiments.outcome import Outcome, Row
 from fedexp.experiments.spec import Spec
 from fedexp.runs import Stopped, run_all
 from fedexp.runs.pool import stored

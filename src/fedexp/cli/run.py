@@ -23,7 +23,7 @@ from fedexp.cli.progress import Bar, describe, watch
 from fedexp.cli.signals import StopWish, stop_wish
 from fedexp.distributed import current
 from fedexp.errors import DivergedError, FedExPError, require
-from fedexp.experiments.compare import Outcome, Row
+from fedexp.experiments.outcome import Outcome, Row
 from fedexp.experiments.spec import Run, Spec
 from fedexp.runs import Stopped, execute, folder_of
 from fedexp.runs.advice import Advice

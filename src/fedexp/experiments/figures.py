@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedexp.experiments.canvas import colour, entitle, label, log_scale, new_figure
-from fedexp.experiments.compare import Outcome, spread_of
+from fedexp.experiments.compare import spread_of
+from fedexp.experiments.outcome import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from fedexp.errors import unknown_name
-from fedexp.experiments.compare import Line, Outcome, spread_of
+from fedexp.experiments.compare import Line, spread_of
+from fedexp.experiments.outcome import Outcome
 
 Cells = Sequence[Sequence[str]]
 

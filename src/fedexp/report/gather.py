@@ -11,7 +11,7 @@ from typing import Any
 
 from fedexp.errors import FedExPError, UsageError
 from fedexp.experiments.canvas import COLOURS
-from fedexp.experiments.compare import Outcome
+from fedexp.experiments.outcome import Outcome
 from fedexp.report.series import Curve, Spread, spread
 from fedexp.runs import StoredRun, find_runs, load_run
 

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from fedexp.experiments.compare import Outcome, summarise
+from fedexp.experiments.compare import summarise
+from fedexp.experiments.outcome import Outcome
 from fedexp.experiments.tables import comparison_table, format_value, warning_lines
 from fedexp.report.gather import Section, status, value_text
 from fedexp.report.html import Markup, definitions, join, named, table, tag

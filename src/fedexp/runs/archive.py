@@ -14,7 +14,7 @@ from typing import Any
 import tomli_w
 
 from fedexp.errors import UsageError, require, shown
-from fedexp.experiments.compare import Row
+from fedexp.experiments.outcome import Row
 from fedexp.runs.foreign import parse_toml, result_fault, row_fault, spec_fault
 from fedexp.runs.spec_file import FORMAT, SPEC, checked_format, id_of
 

@@ -14,7 +14,7 @@ import torch
 from fedexp.distributed import Ranks, Shared, check_device
 from fedexp.engine.keep_clients import KeepClients
 from fedexp.errors import DivergedError, require
-from fedexp.experiments.compare import OnRound, Outcome, Row
+from fedexp.experiments.outcome import OnRound, Outcome, Row
 from fedexp.experiments.spec import Run, Spec
 from fedexp.runs.atomic import telling
 from fedexp.runs.consumers import Consumer, Guarded

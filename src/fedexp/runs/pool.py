@@ -19,7 +19,7 @@ import torch
 
 from fedexp.errors import FedExPError
 from fedexp.experiments.catalog import build_task
-from fedexp.experiments.compare import OnRound, Outcome, Row
+from fedexp.experiments.outcome import OnRound, Outcome, Row
 from fedexp.experiments.setup import split_task_options
 from fedexp.experiments.spec import Spec
 from fedexp.runs.execute import execute, stored_outcome

@@ -12,7 +12,7 @@ from fedexp.engine import Record, SimulationState
 from fedexp.engine.keep_clients import KeepClients, Where
 from fedexp.engine.sharing import Sharing
 from fedexp.errors import DivergedError
-from fedexp.experiments.compare import Row
+from fedexp.experiments.outcome import Row
 from fedexp.experiments.spec import Run
 from fedexp.objective import Buffers
 from fedexp.runs.folder import RunFolder

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.distributed import RankLostError, Ranks
-from fedexp.experiments.compare import OnRound, Outcome
+from fedexp.experiments.outcome import OnRound, Outcome
 from fedexp.experiments.spec import Spec
 from fedexp.runs.execute import execute
 from fedexp.runs.folder import BusyError

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.errors import UsageError
-from fedexp.experiments.compare import Outcome, Row
+from fedexp.experiments.outcome import Outcome, Row
 from fedexp.runs.archive import find_archived, is_archived, read_archived
 from fedexp.runs.folder import RESULT, read_environment
 from fedexp.runs.foreign import parse_json, result_fault

@@ -15,8 +15,8 @@ from fedexp.engine import SimulationState
 from fedexp.engine.client_states import ClientStates
 from fedexp.engine.keep_clients import KeepClients
 from fedexp.errors import DivergedError, FedExPError, require
-from fedexp.experiments.compare import Outcome, Row
 from fedexp.experiments.fingerprint import joined
+from fedexp.experiments.outcome import Outcome, Row
 from fedexp.experiments.spec import Run
 from fedexp.runs.keeping import Keeping, Stopped
 from fedexp.runs.session import device_of, remaining

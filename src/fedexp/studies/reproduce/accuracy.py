@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from fedexp.experiments.compare import Outcome
+from fedexp.experiments.outcome import Outcome
 from fedexp.studies.published import Value, claim, target
 from fedexp.studies.reproduce.lines import Line, text_of, winners
 from fedexp.studies.reproduce.measures import final, grouped, ratio, rounds_to_target

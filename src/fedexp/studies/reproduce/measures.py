@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from fedexp.experiments.compare import Outcome, rounds_to
+from fedexp.experiments.compare import rounds_to
+from fedexp.experiments.outcome import Outcome
 from fedexp.studies.published import Value
 from fedexp.studies.reproduce.study import Result
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedexp.experiments.canvas import COLOURS, colour, entitle, label, log_scale, new_figure
-from fedexp.experiments.compare import Outcome
 from fedexp.experiments.figures import NAMES, mean_and_spread
+from fedexp.experiments.outcome import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

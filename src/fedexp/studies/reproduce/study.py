@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from fedexp.experiments.compare import Outcome
+from fedexp.experiments.outcome import Outcome
 from fedexp.experiments.spec import Spec
 from fedexp.precision import Precision, default_precision
 from fedexp.studies.published import Claim

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedexp.experiments.canvas import entitle, label, new_figure
-from fedexp.experiments.compare import Outcome
+from fedexp.experiments.outcome import Outcome
 from fedexp.studies.published import Value, claim
 from fedexp.studies.reproduce.lines import Column, Line, Table, best
 from fedexp.studies.reproduce.measures import final_loss, grouped

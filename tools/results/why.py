@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedexp.experiments.compare import Outcome
+from fedexp.experiments.outcome import Outcome
 from fedexp.runs import spec_from
 from fedexp.studies.published import quantity, target
 from fedexp.studies.reproduce.lines import NOTHING, text_of
 from fedexp.studies.reproduce.measures import final, rounds_to_target
 from fedexp.studies.reproduce.plan import WRITERS
 from fedexp.studies.reproduce.study import arithmetic_of
-from fedexp.studies.results.gather import RELEASED, Results
-from fedexp.studies.results.words import bullets, plural, table, task_name
+from tools.results.gather import RELEASED, Results
+from tools.results.words import bullets, plural, table, task_name
 
 Runs = Sequence[Outcome]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedexp.experiments.compare import Outcome
+from fedexp.experiments.outcome import Outcome
 from fedexp.runs import StoredRun
 from fedexp.runs.commands import rerun as rerun_one
-from fedexp.studies.results.gather import Results, Studied
+from tools.results.gather import Results, Studied
 
 Series = Mapping[str, Sequence[Outcome]]
 Made = set[str]  # names of runs

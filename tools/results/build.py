@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedexp.studies.reproduce.output import render, summary
-from fedexp.studies.results import again, headline, levels, runs_table, sections, side_by_side, why
-from fedexp.studies.results.gather import NAMES, Results, Studied, load_results
-from fedexp.studies.results.markers import fill
+from tools.results import again, headline, levels, runs_table, sections, side_by_side, why
+from tools.results.gather import NAMES, Results, Studied, load_results
+from tools.results.markers import fill
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

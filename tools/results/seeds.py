@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedexp.experiments.compare import Outcome
-from fedexp.studies.results.gather import Results, Studied
-from fedexp.studies.results.words import algorithm_name, task_name
+from fedexp.experiments.outcome import Outcome
+from tools.results.gather import Results, Studied
+from tools.results.words import algorithm_name, task_name
 
 Series = Mapping[str, Sequence[Outcome]]
 

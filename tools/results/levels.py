@@ -5,8 +5,8 @@ from __future__ import annotations
 from fedexp.studies.published import target
 from fedexp.studies.reproduce.lines import text_of
 from fedexp.studies.reproduce.measures import rounds_to_target
-from fedexp.studies.results.gather import Results
-from fedexp.studies.results.words import algorithm_name, paragraphs, percent, table, task_name
+from tools.results.gather import Results
+from tools.results.words import algorithm_name, paragraphs, percent, table, task_name
 
 POINTS = (-20, -10, -5, 0, 2, 4)  # around the target, the same for every task
 

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 from fedexp.studies.published import Value, target
 from fedexp.studies.reproduce.lines import text_of
 from fedexp.studies.reproduce.panels import study_figure
-from fedexp.studies.results.gather import Results
-from fedexp.studies.results.side_by_side import Row, rows_of
-from fedexp.studies.results.words import bullets, paragraphs, percent, plural, table, task_name
+from tools.results.gather import Results
+from tools.results.side_by_side import Row, rows_of
+from tools.results.words import bullets, paragraphs, percent, plural, table, task_name
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedexp.experiments.compare import Outcome
+from fedexp.experiments.outcome import Outcome
 from fedexp.studies.published import Value, quantity, target
 from fedexp.studies.reproduce.lines import NOTHING, difference, text_of
 from fedexp.studies.reproduce.measures import final, final_loss, ratio, rounds_to_target
 from fedexp.studies.reproduce.table1 import ALGORITHMS
-from fedexp.studies.results.gather import RELEASED, Results, Studied
-from fedexp.studies.results.words import (
+from tools.results.gather import RELEASED, Results, Studied
+from tools.results.words import (
     algorithm_name,
     bullets,
     hits,

@@ -9,11 +9,11 @@ import sys
 from pathlib import Path
 
 from fedexp.errors import UsageError
-from fedexp.studies.results.build import generate, stale, write
+from tools.results.build import generate, stale, write
 
 
 def main() -> int:
-    root = Path(__file__).parent.parent
+    root = Path(__file__).parents[2]
     try:
         made = generate(root)
     except UsageError as error:

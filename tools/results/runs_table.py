@@ -10,8 +10,8 @@ from fedexp.studies.reproduce.from_runs import SUPERSEDED, is_superseded
 from fedexp.studies.reproduce.lines import text_of
 from fedexp.studies.reproduce.measures import final
 from fedexp.studies.reproduce.study import arithmetic_of
-from fedexp.studies.results.gather import Results
-from fedexp.studies.results.words import algorithm_name, paragraphs, plural, table, task_name
+from tools.results.gather import Results
+from tools.results.words import algorithm_name, paragraphs, plural, table, task_name
 
 Machine = tuple[str, ...]
 ABOUT = ("device", "fedexp", "torch", "numpy", "python")

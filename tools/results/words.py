@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedexp.experiments.compare import Outcome, rounds_to
+from fedexp.experiments.compare import rounds_to
+from fedexp.experiments.outcome import Outcome
 from fedexp.experiments.tables import markdown_table
 
 TASKS = {

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from fedexp.experiments.compare import Outcome
+from fedexp.experiments.outcome import Outcome
 from fedexp.studies.reproduce.accuracy import FINAL
 from fedexp.studies.reproduce.lines import text_of
 from fedexp.studies.reproduce.measures import final
-from fedexp.studies.results.gather import Studied
-from fedexp.studies.results.words import algorithm_name, table, task_name
+from tools.results.gather import Studied
+from tools.results.words import algorithm_name, table, task_name
 
 
 def each_seed(studied: Studied) -> str:

@@ -10,10 +10,10 @@ from fedexp.studies.reproduce.figure1 import CLIENT, SERVER, cell
 from fedexp.studies.reproduce.from_runs import SUPERSEDED
 from fedexp.studies.reproduce.lines import Table
 from fedexp.studies.reproduce.study import Check
-from fedexp.studies.results.each_seed import each_seed
-from fedexp.studies.results.gather import RELEASED, Results, Studied
-from fedexp.studies.results.seeds import behind, released_behind
-from fedexp.studies.results.words import (
+from tools.results.each_seed import each_seed
+from tools.results.gather import RELEASED, Results, Studied
+from tools.results.seeds import behind, released_behind
+from tools.results.words import (
     algorithm_name,
     bullets,
     named,
