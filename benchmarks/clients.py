@@ -21,10 +21,10 @@ import torch
 from numpy.typing import NDArray
 
 import fedexp as fx
+from fedexp.analysis.tables import text_table
 from fedexp.data import Federation, Images
-from fedexp.data.cache import Stream, write
+from fedexp.data.sources.cache import Stream, write
 from fedexp.engine import EngineName
-from fedexp.experiments.tables import text_table
 from machine import Row, hardware, take_turns, write_record
 
 EACH, COHORT = 10, 20

@@ -25,8 +25,8 @@ from pathlib import Path
 import numpy as np
 
 from fedexp.data.datasets import cifar10, cinic10, emnist
-from fedexp.data.files import CIFAR10, data_folder
 from fedexp.data.partition import dirichlet
+from fedexp.data.sources.download import CIFAR10, data_folder
 
 WRITERS, PER_WRITER = 3400, (19, 377)  # on average 198 training examples a writer, as in EMNIST
 
@@ -135,7 +135,7 @@ def _cinic(pictures: int) -> None:
     """Decode PNG files in the layout of CINIC-10: `pictures` of each class and split."""
     from PIL import Image
 
-    from fedexp.data.cinic import CLASSES
+    from fedexp.data.sources.cinic import CLASSES
 
     rng = np.random.default_rng(0)
     with tempfile.TemporaryDirectory() as folder:

@@ -22,10 +22,10 @@ import torch
 from torch import Tensor, nn
 
 import fedexp as fx
+from fedexp.analysis.tables import text_table
 from fedexp.data import Federation
 from fedexp.engine import EngineName
-from fedexp.experiments.spec import SMALL_MODEL
-from fedexp.experiments.tables import text_table
+from fedexp.runs.spec import SMALL_MODEL
 from fedexp.tasks import Task
 from machine import Row, cores, hardware, take_turns, write_record
 from peers_work import WORKS

@@ -22,16 +22,15 @@ import numpy as np
 import torch
 
 import fedexp as fx
+from fedexp.analysis.tables import text_table
 from fedexp.data import Federation, Images
 from fedexp.engine.batched import Batched
 from fedexp.engine.loop import Engine, Loop
-from fedexp.engine.plan import sample_cohort
+from fedexp.engine.plan import Work, sample_cohort
 from fedexp.engine.simulation import run_round
-from fedexp.engine.work import Work
-from fedexp.experiments.tables import text_table
 from fedexp.precision import Precision, arithmetic
 from fedexp.tasks import Task
-from fedexp.tasks.classification import PAPER_TRAINING
+from fedexp.tasks.task import PAPER_TRAINING
 from peers_work import pfl_cnn
 
 Row = dict[str, Any]

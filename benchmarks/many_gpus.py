@@ -18,8 +18,8 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedexp.analysis.tables import text_table
 from fedexp.engine.plan import sample_cohort
-from fedexp.experiments.tables import text_table
 from machine import Row, hardware, write_record
 
 RECORD = Path(__file__).parent / "records" / "2026-11-15-h200-boxes.json"

@@ -31,10 +31,10 @@ import torch
 from clients import EACH, generate
 
 import fedexp as fx
+from fedexp.analysis.tables import text_table
 from fedexp.data import Federation, Images
-from fedexp.engine import read_ahead
-from fedexp.engine.keep_clients import KeepClients
-from fedexp.experiments.tables import text_table
+from fedexp.engine import simulation
+from fedexp.engine.client_store import KeepClients
 from machine import Row, hardware, write_record
 
 MANY, FEW, COHORT = 1_000_000, 10_000, 1_000
@@ -115,7 +115,7 @@ def growth_in_memory(path: Path) -> None:
 def cold(path: Path, ahead: bool) -> None:
     """Print how many MB a few rounds read of data that are not in memory yet."""
     if not ahead:
-        read_ahead.LEAST_BYTES = 2**62
+        simulation.LEAST_BYTES = 2**62
     run = training(path, KeepClients("memory"))
     with path.open("rb") as file:
         os.fsync(file.fileno())

@@ -25,7 +25,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, parameters_to_vector, vector_to_parameters
 
 import fedexp as fx
-from fedexp.experiments.tables import text_table
+from fedexp.analysis.tables import text_table
 from fedexp.server import Average, ExP, ServerRule
 
 CLIENTS, ALPHA, BATCH = 10, 0.3, 16

@@ -29,7 +29,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedexp.experiments.tables import text_table
+from fedexp.analysis.tables import text_table
 from machine import Row, cores, hardware, write_record
 
 HERE = Path(__file__).parent

@@ -26,10 +26,10 @@ import numpy as np
 import torch
 
 import fedexp as fx
+from fedexp.analysis.tables import text_table
 from fedexp.data import Federation
 from fedexp.distributed import Ranks, Shared, leave, ranks
-from fedexp.engine.sharing import Alone
-from fedexp.experiments.tables import text_table
+from fedexp.engine.simulation import Alone
 from machine import Row, hardware, write_record
 
 EACH, STEPS, BATCH, CLIENTS = 20, 20, 20, 1000

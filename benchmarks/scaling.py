@@ -18,9 +18,9 @@ import numpy as np
 import torch
 
 import fedexp as fx
+from fedexp.analysis.tables import text_table
 from fedexp.data import Federation
 from fedexp.engine import EngineName
-from fedexp.experiments.tables import text_table
 from machine import Row, hardware, take_turns, write_record
 
 EACH, STEPS, BATCH = 20, 20, 20

@@ -23,8 +23,8 @@ import torch
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
-from fedexp.experiments.setup import setup_for
-from fedexp.experiments.tables import text_table
+from fedexp.analysis.tables import text_table
+from fedexp.runs.options import setup_for
 from machine import Row, hardware, take_turns, write_record
 
 ROUNDS = 200

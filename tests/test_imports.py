@@ -12,7 +12,7 @@ import fedexp
 PACKAGE = Path(fedexp.__file__).parent
 # A module may import from its own layer's package and from the layers above it in this list.
 LAYERS = [
-    {"errors"},
+    {"errors", "optional"},
     {"seeding"},
     {"aggregate"},
     {"server", "client", "local"},
@@ -25,9 +25,10 @@ LAYERS = [
     {"tasks"},
     {"engine"},
     {"distributed"},
-    {"experiments"},
     {"runs"},
-    {"studies", "report", "flower"},
+    {"analysis", "flower"},
+    {"tune"},
+    {"reproduce"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -15,11 +15,10 @@ from subprocess import Popen
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
+from fedexp.analysis.plots import check_writable, comparison_figure, save
+from fedexp.analysis.summary import summarise
+from fedexp.analysis.tables import comparison_table, text_table
 from fedexp.errors import FedExPError, UsageError, unknown_name
-from fedexp.experiments.canvas import check_writable, save
-from fedexp.experiments.compare import summarise
-from fedexp.experiments.figures import comparison_figure
-from fedexp.experiments.tables import comparison_table, text_table
 from fedexp.runs import is_run, load_run
 from fedexp.tasks.task import Task
 from fedexp_app.settings import load_task

@@ -15,11 +15,11 @@ import pytest
 from fedexp import __version__
 from fedexp.cli.compare import workers_for
 from fedexp.cli.main import main
-from fedexp.cli.signals import stop_wish
-from fedexp.experiments.catalog import TASKS
-from fedexp.experiments.spec import Spec
+from fedexp.cli.process import stop_wish
 from fedexp.runs import find_runs, load_run
+from fedexp.runs.options import TASKS
 from fedexp.runs.pool import deaf_to_interrupts
+from fedexp.runs.spec import Spec
 from fedexp.tasks import Task, synthetic
 from tests.cli.helpers import FEDEXP, RUN, SMALL, begin, checkpointed, wait_for_rows
 
@@ -41,7 +41,7 @@ def test_a_comparison_keeps_its_runs_and_returns_at_once(
         raise AssertionError("nothing should run")
 
     monkeypatch.setattr("fedexp.runs.pool.ProcessPoolExecutor", no_workers)
-    monkeypatch.setattr("fedexp.runs.session.remaining", no_workers)
+    monkeypatch.setattr("fedexp.runs.journal.remaining", no_workers)
     assert main([*command, "--jobs", "2"]) == 0
     assert capfd.readouterr().out == first
     (tmp_path / "elsewhere").mkdir()

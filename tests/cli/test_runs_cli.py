@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedexp.cli.main import main
-from fedexp.runs import consumers, find_runs, load_run
+from fedexp.runs import find_runs, load_run, loggers
 from tests.cli.helpers import FEDEXP, RUN, SMALL, begin, checkpointed, wait_for_rows
 from tests.runs.helpers import essence
 
@@ -108,7 +108,7 @@ class Notebook:
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> type[Notebook]:
-    monkeypatch.setitem(consumers.CONSUMERS, "notebook", Notebook)
+    monkeypatch.setitem(loggers.CONSUMERS, "notebook", Notebook)
     Notebook.heard, Notebook.fails_at = [], None
     return Notebook
 

@@ -12,9 +12,9 @@ import pytest
 from numpy.typing import NDArray
 from PIL import Image
 
-from fedexp.data import cinic
 from fedexp.data.datasets import DATASETS
-from fedexp.data.files import cache_path
+from fedexp.data.sources import cinic
+from fedexp.data.sources.download import cache_path
 
 Arrays = dict[str, NDArray[Any]]
 Write = Callable[[Path], Arrays]

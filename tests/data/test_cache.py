@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from numpy.typing import NDArray
 
-from fedexp.data import cache
-from fedexp.data.cache import Stream, cached, read, write
+from fedexp.data.sources import cache
+from fedexp.data.sources.cache import Stream, cached, read, write
 from fedexp.errors import UsageError, require
 
 DTYPES = st.sampled_from([np.uint8, np.int32, np.int64, np.float32, np.float64, np.bool_])
@@ -65,7 +65,7 @@ def test_two_processes_share_the_pages(tmp_path: Path) -> None:
     arrays, _ = read(path)
     assert arrays["x"].sum() == 1 << 22  # touch every page here, and in the other process
     other = f"""
-from fedexp.data.cache import read; from pathlib import Path
+from fedexp.data.sources.cache import read; from pathlib import Path
 arrays, _ = read(Path({str(path)!r})); assert arrays["x"].sum() == {1 << 22}
 lines = open("/proc/self/smaps").read().split({str(path)!r})[1].splitlines()
 print(sum([int(line.split()[1]) for line in lines if line.startswith("Shared_")][:2]))

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import torch
 
-from fedexp.data import cache
-from fedexp.data.cifar import read_batch
 from fedexp.data.datasets import cifar10, cifar100
-from fedexp.data.files import cache_path
-from fedexp.data.safe_pickle import read_pickle
+from fedexp.data.sources import cache
+from fedexp.data.sources.cifar import read_batch
+from fedexp.data.sources.download import cache_path
+from fedexp.data.sources.safe_pickle import read_pickle
 from fedexp.errors import UsageError
 
 

@@ -9,9 +9,9 @@ import pytest
 import torch
 from PIL import Image
 
-from fedexp.data import decode, image_file
-from fedexp.data.cinic import CLASSES
 from fedexp.data.datasets import cinic10, cinic10_valid
+from fedexp.data.sources import decode, image_file
+from fedexp.data.sources.cinic import CLASSES
 from fedexp.errors import UsageError
 
 Write = Callable[[Path], dict[str, Any]]

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from fedexp.data.datasets import emnist
-from fedexp.data.emnist import as_bytes, hdf5_split
+from fedexp.data.sources.emnist import as_bytes, hdf5_split
 from fedexp.errors import UsageError
 
 Write = Callable[[Path], dict[str, Any]]

@@ -81,7 +81,7 @@ def test_save_and_open_give_it_back(tmp_path: Path) -> None:
 
 
 def test_open_says_what_is_no_federation(tmp_path: Path) -> None:
-    from fedexp.data import cache
+    from fedexp.data.sources import cache
 
     cache.write(tmp_path / "a.npz", {"x": np.arange(3)})
     with pytest.raises(UsageError, match="is not a saved federation"):

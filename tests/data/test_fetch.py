@@ -17,8 +17,17 @@ import pytest
 
 from fedexp.data import datasets
 from fedexp.data.datasets import cifar10, emnist
-from fedexp.data.fetch import check_archive, digest, fetch, unpack
-from fedexp.data.files import CIFAR10, CINIC10, EMNIST, Source, data_folder
+from fedexp.data.sources.download import (
+    CIFAR10,
+    CINIC10,
+    EMNIST,
+    Source,
+    check_archive,
+    data_folder,
+    digest,
+    fetch,
+    unpack,
+)
 from fedexp.errors import UsageError
 
 Write = Callable[[Path], dict[str, Any]]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedexp.data.images import Images
+from fedexp.data.transforms import Images
 from fedexp.errors import UsageError
 
 MEAN, STD = (0.49, 0.48, 0.45), (0.25, 0.24, 0.26)

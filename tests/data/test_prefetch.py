@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from fedexp.data import Federation, cache, checks, prefetch
-from fedexp.data.prefetch import ask_for
-from fedexp.data.streamed import Streamed, on_device
+from fedexp.data import Federation, federation, streaming
+from fedexp.data.sources import cache
+from fedexp.data.streaming import Streamed, ask_for, on_device
 
 ROWS = 2**15  # a client, of 64 bytes: two megabytes, which is far from the neighbours' pages
 FAR = [3, 40, 41, 77]
@@ -65,7 +65,7 @@ def test_neighbouring_pages_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) 
     """Small clients share pages, and clients in a row need one call."""
     calls: list[tuple[int, int]] = []
     advise = lambda at, size, how: calls.append((at, size))  # noqa: E731
-    monkeypatch.setattr(prefetch, "_advise", lambda: advise)
+    monkeypatch.setattr(streaming, "_advise", lambda: advise)
     page = mmap.PAGESIZE
     x = torch.zeros(100 * page, dtype=torch.uint8)
     federation = Federation({"x": x}, np.arange(401) * (page // 4))
@@ -79,7 +79,7 @@ def test_neighbouring_pages_are_asked_for_once(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_more_is_asked_for_than_memory_should_hold(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefetch, "MOST_BYTES", 3 * mmap.PAGESIZE)
+    monkeypatch.setattr(streaming, "MOST_BYTES", 3 * mmap.PAGESIZE)
     x = torch.zeros(10 * mmap.PAGESIZE, dtype=torch.uint8)
     federation = Federation({"x": x}, np.arange(11) * mmap.PAGESIZE)
     assert ask_for(federation, np.arange(10)) == 3 * mmap.PAGESIZE
@@ -140,7 +140,7 @@ def test_data_that_were_checked_are_not_read_again(
     arrays = {name: value.numpy() for name, value in plain.fields.items()}
     cache.write(tmp_path / "strange.npz", {**arrays, "offsets": plain.offsets})
     read: list[str] = []
-    monkeypatch.setattr(checks, "check_finite", lambda fields: read.append("all"))
+    monkeypatch.setattr(federation, "check_finite", lambda fields: read.append("all"))
     on_device(Federation.open(tmp_path / "saved.npz"), torch.device("cpu"))
     assert not read
     Federation.open(tmp_path / "strange.npz")

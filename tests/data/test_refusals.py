@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import TensorDataset
 
-from fedexp.data import Federation, cache
+from fedexp.data import Federation
+from fedexp.data.sources import cache
 from fedexp.errors import UsageError
 
 X = np.arange(8.0).reshape(4, 2)

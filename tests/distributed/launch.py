@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from fedexp.cli.main import main
-from fedexp.distributed import Ranks, ending, leave, ranks, shared
+from fedexp.distributed import Ranks, failure, leave, ranks, sharding
 from fedexp.distributed.group import FORCED
 
 SEPARATOR = "-- next --"
@@ -67,7 +67,7 @@ def joined(work: Callable[[Ranks], None]) -> None:
 def command(fault: str, words: list[str]) -> None:
     rank, _, kind = fault.partition(":")
     if kind == "lost":
-        vars(ending)["GRACE"] = 1.0
+        vars(failure)["GRACE"] = 1.0
         in_third_round(end_as_torchrun_would if rank == os.environ["RANK"] else wait_for_ever)
     elif rank == os.environ["RANK"] and kind in FAULTS:
         in_third_round(partial(throw, FAULTS[kind]))
@@ -97,14 +97,14 @@ def wait_for_ever() -> None:
 
 
 def in_third_round(happen: Callable[[], None]) -> None:
-    whole = vars(shared)["shards"]
+    whole = vars(sharding)["shards"]
 
     def faulty(work: Any, world: int) -> Any:
         if work.round == 3:
             happen()
         return whole(work, world)
 
-    vars(shared)["shards"] = faulty
+    vars(sharding)["shards"] = faulty
 
 
 if __name__ == "__main__":

@@ -20,13 +20,13 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fedexp.distributed import Ranks
-from fedexp.experiments.spec import Spec
 from fedexp.runs import run_all
-from fedexp.runs.spread import run_spread
-from fedexp.studies.epsilon import EPS, VALUES, tune_epsilon
-from fedexp.studies.grids import Point
-from fedexp.studies.trial import Row
-from fedexp.studies.tune import OnRow, tune
+from fedexp.runs.pool import run_spread
+from fedexp.runs.spec import Spec
+from fedexp.tune.epsilon import EPS, VALUES, tune_epsilon
+from fedexp.tune.grids import Point
+from fedexp.tune.search import OnRow, tune
+from fedexp.tune.trial import Row
 from tests.distributed.launch import joined, on_ranks
 from tests.runs.helpers import tiny, untimed
 from tests.studies.problems import small_study

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch._C._distributed_c10d import HashStore
 
-from fedexp.distributed import Ranks, ending
-from fedexp.distributed.ending import ALARM, ENDED, LEFT, SPOKEN, last_words, watched
+from fedexp.distributed import Ranks, failure
+from fedexp.distributed.failure import ALARM, ENDED, LEFT, SPOKEN, last_words, watched
 
 CPU = torch.device("cpu")
 
@@ -15,7 +15,7 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def three(monkeypatch: pytest.MonkeyPatch) -> list[Ranks]:
     """Three ranks with one store, who do not wait for each other."""
-    monkeypatch.setattr(ending, "PATIENCE", 0.0)
+    monkeypatch.setattr(failure, "PATIENCE", 0.0)
     store = HashStore()
     return [Ranks(rank, 3, rank, CPU, store, talk=None) for rank in range(3)]
 

@@ -11,12 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedexp as fx
-from fedexp.distributed.shards import dealt, examples_seen, shards, share
-from fedexp.distributed.shared import nothing
+from fedexp.distributed.sharding import dealt, examples_seen, nothing, shards, share
 from fedexp.engine import loop
-from fedexp.engine.plan import sample_cohort, step_lengths
+from fedexp.engine.plan import Work, sample_cohort, step_lengths
 from fedexp.engine.state import SimulationState
-from fedexp.engine.work import Work
 from fedexp.tasks import Task
 from tests.problems import BatchNormNet, classes_task, least_squares
 

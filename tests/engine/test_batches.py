@@ -12,14 +12,12 @@ from numpy.typing import NDArray
 
 from fedexp.algorithms import fedavg
 from fedexp.data.federation import Federation
-from fedexp.data.images import Images
-from fedexp.engine.cohort_plan import plan_cohort
-from fedexp.engine.plan import EPOCH_BITS, batch_key, plan_batches, step_rows
-from fedexp.engine.work import Work
+from fedexp.data.transforms import Images
+from fedexp.engine.plan import EPOCH_BITS, Work, batch_key, plan_batches, plan_cohort, step_rows
 from fedexp.local import LocalTraining
 from fedexp.models import logistic
 from fedexp.seeding import generator, torch_seed
-from fedexp.tasks.classification import classification
+from fedexp.tasks.task import classification
 
 Plan = list[NDArray[np.int64]]
 SIZES, BATCHES, STEPS = st.integers(1, 40), st.integers(1, 45), st.integers(1, 30)

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 import fedexp as fx
 from fedexp.data import Federation, Images
 from fedexp.engine.batched import Batched
-from fedexp.engine.plan import sample_cohort
+from fedexp.engine.plan import Work, sample_cohort
 from fedexp.engine.select import EngineName
 from fedexp.engine.simulation import run_round
-from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning
 from fedexp.precision import Precision, arithmetic
 from fedexp.tasks import Task

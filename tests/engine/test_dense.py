@@ -16,11 +16,9 @@ from fedexp.client import ClientRule, Tensors
 from fedexp.data import Federation, Images
 from fedexp.engine import dense
 from fedexp.engine.dense import Dense
-from fedexp.engine.host_plan import host_rows
 from fedexp.engine.loop import Engine
-from fedexp.engine.plan import plan_batches
+from fedexp.engine.plan import Work, host_rows, plan_batches
 from fedexp.engine.select import select_engine
-from fedexp.engine.work import Work
 from fedexp.objective import ModuleObjective
 from fedexp.objective.dense import dense_network
 from fedexp.tasks import Task

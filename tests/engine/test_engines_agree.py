@@ -15,8 +15,8 @@ import fedexp as fx
 from fedexp.data import Federation, Images
 from fedexp.engine import batched, loop
 from fedexp.engine.batched import Batched
+from fedexp.engine.plan import Work
 from fedexp.engine.select import select_engine
-from fedexp.engine.work import Work
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
 from tests.problems import BatchNormNet, Net, dropout_net, least_squares

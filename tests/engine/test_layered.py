@@ -10,11 +10,10 @@ import torch
 from torch import Tensor
 
 import fedexp as fx
-from fedexp.engine import walks
+from fedexp.engine import local_steps
 from fedexp.engine.batched import Batched, Implementation
-from fedexp.engine.plan import sample_cohort
+from fedexp.engine.plan import Work, sample_cohort
 from fedexp.engine.simulation import run_round
-from fedexp.engine.work import Work
 from fedexp.tasks import Task
 from tests.engine.test_engines_agree import EXACT, unequal
 from tests.engine.test_stacked import images
@@ -38,9 +37,9 @@ class Halved(fx.ClientRule):
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Which walks were taken."""
+    """Which local_steps were taken."""
     names: list[str] = []
-    for kind in (walks.RowWalk, walks.LayerWalk):
+    for kind in (local_steps.RowWalk, local_steps.LayerWalk):
         step = kind.step
 
         def noted(self: object, *args: object, step: Callable[..., None] = step) -> None:

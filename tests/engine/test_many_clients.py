@@ -15,7 +15,7 @@ from torch import nn
 
 import fedexp as fx
 from fedexp.data import Federation
-from fedexp.engine.client_states import ClientStates
+from fedexp.engine.client_store import ClientStates
 
 CLIENTS, COHORT = 1_000_000, 20
 

@@ -13,8 +13,8 @@ import torch
 
 import fedexp as fx
 from fedexp.data import Federation, Images
+from fedexp.engine.plan import Work
 from fedexp.engine.select import select_engine
-from fedexp.engine.work import Work
 from fedexp.precision import arithmetic
 
 

@@ -15,10 +15,10 @@ from fedexp.client import ClientRule, Tensors
 from fedexp.data import Federation
 from fedexp.engine import EngineName
 from fedexp.engine.loop import Engine
+from fedexp.engine.plan import Work
 from fedexp.engine.quadratic import Quadratic
 from fedexp.engine.select import select_engine
 from fedexp.engine.simulation import run_round
-from fedexp.engine.work import Work
 from fedexp.objective import LeastSquares
 from fedexp.tasks import Task
 from tests.rules import ALGORITHMS, rule_id

@@ -10,10 +10,9 @@ from torch import Tensor, nn
 import fedexp as fx
 from fedexp.data import Federation, Images
 from fedexp.engine import EngineName
-from fedexp.models import cifar_cnn, emnist_cnn, resnet18
-from fedexp.models.norm import GroupNormReLU
+from fedexp.models import GroupNormReLU, cifar_cnn, emnist_cnn, resnet18
 from fedexp.objective.module import ModuleObjective
-from fedexp.objective.stacked_layers import CannotStackError, stacked
+from fedexp.objective.stack import CannotStackError, stacked
 from fedexp.tasks import Task
 from tests.engine.test_engines_agree import assert_agree, double_batch_norm, unequal
 

@@ -8,9 +8,8 @@ import sys
 import torch
 
 import fedexp as fx
-from fedexp.engine.keep_clients import Where
+from fedexp.engine.client_store import StateStore, StoredStates, Where
 from fedexp.engine.slot_file import Layout, SlotFile
-from fedexp.engine.state_store import StateStore, StoredStates
 from tests.engine.vectors import ROOT, needs_proc, peak, status, toward
 
 DIM, CLIENTS, COHORT, ROUNDS = 200_000, 200, 20, 10

@@ -16,12 +16,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 import fedexp as fx
-from fedexp.engine import keep_clients
-from fedexp.engine.client_states import ClientStates
-from fedexp.engine.keep_clients import KeepClients
-from fedexp.engine.sharing import Alone
+from fedexp.engine import client_store
+from fedexp.engine.client_store import ClientStates, KeepClients, StateStore, StoredStates
+from fedexp.engine.simulation import Alone
 from fedexp.engine.slot_file import Layout, SlotFile
-from fedexp.engine.state_store import StateStore, StoredStates
 from fedexp.tasks import Task
 from tests.problems import BatchNormNet, classes_task, least_squares
 
@@ -198,14 +196,14 @@ def test_auto_takes_a_file_where_states_may_outgrow_the_memory(
         (4 * 6 * size - 1, 9, True),
         (4 * 3 * size, 1, False),  # three clients are all that can take part in a round of three
     ]:
-        monkeypatch.setattr(keep_clients, "memory_bytes", lambda device, room=room: room)
+        monkeypatch.setattr(client_store, "memory_bytes", lambda device, room=room: room)
         state = next(fx.simulate(task, fx.scaffold(), rounds, 3)).state
         assert isinstance(state.clients, StoredStates) == stored
         monkeypatch.setattr(Alone, "beside", 2)  # of which each keeps all of them
         state = next(fx.simulate(task, fx.scaffold(), rounds, 3)).state
         assert isinstance(state.clients, StoredStates)
         monkeypatch.setattr(Alone, "beside", 1)
-    monkeypatch.setattr(keep_clients, "memory_bytes", lambda device: 0)
+    monkeypatch.setattr(client_store, "memory_bytes", lambda device: 0)
     assert not next(fx.simulate(task, fx.fedexp(), 1, 3)).state.clients  # nothing to keep
 
 

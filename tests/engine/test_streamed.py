@@ -11,16 +11,15 @@ import torch
 from torch import nn
 
 import fedexp as fx
-from fedexp.data import streamed as streamed_data
-from fedexp.data.streamed import Streamed, on_device
+from fedexp.data import streaming as streamed_data
+from fedexp.data.streaming import Streamed, on_device
 from fedexp.distributed import Ranks, Shared
-from fedexp.distributed.shards import shards
-from fedexp.engine import read_ahead, simulation
+from fedexp.distributed.sharding import shards
+from fedexp.engine import simulation
 from fedexp.engine.batched import Batched
-from fedexp.engine.plan import sample_cohort
+from fedexp.engine.client_store import StoredStates
+from fedexp.engine.plan import Work, sample_cohort
 from fedexp.engine.state import SimulationState
-from fedexp.engine.state_store import StoredStates
-from fedexp.engine.work import Work
 from fedexp.tasks import Task
 from tests.problems import BatchNormNet, classes_task
 
@@ -74,9 +73,9 @@ class AtOnce:
 
 def test_the_next_cohort_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
-    monkeypatch.setattr(read_ahead, "LEAST_BYTES", 0)
-    monkeypatch.setattr(read_ahead, "ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr(read_ahead, "ask_for", lambda train, who: asked.append(who.tolist()))
+    monkeypatch.setattr(simulation, "LEAST_BYTES", 0)
+    monkeypatch.setattr(simulation, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(simulation, "ask_for", lambda train, who: asked.append(who.tolist()))
     states: list[list[int]] = []
     monkeypatch.setattr(StoredStates, "expect", lambda self, who: states.append(who.tolist()))
     task = classes_task(lambda: nn.Linear(4, 3), SIZES)
@@ -89,13 +88,13 @@ def test_the_next_cohort_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_reads_ahead_for_its_own_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
-    monkeypatch.setattr(read_ahead, "LEAST_BYTES", 0)
-    monkeypatch.setattr(read_ahead, "ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr(read_ahead, "ask_for", lambda train, who: asked.append(who.tolist()))
+    monkeypatch.setattr(simulation, "LEAST_BYTES", 0)
+    monkeypatch.setattr(simulation, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(simulation, "ask_for", lambda train, who: asked.append(who.tolist()))
     task = classes_task(lambda: nn.Linear(4, 3), SIZES)
     first = Work(task, fx.fedexp(), task.local, "uniform", 0, 1, sample_cohort(0, 1, 6, 5))
     among = Ranks(1, 2, 1, torch.device("cpu"), store=None, talk=None)
-    ahead = read_ahead.ReadAhead(task.train, Shared(among).mine)
+    ahead = simulation.ReadAhead(task.train, Shared(among).mine)
     ahead(first, SimulationState.initial(task, fx.fedexp(), 0))
     assert asked == [shards(work, 2)[1].tolist() for work in (first, first.after())]
 

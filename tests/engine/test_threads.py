@@ -16,9 +16,9 @@ import fedexp as fx
 from fedexp.data import Federation
 from fedexp.engine import EngineName, loop
 from fedexp.engine.loop import Engine
+from fedexp.engine.plan import Work
 from fedexp.engine.select import select_engine
 from fedexp.engine.threads import OwnDropout, Threads
-from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task

@@ -10,11 +10,9 @@ import torch
 
 import fedexp as fx
 from fedexp.engine.batched import Batched
-from fedexp.engine.plan import sample_cohort
-from fedexp.engine.program import Program
+from fedexp.engine.cuda_graph import Finished, Program
+from fedexp.engine.plan import Work, sample_cohort
 from fedexp.engine.simulation import run_round
-from fedexp.engine.whole import Finished
-from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning
 from fedexp.tasks import Task
 from fedexp.tasks.task import Weighting

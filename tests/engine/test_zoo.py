@@ -23,7 +23,7 @@ from torch import Tensor, nn
 import fedexp as fx
 from fedexp.data import Federation
 from fedexp.engine.plan import plan_batches, sample_cohort
-from fedexp.engine.record import Record
+from fedexp.engine.state import Record
 from fedexp.errors import EngineWarning, UsageError
 from fedexp.objective import Buffers, LeastSquares, ModuleObjective
 from fedexp.seeding import seeded_torch

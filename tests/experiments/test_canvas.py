@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fedexp.experiments.canvas import entitle, new_figure
+from fedexp.analysis.plots import entitle, new_figure
 
 
 @pytest.mark.parametrize("panels", [1, 3])

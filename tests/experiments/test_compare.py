@@ -6,19 +6,13 @@ import numpy as np
 import pytest
 
 import fedexp as fx
-from fedexp.experiments.catalog import build_task
-from fedexp.experiments.compare import rounds_to, summarise
-from fedexp.experiments.figures import comparison_figure, mean_and_spread
-from fedexp.experiments.outcome import Outcome
-from fedexp.experiments.spec import Spec
-from fedexp.experiments.tables import (
-    comparison_numbers,
-    comparison_table,
-    render_table,
-    text_table,
-)
-from fedexp.experiments.toy import LAST, MEAN, PLAIN, toy_figure, toy_paths
+from fedexp.analysis.plots import comparison_figure, mean_and_spread
+from fedexp.analysis.summary import rounds_to, summarise
+from fedexp.analysis.tables import comparison_numbers, comparison_table, render_table, text_table
+from fedexp.reproduce.toy import LAST, MEAN, PLAIN, toy_figure, toy_paths
+from fedexp.runs.options import build_task
 from fedexp.runs.pool import run_all
+from fedexp.runs.spec import Outcome, Spec
 
 SMALL = (("task.clients", "4"), ("task.rows", "3"), ("task.dim", "20"))
 

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS, Algorithm
-from fedexp.experiments import fingerprint as module
-from fedexp.experiments.code_digest import BYTECODE, SOURCE, digest_of, is_library, same
-from fedexp.experiments.fingerprint import Fingerprint, fingerprint, fingerprint_of_rules
-from fedexp.experiments.spec import Spec
 from fedexp.objective import LeastSquares, ModuleObjective
+from fedexp.runs import fingerprint as module
+from fedexp.runs.code_digest import BYTECODE, SOURCE, digest_of, is_library, same
+from fedexp.runs.fingerprint import Fingerprint, fingerprint, fingerprint_of_rules
+from fedexp.runs.spec import Spec
 from fedexp.tasks import Task
 from tests.experiments.studies import STUDY, federation, imported, task_of
 
@@ -88,7 +88,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 import fedexp as fx
-from fedexp.experiments.fingerprint import fingerprint
+from fedexp.runs.fingerprint import fingerprint
 from tests.experiments.studies import STUDY, imported, task_of
 study = imported(Path(sys.argv[1]), STUDY)
 algorithm = fx.Algorithm("own", study.Doubled(), study.Sign())

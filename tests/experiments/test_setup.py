@@ -9,8 +9,7 @@ import pytest
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
-from fedexp.experiments.setup import Setup, parse_assignments, setup_for
-from fedexp.experiments.values import convert
+from fedexp.runs.options import Setup, convert, parse_assignments, setup_for
 from tests.problems import classes_task
 
 

@@ -11,9 +11,9 @@ from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 import fedexp as fx
 from fedexp.aggregate import Aggregate
 from fedexp.client import Prox, Scaffold
-from fedexp.flower.core import Server
 from fedexp.flower.layout import ndarrays
 from fedexp.flower.request import EXTRAS, SHARED
+from fedexp.flower.server import Server
 from tests.flower.fake_grid import FakeGrid
 
 NAMES = {fx.SGD: "sgd", Prox: "prox", Scaffold: "scaffold"}

@@ -14,9 +14,9 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from fedexp import Aggregate, Algorithm, fedexp
 from fedexp.flower import Server
 from fedexp.flower.gather import Gathered
-from fedexp.flower.secure import SecureAggregation
 from fedexp.flower.secure_client import secure_mod
-from fedexp.flower.secure_gather import secure_gather
+from fedexp.flower.secure_payload import SecureAggregation
+from fedexp.flower.secure_round import secure_gather
 from tests.flower.fake_grid import Answer, FakeGrid, Fault
 
 Update = Callable[[int, int], np.ndarray]

@@ -14,7 +14,7 @@ from flwr.clientapp import ClientApp
 
 from fedexp.errors import UsageError
 from fedexp.flower import FedAvg, local_privacy
-from fedexp.flower.budget import FILE, FOLDER, Budget
+from fedexp.flower.local_privacy import FILE, FOLDER, Budget
 from fedexp.privacy import LocalPrivacy, Release, epsilon
 from tests.flower.fake_grid import FakeGrid
 

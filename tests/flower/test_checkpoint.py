@@ -17,11 +17,7 @@ from flwr.serverapp.strategy import Result
 
 import fedexp as fx
 from fedexp.errors import DivergedError, UsageError
-from fedexp.flower import (
-    FedAvg,
-    FedExP,
-    RuleStrategy,
-)
+from fedexp.flower import FedAvg, FedExP, RuleStrategy
 from fedexp.flower.layout import ndarrays
 from fedexp.runs import load_run
 from fedexp.runs.folder import RunWarning

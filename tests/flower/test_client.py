@@ -16,7 +16,7 @@ import fedexp as fx
 from fedexp.data.federation import Batch
 from fedexp.engine.plan import sample_cohort
 from fedexp.flower import LocalRule, initial_arrays
-from fedexp.flower.wire import from_arrays
+from fedexp.flower.simulated_client import from_arrays
 from fedexp.tasks import Task
 from tests.flower.fake_grid import FakeGrid
 from tests.flower.rounds import Rounds

@@ -16,7 +16,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from torch.optim.lr_scheduler import ExponentialLR
 
 from fedexp.flower import LocalRule
-from fedexp.flower.client_store import ClientStore
+from fedexp.flower.client_state import ClientStore
 from fedexp.flower.layout import Layout, named_parts
 from fedexp.flower.request import EXTRAS, SHARED, layout_terms
 from tests.problems import BatchNormNet

@@ -16,7 +16,7 @@ from torch import Tensor
 import fedexp as fx
 from fedexp.errors import UsageError
 from fedexp.flower import initial_arrays, planned
-from fedexp.flower.client_store import ClientStore, state_root
+from fedexp.flower.client_state import ClientStore, state_root
 from tests.flower.fake_grid import FakeGrid
 from tests.flower.rounds import Rounds
 from tests.flower.user_app import user_app

@@ -15,7 +15,7 @@ from torch import Tensor
 
 import fedexp as fx
 from fedexp.flower import RuleStrategy, identify, initial_arrays, planned
-from fedexp.flower.wire import from_arrays
+from fedexp.flower.simulated_client import from_arrays
 from fedexp.runs import load_run
 from tests.flower.fake_grid import FakeGrid, only, replies
 from tests.flower.rounds import Rounds

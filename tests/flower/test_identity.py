@@ -9,7 +9,7 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
 from fedexp.flower import identify
-from fedexp.flower.identity import client_name
+from fedexp.flower.client_state import client_name
 from tests.flower.fake_grid import FakeGrid
 
 

@@ -28,7 +28,7 @@ from fedexp.flower import (
     planned,
 )
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.tally import Tally
+from fedexp.flower.replies import Tally
 from fedexp.flower.training import NoRepliesError
 from fedexp.privacy import CentralPrivacy
 from fedexp.runs import load_run

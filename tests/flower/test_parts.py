@@ -25,7 +25,7 @@ from fedexp.flower import (
 )
 from fedexp.flower.layout import apparent_ties, named_parts
 from fedexp.flower.request import ABOUT
-from fedexp.flower.wire import from_arrays
+from fedexp.flower.simulated_client import from_arrays
 from fedexp.tasks import Task
 from tests.flower.fake_grid import FakeGrid, only, raises, replies
 from tests.flower.killing import Killed, dies_on

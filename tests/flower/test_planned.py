@@ -15,7 +15,7 @@ import fedexp as fx
 from fedexp.engine.plan import sample_cohort
 from fedexp.flower import central_evaluation, initial_arrays, planned, planned_evaluate
 from fedexp.flower.layout import Layout
-from fedexp.flower.wire import Places, from_arrays, to_arrays
+from fedexp.flower.simulated_client import Places, from_arrays, to_arrays
 from fedexp.tasks import Task
 from tests.flower.fake_grid import FakeGrid
 from tests.flower.rounds import Rounds

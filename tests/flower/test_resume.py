@@ -27,7 +27,7 @@ from fedexp.flower.layout import ndarrays
 from fedexp.privacy import CentralPrivacy
 from fedexp.runs import load_run
 from fedexp.runs.checkpoint import Checkpoints
-from fedexp.runs.records import RecordFile
+from fedexp.runs.files import RecordFile
 from tests.flower.fake_grid import Answer, FakeGrid
 from tests.flower.killing import Killed, dies_on
 from tests.flower.plain_app import first_model, plain_app

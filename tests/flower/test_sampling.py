@@ -12,8 +12,7 @@ from flwr.clientapp import ClientApp
 import fedexp as fx
 from fedexp.engine.plan import sample_cohort
 from fedexp.flower import FedAvg, FedProx, Scaffold, identify, initial_arrays, planned
-from fedexp.flower.census import Census
-from fedexp.flower.sampling import Absences, Shares, evaluation_cohort
+from fedexp.flower.nodes import Absences, Census, Shares, evaluation_cohort
 from tests.flower.fake_grid import FakeGrid, healthy, only, raises, silent
 from tests.flower.plain_app import first_model, plain_app
 from tests.problems import least_squares

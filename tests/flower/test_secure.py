@@ -21,8 +21,8 @@ from fedexp import fedavg, fedexp, scaffold_exp
 from fedexp.errors import UsageError
 from fedexp.flower import Server
 from fedexp.flower.layout import Layout, ndarrays
-from fedexp.flower.secure import TERMS, SecureAggregation, terms_of
 from fedexp.flower.secure_client import SecureMod, secure_mod
+from fedexp.flower.secure_payload import TERMS, SecureAggregation, terms_of
 from tests.flower.fake_grid import FakeGrid, healthy, raises
 from tests.flower.secure_helpers import (
     app_of,
@@ -92,7 +92,7 @@ def test_an_update_that_is_not_finite_never_enters_the_sum(bad: float) -> None:
 
 def test_masked_vectors_are_added_as_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """When one comes, nothing but the sum is left of those before."""
-    monkeypatch.setattr("fedexp.flower.secure_stages.SUMMED_BYTES", 8_000)  # one vector
+    monkeypatch.setattr("fedexp.flower.secure_round.SUMMED_BYTES", 8_000)  # one vector
     came, held = list[Any](), list[int]()
 
     def look(message: Message) -> None:

@@ -12,8 +12,7 @@ from flwr.app import MetricRecord, RecordDict
 from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 
-from fedexp.flower.secure import SecureAggregation
-from fedexp.flower.secure_payload import MODULUS, levels_for
+from fedexp.flower.secure_payload import MODULUS, SecureAggregation, levels_for
 from fedexp.flower.training import GRACE
 from tests.flower.fake_grid import FakeGrid, Fault, healthy, raises, replies, silent
 from tests.flower.secure_helpers import (

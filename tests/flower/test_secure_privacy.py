@@ -18,9 +18,8 @@ from flwr.common import bytes_to_ndarray
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
 from flwr.common.serde import message_from_proto, message_to_proto
 
-from fedexp.flower.secure import SecureAggregation
 from fedexp.flower.secure_client import secure_mod
-from fedexp.flower.secure_payload import Payload, levels_for
+from fedexp.flower.secure_payload import Payload, SecureAggregation, levels_for
 from tests.flower.fake_grid import FakeGrid
 from tests.flower.secure_helpers import app_of, random_updates, secure_round, server_of
 

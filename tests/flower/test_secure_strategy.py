@@ -24,7 +24,7 @@ from fedexp.flower import (
     planned,
     secure_mod,
 )
-from fedexp.flower.wire import to_arrays
+from fedexp.flower.simulated_client import to_arrays
 from fedexp.runs import load_run
 from fedexp.tasks import Task
 from tests.flower.fake_grid import Answer, FakeGrid, raises

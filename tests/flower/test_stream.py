@@ -12,9 +12,9 @@ from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.common.serde import message_from_proto
 
-from fedexp.flower import FedAvg, gather, stream
-from fedexp.flower.sampling import TooFewNodesError
-from fedexp.flower.stream import is_unanswered, receive
+from fedexp.flower import FedAvg, gather
+from fedexp.flower.gather import is_unanswered, receive
+from fedexp.flower.nodes import TooFewNodesError
 from tests.flower import fake_grid
 from tests.flower.fake_grid import FakeGrid, only, raises, silent
 from tests.flower.plain_app import first_model, plain_app
@@ -41,7 +41,7 @@ def test_every_message_gets_one_reply_or_an_error() -> None:
 
 
 def test_nodes_that_leave_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "ROLL_CALL", 0.05)
+    monkeypatch.setattr(gather, "ROLL_CALL", 0.05)
     grid = FakeGrid(plain_app(), 3)
     grid.nodes[1].online = False
     began = time.monotonic()
@@ -53,7 +53,7 @@ def test_nodes_that_leave_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_node_missing_from_one_list_only_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream, "ROLL_CALL", 0.05)
+    monkeypatch.setattr(gather, "ROLL_CALL", 0.05)
     grid = FakeGrid(plain_app(), 2)
     looks = iter([[], *([[n.node_id for n in grid.nodes]] * 1000)])
     monkeypatch.setattr(grid, "get_node_ids", lambda: next(looks))
@@ -152,6 +152,6 @@ def test_nodes_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     looks = iter([[], [grid.nodes[0].node_id]])
     listed = grid.get_node_ids
     monkeypatch.setattr(grid, "get_node_ids", lambda: next(looks, None) or listed())
-    monkeypatch.setattr("fedexp.flower.sampling.LOOKS", 0.01)
+    monkeypatch.setattr("fedexp.flower.nodes.LOOKS", 0.01)
     result = FedAvg(fraction_evaluate=0.0).start(grid, first_model(), 1, timeout=60)
     assert result.train_metrics_clientapp[1]["clients"] == 2

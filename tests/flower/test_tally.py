@@ -6,7 +6,7 @@ import pytest
 from flwr.app import MetricRecord, RecordDict
 from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
 
-from fedexp.flower.tally import Tally
+from fedexp.flower.replies import Tally
 
 
 def test_it_is_flowers_mean_without_the_list() -> None:

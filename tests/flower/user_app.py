@@ -15,7 +15,7 @@ from torch.optim import SGD, Optimizer
 
 import fedexp as fx
 from fedexp.data.federation import Batch
-from fedexp.engine.work import Work
+from fedexp.engine.plan import Work
 from fedexp.flower import LocalRule, identify
 from fedexp.tasks import Task
 from tests.problems import BatchNormNet, classes_task

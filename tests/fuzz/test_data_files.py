@@ -19,12 +19,12 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from fedexp.data import Federation, cache, cifar, emnist, image_file
-from fedexp.data.decode import decode
-from fedexp.data.fetch import unpack
-from fedexp.data.files import EMNIST
-from fedexp.data.safe_pickle import read_pickle
-from fedexp.data.splits import RawSplits
+from fedexp.data import Federation
+from fedexp.data.sources import cache, cifar, emnist, image_file
+from fedexp.data.sources.decode import decode
+from fedexp.data.sources.download import EMNIST, unpack
+from fedexp.data.sources.safe_pickle import read_pickle
+from fedexp.data.sources.splits import RawSplits
 from fedexp.errors import UsageError
 from tests.fuzz.hostile import Files, changed, contents, foreign, fuzz, harmless
 

@@ -16,12 +16,11 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from flwr.supercore.task_identity import TaskIdentity
 
 import fedexp as fx
-from fedexp.flower.client_store import ClientStore
-from fedexp.flower.core import Server
+from fedexp.flower.client_state import ClientStore
 from fedexp.flower.gather import gather
-from fedexp.flower.replies import Reader
+from fedexp.flower.replies import Reader, mean_of_evaluations
 from fedexp.flower.request import EXTRAS
-from fedexp.flower.tally import mean_of_evaluations
+from fedexp.flower.server import Server
 from tests.flower.plain_app import DIM, first_model
 from tests.fuzz.hostile import foreign, fuzz, harmless
 

@@ -28,14 +28,14 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import nn
 
 import fedexp as fx
-from fedexp.flower.budget import FILE, FOLDER, Budget, open_ledger
-from fedexp.flower.core import Server
 from fedexp.flower.gather import Gathered, gather
 from fedexp.flower.layout import apparent_ties
+from fedexp.flower.local_privacy import FILE, FOLDER, Budget, open_ledger
 from fedexp.flower.replies import Reader
 from fedexp.flower.request import ABOUT, SHARED, Request
-from fedexp.flower.secure import SecureAggregation
-from fedexp.flower.secure_stages import StageGrid
+from fedexp.flower.secure_payload import SecureAggregation
+from fedexp.flower.secure_round import StageGrid
+from fedexp.flower.server import Server
 from fedexp.privacy import BudgetSpentError, Release
 from tests.flower.fake_grid import Answer, FakeGrid, Fault
 from tests.flower.secure_helpers import app_of, at_stage, random_updates, secure_round, server_of

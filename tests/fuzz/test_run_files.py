@@ -18,10 +18,10 @@ import tomli_w
 import torch
 
 from fedexp.errors import DivergedError, UsageError
-from fedexp.experiments.fingerprint import Fingerprint
 from fedexp.runs import Stopped, execute, load_run
-from fedexp.runs.archive import HEAD, Parts, texts
 from fedexp.runs.checkpoint import BEFORE, NEWEST
+from fedexp.runs.files import RECORDS
+from fedexp.runs.fingerprint import Fingerprint
 from fedexp.runs.folder import (
     BY_HAND,
     ENVIRONMENT,
@@ -33,8 +33,8 @@ from fedexp.runs.folder import (
     machine,
 )
 from fedexp.runs.journal import Journal
-from fedexp.runs.records import RECORDS
-from fedexp.runs.spec_file import SPEC, id_of, read_spec
+from fedexp.runs.read import HEAD, Parts, texts
+from fedexp.runs.spec import SPEC, id_of, read_spec
 from tests.fuzz.hostile import Files, changed, contents, foreign, fuzz, harmless
 from tests.runs.helpers import nobody, stop_after, tiny
 from tests.runs.test_reopen import SPEC as SPEC_OF_FLOWER

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fedexp.studies.ledger import Tried, open_ledger
-from fedexp.studies.trial import Scored
+from fedexp.tune.ledger import Tried, open_ledger
+from fedexp.tune.trial import Scored
 from tests.fuzz.hostile import VALUES, Files, foreign, fuzz, harmless
 
 TERMS: dict[str, Any] = {"task": "toy", "values": {"server.lr": [0.1, 1.0]}}

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fedexp.kernels.geometry import Geometry
-from fedexp.kernels.rooms import gradients_into, room_for
-from fedexp.kernels.scaled import scaled_images, scaled_weights
+from fedexp.kernels.convolution_torch import Geometry, scaled_images, scaled_weights
+from fedexp.kernels.layers import gradients_into, room_for
 from tests.kernels.test_twins import BATCH, CLIENTS, TOLERANCE, each_alone, gap
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
@@ -20,7 +19,7 @@ SIZES = [(64, 64, 32), (64, 128, 16), (128, 256, 16), (256, 256, 8), (512, 256, 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_likely_box(size: tuple[int, int, int], scaled: bool) -> None:
-    from fedexp.kernels.boxes import boxed_form, likely_boxes
+    from fedexp.kernels.convolution_tma import boxed_form, likely_boxes
 
     kind = torch.float32 if scaled else torch.bfloat16
 
@@ -55,7 +54,7 @@ def test_every_likely_box(size: tuple[int, int, int], scaled: bool) -> None:
 @needs_boxes
 def test_a_client_that_is_no_number_spoils_no_other() -> None:
     """Boxes reach beyond a client's images; what is there must not count, whatever it is."""
-    from fedexp.kernels.boxes import boxed_form, likely_boxes
+    from fedexp.kernels.convolution_tma import boxed_form, likely_boxes
 
     g = Geometry(CLIENTS, BATCH - 1, 256, 4, 4, 256, 3, 3, 1, 1)
     images = (CLIENTS * (BATCH - 1), 256, 4, 4)

@@ -12,11 +12,9 @@ import torch
 from torch import Tensor
 from torch.library import opcheck
 
-from fedexp.kernels import conv, scaled
-from fedexp.kernels.conv import convolve
-from fedexp.kernels.conv_torch import OneByOne
-from fedexp.kernels.geometry import Geometry
-from fedexp.kernels.scaled import Units, takes_scaled
+from fedexp.kernels import convolution, convolution_torch
+from fedexp.kernels.convolution import convolve
+from fedexp.kernels.convolution_torch import Geometry, OneByOne, Units, takes_scaled
 from fedexp.precision import arithmetic
 from tests.kernels.test_scaled import CLOSE
 from tests.kernels.test_twins import BATCH, CLIENTS, each_alone, gap, problem
@@ -27,7 +25,7 @@ SHAPE = (16, 24, 9, 8, 3, 2, 1)
 def by_plain_torch(
     direction: str, a: Tensor, b: Tensor, g: Geometry, units: Units | None = None, room: object = 0
 ) -> Tensor:
-    """What the kernels give for scaled operands; weights channels last, images not."""
+    """What the kernels give for convolution_torch operands; weights channels last, images not."""
     assert units is not None
     assert a.dtype == b.dtype == torch.float16
     exact = getattr(OneByOne(), direction)(a.double(), b.double(), g).unflatten(0, (g.clients, -1))
@@ -40,8 +38,8 @@ def by_plain_torch(
 
 @pytest.fixture
 def always_scaled(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conv, "takes_scaled", lambda x, g: True)
-    monkeypatch.setattr(conv, "convolved", by_plain_torch)
+    monkeypatch.setattr(convolution, "takes_scaled", lambda x, g: True)
+    monkeypatch.setattr(convolution, "convolved", by_plain_torch)
 
 
 @pytest.mark.parametrize("wanted", ["xw", "x", "w"])
@@ -79,11 +77,11 @@ def test_scaled_clients_of_all_sizes(wanted: str, compiled: bool) -> None:
 def test_fakes_of_scaled_operators() -> None:
     """Shapes, types and strides are what compilers were told."""
     x, w = (t.float() for t in problem(SHAPE, "cpu"))
-    opcheck(conv._convolution, (x, w, 2, 1), test_utils="test_faketensor")
-    y, *kept = conv._convolution(x, w, 2, 1)
+    opcheck(convolution._convolution, (x, w, 2, 1), test_utils="test_faketensor")
+    y, *kept = convolution._convolution(x, w, 2, 1)
     for back in (False, True):
         arguments = (torch.randn_like(y), *kept, w, 2, 1, back)
-        opcheck(conv._gradients, arguments, test_utils="test_faketensor")
+        opcheck(convolution._gradients, arguments, test_utils="test_faketensor")
 
 
 @pytest.mark.parametrize(
@@ -98,7 +96,7 @@ def test_fakes_of_scaled_operators() -> None:
 def test_which_sizes_are_scaled(
     changed: dict[str, int], expected: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(scaled, "has_triton", lambda: True)
+    monkeypatch.setattr(convolution_torch, "has_triton", lambda: True)
     g = replace(Geometry(2, 4, 16, 8, 8, 8, 3, 3), **changed)
     with torch._subclasses.FakeTensorMode():
         x = torch.empty(1, device="cuda")

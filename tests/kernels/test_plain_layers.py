@@ -6,9 +6,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from fedexp.kernels.dense import products
-from fedexp.kernels.flatten import flatten_images
-from fedexp.kernels.rooms import gradients_into
+from fedexp.kernels.dense import flatten_images, products
+from fedexp.kernels.layers import gradients_into
 from tests.kernels.test_twins import DEVICES
 
 

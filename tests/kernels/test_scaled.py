@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from fedexp.kernels.conv import convolve
-from fedexp.kernels.conv_torch import OneByOne
-from fedexp.kernels.geometry import Geometry
-from fedexp.kernels.scaled import (
+from fedexp.kernels.convolution import convolve
+from fedexp.kernels.convolution_torch import (
+    Geometry,
+    OneByOne,
     plain_scaled_half,
     scaled_half,
     scaled_images,

@@ -7,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedexp.kernels.conv import convolve
-from fedexp.kernels.conv_torch import OneByOne, Unfolded
-from fedexp.kernels.geometry import Geometry
-from fedexp.kernels.norm import group_norm, plain_group_norm
+from fedexp.kernels.convolution import convolve
+from fedexp.kernels.convolution_torch import Geometry, OneByOne, Unfolded
+from fedexp.kernels.normalisation import group_norm, plain_group_norm
 from fedexp.precision import arithmetic
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"))

@@ -9,8 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, stack_module_state, vmap
 
 from fedexp.errors import UsageError
-from fedexp.models import cifar_cnn, emnist_cnn, logistic, mlp, resnet18
-from fedexp.models.resnet import Residual
+from fedexp.models import Residual, cifar_cnn, emnist_cnn, logistic, mlp, resnet18
 from fedexp.seeding import seeded_torch
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {

@@ -7,11 +7,10 @@ import math
 from pathlib import Path
 from typing import Any
 
-from fedexp.experiments.outcome import Row
-from fedexp.experiments.spec import Spec
 from fedexp.runs import StoredRun, frozen, load_run
+from fedexp.runs.files import Row
 from fedexp.runs.folder import environment
-from fedexp.runs.spec_file import spec_text
+from fedexp.runs.spec import Spec, spec_text
 
 FINISHED = {"status": "finished", "rounds": 30, "diverged_at": None, "seconds": 2.5}
 

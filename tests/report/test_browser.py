@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
-from fedexp.report.gather import load_all, sections
-from fedexp.report.page import render, write_page
-from fedexp.report.targets import Targets
+from fedexp.analysis.report.page import render, write_page
+from fedexp.analysis.report.sections import Targets, load_all, sections
 from tests.report.stored import write
 
 FLAGS = (

@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from fedexp.analysis.report.sections import load_all, sections, shared_and_apart, status
 from fedexp.errors import UsageError
-from fedexp.report.gather import load_all, sections, status
-from fedexp.report.settings import shared_and_apart
 from tests.report.stored import stored, write
 
 

@@ -9,11 +9,10 @@ from html.parser import HTMLParser
 
 import pytest
 
+from fedexp.analysis.report import page
+from fedexp.analysis.report.charts import chart_names, judge
+from fedexp.analysis.report.sections import Targets, sections
 from fedexp.errors import UsageError
-from fedexp.report import page
-from fedexp.report.charts import chart_names, judge
-from fedexp.report.gather import sections
-from fedexp.report.targets import Targets
 from fedexp.runs import StoredRun
 from tests.report.stored import stored
 

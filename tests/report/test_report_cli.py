@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from fedexp.analysis.report.figures import curves_figure
+from fedexp.analysis.report.sections import sections
 from fedexp.cli.main import main
-from fedexp.report.figures import curves_figure
-from fedexp.report.gather import sections
 from tests.report.stored import stored, write
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fedexp.experiments.figures import mean_and_spread
-from fedexp.report.series import spans_decades, spread
+from fedexp.analysis.plots import mean_and_spread
+from fedexp.analysis.report.sections import spans_decades, spread
 
 
 def test_a_seed_that_ended_leaves_the_mean_to_the_others() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from fedexp.experiments.spec import Spec
 from fedexp.runs import Stopped, execute
 from fedexp.runs.checkpoint import NEWEST
+from fedexp.runs.spec import Spec
 
 TINY = (("task.clients", "4"), ("task.rows", "3"), ("task.dim", "20"))
 

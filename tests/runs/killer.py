@@ -18,9 +18,9 @@ from typing import Any, cast
 
 import torch
 
-from fedexp.engine.keep_clients import Where
-from fedexp.experiments.spec import Spec
+from fedexp.engine.client_store import Where
 from fedexp.runs import execute
+from fedexp.runs.spec import Spec
 
 ROUNDS = 150
 OPTIONS = (("task.clients", "12"), ("task.rows", "4"), ("task.dim", "400"))

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from fedexp.experiments.spec import Spec
-from fedexp.runs.advice import STRETCH, Advice
+from fedexp.runs.diagnostics import STRETCH, Advice
 from fedexp.runs.execute import execute
+from fedexp.runs.spec import Spec
 
 
 def heard(rows: list[dict[str, Any]], **options: Any) -> list[tuple[int, str]]:

@@ -10,9 +10,9 @@ import pytest
 
 from fedexp.cli.main import main
 from fedexp.errors import UsageError
-from fedexp.experiments.spec import Spec
 from fedexp.runs import execute, find_runs, load_run
-from fedexp.runs.archive import Parts, read_archived, texts
+from fedexp.runs.read import Parts, read_archived, texts
+from fedexp.runs.spec import Spec
 
 SPECS = [
     Spec("synthetic", "fedexp", rounds=6, evaluate_every=2, options=(("task.dim", "20"),)),

@@ -14,17 +14,17 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.engine import SimulationState
-from fedexp.engine.client_states import ClientStates
+from fedexp.engine.client_store import ClientStates
 from fedexp.runs import checkpoint
 from fedexp.runs.checkpoint import (
     BEFORE,
     NEWEST,
+    Checkpoint,
     Checkpoints,
+    model_tensors,
     read_checkpoint,
 )
-from fedexp.runs.manifest import Checkpoint
-from fedexp.runs.records import DamagedError
-from fedexp.runs.tensors import model_tensors
+from fedexp.runs.files import DamagedError
 
 CPU = torch.device("cpu")
 

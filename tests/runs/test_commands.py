@@ -8,9 +8,9 @@ import pytest
 
 from fedexp.cli.main import build_parser
 from fedexp.cli.options import spec_of
-from fedexp.experiments.spec import Spec
 from fedexp.runs import frozen, run_id
-from fedexp.runs.commands import rerun
+from fedexp.runs.folder import rerun
+from fedexp.runs.spec import Spec
 
 SPECS = [
     Spec("toy", "fedexp"),

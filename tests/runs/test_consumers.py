@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedexp.errors import UsageError
-from fedexp.runs.consumers import Consumer, ConsumerWarning, Guarded, consumer_named
+from fedexp.runs.loggers import Consumer, ConsumerWarning, Guarded, consumer_named
 
 SPEC = {"task": "toy", "rounds": 6, "set": {}, "options": {"server.eps": 0.25}}
 FINISHED = {"status": "finished", "rounds": 6}

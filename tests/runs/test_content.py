@@ -13,13 +13,12 @@ import pytest
 
 import fedexp as fx
 from fedexp.distributed import Ranks
-from fedexp.experiments.catalog import TASKS
-from fedexp.experiments.fingerprint import Fingerprint, fingerprint
-from fedexp.experiments.spec import Run, Spec
 from fedexp.runs import RunWarning, execute, folder_of, load_run, read_spec, run_all, run_id
+from fedexp.runs.distributed_run import check_alike
+from fedexp.runs.fingerprint import Fingerprint, fingerprint
 from fedexp.runs.folder import FINGERPRINT
-from fedexp.runs.spec_file import SPEC, frozen, id_of
-from fedexp.runs.together import check_alike
+from fedexp.runs.options import TASKS
+from fedexp.runs.spec import SPEC, Run, Spec, frozen, id_of
 from fedexp.tasks import Task
 from tests.experiments.studies import STUDY, imported, task_of
 from tests.runs.helpers import interrupted, nobody, stop_after, tiny, untimed
@@ -168,7 +167,7 @@ def test_the_content_is_read_once_for_a_run(
         calls.append(1)
         return fingerprint(*what)
 
-    monkeypatch.setattr("fedexp.experiments.spec.fingerprint", counted)
+    monkeypatch.setattr("fedexp.runs.spec.fingerprint", counted)
     execute(tiny(), tmp_path, nobody)
     assert len(calls) == 1
     execute(tiny(), tmp_path, nobody)

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import fedexp as fx
-from fedexp.experiments.catalog import TASKS
-from fedexp.experiments.spec import Spec
 from fedexp.models import resnet18
 from fedexp.precision import Precision
 from fedexp.runs import Stopped, execute
+from fedexp.runs.options import TASKS
+from fedexp.runs.spec import Spec
 from fedexp.tasks import Task
 from tests.runs.helpers import essence, nobody, stop_after
 

@@ -13,13 +13,13 @@ from safetensors.torch import load_file
 import fedexp as fx
 from fedexp.engine import EngineName, SimulationState, simulation
 from fedexp.engine.loop import Engine
+from fedexp.engine.plan import Work
 from fedexp.engine.select import select_engine
-from fedexp.engine.work import Work
-from fedexp.experiments import spec as spec_module
-from fedexp.experiments.spec import Run, Spec
 from fedexp.precision import Precision
 from fedexp.runs import RunWarning, execute, find_runs, load_run, run_id
+from fedexp.runs import spec as spec_module
 from fedexp.runs.folder import RunFolder
+from fedexp.runs.spec import Run, Spec
 from tests.runs.helpers import essence, interrupted, nobody, tiny, untimed
 
 

@@ -12,10 +12,10 @@ from pathlib import Path
 import pytest
 
 import fedexp
-from fedexp.runs import execute, load_run, provenance, read_spec
-from fedexp.runs.atomic import PRIVATE, temporary, write_bytes
-from fedexp.runs.folder import ENVIRONMENT, RunFolder, machine
-from fedexp.runs.provenance import command, commits
+from fedexp.runs import execute, load_run, read_spec
+from fedexp.runs import folder as runs_folder
+from fedexp.runs.files import PRIVATE, temporary, write_bytes
+from fedexp.runs.folder import ENVIRONMENT, RunFolder, command, commits, machine
 from tests.runs.helpers import interrupted, nobody, tiny
 
 TOKEN = "run-token-4711"
@@ -125,8 +125,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "checkout" / "fedexp"
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
-    monkeypatch.setattr(provenance, "PACKAGE", folder)
-    provenance._commits.cache_clear()
+    monkeypatch.setattr(runs_folder, "PACKAGE", folder)
+    runs_folder._commits.cache_clear()
     return folder
 
 
@@ -136,15 +136,15 @@ def test_the_commit_of_a_checkout_is_recorded(
     monkeypatch.chdir(tmp_path)
     assert commits() == {}  # no repository
     git(package, "init")
-    provenance._commits.cache_clear()
+    runs_folder._commits.cache_clear()
     assert commits() == {}  # one that does not know the package, as of an environment inside
     git(package, "add", ".")
     git(package, "commit", "-m", "one")
     head = git(package, "rev-parse", "HEAD")
-    provenance._commits.cache_clear()
+    runs_folder._commits.cache_clear()
     assert commits() == {"git": {"fedexp": head, "fedexp_dirty": False}}
     (package / "__init__.py").write_text("changed = True")
-    provenance._commits.cache_clear()
+    runs_folder._commits.cache_clear()
     assert commits() == {"git": {"fedexp": head, "fedexp_dirty": True}}
 
 

@@ -14,10 +14,10 @@ from fedexp.cli.main import main
 from fedexp.client import Prox
 from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, UsageError
-from fedexp.experiments.fingerprint import fingerprint_of_rules
 from fedexp.objective import Buffers
 from fedexp.runs import execute, load_run
 from fedexp.runs.checkpoint import BEFORE, NEWEST
+from fedexp.runs.fingerprint import fingerprint_of_rules
 from fedexp.runs.folder import RESULT, RunFolder
 from fedexp.runs.journal import Journal, is_finite
 from tests.runs.helpers import nobody, tiny, untimed

@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedexp.errors import UsageError
-from fedexp.experiments.spec import Spec
 from fedexp.runs import run_all, run_id
 from fedexp.runs.folder import BusyError, RunFolder
-from fedexp.runs.shards import Shard, parse_shard
+from fedexp.runs.pool import Shard, parse_shard
+from fedexp.runs.spec import Spec
 from tests.runs.helpers import nobody, tiny
 
 

@@ -15,16 +15,12 @@ import torch
 import fedexp as fx
 from fedexp.cli.main import main
 from fedexp.engine import SimulationState
-from fedexp.engine.keep_clients import KeepClients
+from fedexp.engine.client_store import KeepClients, StoredStates
 from fedexp.engine.slot_file import SlotFile
-from fedexp.engine.state_store import StoredStates
-from fedexp.experiments.spec import Spec
 from fedexp.runs import Stopped, checkpoint, execute
-from fedexp.runs.atomic import write_json
-from fedexp.runs.checkpoint import BEFORE, NEWEST, Checkpoints, read_checkpoint
-from fedexp.runs.manifest import Checkpoint
-from fedexp.runs.records import DamagedError
-from fedexp.runs.slots import SLOTS
+from fedexp.runs.checkpoint import BEFORE, NEWEST, SLOTS, Checkpoint, Checkpoints, read_checkpoint
+from fedexp.runs.files import DamagedError, write_json
+from fedexp.runs.spec import Spec
 from tests.cli.helpers import RUN
 from tests.runs.helpers import essence, nobody, stop_after, tiny
 from tests.runs.test_checkpoint import CPU, assert_same_state

@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedexp as fx
-from fedexp.experiments.catalog import build_task
-from fedexp.experiments.spec import Spec
 from fedexp.runs import frozen, read_spec, run_id, spec_from
-from fedexp.runs.spec_file import spec_text
+from fedexp.runs.options import build_task
+from fedexp.runs.spec import Spec, spec_text
 from tests.runs.helpers import tiny
 
 TASK = build_task("synthetic", {"clients": "4", "rows": "3", "dim": "20"})

@@ -6,13 +6,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedexp.experiments.outcome import Row
+from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce.study import Plan, Request, spec_of
 from fedexp.runs import StoredRun
-from fedexp.runs.archive import Parts, texts
-from fedexp.runs.spec_file import id_of
-from fedexp.studies.reproduce.catalog import STUDIES
-from fedexp.studies.reproduce.plan import spec_of
-from fedexp.studies.reproduce.study import Plan, Request
+from fedexp.runs.files import Row
+from fedexp.runs.read import Parts, texts
+from fedexp.runs.spec import id_of
 
 WHERE = {
     "fedexp": "0.1.0",

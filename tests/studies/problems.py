@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fedexp.experiments.spec import Spec
-from fedexp.studies.grids import Values, paper_grid
-from fedexp.studies.tune import Protocol, Study
+from fedexp.runs.spec import Spec
+from fedexp.tune.grids import Values, paper_grid
+from fedexp.tune.search import Protocol, Study
 
 SMALL = {"task.clients": "4", "task.rows": "3", "task.dim": "20"}
 

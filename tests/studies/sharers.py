@@ -19,9 +19,9 @@ from pathlib import Path
 
 import torch
 
-from fedexp.studies.grids import Point
-from fedexp.studies.trial import Row
-from fedexp.studies.tune import OnRow, Protocol, Study, tune
+from fedexp.tune.grids import Point
+from fedexp.tune.search import OnRow, Protocol, Study, tune
+from fedexp.tune.trial import Row
 
 PROCESSES = 3
 GRID = {"server.lr": (1.0, 3.0, 10.0), "local.lr": (0.01, 0.03, 0.1)}

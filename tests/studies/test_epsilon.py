@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from fedexp.errors import UsageError
-from fedexp.experiments.spec import Spec
-from fedexp.studies.epsilon import EPS, VALUES, climb, epsilon_values, explain, tune_epsilon
-from fedexp.studies.trial import Scored
-from fedexp.studies.tune import OnRow, Study
+from fedexp.runs.spec import Spec
+from fedexp.tune.epsilon import EPS, VALUES, climb, epsilon_values, explain, tune_epsilon
+from fedexp.tune.search import OnRow, Study
+from fedexp.tune.trial import Scored
 from tests.studies.problems import small_study
 
 

@@ -11,11 +11,11 @@ import pytest
 
 from fedexp.cli.main import main
 from fedexp.errors import UsageError
-from fedexp.experiments import spec as specs
+from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce.from_runs import plan_from
+from fedexp.reproduce.study import Request
 from fedexp.runs import StoredRun
-from fedexp.studies.reproduce.catalog import STUDIES
-from fedexp.studies.reproduce.from_runs import plan_from
-from fedexp.studies.reproduce.study import Request
+from fedexp.runs import spec as specs
 from tests.studies.archives import fabricated, store
 
 

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from fedexp.studies import published
-from fedexp.studies.published import Value, quantity, target
+from fedexp.reproduce import published
+from fedexp.reproduce.published import Value, quantity, target
 
 TASKS = {"EMNIST": "emnist", "CIFAR-10": "cifar10", "CIFAR-100": "cifar100", "CINIC-10": "cinic10"}
 NAMES = ("table1-rounds", "table1-ratio", "epsilon-table", "long-run", "figure1")

@@ -14,12 +14,11 @@ import numpy as np
 import pytest
 
 from fedexp.cli.main import main
-from fedexp.experiments.toy import LAST, PLAIN, toy_paths
+from fedexp.reproduce import synthetic, toy
+from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce.study import Request, make_plan
+from fedexp.reproduce.toy import LAST, PLAIN, toy_paths
 from fedexp.runs import find_runs, load_run
-from fedexp.studies.reproduce import synthetic, toy
-from fedexp.studies.reproduce.catalog import STUDIES
-from fedexp.studies.reproduce.plan import make_plan
-from fedexp.studies.reproduce.study import Request
 
 FILES = {"table.md", "table.csv", "summary.json", "figure.png", "figure.svg", "figure.pdf"}
 

@@ -9,11 +9,10 @@ from typing import Any
 import pytest
 
 from fedexp.cli.main import main
-from fedexp.studies.reproduce import plan as plans
-from fedexp.studies.reproduce.catalog import STUDIES
-from fedexp.studies.reproduce.output import FEWER_SEEDS, head_lines
-from fedexp.studies.reproduce.small import SMALL
-from fedexp.studies.reproduce.study import Request
+from fedexp.reproduce import study as plans
+from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce.output import FEWER_SEEDS, head_lines
+from fedexp.reproduce.study import SMALL, Request
 from fedexp.tasks import images
 from tests.tasks.test_image_tasks import splits
 

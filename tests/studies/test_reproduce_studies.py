@@ -10,13 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedexp.experiments.outcome import Outcome
-from fedexp.experiments.tables import FORMATS
-from fedexp.studies.published import Value
-from fedexp.studies.reproduce import plan as plans
-from fedexp.studies.reproduce.catalog import STUDIES
-from fedexp.studies.reproduce.output import render, summary
-from fedexp.studies.reproduce.study import Findings, Job, Plan, Request, Result
+from fedexp.analysis.tables import FORMATS
+from fedexp.reproduce import study as plans
+from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce.output import render, summary
+from fedexp.reproduce.published import Value
+from fedexp.reproduce.study import Findings, Job, Plan, Request, Result
+from fedexp.runs.spec import Outcome
 
 TRAINED = [name for name in STUDIES if name not in ("toy", "synthetic")]
 

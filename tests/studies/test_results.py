@@ -8,8 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-
-from fedexp.errors import UsageError
 from tools.results.build import (
     ARCHIVE,
     DIFFERS,
@@ -21,6 +19,8 @@ from tools.results.build import (
     write,
 )
 from tools.results.markers import fill, loose_numbers
+
+from fedexp.errors import UsageError
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 5_000_000  # bytes of the whole archive: small files only

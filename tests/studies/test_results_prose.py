@@ -7,13 +7,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-from fedexp.experiments.outcome import Outcome
-from fedexp.studies.published import quantity, target
-from fedexp.studies.reproduce.from_runs import is_superseded
-from fedexp.studies.reproduce.measures import final, final_loss, rounds_to_target
 from tools.results.build import ARCHIVE
 from tools.results.gather import Results, load_results
+
+from fedexp.reproduce.from_runs import is_superseded
+from fedexp.reproduce.measures import final, final_loss, rounds_to_target
+from fedexp.reproduce.published import quantity, target
+from fedexp.runs.spec import Outcome
 
 Series = Mapping[str, Sequence[Outcome]]
 PAIR = ("fedexp", "fedavg")

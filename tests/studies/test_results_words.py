@@ -6,12 +6,13 @@ import shlex
 from dataclasses import replace
 from typing import Any
 
-from fedexp.cli.main import build_parser
-from fedexp.runs import StoredRun
-from fedexp.studies.reproduce import figure1
 from tools.results import again, headline, levels, runs_table, sections, side_by_side, why
 from tools.results.build import BLOCKS
 from tools.results.gather import Results
+
+from fedexp.cli.main import build_parser
+from fedexp.reproduce import figure1
+from fedexp.runs import StoredRun
 from tests.studies.archives import fabricated
 
 HITS = {"fedexp": 200, "fedavg": 300, "scaffold": 310, "fedadagrad": 290}

@@ -13,11 +13,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from fedexp.analysis.plots import new_figure
 from fedexp.cli.main import main
-from fedexp.experiments.canvas import new_figure
-from fedexp.studies.best import remarks
-from fedexp.studies.heatmap import draw_heatmap, tuning_figure
-from fedexp.studies.tune import tune
+from fedexp.tune.results import draw_heatmap, remarks, tuning_figure
+from fedexp.tune.search import tune
 from tests.studies.problems import SMALL, small_study
 
 OPTIONS = [word for pair in SMALL.items() for word in ("--set", "=".join(pair))]

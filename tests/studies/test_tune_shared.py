@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from fedexp.studies.claims import Claims
-from fedexp.studies.grids import points
-from fedexp.studies.tune import tune
+from fedexp.tune.grids import points
+from fedexp.tune.ledger import Claims
+from fedexp.tune.search import tune
 from tests.studies import sharers
 from tests.studies.problems import SMALL, small_study
 

@@ -17,9 +17,9 @@ import pytest
 
 from fedexp.errors import UsageError
 from fedexp.runs import RunWarning
-from fedexp.studies.grids import Point, points
-from fedexp.studies.trial import Row
-from fedexp.studies.tune import OnRow, Study, tune
+from fedexp.tune.grids import Point, points
+from fedexp.tune.search import OnRow, Study, tune
+from fedexp.tune.trial import Row
 from tests.studies.problems import SMALL, small_study
 
 

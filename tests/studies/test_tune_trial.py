@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedexp.experiments.spec import Spec
-from fedexp.studies.trial import Row, metric_of, run_trial, score_of, window_of, worst
+from fedexp.runs.spec import Spec
+from fedexp.tune.trial import Row, metric_of, run_trial, score_of, window_of, worst
 from tests.studies.problems import small_study
 
 

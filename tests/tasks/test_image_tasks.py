@@ -14,16 +14,15 @@ from fedexp.algorithms import ALGORITHMS
 from fedexp.data import partition
 from fedexp.data.datasets import load
 from fedexp.data.federation import Batch, Federation
-from fedexp.data.images import Images
-from fedexp.data.splits import RawSplits
+from fedexp.data.sources.splits import RawSplits
+from fedexp.data.transforms import Images
 from fedexp.errors import UsageError
-from fedexp.experiments.setup import setup_for
 from fedexp.local import LocalTraining
 from fedexp.models import cifar_cnn, emnist_cnn, logistic, mlp, resnet18
+from fedexp.runs.options import setup_for
 from fedexp.seeding import generator
 from fedexp.tasks import images as tasks
-from fedexp.tasks.classification import classification
-from fedexp.tasks.task import Task
+from fedexp.tasks.task import Task, classification
 
 CLASSES = {"emnist": 62, "cifar10": 10, "cifar100": 100, "cinic10": 10}
 TASKS: dict[str, Callable[..., Task]] = {

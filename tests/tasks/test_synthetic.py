@@ -8,7 +8,7 @@ import torch
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
-from fedexp.experiments.setup import setup_for
+from fedexp.runs.options import setup_for
 
 
 def final_loss(task: fx.tasks.Task, name: str, rounds: int) -> float:

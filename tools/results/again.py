@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedexp.experiments.outcome import Outcome
 from fedexp.runs import StoredRun
-from fedexp.runs.commands import rerun as rerun_one
+from fedexp.runs.folder import rerun as rerun_one
+from fedexp.runs.spec import Outcome
 from tools.results.gather import Results, Studied
 
 Series = Mapping[str, Sequence[Outcome]]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Set
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from fedexp.studies.reproduce.output import render, summary
+from fedexp.reproduce.output import render, summary
 from tools.results import again, headline, levels, runs_table, sections, side_by_side, why
 from tools.results.gather import NAMES, Results, Studied, load_results
 from tools.results.markers import fill

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from fedexp.experiments.outcome import Outcome
-from fedexp.studies.reproduce.accuracy import FINAL
-from fedexp.studies.reproduce.lines import text_of
-from fedexp.studies.reproduce.measures import final
+from fedexp.reproduce.measures import FINAL, final
+from fedexp.reproduce.published import text_of
+from fedexp.runs.spec import Outcome
 from tools.results.gather import Studied
 from tools.results.words import algorithm_name, table, task_name
 

@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce.from_runs import is_superseded, plan_from
+from fedexp.reproduce.measures import grouped
+from fedexp.reproduce.output import Groups
+from fedexp.reproduce.study import Findings, Plan, Request, Result
 from fedexp.runs import StoredRun, find_runs, load_run, spec_from
-from fedexp.studies.reproduce.catalog import STUDIES
-from fedexp.studies.reproduce.from_runs import is_superseded, plan_from
-from fedexp.studies.reproduce.measures import grouped
-from fedexp.studies.reproduce.panels import Groups
-from fedexp.studies.reproduce.study import Findings, Plan, Request, Result
 
 PAPER, RELEASED = "paper", "authors-code"
 # toy leaves no records: it is traced each time anew.

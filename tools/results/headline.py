@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedexp.studies.published import Value, target
-from fedexp.studies.reproduce.lines import text_of
-from fedexp.studies.reproduce.panels import study_figure
+from fedexp.reproduce.output import study_figure
+from fedexp.reproduce.published import Value, target, text_of
 from tools.results.gather import Results
 from tools.results.side_by_side import Row, rows_of
 from tools.results.words import bullets, paragraphs, percent, plural, table, task_name

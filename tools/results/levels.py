@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from fedexp.studies.published import target
-from fedexp.studies.reproduce.lines import text_of
-from fedexp.studies.reproduce.measures import rounds_to_target
+from fedexp.reproduce.measures import rounds_to_target
+from fedexp.reproduce.published import target, text_of
 from tools.results.gather import Results
 from tools.results.words import algorithm_name, paragraphs, percent, table, task_name
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from string import ascii_uppercase
 
+from fedexp.reproduce.from_runs import SUPERSEDED, is_superseded
+from fedexp.reproduce.measures import final
+from fedexp.reproduce.published import text_of
+from fedexp.reproduce.study import arithmetic_of
 from fedexp.runs import StoredRun, spec_from
-from fedexp.studies.reproduce.from_runs import SUPERSEDED, is_superseded
-from fedexp.studies.reproduce.lines import text_of
-from fedexp.studies.reproduce.measures import final
-from fedexp.studies.reproduce.study import arithmetic_of
 from tools.results.gather import Results
 from tools.results.words import algorithm_name, paragraphs, plural, table, task_name
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from fedexp.studies.published import Value, quantity
-from fedexp.studies.reproduce.figure1 import CLIENT, SERVER, cell
-from fedexp.studies.reproduce.from_runs import SUPERSEDED
-from fedexp.studies.reproduce.lines import Table
-from fedexp.studies.reproduce.study import Check
+from fedexp.reproduce.figure1 import CLIENT, SERVER, cell
+from fedexp.reproduce.from_runs import SUPERSEDED
+from fedexp.reproduce.published import Table, Value, quantity
+from fedexp.reproduce.study import Check
 from tools.results.each_seed import each_seed
 from tools.results.gather import RELEASED, Results, Studied
 from tools.results.seeds import behind, released_behind

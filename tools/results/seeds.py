@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from fedexp.experiments.outcome import Outcome
+from fedexp.runs.spec import Outcome
 from tools.results.gather import Results, Studied
 from tools.results.words import algorithm_name, task_name
 

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fedexp.experiments.outcome import Outcome
-from fedexp.studies.published import Value, quantity, target
-from fedexp.studies.reproduce.lines import NOTHING, difference, text_of
-from fedexp.studies.reproduce.measures import final, final_loss, ratio, rounds_to_target
-from fedexp.studies.reproduce.table1 import ALGORITHMS
+from fedexp.reproduce.measures import final, final_loss, ratio, rounds_to_target
+from fedexp.reproduce.published import NOTHING, Value, difference, quantity, target, text_of
+from fedexp.reproduce.table1 import ALGORITHMS
+from fedexp.runs.spec import Outcome
 from tools.results.gather import RELEASED, Results, Studied
 from tools.results.words import (
     algorithm_name,

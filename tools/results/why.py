@@ -6,13 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedexp.experiments.outcome import Outcome
+from fedexp.reproduce.measures import final, rounds_to_target
+from fedexp.reproduce.published import NOTHING, quantity, target, text_of
+from fedexp.reproduce.study import ALL_WRITERS, arithmetic_of
 from fedexp.runs import spec_from
-from fedexp.studies.published import quantity, target
-from fedexp.studies.reproduce.lines import NOTHING, text_of
-from fedexp.studies.reproduce.measures import final, rounds_to_target
-from fedexp.studies.reproduce.plan import WRITERS
-from fedexp.studies.reproduce.study import arithmetic_of
+from fedexp.runs.spec import Outcome
 from tools.results.gather import RELEASED, Results
 from tools.results.words import bullets, plural, table, task_name
 
@@ -61,7 +59,7 @@ def writers(results: Results) -> str:
     if not found:
         return "No run has used EMNIST yet."
     numbers = " or ".join(f"{number:,}" for number in sorted(found))
-    return f"The runs have {numbers} of the {WRITERS:,} writers of federated EMNIST."
+    return f"The runs have {numbers} of the {ALL_WRITERS:,} writers of federated EMNIST."
 
 
 def seeds(results: Results) -> str:

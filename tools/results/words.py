@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedexp.experiments.compare import rounds_to
-from fedexp.experiments.outcome import Outcome
-from fedexp.experiments.tables import markdown_table
+from fedexp.analysis.summary import rounds_to
+from fedexp.analysis.tables import markdown_table
+from fedexp.runs.spec import Outcome
 
 TASKS = {
     "synthetic": "synthetic regression",

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
 from fedexp.flower import LocalRule, identify
-from fedexp.flower.identity import partition_of
+from fedexp.flower.client_state import partition_of
 from fedexp_app.settings import batches_of, model_of, setup_of, task_of
 
 

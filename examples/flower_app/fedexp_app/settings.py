@@ -13,16 +13,15 @@ from torch import nn
 
 from fedexp.algorithms import ALGORITHMS
 from fedexp.data.federation import Batch
-from fedexp.engine.work import Work
+from fedexp.engine.plan import Work
 from fedexp.errors import UsageError, unknown_name
-from fedexp.experiments.catalog import TASKS, build_task
-from fedexp.experiments.setup import Setup, paper_setup, parse_assignments
 from fedexp.objective import ModuleObjective
+from fedexp.runs.options import TASKS, Setup, build_task, paper_setup, parse_assignments
 from fedexp.tasks.task import Task
 
 
 def task_of(context: Context) -> Task:
-    """The data and the model. Put your own here: `fedexp.tasks.classification` makes a task."""
+    """The data and the model. Put your own here: `fedexp.tasks.task` makes a task."""
     config = context.run_config
     return load_task(str(config["task"]), int(config["clients"]), int(config["seed"]))
 

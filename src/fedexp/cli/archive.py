@@ -10,8 +10,8 @@ from typing import Any
 
 from fedexp.errors import UsageError, require
 from fedexp.runs import StoredRun, find_runs, load_run
-from fedexp.runs.archive import Parts, texts
-from fedexp.runs.atomic import telling, write_bytes
+from fedexp.runs.files import telling, write_bytes
+from fedexp.runs.read import Parts, texts
 
 FOLDER = "runs"  # in the archive
 

@@ -10,6 +10,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fedexp.analysis.plots import check_writable, comparison_figure, save
+from fedexp.analysis.summary import Line, summarise
+from fedexp.analysis.tables import (
+    FORMATS,
+    comparison_numbers,
+    comparison_table,
+    render_table,
+    warning_lines,
+)
 from fedexp.cli.many import (
     Many,
     add_jobs_option,
@@ -29,21 +38,9 @@ from fedexp.cli.options import (
     spec_of,
 )
 from fedexp.errors import require
-from fedexp.experiments.canvas import check_writable, save
-from fedexp.experiments.catalog import build_task
-from fedexp.experiments.compare import Line, summarise
-from fedexp.experiments.figures import comparison_figure
-from fedexp.experiments.outcome import Outcome
-from fedexp.experiments.setup import parse_assignments, share_options, split_task_options
-from fedexp.experiments.spec import Run, Spec, checked_target
-from fedexp.experiments.tables import (
-    FORMATS,
-    comparison_numbers,
-    comparison_table,
-    render_table,
-    warning_lines,
-)
 from fedexp.objective import LeastSquares
+from fedexp.runs.options import build_task, parse_assignments, share_options, split_task_options
+from fedexp.runs.spec import Outcome, Run, Spec, checked_target
 
 DEFAULT = "fedexp,scaffold,fedadagrad,fedprox,fedavg"
 QUICK_ROUNDS = 1000

@@ -15,7 +15,7 @@ from fedexp.errors import UsageError
 if TYPE_CHECKING:
     from fedexp.data.datasets import Dataset
     from fedexp.data.partition import Parts
-    from fedexp.data.splits import RawSplits
+    from fedexp.data.sources.splits import RawSplits
 
 PARTITIONS = ("dirichlet", "dirichlet-unequal", "shards", "iid", "natural")
 
@@ -59,7 +59,7 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
 def list_datasets(args: argparse.Namespace) -> int:
     """Print a line for every data set."""
     from fedexp.data.datasets import DATASETS
-    from fedexp.data.files import data_folder
+    from fedexp.data.sources.download import data_folder
 
     folder = data_folder(args.folder)
     print(f"data folder: {folder}")
@@ -74,7 +74,7 @@ def list_datasets(args: argparse.Namespace) -> int:
 
 
 def _what_is_here(dataset: Dataset, folder: Path) -> list[str]:
-    from fedexp.data.files import cache_path
+    from fedexp.data.sources.download import cache_path
 
     cache = cache_path(folder, dataset.name)
     here = ["archive"] if (folder / dataset.source.archive).exists() else []
@@ -85,8 +85,7 @@ def _what_is_here(dataset: Dataset, folder: Path) -> list[str]:
 def fetch_dataset(args: argparse.Namespace) -> int:
     """Download, check and unpack a data set."""
     from fedexp.data.datasets import find
-    from fedexp.data.fetch import check_archive, fetch
-    from fedexp.data.files import data_folder
+    from fedexp.data.sources.download import check_archive, data_folder, fetch
 
     dataset, folder = find(args.name), data_folder(args.folder)
     archive = fetch(dataset.source, folder, args.mirror)
@@ -97,10 +96,9 @@ def fetch_dataset(args: argparse.Namespace) -> int:
 
 def verify_dataset(args: argparse.Namespace) -> int:
     """Check whatever there is of a data set: its archive, its files and its cache."""
-    from fedexp.data import cache
     from fedexp.data.datasets import find
-    from fedexp.data.fetch import check_archive
-    from fedexp.data.files import cache_path, data_folder
+    from fedexp.data.sources import cache
+    from fedexp.data.sources.download import cache_path, check_archive, data_folder
 
     dataset, folder = find(args.name), data_folder(args.folder)
     converted = cache_path(folder, dataset.name)
@@ -119,7 +117,7 @@ def verify_dataset(args: argparse.Namespace) -> int:
 
 def _check_files(dataset: Dataset, files: list[Path]) -> str:
     """Read all of a data set's files, as a first load does, and say how much there is."""
-    from fedexp.data.cache import Stream
+    from fedexp.data.sources.cache import Stream
 
     rows = {}
     for path in files:
@@ -135,9 +133,9 @@ def _check_files(dataset: Dataset, files: list[Path]) -> str:
 
 def show_dataset(args: argparse.Namespace) -> int:
     """Print the figures of a federation and a picture of clients x classes."""
+    from fedexp.analysis.plots import check_writable
     from fedexp.data import summary
     from fedexp.data.datasets import find
-    from fedexp.experiments.canvas import check_writable
 
     dataset = find(args.name)
     if args.out:

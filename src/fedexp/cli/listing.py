@@ -7,9 +7,8 @@ from inspect import signature
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.experiments.catalog import TASKS, summary
-from fedexp.experiments.setup import Setup
 from fedexp.local import LocalTraining
+from fedexp.runs.options import TASKS, Setup, summary
 
 
 def add_parsers(subparsers: Any) -> None:

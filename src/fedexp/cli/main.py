@@ -12,11 +12,11 @@ from typing import Any
 from fedexp import __version__
 from fedexp.cli import listing
 from fedexp.cli.options import Parser
-from fedexp.cli.ranked import failure, is_ranked, surprise, taking_part
+from fedexp.cli.process import failure, is_ranked, surprise, taking_part
 from fedexp.distributed import RankLostError, leave
 from fedexp.errors import EngineWarning, FedExPError, NonFiniteUpdateWarning, UsageError
 from fedexp.runs import RunWarning
-from fedexp.runs.consumers import ConsumerWarning
+from fedexp.runs.loggers import ConsumerWarning
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 COMMANDS = ("run", "resume", "compare", "tune", "reproduce", "report", "archive", "toy", "data")

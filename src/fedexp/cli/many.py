@@ -12,17 +12,15 @@ from functools import partial
 from pathlib import Path
 
 from fedexp.cli.options import positive, root_of
+from fedexp.cli.process import stop_wish
 from fedexp.cli.progress import watch
-from fedexp.cli.signals import stop_wish
 from fedexp.distributed import RankLostError, Ranks, check_device, ranks
-from fedexp.distributed.ending import another_failed
+from fedexp.distributed.failure import another_failed
 from fedexp.errors import require
-from fedexp.experiments.outcome import Outcome, Row
-from fedexp.experiments.spec import Spec
 from fedexp.runs import Stopped, run_all
-from fedexp.runs.pool import stored
-from fedexp.runs.shards import Shard, parse_shard
-from fedexp.runs.spread import run_spread, told_of
+from fedexp.runs.files import Row
+from fedexp.runs.pool import Shard, parse_shard, run_spread, stored, told_of
+from fedexp.runs.spec import Outcome, Spec
 
 
 def add_shard_option(parser: argparse.ArgumentParser) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from fedexp.engine.select import ENGINES, check_engine_name
 from fedexp.errors import UsageError, require
-from fedexp.experiments.setup import parse_assignments
-from fedexp.experiments.spec import Spec
-from fedexp.runs.execute import CHECKPOINT_EVERY
+from fedexp.runs.journal import CHECKPOINT_EVERY
+from fedexp.runs.options import parse_assignments
+from fedexp.runs.spec import Spec
 
 
 class Parser(argparse.ArgumentParser):

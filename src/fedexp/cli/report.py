@@ -7,13 +7,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fedexp.analysis.plots import check_writable
+from fedexp.analysis.report.charts import check_metrics
+from fedexp.analysis.report.figures import write_figures
+from fedexp.analysis.report.page import count, render, write_page
+from fedexp.analysis.report.sections import Targets, load_all, sections
 from fedexp.errors import require
-from fedexp.experiments.canvas import check_writable
-from fedexp.report.charts import check_metrics
-from fedexp.report.figures import write_figures
-from fedexp.report.gather import load_all, sections
-from fedexp.report.page import count, render, write_page
-from fedexp.report.targets import Targets
 
 
 def add_parser(subparsers: Any) -> None:

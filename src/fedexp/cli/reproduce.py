@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fedexp.analysis.tables import FORMATS
 from fedexp.cli.many import (
     Many,
     add_jobs_option,
@@ -16,21 +17,13 @@ from fedexp.cli.many import (
     run_many,
     workers_on,
 )
-from fedexp.cli.options import (
-    add_out,
-    add_restart,
-    add_root_options,
-    add_watch_options,
-    positive,
-)
+from fedexp.cli.options import add_out, add_restart, add_root_options, add_watch_options, positive
 from fedexp.errors import UsageError, require, unknown_name
-from fedexp.experiments.tables import FORMATS
+from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce.from_runs import plan_from
+from fedexp.reproduce.output import check_folder, head_lines, render, write_all
+from fedexp.reproduce.study import Plan, Request, Result, make_plan
 from fedexp.runs import find_runs, load_run
-from fedexp.studies.reproduce.catalog import STUDIES
-from fedexp.studies.reproduce.from_runs import plan_from
-from fedexp.studies.reproduce.output import check_folder, head_lines, render, write_all
-from fedexp.studies.reproduce.plan import make_plan
-from fedexp.studies.reproduce.study import Plan, Request, Result
 
 
 def add_parser(subparsers: Any) -> None:

@@ -19,15 +19,15 @@ from fedexp.cli.options import (
     seed,
     spec_of,
 )
+from fedexp.cli.process import StopWish, stop_wish
 from fedexp.cli.progress import Bar, describe, watch
-from fedexp.cli.signals import StopWish, stop_wish
 from fedexp.distributed import current
 from fedexp.errors import DivergedError, FedExPError, require
-from fedexp.experiments.outcome import Outcome, Row
-from fedexp.experiments.spec import Run, Spec
 from fedexp.runs import Stopped, execute, folder_of
-from fedexp.runs.advice import Advice
-from fedexp.runs.consumers import consumer_named
+from fedexp.runs.diagnostics import Advice
+from fedexp.runs.files import Row
+from fedexp.runs.loggers import consumer_named
+from fedexp.runs.spec import Outcome, Run, Spec
 
 
 def add_parser(subparsers: Any) -> None:

@@ -7,11 +7,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from fedexp.analysis.plots import check_writable, save
+from fedexp.analysis.tables import text_table
 from fedexp.cli.options import add_out, positive
-from fedexp.experiments.canvas import check_writable, save
-from fedexp.experiments.tables import text_table
-from fedexp.experiments.toy import toy_figure, toy_paths
-from fedexp.experiments.values import convert
+from fedexp.reproduce.toy import toy_figure, toy_paths
+from fedexp.runs.options import convert
 
 
 def add_parser(subparsers: Any) -> None:

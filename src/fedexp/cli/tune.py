@@ -1,29 +1,34 @@
-"""`fedexp tune`: find the best step sizes, or eps, by the paper's protocol or freely."""
+"""Trials as they are watched: word of every round, and a line where others are waited for.
+
+`fedexp tune`: find the results step sizes, or eps, by the paper's protocol or freely.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from fedexp.analysis.plots import check_writable, save
+from fedexp.analysis.tables import FORMATS, render_table
 from fedexp.cli.many import add_jobs_option, check_jobs, is_silent, refuse_if_lost, workers_on
 from fedexp.cli.options import add_out, add_run_options, check_format, positive, seed, spec_of
-from fedexp.cli.signals import StopWish, stop_wish
-from fedexp.cli.trials import Patience, watching
+from fedexp.cli.process import StopWish, stop_wish
+from fedexp.cli.progress import watch
 from fedexp.distributed import Ranks, ranks
 from fedexp.errors import require
-from fedexp.experiments.canvas import check_writable, save
-from fedexp.experiments.catalog import build_task
-from fedexp.experiments.setup import parse_assignments, share_options, split_task_options
-from fedexp.experiments.spec import Run
-from fedexp.experiments.tables import FORMATS, render_table
 from fedexp.runs import Stopped
-from fedexp.studies import best
-from fedexp.studies.epsilon import EPS, epsilon_values, explain, tune_epsilon
-from fedexp.studies.grids import (
+from fedexp.runs.options import build_task, parse_assignments, share_options, split_task_options
+from fedexp.runs.spec import Run
+from fedexp.tune import results
+from fedexp.tune.epsilon import EPS, epsilon_values, explain, tune_epsilon
+from fedexp.tune.grids import (
+    Point,
     Values,
     free_ranges,
     none_fixed,
@@ -31,16 +36,49 @@ from fedexp.studies.grids import (
     parse_grid,
     without_fixed,
 )
-from fedexp.studies.heatmap import tuning_figure
-from fedexp.studies.trial import ROUNDS
-from fedexp.studies.tune import Protocol, Study, Watching, check_study, tune
-from fedexp.studies.workers import Pause
+from fedexp.tune.results import tuning_figure
+from fedexp.tune.search import OnRow, Protocol, Study, Watching, check_study, tune
+from fedexp.tune.trial import ROUNDS, Pause, Row, wait_a_moment
+
+
+def watching(study: Study, quiet: bool, wish: StopWish) -> Watching:
+    """A bar, or lines, over the trials that are left; stops them where that is wished for."""
+
+    @contextmanager
+    def over(left: int) -> Iterator[OnRow]:
+        spec = study.run.spec
+        with watch(f"{spec.task} {spec.algorithm}", study.run.rounds, left, quiet) as bar:
+
+            def on_row(point: Point, row: Row) -> None:
+                bar(dict(row), " ".join(f"{name}={value:.3g}" for name, value in point.items()))
+                if wish():
+                    raise Stopped(None, row["round"])
+
+            yield on_row
+
+    return over
+
+
+class Patience:
+    """Waits a moment for other processes, and says so once."""
+
+    def __init__(self, wish: StopWish) -> None:
+        self._wish, self._told = wish, False
+
+    def __call__(self) -> None:
+        if not self._told:
+            print("fedexp: the last trials are with other processes; waiting", file=sys.stderr)
+        self._told = True
+        if self._wish():
+            raise Stopped(None, 0)
+        wait_a_moment()
+
 
 TRIALS = 30
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("tune", help="search for the best step sizes, or for eps")
+    parser = subparsers.add_parser("tune", help="search for the results step sizes, or for eps")
     add_run_options(parser, rounds=str(ROUNDS))
     parser.set_defaults(rounds=ROUNDS)
     parser.add_argument("--algorithm", default="fedexp", metavar="A,B,...", help="default: fedexp")
@@ -162,29 +200,31 @@ def _how(
     return jobs, watching(study, args.quiet, wish), Patience(wish), ranks()
 
 
-def _report(args: argparse.Namespace, results: list[tuple[Study, list[Any]]]) -> None:
+def _report(args: argparse.Namespace, found: list[tuple[Study, list[Any]]]) -> None:
     if args.json:
-        _print_json(args, [best.as_json(s, tried, tried[0].point) for s, tried in results])
+        _print_json(args, [results.as_json(s, tried, tried[0].point) for s, tried in found])
         return
     text = args.format == "text"
     if text:
-        print(best.heading(results[0][0], sum(len(tried) for _, tried in results)))
-    print(render_table(args.format, *best.best_table(results, args.format == "csv")))
-    for study, tried in results:
-        for line in best.remarks(study, tried):
+        print(results.heading(found[0][0], sum(len(tried) for _, tried in found)))
+    print(render_table(args.format, *results.best_table(found, args.format == "csv")))
+    for study, tried in found:
+        for line in results.remarks(study, tried):
             print(f"{study.run.spec.algorithm}: {line}", file=sys.stderr)
-        print(best.next_command(study, tried[0].point), file=sys.stdout if text else sys.stderr)
+        print(results.next_command(study, tried[0].point), file=sys.stdout if text else sys.stderr)
 
 
 def _epsilon(args: argparse.Namespace, study: Study, wish: StopWish) -> int:
     found = tune_epsilon(study, *_how(args, study, wish))
-    tried, point = best.epsilon_trials(found), {EPS: found.chosen}
+    tried, point = results.epsilon_trials(found), {EPS: found.chosen}
     if args.json:
-        _print_json(args, [{**best.as_json(study, tried, point), "found": explain(found, study)}])
+        _print_json(
+            args, [{**results.as_json(study, tried, point), "found": explain(found, study)}]
+        )
         return 0
-    print(render_table(args.format, *best.epsilon_table(study, found, args.format == "csv")))
+    print(render_table(args.format, *results.epsilon_table(study, found, args.format == "csv")))
     where = sys.stdout if args.format == "text" else sys.stderr
-    print(explain(found, study), best.next_command(study, point), sep="\n", file=where)
+    print(explain(found, study), results.next_command(study, point), sep="\n", file=where)
     return 0
 
 

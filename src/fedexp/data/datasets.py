@@ -9,13 +9,21 @@ from pathlib import Path
 
 import torch
 
-from fedexp.data import cifar, cinic
-from fedexp.data import emnist as femnist
-from fedexp.data.cache import Arrays, Mapped, cached, without_sources
 from fedexp.data.federation import Batch
-from fedexp.data.fetch import unpack
-from fedexp.data.files import CIFAR10, CIFAR100, CINIC10, EMNIST, Source, cache_path, data_folder
-from fedexp.data.splits import RawSplits, check_arrays
+from fedexp.data.sources import cifar, cinic
+from fedexp.data.sources import emnist as femnist
+from fedexp.data.sources.cache import Arrays, Mapped, cached, without_sources
+from fedexp.data.sources.download import (
+    CIFAR10,
+    CIFAR100,
+    CINIC10,
+    EMNIST,
+    Source,
+    cache_path,
+    data_folder,
+    unpack,
+)
+from fedexp.data.sources.splits import RawSplits, check_arrays
 from fedexp.errors import UsageError, unknown_name
 
 Folder = str | os.PathLike[str] | None

@@ -12,7 +12,7 @@ from fedexp.distributed.group import (
     leave,
     ranks,
 )
-from fedexp.distributed.shared import Shared
+from fedexp.distributed.sharding import Shared
 
 __all__ = [
     "RankLostError",

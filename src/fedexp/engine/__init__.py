@@ -1,8 +1,7 @@
 """Engines: they run rounds. All compute the same numbers."""
 
-from fedexp.engine.record import Record
 from fedexp.engine.select import EngineName
 from fedexp.engine.simulation import run_round, simulate
-from fedexp.engine.state import SimulationState
+from fedexp.engine.state import Record, SimulationState
 
 __all__ = ["EngineName", "Record", "SimulationState", "run_round", "simulate"]

@@ -18,13 +18,20 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate, usable
 from fedexp.client import Tensors
-from fedexp.engine.client_states import ClientStates
-from fedexp.engine.cohort_plan import CohortPlan, plan_cohort
-from fedexp.engine.plan import batch_key
-from fedexp.engine.program import Captured, LocalProgram, Program, signature
+from fedexp.engine.client_store import ClientStates
+from fedexp.engine.cuda_graph import (
+    Captured,
+    Finished,
+    LocalProgram,
+    Program,
+    WholeRound,
+    finished,
+    packed,
+    signature,
+    unstacked,
+)
+from fedexp.engine.plan import CohortPlan, Work, batch_key, plan_cohort
 from fedexp.engine.state import SimulationState
-from fedexp.engine.whole import Finished, WholeRound, finished, packed, unstacked
-from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning
 from fedexp.objective import BatchedObjective, buffer_changes
 from fedexp.seeding import seeded_torch

@@ -15,15 +15,13 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.client import Drift
-from fedexp.engine.client_states import ClientStates
-from fedexp.engine.host_plan import LARGEST, host_batches
+from fedexp.engine.client_store import ClientStates
 from fedexp.engine.loop import Sums, sum_in_parts, sum_updates
-from fedexp.engine.pool import Pool
+from fedexp.engine.plan import LARGEST, Work, host_batches
 from fedexp.engine.state import SimulationState
-from fedexp.engine.work import Work
+from fedexp.engine.threads import Pool
 from fedexp.objective import ModuleObjective
-from fedexp.objective.dense import DenseNetwork, dense_network
-from fedexp.objective.dense_steps import DenseStep
+from fedexp.objective.dense import DenseNetwork, DenseStep, dense_network
 
 BLOCK_BYTES = 2**20  # weights and activations of clients that advance together
 MOST_PADDING = 2  # how many times wider a block's widest batch may be than its narrowest

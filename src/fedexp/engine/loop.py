@@ -10,8 +10,8 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate, usable
 from fedexp.client import Tensors
+from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
-from fedexp.engine.work import Work
 from fedexp.local import local_step
 from fedexp.objective import Objective, buffer_changes
 from fedexp.seeding import seeded_torch

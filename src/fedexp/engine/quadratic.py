@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from fedexp.client import ClientRule, Drift
-from fedexp.engine.client_states import ClientStates
+from fedexp.engine.client_store import ClientStates
 from fedexp.engine.loop import Sums, sum_in_parts, sum_updates
+from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
-from fedexp.engine.work import Work
 from fedexp.objective import LeastSquares
-from fedexp.objective.linear_steps import LinearSteps
+from fedexp.objective.least_squares import LinearSteps
 from fedexp.tasks.task import Task
 
 RUNS_KEPT = 4096  # whose eigenvectors are remembered; they take less than the clients' data

@@ -17,11 +17,11 @@ import torch
 from fedexp.engine.batched import COHORT_BYTES, Batched, Implementation
 from fedexp.engine.dense import Dense, dense_network_of
 from fedexp.engine.loop import Engine, Loop
+from fedexp.engine.plan import Work
 from fedexp.engine.quadratic import Quadratic, suits_quadratic
 from fedexp.engine.state import SimulationState
 from fedexp.engine.threads import Threads, check_draws, threads_pay
 from fedexp.engine.trial import Trials
-from fedexp.engine.work import Work
 from fedexp.errors import EngineWarning, UsageError, require
 from fedexp.objective import BatchedObjective, ModuleObjective
 from fedexp.precision import Precision

@@ -1,4 +1,9 @@
-"""`simulate`: federated training as a generator of records."""
+"""What several processes that share a run have to offer: an engine, and an evaluation.
+
+While a round computes, what the next one reads is fetched: its clients' examples and states.
+
+`simulate`: federated training as a generator of records.
+"""
 
 from __future__ import annotations
 
@@ -6,32 +11,107 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
+from fedexp.data.federation import Federation
+from fedexp.data.streaming import ask_for
 from fedexp.engine.batched import Batched
-from fedexp.engine.client_states import ClientStates, shapes_of
-from fedexp.engine.keep_clients import KeepClients, Where
+from fedexp.engine.client_store import ClientStates, KeepClients, StoredStates, Where, shapes_of
+from fedexp.engine.cuda_graph import Finished
 from fedexp.engine.loop import Engine, Loop, Run
-from fedexp.engine.plan import sample_cohort, step_lengths
-from fedexp.engine.read_ahead import ReadAhead
-from fedexp.engine.record import Record
+from fedexp.engine.plan import Work, sample_cohort, step_lengths
 from fedexp.engine.select import EngineName, check_engine_name, select_engine
-from fedexp.engine.server_step import check_range, server_step
-from fedexp.engine.sharing import Alone, Sharing
-from fedexp.engine.state import SimulationState
-from fedexp.engine.whole import Finished
-from fedexp.engine.work import Work
+from fedexp.engine.state import Record, SimulationState, check_range, server_step
 from fedexp.errors import DivergedError, NonFiniteUpdateWarning, UsageError, require
 from fedexp.local import LocalTraining
+from fedexp.objective import Buffers
 from fedexp.precision import Precision, arithmetic, check_precision, default_precision
 from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import Task, Weighting
+
+
+class Sharing(Protocol):
+    """How a round's work is shared out. Every process ends it with the same numbers.
+
+    Attributes:
+        beside: how many of the processes are on this machine.
+    """
+
+    @property
+    def beside(self) -> int: ...
+
+    def mine(self, work: Work) -> Work:
+        """The part of a round that falls to this process."""
+        ...
+
+    def engine(self, engine: Engine) -> Run:
+        """One that trains this process's part of a cohort, and returns the sums of all parts."""
+        ...
+
+    def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
+        """What `task.evaluate` gives, computed by all processes together."""
+        ...
+
+
+class Alone:
+    """The sharing of a process that does everything itself."""
+
+    beside = 1
+
+    def mine(self, work: Work) -> Work:
+        return work
+
+    def engine(self, engine: Engine) -> Run:
+        return engine
+
+    def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
+        return task.evaluate(params, buffers)
+
+
+LEAST_BYTES = 2**26  # of data: less is in memory anyway
+
+
+class ReadAhead:
+    """Asks the system for the next round's pages, in a thread of its own.
+
+    Args:
+        train: the clients' data; small ones and those on a device are left alone.
+        mine: which part of a round's work is done here.
+    """
+
+    def __init__(self, train: Federation, mine: Callable[[Work], Work]) -> None:
+        self._mine = mine
+        held = [value for value in train.fields.values() if value.device.type == "cpu"]
+        self._examples = sum(value.nbytes for value in held) >= LEAST_BYTES
+        self._thread = ThreadPoolExecutor(1)
+        self._begun = False
+
+    def __call__(self, work: Work, state: SimulationState) -> None:
+        """Begin to fetch what comes after `work`, which is about to be done."""
+        states = state.clients if isinstance(state.clients, StoredStates) else None
+        if self._examples or states is not None:
+            train, work = work.task.train if self._examples else None, self._mine(work)
+            if not self._begun:  # nobody has asked for the first, and it is needed now
+                _ask(train, states, work.cohort)
+            self._begun = True
+            self._thread.submit(_ask, train, states, work.after().cohort)
+
+
+def _ask(train: Federation | None, states: StoredStates | None, clients: NDArray[np.int64]) -> None:
+    if train is not None:
+        ask_for(train, clients)
+    if states is not None:
+        states.expect(clients)
 
 
 def simulate(

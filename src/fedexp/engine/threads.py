@@ -1,4 +1,6 @@
-"""The loop with its clients shared out among threads: what suits large models on a CPU.
+"""Threads that share out work, each of them alone on a core.
+
+The loop with its clients shared out among threads: what suits large models on a CPU.
 
 Each client is trained as in the loop, by one thread on a copy of the model, so its numbers do not
 depend on how many threads there are. Threads that share an operation wait for each other many times
@@ -7,8 +9,11 @@ in a step; these do not, and a client's model stays in the cache of a core.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,12 +21,37 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedexp.data.federation import Batch
 from fedexp.engine.loop import Sums, Trained, sum_in_parts, sum_trained, train
-from fedexp.engine.pool import Pool
+from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
-from fedexp.engine.work import Work
 from fedexp.errors import EngineError
 from fedexp.objective import ModuleObjective
 from fedexp.seeding import seeded_torch, torch_seed
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Pool:
+    """As many threads as torch would use for one operation; operations in them use one each."""
+
+    def __init__(self) -> None:
+        self.count = torch.get_num_threads()
+        self._threads = ThreadPoolExecutor(
+            self.count, initializer=torch.set_num_threads, initargs=(1,)
+        )
+
+    def map(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """The results for all items, in their order; one thread is the caller's own."""
+        if self.count == 1:
+            return [function(item) for item in items]
+        before = torch.get_num_threads()
+        # libraries keep one number for all threads, which the last to set it has chosen
+        torch.set_num_threads(1)
+        try:
+            return list(self._threads.map(function, items))
+        finally:
+            torch.set_num_threads(before)
+
 
 SMALL_MODEL = 100_000  # parameters; below, python itself takes most of the time, and one at a time
 LEVELS = 2**16  # a decision takes 16 of the 64 bits of a draw, so a draw serves four

@@ -27,9 +27,8 @@ from torch.overrides import TorchFunctionMode
 from fedexp.algorithms import Algorithm
 from fedexp.data.federation import Batch, Federation
 from fedexp.engine.loop import Engine, Loop, Sums, train
-from fedexp.engine.plan import step_lengths
+from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
-from fedexp.engine.work import Work
 from fedexp.errors import EngineError
 from fedexp.objective import Buffers, ModuleObjective, Objective, changed_buffers
 from fedexp.precision import Precision, arithmetic

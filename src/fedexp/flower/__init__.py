@@ -2,15 +2,23 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fedexp.data.extras import extra
+from fedexp.optional import extra
 
 extra("flwr", "fedexp.flower", group="flower")
 
 from fedexp.flower.client import LocalRule  # noqa: E402
-from fedexp.flower.core import Server  # noqa: E402
-from fedexp.flower.identity import identify  # noqa: E402
+from fedexp.flower.client_state import identify  # noqa: E402
 from fedexp.flower.layout import Layout  # noqa: E402
-from fedexp.flower.named import (  # noqa: E402
+from fedexp.flower.local_privacy import local_privacy  # noqa: E402
+from fedexp.flower.secure_payload import SecureAggregation  # noqa: E402
+from fedexp.flower.server import Server  # noqa: E402
+from fedexp.flower.simulated_client import (  # noqa: E402
+    central_evaluation,
+    initial_arrays,
+    planned,
+    planned_evaluate,
+)
+from fedexp.flower.strategies import (  # noqa: E402
     STRATEGIES,
     FedAdagrad,
     FedAdam,
@@ -24,14 +32,6 @@ from fedexp.flower.named import (  # noqa: E402
     Scaffold,
     ScaffoldExP,
 )
-from fedexp.flower.planned import (  # noqa: E402
-    central_evaluation,
-    initial_arrays,
-    planned,
-    planned_evaluate,
-)
-from fedexp.flower.private import local_privacy  # noqa: E402
-from fedexp.flower.secure import SecureAggregation  # noqa: E402
 from fedexp.flower.strategy import RuleStrategy  # noqa: E402
 
 if TYPE_CHECKING:

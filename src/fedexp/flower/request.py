@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from fedexp.client import SGD, ClientRule, Prox, Scaffold, Tensors
 from fedexp.errors import UsageError, require, shown, unknown_name
-from fedexp.flower.client_store import ClientStore, state_root
-from fedexp.flower.identity import client_name
+from fedexp.flower.client_state import ClientStore, client_name, state_root
 from fedexp.flower.layout import Layout, loaded, named_parts
 
 SHARED, EXTRAS, ABOUT = "fedexp.shared", "fedexp.extras", "fedexp.about"

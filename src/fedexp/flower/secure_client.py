@@ -12,9 +12,8 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from fedexp.errors import UsageError, require
 from fedexp.flower.layout import Layout, ndarrays
-from fedexp.flower.quiet import quietly
+from fedexp.flower.local_privacy import quietly
 from fedexp.flower.request import EXTRAS, ties_in
-from fedexp.flower.secure import TERMS, payload_of
 from fedexp.flower.secure_legacy import (
     RECORD_KEY_CONFIGS,
     RECORD_KEY_STATE,
@@ -27,7 +26,7 @@ from fedexp.flower.secure_legacy import (
     ndarrays_to_parameters,
     secaggplus_mod,
 )
-from fedexp.flower.secure_payload import MODULUS, Vector
+from fedexp.flower.secure_payload import MODULUS, TERMS, Vector, payload_of
 from fedexp.objective import buffer_changes
 
 OTHER_SERVER = "the server's secure aggregation is another one; use a strategy of fedexp.flower"

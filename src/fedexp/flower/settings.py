@@ -16,7 +16,7 @@ from fedexp.algorithms import Algorithm
 from fedexp.client import SGD, ClientRule, Prox, Scaffold
 from fedexp.errors import UsageError, require
 from fedexp.flower.replies import Weighting
-from fedexp.flower.secure import SecureAggregation
+from fedexp.flower.secure_payload import SecureAggregation
 from fedexp.privacy import Privacy
 
 CLIENT_RULES: dict[type[ClientRule], str] = {SGD: "sgd", Prox: "prox", Scaffold: "scaffold"}

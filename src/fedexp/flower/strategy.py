@@ -16,19 +16,13 @@ from torch import nn
 
 from fedexp.algorithms import Algorithm
 from fedexp.errors import UsageError, require
-from fedexp.flower.conduct import EvaluateFn, conduct
 from fedexp.flower.gather import Gathered, gather
 from fedexp.flower.layout import named_parts, same_arrays
-from fedexp.flower.replies import Reader, Weighting
-from fedexp.flower.sampling import Shares
-from fedexp.flower.secure import SecureAggregation
-from fedexp.flower.settings import (
-    Settings,
-    check_covered,
-    check_shares,
-    default_weighting,
-)
-from fedexp.flower.tally import MetricsFn, mean_of_evaluations
+from fedexp.flower.nodes import Shares
+from fedexp.flower.replies import MetricsFn, Reader, Weighting, mean_of_evaluations
+from fedexp.flower.secure_payload import SecureAggregation
+from fedexp.flower.server_loop import EvaluateFn, conduct
+from fedexp.flower.settings import Settings, check_covered, check_shares, default_weighting
 from fedexp.flower.training import Training
 from fedexp.privacy import Privacy
 

@@ -19,18 +19,18 @@ from fedexp.aggregate import Aggregate
 from fedexp.client import SGD, Prox
 from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, FedExPError, require
-from fedexp.flower.census import Census
-from fedexp.flower.core import Server
 from fedexp.flower.gather import Gathered
 from fedexp.flower.layout import apparent_ties
-from fedexp.flower.request import SHARED, layout_terms
-from fedexp.flower.sampling import (
+from fedexp.flower.nodes import (
     Absences,
+    Census,
     Shares,
     evaluation_cohort,
     training_cohort,
     wait_for_nodes,
 )
+from fedexp.flower.request import SHARED, layout_terms
+from fedexp.flower.server import Server
 from fedexp.flower.settings import Settings
 from fedexp.privacy import Ledger, Mechanism, Release
 

@@ -2,6 +2,11 @@
 
 On a GPU it is an operator opaque to compilers, so that no operand is turned round: what libraries
 are fast at, and the gradient of the weights comes in their own order, where it is wanted.
+
+`flatten_images`: images whose channels lie last as vectors whose channels come first.
+
+That turns every image round in memory. Compilers merge it with what comes before (dropout, pooling)
+and then read all of that across its order; as an operator of its own it is a copy by tiles.
 """
 
 from __future__ import annotations
@@ -11,7 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedexp.kernels.rooms import room_for
+from fedexp.kernels.launch import has_triton
+from fedexp.kernels.layers import room_for
 
 
 def products(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -59,14 +65,51 @@ def _(dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
     return x.new_empty(w.shape)
 
 
-def _remember(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
+def _remember_factors(ctx: Any, inputs: tuple[Tensor, Tensor], output: Tensor) -> None:
     ctx.save_for_backward(*inputs)
 
 
-def _backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _product_gradients(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
     (x, w), dy = ctx.saved_tensors, dy.contiguous()
     dx = _input_gradient(dy, w) if ctx.needs_input_grad[0] else None
     return dx, _weight_gradient(dy, x, w) if ctx.needs_input_grad[1] else None
 
 
-_products.register_autograd(_backward, setup_context=_remember)
+_products.register_autograd(_product_gradients, setup_context=_remember_factors)
+
+
+def flatten_images(x: Tensor) -> Tensor:
+    """[N, C, H, W] as [N, C * H * W].
+
+    >>> flatten_images(torch.arange(8.0).view(1, 2, 2, 2)).tolist()
+    [[0.0, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]]
+    """
+    y: Tensor = _turned(x.permute(0, 2, 3, 1).flatten(1, 2))
+    return y.flatten(1)
+
+
+@torch.library.custom_op("fedexp::turned", mutates_args=())
+def _turned(x: Tensor) -> Tensor:
+    """[N, A, B] as [N, B, A], in memory."""
+    if not (x.is_cuda and has_triton()):
+        return x.transpose(1, 2).clone(memory_format=torch.contiguous_format)
+    from fedexp.kernels.convolution_triton import turned_matrices
+
+    return turned_matrices(x.contiguous())
+
+
+@_turned.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], x.shape[2], x.shape[1])
+
+
+def _remember_shape(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    """Turning back needs nothing."""
+
+
+def _unflatten_gradient(ctx: Any, dy: Tensor) -> Tensor:
+    back: Tensor = _turned(dy)
+    return back
+
+
+_turned.register_autograd(_unflatten_gradient, setup_context=_remember_shape)

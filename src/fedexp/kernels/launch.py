@@ -1,4 +1,6 @@
-"""Launching Triton kernels, or only compiling them, many at a time.
+"""`fused`: let torch.compile merge the element-wise work of a function, where it can.
+
+Launching Triton kernels, or only compiling them, many at a time.
 
 A kernel is compiled at its first launch, which takes about a second. A network has dozens of them,
 so they are compiled in threads before the first step, by a pass that computes nothing.
@@ -7,7 +9,8 @@ so they are compiled in threads before the first step, by a pass that computes n
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -15,6 +18,36 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from fedexp.errors import EngineWarning
+
+PROGRAMS = 64
+
+
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function compiled; as it is, with a warning, where compilation fails.
+
+    A machine without a C compiler, say, still trains: more slowly, and with the same numbers.
+    """
+    compiled = torch.compile(function, dynamic=False)
+    # every combination of rule, settings and shapes is a program of its own
+    many = torch._dynamo.config.patch(recompile_limit=PROGRAMS)
+    broken = False
+
+    def call(*args: Any, **named: Any) -> Any:
+        nonlocal broken
+        if not broken:
+            try:
+                with many:
+                    return compiled(*args, **named)
+            except torch._dynamo.exc.TorchDynamoException as error:
+                broken = True
+                reason = str(error).strip().splitlines()[0]
+                warnings.warn(f"torch.compile failed: {reason}", EngineWarning, stacklevel=2)
+        return function(*args, **named)
+
+    return call
+
 
 # Not a context variable: the backward pass of a GPU runs in a thread of its own.
 _compiling: Any = None

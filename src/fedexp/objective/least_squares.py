@@ -1,14 +1,26 @@
-"""Least squares: the paper's convex problems."""
+"""Least squares: the paper's convex problems.
+
+Many steps of gradient descent on least-squares problems, for the price of about two.
+
+Gradient descent on a quadratic is a linear iteration. With H = s AᵀA, steps along
+s Aᵀ(A w - b) + pull (w - w⁰) + push, and g the first of these, τ steps of η lead to
+
+    w⁰ - w^τ = η φ(H) g,    φ(λ) = sum over j < τ of (1 - η (pull + λ))^j.
+
+So the eigenvalues of the smaller of A Aᵀ and AᵀA, found once, replace the steps.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from fedexp.client import Drift
 from fedexp.data.federation import Batch
 from fedexp.errors import require
 from fedexp.objective.base import Buffers
-from fedexp.objective.linear_steps import LinearSteps
 from fedexp.precision import Precision
 
 
@@ -53,3 +65,66 @@ class LeastSquares:
 
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
         return {"loss": torch.mv(batch["x"], params).sub_(batch["y"]).square_()}
+
+
+class Coefficients(NamedTuple):
+    """η φ(sλ) at the eigenvalues λ (times s where A is wide), η φ(0), η (φ(sλ) - φ(0)) / λ."""
+
+    phi: Tensor
+    at_zero: float
+    slope: Tensor
+
+
+class LinearSteps:
+    """Local training of K clients, each on all of its data.
+
+    Args:
+        x: their features A, [K, n, d].
+        y: their targets b, [K, n].
+        scale: s, the factor on Aᵀ(A w - b).
+    """
+
+    def __init__(self, x: Tensor, y: Tensor, scale: float) -> None:
+        self.x, self.y, self.scale = x, y, scale
+        self.rows = x.flatten(0, 1)
+        self.wide = x.shape[1] <= x.shape[2]
+        self.values, self.vectors = torch.linalg.eigh(x @ x.mT if self.wide else x.mT @ x)
+        self._asked: tuple[int, float, float] | None = None
+
+    def updates(self, start: Tensor, steps: int, lr: float, drift: Drift) -> Tensor:
+        """w⁰ - w^τ of each client, [K, d], when all begin at `start` and add `drift`."""
+        phi, at_zero, slope = self._coefficients(steps, lr, drift.pull)
+        residual = torch.mv(self.rows, start).view_as(self.y).sub_(self.y)
+        push = None if drift.push is None else drift.push.expand(len(self.x), -1)
+        if not self.wide:
+            first = self._back(residual).mul_(self.scale)
+            return self._apply(phi, first if push is None else first.add_(push))
+        # φ(H) Aᵀ = Aᵀ φ(s A Aᵀ), and on what is not a row of A: φ(H) = φ(0) + Aᵀ slope(A Aᵀ) A
+        inner = self._apply(phi, residual)
+        if push is None:
+            return self._back(inner)
+        inner += self._apply(slope, torch.bmm(self.x, push[:, :, None]).squeeze(2))
+        return self._back(inner).add_(push, alpha=at_zero)
+
+    def _apply(self, function: Tensor, vectors: Tensor) -> Tensor:
+        """A function of the Gram matrices, given at their eigenvalues, times vectors."""
+        rotated = torch.bmm(self.vectors.mT, vectors[:, :, None])
+        return torch.bmm(self.vectors, rotated.mul_(function[:, :, None])).squeeze(2)
+
+    def _back(self, inner: Tensor) -> Tensor:
+        """Aᵀ times a vector for each client: [K, n] to [K, d]."""
+        return torch.bmm(inner[:, None, :], self.x).squeeze(1)
+
+    def _coefficients(self, steps: int, lr: float, pull: float) -> Coefficients:
+        """By Horner's rule, so that nothing cancels, at λ = 0 or anywhere else."""
+        if self._asked != (steps, lr, pull):
+            keep, shrink = 1 - lr * pull, lr * self.scale
+            ratio, at_zero = keep - shrink * self.values, 0.0
+            phi, slope = torch.zeros_like(self.values), torch.zeros_like(self.values)
+            for _ in range(steps):
+                slope = (keep * slope).sub_(phi, alpha=shrink)
+                phi, at_zero = phi * ratio + 1, 1 + keep * at_zero
+            self._asked = (steps, lr, pull)
+            factor = shrink if self.wide else lr
+            self._known = Coefficients(factor * phi, lr * at_zero, lr * slope)
+        return self._known

@@ -20,12 +20,9 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fedexp.data.federation import Batch
 from fedexp.errors import require
-from fedexp.objective.base import Buffers
-from fedexp.objective.flat import flatten, pieces, unflatten_into
+from fedexp.objective.base import Buffers, flatten, pieces, unflatten_into
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
-from fedexp.objective.layered import LayeredStack
-from fedexp.objective.stack import Stack
-from fedexp.objective.stacked_layers import CannotStackError
+from fedexp.objective.stack import CannotStackError, LayeredStack, Stack
 from fedexp.precision import Precision
 from fedexp.seeding import seeded_torch
 

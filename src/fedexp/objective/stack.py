@@ -1,17 +1,138 @@
-"""`Stack`: the loss of a module for many clients at once, by way of its stacked layers."""
+"""A module for many clients at once: every layer takes the weights of all of them.
+
+The examples of all clients form one batch, client after client. Layers without weights work on
+that as they are; layers with weights are replaced by ones that know which rows are whose. What
+remains is an ordinary model: its gradient with respect to the stacked weights is every client's own
+gradient, and no transformation of functions is involved.
+
+`Stack`: the loss of a module for many clients at once, by way of its stacked layers.
+
+`LayeredStack`: gradients of many clients whose parameters lie layer by layer.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from copy import deepcopy
+from itertools import compress
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from fedexp.kernels.fuse import fused
-from fedexp.kernels.launch import compiling_together, has_triton
-from fedexp.objective.flat import pieces
-from fedexp.objective.stacked_layers import computes_exactly, stacked
+from fedexp.kernels.convolution import convolve
+from fedexp.kernels.dense import flatten_images, products
+from fedexp.kernels.launch import compiling_together, fused, has_triton
+from fedexp.kernels.layers import Layers, gradients_into
+from fedexp.kernels.normalisation import group_norm
+from fedexp.models import GroupNormReLU
+from fedexp.objective.base import pieces, shaped
+
+
+class CannotStackError(Exception):
+    """Why a module has no stacked form."""
+
+
+class StackedLinear(nn.Linear):
+    """Weights [K, O, F]; rows [K * B, ..., F]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        if input.is_cuda:
+            rows = input.reshape(len(self.weight), -1, input.shape[-1])
+            return products(rows, self.weight, self.bias).view(*input.shape[:-1], -1)
+        columns = input.reshape(len(self.weight), -1, input.shape[-1]).transpose(1, 2)
+        # weights first: so their gradient comes in the order in which they lie in memory
+        if self.bias is None:
+            product = torch.bmm(self.weight, columns)
+        else:
+            product = torch.baddbmm(self.bias[:, :, None], self.weight, columns)
+        return product.transpose(1, 2).reshape(*input.shape[:-1], -1)
+
+
+class StackedConv2d(nn.Conv2d):
+    """Weights [K, O, C, KH, KW]; images [K * B, C, H, W]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        padding = self.padding[0]
+        assert isinstance(padding, int)
+        return convolve(input, self.weight, self.bias, self.stride[0], padding)
+
+
+class StackedGroupNorm(nn.GroupNorm):
+    """Scale and shift [K, C]."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return group_norm(input, self.weight, self.bias, self.num_groups, self.eps)
+
+
+class StackedGroupNormReLU(GroupNormReLU):
+    """Scale and shift [K, C], with the residual and the ReLU."""
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        return group_norm(
+            input, self.weight, self.bias, self.num_groups, self.eps, residual, relu=True
+        )
+
+
+class StackedFlatten(nn.Flatten):
+    """Nothing of it is a client's own; on a GPU, images are turned round by an operator."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        whole = self.start_dim == 1 and self.end_dim == -1 and input.ndim == 4
+        return flatten_images(input) if whole and input.is_cuda else super().forward(input)
+
+
+STACKED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.Linear: StackedLinear,
+    nn.Conv2d: StackedConv2d,
+    nn.GroupNorm: StackedGroupNorm,
+    GroupNormReLU: StackedGroupNormReLU,
+}
+NORMS = (nn.GroupNorm,)
+
+
+def stacked(module: nn.Module) -> nn.Module:
+    """A copy whose layers take stacked weights, by the names of the module's own.
+
+    >>> layer = stacked(nn.Linear(2, 1, bias=False))
+    >>> weight = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
+    >>> rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])  # one of either client
+    >>> torch.func.functional_call(layer, {"weight": weight}, (rows,)).flatten().tolist()
+    [1.0, 4.0]
+    """
+    copy = deepcopy(module)
+    named = list(copy.named_parameters(remove_duplicate=False))
+    _check(len({id(p) for _, p in named}) == len(named), "layers share weights")
+    _check(all(p.requires_grad for _, p in named), "some weights are frozen")
+    _check(not list(copy.buffers()), "it has buffers")
+    for layer in copy.modules():
+        if type(layer) is nn.Flatten:
+            layer.__class__ = StackedFlatten
+        if list(layer.parameters(recurse=False)):
+            _check(type(layer) in STACKED, f"{type(layer).__name__} has weights of its own kind")
+            _check_settings(layer)
+            layer.__class__ = STACKED[type(layer)]
+    return copy
+
+
+def computes_exactly(module: nn.Module, name: str) -> bool:
+    """Whether a weight stays in full precision beside bf16: those of normalisations do."""
+    return isinstance(module.get_submodule(name.rpartition(".")[0]), NORMS)
+
+
+def _check_settings(layer: nn.Module) -> None:
+    if isinstance(layer, nn.Conv2d):
+        square = len(set(layer.stride)) == len(set(layer.padding)) == 1
+        plain = layer.groups == 1 and set(layer.dilation) == {1} and layer.padding_mode == "zeros"
+        _check(
+            square and plain and not isinstance(layer.padding, str), "a convolution is not plain"
+        )
+
+
+def _check(holds: bool, reason: str) -> None:
+    if not holds:
+        raise CannotStackError(reason)
+
 
 Losses = Callable[[Tensor, Tensor], Tensor]
 
@@ -79,3 +200,68 @@ class Stack:
             return views
         whole = pieces(params, self.like)
         return [w if e else v for v, w, e in zip(views, whole, self.exact, strict=True)]
+
+
+class LayeredStack:
+    """A stack with memory of its own for one local training of K clients.
+
+    Layers read the parameters where they are, or a copy in the type they compute in, and write
+    gradients where the step wants them: nothing is gathered in between.
+
+    Args:
+        stack: the model of K clients.
+        rows: the parameters that the clients begin with, [K, d], maybe with zeros behind them.
+    """
+
+    def __init__(self, stack: Stack, rows: Tensor) -> None:
+        self.stack = stack
+        self.layers = Layers(len(rows), tuple(each.numel() for each in stack.like))
+        self.params = self.layers.spread(rows)
+        kind = stack.compute_type
+        self.copy = None if kind is None else self.params.to(kind)
+        self.grads = torch.zeros_like(self.params if self.copy is None else self.copy)
+
+    def gradients(self, x: Tensor, y: Tensor, counted: Tensor) -> Tensor:
+        """The gradients layer by layer, overwritten by the next call; `counted` [K, B]."""
+        weights = [w.detach().requires_grad_() for w in self._weights()]
+        rooms = self._views(self.grads)
+        # a compiler relies on gradients without gaps, as they are where nobody offers a room
+        dense = [s == n for s, n in zip(self.layers.strides, self.layers.sizes, strict=True)]
+        with gradients_into(list(compress(weights, dense)), list(compress(rooms, dense))):
+            grads = self.stack.slopes(weights, x, y, counted)
+        _settle(grads, rooms)
+        return self.grads
+
+    def outputs(self, x: Tensor) -> Tensor:
+        """The outputs of the K models on K times as many examples, [K * B]."""
+        return self.stack.forward(self._weights(), x)
+
+    def rows(self) -> Tensor:
+        """The parameters as a vector for each client."""
+        return self.layers.gather(self.params)
+
+    def _weights(self) -> list[Tensor]:
+        whole = self._views(self.params)
+        if self.copy is None:
+            return whole
+        pairs = zip(whole, self._views(self.copy), self.stack.exact, strict=True)
+        return [full if exact else narrow for full, narrow, exact in pairs]
+
+    def _views(self, flat: Tensor) -> list[Tensor]:
+        pieces = zip(self.layers.pieces(flat), self.stack.like, strict=True)
+        return [shaped(piece, like.shape) for piece, like in pieces]
+
+
+def _settle(grads: Sequence[Tensor | None], rooms: Sequence[Tensor]) -> None:
+    """Copy the gradients that are not where they were wanted."""
+    elsewhere = [(g, room) for g, room in zip(grads, rooms, strict=True) if not _same(g, room)]
+    for grad, room in elsewhere:
+        if grad is None:
+            room.zero_()
+    moved = [(g, room) for g, room in elsewhere if g is not None]
+    if moved:
+        torch._foreach_copy_([room for _, room in moved], [g for g, _ in moved])
+
+
+def _same(grad: Tensor | None, room: Tensor) -> bool:
+    return grad is not None and grad.data_ptr() == room.data_ptr()

@@ -12,11 +12,18 @@ from fedexp.privacy.accounting import (
     epsilon,
     noise_multiplier,
 )
-from fedexp.privacy.bounds import best_norm_weight, clip, joint_sensitivity
-from fedexp.privacy.checks import PrivacyWarning
-from fedexp.privacy.mechanism import CentralMechanism, LocalMechanism, Mechanism
-from fedexp.privacy.noise import normals, seeded_normals, system_normals
-from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy, Privacy
+from fedexp.privacy.mechanism import (
+    CentralMechanism,
+    LocalMechanism,
+    Mechanism,
+    best_norm_weight,
+    clip,
+    joint_sensitivity,
+    normals,
+    seeded_normals,
+    system_normals,
+)
+from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy, Privacy, PrivacyWarning
 
 __all__ = [
     "BudgetSpentError",

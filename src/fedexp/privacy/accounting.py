@@ -14,8 +14,8 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from fedexp.data.extras import extra
 from fedexp.errors import FedExPError, require
+from fedexp.optional import extra
 
 Sampling = Literal["known", "fixed", "poisson"]
 ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256)  # fractions may not converge

@@ -1,4 +1,8 @@
-"""Clip, noise, and the sums a rule may see: the same `Aggregate`, now safe to step with.
+"""The numbers behind a release: how far one client reaches, and what noise leaves to rely on.
+
+Where the noise comes from: the system's entropy, or a seed in tests.
+
+Clip, noise, and the sums a rule may see: the same `Aggregate`, now safe to step with.
 
 Server rules need no change. They read the mean update and the mean squared norm from the sums.
 The first comes out of here unbiased, the second as a lower bound that noise does not inflate, and
@@ -8,19 +12,104 @@ The first comes out of here unbiased, the second as a lower bound that noise doe
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from fedexp.aggregate import Aggregate
+from fedexp.aggregate import Aggregate, norms
 from fedexp.errors import require
 from fedexp.privacy.accounting import Release, Sampling, composed_epsilon
-from fedexp.privacy.bounds import clip, joint_sensitivity, lower_bound
-from fedexp.privacy.noise import normals, system_uniforms
 from fedexp.seeding import generator
+
+MARGIN = 2.0  # standard deviations that the noise takes off the mean squared norm
+BELOW = 1.0 - 2.0**-22  # rounding to float32 must not lift a clipped norm above the bound
+
+
+def clip(updates: Tensor, bound: float) -> Tensor:
+    """Scale updates down to norm `bound`, each as a whole; shorter ones stay to the bit.
+
+    What is not finite stays so, for `Aggregate.of` to leave out.
+
+    >>> clip(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0).norm(dim=1)
+    tensor([1.0000, 0.5000])
+    """
+    rows = updates if updates.ndim == 2 else updates[None]
+    lengths = norms(rows)
+    factor = torch.where(lengths > bound, bound / lengths * BELOW, 1.0)
+    return (rows * factor[:, None].to(rows.dtype)).view_as(updates)
+
+
+def joint_sensitivity(clip: float, norm_weight: float) -> float:
+    """The largest norm of (Δ_i, κ ||Δ_i||² / C) over all updates within the clip C: C √(1 + κ²)."""
+    return clip * math.sqrt(1.0 + norm_weight**2)
+
+
+def best_norm_weight(noise_multiplier: float, cohort: int) -> float:
+    """κ = 2 √(z / M): how loud the squared norms speak in the joint release.
+
+    It minimises (1 + κ²)(1 + 16 z² / (κ² M²)): the variance that the scalar costs the update, times
+    the one it keeps itself, relative to the square of a mean of C²/4 (updates of half the clip).
+
+    >>> best_norm_weight(1.0, 100)
+    0.2
+    """
+    return 2.0 * math.sqrt(noise_multiplier / cohort)
+
+
+def lower_bound(sq_norm: Tensor, deviation: Tensor | float, most: Tensor | float) -> Tensor:
+    """A sum of squared norms that noise of this deviation has hardly ever lifted, in [0, most].
+
+    Cutting at 0 alone would leave the positive half of the noise, and a step size made of it.
+    """
+    honest = sq_norm - MARGIN * deviation
+    return honest.clamp(min=0.0).minimum(torch.as_tensor(most).to(honest))
+
+
+Normals = Callable[[int], Tensor]  # so many independent draws of N(0, 1), in float64
+
+
+def system_normals(count: int) -> Tensor:
+    """Standard normal numbers by Box and Muller, every bit of them from the system's entropy.
+
+    The noise of a release must stay unknown to whoever sees the model. A generator with a seed,
+    even a good one, makes all of it follow from a few bytes that someone may learn or guess.
+
+    >>> bool((system_normals(4) != system_normals(4)).any())
+    True
+    """
+    pairs = (count + 1) // 2
+    uniform = system_uniforms(2 * pairs)
+    radius = np.sqrt(-2.0 * np.log1p(-uniform[:pairs]))  # 1 - u lies in (0, 1]
+    angle = 2.0 * np.pi * uniform[pairs:]
+    normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
+    return torch.from_numpy(normal[:count])
+
+
+def system_uniforms(count: int) -> NDArray[np.float64]:
+    """Numbers in [0, 1) with 53 random bits each, from the system's entropy."""
+    words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def seeded_normals(seed: int, *numbers: int) -> Normals:
+    """Reproducible normals for tests; a release with them is not private.
+
+    >>> bool((seeded_normals(0, 1)(4) == seeded_normals(0, 1)(4)).all())
+    True
+    """
+    rng = generator(seed, "privacy", *numbers)
+    return lambda count: torch.from_numpy(rng.standard_normal(count))
+
+
+def normals(seed: int | None, *numbers: int) -> Normals:
+    """The system's normals, or seeded ones where a seed is given."""
+    return system_normals if seed is None else seeded_normals(seed, *numbers)
 
 
 class Mechanism(Protocol):

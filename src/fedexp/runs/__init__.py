@@ -1,10 +1,11 @@
 """Runs that survive: a folder a run, with its spec, its records, its last state and its model."""
 
-from fedexp.runs.execute import Keeping, Stopped, execute, stored_outcome
+from fedexp.runs.execute import execute, stored_outcome
 from fedexp.runs.folder import RunWarning
+from fedexp.runs.journal import Keeping, Stopped
 from fedexp.runs.pool import run_all
-from fedexp.runs.spec_file import folder_of, frozen, is_run, read_spec, run_id, spec_from
-from fedexp.runs.stored import StoredRun, find_runs, load_run
+from fedexp.runs.read import StoredRun, find_runs, load_run
+from fedexp.runs.spec import folder_of, frozen, is_run, read_spec, run_id, spec_from
 
 __all__ = [
     "Keeping",

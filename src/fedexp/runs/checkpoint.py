@@ -1,4 +1,14 @@
-"""Checkpoints: a run's last state on the disk, always whole, never all of it again.
+"""`checkpoint.json`: what a checkpoint consists of, with a digest of every part and of itself.
+
+Clients' states in the folder of a run: a file of slots that checkpoints refer to.
+
+A checkpoint of a million states copies none of them. It waits until the slots are on the disk and
+notes whose slot is whose; whoever writes checkpoints holds on to the states that the two on the
+disk refer to, so their slots are not used again before they are replaced.
+
+The state of a simulation as named tensors, and back.
+
+Checkpoints: a run's last state on the disk, always whole, never all of it again.
 
 The tensors go to files of new names; then `checkpoint.json`, which lists them with their digests,
 is put in place at once; then files that nothing names any more are removed. The checkpoint before
@@ -14,30 +24,247 @@ they are (see `slots`).
 from __future__ import annotations
 
 import hashlib
+import json
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
+from torch import Tensor
 
 from fedexp.client import Tensors
 from fedexp.engine import SimulationState
-from fedexp.engine.client_states import ClientStates
-from fedexp.engine.state_store import StateStore, StoredStates
-from fedexp.runs.atomic import PRIVATE, write_bytes, write_json
-from fedexp.runs.foreign import parse_json
-from fedexp.runs.manifest import Checkpoint, Part, Slots
-from fedexp.runs.records import DamagedError
-from fedexp.runs.slots import SLOTS, layer_tensors, opened, restored, stored_in
-from fedexp.runs.tensors import (
-    client_tensors,
-    clients_from,
-    from_bytes,
-    model_tensors,
-    state_from,
-    to_bytes,
+from fedexp.engine.client_store import ClientStates, Layer, StateStore, StoredStates
+from fedexp.engine.slot_file import Layout, SlotFile
+from fedexp.objective import Buffers
+from fedexp.runs.files import (
+    PRIVATE,
+    DamagedError,
+    is_count,
+    is_duration,
+    is_part_name,
+    parse_json,
+    write_bytes,
+    write_json,
 )
+
+FORMAT = 1
+SLOTS = "checkpoint-clients.slots"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of tensors; `clients` are those whose newest state is here, of `held` in all."""
+
+    file: str
+    sha256: str
+    clients: tuple[int, ...] = ()
+    held: int = 0
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Clients' states that lie in a file of slots, which is never copied.
+
+    Attributes:
+        file: of the slots.
+        layout: name, shape and type of what a slot holds.
+        layers: files that say which client's state is in which slot, newest first, with its digest.
+    """
+
+    file: str
+    layout: tuple[tuple[str, tuple[int, ...], str], ...]
+    layers: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """What `checkpoint.json` says: a round, where its records end, and its files."""
+
+    round: int
+    steps: int
+    seconds: float
+    records_bytes: int
+    model: Part
+    clients: tuple[Part, ...] = ()
+    slots: Slots | None = None
+
+    @property
+    def files(self) -> set[str]:
+        named = {self.model.file, *(part.file for part in self.clients)}
+        if self.slots is not None:
+            named |= {self.slots.file, *(part.file for part in self.slots.layers)}
+        return named
+
+    def to_json(self) -> dict[str, Any]:
+        """With a digest of its own: one digit that flips would go on from another round."""
+        content = {"format": FORMAT, **asdict(self)}
+        return {**content, "sha256": _digest(content)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Checkpoint:
+        """Raises `ValueError`, `KeyError` or `TypeError` for anything but a checkpoint."""
+        content = {name: each for name, each in value.items() if name != "sha256"}
+        if value["sha256"] != _digest(content) or content.pop("format") != FORMAT:
+            raise ValueError("it is not as it was written, or of another format")
+        parts = tuple(_part(each) for each in content.pop("clients"))
+        slots = content.pop("slots", None)
+        model = _part(content.pop("model"))
+        if not is_duration(content["seconds"]) or not all(
+            is_count(content[name]) for name in ("round", "steps", "records_bytes")
+        ):
+            raise ValueError("it counts with something else than numbers")
+        return cls(**content, model=model, clients=parts, slots=slots and _slots(slots))
+
+
+def _part(value: dict[str, Any]) -> Part:
+    """A part of this very folder: nobody's list of files leads to others."""
+    part = Part(**{**value, "clients": tuple(value["clients"])})
+    numbers = (*part.clients, part.held)
+    if not is_part_name(part.file) or not all(is_count(number) for number in numbers):
+        raise ValueError("it names a file that is no part of a checkpoint")
+    return part
+
+
+def _slots(value: dict[str, Any]) -> Slots:
+    layout = tuple((name, tuple(shape), kind) for name, shape, kind in value["layout"])
+    sizes = [size for _, shape, _ in layout for size in shape]
+    if not all(is_count(size) for size in sizes) or value["file"] != SLOTS:
+        raise ValueError("its slots are none of a checkpoint")
+    return Slots(value["file"], layout, tuple(_part(each) for each in value["layers"]))
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def make_private(path: Path) -> None:
+    """Make the file before anything is in it, or take it from others where it is there."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE))
+    os.chmod(path, PRIVATE)
+
+
+def stored_in(states: Mapping[int, Tensors], folder: Path) -> StoredStates | None:
+    """The states, where they lie in the folder's file of slots."""
+    if isinstance(states, StoredStates) and states.store.file.path == folder / SLOTS:
+        return states
+    return None
+
+
+def opened(folder: Path, slots: Slots, device: torch.device) -> StateStore:
+    """The store of a checkpoint, with all of its slots free until layers are held."""
+    return StateStore(SlotFile(Layout(slots.layout), folder / slots.file, exists=True), device)
+
+
+def restored(store: StateStore, layers: Iterable[Mapping[str, Tensor]]) -> StoredStates:
+    """The states that layers in the order of a checkpoint refer to."""
+    found = [_layer(named) for named in layers]
+    if any(int(each.slots.max(initial=-1)) >= len(store.file) for each in found):
+        raise DamagedError(f"{SLOTS} is shorter than it was")
+    if not all(_is_sound(each) for each in found):
+        raise DamagedError(f"a list of the slots in {SLOTS} is none")
+    return StoredStates(store, tuple(store.hold(each) for each in found))
+
+
+def layer_tensors(layer: Layer) -> dict[str, Tensor]:
+    """A layer as tensors; checksums as signed numbers, which every reader knows."""
+    checks = layer.checks.view(np.int32)
+    columns = {"clients": layer.clients, "slots": layer.slots, "checks": checks}
+    return {name: torch.from_numpy(value) for name, value in columns.items()}
+
+
+def _is_sound(layer: Layer) -> bool:
+    """Whether a layer has a slot and a checksum for each of its clients, who are in order."""
+    columns = (layer.clients, layer.slots, layer.checks)
+    whole = all(each.ndim == 1 and len(each) == len(layer) for each in columns)
+    return whole and bool((np.diff(layer.clients) > 0).all() and (layer.slots >= 0).all())
+
+
+def _layer(named: Mapping[str, Tensor]) -> Layer:
+    clients, slots, checks = (named[name].cpu().numpy() for name in ("clients", "slots", "checks"))
+    if [each.dtype.name for each in (clients, slots, checks)] != ["int64", "int64", "int32"]:
+        raise DamagedError(f"a list of the slots in {SLOTS} is none")
+    return Layer(clients, slots, checks.view(np.uint32))
+
+
+def model_tensors(state: SimulationState) -> dict[str, Tensor]:
+    """All tensors of a state but those of the clients, by name."""
+    named = {"params": state.params, **_named_buffers("buffers", state.buffers)}
+    for k, (params, buffers) in enumerate(state.recent):
+        named |= {f"recent/{k}/params": params, **_named_buffers(f"recent/{k}", buffers)}
+    named |= {f"server/{name}": value for name, value in state.server.items()}
+    return named | {f"shared/{name}": value for name, value in state.shared.items()}
+
+
+def client_tensors(state: SimulationState, clients: Iterable[int]) -> dict[str, Tensor]:
+    """What the clients keep, by client and name."""
+    return {f"{c}/{name}": value for c in clients for name, value in state.clients[c].items()}
+
+
+def state_from(
+    round: int, steps: int, named: Mapping[str, Tensor], clients: Mapping[int, Tensors]
+) -> SimulationState:
+    """The state that `model_tensors` took apart."""
+    iterates = sum(name.startswith("recent/") and name.endswith("/params") for name in named)
+    recent = [
+        (named[f"recent/{k}/params"], _buffers(named, f"recent/{k}")) for k in range(iterates)
+    ]
+    return SimulationState(
+        round=round,
+        steps=steps,
+        params=named["params"],
+        buffers=_buffers(named, "buffers"),
+        recent=tuple(recent),
+        server=_section(named, "server/"),
+        shared=_section(named, "shared/"),
+        clients=clients,
+    )
+
+
+def clients_from(named: Mapping[str, Tensor], clients: Iterable[int]) -> dict[int, Tensors]:
+    """The states of these clients among the named tensors."""
+    by_client: dict[int, dict[str, Tensor]] = {}
+    for full, value in named.items():
+        client, _, name = full.partition("/")
+        by_client.setdefault(int(client), {})[name] = value
+    return {client: by_client[client] for client in clients}
+
+
+def to_bytes(named: Mapping[str, Tensor]) -> bytes:
+    """A safetensors file; every tensor gets memory of its own, as the format wants it."""
+    from safetensors.torch import save
+
+    own = {name: value.detach().cpu().contiguous().clone() for name, value in named.items()}
+    return save(own, {"format": "pt"})
+
+
+def from_bytes(data: bytes, device: torch.device) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, on the device; `ValueError` where it is none."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        named = load(data)
+    except (SafetensorError, LookupError, TypeError, RuntimeError) as error:
+        raise ValueError(f"not a file of tensors ({type(error).__name__})") from error
+    return {name: value.to(device) for name, value in named.items()}
+
+
+def _named_buffers(prefix: str, buffers: Buffers) -> dict[str, Tensor]:
+    return {f"{prefix}/averaged": buffers.averaged, f"{prefix}/kept": buffers.kept}
+
+
+def _buffers(named: Mapping[str, Tensor], prefix: str) -> Buffers:
+    return Buffers(named[f"{prefix}/averaged"], named[f"{prefix}/kept"])
+
+
+def _section(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): v for name, v in named.items() if name.startswith(prefix)}
+
 
 NEWEST, BEFORE = "checkpoint.json", "checkpoint-before.json"
 CPU = torch.device("cpu")

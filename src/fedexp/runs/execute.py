@@ -1,10 +1,14 @@
-"""`execute`: run a spec, or go on with it, or say what came out of it before."""
+"""What in the process decides the last bits of a sum: threads, and torch's deterministic mode.
+
+`execute`: run a spec, or go on with it, or say what came out of it before.
+"""
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Sequence
-from contextlib import closing
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,21 +16,68 @@ from typing import Any
 import torch
 
 from fedexp.distributed import Ranks, Shared, check_device
-from fedexp.engine.keep_clients import KeepClients
-from fedexp.errors import DivergedError, require
-from fedexp.experiments.outcome import OnRound, Outcome, Row
-from fedexp.experiments.spec import Run, Spec
-from fedexp.runs.atomic import telling
-from fedexp.runs.consumers import Consumer, Guarded
-from fedexp.runs.determinism import deterministic, threads
+from fedexp.engine.client_store import KeepClients
+from fedexp.errors import DivergedError, UsageError, require
+from fedexp.runs.distributed_run import Lead, check_alike, follow
+from fedexp.runs.files import Row, telling
 from fedexp.runs.folder import RESULT, RunFolder, check_content, warn_of_version
-from fedexp.runs.keeping import CHECKPOINT_EVERY as CHECKPOINT_EVERY
-from fedexp.runs.keeping import Keeping as Keeping
-from fedexp.runs.keeping import Stopped as Stopped
-from fedexp.runs.session import Session, remaining
-from fedexp.runs.spec_file import check_same, folder_of, frozen, is_run, read_spec
-from fedexp.runs.stored import load_run
-from fedexp.runs.together import Lead, check_alike, follow
+from fedexp.runs.journal import Keeping, Session, Stopped, remaining
+from fedexp.runs.loggers import Consumer, Guarded
+from fedexp.runs.read import load_run
+from fedexp.runs.spec import (
+    OnRound,
+    Outcome,
+    Run,
+    Spec,
+    check_same,
+    folder_of,
+    frozen,
+    is_run,
+    read_spec,
+)
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+
+
+@contextmanager
+def threads(number: int) -> Iterator[None]:
+    """Compute with so many threads; put back what was set."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Let torch use only operations that give the same bits every time; put back what was set.
+
+    On the CPU they all do. cuBLAS reads its variable when it is first used, so a process that has
+    used the GPU before should have set CUBLAS_WORKSPACE_CONFIG=:4096:8 itself.
+    """
+    if not wanted:
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    modes = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+    workspace = os.environ.get(CUBLAS)
+    os.environ.setdefault(CUBLAS, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        reason = str(error).strip().split(". ")[0]
+        raise UsageError(f"{reason}; leave --deterministic out, or train on the CPU") from None
+    finally:
+        torch.use_deterministic_algorithms(modes[0])
+        cudnn.deterministic, cudnn.benchmark = modes[1:]
+        if workspace is None:
+            os.environ.pop(CUBLAS, None)
 
 
 def execute(

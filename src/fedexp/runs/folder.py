@@ -1,17 +1,25 @@
-"""The folder of a run: made, locked, checked, and removed where a mistake left it empty.
+"""Where numbers come from: the command that began a run, and the commits of the code it used.
+
+The folder of a run: made, locked, checked, and removed where a mistake left it empty.
 
 Beside the spec it has a fingerprint of what the run is made from (`fingerprint.json`): the same
 command with other data, another model or other code is another run, and is refused.
+
+The command line that repeats a run.
 """
 
 from __future__ import annotations
 
 import os
 import platform
+import shlex
+import subprocess
+import sys
 import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -21,14 +29,75 @@ import torch
 
 from fedexp import __version__
 from fedexp.errors import UsageError, require, shown
-from fedexp.experiments.fingerprint import Fingerprint, joined
-from fedexp.experiments.spec import Run
-from fedexp.runs.atomic import PRIVATE, telling, write_bytes, write_json
 from fedexp.runs.checkpoint import BEFORE, NEWEST
-from fedexp.runs.foreign import finite, is_count, parse_json, result_fault
-from fedexp.runs.provenance import command, commits
-from fedexp.runs.records import RECORDS, read_rows
-from fedexp.runs.spec_file import HEAD, SPEC, check_same, frozen, is_run, read_spec, spec_text
+from fedexp.runs.files import (
+    PRIVATE,
+    RECORDS,
+    finite,
+    is_count,
+    parse_json,
+    read_rows,
+    result_fault,
+    telling,
+    write_bytes,
+    write_json,
+)
+from fedexp.runs.fingerprint import Fingerprint, joined
+from fedexp.runs.spec import HEAD, SPEC, Run, check_same, frozen, is_run, read_spec, spec_text
+
+PACKAGE = Path(__file__).resolve().parents[1]
+GIT_SECONDS = 2.0  # after which a repository is taken for none
+
+
+def command() -> str:
+    """Return the command of this process.
+
+    Only of `fedexp` itself with its arguments: other programs have been given tokens and keys in
+    theirs, Flower's processes among them, and a run folder is no place for secrets.
+    """
+    program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path("python")
+    is_ours = program.name == "fedexp" or program == PACKAGE / "__main__.py"
+    return shlex.join([program.name, *(sys.argv[1:] if is_ours else [])])
+
+
+def commits() -> dict[str, Any]:
+    """Return the commits of fedexp, if it runs from a checkout, and of the working directory.
+
+    Each with whether files that it tracks have been changed since. Nothing where there is no
+    repository, or no git.
+    """
+    return _commits(PACKAGE, Path(os.path.abspath(os.curdir)))
+
+
+@lru_cache(maxsize=4)
+def _commits(package: Path, here: Path) -> dict[str, Any]:
+    own = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    top = _git(package, "rev-parse", "--show-toplevel") if own else None
+    found = _commit(package, "fedexp") if own else {}
+    if _git(here, "rev-parse", "--show-toplevel") not in (None, top):
+        found |= _commit(here, "project")
+    return {"git": found} if found else {}
+
+
+def _commit(folder: Path, name: str) -> dict[str, Any]:
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    if commit is None:
+        return {}
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {name: commit} | ({} if changed is None else {f"{name}_dirty": changed != ""})
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Ask git; None where it fails. Runs no hook of the repository, and takes no lock."""
+    words = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments]
+    try:
+        done = subprocess.run(
+            words, cwd=folder, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
 
 MOST_THREADS = 4096  # that a run can have begun with
 CHECKPOINT_FILES = (".json", ".safetensors", ".slots")
@@ -340,3 +409,32 @@ def _round_of(path: Path) -> int:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
+
+
+# Options of `fedexp run` that are left out where they have their default.
+DEFAULTS = {"mode": "paper", "engine": "auto", "device": None, "precision": None}
+
+
+def rerun(spec: Mapping[str, Any]) -> str:
+    """`fedexp run ...`, quoted for a shell; names every number that a task would choose itself.
+
+    >>> rerun({"task": "toy", "algorithm": "fedexp", "seed": 1, "rounds": 9, "evaluate_every": 2,
+    ...        "set": {"eps": "0.1"}})
+    'fedexp run toy --algorithm fedexp --seed 1 --rounds 9 --cohort all --evaluate-every 2
+        --set eps=0.1'
+    """
+    if spec.get("engine") == "flower":
+        return "flwr run ."
+    words = ["fedexp", "run", spec["task"], "--algorithm", spec["algorithm"]]
+    words += ["--seed", spec["seed"], "--rounds", spec["rounds"]]
+    words += ["--cohort", spec.get("cohort") or "all", "--evaluate-every", spec["evaluate_every"]]
+    for name, default in DEFAULTS.items():
+        if spec.get(name, default) != default:
+            words += [f"--{name}", spec[name]]
+    if spec.get("stop_at") is not None:
+        words += ["--stop-at", spec["stop_at"]]
+    if spec.get("deterministic"):
+        words += ["--deterministic"]
+    for key, value in spec.get("set", {}).items():
+        words += ["--set", f"{key}={value}"]
+    return shlex.join(map(str, words))

@@ -1,26 +1,87 @@
-"""`Journal`: the rows and states of a run on the disk, as they come, and how it ended."""
+"""How a run is kept and watched, and what it says when it is asked to stop.
+
+`Journal`: the rows and states of a run on the disk, as they come, and how it ended.
+
+A simulated run at work on its folder: records are kept, and the end is written.
+"""
 
 from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from fedexp.engine import SimulationState
-from fedexp.errors import DivergedError, UsageError
-from fedexp.runs.atomic import telling, write_bytes, write_json
+from fedexp.distributed import Shared
+from fedexp.engine import Record, SimulationState
+from fedexp.engine.client_store import KeepClients, Where
+from fedexp.engine.simulation import Sharing
+from fedexp.errors import DivergedError, FedExPError, UsageError
+from fedexp.objective import Buffers
 from fedexp.runs.checkpoint import (
     BEFORE,
     NEWEST,
+    SLOTS,
+    Checkpoint,
     Checkpoints,
+    make_private,
     read_checkpoint,
+    to_bytes,
+)
+from fedexp.runs.files import (
+    DamagedError,
+    RecordFile,
+    Row,
+    read_rows,
+    telling,
+    write_bytes,
+    write_json,
 )
 from fedexp.runs.folder import MODEL, RESULT, RunFolder, RunWarning
-from fedexp.runs.manifest import Checkpoint
-from fedexp.runs.records import DamagedError, RecordFile, Row, read_rows
+from fedexp.runs.loggers import Consumer
+from fedexp.runs.spec import Run
+
+CHECKPOINT_EVERY = 10.0  # seconds
+
+
+class Stopped(FedExPError):
+    """A run was asked to stop, and did after `round`; it can go on from `folder`."""
+
+    def __init__(self, folder: Path | None, round: int) -> None:
+        super().__init__(f"stopped after round {round}")
+        self.folder, self.round = folder, round
+
+
+@dataclass(frozen=True)
+class Keeping:
+    """How a run is kept and watched; none of it changes what is computed.
+
+    Args:
+        checkpoint_every: seconds between checkpoints; 0 for one a round.
+        restart: discard what the folder holds of this run, and start over.
+        reopen: continue a run that ended as diverged from its last checkpoint.
+        stop: asked after every round whether to stop there.
+        consumers: told of the beginning, of every new round and of the end.
+        keep_clients: where clients' states lie: "memory", "disk", or "auto" for what fits.
+        sharing: with which ranks the work is shared; None for a process that does it alone.
+        on_open: told once of the folder, of how many rounds it holds already, and whether that
+            is all of them.
+    """
+
+    checkpoint_every: float = CHECKPOINT_EVERY
+    restart: bool = False
+    reopen: bool = False
+    stop: Callable[[], bool] = lambda: False
+    consumers: Sequence[Consumer] = ()
+    keep_clients: Where = "auto"
+    sharing: Shared | None = None
+    on_open: Callable[[Path, int, bool], None] = lambda folder, rounds, over: None
+
 
 COSTS = 10  # a checkpoint may take a tenth of the time, whatever interval was asked for
 
@@ -139,3 +200,82 @@ def _checkpoint_and_rows(folder: Path, name: str, device: torch.device) -> Resto
     if len(rows) != checkpoint.round:
         raise DamagedError(f"{name} is of round {checkpoint.round}, its rows are {len(rows)}")
     return checkpoint, state, rows
+
+
+class Session(Journal):
+    """Everything that changes while a run trains.
+
+    Args:
+        run: what is trained.
+        folder: the run's own, held.
+        every: seconds between checkpoints; 0 for one a round.
+        keep: where clients' states lie; on the disk, in the folder.
+        sharing: with which other processes it is trained.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        folder: RunFolder,
+        every: float,
+        keep: Where = "auto",
+        sharing: Sharing | None = None,
+    ) -> None:
+        super().__init__(folder, every, device_of(run))
+        self.run, self._sharing = run, sharing
+        self._keep = KeepClients(keep, folder.path / SLOTS)
+        if keep != "memory" and run.setup.algorithm.client.init_local(torch.zeros(1)):
+            make_private(folder.path / SLOTS)
+
+    def remaining(self) -> Iterator[Record]:
+        """Train from where the run is to its end, if it is not there yet."""
+        return remaining(self.run, self.state, self.rows, self._keep, self._sharing)
+
+    def keep(self, record: Record) -> Row:
+        """Add the row of a round, and checkpoint where it is time."""
+        row = record.to_json()
+        self.add(row, record.state)
+        return row
+
+    def finish(self, error: DivergedError | None) -> dict[str, Any]:
+        """Write the end of the run: its model, or why it has none."""
+        status = "diverged" if error else "target" if self._at_target() else "finished"
+        model = None
+        if error is None and self.state is not None:
+            model = model_bytes(self.run, self.state)
+        return self.conclude(status, model, error)
+
+    def _at_target(self) -> bool:
+        return bool(self.rows) and self.run.reached(self.rows[-1])
+
+
+def remaining(
+    run: Run,
+    state: SimulationState | None,
+    rows: Sequence[Row],
+    keep: KeepClients,
+    sharing: Sharing | None = None,
+) -> Iterator[Record]:
+    """The records that a run has still to make: to its last round, or to its target."""
+    if rows and (len(rows) >= run.rounds or run.reached(rows[-1])):
+        return
+    for record in run.records(state, keep, sharing):
+        yield record
+        if run.reached(record.to_json()):
+            return
+
+
+def model_bytes(run: Run, state: SimulationState) -> bytes:
+    """The output model: a module's `state_dict`, or the plain parameters of what is none."""
+    params, buffers = state.output()
+    on_host = params.cpu(), Buffers(*(each.cpu() for each in buffers))
+    load = getattr(run.task.objective, "load", None)
+    module = load(*on_host) if load else None
+    named: dict[str, Tensor] = {"params": on_host[0]}
+    return to_bytes(module.state_dict() if isinstance(module, nn.Module) else named)
+
+
+def device_of(run: Run) -> torch.device:
+    """Where the run's tensors are to be, as `simulate` decides it."""
+    given = run.spec.device
+    return torch.device(given) if given else next(iter(run.task.train.fields.values())).device

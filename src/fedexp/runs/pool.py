@@ -1,10 +1,20 @@
-"""Runs over worker processes, with word of every round, and an end that does not hang."""
+"""Shares of many runs: each job of an array runs its own, and all keep them in one folder.
+
+Runs over worker processes, with word of every round, and an end that does not hang.
+
+Many runs over the ranks of a job: whole runs where there are enough, else the clients of each.
+
+Whole runs need no word between ranks until all are over, so they come first. Where there are fewer
+runs than ranks, all ranks share the cohort of one run after another.
+"""
 
 from __future__ import annotations
 
+import math
 import multiprocessing
 import os
 import queue
+import re
 import signal
 import threading
 import warnings
@@ -12,21 +22,69 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import torch
 
-from fedexp.errors import FedExPError
-from fedexp.experiments.catalog import build_task
-from fedexp.experiments.outcome import OnRound, Outcome, Row
-from fedexp.experiments.setup import split_task_options
-from fedexp.experiments.spec import Spec
+from fedexp.distributed import RankLostError, Ranks
+from fedexp.errors import FedExPError, UsageError
 from fedexp.runs.execute import execute, stored_outcome
+from fedexp.runs.files import Row
 from fedexp.runs.folder import RESULT, BusyError, OtherContentError, RunWarning
-from fedexp.runs.keeping import CHECKPOINT_EVERY, Stopped
-from fedexp.runs.spec_file import folder_of
+from fedexp.runs.journal import CHECKPOINT_EVERY, Stopped
+from fedexp.runs.options import build_task, split_task_options
+from fedexp.runs.spec import OnRound, Outcome, Spec, folder_of
 from fedexp.tasks import Task
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One share of the work, counted from 1.
+
+    Which runs are whose follows from their order alone, so jobs need not know of each other.
+
+    Args:
+        index: which share, from 1 to `count`.
+        count: how many there are.
+    """
+
+    index: int
+    count: int
+
+    def __str__(self) -> str:
+        return f"{self.index}/{self.count}"
+
+    def of(self, items: Sequence[T]) -> list[T]:
+        """This share of the items, dealt as cards are.
+
+        Runs that stand beside each other cost alike (the seeds of an algorithm, the algorithms of a
+        task), so every share gets as many of each kind as any other, but for one.
+
+        >>> Shard(2, 3).of("abcdefgh")
+        ['b', 'e', 'h']
+        """
+        return list(items[self.index - 1 :: self.count])
+
+
+def parse_shard(text: str) -> Shard:
+    """A share as people write it.
+
+    >>> parse_shard("2/4")
+    Shard(index=2, count=4)
+    """
+    found = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text)
+    shard = Shard(int(found[1]), int(found[2])) if found else None
+    if shard is None or not 1 <= shard.index <= shard.count:
+        raise UsageError(
+            f"--shard takes i/n with i from 1 to n, e.g. 2/4, not {text!r}; count a job array from "
+            "1 (--array=1-4)"
+        )
+    return shard
+
 
 # A worker's way to tell of its rounds, and its parent's to ask it to stop: these pass to a process
 # when it starts, and only then.
@@ -226,3 +284,70 @@ def _events(
             warnings.warn(event, stacklevel=2)
         else:
             yield event
+
+
+def run_spread(
+    specs: Sequence[Spec],
+    ranks: Ranks,
+    on_round: OnRound,
+    root: Path | None = None,
+    *,
+    checkpoint_every: float = CHECKPOINT_EVERY,
+    stop: Callable[[], bool] = lambda: False,
+    on_busy: OnBusy | None = None,
+    restart: bool = False,
+) -> list[Outcome]:
+    """Run the specs, as `run_all` does; every rank calls it, and gets all outcomes.
+
+    What is stored already is for the first rank to say, of a folder that all ranks see. `on_round`
+    and `on_busy` are told on each rank of what that rank does.
+    """
+    found = {} if restart else _over(specs, ranks, root)
+    left = [spec for spec in specs if spec not in found]
+    keeping: dict[str, Any] = {"checkpoint_every": checkpoint_every, "stop": stop}
+    keeping["restart"] = restart
+    if len(left) >= ranks.world:
+        mine = Shard(ranks.rank + 1, ranks.world).of(left)
+        own = run_all(mine, 1, on_round, root, on_busy=on_busy, **keeping)
+        found |= {each.spec: each for part in _gathered(own, ranks, stop) for each in part}
+    else:
+        for spec in left:
+            try:
+                found[spec] = execute(spec, root, on_round, ranks=ranks, **keeping)
+            except BusyError:  # on every rank
+                if on_busy is None:
+                    raise
+                on_busy(spec)
+    return [found[spec] for spec in specs if spec in found]
+
+
+def told_of(runs: int, ranks: Ranks | None) -> int:
+    """Of how many runs this rank hears, at most: its share of whole ones, or each that all share.
+
+    >>> told_of(10, None)
+    10
+    """
+    if ranks is None or runs < ranks.world:
+        return runs
+    return math.ceil(runs / ranks.world)
+
+
+def _over(specs: Sequence[Spec], ranks: Ranks, root: Path | None) -> dict[Spec, Outcome]:
+    """The runs that were over before."""
+    found = {}
+    if root is not None and ranks.is_first:
+        found = {specs[k]: outcome for k, outcome in stored(specs, root, lambda spec, row: None)}
+    return ranks.broadcast(found)
+
+
+def _gathered(
+    own: list[Outcome], ranks: Ranks, stop: Callable[[], bool]
+) -> Sequence[list[Outcome]]:
+    """Everyone's outcomes, when the last rank is ready, which may take long."""
+    try:
+        ranks.barrier()
+    except RankLostError:
+        if stop():
+            raise Stopped(None, 0) from None  # as the others did
+        raise
+    return ranks.gather(own)

@@ -1,11 +1,10 @@
 """Tasks: each is a function that returns a `Task`."""
 
-from fedexp.tasks.classification import classification
 from fedexp.tasks.digits import digits, digits_mlp
 from fedexp.tasks.images import cifar10, cifar10_cnn, cifar100, cinic10, emnist
 from fedexp.tasks.regression import linear_regression, synthetic, toy
 from fedexp.tasks.small import cifar10_small, cifar100_small, cinic10_small, emnist_small
-from fedexp.tasks.task import Task
+from fedexp.tasks.task import Task, classification
 
 __all__ = [
     "Task",

@@ -15,8 +15,7 @@ from fedexp.data.federation import Federation
 from fedexp.errors import UsageError, require
 from fedexp.models import mlp
 from fedexp.seeding import generator
-from fedexp.tasks.classification import PAPER_TRAINING, classification
-from fedexp.tasks.task import Task
+from fedexp.tasks.task import PAPER_TRAINING, Task, classification
 
 Model = Literal["logistic", "mlp"]
 CLASSES = 10

@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from fedexp.data import partition
-from fedexp.data.images import Augment, Images
-from fedexp.models import cifar_cnn, emnist_cnn, resnet18
-from fedexp.models.resnet import Pool
+from fedexp.data.transforms import Augment, Images
+from fedexp.models import Pool, cifar_cnn, emnist_cnn, resnet18
 from fedexp.seeding import generator
-from fedexp.tasks.classification import PAPER_TRAINING, Options, classification
-from fedexp.tasks.task import Task
+from fedexp.tasks.task import PAPER_TRAINING, Options, Task, classification
 
 if TYPE_CHECKING:
-    from fedexp.data.splits import RawSplits
+    from fedexp.data.sources.splits import RawSplits
 
 COHORT, ROUNDS, ALPHA = 20, 500, 0.3
 EVALUATE_EVERY = 5  # as the authors do (audit B18); EMNIST, with 671,585 images, less often

@@ -13,8 +13,8 @@ import numpy as np
 import torch
 
 from fedexp.data.federation import Batch, Federation
-from fedexp.data.images import Augment
-from fedexp.data.splits import RawSplits
+from fedexp.data.sources.splits import RawSplits
+from fedexp.data.transforms import Augment
 from fedexp.errors import require
 from fedexp.models import cifar_cnn
 from fedexp.seeding import generator

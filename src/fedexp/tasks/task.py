@@ -1,20 +1,23 @@
-"""`Task`: a problem, its data, and how it is trained unless the caller says otherwise."""
+"""`Task`: a problem, its data, and how it is trained unless the caller says otherwise.
+
+Any classifier on any federation: from a model and data to a `Task`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedexp.data.federation import Batch, Federation
-from fedexp.data.streamed import on_device
-from fedexp.data.transform import Transform
-from fedexp.errors import require
+from fedexp.data.streaming import on_device
+from fedexp.data.transforms import Transform
+from fedexp.errors import UsageError, require
 from fedexp.local import LocalTraining
-from fedexp.objective import Buffers, Objective
+from fedexp.objective import Buffers, ModuleObjective, Objective
 from fedexp.precision import Precision
 
 Weighting = Literal["uniform", "size"]
@@ -111,3 +114,135 @@ class Task:
                 key = f"{split}_{name}"
                 totals[key] = totals[key] + weighted if key in totals else weighted
         return {name: value.item() for name, value in totals.items()}
+
+
+Options = Mapping[str, Mapping[str, Any]]
+
+# What every neural network of the paper is trained with (audit A2, B12); lr is the one of CIFAR.
+PAPER_TRAINING = LocalTraining(
+    lr=0.01, steps=20, batch_size=50, weight_decay=1e-4, clip_norm=10.0, lr_decay=0.998
+)
+
+
+def classification(
+    name: str,
+    build: Callable[[], nn.Module] | nn.Module,
+    train: Federation,
+    test: Batch | None = None,
+    *,
+    transform: Transform | None = None,
+    local: LocalTraining = PAPER_TRAINING,
+    rounds: int = 100,
+    cohort: int | None = None,
+    evaluate_every: int = 1,
+    target: float | None = None,
+    tuned: Options | None = None,
+    released: Options | None = None,
+) -> Task:
+    """A task with the cross-entropy loss, judged by its accuracy on the test examples.
+
+    The model and the data are tried on one example, so what does not fit together is told now and
+    not in the first round.
+
+    Args:
+        name: what the task is called in records.
+        build: makes the model, e.g. `lambda: MyModel(classes=10)`; it maps `x` to class scores. A
+            model itself will do: then every run begins with its weights, whatever the seed.
+        train: the clients' examples: `x`, and `y` of int64 class numbers that start at 0.
+        test: held-out examples with the same two fields; judged on the training data when None.
+        transform: what happens to a batch before the model sees it, e.g. `Images`.
+        local: settings of local training; the paper's by default.
+        rounds: default number of rounds.
+        cohort: default number of clients a round; None for all.
+        evaluate_every: default number of rounds between evaluations.
+        target: accuracy that counts as reached.
+        tuned: options by algorithm: the paper's best values.
+        released: options by algorithm where the authors' released code has others.
+
+    >>> import numpy as np
+    >>> x, y = torch.eye(60, 8), torch.arange(60) % 3
+    >>> from fedexp.data import partition
+    >>> parts = partition.dirichlet(y, clients=5, alpha=0.3, rng=np.random.default_rng(0))
+    >>> mine = Federation.from_parts({"x": x, "y": y}, parts)
+    >>> task = classification("mine", lambda: nn.Linear(8, 3), mine)
+    >>> task.train.clients, task.metric
+    (5, 'train_accuracy')
+    """
+    _check_fields("the training data", train.fields)
+    if test is not None:
+        _check_fields("the test data", test)
+    objective = ModuleObjective(build)
+    outputs = _outputs(objective.module, train.client(0), transform)
+    for what, batch in {"training": train.fields, "test": test or {}}.items():
+        _check_classes(what, batch, outputs)
+    return Task(
+        name=name,
+        objective=objective,
+        train=train,
+        local=local,
+        test=test,
+        transform=transform,
+        metric="train_accuracy" if test is None else "test_accuracy",
+        target=target,
+        rounds=rounds,
+        cohort=cohort,
+        evaluate_every=evaluate_every,
+        tuned=tuned or {},
+        released=released or {},
+    )
+
+
+def _check_fields(what: str, batch: Batch) -> None:
+    """Refuse data that is not examples `x` with int64 class numbers `y`."""
+    missing = {"x", "y"} - set(batch)
+    require(not missing, f"{what} has no field {' or '.join(sorted(missing))}; name its fields so")
+    y = batch["y"]
+    require(
+        y.dtype == torch.int64 and y.ndim == 1,
+        f"the labels y of {what} are {_kind(y)}, not int64 class numbers, one an example; "
+        "convert them with numpy.unique(y, return_inverse=True)",
+    )
+    require(len(y) > 0, f"{what} holds no examples; pass None to leave it out")
+    require(len(batch["x"]) == len(y), f"{what} has {len(batch['x'])} rows in x but {len(y)} in y")
+
+
+@torch.no_grad()
+def _outputs(module: nn.Module, client: Batch, transform: Transform | None) -> int:
+    """The number of classes that the model tells apart, found by trying it on an example."""
+    one: Batch = {name: value[:1] for name, value in client.items()}
+    if transform is not None:
+        one = transform.evaluate(one)
+    require(
+        one["x"].dtype != torch.uint8,
+        "the examples x are bytes, which no model takes; pass transform=Images(mean, std), or "
+        "convert them to float",
+    )
+    module.eval()
+    try:
+        scores = module(one["x"])
+    except (RuntimeError, TypeError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(f"the model does not take these examples: {reason}") from error
+    require(
+        isinstance(scores, Tensor) and scores.ndim == 2 and len(scores) == 1,
+        f"the model must return class scores of shape [examples, classes], not {_kind(scores)}",
+    )
+    return int(scores.shape[1])
+
+
+def _check_classes(what: str, batch: Batch, outputs: int) -> None:
+    if "y" not in batch:
+        return
+    low, high = int(batch["y"].min()), int(batch["y"].max())
+    require(
+        low >= 0 and high < outputs,
+        f"the {what} labels go from {low} to {high}, but the model has the classes 0 to "
+        f"{outputs - 1}; number the labels from 0, or build a model with {high + 1} classes",
+    )
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in a few words for an error message."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"

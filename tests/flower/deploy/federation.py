@@ -16,10 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.engine.record import Record
+from fedexp.engine.plan import Work
 from fedexp.engine.simulation import run_round
-from fedexp.engine.state import SimulationState
-from fedexp.engine.work import Work
+from fedexp.engine.state import Record, SimulationState
 from fedexp.objective import ModuleObjective
 from fedexp.runs import load_run
 from fedexp.runs.checkpoint import NEWEST

@@ -1,0 +1,209 @@
+"""Federated EMNIST: handwritten characters, each client one writer. 62 classes: 0-9, A-Z, a-z.
+
+Two layouts give the same arrays: the HDF5 files of TensorFlow Federated,
+`/examples/<writer>/{pixels,label}`, and the JSON files of LEAF,
+`{train,test}/all_data_*.json` with `user_data: {<writer>: {x, y}}`. Both hold grey values as
+fractions of 255, so `round(255 * x)` gives back the bytes they were made of.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from fedexp.data.sources.cache import Arrays, Stream
+from fedexp.data.sources.download import progress
+from fedexp.data.sources.splits import check_labels
+from fedexp.errors import UsageError, shown
+from fedexp.optional import extra
+
+CLASSES = 62
+SHAPE = (1, 28, 28)
+MOST_EXAMPLES = 10_000_000  # of a split; the largest has 671,585
+MOST_OF_A_WRITER = 100_000
+MOST_CHUNK = 2**26  # bytes that HDF5 reads at a time
+
+Bytes = NDArray[np.uint8]
+
+
+class Split(NamedTuple):
+    """One split, writer after writer: how many examples each has, the labels, and the pixels."""
+
+    sizes: list[int]
+    labels: NDArray[np.int64]
+    pixels: Iterator[Bytes]
+
+
+class Piece(NamedTuple):
+    """A writer's examples of one file: the place of the first pixels, and the labels."""
+
+    start: int
+    labels: NDArray[np.int64]
+
+
+def leaf_files(folder: Path) -> list[Path]:
+    """LEAF's files below a folder, training files first; none unless there are both kinds."""
+    train, test = (sorted((folder / s).glob("all_data_*.json")) for s in ("train", "test"))
+    return [*train, *test] if train and test else []
+
+
+def build(files: list[Path]) -> Arrays:
+    """The arrays of either layout; which one, the files' names tell."""
+    if files[0].suffix == ".h5":
+        train, test = (hdf5_split(path) for path in files)
+    else:
+        folders = dict.fromkeys(path.parent for path in files)
+        train, test = (leaf_split([p for p in files if p.parent == f]) for f in folders)
+    sizes = [size for size in train.sizes if size]  # a writer may be in the test split alone
+    return {
+        "train_x": Stream((len(train.labels), *SHAPE), np.uint8, train.pixels),
+        "train_y": train.labels,
+        "test_x": Stream((len(test.labels), *SHAPE), np.uint8, test.pixels),
+        "test_y": test.labels,
+        "offsets": np.cumsum([0, *sizes], dtype=np.int64),
+    }
+
+
+def hdf5_split(path: Path) -> Split:
+    """A file of TensorFlow Federated. Pixels are read writer by writer, as they are asked for."""
+    h5py = extra("h5py", f"reading {path.name}")
+    with _reading(path), h5py.File(path, "r") as file:
+        examples = file.get("examples")
+        if not isinstance(examples, h5py.Group):
+            raise UsageError(f"{path}: has no group 'examples'; it is not a federated EMNIST file")
+        writers = sorted(examples)
+        labels: list[NDArray[np.int64]] = []
+        left = MOST_EXAMPLES
+        for writer in writers:
+            labels.append(_hdf5_labels(examples[writer], path, left))
+            left -= len(labels[-1])
+    if not any(map(len, labels)):
+        raise UsageError(f"{path}: has no examples; fetch it anew")
+    return Split([len(y) for y in labels], np.concatenate(labels), _hdf5_pixels(path, writers))
+
+
+def _hdf5_labels(writer: Any, path: Path, most: int) -> NDArray[np.int64]:
+    """A writer's labels, if its pixels are as many pictures of fractions.
+
+    A few bytes of HDF5 can claim any number of examples, so nothing is read before its size is
+    known to be at most `most`, and that of a writer.
+    """
+    h5py = extra("h5py", f"reading {path.name}")
+    where = f"{path}: writer {shown(writer.name)}"
+    found: Any = writer if isinstance(writer, h5py.Group) else {}
+    pixels, labels = found.get("pixels"), found.get("label")
+    for name, entry in (("pixels", pixels), ("label", labels)):
+        if not isinstance(entry, h5py.Dataset):
+            raise UsageError(f"{where} has no {name!r} array; fetch the file anew")
+        chunk = math.prod(entry.chunks or (1,)) * entry.dtype.itemsize
+        if entry.ndim < 1 or len(entry) > min(most, MOST_OF_A_WRITER) or chunk > MOST_CHUNK:
+            raise UsageError(f"{where} has {name} of shape {entry.shape}; fetch the file anew")
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise UsageError(f"{where} has labels that are not a list of whole numbers")
+    checked = check_labels(labels[()], CLASSES, where)
+    if pixels.shape != (len(checked), *SHAPE[1:]):
+        raise UsageError(f"{where} has {len(checked)} labels and pixels of shape {pixels.shape}")
+    if pixels.dtype.kind != "f":
+        raise UsageError(f"{where} has pixels of {pixels.dtype}, not fractions; fetch it anew")
+    return checked
+
+
+def _hdf5_pixels(path: Path, writers: Sequence[str]) -> Iterator[Bytes]:
+    h5py = extra("h5py", f"reading {path.name}")
+    with (
+        _reading(path),
+        h5py.File(path, "r") as file,
+        progress(f"converting {path.name}", len(writers)) as advance,
+    ):
+        for writer in writers:
+            where = f"{path}, writer {shown(writer)}"
+            yield as_bytes(file["examples"][writer]["pixels"][()], where)
+            advance(1)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Turn what the HDF5 library says about a damaged file into one line."""
+    try:
+        yield
+    except UsageError:  # which is a ValueError, and says it better
+        raise
+    # The library raises nearly anything for bytes that are not its own.
+    except Exception as error:
+        reason = shown(" ".join(str(error).split())) or type(error).__name__
+        raise UsageError(f"{path}: damaged HDF5 file ({reason}); fetch it anew") from error
+
+
+def leaf_split(paths: Sequence[Path]) -> Split:
+    """The files of a LEAF split. Writers are put in the order of their names, as in HDF5 files.
+
+    A writer's examples may be spread over several files. The pixels wait in a temporary file
+    meanwhile, so that memory holds one JSON file at a time.
+    """
+    where: dict[str, list[Piece]] = {}
+    total = 0
+    with tempfile.TemporaryFile() as file, progress("converting LEAF", len(paths)) as advance:
+        for path in paths:
+            for writer, (pixels, labels) in _leaf_writers(path).items():
+                file.write(pixels.data)
+                where.setdefault(writer, []).append(Piece(total, labels))
+                total += len(labels)
+            advance(1)
+        file.flush()
+        if not total:
+            raise UsageError(f"{paths[0]}: has no examples; fetch it anew")
+        pixels = np.memmap(file, np.uint8, mode="r", shape=(total, *SHAPE))
+    pieces = [piece for writer in sorted(where) for piece in where[writer]]
+    blocks = (pixels[start : start + len(labels)] for start, labels in pieces)
+    sizes = [sum(len(piece.labels) for piece in where[writer]) for writer in sorted(where)]
+    return Split(sizes, np.concatenate([piece.labels for piece in pieces]), blocks)
+
+
+def _leaf_writers(path: Path) -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
+    """The writers of one JSON file."""
+
+    def compact(pairs: list[tuple[str, Any]]) -> Any:
+        # Called as soon as a writer is parsed, so its lists of numbers do not pile up in memory.
+        content = dict(pairs)
+        return _leaf_examples(content, path) if content.keys() >= {"x", "y"} else content
+
+    try:
+        with path.open(encoding="utf-8") as file:
+            content = json.load(file, object_pairs_hook=compact)
+    except UsageError:  # which is a ValueError
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        raise UsageError(f"{path}: damaged JSON file ({shown(error)}); make it anew") from error
+    writers = content.get("user_data") if isinstance(content, dict) else None
+    if not isinstance(writers, dict) or not all(isinstance(w, tuple) for w in writers.values()):
+        raise UsageError(f"{path}: has no 'user_data' with 'x' and 'y' for each writer")
+    return writers
+
+
+def _leaf_examples(content: dict[str, Any], path: Path) -> tuple[Bytes, NDArray[np.int64]]:
+    try:
+        labels = np.asarray(content["y"], dtype=None if content["y"] else np.int64)
+        pixels = np.asarray(content["x"], dtype=np.float64).reshape(len(labels), *SHAPE)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise UsageError(f"{path}: a writer's examples are not 784 numbers and a label") from error
+    return as_bytes(pixels, path), check_labels(labels, CLASSES, path)
+
+
+def as_bytes(pixels: ArrayLike, where: object) -> Bytes:
+    """Grey values of 0 to 1 as bytes, `round(255 * x)`, which loses nothing.
+
+    >>> as_bytes(np.full((1, 28, 28), 1.0), "here")[0, 0, 0, :3]
+    array([255, 255, 255], dtype=uint8)
+    """
+    values = np.asarray(pixels)
+    if not ((values >= 0) & (values <= 1)).all():
+        raise UsageError(f"{where}: grey values are not all between 0 and 1; fetch the file anew")
+    return np.rint(255 * values.astype(np.float32)).astype(np.uint8).reshape(-1, *SHAPE)

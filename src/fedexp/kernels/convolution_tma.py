@@ -1,0 +1,371 @@
+"""Triton kernels of convolutions whose operands come in boxes: Hopper's tensor memory accelerator.
+
+A box of images x rows x pixels x channels comes by one instruction, moved by the tap, with zeros
+where it leaves the image or the client's images, so no thread computes an address and no load is
+masked. The channels of the result are the rows of the tensor cores' product: an operand that is
+reshaped must be the second one, or it would pass through registers.
+
+Convolutions of many clients whose operands are fetched in boxes, on Hopper GPUs.
+
+Boxes of the convolutions by name, and which are likely to be fast for given sizes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fedexp.kernels.convolution_torch import Geometry, Units, result_type
+from fedexp.kernels.convolution_triton import joined_parts, parts_of_gradient, unscaled
+from fedexp.kernels.launch import launch, new_images
+
+
+@triton.jit
+def boxed_kernel(
+    x, w, y, unit_x, unit_w,
+    C: tl.constexpr, OC: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, P: tl.constexpr,
+    NI: tl.constexpr, NH: tl.constexpr, NW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BACK: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """y[pixel, n] = sum over taps and c of x[pixel moved by the tap, c] w[n, tap, c].
+
+    With BACK, w is [c, taps, n] with its taps the other way round: the gradient for the images.
+    """
+    client = tl.program_id(1)
+    across: tl.constexpr = OC // BN
+    right: tl.constexpr = (OW + NW - 1) // NW
+    down: tl.constexpr = (OH + NH - 1) // NH
+    box = tl.program_id(0) // across
+    n = (tl.program_id(0) % across) * BN
+    left, top = (box % right) * NW, (box // right % down) * NH
+    image = box // (right * down) * NI
+    depth: tl.constexpr = C // BK
+    acc = tl.zeros((BN, NI * NH * NW), dtype=tl.float32)
+    for step in range(KH * KW * depth):
+        tap, c = step // depth, (step % depth) * BK
+        seen = x.load([client, image, top + tap // KW - P, left + tap % KW - P, c])
+        if BACK:
+            weights = w.load([client * C + c, (KH * KW - 1 - tap) * OC + n]).T
+        else:
+            weights = w.load([client * OC + n, tap * C + c])
+        acc = tl.dot(weights, seen.reshape(NI * NH * NW, BK).T, acc)
+    acc = unscaled(acc, unit_x, unit_w, client, SCALED)
+    y.store([client, image, top, left, n], acc.T.to(y.dtype).reshape(1, NI, NH, NW, BN))
+
+
+@triton.jit
+def _add_taps(
+    a, x, client, image, row, column, c, one, two, three,
+    PIXELS: tl.constexpr, BN: tl.constexpr, TAPS: tl.constexpr,
+):  # fmt: skip
+    """The sums with the products of one box: of the tap that sees (row, column), and the next."""
+    b = x.load([client, image, row, column, c]).reshape(PIXELS, BN)
+    one = tl.dot(a, b, one)
+    if TAPS == 3:
+        b = x.load([client, image, row, column + 1, c]).reshape(PIXELS, BN)
+        two = tl.dot(a, b, two)
+        b = x.load([client, image, row, column + 2, c]).reshape(PIXELS, BN)
+        three = tl.dot(a, b, three)
+    return one, two, three
+
+
+@triton.jit
+def boxed_weight_gradient_kernel(
+    dy, dy_rows, x, dw, unit_dy, unit_x, part, B,
+    C: tl.constexpr, OC: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    KH: tl.constexpr, KW: tl.constexpr, P: tl.constexpr,
+    NI: tl.constexpr, NH: tl.constexpr, NW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+    TAPS: tl.constexpr, FLAT: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """dw[o, tap, c] = sum over pixels of dy[pixel, o] x[pixel moved by the tap, c].
+
+    FLAT: boxes are stretches of memory, so that dy can be fetched as rows of pixels; only a box
+    that reaches beyond the client's images cannot, for zero times what is there may be no zero.
+    TAPS: one, or a row of three, a program. Axis 2 of the grid cuts the boxes into parts.
+    """
+    client = tl.program_id(1)
+    across: tl.constexpr = C // BN
+    tiles: tl.constexpr = across * (OC // BM)
+    right: tl.constexpr = (OW + NW - 1) // NW
+    down: tl.constexpr = (OH + NH - 1) // NH
+    PIXELS: tl.constexpr = NI * NH * NW
+    tile, tap = tl.program_id(0) % tiles, tl.program_id(0) // tiles * TAPS
+    o, c = (tile // across) * BM, (tile % across) * BN
+    one = tl.zeros((BM, BN), dtype=tl.float32)
+    two, three = one, one
+    begin = tl.program_id(2) * part
+    end = min(begin + part, (B + NI - 1) // NI * (right * down))
+    inside = min(end, B // NI * (right * down)) if FLAT else end
+    for box in range(begin, inside):
+        left, top = (box % right) * NW, (box // right % down) * NH
+        image = box // (right * down) * NI
+        h, v = top + tap // KW - P, left + tap % KW - P
+        if FLAT:
+            a = dy_rows.load([((client * B + image) * OH + top) * OW, o]).T
+        else:
+            a = dy.load([client, image, top, left, o]).reshape(PIXELS, BM).T
+        one, two, three = _add_taps(a, x, client, image, h, v, c, one, two, three, PIXELS, BN, TAPS)
+    if FLAT:
+        for box in range(max(begin, inside), end):
+            top, image = (box % down) * NH, box // down * NI
+            h, v = top + tap // KW - P, tap % KW - P
+            a = dy.load([client, image, top, 0, o]).reshape(PIXELS, BM).T
+            one, two, three = _add_taps(
+                a, x, client, image, h, v, c, one, two, three, PIXELS, BN, TAPS
+            )
+    rows, columns = o + tl.arange(0, BM), c + tl.arange(0, BN)
+    dw += (tl.program_id(2) * tl.num_programs(1) + client).to(tl.int64) * (OC * KH * KW * C)
+    at = (rows[:, None] * (KH * KW) + tap) * C + columns[None, :]
+    one = unscaled(one, unit_dy, unit_x, client, SCALED)
+    tl.store(dw + at, one.to(dw.dtype.element_ty))
+    if TAPS == 3:
+        two = unscaled(two, unit_dy, unit_x, client, SCALED)
+        three = unscaled(three, unit_dy, unit_x, client, SCALED)
+        tl.store(dw + at + C, two.to(dw.dtype.element_ty))
+        tl.store(dw + at + 2 * C, three.to(dw.dtype.element_ty))
+
+
+@dataclass(frozen=True)
+class Box:
+    """How a product is cut: pixels in boxes of `images` x `rows` x `width`, and channels.
+
+    `channels` of the result and `depth` of the sum at a time; of a weight gradient, they are the
+    outputs and the inputs of a tile, `three` taps share a program, and the sum over pixels is
+    `split` into so many parts.
+    """
+
+    images: int
+    rows: int
+    width: int
+    channels: int
+    depth: int
+    warps: int
+    stages: int
+    three: bool = False
+    split: int = 1
+
+    @property
+    def pixels(self) -> tuple[int, int, int]:
+        return self.images, self.rows, self.width
+
+    def count(self, g: Geometry) -> int:
+        """Boxes that cover the outputs of a client."""
+        sizes = (g.batch, g.out_height, g.out_width)
+        images, rows, columns = (triton.cdiv(a, b) for a, b in zip(sizes, self.pixels, strict=True))
+        return images * rows * columns
+
+
+@cache
+def has_boxes() -> bool:
+    """Whether this GPU and this Triton fetch boxes."""
+    try:
+        from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401
+    except ImportError:
+        return False
+    return torch.cuda.get_device_capability() >= (9, 0)
+
+
+def forward(x: Tensor, w: Tensor, g: Geometry, *, box: Box, units: Units | None = None) -> Tensor:
+    """The convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW], stride 1."""
+    return _boxed(x, w, g, box, units, back=False)
+
+
+def input_gradient(
+    dy: Tensor, w: Tensor, g: Geometry, *, box: Box, units: Units | None = None
+) -> Tensor:
+    """The gradient with respect to the images: a convolution with the weights turned round."""
+    return _boxed(dy, w, g.turned, box, units, back=True)
+
+
+def _boxed(x: Tensor, w: Tensor, g: Geometry, box: Box, units: Units | None, back: bool) -> Tensor:
+    shape = (g.clients * g.batch, g.outputs, g.out_height, g.out_width)
+    y = new_images(shape, x, result_type(x, units))
+    grid = (box.count(g) * (g.outputs // box.channels), g.clients)
+    block = [box.depth, box.channels] if back else [box.channels, box.depth]
+    launch(
+        boxed_kernel,
+        grid,
+        _images(x, g.clients, (*box.pixels, box.depth)),
+        _matrix(_joined(w), block),
+        _images(y, g.clients, (*box.pixels, box.channels)),
+        *(units or (x, w)),
+        **_sizes(g, box),
+        BN=box.channels,
+        BK=box.depth,
+        BACK=back,
+        SCALED=units is not None,
+    )
+    return y
+
+
+def weight_gradient(
+    dy: Tensor, x: Tensor, g: Geometry, *, box: Box, room: Tensor | None = None,
+    units: Units | None = None,
+) -> Tensor:  # fmt: skip
+    """The gradient with respect to the weights, [K, O, C, KH, KW], in its room if there is one."""
+    kind = result_type(x, units)
+    dw = parts_of_gradient(x, g, box.split, room, kind)
+    taps = 3 if box.three else 1
+    tiles = (g.outputs // box.channels) * (g.channels // box.depth)
+    grid = (tiles * g.kernel_height * g.kernel_width // taps, g.clients, box.split)
+    pixels = box.images * box.rows * box.width
+    launch(
+        boxed_weight_gradient_kernel,
+        grid,
+        _images(dy, g.clients, (*box.pixels, box.channels)),
+        _matrix(dy.permute(0, 2, 3, 1).reshape(-1, g.outputs), [pixels, box.channels]),
+        _images(x, g.clients, (*box.pixels, box.depth)),
+        dw,
+        *(units or (dy, x)),
+        triton.cdiv(box.count(g), box.split),
+        g.batch,
+        **_sizes(g, box),
+        BM=box.channels,
+        BN=box.depth,
+        TAPS=taps,
+        FLAT=_is_stretch(g, box),
+        SCALED=units is not None,
+    )
+    return joined_parts(dw, room, kind)
+
+
+def _is_stretch(g: Geometry, box: Box) -> bool:
+    """Whether a box is one stretch of memory: whole rows, and all of them if several images."""
+    rows = box.width == g.out_width and g.out_height % box.rows == 0
+    return rows and (box.images == 1 or box.rows == g.out_height)
+
+
+def _joined(w: Tensor) -> Tensor:
+    """Weights as a matrix with a row for each client and output, copied where they lie apart."""
+    return w.permute(0, 1, 3, 4, 2).reshape(w.shape[0] * w.shape[1], -1)
+
+
+def _matrix(matrix: Tensor, block: list[int]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor.from_tensor(matrix.contiguous(), block)
+
+
+def _images(x: Tensor, clients: int, block: tuple[int, ...]) -> Any:
+    """Images [K * B, C, H, W] as [K, B, H, W, C]."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    last = x.permute(0, 2, 3, 1).unflatten(0, (clients, -1))
+    return TensorDescriptor.from_tensor(last, [1, *block])
+
+
+def _sizes(g: Geometry, box: Box) -> dict[str, int]:
+    return {
+        "C": g.channels, "OC": g.outputs, "OH": g.out_height, "OW": g.out_width,
+        "KH": g.kernel_height, "KW": g.kernel_width, "P": g.padding,
+        "NI": box.images, "NH": box.rows, "NW": box.width,
+        "num_warps": box.warps, "num_stages": box.stages,
+    }  # fmt: skip
+
+
+NAME = re.compile(r"box (\d+)x(\d+)x(\d+) (\d+)x(\d+)w(\d+)s(\d+)(t?)(?:/(\d+))?")
+ENOUGH = 240  # programs, to give every core of a large GPU something to do
+
+
+def name_of(b: Box) -> str:
+    """
+    >>> name_of(Box(1, 4, 32, channels=64, depth=64, warps=4, stages=3, three=True, split=2))
+    'box 1x4x32 64x64w4s3t/2'
+    """
+    three, parts = "t" if b.three else "", f"/{b.split}" if b.split > 1 else ""
+    pixels = "x".join(str(size) for size in b.pixels)
+    return f"box {pixels} {b.channels}x{b.depth}w{b.warps}s{b.stages}{three}{parts}"
+
+
+def box_named(name: str) -> Box:
+    """
+    >>> box_named("box 1x4x32 64x64w4s3t/2").pixels
+    (1, 4, 32)
+    """
+    found = NAME.fullmatch(name)
+    assert found, name
+    images, rows, width, channels, depth, warps, stages = (int(found[i]) for i in range(1, 8))
+    three, split = bool(found[8]), int(found[9] or 1)
+    return Box(images, rows, width, channels, depth, warps, stages, three, split)
+
+
+BOXED: dict[str, Callable[..., Tensor]] = {
+    "forward": forward,
+    "input_gradient": input_gradient,
+    "weight_gradient": weight_gradient,
+}
+
+
+def boxed_form(name: str, direction: str) -> partial[Tensor]:
+    """The kernel of that direction, cut as the name says."""
+    return partial(BOXED[direction], box=box_named(name))
+
+
+def likely_boxes(direction: str, g: Geometry, bytes_each: int) -> list[str]:
+    """Up to two names, the likeliest first, from measurements on an H200; none if none fits."""
+    back = direction == "input_gradient"
+    if g.stride != 1 or not has_boxes() or 2 * g.padding + 1 != g.kernel_width:
+        return []
+    if g.kernel_height != g.kernel_width or (g.channels % 64 or g.outputs % 64):
+        return []
+    if bytes_each == 4 and direction != "forward":
+        return []  # tensor cores want such operands in an order that they do not lie in
+    if direction == "weight_gradient":
+        found = _of_weights(g)
+    else:
+        wide = g.channels if back else g.outputs
+        found = [_pixels(g, *cut) for cut in _of_images(wide, g, 128 // bytes_each)]
+    return [name_of(box) for box in found if box is not None]
+
+
+def _of_images(wide: int, g: Geometry, depth: int) -> list[tuple[int, int, int, int, int]]:
+    """Pixels, channels, depth, warps, stages."""
+    if wide % 128:
+        return [(128, 64, depth, 4, 3), (128, 64, depth, 4, 4)]
+    if wide % 256:
+        return [(128, 128, depth, 4, 3), (256, 128, depth, 8, 4)]
+    if g.out_height * g.out_width <= 32:  # larger boxes would reach beyond the client's images
+        return [(64, 256, depth, 4, 4), (64, 256, depth, 8, 4)]
+    return [(128, 256, depth, 8, 4), (256, 128, depth, 8, 4)]
+
+
+def _of_weights(g: Geometry) -> list[Box | None]:
+    taps = g.kernel_height * g.kernel_width
+    row = g.kernel_width == 3
+    if g.outputs % 128 or g.channels % 64:
+        cuts = [(128, 64, 64, 4, 3, row), (64, 64, 64, 4, 4, False)]
+    elif g.channels % 128:
+        cuts = [(64, 128, 64, 4, 4, row), (64, 128, 64, 4, 3, False)]
+    elif g.channels % 256:
+        cuts = [(64, 64, 128, 4, 3, row), (64, 128, 64, 4, 4, row)]
+    else:
+        cuts = [(64, 128, 128, 4, 3, False), (32, 128, 128, 4, 4, False)]
+    found = []
+    for pixels, outputs, inputs, warps, stages, three in cuts:
+        tiles = (g.outputs // outputs) * (g.channels // inputs) * g.clients
+        tiles *= taps // 3 if three else taps
+        split = next((s for s in (1, 2, 4, 8) if tiles * s * (3 if three else 1) >= ENOUGH), 16)
+        found.append(_pixels(g, pixels, outputs, inputs, warps, stages, three, split))
+    return found
+
+
+def _pixels(
+    g: Geometry, pixels: int, channels: int, depth: int, warps: int, stages: int,
+    three: bool = False, split: int = 1,
+) -> Box | None:  # fmt: skip
+    """A box of so many pixels: rows of an image, or whole images; None where these do not fit."""
+    height, width = g.out_height, g.out_width
+    if width & (width - 1) or height & (height - 1) or width > pixels:
+        return None
+    rows = min(height, pixels // width)
+    images = pixels // (rows * width)
+    return Box(images, rows, width, channels, depth, warps, stages, three, split)

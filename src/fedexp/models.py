@@ -1,0 +1,206 @@
+"""The paper's models. They are plain `nn.Module`s, and any module of yours works as well.
+
+Group normalisation with what follows it, so that an engine can do all of it at once.
+
+Models without convolutions: logistic regression and the multi-layer perceptron.
+
+Small convolutional networks: the one for EMNIST and the one for CIFAR.
+
+Weights are drawn as torch draws them by default, as in the authors' code.
+
+ResNet-18 for images of 32x32 pixels, with group instead of batch normalisation.
+
+Batch statistics of clients with different data do not average to anything useful, so federated
+work replaces them (Hsieh et al., 2020); the authors use GroupNorm with 2 groups (audit B14).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Literal, get_args
+
+from torch import Tensor, nn
+
+from fedexp.errors import require
+
+
+class GroupNormReLU(nn.GroupNorm):
+    """relu(GroupNorm(x) + residual).
+
+    >>> import torch
+    >>> GroupNormReLU(1, 2)(torch.tensor([[[[1.0]], [[3.0]]]])).flatten().tolist()
+    [0.0, 0.99...]
+    """
+
+    def forward(self, input: Tensor, residual: Tensor | None = None) -> Tensor:
+        normalised = super().forward(input)
+        return (normalised if residual is None else normalised + residual).relu()
+
+
+def logistic(inputs: int, classes: int) -> nn.Sequential:
+    """Multinomial logistic regression: one linear layer on the flattened example.
+
+    >>> sum(p.numel() for p in logistic(784, 10).parameters())
+    7850
+    """
+    return mlp(inputs, (), classes)
+
+
+def mlp(inputs: int, hidden: int | Sequence[int], classes: int) -> nn.Sequential:
+    """A perceptron with ReLU between its layers, on the flattened example.
+
+    Args:
+        inputs: numbers in an example, e.g. 784 for 28x28 pixels.
+        hidden: units of the hidden layer, or of each of several.
+        classes: number of outputs.
+
+    >>> mlp(64, 32, 10)
+    Sequential(
+      (0): Flatten(start_dim=1, end_dim=-1)
+      (1): Linear(in_features=64, out_features=32, bias=True)
+      (2): ReLU()
+      (3): Linear(in_features=32, out_features=10, bias=True)
+    )
+    """
+    widths = (inputs, *((hidden,) if isinstance(hidden, int) else hidden), classes)
+    require(min(widths) >= 1, f"every layer needs at least one unit, but the widths are {widths}")
+    layers: list[nn.Module] = []
+    for before, after in pairwise(widths):
+        layers += [nn.ReLU() if layers else nn.Flatten(), nn.Linear(before, after)]
+    return nn.Sequential(*layers)
+
+
+def emnist_cnn(classes: int = 62) -> nn.Sequential:
+    """The EMNIST network of Reddi et al. (2021), for images [N, 1, 28, 28].
+
+    Two 3x3 convolutions without padding (32 and 64 channels), 2x2 max-pooling to 12x12, dropout
+    0.25, 128 hidden units, dropout 0.5. It has 1,206,590 parameters at 62 classes.
+
+    Args:
+        classes: number of outputs; 62 for digits, capitals and small letters.
+
+    >>> sum(p.numel() for p in emnist_cnn().parameters())
+    1206590
+    """
+    return nn.Sequential(
+        nn.Conv2d(1, 32, kernel_size=3),
+        nn.ReLU(),
+        nn.Conv2d(32, 64, kernel_size=3),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Dropout(0.25),
+        nn.Flatten(),
+        nn.Linear(64 * 12 * 12, 128),
+        nn.ReLU(),
+        nn.Dropout(0.5),
+        nn.Linear(128, classes),
+    )
+
+
+def cifar_cnn(classes: int = 10) -> nn.Sequential:
+    """The CIFAR network in the manner of McMahan et al. (2017), for images [N, 3, 32, 32].
+
+    Two 5x5 convolutions without padding (32 and 64 channels), each with 2x2 max-pooling, down to
+    5x5; then 384 and 192 hidden units (audit B15). It has 744,330 parameters at 10 classes. The
+    paper gives no padding; this is the form whose first dense layer has 1,600 inputs.
+
+    Args:
+        classes: number of outputs.
+
+    >>> sum(p.numel() for p in cifar_cnn().parameters())
+    744330
+    """
+    return nn.Sequential(
+        nn.Conv2d(3, 32, kernel_size=5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(32, 64, kernel_size=5),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(64 * 5 * 5, 384),
+        nn.ReLU(),
+        nn.Linear(384, 192),
+        nn.ReLU(),
+        nn.Linear(192, classes),
+    )
+
+
+Pool = Literal["adaptive", "avg3"]
+WIDTHS = (64, 128, 256, 512)
+
+
+def resnet18(classes: int = 10, pool: Pool = "adaptive", groups: int = 2) -> nn.Sequential:
+    """ResNet-18 (He et al., 2016) in the form for small images [N, 3, 32, 32].
+
+    It begins with a 3x3 convolution and no pooling; four pairs of residual blocks follow, the
+    last three pairs halving the resolution, down to 4x4. It has 11,173,962 parameters at 10
+    classes.
+
+    Args:
+        classes: number of outputs.
+        pool: "adaptive" averages the whole 4x4 map. "avg3" averages 3x3 windows, of which one
+            fits: the last row and column are ignored, as in the authors' code (audit B14).
+        groups: groups of each GroupNorm; a divisor of 64.
+
+    >>> sum(p.numel() for p in resnet18().parameters())
+    11173962
+    """
+    require(pool in get_args(Pool), f"pool must be one of {', '.join(get_args(Pool))}: {pool!r}")
+    require(
+        groups >= 1 and WIDTHS[0] % groups == 0,
+        f"groups must divide the {WIDTHS[0]} channels of the first layer, but is {groups}",
+    )
+    blocks, channels = [], WIDTHS[0]
+    for width in WIDTHS:
+        blocks += [Residual(channels, width, groups), Residual(width, width, groups)]
+        channels = width
+    return nn.Sequential(
+        _convolution(3, WIDTHS[0]),
+        GroupNormReLU(groups, WIDTHS[0]),
+        *blocks,
+        nn.AdaptiveAvgPool2d(1) if pool == "adaptive" else nn.AvgPool2d(3),
+        nn.Flatten(),
+        nn.Linear(channels, classes),
+    )
+
+
+class Residual(nn.Module):
+    """Two convolutions beside a shortcut: relu(f(x) + shortcut(x)).
+
+    Where the number of channels changes, the block also halves the resolution, and its shortcut
+    is a 1x1 convolution; else the shortcut is x itself.
+
+    >>> import torch
+    >>> Residual(4, 8, groups=2)(torch.zeros(1, 4, 6, 6)).shape
+    torch.Size([1, 8, 3, 3])
+    """
+
+    def __init__(self, channels: int, width: int, groups: int) -> None:
+        super().__init__()
+        stride = 1 if channels == width else 2
+        self.body = nn.Sequential(
+            _convolution(channels, width, stride),
+            GroupNormReLU(groups, width),
+            _convolution(width, width),
+        )
+        self.join = GroupNormReLU(groups, width)
+        self.shortcut: nn.Module = nn.Identity()
+        if channels != width:
+            self.shortcut = nn.Sequential(
+                nn.Conv2d(channels, width, kernel_size=1, stride=stride, bias=False),
+                nn.GroupNorm(groups, width),
+            )
+
+    def forward(self, x: Tensor) -> Tensor:
+        joined: Tensor = self.join(self.body(x), self.shortcut(x))
+        return joined
+
+
+def _convolution(channels: int, width: int, stride: int = 1) -> nn.Conv2d:
+    """A 3x3 convolution; it has no bias, because the normalisation after it has one."""
+    return nn.Conv2d(channels, width, kernel_size=3, stride=stride, padding=1, bias=False)
+
+
+__all__ = ["cifar_cnn", "emnist_cnn", "logistic", "mlp", "resnet18"]

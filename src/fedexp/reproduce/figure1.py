@@ -1,0 +1,97 @@
+"""Figure 1: FedAvg on EMNIST over a grid of server and client step sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedexp.analysis.plots import entitle, label, new_figure
+from fedexp.reproduce.measures import final, grouped
+from fedexp.reproduce.output import figure_title
+from fedexp.reproduce.published import Column, Line, Table, Value, best, claim, quantity
+from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study
+from fedexp.tune.results import SYMBOLS, draw_heatmap
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SERVER = ("0.1", "0.3", "1", "3", "10")
+CLIENT = ("0.01", "0.03", "0.1", "0.3", "1")
+BEST = "1, 0.3"
+ACCURACY = "test accuracy"
+COLUMNS = (Column(ACCURACY, "%", "figure1"),)
+
+
+def cell(server: str, client: str) -> str:
+    return f"{server}, {client}"
+
+
+def arms(task: str) -> list[Arm]:
+    """The 25 cells."""
+    return [
+        Arm(cell(server, client), "fedavg", (("server.lr", server), ("local.lr", client)))
+        for server in SERVER
+        for client in CLIENT
+    ]
+
+
+def measure(plan: Plan, results: Sequence[Result]) -> Findings:
+    """Test accuracy at the end, beside the paper's; a cell that diverged has none."""
+    runs = grouped(results)["emnist"]
+    values = {name: final(own, "test_accuracy") for name, own in runs.items()}
+    lines = tuple(Line("emnist", name, {ACCURACY: value}) for name, value in values.items())
+    table = Table(COLUMNS, lines, "server step, client step")
+    return Findings(table, _checks(values), lambda: _draw(plan, values))
+
+
+def _checks(values: Mapping[str, Value]) -> tuple[Check, ...]:
+    first = best(values, lowest=False)
+    smallest = {name: values[name] for name in (cell(s, CLIENT[0]) for s in SERVER)}
+    at_best = best(smallest, lowest=False)
+    if first is None or at_best is None:
+        return tuple(Check(claim("figure1", k), None, "no number") for k in ("best", "compensate"))
+    top, low = values[first].mean or 0.0, smallest[at_best].mean or 0.0
+    return (
+        Check(claim("figure1", "best"), first == BEST, f"{first} with {top:.1f}%"),
+        Check(
+            claim("figure1", "compensate"),
+            low < top,
+            f"{low:.1f}% at best with {CLIENT[0]}, {top:.1f}% overall",
+        ),
+    )
+
+
+def _draw(plan: Plan, values: Mapping[str, Value]) -> Figure:
+    figure, panels = new_figure(2, width=4.4, height=4.0)
+    published = quantity("figure1").values["emnist"]
+    for axes, own, title in zip(
+        panels, (values, published), ("ours", "the paper's (approximate)"), strict=True
+    ):
+        grid = np.array([[_share(own.get(cell(s, c))) for c in CLIENT] for s in SERVER])
+        draw_heatmap(
+            axes, list(map(float, CLIENT)), list(map(float, SERVER)), grid, "test_accuracy"
+        )
+        label(axes, SYMBOLS["local.lr"], SYMBOLS["server.lr"], title)
+    entitle(figure, figure_title(plan))
+    return figure
+
+
+def _share(value: Value | None) -> float:
+    return float("nan") if value is None or value.mean is None else value.mean / 100
+
+
+STUDY = Study(
+    name="figure1",
+    title="Figure 1: test accuracy (%) of FedAvg by server and client step size, EMNIST",
+    needs="a GPU",
+    rounds=50,
+    seeds={"emnist": 1},
+    arms=arms,
+    measure=measure,
+    whole=True,
+    evaluate_every=50,
+    small_rounds=5,
+    remarks=("the paper states no number of seeds for this figure; 1 is taken",),
+)

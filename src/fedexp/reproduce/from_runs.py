@@ -1,0 +1,240 @@
+"""A study from runs that were made before: no data, no training, and what is missing is said."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+from fedexp.algorithms import ALGORITHMS
+from fedexp.errors import UsageError, unknown_name
+from fedexp.local import LocalTraining
+from fedexp.reproduce.measures import SEEDS
+from fedexp.reproduce.study import (
+    ALL_WRITERS,
+    Job,
+    Plan,
+    Request,
+    Result,
+    Study,
+    count,
+    small_line,
+    spec_of,
+)
+from fedexp.runs import StoredRun, spec_from
+from fedexp.runs.options import Setup
+from fedexp.runs.spec import Spec
+from fedexp.tasks.images import COHORT
+
+Found = dict[str, dict[str, list[StoredRun]]]  # by task and series, seed by seed
+SUPERSEDED = "run with the earlier start of v; to be run again"
+
+
+def is_superseded(run: StoredRun) -> bool:
+    """Whether an adaptive server rule of the run started v at tau squared by default.
+
+    Runs of that version record the form "reddi"; no later one does, whichever form it has.
+    """
+    return bool(run.spec.get("options", {}).get("server.form") == "reddi")
+
+
+def plan_from(
+    study: Study,
+    request: Request,
+    runs: Sequence[StoredRun],
+    *,
+    count_superseded: bool = False,
+) -> tuple[Plan, list[Result]]:
+    """The runs that belong to a study, as if they had been made for it just now.
+
+    Which seeds and arms there are follows from the runs. A plan without tasks has none of them.
+
+    Args:
+        study: the study.
+        request: what of it is asked for.
+        runs: candidates; those of other studies are ignored.
+        count_superseded: whether superseded runs count; else they are named and left out.
+    """
+    for name in request.tasks:
+        if name not in study.tasks:
+            raise unknown_name(f"task of {study.name}", name, study.tasks)
+    rounds = request.rounds or (study.small_rounds if request.small else study.rounds)
+    asked = Plan(study, request, request.tasks or study.tasks, rounds)
+    over = [run for run in runs if run.result is not None]
+    current = [run for run in over if count_superseded or not is_superseded(run)]
+    old = [run for run in over if is_superseded(run)]
+    found = {task: _of_task(asked, task, current) for task in asked.tasks}
+    earlier = {task: _series_of(asked, task, old) for task in asked.tasks}
+    reasons = {task: _left_out(study, task, own, earlier[task]) for task, own in found.items()}
+    kept = {task: own for task, own in found.items() if not reasons[task]}
+    results, partial = _results(kept), _partial(kept)
+    plan = replace(
+        asked,
+        tasks=tuple(kept),
+        jobs=tuple(result.job for result in results),
+        shrunk=(*_shrunk(asked, kept, earlier), *partial),
+        left_out=tuple(line for line in reasons.values() if line),
+        comparable=rounds == study.rounds and not request.small,
+        partial=("emnist",) if partial else (),
+    )
+    return plan, results
+
+
+def _results(found: Found) -> list[Result]:
+    return [
+        Result(Job(task, series, spec_from(run.spec)), run.outcome())
+        for task, own in found.items()
+        for series, runs in own.items()
+        for run in runs
+    ]
+
+
+def _of_task(plan: Plan, task: str, runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
+    """The runs of each arm, in the order of their seeds; an arm without any is not there."""
+    found = {}
+    for arm in plan.study.arms(task):
+        wanted = spec_of(plan, task, arm)
+        own = [run for run in runs if _fits(run, wanted, plan.request)]
+        own.sort(key=lambda run: int(run.spec["seed"]))
+        _refuse_twins(own)
+        if own:
+            found[arm.series] = own
+    _refuse_mixture([run for own in found.values() for run in own])
+    return found
+
+
+def _series_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> list[str]:
+    """The arms that some of the runs belong to."""
+    return [
+        arm.series
+        for arm in plan.study.arms(task)
+        if any(_fits(run, spec_of(plan, task, arm), plan.request) for run in runs)
+    ]
+
+
+def _fits(run: StoredRun, wanted: Spec, request: Request) -> bool:
+    """Whether a run is the wanted one, whatever its seed; and its hardware, unless asked for."""
+    spec = run.spec
+    return (
+        (spec["task"], spec["algorithm"]) == (wanted.task, wanted.algorithm)
+        and (spec.get("mode"), spec["rounds"]) == (wanted.mode, wanted.rounds)
+        and _has_options(spec, wanted)
+        and spec.get("evaluate_every") == wanted.evaluate_every
+        and spec.get("stop_at") is None
+        and _has_cohort(spec, wanted)
+        and request.device in (None, spec.get("device"))
+        and request.precision in (None, spec.get("precision"))
+    )
+
+
+def _has_options(spec: Mapping[str, Any], wanted: Spec) -> bool:
+    """Whether a run has the options of an arm, and no other that differs from the task's own.
+
+    In format 1 they are compared as they were typed, as they were part of the id.
+    """
+    if spec.get("format") == 1:
+        return bool(spec.get("set") == dict(wanted.options))
+    own, setup = spec["options"], Setup(ALGORITHMS[wanted.algorithm](), LocalTraining())
+    asked: dict[str, Any] = {}
+    for name, text in wanted.options:
+        full = setup.full_name(name)
+        asked[full] = setup.with_option(name, text).options()[full]
+    return set(spec["changed"]) <= asked.keys() and all(
+        str(own.get(name)) == ("none" if value is None else str(value))
+        for name, value in asked.items()
+    )
+
+
+def _has_cohort(spec: Mapping[str, Any], wanted: Spec) -> bool:
+    """Whether as many clients take part as the study says, or else as the paper's tasks have it."""
+    if wanted.cohort is not None:
+        return bool(wanted.cohort == spec.get("cohort", 0))
+    return wanted.task not in SEEDS or spec.get("cohort") == min(COHORT, spec["clients"])
+
+
+def _refuse_mixture(runs: Sequence[StoredRun]) -> None:
+    """Algorithms are compared on the same clients."""
+    for first, second in pairwise(runs):
+        if first.spec["clients"] != second.spec["clients"]:
+            raise UsageError(
+                f"{first.folder.name} and {second.folder.name} have other clients; take away those "
+                "that do not belong"
+            )
+
+
+def _refuse_twins(runs: Sequence[StoredRun]) -> None:
+    """Two runs of one seed: neither is picked; the seeds of a series have the same settings."""
+    for first, second in pairwise(runs):
+        names = f"{first.folder.name} and {second.folder.name}"
+        if first.spec["seed"] == second.spec["seed"]:
+            raise UsageError(
+                f"{names} are the same seed twice; choose with --device or --precision, or take "
+                "one away"
+            )
+        if (apart := _apart(first, second)) is not None:
+            raise UsageError(f"{names} differ in {apart}; take away those that do not belong")
+
+
+def _apart(first: StoredRun, second: StoredRun) -> str | None:
+    """What sets two runs apart that should differ in their seed alone.
+
+    An option that one of them does not know is a later version's, at its default.
+    """
+    for name in ("cohort", "clients"):
+        if first.spec.get(name) != second.spec.get(name):
+            return name
+    one, other = first.spec.get("options", {}), second.spec.get("options", {})
+    return next((name for name in one if one[name] != other.get(name, one[name])), None)
+
+
+def _left_out(
+    study: Study, task: str, found: Mapping[str, Sequence[StoredRun]], earlier: Sequence[str]
+) -> str:
+    """Why a task is not there; nothing where it is."""
+    arms = [arm.series for arm in study.arms(task)]
+    missing = [series for series in arms if series not in found]
+    again = [series for series in missing if series in earlier]
+    if again and (study.whole or not found):
+        return f"{task} is left out: {', '.join(again)} {SUPERSEDED}"
+    if missing and not found:
+        return f"{task} is left out: it has not been run"
+    if missing and study.whole:
+        return f"{task} is left out: {len(found)} of its {len(arms)} settings have been run"
+    return ""
+
+
+def _shrunk(plan: Plan, found: Found, earlier: Mapping[str, Sequence[str]]) -> list[str]:
+    """How what is there is less than the paper's study."""
+    lines, study = [], plan.study
+    if plan.rounds != study.rounds:
+        lines.append(f"{count(plan.rounds, 'round')} instead of {study.rounds:,}")
+    for task, own in found.items():
+        absent = [arm.series for arm in study.arms(task) if arm.series not in own]
+        again = [series for series in absent if series in earlier[task]]
+        missing = [series for series in absent if series not in again]
+        lines += [f"{task}: {', '.join(missing)} not run"] if missing else []
+        lines += [f"{task}: {', '.join(again)} {SUPERSEDED}"] if again else []
+        lines += _seeds(task, study.seeds[task], {s: len(runs) for s, runs in own.items()})
+        lines += small_line(plan, task)
+    return lines
+
+
+def _seeds(task: str, papers: int, ours: Mapping[str, int]) -> list[str]:
+    """How many seeds there are, where they are fewer than the paper's or not all alike."""
+    if not ours or (min(ours.values()) >= papers and len(set(ours.values())) == 1):
+        return []
+    if len(set(ours.values())) == 1:
+        return [f"{task}: {count(min(ours.values()), 'seed')} instead of {papers}"]
+    each = ", ".join(f"{series} {number}" for series, number in ours.items())
+    return [f"{task}: seeds {each} instead of {papers}"]
+
+
+def _partial(found: Found) -> list[str]:
+    """EMNIST with some of its writers."""
+    runs = [run for own in found.get("emnist", {}).values() for run in own]
+    writers = {int(run.spec["clients"]) for run in runs if run.spec["task"] == "emnist"}
+    return [
+        f"EMNIST has {number:,} writers here instead of {ALL_WRITERS:,}"
+        for number in sorted(writers - {ALL_WRITERS})
+    ]

@@ -1,0 +1,266 @@
+"""What a study leaves behind: table.md, table.csv, a figure in three formats, summary.json.
+
+Figures of studies in the paper's layouts: a panel a task, or a row of panels a metric.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedexp import __version__
+from fedexp.analysis.plots import (
+    COLOURS,
+    NAMES,
+    check_writable,
+    colour,
+    entitle,
+    label,
+    log_scale,
+    mean_and_spread,
+    new_figure,
+    save,
+)
+from fedexp.analysis.tables import render_table
+from fedexp.errors import UsageError
+from fedexp.reproduce.study import Findings, Plan
+from fedexp.runs.spec import Outcome
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FIGURES = ("figure.png", "figure.svg", "figure.pdf")
+NOT_COMPARABLE = "the published figures are not comparable line by line with what follows"
+CAUTION = " (shrunk, they prove little)"
+PARTIAL = "cannot be compared with the paper's figures line by line"
+FEWER_SEEDS = "the means are less certain than the paper's"
+
+
+def head_lines(plan: Plan) -> list[str]:
+    """What to know before reading a number; that the study was shrunk comes first."""
+    lines = []
+    if plan.shrunk:
+        caution = FEWER_SEEDS if plan.comparable else NOT_COMPARABLE
+        if plan.comparable and plan.partial:
+            caution = f"{' and '.join(plan.partial)} {PARTIAL}"
+        lines.append(f"{plan.word.upper()}, so {caution}:")
+        lines += [f"  {line}" for line in plan.shrunk]
+    lines += [plan.study.title, _how(plan)]
+    return [*lines, *(f"note: {line}" for line in (*plan.left_out, *plan.study.remarks))]
+
+
+def _how(plan: Plan) -> str:
+    """Mode, rounds and arithmetic; a study without runs, such as toy, has no modes."""
+    rounds = "1 round" if plan.rounds == 1 else f"{plan.rounds:,} rounds"
+    if not plan.jobs:
+        return rounds
+    every = max(job.spec.evaluate_every or 1 for job in plan.jobs)
+    how = f"mode {plan.request.mode}, {rounds}, evaluated every {every}"
+    return f"{how}, arithmetic in {plan.arithmetic}"
+
+
+def source_lines(findings: Findings) -> list[str]:
+    """Where the paper's figures stand, and what to know of them."""
+    sources = [column.source() for column in findings.table.columns]
+    return [
+        f"paper: {each.place}, {each.meaning}{f' ({each.note})' if each.note else ''}"
+        for each in sources
+        if each
+    ]
+
+
+def render(plan: Plan, findings: Findings, how: str) -> str:
+    """The study as text, Markdown, CSV or LaTeX; CSV holds plain numbers, for programs."""
+    if how == "csv":
+        return render_table(how, *findings.table.numbers(plan.comparable, plan.partial)) + "\n"
+    headers = findings.table.headers()
+    cells = findings.table.cells(plan.comparable, plan.partial)
+    if how == "text":
+        headers, cells = _second_to_the_left(headers, cells)
+    grid = render_table(how, headers, cells)
+    return "\n".join(_around(grid, plan, findings, how)) + "\n"
+
+
+def _around(grid: str, plan: Plan, findings: Findings, how: str) -> list[str]:
+    """The table between what to know before it and what the paper says of it."""
+    head = [*head_lines(plan), *source_lines(findings)]
+    said = f"What the paper says, held against these runs{CAUTION if plan.shrunk else ''}:"
+    checks = [check.line() for check in findings.checks]
+    if how == "latex":
+        return [*(f"% {line.strip()}" for line in (*head, said, *checks)), grid]
+    if how == "markdown":
+        quoted = [f"> {line.strip()}  " for line in head]
+        return [*quoted, "", grid, "", said, "", *(f"- {line}" for line in checks)]
+    return [*head, "", grid, "", said, *(f"  {line}" for line in checks)]
+
+
+def _second_to_the_left(
+    headers: Sequence[str], cells: Sequence[Sequence[str]]
+) -> tuple[list[str], list[list[str]]]:
+    """The second column holds names as the first does: fill it up, so that it stays left."""
+    width = max(len(row[1]) for row in (headers, *cells))
+    head, *rows = [[row[0], row[1].ljust(width), *row[2:]] for row in (headers, *cells)]
+    return head, rows
+
+
+def write_all(folder: Path, plan: Plan, findings: Findings) -> list[Path]:
+    """Write everything; the figure's title says when the study was shrunk."""
+    written = [folder / "table.md", folder / "table.csv", folder / "summary.json"]
+    texts = [
+        render(plan, findings, "markdown"),
+        render(plan, findings, "csv"),
+        json.dumps(summary(plan, findings), indent=2, allow_nan=False) + "\n",
+    ]
+    try:
+        for path, text in zip(written, texts, strict=True):
+            path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot write {folder}: {error.strerror}; choose another --out") from None
+    figure = findings.draw()
+    for name in FIGURES:
+        save(figure, folder / name)
+    return [*written, *(folder / name for name in FIGURES)]
+
+
+def check_folder(folder: Path) -> None:
+    """Find out before hours of work that the results cannot be written."""
+    for name in FIGURES:
+        check_writable(folder / name)
+
+
+def summary(plan: Plan, findings: Findings) -> dict[str, Any]:
+    """The study as plain values."""
+    columns = {column.name: column.source() for column in findings.table.columns}
+    sources = {
+        name: {"place": source.place, "meaning": source.meaning, "approximate": source.approximate}
+        for name, source in columns.items()
+        if source
+    }
+    return {
+        "study": plan.study.name,
+        "title": plan.study.title,
+        "fedexp": __version__,
+        "mode": plan.request.mode if plan.jobs else None,
+        "device": plan.devices,
+        "precision": plan.arithmetic,
+        "rounds": plan.rounds,
+        "tasks": list(plan.tasks),
+        "shrunk": list(plan.shrunk),
+        "comparable": plan.comparable and not plan.partial,
+        "left_out": list(plan.left_out),
+        "remarks": list(plan.study.remarks),
+        "published": sources,
+        "lines": findings.table.to_json(plan.comparable, plan.partial),
+        "checks": [
+            {
+                "task": each.task,
+                "claim": each.claim.text,
+                "place": each.claim.place,
+                "holds": each.holds,
+                "seen": each.seen,
+            }
+            for each in findings.checks
+        ],
+    }
+
+
+def figure_title(plan: Plan) -> str:
+    """The study's title, marked where it was shrunk."""
+    return f"{plan.study.title} ({plan.word})" if plan.shrunk else plan.study.title
+
+
+Groups = Mapping[str, Mapping[str, Sequence[Outcome]]]
+# Settings of one algorithm, e.g. values of eps: dark to light, told apart in grey as well.
+SHADES = ("#440154", "#3B528B", "#21918C", "#5EC962", "#E3A008")
+UNSMOOTHED = ("synthetic",)  # nothing is random there, and the paper draws it as it is
+ALL = ("test_accuracy", "train_loss", "train_accuracy", "server_lr")
+
+
+def study_figure(
+    groups: Groups,
+    title: str,
+    metrics: Sequence[str],
+    *,
+    targets: Mapping[str, float] | None = None,
+    window: int = 1,
+) -> Figure:
+    """One row of panels a metric, one column a task; a single metric is the paper's Figure 3.
+
+    Args:
+        groups: outcomes by task and series, seed by seed.
+        title: over all panels.
+        metrics: fields of the records.
+        targets: levels of the first metric, by task.
+        window: rounds of the moving average.
+    """
+    tasks = list(groups)
+    figure, axes = new_figure(len(tasks), rows=len(metrics))
+    for row, metric in enumerate(metrics):
+        for column, task in enumerate(tasks):
+            panel = axes[row * len(tasks) + column]
+            draw_panel(panel, groups[task], metric, 1 if task in UNSMOOTHED else window)
+            label(panel, "round", NAMES.get(metric, metric), task if row == 0 else "")
+            if targets and metric == metrics[0] and task in targets:
+                panel.axhline(targets[task], color="#555555", linewidth=0.9, linestyle=":")
+    _finish(figure, axes, title)
+    return figure
+
+
+def task_figure(groups: Groups, title: str, metrics: Sequence[str], **more: Any) -> Figure:
+    """One task in a row of panels, one a metric, as the paper's Figures 8 to 11; else by task."""
+    if len(groups) != 1:
+        return study_figure(groups, title, metrics[:1], **more)
+    ((task, series),) = groups.items()
+    figure, axes = new_figure(len(metrics))
+    for panel, metric in zip(axes, metrics, strict=True):
+        draw_panel(panel, series, metric, more.get("window", 1))
+        label(panel, "round", NAMES.get(metric, metric))
+    if task in (targets := more.get("targets") or {}):
+        axes[0].axhline(targets[task], color="#555555", linewidth=0.9, linestyle=":")
+    _finish(figure, axes, f"{title}: {task}")
+    return figure
+
+
+def draw_panel(
+    axes: Axes, series: Mapping[str, Sequence[Outcome]], metric: str, window: int = 1
+) -> None:
+    """A line for the mean of each series, a band for one standard deviation."""
+    from matplotlib.ticker import MaxNLocator
+
+    lowest, highest = np.inf, 0.0
+    for name, shade in zip(series, shades(series), strict=True):
+        rounds, mean, spread = mean_and_spread([o.curve(metric) for o in series[name]], window)
+        if not len(rounds):
+            continue
+        dot = "o" if len(rounds) == 1 else None
+        axes.plot(rounds, mean, color=shade, linewidth=1.5, marker=dot, label=name)
+        if spread.any():
+            least = 0.0 if metric.endswith("accuracy") else mean.min() / 2  # which has a logarithm
+            low = np.maximum(mean - spread, least)
+            axes.fill_between(rounds, low, mean + spread, color=shade, alpha=0.15, lw=0)
+        lowest, highest = min(lowest, float(mean.min())), max(highest, float(mean.max()))
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    if not metric.endswith("accuracy") and 0 < 100 * lowest < highest:
+        log_scale(axes)
+
+
+def shades(series: Mapping[str, Any]) -> list[str]:
+    """An algorithm's own colour; for settings of one algorithm, shades in their order."""
+    if all(name in COLOURS for name in series):
+        return [colour(name) for name in series]
+    return [SHADES[k % len(SHADES)] for k in range(len(series))]
+
+
+def _finish(figure: Figure, axes: Sequence[Axes], title: str) -> None:
+    drawn = [panel for panel in axes if panel.get_legend_handles_labels()[1]]
+    for panel in axes:
+        panel.set_visible(panel in drawn)  # a task may lack a metric
+    if drawn:
+        fullest = max(drawn, key=lambda panel: len(panel.get_legend_handles_labels()[1]))
+        fullest.legend(frameon=False, fontsize=8)
+    entitle(figure, title)

@@ -1,0 +1,291 @@
+"""What the paper prints, read from `published.toml`: figures, targets and claims.
+
+Ours beside the paper's: lines of values, their differences, and the cells of a table.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number with what is known of it.
+
+    Attributes:
+        mean: the number, or None where there is none.
+        spread: its standard deviation, or None.
+        more: whether the true number is more than that.
+        remark: why it is not a plain number, e.g. "diverged".
+    """
+
+    mean: float | None
+    spread: float | None = None
+    more: bool = False
+    remark: str = ""
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """A column of the paper: what was measured, in which unit, and the values.
+
+    Attributes:
+        place: table, figure or section.
+        meaning: what the number is.
+        unit: "rounds", "times" or "%".
+        approximate: whether it comes from no table: of two digits, its place inferred.
+        values: by task and series; a series is an algorithm or a setting.
+        note: what to know before relying on it.
+    """
+
+    place: str
+    meaning: str
+    unit: str
+    approximate: bool
+    values: Mapping[str, Mapping[str, Value]]
+    note: str = ""
+
+    def find(self, task: str, series: str) -> Value | None:
+        """The published value, or None where the paper has none."""
+        return self.values.get(task, {}).get(series)
+
+
+@dataclass(frozen=True)
+class Claim:
+    """What the paper says in words, and where."""
+
+    text: str
+    place: str
+
+
+def quantity(name: str) -> Quantity:
+    """A quantity by name.
+
+    >>> quantity("table1-rounds").find("cifar100", "scaffold")
+    Value(mean=500.0, spread=None, more=True, remark='')
+    """
+    raw = dict(_document()["quantities"][name])
+    values = {
+        task: {series: parse(value) for series, value in row.items()}
+        for task, row in raw.pop("values").items()
+    }
+    return Quantity(**raw, values=values)
+
+
+def claim(study: str, key: str) -> Claim:
+    """A claim of a study."""
+    return Claim(**_document()["claims"][study][key])
+
+
+def target(task: str) -> float:
+    """The target accuracy of Table 1, as a fraction."""
+    return float(_document()["targets"]["values"][task]) / 100
+
+
+def parse(value: Any) -> Value:
+    """A value as `published.toml` writes it.
+
+    >>> parse([86.96, 0.58]), parse(">2.06").more
+    (Value(mean=86.96, spread=0.58, more=False, remark=''), True)
+    """
+    if isinstance(value, list):
+        mean, spread = value
+        return Value(float(mean), float(spread))
+    text = str(value)
+    return Value(float(text.removeprefix(">")), more=text.startswith(">"))
+
+
+@cache
+def _document() -> dict[str, Any]:
+    return tomllib.loads((files("fedexp.reproduce") / "published.toml").read_text("utf-8"))
+
+
+NOTHING = "-"
+
+
+@dataclass(frozen=True)
+class Column:
+    """A quantity of ours; `published` names the paper's, where it prints one."""
+
+    name: str
+    unit: str
+    published: str | None = None
+
+    def source(self) -> Quantity | None:
+        return quantity(self.published) if self.published else None
+
+
+@dataclass(frozen=True)
+class Line:
+    """What one series of one task came to, by column name."""
+
+    task: str
+    series: str
+    values: Mapping[str, Value]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Lines and their columns. `series` is what the second column is called."""
+
+    columns: tuple[Column, ...]
+    lines: tuple[Line, ...]
+    series: str = "algorithm"
+
+    def headers(self) -> list[str]:
+        names = ["task", self.series]
+        for column in self.columns:
+            names.append(column.name)
+            if column.published:
+                names += [_word(column), "difference"]
+        return names
+
+    def cells(self, comparable: bool, partial: Collection[str] = ()) -> list[list[str]]:
+        """Texts; differences only where they mean something: not of tasks with partial data."""
+        return [self._row(line, comparable and line.task not in partial) for line in self.lines]
+
+    def _row(self, line: Line, comparable: bool) -> list[str]:
+        row = [line.task, line.series]
+        for column in self.columns:
+            ours = line.values.get(column.name)
+            row.append(text_of(ours, column.unit))
+            if source := column.source():
+                theirs = source.find(line.task, line.series)
+                row.append(text_of(theirs, column.unit, exact=not source.approximate))
+                gap = difference(ours, theirs) if comparable else None
+                row.append(signed(gap, column.unit))
+        return row
+
+    def numbers(
+        self, comparable: bool, partial: Collection[str] = ()
+    ) -> tuple[list[str], list[list[str]]]:
+        """Headers and cells for programs: plain numbers, empty where there is none."""
+        rows, headers = [], ["task", self.series]
+        for line in self.to_json(comparable, partial):
+            flat = {key: line[key] for key in headers[:2]}
+            for column in self.columns:
+                flat |= _flat(column, line[column.name])
+            headers = [*flat, "comparable"]
+            cells = ["" if cell is None else str(cell) for cell in flat.values()]
+            rows.append([*cells, "yes" if comparable and line["task"] not in partial else "no"])
+        return headers, rows
+
+    def to_json(self, comparable: bool, partial: Collection[str] = ()) -> list[dict[str, Any]]:
+        """One object a line, numbers as numbers."""
+        rows = []
+        for line in self.lines:
+            row: dict[str, Any] = {"task": line.task, self.series: line.series}
+            whole = comparable and line.task not in partial
+            for column in self.columns:
+                row[column.name] = _as_json(line.values.get(column.name), column, line, whole)
+            rows.append(row)
+        return rows
+
+
+def difference(ours: Value | None, theirs: Value | None) -> float | None:
+    """Ours less the paper's, where both are plain numbers.
+
+    >>> difference(Value(200.0), Value(186.0)), difference(Value(200.0), Value(500.0, more=True))
+    (14.0, None)
+    """
+    if ours is None or theirs is None or ours.mean is None or theirs.mean is None:
+        return None
+    return None if ours.more or theirs.more else ours.mean - theirs.mean
+
+
+def text_of(value: Value | None, unit: str, exact: bool = True) -> str:
+    """A value as a cell; one that is not exact has no more digits than it came with.
+
+    >>> text_of(Value(86.96, 0.58), "%"), text_of(Value(500.0, more=True), "rounds")
+    ('86.96% ± 0.58', '>500')
+    """
+    if value is None:
+        return NOTHING
+    if value.mean is None:
+        return value.remark or NOTHING
+    more = ">" if value.more else ""
+    spread = f" ± {_number(value.spread, unit)}" if value.spread is not None else ""
+    remark = f" ({value.remark})" if value.remark else ""
+    number = _number(value.mean, unit) if exact else f"{value.mean:g}"
+    return f"{more}{number}{_sign(unit)}{spread}{remark}"
+
+
+def signed(gap: float | None, unit: str) -> str:
+    """A difference as a cell, its sign always shown."""
+    if gap is None:
+        return NOTHING
+    return f"{'+' if gap >= 0 else '-'}{_number(abs(gap), unit)}{_sign(unit)}"
+
+
+def winners(values: Mapping[str, Value], lowest: bool) -> list[str]:
+    """The series with the lowest or highest plain number; several where they tie.
+
+    >>> winners({"a": Value(3.0), "b": Value(2.0), "c": Value(1.0, more=True)}, lowest=True)
+    ['b']
+    """
+    known = {name: v.mean for name, v in values.items() if v.mean is not None and not v.more}
+    top = (min if lowest else max)(known.values(), default=None)
+    return [name for name, number in known.items() if number == top]
+
+
+def best(values: Mapping[str, Value], lowest: bool) -> str | None:
+    """The first of the winners, or None where there is no number."""
+    return next(iter(winners(values, lowest)), None)
+
+
+def by_task(lines: Sequence[Line], column: str) -> dict[str, dict[str, Value]]:
+    """The values of a column, by task and series."""
+    found: dict[str, dict[str, Value]] = {}
+    for line in lines:
+        if column in line.values:
+            found.setdefault(line.task, {})[line.series] = line.values[column]
+    return found
+
+
+def _word(column: Column) -> str:
+    source = column.source()
+    return "paper (approx.)" if source and source.approximate else "paper"
+
+
+def _number(number: float, unit: str) -> str:
+    if unit == "rounds":
+        return f"{number:.1f}".removesuffix(".0")
+    return f"{number:.2f}" if unit in ("%", "times") else f"{number:.3g}"
+
+
+def _sign(unit: str) -> str:
+    return {"%": "%", "times": "x"}.get(unit, "")
+
+
+def _flat(column: Column, entry: Mapping[str, Any]) -> dict[str, Any]:
+    ours = entry["ours"] or {}
+    values = {"": ours.get("mean"), " std": ours.get("spread"), " at least": ours.get("more")}
+    if column.published:
+        paper = entry["paper"] or {}
+        values |= {" paper": paper.get("mean"), " paper at least": paper.get("more")}
+        values[" difference"] = entry["difference"]
+    return {f"{column.name}{ending}": value for ending, value in values.items()}
+
+
+def _as_json(value: Value | None, column: Column, line: Line, comparable: bool) -> dict[str, Any]:
+    source = column.source()
+    theirs = source.find(line.task, line.series) if source else None
+    gap = difference(value, theirs) if comparable else None
+    entry: dict[str, Any] = {"unit": column.unit, "ours": _plain(value)}
+    if source:
+        entry |= {"paper": _plain(theirs), "difference": _rounded(gap)}
+    return entry
+
+
+def _plain(value: Value | None) -> dict[str, Any] | None:
+    return {name: _rounded(each) for name, each in vars(value).items()} if value else None
+
+
+def _rounded(value: Any) -> Any:
+    """Without the digits that are the arithmetic's alone: 72.13, not 72.13000000000001."""
+    return float(f"{value:.10g}") if isinstance(value, float) else value

@@ -1,0 +1,106 @@
+"""The synthetic regression: the first panel of Figure 3, and the step sizes of Figure 7."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedexp.analysis.plots import entitle, label, new_figure
+from fedexp.reproduce.measures import final_loss, grouped
+from fedexp.reproduce.output import draw_panel, figure_title
+from fedexp.reproduce.published import Column, Line, Table, Value, best, claim
+from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study
+from fedexp.runs.spec import Outcome
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ALGORITHMS = ("fedexp", "fedavg", "scaffold", "fedadagrad")
+CONSTANT = "fedavg"  # its step size is the constant one that Figure 7 sets against FedExP's
+LOSS, STEP, LARGEST = "final training loss", "median server step", "largest server step"
+COLUMNS = (Column(LOSS, ""), Column(STEP, ""), Column(LARGEST, ""))
+Series = Mapping[str, Sequence[Outcome]]
+
+
+def measure(plan: Plan, results: Sequence[Result]) -> Findings:
+    """Final losses, and how FedExP's step size compares with the constant one."""
+    series = grouped(results)["synthetic"]
+    lines = tuple(_line(name, runs) for name, runs in series.items())
+    checks = (*_order(lines), *_steps(series))
+    return Findings(Table(COLUMNS, lines), checks, lambda: _draw(plan, series))
+
+
+def _line(name: str, runs: Sequence[Outcome]) -> Line:
+    steps = _server_steps(runs)
+    values = {
+        LOSS: final_loss(runs),
+        STEP: Value(float(np.median(steps))),
+        LARGEST: Value(float(steps.max())),
+    }
+    return Line("synthetic", name, values)
+
+
+def _server_steps(runs: Sequence[Outcome]) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+    steps = np.concatenate([run.curve("server_lr") for run in runs])
+    return steps[~np.isnan(steps)]
+
+
+def _order(lines: Sequence[Line]) -> tuple[Check, ...]:
+    losses = {line.series: line.values[LOSS] for line in lines}
+    others = {name: value for name, value in losses.items() if name != "fedexp"}
+    next_best = best(others, lowest=True)
+    ours = losses["fedexp"].mean
+    if ours is None or next_best is None:
+        return tuple(Check(claim("synthetic", k), None, "diverged") for k in ("order", "orderwise"))
+    theirs = others[next_best].mean
+    assert theirs is not None
+    known = [name for name, value in losses.items() if value.mean is not None]
+    order = " < ".join(sorted(known, key=lambda name: losses[name].mean or 0.0))
+    factor = theirs / ours if ours else float("inf")
+    return (
+        Check(claim("synthetic", "order"), ours < theirs, order),
+        Check(claim("synthetic", "orderwise"), factor >= 10, f"{factor:.2g} times {next_best}'s"),
+    )
+
+
+def _steps(series: Series) -> tuple[Check, ...]:
+    steps, constant = _server_steps(series["fedexp"]), float(_server_steps(series[CONSTANT])[0])
+    above = int((steps > constant).sum())
+    seen = f"above {constant:g} in {above} of {len(steps)}, up to {steps.max():.3g}"
+    return (
+        Check(claim("synthetic", "some"), above > 0, seen),
+        Check(claim("synthetic", "not-all"), above < len(steps), f"least {steps.min():.3g}"),
+    )
+
+
+def _draw(plan: Plan, series: Series) -> Figure:
+    figure, (loss, step) = new_figure(2)
+    draw_panel(loss, series, "train_loss")
+    label(loss, "round", "training loss", "Figure 3, first panel")
+    draw_panel(step, {"fedexp": series["fedexp"]}, "server_lr")
+    constant = float(_server_steps(series[CONSTANT])[0])
+    text = "FedAvg's and SCAFFOLD's best"
+    step.axhline(constant, color="#0072B2", linewidth=1.4, linestyle="--", label=text)
+    step.set_ylim(0, 1.3 * float(_server_steps(series["fedexp"]).max()))  # room for the legend
+    label(step, "round", r"$\eta_g$", "Figure 7: server step size")
+    for panel in (loss, step):
+        panel.legend(frameon=False, fontsize=9)
+    entitle(figure, figure_title(plan))
+    return figure
+
+
+STUDY = Study(
+    name="synthetic",
+    title="Figures 3 and 7: synthetic linear regression, loss and server step size",
+    needs="seconds on a CPU",
+    rounds=200,
+    seeds={"synthetic": 1},
+    arms=lambda task: [Arm(name, name) for name in ALGORITHMS],
+    measure=measure,
+    whole=True,
+    evaluate_every=1,
+    small_rounds=200,
+    remarks=("the paper prints no number for it; 200 rounds are those of the released code",),
+)

@@ -1,0 +1,278 @@
+"""Files that are whole or not there: written beside, forced to the disk, then renamed.
+
+Checks of stored files whose bytes may be anybody's: shared folders, archives, damaged disks.
+
+A digest proves that a file is as it was written, not who wrote it. So whatever a reader relies on
+is checked here first: types, ranges and file names. What fails is one line for the user.
+
+`records.jsonl`: one JSON object a round, added line by line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from functools import partial
+from io import FileIO
+from pathlib import Path
+from typing import Any
+
+from fedexp.errors import UsageError, shown
+
+PRIVATE = 0o600  # for what only the owner of a run may read: environment, checkpoints, states
+
+
+def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Put `data` in the place of the file at once, for readers and for a loss of power alike.
+
+    Whoever writes holds the folder's lock, so one name beside is enough. The file gets `mode`, less
+    the process's umask, from its first byte on.
+    """
+    beside = temporary(path)
+    try:
+        beside.unlink(missing_ok=True)  # one that was left behind would keep its own mode
+        with open(beside, "wb", opener=partial(os.open, mode=mode)) as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        with suppress(OSError):
+            beside.unlink(missing_ok=True)  # on a full disk its room is needed
+        raise
+    sync_folder(path.parent)
+
+
+def write_json(path: Path, value: Any, indent: int | None = 2, mode: int = 0o666) -> None:
+    """The value as JSON, at once; on one line where `indent` is None."""
+    write_bytes(path, (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode(), mode)
+
+
+def temporary(path: Path) -> Path:
+    """Where a file is written before it takes its name."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in the folder last; some file systems have no such call, and need none."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+@contextmanager
+def telling(folder: Path) -> Iterator[None]:
+    """A disk that is full or read-only is told in one line."""
+    try:
+        yield
+    except OSError as error:
+        raise UsageError(
+            f"cannot write to {folder}: {error.strerror or error}; make room or choose another "
+            "folder (what was stored is intact)"
+        ) from error
+
+
+LARGEST = 2**63  # of whole numbers: larger ones do not fit what they are counted in
+PART_NAME = re.compile(r"checkpoint-[A-Za-z0-9-]{1,80}\.safetensors")
+
+NUMBER = (int, float)
+# What `spec_from` takes from a frozen spec, and the columns that tables and figures are made of.
+SPEC_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "task": str,
+    "algorithm": str,
+    "mode": str,
+    "seed": int,
+    "rounds": int,
+    "evaluate_every": int,
+    "engine": str,
+    "deterministic": bool,
+    "set": dict,
+    "options": dict,
+}
+OPTIONAL_FIELDS: dict[str, type | tuple[type, ...]] = {
+    "cohort": int,
+    "clients": int,
+    "device": str,
+    "precision": str,
+    "stop_at": NUMBER,
+}
+COLUMNS = ("server_lr", "local_lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
+
+
+def parse_json(data: bytes) -> Any:
+    """Return the value of JSON; raise `ValueError` for anything else, however deeply nested."""
+    try:
+        return json.loads(data)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """Return the table of TOML; raise `ValueError` for anything else, however deeply nested."""
+    try:
+        return tomllib.loads(text)
+    except RecursionError:
+        raise ValueError("nested too deeply") from None
+
+
+def finite(value: Any) -> Any:
+    """Return a value as JSON can hold it: numbers that are not finite become null.
+
+    >>> finite({"loss": [1.0, float("nan")]})
+    {'loss': [1.0, None]}
+    """
+    if isinstance(value, Mapping):
+        return {name: finite(each) for name, each in value.items()}
+    if isinstance(value, list):
+        return [finite(each) for each in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def spec_fault(spec: Mapping[str, Any]) -> str | None:
+    """Return what a frozen spec lacks to be one; None where nothing."""
+    for name, kind in {**SPEC_FIELDS, **OPTIONAL_FIELDS}.items():
+        if name not in spec and name in OPTIONAL_FIELDS:
+            continue
+        if not _is(spec.get(name), kind):
+            return f"its {name} is {shown(spec.get(name, 'missing'))}"
+        if isinstance(spec[name], str) and not spec[name].isprintable():
+            return f"its {name} is not a name"
+    if not all(isinstance(value, str) for value in spec["set"].values()):
+        return "its set holds something else than text"
+    return None
+
+
+def row_fault(row: Any, number: int) -> str | None:
+    """Return why a value is not the row of a round, which the rows are numbered by; None if it is.
+
+    Rows of runs on Flower hold the clients' metrics as objects and lists too.
+    """
+    if not isinstance(row, dict) or not _is(row.get("round"), int) or row["round"] != number:
+        return "it is not of its round"
+    if not is_duration(row.get("seconds", 0.0)):
+        return "its seconds are no time"
+    for name, value in row.items():
+        plain = value is None or isinstance(value, bool) or _is(value, NUMBER)
+        if not plain and (name in COLUMNS or not isinstance(value, dict | list)):
+            return f"its {shown(name)} is no number"
+    return None
+
+
+def result_fault(result: Any) -> str | None:
+    """Return why a value is not the result of a run; None where it is one."""
+    if not isinstance(result, dict) or not _is(result.get("rounds"), int) or result["rounds"] < 0:
+        return "it has no rounds"
+    if not is_duration(result.get("seconds")):
+        return "it has no seconds"
+    at = result.get("diverged_at")
+    if not (at is None or _is(at, int)):
+        return "it diverged in no round"
+    words = (result.get("status"), result.get("reason", ""))
+    if not all(isinstance(word, str) and word.isprintable() for word in words):
+        return "it has no status"
+    return None
+
+
+def is_count(value: Any, least: int = 0, most: int = LARGEST) -> bool:
+    """Return whether a value is a whole number in a range."""
+    return _is(value, int) and least <= value <= most
+
+
+def is_duration(value: Any) -> bool:
+    """Return whether a value is a number of seconds."""
+    return _is(value, NUMBER) and 0 <= value < math.inf
+
+
+def is_part_name(value: Any) -> bool:
+    """Return whether a value names a file of tensors of the checkpoint's own folder.
+
+    >>> is_part_name("checkpoint-12-clients-0.safetensors"), is_part_name("../checkpoint-1.x")
+    (True, False)
+    """
+    return isinstance(value, str) and PART_NAME.fullmatch(value) is not None
+
+
+def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
+    """Whether a value is of a type; a boolean is no number, and no number is huge."""
+    if isinstance(value, bool) and kind is not bool:
+        return False
+    huge = isinstance(value, int) and abs(value) > LARGEST
+    return isinstance(value, kind) and not huge
+
+
+RECORDS = "records.jsonl"
+Row = dict[str, Any]
+
+
+class DamagedError(UsageError):
+    """What is stored is not as it was written; `what` says where, without the remedy."""
+
+    @property
+    def what(self) -> str:
+        return str(self.args[0])
+
+    def __str__(self) -> str:
+        return f"{self.what}; mend that, or begin again with --restart"
+
+
+def read_rows(folder: Path, size: int | None = None) -> list[Row]:
+    """The rows among the first `size` bytes, or all.
+
+    A last line that was cut off while it was written is left out; any other damage is refused,
+    since what lies behind it cannot be trusted.
+    """
+    path = folder / RECORDS
+    data = path.read_bytes() if path.exists() else b""
+    if size is not None and len(data) < size:
+        raise DamagedError(f"{path} is shorter than its checkpoint says")
+    lines = data[:size].split(b"\n")
+    rows = []
+    for number, line in enumerate(lines[:-1], start=1):
+        rows.append(_parsed(line, number, path))
+    return rows
+
+
+def _parsed(line: bytes, number: int, path: Path) -> Row:
+    try:
+        row: Row = parse_json(line)
+    except ValueError:
+        raise DamagedError(f"{path} is damaged at line {number}") from None
+    if (fault := row_fault(row, number)) is not None:
+        raise DamagedError(f"{path} is damaged at line {number}: {fault}")
+    return row
+
+
+class RecordFile:
+    """The open end of the records; everything after `size` bytes is cut off first.
+
+    Nothing waits in memory: what a full disk refused must not be tried again when it is closed.
+    """
+
+    def __init__(self, folder: Path, size: int) -> None:
+        path = folder / RECORDS
+        self._file: FileIO = path.open("ab", buffering=0)
+        if path.stat().st_size > size:
+            self._file.truncate(size)
+        self.size = size
+
+    def append(self, row: Row) -> None:
+        line = (json.dumps(row, allow_nan=False) + "\n").encode()
+        left = memoryview(line)
+        while left:
+            left = left[self._file.write(left) :]
+        self.size += len(line)
+
+    def sync(self) -> None:
+        """Force the rows to the disk: a checkpoint is about to rely on them."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()

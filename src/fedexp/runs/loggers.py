@@ -1,0 +1,217 @@
+"""Others who watch a run: TensorBoard, Weights & Biases, MLflow.
+
+A consumer hears of the beginning, of every round and of the end. None of them is needed to keep a
+run: the run folder holds everything already.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedexp.errors import UsageError, unknown_name
+from fedexp.optional import extra
+
+PROJECT = "fedexp"
+MLFLOW_ID = "mlflow-run-id"
+
+
+class ConsumerWarning(UserWarning):
+    """A consumer failed while the run went on."""
+
+
+class Consumer(Protocol):
+    """Told of a run as it happens."""
+
+    def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
+        """The run begins: `spec` as in spec.toml, after `resumed_from` rounds done before."""
+
+    def on_round(self, row: Mapping[str, Any]) -> None:
+        """A round is over."""
+
+    def end(self, result: Mapping[str, Any] | None) -> None:
+        """The run is over; None where it was interrupted and can be resumed."""
+
+
+class TensorBoard:
+    """Event files in the run folder, so that `tensorboard --logdir runs` shows every run."""
+
+    def __init__(self, writer: Callable[..., Any], folder: Path) -> None:
+        self._new_writer, self._folder = writer, folder
+        self._writer: Any = None
+
+    def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
+        # A run that was killed, or is begun again, has told of rounds that now come once more.
+        self._writer = self._new_writer(str(self._folder), purge_step=resumed_from + 1)
+        if not resumed_from:
+            self._writer.add_text("spec", _as_markdown(flat(spec)), 0)
+
+    def on_round(self, row: Mapping[str, Any]) -> None:
+        for name, value in scalars(row).items():
+            self._writer.add_scalar(_grouped(name), value, row["round"])
+        self._writer.flush()  # what waits in memory is lost to SIGKILL, and is not told again
+
+    def end(self, result: Mapping[str, Any] | None) -> None:
+        self._writer.close()
+
+
+class Wandb:
+    """A run of Weights & Biases, offline with WANDB_MODE=offline; resumed under the same id."""
+
+    def __init__(self, wandb: Any, folder: Path) -> None:
+        self._wandb, self._folder = wandb, folder
+        self._run: Any = None
+
+    def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
+        name = self._folder.resolve().name
+        self._run = self._wandb.init(
+            project=os.environ.get("WANDB_PROJECT", PROJECT),
+            id=name,
+            name=name,
+            dir=str(self._folder),
+            config=flat(spec),
+            resume="allow",
+        )
+
+    def on_round(self, row: Mapping[str, Any]) -> None:
+        self._run.log(scalars(row), step=row["round"])
+
+    def end(self, result: Mapping[str, Any] | None) -> None:
+        self._run.summary["status"] = result["status"] if result else "interrupted"
+        self._run.finish(exit_code=0 if result else 1)
+
+
+class MLflow:
+    """A run of MLflow, wherever MLFLOW_TRACKING_URI points; its id is kept in the run folder."""
+
+    def __init__(self, mlflow: Any, folder: Path) -> None:
+        self._mlflow, self._folder = mlflow, folder
+        self._told = 0  # MLflow cannot forget a round, so none may be told twice
+
+    def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
+        self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
+        known = self._folder / MLFLOW_ID
+        before = known.read_text().strip() if resumed_from and known.exists() else None
+        run = self._mlflow.start_run(run_id=before, run_name=self._folder.resolve().name)
+        if before is None:
+            known.write_text(run.info.run_id + "\n")
+            self._mlflow.log_params(flat(spec))
+        else:
+            history = self._mlflow.MlflowClient().get_metric_history(before, "clients")
+            self._told = max((metric.step for metric in history), default=0)
+
+    def on_round(self, row: Mapping[str, Any]) -> None:
+        if row["round"] > self._told:
+            self._mlflow.log_metrics(scalars(row), step=row["round"])
+
+    def end(self, result: Mapping[str, Any] | None) -> None:
+        if result:
+            self._mlflow.set_tag("status", result["status"])
+        self._mlflow.end_run("FINISHED" if result else "KILLED")
+
+
+class Guarded:
+    """A consumer whose failure is told in a line and does not cost the run.
+
+    What fails at the beginning is a setting to mend; what fails later, a server that went away.
+    """
+
+    def __init__(self, name: str, consumer: Consumer) -> None:
+        self._name, self._consumer, self._lost = name, consumer, False
+
+    def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
+        try:
+            self._consumer.begin(spec, resumed_from)
+        except Exception as error:
+            raise UsageError(f"cannot log to {self._name}: {_first_line(error)}") from error
+
+    def on_round(self, row: Mapping[str, Any]) -> None:
+        self._try(lambda: self._consumer.on_round(row))
+
+    def end(self, result: Mapping[str, Any] | None) -> None:
+        self._try(lambda: self._consumer.end(result))
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if self._lost:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._lost = True
+            warnings.warn(
+                f"{self._name} is told no more: {_first_line(error)}; the run goes on, and its "
+                "folder has every round",
+                ConsumerWarning,
+                stacklevel=3,
+            )
+
+
+def _tensorboard(folder: Path) -> Consumer:
+    extra("tensorboard", "TensorBoard", group="tensorboard")
+    from torch.utils.tensorboard import SummaryWriter
+
+    return TensorBoard(SummaryWriter, folder)
+
+
+def _wandb(folder: Path) -> Consumer:
+    return Wandb(extra("wandb", "Weights & Biases", group="wandb"), folder)
+
+
+def _mlflow(folder: Path) -> Consumer:
+    return MLflow(extra("mlflow", "MLflow", "mlflow-skinny", group="mlflow"), folder)
+
+
+CONSUMERS: dict[str, Callable[[Path], Consumer]] = {
+    "tensorboard": _tensorboard,
+    "wandb": _wandb,
+    "mlflow": _mlflow,
+}
+
+
+def consumer_named(name: str, folder: Path) -> Consumer:
+    """The consumer of that name for the run in `folder`; a missing library is told at once."""
+    if name not in CONSUMERS:
+        raise unknown_name("consumer of runs", name, CONSUMERS)
+    return Guarded(name, CONSUMERS[name](folder))
+
+
+def scalars(row: Mapping[str, Any]) -> dict[str, float]:
+    """The finite numbers of a round, without its number.
+
+    >>> scalars({"round": 3, "train_loss": 0.5, "test_loss": None, "clients": 10})
+    {'train_loss': 0.5, 'clients': 10.0}
+    """
+    known = {k: v for k, v in row.items() if k != "round" and isinstance(v, int | float)}
+    return {name: float(value) for name, value in known.items() if math.isfinite(value)}
+
+
+def flat(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A spec with dotted names instead of tables.
+
+    >>> flat({"task": "toy", "options": {"server.eps": 0.0}})
+    {'task': 'toy', 'options.server.eps': 0.0}
+    """
+    pairs: dict[str, Any] = {}
+    for name, value in spec.items():
+        inside = isinstance(value, Mapping)
+        pairs |= flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
+    return pairs
+
+
+def _grouped(name: str) -> str:
+    """Losses and accuracies in groups of their own: TensorBoard makes one of what is before `/`."""
+    kind = name.rpartition("_")[2]
+    return f"{kind}/{name}" if kind in ("loss", "accuracy") else f"round/{name}"
+
+
+def _as_markdown(pairs: Mapping[str, Any]) -> str:
+    lines = [f"| {name} | {value} |" for name, value in pairs.items()]
+    return "\n".join(["| option | value |", "| --- | --- |", *lines])
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -1,0 +1,283 @@
+"""Runs to keep for good: the rounds as a CSV, and beside it a TOML with all else.
+
+Runs as they lie on the disk: to read, compare and report.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tomli_w
+
+from fedexp.errors import UsageError, require, shown
+from fedexp.runs.files import (
+    RECORDS,
+    DamagedError,
+    Row,
+    parse_json,
+    parse_toml,
+    read_rows,
+    result_fault,
+    row_fault,
+    spec_fault,
+)
+from fedexp.runs.folder import RESULT, read_environment
+from fedexp.runs.spec import (
+    FORMAT,
+    SPEC,
+    Outcome,
+    checked_format,
+    id_of,
+    is_run,
+    read_spec,
+    spec_from,
+)
+
+HEAD = "# A run of fedexp, archived. Its rounds are in the CSV of the same name.\n"
+DIGITS = 7  # what a 32-bit float holds
+TIME_DIGITS = 4
+# Of the environment: not the command nor the platform, which name folders and machines.
+KEPT = (
+    *("fedexp", "python", "torch", "numpy", "device", "threads", "started", "metric", "target"),
+    "git",  # the commits that it was made at
+    "note",  # what whoever archives the run knows of its making
+)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A run as the archive holds it; see `StoredRun`."""
+
+    spec: dict[str, Any]
+    environment: dict[str, Any]
+    rows: list[Row]
+    result: dict[str, Any]
+
+
+def is_archived(path: Path) -> bool:
+    """Whether a file describes an archived run."""
+    if path.suffix != ".toml" or path.name == SPEC or not path.with_suffix(".csv").is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(len(HEAD)) == HEAD.encode()
+
+
+def find_archived(folder: Path) -> list[Path]:
+    """The archived runs anywhere in a folder."""
+    return sorted(path for path in folder.rglob("*.toml") if is_archived(path))
+
+
+def texts(run: Parts) -> tuple[str, str]:
+    """The TOML and the CSV of a run.
+
+    A column with one value is a line of the TOML; one without any is left out.
+    """
+    columns = {
+        name: [_rounded(name, row.get(name)) for row in run.rows] for name in _names(run.rows)
+    }
+    constant = {name: own[0] for name, own in columns.items() if name != "round" and _same(own)}
+    varying = [name for name in columns if name not in constant]
+    table = _csv(varying, [[columns[name][at] for name in varying] for at in range(len(run.rows))])
+    own = {name: value for name, value in run.spec.items() if name not in ("format", "id")}
+    format = run.spec.get("format", FORMAT)
+    described = {
+        "format": format,
+        "id": id_of(own, format),
+        "result": {n: _rounded(n, value) for n, value in _known(run.result).items()},
+        "environment": _known({name: run.environment.get(name) for name in KEPT}),
+        "constant": constant,
+        "spec": own,
+    }
+    return HEAD + tomli_w.dumps({"sha256": _digest(described, table), **described}), table
+
+
+def read_archived(path: Path) -> Parts:
+    """Read a run from its TOML and CSV; refuses one that was changed since it was archived."""
+    try:
+        described = parse_toml(path.read_text(encoding="utf-8"))
+        table = path.with_suffix(".csv").read_text(encoding="utf-8")
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(f"{path} is damaged: {shown(error)}; archive the run again") from None
+    _check(path, described, table)
+    spec = described["spec"]
+    rows = _rows(path, described["constant"], table)
+    result = {"diverged_at": None, **described["result"]}
+    identity = {"format": described["format"], "id": described["id"]}
+    return Parts({**identity, **spec}, described["environment"], rows, result)
+
+
+def _check(path: Path, described: Mapping[str, Any], table: str) -> None:
+    checked_format(described, path)
+    own = {name: value for name, value in described.items() if name != "sha256"}
+    require(
+        described.get("sha256") == _digest(own, table),
+        f"{path} or its CSV has been changed since it was archived; put it back, or archive the "
+        "run again with --replace",
+    )
+    tables = ("spec", "constant", "environment", "result")
+    whole = all(isinstance(described.get(name), dict) for name in tables)
+    fault = "a part is missing" if not whole else spec_fault(described["spec"])
+    fault = fault or result_fault(described["result"])
+    if fault is None and not isinstance(described.get("id"), str):
+        fault = "it has no id"
+    require(fault is None, f"{path} is no archived run: {fault}; archive the run again")
+
+
+def _rows(path: Path, constant: Mapping[str, Any], table: str) -> list[Row]:
+    """The rows of the rounds, with the columns that have one value in all of them."""
+    again = "archive the run again"
+    try:
+        rows = [{**constant, **row} for row in _parsed(table)]
+    except (ValueError, TypeError, AttributeError, csv.Error):
+        raise UsageError(f"the CSV of {path} holds something else than numbers; {again}") from None
+    for number, row in enumerate(rows, start=1):
+        fault = row_fault(row, number)
+        require(fault is None, f"the CSV of {path} is damaged at line {number}: {fault}; {again}")
+    return rows
+
+
+def _names(rows: Sequence[Row]) -> list[str]:
+    """The columns that have a number somewhere, in their order; the round is always there."""
+    names = dict.fromkeys(["round", *(name for row in rows for name in row)])
+    return [n for n in names if n == "round" or any(row.get(n) is not None for row in rows)]
+
+
+def _same(values: Sequence[Any]) -> bool:
+    return all(value == values[0] for value in values)
+
+
+def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _rounded(name: str, value: Any) -> Any:
+    digits = TIME_DIGITS if name == "seconds" else DIGITS
+    return float(f"{value:.{digits}g}") if isinstance(value, float) else value
+
+
+def _csv(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(names)
+    writer.writerows([_cell(n, v) for n, v in zip(names, row, strict=True)] for row in rows)
+    return text.getvalue()
+
+
+def _cell(name: str, value: Any) -> str:
+    """Nothing for None, and no more digits than count.
+
+    >>> _cell("train_loss", 0.123456789), _cell("seconds", 1.23456), _cell("round", 500)
+    ('0.1234568', '1.235', '500')
+    """
+    if value is None:
+        return ""
+    digits = TIME_DIGITS if name == "seconds" else DIGITS
+    return f"{value:.{digits}g}" if isinstance(value, float) else str(value)
+
+
+def _parsed(table: str) -> list[Row]:
+    return [
+        {name: _number(cell) for name, cell in row.items()}
+        for row in csv.DictReader(io.StringIO(table))
+    ]
+
+
+def _number(cell: str) -> int | float | None:
+    if not cell:
+        return None
+    return int(cell) if cell.lstrip("-").isdecimal() else float(cell)
+
+
+def _digest(described: Mapping[str, Any], table: str) -> str:
+    text = json.dumps(described, sort_keys=True, default=str) + table
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+@dataclass(frozen=True)
+class StoredRun:
+    """A run folder, read.
+
+    Attributes:
+        folder: where it lies.
+        spec: as in spec.toml.
+        environment: as in environment.json.
+        rows: one a round.
+        result: as in result.json; None while the run is not over.
+    """
+
+    folder: Path
+    spec: dict[str, Any]
+    environment: dict[str, Any]
+    rows: list[Row]
+    result: dict[str, Any] | None
+
+    def outcome(self) -> Outcome:
+        """The run as tables and figures take it; one that is not over has the rows it has."""
+        result = self.result or {}
+        return Outcome(
+            spec_from(self.spec),
+            self.rows,
+            result.get("seconds", sum(row.get("seconds", 0.0) for row in self.rows)),
+            result.get("diverged_at"),
+            status=result.get("status", "unfinished"),
+            reason=result.get("reason", ""),
+            folder=self.folder,
+            stored=len(self.rows),
+        )
+
+
+def load_run(folder: Path) -> StoredRun:
+    """Read a run, finished or not, or archived. `UsageError` for what is no run or is damaged."""
+    if is_archived(folder):
+        parts = read_archived(folder)
+        return StoredRun(folder.with_suffix(""), **vars(parts))
+    spec = read_spec(folder)
+    try:
+        result = _read_result(folder)  # first: a run at work may end between the two
+        rows = read_rows(folder)
+    except OSError as error:
+        raise UsageError(f"cannot read {folder}: {error.strerror}") from None
+    if result is not None and len(rows) != result["rounds"]:
+        raise DamagedError(f"{folder / RECORDS} has {len(rows)} of {result['rounds']} rows")
+    return StoredRun(folder, spec, read_environment(folder), rows, result)
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """The folders that are runs among `paths`, and the runs anywhere inside the others.
+
+    An archived run is named by its TOML.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inside = [path] if is_run(path) or is_archived(path) else _inside(path)
+        if not inside:
+            raise UsageError(f"there is no run in {path}; `fedexp run` and `compare` write them")
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def _inside(path: Path) -> list[Path]:
+    return [*sorted(spec.parent for spec in path.rglob(SPEC)), *find_archived(path)]
+
+
+def _read_result(folder: Path) -> dict[str, Any] | None:
+    path = folder / RESULT
+    if not path.exists():
+        return None
+    try:
+        result: dict[str, Any] = parse_json(path.read_bytes())
+        fault = result_fault(result)
+    except ValueError:
+        fault = "it is not JSON"
+    if fault is not None:
+        raise UsageError(f"{path} is damaged; remove it and run `fedexp resume {folder}`")
+    return result

@@ -1,0 +1,414 @@
+"""`Spec`: an experiment as data, and the run that follows from it.
+
+`Outcome`: the rows of a run and how it ended.
+
+`spec.toml`: a run's frozen spec, readable, and the id that follows from it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import tomllib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import tomli_w
+
+from fedexp.algorithms import ALGORITHMS
+from fedexp.engine import EngineName, Record, simulate
+from fedexp.engine.client_store import KeepClients
+from fedexp.engine.simulation import Sharing
+from fedexp.engine.state import SimulationState
+from fedexp.errors import UsageError, require, shown, unknown_name
+from fedexp.precision import Precision
+from fedexp.runs.files import Row, parse_toml, spec_fault
+from fedexp.runs.fingerprint import Fingerprint, fingerprint
+from fedexp.runs.options import Setup, build_task, setup_for, split_task_options, task_arguments
+from fedexp.tasks import Task
+
+SMALL_MODEL = 100_000  # parameters
+ROUNDING = 1e-9  # of a target
+
+
+@dataclass(frozen=True)
+class Spec:
+    """All choices of one run, by name, as the command line takes them.
+
+    Args:
+        task: name of the task.
+        algorithm: name of the algorithm.
+        seed: of the data, the initial weights, the cohorts and the batches.
+        rounds: None for the task's own number.
+        cohort: clients a round; None for the task's own number, 0 for all clients.
+        mode: "paper", or "authors-code" for what the released code does.
+        evaluate_every: rounds between evaluations; None for the task's own number.
+        engine: "auto", or the name of one: "loop", "threads", "batched", "dense", "quadratic".
+        device: e.g. "cuda"; None for the CPU.
+        precision: "float32", "tf32" or "bf16"; None for what suits the device.
+        stop_at: value of the task's metric at which the run ends early; accuracies may be percent.
+        deterministic: ask torch for the same bits every time, on a GPU too.
+        options: pairs of dotted names and values; `task.*` are arguments of the task.
+    """
+
+    task: str
+    algorithm: str
+    seed: int = 0
+    rounds: int | None = None
+    cohort: int | None = None
+    mode: str = "paper"
+    evaluate_every: int | None = None
+    engine: EngineName = "auto"
+    device: str | None = None
+    precision: Precision | None = None
+    stop_at: float | None = None
+    deterministic: bool = False
+    options: tuple[tuple[str, str], ...] = ()
+
+    def prepare(self, task: Task | None = None) -> Run:
+        """Resolve every name; raises `UsageError` for what does not exist or fit.
+
+        `task` is the spec's own task where it has been built before.
+        """
+        if self.algorithm not in ALGORITHMS:
+            raise unknown_name("algorithm", self.algorithm, ALGORITHMS)
+        of_task, others = split_task_options(dict(self.options))
+        task = task or build_task(self.task, of_task, self.seed, self.mode)
+        setup = setup_for(task, ALGORITHMS[self.algorithm](), self.mode).with_options(others)
+        cohort = task.cohort if self.cohort is None else self.cohort or None
+        stop_at = checked_target(self.stop_at, task.metric, "--stop-at")
+        return Run(self, task, setup, self.rounds or task.rounds, cohort, stop_at)
+
+
+@dataclass(frozen=True, eq=False)
+class Run:
+    """A spec with its names resolved."""
+
+    spec: Spec
+    task: Task
+    setup: Setup
+    rounds: int
+    cohort: int | None
+    stop_at: float | None = None
+
+    @property
+    def is_small(self) -> bool:
+        """Whether splitting an operation over threads costs more than it saves."""
+        return self.task.objective.initial(0)[0].numel() < SMALL_MODEL
+
+    @cached_property
+    def fingerprint(self) -> Fingerprint:
+        """Digests of the data, the initial model and the code; reads them at its first use."""
+        return fingerprint(self.task, self.setup.algorithm, self.spec.seed)
+
+    def reached(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has what the run was to stop at."""
+        value = row.get(self.task.metric)
+        if self.stop_at is None or value is None:
+            return False
+        higher = is_better_higher(self.task.metric)
+        goal = allow_rounding(self.stop_at, higher)
+        return bool(value >= goal if higher else value <= goal)
+
+    def records(
+        self,
+        start: SimulationState | None = None,
+        keep_clients: KeepClients | None = None,
+        sharing: Sharing | None = None,
+    ) -> Iterator[Record]:
+        """Train; one record a round, from the beginning or from the state of an earlier record.
+
+        Arguments are checked at the call. It does not end early at `stop_at`: its reader does.
+        """
+        return simulate(
+            self.task,
+            self.setup.algorithm,
+            self.rounds,
+            self.cohort,
+            self.spec.seed,
+            local=self.setup.local,
+            weighting=self.setup.weighting,
+            evaluate_every=self.spec.evaluate_every,
+            engine=self.spec.engine,
+            device=self.spec.device,
+            precision=self.spec.precision,
+            start=start,
+            keep_clients=keep_clients or KeepClients(),
+            sharing=sharing,
+        )
+
+    def _arguments(self) -> dict[str, Any]:
+        """The arguments of the task, resolved; its seed only where it is not the run's."""
+        of_task, _ = split_task_options(dict(self.spec.options))
+        found = task_arguments(self.spec.task, of_task, self.spec.seed, self.spec.mode)
+        if found.get("seed") == self.spec.seed:
+            del found["seed"]
+        return {name: _plain_value(value) for name, value in found.items()}
+
+    def _changed(self) -> list[str]:
+        if not self.spec.options:
+            return []
+        bare = replace(self.spec, options=()).prepare(self.task)
+        now, before = self._resolved(), bare._resolved()
+        return [name for name in now if name not in before or now[name] != before[name]]
+
+    def _resolved(self) -> dict[str, Any]:
+        of_task = {f"task.{name}": value for name, value in self._arguments().items()}
+        return of_task | self.setup.options()
+
+    def describe(self) -> dict[str, Any]:
+        """The run in full, as plain values: enough to repeat it.
+
+        `set` has options as they were typed, and `changed` names those that have another value than
+        the task and the mode give them; `arguments` and `options` have every one, resolved.
+        """
+        return {
+            "task": self.spec.task,
+            "algorithm": self.spec.algorithm,
+            "mode": self.spec.mode,
+            "seed": self.spec.seed,
+            "rounds": self.rounds,
+            "cohort": self.cohort,
+            "clients": self.task.train.clients,
+            "evaluate_every": self.spec.evaluate_every or self.task.evaluate_every,
+            "engine": self.spec.engine,
+            "device": self.spec.device,
+            "precision": self.spec.precision,
+            "stop_at": self.stop_at,
+            "deterministic": self.spec.deterministic,
+            "set": dict(self.spec.options),
+            "changed": self._changed(),
+            "arguments": self._arguments(),
+            "options": {k: _plain_value(v) for k, v in self.setup.options().items()},
+        }
+
+
+def _plain_value(value: Any) -> Any:
+    """As JSON can hold it: infinity in words, as `--set` takes it."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def is_better_higher(metric: str) -> bool:
+    """Accuracies rise, losses fall."""
+    return metric.endswith("accuracy")
+
+
+def allow_rounding(target: float, higher: bool) -> float:
+    """The target, less what rounding can cost a metric that is a mean of fractions.
+
+    So that 0.7199999999999 is 72 %, as it is once a run is archived with fewer digits.
+
+    >>> 0.1 + 0.7 >= 0.8, 0.1 + 0.7 >= allow_rounding(0.8, higher=True)
+    (False, True)
+    """
+    slack = ROUNDING * abs(target)
+    return target - slack if higher else target + slack
+
+
+def checked_target(value: float | None, metric: str, option: str) -> float | None:
+    """A value of the metric to reach; an accuracy above 1 is taken as percent.
+
+    >>> checked_target(84, "test_accuracy", "--target"), checked_target(None, "train_loss", "")
+    (0.84, None)
+    """
+    if value is None:
+        return None
+    rises = is_better_higher(metric)
+    value = value / 100 if rises and value > 1 else value
+    if not 0 < value < math.inf or (rises and value > 1):
+        raise UsageError(f"{option} must be a positive loss, or an accuracy up to 1 (or 100 %)")
+    return value
+
+
+OnRound = Callable[[Spec, Row], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a run: one row of numbers a round, and how it ended.
+
+    Attributes:
+        spec: what was run.
+        rows: one a round.
+        seconds: time in all.
+        diverged_at: the round in which the run left the range of sensible numbers, if it did.
+        status: "finished", "diverged", "target" for one that stopped there, or "unfinished".
+        reason: what diverged.
+        folder: where the run is kept; None where it is not.
+        stored: how many of the rounds were there before.
+    """
+
+    spec: Spec
+    rows: list[Row]
+    seconds: float
+    diverged_at: int | None = None
+    status: str = "finished"
+    reason: str = ""
+    folder: Path | None = None
+    stored: int = 0
+
+    def curve(self, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """One number a round, NaN where it was not evaluated."""
+        values = [row.get(name) for row in self.rows]
+        known = [v if isinstance(v, int | float) else np.nan for v in values]
+        return np.array(known, dtype=np.float64)
+
+
+TYPED = ("set", "changed")  # how options came about, which decides nothing
+FORMAT = 2  # 1: the id covered options as they were typed, and no arguments of the task
+SPEC = "spec.toml"
+HEAD = "# A run of fedexp, frozen. Continue it with: fedexp resume THIS-FOLDER\n"
+
+
+def frozen(run: Run) -> dict[str, Any]:
+    """Everything that decides what a run computes, as TOML holds it.
+
+    TOML has no null: what is None at the top is left out, and among options it is the word
+    "none", as `--set` takes it.
+    """
+    described = run.describe()
+    plain = {name: _plain(value) for name, value in described.items() if value is not None}
+    return tomllib.loads(tomli_w.dumps(plain))
+
+
+def run_id(run: Run) -> str:
+    """The name of a run: what it is, and the start of a digest of its frozen spec."""
+    return id_of(frozen(run))
+
+
+def folder_of(run: Run, root: Path) -> Path:
+    """Return the folder of a run among all runs; that of an older version where it is there."""
+    spec = frozen(run)
+    folder, older = root / id_of(spec), root / id_of(_first_format(spec), format=1)
+    return older if not is_run(folder) and is_run(older) else folder
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a folder holds a run; before its spec it has nothing that counts."""
+    return (path / SPEC).is_file()
+
+
+def spec_text(spec: Mapping[str, Any], head: str = HEAD) -> str:
+    """The text of `spec.toml` for a frozen spec."""
+    return head + tomli_w.dumps({"format": FORMAT, "id": id_of(spec), **spec})
+
+
+def read_spec(folder: Path) -> dict[str, Any]:
+    """What `spec.toml` holds; refuses one that is damaged, changed, or of another format."""
+    path = folder / SPEC
+    try:
+        spec = parse_toml(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UsageError(f"{folder} is not a run: cannot read {SPEC}: {error.strerror}") from None
+    except ValueError as error:
+        raise UsageError(
+            f"{path} is damaged: {shown(error)}; remove {folder}, and run it again"
+        ) from None
+    format = checked_format(spec, path)
+    own = {name: value for name, value in spec.items() if name not in ("format", "id")}
+    require(
+        own.keys() >= {"task", "algorithm", "seed"} and spec.get("id") == id_of(own, format),
+        f"{path} has been changed since the run began; put it back, or start another run",
+    )
+    fault = spec_fault(own)
+    require(fault is None, f"{path} is not the spec of a run: {fault}; start another run")
+    return spec
+
+
+def checked_format(spec: Mapping[str, Any], path: Path) -> int:
+    """Return the format of a spec; refuse one that this version does not read."""
+    found = spec.get("format")
+    require(
+        type(found) is int and found in (1, FORMAT),
+        f"{path} has format {shown(found)}, this fedexp reads up to {FORMAT}; use the other one",
+    )
+    return int(found or FORMAT)
+
+
+def spec_from(spec: Mapping[str, Any]) -> Spec:
+    """The spec whose run froze to this."""
+    return Spec(
+        task=spec["task"],
+        algorithm=spec["algorithm"],
+        seed=spec["seed"],
+        rounds=spec["rounds"],
+        cohort=spec.get("cohort", 0),
+        mode=spec["mode"],
+        evaluate_every=spec["evaluate_every"],
+        engine=spec["engine"],
+        device=spec.get("device"),
+        precision=spec.get("precision"),
+        stop_at=spec.get("stop_at"),
+        deterministic=spec["deterministic"],
+        options=tuple(spec["set"].items()),
+    )
+
+
+def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to continue a run as another one: an option may have changed its default since."""
+    old = spec.get("format") == 1
+    now, then = (_flat(_compared(each, old)) for each in (wanted, spec))
+    changed = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
+    if changed:
+        name = changed[0]
+        raise UsageError(
+            f"{folder} holds another run: there {shown(name)} is {shown(then.get(name))}, here it "
+            f"is {now.get(name)}; choose another folder"
+        )
+
+
+def id_of(spec: Mapping[str, Any], format: int = FORMAT) -> str:
+    """The id of a frozen spec.
+
+    Options count as they are resolved, not as they were typed; in format 1 both counted.
+
+    >>> spec = {"task": "toy", "algorithm": "fedexp", "seed": 0, "options": {"server.eps": 0.0}}
+    >>> id_of({**spec, "set": {"eps": "0"}}) == id_of({**spec, "set": {}}) == id_of(spec)
+    True
+    """
+    resolved = {name: value for name, value in spec.items() if name not in TYPED}
+    counted = spec if format == 1 else _canonical(resolved)
+    text = json.dumps(counted, sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:10]
+    return f"{spec['task']}-{spec['algorithm']}-s{spec['seed']}-{digest}"
+
+
+def _canonical(value: Any) -> Any:
+    """Write equal numbers as the same text: 1 and 1.0, 0 and -0.0."""
+    if isinstance(value, Mapping):
+        return {name: _canonical(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_canonical(each) for each in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _first_format(spec: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a frozen spec as format 1 had it: without the resolved arguments of the task."""
+    return {n: value for n, value in spec.items() if n not in ("arguments", "changed")}
+
+
+def _compared(spec: Mapping[str, Any], old: bool) -> dict[str, Any]:
+    """Select what must agree: resolved values, or typed options of the task in format 1."""
+    own = {name: value for name, value in spec.items() if name not in ("format", "id", *TYPED)}
+    if old:
+        own = _first_format(own)
+        typed = spec.get("set", {})
+        own["set"] = {name: text for name, text in typed.items() if name.startswith("task.")}
+    return own
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _plain(each) for name, each in value.items()}
+    return "none" if value is None else list(value) if isinstance(value, tuple) else value
+
+
+def _flat(spec: Mapping[str, Any]) -> dict[str, Any]:
+    tables = {name: value for name, value in spec.items() if isinstance(value, Mapping)}
+    flat = {name: value for name, value in spec.items() if name not in tables}
+    return flat | {f"{t}.{k}": v for t, values in tables.items() for k, v in values.items()}

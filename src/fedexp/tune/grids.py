@@ -1,0 +1,127 @@
+"""What is searched: the paper's grids as data, and the ranges of a free search (audit A4).
+
+Which options an algorithm is tuned over follows from the options it has:
+
+    client.mu     FedProx: mu alone, the step sizes stay as FedAvg has them (App. D.4)
+    server.eps    FedExP and its kin: eps and local.lr; on least squares eps = 0 and local.lr alone
+    server.tau    FedAdagrad, FedAdam, FedYogi: server.lr and local.lr
+    otherwise     FedAvg, SCAFFOLD, FedAvg-M: server.lr and local.lr
+
+The paper prints no grid for FedAdam and FedAvg-M ("a similar process"): they have those of
+FedAdagrad and FedAvg, which hold the best values that it does print.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Collection, Mapping, Sequence
+
+from fedexp.errors import UsageError, require
+from fedexp.runs.options import Setup
+
+Point = dict[str, float]
+Values = Mapping[str, tuple[float, ...]]
+
+# Base-10 logarithms, as printed in App. D.2; for least squares the paper prints 0.5 twice.
+LOCAL_LR = (-2, -1.5, -1, -0.5, 0)
+EPS = (-3, -2.5, -2, -1.5, -1)
+MU = (-3, -2, -1, 0)
+AVERAGE_LR = {"least squares": (0, 0.5, 0.5, 1, 2), "networks": (-1, -0.5, 0, 0.5, 1)}
+ADAPTIVE_LR = {"least squares": (-1, -0.5, 0, 0.5, 1), "networks": (-2, -1.5, -1, -0.5, 0)}
+# A free search goes half a decade beyond the grids, and turns what the paper leaves alone.
+BEYOND = 0.5
+TAU = (-5, -1)
+
+
+def paper_grid(setup: Setup, least_squares: bool) -> Values:
+    """The values of each option that the paper's grid search has for an algorithm.
+
+    >>> from fedexp.algorithms import fedavg
+    >>> from fedexp.local import LocalTraining
+    >>> grid = paper_grid(Setup(fedavg(), LocalTraining()), least_squares=False)
+    >>> {name: [round(value, 3) for value in values] for name, values in grid.items()}
+    {'server.lr': [0.1, 0.316, 1.0, 3.162, 10.0], 'local.lr': [0.01, 0.032, 0.1, 0.316, 1.0]}
+    """
+    options = setup.options()
+    if "client.mu" in options:
+        return {"client.mu": powers(MU)}
+    if "server.eps" in options:
+        eps = {} if least_squares else {"server.eps": powers(EPS)}
+        return {**eps, "local.lr": powers(LOCAL_LR)}
+    return {"server.lr": _server_lr(setup, least_squares), "local.lr": powers(LOCAL_LR)}
+
+
+def free_ranges(setup: Setup, least_squares: bool) -> Values:
+    """Smallest and largest value of each option that a free search turns, on a log scale."""
+    options = setup.options()
+    grid = {"local.lr": powers(LOCAL_LR)}
+    if "server.lr" in options:
+        grid["server.lr"] = _server_lr(setup, least_squares)
+    if "server.eps" in options and not least_squares:
+        grid["server.eps"] = powers(EPS)
+    if "client.mu" in options:
+        grid["client.mu"] = powers(MU)
+    if "server.tau" in options:
+        grid["server.tau"] = powers(TAU)
+    wider = 10**BEYOND
+    return {name: (min(values) / wider, max(values) * wider) for name, values in grid.items()}
+
+
+def points(values: Values) -> list[Point]:
+    """Every combination, the last option turning fastest."""
+    return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
+
+
+def without_fixed(values: Values, fixed: Collection[str]) -> Values:
+    """The search without the options that the user has set: those stay as they are.
+
+    >>> list(without_fixed({"server.lr": (1.0,), "local.lr": (0.1,)}, ["lr"]))
+    ['local.lr']
+    """
+    kept = {name: v for name, v in values.items() if not any(_names(key, name) for key in fixed)}
+    require(bool(kept), f"nothing is left to tune: take {', '.join(values)} out of --set")
+    return kept
+
+
+def none_fixed(values: Values, fixed: Collection[str]) -> Values:
+    """A search that the user has named himself: what is both searched and set is a mistake."""
+    twice = [name for name in values if any(_names(key, name) for key in fixed)]
+    require(not twice, f"{', '.join(twice)} cannot be both searched and set; take it out of --set")
+    return values
+
+
+def parse_grid(assignments: Sequence[str], setup: Setup) -> Values:
+    """A grid of the user's own, from texts such as `local.lr=0.01,0.1,1`."""
+    grid: dict[str, tuple[float, ...]] = {}
+    for text in assignments:
+        key, equals, listed = text.partition("=")
+        if not (equals and key and listed):
+            raise UsageError(f"--grid takes key=value,value,..., not {text!r}")
+        name = key.strip()
+        for value in listed.split(","):
+            setup.with_option(name, value.strip())  # a mistake shows here
+        full = next(option for option in setup.options() if _names(name, option))
+        grid[full] = _floats(name, listed)
+    return grid
+
+
+def powers(exponents: Sequence[float]) -> tuple[float, ...]:
+    """Powers of ten, each once."""
+    return tuple(dict.fromkeys(10.0**exponent for exponent in exponents))
+
+
+def _server_lr(setup: Setup, least_squares: bool) -> tuple[float, ...]:
+    printed = ADAPTIVE_LR if "server.tau" in setup.options() else AVERAGE_LR
+    return powers(printed["least squares" if least_squares else "networks"])
+
+
+def _floats(name: str, listed: str) -> tuple[float, ...]:
+    try:
+        return tuple(dict.fromkeys(float(value) for value in listed.split(",")))
+    except ValueError:
+        raise UsageError(f"--grid {name} takes numbers; set anything else with --set") from None
+
+
+def _names(key: str, full: str) -> bool:
+    """Whether `--set key` sets the option `full`; a plain `lr` is the server's."""
+    return key == full or (key == full.rpartition(".")[2] and (key, full) != ("lr", "local.lr"))
