@@ -34,7 +34,7 @@ import fedexp as fx
 from fedexp.analysis.tables import text_table
 from fedexp.data import Federation, Images
 from fedexp.engine import simulation
-from fedexp.engine.client_store import KeepClients
+from fedexp.engine.client_store import ClientStore
 from machine import Row, hardware, write_record
 
 MANY, FEW, COHORT = 1_000_000, 10_000, 1_000
@@ -43,7 +43,7 @@ COLD = 5  # rounds whose reading is counted
 IN_MEMORY = 40  # rounds that show what it would be otherwise
 
 
-def training(path: Path, keep: KeepClients) -> Iterator[fx.Record]:
+def training(path: Path, keep: ClientStore) -> Iterator[fx.Record]:
     """Rounds without end."""
     task = fx.tasks.classification(
         "million",
@@ -53,7 +53,7 @@ def training(path: Path, keep: KeepClients) -> Iterator[fx.Record]:
         local=fx.LocalTraining(lr=0.05, steps=5, batch_size=EACH),
     )
     never = 10**9
-    return fx.simulate(task, fx.scaffold(), never, COHORT, evaluate_every=never, keep_clients=keep)
+    return fx.simulate(task, fx.scaffold(), never, COHORT, evaluate_every=never, client_store=keep)
 
 
 def memory() -> dict[str, int]:
@@ -77,7 +77,7 @@ def megabytes(path: Path) -> int:
 def side_by_side(folder: Path, rounds: int) -> list[Row]:
     """A row for every few rounds of the million; the few clients' rounds are in between."""
     files = {n: folder / f"{n}.slots" for n in (MANY, FEW)}
-    runs = {n: training(folder / f"{n}.npz", KeepClients("disk", files[n])) for n in files}
+    runs = {n: training(folder / f"{n}.npz", ClientStore("disk", files[n])) for n in files}
     times: dict[int, list[float]] = {n: [] for n in files}
     rows: list[Row] = []
     for number in range(1, rounds + 1):
@@ -103,7 +103,7 @@ def side_by_side(folder: Path, rounds: int) -> list[Row]:
 
 def growth_in_memory(path: Path) -> None:
     """Print by how many MB a round the process grows where states are kept in memory."""
-    run = training(path, KeepClients("memory"))
+    run = training(path, ClientStore("memory"))
     for _ in range(IN_MEMORY // 4):
         next(run)
     before = memory()["held"]
@@ -116,7 +116,7 @@ def cold(path: Path, ahead: bool) -> None:
     """Print how many MB a few rounds read of data that are not in memory yet."""
     if not ahead:
         simulation.LEAST_BYTES = 2**62
-    run = training(path, KeepClients("memory"))
+    run = training(path, ClientStore("memory"))
     with path.open("rb") as file:
         os.fsync(file.fileno())
         os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

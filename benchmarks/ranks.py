@@ -28,8 +28,8 @@ import torch
 import fedexp as fx
 from fedexp.analysis.tables import text_table
 from fedexp.data import Federation
-from fedexp.distributed import Ranks, Shared, leave, ranks
-from fedexp.engine.simulation import Alone
+from fedexp.distributed import DistributedGroup, Ranks, leave, ranks
+from fedexp.engine.simulation import SingleProcess
 from machine import Row, hardware, write_record
 
 EACH, STEPS, BATCH, CLIENTS = 20, 20, 20, 1000
@@ -58,10 +58,10 @@ def milliseconds(among: Ranks | None, work: str, device: str) -> Row:
         local=fx.LocalTraining(lr=0.05, steps=STEPS, batch_size=BATCH),
     )
     never = 10**9
-    sharing = Shared(among) if among else Alone()
+    process_group = DistributedGroup(among) if among else SingleProcess()
     where = str(among.device) if among and device == "cuda" else device
     run = fx.simulate(
-        task, rule(), never, cohort, evaluate_every=never, device=where, sharing=sharing
+        task, rule(), never, cohort, evaluate_every=never, device=where, process_group=process_group
     )
     taken = []
     for _ in range(WARM + ROUNDS):

@@ -12,7 +12,8 @@ import fedexp
 PACKAGE = Path(fedexp.__file__).parent
 # A module may import from its own layer's package and from the layers above it in this list.
 LAYERS = [
-    {"errors", "optional"},
+    {"errors"},
+    {"optional"},
     {"seeding"},
     {"aggregate"},
     {"server", "client", "local"},

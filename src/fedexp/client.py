@@ -1,4 +1,4 @@
-"""Client rules: how a client corrects its gradient, and what it adds to the sums.
+"""Client rules: how a client corrects its gradient and what it adds to the sums.
 
 A rule is a frozen dataclass of pure functions. Gradients and parameters may carry a leading
 dimension of clients; everything here is elementwise, so the same rule serves a loop over clients
@@ -10,75 +10,92 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
-from fedexp.errors import require
+from fedexp.errors import require, warn_deprecated
 
 Tensors = Mapping[str, Tensor]
+RENAMED_METHODS = {
+    "init_shared": "init_broadcast",
+    "init_local": "init_client_state",
+    "drift": "linear_correction",
+    "finish": "end_round",
+    "update_shared": "update_broadcast",
+}
 
 
-class Drift(NamedTuple):
-    """A correction that is linear in the parameters: g + pull (w - w⁰) + push."""
+class LinearCorrection(NamedTuple):
+    """A correction that is linear in the parameters: g + prox (w - w⁰) + offset."""
 
-    pull: float = 0.0
-    push: Tensor | None = None
+    prox: float = 0.0
+    offset: Tensor | None = None
 
 
 @dataclass(frozen=True)
 class ClientRule:
-    """The interface, with the answers of a rule that keeps no state and corrects nothing.
+    """Base class of client rules: no state, no correction.
 
-    A rule says how it corrects a gradient by its `drift`, or by `correct` where it is of no such
-    form; engines may train quadratic problems in one go with the first.
+    A rule overrides `linear_correction` if its correction is linear in the parameters, which lets
+    engines solve quadratic problems in closed form, and `correct` otherwise.
     """
 
-    def init_shared(self, params: Tensor) -> Tensors:
-        """What the server keeps for this rule and sends beside the model."""
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Accept the method names of version 0.1, with a deprecation warning."""
+        super().__init_subclass__(**kwargs)
+        for old, new in RENAMED_METHODS.items():
+            if old in vars(cls) and new not in vars(cls):
+                warn_deprecated(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
+                setattr(cls, new, vars(cls)[old])
+
+    def init_broadcast(self, params: Tensor) -> Tensors:
+        """Return the initial state that the server broadcasts with the model."""
         return {}
 
-    def init_local(self, params: Tensor) -> Tensors:
-        """What one client keeps between the rounds it takes part in."""
+    def init_client_state(self, params: Tensor) -> Tensors:
+        """Return the initial state of a client, stored between the rounds it takes part in."""
         return {}
 
-    def drift(self, shared: Tensors, local: Tensors) -> Drift:
-        """The correction, where it is linear in the parameters."""
-        return Drift()
+    def linear_correction(self, broadcast: Tensors, client_state: Tensors) -> LinearCorrection:
+        """Return the correction, if it is linear in the parameters."""
+        return LinearCorrection()
 
     @property
     def is_linear(self) -> bool:
-        """Whether `drift` is all there is to the correction."""
+        """Whether `linear_correction` is the whole correction."""
         return type(self).correct is ClientRule.correct
 
     def correct(
-        self, grad: Tensor, params: Tensor, start: Tensor, shared: Tensors, local: Tensors
+        self, grad: Tensor, params: Tensor, start: Tensor, broadcast: Tensors, client_state: Tensors
     ) -> Tensor:
-        """The corrected gradient at `params`, of a client that began the round at `start`.
+        """Return the corrected gradient at `params`, for a client that started at `start`.
 
-        The next step may overwrite `grad`: what outlives a step must be a copy.
+        The next step may overwrite `grad`: copy what must outlive a step.
         """
-        pull, push = self.drift(shared, local)
-        if pull:
-            grad = grad.add(params - start, alpha=pull)
-        return grad if push is None else grad + push
+        prox, offset = self.linear_correction(broadcast, client_state)
+        if prox:
+            grad = grad.add(params - start, alpha=prox)
+        return grad if offset is None else grad + offset
 
-    def finish(
-        self, delta: Tensor, travel: Tensor | float, shared: Tensors, local: Tensors
+    def end_round(
+        self, delta: Tensor, total_lr: Tensor | float, broadcast: Tensors, client_state: Tensors
     ) -> tuple[Tensors, Tensors]:
-        """The client's new state, and the extras it adds to the round's sums.
+        """Return the new client state, and the extras that the client adds to the sums.
 
         Args:
             delta: Δ_i = w - w_i.
-            travel: number of local steps times their learning rate, τ η_l.
+            total_lr: the number of local steps times their learning rate, τ η_l.
         """
         return {}, {}
 
-    def update_shared(self, shared: Tensors, aggregate: Aggregate, total_weight: float) -> Tensors:
-        """The server's new shared state; `total_weight` is the weight of all clients there are."""
-        return shared
+    def update_broadcast(
+        self, broadcast: Tensors, aggregate: Aggregate, total_weight: float
+    ) -> Tensors:
+        """Return the new broadcast state; `total_weight` is the weight of all clients."""
+        return broadcast
 
 
 @dataclass(frozen=True)
@@ -88,7 +105,7 @@ class SGD(ClientRule):
 
 @dataclass(frozen=True)
 class Prox(ClientRule):
-    """FedProx: the gradient of F_i(w) + (μ/2) ||w - w^t||², pulled back to where it began.
+    """FedProx: the gradient of F_i(w) + (μ/2) ||w - w^t||².
 
     Args:
         mu: strength μ >= 0; 0 is plain SGD.
@@ -99,8 +116,8 @@ class Prox(ClientRule):
     def __post_init__(self) -> None:
         require(math.isfinite(self.mu) and self.mu >= 0, f"mu must be >= 0, not {self.mu}")
 
-    def drift(self, shared: Tensors, local: Tensors) -> Drift:
-        return Drift(pull=self.mu)
+    def linear_correction(self, broadcast: Tensors, client_state: Tensors) -> LinearCorrection:
+        return LinearCorrection(prox=self.mu)
 
 
 @dataclass(frozen=True)
@@ -112,21 +129,30 @@ class Scaffold(ClientRule):
     c - (|S|/N) mean Ψ, so c stays the mean of all c_i under partial participation too.
     """
 
-    def init_shared(self, params: Tensor) -> Tensors:
+    def init_broadcast(self, params: Tensor) -> Tensors:
         return {"control": torch.zeros_like(params)}
 
-    def init_local(self, params: Tensor) -> Tensors:
+    def init_client_state(self, params: Tensor) -> Tensors:
         return {"control": torch.zeros_like(params)}
 
-    def drift(self, shared: Tensors, local: Tensors) -> Drift:
-        return Drift(push=shared["control"] - local["control"])
+    def linear_correction(self, broadcast: Tensors, client_state: Tensors) -> LinearCorrection:
+        return LinearCorrection(offset=broadcast["control"] - client_state["control"])
 
-    def finish(
-        self, delta: Tensor, travel: Tensor | float, shared: Tensors, local: Tensors
+    def end_round(
+        self, delta: Tensor, total_lr: Tensor | float, broadcast: Tensors, client_state: Tensors
     ) -> tuple[Tensors, Tensors]:
-        psi = shared["control"] - delta / travel
-        return {"control": local["control"] - psi}, {"control": psi}
+        psi = broadcast["control"] - delta / total_lr
+        return {"control": client_state["control"] - psi}, {"control": psi}
 
-    def update_shared(self, shared: Tensors, aggregate: Aggregate, total_weight: float) -> Tensors:
+    def update_broadcast(
+        self, broadcast: Tensors, aggregate: Aggregate, total_weight: float
+    ) -> Tensors:
         change = aggregate.extras["control"] / total_weight
-        return {"control": shared["control"] - change.to(shared["control"].dtype)}
+        return {"control": broadcast["control"] - change.to(broadcast["control"].dtype)}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Drift":
+        warn_deprecated("fedexp.client.Drift", "fedexp.client.LinearCorrection(prox, offset)")
+        return LinearCorrection
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,15 @@
-"""The errors a user can cause. Each message is one line and names the remedy."""
+"""Errors, warnings and deprecations. Each message is one line and names the remedy."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+import functools
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 
 class FedExPError(Exception):
@@ -25,7 +31,7 @@ class DivergedError(FedExPError, ArithmeticError):
         self.round, self.what = round, what
 
     def __reduce__(self) -> tuple[type[DivergedError], tuple[int, str]]:
-        return type(self), (self.round, self.what)  # so that it survives the way between processes
+        return type(self), (self.round, self.what)  # so that it can be pickled
 
 
 class EngineError(FedExPError):
@@ -68,3 +74,30 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
     hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
     return UsageError(f"unknown {kind} {name!r}; {hint}")
+
+
+def warn_deprecated(old: str, new: str, stacklevel: int = 3) -> None:
+    """Warn that `old` is deprecated and name its replacement."""
+    warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel)
+
+
+def renamed_arguments(**renamed: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
+    """Accept the old names of keyword arguments, with a deprecation warning.
+
+    >>> @renamed_arguments(sharing="process_group")
+    ... def simulate(process_group=None):
+    ...     return process_group
+    """
+
+    def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        @functools.wraps(function)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            given: dict[str, Any] = dict(kwargs)
+            for old in given.keys() & renamed.keys():
+                warn_deprecated(f"{function.__name__}({old}=...)", f"{renamed[old]}=...")
+                given[renamed[old]] = given.pop(old)
+            return function(*args, **given)
+
+        return call
+
+    return decorate

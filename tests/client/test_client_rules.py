@@ -72,7 +72,7 @@ def test_scaffold_golden_over_partial_participation() -> None:
         c = c - len(cohort) / 5 * np.mean(psis, axis=0)
     record = last(task, fx.scaffold(lr=2.0), cohort=3)
     np.testing.assert_allclose(record.state.params.numpy(), w, rtol=1e-11, atol=1e-13)
-    np.testing.assert_allclose(record.state.shared["control"].numpy(), c, rtol=1e-11, atol=1e-13)
+    np.testing.assert_allclose(record.state.broadcast["control"].numpy(), c, rtol=1e-11, atol=1e-13)
     np.testing.assert_allclose(c, ci.mean(0), rtol=1e-11, atol=1e-13)
 
 
@@ -81,7 +81,7 @@ def test_scaffold_keeps_c_the_weighted_mean_under_size_weights() -> None:
     record = last(task, fx.scaffold(), cohort=2, rounds=6, weighting="size")
     sizes = torch.from_numpy(task.train.sizes).float()
     total = sum(sizes[i] * kept["control"] for i, kept in record.state.clients.items())
-    torch.testing.assert_close(record.state.shared["control"], total / sizes.sum())
+    torch.testing.assert_close(record.state.broadcast["control"], total / sizes.sum())
 
 
 def test_local_step_clips_then_decays_then_moves() -> None:

@@ -24,7 +24,7 @@ if __name__ == "__main__":
 
 import fedexp as fx
 from fedexp.data import Federation
-from fedexp.distributed import Ranks, Shared
+from fedexp.distributed import DistributedGroup, Ranks
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
 from tests.distributed.launch import joined, on_ranks
@@ -114,10 +114,10 @@ CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
 def result(name: str, among: Ranks | None = None) -> Result:
     """The rows, the output model and the clients' states of a case."""
     task, algorithm, options = CASES[name]()
-    sharing = Shared(among) if among else None
+    process_group = DistributedGroup(among) if among else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fx.NonFiniteUpdateWarning)
-        records = list(fx.simulate(task, algorithm, ROUNDS, sharing=sharing, **options))
+        records = list(fx.simulate(task, algorithm, ROUNDS, process_group=process_group, **options))
     state = records[-1].state
     rows = [
         {k: v for k, v in r.to_json().items() if k != "seconds" and v is not None} for r in records
@@ -129,7 +129,11 @@ def result(name: str, among: Ranks | None = None) -> Result:
 def refusal(among: Ranks) -> str:
     """What is said where every rank has a model of its own."""
     try:
-        list(fx.simulate(net(), fx.fedexp(), 2, seed=among.rank, sharing=Shared(among)))
+        list(
+            fx.simulate(
+                net(), fx.fedexp(), 2, seed=among.rank, process_group=DistributedGroup(among)
+            )
+        )
     except fx.FedExPError as error:
         return str(error)
     return ""

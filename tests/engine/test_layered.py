@@ -29,7 +29,7 @@ class Halved(fx.ClientRule):
         grad: Tensor,
         params: Tensor,
         start: Tensor,
-        shared: object,
+        broadcast: object,
         local: object,
     ) -> Tensor:
         return grad / 2

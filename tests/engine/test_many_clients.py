@@ -55,7 +55,7 @@ def million() -> fx.tasks.Task:
 def test_a_round_touches_its_cohort_only(algorithm: fx.Algorithm, engine: str) -> None:
     task = million()
     start = fx.SimulationState.initial(task, algorithm, 0)
-    kept = algorithm.client.init_local(start.params)
+    kept = algorithm.client.init_client_state(start.params)
     seen = dict.fromkeys(range(100_000), kept) if kept else {}  # of many rounds before
     options: dict[str, Any] = {"weighting": "size", "evaluate_every": 9, "engine": engine}
     run = fx.simulate(task, algorithm, 9, COHORT, start=replace(start, clients=seen), **options)

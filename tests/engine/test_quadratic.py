@@ -87,7 +87,7 @@ class Signed(ClientRule):
     """A correction that is not linear."""
 
     def correct(
-        self, grad: Tensor, params: Tensor, start: Tensor, shared: Tensors, local: Tensors
+        self, grad: Tensor, params: Tensor, start: Tensor, broadcast: Tensors, local: Tensors
     ) -> Tensor:
         return grad + 0.1 * (params - start).sign()
 

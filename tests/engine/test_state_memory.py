@@ -19,7 +19,7 @@ STATES = CLIENTS * DIM * 4 / 1e6  # MB; two thirds of the clients take part
 def growth(where: Where) -> float:
     """By how many MB the peak rises from the third round to the last."""
     early, task = 0.0, toward(DIM, CLIENTS)
-    run = fx.simulate(task, fx.scaffold(), ROUNDS, COHORT, engine="loop", keep_clients=where)
+    run = fx.simulate(task, fx.scaffold(), ROUNDS, COHORT, engine="loop", client_store=where)
     for record in run:
         early = peak() if record.round == 3 else early
     assert len(record.state.clients) > CLIENTS / 2

@@ -17,8 +17,8 @@ from torch import nn
 
 import fedexp as fx
 from fedexp.engine import client_store
-from fedexp.engine.client_store import ClientStates, KeepClients, StateStore, StoredStates
-from fedexp.engine.simulation import Alone
+from fedexp.engine.client_store import ClientStates, ClientStore, StateStore, StoredStates
+from fedexp.engine.simulation import SingleProcess
 from fedexp.engine.slot_file import Layout, SlotFile
 from fedexp.tasks import Task
 from tests.problems import BatchNormNet, classes_task, least_squares
@@ -161,7 +161,7 @@ TASKS = {
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS)
 def test_where_states_lie_changes_no_bit(task: Task, engine: str, make: Any) -> None:
     runs = [
-        list(fx.simulate(task, make(), 8, 3, engine=engine, keep_clients=where))  # type: ignore[arg-type]
+        list(fx.simulate(task, make(), 8, 3, engine=engine, client_store=where))  # type: ignore[arg-type]
         for where in ("memory", "disk")
     ]
     for a, b in zip(*runs, strict=True):
@@ -179,9 +179,9 @@ def test_where_states_lie_changes_no_bit(task: Task, engine: str, make: Any) -> 
 def test_a_run_goes_on_with_its_states_elsewhere(first: Any) -> None:
     task = TASKS["dense"]
     whole = list(fx.simulate(task, fx.scaffold(), 6, 3))[-1]
-    begun = list(fx.simulate(task, fx.scaffold(), 3, 3, keep_clients=first))[-1]
+    begun = list(fx.simulate(task, fx.scaffold(), 3, 3, client_store=first))[-1]
     other = "disk" if first == "memory" else "memory"
-    *_, last = fx.simulate(task, fx.scaffold(), 6, 3, start=begun.state, keep_clients=other)  # type: ignore[arg-type]
+    *_, last = fx.simulate(task, fx.scaffold(), 6, 3, start=begun.state, client_store=other)  # type: ignore[arg-type]
     assert isinstance(last.state.clients, StoredStates) == (first == "memory")
     assert torch.equal(last.state.params, whole.state.params)
 
@@ -199,10 +199,10 @@ def test_auto_takes_a_file_where_states_may_outgrow_the_memory(
         monkeypatch.setattr(client_store, "memory_bytes", lambda device, room=room: room)
         state = next(fx.simulate(task, fx.scaffold(), rounds, 3)).state
         assert isinstance(state.clients, StoredStates) == stored
-        monkeypatch.setattr(Alone, "beside", 2)  # of which each keeps all of them
+        monkeypatch.setattr(SingleProcess, "beside", 2)  # of which each keeps all of them
         state = next(fx.simulate(task, fx.scaffold(), rounds, 3)).state
         assert isinstance(state.clients, StoredStates)
-        monkeypatch.setattr(Alone, "beside", 1)
+        monkeypatch.setattr(SingleProcess, "beside", 1)
     monkeypatch.setattr(client_store, "memory_bytes", lambda device: 0)
     assert not next(fx.simulate(task, fx.fedexp(), 1, 3)).state.clients  # nothing to keep
 
@@ -223,6 +223,6 @@ def test_a_rule_that_keeps_something_else_than_it_began_with_is_told() -> None:
 
 
 def test_the_place_is_checked_at_the_call() -> None:
-    with pytest.raises(fx.UsageError, match="keep_clients is auto, memory or disk, not 'ram'"):
-        fx.simulate(TASKS["dense"], fx.scaffold(), 1, keep_clients="ram")  # type: ignore[arg-type]
-    assert KeepClients("disk").file is None
+    with pytest.raises(fx.UsageError, match="client_store is auto, memory or disk, not 'ram'"):
+        fx.simulate(TASKS["dense"], fx.scaffold(), 1, client_store="ram")  # type: ignore[arg-type]
+    assert ClientStore("disk").file is None

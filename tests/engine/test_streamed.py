@@ -13,7 +13,7 @@ from torch import nn
 import fedexp as fx
 from fedexp.data import streaming as streamed_data
 from fedexp.data.streaming import Streamed, on_device
-from fedexp.distributed import Ranks, Shared
+from fedexp.distributed import DistributedGroup, Ranks
 from fedexp.distributed.sharding import shards
 from fedexp.engine import simulation
 from fedexp.engine.batched import Batched
@@ -79,7 +79,7 @@ def test_the_next_cohort_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     states: list[list[int]] = []
     monkeypatch.setattr(StoredStates, "expect", lambda self, who: states.append(who.tolist()))
     task = classes_task(lambda: nn.Linear(4, 3), SIZES)
-    for _ in fx.simulate(task, fx.scaffold(), 4, 3, keep_clients="disk"):
+    for _ in fx.simulate(task, fx.scaffold(), 4, 3, client_store="disk"):
         pass
     cohorts = [sample_cohort(0, r, 6, 3).tolist() for r in (1, 2, 3, 4, 5)]
     assert states == cohorts
@@ -94,7 +94,7 @@ def test_a_rank_reads_ahead_for_its_own_clients(monkeypatch: pytest.MonkeyPatch)
     task = classes_task(lambda: nn.Linear(4, 3), SIZES)
     first = Work(task, fx.fedexp(), task.local, "uniform", 0, 1, sample_cohort(0, 1, 6, 5))
     among = Ranks(1, 2, 1, torch.device("cpu"), store=None, talk=None)
-    ahead = simulation.ReadAhead(task.train, Shared(among).mine)
+    ahead = simulation.ReadAhead(task.train, DistributedGroup(among).shard)
     ahead(first, SimulationState.initial(task, fx.fedexp(), 0))
     assert asked == [shards(work, 2)[1].tolist() for work in (first, first.after())]
 
@@ -107,6 +107,6 @@ def test_a_federation_larger_than_a_gpu(make, monkeypatch: pytest.MonkeyPatch) -
     whole = list(fx.simulate(task, make(), 5, 3, device="cuda"))
     monkeypatch.setattr(streamed_data, "_free", lambda device: 0)
     assert isinstance(on_device(task.train, torch.device("cuda")), Streamed)
-    parts = list(fx.simulate(task, make(), 5, 3, device="cuda", keep_clients="disk"))
+    parts = list(fx.simulate(task, make(), 5, 3, device="cuda", client_store="disk"))
     torch.testing.assert_close(parts[-1].state.params, whole[-1].state.params)
     assert np.isclose(parts[-1].train_loss, whole[-1].train_loss)  # type: ignore[arg-type]

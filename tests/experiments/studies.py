@@ -87,7 +87,7 @@ class Sign(fx.ServerRule):
 
 @dataclass(frozen=True)
 class Doubled(fx.ClientRule):
-    def correct(self, grad, params, start, shared, local):
+    def correct(self, grad, params, start, broadcast, client_state):
         return grad * 2
 '''
 

@@ -54,8 +54,8 @@ class Rounds:
         if self.tells_accepted:
             config["fedexp.accepted"] = self.accepted.get(position, 0)
         content = RecordDict({"arrays": self.server.model(), "config": config})
-        if (shared := self.server.shared()) is not None:
-            content[SHARED] = shared
+        if (broadcast := self.server.broadcast()) is not None:
+            content[SHARED] = broadcast
         node = self.grid.nodes[position].node_id
         return Message(content, dst_node_id=node, message_type="train")
 

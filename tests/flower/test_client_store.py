@@ -35,7 +35,7 @@ def scaffold_rounds(study: str = "study", seed: int = 0) -> Rounds:
 
 def after(rounds: Rounds) -> Tensor:
     state = rounds.server.state
-    return torch.cat([state.params, state.shared["control"]])
+    return torch.cat([state.params, state.broadcast["control"]])
 
 
 def run(rounds: Rounds, count: int) -> Rounds:

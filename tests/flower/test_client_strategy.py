@@ -40,7 +40,7 @@ def strategy(algorithm: fx.Algorithm, **options: Any) -> RuleStrategy:
 
 def control(made: RuleStrategy) -> Tensor:
     assert made.training is not None
-    return made.training.server.state.shared["control"]
+    return made.training.server.state.broadcast["control"]
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,9 @@ def test_server_and_nodes_die_and_scaffold_goes_on(tmp_path: Path) -> None:
     assert result.arrays is not None
     params, _ = from_arrays(TASK, result.arrays)
     torch.testing.assert_close(params, last.state.output()[0], rtol=CLOSE, atol=CLOSE)
-    torch.testing.assert_close(control(after), last.state.shared["control"], rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(
+        control(after), last.state.broadcast["control"], rtol=CLOSE, atol=CLOSE
+    )
 
 
 def spoil(content: RecordDict) -> None:
@@ -94,7 +96,7 @@ def test_a_client_whose_reply_was_dropped_stays_with_the_server() -> None:
     twin = Rounds(FakeGrid(planned_app(), 4), fx.scaffold(), arrays)
     for cohort in ([0, 1, 2, 3], [0, 2, 3], [0, 1, 2, 3], [0, 1, 2, 3]):
         twin.run(cohort)
-    expected = twin.server.state.shared["control"]
+    expected = twin.server.state.broadcast["control"]
     torch.testing.assert_close(control(made), expected, rtol=CLOSE, atol=CLOSE)
 
 

@@ -54,13 +54,13 @@ def test_every_rule_reports_the_norms() -> None:
 
 
 def test_shared_state_travels_for_scaffold_only() -> None:
-    assert Server(fedexp(), arrays(1, 2)).shared() is None
+    assert Server(fedexp(), arrays(1, 2)).broadcast() is None
     server = Server(scaffold_exp(), arrays(1, 2))
     psi = {"control": torch.tensor([[1.0, 2.0]])}
     server.step(Aggregate.of([[0.0, 1.0]], extras=psi), total_weight=4)
-    shared = server.shared()
-    assert shared is not None
-    assert shared["control"].numpy().tolist() == [-0.25, -0.5]
+    broadcast = server.broadcast()
+    assert broadcast is not None
+    assert broadcast["control"].numpy().tolist() == [-0.25, -0.5]
 
 
 def test_a_step_that_diverges_keeps_the_state_before_it() -> None:

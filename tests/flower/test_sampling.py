@@ -191,6 +191,6 @@ def test_scaffolds_control_is_over_all_clients_there_are(total: int | None, expe
     strategy.start(FakeGrid(app, 4), initial_arrays(task), 1)
     (record,) = fx.simulate(task, fx.scaffold(), 1, 2, engine="loop")
     assert strategy.training is not None
-    found = strategy.training.server.state.shared["control"]
-    wanted = record.state.shared["control"] * 4 / expected
+    found = strategy.training.server.state.broadcast["control"]
+    wanted = record.state.broadcast["control"] * 4 / expected
     assert found.numpy() == pytest.approx(wanted.numpy(), rel=1e-5)

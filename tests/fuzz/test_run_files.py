@@ -61,7 +61,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         for name, keep in (("stopped", "memory"), ("slots", "disk")):
             listen, wish = stop_after(4)
             with suppress(Stopped):
-                more: Any = {"keep_clients": keep, "stop": wish, "checkpoint_every": 0}
+                more: Any = {"client_store": keep, "stop": wish, "checkpoint_every": 0}
                 execute(spec, None, listen, folder=root / name, **more)
     return {path.name: contents(path) for path in root.iterdir()}
 
@@ -288,7 +288,7 @@ def test_a_forged_list_of_files_leads_nowhere_else(
     folder = put(tmp_path / "run", files, {NEWEST: signed_checkpoint(listed)})
     before = other.read_bytes()
     with pytest.raises(UsageError, match=r"checkpoint\.json cannot be read \(ValueError\)"):
-        execute(tiny("scaffold-exp", 6), None, nobody, folder=folder, keep_clients="disk")
+        execute(tiny("scaffold-exp", 6), None, nobody, folder=folder, client_store="disk")
     assert other.read_bytes() == before
 
 

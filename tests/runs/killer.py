@@ -35,7 +35,7 @@ def start(folder: Path, keep: Where = "memory") -> int:
     """The run in a process of its own; its id."""
     child = os.fork()
     if child == 0:
-        execute(SPEC, None, nobody, folder=folder, checkpoint_every=0.002, keep_clients=keep)
+        execute(SPEC, None, nobody, folder=folder, checkpoint_every=0.002, client_store=keep)
         os._exit(0)
     return child
 

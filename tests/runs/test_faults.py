@@ -65,7 +65,7 @@ def cut_power_at(step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, keep: str) -> None:
     """Every file operation of a whole run, one by one."""
     spec = tiny("scaffold-exp", 3)
-    how: dict[str, Any] = {"checkpoint_every": 0, "keep_clients": keep}
+    how: dict[str, Any] = {"checkpoint_every": 0, "client_store": keep}
     execute(spec, None, nobody, folder=tmp_path / "whole", **how)
     expected = essence(tmp_path / "whole")
     step, ended = 0, False

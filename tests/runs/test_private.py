@@ -44,7 +44,7 @@ def test_states_and_the_environment_are_the_owners_alone(
         seen.update(modes(tmp_path / "run"))
 
     folder, spec = tmp_path / "run", tiny("scaffold")
-    execute(spec, None, look, folder=folder, keep_clients=states, checkpoint_every=0)
+    execute(spec, None, look, folder=folder, client_store=states, checkpoint_every=0)
     private = {name for name in seen if name.startswith("checkpoint")} | {ENVIRONMENT}
     assert len(private) > 4
     assert ("checkpoint-clients.slots" in private) == (states == "disk")

@@ -106,7 +106,7 @@ def test_the_servers_own_state_counts_and_a_mask_does_not() -> None:
     assert is_finite(good)
     assert is_finite(replace(good, buffers=Buffers(torch.tensor([-torch.inf]), torch.empty(0))))
     assert not is_finite(replace(good, server={"second": torch.tensor([torch.inf])}))
-    assert not is_finite(replace(good, shared={"control": torch.tensor([torch.nan])}))
+    assert not is_finite(replace(good, broadcast={"control": torch.tensor([torch.nan])}))
 
 
 def test_a_federation_with_other_rules_is_refused_in_words_for_it(tmp_path: Path) -> None:

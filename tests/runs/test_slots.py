@@ -15,7 +15,7 @@ import torch
 import fedexp as fx
 from fedexp.cli.main import main
 from fedexp.engine import SimulationState
-from fedexp.engine.client_store import KeepClients, StoredStates
+from fedexp.engine.client_store import ClientStore, StoredStates
 from fedexp.engine.slot_file import SlotFile
 from fedexp.runs import Stopped, checkpoint, execute
 from fedexp.runs.checkpoint import BEFORE, NEWEST, SLOTS, Checkpoint, Checkpoints, read_checkpoint
@@ -27,20 +27,20 @@ from tests.runs.test_checkpoint import CPU, assert_same_state
 
 
 def run(spec: Spec, folder: Path, keep: Any = "disk", **more: Any) -> None:
-    execute(spec, None, nobody, folder=folder, keep_clients=keep, **more)
+    execute(spec, None, nobody, folder=folder, client_store=keep, **more)
 
 
 def stop_at(round: int, spec: Spec, folder: Path, keep: Any = "disk") -> None:
     listen, wish = stop_after(round)
     with pytest.raises(Stopped):
-        execute(spec, None, listen, folder=folder, stop=wish, keep_clients=keep)
+        execute(spec, None, listen, folder=folder, stop=wish, client_store=keep)
 
 
 def states_in(folder: Path, rounds: int) -> Iterator[SimulationState]:
     """A SCAFFOLD run of three of twelve clients, whose states lie in the folder."""
     task = fx.tasks.synthetic(clients=12, rows=3, dim=20)
-    keep = KeepClients("disk", folder / SLOTS)
-    for record in fx.simulate(task, fx.scaffold(), rounds, cohort=3, keep_clients=keep):
+    keep = ClientStore("disk", folder / SLOTS)
+    for record in fx.simulate(task, fx.scaffold(), rounds, cohort=3, client_store=keep):
         yield record.state
 
 
@@ -136,13 +136,13 @@ def test_states_are_on_the_disk_before_anything_refers_to_them(
 def test_the_command_line_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     kept: list[str] = []
-    placed = KeepClients.placed
+    placed = ClientStore.placed
 
-    def noted(self: KeepClients, *arguments: Any) -> Any:
+    def noted(self: ClientStore, *arguments: Any) -> Any:
         kept.append(self.where)
         return placed(self, *arguments)
 
-    monkeypatch.setattr(KeepClients, "placed", noted)
+    monkeypatch.setattr(ClientStore, "placed", noted)
     command = [*RUN, "--algorithm", "scaffold", "--quiet"]
     assert main([*command, "--client-states", "disk"]) == 0
     assert kept[-1] == "disk"

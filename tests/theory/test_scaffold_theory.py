@@ -46,7 +46,7 @@ def algorithm_2(problem: Problem, rounds: int, lr: float, steps: int, eps: float
 
 def controls(record: fx.Record, clients: int) -> tuple[Array, Array]:
     """c, and all c_i row by row; a client that was never seen has zero."""
-    c = record.state.shared["control"].numpy()
+    c = record.state.broadcast["control"].numpy()
     seen = record.state.clients
     rows = [seen[i]["control"].numpy() if i in seen else 0 * c for i in range(clients)]
     return c, np.stack(rows)

@@ -104,7 +104,7 @@ def _execute(
             checkpoint_every=args.checkpoint_every,
             restart=args.restart,
             reopen=args.reopen,
-            keep_clients=args.client_states,
+            client_store=args.client_states,
             stop=wish,
             consumers=consumers,
             on_open=listener.on_open,

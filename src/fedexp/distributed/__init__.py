@@ -1,7 +1,9 @@
-"""Many processes, one run: the cohort is shared out, and sums are joined by one all-reduce.
+"""Distributed runs: the cohort is sharded over processes, one all-reduce joins the sums.
 
 Nothing else in the package knows about ranks.
 """
+
+from typing import Any
 
 from fedexp.distributed.group import (
     RankLostError,
@@ -12,15 +14,23 @@ from fedexp.distributed.group import (
     leave,
     ranks,
 )
-from fedexp.distributed.sharding import Shared
+from fedexp.distributed.sharding import DistributedGroup
+from fedexp.errors import warn_deprecated
 
 __all__ = [
+    "DistributedGroup",
     "RankLostError",
     "Ranks",
-    "Shared",
     "check_device",
     "current",
     "launched",
     "leave",
     "ranks",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Shared":
+        warn_deprecated("fedexp.distributed.Shared", "fedexp.distributed.DistributedGroup")
+        return DistributedGroup
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

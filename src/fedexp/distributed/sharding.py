@@ -120,8 +120,8 @@ DRIFT = 1e-6  # relative; ranks that compute the same differ by nothing
 Sums = tuple[Aggregate, dict[int, Tensors]]
 
 
-class Shared:
-    """The sharing of a run among ranks, for `simulate(..., sharing=Shared(ranks()))`.
+class DistributedGroup:
+    """A run over the ranks of a job: `simulate(..., process_group=DistributedGroup(ranks()))`.
 
     Each rank trains its part of the cohort with the engine that was chosen for all of it. The
     packed sums are joined by one all-reduce, and every rank takes the same server step, so models
@@ -144,7 +144,7 @@ class Shared:
     def beside(self) -> int:
         return neighbours()
 
-    def mine(self, work: Work) -> Work:
+    def shard(self, work: Work) -> Work:
         """The part of a round that this rank trains."""
         return share(work, shards(work, self.ranks.world), self.ranks.rank)
 
@@ -154,16 +154,16 @@ class Shared:
 
     def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
         """Each rank looks at its part of the examples; a part without any says nothing."""
-        mine = task.evaluate(params, buffers, (self.ranks.rank, self.ranks.world))
-        found = self.ranks.gather(mine)
+        own = task.evaluate(params, buffers, (self.ranks.rank, self.ranks.world))
+        found = self.ranks.gather(own)
         names = dict.fromkeys(name for values in found for name in values)
         return {name: sum(values.get(name, 0.0) for values in found) for name in names}
 
     def _run(self, engine: Run, work: Work, state: SimulationState) -> Sums:
         parts = shards(work, self.ranks.world)
-        mine = share(work, parts, self.ranks.rank)
-        total, changed = engine(mine, state) if len(mine.cohort) else (nothing(work, state), {})
-        fresh = work.algorithm.client.init_local(state.params)
+        own = share(work, parts, self.ranks.rank)
+        total, changed = engine(own, state) if len(own.cohort) else (nothing(work, state), {})
+        fresh = work.algorithm.client.init_client_state(state.params)
         norm = torch.linalg.vector_norm(state.params, dtype=torch.float64)
         told = {WISH: total.weight.new_full((), float(self.stop())), NORM: norm}
         if fresh:
@@ -178,8 +178,8 @@ class Shared:
 
     def _joined(self, total: Aggregate, told: Tensors) -> tuple[Aggregate, Tensors]:
         """The sums over all ranks, with what ranks have to tell each other: that is summed too."""
-        mine = replace(total, extras={**total.extras, **told})
-        joined = mine.unpack(self.ranks.sum(mine.pack()))
+        own = replace(total, extras={**total.extras, **told})
+        joined = own.unpack(self.ranks.sum(own.pack()))
         rules = {name: joined.extras[name] for name in total.extras}
         return replace(joined, extras=rules), {name: joined.extras[name] for name in told}
 
@@ -194,8 +194,8 @@ class Shared:
 def nothing(work: Work, state: SimulationState) -> Aggregate:
     """The sums of no clients, laid out as those of some: every rank must send as much."""
     rule, params = work.algorithm.client, state.params
-    mine = {name: value[None] for name, value in rule.init_local(params).items()}
-    _, extras = rule.finish(torch.zeros_like(params)[None], 1.0, state.shared, mine)
+    client_state = {name: value[None] for name, value in rule.init_client_state(params).items()}
+    _, extras = rule.end_round(torch.zeros_like(params)[None], 1.0, state.broadcast, client_state)
     if state.buffers.averaged.numel():
         extras = {**extras, "buffers": state.buffers.averaged[None]}
     return Aggregate.of(params[None][:0], None, {n: value[:0] for n, value in extras.items()})
@@ -220,11 +220,11 @@ def everyones(
     most = max(len(part) for part in parts)
     tables = {}
     for name, value in fresh.items():
-        mine = value.new_zeros(most, *value.shape)
+        own = value.new_zeros(most, *value.shape)
         for row, client in enumerate(parts[ranks.rank].tolist()):
             if client in changed:
-                mine[row] = changed[client][name]
-        tables[name] = ranks.rows(mine)
+                own[row] = changed[client][name]
+        tables[name] = ranks.rows(own)
     return {
         client: {name: tables[name][rank][row].clone() for name in fresh}
         for rank, part in enumerate(parts)

@@ -97,11 +97,11 @@ class Batched:
         clients = [int(client) for client in work.cohort]
         if self._in_parts or not self._replays(state) or len(clients) > _together(work, state):
             return None
-        plan, mine = self._planned(work, clients), _mine(work, state, clients)
+        plan, client_state = self._planned(work, clients), _mine(work, state, clients)
         weights = [work.weight(client) for client in clients]
         key = batch_key(work.seed, work.round)
         inputs = {
-            **_inputs(work, state, plan, mine),
+            **_inputs(work, state, plan, client_state),
             **{f"server.{name}": value for name, value in state.server.items()},
             "packed": _on(state.params.device, packed(key, work.lr, plan.who, plan.steps, weights)),
         }
@@ -120,11 +120,11 @@ class Batched:
         self, work: Work, state: SimulationState, clients: Sequence[int]
     ) -> tuple[Aggregate, dict[int, Tensors]]:
         """Train some clients as one program."""
-        rule, mine = work.algorithm.client, _mine(work, state, clients)
+        rule, client_state = work.algorithm.client, _mine(work, state, clients)
         plan = self._planned(work, clients)
         device = state.params.device
         inputs = {
-            **_inputs(work, state, plan, mine),
+            **_inputs(work, state, plan, client_state),
             "key": torch.full((), batch_key(work.seed, work.round), device=device),
             "who": _on(device, plan.who),
             "lr": torch.full((), work.lr, dtype=torch.float64, device=device),
@@ -137,8 +137,8 @@ class Batched:
         if state.params.is_cuda and len(clients) == len(work.cohort):
             self._plan_ahead(work)
         deltas = state.params - outputs["params"]
-        travel = _on(state.params.device, plan.steps * work.lr)[:, None].to(deltas.dtype)
-        kept, extras = rule.finish(deltas, travel, state.shared, mine)
+        total_lr = _on(state.params.device, plan.steps * work.lr)[:, None].to(deltas.dtype)
+        kept, extras = rule.end_round(deltas, total_lr, state.broadcast, client_state)
         if outputs["averaged"].numel():
             changes = buffer_changes(outputs["averaged"], state.buffers.averaged)
             extras = {**extras, "buffers": changes}
@@ -222,7 +222,7 @@ def _batch_bytes(work: Work) -> int:
 
 
 def _inputs(
-    work: Work, state: SimulationState, plan: CohortPlan, mine: Tensors
+    work: Work, state: SimulationState, plan: CohortPlan, client_state: Tensors
 ) -> dict[str, Tensor]:
     """The large inputs of a local program, on the device of the model."""
     device, rows = state.params.device, work.task.train.travelling(plan.who[0].tolist())
@@ -230,8 +230,8 @@ def _inputs(
         "params": state.params,
         "averaged": state.buffers.averaged,
         "kept": state.buffers.kept,
-        **{f"shared.{name}": value for name, value in state.shared.items()},
-        **{f"mine.{name}": value for name, value in mine.items()},
+        **{f"broadcast.{name}": value for name, value in state.broadcast.items()},
+        **{f"client_state.{name}": value for name, value in client_state.items()},
         **{f"data.{name}": value for name, value in rows.items()},
     }
     return inputs if plan.draws is None else {**inputs, "draws": _on(device, plan.draws)}
@@ -245,5 +245,5 @@ def _on(device: torch.device, array: np.ndarray[Any, Any]) -> Tensor:
 
 def _mine(work: Work, state: SimulationState, clients: Sequence[int]) -> dict[str, Tensor]:
     """What the clients have kept for their rule, or begin with."""
-    fresh = work.algorithm.client.init_local(state.params)
+    fresh = work.algorithm.client.init_client_state(state.params)
     return ClientStates.of(state.clients).stacked(clients, fresh)

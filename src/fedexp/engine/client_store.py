@@ -293,7 +293,7 @@ LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_by
 
 
 @dataclass(frozen=True)
-class KeepClients:
+class ClientStore:
     """How to keep what clients keep between rounds; it changes no number.
 
     Args:
@@ -307,7 +307,7 @@ class KeepClients:
 
     def __post_init__(self) -> None:
         known = get_args(Where)
-        require(self.where in known, f"keep_clients is auto, memory or disk, not {self.where!r}")
+        require(self.where in known, f"client_store is auto, memory or disk, not {self.where!r}")
 
     def placed(
         self, states: Mapping[int, Tensors], fresh: Tensors, clients: int, beside: int = 1

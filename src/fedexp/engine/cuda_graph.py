@@ -47,7 +47,8 @@ AT_ONCE = 2**28  # bytes of examples that are fetched for all steps together
 class LocalProgram:
     """S steps of K clients.
 
-    Inputs: `params` [d], `averaged` and `kept` buffers, `shared.*` [d] and `mine.*` [K, d] of the
+    Inputs: `params` [d], `averaged` and `kept` buffers, `broadcast.*` [d] and
+    `client_state.*` [K, d] of the
     client rule, `key` and `who` [3, K] of the plan, `draws` where there are any, `data.*` for
     examples that are not those of `fields`, and `lr`. Outputs: `params` [K, d], `averaged`, `kept`.
 
@@ -123,7 +124,7 @@ class LocalProgram:
         behind = -size % multiple
         if not behind:
             return inputs
-        kinds = ("params", "shared.", "mine.")
+        kinds = ("params", "broadcast.", "client_state.")
         return {
             name: F.pad(value, (0, behind))
             if name.startswith(kinds) and value.shape[-1] == size
@@ -223,7 +224,8 @@ class Finished(NamedTuple):
 class WholeRound:
     """Inputs are those of the local program and `server.*`; small ones come `packed`.
 
-    Outputs: the model after the step (`params`, `averaged`, `server.*`, `shared.*`), what clients
+    Outputs: the model after the step (`params`, `averaged`, `server.*`, `broadcast.*`), what
+    clients
     keep (`after.*` [K, ...]) with `good` [K], the metrics, and all numbers in `numbers`.
     """
 
@@ -234,15 +236,15 @@ class WholeRound:
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
         inputs = unpacked(inputs)
         trained = self.local(inputs)
-        shared, mine = part(inputs, "shared."), part(inputs, "mine.")
+        broadcast, client_state = part(inputs, "broadcast."), part(inputs, "client_state.")
         deltas = inputs["params"] - trained["params"]
-        travel = inputs["travel"].to(deltas.dtype)
-        kept, extras = self.algorithm.client.finish(deltas, travel, shared, mine)
+        total_lr = inputs["total_lr"].to(deltas.dtype)
+        kept, extras = self.algorithm.client.end_round(deltas, total_lr, broadcast, client_state)
         if trained["averaged"].numel():
             changes = buffer_changes(trained["averaged"], inputs["averaged"])
             extras = {**extras, "buffers": changes}
         aggregate = Aggregate.of_checked(deltas, inputs["weights"], extras)
-        before = Model(inputs["params"], inputs["averaged"], part(inputs, "server."), shared)
+        before = Model(inputs["params"], inputs["averaged"], part(inputs, "server."), broadcast)
         model, metrics = moved(self.algorithm, before, aggregate, self.total_weight)
         numbers = [aggregate.count, aggregate.dropped, *(metrics[n] for n in sorted(metrics))]
         return {
@@ -251,7 +253,7 @@ class WholeRound:
             "numbers": torch.stack([n.to(torch.float64) for n in numbers]),
             **({"good": usable(deltas, extras)} if kept else {}),
             **_named("server.", model.server),
-            **_named("shared.", model.shared),
+            **_named("broadcast.", model.broadcast),
             **_named("after.", kept),
             **_named("metric.", metrics),
         }
@@ -266,8 +268,8 @@ def finished(
     count, dropped, *values = outputs["numbers"].tolist()  # here the host waits
     if not count:
         return Finished(state, 0, int(dropped), {}, {})
-    server, shared, kept = (part(own, prefix) for prefix in ("server.", "shared.", "after."))
-    model = Model(own["params"], own["averaged"], server, shared)
+    server, broadcast, kept = (part(own, prefix) for prefix in ("server.", "broadcast.", "after."))
+    model = Model(own["params"], own["averaged"], server, broadcast)
     metrics = dict(zip(sorted(part(outputs, "metric.")), values, strict=True))
     changed = unstacked(kept, clients, own["good"]) if kept else {}
     return Finished(
@@ -290,13 +292,13 @@ def packed(
 
 
 def unpacked(inputs: Tensors) -> dict[str, Tensor]:
-    """The inputs with `key`, `who`, `lr`, `travel` [K, 1] and `weights` [K] for `packed`."""
+    """The inputs with `key`, `who`, `lr`, `total_lr` [K, 1] and `weights` [K] for `packed`."""
     clients = (len(inputs["packed"]) - 2) // 5
     key, who, *numbers = inputs["packed"].split([1, 3 * clients, 1, clients, clients])
-    lr, travel, weights = (each.view(torch.float64) for each in numbers)
+    lr, total_lr, weights = (each.view(torch.float64) for each in numbers)
     rest = {name: value for name, value in inputs.items() if name != "packed"}
     small = {"key": key[0], "who": who.view(3, clients), "lr": lr[0]}
-    return {**rest, **small, "travel": travel[:, None], "weights": weights}
+    return {**rest, **small, "total_lr": total_lr[:, None], "weights": weights}
 
 
 def _named(prefix: str, tensors: Tensors) -> dict[str, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedexp.client import Drift
+from fedexp.client import LinearCorrection
 from fedexp.engine.client_store import ClientStates
 from fedexp.engine.loop import Sums, sum_in_parts, sum_updates
 from fedexp.engine.plan import LARGEST, Work, host_batches
@@ -59,15 +59,15 @@ class Dense:
     def run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
         """Train some clients, block by block."""
         rule, chosen = work.algorithm.client, np.asarray(clients)
-        fresh = rule.init_local(state.params)
-        mine = ClientStates.of(state.clients).stacked(clients, fresh)
-        drift = rule.drift(state.shared, mine)
+        fresh = rule.init_client_state(state.params)
+        client_state = ClientStates.of(state.clients).stacked(clients, fresh)
+        correction = rule.linear_correction(state.broadcast, client_state)
         params = state.params.new_empty(len(clients), len(state.params))
         blocks = self.blocks(work, state.params, chosen)
-        train = partial(self._train_block, work, state.params, chosen, drift, params)
+        train = partial(self._train_block, work, state.params, chosen, correction, params)
         self.pool.map(train, blocks)
-        travel = torch.from_numpy(_steps(work, chosen) * work.lr)[:, None].to(params.dtype)
-        return sum_updates(work, state, clients, state.params - params, travel, mine)
+        total_lr = torch.from_numpy(_steps(work, chosen) * work.lr)[:, None].to(params.dtype)
+        return sum_updates(work, state, clients, state.params - params, total_lr, client_state)
 
     def blocks(
         self, work: Work, params: Tensor, clients: NDArray[np.int64]
@@ -94,12 +94,12 @@ class Dense:
         work: Work,
         start: Tensor,
         clients: NDArray[np.int64],
-        drift: Drift,
+        correction: LinearCorrection,
         params: Tensor,
         places: NDArray[np.int64],
     ) -> None:
         """Train the clients at some places, and write what they end at to those of `params`."""
-        step = DenseStep.of(self.network, start, work.lr, work.local, _part(drift, places))
+        step = DenseStep.of(self.network, start, work.lr, work.local, _part(correction, places))
         weights = self.network.split(start.repeat(len(places), 1))
         for x, y, counted in host_batches(work, clients[places], start.dtype):
             some = weights if len(x) == len(places) else [w[: len(x)] for w in weights]
@@ -113,8 +113,8 @@ def _steps(work: Work, clients: NDArray[np.int64]) -> NDArray[np.int64]:
     return np.array([work.local.steps_for(size) for size in sizes])
 
 
-def _part(drift: Drift, places: NDArray[np.int64]) -> Drift:
+def _part(correction: LinearCorrection, places: NDArray[np.int64]) -> LinearCorrection:
     """The drift of some clients; one without a dimension of clients is common to all."""
-    if drift.push is None or drift.push.ndim == 1:
-        return drift
-    return drift._replace(push=drift.push[torch.from_numpy(places)])
+    if correction.offset is None or correction.offset.ndim == 1:
+        return correction
+    return correction._replace(offset=correction.offset[torch.from_numpy(places)])

@@ -82,9 +82,11 @@ class LayerWalk:
         inputs: Tensors,
     ) -> None:
         self.stack, self.buffers, self.local = stack, buffers, local
-        pull, push = rule.drift(part(inputs, "shared."), part(inputs, "mine."))
-        pushed = None if push is None else stack.layers.spread(push)
-        self.correction = Correction(pull, inputs["params"], pushed)
+        prox, offset = rule.linear_correction(
+            part(inputs, "broadcast."), part(inputs, "client_state.")
+        )
+        pushed = None if offset is None else stack.layers.spread(offset)
+        self.correction = Correction(prox, inputs["params"], pushed)
         self.lr = inputs["lr"]
         # of all steps at once, and in the type of the parameters: a small model is all launches
         self.counted = valid / valid.sum(dim=2, keepdim=True)
@@ -115,13 +117,13 @@ def advanced(
     all_active: bool,
 ) -> Tensor:
     """Correct the gradients and move; clients that have done all their steps stay."""
-    shared, mine = part(inputs, "shared."), part(inputs, "mine.")
+    broadcast, client_state = part(inputs, "broadcast."), part(inputs, "client_state.")
     grads, start = grads.to(params.dtype), inputs["params"]
     if rule.is_linear:
-        grads = rule.correct(grads, params, start, shared, mine)
+        grads = rule.correct(grads, params, start, broadcast, client_state)
     else:  # a rule of the user's own may look at all of its client's gradient
         each = torch.func.vmap(rule.correct, in_dims=(0, 0, None, None, 0), randomness="different")
-        grads = each(grads, params, start, shared, mine)
+        grads = each(grads, params, start, broadcast, client_state)
     moved = local_step(params, grads, inputs["lr"], local)
     return moved if all_active else torch.where(active, moved, params)
 
@@ -148,8 +150,8 @@ def _by_length(
     for length in np.unique(lengths[lengths > 0]):
         who = torch.from_numpy(np.flatnonzero(lengths == length)).to(params.device)
         some = {name: value[who, :length] for name, value in batch.items()}
-        mine = Buffers(*(b[who] for b in buffers))
-        grads[who], new = objective.gradients(params[who], mine, some, valid[who, :length])
+        client_state = Buffers(*(b[who] for b in buffers))
+        grads[who], new = objective.gradients(params[who], client_state, some, valid[who, :length])
         for target, value in zip(after, new, strict=True):
             target[who] = value
     return grads, after

@@ -88,11 +88,11 @@ def sum_updates(
     state: SimulationState,
     clients: list[int],
     deltas: Tensor,
-    travel: Tensor | float,
-    mine: Tensors,
+    total_lr: Tensor | float,
+    client_state: Tensors,
 ) -> Sums:
     """The same for clients that were trained side by side: updates [K, d], states [K, d]."""
-    kept, extras = work.algorithm.client.finish(deltas, travel, state.shared, mine)
+    kept, extras = work.algorithm.client.end_round(deltas, total_lr, state.broadcast, client_state)
     weights = [work.weight(client) for client in clients] if work.weighting == "size" else None
     states: dict[int, Tensors] = {}
     if kept:
@@ -120,17 +120,17 @@ def train_client(work: Work, state: SimulationState, client: int) -> Trained:
 def train(work: Work, state: SimulationState, client: int, objective: Objective) -> Trained:
     """Local training (eq. 2 and 3) of one client."""
     rule, lr = work.algorithm.client, work.lr
-    mine = state.clients.get(client) or rule.init_local(state.params)
+    client_state = state.clients.get(client) or rule.init_client_state(state.params)
     # a copy: the steps write to it, and so do some layers (an embedding with max_norm)
     params, buffers, steps = state.params.clone(), state.buffers, 0
     for batch in work.batches(client):
         grad, buffers = objective.gradient(params, buffers, batch)
-        grad = rule.correct(grad, params, state.params, state.shared, mine)
+        grad = rule.correct(grad, params, state.params, state.broadcast, client_state)
         apart = grad.data_ptr() != params.data_ptr()  # the gradient of ||w||²/2 may be w itself
         params = local_step(params, grad, lr, work.local, in_place=apart)
         steps += 1
     delta = state.params - params
-    kept, extras = rule.finish(delta, steps * lr, state.shared, mine)
+    kept, extras = rule.end_round(delta, steps * lr, state.broadcast, client_state)
     if buffers.averaged.numel():
         changes = buffer_changes(buffers.averaged, state.buffers.averaged)
         extras = {**extras, "buffers": changes}

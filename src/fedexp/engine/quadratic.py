@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fedexp.client import ClientRule, Drift
+from fedexp.client import ClientRule, LinearCorrection
 from fedexp.engine.client_store import ClientStates
 from fedexp.engine.loop import Sums, sum_in_parts, sum_updates
 from fedexp.engine.plan import Work
@@ -53,16 +53,18 @@ class Quadratic:
     def run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
         """Train some clients. One whose update is not finite keeps the state it had."""
         rule, start = work.algorithm.client, state.params
-        fresh = rule.init_local(start)
-        mine = ClientStates.of(state.clients).stacked(clients, fresh)
-        drift = _with_decay(rule.drift(state.shared, mine), work.local.weight_decay, start)
+        fresh = rule.init_client_state(start)
+        client_state = ClientStates.of(state.clients).stacked(clients, fresh)
+        correction = _with_decay(
+            rule.linear_correction(state.broadcast, client_state), work.local.weight_decay, start
+        )
         steps = work.local.steps_for(1)  # the same for all, since a batch is all of the data
         parts = [
-            self._steps(work.task, run).updates(start, steps, work.lr, _part(drift, own))
+            self._steps(work.task, run).updates(start, steps, work.lr, _part(correction, own))
             for own, run in _neighbours(work, clients)
         ]
         deltas = torch.cat(parts) if len(parts) > 1 else parts[0]
-        return sum_updates(work, state, clients, deltas, steps * work.lr, mine)
+        return sum_updates(work, state, clients, deltas, steps * work.lr, client_state)
 
 
 def _steps(task: Task, clients: range) -> LinearSteps:
@@ -85,16 +87,16 @@ def _neighbours(work: Work, clients: list[int]) -> Iterator[tuple[slice, range]]
             first = at
 
 
-def _with_decay(drift: Drift, decay: float, start: Tensor) -> Drift:
+def _with_decay(correction: LinearCorrection, decay: float, start: Tensor) -> LinearCorrection:
     """Weight decay λ w is λ (w - w⁰) + λ w⁰."""
     if not decay:
-        return drift
-    push = decay * start if drift.push is None else drift.push + decay * start
-    return Drift(drift.pull + decay, push)
+        return correction
+    offset = decay * start if correction.offset is None else correction.offset + decay * start
+    return LinearCorrection(correction.prox + decay, offset)
 
 
-def _part(drift: Drift, own: slice) -> Drift:
+def _part(correction: LinearCorrection, own: slice) -> LinearCorrection:
     """The drift of some clients; one without a dimension of clients is common to all."""
-    if drift.push is None or drift.push.ndim == 1:
-        return drift
-    return drift._replace(push=drift.push[own])
+    if correction.offset is None or correction.offset.ndim == 1:
+        return correction
+    return correction._replace(offset=correction.offset[own])

@@ -26,13 +26,19 @@ from fedexp.client import Tensors
 from fedexp.data.federation import Federation
 from fedexp.data.streaming import ask_for
 from fedexp.engine.batched import Batched
-from fedexp.engine.client_store import ClientStates, KeepClients, StoredStates, Where, shapes_of
+from fedexp.engine.client_store import ClientStates, ClientStore, StoredStates, Where, shapes_of
 from fedexp.engine.cuda_graph import Finished
 from fedexp.engine.loop import Engine, Loop, Run
 from fedexp.engine.plan import Work, sample_cohort, step_lengths
 from fedexp.engine.select import EngineName, check_engine_name, select_engine
 from fedexp.engine.state import Record, SimulationState, check_range, server_step
-from fedexp.errors import DivergedError, NonFiniteUpdateWarning, UsageError, require
+from fedexp.errors import (
+    DivergedError,
+    NonFiniteUpdateWarning,
+    UsageError,
+    renamed_arguments,
+    require,
+)
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers
 from fedexp.precision import Precision, arithmetic, check_precision, default_precision
@@ -40,8 +46,8 @@ from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import Task, Weighting
 
 
-class Sharing(Protocol):
-    """How a round's work is shared out. Every process ends it with the same numbers.
+class ProcessGroup(Protocol):
+    """How the work of a round is distributed. Every process ends it with the same numbers.
 
     Attributes:
         beside: how many of the processes are on this machine.
@@ -50,8 +56,8 @@ class Sharing(Protocol):
     @property
     def beside(self) -> int: ...
 
-    def mine(self, work: Work) -> Work:
-        """The part of a round that falls to this process."""
+    def shard(self, work: Work) -> Work:
+        """Return the part of a round that this process trains."""
         ...
 
     def engine(self, engine: Engine) -> Run:
@@ -63,12 +69,12 @@ class Sharing(Protocol):
         ...
 
 
-class Alone:
-    """The sharing of a process that does everything itself."""
+class SingleProcess:
+    """A run in one process."""
 
     beside = 1
 
-    def mine(self, work: Work) -> Work:
+    def shard(self, work: Work) -> Work:
         return work
 
     def engine(self, engine: Engine) -> Run:
@@ -86,11 +92,11 @@ class ReadAhead:
 
     Args:
         train: the clients' data; small ones and those on a device are left alone.
-        mine: which part of a round's work is done here.
+        shard: returns the part of a round that this process trains.
     """
 
-    def __init__(self, train: Federation, mine: Callable[[Work], Work]) -> None:
-        self._mine = mine
+    def __init__(self, train: Federation, shard: Callable[[Work], Work]) -> None:
+        self._shard = shard
         held = [value for value in train.fields.values() if value.device.type == "cpu"]
         self._examples = sum(value.nbytes for value in held) >= LEAST_BYTES
         self._thread = ThreadPoolExecutor(1)
@@ -100,7 +106,7 @@ class ReadAhead:
         """Begin to fetch what comes after `work`, which is about to be done."""
         states = state.clients if isinstance(state.clients, StoredStates) else None
         if self._examples or states is not None:
-            train, work = work.task.train if self._examples else None, self._mine(work)
+            train, work = work.task.train if self._examples else None, self._shard(work)
             if not self._begun:  # nobody has asked for the first, and it is needed now
                 _ask(train, states, work.cohort)
             self._begun = True
@@ -114,6 +120,7 @@ def _ask(train: Federation | None, states: StoredStates | None, clients: NDArray
         states.expect(clients)
 
 
+@renamed_arguments(keep_clients="client_store", sharing="process_group")
 def simulate(
     task: Task,
     algorithm: Algorithm,
@@ -128,8 +135,8 @@ def simulate(
     device: str | torch.device | None = None,
     precision: Precision | None = None,
     start: SimulationState | None = None,
-    keep_clients: Where | KeepClients = "auto",
-    sharing: Sharing | None = None,
+    client_store: Where | ClientStore = "auto",
+    process_group: ProcessGroup | None = None,
 ) -> Iterator[Record]:
     """Train, and yield one `Record` a round. Stop when you like: the consumer is in charge.
 
@@ -152,9 +159,9 @@ def simulate(
             they are.
         precision: "float32", "tf32" or "bf16" inside the model; by default tf32 on a GPU.
         start: continue from the state of an earlier record, of the same task and algorithm.
-        keep_clients: where clients' states (SCAFFOLD's) lie: "memory", "disk", or "auto" for a file
-            where they could grow beyond a quarter of the memory. It changes no number.
-        sharing: with which other processes the work is shared, e.g. `fedexp.distributed.Shared`.
+        client_store: where client state (SCAFFOLD's) is stored: "memory", "disk", or "auto" for a
+            file if it could exceed a quarter of the memory. Does not affect results.
+        process_group: the processes that share the run, e.g. `fedexp.distributed.DistributedGroup`.
 
     A record holds its state, so a list of all records holds all models: keep what you need of
     large ones.
@@ -175,21 +182,21 @@ def simulate(
     sample_cohort(seed, 0, task.train.clients, cohort)
     task, precision = _placed(task, device, precision)
     initial = SimulationState.initial(task, algorithm, seed)
-    kept = algorithm.client.init_local(initial.params)
+    kept = algorithm.client.init_client_state(initial.params)
     state = initial if start is None else _checked_start(start, initial, kept, rounds)
-    keep = keep_clients if isinstance(keep_clients, KeepClients) else KeepClients(keep_clients)
+    keep = client_store if isinstance(client_store, ClientStore) else ClientStore(client_store)
     most = min(task.train.clients, rounds * (cohort or task.train.clients))
-    shared = sharing or Alone()
-    fresh = algorithm.client.init_local(state.params)
-    state = replace(state, clients=keep.placed(state.clients, fresh, most, shared.beside))
+    group = process_group or SingleProcess()
+    fresh = algorithm.client.init_client_state(state.params)
+    state = replace(state, clients=keep.placed(state.clients, fresh, most, group.beside))
     work = Work(
         task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
     )
     engine = check_engine_name(engine)
     opening = replace(work, round=1, cohort=sample_cohort(seed, 1, task.train.clients, cohort))
-    # Chosen by the first round even where a run continues, so that it goes on with its engine.
+    # Chosen by the first round even where a run continues, so that a resumed run keeps its engine.
     chosen = partial(select_engine, engine, opening, initial, precision)
-    return _rounds(work, state, rounds, cohort, evaluate_every, chosen, precision, shared)
+    return _rounds(work, state, rounds, cohort, evaluate_every, chosen, precision, group)
 
 
 def _rounds(
@@ -200,9 +207,9 @@ def _rounds(
     evaluate_every: int,
     choose: Callable[[], Engine],
     precision: Precision,
-    sharing: Sharing,
+    process_group: ProcessGroup,
 ) -> Iterator[Record]:
-    warned, read_ahead = False, ReadAhead(work.task.train, sharing.mine)
+    warned, read_ahead = False, ReadAhead(work.task.train, process_group.shard)
     run, name = None, ""
     for round in range(state.round + 1, rounds + 1):
         clients = sample_cohort(work.seed, round, work.task.train.clients, cohort)
@@ -211,7 +218,7 @@ def _rounds(
             if run is None:
                 with seeded_torch(work.seed, "trial"):
                     chosen = choose()
-                run, name = sharing.engine(chosen), chosen.name
+                run, name = process_group.engine(chosen), chosen.name
             read_ahead(work, state)
             record = replace(run_round(work, state, run), engine=name)
         state = record.state
@@ -221,7 +228,7 @@ def _rounds(
         check_range(state)
         if round % evaluate_every == 0 or round == rounds:
             with arithmetic(precision):
-                record = _evaluated(work, record, sharing)
+                record = _evaluated(work, record, process_group)
         yield record
 
 
@@ -258,7 +265,7 @@ def _checked_start(
     """
     same = all(
         {k: v.shape for k, v in a.items()} == {k: v.shape for k, v in b.items()}
-        for a, b in ((start.server, fresh.server), (start.shared, fresh.shared))
+        for a, b in ((start.server, fresh.server), (start.broadcast, fresh.broadcast))
     )
     ours, theirs = ([s.params, *s.buffers] for s in (start, fresh))
     same = same and [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in theirs]
@@ -320,9 +327,9 @@ def _in_parts(work: Work, state: SimulationState, engine: Run) -> Finished:
     return Finished(after, count, dropped, metrics, changed)
 
 
-def _evaluated(work: Work, record: Record, sharing: Sharing) -> Record:
+def _evaluated(work: Work, record: Record, process_group: ProcessGroup) -> Record:
     with seeded_torch(work.seed, "evaluation", work.round):  # should a model draw there
-        values: dict[str, Any] = sharing.evaluate(work.task, *record.state.output())
+        values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output())
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
     return replace(record, **values)

@@ -47,7 +47,7 @@ class SimulationState:
     buffers: Buffers
     recent: tuple[tuple[Tensor, Buffers], ...]
     server: ServerState
-    shared: Tensors
+    broadcast: Tensors
     clients: Mapping[int, Tensors]
 
     @classmethod
@@ -64,7 +64,7 @@ class SimulationState:
             buffers=buffers,
             recent=((params, buffers),),
             server=algorithm.server.init(params),
-            shared=algorithm.client.init_shared(params),
+            broadcast=algorithm.client.init_broadcast(params),
             clients={},
         )
 
@@ -135,7 +135,7 @@ def server_step(
         aggregate: the sums of at least one client.
         total_weight: the weight of all clients there are, in this round or not.
     """
-    before = Model(state.params, state.buffers.averaged, state.server, state.shared)
+    before = Model(state.params, state.buffers.averaged, state.server, state.broadcast)
     model, metrics = moved(algorithm, before, aggregate, total_weight)
     return server_update(state, model, algorithm), {n: float(value) for n, value in metrics.items()}
 
@@ -146,7 +146,7 @@ class Model(NamedTuple):
     params: Tensor
     averaged: Tensor
     server: Tensors
-    shared: Tensors
+    broadcast: Tensors
 
 
 def moved(
@@ -158,8 +158,8 @@ def moved(
     if "buffers" in aggregate.extras:
         change = aggregate.mean_extra("buffers").to(averaged.dtype)
         averaged = changed_buffers(averaged, change)
-    shared = algorithm.client.update_shared(model.shared, aggregate, total_weight)
-    return Model(params, averaged, server, shared), metrics
+    broadcast = algorithm.client.update_broadcast(model.broadcast, aggregate, total_weight)
+    return Model(params, averaged, server, broadcast), metrics
 
 
 def server_update(state: SimulationState, model: Model, algorithm: Algorithm) -> SimulationState:
@@ -172,7 +172,7 @@ def server_update(state: SimulationState, model: Model, algorithm: Algorithm) ->
         buffers=buffers,
         recent=_recent(state, model.params, buffers, algorithm.iterates),
         server=model.server,
-        shared=model.shared,
+        broadcast=model.broadcast,
     )
 
 

@@ -424,9 +424,11 @@ def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, 
             for name, value in tensors.items()
         }
 
-    clients = {c: some(algorithm.client.init_local(params)) for c in work.cohort.tolist()}
+    clients = {c: some(algorithm.client.init_client_state(params)) for c in work.cohort.tolist()}
     clients = clients if clients[0] else {}
-    return replace(work, local=local), replace(start, shared=some(start.shared), clients=clients)
+    return replace(work, local=local), replace(
+        start, broadcast=some(start.broadcast), clients=clients
+    )
 
 
 def _gradient(state: SimulationState, work: Work, batch: Batch, seed: int) -> Tensor:
@@ -488,8 +490,10 @@ def widened(state: SimulationState, algorithm: Algorithm, dtype: torch.dtype) ->
         c: {name: widen(value) for name, value in kept.items()} for c, kept in state.clients.items()
     }
     params, buffers = widen(state.params), Buffers(*map(widen, state.buffers))
-    shared = {name: widen(value) for name, value in state.shared.items()}
-    return replace(SimulationState.of(params, buffers, algorithm), shared=shared, clients=clients)
+    broadcast = {name: widen(value) for name, value in state.broadcast.items()}
+    return replace(
+        SimulationState.of(params, buffers, algorithm), broadcast=broadcast, clients=clients
+    )
 
 
 def _python_state(objective: Objective) -> dict[str, Any]:

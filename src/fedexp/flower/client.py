@@ -41,9 +41,9 @@ class Piece:
     param: nn.Parameter
     places: list[slice]
     start: Tensor
-    shared: Tensors
-    mine: Tensors
-    travel: float = 0.0
+    broadcast: Tensors
+    client_state: Tensors
+    total_lr: float = 0.0
     drawn: Tensor | None = None
     corrected: bool = False
 
@@ -60,7 +60,7 @@ class Corrections:
 
     def __init__(self, request: Request, model: nn.Module, sums_gradients: bool) -> None:
         self.request = request
-        self.sums_gradients = sums_gradients and bool(request.mine)
+        self.sums_gradients = sums_gradients and bool(request.client_state)
         self.pieces: dict[int, Piece] = {}
         slices = _slices(request)
         for name, param in model.named_parameters(remove_duplicate=False):
@@ -78,11 +78,11 @@ class Corrections:
             torch.equal(param.detach().cpu(), sent.to(param.dtype)),
             f"{name!r} is not what the server sent; make LocalRule after model.load_state_dict",
         )
-        shared, mine = (
+        broadcast, client_state = (
             {k: v[place].view(param.shape).to(param.device) for k, v in vectors.items()}
-            for vectors in (request.shared, request.mine)
+            for vectors in (request.broadcast, request.client_state)
         )
-        return Piece(name, param, [place], param.detach().clone(), shared, mine)
+        return Piece(name, param, [place], param.detach().clone(), broadcast, client_state)
 
     @torch.no_grad()
     def correct(self, pieces: Iterable[Piece]) -> None:
@@ -98,14 +98,16 @@ class Corrections:
                 "with sparse=False",
             )
             param.grad.copy_(
-                rule.correct(param.grad, param.detach(), piece.start, piece.shared, piece.mine)
+                rule.correct(
+                    param.grad, param.detach(), piece.start, piece.broadcast, piece.client_state
+                )
             )
             piece.corrected = True
 
     @torch.no_grad()
     def count(self, piece: Piece, lr: float) -> None:
         """Note a step of a parameter along its corrected gradient."""
-        piece.travel += lr
+        piece.total_lr += lr
         piece.corrected = False
         if self.sums_gradients and piece.param.grad is not None:
             grad = piece.param.grad
@@ -120,18 +122,18 @@ class Corrections:
         A number that never moved (a frozen parameter, or no step at all) keeps the state it had
         and adds nothing: nothing was learned about it.
         """
-        request, travel = self.request, torch.zeros_like(delta)
+        request, total_lr = self.request, torch.zeros_like(delta)
         for piece in self.pieces.values():
             for place in piece.places:
                 self._check(piece, delta[place])
-                travel[place] = piece.travel
+                total_lr[place] = piece.total_lr
         if self.sums_gradients:
             delta = self._drawn(delta)
-        moved = travel > 0
-        kept, extras = request.rule.finish(
-            delta, torch.where(moved, travel, 1.0), request.shared, request.mine
+        moved = total_lr > 0
+        kept, extras = request.rule.end_round(
+            delta, torch.where(moved, total_lr, 1.0), request.broadcast, request.client_state
         )
-        kept = {name: torch.where(moved, v, request.mine[name]) for name, v in kept.items()}
+        kept = {name: torch.where(moved, v, request.client_state[name]) for name, v in kept.items()}
         return kept, {name: torch.where(moved, v, 0.0) for name, v in extras.items()}
 
     def _drawn(self, delta: Tensor) -> Tensor:
@@ -145,7 +147,7 @@ class Corrections:
 
     def _check(self, piece: Piece, delta: Tensor) -> None:
         require(
-            piece.travel > 0 or not bool(delta.any()),
+            piece.total_lr > 0 or not bool(delta.any()),
             f"{piece.name!r} was trained without its gradients being corrected; give LocalRule "
             "every optimiser of the loop, or call took_step(lr) in a loop without one",
         )

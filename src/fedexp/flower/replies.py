@@ -226,7 +226,9 @@ def checked_weight(metrics: Metrics, key: str) -> float:
 def extras_of(rule: ClientRule) -> tuple[str, ...]:
     """The names of what a client rule adds to the sums."""
     nothing = torch.zeros(0)
-    _, extras = rule.finish(nothing, 1.0, rule.init_shared(nothing), rule.init_local(nothing))
+    _, extras = rule.end_round(
+        nothing, 1.0, rule.init_broadcast(nothing), rule.init_client_state(nothing)
+    )
     return tuple(extras)
 
 

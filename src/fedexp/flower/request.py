@@ -49,10 +49,10 @@ class Request:
     start: Tensor
     layout: Layout
     rule: ClientRule
-    shared: Tensors
+    broadcast: Tensors
     round: int
     base: int
-    mine: Tensors
+    client_state: Tensors
     store: ClientStore
     about: Mapping[str, Any]
 
@@ -72,7 +72,7 @@ class Request:
         reported, buffers = _reported_layout(arrays, config, model), config.get("fedexp.buffers")
         layout = reported or Layout.of(loaded(arrays), _names(buffers), ties_in(config))
         start = layout.flat(arrays)
-        shared = _vectors(content, rule, start, is_open=reported is not None)
+        broadcast = _vectors(content, rule, start, is_open=reported is not None)
         about = _about(config, reported)
         store = ClientStore.of(
             state_root(context),
@@ -80,9 +80,22 @@ class Request:
             client_name(context),
         )
         round = _whole(config, "server-round") or 0
-        base, mine = _begin(store, rule.init_local(start), round, _whole(config, "fedexp.accepted"))
+        base, client_state = _begin(
+            store, rule.init_client_state(start), round, _whole(config, "fedexp.accepted")
+        )
         return cls(
-            message, key, arrays, start, layout, rule, shared, round, base, mine, store, about
+            message,
+            key,
+            arrays,
+            start,
+            layout,
+            rule,
+            broadcast,
+            round,
+            base,
+            client_state,
+            store,
+            about,
         )
 
     def reply(
@@ -192,22 +205,22 @@ def _vectors(
     Before clients have reported how the model is laid out (`is_open`), the server may reckon with
     another number of parameters; what it keeps is still zero then.
     """
-    wanted = rule.init_shared(start)
+    wanted = rule.init_broadcast(start)
     sent = content.array_records.get(SHARED, ArrayRecord())
     floats = {name: value for name, value in loaded(sent).items() if value.dtype.kind == "f"}
-    shared = {  # torch knows neither numpy's longest fractions nor bytes in another order
+    broadcast = {  # torch knows neither numpy's longest fractions nor bytes in another order
         name: torch.from_numpy(value.astype(np.float64)).to(start.dtype)
         for name, value in floats.items()
     }
     for name, value in wanted.items():
-        if is_open and name in shared and not shared[name].any():
-            shared[name] = torch.zeros_like(value)
+        if is_open and name in broadcast and not broadcast[name].any():
+            broadcast[name] = torch.zeros_like(value)
         require(
-            name in shared and shared[name].shape == value.shape,
+            name in broadcast and broadcast[name].shape == value.shape,
             f"{type(rule).__name__} needs a vector {name!r} of {len(start)} numbers from the "
             "server; use a strategy of fedexp.flower there, of the same version",
         )
-    return {name: shared[name] for name in wanted}
+    return {name: broadcast[name] for name in wanted}
 
 
 def single_record(content: RecordDict, kind: type[Kind], what: str) -> tuple[str, Kind]:

@@ -93,12 +93,12 @@ class Server:
         """The mean of the last iterates: what is evaluated and returned (sec. 5)."""
         return self.layout.arrays(*self.state.output())
 
-    def shared(self) -> ArrayRecord | None:
+    def broadcast(self) -> ArrayRecord | None:
         """What the client rule sends beside the model (SCAFFOLD's c); None if nothing."""
-        if not self.state.shared:
+        if not self.state.broadcast:
             return None
         return ArrayRecord(
-            {name: Array(value.numpy()) for name, value in self.state.shared.items()}
+            {name: Array(value.numpy()) for name, value in self.state.broadcast.items()}
         )
 
     def start_point(self) -> Tensor:
@@ -140,7 +140,7 @@ class Server:
 
 def _is_finite(state: SimulationState) -> bool:
     """Whether all that a checkpoint would hold is finite."""
-    of_rules = [v for v in (*state.server.values(), *state.shared.values()) if v.ndim]
+    of_rules = [v for v in (*state.server.values(), *state.broadcast.values()) if v.ndim]
     held = [state.params, state.buffers.averaged, *of_rules]  # eps may be infinite: a number
     return all(bool(torch.isfinite(value).all()) for value in held)
 

@@ -102,7 +102,7 @@ class Settings:
     @property
     def keeps_state(self) -> bool:
         """Whether clients keep something between rounds (SCAFFOLD's control variates)."""
-        return bool(self.algorithm.client.init_local(torch.zeros(0)))
+        return bool(self.algorithm.client.init_client_state(torch.zeros(0)))
 
     def client_config(self) -> dict[str, Any]:
         """Return the settings of the client rule that clients receive."""

@@ -160,8 +160,8 @@ def _trained_reply(work: Work, request: Request, client: int) -> Message:
     places = Places(task, request.layout)
     state = replace(
         SimulationState.of(params, buffers, work.algorithm),
-        shared=places.gather(request.shared, params.device),
-        clients={client: places.gather(request.mine, params.device)},
+        broadcast=places.gather(request.broadcast, params.device),
+        clients={client: places.gather(request.client_state, params.device)},
     )
     with arithmetic(default_precision(params.device)):
         trained = train_client(work, state, client)

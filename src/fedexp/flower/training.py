@@ -112,8 +112,8 @@ class Training:
         log(INFO, "configure_train: Sampled %s nodes (out of %s)", len(cohort), len(nodes))
         key, told = config
         common = {arrays_key: self.server.model()}
-        if (shared := self.server.shared()) is not None:
-            common[SHARED] = shared
+        if (broadcast := self.server.broadcast()) is not None:
+            common[SHARED] = broadcast
         everyone = {**told, **self.settings.client_config(), "fedexp.study": self.study}
         if not self.open_parts:
             everyone |= layout_terms(self.server.layout)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from fedexp.aggregate import norms
-from fedexp.client import Drift
+from fedexp.client import LinearCorrection
 from fedexp.local import LocalTraining
 from fedexp.objective.module import ModuleObjective
 
@@ -215,19 +215,24 @@ class DenseStep:
 
     lr: float
     local: LocalTraining
-    pull: float
+    prox: float
     constant: Sequence[Tensor]
 
     @classmethod
     def of(
-        cls, network: DenseNetwork, start: Tensor, lr: float, local: LocalTraining, drift: Drift
+        cls,
+        network: DenseNetwork,
+        start: Tensor,
+        lr: float,
+        local: LocalTraining,
+        correction: LinearCorrection,
     ) -> DenseStep:
         """The step of clients that begin at `start` [d] and add `drift`."""
-        constant = drift.push
-        if drift.pull:
-            behind = -drift.pull * start
+        constant = correction.offset
+        if correction.prox:
+            behind = -correction.prox * start
             constant = behind if constant is None else constant + behind
-        return cls(lr, local, drift.pull, [] if constant is None else network.split(constant))
+        return cls(lr, local, correction.prox, [] if constant is None else network.split(constant))
 
     def __call__(self, weights: Sequence[Tensor], factors: Sequence[Factors]) -> None:
         """Move the weights, [K, O, F] each, of the first K clients."""
@@ -240,7 +245,7 @@ class DenseStep:
     def _move(
         self, weights: Sequence[Tensor], factors: Sequence[Factors], constant: Sequence[Tensor]
     ) -> None:
-        keep = 1 - self.lr * (self.local.weight_decay + self.pull)
+        keep = 1 - self.lr * (self.local.weight_decay + self.prox)
         for weight, (inputs, errors) in zip(weights, factors, strict=True):
             weight.baddbmm_(errors.mT, inputs, beta=keep, alpha=-self.lr)
         for weight, shift in zip(weights, constant, strict=False):
@@ -255,8 +260,8 @@ class DenseStep:
     ) -> None:
         grads = [torch.bmm(errors.mT, inputs) for inputs, errors in factors]
         for weight, grad in zip(weights, grads, strict=True):
-            if self.pull:
-                grad.add_(weight, alpha=self.pull)
+            if self.prox:
+                grad.add_(weight, alpha=self.prox)
         for grad, shift in zip(grads, constant, strict=False):
             grad.add_(shift)
         norm = torch.linalg.vector_norm(torch.stack([norms(g.flatten(1)) for g in grads]), dim=0)

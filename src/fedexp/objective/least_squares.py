@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fedexp.client import Drift
+from fedexp.client import LinearCorrection
 from fedexp.data.federation import Batch
 from fedexp.errors import require
 from fedexp.objective.base import Buffers
@@ -91,20 +91,20 @@ class LinearSteps:
         self.values, self.vectors = torch.linalg.eigh(x @ x.mT if self.wide else x.mT @ x)
         self._asked: tuple[int, float, float] | None = None
 
-    def updates(self, start: Tensor, steps: int, lr: float, drift: Drift) -> Tensor:
+    def updates(self, start: Tensor, steps: int, lr: float, correction: LinearCorrection) -> Tensor:
         """w⁰ - w^τ of each client, [K, d], when all begin at `start` and add `drift`."""
-        phi, at_zero, slope = self._coefficients(steps, lr, drift.pull)
+        phi, at_zero, slope = self._coefficients(steps, lr, correction.prox)
         residual = torch.mv(self.rows, start).view_as(self.y).sub_(self.y)
-        push = None if drift.push is None else drift.push.expand(len(self.x), -1)
+        offset = None if correction.offset is None else correction.offset.expand(len(self.x), -1)
         if not self.wide:
             first = self._back(residual).mul_(self.scale)
-            return self._apply(phi, first if push is None else first.add_(push))
+            return self._apply(phi, first if offset is None else first.add_(offset))
         # φ(H) Aᵀ = Aᵀ φ(s A Aᵀ), and on what is not a row of A: φ(H) = φ(0) + Aᵀ slope(A Aᵀ) A
         inner = self._apply(phi, residual)
-        if push is None:
+        if offset is None:
             return self._back(inner)
-        inner += self._apply(slope, torch.bmm(self.x, push[:, :, None]).squeeze(2))
-        return self._back(inner).add_(push, alpha=at_zero)
+        inner += self._apply(slope, torch.bmm(self.x, offset[:, :, None]).squeeze(2))
+        return self._back(inner).add_(offset, alpha=at_zero)
 
     def _apply(self, function: Tensor, vectors: Tensor) -> Tensor:
         """A function of the Gram matrices, given at their eigenvalues, times vectors."""
@@ -115,16 +115,16 @@ class LinearSteps:
         """Aᵀ times a vector for each client: [K, n] to [K, d]."""
         return torch.bmm(inner[:, None, :], self.x).squeeze(1)
 
-    def _coefficients(self, steps: int, lr: float, pull: float) -> Coefficients:
+    def _coefficients(self, steps: int, lr: float, prox: float) -> Coefficients:
         """By Horner's rule, so that nothing cancels, at λ = 0 or anywhere else."""
-        if self._asked != (steps, lr, pull):
-            keep, shrink = 1 - lr * pull, lr * self.scale
+        if self._asked != (steps, lr, prox):
+            keep, shrink = 1 - lr * prox, lr * self.scale
             ratio, at_zero = keep - shrink * self.values, 0.0
             phi, slope = torch.zeros_like(self.values), torch.zeros_like(self.values)
             for _ in range(steps):
                 slope = (keep * slope).sub_(phi, alpha=shrink)
                 phi, at_zero = phi * ratio + 1, 1 + keep * at_zero
-            self._asked = (steps, lr, pull)
+            self._asked = (steps, lr, prox)
             factor = shrink if self.wide else lr
             self._known = Coefficients(factor * phi, lr * at_zero, lr * slope)
         return self._known

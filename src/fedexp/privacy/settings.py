@@ -49,7 +49,7 @@ def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:
         "leave weighting out",
     )
     require(
-        not algorithm.client.init_shared(torch.zeros(1)),
+        not algorithm.client.init_broadcast(torch.zeros(1)),
         f"the control variates of {algorithm.name} are not covered by privacy; "
         "take a rule without them, such as fedexp or fedprox-exp",
     )

@@ -197,7 +197,7 @@ def model_tensors(state: SimulationState) -> dict[str, Tensor]:
     for k, (params, buffers) in enumerate(state.recent):
         named |= {f"recent/{k}/params": params, **_named_buffers(f"recent/{k}", buffers)}
     named |= {f"server/{name}": value for name, value in state.server.items()}
-    return named | {f"shared/{name}": value for name, value in state.shared.items()}
+    return named | {f"shared/{name}": value for name, value in state.broadcast.items()}
 
 
 def client_tensors(state: SimulationState, clients: Iterable[int]) -> dict[str, Tensor]:
@@ -220,7 +220,7 @@ def state_from(
         buffers=_buffers(named, "buffers"),
         recent=tuple(recent),
         server=_section(named, "server/"),
-        shared=_section(named, "shared/"),
+        broadcast=_section(named, "shared/"),
         clients=clients,
     )
 

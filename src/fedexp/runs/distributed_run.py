@@ -10,9 +10,9 @@ from pathlib import Path
 import torch
 
 from fedexp import __version__
-from fedexp.distributed import Ranks, Shared
+from fedexp.distributed import DistributedGroup, Ranks
 from fedexp.engine import SimulationState
-from fedexp.engine.client_store import ClientStates, KeepClients
+from fedexp.engine.client_store import ClientStates, ClientStore
 from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.runs.checkpoint import (
     client_tensors,
@@ -81,8 +81,8 @@ class Lead:
 
 def check_alike(run: Run, ranks: Ranks) -> None:
     """Refuse ranks that would not train the same run with the same software."""
-    mine = f"run {run_id(run)} with fedexp {__version__} and torch {torch.__version__}"
-    for rank, theirs in enumerate(found := ranks.gather(mine)):
+    own = f"run {run_id(run)} with fedexp {__version__} and torch {torch.__version__}"
+    for rank, theirs in enumerate(found := ranks.gather(own)):
         require(
             theirs == found[0],
             f"rank {rank} has {theirs}, but rank 0 has {found[0]}; start all ranks with the same "
@@ -97,31 +97,33 @@ def check_alike(run: Run, ranks: Ranks) -> None:
         )
 
 
-def follow(run: Run, folder: Path, how: Keeping, sharing: Shared) -> Outcome:
+def follow(run: Run, folder: Path, how: Keeping, process_group: DistributedGroup) -> Outcome:
     """Train with the first rank, which alone reads and writes the folder."""
-    ranks = sharing.ranks
+    ranks = process_group.ranks
     word: Opened | Outcome | FedExPError = ranks.receive()
     if isinstance(word, FedExPError):
         raise word
     if isinstance(word, Outcome):
         return word
-    keep = KeepClients(how.keep_clients)
-    state = None if word.model is None else _received(run, word, keep, sharing)
+    keep = ClientStore(how.client_store)
+    state = None if word.model is None else _received(run, word, keep, process_group)
     with suppress(DivergedError):
-        for record in remaining(run, state, word.rows, keep, sharing):
-            if sharing.stopping and record.round < run.rounds:
+        for record in remaining(run, state, word.rows, keep, process_group):
+            if process_group.stopping and record.round < run.rounds:
                 raise Stopped(folder, record.round)
     outcome: Outcome = ranks.receive()
     return outcome
 
 
-def _received(run: Run, word: Opened, keep: KeepClients, sharing: Shared) -> SimulationState:
+def _received(
+    run: Run, word: Opened, keep: ClientStore, process_group: DistributedGroup
+) -> SimulationState:
     """The state that the first rank sends; the clients' part by part."""
     device = device_of(run)
     state = state_from(word.round, word.steps, from_bytes(word.model or b"", device), {})
-    fresh = run.setup.algorithm.client.init_local(state.params)
-    clients = ClientStates.of(keep.placed({}, fresh, run.task.train.clients, sharing.beside))
-    while (block := sharing.ranks.receive()) is not None:
+    fresh = run.setup.algorithm.client.init_client_state(state.params)
+    clients = ClientStates.of(keep.placed({}, fresh, run.task.train.clients, process_group.beside))
+    while (block := process_group.ranks.receive()) is not None:
         clients = clients.updated(clients_from(from_bytes(block[1], device), block[0]))
     return state_from(word.round, word.steps, model_tensors(state), clients)
 

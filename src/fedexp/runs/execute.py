@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from fedexp.distributed import Ranks, Shared, check_device
-from fedexp.engine.client_store import KeepClients
+from fedexp.distributed import DistributedGroup, Ranks, check_device
+from fedexp.engine.client_store import ClientStore
 from fedexp.errors import DivergedError, UsageError, require
 from fedexp.runs.distributed_run import Lead, check_alike, follow
 from fedexp.runs.files import Row, telling
@@ -113,8 +113,8 @@ def execute(
     with deterministic(spec.deterministic), threads(number):
         if where is None:
             return _in_memory(run, on_round, how)
-        if how.sharing is not None and not how.sharing.ranks.is_first:
-            return follow(run, where, how, how.sharing)
+        if how.process_group is not None and not how.process_group.ranks.is_first:
+            return follow(run, where, how, how.process_group)
         lead = Lead(ranks)
         with lead.telling():
             if how.restart and folder is not None:
@@ -128,8 +128,8 @@ def _shared(how: Keeping, run: Run, ranks: Ranks | None) -> Keeping:
         return how
     check_device(run.spec.device)
     check_alike(run, ranks)
-    sharing = Shared(ranks, how.stop)
-    return replace(how, sharing=sharing, stop=lambda: sharing.stopping)
+    process_group = DistributedGroup(ranks, how.stop)
+    return replace(how, process_group=process_group, stop=lambda: process_group.stopping)
 
 
 def _kept(run: Run, where: Path, on_round: OnRound, how: Keeping, lead: Lead) -> Outcome:
@@ -173,8 +173,8 @@ def _in_memory(run: Run, on_round: OnRound, how: Keeping) -> Outcome:
     rows: list[Row] = []
     diverged: DivergedError | None = None
     try:
-        keep = KeepClients(how.keep_clients)
-        for record in remaining(run, None, rows, keep, how.sharing):
+        keep = ClientStore(how.client_store)
+        for record in remaining(run, None, rows, keep, how.process_group):
             rows.append(record.to_json())
             on_round(run.spec, rows[-1])
             if how.stop():
@@ -194,7 +194,7 @@ def _in_memory(run: Run, on_round: OnRound, how: Keeping) -> Outcome:
 
 def _on_disk(run: Run, held: RunFolder, on_round: OnRound, how: Keeping, lead: Lead) -> Outcome:
     # ranks share the cores of a machine, however many threads a lone process began with
-    number = held.threads() if how.sharing is None else torch.get_num_threads()
+    number = held.threads() if how.process_group is None else torch.get_num_threads()
     with threads(number), closing(_session(run, held, how)) as session:
         if session.resumed_from:
             with telling(held.path):
@@ -217,7 +217,7 @@ def _on_disk(run: Run, held: RunFolder, on_round: OnRound, how: Keeping, lead: L
 def _session(run: Run, held: RunFolder, how: Keeping) -> Session:
     """The run where it was left, or at its beginning."""
     with telling(held.path):
-        return Session(run, held, how.checkpoint_every, how.keep_clients, how.sharing)
+        return Session(run, held, how.checkpoint_every, how.client_store, how.process_group)
 
 
 def _guarded(consumer: Consumer) -> Consumer:

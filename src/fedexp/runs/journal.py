@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fedexp.distributed import Shared
+from fedexp.distributed import DistributedGroup
 from fedexp.engine import Record, SimulationState
-from fedexp.engine.client_store import KeepClients, Where
-from fedexp.engine.simulation import Sharing
+from fedexp.engine.client_store import ClientStore, Where
+from fedexp.engine.simulation import ProcessGroup
 from fedexp.errors import DivergedError, FedExPError, UsageError
 from fedexp.objective import Buffers
 from fedexp.runs.checkpoint import (
@@ -67,8 +67,8 @@ class Keeping:
         reopen: continue a run that ended as diverged from its last checkpoint.
         stop: asked after every round whether to stop there.
         consumers: told of the beginning, of every new round and of the end.
-        keep_clients: where clients' states lie: "memory", "disk", or "auto" for what fits.
-        sharing: with which ranks the work is shared; None for a process that does it alone.
+        client_store: where client state is stored: "memory", "disk", or "auto" for what fits.
+        process_group: the ranks that share the run; None for a single process.
         on_open: told once of the folder, of how many rounds it holds already, and whether that
             is all of them.
     """
@@ -78,8 +78,8 @@ class Keeping:
     reopen: bool = False
     stop: Callable[[], bool] = lambda: False
     consumers: Sequence[Consumer] = ()
-    keep_clients: Where = "auto"
-    sharing: Shared | None = None
+    client_store: Where = "auto"
+    process_group: DistributedGroup | None = None
     on_open: Callable[[Path, int, bool], None] = lambda folder, rounds, over: None
 
 
@@ -163,7 +163,7 @@ def is_finite(state: SimulationState) -> bool:
     Nor need single numbers of a rule: an eps of infinity is one.
     """
     recent = [params for params, _ in state.recent]
-    rules = [value for value in (*state.server.values(), *state.shared.values()) if value.ndim]
+    rules = [value for value in (*state.server.values(), *state.broadcast.values()) if value.ndim]
     return all(bool(value.isfinite().all()) for value in (state.params, *recent, *rules))
 
 
@@ -210,7 +210,7 @@ class Session(Journal):
         folder: the run's own, held.
         every: seconds between checkpoints; 0 for one a round.
         keep: where clients' states lie; on the disk, in the folder.
-        sharing: with which other processes it is trained.
+        process_group: the processes that train it.
     """
 
     def __init__(
@@ -219,17 +219,17 @@ class Session(Journal):
         folder: RunFolder,
         every: float,
         keep: Where = "auto",
-        sharing: Sharing | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> None:
         super().__init__(folder, every, device_of(run))
-        self.run, self._sharing = run, sharing
-        self._keep = KeepClients(keep, folder.path / SLOTS)
-        if keep != "memory" and run.setup.algorithm.client.init_local(torch.zeros(1)):
+        self.run, self._process_group = run, process_group
+        self._keep = ClientStore(keep, folder.path / SLOTS)
+        if keep != "memory" and run.setup.algorithm.client.init_client_state(torch.zeros(1)):
             make_private(folder.path / SLOTS)
 
     def remaining(self) -> Iterator[Record]:
         """Train from where the run is to its end, if it is not there yet."""
-        return remaining(self.run, self.state, self.rows, self._keep, self._sharing)
+        return remaining(self.run, self.state, self.rows, self._keep, self._process_group)
 
     def keep(self, record: Record) -> Row:
         """Add the row of a round, and checkpoint where it is time."""
@@ -253,13 +253,13 @@ def remaining(
     run: Run,
     state: SimulationState | None,
     rows: Sequence[Row],
-    keep: KeepClients,
-    sharing: Sharing | None = None,
+    keep: ClientStore,
+    process_group: ProcessGroup | None = None,
 ) -> Iterator[Record]:
     """The records that a run has still to make: to its last round, or to its target."""
     if rows and (len(rows) >= run.rounds or run.reached(rows[-1])):
         return
-    for record in run.records(state, keep, sharing):
+    for record in run.records(state, keep, process_group):
         yield record
         if run.reached(record.to_json()):
             return

@@ -22,8 +22,8 @@ import tomli_w
 
 from fedexp.algorithms import ALGORITHMS
 from fedexp.engine import EngineName, Record, simulate
-from fedexp.engine.client_store import KeepClients
-from fedexp.engine.simulation import Sharing
+from fedexp.engine.client_store import ClientStore
+from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.state import SimulationState
 from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.precision import Precision
@@ -118,8 +118,8 @@ class Run:
     def records(
         self,
         start: SimulationState | None = None,
-        keep_clients: KeepClients | None = None,
-        sharing: Sharing | None = None,
+        client_store: ClientStore | None = None,
+        process_group: ProcessGroup | None = None,
     ) -> Iterator[Record]:
         """Train; one record a round, from the beginning or from the state of an earlier record.
 
@@ -138,8 +138,8 @@ class Run:
             device=self.spec.device,
             precision=self.spec.precision,
             start=start,
-            keep_clients=keep_clients or KeepClients(),
-            sharing=sharing,
+            client_store=client_store or ClientStore(),
+            process_group=process_group,
         )
 
     def _arguments(self) -> dict[str, Any]:

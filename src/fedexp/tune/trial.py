@@ -32,7 +32,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fedexp.distributed import Ranks, Shared
+from fedexp.distributed import DistributedGroup, Ranks
 from fedexp.engine import Record
 from fedexp.errors import DivergedError, FedExPError, NonFiniteUpdateWarning
 from fedexp.runs.execute import deterministic, threads
@@ -116,15 +116,15 @@ def run_trial(spec: Spec, go_on: Callable[[Row], bool], ranks: Ranks | None = No
 def _records(run: Run, ranks: Ranks | None) -> Iterator[Record]:
     """The rounds of a run, evaluated now and then, and in every round of the window."""
     early = window_of(run.rounds)[0] - 1
-    sharing = Shared(ranks) if ranks is not None else None
+    process_group = DistributedGroup(ranks) if ranks is not None else None
     state = None
     if early:
         glances = replace(run.spec, evaluate_every=max(1, early // GLANCES))
-        for record in replace(run, spec=glances, rounds=early).records(sharing=sharing):
+        for record in replace(run, spec=glances, rounds=early).records(process_group=process_group):
             yield record
             state = record.state
     often = replace(run, spec=replace(run.spec, evaluate_every=1))
-    yield from often.records(state, sharing=sharing)
+    yield from often.records(state, process_group=process_group)
 
 
 def _scored(rows: Sequence[Row], score: float, **how: Any) -> Scored:

@@ -1,0 +1,49 @@
+"""Renamed public names still work, and name their replacement."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import fedexp as fx
+from fedexp import client, distributed
+from fedexp.client import Tensors
+
+
+def test_a_rule_with_the_old_method_names_trains_as_before() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Old\.drift is deprecated: use Old\.linear_corr"):
+
+        @dataclass(frozen=True)
+        class Old(fx.ClientRule):
+            mu: float = 0.1
+
+            def drift(self, shared: Tensors, local: Tensors) -> client.LinearCorrection:
+                return client.LinearCorrection(self.mu)
+
+    task = fx.tasks.toy()
+    old, new = (
+        [record.train_loss for record in fx.simulate(task, fx.Algorithm("prox", rule), 3)]
+        for rule in (Old(), fx.Prox(0.1))
+    )
+    plain = [r.train_loss for r in fx.simulate(task, fx.fedavg(), 3)]
+    assert old == new != plain
+
+
+def test_renamed_arguments_of_simulate_warn() -> None:
+    old: Any = {"keep_clients": "memory"}
+    with pytest.warns(DeprecationWarning, match=r"simulate\(keep_clients=...\) .* client_store"):
+        records = fx.simulate(fx.tasks.toy(), fx.scaffold(), 1, **old)
+    assert next(iter(records)).round == 1
+
+
+def test_renamed_classes_warn_and_are_the_new_ones() -> None:
+    with pytest.warns(DeprecationWarning, match=r"use fedexp\.client\.LinearCorrection"):
+        old = client.Drift(0.5, torch.ones(1))
+    assert isinstance(old, client.LinearCorrection)
+    assert isinstance(old.offset, Tensor)
+    with pytest.warns(DeprecationWarning, match=r"use fedexp\.distributed\.DistributedGroup"):
+        assert distributed.Shared is distributed.DistributedGroup
