@@ -20,7 +20,7 @@ from fedexp.runs.folder import FINGERPRINT
 from fedexp.runs.options import TASKS
 from fedexp.runs.spec import SPEC, Run, Spec, frozen, id_of
 from fedexp.tasks import Task
-from tests.experiments.studies import STUDY, imported, task_of
+from tests.helpers.studies import STUDY, imported, task_of
 from tests.runs.helpers import interrupted, nobody, stop_after, tiny, untimed
 
 MINE = Spec("mine", "fedavg", rounds=3)

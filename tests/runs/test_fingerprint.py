@@ -24,7 +24,7 @@ from fedexp.runs.code_digest import BYTECODE, SOURCE, digest_of, is_library, sam
 from fedexp.runs.fingerprint import Fingerprint, fingerprint, fingerprint_of_rules
 from fedexp.runs.spec import Spec
 from fedexp.tasks import Task
-from tests.experiments.studies import STUDY, federation, imported, task_of
+from tests.helpers.studies import STUDY, federation, imported, task_of
 
 EDITS = {
     "forward": ("torch.relu(", "F.gelu("),
@@ -89,7 +89,7 @@ import json, sys
 from pathlib import Path
 import fedexp as fx
 from fedexp.runs.fingerprint import fingerprint
-from tests.experiments.studies import STUDY, imported, task_of
+from tests.helpers.studies import STUDY, imported, task_of
 study = imported(Path(sys.argv[1]), STUDY)
 algorithm = fx.Algorithm("own", study.Doubled(), study.Sign())
 print(json.dumps(fingerprint(task_of(study), algorithm, 3).to_json()))
