@@ -166,7 +166,7 @@ def test_lists(command: str, capfd: pytest.CaptureFixture[str]) -> None:
         (["run", "toy", "--runs", "x", "--no-save"], "exclude each other"),
         (["run", "toy", "--restart"], "holds no run; leave --restart out"),
         (["run", "toy", "--no-save", "--log", "tensorboard"], "leave --no-save out"),
-        (["run", "toy", "--log", "paper"], "unknown consumer of runs"),
+        (["run", "toy", "--log", "paper"], "unknown logger"),
         (["run", "toy", "--checkpoint-every", "-1"], "number of seconds from 0"),
         (["run", "toy", "--stop-at", "-1"], "--stop-at must be a positive loss"),
         (["run", "digits", "--stop-at", "101"], "--stop-at must be"),

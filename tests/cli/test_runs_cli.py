@@ -74,7 +74,7 @@ def test_stop_at_ends_a_run_early(capfd: pytest.CaptureFixture[str]) -> None:
     assert rows[-1]["train_loss"] <= 0.05 < rows[-2]["train_loss"]
     capfd.readouterr()
     assert main(command) == 0  # it is over, though it has not all its rounds
-    assert "goes on" not in capfd.readouterr().err
+    assert "resumes" not in capfd.readouterr().err
 
 
 def test_a_diverged_run_fails_each_time_it_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
@@ -108,7 +108,7 @@ class Notebook:
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> type[Notebook]:
-    monkeypatch.setitem(loggers.CONSUMERS, "notebook", Notebook)
+    monkeypatch.setitem(loggers.LOGGERS, "notebook", Notebook)
     Notebook.heard, Notebook.fails_at = [], None
     return Notebook
 
@@ -167,7 +167,7 @@ def test_resume_needs_the_folder_alone(tmp_path: Path, capfd: pytest.CaptureFixt
     folder = folder.rename(tmp_path / "moved")
     capfd.readouterr()
     assert main(["resume", "moved"]) == 0
-    assert capfd.readouterr().err.startswith("fedexp: moved goes on after round 2\n")
+    assert capfd.readouterr().err.startswith("fedexp: moved resumes after round 2\n")
     assert essence(folder) == essence(tmp_path / "whole")
 
 
@@ -175,5 +175,5 @@ def test_run_goes_on_with_what_it_finds(tmp_path: Path, capfd: pytest.CaptureFix
     begin(RUN, tmp_path / "runs", 3)
     assert main([*RUN, "--quiet"]) == 0
     told, *lines, _ = capfd.readouterr().err.splitlines()
-    assert told.endswith("goes on after round 3")
+    assert told.endswith("resumes after round 3")
     assert [line.split()[1] for line in lines] == ["4/5", "5/5"]  # not those of before

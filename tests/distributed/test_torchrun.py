@@ -66,7 +66,7 @@ def test_stopped_killed_and_gone_on_with(tmp_path: Path) -> None:
         wait_until(lambda: checkpointed(folder) >= stopped + 5, process)
         os.kill(rank_process(process.pid, 1), signal.SIGKILL)
         begun, said = told(process)
-    assert begun.endswith(f"goes on after round {stopped}")
+    assert begun.endswith(f"resumes after round {stopped}")
     assert "rank 1 ended without a word" in said
     assert "start the same command again" in said
     assert stopped + 5 <= checkpointed(folder) < ROUNDS

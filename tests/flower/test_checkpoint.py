@@ -129,7 +129,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> No
         FedExP(checkpoint=tmp_path / "run").start(grid, first_model(), 4)
     newest = tmp_path / "run" / "checkpoint-3.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1] + b"!")
-    with pytest.warns(RunWarning, match="going on from the one before, of round 2"):
+    with pytest.warns(RunWarning, match="resuming from the one before, of round 2"):
         result = FedExP(checkpoint=tmp_path / "run").start(FakeGrid(plain_app()), first_model(), 4)
     np.testing.assert_array_equal(ndarrays(result.arrays)["w"], ndarrays(whole.arrays)["w"])
 

@@ -14,7 +14,7 @@ import pytest
 import fedexp as fx
 from fedexp.distributed import Ranks
 from fedexp.runs import RunWarning, execute, folder_of, load_run, read_spec, run_all, run_id
-from fedexp.runs.distributed_run import check_alike
+from fedexp.runs.distributed_run import check_same_content
 from fedexp.runs.fingerprint import Fingerprint, fingerprint
 from fedexp.runs.folder import FINGERPRINT
 from fedexp.runs.options import TASKS
@@ -209,9 +209,9 @@ class Alike(Ranks):
 
 def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
     mine = run_of(plain(tmp_path))
-    check_alike(mine, Alike(run_of(plain(tmp_path))))
+    check_same_content(mine, Alike(run_of(plain(tmp_path))))
     with pytest.raises(fx.UsageError, match=r"rank 1 has other content than rank 0: .*\(y\)"):
-        check_alike(mine, Alike(run_of(other_labels(tmp_path))))
+        check_same_content(mine, Alike(run_of(other_labels(tmp_path))))
 
 
 TYPED = ["eps=0", "eps=0.0", "server.eps=0", "server.eps=-0.0", "eps=0e5"]

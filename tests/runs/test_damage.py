@@ -44,7 +44,7 @@ def test_a_damaged_last_line_costs_the_rounds_after_the_checkpoint_before(
         (folder / NEWEST).unlink()
     else:
         path.write_bytes(data[:-9] if harm == "cut" else data[:-9] + b"########\n")
-    with pytest.warns(RunWarning, match="going on from the one before, of round 2"):
+    with pytest.warns(RunWarning, match="resuming from the one before, of round 2"):
         assert execute(tiny(), None, nobody, folder=folder).stored == 2
     assert essence(folder) == essence(tmp_path / "whole")
 
@@ -69,7 +69,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(harm: str, tmp_path: 
     data = bytearray(file.read_bytes())
     data[-5] ^= 64
     file.write_bytes(data[:100] if harm == "truncated" else bytes(data))
-    with pytest.warns(RunWarning, match="going on from the one before, of round 3"):
+    with pytest.warns(RunWarning, match="resuming from the one before, of round 3"):
         outcome = execute(spec, None, nobody, folder=folder)
     assert outcome.stored == 3
     assert essence(folder) == essence(tmp_path / "whole")
@@ -81,7 +81,7 @@ def test_without_a_whole_checkpoint_nothing_is_thrown_away(tmp_path: Path) -> No
     (folder / NEWEST).write_text("{")
     assert not (folder / BEFORE).exists()
     rows = (folder / "records.jsonl").read_bytes()
-    with pytest.raises(fx.UsageError, match=r"nothing was changed; .* begin again with --restart"):
+    with pytest.raises(fx.UsageError, match=r"nothing was changed; .* start over with --restart"):
         execute(tiny(), None, nobody, folder=folder)
     assert (folder / "records.jsonl").read_bytes() == rows
     execute(tiny(), None, nobody, folder=folder, restart=True)

@@ -188,7 +188,7 @@ def test_another_version_is_told_and_goes_on(tmp_path: Path) -> None:
     interrupted(tiny(), folder, 2)
     path = folder / "environment.json"
     path.write_text(path.read_text().replace(fx.__version__, "0.0.9"))
-    with pytest.warns(RunWarning, match=r"was begun with fedexp 0\.0\.9"):
+    with pytest.warns(RunWarning, match=r"was started with fedexp 0\.0\.9"):
         assert len(execute(tiny(), None, nobody, folder=folder).rows) == 6
 
 

@@ -25,7 +25,7 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser(
         "data",
         help="list, fetch, verify and show the data sets",
-        description="The data sets. They lie in the folder that FEDEXP_DATA names.",
+        description="The data sets, stored in the folder that FEDEXP_DATA names.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     _command(commands, "list", list_datasets, "which data sets there are, and which are here")
@@ -51,13 +51,13 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--partition", choices=PARTITIONS, help="default: natural, or dirichlet")
     parser.add_argument("--clients", type=int, default=100, help="default: 100")
     parser.add_argument("--alpha", type=float, default=0.3, help="of dirichlet; default: 0.3")
-    parser.add_argument("--shards", type=int, default=2, help="shards a client; default: 2")
+    parser.add_argument("--shards", type=int, default=2, help="shards per client; default: 2")
     parser.add_argument("--seed", type=seed, default=0, help="of the partition; default: 0")
     parser.add_argument("--out", metavar="FILE", type=Path, help="draw to a file, e.g. clients.png")
 
 
 def list_datasets(args: argparse.Namespace) -> int:
-    """Print a line for every data set."""
+    """Print one line per data set."""
     from fedexp.data.datasets import DATASETS
     from fedexp.data.sources.download import data_folder
 
@@ -95,7 +95,7 @@ def fetch_dataset(args: argparse.Namespace) -> int:
 
 
 def verify_dataset(args: argparse.Namespace) -> int:
-    """Check whatever there is of a data set: its archive, its files and its cache."""
+    """Check what exists of a data set: its archive, its files and its cache."""
     from fedexp.data.datasets import find
     from fedexp.data.sources import cache
     from fedexp.data.sources.download import cache_path, check_archive, data_folder
@@ -116,7 +116,7 @@ def verify_dataset(args: argparse.Namespace) -> int:
 
 
 def _check_files(dataset: Dataset, files: list[Path]) -> str:
-    """Read all of a data set's files, as a first load does, and say how much there is."""
+    """Read all files of a data set, as a first load does; return its size as text."""
     from fedexp.data.sources.cache import Stream
 
     rows = {}
@@ -132,7 +132,7 @@ def _check_files(dataset: Dataset, files: list[Path]) -> str:
 
 
 def show_dataset(args: argparse.Namespace) -> int:
-    """Print the figures of a federation and a picture of clients x classes."""
+    """Print the numbers of a federation and a plot of clients x classes."""
     from fedexp.analysis.plots import check_writable
     from fedexp.data import summary
     from fedexp.data.datasets import find
@@ -155,7 +155,7 @@ def show_dataset(args: argparse.Namespace) -> int:
 
 
 def partition_by(raw: RawSplits, kind: str, args: argparse.Namespace) -> Parts | None:
-    """The partition that the options ask for; None for natural clients."""
+    """Return the partition that the options describe; None for natural clients."""
     from fedexp.data import partition
     from fedexp.seeding import generator
 

@@ -1,4 +1,4 @@
-"""Word of every round on stderr: a live bar with the time left, or plain lines for a log."""
+"""Progress on stderr: a live bar with the time left, or plain lines for a log."""
 
 from __future__ import annotations
 
@@ -7,28 +7,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
-SHOWN = {  # the numbers beside the bar: the first name of each that a round has
+SHOWN = {  # the numbers beside the bar: of each, the first name that a row has
     ("train_loss",): "loss {:.3g}",
     ("test_accuracy", "train_accuracy"): "accuracy {:.2%}",
     ("server_lr",): "step {:.3g}",
 }
 
-LINES = 20  # of a log, in a run
+LINES = 20  # of a log, per run
 Row = dict[str, Any]
 
 
 class Bar(Protocol):
-    """Tell it about every round, and whose it is where several runs go on at a time."""
+    """Called with every row, and with the name of its run where several train at a time."""
 
     def __call__(self, row: Row, name: str = "") -> None: ...
 
     def skip(self, rounds: int) -> None:
-        """So many rounds were done before; they say nothing about the time left."""
+        """Skip rounds that were done before; they do not enter the estimate of the time left."""
 
 
 @contextmanager
 def watch(title: str, rounds: int, runs: int = 1, quiet: bool = False) -> Iterator[Bar]:
-    """A bar over all rounds of all runs; or lines, where that is asked for.
+    """Show a bar over all rounds of all runs, or print lines if `quiet`.
 
     Where stderr is not a terminal the bar is not drawn.
     """
@@ -40,7 +40,7 @@ def watch(title: str, rounds: int, runs: int = 1, quiet: bool = False) -> Iterat
 
 
 def describe(row: dict[str, Any]) -> str:
-    """The numbers of a round in a few words.
+    """Return the main numbers of a row as text.
 
     >>> describe({"round": 3, "train_loss": 0.25, "server_lr": 1.5})
     'loss 0.25  step 1.5'
@@ -51,7 +51,7 @@ def describe(row: dict[str, Any]) -> str:
 
 
 class LogLines:
-    """About twenty lines a run, and one for the last round that was asked for."""
+    """Prints about twenty lines per run, and one for its last round."""
 
     def __init__(self, rounds: int) -> None:
         self._rounds, self._every = rounds, max(1, rounds // LINES)
@@ -65,11 +65,11 @@ class LogLines:
             print(line.rstrip(), file=sys.stderr, flush=True)
 
     def skip(self, rounds: int) -> None:
-        """Nothing to say."""
+        """Do nothing: lines have no estimate."""
 
 
 class LiveBar:
-    """A bar of rich; one task for all runs."""
+    """A progress bar of rich; one task for all runs."""
 
     def __init__(self, progress: Any, title: str, total: int) -> None:
         self._progress, self._latest = progress, dict[str, Any]()
@@ -84,14 +84,14 @@ class LiveBar:
 
 
 def _updated(latest: Row, row: Row) -> Row:
-    """Rounds between evaluations carry no loss: the last one stays."""
+    """Merge a row: rounds between evaluations have no loss, so the last one stays."""
     latest.update({name: value for name, value in row.items() if value is not None})
     return latest
 
 
 @contextmanager
 def progress_bar(title: str, total: int) -> Iterator[Bar]:
-    """A bar over `total` rounds. Where stderr is not a terminal nothing is drawn."""
+    """Show a bar over `total` rounds; draws nothing where stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import (
         BarColumn,

@@ -1,4 +1,4 @@
-"""`fedexp toy`: the paper's Figure 2, why extrapolation helps, in a picture."""
+"""`fedexp toy`: the paper's Figure 2, which shows why extrapolation helps."""
 
 from __future__ import annotations
 
@@ -15,16 +15,18 @@ from fedexp.runs.options import convert
 
 
 def add_parser(subparsers: Any) -> None:
+    """Add the command to the sub-parsers of the command line."""
     parser = subparsers.add_parser("toy", help="draw why extrapolation helps, in two dimensions")
     parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="default: 30")
     parser.add_argument(
         "--start", default="0,0", metavar="W1,W2", help="first model, e.g. --start=-1,2 (0,0)"
     )
-    add_out(parser, "the picture (toy.png)")
+    add_out(parser, "the figure (toy.png)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Draw the iterates of the toy problem; print their distance to the optimum."""
     picture = args.out or Path("toy.png")
     check_writable(picture)
     start = convert(args.start, tuple[float, float], "--start")

@@ -202,7 +202,7 @@ def _model(layout: Layout) -> str:
 HEAD = "# A run of fedexp on Flower, frozen. Start it again with checkpoint=THIS-FOLDER\n"
 LETS_GO = 30.0  # seconds
 REMEDIES = {
-    "begin again with --restart": "remove the folder to begin again",
+    "start over with --restart": "remove the folder to begin again",
     "use --no-save": "leave checkpoint out",
     "or --no-save": "or leave checkpoint out",
 }

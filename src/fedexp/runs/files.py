@@ -1,11 +1,9 @@
-"""Files that are whole or not there: written beside, forced to the disk, then renamed.
+"""The files of a run: atomic writes, checks of what is read, and `records.jsonl`.
 
-Checks of stored files whose bytes may be anybody's: shared folders, archives, damaged disks.
-
-A digest proves that a file is as it was written, not who wrote it. So whatever a reader relies on
-is checked here first: types, ranges and file names. What fails is one line for the user.
-
-`records.jsonl`: one JSON object a round, added line by line.
+A file is complete or absent: it is written under a temporary name, synced, then renamed. A reader
+trusts no bytes: a digest shows that a file is as it was written, not who wrote it, so types, ranges
+and file names are checked here before anything relies on them. `records.jsonl` has one JSON object
+per round and grows line by line.
 """
 
 from __future__ import annotations
@@ -24,42 +22,42 @@ from typing import Any
 
 from fedexp.errors import UsageError, shown
 
-PRIVATE = 0o600  # for what only the owner of a run may read: environment, checkpoints, states
+PRIVATE = 0o600  # mode of files for the owner only: environment, checkpoints, client state
 
 
 def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Put `data` in the place of the file at once, for readers and for a loss of power alike.
+    """Replace the file atomically, for concurrent readers and across a power failure.
 
-    Whoever writes holds the folder's lock, so one name beside is enough. The file gets `mode`, less
-    the process's umask, from its first byte on.
+    The writer holds the folder's lock, so one temporary name suffices. The file has `mode`, less
+    the process's umask, from its first byte.
     """
-    beside = temporary(path)
+    scratch = temporary(path)
     try:
-        beside.unlink(missing_ok=True)  # one that was left behind would keep its own mode
-        with open(beside, "wb", opener=partial(os.open, mode=mode)) as file:
+        scratch.unlink(missing_ok=True)  # a leftover would retain its mode
+        with open(scratch, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(scratch, path)
     except BaseException:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)  # on a full disk its room is needed
+            scratch.unlink(missing_ok=True)  # a full disk needs the space
         raise
     sync_folder(path.parent)
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2, mode: int = 0o666) -> None:
-    """The value as JSON, at once; on one line where `indent` is None."""
+    """Replace the file by the value as JSON, atomically; on one line where `indent` is None."""
     write_bytes(path, (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode(), mode)
 
 
 def temporary(path: Path) -> Path:
-    """Where a file is written before it takes its name."""
+    """Return the path that a file is written to before it is renamed."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in the folder last; some file systems have no such call, and need none."""
+    """Sync the folder, so that renames in it are durable; some file systems need no such call."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -69,8 +67,8 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def telling(folder: Path) -> Iterator[None]:
-    """A disk that is full or read-only is told in one line."""
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Raise `UsageError` in place of `OSError`: the disk may be full or read-only."""
     try:
         yield
     except OSError as error:
@@ -80,11 +78,13 @@ def telling(folder: Path) -> Iterator[None]:
         ) from error
 
 
-LARGEST = 2**63  # of whole numbers: larger ones do not fit what they are counted in
+telling = disk_errors  # the former name
+
+LARGEST = 2**63  # integers beyond do not fit the types that hold them
 PART_NAME = re.compile(r"checkpoint-[A-Za-z0-9-]{1,80}\.safetensors")
 
 NUMBER = (int, float)
-# What `spec_from` takes from a frozen spec, and the columns that tables and figures are made of.
+# The fields that `spec_from` reads, and the columns of tables and figures.
 SPEC_FIELDS: dict[str, type | tuple[type, ...]] = {
     "task": str,
     "algorithm": str,
@@ -124,7 +124,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Return a value as JSON can hold it: numbers that are not finite become null.
+    """Return a value with null in place of numbers that are not finite, as JSON requires.
 
     >>> finite({"loss": [1.0, float("nan")]})
     {'loss': [1.0, None]}
@@ -137,7 +137,7 @@ def finite(value: Any) -> Any:
 
 
 def spec_fault(spec: Mapping[str, Any]) -> str | None:
-    """Return what a frozen spec lacks to be one; None where nothing."""
+    """Return what is wrong with a resolved spec; None if nothing is."""
     for name, kind in {**SPEC_FIELDS, **OPTIONAL_FIELDS}.items():
         if name not in spec and name in OPTIONAL_FIELDS:
             continue
@@ -151,7 +151,7 @@ def spec_fault(spec: Mapping[str, Any]) -> str | None:
 
 
 def row_fault(row: Any, number: int) -> str | None:
-    """Return why a value is not the row of a round, which the rows are numbered by; None if it is.
+    """Return what is wrong with the row of round `number`; None if nothing is.
 
     Rows of runs on Flower hold the clients' metrics as objects and lists too.
     """
@@ -167,7 +167,7 @@ def row_fault(row: Any, number: int) -> str | None:
 
 
 def result_fault(result: Any) -> str | None:
-    """Return why a value is not the result of a run; None where it is one."""
+    """Return what is wrong with the content of `result.json`; None if nothing is."""
     if not isinstance(result, dict) or not _is(result.get("rounds"), int) or result["rounds"] < 0:
         return "it has no rounds"
     if not is_duration(result.get("seconds")):
@@ -182,7 +182,7 @@ def result_fault(result: Any) -> str | None:
 
 
 def is_count(value: Any, least: int = 0, most: int = LARGEST) -> bool:
-    """Return whether a value is a whole number in a range."""
+    """Return whether a value is an integer in a range."""
     return _is(value, int) and least <= value <= most
 
 
@@ -192,7 +192,7 @@ def is_duration(value: Any) -> bool:
 
 
 def is_part_name(value: Any) -> bool:
-    """Return whether a value names a file of tensors of the checkpoint's own folder.
+    """Return whether a value is the name of a checkpoint file, without a path.
 
     >>> is_part_name("checkpoint-12-clients-0.safetensors"), is_part_name("../checkpoint-1.x")
     (True, False)
@@ -201,7 +201,7 @@ def is_part_name(value: Any) -> bool:
 
 
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Whether a value is of a type; a boolean is no number, and no number is huge."""
+    """Return whether a value has a type; a boolean is no number, and no number is huge."""
     if isinstance(value, bool) and kind is not bool:
         return False
     huge = isinstance(value, int) and abs(value) > LARGEST
@@ -213,47 +213,42 @@ Row = dict[str, Any]
 
 
 class DamagedError(UsageError):
-    """What is stored is not as it was written; `what` says where, without the remedy."""
+    """A stored file is not as it was written; `what` names it, without the remedy."""
 
     @property
     def what(self) -> str:
         return str(self.args[0])
 
     def __str__(self) -> str:
-        return f"{self.what}; mend that, or begin again with --restart"
+        return f"{self.what}; fix it, or start over with --restart"
 
 
 def read_rows(folder: Path, size: int | None = None) -> list[Row]:
-    """The rows among the first `size` bytes, or all.
+    """Return the rows in the first `size` bytes, or all.
 
-    A last line that was cut off while it was written is left out; any other damage is refused,
-    since what lies behind it cannot be trusted.
+    An incomplete last line is left out; any other damage is refused, since rows after it cannot be
+    trusted.
     """
     path = folder / RECORDS
     data = path.read_bytes() if path.exists() else b""
     if size is not None and len(data) < size:
         raise DamagedError(f"{path} is shorter than its checkpoint says")
-    lines = data[:size].split(b"\n")
-    rows = []
-    for number, line in enumerate(lines[:-1], start=1):
-        rows.append(_parsed(line, number, path))
+    rows: list[Row] = []
+    for number, line in enumerate(data[:size].split(b"\n")[:-1], start=1):
+        try:
+            row = parse_json(line)
+        except ValueError:
+            raise DamagedError(f"{path} is damaged at line {number}") from None
+        if (fault := row_fault(row, number)) is not None:
+            raise DamagedError(f"{path} is damaged at line {number}: {fault}")
+        rows.append(row)
     return rows
 
 
-def _parsed(line: bytes, number: int, path: Path) -> Row:
-    try:
-        row: Row = parse_json(line)
-    except ValueError:
-        raise DamagedError(f"{path} is damaged at line {number}") from None
-    if (fault := row_fault(row, number)) is not None:
-        raise DamagedError(f"{path} is damaged at line {number}: {fault}")
-    return row
-
-
 class RecordFile:
-    """The open end of the records; everything after `size` bytes is cut off first.
+    """`records.jsonl` open for appending, after truncation to `size` bytes.
 
-    Nothing waits in memory: what a full disk refused must not be tried again when it is closed.
+    Unbuffered: what a full disk refused must not be written again when the file is closed.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -264,6 +259,7 @@ class RecordFile:
         self.size = size
 
     def append(self, row: Row) -> None:
+        """Write one row."""
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         left = memoryview(line)
         while left:
@@ -271,7 +267,7 @@ class RecordFile:
         self.size += len(line)
 
     def sync(self) -> None:
-        """Force the rows to the disk: a checkpoint is about to rely on them."""
+        """Sync the rows: a checkpoint is about to rely on them."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

@@ -23,7 +23,6 @@ from fedexp.algorithms import Algorithm
 from fedexp.data.federation import Batch, Federation
 from fedexp.objective import ModuleObjective, Objective
 from fedexp.runs.code_digest import BYTES, Digest, digest_of, same, tensor_bytes
-from fedexp.seeding import seeded_torch
 from fedexp.server import Adagrad, Adam
 from fedexp.tasks import Task
 
@@ -115,8 +114,7 @@ def joined(names: list[str]) -> str:
 
 def _objective(objective: Objective, seed: int) -> dict[str, Digest]:
     if isinstance(objective, ModuleObjective):
-        with seeded_torch(seed, "initial weights"):
-            module = objective.build()
+        module = objective.initial_module(seed)
         return {
             "the initial weights": _tensors(dict(module.named_parameters())),
             "the initial buffers": _tensors(dict(module.named_buffers())),

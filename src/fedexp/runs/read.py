@@ -47,6 +47,7 @@ TIME_DIGITS = 4
 KEPT = (
     *("fedexp", "python", "torch", "numpy", "device", "threads", "started", "metric", "target"),
     "git",  # the commits that it was made at
+    "engine",  # which engine trained, and why
     "note",  # what whoever archives the run knows of its making
 )
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedexp.errors import UsageError
-from fedexp.runs.loggers import Consumer, ConsumerWarning, Guarded, consumer_named
+from fedexp.runs.loggers import GuardedLogger, Logger, LoggerWarning, logger_named
 
 SPEC = {"task": "toy", "rounds": 6, "set": {}, "options": {"server.eps": 0.25}}
 FINISHED = {"status": "finished", "rounds": 6}
@@ -24,7 +24,7 @@ def rows(first: int, last: int) -> list[dict[str, Any]]:
     ]
 
 
-def tell(consumer: Consumer, first: int, last: int, resumed_from: int = 0) -> None:
+def tell(consumer: Logger, first: int, last: int, resumed_from: int = 0) -> None:
     consumer.begin(SPEC, resumed_from)
     for row in rows(first, last):
         consumer.on_round(row)
@@ -34,8 +34,8 @@ def test_tensorboard_has_each_round_once_after_a_kill(tmp_path: Path) -> None:
     """Killed after round 5, with the checkpoint of round 3: rounds 4 and 5 come a second time."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tell(consumer_named("tensorboard", tmp_path), 1, 5)  # and no end
-    again = consumer_named("tensorboard", tmp_path)
+    tell(logger_named("tensorboard", tmp_path), 1, 5)  # and no end
+    again = logger_named("tensorboard", tmp_path)
     tell(again, 4, 6, resumed_from=3)
     again.end(FINISHED)
     events = EventAccumulator(str(tmp_path)).Reload()
@@ -74,10 +74,10 @@ def test_wandb_resumes_under_the_id_of_the_run(
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    interrupted = consumer_named("wandb", tmp_path)
+    interrupted = logger_named("wandb", tmp_path)
     tell(interrupted, 1, 3)
     interrupted.end(None)
-    again = consumer_named("wandb", tmp_path)
+    again = logger_named("wandb", tmp_path)
     tell(again, 4, 6, resumed_from=3)
     again.end(FINISHED)
     first, second = wandb.begun
@@ -133,10 +133,10 @@ def test_mlflow_resumes_its_own_run_and_hears_nothing_twice(
     mlflow = FakeMLflow()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
-    interrupted = consumer_named("mlflow", tmp_path)
+    interrupted = logger_named("mlflow", tmp_path)
     tell(interrupted, 1, 4)
     interrupted.end(None)
-    again = consumer_named("mlflow", tmp_path)
+    again = logger_named("mlflow", tmp_path)
     tell(again, 4, 6, resumed_from=3)
     again.end(FINISHED)
     ((name, params),) = mlflow.params.items()
@@ -168,8 +168,8 @@ class Failing:
 
 def test_a_consumer_that_fails_later_does_not_cost_the_run() -> None:
     failing = Failing(from_round=2)
-    guarded = Guarded("mlflow", failing)
-    with pytest.warns(ConsumerWarning, match="the server went away; the run goes on") as caught:
+    guarded = GuardedLogger("mlflow", failing)
+    with pytest.warns(LoggerWarning, match="the server went away; training continues") as caught:
         tell(guarded, 1, 6)
     guarded.end(FINISHED)  # a second warning would be an error here
     assert len(caught) == 1
@@ -178,7 +178,7 @@ def test_a_consumer_that_fails_later_does_not_cost_the_run() -> None:
 
 def test_a_consumer_that_cannot_begin_is_told_in_one_line() -> None:
     with pytest.raises(UsageError, match=r"^cannot log to mlflow: no such server$"):
-        Guarded("mlflow", Failing(from_round=0)).begin(SPEC, 0)
+        GuardedLogger("mlflow", Failing(from_round=0)).begin(SPEC, 0)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
@@ -187,9 +187,9 @@ def test_a_missing_library_names_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=rf"pip install 'fedexp\[{name}\]'"):
-        consumer_named(name, tmp_path)
+        logger_named(name, tmp_path)
 
 
 def test_a_misspelt_name_is_told(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did you mean tensorboard"):
-        consumer_named("tensorbord", tmp_path)
+        logger_named("tensorbord", tmp_path)

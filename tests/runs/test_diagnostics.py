@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 
-from fedexp.runs.diagnostics import STRETCH, Advice
+from fedexp.runs.diagnostics import FIRST_ROUNDS, Diagnostics
 from fedexp.runs.execute import execute
 from fedexp.runs.spec import Spec
 
 
 def heard(rows: list[dict[str, Any]], **options: Any) -> list[tuple[int, str]]:
     """The lines, with the number of rows seen when they came."""
-    advice = Advice(options)
+    advice = Diagnostics(options)
     return [(n, line) for n, row in enumerate(rows, 1) for line in advice.see(row)]
 
 
@@ -21,7 +21,7 @@ def alike(share: float, diversity: float, clamped: bool, rounds: int = 50) -> li
     return [{"eps_share": share, "diversity": diversity, "clamped": float(clamped)}] * rounds
 
 
-def lines_of(task: str, algorithm: str, rounds: int = STRETCH, cohort: int | None = None,
+def lines_of(task: str, algorithm: str, rounds: int = FIRST_ROUNDS, cohort: int | None = None,
              **options: Any) -> list[str]:  # fmt: skip
     pairs = tuple((name.replace("__", "."), str(value)) for name, value in options.items())
     spec = Spec(task, algorithm, rounds=rounds, cohort=cohort, evaluate_every=50, options=pairs)
@@ -40,7 +40,7 @@ def lines_of(task: str, algorithm: str, rounds: int = STRETCH, cohort: int | Non
 )
 def test_it_speaks_once(rows: list[dict[str, Any]], start: str) -> None:
     ((when, line),) = heard(rows)
-    assert when == STRETCH
+    assert when == FIRST_ROUNDS
     assert line.startswith(start)
     assert "\n" not in line
     assert ("lower server.eps" in line) == start.startswith("eps")
@@ -51,9 +51,9 @@ def test_it_speaks_once(rows: list[dict[str, Any]], start: str) -> None:
     [
         alike(0.4, 6.0, clamped=False),
         alike(0.0, 1.4, clamped=False),
-        alike(0.9, 6.0, clamped=True, rounds=STRETCH - 1),
-        [*alike(0.0, 1.4, clamped=True, rounds=STRETCH - 1), *alike(0.0, 4.0, clamped=False)],
-        [*alike(0.1, 6.0, clamped=False, rounds=STRETCH), *alike(0.99, 6.0, clamped=True)],
+        alike(0.9, 6.0, clamped=True, rounds=FIRST_ROUNDS - 1),
+        [*alike(0.0, 1.4, clamped=True, rounds=FIRST_ROUNDS - 1), *alike(0.0, 4.0, clamped=False)],
+        [*alike(0.1, 6.0, clamped=False, rounds=FIRST_ROUNDS), *alike(0.99, 6.0, clamped=True)],
         [{"server_lr": 1.0, "train_loss": 0.5}] * 50,  # FedAvg
         [{"eps_share": None, "diversity": None}] * 50,  # nobody took part
     ],
