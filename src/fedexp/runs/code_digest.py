@@ -1,15 +1,15 @@
 """Digests of code and of plain values: whether a model, a loss or a rule is still the same.
 
-Code of fedexp, torch, numpy and the standard library is known by its name; all other code is the
-user's and is read, with the functions, classes and constants of its modules that it refers to (that
-of installed packages no further than its own module). An object of the user's counts with its
-attributes, a module of torch with its layers and their settings. Nothing here depends on addresses,
-on comments, or on where in a file something stands.
+Code of fedexp, torch, numpy and the standard library is identified by its name; all other code is
+the user's and is read, with the functions, classes and constants of its modules that it refers to
+(for installed packages, of its own module only). A user's object is digested with its attributes, a
+torch module with its layers and their settings. Nothing depends on addresses, on comments, or on
+the position in a file.
 
 There are two views of a function. Its bytecode is what runs, but another version of Python compiles
 it differently. Its source is the same for all versions, but the file may have been edited since it
 was imported. So a digest has both, and two digests are compared by bytecode where both have that of
-the same Python, and else by source.
+the same Python, and otherwise by source.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 NAMESPACES = (Namespace, types.SimpleNamespace)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Whether a function takes *args and **kwargs, and is a generator or a coroutine; other flags say
-# how it was compiled.
+# Whether a function takes *args and **kwargs, and is a generator or a coroutine; other flags depend
+# on the compilation.
 CALLED = (
     inspect.CO_VARARGS
     | inspect.CO_VARKEYWORDS
@@ -82,7 +82,7 @@ def tensor_bytes(value: Tensor) -> memoryview:
 
 @functools.cache
 def is_library(module: str | None) -> bool:
-    """Return whether a module's code is known by name; a file called like a standard one is not.
+    """Return whether a module's code is identified by name; a user's `random.py` is not.
 
     >>> is_library("torch.nn.functional"), is_library("functools"), is_library("my_study")
     (True, True, False)
@@ -117,16 +117,16 @@ def _digest(view: str, values: Iterable[Any]) -> str:
 
 
 class _Reader:
-    """Feeds a hash with one value after another.
+    """Feeds values to a hash.
 
-    Functions and classes are read after all else, one by one: a graph of calls can be deeper than
-    Python's stack.
+    Functions and classes are read from a queue, after all values: a graph of calls can be deeper
+    than Python's stack.
     """
 
     def __init__(self, view: str) -> None:
         self.view = view
         self.hash = hashlib.blake2b(digest_size=BYTES)
-        self._seen: dict[int, tuple[int, Any]] = {}  # keeps values alive, so that ids stay theirs
+        self._seen: dict[int, tuple[int, Any]] = {}  # holds the values, so that ids stay unique
         self._unread: deque[types.FunctionType | type] = deque()
 
     def read_code(self) -> None:
@@ -140,7 +140,7 @@ class _Reader:
                 self._function(value)
 
     def add(self, value: Any) -> None:
-        """Read a value; of one that was met before, only which it is."""
+        """Read a value; of one that was read before, only its number."""
         if isinstance(value, enum.Enum):
             self._put("enum", type(value).__qualname__, value.name)
         elif isinstance(value, PLAIN):
@@ -151,7 +151,7 @@ class _Reader:
             self._put("number", str(value.dtype), value.tobytes())
         elif isinstance(value, types.CodeType):
             self._code(value)
-        elif isinstance(value, tuple):  # equal ones may be one object, or not: that means nothing
+        elif isinstance(value, tuple):  # whether equal ones are one object is an accident
             self._each("tuple", value)
         elif isinstance(value, set | frozenset):
             self._put("set", *sorted(_digest(self.view, [each]) for each in value))
@@ -163,7 +163,7 @@ class _Reader:
                 self._object(value)
 
     def _put(self, *texts: str | bytes | memoryview) -> None:
-        """Every text with its length, so that no two lists of texts read the same."""
+        """Hash every text with its length, so that no two lists have the same bytes."""
         for text in texts:
             data = text.encode() if isinstance(text, str) else text
             self.hash.update(len(data).to_bytes(8, "little"))
@@ -230,7 +230,7 @@ class _Reader:
             self._pairs("globals", _globals(function))
 
     def _code(self, code: types.CodeType) -> None:
-        """Read what runs: instructions with their names and constants; no lines, no docstring."""
+        """Read instructions with their names and constants, without lines and docstring."""
         kinds = (code.co_argcount, code.co_kwonlyargcount, code.co_flags & CALLED)
         self._put("code", *map(str, kinds))
         for step in dis.get_instructions(code):
@@ -304,7 +304,7 @@ def _names(code: types.CodeType) -> set[str]:
 
 
 def _held(cell: types.CellType) -> Any:
-    """Return what a closure has of an outer function; None where it was never filled."""
+    """Return the content of a closure's cell; None where it was never filled."""
     try:
         return cell.cell_contents
     except ValueError:
@@ -314,7 +314,7 @@ def _held(cell: types.CellType) -> Any:
 def _source(function: types.FunctionType) -> str | None:
     """Return a function's source without comments, layout and docstrings; None without source.
 
-    What is no statement of its own, as a lambda in the middle of a call, stays as it is written.
+    A lambda inside a call, which is no statement, is taken as it is written.
     """
     try:
         text = textwrap.dedent(inspect.getsource(function))

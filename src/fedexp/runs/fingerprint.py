@@ -1,8 +1,8 @@
-"""`Fingerprint`: what a run is made from, beyond its names and options.
+"""`Fingerprint`: digests of a run's data, initial model and code.
 
 A run's id covers names, options and the number of clients. The same command with other data,
 another model or other code has the same id and gives other numbers, so a run folder also stores
-digests of its content, and a stored run is only taken for today's if they agree.
+digests of its content, and a stored run is reused only if they agree.
 """
 
 from __future__ import annotations
@@ -33,22 +33,22 @@ from fedexp.tasks import Task
 #   2: FedAdagrad, FedAdam and FedYogi start their accumulator at 0.
 NUMERICS = 2
 FORMAT = 1
-WHOLE_BYTES = 10**9  # of data that are read to the last byte
-BLOCK_BYTES = 2**24  # that are hashed, or sampled, at a time
-LONGEST_NAME = 200  # of what a digest is of
-CONTENT = "content"  # what the digest of a tensor is called, beside those of code
+WHOLE_BYTES = 10**9  # of data that are read completely; larger fields are sampled
+BLOCK_BYTES = 2**24  # hashed or sampled at a time
+LONGEST_NAME = 200  # characters
+CONTENT = "content"  # the key of a tensor's digest; those of code have a key per view
 SETTINGS = (bool, int, float, complex, str, bytes, tuple, type(None))
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Digests of what a run is made from, by what they are of.
+    """Digests of the content of a run, by the name of what was digested.
 
     Attributes:
-        digests: of data and weights under one name, of code by source and by bytecode.
+        digests: of data and weights under one key, of code by source and by bytecode.
         numerics: the version of the package's arithmetic, see `NUMERICS`.
-        first: the version from which on the package has given a run of this algorithm its numbers;
-            not stored. It decides about runs that have no fingerprint.
+        first: the oldest version with today's numbers for this algorithm; not stored. It decides
+            about runs without a fingerprint.
     """
 
     digests: Mapping[str, Digest]
@@ -56,7 +56,7 @@ class Fingerprint:
     first: int = 1
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Name what is not the same; nothing where the two are of the same content."""
+        """Return the names of what differs; empty for the same content."""
         names = dict.fromkeys([*self.digests, *other.digests])
         apart = [n for n in names if not same(self.digests.get(n, {}), other.digests.get(n, {}))]
         if self.numerics != other.numerics:
@@ -65,17 +65,18 @@ class Fingerprint:
         return apart
 
     def to_json(self) -> dict[str, Any]:
+        """Return the content of `fingerprint.json`."""
         return {"format": FORMAT, "numerics": self.numerics, "digests": dict(self.digests)}
 
     @classmethod
     def from_json(cls, value: Any) -> Fingerprint:
-        """Raises `ValueError`, `KeyError` or `TypeError` for anything but a fingerprint."""
+        """Raise `ValueError`, `KeyError` or `TypeError` for anything but a fingerprint."""
         numerics = value["numerics"]
         if value["format"] != FORMAT or type(numerics) is not int or abs(numerics) > 10**9:
             raise ValueError("it is of another format")
         digests = {str(name): dict(each) for name, each in value["digests"].items()}
         if not all(name.isprintable() and len(name) <= LONGEST_NAME for name in digests):
-            raise ValueError("it names what cannot be shown")
+            raise ValueError("a name is not printable")
         return cls(digests, numerics)
 
 
@@ -92,7 +93,7 @@ def fingerprint(task: Task, algorithm: Algorithm, seed: int) -> Fingerprint:
 
 
 def fingerprint_of_rules(algorithm: Algorithm) -> Fingerprint:
-    """Digest the code of an algorithm's rules alone, where data and model are not at hand.
+    """Digest the code of an algorithm's rules alone, where data and model are not available.
 
     Their options are part of the spec.
     """
@@ -149,7 +150,7 @@ def _feed(digest: hashlib.blake2b, data: memoryview) -> None:
     if len(blocks) <= 1:
         digest.update(data)
         return
-    with ThreadPoolExecutor() as pool:  # hashing lets go of the interpreter
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         for each in pool.map(lambda block: _hash(block).digest(), blocks):
             digest.update(each)
 
@@ -159,9 +160,9 @@ def _hash(data: bytes | memoryview = b"") -> hashlib.blake2b:
 
 
 def _data(task: Task) -> dict[str, Digest]:
-    """Digest training and test data; once for all runs that share them in this process.
+    """Digest training and test data, once for all runs of this process that share them.
 
-    Tensors count their changes, so data that were changed in place are read again.
+    Tensors have a version counter, so data that were changed in place are read again.
     """
     tensors = [*task.train.fields.values(), *(task.test or {}).values()]
     changes = [0 if value.is_inference() else value._version for value in tensors]
@@ -183,7 +184,7 @@ _known: WeakKeyDictionary[Federation, _Data] = WeakKeyDictionary()
 
 
 def _read(train: Federation, test: Batch | None) -> Iterator[tuple[str, Digest]]:
-    """Digest every field, the small ones first: labels are read whole whatever the images are."""
+    """Digest every field, small ones first, so that labels are always read completely."""
     yield "the clients' shares of the data", _tensors({"offsets": torch.from_numpy(train.offsets)})
     fields = [(f"the training data ({n})", v, train.offsets) for n, v in train.fields.items()]
     for name, value in (test or {}).items():
@@ -198,7 +199,7 @@ def _read(train: Federation, test: Batch | None) -> Iterator[tuple[str, Digest]]
 
 
 def _sampled(value: Tensor, ends: NDArray[np.int64]) -> Digest:
-    """Digest some rows of every client: the first, the last and others at equal distances."""
+    """Digest some rows of every client: first, last and equally spaced ones between."""
     row_bytes = max(1, value.nbytes // max(1, len(value)))
     rows = _sample(ends, max(1, WHOLE_BYTES // (row_bytes * (len(ends) - 1))))
     digest = _hash()
@@ -211,7 +212,7 @@ def _sampled(value: Tensor, ends: NDArray[np.int64]) -> Digest:
 
 
 def _sample(ends: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Choose at most so many rows of every client, in order.
+    """Return at most `most` rows of every client, in order.
 
     >>> _sample(np.array([0, 2, 10]), 3).tolist()
     [0, 1, 2, 5, 9]
