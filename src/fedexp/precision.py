@@ -18,8 +18,8 @@ def checked_device(device: str | torch.device) -> torch.device:
     try:
         found = torch.device(device)
     except RuntimeError:
-        raise UsageError(f"unknown device {device!r}; say cpu or cuda") from None
-    require(found.type in ("cpu", "cuda"), f"cannot train on {found.type}; say cpu or cuda")
+        raise UsageError(f"unknown device {device!r}; use cpu or cuda") from None
+    require(found.type in ("cpu", "cuda"), f"cannot train on {found.type}; use cpu or cuda")
     require(
         found.type != "cuda" or torch.cuda.is_available(),
         "there is no CUDA device here; leave device out to use the CPU",

@@ -41,13 +41,7 @@ from fedexp.errors import (
 )
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers
-from fedexp.precision import (
-    Precision,
-    arithmetic,
-    check_precision,
-    checked_device,
-    default_precision,
-)
+from fedexp.precision import Precision, arithmetic, check_precision, default_precision
 from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import Task, Weighting
 
@@ -243,7 +237,15 @@ def _placed(
 ) -> tuple[Task, Precision]:
     """The task where it is to run, and the precision it computes in."""
     here = next(iter(task.train.fields.values())).device
-    there = checked_device(here if device is None else device)
+    try:
+        there = here if device is None else torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"unknown device {device!r}; say cpu or cuda") from None
+    require(there.type in ("cpu", "cuda"), f"cannot train on {there.type}; say cpu or cuda")
+    require(
+        there.type != "cuda" or torch.cuda.is_available(),
+        "there is no CUDA device here; leave device out to use the CPU",
+    )
     chosen = precision or default_precision(there)
     check_precision(chosen, there)
     stays = device is None and precision is None

@@ -64,7 +64,14 @@ def digest_of(*values: Any) -> Digest:
     >>> same(digest_of(nn.LeakyReLU(0.1)), digest_of(nn.LeakyReLU(0.2)))
     False
     """
-    return {view: _digest(view, values) for view in (SOURCE, BYTECODE)}
+    digests = {}
+    for view in (SOURCE, BYTECODE):
+        reader = _Reader(view)
+        for value in values:
+            reader.add(value)
+        reader.read_code()
+        digests[view] = reader.hash.hexdigest()
+    return digests
 
 
 def same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
@@ -108,14 +115,6 @@ def _is_installed(module: str | None) -> bool:
     return file is not None and any(place in Path(file).parents for place in places)
 
 
-def _digest(view: str, values: Iterable[Any]) -> str:
-    reader = _Reader(view)
-    for value in values:
-        reader.add(value)
-    reader.read_code()
-    return reader.hash.hexdigest()
-
-
 class _Reader:
     """Feeds values to a hash.
 
@@ -154,7 +153,7 @@ class _Reader:
         elif isinstance(value, tuple):  # whether equal ones are one object is an accident
             self._each("tuple", value)
         elif isinstance(value, set | frozenset):
-            self._put("set", *sorted(_digest(self.view, [each]) for each in value))
+            self._put("set", *sorted(digest_of(each)[self.view] for each in value))
         else:
             known = id(value) in self._seen
             at, _ = self._seen.setdefault(id(value), (len(self._seen), value))
