@@ -13,7 +13,7 @@ import pytest
 
 from fedexp.cli.main import build_parser
 from fedexp.cli.options import spec_of
-from fedexp.runs import Stopped, execute
+from fedexp.runs import RunInterrupted, execute
 from tests.processes import LONGEST
 from tests.runs.helpers import stop_after
 
@@ -50,5 +50,5 @@ def begin(command: list[str], folder: Path, round: int) -> None:
     parser = build_parser()
     args = parser.parse_args(command)
     listen, wish = stop_after(round)
-    with pytest.raises(Stopped):
+    with pytest.raises(RunInterrupted):
         execute(spec_of(args, args.algorithm, args.seed), folder, listen, stop=wish)

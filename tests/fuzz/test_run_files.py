@@ -37,8 +37,8 @@ from fedexp.runs.read import HEAD, Parts, texts
 from fedexp.runs.spec import SPEC, id_of, read_spec
 from tests.fuzz.hostile import Files, changed, contents, foreign, fuzz, harmless
 from tests.runs.helpers import nobody, stop_after, tiny
-from tests.runs.test_reopen import SPEC as SPEC_OF_FLOWER
-from tests.runs.test_reopen import state
+from tests.runs.test_journal import SPEC as SPEC_OF_FLOWER
+from tests.runs.test_journal import state
 
 CPU = torch.device("cpu")
 ABOUT = machine()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedexp.runs import Stopped, execute
+from fedexp.runs import RunInterrupted, execute
 from fedexp.runs.checkpoint import NEWEST
 from fedexp.runs.spec import Spec
 
@@ -52,6 +52,6 @@ def stop_after(round: int) -> tuple[Callable[[Spec, dict[str, Any]], None], Call
 def interrupted(spec: Spec, folder: Path, round: int) -> None:
     """A run that stopped cleanly after the round."""
     listen, wish = stop_after(round)
-    with pytest.raises(Stopped) as stopped:
+    with pytest.raises(RunInterrupted) as stopped:
         execute(spec, None, listen, folder=folder, stop=wish)
     assert (stopped.value.folder, stopped.value.round) == (folder, round)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import fedexp as fx
 from fedexp.engine import EngineName, SimulationState, simulation
 from fedexp.engine.loop import Engine
 from fedexp.engine.plan import Work
 from fedexp.engine.select import select_engine
+from fedexp.models import mlp
 from fedexp.precision import Precision
 from fedexp.runs import RunWarning, execute, find_runs, load_run, run_id
 from fedexp.runs import spec as spec_module
@@ -211,3 +215,57 @@ def test_the_deterministic_mode_is_put_back(tmp_path: Path) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.deterministic
     assert untimed(outcome.rows) == untimed(execute(tiny(), None, nobody).rows)
+
+
+def test_a_run_calls_simulate_once_and_builds_its_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[nn.Module] = []
+    simulated: list[Run] = []
+
+    def build(*sizes: Any) -> nn.Module:
+        built.append(mlp(*sizes))
+        return built[-1]
+
+    def records(run: Run, *arguments: Any) -> Iterator[fx.Record]:
+        simulated.append(run)
+        return simulate(run, *arguments)
+
+    simulate = Run.records
+    monkeypatch.setattr(sys.modules["fedexp.tasks.digits"], "mlp", build)
+    monkeypatch.setattr(Run, "records", records)
+    outcome = execute(Spec("digits", "fedexp", rounds=2), tmp_path, nobody)
+    assert (len(outcome.rows), len(built), len(simulated)) == (2, 1, 1)
+
+
+def test_the_outcome_is_not_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("nothing should be read")
+
+    monkeypatch.setattr(sys.modules["fedexp.runs.execute"], "load_run", refuse)
+    assert len(execute(tiny(), tmp_path, nobody).rows) == 6
+
+
+def test_the_engine_is_recorded(tmp_path: Path) -> None:
+    outcome = execute(replace(tiny(), engine="loop"), tmp_path, nobody)
+    assert outcome.folder is not None
+    assert load_run(outcome.folder).environment["engine"]["name"] == "loop"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cohort": 5}, "the cohort of 5 is larger than the federation of 4 clients"),
+        ({"engine": "warp"}, "engine is one of"),
+        ({"device": "warp"}, "unknown device 'warp'"),
+        ({"precision": "tf32"}, "tf32 is a mode of NVIDIA GPUs"),
+        ({"evaluate_every": -1}, "evaluate_every must be at least 1"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_spec_that_cannot_run_leaves_no_folder(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(fx.UsageError, match=message):
+        execute(replace(tiny(), **change), tmp_path / "runs", nobody)
+    assert not list(tmp_path.iterdir())

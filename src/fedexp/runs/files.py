@@ -252,9 +252,9 @@ class RecordFile:
     """
 
     def __init__(self, folder: Path, size: int) -> None:
-        path = folder / RECORDS
-        self._file: FileIO = path.open("ab", buffering=0)
-        if path.stat().st_size > size:
+        self.path = folder / RECORDS
+        self._file: FileIO = self.path.open("ab", buffering=0)
+        if self.path.stat().st_size > size:
             self._file.truncate(size)
         self.size = size
 

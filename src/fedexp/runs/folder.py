@@ -291,11 +291,12 @@ def commits() -> dict[str, Any]:
 
     Each with whether tracked files have been changed since. Empty without a repository or git.
     """
-    return _commits(PACKAGE, Path(os.path.abspath(os.curdir)))
+    return commits_of(PACKAGE, Path(os.path.abspath(os.curdir)))
 
 
 @lru_cache(maxsize=4)
-def _commits(package: Path, here: Path) -> dict[str, Any]:
+def commits_of(package: Path, here: Path) -> dict[str, Any]:
+    """Return the commits of a package in a checkout, and of another folder; asks git once."""
     own = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
     top = _git(package, "rev-parse", "--show-toplevel") if own else None
     found = _commit(package, "fedexp") if own else {}

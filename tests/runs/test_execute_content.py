@@ -91,7 +91,7 @@ def test_an_interrupted_run_is_not_continued_with_other_content(name: str, tmp_p
     change, words = CHANGES[name]
     folder = tmp_path / "run"
     listen, wish = stop_after(1)
-    with pytest.raises(fx.runs.Stopped):
+    with pytest.raises(fx.runs.RunInterrupted):
         execute(MINE, None, listen, run=run_of(plain(tmp_path)), folder=folder, stop=wish)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(fx.UsageError, match=words):

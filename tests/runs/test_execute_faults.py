@@ -1,8 +1,9 @@
-"""What can go wrong with disks and processes: one line for the user, and nothing lost."""
+"""Faults of disks, files and processes: one line for the user, and nothing lost."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -16,10 +17,11 @@ from typing import Any
 import pytest
 
 import fedexp as fx
-from fedexp.runs import Stopped, execute, load_run
+from fedexp.runs import RunInterrupted, RunWarning, execute, load_run
+from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.files import RecordFile
 from tests.processes import finished
-from tests.runs.helpers import essence, nobody, stop_after, tiny, untimed
+from tests.runs.helpers import essence, interrupted, nobody, stop_after, tiny, untimed
 
 Change = Callable[..., Any]
 KILLER = Path(__file__).with_name("killer.py")
@@ -51,8 +53,8 @@ def cut_power_at(step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return changed
 
     def half_a_line(records: RecordFile, row: dict[str, Any]) -> None:
-        records._file.write(b'{"round": 1, "serv')
-        records._file.flush()
+        with records.path.open("ab") as file:
+            file.write(b'{"round": 1, "serv')
 
     nothing: Change = lambda *arguments: None  # noqa: E731
     monkeypatch.setattr(os, "replace", risky("replace", os.replace, nothing))
@@ -102,7 +104,7 @@ def test_a_cut_while_beginning_again_can_be_resumed(tmp_path: Path) -> None:
     spec = tiny("scaffold-exp", 3)
     execute(spec, None, nobody, folder=tmp_path / "whole")
     listen, wish = stop_after(2)
-    with pytest.raises(Stopped):
+    with pytest.raises(RunInterrupted):
         execute(spec, None, listen, folder=tmp_path / "begun", stop=wish, checkpoint_every=0)
     backwards: Change = lambda path: (path / n for n in sorted(os.listdir(path), reverse=True))  # noqa: E731
     for step in range(1, 25):
@@ -135,7 +137,7 @@ def test_a_disk_that_takes_no_more_is_told_and_costs_nothing(
     spec, folder = tiny("scaffold-exp"), tmp_path / "a"
     execute(spec, None, nobody, folder=tmp_path / "whole")
     listen, wish = stop_after(3)
-    with pytest.raises(Stopped):
+    with pytest.raises(RunInterrupted):
         execute(spec, None, listen, folder=folder, stop=wish)
     before = load_run(folder)
     for fails in (1, 2, 3, 4, 9):  # the first is the note that it was resumed
@@ -157,8 +159,8 @@ def test_a_full_disk_in_the_middle_of_a_line(
 
     def full(records: RecordFile, row: dict[str, Any]) -> None:
         if row["round"] == 3:
-            records._file.write(b'{"round": 3, "ser')
-            records._file.flush()
+            with records.path.open("ab") as file:
+                file.write(b'{"round": 3, "ser')
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         append(records, row)
 
@@ -177,7 +179,7 @@ def test_a_line_refused_by_a_full_disk_is_not_tried_again(
     """A real file that may not grow, as a disk takes part of a line and then no more."""
     folder = tmp_path / "a"
     listen, wish = stop_after(3)
-    with pytest.raises(Stopped):
+    with pytest.raises(RunInterrupted):
         execute(tiny(), None, listen, folder=folder, stop=wish)
     before = (folder / "records.jsonl").read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
@@ -241,3 +243,79 @@ def test_a_mistake_that_shows_in_the_first_round_leaves_nothing(
             execute(tiny(), None, nobody, folder=folder)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     assert not list((tmp_path / "mine").iterdir())
+
+
+def test_a_damaged_line_in_the_middle_is_refused_and_nothing_lost(tmp_path: Path) -> None:
+    interrupted(tiny(), tmp_path / "a", 4)
+    path = tmp_path / "a" / "records.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    damaged = b"\n".join([lines[0], lines[1].replace(b'"', b"'"), *lines[2:]])
+    path.write_bytes(damaged)
+    with pytest.raises(fx.UsageError, match=r"records\.jsonl is damaged at line 2"):
+        execute(tiny(), None, nobody, folder=tmp_path / "a")
+    with pytest.raises(fx.UsageError, match="damaged at line 2"):
+        load_run(tmp_path / "a")
+    assert path.read_bytes() == damaged
+    path.write_bytes(lines[0] + b"\n")
+    with pytest.raises(fx.UsageError, match="shorter than its checkpoint says"):
+        execute(tiny(), None, nobody, folder=tmp_path / "a")
+
+
+@pytest.mark.parametrize("harm", ["cut", "garbled", "no list"])
+def test_a_damaged_last_line_costs_the_rounds_after_the_checkpoint_before(
+    harm: str, tmp_path: Path
+) -> None:
+    """After a clean stop the newest checkpoint is of the last line."""
+    folder = tmp_path / "a"
+    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    interrupted(tiny(), folder, 2)
+    interrupted(tiny(), folder, 5)
+    path = folder / "records.jsonl"
+    data = path.read_bytes()
+    if harm == "no list":
+        (folder / NEWEST).unlink()
+    else:
+        path.write_bytes(data[:-9] if harm == "cut" else data[:-9] + b"########\n")
+    with pytest.warns(RunWarning, match="resuming from the one before, of round 2"):
+        assert execute(tiny(), None, nobody, folder=folder).stored == 2
+    assert essence(folder) == essence(tmp_path / "whole")
+
+
+def test_a_finished_run_that_lost_its_last_line_is_refused(tmp_path: Path) -> None:
+    execute(tiny(), None, nobody, folder=tmp_path / "a")
+    path = tmp_path / "a" / "records.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(fx.UsageError, match=r"records\.jsonl has 5 of 6 rows; .*--restart"):
+        execute(tiny(), None, nobody, folder=tmp_path / "a")
+    assert len(execute(tiny(), None, nobody, folder=tmp_path / "a", restart=True).rows) == 6
+
+
+@pytest.mark.parametrize("harm", ["truncated", "flipped"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(harm: str, tmp_path: Path) -> None:
+    spec, folder = tiny("scaffold-exp"), tmp_path / "a"
+    execute(spec, None, nobody, folder=tmp_path / "whole")
+    listen, wish = stop_after(4)
+    with pytest.raises(RunInterrupted):
+        execute(spec, None, listen, folder=folder, stop=wish, checkpoint_every=0)
+    file = folder / json.loads((folder / NEWEST).read_text())["model"]["file"]
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 64
+    file.write_bytes(data[:100] if harm == "truncated" else bytes(data))
+    with pytest.warns(RunWarning, match="resuming from the one before, of round 3"):
+        outcome = execute(spec, None, nobody, folder=folder)
+    assert outcome.stored == 3
+    assert essence(folder) == essence(tmp_path / "whole")
+
+
+def test_without_a_whole_checkpoint_nothing_is_thrown_away(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    interrupted(tiny(), folder, 3)
+    (folder / NEWEST).write_text("{")
+    assert not (folder / BEFORE).exists()
+    rows = (folder / "records.jsonl").read_bytes()
+    with pytest.raises(fx.UsageError, match=r"nothing was changed; .* start over with --restart"):
+        execute(tiny(), None, nobody, folder=folder)
+    assert (folder / "records.jsonl").read_bytes() == rows
+    execute(tiny(), None, nobody, folder=folder, restart=True)
+    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    assert essence(folder) == essence(tmp_path / "whole")
