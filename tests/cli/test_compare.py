@@ -1,4 +1,4 @@
-"""Comparisons on kept runs: returned at once, continued, ended in order, printed."""
+"""`fedexp compare`: stored runs return at once, others resume; signals, tables, JSON."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.usefixtures("elsewhere")
 COMPARE = ["compare", "synthetic", "--algorithms", "fedavg,fedexp", *SMALL]
 
 
-def test_a_comparison_keeps_its_runs_and_returns_at_once(
+def test_a_comparison_stores_its_runs_and_returns_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = [*COMPARE, "--seeds", "2", "--rounds", "4"]
@@ -150,7 +150,7 @@ def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
     process.communicate()
     deadline = time.monotonic() + 30
     while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < deadline, "a worker goes on without its parent"
+        assert time.monotonic() < deadline, "a worker continues without its parent"
         time.sleep(0.1)
 
 

@@ -70,7 +70,7 @@ def assert_same_state(a: SimulationState, b: SimulationState) -> None:
 
 @pytest.mark.parametrize("task", [odd_task(), float64_task()], ids=["BatchNorm", "float64"])
 @pytest.mark.parametrize("make", [fx.scaffold_exp, fx.fedexp_m, fx.fedadam])
-def test_a_run_goes_on_from_the_disk_bit_for_bit(
+def test_a_run_resumes_from_the_disk_bit_for_bit(
     task: fx.tasks.Task, make: Callable[[], fx.Algorithm], tmp_path: Path
 ) -> None:
     algorithm = make()
@@ -112,9 +112,9 @@ def test_only_changed_clients_are_written_and_stale_ones_do_not_pile_up(tmp_path
     assert_same_state(state, states[-1])
     _, before = read_checkpoint(tmp_path, BEFORE, CPU)
     assert_same_state(before, states[-2])
-    kept = [store.last, Checkpoint.from_json(json.loads((tmp_path / BEFORE).read_text()))]
+    found = [store.last, Checkpoint.from_json(json.loads((tmp_path / BEFORE).read_text()))]
     on_disk = {path.name for path in tmp_path.glob("*.safetensors")}
-    assert on_disk == kept[0].files | kept[1].files
+    assert on_disk == found[0].files | found[1].files
 
 
 def test_a_checkpoint_after_a_quiet_round_writes_no_client_again(tmp_path: Path) -> None:
@@ -159,7 +159,7 @@ def test_damage_is_noticed(harm: str, tmp_path: Path) -> None:
 
 
 def test_every_byte_of_the_list_of_files_matters(tmp_path: Path) -> None:
-    """A digit that flips is JSON still, and would go on from another round."""
+    """A flipped digit is still JSON, and would resume from another round."""
     store = Checkpoints(tmp_path, None, None)
     walk(store, 2)
     whole = (tmp_path / NEWEST).read_bytes()
@@ -183,39 +183,41 @@ def test_only_what_changed_is_looked_at() -> None:
             assert now.changed_since(before) == plain == now.changed_since(dict(before))
 
 
-def run(spec: Spec, folder: Path, keep: Any = "disk", **more: Any) -> None:
-    execute(spec, None, nobody, folder=folder, client_store=keep, **more)
+def run(spec: Spec, folder: Path, where: Any = "disk", **more: Any) -> None:
+    execute(spec, None, nobody, folder=folder, client_store=where, **more)
 
 
-def stop_at(round: int, spec: Spec, folder: Path, keep: Any = "disk") -> None:
-    listen, wish = stop_after(round)
+def stop_at(round: int, spec: Spec, folder: Path, where: Any = "disk") -> None:
+    listen, stop = stop_after(round)
     with pytest.raises(RunInterrupted):
-        execute(spec, None, listen, folder=folder, stop=wish, client_store=keep)
+        execute(spec, None, listen, folder=folder, stop=stop, client_store=where)
 
 
 def states_in(folder: Path, rounds: int) -> Iterator[SimulationState]:
-    """A SCAFFOLD run of three of twelve clients, whose states lie in the folder."""
+    """A SCAFFOLD run of three of twelve clients, whose states are stored in the folder."""
     task = fx.tasks.synthetic(clients=12, rows=3, dim=20)
-    keep = ClientStore("disk", folder / SLOTS)
-    for record in fx.simulate(task, fx.scaffold(), rounds, cohort=3, client_store=keep):
+    where = ClientStore("disk", folder / SLOTS)
+    for record in fx.simulate(task, fx.scaffold(), rounds, cohort=3, client_store=where):
         yield record.state
 
 
 def in_memory(state: SimulationState) -> SimulationState:
-    return replace(state, clients={c: dict(kept) for c, kept in state.clients.items()})
+    return replace(state, clients={c: dict(found) for c, found in state.clients.items()})
 
 
 @pytest.mark.parametrize("before", ["memory", "disk"])
 @pytest.mark.parametrize("after", ["memory", "disk"])
-def test_a_run_is_the_same_wherever_its_states_lie(before: str, after: str, tmp_path: Path) -> None:
+def test_a_run_is_the_same_wherever_client_state_is_stored(
+    before: str, after: str, tmp_path: Path
+) -> None:
     spec = tiny("scaffold-exp", 9)
-    run(spec, tmp_path / "whole", keep="memory")
+    run(spec, tmp_path / "whole", where="memory")
     stop_at(4, spec, tmp_path / "a", before)
     assert (tmp_path / "a" / SLOTS).exists() == (before == "disk")
     stop_at(7, spec, tmp_path / "a", after)
     run(spec, tmp_path / "a", after)
     assert essence(tmp_path / "a") == essence(tmp_path / "whole")
-    assert not (tmp_path / "a" / SLOTS).exists()  # nobody trains any more
+    assert not (tmp_path / "a" / SLOTS).exists()  # training is over
 
 
 def test_no_slot_of_the_two_checkpoints_is_used_again(tmp_path: Path) -> None:
@@ -290,21 +292,21 @@ def test_states_are_on_the_disk_before_anything_refers_to_them(
     assert events == ["slots", NEWEST, "slots", BEFORE, NEWEST]
 
 
-def test_the_command_line_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_line_names_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    kept: list[str] = []
+    found: list[str] = []
     placed = ClientStore.placed
 
     def noted(self: ClientStore, *arguments: Any) -> Any:
-        kept.append(self.where)
+        found.append(self.where)
         return placed(self, *arguments)
 
     monkeypatch.setattr(ClientStore, "placed", noted)
     command = [*RUN, "--algorithm", "scaffold", "--quiet"]
     assert main([*command, "--client-states", "disk"]) == 0
-    assert kept[-1] == "disk"
+    assert found[-1] == "disk"
     assert main([*command, "--restart"]) == 0
-    assert kept[-1] == "auto"
+    assert found[-1] == "auto"
 
 
 @pytest.mark.parametrize("harm", ["cut", "remove"])
@@ -339,4 +341,4 @@ def test_states_come_back_on_the_device_they_are_wanted_on(tmp_path: Path) -> No
     store.write(state, 0, 0.0)
     meta = read_checkpoint(tmp_path, NEWEST, torch.device("meta"))[1].clients
     assert isinstance(meta, StoredStates)
-    assert {kept["control"].device.type for kept in meta.values()} == {"meta"}
+    assert {found["control"].device.type for found in meta.values()} == {"meta"}

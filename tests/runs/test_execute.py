@@ -1,4 +1,4 @@
-"""Runs on the disk: finished ones return at once, interrupted ones end as if they never were."""
+"""Stored runs: finished ones return at once, interrupted ones end as uninterrupted ones do."""
 
 from __future__ import annotations
 
@@ -73,11 +73,11 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [0.0, 10.0])
-def test_a_finished_run_keeps_no_states_of_clients(every: float, tmp_path: Path) -> None:
-    """They can be gigabytes, and nobody will train on from there."""
+def test_a_finished_run_stores_no_client_state(every: float, tmp_path: Path) -> None:
+    """It can be gigabytes, and training is over."""
     execute(tiny("scaffold"), None, nobody, folder=tmp_path, checkpoint_every=every)
-    kept = sorted(path.name for path in tmp_path.glob("checkpoint*"))
-    assert kept == ["checkpoint-6.safetensors", "checkpoint.json"]
+    found = sorted(path.name for path in tmp_path.glob("checkpoint*"))
+    assert found == ["checkpoint-6.safetensors", "checkpoint.json"]
     (tmp_path / "result.json").unlink()
     assert execute(tiny("scaffold"), None, nobody, folder=tmp_path).stored == 6
 
@@ -98,10 +98,10 @@ def test_a_finished_run_returns_at_once(tmp_path: Path, no_training: pytest.Monk
     with no_training.context() as allowed:
         allowed.setattr(spec_module, "simulate", fx.simulate)
         first = execute(tiny(), tmp_path, nobody)
-    heard: list[int] = []
-    again = execute(tiny(), tmp_path, lambda spec, row: heard.append(row["round"]))
+    seen: list[int] = []
+    again = execute(tiny(), tmp_path, lambda spec, row: seen.append(row["round"]))
     assert (again.rows, again.seconds, again.stored) == (first.rows, first.seconds, 6)
-    assert heard == [1, 2, 3, 4, 5, 6]
+    assert seen == [1, 2, 3, 4, 5, 6]
     with pytest.raises(AssertionError, match="nothing should train"):
         execute(tiny(rounds=7), tmp_path, nobody)  # more rounds are another run
 
@@ -187,7 +187,7 @@ def test_a_folder_of_another_run_or_of_something_else_is_refused(tmp_path: Path)
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["thesis.tex"]
 
 
-def test_another_version_is_told_and_goes_on(tmp_path: Path) -> None:
+def test_another_version_is_warned_of_and_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     interrupted(tiny(), folder, 2)
     path = folder / "environment.json"

@@ -90,9 +90,9 @@ def test_a_finished_run_of_other_content_is_no_answer(name: str, tmp_path: Path)
 def test_an_interrupted_run_is_not_continued_with_other_content(name: str, tmp_path: Path) -> None:
     change, words = CHANGES[name]
     folder = tmp_path / "run"
-    listen, wish = stop_after(1)
+    listen, stop = stop_after(1)
     with pytest.raises(fx.runs.RunInterrupted):
-        execute(MINE, None, listen, run=run_of(plain(tmp_path)), folder=folder, stop=wish)
+        execute(MINE, None, listen, run=run_of(plain(tmp_path)), folder=folder, stop=stop)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(fx.UsageError, match=words):
         execute(MINE, None, nobody, run=run_of(change(tmp_path)), folder=folder)
@@ -143,9 +143,9 @@ def test_a_run_without_a_fingerprint_is_taken_with_a_warning(tmp_path: Path) -> 
         else:
             interrupted(tiny(), folder, rounds)
         aged(folder)
-        with pytest.warns(RunWarning, match="before runs had fingerprints.*--restart") as heard:
+        with pytest.warns(RunWarning, match="before runs had fingerprints.*--restart") as seen:
             assert execute(tiny(), None, nobody, folder=folder).stored == rounds
-        assert len(heard) == 1
+        assert len(seen) == 1
         assert not (folder / FINGERPRINT).exists()  # nobody knows what it was made from
     execute(tiny(), None, nobody, folder=tmp_path / "over", restart=True)
     assert execute(tiny(), None, nobody, folder=tmp_path / "over").stored == 6

@@ -63,11 +63,11 @@ def cut_power_at(step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return steps
 
 
-@pytest.mark.parametrize("keep", ["memory", "disk"])
-def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, keep: str) -> None:
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, where: str) -> None:
     """Every file operation of a whole run, one by one."""
     spec = tiny("scaffold-exp", 3)
-    how: dict[str, Any] = {"checkpoint_every": 0, "client_store": keep}
+    how: dict[str, Any] = {"checkpoint_every": 0, "client_store": where}
     execute(spec, None, nobody, folder=tmp_path / "whole", **how)
     expected = essence(tmp_path / "whole")
     step, ended = 0, False
@@ -88,10 +88,10 @@ def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, keep: str)
     assert step > 40  # it really went through all of them
 
 
-@pytest.mark.parametrize(("keep", "moments"), [("memory", 20), ("disk", 12)])
-def test_killed_at_random_moments(tmp_path: Path, keep: str, moments: int) -> None:
-    """Real processes, really killed; the driver says at which rows the kills fell."""
-    done = finished([sys.executable, str(KILLER), str(tmp_path), str(moments), "7", keep])
+@pytest.mark.parametrize(("where", "moments"), [("memory", 20), ("disk", 12)])
+def test_killed_at_random_moments(tmp_path: Path, where: str, moments: int) -> None:
+    """Real processes, really killed; the driver prints the number of rows at every kill."""
+    done = finished([sys.executable, str(KILLER), str(tmp_path), str(moments), "7", where])
     assert done.returncode == 0, done.stderr
     kills = [int(word) for word in done.stdout.split()]
     assert len(kills) == moments
@@ -100,15 +100,15 @@ def test_killed_at_random_moments(tmp_path: Path, keep: str, moments: int) -> No
     assert not list((tmp_path / "killed").glob(".*.tmp"))
 
 
-def test_a_cut_while_beginning_again_can_be_resumed(tmp_path: Path) -> None:
+def test_a_cut_during_a_restart_can_be_resumed(tmp_path: Path) -> None:
     spec = tiny("scaffold-exp", 3)
     execute(spec, None, nobody, folder=tmp_path / "whole")
-    listen, wish = stop_after(2)
+    listen, stop = stop_after(2)
     with pytest.raises(RunInterrupted):
-        execute(spec, None, listen, folder=tmp_path / "begun", stop=wish, checkpoint_every=0)
+        execute(spec, None, listen, folder=tmp_path / "started", stop=stop, checkpoint_every=0)
     backwards: Change = lambda path: (path / n for n in sorted(os.listdir(path), reverse=True))  # noqa: E731
     for step in range(1, 25):
-        folder = shutil.copytree(tmp_path / "begun", tmp_path / str(step))
+        folder = shutil.copytree(tmp_path / "started", tmp_path / str(step))
         with pytest.MonkeyPatch.context() as patch:
             cut_power_at(step, patch)
             patch.setattr(Path, "iterdir", backwards)  # an order that no file system promises
@@ -131,14 +131,14 @@ def failing_from(call: int, code: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_disk_that_takes_no_more_is_told_and_costs_nothing(
+def test_a_full_disk_is_reported_and_loses_nothing(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, folder = tiny("scaffold-exp"), tmp_path / "a"
     execute(spec, None, nobody, folder=tmp_path / "whole")
-    listen, wish = stop_after(3)
+    listen, stop = stop_after(3)
     with pytest.raises(RunInterrupted):
-        execute(spec, None, listen, folder=folder, stop=wish)
+        execute(spec, None, listen, folder=folder, stop=stop)
     before = load_run(folder)
     for fails in (1, 2, 3, 4, 9):  # the first is the note that it was resumed
         with monkeypatch.context() as patch:
@@ -178,9 +178,9 @@ def test_a_line_refused_by_a_full_disk_is_not_tried_again(
 ) -> None:
     """A real file that may not grow, as a disk takes part of a line and then no more."""
     folder = tmp_path / "a"
-    listen, wish = stop_after(3)
+    listen, stop = stop_after(3)
     with pytest.raises(RunInterrupted):
-        execute(tiny(), None, listen, folder=folder, stop=wish)
+        execute(tiny(), None, listen, folder=folder, stop=stop)
     before = (folder / "records.jsonl").read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 50, hard))
@@ -215,7 +215,7 @@ def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(tmp_path: P
     assert len(execute(tiny(), None, nobody, folder=folder).rows) == 6
 
 
-def test_a_file_system_without_locks_is_told(
+def test_a_file_system_without_locks_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import fcntl
@@ -257,7 +257,7 @@ def test_a_damaged_line_in_the_middle_is_refused_and_nothing_lost(tmp_path: Path
         load_run(tmp_path / "a")
     assert path.read_bytes() == damaged
     path.write_bytes(lines[0] + b"\n")
-    with pytest.raises(fx.UsageError, match="shorter than its checkpoint says"):
+    with pytest.raises(fx.UsageError, match="shorter than its checkpoint records"):
         execute(tiny(), None, nobody, folder=tmp_path / "a")
 
 
@@ -294,9 +294,9 @@ def test_a_finished_run_that_lost_its_last_line_is_refused(tmp_path: Path) -> No
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(harm: str, tmp_path: Path) -> None:
     spec, folder = tiny("scaffold-exp"), tmp_path / "a"
     execute(spec, None, nobody, folder=tmp_path / "whole")
-    listen, wish = stop_after(4)
+    listen, stop = stop_after(4)
     with pytest.raises(RunInterrupted):
-        execute(spec, None, listen, folder=folder, stop=wish, checkpoint_every=0)
+        execute(spec, None, listen, folder=folder, stop=stop, checkpoint_every=0)
     file = folder / json.loads((folder / NEWEST).read_text())["model"]["file"]
     data = bytearray(file.read_bytes())
     data[-5] ^= 64

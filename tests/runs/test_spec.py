@@ -95,7 +95,7 @@ def test_what_means_the_same_has_the_same_id() -> None:
     assert run_id(run).startswith("digits-fedavg-s0-")
 
 
-def test_a_changed_or_foreign_spec_is_refused(tmp_path: Path) -> None:
+def test_a_changed_spec_is_refused(tmp_path: Path) -> None:
     written(tiny(), tmp_path)
     path = tmp_path / "spec.toml"
     whole = path.read_text()

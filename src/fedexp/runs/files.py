@@ -232,7 +232,7 @@ def read_rows(folder: Path, size: int | None = None) -> list[Row]:
     path = folder / RECORDS
     data = path.read_bytes() if path.exists() else b""
     if size is not None and len(data) < size:
-        raise DamagedError(f"{path} is shorter than its checkpoint says")
+        raise DamagedError(f"{path} is shorter than its checkpoint records")
     rows: list[Row] = []
     for number, line in enumerate(data[:size].split(b"\n")[:-1], start=1):
         try:
