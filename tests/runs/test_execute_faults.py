@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,8 @@ import pytest
 
 import fedexp as fx
 from fedexp.runs import RunInterrupted, RunWarning, execute, load_run
-from fedexp.runs.checkpoint import BEFORE, NEWEST
-from fedexp.runs.files import RecordFile
+from fedexp.runs.checkpoint import BEFORE, NEWEST, Checkpoint
+from fedexp.runs.files import RECORDS, RecordFile
 from tests.processes import finished
 from tests.runs.helpers import essence, interrupted, nobody, stop_after, tiny, untimed
 
@@ -69,7 +70,7 @@ def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, where: str
     spec = tiny("scaffold-exp", 3)
     how: dict[str, Any] = {"checkpoint_every": 0, "client_store": where}
     execute(spec, None, nobody, folder=tmp_path / "whole", **how)
-    expected = essence(tmp_path / "whole")
+    expected, files = essence(tmp_path / "whole"), sorted(os.listdir(tmp_path / "whole"))
     step, ended = 0, False
     while not ended:
         step += 1
@@ -83,7 +84,7 @@ def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, where: str
                 pass
         execute(spec, None, nobody, folder=folder, **how)
         assert essence(folder) == expected
-        assert not [path for path in folder.iterdir() if path.suffix == ".tmp"]
+        assert sorted(os.listdir(folder)) == files  # and nothing else is left
         shutil.rmtree(folder)
     assert step > 40  # it really went through all of them
 
@@ -319,3 +320,44 @@ def test_without_a_whole_checkpoint_nothing_is_thrown_away(tmp_path: Path) -> No
     execute(tiny(), None, nobody, folder=folder, restart=True)
     execute(tiny(), None, nobody, folder=tmp_path / "whole")
     assert essence(folder) == essence(tmp_path / "whole")
+
+
+def flip_digit(folder: Path, round: int) -> None:
+    """Change a number in the row of a round, so that it is still a row."""
+    path = folder / RECORDS
+    lines = path.read_bytes().split(b"\n")
+    at = lines[round - 1].index(b'"train_loss": ') + len(b'"train_loss": ')
+    flipped = bytes([lines[round - 1][at] ^ 1])
+    lines[round - 1] = lines[round - 1][:at] + flipped + lines[round - 1][at + 1 :]
+    path.write_bytes(b"\n".join(lines))
+
+
+def test_a_flipped_digit_in_a_row_is_noticed(tmp_path: Path) -> None:
+    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    folder = tmp_path / "a"
+    listen, stop = stop_after(4)
+    with pytest.raises(RunInterrupted):
+        execute(tiny(), None, listen, folder=folder, stop=stop, checkpoint_every=0)
+    intact = (folder / RECORDS).read_bytes()
+    flip_digit(folder, 2)  # in the rows of both checkpoints
+    with pytest.raises(fx.UsageError, match=r"records\.jsonl is not as it was written, and there"):
+        execute(tiny(), None, nobody, folder=folder)
+    (folder / RECORDS).write_bytes(intact)
+    flip_digit(folder, 4)
+    with pytest.warns(RunWarning, match="resuming from the one before, of round 3"):
+        assert execute(tiny(), None, nobody, folder=folder).stored == 3
+    assert essence(folder) == essence(tmp_path / "whole")
+
+
+def test_a_checkpoint_without_a_digest_of_its_rows_is_resumed(tmp_path: Path) -> None:
+    """Older versions wrote none."""
+    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    interrupted(tiny(), tmp_path / "a", 4)
+    path = tmp_path / "a" / NEWEST
+    newest = Checkpoint.from_json(json.loads(path.read_bytes()))
+    assert newest.records_sha256 is not None
+    older = replace(newest, records_sha256=None).to_json()
+    assert "records_sha256" not in older
+    path.write_text(json.dumps(older))
+    assert execute(tiny(), None, nobody, folder=tmp_path / "a").stored == 4
+    assert essence(tmp_path / "a") == essence(tmp_path / "whole")

@@ -122,7 +122,12 @@ class Checkpoints:
             self._clients = state.clients
 
     def write(
-        self, state: SimulationState, records_bytes: int, seconds: float, final: bool = False
+        self,
+        state: SimulationState,
+        records_bytes: int,
+        seconds: float,
+        final: bool = False,
+        records_sha256: str | None = None,
     ) -> None:
         """Make the state the newest checkpoint, and the newest the one before.
 
@@ -131,6 +136,7 @@ class Checkpoints:
             records_bytes: size of `records.jsonl` up to its round.
             seconds: training time so far.
             final: whether the run is over, so that client state is not needed any more.
+            records_sha256: digest of those bytes.
         """
         if self.last is not None and self.last.round == state.round:
             return
@@ -138,7 +144,7 @@ class Checkpoints:
         slots = None if final else self._slots(state)
         clients = () if final or slots else tuple(self._client_parts(state))
         ends = (state.round, state.steps, seconds, records_bytes)
-        written = Checkpoint(*ends, model, clients, slots)
+        written = Checkpoint(*ends, model, clients, slots, records_sha256)
         if self.last is not None:
             write_json(self.folder / BEFORE, self.last.to_json(), indent=None, mode=PRIVATE)
         write_json(self.folder / NEWEST, written.to_json(), indent=None, mode=PRIVATE)
@@ -146,18 +152,20 @@ class Checkpoints:
         self.last, self._changed = written, set()
         self._newest, self._before = state.clients, self._newest
 
-    def settle(self, final: bool) -> None:
-        """End the run: remove all but the newest checkpoint, and client state.
+    def settle(self, rounds: int) -> None:
+        """Remove all but the newest checkpoint, and client state, as the run is over.
 
-        A run that diverged (not `final`) retains all, so that it can be reopened.
+        Called before the result is written, so that a killed process leaves nothing behind: a run
+        that resumes from its last round needs no client state. Does nothing where the newest
+        checkpoint is of an earlier round, since that one may still be needed.
         """
-        if not final:
+        if self.last is None or self.last.round != rounds:
             return
         (self.folder / BEFORE).unlink(missing_ok=True)
-        if self.last is not None and (self.last.clients or self.last.slots):
+        if self.last.clients or self.last.slots:
             self.last = replace(self.last, clients=(), slots=None)
             write_json(self.folder / NEWEST, self.last.to_json(), indent=None, mode=PRIVATE)
-        self._remove_unless(self.last.files if self.last else set())
+        self._remove_unless(self.last.files)
 
     def _slots(self, state: SimulationState) -> Slots | None:
         """Write new layers of client state in a slot file; return all, or None without such a file.
@@ -270,6 +278,7 @@ class Checkpoint:
     model: Part
     clients: tuple[Part, ...] = ()
     slots: Slots | None = None
+    records_sha256: str | None = None  # not in checkpoints of older versions
 
     @property
     def files(self) -> set[str]:
@@ -282,6 +291,8 @@ class Checkpoint:
     def to_json(self) -> dict[str, Any]:
         """Return the content with a digest: a flipped digit would resume from another round."""
         content = {"format": FORMAT, **asdict(self)}
+        if self.records_sha256 is None:
+            del content["records_sha256"]
         return {**content, "sha256": _digest(content)}
 
     @classmethod
@@ -293,6 +304,8 @@ class Checkpoint:
         parts = tuple(_part(each) for each in content.pop("clients"))
         slots = content.pop("slots", None)
         model = _part(content.pop("model"))
+        if not isinstance(content.get("records_sha256", ""), str):
+            raise ValueError("a digest is not text")
         if not is_duration(content["seconds"]) or not all(
             is_count(content[name]) for name in ("round", "steps", "records_bytes")
         ):

@@ -8,6 +8,7 @@ per round and grows line by line.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -223,11 +224,16 @@ class DamagedError(UsageError):
         return f"{self.what}; fix it, or start over with --restart"
 
 
-def read_rows(folder: Path, size: int | None = None) -> list[Row]:
+def read_rows(folder: Path, size: int | None = None, sha256: str | None = None) -> list[Row]:
     """Return the rows in the first `size` bytes, or all.
 
     An incomplete last line is left out; any other damage is refused, since rows after it cannot be
     trusted.
+
+    Args:
+        folder: the run folder.
+        size: bytes that a checkpoint covers; None for the whole file.
+        sha256: their digest; None does not check it.
     """
     path = folder / RECORDS
     data = path.read_bytes() if path.exists() else b""
@@ -242,6 +248,8 @@ def read_rows(folder: Path, size: int | None = None) -> list[Row]:
         if (fault := row_fault(row, number)) is not None:
             raise DamagedError(f"{path} is damaged at line {number}: {fault}")
         rows.append(row)
+    if sha256 is not None and hashlib.sha256(data[:size]).hexdigest() != sha256:
+        raise DamagedError(f"{path} is not as it was written")
     return rows
 
 
@@ -249,6 +257,10 @@ class RecordFile:
     """`records.jsonl` open for appending, after truncation to `size` bytes.
 
     Unbuffered: what a full disk refused must not be written again when the file is closed.
+
+    Attributes:
+        path: the file.
+        size: bytes written.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
@@ -257,6 +269,12 @@ class RecordFile:
         if self.path.stat().st_size > size:
             self._file.truncate(size)
         self.size = size
+        self._hash = hashlib.sha256(self.path.read_bytes())
+
+    @property
+    def sha256(self) -> str:
+        """The digest of all rows."""
+        return self._hash.hexdigest()
 
     def append(self, row: Row) -> None:
         """Write one row."""
@@ -265,6 +283,7 @@ class RecordFile:
         while left:
             left = left[self._file.write(left) :]
         self.size += len(line)
+        self._hash.update(line)
 
     def sync(self) -> None:
         """Sync the rows: a checkpoint is about to rely on them."""

@@ -101,7 +101,8 @@ class Journal:
         began = time.perf_counter()
         with disk_errors(path):
             records.sync()
-            checkpoints.write(self.state, records.size, self.seconds, final)
+            ends = (records.size, self.seconds, final, records.sha256)
+            checkpoints.write(self.state, *ends)
         self._checked = time.perf_counter()
         self._cost = self._checked - began if self.every else 0.0
 
@@ -129,8 +130,9 @@ class Journal:
             with disk_errors(path):
                 if error is None and model is not None:
                     write_bytes(path / MODEL, model)
+                if error is None:  # one that diverged retains all, so that it can be reopened
+                    checkpoints.settle(len(self.rows))
                 write_json(path / RESULT, result)
-                checkpoints.settle(final=error is None)
         return result
 
     def close(self) -> None:
@@ -178,7 +180,7 @@ def _restore(folder: Path, device: torch.device) -> Restored:
 
 def _checkpoint_and_rows(folder: Path, name: str, device: torch.device) -> Restored:
     checkpoint, state = read_checkpoint(folder, name, device)
-    rows = read_rows(folder, checkpoint.records_bytes)
+    rows = read_rows(folder, checkpoint.records_bytes, checkpoint.records_sha256)
     if len(rows) != checkpoint.round:
         raise DamagedError(f"{name} is of round {checkpoint.round}, its rows are {len(rows)}")
     return checkpoint, state, rows
