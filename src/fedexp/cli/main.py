@@ -60,9 +60,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for kind in SHOWN:
                 warnings.simplefilter("default", kind)
             try:
-                with joined_ranks() as among:
+                with joined_ranks() as ranks:
                     args = build_parser(given[0] if given else None).parse_args(given)
-                    if among is not None and not (among.is_first or getattr(args, "many", False)):
+                    args.ranks = ranks
+                    if ranks is not None and not (ranks.is_first or getattr(args, "many", False)):
                         return OK
                     status = int(args.run(args))
                     sys.stdout.flush()  # raises here, not at exit, for a full disk or closed pipe

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.cli.run import add_training_options, train
-from fedexp.distributed import current
 from fedexp.errors import require
 from fedexp.runs import read_spec, spec_from
 from fedexp.runs.folder import RunFolder
@@ -33,9 +32,8 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Continue a run; one on Flower is reopened here, and trained by its app."""
-    among = current()
     read = partial(read_spec, args.folder)
-    args.spec = read() if among is None else among.first(read)
+    args.spec = read() if args.ranks is None else args.ranks.first(read)
     require(not (args.reopen and args.restart), "--reopen and --restart exclude each other")
     if args.spec["engine"] != "flower":
         return train(args)

@@ -20,11 +20,9 @@ from fedexp.cli.options import (
     spec_of,
 )
 from fedexp.cli.process import stop_request
-from fedexp.cli.progress import Bar, describe, watch
-from fedexp.distributed import current
+from fedexp.cli.progress import Bar, Diagnostics, describe, watch
 from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.runs import RunInterrupted, execute, folder_of
-from fedexp.runs.diagnostics import Diagnostics
 from fedexp.runs.files import Row
 from fedexp.runs.loggers import logger_named
 from fedexp.runs.spec import Outcome, Run, Spec
@@ -72,15 +70,15 @@ def _prepare(args: argparse.Namespace) -> tuple[Run, Path | None]:
 def train(args: argparse.Namespace) -> int:
     """Run, resume, or return what is stored; then report.
 
-    `args.prepare` returns the run and its folder; None stores nothing.
+    `args.prepare` returns the run and its folder, None to store nothing; `args.ranks` are the
+    processes that share the run, None for a single one.
     """
     run, folder = args.prepare(args)
     require(
         folder is not None or not (args.log or args.restart),
         "--log and --restart need a run that is stored; leave --no-save out",
     )
-    among = current()
-    names = args.log if folder and (among is None or among.is_first) else []
+    names = args.log if folder and (args.ranks is None or args.ranks.is_first) else []
     loggers = [logger_named(name, folder) for name in names]
     title = f"{run.spec.task} {run.spec.algorithm}"
     with stop_request(listen=folder is not None) as request:
@@ -93,7 +91,7 @@ def train(args: argparse.Namespace) -> int:
                     progress.on_round,
                     run=run,
                     folder=folder,
-                    ranks=among,
+                    ranks=args.ranks,
                     checkpoint_every=args.checkpoint_every,
                     restart=args.restart,
                     reopen=args.reopen,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fedexp.runs.diagnostics import FIRST_ROUNDS, Diagnostics
+from fedexp.cli.progress import FIRST_ROUNDS, Diagnostics
 from fedexp.runs.execute import execute
 from fedexp.runs.spec import Spec
 
