@@ -54,7 +54,7 @@ class Tracer:
 
     def __init__(self, package: str, output: str) -> None:
         self.prefix = package + os.sep
-        self.engine, self.models = (self.prefix + name + os.sep for name in ("engine", "models"))
+        self.engine, self.models = self.prefix + "engine" + os.sep, self.prefix + "models"
         self.called: dict[tuple[str, bool], set[str]] = {}
         self.depth = 0
         self.thread = threading.local()
