@@ -16,6 +16,6 @@ torch.set_num_threads(1)  # the suite already uses one process a core
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """With `-n 2`; whoever asks for another `--dist` gets it."""
-    from tests.scheduling import Together
+    from tests.helpers.scheduling import Together
 
     return Together(config, log) if config.getvalue("dist") == "load" else None

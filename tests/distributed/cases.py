@@ -28,7 +28,7 @@ from fedexp.distributed import DistributedGroup, Ranks
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
 from tests.distributed.launch import joined, on_ranks
-from tests.problems import BatchNormNet, Net, dropout_net, least_squares
+from tests.helpers.problems import BatchNormNet, Net, dropout_net, least_squares
 
 ROUNDS = 4
 SIZES = (3, 40, 17, 8, 2, 25, 12)

@@ -12,7 +12,7 @@ import pytest
 from fedexp.cli.main import main
 from tests.cli.helpers import SMALL
 from tests.distributed import launch
-from tests.processes import finished
+from tests.helpers.processes import finished
 
 RUN = ["run", "synthetic", "--rounds", "5", *SMALL]
 KEPT = [*RUN, "--checkpoint-every", "0"]

@@ -10,7 +10,7 @@ import torch
 
 from tests.distributed import cases
 from tests.distributed.cases import CASES
-from tests.processes import finished
+from tests.helpers.processes import finished
 
 WORLDS = (1, 2, 4)
 CLOSE: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}

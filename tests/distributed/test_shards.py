@@ -16,7 +16,7 @@ from fedexp.engine import loop
 from fedexp.engine.plan import Work, sample_cohort, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.tasks import Task
-from tests.problems import BatchNormNet, classes_task, least_squares
+from tests.helpers.problems import BatchNormNet, classes_task, least_squares
 
 COSTS = st.lists(st.integers(0, 50), min_size=1, max_size=30)
 

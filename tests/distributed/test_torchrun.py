@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from fedexp.cli.main import main
 from tests.cli.helpers import checkpointed, wait_for_rows, wait_until
-from tests.processes import started
+from tests.helpers.processes import started
 from tests.runs.helpers import untimed
 
 ROUNDS = 600

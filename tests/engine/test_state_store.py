@@ -21,7 +21,7 @@ from fedexp.engine.client_store import ClientStates, ClientStore, StateStore, St
 from fedexp.engine.simulation import SingleProcess
 from fedexp.engine.slot_file import Layout, SlotFile
 from fedexp.tasks import Task
-from tests.problems import BatchNormNet, classes_task, least_squares
+from tests.helpers.problems import BatchNormNet, classes_task, least_squares
 
 CPU = torch.device("cpu")
 ODD = {"a": torch.zeros(3), "b": torch.zeros((), dtype=torch.float64), "c": torch.zeros(2, 1)}

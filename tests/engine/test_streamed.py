@@ -21,7 +21,7 @@ from fedexp.engine.client_store import StoredStates
 from fedexp.engine.plan import Work, sample_cohort
 from fedexp.engine.state import SimulationState
 from fedexp.tasks import Task
-from tests.problems import BatchNormNet, classes_task
+from tests.helpers.problems import BatchNormNet, classes_task
 
 SIZES = (10, 6, 14, 7, 8, 11)
 

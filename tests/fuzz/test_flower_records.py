@@ -39,8 +39,8 @@ from fedexp.flower.server import Server
 from fedexp.privacy import BudgetSpentError, Release
 from tests.flower.fake_grid import Answer, FakeGrid, Fault
 from tests.flower.secure_helpers import app_of, at_stage, random_updates, secure_round, server_of
+from tests.fuzz.flower_messages import message_to_client, random_array_bytes
 from tests.fuzz.hostile import changed, foreign, fuzz, harmless
-from tests.fuzz.test_flower_bytes import asked, raw
 
 
 class Ear(logging.Handler):
@@ -102,7 +102,7 @@ def layout_record(draw: Random, prefix: str = "") -> dict[str, Any]:
 def model_record(draw: Random) -> ArrayRecord:
     arrays = {name: Array(value) for name, value in ARRAYS.items()}
     for name in draw.sample(list(arrays), draw.choice([0, 0, 1, 2])):
-        data, shape = raw(draw), ARRAYS[name].shape
+        data, shape = random_array_bytes(draw), ARRAYS[name].shape
         if draw.random() < 0.6:
             buffer = io.BytesIO()
             kind = draw.choice(["<f4", ">f4", "g", "<U3", "|S2", "|V4", "<c8", "M8[s]", "<i8"])
@@ -116,12 +116,12 @@ def reply_about(draw: Random) -> Message:
     if draw.random() < 0.1:
         return Message(
             Error(draw.choice([0, 7, 99]), draw.choice(["", "a\x1b[2J", "x" * 5000])),
-            reply_to=asked(),
+            reply_to=message_to_client(),
         )
     content = RecordDict({"arrays": model_record(draw), "m": MetricRecord({"num-examples": 2})})
     if draw.random() < 0.7:
         content[ABOUT] = ConfigRecord(layout_record(draw))
-    return Message(content, reply_to=asked())
+    return Message(content, reply_to=message_to_client())
 
 
 @fuzz(100)
@@ -148,10 +148,10 @@ def test_requests_that_say_how_the_model_is_laid_out(
     config |= layout_record(draw, "fedexp.")
     for key in draw.sample(list(config), draw.randint(0, 2)):
         config[key] = draw.choice([*SCALARS, "prox", "scaffold", "../up"])
-    message = asked()
+    message = message_to_client()
     message.content.update({"arrays": model_record(draw), "config": ConfigRecord(config)})
     if draw.random() < 0.5:
-        sent = {"control": Array("float32", (8,), "numpy.ndarray", raw(draw, (8,)))}
+        sent = {"control": Array("float32", (8,), "numpy.ndarray", random_array_bytes(draw, (8,)))}
         message.content[SHARED] = ArrayRecord(sent)
         message.content.config_records["config"]["fedexp.client"] = "scaffold"
     home: dict[str, Any] = {"fedexp-state": str(tmp_path_factory.getbasetemp() / "requests")}

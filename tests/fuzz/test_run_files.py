@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +18,10 @@ import pytest
 import tomli_w
 import torch
 
+from fedexp.algorithms import fedadam
+from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, UsageError
+from fedexp.objective import Buffers
 from fedexp.runs import Stopped, execute, load_run
 from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.files import RECORDS
@@ -37,10 +41,12 @@ from fedexp.runs.read import HEAD, Parts, texts
 from fedexp.runs.spec import SPEC, id_of, read_spec
 from tests.fuzz.hostile import Files, changed, contents, foreign, fuzz, harmless
 from tests.runs.helpers import nobody, stop_after, tiny
-from tests.runs.test_reopen import SPEC as SPEC_OF_FLOWER
-from tests.runs.test_reopen import state
 
 CPU = torch.device("cpu")
+FLOWER_SPEC = {
+    "task": "app", "algorithm": "fedadam", "mode": "paper", "seed": 0, "rounds": 9,
+    "evaluate_every": 1, "engine": "flower", "deterministic": False, "set": {}, "options": {},
+}  # fmt: skip
 ABOUT = machine()
 Run = Files  # of a run folder
 
@@ -231,12 +237,17 @@ def test_a_fingerprint_that_nobody_wrote(
     assert harmless(lambda: check_content(folder, wanted)).endswith(f"is damaged; {RESTART}")
 
 
+def state(round: int) -> SimulationState:
+    start = SimulationState.of(torch.ones(3), Buffers.none(), fedadam())
+    return replace(start, round=round)
+
+
 @pytest.fixture(scope="module")
 def diverged(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that diverged, was reopened and resumed, and diverged again."""
     folder = tmp_path_factory.mktemp("diverged") / "run"
     for _ in range(2):
-        with RunFolder(folder, SPEC_OF_FLOWER, ABOUT) as held:
+        with RunFolder(folder, FLOWER_SPEC, ABOUT) as held:
             held.reopen()
             journal = Journal(held, 0.0, CPU)
             held.note_resumed(journal.resumed_from)
@@ -263,7 +274,7 @@ def test_a_diverged_run_that_is_reopened(
     folder = put(tmp_path_factory.getbasetemp() / "reopened", diverged, {name: data})
 
     def reopened() -> str:
-        with RunFolder(folder, SPEC_OF_FLOWER, ABOUT) as held:
+        with RunFolder(folder, FLOWER_SPEC, ABOUT) as held:
             held.reopen()
             journal = Journal(held, 0.0, CPU)
             journal.close()
