@@ -14,7 +14,7 @@ import fedexp as fx
 from fedexp.data import streaming as streamed_data
 from fedexp.data.streaming import Streamed, on_device
 from fedexp.distributed import DistributedGroup, Ranks
-from fedexp.distributed.sharding import shards
+from fedexp.distributed.sharding import shard_cohort
 from fedexp.engine import simulation
 from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import StoredStates
@@ -93,10 +93,10 @@ def test_a_rank_reads_ahead_for_its_own_clients(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(simulation, "ask_for", lambda train, who: asked.append(who.tolist()))
     task = classes_task(lambda: nn.Linear(4, 3), SIZES)
     first = Work(task, fx.fedexp(), task.local, "uniform", 0, 1, sample_cohort(0, 1, 6, 5))
-    among = Ranks(1, 2, 1, torch.device("cpu"), store=None, talk=None)
+    among = Ranks(1, 2, 1, torch.device("cpu"), store=None, gloo_group=None)
     ahead = simulation.ReadAhead(task.train, DistributedGroup(among).shard)
     ahead(first, SimulationState.initial(task, fx.fedexp(), 0))
-    assert asked == [shards(work, 2)[1].tolist() for work in (first, first.after())]
+    assert asked == [shard_cohort(work, 2)[1].tolist() for work in (first, first.after())]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

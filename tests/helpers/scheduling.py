@@ -9,7 +9,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = (
     "tests/flower/deploy/",
-    "tests/distributed/test_endings.py",
+    "tests/distributed/test_failed_jobs.py",
     "tests/distributed/test_many_runs.py",
     "tests/distributed/test_ranks_agree.py",
     "tests/studies/test_results.py",  # all files of the archive are made once

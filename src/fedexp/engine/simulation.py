@@ -50,11 +50,11 @@ class ProcessGroup(Protocol):
     """How the work of a round is distributed. Every process ends it with the same numbers.
 
     Attributes:
-        beside: how many of the processes are on this machine.
+        local_world_size: how many of the processes are on this machine.
     """
 
     @property
-    def beside(self) -> int: ...
+    def local_world_size(self) -> int: ...
 
     def shard(self, work: Work) -> Work:
         """Return the part of a round that this process trains."""
@@ -72,7 +72,7 @@ class ProcessGroup(Protocol):
 class SingleProcess:
     """A run in one process."""
 
-    beside = 1
+    local_world_size = 1
 
     def shard(self, work: Work) -> Work:
         return work
@@ -188,7 +188,7 @@ def simulate(
     most = min(task.train.clients, rounds * (cohort or task.train.clients))
     group = process_group or SingleProcess()
     fresh = algorithm.client.init_client_state(state.params)
-    state = replace(state, clients=keep.placed(state.clients, fresh, most, group.beside))
+    state = replace(state, clients=keep.placed(state.clients, fresh, most, group.local_world_size))
     work = Work(
         task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
     )
