@@ -21,15 +21,16 @@ from PIL import Image
 
 from fedexp.data import Federation
 from fedexp.data.sources import cache, cifar, emnist, image_file
-from fedexp.data.sources.decode import decode
-from fedexp.data.sources.download import EMNIST, unpack
+from fedexp.data.sources.download import unpack
+from fedexp.data.sources.emnist import EMNIST
+from fedexp.data.sources.image_folder import decode
 from fedexp.data.sources.safe_pickle import read_pickle
 from fedexp.data.sources.splits import RawSplits
 from fedexp.errors import UsageError
 from tests.fuzz.hostile import Files, changed, contents, foreign, fuzz, harmless
 
 Seeds = Files
-IMAGE = 6 * image_file.MOST_PIXELS  # bytes: decoded, and as an array
+IMAGE = 6 * image_file.MAX_PIXELS  # bytes: decoded, and as an array
 PIXELS = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
 
 
@@ -271,11 +272,11 @@ def _array(value: np.ndarray[Any, Any]) -> bytes:
 
 
 BOMBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any], str]] = {
-    "memo": (remembers_much, read_pickle, "remembers more than it has"),
+    "memo": (remembers_much, read_pickle, "its memo index is too large"),
     "nesting": (is_nested, read_pickle, "more than 10000 tuples"),
     "encoding": (encodes_much, read_pickle, "encodes more text than it has"),
     "hdf5": (claims_much, emnist.hdf5_split, "a?b has pixels of shape (100000000, 28, 28)"),
-    "pointers": (holds_pointers, Federation.open, "x.npy holds no plain numbers"),
+    "pointers": (holds_pointers, Federation.open, "x.npy does not hold plain numbers"),
     "note": (has_a_long_note, Federation.open, "note.json is not stored as is"),
     "program": (is_a_program, decode, "not an image that can be read"),
     "large image": (is_a_large_image, decode, "9000x9000 pixels, which is too large"),

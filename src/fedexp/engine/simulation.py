@@ -24,7 +24,7 @@ from torch import Tensor
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.data.federation import Federation
-from fedexp.data.streaming import ask_for
+from fedexp.data.streaming import prefetch_pages
 from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import ClientStates, ClientStore, StoredStates, Where, shapes_of
 from fedexp.engine.cuda_graph import Finished
@@ -115,7 +115,7 @@ class ReadAhead:
 
 def _ask(train: Federation | None, states: StoredStates | None, clients: NDArray[np.int64]) -> None:
     if train is not None:
-        ask_for(train, clients)
+        prefetch_pages(train, clients)
     if states is not None:
         states.expect(clients)
 

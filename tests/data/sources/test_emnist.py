@@ -33,7 +33,7 @@ def test_both_layouts_give_the_same_arrays(
     assert raw.train["x"].dtype == torch.uint8
 
 
-def test_without_h5py_one_line_says_so(
+def test_without_h5py_the_error_names_the_remedy(
     tmp_path: Path, write_emnist: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_emnist(tmp_path)
@@ -57,7 +57,7 @@ def test_a_writer_may_be_in_one_split_only(tmp_path: Path, write_emnist: Write) 
     assert emnist(tmp_path).federation().sizes.tolist() == [12, 3, 1, 7, 2]
 
 
-def test_leaf_may_lie_as_leaf_makes_it(tmp_path: Path, write_leaf: Write) -> None:
+def test_leaf_files_may_be_in_leafs_own_folder(tmp_path: Path, write_leaf: Write) -> None:
     write_leaf(tmp_path / "somewhere")
     (tmp_path / "femnist").mkdir()
     (tmp_path / "somewhere" / "femnist").rename(tmp_path / "femnist" / "data")
@@ -78,7 +78,7 @@ def test_a_writer_may_be_in_several_leaf_files(tmp_path: Path, write_leaf: Write
     np.testing.assert_array_equal(raw.train["x"][15:18], expected["train_x"][12:15])
 
 
-def test_bytes_survive_being_fractions() -> None:
+def test_bytes_survive_division_by_255() -> None:
     grey = np.resize(np.arange(256, dtype=np.uint8), (1, 1, 28, 28))
     np.testing.assert_array_equal(as_bytes(grey.astype(np.float32) / 255, "here"), grey)
     np.testing.assert_array_equal(as_bytes((grey / 255).tolist(), "here"), grey)
@@ -110,7 +110,7 @@ def too_short(file: Any) -> None:
 
 
 def instead(name: str, value: Any) -> Callable[[Any], None]:
-    """Puts an array in a place; None puts a group there."""
+    """Return a change that replaces an entry by an array, or by a group for None."""
 
     def change(file: Any) -> None:
         del file[name]
@@ -135,10 +135,10 @@ BAD = {
     "a writer is an array": (instead(FIRST, np.zeros(3)), f"writer /{FIRST} has no 'pixels'"),
     "pixels is a group": (instead(f"{FIRST}/pixels", None), f"writer /{FIRST} has no 'pixels'"),
     "label is a group": (instead(f"{FIRST}/label", None), f"writer /{FIRST} has no 'label'"),
-    "pixels of text": (instead(f"{FIRST}/pixels", TEXT), "has pixels of |S3, not fractions"),
+    "pixels of text": (instead(f"{FIRST}/pixels", TEXT), "has pixels of |S3, not floats"),
     "pixels of bytes": (
         instead(f"{FIRST}/pixels", np.ones((12, 28, 28), np.uint8)),
-        "has pixels of uint8, not fractions",
+        "has pixels of uint8, not floats",
     ),
     "pixels of nothing": (instead(f"{FIRST}/pixels", h5py.Empty("f4")), "pixels of shape None"),
     "label of text": (instead(f"{FIRST}/label", [b"1"] * 12), "not a list of whole numbers"),
