@@ -16,7 +16,7 @@ Write = Callable[[Path], dict[str, Any]]
 
 @pytest.fixture
 def data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Return a function that runs `fedexp data ...` on a temporary folder and returns its output."""
+    """Return a function that runs `fedexp data ...` and returns its output."""
 
     def run(command: str, *arguments: str) -> str:
         parser = argparse.ArgumentParser()

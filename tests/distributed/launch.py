@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed import TCPStore
+from torch._C._distributed_c10d import TCPStore
 
 from fedexp.cli.main import main
 from fedexp.distributed import Ranks, failure, leave, ranks, sharding

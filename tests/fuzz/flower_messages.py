@@ -10,7 +10,7 @@ from flwr.app import Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
 from tests.flower.plain_app import DIM
-from tests.fuzz.hostile import foreign
+from tests.fuzz.hostile import mutated
 
 TYPES = ["<f4", ">f4", "<f8", "<f2", "g", "<i8", "?", "<U3", "<c8", "|V4", "M8[s]", "|S2"]
 SHAPES: list[tuple[int, ...]] = [*([(DIM,)] * 6), (), (0,), (1,), (DIM, 1), (1, DIM), (2**20,)]
@@ -32,7 +32,7 @@ def random_array_bytes(draw: Random, usual: tuple[int, ...] = (DIM,)) -> bytes:
             b"'shape': (5,)", draw.choice([b"'shape': (10**12,)", b"'shape': (-5,)"])
         )
         data = data.replace(b"(5,), }      ", b"(999999999,),}")
-    return foreign(draw, data) if draw.random() < 0.3 else data
+    return mutated(draw, data) if draw.random() < 0.3 else data
 
 
 def message_to_client() -> Message:

@@ -1,4 +1,4 @@
-"""What a client or a server of a stranger sends, and what a client's disk has of it."""
+"""Malformed Flower replies, and damaged client state on disk."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from fedexp.flower.request import EXTRAS
 from fedexp.flower.server import Server
 from tests.flower.plain_app import DIM, first_model
 from tests.fuzz.flower_messages import FLOATS, message_to_client, random_array_bytes
-from tests.fuzz.hostile import foreign, fuzz, harmless
+from tests.fuzz.hostile import fuzz, harmless, mutated
 
 
 @pytest.fixture(autouse=True)
 def quiet() -> Iterator[None]:
-    """Every reply that is left out has a line; there are thousands of them here."""
+    """Disable the log: each rejected reply logs a line, and there are thousands here."""
     logger = logging.getLogger("flwr")
     before, logger.disabled = logger.disabled, True
     yield
@@ -69,7 +69,7 @@ def extras_name(reader: Reader) -> str | None:
 
 @fuzz(250)
 def test_replies(draw: Random) -> None:
-    """A reply is used or left out; whatever it is, the round goes on and its sums are finite."""
+    """A reply is used or dropped; in either case the round continues with finite sums."""
     reader = draw.choice(readers())
     reply = hostile_reply(draw, message_to_client())
     if (name := extras_name(reader)) and draw.random() < 0.7:
@@ -87,14 +87,14 @@ def test_replies(draw: Random) -> None:
 
 @fuzz(150)
 def test_replies_whose_bytes_are_damaged(draw: Random) -> None:
-    """What arrives at all: whatever Flower's own reader makes of damaged bytes."""
+    """Damaged messages that Flower itself still parses."""
     reader = readers()[0]
     reply = hostile_reply(draw, message_to_client())
-    data = foreign(draw, message_to_proto(reply).SerializeToString())
+    data = mutated(draw, message_to_proto(reply).SerializeToString())
     try:
         carried = message_from_proto(ProtoMessage.FromString(data))
     except Exception:
-        return  # Flower's, before any code of ours
+        return  # refused by Flower
     if carried.has_content():
         with np.errstate(all="ignore"):
             gathered = harmless(lambda: gather([carried], reader))
@@ -102,8 +102,8 @@ def test_replies_whose_bytes_are_damaged(draw: Random) -> None:
 
 
 @pytest.mark.parametrize("kind", [">f4", "<f8", ">f8", "g", "<f2"])
-def test_an_extra_of_any_width_and_order_is_read(kind: str) -> None:
-    """Torch takes neither numpy's long doubles nor bytes of another order: both ended the run."""
+def test_an_extra_of_any_precision_and_byte_order_is_read(kind: str) -> None:
+    """Torch accepts neither long doubles nor other byte orders: both once ended the run."""
     reader = next(reader for reader in readers() if reader.extras)
     buffer = io.BytesIO()
     np.save(buffer, np.full(DIM, 0.5).astype(kind))
@@ -115,12 +115,12 @@ def test_an_extra_of_any_width_and_order_is_read(kind: str) -> None:
 
 
 @fuzz(100)
-def test_states_of_a_client(tmp_path_factory: pytest.TempPathFactory, draw: Random) -> None:
-    """A state that cannot be read counts as none, as the docstring says."""
+def test_damaged_client_state(tmp_path_factory: pytest.TempPathFactory, draw: Random) -> None:
+    """Unreadable state is treated as absent."""
     store = ClientStore(tmp_path_factory.getbasetemp() / "client")
     store.folder.mkdir(exist_ok=True)
     store.save({"control": fx.tasks.toy().objective.initial(0)[0]}, 1, 0)
     whole = (store.folder / "1.safetensors").read_bytes()
-    (store.folder / "1.safetensors").write_bytes(foreign(draw, whole))
+    (store.folder / "1.safetensors").write_bytes(mutated(draw, whole))
     found = harmless(lambda: store.load(1))
     assert found is None or isinstance(found, dict)

@@ -1,23 +1,23 @@
-"""Which worker runs which test: those that share real processes go to one, all others anywhere.
+"""Scheduling for pytest-xdist: tests that share processes or files run in one worker.
 
-xdist has a mark for that, `xdist_group`, which pytest 9.2 no longer lets it see.
+xdist has the mark `xdist_group` for this, but does not see it under pytest 9.2.
 """
 
 from __future__ import annotations
 
 from xdist.scheduler import LoadScopeScheduling
 
-TOGETHER = (
+ONE_WORKER = (
     "tests/flower/deploy/",
     "tests/distributed/test_failed_jobs.py",
     "tests/distributed/test_many_runs.py",
     "tests/distributed/test_ranks_agree.py",
-    "tests/studies/test_results.py",  # all files of the archive are made once
+    "tests/studies/test_results.py",  # builds all files of the archive once
 )
 
 
-class Together(LoadScopeScheduling):  # type: ignore[misc]
-    """A test is a unit of work of its own, but for those that belong together."""
+class GroupedScheduling(LoadScopeScheduling):  # type: ignore[misc]
+    """Distribute tests one by one, except for the folders and files in `ONE_WORKER`."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return next((folder for folder in TOGETHER if nodeid.startswith(folder)), nodeid)
+        return next((folder for folder in ONE_WORKER if nodeid.startswith(folder)), nodeid)

@@ -84,19 +84,19 @@ class DistributedGroup:
         )
         initial = work.algorithm.client.init_client_state(state.params)
         norm = torch.linalg.vector_norm(state.params, dtype=torch.float64)
-        extras = {STOP: total.weight.new_full((), float(self.stop())), NORM: norm}
+        flags = {STOP: total.weight.new_full((), float(self.stop())), NORM: norm}
         if initial:
-            extras[CHANGED] = norm.new_tensor([float(c in states) for c in work.cohort.tolist()])
-        total, extras = self._all_reduce(total, extras)
-        self.stopping = bool(extras[STOP] > 0)
-        if (norm - extras[NORM] / self.ranks.world_size).abs() > TOLERANCE * norm:
+            flags[CHANGED] = norm.new_tensor([float(c in states) for c in work.cohort.tolist()])
+        total, summed = self._all_reduce(total, flags)
+        self.stopping = bool(summed[STOP] > 0)
+        if (norm - summed[NORM] / self.ranks.world_size).abs() > TOLERANCE * norm:
             raise FedExPError(
                 f"the ranks train different models (round {work.round}); give all of them the same "
                 "command, data and versions"
             )
         if not initial:
             return total, {}
-        changed = set(work.cohort[extras[CHANGED].cpu().numpy() > 0].tolist())
+        changed = set(work.cohort[summed[CHANGED].cpu().numpy() > 0].tolist())
         return total, all_gather_states(self.ranks, shards, states, changed, initial)
 
     def _all_reduce(self, total: Aggregate, extras: Tensors) -> tuple[Aggregate, Tensors]:

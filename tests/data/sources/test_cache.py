@@ -122,7 +122,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def load(tmp_path: Path, source: Path) -> Callable[[], tuple[int, int]]:
-    """Return a function that loads through the cache: the value, and the number of builds so far."""
+    """Return a function that loads a value through the cache, and counts the builds."""
     built = [0]
 
     def build() -> cache.Arrays:
