@@ -241,7 +241,7 @@ ROWS: dict[str, tuple[list[Any], str]] = {
     "ragged": ([[[0], [1, 2]]], "the rows of client 0 are not a list"),
     "twice at a client": ([[0], [1, 3, 1]], "row 1 is given to client 1 and again to client 1"),
     "twice": ([[0, 3], [1], [2, 3]], "row 3 is given to client 0 and again to client 2"),
-    "nobody": ([], "at least one client"),
+    "no clients": ([], "at least one client"),
     "nothing": ([[0], []], "client 1 has no examples"),
 }
 

@@ -72,8 +72,8 @@ def test_a_writer_may_be_in_several_leaf_files(tmp_path: Path, write_leaf: Write
     path.with_name("all_data_9.json").write_text(json.dumps(again))
     raw = emnist(tmp_path)
     assert raw.federation().sizes.tolist() == [12, 6, 1, 7, 2, 1]
-    mine = expected["train_y"][12:15].tolist()
-    assert raw.federation().client(1)["y"].tolist() == mine + mine
+    own = expected["train_y"][12:15].tolist()
+    assert raw.federation().client(1)["y"].tolist() == own + own
     np.testing.assert_array_equal(raw.train["x"][12:15], expected["train_x"][12:15])
     np.testing.assert_array_equal(raw.train["x"][15:18], expected["train_x"][12:15])
 
@@ -162,18 +162,18 @@ def test_a_bad_hdf5_file_is_named_and_leaves_no_cache(
     what: str, split: str, tmp_path: Path, write_emnist: Write
 ) -> None:
     write_emnist(tmp_path)
-    change, said = BAD[what]
+    change, message = BAD[what]
     with h5py.File(tmp_path / f"fed_emnist_{split}.h5", "a") as file:
         change(file)
-    check_refused(tmp_path, f"fed_emnist_{split}.h5", said)
+    check_refused(tmp_path, f"fed_emnist_{split}.h5", message)
 
 
-def check_refused(folder: Path, name: str, said: str) -> None:
+def check_refused(folder: Path, name: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         emnist(folder)
     line = str(caught.value)
     assert name in line
-    assert said in line
+    assert message in line
     assert "\n" not in line
     assert not (folder / "cache").exists() or list((folder / "cache").iterdir()) == []
 
@@ -201,11 +201,11 @@ BAD_LEAF = {
 
 @pytest.mark.parametrize("what", BAD_LEAF)
 def test_a_bad_leaf_file_is_named_and_leaves_no_cache(what: str, tmp_path: Path) -> None:
-    content, said = BAD_LEAF[what]
+    content, message = BAD_LEAF[what]
     for split, text in (("train", json.dumps({"user_data": {"a": GOOD}})), ("test", content)):
         (tmp_path / "femnist" / split).mkdir(parents=True)
         (tmp_path / "femnist" / split / f"all_data_{split}.json").write_text(text)
-    check_refused(tmp_path, "all_data_test.json", said)
+    check_refused(tmp_path, "all_data_test.json", message)
 
 
 def test_the_real_data(real_folder: Callable[[str], Path]) -> None:
