@@ -14,9 +14,9 @@ from flwr.clientapp import ClientApp
 
 from fedexp.errors import UsageError
 from fedexp.flower import FedAvg, local_privacy
-from fedexp.flower.local_privacy import FILE, FOLDER, Budget
+from fedexp.flower.privacy import FILE, FOLDER, Budget
 from fedexp.privacy import LocalPrivacy, Release, epsilon
-from tests.flower.fake_grid import FakeGrid
+from tests.flower.helpers.fake_grid import FakeGrid
 
 LOCAL = LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0, rounds=2)
 SECRET = "patient 4711"

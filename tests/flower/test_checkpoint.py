@@ -21,9 +21,9 @@ from fedexp.flower import FedAvg, FedExP, RuleStrategy
 from fedexp.flower.layout import ndarrays
 from fedexp.runs import load_run
 from fedexp.runs.folder import RunWarning
-from tests.flower.fake_grid import Answer, FakeGrid, healthy, replies
-from tests.flower.killing import Killed, dies_on
-from tests.flower.plain_app import first_model, plain_app
+from tests.flower.helpers.fake_grid import Answer, FakeGrid, healthy, replies
+from tests.flower.helpers.killing import Killed, dies_on
+from tests.flower.helpers.plain_app import first_model, plain_app
 
 ROUNDS = 4
 
@@ -138,7 +138,7 @@ def test_a_folder_that_another_process_holds_is_waited_for_a_while(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     strategy = FedExP(checkpoint=tmp_path / "run")
-    monkeypatch.setattr("fedexp.flower.resume.LETS_GO", 0.1)
+    monkeypatch.setattr("fedexp.flower.checkpoint.LOCK_TIMEOUT", 0.1)
 
     def inside(round: int, arrays: ArrayRecord) -> None:
         with pytest.raises(UsageError, match="another process is working on"):

@@ -18,9 +18,9 @@ from fedexp.engine.plan import sample_cohort
 from fedexp.flower import LocalRule, initial_arrays
 from fedexp.flower.simulated_client import from_arrays
 from fedexp.tasks import Task
-from tests.flower.fake_grid import FakeGrid
-from tests.flower.rounds import Rounds
-from tests.flower.user_app import LR, float64_task, user_app
+from tests.flower.helpers.fake_grid import FakeGrid
+from tests.flower.helpers.rounds import Rounds
+from tests.flower.helpers.user_app import LR, float64_task, user_app
 
 ALGORITHMS = [fx.fedexp(), fx.fedprox_exp(mu=0.5), fx.scaffold(), fx.scaffold_exp()]
 CLIP = 0.3

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import ExponentialLR
 from fedexp.flower import LocalRule
 from fedexp.flower.client_state import ClientStore
 from fedexp.flower.layout import Layout, named_parts
-from fedexp.flower.request import EXTRAS, SHARED, layout_terms
+from fedexp.flower.request import BROADCAST, EXTRAS, layout_config
 from tests.problems import BatchNormNet
 
 CONTROL = 0.25
@@ -34,10 +34,10 @@ def asked(model: nn.Module, rule: str = "scaffold", **config: Any) -> tuple[Mess
     arrays = ArrayRecord(dict(model.state_dict()))
     layout = Layout.of(arrays, *named_parts(model))
     told: dict[str, Any] = {"server-round": 1, "fedexp.client": rule, "fedexp.mu": 0.5}
-    told |= layout_terms(layout) | config
+    told |= layout_config(layout) | config
     content = RecordDict({"arrays": arrays, "config": ConfigRecord(told)})
     control = np.full(layout.dim, CONTROL, "float32")
-    content[SHARED] = ArrayRecord({"control": Array(control)})
+    content[BROADCAST] = ArrayRecord({"control": Array(control)})
     message = Message(content, dst_node_id=7, message_type="train")
     return message, Context(1, 7, {"partition-id": 0}, RecordDict(), {})
 
@@ -236,7 +236,7 @@ def test_the_server_says_which_arrays_it_averages() -> None:
     model = nn.Linear(4, 2)
     model.register_buffer("scale", torch.ones(3))
     message, context = asked(model, "scaffold", **{"fedexp.buffers": ["scale"]})
-    message.content[SHARED] = ArrayRecord({"control": Array(np.zeros(10, "float32"))})
+    message.content[BROADCAST] = ArrayRecord({"control": Array(np.zeros(10, "float32"))})
     optimizer = SGD(model.parameters(), lr=0.1)
     local = LocalRule(message, context, model, optimizer)
     step(model, optimizer)
@@ -248,7 +248,7 @@ def test_the_server_says_which_arrays_it_averages() -> None:
 def test_a_plain_server_gets_a_plain_reply() -> None:
     model = nn.Linear(4, 2)
     message, context = asked(model)
-    del message.content["config"]["fedexp.client"], message.content[SHARED]
+    del message.content["config"]["fedexp.client"], message.content[BROADCAST]
     local = LocalRule(message, context, model, SGD(model.parameters(), lr=0.1))
     content = local.reply({"num-examples": 3, "loss": 0.5}).content
     assert set(content) == {"arrays", "metrics"}

@@ -12,7 +12,7 @@ from torch.optim import LBFGS, SGD
 
 from fedexp.errors import UsageError
 from fedexp.flower import LocalRule
-from fedexp.flower.request import SHARED
+from fedexp.flower.request import BROADCAST
 from tests.flower.test_client_loops import asked, step
 
 
@@ -39,7 +39,7 @@ def test_a_model_that_was_not_loaded() -> None:
     message, context = asked(model)
     with torch.no_grad():
         model.bias.add_(1)
-    with pytest.raises(UsageError, match=r"'bias' is not what the server sent; make LocalRule"):
+    with pytest.raises(UsageError, match=r"'bias' is not what the server sent; create LocalRule"):
         LocalRule(message, context, model, SGD(model.parameters()))
 
 
@@ -113,7 +113,7 @@ def test_numbers_that_are_none(key: str) -> None:
 def test_a_server_that_does_not_send_its_control_variate() -> None:
     model = nn.Linear(4, 2)
     message, context = asked(model)
-    del message.content[SHARED]
+    del message.content[BROADCAST]
     with pytest.raises(UsageError, match=r"use a strategy of fedexp.flower there"):
         LocalRule(message, context, model)
 
@@ -130,5 +130,5 @@ def test_a_server_that_does_not_count_its_rounds() -> None:
     model = nn.Linear(4, 2)
     message, context = asked(model)
     del message.content["config"]["server-round"]
-    with pytest.raises(UsageError, match=r"let it send server-round"):
+    with pytest.raises(UsageError, match=r"let the server send server-round"):
         LocalRule(message, context, model)

@@ -15,16 +15,16 @@ from torch import Tensor
 
 import fedexp as fx
 from fedexp.errors import UsageError
-from fedexp.flower import initial_arrays, planned
+from fedexp.flower import initial_arrays, simulated_train
 from fedexp.flower.client_state import ClientStore, state_root
-from tests.flower.fake_grid import FakeGrid
-from tests.flower.rounds import Rounds
-from tests.flower.user_app import user_app
+from tests.flower.helpers.fake_grid import FakeGrid
+from tests.flower.helpers.rounds import Rounds
+from tests.flower.helpers.user_app import user_app
 from tests.problems import classes_task, least_squares
 
 TASK = least_squares(clients=3, dim=6)
 APP = ClientApp()
-APP.train()(planned(TASK))
+APP.train()(simulated_train(TASK))
 
 
 def scaffold_rounds(study: str = "study", seed: int = 0) -> Rounds:

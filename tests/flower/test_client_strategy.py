@@ -14,12 +14,12 @@ from flwr.clientapp import ClientApp
 from torch import Tensor
 
 import fedexp as fx
-from fedexp.flower import RuleStrategy, identify, initial_arrays, planned
+from fedexp.flower import RuleStrategy, initial_arrays, report_client_id, simulated_train
 from fedexp.flower.simulated_client import from_arrays
 from fedexp.runs import load_run
-from tests.flower.fake_grid import FakeGrid, only, replies
-from tests.flower.rounds import Rounds
-from tests.flower.user_app import float64_task, user_app
+from tests.flower.helpers.fake_grid import FakeGrid, only, replies
+from tests.flower.helpers.rounds import Rounds
+from tests.flower.helpers.user_app import float64_task, user_app
 from tests.problems import least_squares
 
 TASK = least_squares(clients=4, dim=8)
@@ -28,19 +28,24 @@ CLOSE = 1e-10
 
 def planned_app() -> ClientApp:
     app = ClientApp()
-    identify(app)
-    app.train()(planned(TASK))
+    report_client_id(app)
+    app.train()(simulated_train(TASK))
     return app
 
 
 def strategy(algorithm: fx.Algorithm, **options: Any) -> RuleStrategy:
-    options = {"fraction_evaluate": 0.0, "weighting": "uniform", "identify": True, **options}
+    options = {
+        "fraction_evaluate": 0.0,
+        "weighting": "uniform",
+        "query_client_ids": True,
+        **options,
+    }
     return RuleStrategy(algorithm=algorithm, **options)
 
 
 def control(made: RuleStrategy) -> Tensor:
-    assert made.training is not None
-    return made.training.server.state.broadcast["control"]
+    assert made.run is not None
+    return made.run.server.state.broadcast["control"]
 
 
 @pytest.mark.parametrize(

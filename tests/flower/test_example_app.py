@@ -15,7 +15,7 @@ from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError
 from fedexp.runs import load_run
 from fedexp.runs.options import paper_setup
-from tests.flower.fake_grid import FakeGrid
+from tests.flower.helpers.fake_grid import FakeGrid
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"
 sys.path.append(str(EXAMPLE))

@@ -8,14 +8,14 @@ import pytest
 from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 
-from fedexp.flower import identify
+from fedexp.flower import report_client_id
 from fedexp.flower.client_state import client_name
-from tests.flower.fake_grid import FakeGrid
+from tests.flower.helpers.fake_grid import FakeGrid
 
 
 def answer(config: dict[str, Any]) -> tuple[ConfigRecord, int]:
     app = ClientApp()
-    identify(app)
+    report_client_id(app)
     grid = FakeGrid(app, [config])
     node = grid.nodes[0].node_id
     asked = Message(RecordDict(), dst_node_id=node, message_type="query.fedexp")

@@ -23,17 +23,17 @@ from fedexp.flower import (
     FedProx,
     Scaffold,
     SecureAggregation,
-    identify,
     initial_arrays,
-    planned,
+    report_client_id,
+    simulated_train,
 )
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.replies import Tally
-from fedexp.flower.training import NoRepliesError
+from fedexp.flower.metrics import WeightedMetrics
+from fedexp.flower.run import NoRepliesError
 from fedexp.privacy import CentralPrivacy
 from fedexp.runs import load_run
-from tests.flower.fake_grid import Answer, FakeGrid, only, raises, replies
-from tests.flower.plain_app import DIM, first_model, plain_app
+from tests.flower.helpers.fake_grid import Answer, FakeGrid, only, raises, replies
+from tests.flower.helpers.plain_app import DIM, first_model, plain_app
 from tests.flower.test_replies import Ear, with_array, with_metric
 from tests.problems import least_squares
 
@@ -79,7 +79,7 @@ def test_an_evaluation_that_is_not_finite_is_left_out_with_a_line(
 
 
 def test_means_of_the_largest_numbers_are_finite() -> None:
-    largest, tally = float(np.finfo(np.float64).max), Tally("n")
+    largest, tally = float(np.finfo(np.float64).max), WeightedMetrics("n")
     for weight in (1, 3, 7):
         assert tally.add({"n": weight, "loss": largest, "both": [-largest, largest]}) == []
     assert tally.add({"n": 1, "loss": float("inf"), "both": [0.0, 1.0]}) == ["loss"]
@@ -181,8 +181,8 @@ def test_a_round_with_too_few_replies_leaves_the_model(lines: list[str]) -> None
 def test_scaffolds_clients_go_back_where_too_few_replied() -> None:
     task = least_squares(clients=3)
     app = ClientApp()
-    app.train()(planned(task))
-    identify(app)
+    app.train()(simulated_train(task))
+    report_client_id(app)
     grid = FakeGrid(app, 3, faults={1: only(raises, rounds=[2])})
     heard: list[Any] = []
 
@@ -197,10 +197,10 @@ def test_scaffolds_clients_go_back_where_too_few_replied() -> None:
 
 
 def test_bounds_that_cannot_hold_are_refused() -> None:
-    with pytest.raises(UsageError, match="max_norm needs updates that the server sees"):
+    with pytest.raises(UsageError, match="max_norm needs updates that the server can see"):
         FedExP(max_norm=1.0, secure=SecureAggregation(clip=1.0))
     privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
-    with pytest.raises(UsageError, match="min_replies would decide by the data"):
+    with pytest.raises(UsageError, match="min_replies would let the data decide"):
         FedExP(fraction_evaluate=0.0, min_replies=2, privacy=privacy)
 
 
@@ -355,7 +355,7 @@ def test_fedprox_with_a_plain_client_is_not_taken_for_fedprox(lines: list[str]) 
 def test_fedprox_with_a_client_that_knows_it_is_quiet(mu: float, lines: list[str]) -> None:
     task = least_squares(clients=3)
     app = ClientApp()
-    app.train()(planned(task))
+    app.train()(simulated_train(task))
     FedProx(mu=mu, fraction_evaluate=0.0).start(FakeGrid(app, 3), initial_arrays(task), 1)
     FedProx(mu=0.0, fraction_evaluate=0.0).start(FakeGrid(plain_app(), 3), first_model(), 1)
     assert not [line for line in lines if "confirm" in line]

@@ -20,17 +20,23 @@ from fedexp.flower import (
     RuleStrategy,
     SecureAggregation,
     initial_arrays,
-    planned,
     secure_mod,
+    simulated_train,
 )
 from fedexp.flower.layout import apparent_ties, named_parts
-from fedexp.flower.request import ABOUT
+from fedexp.flower.request import REPLY_INFO
 from fedexp.flower.simulated_client import from_arrays
 from fedexp.tasks import Task
-from tests.flower.fake_grid import FakeGrid, only, raises, replies
-from tests.flower.killing import Killed, dies_on
-from tests.flower.user_app import float64_task, loaded, plain_loop, plain_sgd, planned_batches
-from tests.flower.user_app import user_app as rule_app
+from tests.flower.helpers.fake_grid import FakeGrid, only, raises, replies
+from tests.flower.helpers.killing import Killed, dies_on
+from tests.flower.helpers.user_app import (
+    float64_task,
+    loaded,
+    plain_loop,
+    plain_sgd,
+    planned_batches,
+)
+from tests.flower.helpers.user_app import user_app as rule_app
 
 ROUNDS = 3
 
@@ -67,7 +73,7 @@ class OnlyTied(Tied):
 
 def planned_app(task: Task) -> ClientApp:
     app = ClientApp()
-    app.train()(planned(task))
+    app.train()(simulated_train(task))
     return app
 
 
@@ -148,7 +154,7 @@ def test_secure_sums_count_tied_weights_once() -> None:
         model=Tied(),
     )
     app = ClientApp(mods=[secure_mod])
-    app.train()(planned(task))
+    app.train()(simulated_train(task))
     result = strategy.start(FakeGrid(app, 4), initial_arrays(task), ROUNDS)
     steps = [result.train_metrics_clientapp[r.round]["server_lr"] for r in records]
     assert steps == pytest.approx([r.server_lr for r in records], rel=1e-3)
@@ -175,8 +181,8 @@ def test_a_first_round_without_replies_leaves_the_layout_open() -> None:
     faults = dict.fromkeys(range(4), only(raises, rounds=[1]))
     strategy = FedExP(fraction_evaluate=0.0)
     strategy.start(FakeGrid(planned_app(task), 4, faults=faults), initial_arrays(task), 2)
-    assert strategy.training is not None
-    layout = strategy.training.server.layout
+    assert strategy.run is not None
+    layout = strategy.run.server.layout
     assert (layout.averaged, layout.tied) == (("centre",), {"second.weight": "first.weight"})
 
 
@@ -195,8 +201,8 @@ def test_arrays_that_only_begin_alike_are_not_tied() -> None:
     assert result.arrays is not None
     arrays = result.arrays.to_torch_state_dict()
     assert not torch.equal(arrays["second.weight"], arrays["first.weight"])
-    assert strategy.training is not None
-    assert strategy.training.server.layout.tied == {}
+    assert strategy.run is not None
+    assert strategy.run.server.layout.tied == {}
 
 
 def test_zeros_are_not_taken_for_tied_weights() -> None:
@@ -210,19 +216,21 @@ def test_a_client_that_reports_otherwise_than_most_is_left_out() -> None:
     task = float64_task(Tied)
 
     def contradict(content: RecordDict) -> None:
-        content[ABOUT] = ConfigRecord({"rule": "sgd", "buffers": [], "tied": [], "tied-to": []})
+        content[REPLY_INFO] = ConfigRecord(
+            {"rule": "sgd", "buffers": [], "tied": [], "tied-to": []}
+        )
 
     def nonsense(content: RecordDict) -> None:
         names = {"buffers": ["no such"], "tied": ["first.weight"], "tied-to": ["first.bias"]}
-        content[ABOUT] = ConfigRecord({"rule": "sgd", **names})
+        content[REPLY_INFO] = ConfigRecord({"rule": "sgd", **names})
 
     for faults in ({0: replies(nonsense), 3: replies(contradict)}, {0: replies(contradict)}):
         strategy = FedExP(fraction_evaluate=0.0)
         grid = FakeGrid(planned_app(task), 4, faults=faults)
         found = strategy.start(grid, initial_arrays(task), 1).train_metrics_clientapp[1]
         assert (found["clients"], found["dropped"]) == (4 - len(faults), len(faults))
-        assert strategy.training is not None
-        assert strategy.training.server.layout.averaged == ("centre",)
+        assert strategy.run is not None
+        assert strategy.run.server.layout.averaged == ("centre",)
 
 
 @pytest.mark.parametrize("kind", ["<U3", "|V4", "<c8", "|S2"])

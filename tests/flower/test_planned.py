@@ -13,13 +13,13 @@ from torch import nn
 
 import fedexp as fx
 from fedexp.engine.plan import sample_cohort
-from fedexp.flower import central_evaluation, initial_arrays, planned, planned_evaluate
+from fedexp.flower import central_evaluation, initial_arrays, simulated_evaluate, simulated_train
 from fedexp.flower.layout import Layout
-from fedexp.flower.simulated_client import Places, from_arrays, to_arrays
+from fedexp.flower.simulated_client import ParamOrder, from_arrays, to_arrays
 from fedexp.tasks import Task
-from tests.flower.fake_grid import FakeGrid
-from tests.flower.rounds import Rounds
-from tests.flower.user_app import float64_task
+from tests.flower.helpers.fake_grid import FakeGrid
+from tests.flower.helpers.rounds import Rounds
+from tests.flower.helpers.user_app import float64_task
 from tests.problems import classes_task, dropout_net, least_squares
 
 ALGORITHMS = [
@@ -58,8 +58,8 @@ CASES += [("convolution", algorithm, 2) for algorithm in ALGORITHMS]
 
 def app_of(task: Task, seed: int = 0) -> ClientApp:
     app = ClientApp()
-    app.train()(planned(task, seed=seed))
-    app.evaluate()(planned_evaluate(task))
+    app.train()(simulated_train(task, seed=seed))
+    app.evaluate()(simulated_evaluate(task))
     return app
 
 
@@ -86,7 +86,7 @@ def test_local_training_of_the_callers_choice() -> None:
     task = float64_task()
     local = replace(task.local, lr=0.02, epochs=2, weight_decay=0.1, clip_norm=0.5, lr_decay=0.9)
     app = ClientApp()
-    app.train()(planned(task, local, seed=1))
+    app.train()(simulated_train(task, local, seed=1))
     rounds = Rounds(FakeGrid(app, 4), fx.scaffold_exp(), initial_arrays(task, 1))
     for record in fx.simulate(
         task, fx.scaffold_exp(), rounds=3, seed=1, local=local, engine="loop"
@@ -106,7 +106,7 @@ def test_arrays_and_back(name: str) -> None:
     assert torch.equal(buffers.averaged, others.averaged)
     assert torch.equal(buffers.kept, others.kept)
     layout = Layout.of(arrays)
-    places, cpu = Places(task, layout), torch.device("cpu")
+    places, cpu = ParamOrder(task, layout), torch.device("cpu")
     assert torch.equal(places.gather({"v": layout.flat(arrays)}, cpu)["v"], params)
     assert torch.equal(places.gather(places.scatter({"v": params}), cpu)["v"], params)
 

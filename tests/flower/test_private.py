@@ -15,13 +15,13 @@ from flwr.clientapp import ClientApp
 from numpy.typing import NDArray
 
 from fedexp.errors import DivergedError, UsageError
-from fedexp.flower import FedAvg, FedExP, RuleStrategy, ScaffoldExP, identify, local_privacy
+from fedexp.flower import FedAvg, FedExP, RuleStrategy, ScaffoldExP, local_privacy, report_client_id
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.training import NoRepliesError
+from fedexp.flower.run import NoRepliesError
 from fedexp.privacy import CentralPrivacy, LocalPrivacy, Release, composed_epsilon, epsilon
-from tests.flower.fake_grid import FakeGrid, only, replies, silent
-from tests.flower.plain_app import first_model as model_with_buffers
-from tests.flower.plain_app import plain_app
+from tests.flower.helpers.fake_grid import FakeGrid, only, replies, silent
+from tests.flower.helpers.plain_app import first_model as model_with_buffers
+from tests.flower.helpers.plain_app import plain_app
 
 DIM, NODES = 400, 30
 pytestmark = pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
@@ -232,7 +232,7 @@ def test_a_round_without_a_usable_reply_is_noised_and_charged() -> None:
 def test_a_client_of_two_nodes_is_drawn_once() -> None:
     """For a minute Flower lists a node that was restarted twice; its sensitivity is not double."""
     named = app()
-    identify(named)
+    report_client_id(named)
     grid = FakeGrid(named, [{"partition-id": k} for k in (0, 1, 2, 2)])
     (row,) = metrics_of(strategy(FedAvg, privacy=central(1.0)), grid)
     assert row["clients"] == 3
@@ -261,13 +261,13 @@ def test_replies_beyond_the_cohort_that_was_drawn_are_refused() -> None:
         strategy(Greedy, privacy=central(1.0)).start(FakeGrid(app(), 3), model(), 1)
     private, grid = strategy(FedAvg, privacy=central(1.0)), FakeGrid(app(), 3)
     private.start(grid, model(), 1)
-    before = weights(private.training.server.output()) if private.training else None
+    before = weights(private.run.server.output()) if private.run else None
     content = RecordDict({"arrays": model(), "config": ConfigRecord()})
     asked = [Message(content, node, "train") for node in grid.get_node_ids()]
     with pytest.raises(UsageError, match="once for every aggregate_train"):
         private.aggregate_train(2, grid.send_and_receive(asked))
-    assert private.training is not None
-    np.testing.assert_array_equal(weights(private.training.server.output()), before)
+    assert private.run is not None
+    np.testing.assert_array_equal(weights(private.run.server.output()), before)
 
 
 def test_a_run_stops_before_its_epsilon_is_exceeded(tmp_path: Path) -> None:
@@ -353,7 +353,7 @@ def test_a_run_whose_account_is_lost_is_not_resumed(tmp_path: Path, damage: byte
         account.unlink()
     else:
         account.write_bytes(damage)
-    with pytest.raises(UsageError, match="begin again in another folder"):
+    with pytest.raises(UsageError, match="start over in another folder"):
         run()
 
 
@@ -407,8 +407,8 @@ def test_a_subclass_cannot_release_means_without_noise(steps_first: bool, tmp_pa
             evaluate_fn=lambda round, arrays: seen.append(weights(arrays)),
         )
     assert [value.any() for value in seen] == [False]  # the first model, and no other
-    assert made.training is not None
-    assert made.training.ledger.count == steps_first
+    assert made.run is not None
+    assert made.run.ledger.count == steps_first
     assert released(tmp_path / "run") == steps_first
 
 

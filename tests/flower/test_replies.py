@@ -15,9 +15,9 @@ from flwr.app import Array, ArrayRecord, MetricRecord, RecordDict
 from fedexp.errors import DivergedError
 from fedexp.flower import FedAvg, FedExP, Scaffold
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.training import NoRepliesError
-from tests.flower.fake_grid import FakeGrid, Fault, only, raises, replies, silent
-from tests.flower.plain_app import DIM, first_model, plain_app
+from fedexp.flower.run import NoRepliesError
+from tests.flower.helpers.fake_grid import FakeGrid, Fault, only, raises, replies, silent
+from tests.flower.helpers.plain_app import DIM, first_model, plain_app
 
 BAD = 1  # the position of the node that misbehaves
 

@@ -18,19 +18,19 @@ from fedexp.flower import (
     FedExP,
     ScaffoldExP,
     central_evaluation,
-    identify,
     initial_arrays,
-    planned,
-    planned_evaluate,
+    report_client_id,
+    simulated_evaluate,
+    simulated_train,
 )
 from fedexp.flower.layout import ndarrays
 from fedexp.privacy import CentralPrivacy
 from fedexp.runs import load_run
 from fedexp.runs.checkpoint import Checkpoints
 from fedexp.runs.files import RecordFile
-from tests.flower.fake_grid import Answer, FakeGrid
-from tests.flower.killing import Killed, dies_on
-from tests.flower.plain_app import first_model, plain_app
+from tests.flower.helpers.fake_grid import Answer, FakeGrid
+from tests.flower.helpers.killing import Killed, dies_on
+from tests.flower.helpers.plain_app import first_model, plain_app
 from tests.problems import least_squares
 
 ROUNDS = 4
@@ -39,9 +39,9 @@ TASK = least_squares()
 
 def app() -> ClientApp:
     made = ClientApp()
-    made.train()(planned(TASK))
-    made.evaluate()(planned_evaluate(TASK))
-    identify(made)
+    made.train()(simulated_train(TASK))
+    made.evaluate()(simulated_evaluate(TASK))
+    report_client_id(made)
     return made
 
 

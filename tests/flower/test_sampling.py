@@ -11,10 +11,17 @@ from flwr.clientapp import ClientApp
 
 import fedexp as fx
 from fedexp.engine.plan import sample_cohort
-from fedexp.flower import FedAvg, FedProx, Scaffold, identify, initial_arrays, planned
-from fedexp.flower.nodes import Absences, Census, Shares, evaluation_cohort
-from tests.flower.fake_grid import FakeGrid, healthy, only, raises, silent
-from tests.flower.plain_app import first_model, plain_app
+from fedexp.flower import (
+    FedAvg,
+    FedProx,
+    Scaffold,
+    initial_arrays,
+    report_client_id,
+    simulated_train,
+)
+from fedexp.flower.nodes import CohortSize, NodeBackoff, NodeRegistry, evaluation_cohort
+from tests.flower.helpers.fake_grid import FakeGrid, healthy, only, raises, silent
+from tests.flower.helpers.plain_app import first_model, plain_app
 from tests.problems import least_squares
 
 CLIENTS, COHORT, ROUNDS = 8, 3, 4
@@ -23,7 +30,7 @@ OPTIONS: dict[str, Any] = {"fraction_train": COHORT / CLIENTS, "fraction_evaluat
 
 def named_app() -> ClientApp:
     app = plain_app()
-    identify(app)
+    report_client_id(app)
     return app
 
 
@@ -35,7 +42,7 @@ def cohorts(grid: FakeGrid) -> list[list[int]]:
 @pytest.mark.parametrize("seed", [0, 1])
 def test_cohorts_are_the_simulators_whatever_ids_the_nodes_have(seed: int) -> None:
     grid = FakeGrid(named_app(), CLIENTS, seed=seed)
-    FedAvg(**OPTIONS, identify=True).start(grid, first_model(), ROUNDS)
+    FedAvg(**OPTIONS, query_client_ids=True).start(grid, first_model(), ROUNDS)
     assert cohorts(grid) == [
         sample_cohort(4, round, CLIENTS, COHORT).tolist() for round in range(1, ROUNDS + 1)
     ]
@@ -57,36 +64,36 @@ def test_nobody_is_asked_where_all_take_part() -> None:
 
 def test_a_node_that_does_not_answer_the_question_stays_nameless() -> None:
     grid = FakeGrid(named_app(), 3, faults={1: only(silent, kind="query.fedexp"), 2: raises})
-    census, ids = Census(), [node.node_id for node in grid.nodes]
-    census.ask(grid, ids, timeout=0.1)
-    assert [census.client(node) for node in ids] == ["0", None, None]
-    assert census.ordered(ids) == [ids[0], *sorted(ids[1:])]
+    registry, ids = NodeRegistry(), [node.node_id for node in grid.nodes]
+    registry.query(grid, ids, timeout=0.1)
+    assert [registry.client(node) for node in ids] == ["0", None, None]
+    assert registry.sort(ids) == [ids[0], *sorted(ids[1:])]
 
 
 def test_two_nodes_that_claim_the_same_partition_are_told(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     grid = FakeGrid(named_app(), [{"partition-id": k} for k in (0, 1, 1)])
-    census, ids = Census(), [node.node_id for node in grid.nodes]
+    registry, ids = NodeRegistry(), [node.node_id for node in grid.nodes]
     with caplog.at_level(logging.WARNING, "flwr"):
-        census.ask(grid, [ids[0], ids[1]], timeout=1)
+        registry.query(grid, [ids[0], ids[1]], timeout=1)
         assert not caplog.records
-        census.ask(grid, ids, timeout=1)
-        census.ask(grid, ids, timeout=1)
+        registry.query(grid, ids, timeout=1)
+        registry.query(grid, ids, timeout=1)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "all say that they are client 1; give each node a partition-id" in line
+    assert "all report that they are client 1; give each node a partition-id" in line
     assert str(ids[1]) in line
     assert str(ids[2]) in line
 
 
 def test_a_node_that_was_slow_to_answer_is_asked_once_more() -> None:
     grid = FakeGrid(named_app(), 3, faults={0: silent, 1: silent, 2: raises})
-    census, ids = Census(), [node.node_id for node in grid.nodes]
-    census.ask(grid, ids, timeout=0.1)
+    registry, ids = NodeRegistry(), [node.node_id for node in grid.nodes]
+    registry.query(grid, ids, timeout=0.1)
     grid.nodes[0].fault = healthy
-    census.ask(grid, ids, timeout=0.1)
-    census.ask(grid, ids, timeout=0.1)
-    assert [census.client(node) for node in ids] == ["0", None, None]
+    registry.query(grid, ids, timeout=0.1)
+    registry.query(grid, ids, timeout=0.1)
+    assert [registry.client(node) for node in ids] == ["0", None, None]
     assert [grid.sent.count(("query.fedexp", k)) for k in range(3)] == [2, 2, 1]
 
 
@@ -94,8 +101,8 @@ def test_a_node_that_restarts_is_not_one_client_more() -> None:
     """Flower lists the dead node for a minute; SCAFFOLD's mean over clients must not count it."""
     task = least_squares(clients=3)
     app = ClientApp()
-    app.train()(planned(task))
-    identify(app)
+    app.train()(simulated_train(task))
+    report_client_id(app)
     grid = FakeGrid(app, [{"partition-id": k} for k in (0, 1, 2, 1)])
     grid.nodes[3].online = False
 
@@ -115,9 +122,9 @@ def test_a_node_that_restarts_is_not_one_client_more() -> None:
 def test_cohorts_have_fedavgs_sizes(
     fraction: float, least: int, available: int, nodes: int, cohort: int, needed: int
 ) -> None:
-    shares = Shares(fraction, least, available)
-    assert shares.cohort(nodes) == cohort
-    assert shares.needed(nodes) == needed
+    size = CohortSize(fraction, least, available)
+    assert size.of(nodes) == cohort
+    assert size.needed(nodes) == needed
 
 
 def test_evaluation_draws_apart_and_never_more_than_there_are() -> None:
@@ -128,15 +135,15 @@ def test_evaluation_draws_apart_and_never_more_than_there_are() -> None:
 
 
 def test_absences_grow_and_an_answer_clears_them() -> None:
-    away = Absences()
-    away.note(1, [1, 2], [3])
-    assert away.present(2, [1, 2, 3], 2) == [1, 2]
-    assert away.present(2, [1, 3], 2) == [1, 3]  # too few would remain
-    away.note(3, [1, 2], [3])
-    assert [away.present(round, [1, 3], 1) for round in (4, 5, 6)] == [[1], [1], [1, 3]]
-    away.note(6, [3], [])
-    away.note(7, [], [3])
-    assert away.present(9, [1, 3], 1) == [1, 3]
+    backoff = NodeBackoff()
+    backoff.record(1, [1, 2], [3])
+    assert backoff.active(2, [1, 2, 3], 2) == [1, 2]
+    assert backoff.active(2, [1, 3], 2) == [1, 3]  # too few would remain
+    backoff.record(3, [1, 2], [3])
+    assert [backoff.active(round, [1, 3], 1) for round in (4, 5, 6)] == [[1], [1], [1, 3]]
+    backoff.record(6, [3], [])
+    backoff.record(7, [], [3])
+    assert backoff.active(9, [1, 3], 1) == [1, 3]
 
 
 def config_of(grid: FakeGrid, position: int) -> list[Any]:
@@ -170,8 +177,8 @@ def test_clients_are_told_their_rule_and_the_study() -> None:
 def test_scaffolds_clients_are_told_which_of_their_rounds_counted() -> None:
     task = least_squares(clients=3)
     app = ClientApp()
-    app.train()(planned(task))
-    identify(app)
+    app.train()(simulated_train(task))
+    report_client_id(app)
     grid = FakeGrid(app, 3, faults={1: only(raises, rounds=[2])})
     heard, spoilt = config_of(grid, 0), config_of(grid, 1)
     strategy = Scaffold(fraction_evaluate=0.0)
@@ -185,12 +192,12 @@ def test_scaffolds_control_is_over_all_clients_there_are(total: int | None, expe
     """Two of four take part, so c moves by 2/4 of their mean; by 2/8 where there are eight."""
     task = least_squares(clients=4)
     app = ClientApp()
-    app.train()(planned(task))
-    identify(app)
+    app.train()(simulated_train(task))
+    report_client_id(app)
     strategy = Scaffold(0.5, 0.0, min_available_nodes=4, total_clients=total)
     strategy.start(FakeGrid(app, 4), initial_arrays(task), 1)
     (record,) = fx.simulate(task, fx.scaffold(), 1, 2, engine="loop")
-    assert strategy.training is not None
-    found = strategy.training.server.state.broadcast["control"]
+    assert strategy.run is not None
+    found = strategy.run.server.state.broadcast["control"]
     wanted = record.state.broadcast["control"] * 4 / expected
     assert found.numpy() == pytest.approx(wanted.numpy(), rel=1e-5)

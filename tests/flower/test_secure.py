@@ -22,9 +22,9 @@ from fedexp.errors import UsageError
 from fedexp.flower import Server
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.secure_client import SecureMod, secure_mod
-from fedexp.flower.secure_payload import TERMS, SecureAggregation, terms_of
-from tests.flower.fake_grid import FakeGrid, healthy, raises
-from tests.flower.secure_helpers import (
+from fedexp.flower.secure_payload import PAYLOAD, SecureAggregation, payload_config
+from tests.flower.helpers.fake_grid import FakeGrid, healthy, raises
+from tests.flower.helpers.secure import (
     app_of,
     at_stage,
     plain_sums,
@@ -171,7 +171,7 @@ def test_settings_that_a_secure_sum_cannot_meet_are_refused_before_the_first_rou
         SECURE.check(sgd, batch_norm_server().layout, "uniform", 3)
     SecureAggregation(1.0, extras_bound=1.0).check(control, layout, "uniform", 3)
     wide = Layout.of({"w": np.broadcast_to(np.float32(0), (10**9,))})
-    with pytest.raises(UsageError, match="fewer clients a round"):
+    with pytest.raises(UsageError, match="fewer clients per round"):
         SECURE.check(sgd, wide, "uniform", 10**6)
 
 
@@ -182,7 +182,7 @@ def test_settings_that_a_secure_sum_cannot_meet_are_refused_before_the_first_rou
         ({"clip": float("nan")}, "clip must be positive"),
         ({"clip": 1.0, "extras_bound": -1.0}, "extras_bound must be positive"),
         ({"clip": 1.0, "shares": 4}, "an odd number"),
-        ({"clip": 1.0, "threshold": 0.5}, "threshold lies in"),
+        ({"clip": 1.0, "threshold": 0.5}, "threshold must be in"),
         ({"clip": 1.0, "fewest": 2}, "fewest must be at least 3"),
     ],
 )
@@ -217,7 +217,7 @@ def test_a_secure_client_refuses_to_reply_in_the_clear(kind: str, told: dict[str
     if told:
         content[RECORD_KEY_CONFIGS] = ConfigRecord(dict(told))
         payload = SECURE.payload(server.algorithm.client, server.layout, 3)
-        content[TERMS] = terms_of(payload, server.layout, "arrays")
+        content[PAYLOAD] = payload_config(payload, server.layout, "arrays")
         terms = {"clipping_range": 1.0, "max_weight": 1.0, "target_range": payload.levels}
         state = grid.nodes[0].context.state
         state[RECORD_KEY_STATE] = ConfigRecord({**terms, "current_stage": Stage.SETUP})

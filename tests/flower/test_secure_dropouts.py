@@ -12,10 +12,10 @@ from flwr.app import MetricRecord, RecordDict
 from flwr.common import bytes_to_ndarray, ndarray_to_bytes
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
 
+from fedexp.flower.run import GRACE
 from fedexp.flower.secure_payload import MODULUS, SecureAggregation, levels_for
-from fedexp.flower.training import GRACE
-from tests.flower.fake_grid import FakeGrid, Fault, healthy, raises, replies, silent
-from tests.flower.secure_helpers import (
+from tests.flower.helpers.fake_grid import FakeGrid, Fault, healthy, raises, replies, silent
+from tests.flower.helpers.secure import (
     app_of,
     at_stage,
     plain_sums,
@@ -99,7 +99,7 @@ def test_below_the_threshold_the_round_is_skipped_and_training_goes_on(
     assert gathered.accepted == ()
     assert gathered.dropped == 2
     assert "3 of 5 clients are left" in caplog.text
-    assert "the model stays as it is" in caplog.text
+    assert "the model is unchanged" in caplog.text
     before = server.state.params
     server.step(gathered.aggregate, 5)
     assert torch.equal(server.state.params, before)
@@ -182,7 +182,7 @@ def test_a_sum_whose_masks_did_not_come_off_is_refused(
     with caplog.at_level(logging.WARNING, "flwr"):
         gathered = secure_round(server_of(16), grid, SECURE)
     assert gathered.aggregate.count == 0
-    assert "the model stays as it is" in caplog.text
+    assert "the model is unchanged" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # as in production
@@ -201,7 +201,7 @@ def test_weights_that_a_liar_makes_sum_to_nothing_spoil_the_round_only(
     with caplog.at_level(logging.WARNING, "flwr"):
         gathered = secure_round(server_of(16), grid, SECURE)
     assert gathered.aggregate.count == 0
-    assert "the model stays as it is" in caplog.text
+    assert "the model is unchanged" in caplog.text
 
 
 def test_too_few_nodes_skip_the_round(caplog: pytest.LogCaptureFixture) -> None:

@@ -117,5 +117,5 @@ def test_settings_that_cannot_work_are_refused() -> None:
         Payload(0.0, 2**20, 10)
     with pytest.raises(UsageError, match="set extras_bound"):
         Payload(1.0, 2**20, 10, (("control", 10),))
-    with pytest.raises(UsageError, match="fewer clients a round"):
+    with pytest.raises(UsageError, match="fewer clients per round"):
         Payload(1.0, levels_for(2**20), 10**7)

@@ -20,8 +20,8 @@ from flwr.common.serde import message_from_proto, message_to_proto
 
 from fedexp.flower.secure_client import secure_mod
 from fedexp.flower.secure_payload import Payload, SecureAggregation, levels_for
-from tests.flower.fake_grid import FakeGrid
-from tests.flower.secure_helpers import app_of, random_updates, secure_round, server_of
+from tests.flower.helpers.fake_grid import FakeGrid
+from tests.flower.helpers.secure import app_of, random_updates, secure_round, server_of
 
 CLIENTS, DIM, CLIP = 5, 400, 0.65
 UPDATE = random_updates(DIM)  # norms 0.4 to 0.8: some are clipped, some are not

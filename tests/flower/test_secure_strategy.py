@@ -19,16 +19,16 @@ from fedexp.flower import (
     FedExP,
     RuleStrategy,
     SecureAggregation,
-    identify,
     initial_arrays,
-    planned,
+    report_client_id,
     secure_mod,
+    simulated_train,
 )
 from fedexp.flower.simulated_client import to_arrays
 from fedexp.runs import load_run
 from fedexp.tasks import Task
-from tests.flower.fake_grid import Answer, FakeGrid, raises
-from tests.flower.secure_helpers import at_stage
+from tests.flower.helpers.fake_grid import Answer, FakeGrid, raises
+from tests.flower.helpers.secure import at_stage
 from tests.problems import classes_task, least_squares
 
 SECURE = SecureAggregation(clip=20.0, extras_bound=20.0)
@@ -37,8 +37,8 @@ SECURE = SecureAggregation(clip=20.0, extras_bound=20.0)
 def grid_of(task: Task, seed: int = 0) -> FakeGrid:
     """One line more than a plain app: the mod."""
     app = ClientApp(mods=[secure_mod])
-    app.train()(planned(task, seed=seed))
-    identify(app)
+    app.train()(simulated_train(task, seed=seed))
+    report_client_id(app)
     return FakeGrid(app, task.train.clients)
 
 
@@ -143,7 +143,7 @@ def test_what_a_secure_sum_cannot_do_is_refused_before_anybody_trains() -> None:
         run(FedAvg(secure=SECURE, weighting="num-examples"), task, grid)
     with pytest.raises(UsageError, match="set extras_bound"):
         run(FedAvg(secure=SecureAggregation(clip=1.0)), task, grid)
-    with pytest.raises(UsageError, match="needs at least 3 clients a round"):
+    with pytest.raises(UsageError, match="needs at least 3 clients per round"):
         run(FedAvg(fraction_train=0.5, secure=SECURE), task, grid)
     assert "train" not in {kind for kind, _ in grid.sent}
 
@@ -164,7 +164,7 @@ def test_a_client_without_the_mod_is_dropped_and_tells_nothing() -> None:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         trained.append(1)
-        return planned(task)(message, context)
+        return simulated_train(task)(message, context)
 
     with pytest.raises(FedExPError, match="no usable reply"):
         run(FedExP(fraction_evaluate=0.0, secure=SECURE), task, FakeGrid(app, 4))

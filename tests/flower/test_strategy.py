@@ -28,17 +28,17 @@ from fedexp.flower import (
     FedProx,
     RuleStrategy,
     Scaffold,
-    identify,
     initial_arrays,
-    planned,
-    planned_evaluate,
+    report_client_id,
+    simulated_evaluate,
+    simulated_train,
 )
 from fedexp.flower.layout import ndarrays
 from fedexp.privacy import CentralPrivacy
 from fedexp.tasks import Task
-from tests.flower.fake_grid import FakeGrid
-from tests.flower.plain_app import first_model, plain_app
-from tests.flower.user_app import float64_task
+from tests.flower.helpers.fake_grid import FakeGrid
+from tests.flower.helpers.plain_app import first_model, plain_app
+from tests.flower.helpers.user_app import float64_task
 from tests.problems import least_squares
 
 ROUNDS = 3
@@ -55,9 +55,9 @@ PRIVACY = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
 
 def planned_app(task: Task, seed: int = 0) -> ClientApp:
     app = ClientApp()
-    app.train()(planned(task, seed=seed))
-    app.evaluate()(planned_evaluate(task))
-    identify(app)
+    app.train()(simulated_train(task, seed=seed))
+    app.evaluate()(simulated_evaluate(task))
+    report_client_id(app)
     return app
 
 
@@ -66,7 +66,7 @@ def planned_app(task: Task, seed: int = 0) -> ClientApp:
 def test_every_strategy_gives_the_numbers_of_the_simulator(name: str, cohort: int) -> None:
     task = least_squares()
     records = list(fx.simulate(task, ALGORITHMS[name](), ROUNDS, cohort, seed=5, engine="loop"))
-    options: dict[str, Any] = {"seed": 5, "identify": True, "weighting": "uniform"}
+    options: dict[str, Any] = {"seed": 5, "query_client_ids": True, "weighting": "uniform"}
     strategy = STRATEGIES[name](cohort / 4, 0.0, min_available_nodes=4, **options)
     grid = FakeGrid(planned_app(task, seed=5), 4)
     result = strategy.start(grid, initial_arrays(task, seed=5), ROUNDS)
@@ -233,7 +233,7 @@ def test_options_of_the_rules_are_taken_by_name() -> None:
         (lambda: FedExP(eps=-1.0), "eps must not be negative"),
         (lambda: FedExP(weighting="size"), "weighting is uniform or num-examples"),
         (lambda: FedExP(seed=-1), "seed must be a whole number"),
-        (lambda: FedExP(2.0), "fraction_train must lie in"),
+        (lambda: FedExP(2.0), "fraction_train must be in"),
         (lambda: FedExP(*range(11)), "by name"),
         (lambda: FedAvgM(*range(13)), "by name"),
         (lambda: FedProx(*range(10), 0.1, proximal_mu=0.1), "given twice"),

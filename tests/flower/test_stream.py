@@ -12,12 +12,12 @@ from flwr.app import Array, ArrayRecord, Error, Message, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.common.serde import message_from_proto
 
-from fedexp.flower import FedAvg, gather
-from fedexp.flower.gather import is_unanswered, receive
+from fedexp.flower import FedAvg, replies, transport
 from fedexp.flower.nodes import TooFewNodesError
-from tests.flower import fake_grid
-from tests.flower.fake_grid import FakeGrid, only, raises, silent
-from tests.flower.plain_app import first_model, plain_app
+from fedexp.flower.transport import is_unanswered, stream_replies
+from tests.flower.helpers import fake_grid
+from tests.flower.helpers.fake_grid import FakeGrid, only, raises, silent
+from tests.flower.helpers.plain_app import first_model, plain_app
 
 
 def messages(grid: FakeGrid) -> list[Message]:
@@ -29,7 +29,7 @@ def test_every_message_gets_one_reply_or_an_error() -> None:
     grid = FakeGrid(plain_app(), 4, faults={1: silent, 2: raises})
     came = {
         grid.position(reply.metadata.src_node_id): reply
-        for reply in receive(grid, messages(grid), 0.2, at_once=3)
+        for reply in stream_replies(grid, messages(grid), 0.2, chunk=3)
     }
     assert came.keys() == {0, 1, 2, 3}
     assert came[0].has_content()
@@ -41,11 +41,11 @@ def test_every_message_gets_one_reply_or_an_error() -> None:
 
 
 def test_nodes_that_leave_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "ROLL_CALL", 0.05)
+    monkeypatch.setattr(transport, "NODE_POLL", 0.05)
     grid = FakeGrid(plain_app(), 3)
     grid.nodes[1].online = False
     began = time.monotonic()
-    came = list(receive(grid, messages(grid), timeout=600))
+    came = list(stream_replies(grid, messages(grid), timeout=600))
     assert time.monotonic() - began < 60
     (lost,) = [reply for reply in came if reply.has_error()]
     assert lost.metadata.src_node_id == grid.nodes[1].node_id
@@ -53,12 +53,12 @@ def test_nodes_that_leave_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_node_missing_from_one_list_only_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gather, "ROLL_CALL", 0.05)
+    monkeypatch.setattr(transport, "NODE_POLL", 0.05)
     grid = FakeGrid(plain_app(), 2)
     looks = iter([[], *([[n.node_id for n in grid.nodes]] * 1000)])
     monkeypatch.setattr(grid, "get_node_ids", lambda: next(looks))
     grid.nodes[1].fault = silent
-    reasons = [r.error.reason for r in receive(grid, messages(grid), 0.5) if r.has_error()]
+    reasons = [r.error.reason for r in stream_replies(grid, messages(grid), 0.5) if r.has_error()]
     assert reasons == ["it did not answer within 0.5 s"]
 
 
@@ -66,7 +66,7 @@ def test_messages_that_the_grid_refuses_are_errors(monkeypatch: pytest.MonkeyPat
     grid = FakeGrid(plain_app(), 3)
     push = grid.push_messages
     monkeypatch.setattr(grid, "push_messages", lambda m: ["", *list(push(m))[1:]])
-    came = list(receive(grid, messages(grid), 5))
+    came = list(stream_replies(grid, messages(grid), 5))
     assert [r.has_error() for r in came] == [True, False, False]
     assert came[0].metadata.src_node_id == grid.nodes[0].node_id
 
@@ -82,7 +82,7 @@ def test_errors_of_the_superlink_are_attributed_to_their_node(
         return reply
 
     grid.nodes[0].fault = lost
-    (reply,) = receive(grid, messages(grid), 5)
+    (reply,) = stream_replies(grid, messages(grid), 5)
     assert reply.metadata.src_node_id == grid.nodes[0].node_id
     assert is_unanswered(reply)
 
@@ -105,7 +105,7 @@ def test_a_server_never_holds_many_models(monkeypatch: pytest.MonkeyPatch) -> No
         return Message(content, reply_to=message)
 
     model = ArrayRecord({"w": Array(np.ones(1000, np.float32))})
-    monkeypatch.setattr(gather, "SUMMED_BYTES", 4000)
+    monkeypatch.setattr(replies, "SUMMED_BYTES", 4000)
     monkeypatch.setattr(fake_grid, "message_from_proto", counted)
     grid = FakeGrid(plain_app(), 60, faults=dict.fromkeys(range(60), reply))
     result = FedAvg(fraction_evaluate=0.0, weighting="uniform").start(grid, model, 1)
@@ -152,6 +152,6 @@ def test_nodes_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) ->
     looks = iter([[], [grid.nodes[0].node_id]])
     listed = grid.get_node_ids
     monkeypatch.setattr(grid, "get_node_ids", lambda: next(looks, None) or listed())
-    monkeypatch.setattr("fedexp.flower.nodes.LOOKS", 0.01)
+    monkeypatch.setattr("fedexp.flower.nodes.POLL", 0.01)
     result = FedAvg(fraction_evaluate=0.0).start(grid, first_model(), 1, timeout=60)
     assert result.train_metrics_clientapp[1]["clients"] == 2

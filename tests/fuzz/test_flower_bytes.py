@@ -17,11 +17,12 @@ from flwr.supercore.task_identity import TaskIdentity
 
 import fedexp as fx
 from fedexp.flower.client_state import ClientStore
-from fedexp.flower.gather import gather
-from fedexp.flower.replies import Reader, mean_of_evaluations
+from fedexp.flower.metrics import aggregate_evaluations as mean_of_evaluations
+from fedexp.flower.replies import ReplyReader as Reader
+from fedexp.flower.replies import aggregate_replies as gather
 from fedexp.flower.request import EXTRAS
 from fedexp.flower.server import Server
-from tests.flower.plain_app import DIM, first_model
+from tests.flower.helpers.plain_app import DIM, first_model
 from tests.fuzz.hostile import foreign, fuzz, harmless
 
 

@@ -28,17 +28,20 @@ from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import nn
 
 import fedexp as fx
-from fedexp.flower.gather import Gathered, gather
 from fedexp.flower.layout import apparent_ties
-from fedexp.flower.local_privacy import FILE, FOLDER, Budget, open_ledger
-from fedexp.flower.replies import Reader
-from fedexp.flower.request import ABOUT, SHARED, Request
+from fedexp.flower.privacy import FILE, FOLDER, Budget, open_ledger
+from fedexp.flower.replies import AggregatedReplies as Gathered
+from fedexp.flower.replies import ReplyReader as Reader
+from fedexp.flower.replies import aggregate_replies as gather
+from fedexp.flower.request import BROADCAST as SHARED
+from fedexp.flower.request import REPLY_INFO as ABOUT
+from fedexp.flower.request import TrainRequest as Request
 from fedexp.flower.secure_payload import SecureAggregation
 from fedexp.flower.secure_round import StageGrid
 from fedexp.flower.server import Server
 from fedexp.privacy import BudgetSpentError, Release
-from tests.flower.fake_grid import Answer, FakeGrid, Fault
-from tests.flower.secure_helpers import app_of, at_stage, random_updates, secure_round, server_of
+from tests.flower.helpers.fake_grid import Answer, FakeGrid, Fault
+from tests.flower.helpers.secure import app_of, at_stage, random_updates, secure_round, server_of
 from tests.fuzz.hostile import changed, foreign, fuzz, harmless
 from tests.fuzz.test_flower_bytes import asked, raw
 

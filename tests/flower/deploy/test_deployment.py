@@ -92,5 +92,5 @@ def test_a_superlink_killed_and_restarted(federation: Deployment) -> None:
     federation.start_superlink()
     status, log = federation.go("resumed", **config)
     assert status == COMPLETED, log
-    assert "going on in" in log
+    assert "resuming" in log
     federation.assert_same("resumed", simulated("scaffold-exp", [ALL] * 2), "scaffold-exp")

@@ -13,7 +13,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from numpy.typing import NDArray
 
 from faulty_app.problem import SEED, problem
-from fedexp.flower import identify, planned, secure_mod
+from fedexp.flower import report_client_id, secure_mod, simulated_train
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -25,8 +25,8 @@ def secure_if_asked(msg: Message, context: Context, call_next: ClientAppCallable
 
 
 app = ClientApp(mods=[secure_if_asked])
-identify(app)
-train_as_planned = planned(problem(), seed=SEED)
+report_client_id(app)
+train_as_planned = simulated_train(problem(), seed=SEED)
 
 
 @app.train()

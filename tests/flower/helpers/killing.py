@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from flwr.app import ConfigRecord, Message
 
-from tests.flower.fake_grid import Answer
+from tests.flower.helpers.fake_grid import Answer
 
 
 class Killed(Exception):

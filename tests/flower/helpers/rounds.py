@@ -12,9 +12,9 @@ import fedexp as fx
 from fedexp.aggregate import Aggregate
 from fedexp.client import Prox, Scaffold
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.request import EXTRAS, SHARED
+from fedexp.flower.request import BROADCAST, EXTRAS
 from fedexp.flower.server import Server
-from tests.flower.fake_grid import FakeGrid
+from tests.flower.helpers.fake_grid import FakeGrid
 
 NAMES = {fx.SGD: "sgd", Prox: "prox", Scaffold: "scaffold"}
 
@@ -55,7 +55,7 @@ class Rounds:
             config["fedexp.accepted"] = self.accepted.get(position, 0)
         content = RecordDict({"arrays": self.server.model(), "config": config})
         if (broadcast := self.server.broadcast()) is not None:
-            content[SHARED] = broadcast
+            content[BROADCAST] = broadcast
         node = self.grid.nodes[position].node_id
         return Message(content, dst_node_id=node, message_type="train")
 

@@ -16,7 +16,7 @@ from torch.optim import SGD, Optimizer
 import fedexp as fx
 from fedexp.data.federation import Batch
 from fedexp.engine.plan import Work
-from fedexp.flower import LocalRule, identify
+from fedexp.flower import LocalRule, report_client_id
 from fedexp.tasks import Task
 from tests.problems import BatchNormNet, classes_task
 
@@ -66,7 +66,7 @@ def user_app(
 ) -> ClientApp:
     """The app; where it is `bare`, the rule is not told of the optimiser."""
     app = ClientApp()
-    identify(app)
+    report_client_id(app)
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
