@@ -1,4 +1,4 @@
-"""The folder of a run on Flower: what it refuses, what it mends, and what goes on with it."""
+"""Runs in folders: resumed to the same numbers whenever killed; other runs are refused."""
 
 from __future__ import annotations
 
@@ -11,21 +11,271 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import Result
+from safetensors.numpy import load_file
 
 import fedexp as fx
+from fedexp.cli.main import main
 from fedexp.errors import DivergedError, UsageError
-from fedexp.flower import FedAvg, FedExP, RuleStrategy
+from fedexp.flower import (
+    FedAvg,
+    FedExP,
+    RuleStrategy,
+    ScaffoldExP,
+    central_evaluation,
+    initial_arrays,
+)
 from fedexp.flower.layout import ndarrays
+from fedexp.flower.simulated_client import from_arrays
+from fedexp.privacy import CentralPrivacy
 from fedexp.runs import load_run
+from fedexp.runs.checkpoint import NEWEST, Checkpoints
+from fedexp.runs.files import RECORDS, RecordFile, write_json
 from fedexp.runs.folder import RunWarning
-from tests.flower.helpers.fake_grid import Answer, FakeGrid, healthy, replies
-from tests.flower.helpers.killing import Killed, dies_on
-from tests.flower.helpers.plain_app import first_model, plain_app
+from tests.flower.helpers.fake_grid import (
+    Answer,
+    FakeGrid,
+    Killed,
+    dies_on,
+    healthy,
+    only,
+    replies,
+    with_array,
+)
+from tests.flower.helpers.plain_app import DIM, first_model, plain_app
+from tests.flower.helpers.user_app import (
+    control,
+    simulated_app,
+    uniform_strategy,
+)
+from tests.problems import least_squares
 
 ROUNDS = 4
+TASK = least_squares()
+SMALL = least_squares(clients=4, dim=8)
+CLOSE = 1e-10
+BAD = 1  # the position of the node that misbehaves
+HUGE = replies(with_array("w", np.full(DIM, 1e12, np.float32)))
+
+
+def run(folder: Path, grid: FakeGrid, **options: Any) -> Result:
+    """SCAFFOLD-ExP, two of four clients a round: all the state there is."""
+    strategy = ScaffoldExP(0.5, 0.5, min_available_nodes=4, checkpoint=folder, **options)
+    evaluate = central_evaluation(TASK)
+    return strategy.start(grid, initial_arrays(TASK), ROUNDS, evaluate_fn=evaluate)
+
+
+def restarted_grid(seed: int) -> FakeGrid:
+    """The federation after a restart of everything: other node ids, contexts forgotten."""
+    return FakeGrid(simulated_app(TASK), 4, seed=seed)
+
+
+def plain_rows(folder: Path) -> list[dict[str, Any]]:
+    rows = load_run(folder).rows
+    for row in rows:
+        row.pop("seconds")
+        row["trained"].pop("seconds")
+    return rows
+
+
+def in_training(grid: FakeGrid, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    grid.nodes[3].fault = dies_on("train", 3)
+    grid.nodes[2].fault = dies_on("train", 3)
+
+
+def in_evaluation(grid: FakeGrid, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    for node in grid.nodes:
+        node.fault = dies_on("evaluate", 2)
+
+
+def before_the_row(grid: FakeGrid, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def append(self: RecordFile, row: dict[str, Any]) -> None:
+        if row["round"] == 3:
+            raise Killed
+        whole(self, row)
+
+    whole = RecordFile.append
+    monkeypatch.setattr(RecordFile, "append", append)
+
+
+def within_the_row(grid: FakeGrid, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def append(self: RecordFile, row: dict[str, Any]) -> None:
+        if row["round"] == 3:
+            with (folder / RECORDS).open("ab") as file:
+                file.write(b'{"round": 3, "ser')
+            raise Killed
+        whole(self, row)
+
+    whole = RecordFile.append
+    monkeypatch.setattr(RecordFile, "append", append)
+
+
+def before_the_checkpoint(grid: FakeGrid, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def write(self: Checkpoints, state: Any, *rest: Any) -> None:
+        if state.round == 3:
+            raise Killed
+        whole(self, state, *rest)
+
+    whole = Checkpoints.write
+    monkeypatch.setattr(Checkpoints, "write", write)
+
+
+def within_the_checkpoint(grid: FakeGrid, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    """After the file of the newest checkpoint, before what it no longer needs is removed."""
+
+    def write(path: Path, value: Any, **options: Any) -> None:
+        whole(path, value, **options)
+        if path.name == NEWEST and value["round"] == 3:
+            raise Killed
+
+    whole = write_json
+    monkeypatch.setattr("fedexp.runs.checkpoint.write_json", write)
+
+
+def before_the_result(grid: FakeGrid, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    def conclude(*_: Any) -> None:
+        raise Killed
+
+    monkeypatch.setattr("fedexp.runs.journal.Journal.conclude", conclude)
+
+
+def in_the_first_round(grid: FakeGrid, monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    for node in grid.nodes:
+        node.fault = dies_on("train", 1)
+
+
+STAGES = [
+    in_the_first_round,
+    in_training,
+    in_evaluation,
+    before_the_row,
+    within_the_row,
+    before_the_checkpoint,
+    within_the_checkpoint,
+    before_the_result,
+]
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_killed_run_goes_on_to_the_same_numbers(
+    stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = run(tmp_path / "whole", restarted_grid(0))
+    grid = restarted_grid(1)
+    with monkeypatch.context() as patch:
+        stage(grid, patch, tmp_path / "killed")
+        with pytest.raises(Killed):
+            run(tmp_path / "killed", grid)
+    result = run(tmp_path / "killed", restarted_grid(2))
+    assert plain_rows(tmp_path / "killed") == plain_rows(tmp_path / "whole")
+    for name, value in ndarrays(whole.arrays).items():
+        np.testing.assert_array_equal(ndarrays(result.arrays)[name], value)
+    assert result.evaluate_metrics_serverapp == whole.evaluate_metrics_serverapp
+    assert result.evaluate_metrics_clientapp == whole.evaluate_metrics_clientapp
+    assert result.train_metrics_clientapp.keys() == whole.train_metrics_clientapp.keys()
+
+
+def test_a_finished_run_returns_at_once_what_it_came_to(tmp_path: Path) -> None:
+    whole = run(tmp_path / "run", restarted_grid(0))
+    grid = restarted_grid(1)
+    again = run(tmp_path / "run", grid)
+    assert not grid.sent
+    assert again.train_metrics_clientapp == whole.train_metrics_clientapp
+    assert again.evaluate_metrics_serverapp == whole.evaluate_metrics_serverapp
+    for name, value in ndarrays(whole.arrays).items():
+        np.testing.assert_array_equal(ndarrays(again.arrays)[name], value)
+
+
+def test_the_folder_is_a_run_as_any_other(tmp_path: Path) -> None:
+    result = run(tmp_path / "run", restarted_grid(0))
+    stored = load_run(tmp_path / "run")
+    outcome = stored.outcome()
+    assert outcome.status == "finished"
+    assert list(outcome.curve("train_loss")) == [
+        result.evaluate_metrics_serverapp[round]["train_loss"] for round in range(1, ROUNDS + 1)
+    ]
+    assert [row["server_lr"] for row in stored.rows] == [
+        result.train_metrics_clientapp[round]["server_lr"] for round in range(1, ROUNDS + 1)
+    ]
+    assert stored.spec["options"]["eps"] == 1e-3
+    assert "flwr" in stored.environment
+    model = load_file(tmp_path / "run" / "model.safetensors")
+    assert model.keys() == ndarrays(result.arrays).keys()
+    np.testing.assert_array_equal(model["params"], ndarrays(result.arrays)["params"])
+
+
+def test_a_report_can_be_made_of_it(tmp_path: Path) -> None:
+    run(tmp_path / "run", restarted_grid(0), name="my federation")
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "page.html")]) == 0
+    page = (tmp_path / "page.html").read_text()
+    assert "my federation" in page
+    assert "clients on Flower" in page
+
+
+def test_the_command_line_says_who_can_go_on_with_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    FedExP(checkpoint=tmp_path / "run").start(FakeGrid(plain_app()), first_model(), 1)
+    assert main(["resume", str(tmp_path / "run")]) == 2
+    assert "is a run on Flower; start its app again" in capsys.readouterr().err
+
+
+def test_what_a_killed_round_released_is_still_charged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0, noise_seed=1, clients=1000)
+    model = ArrayRecord({"w": Array(np.zeros(5, np.float32))})
+
+    def reply(message: Message, answer: Answer) -> Message:
+        return Message(RecordDict({"arrays": model}), reply_to=message)
+
+    def start(folder: str, kill: bool = False) -> list[Any]:
+        grid = FakeGrid(plain_app(), 3, faults=dict.fromkeys(range(3), reply))
+        strategy = FedAvg(fraction_evaluate=0.0, privacy=privacy, checkpoint=tmp_path / folder)
+        with monkeypatch.context() as patch:
+            if kill:
+                before_the_row(grid, patch, tmp_path / folder)
+            result = strategy.start(grid, model, ROUNDS)
+        return [metrics["epsilon"] for metrics in result.train_metrics_clientapp.values()]
+
+    whole = start("whole")
+    with pytest.raises(Killed):
+        start("killed", kill=True)
+    resumed = start("killed")
+    assert resumed[:2] == whole[:2]
+    assert resumed[2] == whole[3]  # round 3 was released twice
+    assert resumed[3] > whole[3]
+
+
+class ServerDiesError(Exception):
+    """The SuperLink was killed."""
+
+
+def test_server_and_nodes_die_and_scaffold_goes_on(tmp_path: Path) -> None:
+    def dies(round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if round == 3:
+            raise ServerDiesError
+        return None
+
+    folder, arrays = tmp_path / "run", initial_arrays(SMALL)
+    options: dict[str, Any] = {"fraction_train": 0.5, "checkpoint": folder}
+    before, after = (
+        uniform_strategy(fx.scaffold_exp(), **options),
+        uniform_strategy(fx.scaffold_exp(), **options),
+    )
+    with pytest.raises(ServerDiesError):
+        before.start(FakeGrid(simulated_app(SMALL), 4), arrays, num_rounds=6, evaluate_fn=dies)
+    result = after.start(FakeGrid(simulated_app(SMALL), 4, seed=9), arrays, num_rounds=6)
+    *_, last = fx.simulate(SMALL, fx.scaffold_exp(), rounds=6, cohort=2, engine="loop")
+    assert result.arrays is not None
+    params, _ = from_arrays(SMALL, result.arrays)
+    torch.testing.assert_close(params, last.state.output()[0], rtol=CLOSE, atol=CLOSE)
+    torch.testing.assert_close(
+        control(after), last.state.broadcast["control"], rtol=CLOSE, atol=CLOSE
+    )
 
 
 @pytest.mark.parametrize(
@@ -216,3 +466,60 @@ def test_a_diverged_run_keeps_its_last_good_state_and_says_so_again(tmp_path: Pa
     assert stored.result is not None
     assert (stored.result["status"], len(stored.rows)) == ("diverged", 2)
     assert json.loads((tmp_path / "run" / "checkpoint.json").read_bytes())["round"] == 2
+
+
+def test_a_diverged_folder_resumes_from_its_last_good_state(
+    tmp_path: Path, lines: list[str]
+) -> None:
+    folder = tmp_path / "run"
+    grid = FakeGrid(plain_app(), 3, faults={BAD: only(HUGE, rounds=[3])})
+    with pytest.raises(DivergedError, match="round 3"):
+        FedExP(checkpoint=folder).start(grid, first_model(), ROUNDS)
+    assert any(
+        f"that of node {grid.nodes[BAD].node_id}, with a norm of 2.24e+12; max_norm" in line
+        for line in lines
+    )
+    assert json.loads((folder / "checkpoint.json").read_bytes())["round"] == 2
+    lines.clear()
+    result = FedExP(checkpoint=folder).start(FakeGrid(plain_app(), 3), first_model(), ROUNDS)
+    whole = FedExP().start(FakeGrid(plain_app(), 3), first_model(), ROUNDS)
+    np.testing.assert_array_equal(ndarrays(result.arrays)["w"], ndarrays(whole.arrays)["w"])
+    assert [line for line in lines if "diverged at round 3" in line and "of round 2" in line]
+    assert load_run(folder).result["status"] == "finished"  # type: ignore[index]
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_one_that_diverges_again_from_there_resumes_one_checkpoint_further_back(
+    asked: bool, tmp_path: Path, lines: list[str]
+) -> None:
+    """`fedexp resume --reopen` before a start changes nothing: both are one mechanism."""
+    folder = tmp_path / "run"
+    for resumed in (0, 3, 2):
+        lines.clear()
+        grid = FakeGrid(plain_app(), 3, faults={BAD: only(HUGE, rounds=[4])})
+        with pytest.raises(DivergedError, match="round 4"):
+            FedExP(checkpoint=folder).start(grid, first_model(), 5)
+        warned = [line for line in lines if "resuming from its last good state" in line]
+        assert len(warned) == (0 if asked or not resumed else 1)
+        if asked:
+            assert main(["resume", str(folder), "--reopen"]) == 0
+    noted = load_run(folder).environment
+    assert [each["round"] for each in noted["resumed"]] == [3, 2]
+    assert [each["round"] for each in noted["reopened"]] == ([3, 2, 2] if asked else [3, 2])
+
+
+def test_a_run_that_diverged_at_once_restarts(tmp_path: Path) -> None:
+    for faults in ({BAD: only(HUGE, rounds=[1])}, {}):
+        grid = FakeGrid(plain_app(), 3, faults=faults)
+        with pytest.raises(DivergedError) if faults else nullcontext():
+            FedExP(checkpoint=tmp_path / "run").start(grid, first_model(), 2)
+    assert len(load_run(tmp_path / "run").rows) == 2
+
+
+def test_buffers_that_overflow_are_never_checkpointed(tmp_path: Path) -> None:
+    """Each of them is finite; their float32 sum is not."""
+    large = replies(with_array("bn.running_mean", np.full(1, 3e38, np.float32)))
+    grid = FakeGrid(plain_app(), 3, faults=dict.fromkeys(range(3), only(large, rounds=[2])))
+    with pytest.raises(DivergedError, match="round 2: a buffer"):
+        FedExP(checkpoint=tmp_path / "run").start(grid, first_model(), 3)
+    assert json.loads((tmp_path / "run" / "checkpoint.json").read_bytes())["round"] == 1

@@ -92,11 +92,11 @@ def test_a_node_without_its_part_of_the_data_says_so(node: dict[str, Any], told:
 def test_the_script_draws_the_runs_and_knows_the_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = run_local._parser().parse_args(["--rounds", str(ROUNDS)])
+    args = run_local.parser().parse_args(["--rounds", str(ROUNDS)])
     folders = []
     for name in args.algorithms.split(","):
         folders.append(tmp_path / name)
-        config = run_local._config(args, name, folders[-1])
+        config = run_local.run_config(args, name, folders[-1])
         assert config.keys() <= DEFAULTS.keys()
         run_app(folders[-1], **config)
     task = fx.tasks.digits(clients=NODES)

@@ -1,4 +1,4 @@
-"""The layout: names, shapes and types survive, and buffers are told from parameters."""
+"""Layouts: from named arrays to vectors and back, and what does not fit."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ import re
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, RecordDict
+from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedexp.errors import UsageError
-from fedexp.flower import Layout
+from fedexp.flower import (
+    FedExP,
+    Layout,
+    initial_arrays,
+)
+from fedexp.flower.layout import named_parts
+from tests.flower.helpers.fake_grid import FakeGrid, only, replies
+from tests.flower.helpers.user_app import (
+    ConstantBufferNet,
+    TiedNet,
+    float64_task,
+    plain_task_app,
+)
 
 
 def model() -> nn.Module:
@@ -97,3 +110,36 @@ def test_misfits_say_why(arrays, says) -> None:  # type: ignore[no-untyped-def]
 def test_a_fitting_model_has_no_misfit() -> None:
     layout = Layout.of(record())
     assert layout.misfit({name: array.numpy() for name, array in record().items()}) is None
+
+
+def test_arrays_that_only_begin_alike_are_not_tied() -> None:
+    """A copy of a layer, e.g. of a teacher, that is trained on its own."""
+    task = float64_task(ConstantBufferNet)
+
+    def parts(content: RecordDict) -> None:
+        arrays = content.array_records["arrays"].to_torch_state_dict()
+        arrays["second.weight"] = arrays["second.weight"] + 1.0
+        content["arrays"] = ArrayRecord(arrays)
+
+    grid = FakeGrid(plain_task_app(task), 4, faults=dict.fromkeys(range(4), only(replies(parts))))
+    strategy = FedExP(fraction_evaluate=0.0)
+    result = strategy.start(grid, initial_arrays(task), 1)
+    assert result.arrays is not None
+    arrays = result.arrays.to_torch_state_dict()
+    assert not torch.equal(arrays["second.weight"], arrays["first.weight"])
+    assert strategy.run is not None
+    assert strategy.run.server.layout.tied == {}
+
+
+def test_a_module_names_its_parts() -> None:
+    assert named_parts(TiedNet()) == (["centre"], {"second.weight": "first.weight"})
+
+
+@pytest.mark.parametrize(
+    "tied", [{"a": "b", "b": "c"}, {"a": "a"}, {"a": "other"}, {"a": "running_mean"}]
+)
+def test_ties_that_cannot_be_are_refused(tied: dict[str, str]) -> None:
+    names = ("a", "b", "c", "running_mean")
+    arrays = {name: torch.zeros(2) for name in names} | {"other": torch.zeros(3)}
+    with pytest.raises(UsageError, match="cannot be tied"):
+        FedExP(tied=tied).start(FakeGrid(ClientApp()), ArrayRecord(arrays), 1)

@@ -11,7 +11,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -177,6 +177,24 @@ def replies(change: Callable[[RecordDict], None]) -> Fault:
     return fault
 
 
+def with_array(name: str, value: Any) -> Callable[[RecordDict], None]:
+    """Return a change for `replies`: another value for an array of the model."""
+
+    def change(content: RecordDict) -> None:
+        content.array_records["arrays"][name] = Array(value)
+
+    return change
+
+
+def with_metric(name: str, value: Any) -> Callable[[RecordDict], None]:
+    """Return a change for `replies`: another value for a metric."""
+
+    def change(content: RecordDict) -> None:
+        content.metric_records["metrics"][name] = value
+
+    return change
+
+
 def only(fault: Fault, *, rounds: Iterable[int] | None = None, kind: str = "train") -> Fault:
     """A fault in some rounds only, and in messages of one type only."""
     chosen = None if rounds is None else set(rounds)
@@ -189,3 +207,20 @@ def only(fault: Fault, *, rounds: Iterable[int] | None = None, kind: str = "trai
         )
 
     return sometimes
+
+
+class Killed(Exception):
+    """Stands for the death of the server process."""
+
+
+def dies_on(kind: str, round: int) -> Fault:
+    """The server dies while this node answers a message of a type and round."""
+
+    def fault(message: Message, answer: Answer) -> Message | None:
+        config = next(iter(message.content.config_records.values()), ConfigRecord())
+        if message.metadata.message_type == kind and config.get("server-round") == round:
+            answer()
+            raise Killed
+        return answer()
+
+    return fault

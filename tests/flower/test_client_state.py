@@ -1,13 +1,14 @@
-"""Clients' states on disk: after restarts, refused replies, and runs side by side."""
+"""Client state and client names survive restarts of nodes and of the server."""
 
 from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from flwr.app import Context, RecordDict
+from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,8 +16,8 @@ from torch import Tensor
 
 import fedexp as fx
 from fedexp.errors import UsageError
-from fedexp.flower import initial_arrays, simulated_train
-from fedexp.flower.client_state import ClientStore, state_root
+from fedexp.flower import initial_arrays, report_client_id, simulated_train
+from fedexp.flower.client_state import ClientStore, client_name, state_root
 from tests.flower.helpers.fake_grid import FakeGrid
 from tests.flower.helpers.rounds import Rounds
 from tests.flower.helpers.user_app import user_app
@@ -24,6 +25,8 @@ from tests.problems import classes_task, least_squares
 
 TASK = least_squares(clients=3, dim=6)
 APP = ClientApp()
+
+
 APP.train()(simulated_train(TASK))
 
 
@@ -188,3 +191,35 @@ def test_plain_rules_write_nothing(state_folder: Path) -> None:
     for algorithm in (fx.fedexp(), fx.fedprox()):
         run(Rounds(FakeGrid(APP, 3), algorithm, initial_arrays(TASK)), 2)
     assert not state_folder.exists()
+
+
+def answer(config: dict[str, Any]) -> tuple[ConfigRecord, int]:
+    app = ClientApp()
+    report_client_id(app)
+    grid = FakeGrid(app, [config])
+    node = grid.nodes[0].node_id
+    asked = Message(RecordDict(), dst_node_id=node, message_type="query.fedexp")
+    (reply,) = grid.send_and_receive([asked])
+    return reply.content.config_records["fedexp"], node
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        ({"partition-id": 3, "secret": "x"}, {"client": "3", "partition-id": 3}),
+        (
+            {"partition-id": 3, "fedexp-client": "ward-7"},
+            {"client": "ward-7", "partition-id": 3},
+        ),
+    ],
+)
+def test_a_client_tells_its_name_and_nothing_else(
+    config: dict[str, Any], told: dict[str, Any]
+) -> None:
+    assert dict(answer(config)[0]) == told
+
+
+def test_a_node_without_a_partition_goes_by_its_id() -> None:
+    told, node = answer({})
+    assert dict(told) == {"client": f"node-{node}"}
+    assert client_name(Context(9, node, {}, RecordDict(), {})) == f"node-{node}"

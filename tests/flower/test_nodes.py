@@ -1,4 +1,4 @@
-"""Who takes part: the simulator's cohorts, whatever ids the nodes have, and what they are told."""
+"""Nodes: their identities, the simulator's cohorts whatever ids they have, and backoff."""
 
 from __future__ import annotations
 
@@ -6,25 +6,31 @@ import logging
 from typing import Any
 
 import pytest
-from flwr.app import ArrayRecord, Message
+from flwr.app import ArrayRecord
 from flwr.clientapp import ClientApp
 
-import fedexp as fx
 from fedexp.engine.plan import sample_cohort
 from fedexp.flower import (
     FedAvg,
-    FedProx,
     Scaffold,
     initial_arrays,
     report_client_id,
     simulated_train,
 )
-from fedexp.flower.nodes import CohortSize, NodeBackoff, NodeRegistry, evaluation_cohort
+from fedexp.flower.nodes import (
+    CohortSize,
+    NodeBackoff,
+    NodeRegistry,
+    TooFewNodesError,
+    evaluation_cohort,
+)
 from tests.flower.helpers.fake_grid import FakeGrid, healthy, only, raises, silent
 from tests.flower.helpers.plain_app import first_model, plain_app
 from tests.problems import least_squares
 
 CLIENTS, COHORT, ROUNDS = 8, 3, 4
+
+
 OPTIONS: dict[str, Any] = {"fraction_train": COHORT / CLIENTS, "fraction_evaluate": 0.0, "seed": 4}
 
 
@@ -146,58 +152,45 @@ def test_absences_grow_and_an_answer_clears_them() -> None:
     assert backoff.active(9, [1, 3], 1) == [1, 3]
 
 
-def config_of(grid: FakeGrid, position: int) -> list[Any]:
-    """The configs that a node will be sent."""
-    heard: list[Any] = []
-
-    def tap(message: Message) -> None:
-        is_train = message.metadata.message_type == "train"
-        if is_train and message.metadata.dst_node_id == grid.nodes[position].node_id:
-            heard.append(dict(message.content.config_records["config"]))
-
-    grid.taps.append(tap)
-    return heard
+def test_a_node_that_hangs_costs_the_timeout_in_few_rounds() -> None:
+    grid = FakeGrid(plain_app(), 4, faults={1: only(silent)})
+    result = FedAvg(fraction_evaluate=0.0).start(grid, first_model(), 8, timeout=0.2)
+    assert grid.sent.count(("train", 1)) == 3  # rounds 1, 3 and 6
+    assert [int(m["unanswered"]) for m in result.train_metrics_clientapp.values()] == [  # type: ignore[arg-type]
+        1, 0, 1, 0, 0, 1, 0, 0,
+    ]  # fmt: skip
 
 
-def test_clients_are_told_their_rule_and_the_study() -> None:
+def test_a_node_that_hangs_is_not_asked_to_evaluate_meanwhile() -> None:
+    grid = FakeGrid(plain_app(), 4, faults={1: silent})
+    FedAvg().start(grid, first_model(), 3, timeout=0.2)
+    assert grid.sent.count(("train", 1)) == 2  # rounds 1 and 3
+    assert grid.sent.count(("evaluate", 1)) == 0
+    assert grid.sent.count(("evaluate", 2)) == 3
+
+
+def test_a_node_that_hangs_in_evaluations_still_trains() -> None:
+    grid = FakeGrid(plain_app(), 4, faults={1: only(silent, kind="evaluate")})
+    result = FedAvg().start(grid, first_model(), 5, timeout=0.2)
+    assert grid.sent.count(("evaluate", 1)) == 2  # rounds 1 and 3
+    assert [m["clients"] for m in result.train_metrics_clientapp.values()] == [4] * 5
+
+
+def test_too_few_nodes_end_the_run_in_time_and_say_how_many() -> None:
     grid = FakeGrid(plain_app(), 2)
-    heard = config_of(grid, 0)
-    FedProx(mu=0.25, buffers=["bn.running_mean"]).start(grid, first_model(), 2)
-    assert heard[0]["fedexp.client"] == "prox"
-    assert heard[0]["fedexp.mu"] == 0.25
-    assert heard[0]["fedexp.buffers"] == ["bn.running_mean"]
-    assert [told["server-round"] for told in heard] == [1, 2]
-    assert heard[0]["fedexp.study"] == heard[1]["fedexp.study"]
-    again = config_of(grid, 0)
-    FedProx().start(grid, first_model(), 1)
-    assert again[-1]["fedexp.study"] != heard[0]["fedexp.study"]  # another run
-    assert "fedexp.accepted" not in heard[0]
+    strategy = FedAvg(min_available_nodes=5, wait_for_nodes=0.2)
+    with pytest.raises(TooFewNodesError, match=r"2 of 5 nodes after waiting 0\.2 s; start more"):
+        strategy.start(grid, first_model(), 2)
+    with pytest.raises(TooFewNodesError, match=r"0\.1 s"):
+        FedAvg(min_available_nodes=5).start(grid, first_model(), 2, timeout=0.1)
+    assert not grid.sent
 
 
-def test_scaffolds_clients_are_told_which_of_their_rounds_counted() -> None:
-    task = least_squares(clients=3)
-    app = ClientApp()
-    app.train()(simulated_train(task))
-    report_client_id(app)
-    grid = FakeGrid(app, 3, faults={1: only(raises, rounds=[2])})
-    heard, spoilt = config_of(grid, 0), config_of(grid, 1)
-    strategy = Scaffold(fraction_evaluate=0.0)
-    strategy.start(grid, initial_arrays(task), 4)
-    assert [told["fedexp.accepted"] for told in heard] == [0, 1, 2, 3]
-    assert [told["fedexp.accepted"] for told in spoilt] == [0, 1, 1, 3]
-
-
-@pytest.mark.parametrize(("total", "expected"), [(None, 4), (8, 8)])
-def test_scaffolds_control_is_over_all_clients_there_are(total: int | None, expected: int) -> None:
-    """Two of four take part, so c moves by 2/4 of their mean; by 2/8 where there are eight."""
-    task = least_squares(clients=4)
-    app = ClientApp()
-    app.train()(simulated_train(task))
-    report_client_id(app)
-    strategy = Scaffold(0.5, 0.0, min_available_nodes=4, total_clients=total)
-    strategy.start(FakeGrid(app, 4), initial_arrays(task), 1)
-    (record,) = fx.simulate(task, fx.scaffold(), 1, 2, engine="loop")
-    assert strategy.run is not None
-    found = strategy.run.server.state.broadcast["control"]
-    wanted = record.state.broadcast["control"] * 4 / expected
-    assert found.numpy() == pytest.approx(wanted.numpy(), rel=1e-5)
+def test_nodes_that_come_late_are_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    grid = FakeGrid(plain_app(), 2)
+    looks = iter([[], [grid.nodes[0].node_id]])
+    listed = grid.get_node_ids
+    monkeypatch.setattr(grid, "get_node_ids", lambda: next(looks, None) or listed())
+    monkeypatch.setattr("fedexp.flower.nodes.POLL", 0.01)
+    result = FedAvg(fraction_evaluate=0.0).start(grid, first_model(), 1, timeout=60)
+    assert result.train_metrics_clientapp[1]["clients"] == 2

@@ -1,4 +1,4 @@
-"""The server core: the simulator's step, on arrays that travel."""
+"""The server side of an algorithm: steps, outputs, and states that must stay finite."""
 
 from __future__ import annotations
 

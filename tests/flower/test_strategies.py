@@ -1,4 +1,4 @@
-"""The strategies: the simulator's numbers, FedAvg's arguments, the output model evaluated."""
+"""Strategies: the numbers of the simulator, the arguments of Flower's own, and subclasses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi, Strategy
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -25,23 +24,18 @@ from fedexp.flower import (
     FedAvg,
     FedAvgM,
     FedExP,
-    FedProx,
-    RuleStrategy,
     Scaffold,
     initial_arrays,
-    report_client_id,
-    simulated_evaluate,
-    simulated_train,
 )
 from fedexp.flower.layout import ndarrays
-from fedexp.privacy import CentralPrivacy
-from fedexp.tasks import Task
 from tests.flower.helpers.fake_grid import FakeGrid
 from tests.flower.helpers.plain_app import first_model, plain_app
-from tests.flower.helpers.user_app import float64_task
+from tests.flower.helpers.user_app import float64_task, simulated_app
 from tests.problems import least_squares
 
 ROUNDS = 3
+
+
 FLOWERS: dict[str, type[FlowerFedAvg]] = {
     "FedAvg": FlowerFedAvg,
     "FedAvgM": FlowerFedAvgM,
@@ -50,15 +44,6 @@ FLOWERS: dict[str, type[FlowerFedAvg]] = {
     "FedAdam": FedAdam,
     "FedYogi": FedYogi,
 }
-PRIVACY = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
-
-
-def planned_app(task: Task, seed: int = 0) -> ClientApp:
-    app = ClientApp()
-    app.train()(simulated_train(task, seed=seed))
-    app.evaluate()(simulated_evaluate(task))
-    report_client_id(app)
-    return app
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -68,7 +53,7 @@ def test_every_strategy_gives_the_numbers_of_the_simulator(name: str, cohort: in
     records = list(fx.simulate(task, ALGORITHMS[name](), ROUNDS, cohort, seed=5, engine="loop"))
     options: dict[str, Any] = {"seed": 5, "query_client_ids": True, "weighting": "uniform"}
     strategy = STRATEGIES[name](cohort / 4, 0.0, min_available_nodes=4, **options)
-    grid = FakeGrid(planned_app(task, seed=5), 4)
+    grid = FakeGrid(simulated_app(task, seed=5), 4)
     result = strategy.start(grid, initial_arrays(task, seed=5), ROUNDS)
     for record in records:
         told = result.train_metrics_clientapp[record.round]
@@ -87,7 +72,7 @@ def test_models_with_batchnorm_and_weights_by_size(weighting: Any) -> None:
     size = "size" if weighting == "num-examples" else "uniform"
     *_, last = fx.simulate(task, fx.fedexp(), ROUNDS, weighting=size, engine="loop")  # type: ignore[arg-type]
     strategy = FedExP(fraction_evaluate=0.0, weighting=weighting)
-    result = strategy.start(FakeGrid(planned_app(task), 4), initial_arrays(task), ROUNDS)
+    result = strategy.start(FakeGrid(simulated_app(task), 4), initial_arrays(task), ROUNDS)
     told = result.train_metrics_clientapp[ROUNDS]
     assert told["server_lr"] == pytest.approx(last.server_lr, rel=1e-9)
     module = task.objective.load(*last.state.output())  # type: ignore[attr-defined]
@@ -224,42 +209,6 @@ def test_options_of_the_rules_are_taken_by_name() -> None:
         "scaffold", client=fx.Scaffold(), server=fx.Average(0.5), average_last=3
     )
     assert (strategy.fraction_train, strategy.settings.seed) == (0.5, 7)
-
-
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: FedExP(epss=1.0), "did you mean eps"),
-        (lambda: FedExP(eps=-1.0), "eps must not be negative"),
-        (lambda: FedExP(weighting="size"), "weighting is uniform or num-examples"),
-        (lambda: FedExP(seed=-1), "seed must be a whole number"),
-        (lambda: FedExP(2.0), "fraction_train must be in"),
-        (lambda: FedExP(*range(11)), "by name"),
-        (lambda: FedAvgM(*range(13)), "by name"),
-        (lambda: FedProx(*range(10), 0.1, proximal_mu=0.1), "given twice"),
-        (lambda: FedProx(mu=0.1, proximal_mu=0.1), "proximal_mu and mu are one option"),
-        (lambda: FedExP(max_norm=0.0), "max_norm must be positive"),
-        (lambda: FedExP(min_replies=0), "min_replies must be a whole number"),
-        (lambda: FedExP(tied={"a": "b"}).start(FakeGrid(plain_app()), first_model()), "tied names"),
-        (lambda: FedExP(max_empty_rounds=0), "max_empty_rounds"),
-        (lambda: FedExP(privacy=PRIVACY), "set fraction_evaluate=0.0"),
-        (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), 0), "num_rounds"),
-        (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), timeout=0), "timeout"),
-        (lambda: FedExP().aggregate_train(1, []), "no model yet"),
-    ],
-)
-def test_mistakes_are_told_in_a_line(make: Any, says: str) -> None:
-    with pytest.raises(UsageError, match=says) as told:
-        make()
-    assert "\n" not in str(told.value)
-
-
-def test_custom_client_rules_are_refused() -> None:
-    class Own(fx.ClientRule):
-        pass
-
-    with pytest.raises(UsageError, match="not Own"):
-        RuleStrategy(algorithm=fx.Algorithm(client=Own()))
 
 
 class Decaying(FedExP):

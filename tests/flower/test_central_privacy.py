@@ -1,69 +1,41 @@
-"""Privacy through a strategy: clip and noise at a trusted server, or at the clients themselves."""
+"""Central privacy through a strategy: clip, noise, charges, and the cohorts they assume."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedexp.errors import DivergedError, UsageError
-from fedexp.flower import FedAvg, FedExP, RuleStrategy, ScaffoldExP, local_privacy, report_client_id
+from fedexp.flower import FedAvg, FedExP, ScaffoldExP, local_privacy, report_client_id
 from fedexp.flower.layout import ndarrays
 from fedexp.flower.run import NoRepliesError
 from fedexp.privacy import CentralPrivacy, LocalPrivacy, Release, composed_epsilon, epsilon
 from tests.flower.helpers.fake_grid import FakeGrid, only, replies, silent
 from tests.flower.helpers.plain_app import first_model as model_with_buffers
 from tests.flower.helpers.plain_app import plain_app
+from tests.flower.helpers.private import (
+    NODES,
+    app,
+    metrics_of,
+    model,
+    strategy,
+    update,
+    weights,
+)
 
-DIM, NODES = 400, 30
 pytestmark = pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
-
-
-def model() -> ArrayRecord:
-    return ArrayRecord({"w": Array(np.zeros(DIM, np.float32)), "n": Array(np.array(3))})
-
-
-def update(client: int) -> NDArray[Any]:
-    """Of norm 1, with a part that all clients share."""
-    own = np.random.default_rng(client).normal(size=DIM)
-    own[0] = 0.4 * math.sqrt(DIM)
-    return (own / np.linalg.norm(own)).astype(np.float32)
-
-
-def app(mods: list[Any] | None = None, scale: float = 1.0) -> ClientApp:
-    """Each client moves by its own vector, whatever it is sent."""
-    made = ClientApp(mods=mods)
-
-    @made.train()
-    def train(message: Message, context: Context) -> Message:
-        client = int(context.node_config["partition-id"])
-        moved = message.content.array_records["arrays"]["w"].numpy() - scale * update(client)
-        arrays = ArrayRecord({"w": Array(moved), "n": Array(np.array(99))})
-        metrics = MetricRecord({"num-examples": 10 * client + 1, "train_loss": float(client)})
-        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
-
-    return made
-
-
-def metrics_of(strategy: RuleStrategy, grid: FakeGrid, rounds: int = 1) -> list[Any]:
-    result = strategy.start(grid, model(), rounds)
-    return [result.train_metrics_clientapp[k] for k in range(1, rounds + 1)]
 
 
 def central(z: float, **options: Any) -> CentralPrivacy:
     return CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=z, noise_seed=0, **options)
-
-
-def strategy(rule: Callable[..., RuleStrategy] = FedExP, **options: Any) -> RuleStrategy:
-    return rule(fraction_evaluate=0.0, **options)
 
 
 def test_with_hardly_any_noise_it_is_the_plain_strategy() -> None:
@@ -113,10 +85,6 @@ def test_secret_cohorts_are_not_those_of_the_seed() -> None:
     assert len({row["clients"] for row in rows}) > 1
     expected = epsilon(1.0, 6, 1e-5, sampling="poisson", clients=NODES, cohort=15)
     assert rows[-1]["epsilon"] == expected
-
-
-def weights(arrays: ArrayRecord) -> NDArray[Any]:
-    return ndarrays(arrays)["w"].copy()
 
 
 def set_online(grid: FakeGrid, count: int) -> None:
@@ -495,96 +463,3 @@ def test_what_is_not_covered_is_refused(
             rule(privacy=privacy, fraction_evaluate=0.0, **options).start(
                 FakeGrid(plain_app(), 3), arrays, 1
             )
-
-
-def local(**options: Any) -> LocalPrivacy:
-    return LocalPrivacy(
-        **{"clip": 1.0, "delta": 1e-5, "noise_multiplier": 0.2, "noise_seed": 0, **options}
-    )
-
-
-def caught(grid: FakeGrid) -> list[Message]:
-    """What reaches the server from now on."""
-    seen: list[Message] = []
-
-    def tap(message: Message) -> None:
-        if message.metadata.reply_to_message_id and message.metadata.message_type == "train":
-            seen.append(message)
-
-    grid.taps.append(tap)
-    return seen
-
-
-def test_only_a_clipped_and_noised_update_leaves_the_client() -> None:
-    grid = FakeGrid(app([local_privacy(local())], scale=5.0), NODES)
-    arrived = caught(grid)
-    strategy(privacy=local()).start(grid, model(), 1)
-    assert len(arrived) == NODES
-    noise = []
-    for message in arrived:
-        (metrics,) = message.content.metric_records.values()
-        assert dict(metrics) == {"num-examples": 1}
-        (arrays,) = (ndarrays(record) for record in message.content.array_records.values())
-        assert arrays["n"] == 3
-        noise.append(-arrays["w"] - update(grid.position(message.metadata.src_node_id)))
-    drawn = np.stack(noise)
-    assert drawn.std() == pytest.approx(0.2, rel=4 / math.sqrt(2 * drawn.size))
-    assert np.abs(np.corrcoef(drawn) - np.eye(NODES)).max() < 5 / math.sqrt(DIM)
-
-
-def test_the_server_takes_the_noise_off_the_step_size() -> None:
-    plain = metrics_of(strategy(), FakeGrid(app(), NODES))[0]
-    grid = FakeGrid(app([local_privacy(local())]), NODES)
-    naive = metrics_of(strategy(), grid)[0]
-    corrected = metrics_of(strategy(privacy=local()), grid)[0]
-    assert naive["mean_sq_norm"] > 10 * plain["mean_sq_norm"]
-    assert corrected["mean_sq_norm"] <= plain["mean_sq_norm"] * 1.001
-    assert corrected["server_lr"] < plain["server_lr"] < naive["server_lr"]
-    assert corrected["epsilon"] == pytest.approx(epsilon(0.1, 1, 1e-5))
-
-
-def test_clients_answer_no_server_that_reckons_with_other_noise() -> None:
-    grid = FakeGrid(app([local_privacy(local())]), 3)
-    row = metrics_of(strategy(privacy=local(noise_multiplier=0.1)), grid)[0]
-    assert (row["clients"], row["dropped"]) == (0, 3)
-
-
-def test_clients_stop_when_their_budget_is_spent() -> None:
-    grid = FakeGrid(app([local_privacy(local(rounds=2))]), 3)
-    rows = metrics_of(strategy(privacy=local()), grid, 3)
-    assert [row["clients"] for row in rows] == [3, 3, 0]
-
-
-def test_an_update_that_is_not_finite_says_nothing() -> None:
-    grid = FakeGrid(app([local_privacy(local())], scale=math.nan), 3)
-    arrived = caught(grid)
-    row = metrics_of(strategy(privacy=local()), grid)[0]
-    assert row["clients"] == 3
-    assert all(np.isfinite(ndarrays(m.content.array_records["arrays"])["w"]).all() for m in arrived)
-
-
-def test_a_client_answers_no_evaluation() -> None:
-    """What it measures would be exact, whatever the server promised."""
-    private = app([local_privacy(local())])
-
-    @private.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        metrics = MetricRecord({"loss": 0.123, "num-examples": 7})
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
-
-    grid = FakeGrid(private, 3)
-    content = RecordDict({"arrays": model(), "config": ConfigRecord()})
-    asked = [Message(content, node, "evaluate") for node in grid.get_node_ids()]
-    answers = list(grid.send_and_receive(asked))
-    assert all("fraction_evaluate=0.0" in str(reply.error.reason) for reply in answers)
-
-
-def test_a_model_with_batchnorm_is_refused_at_the_client() -> None:
-    plain = plain_app()
-    private = ClientApp(mods=[local_privacy(local())])
-    private.train()(lambda message, context: plain(message, context))
-    grid = FakeGrid(private, 3)
-    arrived = caught(grid)
-    FedExP(fraction_evaluate=0.0).start(grid, model_with_buffers(), 1)
-    assert all("running_mean would leave" in str(message.error.reason) for message in arrived)
-    assert len(arrived) == 3

@@ -1,8 +1,7 @@
-"""Strategies with `secure=`: the simulator's numbers, by sums alone."""
+"""Runs with secure aggregation: the simulator's numbers, drop-outs and resuming."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -146,14 +145,6 @@ def test_what_a_secure_sum_cannot_do_is_refused_before_anybody_trains() -> None:
     with pytest.raises(UsageError, match="needs at least 3 clients per round"):
         run(FedAvg(fraction_train=0.5, secure=SECURE), task, grid)
     assert "train" not in {kind for kind, _ in grid.sent}
-
-
-def test_a_server_that_would_see_evaluations_is_warned(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "flwr"):
-        FedExP(fraction_evaluate=0.0, secure=SECURE)
-        assert "in the clear" not in caplog.text
-        FedExP(secure=SECURE)
-    assert "in the clear, its number of examples too; set fraction_evaluate=0.0" in caplog.text
 
 
 def test_a_client_without_the_mod_is_dropped_and_tells_nothing() -> None:

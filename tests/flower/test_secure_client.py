@@ -1,4 +1,4 @@
-"""What reaches the server in a secure round: every message is captured and searched."""
+"""Secure sums reveal nothing of one client; settings that would are refused."""
 
 from __future__ import annotations
 
@@ -15,16 +15,49 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common import bytes_to_ndarray
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+from flwr.common.secure_aggregation.secaggplus_constants import (
+    RECORD_KEY_CONFIGS,
+    RECORD_KEY_STATE,
+    Key,
+    Stage,
+)
 from flwr.common.serde import message_from_proto, message_to_proto
 
-from fedexp.flower.secure_client import secure_mod
-from fedexp.flower.secure_payload import Payload, SecureAggregation, levels_for
-from tests.flower.helpers.fake_grid import FakeGrid
-from tests.flower.helpers.secure import app_of, random_updates, secure_round, server_of
+from fedexp.flower.secure_client import SecureMod, secure_mod
+from fedexp.flower.secure_payload import (
+    PAYLOAD,
+    Payload,
+    SecureAggregation,
+    levels_for,
+    payload_config,
+)
+from tests.flower.helpers.fake_grid import FakeGrid, healthy, raises
+from tests.flower.helpers.secure import (
+    app_of,
+    at_stage,
+    random_updates,
+    secure_round,
+    server_of,
+)
 
 CLIENTS, DIM, CLIP = 5, 400, 0.65
 UPDATE = random_updates(DIM)  # norms 0.4 to 0.8: some are clipped, some are not
+SECURE = SecureAggregation(clip=2.0)
+SETUP = {
+    Key.STAGE: Stage.SETUP,
+    Key.SAMPLE_NUMBER: 5,
+    Key.SHARE_NUMBER: 5,
+    Key.THRESHOLD: 3,
+    Key.CLIPPING_RANGE: 1.0,
+    Key.TARGET_RANGE: 2**20,
+    Key.MOD_RANGE: 2**32,
+    Key.MAX_WEIGHT: 1.0,
+}
+UNMASK = {
+    Key.STAGE: Stage.UNMASK,
+    Key.ACTIVE_NODE_ID_LIST: [1, 2, 3],
+    Key.DEAD_NODE_ID_LIST: [3, 4],
+}
 
 
 @dataclass
@@ -195,3 +228,64 @@ def test_what_a_client_says_when_it_fails_tells_nothing_of_its_data() -> None:
     assert any("training raised ValueError" in reason for reason in errors)
     assert any("not finite" in reason for reason in errors)
     assert leaks(captured) == []
+
+
+def test_a_client_may_ask_for_more_company_than_the_server() -> None:
+    grid = FakeGrid(app_of(random_updates(4), SecureMod(fewest=6)), 5)
+    gathered = secure_round(server_of(4), grid, SECURE)
+    assert gathered.dropped == 5
+    assert gathered.aggregate.count == 0
+
+
+def test_a_client_helps_to_unmask_no_sum_of_fewer_than_it_asks_for() -> None:
+    """All five begin, one is lost, and the server, which would take three, gets no shares."""
+    grid = FakeGrid(app_of(random_updates(4), SecureMod(fewest=5)), 5)
+    grid.nodes[0].fault = at_stage(Stage.COLLECT_MASKED_VECTORS, raises)
+    gathered = secure_round(server_of(4), grid, SECURE)
+    assert (gathered.dropped, gathered.aggregate.count.item()) == (5, 0)
+    grid.nodes[0].fault = healthy
+    assert len(secure_round(server_of(4), grid, SECURE, 2).accepted) == 5
+
+
+@pytest.mark.parametrize("told", [{}, {Key.STAGE: Stage.COLLECT_MASKED_VECTORS}])
+@pytest.mark.parametrize("kind", ["train", "train.default"])
+def test_a_secure_client_refuses_to_reply_in_the_clear(kind: str, told: dict[str, str]) -> None:
+    """Flower's mod leaves alone what is not called "train", and the app would answer it."""
+    grid, server = FakeGrid(app_of(random_updates(4)), 1), server_of(4)
+    content = RecordDict({"arrays": server.model(), "config": ConfigRecord({"server-round": 1})})
+    if told:
+        content[RECORD_KEY_CONFIGS] = ConfigRecord(dict(told))
+        payload = SECURE.payload(server.algorithm.client, server.layout, 3)
+        content[PAYLOAD] = payload_config(payload, server.layout, "arrays")
+        terms = {"clipping_range": 1.0, "max_weight": 1.0, "target_range": payload.levels}
+        state = grid.nodes[0].context.state
+        state[RECORD_KEY_STATE] = ConfigRecord({**terms, "current_stage": Stage.SETUP})
+    node = grid.nodes[0].node_id
+    asked = Message(content=content, message_type=kind, dst_node_id=node, group_id="1")
+    (reply,) = grid.send_and_receive([asked])
+    assert not reply.has_content()
+    if kind == "train.default" or not told:
+        assert "secure sums only" in str(reply.error.reason)
+
+
+@pytest.mark.parametrize(
+    ("told", "refusal"),
+    [
+        (SETUP, None),
+        ({**SETUP, Key.SAMPLE_NUMBER: 2}, "at least 3 clients"),
+        ({**SETUP, Key.SHARE_NUMBER: 6}, "above half of the shares"),
+        (UNMASK, "both secrets of a client"),
+        ({**UNMASK, Key.ACTIVE_NODE_ID_LIST: [1, 2]}, "2 are left"),
+    ],
+)
+def test_a_client_refuses_terms_that_would_unmask_it(told: Any, refusal: str | None) -> None:
+    grid = FakeGrid(app_of(random_updates(4)), 1)
+    asked = Message(
+        content=RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(told)}),
+        message_type="train",
+        dst_node_id=grid.nodes[0].node_id,
+        group_id="1",
+    )
+    (reply,) = grid.send_and_receive([asked])
+    assert reply.has_content() == (refusal is None)
+    assert refusal is None or refusal in str(reply.error.reason)
