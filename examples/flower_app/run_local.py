@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"run_local: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nrun_local: interrupted; the same command goes on from here", file=sys.stderr)
+        print("\nrun_local: interrupted; the same command resumes from here", file=sys.stderr)
         return 130
     print(f"\nruns and logs are in {out}, the picture is {picture}")
     return 0

@@ -46,7 +46,7 @@ def test_with_hardly_any_noise_it_is_the_plain_strategy() -> None:
         assert other["server_lr"] == pytest.approx(one["server_lr"], rel=1e-3)
 
 
-def test_metrics_tell_the_cost_and_nothing_exact_of_a_client() -> None:
+def test_metrics_have_the_cost_and_nothing_exact_of_a_client() -> None:
     rows = metrics_of(strategy(privacy=central(2.0)), FakeGrid(app(), NODES), 3)
     assert [row["epsilon"] for row in rows] == [epsilon(2.0, k, 1e-5) for k in (1, 2, 3)]
     assert all(row["delta"] == 1e-5 and 0 < row["noise_share"] <= 1 for row in rows)
@@ -55,19 +55,19 @@ def test_metrics_tell_the_cost_and_nothing_exact_of_a_client() -> None:
     assert "train_loss" in plain[0]
 
 
-def test_a_client_that_shouts_is_heard_like_the_others() -> None:
+def test_a_client_with_a_huge_update_counts_like_any_other() -> None:
     def shout(content: RecordDict) -> None:
         loud = -1e6 * update(0)
         content["arrays"] = ArrayRecord({"w": Array(loud), "n": Array(np.array(3))})
 
     grid = FakeGrid(app(), NODES, faults={0: replies(shout)})
-    quiet = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1e-6, noise_seed=0)
-    moved = ndarrays(strategy(FedAvg, privacy=quiet).start(grid, model(), 1).arrays)["w"]
+    low_noise = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1e-6, noise_seed=0)
+    moved = ndarrays(strategy(FedAvg, privacy=low_noise).start(grid, model(), 1).arrays)["w"]
     honest = -np.mean([update(k) for k in range(NODES)], axis=0)
     np.testing.assert_allclose(moved, honest, atol=1e-6)
 
 
-def test_who_does_not_answer_does_not_shrink_the_denominator() -> None:
+def test_missing_replies_do_not_shrink_the_denominator() -> None:
     """The cohort of 30 stays the divisor when two thirds send nothing usable."""
 
     def empty(content: RecordDict) -> None:
@@ -145,7 +145,7 @@ def test_nodes_that_join_do_not_lengthen_the_steps(
     assert "capped at 10 of 100" in caplog.text
 
 
-def test_coins_are_rarer_when_nodes_join_and_charged_as_they_fall() -> None:
+def test_poisson_probability_falls_when_nodes_join_and_is_charged_so() -> None:
     """5 of 10 clients on average, then 5 of 100."""
     grid = FakeGrid(app(), 100)
     set_online(grid, 10)
@@ -160,7 +160,7 @@ def test_coins_are_rarer_when_nodes_join_and_charged_as_they_fall() -> None:
     assert np.mean([rows[round]["clients"] for round in range(3, 13)]) < 12
 
 
-def test_a_cohort_of_nobody_is_noised_and_charged() -> None:
+def test_an_empty_cohort_is_noised_and_charged() -> None:
     """N = 10, M = 1: about a third of the cohorts are empty, and no model shows which."""
     seen: list[NDArray[Any]] = []
     coins = central(2.0, sampling="poisson", cohort=1)
@@ -208,11 +208,11 @@ def test_a_client_of_two_nodes_is_drawn_once() -> None:
 
 def test_a_secret_cohort_depends_on_nothing_but_its_draw() -> None:
     """A node that was silent is passed over next time, but not where the draw is to be secret."""
-    for sampling, asked in (("known", 1), ("fixed", 2)):
+    for sampling, expected in (("known", 1), ("fixed", 2)):
         grid = FakeGrid(app(), 3, faults={1: only(silent)})
         private = strategy(FedAvg, privacy=central(1.0, sampling=sampling))
         private.start(grid, model(), 2, timeout=0.2)
-        assert grid.sent.count(("train", 1)) == asked
+        assert grid.sent.count(("train", 1)) == expected
 
 
 class Greedy(FedAvg):
@@ -231,9 +231,9 @@ def test_replies_beyond_the_cohort_that_was_drawn_are_refused() -> None:
     private.start(grid, model(), 1)
     before = weights(private.run.server.output()) if private.run else None
     content = RecordDict({"arrays": model(), "config": ConfigRecord()})
-    asked = [Message(content, node, "train") for node in grid.get_node_ids()]
+    messages = [Message(content, node, "train") for node in grid.get_node_ids()]
     with pytest.raises(UsageError, match="once for every aggregate_train"):
-        private.aggregate_train(2, grid.send_and_receive(asked))
+        private.aggregate_train(2, grid.send_and_receive(messages))
     assert private.run is not None
     np.testing.assert_array_equal(weights(private.run.server.output()), before)
 
@@ -260,15 +260,15 @@ def test_a_run_stops_before_its_epsilon_is_exceeded(tmp_path: Path) -> None:
     result = run()
     assert lost == 2
     assert sorted(result.train_metrics_clientapp) == [1, 2]
-    kept = json.loads((tmp_path / "run" / "checkpoint-releases.json").read_bytes())["releases"]
-    assert sum(row["count"] for row in kept) == 4
-    z = kept[0]["noise_multiplier"]
+    stored = json.loads((tmp_path / "run" / "checkpoint-releases.json").read_bytes())["releases"]
+    assert sum(row["count"] for row in stored) == 4
+    z = stored[0]["noise_multiplier"]
     assert epsilon(z, 4, 1e-5) == pytest.approx(2.0)
     assert epsilon(z, 9, 1e-5) == pytest.approx(3.16, abs=0.01)
     assert sorted(run().train_metrics_clientapp) == [1, 2]  # the run is over
 
 
-def test_a_run_whose_first_round_used_up_its_epsilon_returns_the_first_model(
+def test_a_run_whose_first_round_used_up_its_epsilon_returns_the_initial_model(
     tmp_path: Path,
 ) -> None:
     def look(round: int, arrays: ArrayRecord) -> None:
@@ -285,7 +285,7 @@ def test_a_run_whose_first_round_used_up_its_epsilon_returns_the_first_model(
     np.testing.assert_array_equal(weights(run().arrays), 0.0)
 
 
-def test_a_run_ends_early_where_nodes_leave_and_rounds_become_dearer(
+def test_a_run_ends_early_where_nodes_leave_and_rounds_cost_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Planned for 10 of 100 clients; from round 3 on all 10 that are left take part."""
@@ -327,7 +327,7 @@ def test_a_run_whose_account_is_lost_is_not_resumed(tmp_path: Path, damage: byte
 
 def test_a_run_that_died_is_charged_for_what_it_may_have_shown(tmp_path: Path) -> None:
     """Round 2 was released and lost: the resumed run makes it again, with other noise, and pays."""
-    asked = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0)
+    privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0)
     seen: list[NDArray[Any]] = []
 
     def look(round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -338,7 +338,7 @@ def test_a_run_that_died_is_charged_for_what_it_may_have_shown(tmp_path: Path) -
         return MetricRecord({"round": round})
 
     def run() -> Any:
-        private = strategy(FedAvg, privacy=asked, checkpoint=tmp_path / "run")
+        private = strategy(FedAvg, privacy=privacy, checkpoint=tmp_path / "run")
         return private.start(FakeGrid(app(), NODES), model(), 3, evaluate_fn=look)
 
     with pytest.raises(KeyboardInterrupt):
@@ -394,7 +394,7 @@ def released(folder: Path) -> int:
     return sum(row["count"] for row in json.loads(path.read_bytes())["releases"])
 
 
-def test_a_first_round_that_ends_in_an_error_is_not_forgotten(tmp_path: Path) -> None:
+def test_a_first_round_that_ends_in_an_error_stays_charged(tmp_path: Path) -> None:
     """The folder of a run without rounds was removed after a mistake, and its account with it."""
 
     def mistaken(round: int, arrays: ArrayRecord) -> None:
@@ -414,7 +414,7 @@ def test_a_first_round_that_ends_in_an_error_is_not_forgotten(tmp_path: Path) ->
     assert not (tmp_path / "other").exists()
 
 
-def test_a_run_that_diverged_gets_no_budget_back(tmp_path: Path) -> None:
+def test_a_diverged_run_gets_no_budget_back(tmp_path: Path) -> None:
     """Every start repeats rounds, from an earlier checkpoint the third time, and pays for each."""
 
     def diverges(round: int, arrays: ArrayRecord) -> MetricRecord:

@@ -69,7 +69,7 @@ def run(folder: Path, grid: FakeGrid, **options: Any) -> Result:
 
 
 def restarted_grid(seed: int) -> FakeGrid:
-    """The federation after a restart of everything: other node ids, contexts forgotten."""
+    """The federation after a restart of everything: other node ids, new contexts."""
     return FakeGrid(simulated_app(TASK), 4, seed=seed)
 
 
@@ -95,9 +95,9 @@ def before_the_row(grid: FakeGrid, monkeypatch: pytest.MonkeyPatch, folder: Path
     def append(self: RecordFile, row: dict[str, Any]) -> None:
         if row["round"] == 3:
             raise Killed
-        whole(self, row)
+        original(self, row)
 
-    whole = RecordFile.append
+    original = RecordFile.append
     monkeypatch.setattr(RecordFile, "append", append)
 
 
@@ -107,9 +107,9 @@ def within_the_row(grid: FakeGrid, monkeypatch: pytest.MonkeyPatch, folder: Path
             with (folder / RECORDS).open("ab") as file:
                 file.write(b'{"round": 3, "ser')
             raise Killed
-        whole(self, row)
+        original(self, row)
 
-    whole = RecordFile.append
+    original = RecordFile.append
     monkeypatch.setattr(RecordFile, "append", append)
 
 
@@ -117,9 +117,9 @@ def before_the_checkpoint(grid: FakeGrid, monkeypatch: pytest.MonkeyPatch, folde
     def write(self: Checkpoints, state: Any, *rest: Any) -> None:
         if state.round == 3:
             raise Killed
-        whole(self, state, *rest)
+        original(self, state, *rest)
 
-    whole = Checkpoints.write
+    original = Checkpoints.write
     monkeypatch.setattr(Checkpoints, "write", write)
 
 
@@ -127,11 +127,11 @@ def within_the_checkpoint(grid: FakeGrid, monkeypatch: pytest.MonkeyPatch, folde
     """After the file of the newest checkpoint, before what it no longer needs is removed."""
 
     def write(path: Path, value: Any, **options: Any) -> None:
-        whole(path, value, **options)
+        original(path, value, **options)
         if path.name == NEWEST and value["round"] == 3:
             raise Killed
 
-    whole = write_json
+    original = write_json
     monkeypatch.setattr("fedexp.runs.checkpoint.write_json", write)
 
 
@@ -160,7 +160,7 @@ STAGES = [
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_a_killed_run_goes_on_to_the_same_numbers(
+def test_a_killed_run_resumes_to_the_same_numbers(
     stage: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = run(tmp_path / "whole", restarted_grid(0))
@@ -178,7 +178,7 @@ def test_a_killed_run_goes_on_to_the_same_numbers(
     assert result.train_metrics_clientapp.keys() == whole.train_metrics_clientapp.keys()
 
 
-def test_a_finished_run_returns_at_once_what_it_came_to(tmp_path: Path) -> None:
+def test_a_finished_run_returns_its_stored_result(tmp_path: Path) -> None:
     whole = run(tmp_path / "run", restarted_grid(0))
     grid = restarted_grid(1)
     again = run(tmp_path / "run", grid)
@@ -215,7 +215,7 @@ def test_a_report_can_be_made_of_it(tmp_path: Path) -> None:
     assert "clients on Flower" in page
 
 
-def test_the_command_line_says_who_can_go_on_with_it(
+def test_the_command_line_names_the_app_that_can_resume_it(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     FedExP(checkpoint=tmp_path / "run").start(FakeGrid(plain_app()), first_model(), 1)
@@ -254,7 +254,7 @@ class ServerDiesError(Exception):
     """The SuperLink was killed."""
 
 
-def test_server_and_nodes_die_and_scaffold_goes_on(tmp_path: Path) -> None:
+def test_scaffold_resumes_after_server_and_nodes_died(tmp_path: Path) -> None:
     def dies(round: int, arrays: ArrayRecord) -> MetricRecord | None:
         if round == 3:
             raise ServerDiesError
@@ -279,7 +279,7 @@ def test_server_and_nodes_die_and_scaffold_goes_on(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "arrays", "config", "says"),
+    ("strategy", "arrays", "config", "pattern"),
     [
         (lambda f: FedExP(checkpoint=f, eps=1.0), None, {}, r"options\.eps is 0\.001, here it is"),
         (lambda f: FedExP(checkpoint=f, seed=1), None, {}, "there seed is 0, here it is 1"),
@@ -297,16 +297,16 @@ def test_server_and_nodes_die_and_scaffold_goes_on(tmp_path: Path) -> None:
     ],
 )
 def test_the_folder_of_another_run_is_refused_with_the_remedy(
-    strategy: Any, arrays: Any, config: Any, says: str, tmp_path: Path
+    strategy: Any, arrays: Any, config: Any, pattern: str, tmp_path: Path
 ) -> None:
     FedExP(checkpoint=tmp_path / "run").start(FakeGrid(plain_app()), first_model(), 2)
     before = (tmp_path / "run" / "records.jsonl").read_bytes()
     model = first_model() if arrays is None else record_of(arrays)
-    with pytest.raises(UsageError, match=says) as told:
+    with pytest.raises(UsageError, match=pattern) as raised:
         strategy(tmp_path / "run").start(
             FakeGrid(plain_app()), model, 2, train_config=ConfigRecord(config)
         )
-    assert "choose another folder" in str(told.value)
+    assert "choose another folder" in str(raised.value)
     assert (tmp_path / "run" / "records.jsonl").read_bytes() == before
 
 
@@ -330,13 +330,13 @@ class Decaying(FedExP):
         return super().configure_train(server_round, arrays, config, grid)
 
 
-def test_a_config_that_changes_goes_on_as_it_was_left(tmp_path: Path) -> None:
-    told = ConfigRecord({"lr": 1.0, "name": "mine"})
-    heard: dict[int, Any] = {}
+def test_a_config_that_changes_resumes_as_it_was(tmp_path: Path) -> None:
+    given = ConfigRecord({"lr": 1.0, "name": "mine"})
+    sent_rates: dict[int, Any] = {}
 
     def tap(message: Message) -> None:
         config: Any = message.content.config_records.get("config", {})
-        heard[config.get("server-round", 0)] = config.get("lr")
+        sent_rates[config.get("server-round", 0)] = config.get("lr")
 
     for last in (2, 3, None):
         grid = FakeGrid(plain_app())
@@ -345,9 +345,9 @@ def test_a_config_that_changes_goes_on_as_it_was_left(tmp_path: Path) -> None:
         grid.taps.append(tap)
         strategy = Decaying(fraction_evaluate=0.0, checkpoint=tmp_path / "run")
         with pytest.raises(Killed) if last else nullcontext():
-            strategy.start(grid, first_model(), ROUNDS, train_config=told)
-    assert [heard[round] for round in range(1, ROUNDS + 1)] == [0.5, 0.25, 0.125, 0.0625]
-    assert dict(told) == {"lr": 1.0, "name": "mine"}  # the caller's own stays as it is
+            strategy.start(grid, first_model(), ROUNDS, train_config=given)
+    assert [sent_rates[round] for round in range(1, ROUNDS + 1)] == [0.5, 0.25, 0.125, 0.0625]
+    assert dict(given) == {"lr": 1.0, "name": "mine"}  # the caller's own is unchanged
 
 
 @dataclass(frozen=True)
@@ -358,7 +358,7 @@ class Nested(fx.Average):
     bounds: tuple[float, ...] = (0.0, float("inf"))
 
 
-def test_rules_with_any_options_can_be_kept_and_continued(tmp_path: Path) -> None:
+def test_rules_with_any_options_can_be_stored_and_resumed(tmp_path: Path) -> None:
     def start(inner: fx.Average) -> Result:
         algorithm = fx.Algorithm("mine", server=Nested(inner=inner))
         strategy = RuleStrategy(algorithm=algorithm, checkpoint=tmp_path / "run")
@@ -400,14 +400,14 @@ def test_a_folder_that_another_process_holds_is_waited_for_a_while(
     assert len(load_run(tmp_path / "run").rows) == 1
 
 
-def test_names_of_clients_metrics_do_not_get_in_the_way(tmp_path: Path) -> None:
-    def told(content: RecordDict) -> None:
+def test_names_of_clients_metrics_do_not_clash_with_columns(tmp_path: Path) -> None:
+    def clashing_names(content: RecordDict) -> None:
         content.metric_records["metrics"].update({"round": 7, "accepted": 1.0, "trained": 2.0})
 
     def dies(message: Message, answer: Answer) -> Message | None:
-        return dies_on("train", 3)(message, lambda: replies(told)(message, answer))  # type: ignore[arg-type,return-value]
+        return dies_on("train", 3)(message, lambda: replies(clashing_names)(message, answer))  # type: ignore[arg-type,return-value]
 
-    for fault, ends in ((dies, pytest.raises(Killed)), (replies(told), nullcontext())):
+    for fault, ends in ((dies, pytest.raises(Killed)), (replies(clashing_names), nullcontext())):
         with ends:
             grid = FakeGrid(plain_app(), 3, faults=dict.fromkeys(range(3), fault))
             result = FedExP(checkpoint=tmp_path / "run").start(grid, first_model(), 3)
@@ -453,7 +453,7 @@ def test_rows_that_no_run_has_written_are_refused_in_a_line(part: Any, tmp_path:
         FedExP(checkpoint=folder).start(FakeGrid(plain_app()), first_model(), 4)
 
 
-def test_a_diverged_run_keeps_its_last_good_state_and_says_so_again(tmp_path: Path) -> None:
+def test_a_diverged_run_stores_its_last_good_state(tmp_path: Path) -> None:
     def evaluate(round: int, arrays: Any) -> Any:
         return MetricRecord({"loss": float("inf") if round == 3 else 1.0})
 
@@ -488,9 +488,9 @@ def test_a_diverged_folder_resumes_from_its_last_good_state(
     assert load_run(folder).result["status"] == "finished"  # type: ignore[index]
 
 
-@pytest.mark.parametrize("asked", [False, True])
-def test_one_that_diverges_again_from_there_resumes_one_checkpoint_further_back(
-    asked: bool, tmp_path: Path, lines: list[str]
+@pytest.mark.parametrize("by_command", [False, True])
+def test_run_that_diverges_again_resumes_one_checkpoint_further_back(
+    by_command: bool, tmp_path: Path, lines: list[str]
 ) -> None:
     """`fedexp resume --reopen` before a start changes nothing: both are one mechanism."""
     folder = tmp_path / "run"
@@ -500,12 +500,12 @@ def test_one_that_diverges_again_from_there_resumes_one_checkpoint_further_back(
         with pytest.raises(DivergedError, match="round 4"):
             FedExP(checkpoint=folder).start(grid, first_model(), 5)
         warned = [line for line in lines if "resuming from its last good state" in line]
-        assert len(warned) == (0 if asked or not resumed else 1)
-        if asked:
+        assert len(warned) == (0 if by_command or not resumed else 1)
+        if by_command:
             assert main(["resume", str(folder), "--reopen"]) == 0
     noted = load_run(folder).environment
     assert [each["round"] for each in noted["resumed"]] == [3, 2]
-    assert [each["round"] for each in noted["reopened"]] == ([3, 2, 2] if asked else [3, 2])
+    assert [each["round"] for each in noted["reopened"]] == ([3, 2, 2] if by_command else [3, 2])
 
 
 def test_a_run_that_diverged_at_once_restarts(tmp_path: Path) -> None:

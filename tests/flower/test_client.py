@@ -168,7 +168,7 @@ def test_a_control_variate_is_the_mean_gradient_whatever_the_optimiser(
     for _ in range(5):
         step(model, optimizer)
         seen.append(gradients(model) - CONTROL)  # corrected by c - c_i with c_i = 0
-    # c_i <- c_i - psi, and psi is what travels
+    # c_i <- c_i - psi, and psi is what is sent
     torch.testing.assert_close(-extras_of(local.reply({})), torch.stack(seen).mean(0))
 
 
@@ -292,7 +292,7 @@ def test_a_model_in_half_precision_replies_in_the_types_it_was_sent() -> None:
     assert extras_of(reply).dtype == torch.float32
 
 
-def test_an_optimiser_that_is_kept_is_not_corrected_twice() -> None:
+def test_an_optimiser_that_is_reused_is_not_corrected_twice() -> None:
     model = nn.Linear(4, 2)
     optimizer = SGD(model.parameters(), lr=0.1)
     LocalRule(*train_message(model), model, optimizer)  # this round failed before its reply
@@ -309,7 +309,7 @@ def test_an_optimiser_that_is_kept_is_not_corrected_twice() -> None:
     assert model.bias.grad.tolist() == [1.0, 1.0]
 
 
-def test_buffers_travel_and_personal_layers_stay() -> None:
+def test_buffers_are_sent_and_personal_layers_are_not() -> None:
     model = BatchNormNet()
     message, context = train_message(model)
     model.register_parameter("personal", nn.Parameter(torch.zeros(3)))
@@ -322,7 +322,7 @@ def test_buffers_travel_and_personal_layers_stay() -> None:
     assert arrays["norm.num_batches_tracked"].numpy() == 1
 
 
-def test_the_server_says_which_arrays_it_averages() -> None:
+def test_the_server_decides_which_arrays_it_averages() -> None:
     model = nn.Linear(4, 2)
     model.register_buffer("scale", torch.ones(3))
     message, context = train_message(model, "scaffold", **{"fedexp.buffers": ["scale"]})
@@ -373,16 +373,16 @@ def test_a_model_that_was_not_loaded() -> None:
 
 
 @pytest.mark.parametrize("rule", ["prox", "scaffold"])
-def test_an_optimiser_that_was_not_told(rule: str) -> None:
+def test_an_optimiser_that_was_not_given(rule: str) -> None:
     model = nn.Linear(4, 2)
-    told, untold = SGD([model.weight], lr=0.1), SGD([model.bias], lr=0.1)
-    local = LocalRule(*train_message(model, rule), model, told)
-    step(model, told, untold)
+    given, other = SGD([model.weight], lr=0.1), SGD([model.bias], lr=0.1)
+    local = LocalRule(*train_message(model, rule), model, given)
+    step(model, given, other)
     with pytest.raises(UsageError, match=r"'bias' was trained without .* every optimiser"):
         local.reply({"num-examples": 1})
 
 
-def test_two_optimisers_that_were_told() -> None:
+def test_two_optimisers_that_were_given() -> None:
     model = nn.Linear(4, 2)
     both = SGD([model.weight], lr=0.1), SGD([model.bias], lr=0.1)
     local = LocalRule(*train_message(model), model, *both)

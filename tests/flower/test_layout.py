@@ -45,7 +45,7 @@ def test_a_record_comes_back_as_it_was() -> None:
         assert np.array_equal(again[name].numpy(), array.numpy())
 
 
-def test_batchnorm_statistics_are_averaged_and_counters_kept() -> None:
+def test_batchnorm_statistics_are_averaged_and_counters_unchanged() -> None:
     layout = Layout.of(record())
     assert layout.averaged == ("1.running_mean", "1.running_var")
     assert layout.kept == ("1.num_batches_tracked",)
@@ -79,20 +79,20 @@ def test_float64_stays_wide() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "buffers", "says"),
+    ("arrays", "buffers", "pattern"),
     [
         ({"w": np.ones(2)}, ["v"], "buffers names v"),
         ({"steps": np.ones(2, int)}, None, "no parameters"),
         ({"w": np.ones(2, complex)}, None, "type complex128"),
     ],
 )
-def test_what_is_no_model_is_refused(arrays, buffers, says) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(UsageError, match=says):
+def test_what_is_not_a_model_is_refused(arrays, buffers, pattern) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UsageError, match=pattern):
         Layout.of(arrays, buffers)
 
 
 @pytest.mark.parametrize(
-    ("arrays", "says"),
+    ("arrays", "pattern"),
     [
         ({"w": np.ones((2, 2))}, "no array 'b'"),
         ({"w": np.ones((2, 2)), "b": np.ones(2), "c": np.ones(1)}, "'c' that the model has not"),
@@ -100,11 +100,11 @@ def test_what_is_no_model_is_refused(arrays, buffers, says) -> None:  # type: ig
         ({"w": np.ones((2, 2)), "b": np.ones(2, int)}, "'b' is of type int64 instead of float64"),
     ],
 )
-def test_misfits_say_why(arrays, says) -> None:  # type: ignore[no-untyped-def]
+def test_misfits_have_a_reason(arrays, pattern) -> None:  # type: ignore[no-untyped-def]
     layout = Layout.of({"w": np.ones((2, 2)), "b": np.ones(2)})
     reason = layout.misfit(arrays)
     assert reason is not None
-    assert re.search(says, reason)
+    assert re.search(pattern, reason)
 
 
 def test_a_fitting_model_has_no_misfit() -> None:
@@ -112,7 +112,7 @@ def test_a_fitting_model_has_no_misfit() -> None:
     assert layout.misfit({name: array.numpy() for name, array in record().items()}) is None
 
 
-def test_arrays_that_only_begin_alike_are_not_tied() -> None:
+def test_arrays_with_equal_beginnings_are_not_tied() -> None:
     """A copy of a layer, e.g. of a teacher, that is trained on its own."""
     task = float64_task(ConstantBufferNet)
 

@@ -28,21 +28,21 @@ BAD = 1  # the position of the node that misbehaves
 
 
 def test_it_is_flowers_mean_without_the_list() -> None:
-    told = [
+    reported = [
         {"num-examples": 3, "loss": 0.5, "per-class": [1.0, 2.0]},
         {"num-examples": 5, "loss": 0.25, "per-class": [3.0, 4.0]},
     ]
     tally = WeightedMetrics("num-examples")
-    for each in told:
+    for each in reported:
         tally.add(each)
     flowers = aggregate_metricrecords(
-        [RecordDict({"metrics": MetricRecord(dict(each))}) for each in told],  # type: ignore[arg-type]
+        [RecordDict({"metrics": MetricRecord(dict(each))}) for each in reported],  # type: ignore[arg-type]
         "num-examples",
     )
     assert tally.means() == {name: pytest.approx(value) for name, value in flowers.items()}
 
 
-def test_a_metric_that_some_tell_is_the_mean_of_those() -> None:
+def test_a_metric_of_some_clients_is_their_mean() -> None:
     tally = WeightedMetrics("n")
     tally.add({"n": 1, "loss": 1.0})
     tally.add({"n": 1, "accuracy": 0.5})
@@ -57,7 +57,7 @@ def test_lists_of_another_length_are_left_out() -> None:
     assert tally.means() == {"scores": [1.0, 2.0]}
 
 
-def test_nothing_told_is_nothing() -> None:
+def test_no_metrics_have_no_means() -> None:
     assert WeightedMetrics("n").means() == {}
 
 

@@ -15,7 +15,6 @@ from fedexp.flower import (
     Scaffold,
     initial_arrays,
     report_client_id,
-    simulated_train,
 )
 from fedexp.flower.nodes import (
     CohortSize,
@@ -26,6 +25,7 @@ from fedexp.flower.nodes import (
 )
 from tests.flower.helpers.fake_grid import FakeGrid, healthy, only, raises, silent
 from tests.flower.helpers.plain_app import first_model, plain_app
+from tests.flower.helpers.user_app import simulated_app
 from tests.problems import least_squares
 
 CLIENTS, COHORT, ROUNDS = 8, 3, 4
@@ -52,23 +52,23 @@ def test_cohorts_are_the_simulators_whatever_ids_the_nodes_have(seed: int) -> No
     assert cohorts(grid) == [
         sample_cohort(4, round, CLIENTS, COHORT).tolist() for round in range(1, ROUNDS + 1)
     ]
-    assert grid.sent.count(("query.fedexp", 0)) == 1  # each is asked once
+    assert grid.sent.count(("query.fedexp", 0)) == 1  # each is queried once
 
 
-def test_nodes_that_tell_nothing_are_in_the_order_of_their_ids() -> None:
+def test_anonymous_nodes_are_ordered_by_id() -> None:
     grid = FakeGrid(plain_app(), CLIENTS)
     FedAvg(**OPTIONS).start(grid, first_model(), 1)
     by_id = sorted(range(CLIENTS), key=lambda k: grid.nodes[k].node_id)
     assert cohorts(grid) == [sorted(by_id[k] for k in sample_cohort(4, 1, CLIENTS, COHORT))]
 
 
-def test_nobody_is_asked_where_all_take_part() -> None:
+def test_no_node_is_queried_where_all_take_part() -> None:
     grid = FakeGrid(named_app(), 3)
     FedAvg(fraction_evaluate=0.0).start(grid, first_model(), 2)
     assert {kind for kind, _ in grid.sent} == {"train"}
 
 
-def test_a_node_that_does_not_answer_the_question_stays_nameless() -> None:
+def test_a_node_that_does_not_answer_the_query_stays_anonymous() -> None:
     grid = FakeGrid(named_app(), 3, faults={1: only(silent, kind="query.fedexp"), 2: raises})
     registry, ids = NodeRegistry(), [node.node_id for node in grid.nodes]
     registry.query(grid, ids, timeout=0.1)
@@ -76,7 +76,7 @@ def test_a_node_that_does_not_answer_the_question_stays_nameless() -> None:
     assert registry.sort(ids) == [ids[0], *sorted(ids[1:])]
 
 
-def test_two_nodes_that_claim_the_same_partition_are_told(
+def test_two_nodes_with_the_same_partition_are_logged(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     grid = FakeGrid(named_app(), [{"partition-id": k} for k in (0, 1, 1)])
@@ -92,7 +92,7 @@ def test_two_nodes_that_claim_the_same_partition_are_told(
     assert str(ids[2]) in line
 
 
-def test_a_node_that_was_slow_to_answer_is_asked_once_more() -> None:
+def test_a_node_that_was_slow_to_answer_is_queried_once_more() -> None:
     grid = FakeGrid(named_app(), 3, faults={0: silent, 1: silent, 2: raises})
     registry, ids = NodeRegistry(), [node.node_id for node in grid.nodes]
     registry.query(grid, ids, timeout=0.1)
@@ -103,12 +103,10 @@ def test_a_node_that_was_slow_to_answer_is_asked_once_more() -> None:
     assert [grid.sent.count(("query.fedexp", k)) for k in range(3)] == [2, 2, 1]
 
 
-def test_a_node_that_restarts_is_not_one_client_more() -> None:
+def test_a_restarted_node_is_not_counted_as_another_client() -> None:
     """Flower lists the dead node for a minute; SCAFFOLD's mean over clients must not count it."""
     task = least_squares(clients=3)
-    app = ClientApp()
-    app.train()(simulated_train(task))
-    report_client_id(app)
+    app = simulated_app(task)
     grid = FakeGrid(app, [{"partition-id": k} for k in (0, 1, 2, 1)])
     grid.nodes[3].online = False
 
@@ -133,14 +131,14 @@ def test_cohorts_have_fedavgs_sizes(
     assert size.needed(nodes) == needed
 
 
-def test_evaluation_draws_apart_and_never_more_than_there_are() -> None:
+def test_evaluation_cohorts_are_independent_and_at_most_all_nodes() -> None:
     assert evaluation_cohort(0, 1, [5, 6, 7], 10) == [5, 6, 7]
     drawn = [tuple(evaluation_cohort(0, round, list(range(9)), 3)) for round in range(20)]
     assert len(set(drawn)) > 10
     assert drawn == [tuple(evaluation_cohort(0, round, list(range(9)), 3)) for round in range(20)]
 
 
-def test_absences_grow_and_an_answer_clears_them() -> None:
+def test_backoff_doubles_and_an_answer_resets_it() -> None:
     backoff = NodeBackoff()
     backoff.record(1, [1, 2], [3])
     assert backoff.active(2, [1, 2, 3], 2) == [1, 2]
@@ -161,7 +159,7 @@ def test_a_node_that_hangs_costs_the_timeout_in_few_rounds() -> None:
     ]  # fmt: skip
 
 
-def test_a_node_that_hangs_is_not_asked_to_evaluate_meanwhile() -> None:
+def test_a_node_that_hangs_is_sent_no_evaluation_meanwhile() -> None:
     grid = FakeGrid(plain_app(), 4, faults={1: silent})
     FedAvg().start(grid, first_model(), 3, timeout=0.2)
     assert grid.sent.count(("train", 1)) == 2  # rounds 1 and 3
@@ -176,7 +174,7 @@ def test_a_node_that_hangs_in_evaluations_still_trains() -> None:
     assert [m["clients"] for m in result.train_metrics_clientapp.values()] == [4] * 5
 
 
-def test_too_few_nodes_end_the_run_in_time_and_say_how_many() -> None:
+def test_too_few_nodes_end_the_run_in_time_with_their_number() -> None:
     grid = FakeGrid(plain_app(), 2)
     strategy = FedAvg(min_available_nodes=5, wait_for_nodes=0.2)
     with pytest.raises(TooFewNodesError, match=r"2 of 5 nodes after waiting 0\.2 s; start more"):

@@ -82,7 +82,7 @@ def test_the_server_takes_the_noise_off_the_step_size() -> None:
     assert corrected["epsilon"] == pytest.approx(epsilon(0.1, 1, 1e-5))
 
 
-def test_clients_answer_no_server_that_reckons_with_other_noise() -> None:
+def test_clients_refuse_a_server_with_other_noise() -> None:
     grid = FakeGrid(app([local_privacy(local())]), 3)
     row = metrics_of(strategy(privacy=local(noise_multiplier=0.1)), grid)[0]
     assert (row["clients"], row["dropped"]) == (0, 3)
@@ -94,7 +94,7 @@ def test_clients_stop_when_their_budget_is_spent() -> None:
     assert [row["clients"] for row in rows] == [3, 3, 0]
 
 
-def test_an_update_that_is_not_finite_says_nothing() -> None:
+def test_an_update_that_is_not_finite_counts_as_zero() -> None:
     grid = FakeGrid(app([local_privacy(local())], scale=math.nan), 3)
     arrived = caught(grid)
     row = metrics_of(strategy(privacy=local()), grid)[0]
@@ -113,8 +113,8 @@ def test_a_client_answers_no_evaluation() -> None:
 
     grid = FakeGrid(private, 3)
     content = RecordDict({"arrays": model(), "config": ConfigRecord()})
-    asked = [Message(content, node, "evaluate") for node in grid.get_node_ids()]
-    answers = list(grid.send_and_receive(asked))
+    messages = [Message(content, node, "evaluate") for node in grid.get_node_ids()]
+    answers = list(grid.send_and_receive(messages))
     assert all("fraction_evaluate=0.0" in str(reply.error.reason) for reply in answers)
 
 
@@ -237,7 +237,7 @@ def test_without_a_budget_nothing_is_written(state_folder: Path) -> None:
     assert not state_folder.exists()
 
 
-def test_what_an_error_says_stays_with_the_client() -> None:
+def test_text_of_an_error_stays_on_the_client() -> None:
     reasons = [str(reply.error.reason) for reply in answers(grid_of(text=SECRET), "one")]
     assert all("training raised ValueError" in reason for reason in reasons)
     assert not any(SECRET in reason for reason in reasons)

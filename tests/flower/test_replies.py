@@ -124,7 +124,7 @@ WEIGHTS: dict[str, tuple[Fault, str]] = {
 }
 
 
-def check_left_out(fault: Fault, says: str, lines: list[str], weighting: Any) -> None:
+def check_left_out(fault: Fault, pattern: str, lines: list[str], weighting: Any) -> None:
     """The run must be that of the other nodes alone; the line names the node."""
     options: dict[str, Any] = {"weighting": weighting, "min_available_nodes": 2}
     grid = FakeGrid(plain_app(), 4, faults={BAD: only(fault)})
@@ -133,11 +133,11 @@ def check_left_out(fault: Fault, says: str, lines: list[str], weighting: Any) ->
     expected = FedExP(**options).start(FakeGrid(plain_app(), others), first_model(), 2)
     for name, value in ndarrays(expected.arrays).items():
         np.testing.assert_allclose(ndarrays(result.arrays)[name], value, rtol=1e-6, atol=1e-7)
-    told = result.train_metrics_clientapp[2]
-    assert (told["clients"], told["dropped"], told["unanswered"]) == (3, 1, 0)
+    metrics = result.train_metrics_clientapp[2]
+    assert (metrics["clients"], metrics["dropped"], metrics["unanswered"]) == (3, 1, 0)
     named = [line for line in lines if str(grid.nodes[BAD].node_id) in line]
     assert len(named) == 2  # one a round
-    assert re.search(says, named[0]), named[0]
+    assert re.search(pattern, named[0]), named[0]
 
 
 @pytest.mark.parametrize("name", FAULTS)
@@ -153,12 +153,12 @@ def test_a_weight_that_is_none_leaves_its_client_out(name: str, lines: list[str]
 def test_uniform_weights_need_no_number_of_examples() -> None:
     grid = FakeGrid(plain_app(), 3, faults={BAD: only(replies(without_weight))})
     result = FedExP(weighting="uniform").start(grid, first_model(), 1)
-    told = result.train_metrics_clientapp[1]
-    assert told["clients"] == 3
-    assert told["train_loss"] == 1.0  # where one does not tell its weight, all count the same
+    metrics = result.train_metrics_clientapp[1]
+    assert metrics["clients"] == 3
+    assert metrics["train_loss"] == 1.0  # where one does not report its weight, all count the same
 
 
-def test_scaffold_leaves_out_clients_that_do_not_tell_their_control(lines: list[str]) -> None:
+def test_scaffold_leaves_out_clients_without_control_variate(lines: list[str]) -> None:
     grid = FakeGrid(plain_app(), 3)
     with pytest.raises(NoRepliesError, match="no usable reply in 3 rounds"):
         Scaffold().start(grid, first_model(), 5)
@@ -283,7 +283,7 @@ def test_the_layout_that_clients_reported_survives_a_restart(tmp_path: Path) -> 
         assert again.arrays[name].data == value.data
 
 
-def test_a_first_round_without_replies_leaves_the_layout_open() -> None:
+def test_a_first_round_without_replies_leaves_the_layout_undecided() -> None:
     task = float64_task(TiedNet)
     faults = dict.fromkeys(range(4), only(raises, rounds=[1]))
     strategy = FedExP(fraction_evaluate=0.0)
@@ -322,7 +322,7 @@ def test_a_client_that_reports_otherwise_than_most_is_left_out() -> None:
 
 
 @pytest.mark.parametrize("kind", ["<U3", "|V4", "<c8", "|S2"])
-def test_a_tied_array_that_holds_no_numbers_is_left_out(kind: str) -> None:
+def test_a_tied_array_without_numbers_is_left_out(kind: str) -> None:
     """Numpy compares only numbers for being none, and raised: one reply ended the run."""
     task = float64_task(ConstantBufferNet)
 

@@ -31,8 +31,8 @@ SECURE = SecureAggregation(clip=2.0)
 def summed(payload: Payload, vectors: list[Vector]) -> Vector:
     """The mean that comes out of Flower's quantiser, modulus and all, by its own formulas."""
     half = payload.levels / 2
-    whole = [np.rint((np.clip(v, -1, 1) + 1) * half).astype(np.int64) for v in vectors]
-    total = np.sum(whole, axis=0) % MODULUS
+    integers = [np.rint((np.clip(v, -1, 1) + 1) * half).astype(np.int64) for v in vectors]
+    total = np.sum(integers, axis=0) % MODULUS
     mean: Vector = (total / half - len(vectors)) / len(vectors)
     return mean
 
@@ -77,7 +77,7 @@ def test_long_updates_are_scaled_down_and_counted() -> None:
 
 @given(st.integers(0, 10**6), st.floats(1e-6, 1e6), st.integers(3, 12))
 @settings(max_examples=60, deadline=None)
-def test_what_is_packed_lies_in_the_range_and_the_mean_square_is_never_too_small(
+def test_packed_values_are_in_range_and_the_mean_square_is_never_too_small(
     seed: int, scale: float, clients: int
 ) -> None:
     """Else Flower cuts it silently, or the diversity falls below one."""
@@ -94,7 +94,7 @@ def test_flower_has_nothing_left_to_round() -> None:
     assert (steps == np.rint(steps)).all()
 
 
-def test_sums_repeat_to_the_last_bit_in_any_order() -> None:
+def test_sums_are_reproducible_to_the_last_bit_in_any_order() -> None:
     payload = Payload(clip=1.0, levels=levels_for(5), dim=300)
     packed = [payload.pack(d) for d in updates(5, 300, 0.7)]
     first, second = (payload.unpack(summed(payload, p), 5) for p in (packed, packed[::-1]))
@@ -166,7 +166,7 @@ def test_settings_that_a_secure_sum_cannot_meet_are_refused_before_the_first_rou
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "pattern"),
     [
         ({"clip": 0.0}, "clip must be positive"),
         ({"clip": float("nan")}, "clip must be positive"),
@@ -176,6 +176,6 @@ def test_settings_that_a_secure_sum_cannot_meet_are_refused_before_the_first_rou
         ({"clip": 1.0, "fewest": 2}, "fewest must be at least 3"),
     ],
 )
-def test_settings_without_sense_are_refused(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_invalid_settings_are_refused(options: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(UsageError, match=pattern):
         SecureAggregation(**options)

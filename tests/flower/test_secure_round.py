@@ -61,7 +61,7 @@ def test_the_step_size_and_the_model_are_those_of_plain_sums(
     assert torch.allclose(ours.state.params, plain.state.params, rtol=0, atol=1e-5 * float(scale))
 
 
-def test_a_round_repeats_to_the_last_bit() -> None:
+def test_a_round_is_reproducible_to_the_last_bit() -> None:
     """Masks and Flower's rounding are random; nothing of them is left."""
     update, server = random_updates(500), server_of(500)
     first, second = (
@@ -100,10 +100,10 @@ def test_masked_vectors_are_added_as_they_arrive(monkeypatch: pytest.MonkeyPatch
     came, held = list[Any](), list[int]()
 
     def look(message: Message) -> None:
-        told = message.content.config_records[RECORD_KEY_CONFIGS]
-        if Key.MASKED_PARAMETERS in told:
+        record = message.content.config_records[RECORD_KEY_CONFIGS]
+        if Key.MASKED_PARAMETERS in record:
             held.append(sum(len(each[Key.MASKED_PARAMETERS][1]) > 8_000 for each in came))
-            came.append(told)
+            came.append(record)
 
     grid = FakeGrid(app_of(random_updates(1_000)), 6)
     grid.taps.append(look)
@@ -111,7 +111,7 @@ def test_masked_vectors_are_added_as_they_arrive(monkeypatch: pytest.MonkeyPatch
     assert held == [0] * 6
 
 
-def test_a_clip_far_too_wide_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_clip_that_is_far_too_wide_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     grid = FakeGrid(app_of(random_updates(1000)), 3)
     with caplog.at_level(logging.WARNING, "flwr"):
         gathered = secure_round(server_of(1000), grid, SecureAggregation(clip=1e7))
@@ -174,7 +174,7 @@ def test_a_client_may_drop_out_at_any_stage(stage: str) -> None:
     assert gathered.aggregate.count == len(counted)
     assert torch.allclose(gathered.aggregate.update, exact.update, atol=1e-6)
     assert gathered.aggregate.sq_norm.item() == pytest.approx(exact.sq_norm.item(), rel=1e-6)
-    grid.nodes[2].fault = healthy  # and the next round is whole again
+    grid.nodes[2].fault = healthy  # and the next round is complete again
     assert len(secure_round(server, grid, SECURE, 2).accepted) == 5
 
 
@@ -219,7 +219,7 @@ def test_messages_of_a_stage_do_not_outlive_it() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_below_the_threshold_the_round_is_skipped_and_training_goes_on(
+def test_below_the_threshold_the_round_is_skipped_and_training_continues(
     stage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     update = random_updates(16)
@@ -240,7 +240,7 @@ def test_below_the_threshold_the_round_is_skipped_and_training_goes_on(
     assert len(secure_round(server, grid, SECURE, 2).accepted) == 5
 
 
-def test_a_sum_of_too_few_is_never_unmasked_though_the_shares_would_do() -> None:
+def test_a_sum_of_too_few_is_never_unmasked_even_with_enough_shares() -> None:
     grid = FakeGrid(app_of(random_updates(16)), 5)
     grid.nodes[0].fault = at_stage(Stage.COLLECT_MASKED_VECTORS, raises)
     stages = list[Any]()
@@ -297,18 +297,18 @@ def test_a_junk_reply_drops_its_sender_and_nobody_else(case: str) -> None:
 
 
 @pytest.mark.parametrize("stage", [Stage.COLLECT_MASKED_VECTORS, Stage.UNMASK])
-def test_a_sum_whose_masks_did_not_come_off_is_refused(
+def test_a_sum_whose_masks_were_not_removed_is_refused(
     stage: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A liar can spoil a round, but not the model."""
+    """A dishonest client can spoil a round, but not the model."""
 
     def lie(content: RecordDict) -> None:
-        told: Any = content.config_records[RECORD_KEY_CONFIGS]
+        record: Any = content.config_records[RECORD_KEY_CONFIGS]
         if stage == Stage.UNMASK:
-            told[Key.SHARE_LIST] = [bytes(len(share)) for share in told[Key.SHARE_LIST]]
+            record[Key.SHARE_LIST] = [bytes(len(share)) for share in record[Key.SHARE_LIST]]
         else:
             noise = np.random.default_rng(0).integers(0, 2**32, 16 + 3)
-            told[Key.MASKED_PARAMETERS][1] = ndarray_to_bytes(noise)
+            record[Key.MASKED_PARAMETERS][1] = ndarray_to_bytes(noise)
 
     grid = FakeGrid(app_of(random_updates(16)), 4, faults={0: at_stage(stage, replies(lie))})
     with caplog.at_level(logging.WARNING, "flwr"):
@@ -318,10 +318,10 @@ def test_a_sum_whose_masks_did_not_come_off_is_refused(
 
 
 @pytest.mark.filterwarnings("ignore:divide by zero", "ignore:invalid value")  # as in production
-def test_weights_that_a_liar_makes_sum_to_nothing_spoil_the_round_only(
+def test_weights_that_sum_to_zero_spoil_the_round_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The mean over a weight of 0 is not a number, which ended the whole run."""
+    """The mean over a weight of 0 is not a number, which ended the run."""
 
     def lie(content: RecordDict) -> None:
         masked: Any = content.config_records[RECORD_KEY_CONFIGS][Key.MASKED_PARAMETERS]

@@ -73,7 +73,7 @@ def test_a_secure_run_is_the_simulators(
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=2e-5), name
 
 
-def test_a_run_goes_on_when_clients_drop_out_and_says_how_many(tmp_path: Path) -> None:
+def test_a_run_continues_when_clients_drop_out_and_counts_them(tmp_path: Path) -> None:
     task = classes_task(sizes=(10, 6, 14, 7, 8))
     grid = grid_of(task)
     grid.nodes[1].fault = at_stage(Stage.SHARE_KEYS, raises)
@@ -85,11 +85,11 @@ def test_a_run_goes_on_when_clients_drop_out_and_says_how_many(tmp_path: Path) -
 def test_a_client_without_which_no_sum_is_possible_is_not_passed_over() -> None:
     """It was silent once, and of three a sum needs all: the next round asks it again."""
     task = least_squares(clients=3)
-    grid, heard = grid_of(task), list[Message]()
+    grid, received = grid_of(task), list[Message]()
 
     def silent_once(message: Message, answer: Answer) -> Message | None:
-        heard.append(message)
-        return answer() if heard[0].metadata.message_id != message.metadata.message_id else None
+        received.append(message)
+        return answer() if received[0].metadata.message_id != message.metadata.message_id else None
 
     grid.nodes[1].fault = silent_once
     strategy = FedExP(fraction_evaluate=0.0, secure=SECURE)
@@ -147,7 +147,7 @@ def test_what_a_secure_sum_cannot_do_is_refused_before_anybody_trains() -> None:
     assert "train" not in {kind for kind, _ in grid.sent}
 
 
-def test_a_client_without_the_mod_is_dropped_and_tells_nothing() -> None:
+def test_a_client_without_the_mod_is_dropped_and_reveals_nothing() -> None:
     task = least_squares(clients=4)
     app = ClientApp()
     trained: list[int] = []
@@ -159,4 +159,4 @@ def test_a_client_without_the_mod_is_dropped_and_tells_nothing() -> None:
 
     with pytest.raises(FedExPError, match="no usable reply"):
         run(FedExP(fraction_evaluate=0.0, secure=SECURE), task, FakeGrid(app, 4))
-    assert len(trained) == 3 * 4  # asked for their keys only: no model was with the question
+    assert len(trained) == 3 * 4  # only their keys were requested: no model was sent

@@ -120,7 +120,7 @@ def test_copies_of_the_arrays_are_not_another_model() -> None:
     np.testing.assert_array_equal(ndarrays(ends[0])["w"], ndarrays(ends[1])["w"])
 
 
-def test_an_aggregation_of_its_own_keeps_count_of_rounds(tmp_path: Path) -> None:
+def test_custom_aggregation_still_counts_rounds(tmp_path: Path) -> None:
     strategy = Own(fraction_evaluate=0.0, checkpoint=tmp_path / "run")
     strategy.result = ArrayRecord({**first_model(), "w": Array(np.full(DIM, 2.0, np.float32))})
     result = strategy.start(FakeGrid(plain_app(), 3), first_model(), 2)
@@ -147,7 +147,7 @@ class Skips(RuleStrategy):
         return super().aggregate_train(server_round, replies)
 
 
-def test_a_round_that_a_subclass_left_out_accepts_nobody(tmp_path: Path) -> None:
+def test_a_round_that_a_subclass_skips_accepts_no_client_state(tmp_path: Path) -> None:
     """Its row repeated the names of the round before, so clients resumed from states never used."""
     made = Skips(algorithm=fx.scaffold(), fraction_evaluate=0.0, checkpoint=tmp_path / "run")
     made.start(FakeGrid(simulated_app(TASK), 4), initial_arrays(TASK), num_rounds=3)

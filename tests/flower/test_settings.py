@@ -26,7 +26,7 @@ SECURE = SecureAggregation(clip=20.0, extras_bound=20.0)
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "pattern"),
     [
         (lambda: FedExP(epss=1.0), "did you mean eps"),
         (lambda: FedExP(eps=-1.0), "eps must not be negative"),
@@ -47,10 +47,10 @@ SECURE = SecureAggregation(clip=20.0, extras_bound=20.0)
         (lambda: FedExP().aggregate_train(1, []), "no model yet"),
     ],
 )
-def test_mistakes_are_told_in_a_line(make: Any, says: str) -> None:
-    with pytest.raises(UsageError, match=says) as told:
+def test_mistakes_raise_an_error_of_one_line(make: Any, pattern: str) -> None:
+    with pytest.raises(UsageError, match=pattern) as raised:
         make()
-    assert "\n" not in str(told.value)
+    assert "\n" not in str(raised.value)
 
 
 def test_custom_client_rules_are_refused() -> None:
@@ -69,7 +69,7 @@ def test_bounds_that_cannot_hold_are_refused() -> None:
         FedExP(fraction_evaluate=0.0, min_replies=2, privacy=privacy)
 
 
-def test_a_server_that_would_see_evaluations_is_warned(caplog: pytest.LogCaptureFixture) -> None:
+def test_evaluation_with_secure_aggregation_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING, "flwr"):
         FedExP(fraction_evaluate=0.0, secure=SECURE)
         assert "in the clear" not in caplog.text

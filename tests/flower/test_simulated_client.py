@@ -112,8 +112,8 @@ def test_evaluation_on_clients_and_at_the_server() -> None:
     task = classes_task()
     params, buffers = task.objective.initial(0)
     arrays = initial_arrays(task)
-    told = central_evaluation(task)(1, arrays)
-    assert dict(told) == pytest.approx(task.evaluate(params, buffers))
+    central = central_evaluation(task)(1, arrays)
+    assert dict(central) == pytest.approx(task.evaluate(params, buffers))
     grid = FakeGrid(simulated_app(task), 4)
     replies = grid.send_and_receive(
         Message(RecordDict({"arrays": arrays}), dst_node_id=n.node_id, message_type="evaluate")
@@ -122,7 +122,7 @@ def test_evaluation_on_clients_and_at_the_server() -> None:
     metrics = [reply.content.metric_records["metrics"] for reply in replies]
     assert sorted(int(str(m["num-examples"])) for m in metrics) == sorted(task.train.sizes)
     losses = [float(str(m["loss"])) for m in metrics]
-    assert sum(losses) / 4 == pytest.approx(told["train_loss"])
+    assert sum(losses) / 4 == pytest.approx(central["train_loss"])
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def test_a_node_must_know_which_client_it_is(config: dict[str, int], remedy: str
         rounds.run([0])
 
 
-def test_a_server_with_another_model_is_told() -> None:
+def test_another_model_from_the_server_is_refused() -> None:
     task = classes_task()
     rounds = Rounds(
         FakeGrid(simulated_app(task), 1), fx.fedexp(), ArrayRecord(nn.Linear(2, 2).state_dict())

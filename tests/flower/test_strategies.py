@@ -56,11 +56,11 @@ def test_every_strategy_gives_the_numbers_of_the_simulator(name: str, cohort: in
     grid = FakeGrid(simulated_app(task, seed=5), 4)
     result = strategy.start(grid, initial_arrays(task, seed=5), ROUNDS)
     for record in records:
-        told = result.train_metrics_clientapp[record.round]
-        assert told["server_lr"] == pytest.approx(record.server_lr, rel=1e-6)
-        assert told["clients"] == record.clients
+        metrics = result.train_metrics_clientapp[record.round]
+        assert metrics["server_lr"] == pytest.approx(record.server_lr, rel=1e-6)
+        assert metrics["clients"] == record.clients
         for metric, value in record.metrics.items():
-            assert told[metric] == pytest.approx(value, rel=1e-5)
+            assert metrics[metric] == pytest.approx(value, rel=1e-5)
     params, _ = records[-1].state.output()
     np.testing.assert_allclose(ndarrays(result.arrays)["params"], params, rtol=1e-5, atol=1e-7)
 
@@ -73,8 +73,8 @@ def test_models_with_batchnorm_and_weights_by_size(weighting: Any) -> None:
     *_, last = fx.simulate(task, fx.fedexp(), ROUNDS, weighting=size, engine="loop")  # type: ignore[arg-type]
     strategy = FedExP(fraction_evaluate=0.0, weighting=weighting)
     result = strategy.start(FakeGrid(simulated_app(task), 4), initial_arrays(task), ROUNDS)
-    told = result.train_metrics_clientapp[ROUNDS]
-    assert told["server_lr"] == pytest.approx(last.server_lr, rel=1e-9)
+    metrics = result.train_metrics_clientapp[ROUNDS]
+    assert metrics["server_lr"] == pytest.approx(last.server_lr, rel=1e-9)
     module = task.objective.load(*last.state.output())  # type: ignore[attr-defined]
     for name, value in module.state_dict().items():
         found = ndarrays(result.arrays)[name]
@@ -90,8 +90,8 @@ def test_fedavg_is_flowers_own() -> None:
         mine, other = ndarrays(ours.arrays)[name], ndarrays(theirs.arrays)[name]
         np.testing.assert_allclose(mine, other, rtol=1e-6)
     for round in range(1, ROUNDS + 1):
-        told = ours.train_metrics_clientapp[round]
-        assert told["train_loss"] == pytest.approx(
+        metrics = ours.train_metrics_clientapp[round]
+        assert metrics["train_loss"] == pytest.approx(
             theirs.train_metrics_clientapp[round]["train_loss"]
         )
         assert ours.evaluate_metrics_clientapp[round]["loss"] == pytest.approx(
@@ -99,7 +99,7 @@ def test_fedavg_is_flowers_own() -> None:
         )
 
 
-def test_integer_arrays_are_kept_and_statistics_averaged() -> None:
+def test_integer_arrays_are_unchanged_and_statistics_averaged() -> None:
     result = FedExP(weighting="uniform").start(FakeGrid(plain_app(), 3), first_model(), 2)
     arrays = ndarrays(result.arrays)
     assert arrays["bn.num_batches_tracked"] == 0
@@ -239,7 +239,7 @@ def test_strategies_can_be_subclassed_as_flowers_can() -> None:
     assert strategy.seen == 3
 
 
-def test_flowers_own_loop_drives_it_too() -> None:
+def test_flowers_own_loop_works_too() -> None:
     """Whoever calls configure_train and aggregate_train himself gets the same model."""
     ours = FedExP().start(FakeGrid(plain_app(), 3), first_model(), ROUNDS)
     theirs = Strategy.start(FedExP(), FakeGrid(plain_app(), 3), first_model(), ROUNDS)

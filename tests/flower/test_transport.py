@@ -41,13 +41,13 @@ def test_every_message_gets_one_reply_or_an_error() -> None:
     assert not is_unanswered(came[2])
 
 
-def test_nodes_that_leave_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nodes_that_left_are_not_awaited(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "NODE_POLL", 0.05)
     grid = FakeGrid(plain_app(), 3)
     grid.nodes[1].online = False
-    began = time.monotonic()
+    start = time.monotonic()
     came = list(stream_replies(grid, messages(grid), timeout=600))
-    assert time.monotonic() - began < 60
+    assert time.monotonic() - start < 60
     (lost,) = [reply for reply in came if reply.has_error()]
     assert lost.metadata.src_node_id == grid.nodes[1].node_id
     assert lost.error.reason == "it has left the federation"
@@ -117,5 +117,5 @@ def test_a_server_never_holds_many_models(monkeypatch: pytest.MonkeyPatch) -> No
 def test_a_silent_node_is_waited_for_until_the_timeout_only() -> None:
     grid = FakeGrid(plain_app(), 3, faults={BAD: only(silent)})
     result = FedAvg().start(grid, first_model(), 1, timeout=0.3)
-    told = result.train_metrics_clientapp[1]
-    assert (told["clients"], told["dropped"], told["unanswered"]) == (2, 0, 1)
+    metrics = result.train_metrics_clientapp[1]
+    assert (metrics["clients"], metrics["dropped"], metrics["unanswered"]) == (2, 0, 1)

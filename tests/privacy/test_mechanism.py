@@ -68,7 +68,7 @@ def test_a_clipped_norm_never_exceeds_the_bound(bound: float, scale: float, seed
     assert torch.equal(clipped[before <= bound], updates[before <= bound])
 
 
-def test_clipping_keeps_shape_type_direction_and_what_is_broken() -> None:
+def test_clipping_preserves_shape_type_direction_and_nan() -> None:
     one = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert torch.allclose(clip(one, 1.0), one / 5)
     assert clip(one, 1.0).dtype == torch.float64
@@ -149,7 +149,7 @@ def test_rounds_draw_noise_of_their_own() -> None:
     assert torch.equal(first, again)
 
 
-def test_the_mean_is_over_the_fixed_cohort_whoever_arrives() -> None:
+def test_the_mean_is_over_the_fixed_cohort_size() -> None:
     few = Aggregate.of(torch.ones(5, 3, dtype=torch.float64))
     released = central(noise_multiplier=1e-9).release(few, 1)
     assert torch.allclose(released.mean, torch.full((3,), 0.25, dtype=torch.float64))
@@ -175,7 +175,7 @@ def test_the_best_weight_is_the_best() -> None:
 def test_extras_are_refused() -> None:
     carrying = Aggregate.of(rows(2, 3), extras={"control": rows(2, 3)})
     for mechanism in (central(), LocalMechanism(1.0, 1.0, 1e-5)):
-        with pytest.raises(UsageError, match="carry control"):
+        with pytest.raises(UsageError, match="include control"):
             mechanism.release(carrying, 1)
 
 
@@ -200,9 +200,9 @@ def test_secret_cohorts_take_each_client_with_the_same_chance(sampling: Any) -> 
         ("known", 400, 200, (400, 20)),  # capped at the divisor
         ("known", 12, 6, (12, 6)),
         ("fixed", 400, 200, (400, 20)),
-        ("fixed", 10, 15, (10, 10)),  # of all there are
+        ("fixed", 10, 15, (10, 10)),  # of all clients
         ("poisson", 400, 200, (400, 20)),  # more clients: 20 are expected still
-        ("poisson", 10, 5, (40, 20)),  # fewer: nobody is drawn more often than planned
+        ("poisson", 10, 5, (40, 20)),  # fewer: no client is drawn more often than planned
     ],
 )
 def test_a_round_is_planned_for_the_clients_there_are(
@@ -214,7 +214,7 @@ def test_a_round_is_planned_for_the_clients_there_are(
     assert (plan.noise_multiplier, plan.sampling) == (0.5, sampling)
 
 
-def test_metrics_tell_the_cost_and_the_share_of_noise() -> None:
+def test_metrics_have_the_cost_and_the_share_of_noise() -> None:
     mechanism = central(noise_multiplier=5.0)
     released = mechanism.release(Aggregate.zero(5000), 3)
     plan = mechanism.plan(40, 20)
@@ -222,10 +222,10 @@ def test_metrics_tell_the_cost_and_the_share_of_noise() -> None:
     assert metrics["delta"] == 1e-5
     assert metrics["epsilon"] > mechanism.metrics({plan: 2}, None)["epsilon"] > 0
     assert metrics["noise_share"] == pytest.approx(1.0, abs=0.1)
-    quiet = central(noise_multiplier=0.01)
-    moving = quiet.release(Aggregate.of(quiet.clipped(torch.ones(20, 50))), 1)
-    expected = 50 * (quiet.sigma / 20) ** 2 / 4.0
-    assert quiet.metrics({}, moving)["noise_share"] == pytest.approx(expected, rel=0.01)
+    exact = central(noise_multiplier=0.01)
+    moving = exact.release(Aggregate.of(exact.clipped(torch.ones(20, 50))), 1)
+    expected = 50 * (exact.sigma / 20) ** 2 / 4.0
+    assert exact.metrics({}, moving)["noise_share"] == pytest.approx(expected, rel=0.01)
 
 
 def test_the_systems_normals_are_normal() -> None:
@@ -262,16 +262,16 @@ def test_no_seed_repeats_the_systems_noise() -> None:
 
 
 def test_all_of_it_comes_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    requested = []
 
     def same(count: int) -> bytes:
-        asked.append(count)
+        requested.append(count)
         return bytes(range(count))
 
     monkeypatch.setattr(os, "urandom", same)
     first = system_normals(4)
     assert torch.equal(first, system_normals(4))
-    assert asked == [32, 32]
+    assert requested == [32, 32]
 
 
 def test_seeded_noise_differs_between_rounds_and_clients() -> None:
@@ -315,15 +315,15 @@ def test_central_noise_leaves_the_step_size_where_it_was() -> None:
         )
         for k in range(200)
     ]
-    quiet, sigma = step_size(total), mechanisms[0].sigma
+    exact, sigma = step_size(total), mechanisms[0].sigma
     ours, error = summary([step_size(m.release(total, 1)) for m in mechanisms])
     naive = step_size(
         noised(rows, sigma / math.sqrt(CLIENTS), seed=0)
     )  # the same noise, shared out
-    assert quiet == pytest.approx(5.0, rel=0.05)
-    assert naive > 8 * quiet
-    assert 0.7 * quiet < ours < quiet
-    # and it is what docs/privacy.md says, within four standard errors
+    assert exact == pytest.approx(5.0, rel=0.05)
+    assert naive > 8 * exact
+    assert 0.7 * exact < ours < exact
+    # and it is the formula of docs/privacy.md, within four standard errors
     margin = 2 * sigma * CLIP / mechanisms[0].norm_weight / CLIENTS
     travelled = float(total.sq_norm_of_mean) + dim * (sigma / CLIENTS) ** 2
     stated = exp_step_size(float(total.mean_sq_norm) - margin, travelled)
@@ -335,11 +335,11 @@ def test_local_noise_leaves_the_step_size_where_it_was() -> None:
     mechanism = LocalMechanism(CLIP, 0.1414, 1e-5)
     sigma = mechanism.sigma
     sums = [noised(clip(rows, CLIP), sigma, seed=k) for k in range(30)]
-    quiet, naive = step_size(Aggregate.of(rows)), step_size(sums[0])
+    exact, naive = step_size(Aggregate.of(rows)), step_size(sums[0])
     ours, error = summary([step_size(mechanism.release(each, 1)) for each in sums])
-    assert quiet == pytest.approx(4.0, rel=0.05)
-    assert naive > 15 * quiet
-    assert 0.7 * quiet < ours < quiet
+    assert exact == pytest.approx(4.0, rel=0.05)
+    assert naive > 15 * exact
+    assert 0.7 * exact < ours < exact
     margin = 2 * sigma * math.sqrt((2 * dim * sigma**2 + 4 * CLIP**2) / CLIENTS)
     travelled = float(Aggregate.of(rows).sq_norm_of_mean) + dim * sigma**2 / CLIENTS
     assert ours == pytest.approx(exp_step_size(0.81 - margin, travelled), abs=4 * error)

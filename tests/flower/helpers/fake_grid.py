@@ -1,6 +1,6 @@
 """A Flower grid in this process: a ClientApp for each node, messages through bytes, faults at will.
 
-A client runs when its reply is asked for, so the grid itself never holds a reply.
+A client runs when its reply is pulled, so the grid itself never holds a reply.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Fault = Callable[[Message, Answer], Message | None]
 
 
 class FakeNode:
-    """A node: its id, its context, which it keeps from message to message, and its fault."""
+    """A node: its id, its context, the same for all messages, and its fault."""
 
     def __init__(self, node_id: int, config: Mapping[str, Any], run_config: Mapping[str, Any]):
         self.node_id, self.online = node_id, True
@@ -100,8 +100,8 @@ class FakeGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        asked = [name for name in message_ids if name in self._waiting]
-        return [reply for name in asked if (reply := self._answer(name)) is not None]
+        pulled = [name for name in message_ids if name in self._waiting]
+        return [reply for name in pulled if (reply := self._answer(name)) is not None]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None

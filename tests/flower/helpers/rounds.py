@@ -46,7 +46,7 @@ class Rounds:
         self.accepted: dict[int, int] = {}
         self.replies: list[Message] = []
         self.config = {"fedexp.study": "study", **config}
-        self.tells_accepted = True
+        self.sends_accepted = True
 
     def message(self, position: int, round: int) -> Message:
         """What a node is sent."""
@@ -55,7 +55,7 @@ class Rounds:
         config.update(self.config)
         if isinstance(rule, Prox):
             config["fedexp.mu"] = rule.mu
-        if self.tells_accepted:
+        if self.sends_accepted:
             config["fedexp.accepted"] = self.accepted.get(position, 0)
         content = RecordDict({"arrays": self.server.model(), "config": config})
         if (broadcast := self.server.broadcast()) is not None:
@@ -95,7 +95,7 @@ def train_message(
 ) -> tuple[Message, Context]:
     """A train message for this model, with a constant control variate at the server.
 
-    As after the first round, it says how the model is laid out.
+    As after the first round, it has the layout of the model.
     """
     TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
     arrays = ArrayRecord(dict(model.state_dict()))

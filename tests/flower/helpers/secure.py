@@ -76,8 +76,8 @@ def at_stage(stage: str, fault: Fault) -> Fault:
     """A fault in one stage of the protocol only."""
 
     def sometimes(message: Message, answer: Answer) -> Message | None:
-        told = message.content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
-        return fault(message, answer) if told.get("stage") == stage else answer()
+        record = message.content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
+        return fault(message, answer) if record.get("stage") == stage else answer()
 
     return sometimes
 
