@@ -78,3 +78,21 @@ def test_renamed_collectives_warn() -> None:
         assert rank.gather(3) == [3]
     with pytest.warns(DeprecationWarning, match=r"use Ranks\.compute_on_first"):
         assert rank.first(lambda: 3) == 3
+
+
+def test_renamed_functions_and_arguments_of_flower_warn() -> None:
+    flower = pytest.importorskip("fedexp.flower")
+    for old, new in {
+        "identify": "report_client_id",
+        "planned": "simulated_train",
+        "planned_evaluate": "simulated_evaluate",
+    }.items():
+        with pytest.warns(DeprecationWarning, match=rf"flower\.{old} is .* fedexp\.flower\.{new}"):
+            assert getattr(flower, old) is getattr(flower, new)
+    for strategy, options in (
+        (flower.FedExP, {}),
+        (flower.RuleStrategy, {"algorithm": fx.fedavg()}),
+    ):
+        with pytest.warns(DeprecationWarning, match=r"identify=...\) .* query_client_ids="):
+            made = strategy(identify=True, **options)
+        assert made.settings.query_client_ids is True

@@ -9,7 +9,7 @@ import numpy as np
 from flwr.app import Message, RecordDict
 from flwr.supercore.task_identity import TaskIdentity
 
-from tests.flower.plain_app import DIM
+from tests.flower.helpers.plain_app import DIM
 from tests.fuzz.hostile import mutated
 
 TYPES = ["<f4", ">f4", "<f8", "<f2", "g", "<i8", "?", "<U3", "<c8", "|V4", "M8[s]", "|S2"]

@@ -12,15 +12,15 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.message_pb2 import Message
 
 import fedexp as fx
 from fedexp.flower.client_state import ClientStore
-from fedexp.flower.gather import gather
-from fedexp.flower.replies import Reader, mean_of_evaluations
+from fedexp.flower.metrics import aggregate_evaluations
+from fedexp.flower.replies import ReplyReader, aggregate_replies
 from fedexp.flower.request import EXTRAS
 from fedexp.flower.server import Server
-from tests.flower.plain_app import DIM, first_model
+from tests.flower.helpers.plain_app import DIM, first_model
 from tests.fuzz.flower_messages import FLOATS, message_to_client, random_array_bytes
 from tests.fuzz.hostile import fuzz, harmless, mutated
 
@@ -53,17 +53,18 @@ def hostile_reply(draw: Random, request: Message) -> Message:
     return Message(content, reply_to=request)
 
 
-def readers() -> list[Reader]:
+def readers() -> list[ReplyReader]:
     made = []
     for algorithm in (fx.fedexp(), fx.scaffold()):
         server = Server(algorithm, first_model())
         made += [
-            Reader(server, "arrays", "num-examples", how) for how in ("uniform", "num-examples")
+            ReplyReader(server, "arrays", "num-examples", how)
+            for how in ("uniform", "num-examples")
         ]
     return made
 
 
-def extras_name(reader: Reader) -> str | None:
+def extras_name(reader: ReplyReader) -> str | None:
     return reader.extras[0] if reader.extras else None
 
 
@@ -77,11 +78,11 @@ def test_replies(draw: Random) -> None:
             {name: Array("f", (DIM,), "numpy.ndarray", random_array_bytes(draw))}
         )
     with np.errstate(all="ignore"):
-        gathered = harmless(lambda: gather([reply], reader))
+        gathered = harmless(lambda: aggregate_replies([reply], reader))
         assert not isinstance(gathered, str), gathered
         assert bool(gathered.aggregate.update.isfinite().all())
         assert len(gathered.accepted) + gathered.dropped == 1
-        evaluated = harmless(lambda: mean_of_evaluations([reply], "num-examples", None))
+        evaluated = harmless(lambda: aggregate_evaluations([reply], "num-examples", None))
     assert evaluated is None or isinstance(evaluated, MetricRecord)
 
 
@@ -92,12 +93,12 @@ def test_replies_whose_bytes_are_damaged(draw: Random) -> None:
     reply = hostile_reply(draw, message_to_client())
     data = mutated(draw, message_to_proto(reply).SerializeToString())
     try:
-        carried = message_from_proto(ProtoMessage.FromString(data))
+        carried = message_from_proto(Message.FromString(data))
     except Exception:
         return  # refused by Flower
     if carried.has_content():
         with np.errstate(all="ignore"):
-            gathered = harmless(lambda: gather([carried], reader))
+            gathered = harmless(lambda: aggregate_replies([carried], reader))
         assert not isinstance(gathered, str), gathered
 
 
@@ -110,7 +111,7 @@ def test_an_extra_of_any_precision_and_byte_order_is_read(kind: str) -> None:
     extra = Array(kind, (DIM,), "numpy.ndarray", buffer.getvalue())
     content = RecordDict({"arrays": first_model(), "metrics": MetricRecord({"num-examples": 1})})
     content[EXTRAS] = ArrayRecord({reader.extras[0]: extra})
-    gathered = gather([Message(content, reply_to=message_to_client())], reader)
+    gathered = aggregate_replies([Message(content, reply_to=message_to_client())], reader)
     assert gathered.aggregate.extras[reader.extras[0]].tolist() == [0.5] * DIM
 
 

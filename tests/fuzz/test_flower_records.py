@@ -24,21 +24,20 @@ from flwr.app import (
 )
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
 from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message as ProtoMessage
+from flwr.proto.message_pb2 import Message
 from torch import nn
 
 import fedexp as fx
-from fedexp.flower.gather import Gathered, gather
 from fedexp.flower.layout import apparent_ties
-from fedexp.flower.local_privacy import FILE, FOLDER, Budget, open_ledger
-from fedexp.flower.replies import Reader
-from fedexp.flower.request import ABOUT, SHARED, Request
+from fedexp.flower.privacy import FILE, FOLDER, Budget, open_ledger
+from fedexp.flower.replies import AggregatedReplies, ReplyReader, aggregate_replies
+from fedexp.flower.request import BROADCAST, REPLY_INFO, TrainRequest
 from fedexp.flower.secure_payload import SecureAggregation
 from fedexp.flower.secure_round import StageGrid
 from fedexp.flower.server import Server
 from fedexp.privacy import BudgetSpentError, Release
-from tests.flower.fake_grid import Answer, FakeGrid, Fault
-from tests.flower.secure_helpers import app_of, at_stage, random_updates, secure_round, server_of
+from tests.flower.helpers.fake_grid import Answer, FakeGrid, Fault
+from tests.flower.helpers.secure import app_of, at_stage, random_updates, secure_round, server_of
 from tests.fuzz.flower_messages import message_to_client, random_array_bytes
 from tests.fuzz.hostile import forged, fuzz, harmless, mutated
 
@@ -120,7 +119,7 @@ def reply_about(draw: Random) -> Message:
         )
     content = RecordDict({"arrays": model_record(draw), "m": MetricRecord({"num-examples": 2})})
     if draw.random() < 0.7:
-        content[ABOUT] = ConfigRecord(layout_record(draw))
+        content[REPLY_INFO] = ConfigRecord(layout_record(draw))
     return Message(content, reply_to=message_to_client())
 
 
@@ -130,11 +129,11 @@ def test_replies_with_a_model_layout(draw: Random) -> None:
     arrays = ArrayRecord({name: Array(value) for name, value in ARRAYS.items()})
     server = Server(draw.choice([fx.fedexp(), fx.fedadam()]), arrays, None, apparent_ties(arrays))
     parts = draw.choice([{"buffers", "tied"}, {"tied"}, set[str]()])
-    reader = Reader(server, "arrays", "num-examples", "uniform", None, parts)
+    reader = ReplyReader(server, "arrays", "num-examples", "uniform", None, parts)
     some = [reply_about(draw) for _ in range(draw.randint(1, 5))]
     with np.errstate(all="ignore"):
-        gathered = harmless(lambda: gather(some, reader))
-    assert isinstance(gathered, Gathered), gathered
+        gathered = harmless(lambda: aggregate_replies(some, reader))
+    assert isinstance(gathered, AggregatedReplies), gathered
     assert len(gathered.accepted) + gathered.dropped + len(gathered.unanswered) == len(some)
     assert bool(gathered.aggregate.update.isfinite().all())
     assert {slot.name for slot in server.layout.slots} == ARRAYS.keys()
@@ -152,14 +151,14 @@ def test_requests_with_a_model_layout(
     message.content.update({"arrays": model_record(draw), "config": ConfigRecord(config)})
     if draw.random() < 0.5:
         sent = {"control": Array("float32", (8,), "numpy.ndarray", random_array_bytes(draw, (8,)))}
-        message.content[SHARED] = ArrayRecord(sent)
+        message.content[BROADCAST] = ArrayRecord(sent)
         message.content.config_records["config"]["fedexp.client"] = "scaffold"
     home: dict[str, Any] = {"fedexp-state": str(tmp_path_factory.getbasetemp() / "requests")}
     context = Context(1, 1, home, RecordDict(), {})
     model = draw.choice([MODEL, None])
     with np.errstate(all="ignore"):
-        found = harmless(lambda: Request.of(message, context, model))
-    assert isinstance(found, str | Request)
+        found = harmless(lambda: TrainRequest.of(message, context, model))
+    assert isinstance(found, str | TrainRequest)
 
 
 def damage_stage(draw: Random, content: RecordDict) -> None:
@@ -227,8 +226,7 @@ def stages() -> Stages:
 def test_replies_in_the_stages_of_secure_aggregation(stages: Stages, draw: Random) -> None:
     """A reply is passed to Flower's workflow, or its client drops out."""
     sent, reply = (
-        message_from_proto(ProtoMessage.FromString(data))
-        for data in stages[draw.choice(Stage.all())]
+        message_from_proto(Message.FromString(data)) for data in stages[draw.choice(Stage.all())]
     )
     app: Any = lambda message, _: Message(reply.content, reply_to=message)  # noqa: E731
     grid = FakeGrid(app, 1)
@@ -248,7 +246,7 @@ def test_rounds_of_secure_aggregation(draw: Random) -> None:
     server = server_of(8)
     with np.errstate(all="ignore"):
         found = harmless(lambda: secure_round(server, grid, SECURE))
-    assert isinstance(found, Gathered), found
+    assert isinstance(found, AggregatedReplies), found
     assert bool(found.aggregate.update.isfinite().all())
     assert np.isfinite(float(found.aggregate.sq_norm))
     server.step(found.aggregate, 4)

@@ -1,69 +1,41 @@
-"""Privacy through a strategy: clip and noise at a trusted server, or at the clients themselves."""
+"""Central privacy through a strategy: clip, noise, charges, and the cohorts they assume."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from numpy.typing import NDArray
 
 from fedexp.errors import DivergedError, UsageError
-from fedexp.flower import FedAvg, FedExP, RuleStrategy, ScaffoldExP, identify, local_privacy
+from fedexp.flower import FedAvg, FedExP, ScaffoldExP, local_privacy, report_client_id
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.training import NoRepliesError
+from fedexp.flower.run import NoRepliesError
 from fedexp.privacy import CentralPrivacy, LocalPrivacy, Release, composed_epsilon, epsilon
-from tests.flower.fake_grid import FakeGrid, only, replies, silent
-from tests.flower.plain_app import first_model as model_with_buffers
-from tests.flower.plain_app import plain_app
+from tests.flower.helpers.fake_grid import FakeGrid, only, replies, silent
+from tests.flower.helpers.plain_app import first_model as model_with_buffers
+from tests.flower.helpers.plain_app import plain_app
+from tests.flower.helpers.private import (
+    NODES,
+    app,
+    metrics_of,
+    model,
+    strategy,
+    update,
+    weights,
+)
 
-DIM, NODES = 400, 30
 pytestmark = pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
-
-
-def model() -> ArrayRecord:
-    return ArrayRecord({"w": Array(np.zeros(DIM, np.float32)), "n": Array(np.array(3))})
-
-
-def update(client: int) -> NDArray[Any]:
-    """Of norm 1, with a part that all clients share."""
-    own = np.random.default_rng(client).normal(size=DIM)
-    own[0] = 0.4 * math.sqrt(DIM)
-    return (own / np.linalg.norm(own)).astype(np.float32)
-
-
-def app(mods: list[Any] | None = None, scale: float = 1.0) -> ClientApp:
-    """Each client moves by its own vector, whatever it is sent."""
-    made = ClientApp(mods=mods)
-
-    @made.train()
-    def train(message: Message, context: Context) -> Message:
-        client = int(context.node_config["partition-id"])
-        moved = message.content.array_records["arrays"]["w"].numpy() - scale * update(client)
-        arrays = ArrayRecord({"w": Array(moved), "n": Array(np.array(99))})
-        metrics = MetricRecord({"num-examples": 10 * client + 1, "train_loss": float(client)})
-        return Message(RecordDict({"arrays": arrays, "metrics": metrics}), reply_to=message)
-
-    return made
-
-
-def metrics_of(strategy: RuleStrategy, grid: FakeGrid, rounds: int = 1) -> list[Any]:
-    result = strategy.start(grid, model(), rounds)
-    return [result.train_metrics_clientapp[k] for k in range(1, rounds + 1)]
 
 
 def central(z: float, **options: Any) -> CentralPrivacy:
     return CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=z, noise_seed=0, **options)
-
-
-def strategy(rule: Callable[..., RuleStrategy] = FedExP, **options: Any) -> RuleStrategy:
-    return rule(fraction_evaluate=0.0, **options)
 
 
 def test_with_hardly_any_noise_it_is_the_plain_strategy() -> None:
@@ -74,7 +46,7 @@ def test_with_hardly_any_noise_it_is_the_plain_strategy() -> None:
         assert other["server_lr"] == pytest.approx(one["server_lr"], rel=1e-3)
 
 
-def test_metrics_tell_the_cost_and_nothing_exact_of_a_client() -> None:
+def test_metrics_have_the_cost_and_nothing_exact_of_a_client() -> None:
     rows = metrics_of(strategy(privacy=central(2.0)), FakeGrid(app(), NODES), 3)
     assert [row["epsilon"] for row in rows] == [epsilon(2.0, k, 1e-5) for k in (1, 2, 3)]
     assert all(row["delta"] == 1e-5 and 0 < row["noise_share"] <= 1 for row in rows)
@@ -83,19 +55,19 @@ def test_metrics_tell_the_cost_and_nothing_exact_of_a_client() -> None:
     assert "train_loss" in plain[0]
 
 
-def test_a_client_that_shouts_is_heard_like_the_others() -> None:
+def test_a_client_with_a_huge_update_counts_like_any_other() -> None:
     def shout(content: RecordDict) -> None:
         loud = -1e6 * update(0)
         content["arrays"] = ArrayRecord({"w": Array(loud), "n": Array(np.array(3))})
 
     grid = FakeGrid(app(), NODES, faults={0: replies(shout)})
-    quiet = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1e-6, noise_seed=0)
-    moved = ndarrays(strategy(FedAvg, privacy=quiet).start(grid, model(), 1).arrays)["w"]
+    low_noise = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1e-6, noise_seed=0)
+    moved = ndarrays(strategy(FedAvg, privacy=low_noise).start(grid, model(), 1).arrays)["w"]
     honest = -np.mean([update(k) for k in range(NODES)], axis=0)
     np.testing.assert_allclose(moved, honest, atol=1e-6)
 
 
-def test_who_does_not_answer_does_not_shrink_the_denominator() -> None:
+def test_missing_replies_do_not_shrink_the_denominator() -> None:
     """The cohort of 30 stays the divisor when two thirds send nothing usable."""
 
     def empty(content: RecordDict) -> None:
@@ -113,10 +85,6 @@ def test_secret_cohorts_are_not_those_of_the_seed() -> None:
     assert len({row["clients"] for row in rows}) > 1
     expected = epsilon(1.0, 6, 1e-5, sampling="poisson", clients=NODES, cohort=15)
     assert rows[-1]["epsilon"] == expected
-
-
-def weights(arrays: ArrayRecord) -> NDArray[Any]:
-    return ndarrays(arrays)["w"].copy()
 
 
 def set_online(grid: FakeGrid, count: int) -> None:
@@ -177,7 +145,7 @@ def test_nodes_that_join_do_not_lengthen_the_steps(
     assert "capped at 10 of 100" in caplog.text
 
 
-def test_coins_are_rarer_when_nodes_join_and_charged_as_they_fall() -> None:
+def test_poisson_probability_falls_when_nodes_join_and_is_charged_so() -> None:
     """5 of 10 clients on average, then 5 of 100."""
     grid = FakeGrid(app(), 100)
     set_online(grid, 10)
@@ -192,7 +160,7 @@ def test_coins_are_rarer_when_nodes_join_and_charged_as_they_fall() -> None:
     assert np.mean([rows[round]["clients"] for round in range(3, 13)]) < 12
 
 
-def test_a_cohort_of_nobody_is_noised_and_charged() -> None:
+def test_an_empty_cohort_is_noised_and_charged() -> None:
     """N = 10, M = 1: about a third of the cohorts are empty, and no model shows which."""
     seen: list[NDArray[Any]] = []
     coins = central(2.0, sampling="poisson", cohort=1)
@@ -232,7 +200,7 @@ def test_a_round_without_a_usable_reply_is_noised_and_charged() -> None:
 def test_a_client_of_two_nodes_is_drawn_once() -> None:
     """For a minute Flower lists a node that was restarted twice; its sensitivity is not double."""
     named = app()
-    identify(named)
+    report_client_id(named)
     grid = FakeGrid(named, [{"partition-id": k} for k in (0, 1, 2, 2)])
     (row,) = metrics_of(strategy(FedAvg, privacy=central(1.0)), grid)
     assert row["clients"] == 3
@@ -240,11 +208,11 @@ def test_a_client_of_two_nodes_is_drawn_once() -> None:
 
 def test_a_secret_cohort_depends_on_nothing_but_its_draw() -> None:
     """A node that was silent is passed over next time, but not where the draw is to be secret."""
-    for sampling, asked in (("known", 1), ("fixed", 2)):
+    for sampling, expected in (("known", 1), ("fixed", 2)):
         grid = FakeGrid(app(), 3, faults={1: only(silent)})
         private = strategy(FedAvg, privacy=central(1.0, sampling=sampling))
         private.start(grid, model(), 2, timeout=0.2)
-        assert grid.sent.count(("train", 1)) == asked
+        assert grid.sent.count(("train", 1)) == expected
 
 
 class Greedy(FedAvg):
@@ -261,13 +229,13 @@ def test_replies_beyond_the_cohort_that_was_drawn_are_refused() -> None:
         strategy(Greedy, privacy=central(1.0)).start(FakeGrid(app(), 3), model(), 1)
     private, grid = strategy(FedAvg, privacy=central(1.0)), FakeGrid(app(), 3)
     private.start(grid, model(), 1)
-    before = weights(private.training.server.output()) if private.training else None
+    before = weights(private.run.server.output()) if private.run else None
     content = RecordDict({"arrays": model(), "config": ConfigRecord()})
-    asked = [Message(content, node, "train") for node in grid.get_node_ids()]
+    messages = [Message(content, node, "train") for node in grid.get_node_ids()]
     with pytest.raises(UsageError, match="once for every aggregate_train"):
-        private.aggregate_train(2, grid.send_and_receive(asked))
-    assert private.training is not None
-    np.testing.assert_array_equal(weights(private.training.server.output()), before)
+        private.aggregate_train(2, grid.send_and_receive(messages))
+    assert private.run is not None
+    np.testing.assert_array_equal(weights(private.run.server.output()), before)
 
 
 def test_a_run_stops_before_its_epsilon_is_exceeded(tmp_path: Path) -> None:
@@ -292,15 +260,15 @@ def test_a_run_stops_before_its_epsilon_is_exceeded(tmp_path: Path) -> None:
     result = run()
     assert lost == 2
     assert sorted(result.train_metrics_clientapp) == [1, 2]
-    kept = json.loads((tmp_path / "run" / "checkpoint-releases.json").read_bytes())["releases"]
-    assert sum(row["count"] for row in kept) == 4
-    z = kept[0]["noise_multiplier"]
+    stored = json.loads((tmp_path / "run" / "checkpoint-releases.json").read_bytes())["releases"]
+    assert sum(row["count"] for row in stored) == 4
+    z = stored[0]["noise_multiplier"]
     assert epsilon(z, 4, 1e-5) == pytest.approx(2.0)
     assert epsilon(z, 9, 1e-5) == pytest.approx(3.16, abs=0.01)
     assert sorted(run().train_metrics_clientapp) == [1, 2]  # the run is over
 
 
-def test_a_run_whose_first_round_used_up_its_epsilon_returns_the_first_model(
+def test_a_run_whose_first_round_used_up_its_epsilon_returns_the_initial_model(
     tmp_path: Path,
 ) -> None:
     def look(round: int, arrays: ArrayRecord) -> None:
@@ -317,7 +285,7 @@ def test_a_run_whose_first_round_used_up_its_epsilon_returns_the_first_model(
     np.testing.assert_array_equal(weights(run().arrays), 0.0)
 
 
-def test_a_run_ends_early_where_nodes_leave_and_rounds_become_dearer(
+def test_a_run_ends_early_where_nodes_leave_and_rounds_cost_more(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Planned for 10 of 100 clients; from round 3 on all 10 that are left take part."""
@@ -353,13 +321,13 @@ def test_a_run_whose_account_is_lost_is_not_resumed(tmp_path: Path, damage: byte
         account.unlink()
     else:
         account.write_bytes(damage)
-    with pytest.raises(UsageError, match="begin again in another folder"):
+    with pytest.raises(UsageError, match="start over in another folder"):
         run()
 
 
 def test_a_run_that_died_is_charged_for_what_it_may_have_shown(tmp_path: Path) -> None:
     """Round 2 was released and lost: the resumed run makes it again, with other noise, and pays."""
-    asked = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0)
+    privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0)
     seen: list[NDArray[Any]] = []
 
     def look(round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -370,7 +338,7 @@ def test_a_run_that_died_is_charged_for_what_it_may_have_shown(tmp_path: Path) -
         return MetricRecord({"round": round})
 
     def run() -> Any:
-        private = strategy(FedAvg, privacy=asked, checkpoint=tmp_path / "run")
+        private = strategy(FedAvg, privacy=privacy, checkpoint=tmp_path / "run")
         return private.start(FakeGrid(app(), NODES), model(), 3, evaluate_fn=look)
 
     with pytest.raises(KeyboardInterrupt):
@@ -407,8 +375,8 @@ def test_a_subclass_cannot_release_means_without_noise(steps_first: bool, tmp_pa
             evaluate_fn=lambda round, arrays: seen.append(weights(arrays)),
         )
     assert [value.any() for value in seen] == [False]  # the first model, and no other
-    assert made.training is not None
-    assert made.training.ledger.count == steps_first
+    assert made.run is not None
+    assert made.run.ledger.count == steps_first
     assert released(tmp_path / "run") == steps_first
 
 
@@ -426,7 +394,7 @@ def released(folder: Path) -> int:
     return sum(row["count"] for row in json.loads(path.read_bytes())["releases"])
 
 
-def test_a_first_round_that_ends_in_an_error_is_not_forgotten(tmp_path: Path) -> None:
+def test_a_first_round_that_ends_in_an_error_stays_charged(tmp_path: Path) -> None:
     """The folder of a run without rounds was removed after a mistake, and its account with it."""
 
     def mistaken(round: int, arrays: ArrayRecord) -> None:
@@ -446,7 +414,7 @@ def test_a_first_round_that_ends_in_an_error_is_not_forgotten(tmp_path: Path) ->
     assert not (tmp_path / "other").exists()
 
 
-def test_a_run_that_diverged_gets_no_budget_back(tmp_path: Path) -> None:
+def test_a_diverged_run_gets_no_budget_back(tmp_path: Path) -> None:
     """Every start repeats rounds, from an earlier checkpoint the third time, and pays for each."""
 
     def diverges(round: int, arrays: ArrayRecord) -> MetricRecord:
@@ -495,96 +463,3 @@ def test_what_is_not_covered_is_refused(
             rule(privacy=privacy, fraction_evaluate=0.0, **options).start(
                 FakeGrid(plain_app(), 3), arrays, 1
             )
-
-
-def local(**options: Any) -> LocalPrivacy:
-    return LocalPrivacy(
-        **{"clip": 1.0, "delta": 1e-5, "noise_multiplier": 0.2, "noise_seed": 0, **options}
-    )
-
-
-def caught(grid: FakeGrid) -> list[Message]:
-    """What reaches the server from now on."""
-    seen: list[Message] = []
-
-    def tap(message: Message) -> None:
-        if message.metadata.reply_to_message_id and message.metadata.message_type == "train":
-            seen.append(message)
-
-    grid.taps.append(tap)
-    return seen
-
-
-def test_only_a_clipped_and_noised_update_leaves_the_client() -> None:
-    grid = FakeGrid(app([local_privacy(local())], scale=5.0), NODES)
-    arrived = caught(grid)
-    strategy(privacy=local()).start(grid, model(), 1)
-    assert len(arrived) == NODES
-    noise = []
-    for message in arrived:
-        (metrics,) = message.content.metric_records.values()
-        assert dict(metrics) == {"num-examples": 1}
-        (arrays,) = (ndarrays(record) for record in message.content.array_records.values())
-        assert arrays["n"] == 3
-        noise.append(-arrays["w"] - update(grid.position(message.metadata.src_node_id)))
-    drawn = np.stack(noise)
-    assert drawn.std() == pytest.approx(0.2, rel=4 / math.sqrt(2 * drawn.size))
-    assert np.abs(np.corrcoef(drawn) - np.eye(NODES)).max() < 5 / math.sqrt(DIM)
-
-
-def test_the_server_takes_the_noise_off_the_step_size() -> None:
-    plain = metrics_of(strategy(), FakeGrid(app(), NODES))[0]
-    grid = FakeGrid(app([local_privacy(local())]), NODES)
-    naive = metrics_of(strategy(), grid)[0]
-    corrected = metrics_of(strategy(privacy=local()), grid)[0]
-    assert naive["mean_sq_norm"] > 10 * plain["mean_sq_norm"]
-    assert corrected["mean_sq_norm"] <= plain["mean_sq_norm"] * 1.001
-    assert corrected["server_lr"] < plain["server_lr"] < naive["server_lr"]
-    assert corrected["epsilon"] == pytest.approx(epsilon(0.1, 1, 1e-5))
-
-
-def test_clients_answer_no_server_that_reckons_with_other_noise() -> None:
-    grid = FakeGrid(app([local_privacy(local())]), 3)
-    row = metrics_of(strategy(privacy=local(noise_multiplier=0.1)), grid)[0]
-    assert (row["clients"], row["dropped"]) == (0, 3)
-
-
-def test_clients_stop_when_their_budget_is_spent() -> None:
-    grid = FakeGrid(app([local_privacy(local(rounds=2))]), 3)
-    rows = metrics_of(strategy(privacy=local()), grid, 3)
-    assert [row["clients"] for row in rows] == [3, 3, 0]
-
-
-def test_an_update_that_is_not_finite_says_nothing() -> None:
-    grid = FakeGrid(app([local_privacy(local())], scale=math.nan), 3)
-    arrived = caught(grid)
-    row = metrics_of(strategy(privacy=local()), grid)[0]
-    assert row["clients"] == 3
-    assert all(np.isfinite(ndarrays(m.content.array_records["arrays"])["w"]).all() for m in arrived)
-
-
-def test_a_client_answers_no_evaluation() -> None:
-    """What it measures would be exact, whatever the server promised."""
-    private = app([local_privacy(local())])
-
-    @private.evaluate()
-    def evaluate(message: Message, context: Context) -> Message:
-        metrics = MetricRecord({"loss": 0.123, "num-examples": 7})
-        return Message(RecordDict({"metrics": metrics}), reply_to=message)
-
-    grid = FakeGrid(private, 3)
-    content = RecordDict({"arrays": model(), "config": ConfigRecord()})
-    asked = [Message(content, node, "evaluate") for node in grid.get_node_ids()]
-    answers = list(grid.send_and_receive(asked))
-    assert all("fraction_evaluate=0.0" in str(reply.error.reason) for reply in answers)
-
-
-def test_a_model_with_batchnorm_is_refused_at_the_client() -> None:
-    plain = plain_app()
-    private = ClientApp(mods=[local_privacy(local())])
-    private.train()(lambda message, context: plain(message, context))
-    grid = FakeGrid(private, 3)
-    arrived = caught(grid)
-    FedExP(fraction_evaluate=0.0).start(grid, model_with_buffers(), 1)
-    assert all("running_mean would leave" in str(message.error.reason) for message in arrived)
-    assert len(arrived) == 3

@@ -1,4 +1,4 @@
-"""A ClientApp that knows nothing of fedexp: each client goes half way to a point of its own."""
+"""A ClientApp without fedexp: each client moves half way to a target of its own."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Strategies with `secure=`: the simulator's numbers, by sums alone."""
+"""Runs with secure aggregation: the simulator's numbers, drop-outs and resuming."""
 
 from __future__ import annotations
 
-import logging
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,16 @@ from fedexp.flower import (
     FedExP,
     RuleStrategy,
     SecureAggregation,
-    identify,
     initial_arrays,
-    planned,
+    report_client_id,
     secure_mod,
+    simulated_train,
 )
 from fedexp.flower.simulated_client import to_arrays
 from fedexp.runs import load_run
 from fedexp.tasks import Task
-from tests.flower.fake_grid import Answer, FakeGrid, raises
-from tests.flower.secure_helpers import at_stage
+from tests.flower.helpers.fake_grid import Answer, FakeGrid, raises
+from tests.flower.helpers.secure import at_stage
 from tests.helpers.problems import classes_task, least_squares
 
 SECURE = SecureAggregation(clip=20.0, extras_bound=20.0)
@@ -37,8 +36,8 @@ SECURE = SecureAggregation(clip=20.0, extras_bound=20.0)
 def grid_of(task: Task, seed: int = 0) -> FakeGrid:
     """One line more than a plain app: the mod."""
     app = ClientApp(mods=[secure_mod])
-    app.train()(planned(task, seed=seed))
-    identify(app)
+    app.train()(simulated_train(task, seed=seed))
+    report_client_id(app)
     return FakeGrid(app, task.train.clients)
 
 
@@ -74,7 +73,7 @@ def test_a_secure_run_is_the_simulators(
         assert torch.allclose(ours, theirs, rtol=1e-4, atol=2e-5), name
 
 
-def test_a_run_goes_on_when_clients_drop_out_and_says_how_many(tmp_path: Path) -> None:
+def test_a_run_continues_when_clients_drop_out_and_counts_them(tmp_path: Path) -> None:
     task = classes_task(sizes=(10, 6, 14, 7, 8))
     grid = grid_of(task)
     grid.nodes[1].fault = at_stage(Stage.SHARE_KEYS, raises)
@@ -86,11 +85,11 @@ def test_a_run_goes_on_when_clients_drop_out_and_says_how_many(tmp_path: Path) -
 def test_a_client_without_which_no_sum_is_possible_is_not_passed_over() -> None:
     """It was silent once, and of three a sum needs all: the next round asks it again."""
     task = least_squares(clients=3)
-    grid, heard = grid_of(task), list[Message]()
+    grid, received = grid_of(task), list[Message]()
 
     def silent_once(message: Message, answer: Answer) -> Message | None:
-        heard.append(message)
-        return answer() if heard[0].metadata.message_id != message.metadata.message_id else None
+        received.append(message)
+        return answer() if received[0].metadata.message_id != message.metadata.message_id else None
 
     grid.nodes[1].fault = silent_once
     strategy = FedExP(fraction_evaluate=0.0, secure=SECURE)
@@ -143,20 +142,12 @@ def test_what_a_secure_sum_cannot_do_is_refused_before_anybody_trains() -> None:
         run(FedAvg(secure=SECURE, weighting="num-examples"), task, grid)
     with pytest.raises(UsageError, match="set extras_bound"):
         run(FedAvg(secure=SecureAggregation(clip=1.0)), task, grid)
-    with pytest.raises(UsageError, match="needs at least 3 clients a round"):
+    with pytest.raises(UsageError, match="needs at least 3 clients per round"):
         run(FedAvg(fraction_train=0.5, secure=SECURE), task, grid)
     assert "train" not in {kind for kind, _ in grid.sent}
 
 
-def test_a_server_that_would_see_evaluations_is_warned(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING, "flwr"):
-        FedExP(fraction_evaluate=0.0, secure=SECURE)
-        assert "in the clear" not in caplog.text
-        FedExP(secure=SECURE)
-    assert "in the clear, its number of examples too; set fraction_evaluate=0.0" in caplog.text
-
-
-def test_a_client_without_the_mod_is_dropped_and_tells_nothing() -> None:
+def test_a_client_without_the_mod_is_dropped_and_reveals_nothing() -> None:
     task = least_squares(clients=4)
     app = ClientApp()
     trained: list[int] = []
@@ -164,8 +155,8 @@ def test_a_client_without_the_mod_is_dropped_and_tells_nothing() -> None:
     @app.train()
     def train(message: Message, context: Context) -> Message:
         trained.append(1)
-        return planned(task)(message, context)
+        return simulated_train(task)(message, context)
 
     with pytest.raises(FedExPError, match="no usable reply"):
         run(FedExP(fraction_evaluate=0.0, secure=SECURE), task, FakeGrid(app, 4))
-    assert len(trained) == 3 * 4  # asked for their keys only: no model was with the question
+    assert len(trained) == 3 * 4  # only their keys were requested: no model was sent

@@ -13,11 +13,11 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 
 from fedexp import Aggregate, Algorithm, fedexp
 from fedexp.flower import Server
-from fedexp.flower.gather import Gathered
+from fedexp.flower.replies import AggregatedReplies
 from fedexp.flower.secure_client import secure_mod
 from fedexp.flower.secure_payload import SecureAggregation
-from fedexp.flower.secure_round import secure_gather
-from tests.flower.fake_grid import Answer, FakeGrid, Fault
+from fedexp.flower.secure_round import secure_aggregate
+from tests.flower.helpers.fake_grid import Answer, FakeGrid, Fault
 
 Update = Callable[[int, int], np.ndarray]
 
@@ -56,14 +56,16 @@ def server_of(dim: int, algorithm: Algorithm | None = None) -> Server:
 
 def secure_round(
     server: Server, grid: FakeGrid, secure: SecureAggregation, round: int = 1, timeout: float = 60
-) -> Gathered:
+) -> AggregatedReplies:
     config = ConfigRecord({"server-round": round})
     content = RecordDict({"arrays": server.model(), "config": config})  # one for all, as strategies
     messages = [
         Message(content=content, message_type="train", dst_node_id=node, group_id=str(round))
         for node in grid.get_node_ids()
     ]
-    return secure_gather(secure, server, grid, messages, key="arrays", round=round, timeout=timeout)
+    return secure_aggregate(
+        secure, server, grid, messages, key="arrays", round=round, timeout=timeout
+    )
 
 
 def plain_sums(update: Update, clients: list[int], round: int = 1) -> Aggregate:
@@ -74,8 +76,8 @@ def at_stage(stage: str, fault: Fault) -> Fault:
     """A fault in one stage of the protocol only."""
 
     def sometimes(message: Message, answer: Answer) -> Message | None:
-        told = message.content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
-        return fault(message, answer) if told.get("stage") == stage else answer()
+        record = message.content.config_records.get(RECORD_KEY_CONFIGS, ConfigRecord())
+        return fault(message, answer) if record.get("stage") == stage else answer()
 
     return sometimes
 

@@ -1,21 +1,25 @@
-"""A server as small as can be: the client side is tested against it, round by round."""
+"""A minimal server, and its train messages, for tests of the client side."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 from typing import Any
 
+import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
+from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, RecordDict
+from flwr.supercore.task_identity import TaskIdentity
+from torch import nn
 
 import fedexp as fx
 from fedexp.aggregate import Aggregate
 from fedexp.client import Prox, Scaffold
-from fedexp.flower.layout import ndarrays
-from fedexp.flower.request import EXTRAS, SHARED
+from fedexp.flower.layout import Layout, named_parts, ndarrays
+from fedexp.flower.request import BROADCAST, EXTRAS, layout_config
 from fedexp.flower.server import Server
-from tests.flower.fake_grid import FakeGrid
+from tests.flower.helpers.fake_grid import FakeGrid
 
+CONTROL = 0.25  # of every entry of the control variate in `train_message`
 NAMES = {fx.SGD: "sgd", Prox: "prox", Scaffold: "scaffold"}
 
 
@@ -42,7 +46,7 @@ class Rounds:
         self.accepted: dict[int, int] = {}
         self.replies: list[Message] = []
         self.config = {"fedexp.study": "study", **config}
-        self.tells_accepted = True
+        self.sends_accepted = True
 
     def message(self, position: int, round: int) -> Message:
         """What a node is sent."""
@@ -51,11 +55,11 @@ class Rounds:
         config.update(self.config)
         if isinstance(rule, Prox):
             config["fedexp.mu"] = rule.mu
-        if self.tells_accepted:
+        if self.sends_accepted:
             config["fedexp.accepted"] = self.accepted.get(position, 0)
         content = RecordDict({"arrays": self.server.model(), "config": config})
         if (broadcast := self.server.broadcast()) is not None:
-            content[SHARED] = broadcast
+            content[BROADCAST] = broadcast
         node = self.grid.nodes[position].node_id
         return Message(content, dst_node_id=node, message_type="train")
 
@@ -84,3 +88,22 @@ class Rounds:
             extras[name] = torch.from_numpy(value.numpy())
         rows = {name: value[None] for name, value in extras.items()}
         return Aggregate.of(delta[None], extras=rows)
+
+
+def train_message(
+    model: nn.Module, rule: str = "scaffold", **config: Any
+) -> tuple[Message, Context]:
+    """A train message for this model, with a constant control variate at the server.
+
+    As after the first round, it has the layout of the model.
+    """
+    TaskIdentity.run_id, TaskIdentity.node_id, TaskIdentity.task_id = 1, 1, 1
+    arrays = ArrayRecord(dict(model.state_dict()))
+    layout = Layout.of(arrays, *named_parts(model))
+    values: dict[str, Any] = {"server-round": 1, "fedexp.client": rule, "fedexp.mu": 0.5}
+    values |= layout_config(layout) | config
+    content = RecordDict({"arrays": arrays, "config": ConfigRecord(values)})
+    control = np.full(layout.dim, CONTROL, "float32")
+    content[BROADCAST] = ArrayRecord({"control": Array(control)})
+    message = Message(content, dst_node_id=7, message_type="train")
+    return message, Context(1, 7, {"partition-id": 0}, RecordDict(), {})

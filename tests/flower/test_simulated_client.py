@@ -1,4 +1,4 @@
-"""A planned client on Flower gives the rounds of the simulator."""
+"""A simulated client on Flower gives the rounds of the simulator."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 
 import fedexp as fx
 from fedexp.engine.plan import sample_cohort
-from fedexp.flower import central_evaluation, initial_arrays, planned, planned_evaluate
+from fedexp.flower import central_evaluation, initial_arrays, simulated_train
 from fedexp.flower.layout import Layout
-from fedexp.flower.simulated_client import Places, from_arrays, to_arrays
+from fedexp.flower.simulated_client import ParamOrder, from_arrays, to_arrays
 from fedexp.tasks import Task
-from tests.flower.fake_grid import FakeGrid
-from tests.flower.rounds import Rounds
-from tests.flower.user_app import float64_task
+from tests.flower.helpers.fake_grid import FakeGrid
+from tests.flower.helpers.rounds import Rounds
+from tests.flower.helpers.user_app import float64_task, simulated_app
 from tests.helpers.problems import classes_task, dropout_net, least_squares
 
 ALGORITHMS = [
@@ -52,15 +52,12 @@ TASKS: dict[str, Callable[[], Task]] = {
     "least squares": lambda: least_squares(clients=4),
     "dropout in float32": lambda: classes_task(dropout_net),
 }
+
+
 CASES = [(name, fx.scaffold_exp(), cohort) for name in TASKS for cohort in (None, 2)]
+
+
 CASES += [("convolution", algorithm, 2) for algorithm in ALGORITHMS]
-
-
-def app_of(task: Task, seed: int = 0) -> ClientApp:
-    app = ClientApp()
-    app.train()(planned(task, seed=seed))
-    app.evaluate()(planned_evaluate(task))
-    return app
 
 
 @pytest.mark.parametrize(("name", "algorithm", "cohort"), CASES)
@@ -68,7 +65,7 @@ def test_rounds_are_those_of_the_simulator(
     name: str, algorithm: fx.Algorithm, cohort: int | None
 ) -> None:
     task = TASKS[name]()
-    rounds = Rounds(FakeGrid(app_of(task, 3), 4), algorithm, initial_arrays(task, 3))
+    rounds = Rounds(FakeGrid(simulated_app(task, 3), 4), algorithm, initial_arrays(task, 3))
     tight = 2e-6 if name.endswith("float32") else 1e-11
     records = fx.simulate(task, algorithm, rounds=4, cohort=cohort, seed=3, engine="loop")
     for record in records:
@@ -86,7 +83,7 @@ def test_local_training_of_the_callers_choice() -> None:
     task = float64_task()
     local = replace(task.local, lr=0.02, epochs=2, weight_decay=0.1, clip_norm=0.5, lr_decay=0.9)
     app = ClientApp()
-    app.train()(planned(task, local, seed=1))
+    app.train()(simulated_train(task, local, seed=1))
     rounds = Rounds(FakeGrid(app, 4), fx.scaffold_exp(), initial_arrays(task, 1))
     for record in fx.simulate(
         task, fx.scaffold_exp(), rounds=3, seed=1, local=local, engine="loop"
@@ -106,18 +103,18 @@ def test_arrays_and_back(name: str) -> None:
     assert torch.equal(buffers.averaged, others.averaged)
     assert torch.equal(buffers.kept, others.kept)
     layout = Layout.of(arrays)
-    places, cpu = Places(task, layout), torch.device("cpu")
-    assert torch.equal(places.gather({"v": layout.flat(arrays)}, cpu)["v"], params)
-    assert torch.equal(places.gather(places.scatter({"v": params}), cpu)["v"], params)
+    order, cpu = ParamOrder(task, layout), torch.device("cpu")
+    assert torch.equal(order.gather({"v": layout.flat(arrays)}, cpu)["v"], params)
+    assert torch.equal(order.gather(order.scatter({"v": params}), cpu)["v"], params)
 
 
 def test_evaluation_on_clients_and_at_the_server() -> None:
     task = classes_task()
     params, buffers = task.objective.initial(0)
     arrays = initial_arrays(task)
-    told = central_evaluation(task)(1, arrays)
-    assert dict(told) == pytest.approx(task.evaluate(params, buffers))
-    grid = FakeGrid(app_of(task), 4)
+    central = central_evaluation(task)(1, arrays)
+    assert dict(central) == pytest.approx(task.evaluate(params, buffers))
+    grid = FakeGrid(simulated_app(task), 4)
     replies = grid.send_and_receive(
         Message(RecordDict({"arrays": arrays}), dst_node_id=n.node_id, message_type="evaluate")
         for n in grid.nodes
@@ -125,7 +122,7 @@ def test_evaluation_on_clients_and_at_the_server() -> None:
     metrics = [reply.content.metric_records["metrics"] for reply in replies]
     assert sorted(int(str(m["num-examples"])) for m in metrics) == sorted(task.train.sizes)
     losses = [float(str(m["loss"])) for m in metrics]
-    assert sum(losses) / 4 == pytest.approx(told["train_loss"])
+    assert sum(losses) / 4 == pytest.approx(central["train_loss"])
 
 
 @pytest.mark.parametrize(
@@ -134,15 +131,15 @@ def test_evaluation_on_clients_and_at_the_server() -> None:
 )
 def test_a_node_must_know_which_client_it_is(config: dict[str, int], remedy: str) -> None:
     task = classes_task()
-    rounds = Rounds(FakeGrid(app_of(task), [config]), fx.fedexp(), initial_arrays(task))
+    rounds = Rounds(FakeGrid(simulated_app(task), [config]), fx.fedexp(), initial_arrays(task))
     with pytest.raises(AssertionError, match=remedy):
         rounds.run([0])
 
 
-def test_a_server_with_another_model_is_told() -> None:
+def test_another_model_from_the_server_is_refused() -> None:
     task = classes_task()
     rounds = Rounds(
-        FakeGrid(app_of(task), 1), fx.fedexp(), ArrayRecord(nn.Linear(2, 2).state_dict())
+        FakeGrid(simulated_app(task), 1), fx.fedexp(), ArrayRecord(nn.Linear(2, 2).state_dict())
     )
     with pytest.raises(AssertionError, match="initial_arrays of the same task"):
         rounds.run([0])

@@ -1,4 +1,4 @@
-"""The server core: the simulator's step, on arrays that travel."""
+"""The server side of an algorithm: steps, outputs, and states that must stay finite."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_a_step_is_the_rules_step() -> None:
     assert server.state.round == server.state.steps == 1
 
 
-def test_output_is_the_mean_of_two_iterates_and_training_goes_on_from_the_last() -> None:
+def test_output_is_the_mean_of_two_iterates_and_training_continues_from_the_last() -> None:
     server = Server(fedexp(eps=np.inf), arrays(0, 0))
     server.step(Aggregate.of([[1.0, 1.0]]), 1)
     assert server.output()["w"].numpy().tolist() == [-1, -1]  # not with the untrained model
@@ -53,7 +53,7 @@ def test_every_rule_reports_the_norms() -> None:
     assert metrics["diversity"] == pytest.approx(13 / 8)
 
 
-def test_shared_state_travels_for_scaffold_only() -> None:
+def test_broadcast_state_is_sent_for_scaffold_only() -> None:
     assert Server(fedexp(), arrays(1, 2)).broadcast() is None
     server = Server(scaffold_exp(), arrays(1, 2))
     psi = {"control": torch.tensor([[1.0, 2.0]])}
@@ -63,7 +63,7 @@ def test_shared_state_travels_for_scaffold_only() -> None:
     assert broadcast["control"].numpy().tolist() == [-0.25, -0.5]
 
 
-def test_a_step_that_diverges_keeps_the_state_before_it() -> None:
+def test_a_step_that_diverges_leaves_the_state_before_it() -> None:
     server = Server(fedavg(lr=1e10), arrays(0, 0))
     with pytest.raises(DivergedError, match="round 1"):
         server.step(Aggregate.of([[1.0, 1.0]]), 1)

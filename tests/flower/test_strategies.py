@@ -1,4 +1,4 @@
-"""The strategies: the simulator's numbers, FedAvg's arguments, the output model evaluated."""
+"""Strategies: the numbers of the simulator, the arguments of Flower's own, and subclasses."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 import numpy as np
 import pytest
 from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
-from flwr.clientapp import ClientApp
 from flwr.serverapp import Grid
 from flwr.serverapp.strategy import FedAdagrad, FedAdam, FedYogi, Strategy
 from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
@@ -25,23 +24,18 @@ from fedexp.flower import (
     FedAvg,
     FedAvgM,
     FedExP,
-    FedProx,
-    RuleStrategy,
     Scaffold,
-    identify,
     initial_arrays,
-    planned,
-    planned_evaluate,
 )
 from fedexp.flower.layout import ndarrays
-from fedexp.privacy import CentralPrivacy
-from fedexp.tasks import Task
-from tests.flower.fake_grid import FakeGrid
-from tests.flower.plain_app import first_model, plain_app
-from tests.flower.user_app import float64_task
+from tests.flower.helpers.fake_grid import FakeGrid
+from tests.flower.helpers.plain_app import first_model, plain_app
+from tests.flower.helpers.user_app import float64_task, simulated_app
 from tests.helpers.problems import least_squares
 
 ROUNDS = 3
+
+
 FLOWERS: dict[str, type[FlowerFedAvg]] = {
     "FedAvg": FlowerFedAvg,
     "FedAvgM": FlowerFedAvgM,
@@ -50,15 +44,6 @@ FLOWERS: dict[str, type[FlowerFedAvg]] = {
     "FedAdam": FedAdam,
     "FedYogi": FedYogi,
 }
-PRIVACY = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
-
-
-def planned_app(task: Task, seed: int = 0) -> ClientApp:
-    app = ClientApp()
-    app.train()(planned(task, seed=seed))
-    app.evaluate()(planned_evaluate(task))
-    identify(app)
-    return app
 
 
 @pytest.mark.parametrize("name", STRATEGIES)
@@ -66,16 +51,16 @@ def planned_app(task: Task, seed: int = 0) -> ClientApp:
 def test_every_strategy_gives_the_numbers_of_the_simulator(name: str, cohort: int) -> None:
     task = least_squares()
     records = list(fx.simulate(task, ALGORITHMS[name](), ROUNDS, cohort, seed=5, engine="loop"))
-    options: dict[str, Any] = {"seed": 5, "identify": True, "weighting": "uniform"}
+    options: dict[str, Any] = {"seed": 5, "query_client_ids": True, "weighting": "uniform"}
     strategy = STRATEGIES[name](cohort / 4, 0.0, min_available_nodes=4, **options)
-    grid = FakeGrid(planned_app(task, seed=5), 4)
+    grid = FakeGrid(simulated_app(task, seed=5), 4)
     result = strategy.start(grid, initial_arrays(task, seed=5), ROUNDS)
     for record in records:
-        told = result.train_metrics_clientapp[record.round]
-        assert told["server_lr"] == pytest.approx(record.server_lr, rel=1e-6)
-        assert told["clients"] == record.clients
+        metrics = result.train_metrics_clientapp[record.round]
+        assert metrics["server_lr"] == pytest.approx(record.server_lr, rel=1e-6)
+        assert metrics["clients"] == record.clients
         for metric, value in record.metrics.items():
-            assert told[metric] == pytest.approx(value, rel=1e-5)
+            assert metrics[metric] == pytest.approx(value, rel=1e-5)
     params, _ = records[-1].state.output()
     np.testing.assert_allclose(ndarrays(result.arrays)["params"], params, rtol=1e-5, atol=1e-7)
 
@@ -87,9 +72,9 @@ def test_models_with_batchnorm_and_weights_by_size(weighting: Any) -> None:
     size = "size" if weighting == "num-examples" else "uniform"
     *_, last = fx.simulate(task, fx.fedexp(), ROUNDS, weighting=size, engine="loop")  # type: ignore[arg-type]
     strategy = FedExP(fraction_evaluate=0.0, weighting=weighting)
-    result = strategy.start(FakeGrid(planned_app(task), 4), initial_arrays(task), ROUNDS)
-    told = result.train_metrics_clientapp[ROUNDS]
-    assert told["server_lr"] == pytest.approx(last.server_lr, rel=1e-9)
+    result = strategy.start(FakeGrid(simulated_app(task), 4), initial_arrays(task), ROUNDS)
+    metrics = result.train_metrics_clientapp[ROUNDS]
+    assert metrics["server_lr"] == pytest.approx(last.server_lr, rel=1e-9)
     module = task.objective.load(*last.state.output())  # type: ignore[attr-defined]
     for name, value in module.state_dict().items():
         found = ndarrays(result.arrays)[name]
@@ -105,8 +90,8 @@ def test_fedavg_is_flowers_own() -> None:
         mine, other = ndarrays(ours.arrays)[name], ndarrays(theirs.arrays)[name]
         np.testing.assert_allclose(mine, other, rtol=1e-6)
     for round in range(1, ROUNDS + 1):
-        told = ours.train_metrics_clientapp[round]
-        assert told["train_loss"] == pytest.approx(
+        metrics = ours.train_metrics_clientapp[round]
+        assert metrics["train_loss"] == pytest.approx(
             theirs.train_metrics_clientapp[round]["train_loss"]
         )
         assert ours.evaluate_metrics_clientapp[round]["loss"] == pytest.approx(
@@ -114,7 +99,7 @@ def test_fedavg_is_flowers_own() -> None:
         )
 
 
-def test_integer_arrays_are_kept_and_statistics_averaged() -> None:
+def test_integer_arrays_are_unchanged_and_statistics_averaged() -> None:
     result = FedExP(weighting="uniform").start(FakeGrid(plain_app(), 3), first_model(), 2)
     arrays = ndarrays(result.arrays)
     assert arrays["bn.num_batches_tracked"] == 0
@@ -226,42 +211,6 @@ def test_options_of_the_rules_are_taken_by_name() -> None:
     assert (strategy.fraction_train, strategy.settings.seed) == (0.5, 7)
 
 
-@pytest.mark.parametrize(
-    ("make", "says"),
-    [
-        (lambda: FedExP(epss=1.0), "did you mean eps"),
-        (lambda: FedExP(eps=-1.0), "eps must not be negative"),
-        (lambda: FedExP(weighting="size"), "weighting is uniform or num-examples"),
-        (lambda: FedExP(seed=-1), "seed must be a whole number"),
-        (lambda: FedExP(2.0), "fraction_train must lie in"),
-        (lambda: FedExP(*range(11)), "by name"),
-        (lambda: FedAvgM(*range(13)), "by name"),
-        (lambda: FedProx(*range(10), 0.1, proximal_mu=0.1), "given twice"),
-        (lambda: FedProx(mu=0.1, proximal_mu=0.1), "proximal_mu and mu are one option"),
-        (lambda: FedExP(max_norm=0.0), "max_norm must be positive"),
-        (lambda: FedExP(min_replies=0), "min_replies must be a whole number"),
-        (lambda: FedExP(tied={"a": "b"}).start(FakeGrid(plain_app()), first_model()), "tied names"),
-        (lambda: FedExP(max_empty_rounds=0), "max_empty_rounds"),
-        (lambda: FedExP(privacy=PRIVACY), "set fraction_evaluate=0.0"),
-        (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), 0), "num_rounds"),
-        (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), timeout=0), "timeout"),
-        (lambda: FedExP().aggregate_train(1, []), "no model yet"),
-    ],
-)
-def test_mistakes_are_told_in_a_line(make: Any, says: str) -> None:
-    with pytest.raises(UsageError, match=says) as told:
-        make()
-    assert "\n" not in str(told.value)
-
-
-def test_custom_client_rules_are_refused() -> None:
-    class Own(fx.ClientRule):
-        pass
-
-    with pytest.raises(UsageError, match="not Own"):
-        RuleStrategy(algorithm=fx.Algorithm(client=Own()))
-
-
 class Decaying(FedExP):
     """What people write: another config as rounds go by, and a look at the replies."""
 
@@ -290,7 +239,7 @@ def test_strategies_can_be_subclassed_as_flowers_can() -> None:
     assert strategy.seen == 3
 
 
-def test_flowers_own_loop_drives_it_too() -> None:
+def test_flowers_own_loop_works_too() -> None:
     """Whoever calls configure_train and aggregate_train himself gets the same model."""
     ours = FedExP().start(FakeGrid(plain_app(), 3), first_model(), ROUNDS)
     theirs = Strategy.start(FedExP(), FakeGrid(plain_app(), 3), first_model(), ROUNDS)

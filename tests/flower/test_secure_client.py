@@ -1,4 +1,4 @@
-"""What reaches the server in a secure round: every message is captured and searched."""
+"""Secure sums reveal nothing of one client; settings that would are refused."""
 
 from __future__ import annotations
 
@@ -15,16 +15,49 @@ from flwr.app import ConfigRecord, Context, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.clientapp.typing import ClientAppCallable
 from flwr.common import bytes_to_ndarray
-from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key
+from flwr.common.secure_aggregation.secaggplus_constants import (
+    RECORD_KEY_CONFIGS,
+    RECORD_KEY_STATE,
+    Key,
+    Stage,
+)
 from flwr.common.serde import message_from_proto, message_to_proto
 
-from fedexp.flower.secure_client import secure_mod
-from fedexp.flower.secure_payload import Payload, SecureAggregation, levels_for
-from tests.flower.fake_grid import FakeGrid
-from tests.flower.secure_helpers import app_of, random_updates, secure_round, server_of
+from fedexp.flower.secure_client import SecureMod, secure_mod
+from fedexp.flower.secure_payload import (
+    PAYLOAD,
+    Payload,
+    SecureAggregation,
+    levels_for,
+    payload_config,
+)
+from tests.flower.helpers.fake_grid import FakeGrid, healthy, raises
+from tests.flower.helpers.secure import (
+    app_of,
+    at_stage,
+    random_updates,
+    secure_round,
+    server_of,
+)
 
 CLIENTS, DIM, CLIP = 5, 400, 0.65
 UPDATE = random_updates(DIM)  # norms 0.4 to 0.8: some are clipped, some are not
+SECURE = SecureAggregation(clip=2.0)
+SETUP = {
+    Key.STAGE: Stage.SETUP,
+    Key.SAMPLE_NUMBER: 5,
+    Key.SHARE_NUMBER: 5,
+    Key.THRESHOLD: 3,
+    Key.CLIPPING_RANGE: 1.0,
+    Key.TARGET_RANGE: 2**20,
+    Key.MOD_RANGE: 2**32,
+    Key.MAX_WEIGHT: 1.0,
+}
+UNMASK = {
+    Key.STAGE: Stage.UNMASK,
+    Key.ACTIVE_NODE_ID_LIST: [1, 2, 3],
+    Key.DEAD_NODE_ID_LIST: [3, 4],
+}
 
 
 @dataclass
@@ -35,8 +68,8 @@ class Captured:
     count: float
 
     def masked(self) -> list[np.ndarray]:
-        told: list[Any] = [m.content.config_records[RECORD_KEY_CONFIGS] for m in self.messages]
-        vectors = (each[Key.MASKED_PARAMETERS] for each in told if Key.MASKED_PARAMETERS in each)
+        records: list[Any] = [m.content.config_records[RECORD_KEY_CONFIGS] for m in self.messages]
+        vectors = (each[Key.MASKED_PARAMETERS] for each in records if Key.MASKED_PARAMETERS in each)
         return [bytes_to_ndarray(data[1]) for data in vectors]
 
 
@@ -59,7 +92,7 @@ class Tap:
 
 
 def secrets() -> Iterator[float]:
-    """What must not be told of any client: its model, update and norm, clipped or not, scaled."""
+    """What must stay secret of any client: its model, update and norm, clipped or not, scaled."""
     payload = Payload(CLIP, levels_for(CLIENTS), DIM)
     for client in range(CLIENTS):
         update = UPDATE(client, 1).astype(float)
@@ -91,9 +124,9 @@ def numbers(value: Any) -> Iterator[float]:
 def leaks(captured: Captured) -> list[float]:
     """The secrets that are found: as numbers to six digits, as raw bytes, or in a text."""
     hidden = np.unique(np.abs([*secrets()]))
-    hidden = hidden[~np.isin(hidden, [0.5, 1.0])]  # of clipped clients, where they say nothing
-    told = [n for m in captured.messages if m.has_content() for n in numbers(m.content)]
-    near = np.abs(np.abs(told)[:, None] - hidden) <= 1e-6 * hidden
+    hidden = hidden[~np.isin(hidden, [0.5, 1.0])]  # of clipped clients, where they reveal nothing
+    sent = [n for m in captured.messages if m.has_content() for n in numbers(m.content)]
+    near = np.abs(np.abs(sent)[:, None] - hidden) <= 1e-6 * hidden
     raw = b"".join(message_to_proto(m).SerializeToString() for m in captured.messages)
     texts = " ".join(str(m.error.reason) for m in captured.messages if m.has_error())
     written = [f"{secret:.4g}" in texts and len(f"{secret:.4g}") > 4 for secret in hidden]
@@ -125,8 +158,8 @@ def telling(secret: str, message: Message, context: Context, call_next: ClientAp
     if "fitres.metrics" in reply.content.config_records:
         client = int(context.node_config["partition-id"])
         norm = float(np.linalg.norm(UPDATE(client, 1)))
-        told = {"norm": norm, "squared": norm**2, "clipped": min(norm, CLIP) ** 2}[secret]
-        reply.content.config_records["fitres.metrics"][secret] = told
+        leaked = {"norm": norm, "squared": norm**2, "clipped": min(norm, CLIP) ** 2}[secret]
+        reply.content.config_records["fitres.metrics"][secret] = leaked
     return reply
 
 
@@ -148,7 +181,7 @@ def test_the_search_finds_updates_sent_without_a_mask() -> None:
     assert len(leaks(capture(app_of(UPDATE, bare)))) > 100
 
 
-def test_the_search_finds_what_a_plain_round_tells() -> None:
+def test_the_search_finds_what_a_plain_round_reveals() -> None:
     """The same app without the mod: this is what the server sees today."""
     grid, found = FakeGrid(app_of(UPDATE, None), 1), Tap()
     grid.taps.append(found)
@@ -174,15 +207,15 @@ def test_masked_updates_look_uniform_alone_and_against_each_other() -> None:
     assert min(improbable((a - b) % 2**32) for a, b in zip(masked, again, strict=True)) > 1e-7
 
 
-def test_every_client_tells_the_same_weight_and_no_metrics() -> None:
-    told = [m.content for m in capture(app_of(UPDATE)).messages]
-    vectors = [c for c in told if "fitres.num_examples" in c.metric_records]
+def test_every_client_sends_the_same_weight_and_no_metrics() -> None:
+    contents = [m.content for m in capture(app_of(UPDATE)).messages]
+    vectors = [c for c in contents if "fitres.num_examples" in c.metric_records]
     assert [c.metric_records["fitres.num_examples"]["num_examples"] for c in vectors] == [1] * 5
     assert all(not c.config_records["fitres.metrics"] for c in vectors)
-    assert all(not record for c in told for record in c.array_records.values())
+    assert all(not record for c in contents for record in c.array_records.values())
 
 
-def test_what_a_client_says_when_it_fails_tells_nothing_of_its_data() -> None:
+def test_error_of_a_failing_client_contains_no_data() -> None:
     def update(client: int, round: int) -> np.ndarray:
         found = UPDATE(client, round)
         if client == 2:
@@ -195,3 +228,64 @@ def test_what_a_client_says_when_it_fails_tells_nothing_of_its_data() -> None:
     assert any("training raised ValueError" in reason for reason in errors)
     assert any("not finite" in reason for reason in errors)
     assert leaks(captured) == []
+
+
+def test_a_client_may_require_more_clients_than_the_server() -> None:
+    grid = FakeGrid(app_of(random_updates(4), SecureMod(fewest=6)), 5)
+    gathered = secure_round(server_of(4), grid, SECURE)
+    assert gathered.dropped == 5
+    assert gathered.aggregate.count == 0
+
+
+def test_a_client_helps_to_unmask_no_sum_of_fewer_than_it_requires() -> None:
+    """All five begin, one is lost, and the server, which would take three, gets no shares."""
+    grid = FakeGrid(app_of(random_updates(4), SecureMod(fewest=5)), 5)
+    grid.nodes[0].fault = at_stage(Stage.COLLECT_MASKED_VECTORS, raises)
+    gathered = secure_round(server_of(4), grid, SECURE)
+    assert (gathered.dropped, gathered.aggregate.count.item()) == (5, 0)
+    grid.nodes[0].fault = healthy
+    assert len(secure_round(server_of(4), grid, SECURE, 2).accepted) == 5
+
+
+@pytest.mark.parametrize("config", [{}, {Key.STAGE: Stage.COLLECT_MASKED_VECTORS}])
+@pytest.mark.parametrize("kind", ["train", "train.default"])
+def test_a_secure_client_refuses_to_reply_in_the_clear(kind: str, config: dict[str, str]) -> None:
+    """Flower's mod leaves alone what is not called "train", and the app would answer it."""
+    grid, server = FakeGrid(app_of(random_updates(4)), 1), server_of(4)
+    content = RecordDict({"arrays": server.model(), "config": ConfigRecord({"server-round": 1})})
+    if config:
+        content[RECORD_KEY_CONFIGS] = ConfigRecord(dict(config))
+        payload = SECURE.payload(server.algorithm.client, server.layout, 3)
+        content[PAYLOAD] = payload_config(payload, server.layout, "arrays")
+        terms = {"clipping_range": 1.0, "max_weight": 1.0, "target_range": payload.levels}
+        state = grid.nodes[0].context.state
+        state[RECORD_KEY_STATE] = ConfigRecord({**terms, "current_stage": Stage.SETUP})
+    node = grid.nodes[0].node_id
+    sent = Message(content=content, message_type=kind, dst_node_id=node, group_id="1")
+    (reply,) = grid.send_and_receive([sent])
+    assert not reply.has_content()
+    if kind == "train.default" or not config:
+        assert "secure sums only" in str(reply.error.reason)
+
+
+@pytest.mark.parametrize(
+    ("config", "refusal"),
+    [
+        (SETUP, None),
+        ({**SETUP, Key.SAMPLE_NUMBER: 2}, "at least 3 clients"),
+        ({**SETUP, Key.SHARE_NUMBER: 6}, "above half of the shares"),
+        (UNMASK, "both secrets of a client"),
+        ({**UNMASK, Key.ACTIVE_NODE_ID_LIST: [1, 2]}, "2 are left"),
+    ],
+)
+def test_a_client_refuses_settings_that_would_unmask_it(config: Any, refusal: str | None) -> None:
+    grid = FakeGrid(app_of(random_updates(4)), 1)
+    sent = Message(
+        content=RecordDict({RECORD_KEY_CONFIGS: ConfigRecord(config)}),
+        message_type="train",
+        dst_node_id=grid.nodes[0].node_id,
+        group_id="1",
+    )
+    (reply,) = grid.send_and_receive([sent])
+    assert reply.has_content() == (refusal is None)
+    assert refusal is None or refusal in str(reply.error.reason)

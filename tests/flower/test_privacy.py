@@ -1,7 +1,8 @@
-"""What a client's promise of so many noised rounds outlives, and what the server charges for it."""
+"""Local privacy: what leaves a client, and the budget that it counts itself."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,43 +14,149 @@ from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricR
 from flwr.clientapp import ClientApp
 
 from fedexp.errors import UsageError
-from fedexp.flower import FedAvg, local_privacy
-from fedexp.flower.local_privacy import FILE, FOLDER, Budget
+from fedexp.flower import FedAvg, FedExP, local_privacy
+from fedexp.flower.layout import ndarrays
+from fedexp.flower.privacy import FILE, FOLDER, Budget
 from fedexp.privacy import LocalPrivacy, Release, epsilon
-from tests.flower.fake_grid import FakeGrid
+from tests.flower.helpers.fake_grid import FakeGrid
+from tests.flower.helpers.plain_app import first_model as model_with_buffers
+from tests.flower.helpers.plain_app import plain_app
+from tests.flower.helpers.private import (
+    DIM,
+    NODES,
+    app,
+    metrics_of,
+    model,
+    strategy,
+    update,
+)
 
+pytestmark = pytest.mark.filterwarnings("ignore::fedexp.privacy.PrivacyWarning")
 LOCAL = LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0, rounds=2)
 SECRET = "patient 4711"
 
 
+def local(**options: Any) -> LocalPrivacy:
+    return LocalPrivacy(
+        **{"clip": 1.0, "delta": 1e-5, "noise_multiplier": 0.2, "noise_seed": 0, **options}
+    )
+
+
+def caught(grid: FakeGrid) -> list[Message]:
+    """What reaches the server from now on."""
+    seen: list[Message] = []
+
+    def tap(message: Message) -> None:
+        if message.metadata.reply_to_message_id and message.metadata.message_type == "train":
+            seen.append(message)
+
+    grid.taps.append(tap)
+    return seen
+
+
+def test_only_a_clipped_and_noised_update_leaves_the_client() -> None:
+    grid = FakeGrid(app([local_privacy(local())], scale=5.0), NODES)
+    arrived = caught(grid)
+    strategy(privacy=local()).start(grid, model(), 1)
+    assert len(arrived) == NODES
+    noise = []
+    for message in arrived:
+        (metrics,) = message.content.metric_records.values()
+        assert dict(metrics) == {"num-examples": 1}
+        (arrays,) = (ndarrays(record) for record in message.content.array_records.values())
+        assert arrays["n"] == 3
+        noise.append(-arrays["w"] - update(grid.position(message.metadata.src_node_id)))
+    drawn = np.stack(noise)
+    assert drawn.std() == pytest.approx(0.2, rel=4 / math.sqrt(2 * drawn.size))
+    assert np.abs(np.corrcoef(drawn) - np.eye(NODES)).max() < 5 / math.sqrt(DIM)
+
+
+def test_the_server_takes_the_noise_off_the_step_size() -> None:
+    plain = metrics_of(strategy(), FakeGrid(app(), NODES))[0]
+    grid = FakeGrid(app([local_privacy(local())]), NODES)
+    naive = metrics_of(strategy(), grid)[0]
+    corrected = metrics_of(strategy(privacy=local()), grid)[0]
+    assert naive["mean_sq_norm"] > 10 * plain["mean_sq_norm"]
+    assert corrected["mean_sq_norm"] <= plain["mean_sq_norm"] * 1.001
+    assert corrected["server_lr"] < plain["server_lr"] < naive["server_lr"]
+    assert corrected["epsilon"] == pytest.approx(epsilon(0.1, 1, 1e-5))
+
+
+def test_clients_refuse_a_server_with_other_noise() -> None:
+    grid = FakeGrid(app([local_privacy(local())]), 3)
+    row = metrics_of(strategy(privacy=local(noise_multiplier=0.1)), grid)[0]
+    assert (row["clients"], row["dropped"]) == (0, 3)
+
+
+def test_clients_stop_when_their_budget_is_spent() -> None:
+    grid = FakeGrid(app([local_privacy(local(rounds=2))]), 3)
+    rows = metrics_of(strategy(privacy=local()), grid, 3)
+    assert [row["clients"] for row in rows] == [3, 3, 0]
+
+
+def test_an_update_that_is_not_finite_counts_as_zero() -> None:
+    grid = FakeGrid(app([local_privacy(local())], scale=math.nan), 3)
+    arrived = caught(grid)
+    row = metrics_of(strategy(privacy=local()), grid)[0]
+    assert row["clients"] == 3
+    assert all(np.isfinite(ndarrays(m.content.array_records["arrays"])["w"]).all() for m in arrived)
+
+
+def test_a_client_answers_no_evaluation() -> None:
+    """What it measures would be exact, whatever the server promised."""
+    private = app([local_privacy(local())])
+
+    @private.evaluate()
+    def evaluate(message: Message, context: Context) -> Message:
+        metrics = MetricRecord({"loss": 0.123, "num-examples": 7})
+        return Message(RecordDict({"metrics": metrics}), reply_to=message)
+
+    grid = FakeGrid(private, 3)
+    content = RecordDict({"arrays": model(), "config": ConfigRecord()})
+    messages = [Message(content, node, "evaluate") for node in grid.get_node_ids()]
+    answers = list(grid.send_and_receive(messages))
+    assert all("fraction_evaluate=0.0" in str(reply.error.reason) for reply in answers)
+
+
+def test_a_model_with_batchnorm_is_refused_at_the_client() -> None:
+    plain = plain_app()
+    private = ClientApp(mods=[local_privacy(local())])
+    private.train()(lambda message, context: plain(message, context))
+    grid = FakeGrid(private, 3)
+    arrived = caught(grid)
+    FedExP(fraction_evaluate=0.0).start(grid, model_with_buffers(), 1)
+    assert all("running_mean would leave" in str(message.error.reason) for message in arrived)
+    assert len(arrived) == 3
+
+
 def grid_of(
     privacy: LocalPrivacy = LOCAL,
-    says: str | None = None,
+    text: str | None = None,
     nodes: int | Sequence[Mapping[str, Any]] = 3,
     seed: int = 0,
     account: str = "default",
 ) -> FakeGrid:
-    """Nodes that have just been started; their apps raise where `says` is given."""
+    """Nodes that have just been started; their apps raise where `text` is given."""
     app = ClientApp(mods=[local_privacy(privacy, account=account)])
 
     @app.train()
     def train(message: Message, context: Context) -> Message:
-        if says is not None:
-            raise ValueError(says)
+        if text is not None:
+            raise ValueError(text)
         metrics = MetricRecord({"num-examples": 1})
-        return Message(RecordDict({"arrays": model(), "metrics": metrics}), reply_to=message)
+        return Message(RecordDict({"arrays": small_model(), "metrics": metrics}), reply_to=message)
 
     return FakeGrid(app, nodes, seed=seed)
 
 
-def model() -> ArrayRecord:
+def small_model() -> ArrayRecord:
     return ArrayRecord({"w": Array(np.zeros(4, np.float32))})
 
 
 def answers(grid: FakeGrid, study: str) -> list[Message]:
     """What the nodes reply to a round of a study."""
     config = ConfigRecord({"server-round": 1, "fedexp.study": study})
-    content = RecordDict({"arrays": model(), "config": config})
+    content = RecordDict({"arrays": small_model(), "config": config})
     return list(
         grid.send_and_receive(
             Message(content=content, message_type="train", dst_node_id=node)
@@ -130,8 +237,8 @@ def test_without_a_budget_nothing_is_written(state_folder: Path) -> None:
     assert not state_folder.exists()
 
 
-def test_what_an_error_says_stays_with_the_client() -> None:
-    reasons = [str(reply.error.reason) for reply in answers(grid_of(says=SECRET), "one")]
+def test_text_of_an_error_stays_on_the_client() -> None:
+    reasons = [str(reply.error.reason) for reply in answers(grid_of(text=SECRET), "one")]
     assert all("training raised ValueError" in reason for reason in reasons)
     assert not any(SECRET in reason for reason in reasons)
     assert accepted(grid_of(), "one") == 3
@@ -144,7 +251,7 @@ def test_a_round_that_clients_answered_and_the_server_lost_is_charged(tmp_path: 
 
     def start(grid: FakeGrid) -> Any:
         strategy = FedAvg(fraction_evaluate=0.0, privacy=endless, checkpoint=tmp_path / "run")
-        return strategy.start(grid, model(), 3).train_metrics_clientapp
+        return strategy.start(grid, small_model(), 3).train_metrics_clientapp
 
     def die_in_round_2(message: Message) -> None:
         if message.metadata.message_type == "train" and message.metadata.reply_to_message_id:

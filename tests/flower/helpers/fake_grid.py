@@ -1,6 +1,6 @@
 """A Flower grid in this process: a ClientApp for each node, messages through bytes, faults at will.
 
-A client runs when its reply is asked for, so the grid itself never holds a reply.
+A client runs when its reply is pulled, so the grid itself never holds a reply.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
-from flwr.app import Context, Error, Message, RecordDict
+from flwr.app import Array, ConfigRecord, Context, Error, Message, RecordDict
 from flwr.clientapp import ClientApp
 from flwr.common.constant import ErrorCode
 from flwr.common.serde import message_from_proto, message_to_proto
@@ -25,7 +25,7 @@ Fault = Callable[[Message, Answer], Message | None]
 
 
 class FakeNode:
-    """A node: its id, its context, which it keeps from message to message, and its fault."""
+    """A node: its id, its context, the same for all messages, and its fault."""
 
     def __init__(self, node_id: int, config: Mapping[str, Any], run_config: Mapping[str, Any]):
         self.node_id, self.online = node_id, True
@@ -100,8 +100,8 @@ class FakeGrid(Grid):
         return ids
 
     def pull_messages(self, message_ids: Iterable[str]) -> Iterable[Message]:
-        asked = [name for name in message_ids if name in self._waiting]
-        return [reply for name in asked if (reply := self._answer(name)) is not None]
+        pulled = [name for name in message_ids if name in self._waiting]
+        return [reply for name in pulled if (reply := self._answer(name)) is not None]
 
     def send_and_receive(
         self, messages: Iterable[Message], *, timeout: float | None = None
@@ -177,6 +177,24 @@ def replies(change: Callable[[RecordDict], None]) -> Fault:
     return fault
 
 
+def with_array(name: str, value: Any) -> Callable[[RecordDict], None]:
+    """Return a change for `replies`: another value for an array of the model."""
+
+    def change(content: RecordDict) -> None:
+        content.array_records["arrays"][name] = Array(value)
+
+    return change
+
+
+def with_metric(name: str, value: Any) -> Callable[[RecordDict], None]:
+    """Return a change for `replies`: another value for a metric."""
+
+    def change(content: RecordDict) -> None:
+        content.metric_records["metrics"][name] = value
+
+    return change
+
+
 def only(fault: Fault, *, rounds: Iterable[int] | None = None, kind: str = "train") -> Fault:
     """A fault in some rounds only, and in messages of one type only."""
     chosen = None if rounds is None else set(rounds)
@@ -189,3 +207,20 @@ def only(fault: Fault, *, rounds: Iterable[int] | None = None, kind: str = "trai
         )
 
     return sometimes
+
+
+class Killed(Exception):
+    """Stands for the death of the server process."""
+
+
+def dies_on(kind: str, round: int) -> Fault:
+    """The server dies while this node answers a message of a type and round."""
+
+    def fault(message: Message, answer: Answer) -> Message | None:
+        config = next(iter(message.content.config_records.values()), ConfigRecord())
+        if message.metadata.message_type == kind and config.get("server-round") == round:
+            answer()
+            raise Killed
+        return answer()
+
+    return fault
