@@ -12,7 +12,7 @@ from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study
 
 LAST = 10
 EXPONENTS = ("-3", "-2.5", "-2", "-1.5", "-1")
-ACCURACY = f"training measures (last {LAST} rounds)"
+ACCURACY = f"training accuracy (last {LAST} rounds)"
 COLUMNS = (Column(ACCURACY, "%", "epsilon-table"),)
 
 
@@ -58,7 +58,7 @@ def _check(task: str, values: Values) -> Check:
 
 STUDY = Study(
     name="epsilon-table",
-    title="Table 4: training measures of FedExP by eps",
+    title="Table 4: training accuracy of FedExP by eps",
     needs="a GPU",
     rounds=500,
     seeds=dict.fromkeys(measures.SEEDS, 1),

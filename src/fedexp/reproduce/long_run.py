@@ -11,7 +11,7 @@ from fedexp.reproduce.published import Column, Line, Table, Value, by_task
 from fedexp.reproduce.study import Findings, Plan, Result, Study
 
 LAST = 20  # rounds: of the table's mean and of the moving average
-ACCURACY, LOSS = "test measures", "final training loss"
+ACCURACY, LOSS = "test accuracy", "final training loss"
 COLUMNS = (Column(ACCURACY, "%", "long-run"), Column(LOSS, ""))
 ALGORITHMS = ("fedexp", "fedavg", "scaffold", "fedadagrad", "fedprox")
 METRICS = ("train_loss", "train_accuracy", "test_accuracy")

@@ -1,4 +1,4 @@
-"""Table 1 with Figure 3: rounds to a target measures, FedExP and three baselines."""
+"""Table 1 with Figure 3: rounds to a target accuracy, FedExP and three baselines."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def _lower_loss(values: Values) -> Verdict:
 
 STUDY = Study(
     name="table1",
-    title="Table 1 and Figure 3: rounds to a target test measures",
+    title="Table 1 and Figure 3: rounds to a target test accuracy",
     needs="a GPU",
     rounds=500,
     seeds=measures.SEEDS,
