@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from fedexp.reproduce.measures import FINAL, final
+from fedexp.reproduce.accuracy_studies import FINAL
+from fedexp.reproduce.measures import final
 from fedexp.reproduce.published import text_of
 from fedexp.runs.spec import Outcome
 from tools.results.gather import Studied

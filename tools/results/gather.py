@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce import STUDIES
 from fedexp.reproduce.from_runs import is_superseded, plan_from
 from fedexp.reproduce.measures import grouped
 from fedexp.reproduce.output import Groups

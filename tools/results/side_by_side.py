@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from fedexp.reproduce.accuracy_studies import TABLE1_ALGORITHMS as ALGORITHMS
 from fedexp.reproduce.measures import final, final_loss, ratio, rounds_to_target
 from fedexp.reproduce.published import NOTHING, Value, difference, quantity, target, text_of
-from fedexp.reproduce.table1 import ALGORITHMS
 from fedexp.runs.spec import Outcome
 from tools.results.gather import RELEASED, Results, Studied
 from tools.results.words import (

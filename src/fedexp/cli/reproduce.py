@@ -19,7 +19,7 @@ from fedexp.cli.many import (
 )
 from fedexp.cli.options import add_out, add_restart, add_root_options, add_watch_options, positive
 from fedexp.errors import UsageError, require, unknown_name
-from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce import STUDIES
 from fedexp.reproduce.from_runs import plan_from
 from fedexp.reproduce.output import check_folder, head_lines, render, write_all
 from fedexp.reproduce.study import Plan, Request, Result, make_plan

@@ -13,7 +13,7 @@ from tools.results.gather import Results
 from fedexp.cli.main import build_parser
 from fedexp.reproduce import figure1
 from fedexp.runs import StoredRun
-from tests.studies.archives import fabricated
+from tests.helpers.archives import fabricated
 
 HITS = {"fedexp": 200, "fedavg": 300, "scaffold": 310, "fedadagrad": 290}
 

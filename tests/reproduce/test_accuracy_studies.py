@@ -1,31 +1,29 @@
-"""The studies that need data: their runs as the paper has them, and what they make of curves."""
+"""The studies of accuracy curves, Figure 1 and Figure 6: their runs, tables and checks."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from fedexp.analysis.tables import FORMATS
-from fedexp.reproduce import study as plans
-from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce import STUDIES
 from fedexp.reproduce.output import render, summary
 from fedexp.reproduce.published import Value
-from fedexp.reproduce.study import Findings, Job, Plan, Request, Result
+from fedexp.reproduce.study import Findings, Job, Plan, Request, Result, jobs_of
 from fedexp.runs.spec import Outcome
 
 TRAINED = [name for name in STUDIES if name not in ("toy", "synthetic")]
 
 
 def planned(name: str, request: Request | None = None, comparable: bool = True) -> Plan:
-    """A plan without a look at the data."""
+    """Return the plan of a study without reading data."""
     study = STUDIES[name]
     bare = Plan(study, request or Request(), study.tasks, study.rounds, comparable=comparable)
-    jobs = tuple(job for task in study.tasks for job in plans.jobs_of(bare, task))
+    jobs = tuple(job for task in study.tasks for job in jobs_of(bare, task))
     return Plan(study, bare.request, study.tasks, study.rounds, jobs, comparable=comparable)
 
 
@@ -40,7 +38,7 @@ def run(job: Job, accuracies: Sequence[float | None], diverged_at: int | None = 
 
 
 def rising(to: float, rounds: int, every: int = 5) -> list[float | None]:
-    """A line from 0 to `to`, known at every fifth round."""
+    """Return a curve from 0 to `to` that is evaluated every `every` rounds."""
     return [to * r / rounds if r % every == 0 else None for r in range(1, rounds + 1)]
 
 
@@ -137,9 +135,7 @@ def test_ratios_are_over_the_seeds_that_both_have() -> None:
 
 
 @pytest.mark.parametrize(("adagrad", "scaffold", "holds"), [(0.79, 0.9, True), (0.7, 0.7, False)])
-def test_baselines_are_held_against_the_paper_too(
-    adagrad: float, scaffold: float, holds: bool
-) -> None:
+def test_claims_about_baselines_are_checked(adagrad: float, scaffold: float, holds: bool) -> None:
     plan = planned("table1", Request(seeds=1))
     ends = {"fedexp": 0.8, "fedavg": 0.8, "scaffold": scaffold, "fedadagrad": adagrad}
     results = [run(job, rising(ends[job.series], 500)) for job in plan.jobs]
@@ -159,7 +155,7 @@ def test_figure_1_gives_no_more_digits_than_the_figure_has() -> None:
     assert [check.holds for check in findings.checks] == [False, False]
 
 
-def test_a_mean_over_the_lucky_seeds_is_not_given() -> None:
+def test_a_seed_that_misses_the_target_gives_a_lower_bound() -> None:
     plan = planned("table1", Request(seeds=2))
     results = [
         run(job, rising(0.9 if job.spec.seed else 0.3, 500))
@@ -182,7 +178,7 @@ def test_the_long_run_pools_seeds_and_the_last_twenty_rounds() -> None:
     assert "test accuracy" not in line(plan.study.measure(plan, results), "synthetic", "fedexp")
 
 
-def test_iterate_averaging_tells_steadier_from_rougher() -> None:
+def test_iterate_averaging_compares_roughness() -> None:
     plan = planned("iterate-averaging")
     rough = [0.5 + 0.1 * (r % 2) for r in range(50)]
     shapes: dict[str, list[float | None]] = {
@@ -220,15 +216,3 @@ def test_every_study_reports_and_draws(name: str, diverges: bool) -> None:
     assert findings.draw().get_axes()
     if diverges and name not in ("iterate-averaging",):
         assert "diverged" in texts["text"]
-
-
-def test_data_that_are_not_here_are_left_out_and_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("FEDEXP_DATA", str(tmp_path))
-    (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "cifar10.npz").touch()
-    tasks, left_out = plans.choose_tasks(STUDIES["table1"], ())
-    assert tasks == ("cifar10",)
-    assert [text.split()[0] for text in left_out] == ["emnist", "cifar100", "cinic10"]
-    assert all("fedexp data fetch" in text for text in left_out)

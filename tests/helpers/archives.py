@@ -1,4 +1,4 @@
-"""Runs that were never made, as an archive holds them: their curves are known."""
+"""Fabricated runs of studies, with known curves, in memory or as an archive on disk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce import STUDIES
 from fedexp.reproduce.study import Plan, Request, spec_of
 from fedexp.runs import StoredRun
 from fedexp.runs.files import Row
@@ -33,7 +33,7 @@ def fabricated(
     mode: str = "paper",
     **changed: Any,
 ) -> StoredRun:
-    """A run of a study whose accuracy is 0 until round `hit` and `end` from there on."""
+    """Return a run of a study whose accuracy is 0 before round `hit` and `end` from there."""
     own = STUDIES[study]
     plan = Plan(own, Request(mode=mode), own.tasks, own.rounds)
     (arm,) = (arm for arm in own.arms(task) if arm.series == series)

@@ -1,4 +1,4 @@
-"""`fedexp reproduce --from`: a study from runs that are there, without data and training."""
+"""`fedexp reproduce --from`: a study from stored runs, without data and training."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import pytest
 
 from fedexp.cli.main import main
 from fedexp.errors import UsageError
-from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce import STUDIES
 from fedexp.reproduce.from_runs import plan_from
 from fedexp.reproduce.study import Request
 from fedexp.runs import StoredRun
 from fedexp.runs import spec as specs
-from tests.studies.archives import fabricated, store
+from tests.helpers.archives import fabricated, store
 
 
 @pytest.fixture(autouse=True)
 def no_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whoever builds a task fails, and there are no images."""
+    """Make building a task fail, and hide all images."""
 
     def refuse(*_: Any) -> None:
         raise AssertionError("a task was built")
@@ -43,9 +43,11 @@ def table1(task: str = "cifar10", **more: Any) -> list[StoredRun]:
 def test_an_archive_gives_the_table_of_its_runs(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    store(tmp_path / "kept", [*table1(), *table1("cifar100", end=0.3)])
+    store(tmp_path / "archive", [*table1(), *table1("cifar100", end=0.3)])
     out = tmp_path / "out"
-    assert main(["reproduce", "table1", "--from", str(tmp_path / "kept"), "--out", str(out)]) == 0
+    assert (
+        main(["reproduce", "table1", "--from", str(tmp_path / "archive"), "--out", str(out)]) == 0
+    )
     summary = json.loads((out / "summary.json").read_text())
     lines = {(line["task"], line["algorithm"]): line for line in summary["lines"]}
     assert lines["cifar10", "fedexp"]["rounds to target"]["ours"]["mean"] == 200
@@ -59,7 +61,7 @@ def test_an_archive_gives_the_table_of_its_runs(
     assert "cifar10: FedAvg needs 1.4 to 2 times FedExP's rounds, or more: yes (1.50" in printed
 
 
-def test_what_is_missing_is_said_and_not_judged() -> None:
+def test_what_is_missing_is_listed_and_not_judged() -> None:
     runs = [run for run in table1() if run.spec["algorithm"] not in ("scaffold", "fedadagrad")]
     plan, results = plan_from(STUDIES["table1"], Request(), runs[:-1])
     assert plan.shrunk == (
@@ -76,7 +78,7 @@ OLD: dict[str, Any] = {"options": {"server.form": "reddi"}}
 NEW: dict[str, Any] = {"options": {"server.form": "standard"}}
 
 
-def test_a_superseded_run_is_named_and_decides_nothing() -> None:
+def test_a_superseded_run_is_listed_and_not_used() -> None:
     others = [run for run in table1(end=0.7) if run.spec["algorithm"] != "fedadagrad"]
     old = [fabricated("table1", "cifar10", "fedadagrad", seed, end=0.7, **OLD) for seed in (0, 1)]
     plan, results = plan_from(STUDIES["table1"], Request(), [*others, *old])
@@ -111,11 +113,11 @@ def test_a_study_of_superseded_runs_alone_has_none() -> None:
     old = fabricated("momentum", "cifar10", "fedadam", **OLD)
     plan, results = plan_from(STUDIES["momentum"], Request(), [old])
     assert (plan.tasks, results) == ((), [])
-    told = "cifar10 is left out: fedadam run with the earlier start of v; to be run again"
-    assert told in plan.left_out
+    line = "cifar10 is left out: fedadam run with the earlier start of v; to be run again"
+    assert line in plan.left_out
 
 
-def test_an_algorithm_that_is_overtaken_is_so_by_whoever_was_run() -> None:
+def test_one_run_that_is_faster_decides_the_claim() -> None:
     hits = {"fedexp": None, "fedavg": 300}
     runs = [fabricated("table1", "cifar10", name, hit=hit) for name, hit in hits.items()]
     plan, results = plan_from(STUDIES["table1"], Request(), runs)
@@ -124,7 +126,7 @@ def test_an_algorithm_that_is_overtaken_is_so_by_whoever_was_run() -> None:
     assert speedup.seen == "FedExP did not get there"
 
 
-def test_partial_data_spoil_their_own_task_alone() -> None:
+def test_partial_data_affect_their_own_task_only() -> None:
     runs = [*table1(), *table1("emnist", clients=294)]
     plan, results = plan_from(STUDIES["table1"], Request(), runs)
     assert (plan.comparable, plan.partial) == (True, ("emnist",))
@@ -136,7 +138,7 @@ def test_partial_data_spoil_their_own_task_alone() -> None:
     assert {(row[0], row[-1]) for row in rows} == {("emnist", "no"), ("cifar10", "yes")}
 
 
-def test_a_study_that_needs_all_its_arms_waits_for_them() -> None:
+def test_a_study_that_needs_all_its_arms_is_left_out_without_them() -> None:
     runs = [fabricated("figure1", "emnist", "1, 0.3")]
     plan, results = plan_from(STUDIES["figure1"], Request(), runs)
     assert (plan.tasks, results) == ((), [])
@@ -162,19 +164,19 @@ def test_runs_of_other_settings_do_not_belong() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "message"),
     [
         ({"seed": 0, "precision": "float32"}, "the same seed twice"),
         ({"seed": 1, "options": {"server.eps": 0.1}}, "differ in server.eps"),
         ({"seed": 1, "clients": 50}, "differ in clients"),
     ],
 )
-def test_no_run_is_picked_from_two(changed: dict[str, Any], told: str) -> None:
+def test_ambiguous_runs_are_refused(changed: dict[str, Any], message: str) -> None:
     pair = [
         fabricated("table1", "cifar10", "fedexp"),
         fabricated("table1", "cifar10", "fedexp", **changed),
     ]
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=message):
         plan_from(STUDIES["table1"], Request(), pair)
     if "precision" in changed:
         plan, _ = plan_from(STUDIES["table1"], Request(precision="float32"), pair)
@@ -190,7 +192,7 @@ def test_algorithms_are_compared_on_the_same_clients() -> None:
         plan_from(STUDIES["table1"], Request(), pair)
 
 
-def test_an_option_that_is_new_sets_no_runs_apart() -> None:
+def test_an_option_of_a_later_version_is_ignored() -> None:
     later = {"server.eps": 0.001, "server.news": 1}
     pair = [
         fabricated("table1", "cifar10", "fedexp"),
@@ -220,9 +222,9 @@ def test_mistakes_get_one_line(
     assert not (tmp_path / "out").exists()
 
 
-def resolved(run: StoredRun, kept: int, changed: list[str], **typed: str) -> StoredRun:
-    """A run of today's format: its options are resolved, `average_last` to `kept`."""
-    options = {"server.lr": 1.0, "average_last": kept}
+def resolved(run: StoredRun, iterates: int, changed: list[str], **typed: str) -> StoredRun:
+    """Return the run in format 2: its options are resolved, `average_last` to `iterates`."""
+    options = {"server.lr": 1.0, "average_last": iterates}
     spec = {**run.spec, "format": 2, "set": typed, "changed": changed, "options": options}
     return replace(run, spec=spec)
 

@@ -9,7 +9,7 @@ import pytest
 from fedexp.analysis.report.figures import curves_figure
 from fedexp.analysis.report.sections import sections
 from fedexp.cli.main import main
-from tests.report.stored import stored, write
+from tests.helpers.stored_runs import stored, write
 
 
 def test_from_runs_to_a_page_and_figures(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

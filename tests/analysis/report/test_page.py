@@ -14,7 +14,7 @@ from fedexp.analysis.report.charts import chart_names, judge
 from fedexp.analysis.report.sections import Targets, sections
 from fedexp.errors import UsageError
 from fedexp.runs import StoredRun
-from tests.report.stored import stored
+from tests.helpers.stored_runs import stored
 
 plotly_source = page.plotly_source
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{data}}"

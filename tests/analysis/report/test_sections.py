@@ -9,7 +9,7 @@ import pytest
 
 from fedexp.analysis.report.sections import load_all, sections, shared_and_apart, status
 from fedexp.errors import UsageError
-from tests.report.stored import stored, write
+from tests.helpers.stored_runs import stored, write
 
 
 def test_seeds_are_one_series_and_settings_are_not() -> None:

@@ -12,7 +12,7 @@ from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
 from fedexp.analysis.report.page import render, write_page
 from fedexp.analysis.report.sections import Targets, load_all, sections
-from tests.report.stored import write
+from tests.helpers.stored_runs import write
 
 FLAGS = (
     "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
