@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from fedexp.data.sources import cache
 from fedexp.data.sources.download import cache_path
@@ -22,7 +24,7 @@ def generated_images(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "data"
     for name, classes in CLASSES.items():
         shape = (1, 28, 28) if name == "emnist" else (3, 32, 32)
-        arrays = {}
+        arrays: dict[str, NDArray[Any]] = {}
         for split, count in {"train": 1200, "test": 40}.items():
             rng = np.random.default_rng(count)
             y = rng.integers(classes, size=count)

@@ -1,4 +1,4 @@
-"""The documents, tables and figures of this project are what its archive of runs says."""
+"""Generated documents, tables and figures agree with the archive of runs."""
 
 from __future__ import annotations
 
@@ -8,19 +8,23 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from tools.results.build import (
+from tools.results.archive import load_archive
+from tools.results.documents import (
+    ABOUT,
     ARCHIVE,
     DIFFERS,
     DOCUMENT,
     HALF,
     README,
+    fill,
     generate,
+    loose_numbers,
     stale,
     write,
 )
-from tools.results.markers import fill, loose_numbers
 
 from fedexp.errors import UsageError
+from fedexp.reproduce.from_runs import is_superseded
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 5_000_000  # bytes of the whole archive: small files only
@@ -34,7 +38,7 @@ def made() -> Made:
 
 @pytest.fixture
 def copy(made: Made, tmp_path: Path) -> Path:
-    """The project as far as it is generated, to be spoilt."""
+    """A copy of the generated files and the archive, to be changed."""
     shutil.copytree(ROOT / ARCHIVE, tmp_path / ARCHIVE)
     for name in (DOCUMENT, README):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -45,7 +49,7 @@ def copy(made: Made, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def small(tmp_path: Path) -> Path:
-    """A project with the runs of the synthetic regression alone."""
+    """A repository with the runs of the synthetic regression alone."""
     shutil.copytree(ROOT / ARCHIVE / "runs", tmp_path / ARCHIVE / "runs", ignore=_others)
     for name in (DOCUMENT, README):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -58,8 +62,18 @@ def _others(folder: str, names: list[str]) -> list[str]:
     return [name for name in names if not name.startswith("synthetic-")]
 
 
+def test_every_run_is_used_and_seeds_count_from_zero() -> None:
+    archive = load_archive(ROOT / ARCHIVE)
+    used: set[str] = set()
+    for stored in (*archive.studies.values(), *archive.released.values()):
+        for runs in (runs for series in stored.groups.values() for runs in series.values()):
+            assert [run.spec.seed for run in runs] == list(range(len(runs)))
+            used |= {run.folder.name for run in runs if run.folder}
+    assert used == {run.folder.name for run in archive.runs if not is_superseded(run)}
+
+
 def spoil(path: Path, pattern: str) -> None:
-    """Change the first digit that the pattern finds."""
+    """Change the digit at the end of what the pattern matches."""
     text = path.read_text()
     found = re.search(pattern, text, re.DOTALL)
     assert found
@@ -67,7 +81,7 @@ def spoil(path: Path, pattern: str) -> None:
     path.write_text(f"{text[:at]}{9 - int(text[at])}{text[at + 1 :]}")
 
 
-def test_everything_is_what_the_archive_says(made: Made) -> None:
+def test_all_generated_files_are_up_to_date(made: Made) -> None:
     problems = stale(ROOT, made)
     assert not problems, "; ".join(problems)
 
@@ -91,7 +105,7 @@ def test_a_number_changed_by_hand_is_found(
     assert stale(copy, made) == [f"{name}: {DIFFERS}"]
 
 
-def test_the_blocks_of_a_changed_document_are_written_anew(small: Path) -> None:
+def test_the_blocks_of_a_changed_document_are_regenerated(small: Path) -> None:
     before = {name: (small / name).read_text() for name in (DOCUMENT, README)}
     spoil(small / DOCUMENT, r"begin runs.*?finished.*?\d")
     mark = "begin readme -->\n"
@@ -102,14 +116,15 @@ def test_the_blocks_of_a_changed_document_are_written_anew(small: Path) -> None:
     assert {name: (small / name).read_text() for name in before} == before
 
 
-def test_no_number_stands_outside_of_the_blocks() -> None:
-    text = (ROOT / DOCUMENT).read_text()
+@pytest.mark.parametrize("document", [DOCUMENT, ABOUT], ids=str)
+def test_hand_written_text_has_no_numbers(document: Path) -> None:
+    text = (ROOT / document).read_text()
     assert not loose_numbers(text)
     line = "It reached the target after 312 rounds."
     assert loose_numbers(f"{text}\n{line}\n") == [line]
 
 
-def test_a_run_that_is_taken_away_leaves_the_documents_behind(small: Path) -> None:
+def test_without_a_run_the_documents_are_out_of_date(small: Path) -> None:
     for path in (small / ARCHIVE / "runs").glob("synthetic-fedexp-*"):
         path.unlink()
     made = generate(small)
@@ -142,12 +157,12 @@ def test_the_archive_is_small_and_names_no_folder_of_a_machine() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "message"),
     [
         ("<!-- begin x -->\n<!-- end x -->\n<!-- begin y -->\n", "begin y --> stands alone"),
         ("<!-- begin z -->\n<!-- end z -->", "unknown block 'z'"),
     ],
 )
-def test_marks_come_in_pairs_and_have_a_block(text: str, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_marks_come_in_pairs_and_have_a_block(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         fill(text, {"x": "1", "y": "2"})
