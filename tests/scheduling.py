@@ -12,7 +12,7 @@ TOGETHER = (
     "tests/distributed/test_endings.py",
     "tests/distributed/test_many_runs.py",
     "tests/distributed/test_ranks_agree.py",
-    "tests/studies/test_results.py",  # all files of the archive are made once
+    "tests/tools/test_results_documents.py",  # all files of the archive are generated once
 )
 
 

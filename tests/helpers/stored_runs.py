@@ -1,4 +1,4 @@
-"""Runs for tests, made in memory or written as `fedexp run` writes them."""
+"""Stored runs of the toy task with made-up records, in memory or in a run folder."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FINISHED = {"status": "finished", "rounds": 30, "diverged_at": None, "seconds": 
 
 
 def rows(count: int, speed: float = 0.1, seed: int = 0) -> list[Row]:
-    """A run that learns: the numbers of each round follow from the arguments."""
+    """Return the records of a run that learns, as a function of the arguments."""
     made = []
     for at in range(1, count + 1):
         loss = math.exp(-speed * at) * (1 + 0.1 * math.sin(at + seed))
@@ -45,7 +45,7 @@ def stored(
     speed: float = 0.1,
     **more: Any,
 ) -> StoredRun:
-    """A run of the toy task; `options` are its `--set` pairs and need not make sense."""
+    """Return a run of the toy task; `options` are its `--set` pairs and need not be valid."""
     spec = frozen(Spec("toy", algorithm, seed, rounds=30).prepare())
     spec["set"] = dict(options or {})
     own = {key: value for key, value in (options or {}).items() if not key.startswith("task.")}
@@ -57,7 +57,7 @@ def stored(
 
 
 def write(root: Path, algorithm: str, seed: int, count: int = 30, speed: float = 0.1) -> Path:
-    """The same on the disk; unfinished where it has fewer than 30 rounds."""
+    """Write a run to disk, unfinished if it has fewer than 30 rounds; return its folder."""
     run = Spec("toy", algorithm, seed, rounds=30).prepare()
     folder = root / f"{algorithm}-{seed}"
     folder.mkdir(parents=True)
@@ -68,5 +68,5 @@ def write(root: Path, algorithm: str, seed: int, count: int = 30, speed: float =
     folder.joinpath("records.jsonl").write_text(lines)
     if count == 30:
         folder.joinpath("result.json").write_text(json.dumps(FINISHED))
-    load_run(folder)  # as the product reads it
+    load_run(folder)  # it is readable
     return folder

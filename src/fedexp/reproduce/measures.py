@@ -7,16 +7,13 @@ Accuracies are in percent, losses as they are.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
-from fedexp.analysis.summary import rounds_to, spread_of
+from fedexp.analysis.summary import Curve, rounds_to, spread_of
 from fedexp.reproduce.published import Value
 from fedexp.reproduce.study import Result
 from fedexp.runs.spec import Outcome
-
-Curve = np.ndarray[Any, np.dtype[np.float64]]
 
 
 def grouped(results: Sequence[Result]) -> dict[str, dict[str, list[Outcome]]]:

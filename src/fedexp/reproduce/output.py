@@ -21,10 +21,10 @@ from fedexp.analysis.plots import (
     entitle,
     label,
     log_scale,
-    mean_and_spread,
     new_figure,
     save,
 )
+from fedexp.analysis.summary import mean_and_spread
 from fedexp.analysis.tables import render_table
 from fedexp.errors import UsageError
 from fedexp.reproduce.study import Findings, Plan, count

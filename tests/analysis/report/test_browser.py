@@ -1,4 +1,4 @@
-"""The page in a real browser: hide, hover, zoom by the logarithm, a phone, the dark, no request."""
+"""The page in a real browser: legend, hover, log axis, phone, dark mode, no requests."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def browser() -> Iterator[Browser]:
 
 
 class Visit:
-    """A page that has been opened, with what it asked for and complained of."""
+    """An open page, its requests and its console messages."""
 
     def __init__(self, browser: Browser, address: str, **options: Any) -> None:
         self.context = browser.new_context(**options)
         self.requests: list[str] = []
-        self.complaints: list[str] = []
+        self.messages: list[str] = []
         self.page = self.context.new_page()
         self.page.on("request", lambda request: self.requests.append(request.url))
-        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        self.page.on("console", lambda message: self.complaints.append(message.text))
+        self.page.on("pageerror", lambda error: self.messages.append(str(error)))
+        self.page.on("console", lambda message: self.messages.append(message.text))
         self.page.goto(address)
         self.page.wait_for_function("document.querySelectorAll('.main-svg').length > 0")
 
@@ -66,10 +66,10 @@ class Visit:
         return self.page.locator(".plot").all()
 
     def check(self) -> None:
-        """No request has left the page, and the console is empty."""
+        """Check that no request left the page and that the console is empty."""
         assert self.requests
         assert [url for url in self.requests if not url.startswith(HERE)] == []
-        assert self.complaints == []
+        assert self.messages == []
 
 
 @pytest.fixture(scope="module")
@@ -87,17 +87,17 @@ def visit(desktop: Visit) -> Iterator[Visit]:
 
 
 def visible(plot: Locator, name: str) -> set[bool]:
-    """Whether the traces of a series are shown: its line, its band and its marks."""
+    """Return whether the traces of a series are shown: line, band and markers."""
     script = "(plot, name) => plot.data.filter((t) => t.name === name).map((t) => t.visible)"
     return set(plot.evaluate(script, name))
 
 
-def hover(page: Page, plot: Locator, share: float) -> str:
-    """The text beside a point at that share of the width."""
+def hover(page: Page, plot: Locator, fraction: float) -> str:
+    """Return the hover text at a fraction of the width."""
     area = plot.locator(".nsewdrag").first.bounding_box()
     assert area is not None
-    page.mouse.move(area["x"] + share * area["width"], area["y"] + area["height"] / 2)
-    page.mouse.move(area["x"] + share * area["width"] + 1, area["y"] + area["height"] / 2)
+    page.mouse.move(area["x"] + fraction * area["width"], area["y"] + area["height"] / 2)
+    page.mouse.move(area["x"] + fraction * area["width"] + 1, area["y"] + area["height"] / 2)
     label = plot.locator(".hoverlayer .legend")
     label.wait_for()
     return label.text_content() or ""
@@ -118,7 +118,7 @@ def test_a_key_hides_its_series_in_all_charts(visit: Visit) -> None:
     assert all(visible(plot, "fedavg") == {True} for plot in plots)
 
 
-def test_a_point_tells_its_round_and_values(visit: Visit) -> None:
+def test_hovering_shows_round_and_values(visit: Visit) -> None:
     plot = visit.plots()[0]
     text = hover(visit.page, plot, 1.0 - 2 / 29)
     means = plot.evaluate(
@@ -131,7 +131,7 @@ def test_a_point_tells_its_round_and_values(visit: Visit) -> None:
     assert text.count("±") == 2
 
 
-def test_the_axis_turns_logarithmic_and_back(visit: Visit) -> None:
+def test_the_axis_switches_to_log_and_back(visit: Visit) -> None:
     figure = visit.page.locator("figure[data-chart=server_lr]")
     scale = "(plot) => plot._fullLayout.yaxis.type"
     log = figure.get_by_role("button", name="log axis")
@@ -144,7 +144,7 @@ def test_the_axis_turns_logarithmic_and_back(visit: Visit) -> None:
     assert figure.locator(".plot").evaluate(scale) == "linear"
 
 
-def test_smoothing_draws_the_mean_of_a_window(visit: Visit) -> None:
+def test_smoothing_draws_the_mean_over_a_window(visit: Visit) -> None:
     last = "(plot) => plot.data.find((t) => t.name === 'fedexp' && t.text).y.at(-1)"
     plot = visit.page.locator("figure[data-chart=train_loss] .plot")
     raw = plot.evaluate(last)
@@ -177,7 +177,7 @@ def test_a_phone_does_not_scroll_sideways(browser: Browser, address: str) -> Non
     visit.context.close()
 
 
-def test_the_dark_comes_while_the_page_is_open(visit: Visit) -> None:
+def test_dark_mode_applies_while_the_page_is_open(visit: Visit) -> None:
     def colours() -> tuple[str, str, str]:
         page, first = visit.page, visit.plots()[0]
         paper = page.evaluate("getComputedStyle(document.body).backgroundColor")

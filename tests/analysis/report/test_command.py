@@ -1,4 +1,4 @@
-"""`fedexp report` as a user meets it."""
+"""`fedexp report` from the command line, and its static figures."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_mistakes_get_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
         f"{run} --target tou=0.9": "did you mean toy",
         f"{run} -o {tmp_path}/r.html --figures {run}/spec.toml": "choose another --figures",
     }
-    for arguments, told in mistakes.items():
+    for arguments, message in mistakes.items():
         assert main(["report", *arguments.split()]) == 2
         errors = [line for line in capfd.readouterr().err.splitlines() if "error" in line]
         assert len(errors) == 1
-        assert told in errors[0]
-    assert not (tmp_path / "r.html").exists()  # found out before the page is written
+        assert message in errors[0]
+    assert not (tmp_path / "r.html").exists()  # found before the page is written
 
 
 def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> None:
@@ -60,7 +60,7 @@ def test_a_page_that_cannot_be_written_leaves_the_old_one(tmp_path: Path) -> Non
     assert old.read_text() == "old"
 
 
-def test_a_damaged_run_does_not_stop_the_others(
+def test_a_damaged_run_is_left_out_with_a_warning(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write(tmp_path / "runs", "fedavg", 0)
@@ -73,7 +73,7 @@ def test_a_damaged_run_does_not_stop_the_others(
     assert "--algorithm fedexp" not in out.read_text()
 
 
-def test_panels_of_one_row_show_one_thing() -> None:
+def test_panels_of_one_row_show_one_metric() -> None:
     plain = stored(options={"task.start": "1,1"})
     for row in plain.rows:
         row["test_accuracy"] = None

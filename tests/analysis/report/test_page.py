@@ -1,4 +1,4 @@
-"""The page without a browser: what it says, that text stays text, and that nothing is fetched."""
+"""The page without a browser: its content, escaping, and that nothing is fetched."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 import pytest
 
 from fedexp.analysis.report import page
-from fedexp.analysis.report.charts import chart_names, judge
+from fedexp.analysis.report.charts import chart_names, main_metric
 from fedexp.analysis.report.sections import Targets, sections
 from fedexp.errors import UsageError
 from fedexp.runs import StoredRun
@@ -46,7 +46,7 @@ class Elements(HTMLParser):
 
 @pytest.fixture(autouse=True)
 def _without_plotly(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Five megabytes that these tests do not look at."""
+    """Leave out five megabytes that these tests do not need."""
     monkeypatch.setattr(page, "plotly_source", lambda: "window.Plotly = null")
 
 
@@ -78,7 +78,7 @@ def test_nothing_is_fetched() -> None:
     assert "http" not in policy
 
 
-def test_a_section_a_task_and_a_chart_for_what_there_is() -> None:
+def test_one_section_per_task_and_a_chart_per_metric_with_data() -> None:
     elements = Elements(made(stored(), stored(options={"task.start": "1,1"})))
     charts = [figure["data-chart"] for figure in elements.all("figure")]
     assert charts == ["test_accuracy", "train_loss", "server_lr", "diversity"] * 2
@@ -91,7 +91,7 @@ def test_only_the_metrics_asked_for() -> None:
     assert "final train loss" in elements.text
 
 
-def test_the_table_has_the_target_of_the_task_unless_told_otherwise() -> None:
+def test_the_table_has_the_target_of_the_task_by_default() -> None:
     runs = [stored("fedavg", speed=0.05), stored("fedexp")]
     assert "rounds to 90.00%" in made(*runs)
     assert "rounds to 80.00%" in made(*runs, target=("toy=80",))
@@ -105,7 +105,7 @@ def test_a_target_that_makes_no_sense_is_refused() -> None:
         Targets.parse(["toy=high"])
 
 
-def test_unfinished_runs_are_told_of_and_not_judged() -> None:
+def test_unfinished_runs_are_listed_and_not_compared() -> None:
     slow = stored("fedavg", seed=1, count=5, result=None, speed=0.01)
     text = Elements(made(stored("fedavg"), slow)).text
     assert "fedavg (seed 1) is unfinished: 5 of 30 rounds" in text
@@ -113,14 +113,14 @@ def test_unfinished_runs_are_told_of_and_not_judged() -> None:
     assert "nothing to compare" in made(slow)
 
 
-def test_rounds_that_were_not_enough_are_those_of_the_run_itself() -> None:
+def test_a_missed_target_counts_with_the_rounds_of_its_own_run() -> None:
     longer = stored("fedexp", count=5, result=None, rounds=2000)
     text = Elements(made(stored("fedavg", speed=0.01), longer)).text
     assert ">30 (0/1 seeds)" in text
     assert "30 to 2000 rounds" in text
 
 
-def test_a_run_that_diverged_is_told_of() -> None:
+def test_a_run_that_diverged_is_listed() -> None:
     result = {"status": "diverged", "rounds": 9, "diverged_at": 9, "seconds": 1.0}
     text = made(stored("fedavg", count=9, result=result))
     assert "fedavg (seed 0) diverged at round 9" in text
@@ -140,10 +140,10 @@ def test_charts_and_tables_have_names() -> None:
     assert [tag for tag, _ in elements.tags].count("h1") == 1
 
 
-def test_the_metric_that_judges() -> None:
+def test_the_main_metric() -> None:
     (section,) = sections([stored()])
-    assert judge(section, ()) == "test_accuracy"
-    assert judge(section, ("server_lr", "train_loss")) == "train_loss"
+    assert main_metric(section, ()) == "test_accuracy"
+    assert main_metric(section, ("server_lr", "train_loss")) == "train_loss"
     assert chart_names(section, ("server_lr", "test_loss")) == ["server_lr"]
 
 
@@ -151,3 +151,14 @@ def test_without_plotly_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setitem(sys.modules, "plotly.offline", None)
     with pytest.raises(UsageError, match=re.escape("pip install 'fedexp[report]'")):
         plotly_source()
+
+
+def test_the_engine_is_shown_where_it_is_recorded() -> None:
+    choice = {"name": "batched", "reason": "auto: on a GPU", "implementation": "layers"}
+    known = stored("fedexp")
+    known.environment["engine"] = {**choice, "cuda_graph": "round"}
+    text = Elements(made(known, stored("fedavg"))).text
+    assert "batched (layers)" in text  # in the list of runs
+    for entry in ("engine reason", "auto: on a GPU", "implementation", "cuda graph", "round"):
+        assert entry in text
+    assert "engine reason" not in Elements(made(stored())).text

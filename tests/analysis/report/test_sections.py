@@ -1,4 +1,4 @@
-"""Runs into sections and series: what is averaged, what is kept apart, what is left out."""
+"""Runs as sections and series: what is averaged, what is separate, what is left out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fedexp.analysis.report.sections import load_all, sections, shared_and_apart, status
+from fedexp.analysis.report.sections import common_and_differing, load_all, sections, status
 from fedexp.errors import UsageError
 from tests.helpers.stored_runs import stored, write
 
@@ -44,13 +44,13 @@ def test_how_a_run_ended() -> None:
     assert status(stored()) == "finished"
 
 
-def test_common_settings_are_apart_from_those_that_differ() -> None:
+def test_common_and_differing_settings() -> None:
     (section,) = sections([stored("fedavg"), stored("fedexp", options={"server.eps": "0.5"})])
-    shared, apart = shared_and_apart(section.series)
-    assert shared["rounds"] == 30
-    assert "server.eps" in apart
-    assert "server.eps_mode" not in apart  # only FedExP has it, and it is at its default
-    assert not set(apart) & set(shared)
+    common, names = common_and_differing(section.series)
+    assert common["rounds"] == 30
+    assert "server.eps" in names
+    assert "server.eps_mode" not in names  # only FedExP has it, and it is at its default
+    assert not set(names) & set(common)
 
 
 def test_a_damaged_run_is_named_and_left_out(tmp_path: Path) -> None:
