@@ -153,12 +153,20 @@ def test_without_plotly_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> 
         plotly_source()
 
 
+def test_nested_entries_of_an_environment_have_dotted_names() -> None:
+    run = stored()
+    run.environment["git"] = {"fedexp": "69a56f", "fedexp_dirty": True}
+    text = Elements(made(run)).text
+    assert "git.fedexp69a56f" in text
+    assert "git.fedexp_dirtyyes" in text
+
+
 def test_the_engine_is_shown_where_it_is_recorded() -> None:
     choice = {"name": "batched", "reason": "auto: on a GPU", "implementation": "layers"}
     known = stored("fedexp")
     known.environment["engine"] = {**choice, "cuda_graph": "round"}
     text = Elements(made(known, stored("fedavg"))).text
     assert "batched (layers)" in text  # in the list of runs
-    for entry in ("engine reason", "auto: on a GPU", "implementation", "cuda graph", "round"):
+    for entry in ("engine reason", "auto: on a GPU", "engine implementation", "CUDA graph"):
         assert entry in text
     assert "engine reason" not in Elements(made(stored())).text

@@ -12,7 +12,7 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
@@ -277,7 +277,10 @@ def run_list(section: Section, metric: str) -> Markup:
     for series in section.series:
         for run in series.runs:
             engine = engine_entries(run.environment)
-            name, implementation = engine.get("engine", NOTHING), engine.get("implementation")
+            name, implementation = (
+                engine.get("engine", NOTHING),
+                engine.get("engine implementation"),
+            )
             row = {
                 "algorithm": with_swatch(series),
                 "seed": run.spec["seed"],
@@ -335,24 +338,33 @@ NOT_SHOWN = ("command", "started", "resumed", "metric", "target", "engine")
 
 def environments(runs: Sequence[StoredRun]) -> Markup:
     """Return each combination of machine, versions and engine once, with its number of runs."""
-    groups: dict[str, list[StoredRun]] = {}
+    groups: dict[frozenset[tuple[str, str]], tuple[dict[str, str], list[StoredRun]]] = {}
     for run in runs:
-        known = {k: v for k, v in run.environment.items() if k not in NOT_SHOWN}
-        known |= engine_entries(run.environment)
-        groups.setdefault(json.dumps(known, sort_keys=True), []).append(run)
+        shown = {k: v for k, v in run.environment.items() if k not in NOT_SHOWN}
+        entries = {name: value_text(value) for name, value in _flat(shown)}
+        entries |= engine_entries(run.environment)
+        groups.setdefault(frozenset(entries.items()), (entries, []))[1].append(run)
     parts = []
-    for text, own in groups.items():
-        total = {"runs": len(own), "wall time": duration(sum(map(wall_time, own)))}
-        entries = total | json.loads(text)
-        parts.append(definitions((name, value_text(value)) for name, value in entries.items()))
+    for entries, own in groups.values():
+        total = {"runs": str(len(own)), "wall time": duration(sum(map(wall_time, own)))}
+        parts.append(definitions((total | entries).items()))
     return join(parts)
+
+
+def _flat(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield entries with dotted names for nested ones."""
+    for name, value in entries.items():
+        if isinstance(value, Mapping):
+            yield from ((f"{name}.{inner}", each) for inner, each in _flat(value))
+        else:
+            yield name, value
 
 
 def engine_entries(environment: Mapping[str, Any]) -> dict[str, str]:
     """Return the recorded choice of the engine with display names; empty for older runs.
 
     >>> engine_entries({"engine": {"name": "batched", "implementation": "vmap", "reason": None}})
-    {'engine': 'batched', 'implementation': 'vmap'}
+    {'engine': 'batched', 'engine implementation': 'vmap'}
     """
     choice = environment.get("engine")
     if isinstance(choice, str):
@@ -362,8 +374,8 @@ def engine_entries(environment: Mapping[str, Any]) -> dict[str, str]:
     names = {
         "name": "engine",
         "reason": "engine reason",
-        "implementation": "implementation",
-        "cuda_graph": "cuda graph",
+        "implementation": "engine implementation",
+        "cuda_graph": "CUDA graph",
     }
     return {names[key]: str(choice[key]) for key in names if choice.get(key) is not None}
 
