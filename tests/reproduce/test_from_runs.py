@@ -188,7 +188,7 @@ def test_algorithms_are_compared_on_the_same_clients() -> None:
         fabricated("table1", "emnist", name, clients=clients)
         for name, clients in {"fedexp": 294, "fedavg": 3400}.items()
     ]
-    with pytest.raises(UsageError, match="have other clients"):
+    with pytest.raises(UsageError, match="have different clients"):
         plan_from(STUDIES["table1"], Request(), pair)
 
 

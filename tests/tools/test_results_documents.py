@@ -159,7 +159,7 @@ def test_the_archive_is_small_and_names_no_folder_of_a_machine() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("<!-- begin x -->\n<!-- end x -->\n<!-- begin y -->\n", "begin y --> stands alone"),
+        ("<!-- begin x -->\n<!-- end x -->\n<!-- begin y -->\n", "begin y --> has no other end"),
         ("<!-- begin z -->\n<!-- end z -->", "unknown block 'z'"),
     ],
 )

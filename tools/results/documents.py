@@ -1,7 +1,8 @@
 """The generated files: tables and figures per study, and the blocks of two documents.
 
 docs/reproduction.md and README.md are written by hand around blocks `<!-- begin NAME -->` to
-`<!-- end NAME -->`, which are generated. Numbers belong into blocks: `loose_numbers` finds others.
+`<!-- end NAME -->`, which are generated. Numbers belong in blocks: `loose_numbers` finds stray
+ones.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ def fill(text: str, blocks: Mapping[str, str]) -> str:
         if name not in blocks:
             raise unknown_name("block", name, blocks)
     if stray := _MARK.search(_BLOCK.sub("", text)):
-        raise UsageError(f"{stray.group()} stands alone; put its begin or its end back")
+        raise UsageError(f"{stray.group()} has no other end; restore its begin or its end")
 
     def filled(match: re.Match[str]) -> str:
         name = match["name"]

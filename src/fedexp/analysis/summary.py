@@ -167,8 +167,8 @@ def mean_and_spread(curves: Sequence[Curve], smooth: int = 1) -> tuple[Curve, Cu
     ([1.0, 2.0], [2.0, 3.0])
     """
     band = pool_seeds(curves, smooth)
-    whole = band.seeds == len(curves)
-    return band.rounds[whole], band.mean[whole], band.std[whole]
+    complete = band.seeds == len(curves)
+    return band.rounds[complete], band.mean[complete], band.std[complete]
 
 
 def spans_decades(curves: Sequence[Curve]) -> bool:

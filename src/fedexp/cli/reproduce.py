@@ -154,5 +154,5 @@ def _list() -> int:
         print(f"{name:<18} {study.title}")
         tasks = f"tasks {', '.join(study.tasks)}; " if len(study.tasks) > 1 else ""
         print(f"{'':<18} {tasks}{study.cost()}")
-    print("\n--scale small shrinks a study to minutes on a CPU, and its output says so")
+    print("\n--scale small shrinks a study to minutes on a CPU; the output states how")
     return 0

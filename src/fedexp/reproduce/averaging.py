@@ -98,7 +98,7 @@ STUDY = Study(
     seeds={TASK: 1},
     arms=arms,
     measure=measure,
-    whole=True,
+    needs_all_arms=True,
     evaluate_every=1,
     remarks=(
         "the paper draws curves and prints no number; it states neither rounds, seeds nor step "

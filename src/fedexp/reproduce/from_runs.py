@@ -1,7 +1,7 @@
 """A study from stored runs: no data, no training.
 
 `plan_from` picks the runs that a study would make, whatever their seed, device and precision, and
-lists what is missing. Runs that cannot be told apart, or do not belong together, are refused.
+lists what is missing. Ambiguous runs, and runs that do not belong together, are refused.
 """
 
 from __future__ import annotations
@@ -159,8 +159,8 @@ def _refuse_mixture(runs: Sequence[StoredRun]) -> None:
     for first, second in pairwise(runs):
         if first.spec["clients"] != second.spec["clients"]:
             raise UsageError(
-                f"{first.folder.name} and {second.folder.name} have other clients; take away those "
-                "that do not belong"
+                f"{first.folder.name} and {second.folder.name} have different clients; remove "
+                "those that do not belong"
             )
 
 
@@ -170,11 +170,11 @@ def _refuse_twins(runs: Sequence[StoredRun]) -> None:
         names = f"{first.folder.name} and {second.folder.name}"
         if first.spec["seed"] == second.spec["seed"]:
             raise UsageError(
-                f"{names} are the same seed twice; choose with --device or --precision, or take "
-                "one away"
+                f"{names} are the same seed twice; choose with --device or --precision, or "
+                "remove one"
             )
         if (name := _differing(first, second)) is not None:
-            raise UsageError(f"{names} differ in {name}; take away those that do not belong")
+            raise UsageError(f"{names} differ in {name}; remove those that do not belong")
 
 
 def _differing(first: StoredRun, second: StoredRun) -> str | None:
@@ -196,11 +196,11 @@ def _left_out(
     arms = [arm.series for arm in study.arms(task)]
     missing = [series for series in arms if series not in found]
     again = [series for series in missing if series in superseded]
-    if again and (study.whole or not found):
+    if again and (study.needs_all_arms or not found):
         return f"{task} is left out: {', '.join(again)} {SUPERSEDED}"
     if missing and not found:
         return f"{task} is left out: it has not been run"
-    if missing and study.whole:
+    if missing and study.needs_all_arms:
         return f"{task} is left out: {len(found)} of its {len(arms)} settings have been run"
     return ""
 

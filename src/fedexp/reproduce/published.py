@@ -188,9 +188,9 @@ class Table:
         rows = []
         for line in self.lines:
             row: dict[str, Any] = {"task": line.task, self.series: line.series}
-            whole = comparable and line.task not in partial
+            meaningful = comparable and line.task not in partial
             for column in self.columns:
-                row[column.name] = _as_json(line.values.get(column.name), column, line, whole)
+                row[column.name] = _as_json(line.values.get(column.name), column, line, meaningful)
             rows.append(row)
         return rows
 

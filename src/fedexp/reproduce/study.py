@@ -25,7 +25,7 @@ from fedexp.tasks.small import BATCH, CLIENTS, COHORT, STEPS, TEST_IMAGES, TRAIN
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-ALL_WRITERS = 3400  # clients of the whole of federated EMNIST
+ALL_WRITERS = 3400  # clients of federated EMNIST
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Study:
         measure: returns the findings from the plan and its results.
         evaluate_every: rounds between evaluations.
         small_rounds: rounds at `--scale small`.
-        whole: whether a task is meaningful only with all of its arms.
+        needs_all_arms: whether a task is meaningful only with all of its arms.
         remarks: what the paper leaves open, and what is done here.
     """
 
@@ -64,7 +64,7 @@ class Study:
     measure: Callable[[Plan, Sequence[Result]], Findings]
     evaluate_every: int = 5
     small_rounds: int = 20
-    whole: bool = False
+    needs_all_arms: bool = False
     remarks: tuple[str, ...] = ()
 
     @property

@@ -90,8 +90,8 @@ def _draw_series(axes: Axes, series: Series, name: str) -> Any:
         "linestyle": MPL_DASHES[series.variant % len(MPL_DASHES)],
     }
     axes.plot(band.rounds, band.mean, linewidth=1.0, alpha=0.5, **style)
-    whole = np.where(band.seeds == len(series.runs), band.mean, np.nan)
-    (line,) = axes.plot(band.rounds, whole, linewidth=1.6, **style)
+    complete = np.where(band.seeds == len(series.runs), band.mean, np.nan)
+    (line,) = axes.plot(band.rounds, complete, linewidth=1.6, **style)
     if band.std.any():
         axes.fill_between(band.rounds, band.low, band.high, color=style["color"], alpha=0.15, lw=0)
     return line

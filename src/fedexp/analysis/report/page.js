@@ -46,10 +46,10 @@ function band(points, colour) {
 
 // Pale where some seeds have ended, strong where the mean is over all of them.
 function lines(points, curve, key, colour, chart) {
-  const whole = points.mean.map((mean, at) => (points.seeds[at] === curve.runs ? mean : null));
+  const complete = points.mean.map((mean, at) => (points.seeds[at] === curve.runs ? mean : null));
   const strong = {
     x: points.rounds,
-    y: whole,
+    y: complete,
     mode: points.rounds.length <= FEW_POINTS ? "lines+markers" : "lines",
     marker: { size: 5, color: colour },
     line: { color: colour, width: 2.2, dash: key.dash },
@@ -58,7 +58,7 @@ function lines(points, curve, key, colour, chart) {
     text: hoverTexts(points, curve, key.name, chart),
     hovertemplate: "%{text}<extra></extra>",
   };
-  if (!whole.includes(null)) return [{ ...strong, ...hover }];
+  if (!complete.includes(null)) return [{ ...strong, ...hover }];
   const thin = { ...strong.line, width: 1.4 };
   const pale = { ...strong, ...hover, y: points.mean, opacity: 0.5, line: thin };
   return [pale, { ...strong, hoverinfo: "skip" }];
