@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 Values = Mapping[str, Value]  # of one task, by series
 Verdict = tuple[bool | None, str]  # whether a claim holds, and the numbers seen
 Decide = Callable[[Values], Verdict]
-Lines = Callable[[Groups, int], Sequence[Line]]
+Series = Mapping[str, Sequence[Outcome]]  # of one task, one outcome per seed
+Measure = Callable[[str, str, Series, int], dict[str, Value]]  # task, name, series, rounds
 
 ROUNDS, FINAL, LOSS = "rounds to target", "final test accuracy", "final training loss"
 SEEDS = {"emnist": 20, "cifar10": 5, "cifar100": 5, "cinic10": 5}  # Figures 8 to 11
@@ -82,7 +83,7 @@ class ClaimTest:
 def accuracy_study(
     name: str,
     *,
-    lines: Lines,
+    values: Measure,
     columns: tuple[Column, ...],
     claims: Sequence[ClaimTest],
     figure: Callable[[Groups, str], Figure],
@@ -91,11 +92,11 @@ def accuracy_study(
     rounds: int = 500,
     **more: Any,
 ) -> Study:
-    """Return a study whose findings follow from its lines.
+    """Return a study with one line per task and series.
 
     Args:
         name: the name of the study, also of its claims.
-        lines: returns the lines of the table from the outcomes and the rounds asked for.
+        values: returns the values of a series from the outcomes of its task and the rounds.
         columns: the columns of the table.
         claims: the paper's claims.
         figure: draws the outcomes under a title.
@@ -107,10 +108,14 @@ def accuracy_study(
 
     def measure(plan: Plan, results: Sequence[Result]) -> Findings:
         groups = grouped(results)
-        rows = tuple(lines(groups, plan.rounds))
-        checks = tuple(check for each in claims for check in each.checks(name, rows))
+        lines = tuple(
+            Line(task, own, values(task, own, outcomes, plan.rounds))
+            for task, outcomes in groups.items()
+            for own in outcomes
+        )
+        checks = tuple(check for each in claims for check in each.checks(name, lines))
         title = figure_title(plan)
-        return Findings(Table(columns, rows, series), checks, lambda: figure(groups, title))
+        return Findings(Table(columns, lines, series), checks, lambda: figure(groups, title))
 
     return Study(name=name, needs=needs, rounds=rounds, measure=measure, **more)
 
@@ -120,27 +125,18 @@ def same_arms(*algorithms: str) -> Callable[[str], Sequence[Arm]]:
     return lambda task: [Arm(name, name) for name in algorithms]
 
 
-# Lines of the tables.
+# Values of one series.
 
 
-def reach_lines(reference: str, times: str) -> Lines:
-    """Return lines of rounds to Table 1's target, final test accuracy and final training loss.
+def reach(reference: str, times: str) -> Measure:
+    """Return rounds to Table 1's target, final test accuracy and final training loss.
 
     Args:
-        reference: the series whose rounds the others' are divided by.
+        reference: the series that the rounds of the other series are divided by.
         times: name of the column of these ratios, which are over the seeds that both have.
     """
 
-    def lines(groups: Groups, rounds: int) -> list[Line]:
-        return [
-            Line(task, name, values(task, name, series, rounds))
-            for task, series in groups.items()
-            for name in series
-        ]
-
-    def values(
-        task: str, name: str, series: Mapping[str, Sequence[Outcome]], rounds: int
-    ) -> dict[str, Value]:
+    def values(task: str, name: str, series: Series, rounds: int) -> dict[str, Value]:
         runs, others = series[name], series.get(reference, ())
         own: dict[str, Value] = {
             ROUNDS: rounds_to_target(runs, target(task), rounds),
@@ -157,30 +153,20 @@ def reach_lines(reference: str, times: str) -> Lines:
                 own[times] = factor
         return own
 
-    return lines
+    return values
 
 
-def epsilon_lines(groups: Groups, rounds: int) -> list[Line]:
+def training_accuracy(task: str, name: str, series: Series, rounds: int) -> dict[str, Value]:
     """Return the training accuracy over the last 10 rounds, as in Table 4."""
-    return [
-        Line(task, name, {TRAINING: final(runs, "train_accuracy", LAST_10)})
-        for task, series in groups.items()
-        for name, runs in series.items()
-    ]
+    return {TRAINING: final(series[name], "train_accuracy", LAST_10)}
 
 
-def long_run_lines(groups: Groups, rounds: int) -> list[Line]:
-    """Return test accuracies as in Table 5; the synthetic task has a training loss only."""
-    return [
-        Line(
-            task,
-            name,
-            {LOSS: final_loss(runs)}
-            | ({} if task == "synthetic" else {TEST: tail(runs, "test_accuracy", LAST_20)}),
-        )
-        for task, series in groups.items()
-        for name, runs in series.items()
-    ]
+def long_run_values(task: str, name: str, series: Series, rounds: int) -> dict[str, Value]:
+    """Return the test accuracy as in Table 5; the synthetic task has a training loss only."""
+    loss = {LOSS: final_loss(series[name])}
+    if task == "synthetic":
+        return loss
+    return {TEST: tail(series[name], "test_accuracy", LAST_20), **loss}
 
 
 # Tests of claims.
@@ -283,7 +269,7 @@ TABLE1 = accuracy_study(
     title="Table 1 and Figure 3: rounds to a target test accuracy",
     seeds=SEEDS,
     arms=same_arms(*TABLE1_ALGORITHMS),
-    lines=reach_lines("fedexp", "times FedExP"),
+    values=reach("fedexp", "times FedExP"),
     columns=(
         Column(ROUNDS, "rounds", "table1-rounds"),
         Column("times FedExP", "times", "table1-ratio"),
@@ -342,7 +328,7 @@ EPSILON_TABLE = accuracy_study(
     title="Table 4: training accuracy of FedExP by eps",
     seeds=dict.fromkeys(SEEDS, 1),
     arms=_epsilon_arms,
-    lines=epsilon_lines,
+    values=training_accuracy,
     columns=(Column(TRAINING, "%", "epsilon-table"),),
     series="eps",
     claims=(
@@ -373,7 +359,7 @@ LONG_RUN = accuracy_study(
     small_rounds=40,
     seeds={"synthetic": 1, "emnist": 3, "cifar10": 3, "cifar100": 3, "cinic10": 3},
     arms=same_arms(*LONG_RUN_ALGORITHMS),
-    lines=long_run_lines,
+    values=long_run_values,
     columns=(Column(TEST, "%", "long-run"), Column(LOSS, "")),
     claims=(ClaimTest("best", TEST, leads("fedexp", False, "%", LONG_RUN_ALGORITHMS)),),
     figure=partial(study_figure, metrics=CURVES, window=LAST_20),
@@ -393,7 +379,7 @@ SCAFFOLD_EXP = accuracy_study(
     title="Figures 4 and 8: SCAFFOLD-ExP, FedExP and the baselines",
     seeds={task: SEEDS[task] for task in ("cifar10", "emnist")},
     arms=same_arms(*SCAFFOLD_ALGORITHMS),
-    lines=reach_lines("scaffold-exp", "times SCAFFOLD-ExP"),
+    values=reach("scaffold-exp", "times SCAFFOLD-ExP"),
     columns=(
         Column(ROUNDS, "rounds"),
         Column("times SCAFFOLD-ExP", "times"),
@@ -417,7 +403,7 @@ MOMENTUM = accuracy_study(
     title="Figures 15 to 17: server momentum with extrapolation",
     seeds={"cifar10": 3, "cifar100": 3},
     arms=same_arms(*MOMENTUM_ALGORITHMS),
-    lines=reach_lines("fedexp-m", "times FedExP-M"),
+    values=reach("fedexp-m", "times FedExP-M"),
     columns=(Column(ROUNDS, "rounds"), Column("times FedExP-M", "times"), Column(FINAL, "%")),
     claims=(
         ClaimTest("best", ROUNDS, leads("fedexp-m", True, "rounds", MOMENTUM_ALGORITHMS)),
