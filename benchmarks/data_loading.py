@@ -26,7 +26,8 @@ import numpy as np
 
 from fedexp.data.datasets import cifar10, cinic10, emnist
 from fedexp.data.partition import dirichlet
-from fedexp.data.sources.download import CIFAR10, data_folder
+from fedexp.data.sources.cifar import CIFAR10
+from fedexp.data.sources.download import data_folder
 
 WRITERS, PER_WRITER = 3400, (19, 377)  # on average 198 training examples a writer, as in EMNIST
 

@@ -81,9 +81,11 @@ def joining(among: Ranks, numbers: int, device: str) -> Row:
     )
     taken = []
     for _ in range(WARM + ROUNDS):
-        among.sum(torch.zeros(1, dtype=torch.float64, device=buffer.device))  # all begin together
+        among.all_reduce(
+            torch.zeros(1, dtype=torch.float64, device=buffer.device)
+        )  # all begin together
         began = time.perf_counter()
-        among.sum(buffer)
+        among.all_reduce(buffer)
         if device == "cuda":
             torch.cuda.synchronize()
         taken.append(1e3 * (time.perf_counter() - began))

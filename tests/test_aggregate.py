@@ -13,7 +13,7 @@ from hypothesis.extra import numpy as hnp
 
 import fedexp as fx
 from fedexp.aggregate import CACHED_COLUMNS, norms, usable
-from tests.rules import random_updates
+from tests.helpers.rules import random_updates
 
 # Whole numbers add up exactly in float64, so the laws can be asked for to the last bit.
 exact = st.integers(-1000, 1000).map(float)

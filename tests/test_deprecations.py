@@ -47,3 +47,34 @@ def test_renamed_classes_warn_and_are_the_new_ones() -> None:
     assert isinstance(old.offset, Tensor)
     with pytest.warns(DeprecationWarning, match=r"use fedexp\.distributed\.DistributedGroup"):
         assert distributed.Shared is distributed.DistributedGroup
+
+
+class OneRank(distributed.Ranks):
+    """A rank whose collectives return what it passes."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+def test_renamed_collectives_warn() -> None:
+    rank = OneRank(0, 1, 0, torch.device("cpu"), store=None, gloo_group=None)
+    one = torch.ones(1)
+    with pytest.warns(DeprecationWarning, match=r"use Ranks\.world_size"):
+        assert rank.world == 1
+    with pytest.warns(DeprecationWarning, match=r"use Ranks\.all_reduce"):
+        assert rank.sum(one) is one
+    with pytest.warns(DeprecationWarning, match=r"use Ranks\.all_gather$"):
+        assert rank.rows(one) == [one]
+    with pytest.warns(DeprecationWarning, match=r"use Ranks\.all_gather_object"):
+        assert rank.gather(3) == [3]
+    with pytest.warns(DeprecationWarning, match=r"use Ranks\.compute_on_first"):
+        assert rank.first(lambda: 3) == 3

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import fedexp as fx
-from tests.problems import BatchNormNet, classes_task, least_squares
-from tests.rules import random_updates
+from tests.helpers.problems import BatchNormNet, classes_task, least_squares
+from tests.helpers.rules import random_updates
 
 LAYERS = (3, 5)  # sizes of two layers of a model with eight parameters
 DELTAS = random_updates(4, 8) * torch.tensor([5.0] * 3 + [0.1] * 5)  # layers of other scales

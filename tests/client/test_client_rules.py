@@ -13,8 +13,8 @@ import fedexp as fx
 from fedexp.data.federation import Batch
 from fedexp.local import clip_factor, local_step
 from fedexp.objective import Buffers, LeastSquares
-from tests.problems import classes_task, least_squares
-from tests.rules import CLIENT_RULES, SERVER_RULES, random_updates, rule_id
+from tests.helpers.problems import classes_task, least_squares
+from tests.helpers.rules import CLIENT_RULES, SERVER_RULES, random_updates, rule_id
 
 
 def last(task: fx.tasks.Task, algorithm: fx.Algorithm, **options: object) -> fx.Record:

@@ -19,7 +19,7 @@ from fedexp.flower import LocalRule
 from fedexp.flower.client_state import ClientStore
 from fedexp.flower.layout import Layout, named_parts
 from fedexp.flower.request import EXTRAS, SHARED, layout_terms
-from tests.problems import BatchNormNet
+from tests.helpers.problems import BatchNormNet
 
 CONTROL = 0.25
 STUDY: dict[str, Any] = {"fedexp.study": "study"}

@@ -20,7 +20,7 @@ from fedexp.flower.client_state import ClientStore, state_root
 from tests.flower.fake_grid import FakeGrid
 from tests.flower.rounds import Rounds
 from tests.flower.user_app import user_app
-from tests.problems import classes_task, least_squares
+from tests.helpers.problems import classes_task, least_squares
 
 TASK = least_squares(clients=3, dim=6)
 APP = ClientApp()

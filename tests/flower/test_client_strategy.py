@@ -20,7 +20,7 @@ from fedexp.runs import load_run
 from tests.flower.fake_grid import FakeGrid, only, replies
 from tests.flower.rounds import Rounds
 from tests.flower.user_app import float64_task, user_app
-from tests.problems import least_squares
+from tests.helpers.problems import least_squares
 
 TASK = least_squares(clients=4, dim=8)
 CLOSE = 1e-10

@@ -35,7 +35,7 @@ from fedexp.runs import load_run
 from tests.flower.fake_grid import Answer, FakeGrid, only, raises, replies
 from tests.flower.plain_app import DIM, first_model, plain_app
 from tests.flower.test_replies import Ear, with_array, with_metric
-from tests.problems import least_squares
+from tests.helpers.problems import least_squares
 
 BAD, ROUNDS = 1, 4
 HUGE = replies(with_array("w", np.full(DIM, 1e12, np.float32)))

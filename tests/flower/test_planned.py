@@ -20,7 +20,7 @@ from fedexp.tasks import Task
 from tests.flower.fake_grid import FakeGrid
 from tests.flower.rounds import Rounds
 from tests.flower.user_app import float64_task
-from tests.problems import classes_task, dropout_net, least_squares
+from tests.helpers.problems import classes_task, dropout_net, least_squares
 
 ALGORITHMS = [
     fx.fedexp(eps=1e-3),

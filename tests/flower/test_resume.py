@@ -31,7 +31,7 @@ from fedexp.runs.files import RecordFile
 from tests.flower.fake_grid import Answer, FakeGrid
 from tests.flower.killing import Killed, dies_on
 from tests.flower.plain_app import first_model, plain_app
-from tests.problems import least_squares
+from tests.helpers.problems import least_squares
 
 ROUNDS = 4
 TASK = least_squares()

@@ -15,7 +15,7 @@ from fedexp.flower import FedAvg, FedProx, Scaffold, identify, initial_arrays, p
 from fedexp.flower.nodes import Absences, Census, Shares, evaluation_cohort
 from tests.flower.fake_grid import FakeGrid, healthy, only, raises, silent
 from tests.flower.plain_app import first_model, plain_app
-from tests.problems import least_squares
+from tests.helpers.problems import least_squares
 
 CLIENTS, COHORT, ROUNDS = 8, 3, 4
 OPTIONS: dict[str, Any] = {"fraction_train": COHORT / CLIENTS, "fraction_evaluate": 0.0, "seed": 4}

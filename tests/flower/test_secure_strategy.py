@@ -29,7 +29,7 @@ from fedexp.runs import load_run
 from fedexp.tasks import Task
 from tests.flower.fake_grid import Answer, FakeGrid, raises
 from tests.flower.secure_helpers import at_stage
-from tests.problems import classes_task, least_squares
+from tests.helpers.problems import classes_task, least_squares
 
 SECURE = SecureAggregation(clip=20.0, extras_bound=20.0)
 

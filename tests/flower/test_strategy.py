@@ -39,7 +39,7 @@ from fedexp.tasks import Task
 from tests.flower.fake_grid import FakeGrid
 from tests.flower.plain_app import first_model, plain_app
 from tests.flower.user_app import float64_task
-from tests.problems import least_squares
+from tests.helpers.problems import least_squares
 
 ROUNDS = 3
 FLOWERS: dict[str, type[FlowerFedAvg]] = {

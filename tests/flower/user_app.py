@@ -18,7 +18,7 @@ from fedexp.data.federation import Batch
 from fedexp.engine.plan import Work
 from fedexp.flower import LocalRule, identify
 from fedexp.tasks import Task
-from tests.problems import BatchNormNet, classes_task
+from tests.helpers.problems import BatchNormNet, classes_task
 
 Loop = Callable[[nn.Module, Optimizer, LocalRule, Iterator[Batch]], None]
 MakeOptimizer = Callable[[nn.Module], Optimizer]

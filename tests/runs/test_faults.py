@@ -18,7 +18,7 @@ import pytest
 import fedexp as fx
 from fedexp.runs import Stopped, execute, load_run
 from fedexp.runs.files import RecordFile
-from tests.processes import finished
+from tests.helpers.processes import finished
 from tests.runs.helpers import essence, nobody, stop_after, tiny, untimed
 
 Change = Callable[..., Any]

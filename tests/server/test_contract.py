@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedexp as fx
-from tests.rules import EXTRAPOLATING, SERVER_RULES, random_updates, rule_id
+from tests.helpers.rules import EXTRAPOLATING, SERVER_RULES, random_updates, rule_id
 
 every_rule = pytest.mark.parametrize("rule", SERVER_RULES, ids=rule_id)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedexp as fx
-from tests.rules import random_updates
+from tests.helpers.rules import random_updates
 
 ROUNDS, CLIENTS, DIM = 4, 5, 6
 UPDATES = [random_updates(CLIENTS, DIM, seed).numpy() for seed in range(ROUNDS)]

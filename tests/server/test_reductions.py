@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedexp as fx
-from tests.rules import random_updates
+from tests.helpers.rules import random_updates
 
 PARAMS = torch.linspace(-1, 1, 8)
 

@@ -14,13 +14,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from types import FrameType
 
 from fedexp.distributed import Ranks, current, launched, ranks
-from fedexp.distributed.failure import (
-    REMEDY,
-    last_words,
-    record_for_torchrun,
-    see_others_off,
-    watched,
-)
+from fedexp.distributed.failure import REMEDY, failure_report, monitored
 
 
 class StopWish:
@@ -73,7 +67,7 @@ def taking_part() -> Iterator[Ranks | None]:
         return
     # torchrun ends what a dead rank has left in this way; there is still a line to print
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with watched(among), _silence() if among.rank else nullcontext():
+    with monitored(among), _silence() if among.rank else nullcontext():
         yield among
 
 
@@ -90,7 +84,9 @@ def is_ranked() -> bool:
 
 def surprise(error: Exception) -> str:
     """What nobody expected, in a line; torchrun's own report shows where it happened."""
-    record_for_torchrun(error)
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
     what = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {what}; {REMEDY}"
 
@@ -108,9 +104,8 @@ def failure(message: str | None, status: int) -> int:
         return status
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, signal.SIG_IGN)  # torchrun may want to end us before we have spoken
-    if (line := last_words(among, message)) is not None:
+    if (line := failure_report(among, message)) is not None:
         print(f"fedexp: error: {line}", file=sys.stderr, flush=True)
-    see_others_off(among)
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(status)  # a group that has lost a rank cannot be closed in good order

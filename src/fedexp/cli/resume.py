@@ -32,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     among = current()
     read = partial(read_spec, args.folder)
-    spec = read() if among is None else among.first(read)
+    spec = read() if among is None else among.compute_on_first(read)
     require(not (args.reopen and args.restart), "--reopen and --restart exclude each other")
     if spec["engine"] == "flower" and args.reopen:
         return _reopen(args.folder, spec)

@@ -82,13 +82,13 @@ class Lead:
 def check_alike(run: Run, ranks: Ranks) -> None:
     """Refuse ranks that would not train the same run with the same software."""
     own = f"run {run_id(run)} with fedexp {__version__} and torch {torch.__version__}"
-    for rank, theirs in enumerate(found := ranks.gather(own)):
+    for rank, theirs in enumerate(found := ranks.all_gather_object(own)):
         require(
             theirs == found[0],
             f"rank {rank} has {theirs}, but rank 0 has {found[0]}; start all ranks with the same "
             "command and versions",
         )
-    for rank, content in enumerate(contents := ranks.gather(run.fingerprint)):
+    for rank, content in enumerate(contents := ranks.all_gather_object(run.fingerprint)):
         apart = contents[0].differences(content)
         require(
             not apart,
@@ -122,7 +122,9 @@ def _received(
     device = device_of(run)
     state = state_from(word.round, word.steps, from_bytes(word.model or b"", device), {})
     fresh = run.setup.algorithm.client.init_client_state(state.params)
-    clients = ClientStates.of(keep.placed({}, fresh, run.task.train.clients, process_group.beside))
+    clients = ClientStates.of(
+        keep.placed({}, fresh, run.task.train.clients, process_group.local_world_size)
+    )
     while (block := process_group.ranks.receive()) is not None:
         clients = clients.updated(clients_from(from_bytes(block[1], device), block[0]))
     return state_from(word.round, word.steps, model_tensors(state), clients)

@@ -1,4 +1,4 @@
-"""Processes for tests, none of which outlives its block: a test may fail, but must not hang."""
+"""Subprocesses for tests: they and their children end with the test, which never hangs."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-LONGEST = 300.0  # seconds, for all ranks of a test
+LONGEST = 300.0  # seconds, for all processes of a test
 MARK = "FEDEXP_TEST_JOB"
 
 
@@ -18,9 +18,10 @@ MARK = "FEDEXP_TEST_JOB"
 def started(
     command: Sequence[str], cwd: Path | None = None, env: Mapping[str, str] | None = None
 ) -> Iterator[subprocess.Popen[str]]:
-    """A process, and whatever it starts, until the end of the block.
+    """Start a process; at the end of the block, kill it and its descendants.
 
-    torchrun gives every rank a session of its own, so they are told by a mark they inherit.
+    torchrun starts ranks in sessions of their own, so descendants are found by an environment
+    variable that they inherit.
     """
     mark = uuid.uuid4().hex
     process = subprocess.Popen(
@@ -35,23 +36,23 @@ def started(
         yield process
     finally:
         process.kill()
-        while _killed(f"{MARK}={mark}"):
+        while _kill_marked(f"{MARK}={mark}"):
             pass
         process.communicate()
 
 
 def finished(command: Sequence[str], cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """What a process has said when it has ended by itself, with what it started."""
+    """Run a process until it ends by itself, and return its output and exit status."""
     with started(command, cwd) as process:
         stdout, stderr = process.communicate(timeout=LONGEST)
     return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def _killed(mark: str) -> bool:
-    """Kill the processes with a mark in their environment; whether there were any."""
+def _kill_marked(mark: str) -> bool:
+    """Kill the processes with a mark in their environment; return whether there were any."""
     found = False
     for environ in Path("/proc").glob("[0-9]*/environ"):
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # it has ended, or belongs to another user
             if mark in environ.read_text(errors="replace").split("\0"):
                 os.kill(int(environ.parent.name), signal.SIGKILL)
                 found = True

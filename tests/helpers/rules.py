@@ -1,4 +1,4 @@
-"""Every rule and every variant of it that a contract must hold for."""
+"""Server rules, client rules and algorithms that the contract tests cover."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ ALGORITHMS = [
 
 
 def rule_id(rule: object) -> str:
-    """A short name for a parametrised test."""
+    """Return a short id for a parametrised test."""
     return getattr(rule, "name", None) or repr(rule)
 
 
 def random_updates(
     clients: int, dim: int, seed: int = 0, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """Client updates that agree in part: a common direction plus noise."""
+    """Return client updates [clients, dim]: a common direction plus noise."""
     draw = torch.Generator().manual_seed(seed)
     common = torch.randn(dim, generator=draw, dtype=torch.float64)
     noise = torch.randn(clients, dim, generator=draw, dtype=torch.float64)

@@ -1,4 +1,4 @@
-"""The cache file: what goes in comes out, and a failure leaves nothing behind."""
+"""Cache files: round trips, memory mapping, and no partial file after a failure."""
 
 import os
 import subprocess
@@ -26,7 +26,7 @@ DTYPES = st.sampled_from([np.uint8, np.int32, np.int64, np.float32, np.float64, 
 @given(
     arrays=st.dictionaries(st.text("abcxyz_", min_size=1), hnp.arrays(DTYPES, (3, 2)), max_size=5)
 )
-def test_what_is_written_is_read(
+def test_write_and_read_round_trip(
     arrays: dict[str, NDArray[Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     path = tmp_path_factory.mktemp("cache") / "a.npz"
@@ -74,7 +74,7 @@ print(sum([int(line.split()[1]) for line in lines if line.startswith("Shared_")]
     assert int(done.stdout) >= 4000  # kB of 4096, clean and dirty
 
 
-def test_empty_arrays_have_a_place(tmp_path: Path) -> None:
+def test_empty_arrays(tmp_path: Path) -> None:
     write(tmp_path / "a.npz", {"x": np.zeros((0, 3), np.float32), "y": np.arange(2)})
     arrays, _ = read(tmp_path / "a.npz")
     assert arrays["x"].shape == (0, 3)
@@ -100,7 +100,7 @@ def test_an_interrupted_conversion_leaves_nothing(tmp_path: Path, error: BaseExc
 
 
 def test_a_stream_that_ends_early_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="was to have 3 rows and got 1"):
+    with pytest.raises(UsageError, match="needs 3 rows, but its blocks have 1"):
         write(tmp_path / "a.npz", {"x": Stream((3,), np.uint8, [np.zeros(1)])})
     assert list(tmp_path.iterdir()) == []
 
@@ -122,7 +122,7 @@ def source(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def load(tmp_path: Path, source: Path) -> Callable[[], tuple[int, int]]:
-    """Loads through the cache; gives the value and how often it has been built so far."""
+    """Return a function that loads a value through the cache, and counts the builds."""
     built = [0]
 
     def build() -> cache.Arrays:
@@ -151,14 +151,14 @@ def test_a_changed_source_is_noticed(load: Callable[[], tuple[int, int]], source
     assert load() == (5, 3)
 
 
-def test_a_damaged_cache_is_made_anew(load: Callable[[], tuple[int, int]], tmp_path: Path) -> None:
+def test_a_damaged_cache_is_rebuilt(load: Callable[[], tuple[int, int]], tmp_path: Path) -> None:
     load()
     path = tmp_path / "cache" / "a.npz"
     path.write_bytes(path.read_bytes()[:100])
     assert load() == (3, 2)
 
 
-def test_a_cache_of_other_arrays_is_made_anew(
+def test_a_cache_of_other_arrays_is_rebuilt(
     load: Callable[[], tuple[int, int]], tmp_path: Path
 ) -> None:
     load()
@@ -191,7 +191,7 @@ def test_check_finds_a_changed_byte(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("note", ["3", "null", '"text"', "{"])
-def test_a_note_that_is_none_is_refused(tmp_path: Path, note: str) -> None:
+def test_an_invalid_note_is_refused(tmp_path: Path, note: str) -> None:
     with zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
         archive.writestr(cache.NOTE, note)
     with pytest.raises(UsageError, match=r"a\.npz: not a data file"):

@@ -17,30 +17,23 @@ import pytest
 
 from fedexp.data import datasets
 from fedexp.data.datasets import cifar10, emnist
-from fedexp.data.sources.download import (
-    CIFAR10,
-    CINIC10,
-    EMNIST,
-    Source,
-    check_archive,
-    data_folder,
-    digest,
-    fetch,
-    unpack,
-)
-from fedexp.errors import UsageError
+from fedexp.data.sources.cifar import CIFAR10
+from fedexp.data.sources.cinic import CINIC10
+from fedexp.data.sources.download import Source, check_archive, data_folder, digest, fetch, unpack
+from fedexp.data.sources.emnist import EMNIST
+from tests.helpers.errors import assert_refused
 
 Write = Callable[[Path], dict[str, Any]]
 
 
 class Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def site(tmp_path: Path) -> Path:
-    """The folder that the server shows."""
+    """The folder that the server serves."""
     folder = tmp_path / "site"
     folder.mkdir()
     return folder
@@ -48,7 +41,7 @@ def site(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def mirror(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The address of a server that shows the folder."""
+    """URL of a server that serves the folder."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     handler = functools.partial(Quiet, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
@@ -59,8 +52,8 @@ def mirror(site: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         thread.join()
 
 
-def packed(source: Source, content: Path, archive: Path) -> Source:
-    """Pack a data set as its official archive is; the source that describes this archive."""
+def pack(source: Source, content: Path, archive: Path) -> Source:
+    """Pack a data set like its official archive, and return the source of this archive."""
     kind = archive.suffix[1:]
     with tarfile.open(archive, f"w:{kind}") as tar:  # type: ignore[call-overload]
         for entry in source.entries:
@@ -74,20 +67,11 @@ def packed(source: Source, content: Path, archive: Path) -> Source:
 def small_cifar10(site: Path, tmp_path: Path, write_cifar10: Write) -> Source:
     """A small CIFAR-10 archive on the server."""
     write_cifar10(tmp_path / "made")
-    return packed(CIFAR10, tmp_path / "made", site / CIFAR10.archive)
+    return pack(CIFAR10, tmp_path / "made", site / CIFAR10.archive)
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir()) if folder.exists() else []
-
-
-def refused(action: Callable[[], object], *said: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        action()
-    line = str(caught.value)
-    assert "\n" not in line
-    for part in said:
-        assert part in line
 
 
 def test_fetch_downloads_checks_and_unpacks(
@@ -97,10 +81,10 @@ def test_fetch_downloads_checks_and_unpacks(
     assert fetch(small_cifar10, data, mirror + "/") == data / CIFAR10.archive
     assert names(data) == ["cifar-10-batches-py", "cifar-10-python.tar.gz"]
     assert len(cifar10(data).train["y"]) == 50
-    fetch(small_cifar10, data, "http://127.0.0.1:9")  # nothing left to do, so nobody is asked
+    fetch(small_cifar10, data, "http://127.0.0.1:9")  # nothing left to download
 
 
-def test_an_archive_that_is_there_is_used(
+def test_an_existing_archive_is_used(
     small_cifar10: Source, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(
@@ -110,11 +94,11 @@ def test_an_archive_that_is_there_is_used(
 
 
 @pytest.mark.parametrize(("source", "writer"), [(CINIC10, "cinic10"), (EMNIST, "emnist")])
-def test_every_archive_is_unpacked_where_it_is_looked_for(
+def test_archives_are_unpacked_where_files_are_located(
     source: Source, writer: str, site: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     expected = request.getfixturevalue(f"write_{writer}")(tmp_path / "made")
-    unpack(packed(source, tmp_path / "made", site / source.archive), site)
+    unpack(pack(source, tmp_path / "made", site / source.archive), site)
     raw = datasets.load(source.name, site)
     np.testing.assert_array_equal(raw.train["x"], expected["train_x"])
 
@@ -124,13 +108,13 @@ def test_a_wrong_checksum_leaves_nothing(
 ) -> None:
     data = tmp_path / "data"
     wrong = replace(small_cifar10, md5="0" * 32)
-    refused(lambda: fetch(wrong, data, mirror), CIFAR10.archive, "its checksum is wrong")
+    assert_refused(lambda: fetch(wrong, data, mirror), CIFAR10.archive, "its checksum is wrong")
     assert names(data) == []
 
 
 def test_a_wrong_checksum_on_disk_is_named(small_cifar10: Source, site: Path) -> None:
     wrong = replace(small_cifar10, md5="0" * 32)
-    refused(lambda: unpack(wrong, site), str(site / CIFAR10.archive), "wrong checksum, md5")
+    assert_refused(lambda: unpack(wrong, site), str(site / CIFAR10.archive), "wrong checksum, md5")
     assert names(site) == [CIFAR10.archive]
 
 
@@ -139,9 +123,9 @@ def test_a_truncated_archive_is_named(small_cifar10: Source, site: Path, keep: f
     path = site / CIFAR10.archive
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content)) if keep == 0.5 else int(keep)])
-    refused(lambda: unpack(small_cifar10, site), str(path), "truncated")
+    assert_refused(lambda: unpack(small_cifar10, site), str(path), "truncated")
     unknown = replace(small_cifar10, size=None, md5=None)
-    refused(lambda: unpack(unknown, site), str(path), "truncated or damaged archive")
+    assert_refused(lambda: unpack(unknown, site), str(path), "truncated or damaged archive")
     assert names(site) == [CIFAR10.archive]
 
 
@@ -155,9 +139,9 @@ def test_a_truncated_archive_is_downloaded_again(
     assert check_archive(small_cifar10, data / CIFAR10.archive) == f"md5 {small_cifar10.md5}"
 
 
-def test_without_network_one_line_says_what_to_do(tmp_path: Path) -> None:
+def test_without_network_the_error_names_the_remedy(tmp_path: Path) -> None:
     start = time.perf_counter()
-    refused(
+    assert_refused(
         lambda: fetch(CIFAR10, tmp_path / "data", "http://127.0.0.1:9"),
         "cifar-10-python.tar.gz (170,498,071 bytes, md5 c58f30108f718f92721af3b95e74349a)",
         f"put it in {tmp_path / 'data'}",
@@ -166,41 +150,43 @@ def test_without_network_one_line_says_what_to_do(tmp_path: Path) -> None:
     assert names(tmp_path / "data") == []
 
 
-def test_what_the_server_does_not_have(mirror: str, tmp_path: Path) -> None:
-    refused(lambda: fetch(CINIC10, tmp_path, mirror), "HTTPError", "687,544,992 bytes")
+def test_a_file_missing_on_the_server(mirror: str, tmp_path: Path) -> None:
+    assert_refused(lambda: fetch(CINIC10, tmp_path, mirror), "HTTPError", "687,544,992 bytes")
 
 
-def test_a_checksum_nobody_published_is_noted(
+def test_an_unpublished_checksum_is_recorded(
     site: Path, mirror: str, tmp_path: Path, write_emnist: Write
 ) -> None:
     write_emnist(tmp_path / "made")
-    packed(EMNIST, tmp_path / "made", site / EMNIST.archive)
+    pack(EMNIST, tmp_path / "made", site / EMNIST.archive)
     data = tmp_path / "data"
     archive = fetch(EMNIST, data, mirror)
     expected = hashlib.sha256(archive.read_bytes()).hexdigest()
     assert check_archive(EMNIST, archive) == f"sha256 {expected} as downloaded"
     assert emnist(data).federation().clients == 5
     archive.write_bytes(archive.read_bytes() + b"!")
-    refused(lambda: check_archive(EMNIST, archive), str(archive), "wrong checksum, sha256")
+    assert_refused(lambda: check_archive(EMNIST, archive), str(archive), "wrong checksum, sha256")
 
 
 @pytest.mark.parametrize("note", [b"", b"\n", b"unknown", b"\xff\xfe", b"0" * 63])
-def test_a_note_without_a_checksum_is_as_none(
+def test_a_record_without_checksum_is_ignored(
     note: bytes, site: Path, tmp_path: Path, write_emnist: Write
 ) -> None:
     write_emnist(tmp_path / "made")
     archive = site / EMNIST.archive
-    packed(EMNIST, tmp_path / "made", archive)
+    pack(EMNIST, tmp_path / "made", archive)
     archive.with_name(f"{archive.name}.sha256").write_bytes(note)
     assert check_archive(EMNIST, archive) == "no checksum is known for it"
     assert emnist(site).federation().clients == 5
 
 
-def test_a_python_that_cannot_unpack_safely_is_named(
+def test_python_without_safe_extraction_is_refused(
     small_cifar10: Source, site: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(tarfile, "data_filter")
-    refused(lambda: unpack(small_cifar10, site), "Python 3.11.4", str(site / CIFAR10.archive))
+    assert_refused(
+        lambda: unpack(small_cifar10, site), "Python 3.11.4", str(site / CIFAR10.archive)
+    )
     assert names(site) == [CIFAR10.archive]
 
 
@@ -231,7 +217,7 @@ def test_an_unsafe_archive_is_refused(what: str, site: Path, tmp_path: Path) -> 
     with tarfile.open(site / CIFAR10.archive, "w:gz") as tar:
         tar.addfile(EVIL[what], io.BytesIO(b"evil") if EVIL[what].size else None)
     unknown = replace(CIFAR10, size=None, md5=None)
-    refused(lambda: unpack(unknown, site), str(site / CIFAR10.archive))
+    assert_refused(lambda: unpack(unknown, site), str(site / CIFAR10.archive))
     assert names(site) == [CIFAR10.archive]
     assert names(tmp_path) == ["site"]
 
@@ -241,7 +227,7 @@ def test_another_archive_is_refused(site: Path, tmp_path: Path, write_cifar100: 
     with tarfile.open(site / CIFAR10.archive, "w:gz") as tar:
         tar.add(tmp_path / "made" / "cifar-100-python", "cifar-100-python")
     unknown = replace(CIFAR10, size=None, md5=None)
-    refused(lambda: unpack(unknown, site), "has no 'cifar-10-batches-py'")
+    assert_refused(lambda: unpack(unknown, site), "has no 'cifar-10-batches-py'")
     assert names(site) == [CIFAR10.archive]
 
 
@@ -249,9 +235,9 @@ def test_a_folder_that_cannot_be_written_is_named(
     site: Path, tmp_path: Path, write_cinic10: Write
 ) -> None:
     write_cinic10(tmp_path / "made")
-    source = packed(CINIC10, tmp_path / "made", site / CINIC10.archive)
+    source = pack(CINIC10, tmp_path / "made", site / CINIC10.archive)
     (site / "CINIC-10").write_text("a file in the way")
-    refused(lambda: unpack(source, site), f"cannot unpack {site / CINIC10.archive} (")
+    assert_refused(lambda: unpack(source, site), f"cannot unpack {site / CINIC10.archive} (")
     assert names(site) == ["CINIC-10", CINIC10.archive]
 
 
@@ -264,6 +250,6 @@ def test_the_data_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Non
     assert data_folder().is_absolute()
 
 
-def test_a_home_folder_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_home_folder_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDEXP_DATA", "~nosuchuser/x")
-    refused(data_folder, "~nosuchuser/x", "set FEDEXP_DATA to a full path")
+    assert_refused(data_folder, "~nosuchuser/x", "set FEDEXP_DATA to a full path")

@@ -1,4 +1,4 @@
-"""Small federations with every kind of client."""
+"""Small tasks for tests: classification with any model, and least squares."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class BatchNormNet(nn.Module):
 
 
 class Net(nn.Module):
-    """Dense, but not a plain sequence: those have an engine of their own on a CPU."""
+    """A dense model that is not an `nn.Sequential`, which the dense engine would train."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,13 +39,14 @@ class Net(nn.Module):
 
 
 def dropout_net() -> nn.Module:
+    """Build a model with dropout."""
     return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3))
 
 
 def classes_task(
     build: type | object = BatchNormNet, sizes: tuple[int, ...] = (10, 6, 14, 7)
 ) -> Task:
-    """Three classes around three centres, unequal clients."""
+    """Build a task of three Gaussian classes, with clients of unequal size."""
     rng = np.random.default_rng(0)
     y = rng.integers(0, 3, sum(sizes))
     x = rng.normal(size=(3, 4))[y] + 0.3 * rng.normal(size=(len(y), 4))
@@ -61,4 +62,5 @@ def classes_task(
 
 
 def least_squares(clients: int = 4, rows: int = 3, dim: int = 20, seed: int = 0) -> Task:
+    """Build the synthetic least-squares task, by default with 4 clients of 3 rows."""
     return fx.tasks.synthetic(clients=clients, rows=rows, dim=dim, seed=seed)

@@ -25,7 +25,7 @@ def slow_normalise(x: Tensor) -> NDArray[np.float64]:
 
 
 def slow_train(x: Tensor, draws: NDArray[np.int64], pad: int) -> NDArray[np.float64]:
-    """What the words say: normalise, pad with zeros, crop, flip; example by example."""
+    """Normalise, pad with zeros, crop and flip, one example at a time."""
     results = []
     for image, (dy, dx, flip) in zip(slow_normalise(x), draws, strict=True):
         height, width = image.shape[1:]
@@ -58,7 +58,7 @@ def test_equals_the_slow_reference(
     np.testing.assert_allclose(after["x"].numpy(), expected, rtol=1e-5, atol=1e-6)
 
 
-def test_every_move_and_both_flips_equal_the_reference() -> None:
+def test_every_shift_and_both_flips_equal_the_reference() -> None:
     images = Images(MEAN, STD, pad=2)
     draws = np.array([(y, x, f) for y in range(5) for x in range(5) for f in range(2)])
     x = pixels(50, 3, 4, 6)
@@ -86,7 +86,7 @@ def test_mean_0_and_std_1_give_exactly_the_pixels_over_255() -> None:
     assert torch.equal(after, x.float() / 255)
 
 
-def test_draws_cover_every_move_and_flip_half_of_the_time() -> None:
+def test_draws_cover_every_shift_and_flip_with_probability_one_half() -> None:
     draws = Images(MEAN, STD).draw(np.random.default_rng(0), 20_000)
     assert draws is not None
     for column in (0, 1):
@@ -96,7 +96,7 @@ def test_draws_cover_every_move_and_flip_half_of_the_time() -> None:
     assert abs(draws[:, 2].mean() - 0.5) < 0.02
 
 
-def test_one_decision_a_batch_or_one_an_example() -> None:
+def test_one_draw_per_batch_or_per_example() -> None:
     rng = np.random.default_rng
     batch = Images(MEAN, STD, "batch").draw(rng(1), 50)
     example = Images(MEAN, STD, "example").draw(rng(1), 50)
@@ -122,7 +122,7 @@ def test_without_augmentation_nothing_is_drawn() -> None:
     assert torch.equal(images.train({"x": x}, None)["x"], images.evaluate({"x": x})["x"])
 
 
-def test_the_batch_is_left_as_it_was() -> None:
+def test_the_batch_is_not_modified() -> None:
     x = pixels(4, 3, 8, 8)
     batch, before = {"x": x}, x.clone()
     images = Images(MEAN, STD)
@@ -145,7 +145,7 @@ def test_leading_dimensions_are_clients() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"mean": (0.5,)}, "each channel"),
+        ({"mean": (0.5,)}, "per channel"),
         ({"std": (0.5, 0.0, 0.5)}, "positive"),
         ({"augment": "exmaple"}, "augment is one of"),
         ({"pad": -1}, "negative"),
@@ -157,8 +157,8 @@ def test_wrong_settings_are_refused(options: dict, message: str) -> None:
 
 
 @pytest.mark.parametrize("x", [torch.zeros(2, 3, 4, 4), pixels(2, 1, 4, 4), pixels(2, 4, 4, 3)])
-def test_what_is_not_bytes_of_the_right_channels_is_refused(x: Tensor) -> None:
-    with pytest.raises(UsageError, match="keep pixels as bytes"):
+def test_other_types_and_channels_are_refused(x: Tensor) -> None:
+    with pytest.raises(UsageError, match="give pixels as uint8"):
         Images(MEAN, STD).evaluate({"x": x})
 
 

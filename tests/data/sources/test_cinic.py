@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 from fedexp.data.datasets import cinic10, cinic10_valid
-from fedexp.data.sources import decode, image_file
+from fedexp.data.sources import image_file, image_folder
 from fedexp.data.sources.cinic import CLASSES
 from fedexp.errors import UsageError
 
@@ -33,28 +33,28 @@ def test_the_official_layout_is_read(tmp_path: Path, write_cinic10: Write) -> No
 
 
 @pytest.fixture
-def helpers(monkeypatch: pytest.MonkeyPatch) -> None:
+def workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Decode in three processes, a few files at a time, however few files there are."""
-    monkeypatch.setattr(decode, "BLOCK", 3)
-    monkeypatch.setattr(decode, "FEW", 1)
-    monkeypatch.setattr(decode, "_cores", lambda: 3)
+    monkeypatch.setattr(image_folder, "BLOCK", 3)
+    monkeypatch.setattr(image_folder, "MIN_PARALLEL", 1)
+    monkeypatch.setattr(image_folder, "available_cores", lambda: 3)
 
 
-@pytest.mark.usefixtures("helpers")
-def test_helper_processes_give_the_same_images(tmp_path: Path, write_cinic10: Write) -> None:
+@pytest.mark.usefixtures("workers")
+def test_worker_processes_decode_the_same_images(tmp_path: Path, write_cinic10: Write) -> None:
     check_same(tmp_path, write_cinic10(tmp_path))
 
 
-@pytest.mark.usefixtures("helpers")
-def test_a_helper_that_ends_is_done_without(
+@pytest.mark.usefixtures("workers")
+def test_a_worker_that_fails_is_replaced_by_this_process(
     tmp_path: Path, write_cinic10: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_file, "__file__", str(tmp_path / "no program"))
     check_same(tmp_path, write_cinic10(tmp_path))
 
 
-@pytest.mark.usefixtures("helpers")
-def test_a_bad_image_is_named_by_helpers_too(tmp_path: Path, write_cinic10: Write) -> None:
+@pytest.mark.usefixtures("workers")
+def test_workers_name_a_bad_image_too(tmp_path: Path, write_cinic10: Write) -> None:
     write_cinic10(tmp_path)
     not_an_image(tmp_path / "CINIC-10" / "test" / "bird" / "cifar10-05.png")
     with pytest.raises(UsageError, match=r"bird.cifar10-05\.png: not an image"):
@@ -70,7 +70,7 @@ def test_an_added_image_is_noticed(tmp_path: Path, write_cinic10: Write) -> None
     assert len(cinic10(tmp_path).train["y"]) == 21
 
 
-def test_grey_images_become_coloured(tmp_path: Path, write_cinic10: Write) -> None:
+def test_greyscale_images_are_converted_to_rgb(tmp_path: Path, write_cinic10: Write) -> None:
     write_cinic10(tmp_path)
     path = tmp_path / "CINIC-10" / "test" / "truck" / "zzz.png"
     Image.new("L", (32, 32), color=77).save(path)

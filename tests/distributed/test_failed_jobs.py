@@ -1,4 +1,4 @@
-"""Whatever ends a job of ranks, the user reads one line; and only the first rank writes."""
+"""A failed job of several ranks prints one error line, and only rank 0 writes files."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ import pytest
 from fedexp.cli.main import main
 from tests.cli.helpers import SMALL
 from tests.distributed import launch
-from tests.processes import finished
+from tests.helpers.processes import finished
 
 RUN = ["run", "synthetic", "--rounds", "5", *SMALL]
-KEPT = [*RUN, "--checkpoint-every", "0"]
+STORED = [*RUN, "--checkpoint-every", "0"]
 JOBS: dict[str, list[object]] = {
     "whole": [3, "", *RUN, "--out", "whole", "--quiet"],
     "name": [2, "", "run", "synthetic", "--algorithm", "fedxp"],
     "option": [2, "", "run", "synthetic", "--rounds", "none"],
     "divergence": [2, "", *RUN, "--out", "diverged", "--set", "local.lr=1e6"],
-    "stranger": [2, "", *RUN, "--out", "."],
+    "foreign-folder": [2, "", *RUN, "--out", "."],
     "device": [2, "", *RUN, "--device", "cuda:0"],
     "other": [2, "1:--seed=7", *RUN, "--out", "other"],
-    "memory": [3, "1:memory", *KEPT, "--out", "memory"],
-    "bug": [3, "2:bug", *KEPT, "--out", "bug"],
-    "lost": [3, "1:lost", *KEPT, "--out", "lost"],
+    "memory": [3, "1:memory", *STORED, "--out", "memory"],
+    "bug": [3, "2:bug", *STORED, "--out", "bug"],
+    "lost": [3, "1:lost", *STORED, "--out", "lost"],
 }
 
 
 class Done(NamedTuple):
-    """What a job said, and how its ranks ended."""
+    """The output of a job, and the exit codes of its ranks."""
 
     stdout: list[str]
     stderr: list[str]
@@ -41,7 +41,7 @@ class Done(NamedTuple):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("jobs")
-    (made / "strange").touch()
+    (made / "foreign").touch()
     return made
 
 
@@ -53,17 +53,17 @@ def done(folder: Path) -> dict[str, Done]:
     assert found.returncode == 0, found.stderr
     assert "Traceback" not in found.stderr
     jobs: dict[str, Done] = {}
-    said: list[str] = []
+    stdout: list[str] = []
     names = iter(JOBS)
     errors = iter(found.stderr.split(f"{launch.SEPARATOR}\n"))
     for line in found.stdout.splitlines():
         if line.startswith("["):
-            # torch itself may have words about a store that has gone
+            # torch may log lines of its own about a closed store
             lines = [e for e in next(errors).splitlines() if e.startswith(("fedexp:", "round "))]
-            jobs[next(names)] = Done(said, lines, json.loads(line))
-            said = []
+            jobs[next(names)] = Done(stdout, lines, json.loads(line))
+            stdout = []
         else:
-            said.append(line)
+            stdout.append(line)
     return jobs
 
 
@@ -71,13 +71,13 @@ def test_only_the_first_rank_writes_and_prints(done: dict[str, Done], folder: Pa
     job = done["whole"]
     assert job.codes == [0, 0, 0]
     assert len(job.stdout) == 1
-    assert len(job.stderr) == 6  # a line a round, and where it was written
+    assert len(job.stderr) == 6  # one line per round, and the run folder
     assert len((folder / "whole" / "records.jsonl").read_text().splitlines()) == 5
     assert not (folder / "runs").exists()
 
 
-@pytest.mark.parametrize("name", ["name", "option", "divergence", "stranger"])
-def test_what_all_ranks_find_wrong_is_told_as_a_lone_process_tells_it(
+@pytest.mark.parametrize("name", ["name", "option", "divergence", "foreign-folder"])
+def test_an_error_of_all_ranks_is_reported_as_by_a_single_process(
     done: dict[str, Done],
     folder: Path,
     name: str,
@@ -91,31 +91,31 @@ def test_what_all_ranks_find_wrong_is_told_as_a_lone_process_tells_it(
     assert done[name].stderr == capsys.readouterr().err.splitlines()
 
 
-def test_a_gpu_is_not_shared(done: dict[str, Done]) -> None:
-    (said,) = done["device"].stderr
-    assert "each rank has a GPU of its own; say --device cuda" in said
+def test_ranks_do_not_share_a_gpu(done: dict[str, Done]) -> None:
+    (line,) = done["device"].stderr
+    assert "each rank has a GPU of its own; use --device cuda" in line
 
 
-def test_ranks_must_be_started_alike(done: dict[str, Done], folder: Path) -> None:
-    (said,) = done["other"].stderr
-    assert "rank 1 has run synthetic-fedexp-s7-" in said
-    assert "but rank 0 has run synthetic-fedexp-s0-" in said
+def test_ranks_need_the_same_command(done: dict[str, Done], folder: Path) -> None:
+    (line,) = done["other"].stderr
+    assert "rank 1 has run synthetic-fedexp-s7-" in line
+    assert "but rank 0 has run synthetic-fedexp-s0-" in line
     assert done["other"].codes == [2, 2]
     assert not (folder / "other").exists()
 
 
 @pytest.mark.parametrize(
-    ("name", "line"),
+    ("name", "message"),
     [
         ("memory", "rank 1: out of memory"),
         ("bug", "rank 2: ValueError: something is wrong"),
-        ("lost", "rank 1 ended without a word"),
+        ("lost", "rank 1 died without an error message"),
     ],
 )
-def test_what_befalls_one_rank_is_told_once_and_ends_the_others(
-    done: dict[str, Done], folder: Path, name: str, line: str
+def test_a_failure_of_one_rank_is_reported_once_and_ends_the_job(
+    done: dict[str, Done], folder: Path, name: str, message: str
 ) -> None:
-    (said,) = done[name].stderr
-    assert line in said
+    (line,) = done[name].stderr
+    assert message in line
     assert all(done[name].codes)
     assert len((folder / name / "records.jsonl").read_text().splitlines()) == 2

@@ -33,7 +33,7 @@ def test_both_layouts_give_the_same_arrays(
     assert raw.train["x"].dtype == torch.uint8
 
 
-def test_without_h5py_one_line_says_so(
+def test_without_h5py_the_error_names_the_remedy(
     tmp_path: Path, write_emnist: Write, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_emnist(tmp_path)
@@ -57,7 +57,7 @@ def test_a_writer_may_be_in_one_split_only(tmp_path: Path, write_emnist: Write) 
     assert emnist(tmp_path).federation().sizes.tolist() == [12, 3, 1, 7, 2]
 
 
-def test_leaf_may_lie_as_leaf_makes_it(tmp_path: Path, write_leaf: Write) -> None:
+def test_leaf_files_may_be_in_leafs_own_folder(tmp_path: Path, write_leaf: Write) -> None:
     write_leaf(tmp_path / "somewhere")
     (tmp_path / "femnist").mkdir()
     (tmp_path / "somewhere" / "femnist").rename(tmp_path / "femnist" / "data")
@@ -72,13 +72,13 @@ def test_a_writer_may_be_in_several_leaf_files(tmp_path: Path, write_leaf: Write
     path.with_name("all_data_9.json").write_text(json.dumps(again))
     raw = emnist(tmp_path)
     assert raw.federation().sizes.tolist() == [12, 6, 1, 7, 2, 1]
-    mine = expected["train_y"][12:15].tolist()
-    assert raw.federation().client(1)["y"].tolist() == mine + mine
+    own = expected["train_y"][12:15].tolist()
+    assert raw.federation().client(1)["y"].tolist() == own + own
     np.testing.assert_array_equal(raw.train["x"][12:15], expected["train_x"][12:15])
     np.testing.assert_array_equal(raw.train["x"][15:18], expected["train_x"][12:15])
 
 
-def test_bytes_survive_being_fractions() -> None:
+def test_bytes_survive_division_by_255() -> None:
     grey = np.resize(np.arange(256, dtype=np.uint8), (1, 1, 28, 28))
     np.testing.assert_array_equal(as_bytes(grey.astype(np.float32) / 255, "here"), grey)
     np.testing.assert_array_equal(as_bytes((grey / 255).tolist(), "here"), grey)
@@ -110,7 +110,7 @@ def too_short(file: Any) -> None:
 
 
 def instead(name: str, value: Any) -> Callable[[Any], None]:
-    """Puts an array in a place; None puts a group there."""
+    """Return a change that replaces an entry by an array, or by a group for None."""
 
     def change(file: Any) -> None:
         del file[name]
@@ -135,10 +135,10 @@ BAD = {
     "a writer is an array": (instead(FIRST, np.zeros(3)), f"writer /{FIRST} has no 'pixels'"),
     "pixels is a group": (instead(f"{FIRST}/pixels", None), f"writer /{FIRST} has no 'pixels'"),
     "label is a group": (instead(f"{FIRST}/label", None), f"writer /{FIRST} has no 'label'"),
-    "pixels of text": (instead(f"{FIRST}/pixels", TEXT), "has pixels of |S3, not fractions"),
+    "pixels of text": (instead(f"{FIRST}/pixels", TEXT), "has pixels of |S3, not floats"),
     "pixels of bytes": (
         instead(f"{FIRST}/pixels", np.ones((12, 28, 28), np.uint8)),
-        "has pixels of uint8, not fractions",
+        "has pixels of uint8, not floats",
     ),
     "pixels of nothing": (instead(f"{FIRST}/pixels", h5py.Empty("f4")), "pixels of shape None"),
     "label of text": (instead(f"{FIRST}/label", [b"1"] * 12), "not a list of whole numbers"),
@@ -162,18 +162,18 @@ def test_a_bad_hdf5_file_is_named_and_leaves_no_cache(
     what: str, split: str, tmp_path: Path, write_emnist: Write
 ) -> None:
     write_emnist(tmp_path)
-    change, said = BAD[what]
+    change, message = BAD[what]
     with h5py.File(tmp_path / f"fed_emnist_{split}.h5", "a") as file:
         change(file)
-    check_refused(tmp_path, f"fed_emnist_{split}.h5", said)
+    check_refused(tmp_path, f"fed_emnist_{split}.h5", message)
 
 
-def check_refused(folder: Path, name: str, said: str) -> None:
+def check_refused(folder: Path, name: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
         emnist(folder)
     line = str(caught.value)
     assert name in line
-    assert said in line
+    assert message in line
     assert "\n" not in line
     assert not (folder / "cache").exists() or list((folder / "cache").iterdir()) == []
 
@@ -201,11 +201,11 @@ BAD_LEAF = {
 
 @pytest.mark.parametrize("what", BAD_LEAF)
 def test_a_bad_leaf_file_is_named_and_leaves_no_cache(what: str, tmp_path: Path) -> None:
-    content, said = BAD_LEAF[what]
+    content, message = BAD_LEAF[what]
     for split, text in (("train", json.dumps({"user_data": {"a": GOOD}})), ("test", content)):
         (tmp_path / "femnist" / split).mkdir(parents=True)
         (tmp_path / "femnist" / split / f"all_data_{split}.json").write_text(text)
-    check_refused(tmp_path, "all_data_test.json", said)
+    check_refused(tmp_path, "all_data_test.json", message)
 
 
 def test_the_real_data(real_folder: Callable[[str], Path]) -> None:
