@@ -12,7 +12,7 @@ ONE_WORKER = (
     "tests/distributed/test_failed_jobs.py",
     "tests/distributed/test_many_runs.py",
     "tests/distributed/test_ranks_agree.py",
-    "tests/studies/test_results.py",  # builds all files of the archive once
+    "tests/tools/test_results_documents.py",  # builds all files of the archive once
 )
 
 

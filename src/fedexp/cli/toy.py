@@ -1,4 +1,4 @@
-"""`fedexp toy`: the paper's Figure 2, why extrapolation helps, in a picture."""
+"""`fedexp toy`: the paper's Figure 2, FedAvg and FedExP in two dimensions."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument(
         "--start", default="0,0", metavar="W1,W2", help="first model, e.g. --start=-1,2 (0,0)"
     )
-    add_out(parser, "the picture (toy.png)")
+    add_out(parser, "the figure (toy.png)")
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
-    picture = args.out or Path("toy.png")
-    check_writable(picture)
+    figure = args.out or Path("toy.png")
+    check_writable(figure)
     start = convert(args.start, tuple[float, float], "--start")
     paths = toy_paths(start, args.rounds)
-    save(toy_figure(paths), picture)
+    save(toy_figure(paths), figure)
     shown = sorted({0, *(args.rounds * k // 3 for k in (1, 2, 3))})
     cells = [
         [name, *(f"{path.sq_distance[at]:.2g}" for at in shown), f"{path.loss[-1]:.2g}"]
@@ -37,5 +37,5 @@ def run(args: argparse.Namespace) -> int:
     ]
     print("squared distance to the optimum, by round")
     print(text_table(["", *(f"{at}" for at in shown), "loss at the end"], cells))
-    print(f"wrote {picture}", file=sys.stderr)
+    print(f"wrote {figure}", file=sys.stderr)
     return 0
