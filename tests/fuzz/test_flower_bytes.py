@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
 from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message
+from flwr.proto.message_pb2 import Message as ProtoMessage
 
 import fedexp as fx
 from fedexp.flower.client_state import ClientStore
@@ -93,7 +93,7 @@ def test_replies_whose_bytes_are_damaged(draw: Random) -> None:
     reply = hostile_reply(draw, message_to_client())
     data = mutated(draw, message_to_proto(reply).SerializeToString())
     try:
-        carried = message_from_proto(Message.FromString(data))
+        carried = message_from_proto(ProtoMessage.FromString(data))
     except Exception:
         return  # refused by Flower
     if carried.has_content():

@@ -24,7 +24,7 @@ from flwr.app import (
 )
 from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Stage
 from flwr.common.serde import message_from_proto, message_to_proto
-from flwr.proto.message_pb2 import Message
+from flwr.proto.message_pb2 import Message as ProtoMessage
 from torch import nn
 
 import fedexp as fx
@@ -226,7 +226,8 @@ def stages() -> Stages:
 def test_replies_in_the_stages_of_secure_aggregation(stages: Stages, draw: Random) -> None:
     """A reply is passed to Flower's workflow, or its client drops out."""
     sent, reply = (
-        message_from_proto(Message.FromString(data)) for data in stages[draw.choice(Stage.all())]
+        message_from_proto(ProtoMessage.FromString(data))
+        for data in stages[draw.choice(Stage.all())]
     )
     app: Any = lambda message, _: Message(reply.content, reply_to=message)  # noqa: E731
     grid = FakeGrid(app, 1)
