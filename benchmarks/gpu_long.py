@@ -21,7 +21,7 @@ import torch  # noqa: E402
 
 import fedexp as fx  # noqa: E402
 from fedexp.data import Federation, Images, partition  # noqa: E402
-from fedexp.tasks.task import PAPER_TRAINING  # noqa: E402
+from fedexp.tasks.recipe import PAPER_TRAINING  # noqa: E402
 
 
 def images(count: int, rng: np.random.Generator) -> dict[str, torch.Tensor]:

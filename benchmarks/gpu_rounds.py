@@ -30,7 +30,7 @@ from fedexp.engine.plan import Work, sample_cohort
 from fedexp.engine.simulation import run_round
 from fedexp.precision import Precision, arithmetic
 from fedexp.tasks import Task
-from fedexp.tasks.task import PAPER_TRAINING
+from fedexp.tasks.recipe import PAPER_TRAINING
 from peers_work import pfl_cnn
 
 Row = dict[str, Any]

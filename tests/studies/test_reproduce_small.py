@@ -20,7 +20,7 @@ from tests.tasks.test_image_tasks import splits
 @pytest.fixture
 def generated(monkeypatch: pytest.MonkeyPatch) -> None:
     """Generated images in the place of the data sets."""
-    monkeypatch.setattr(images, "_load", lambda name, folder: splits(name, count=1200))
+    monkeypatch.setattr(images, "load_splits", lambda name, folder: splits(name, count=1200))
     monkeypatch.setattr(plans, "_missing", lambda task: None)
 
 
@@ -62,7 +62,7 @@ def test_a_shrunk_study_from_end_to_end(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(images, "_load", lambda name, folder: splits(name, count=150))
+    monkeypatch.setattr(images, "load_splits", lambda name, folder: splits(name, count=150))
     command = ["reproduce", "iterate-averaging", "--scale", "small", "--rounds", "2"]
     where = ["--runs", str(tmp_path / "runs"), "--out", str(tmp_path / "out")]
     assert main([*command, *where, "--jobs", "1", "--mode", "authors-code"]) == 0

@@ -59,7 +59,7 @@ def default(name: str) -> Task:
 
 @pytest.fixture(autouse=True)
 def small_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_load", lambda name, folder: splits(name))
+    monkeypatch.setattr(tasks, "load_splits", lambda name, folder: splits(name))
 
 
 @pytest.mark.parametrize(
