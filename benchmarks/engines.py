@@ -30,10 +30,9 @@ from torch import Tensor, nn
 import fedexp as fx
 from fedexp.analysis.tables import text_table
 from fedexp.data import Federation
-from fedexp.engine import EngineName
+from fedexp.engine import EngineName, run_round
 from fedexp.engine.batched import Batched
 from fedexp.engine.plan import Work, sample_cohort
-from fedexp.engine.simulation import run_round
 from fedexp.precision import Precision, arithmetic, default_precision
 from fedexp.tasks import Task
 from fedexp.tasks.recipe import PAPER_TRAINING
@@ -222,7 +221,7 @@ def compare(
     runs, rows = dict[str, Rounds](), list[Row]()
     for path in case.paths:
         run = Rounds(training(path, task, case.cohort, device, precision), device, case.rounds)
-        row = {"case": name, "path": path, "parameters": size, "threads": threads}
+        row: Row = {"case": name, "path": path, "parameters": size, "threads": threads}
         try:
             run()  # a path that cannot train the model fails here, and does not stop the rest
             runs[path] = run
