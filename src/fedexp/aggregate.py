@@ -84,15 +84,15 @@ class Aggregate:
         deltas = _accumulable(deltas)
         sq_norms = norms(deltas).square()
         extras = {name: _accumulable(value) for name, value in extras.items()}
-        keep = _finite(sq_norms, extras)
-        kept = keep.to(torch.float64) if weights is None else keep * weights
+        finite = _finite(sq_norms, extras)
+        weights = finite.to(torch.float64) if weights is None else finite * weights
         return cls(
-            weight=kept.sum(),
-            update=_weighted_sum(kept, keep, deltas),
-            sq_norm=torch.where(keep, kept * sq_norms, 0.0).sum(),
-            count=keep.sum(dtype=torch.float64),
-            dropped=(~keep).sum(dtype=torch.float64),
-            extras={name: _weighted_sum(kept, keep, value) for name, value in extras.items()},
+            weight=weights.sum(),
+            update=_weighted_sum(weights, finite, deltas),
+            sq_norm=torch.where(finite, weights * sq_norms, 0.0).sum(),
+            count=finite.sum(dtype=torch.float64),
+            dropped=(~finite).sum(dtype=torch.float64),
+            extras={name: _weighted_sum(weights, finite, v) for name, v in extras.items()},
         )
 
     @classmethod
@@ -222,8 +222,8 @@ def _checked_weights(weights: Tensor, clients: int) -> Tensor:
     return weights
 
 
-def _weighted_sum(weights: Tensor, keep: Tensor, values: Tensor) -> Tensor:
+def _weighted_sum(weights: Tensor, finite: Tensor, values: Tensor) -> Tensor:
     rows = values.flatten(1)
-    if rows.device.type != "cpu" or not keep.all():  # a GPU must not wait for the answer
-        rows = torch.where(keep[:, None], rows, 0.0)  # zero times NaN is NaN
+    if rows.device.type != "cpu" or not finite.all():  # a GPU must not wait for the result
+        rows = torch.where(finite[:, None], rows, 0.0)  # zero times NaN is NaN
     return (weights.to(rows.dtype) @ rows).view(values.shape[1:])

@@ -14,7 +14,7 @@ from fedexp.reproduce.catalog import STUDIES
 from fedexp.reproduce.output import FEWER_SEEDS, head_lines
 from fedexp.reproduce.study import SMALL, Request
 from fedexp.tasks import images
-from tests.tasks.test_image_tasks import splits
+from tests.tasks.test_images import splits
 
 
 @pytest.fixture
