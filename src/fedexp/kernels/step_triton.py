@@ -77,6 +77,7 @@ def sgd_step_kernel(
 
 
 def sq_norms(layers: Layers, params: Tensor, grads: Tensor, correction: Correction) -> Tensor:
+    """Return what `step.sq_norms` does."""
     table = _table(layers, params.device)
     sums = torch.empty(len(table), dtype=torch.float64, device=params.device)
     operands, known = _settings(params, grads, correction)
@@ -94,6 +95,7 @@ def sgd_step(
     active: Tensor,
     copy: Tensor | None,
 ) -> None:
+    """Do what `step.sgd_step` does."""
     table = _table(layers, params.device)
     operands, known = _settings(params, grads, correction)
     launch(
