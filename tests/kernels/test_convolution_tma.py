@@ -1,4 +1,4 @@
-"""Convolutions in boxes: every likely box against float64, one client at a time. On a GPU only."""
+"""TMA convolutions: every likely box against float64, on a Hopper GPU only."""
 
 from __future__ import annotations
 
@@ -6,38 +6,42 @@ import pytest
 import torch
 
 from fedexp.kernels.convolution_torch import Geometry, scaled_images, scaled_weights
-from fedexp.kernels.layers import gradients_into, room_for
-from tests.kernels.test_twins import BATCH, CLIENTS, TOLERANCE, each_alone, gap
+from tests.helpers.kernels import (
+    BATCH,
+    CLIENTS,
+    TOLERANCE,
+    reference_convolution,
+    relative_error,
+)
 
 hopper = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
-needs_boxes = pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")
+needs_hopper = pytest.mark.skipif(not hopper, reason="needs a Hopper GPU")
 # channels, outputs, side; the batch of 4 does not fill boxes of 8 images
 SIZES = [(64, 64, 32), (64, 128, 16), (128, 256, 16), (256, 256, 8), (512, 256, 4)]
 
 
-@needs_boxes
+@needs_hopper
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_likely_box(size: tuple[int, int, int], scaled: bool) -> None:
-    from fedexp.kernels.convolution_tma import boxed_form, likely_boxes
+    from fedexp.kernels.convolution_tma import box_implementation, likely_boxes
 
-    kind = torch.float32 if scaled else torch.bfloat16
-
+    dtype = torch.float32 if scaled else torch.bfloat16
     channels, outputs, side = size
     g = Geometry(CLIENTS, BATCH, channels, side, side, outputs, 3, 3, 1, 1)
-    x = torch.randn(CLIENTS * BATCH, channels, side, side, device="cuda").to(kind)
+    x = torch.randn(CLIENTS * BATCH, channels, side, side, device="cuda").to(dtype)
     x = x.to(memory_format=torch.channels_last)
-    w = torch.randn(CLIENTS, outputs, 3, 3, channels, device="cuda").to(kind).movedim(-1, 2)
+    w = torch.randn(CLIENTS, outputs, 3, 3, channels, device="cuda").to(dtype).movedim(-1, 2)
     exact = x.double().requires_grad_(), w.double().requires_grad_()
-    y = each_alone(exact[0], exact[1], 1, 1)
-    dy = torch.randn_like(y).to(kind).to(memory_format=torch.channels_last)
+    y = reference_convolution(exact[0], exact[1], 1, 1)
+    dy = torch.randn_like(y).to(dtype).to(memory_format=torch.channels_last)
     dx, dw = torch.autograd.grad(y, exact, dy.double())
-    wanted = {
+    cases = {
         "forward": (x, w, y.detach()),
         "input_gradient": (dy, w, dx),
         "weight_gradient": (dy, x, dw),
     }
-    for direction, (a, b, true) in wanted.items():
+    for direction, (a, b, expected) in cases.items():
         scales = {}
         if scaled:
             b_scaled = scaled_images(b, CLIENTS) if b.ndim == 4 else scaled_weights(b)
@@ -46,15 +50,15 @@ def test_every_likely_box(size: tuple[int, int, int], scaled: bool) -> None:
         names = likely_boxes(direction, g, 2)
         assert len(names) == 2
         for name in names:
-            result = boxed_form(name, direction)(a, b, g, **scales)
-            assert result.dtype == kind
-            assert gap(result, true) < TOLERANCE[kind], name
+            result = box_implementation(name, direction)(a, b, g, **scales)
+            assert result.dtype == dtype
+            assert relative_error(result, expected) < TOLERANCE[dtype], name
 
 
-@needs_boxes
-def test_a_client_that_is_no_number_spoils_no_other() -> None:
-    """Boxes reach beyond a client's images; what is there must not count, whatever it is."""
-    from fedexp.kernels.convolution_tma import boxed_form, likely_boxes
+@needs_hopper
+def test_nan_of_one_client_does_not_reach_another() -> None:
+    """Boxes reach beyond a client's images; the values there must not count."""
+    from fedexp.kernels.convolution_tma import box_implementation, likely_boxes
 
     g = Geometry(CLIENTS, BATCH - 1, 256, 4, 4, 256, 3, 3, 1, 1)
     images = (CLIENTS * (BATCH - 1), 256, 4, 4)
@@ -69,18 +73,7 @@ def test_a_client_that_is_no_number_spoils_no_other() -> None:
         ("weight_gradient", dy, x),
     ):
         for name in likely_boxes(direction, g, 2):
-            result = boxed_form(name, direction)(a, b, g)
+            result = box_implementation(name, direction)(a, b, g)
             each = result.reshape(CLIENTS, -1)
             assert each[[0, 2]].isfinite().all(), name
             assert each[1].isnan().all(), name
-
-
-def test_rooms_are_offered_and_taken_back() -> None:
-    weights = [torch.zeros(2, 3), torch.zeros(4)]
-    rooms = [torch.ones(2, 3), torch.ones(4)]
-    assert room_for(weights[0]) is None
-    with gradients_into(weights, rooms):
-        assert room_for(weights[0]) is rooms[0]
-        assert room_for(weights[1].detach()) is rooms[1]
-        assert room_for(rooms[0]) is None
-    assert room_for(weights[0]) is None

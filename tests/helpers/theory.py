@@ -1,4 +1,4 @@
-"""Random problems whose optimum is known, with the few lines of numpy that say what is true."""
+"""Random problems with a known optimum, and the numpy reference for the theory tests."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ LOSSES: dict[str, tuple[Callable[[Array], Array], Callable[[Array], Array]]] = {
 
 
 def examples(number: int) -> settings:
-    """How often a claim is tried: the same examples on every machine, and no time limit."""
+    """Return settings for `number` examples, the same on every machine, without a time limit."""
     return settings(max_examples=number, deadline=None, derandomize=True, database=None)
 
 
@@ -53,31 +53,31 @@ class Problem:
         return float(np.linalg.norm(self.A, ord=2, axis=(1, 2)).max() ** 2)
 
     def loss(self, w: Array) -> float:
-        """F(w), the mean over clients."""
+        """Return F(w), the mean over clients."""
         return float(LOSSES[self.kind][0](self.A @ w - self.b).sum(axis=1).mean())
 
     def gradients(self, w: Array) -> Array:
-        """∇F_i, row by row, at a point of each client's own [M, d] or at a common one [d]."""
+        """Return ∇F_i, row by row, at one point per client [M, d] or at a common one [d]."""
         z = np.einsum("mnd,md->mn", self.A, np.broadcast_to(w, (len(self.A), w.shape[-1])))
         slopes: Array = np.einsum("mnd,mn->md", self.A, LOSSES[self.kind][1](z - self.b))
         return slopes
 
     def paths(self, w: Array, lr: float, steps: int) -> Array:
-        """Local gradient descent (eq. 2) of every client from w: points [steps + 1, M, d]."""
+        """Run local gradient descent (eq. 2) of every client from w: points [steps + 1, M, d]."""
         points = [np.tile(w, (len(self.A), 1))]
         for _ in range(steps):
             points.append(points[-1] - lr * self.gradients(points[-1]))
         return np.stack(points)
 
     def task(self) -> fx.tasks.Task:
-        """The problem as the package sees it."""
+        """Return the problem as a task."""
         task = fx.tasks.linear_regression(self.A, self.b, start=self.start)
         if self.kind == "square":
             return task
         return replace(task, objective=SlopeObjective(self.start, self.kind))
 
     def client(self, i: int) -> Problem:
-        """The problem of client i alone."""
+        """Return the problem of client i alone."""
         return replace(self, A=self.A[i : i + 1], b=self.b[i : i + 1])
 
 
@@ -100,7 +100,7 @@ class SlopeObjective:
 
 
 def _draw(rng: np.random.Generator, clients: int) -> tuple[Array, Array, Array]:
-    """Features with a scale and a mean of each client's own; an optimum; a start."""
+    """Draw features with a scale and a mean per client; an optimum; a start."""
     n, d = rng.integers(1, 4), rng.integers(2, 10)
     scale = 10 ** rng.uniform(-0.5, 0.5, size=(clients, 1, 1))
     A = scale * (rng.normal(size=(clients, n, d)) + rng.normal(size=(clients, 1, d)))
@@ -109,14 +109,14 @@ def _draw(rng: np.random.Generator, clients: int) -> tuple[Array, Array, Array]:
 
 
 def shared_optimum(seed: int, kind: str = "square") -> Problem:
-    """Every client is minimal at w*: the overparametrised regime of Lemma 1."""
+    """Return a problem in which w* is every client's minimum: the regime of Lemma 1."""
     rng = np.random.default_rng(seed)
     A, star, start = _draw(rng, int(rng.integers(1, 7)))
     return Problem(A, A @ star, star, start, kind)
 
 
 def disputed_optimum(seed: int, kind: str = "square") -> Problem:
-    """Clients come in pairs that pull w* both ways, so ∇F(w*) = 0 while no ∇F_i(w*) is."""
+    """Return a problem with pairs of opposed clients, so ∇F(w*) = 0 while no ∇F_i(w*) is."""
     rng = np.random.default_rng(seed)
     A, star, start = _draw(rng, int(rng.integers(1, 4)))
     pull = rng.normal(size=A.shape[:2]) * 10 ** rng.uniform(-1, 1)
@@ -144,31 +144,31 @@ def run(
 
 
 def local_paths(problem: Problem, lr: float, steps: int) -> Array:
-    """The clients' local iterates as the package computes them: points [steps + 1, M, d].
+    """Return the clients' local iterates as the package computes them: points [steps + 1, M, d].
 
-    A federation of one client that takes one step a round and averages is gradient descent.
+    A federation of one client that takes one step per round and averages is gradient descent.
     """
     alone = [problem.client(i) for i in range(len(problem.A))]
     return np.stack([run(p, fx.fedavg(), steps, lr, 1).points for p in alone], axis=1)
 
 
 def deltas(problem: Problem, w: Array, lr: float, steps: int) -> Array:
-    """Δ_i = w - w_i (eq. 3), one row a client."""
+    """Return Δ_i = w - w_i (eq. 3), one row per client."""
     updates: Array = w - problem.paths(w, lr, steps)[-1]
     return updates
 
 
 def mean_sq(rows: Array) -> float:
-    """The mean of the rows' squared norms."""
+    """Return the mean of the rows' squared norms."""
     return sum(float(row @ row) for row in rows) / len(rows)
 
 
 def sq(vector: Array) -> float:
-    """||vector||²."""
+    """Return ||vector||²."""
     return float(vector @ vector)
 
 
 def oracle(w: Array, star: Array, updates: Array) -> float:
-    """The step size that ends nearest to w* (eq. 7)."""
+    """Return the step size that ends nearest to w* (eq. 7)."""
     mean = updates.mean(axis=0)
     return float((w - star) @ mean) / sq(mean)

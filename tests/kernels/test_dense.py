@@ -7,28 +7,30 @@ import torch
 import torch.nn.functional as F
 
 from fedexp.kernels.dense import flatten_images, products
-from fedexp.kernels.layers import gradients_into
-from tests.kernels.test_twins import DEVICES
+from fedexp.kernels.layers import gradient_buffers
+from tests.helpers.kernels import DEVICES
 
 
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("offered", [False, True])
-def test_products_and_their_gradients(offered: bool, device: str) -> None:
+def test_products_and_gradients(offered: bool, device: str) -> None:
     x = torch.randn(3, 5, 7, dtype=torch.float64, device=device, requires_grad=True)
     rows = torch.randn(3, 40, dtype=torch.float64, device=device)
     w = rows[:, :28].view(3, 4, 7).detach().requires_grad_()
     b = torch.randn(3, 4, dtype=torch.float64, device=device, requires_grad=True)
-    room = torch.full((3, 48), torch.nan, dtype=torch.float64, device=device)[:, :28].view(3, 4, 7)
+    buffer = torch.full((3, 48), torch.nan, dtype=torch.float64, device=device)[:, :28].view(
+        3, 4, 7
+    )
     dy = torch.randn(3, 5, 4, dtype=torch.float64, device=device)
-    with gradients_into([w] if offered else [], [room] if offered else []):
+    with gradient_buffers([w] if offered else [], [buffer] if offered else []):
         y = products(x, w, b)
-        ours = torch.autograd.grad(y, (x, w, b), dy)
+        grads = torch.autograd.grad(y, (x, w, b), dy)
     expected = torch.stack([F.linear(x[k], w[k], b[k]) for k in range(3)])
-    theirs = torch.autograd.grad(expected, (x, w, b), dy)
+    expected_grads = torch.autograd.grad(expected, (x, w, b), dy)
     torch.testing.assert_close(y, expected)
-    for mine, true in zip(ours, theirs, strict=True):
-        torch.testing.assert_close(mine, true)
-    assert (ours[1].data_ptr() == room.data_ptr()) == offered
+    for grad, expected_grad in zip(grads, expected_grads, strict=True):
+        torch.testing.assert_close(grad, expected_grad)
+    assert (grads[1].data_ptr() == buffer.data_ptr()) == offered
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -15,7 +15,7 @@ from fedexp.seeding import seeded_torch
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], int]] = {
     "emnist-cnn": (emnist_cnn, (1, 28, 28), 62),
     "cifar-cnn": (cifar_cnn, (3, 32, 32), 10),
-    "resnet18": (resnet18, (3, 8, 8), 10),  # any size will do, and small images take less time
+    "resnet18": (resnet18, (3, 8, 8), 10),  # any size works; small images take less time
     "logistic": (lambda: logistic(12, 3), (3, 4), 3),
     "mlp": (lambda: mlp(12, [5, 4], 3), (12,), 3),
 }
@@ -54,7 +54,7 @@ def test_the_number_of_parameters(module: Callable[[], nn.Module], parameters: i
 
 
 @each_model
-def test_class_scores_come_out_and_nothing_is_kept_between_calls(name: str) -> None:
+def test_models_return_class_scores_and_have_no_state(name: str) -> None:
     module = built(name).eval()
     assert not list(module.buffers())
     x = inputs(name, 2)
@@ -150,7 +150,7 @@ def test_avg3_pools_the_top_left_of_the_last_map() -> None:
             torch.testing.assert_close(module(x), expected, rtol=1e-4, atol=1e-5)
 
 
-def test_a_block_with_silent_convolutions_is_its_shortcut() -> None:
+def test_a_block_with_zero_convolutions_is_its_shortcut() -> None:
     block = Residual(4, 4, groups=2)
     with torch.no_grad():
         for parameter in block.body.parameters():

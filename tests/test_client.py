@@ -32,7 +32,7 @@ def test_any_client_rule_runs_with_any_server_rule(
     assert np.isfinite(record.train_loss)
 
 
-def test_prox_without_strength_is_sgd() -> None:
+def test_prox_with_mu_zero_is_sgd() -> None:
     one = last(least_squares(), fx.Algorithm(client=fx.Prox(0.0)))
     other = last(least_squares(), fx.Algorithm(client=fx.SGD()))
     assert torch.equal(one.state.params, other.state.params)
@@ -50,7 +50,7 @@ def test_prox_golden() -> None:
 
 
 def test_scaffold_golden_over_partial_participation() -> None:
-    """Algorithm 2 in numpy, option II, with c moved by |S|/N."""
+    """Algorithm 2 in numpy, option II, with c updated by |S|/N."""
     task = least_squares(clients=5)
     A = task.train.fields["x"].reshape(5, 3, 20).numpy()
     b = task.train.fields["y"].reshape(5, 3).numpy()
@@ -80,11 +80,11 @@ def test_scaffold_keeps_c_the_weighted_mean_under_size_weights() -> None:
     task = classes_task(lambda: torch.nn.Linear(4, 3))
     record = last(task, fx.scaffold(), cohort=2, rounds=6, weighting="size")
     sizes = torch.from_numpy(task.train.sizes).float()
-    total = sum(sizes[i] * kept["control"] for i, kept in record.state.clients.items())
+    total = sum(sizes[i] * state["control"] for i, state in record.state.clients.items())
     torch.testing.assert_close(record.state.broadcast["control"], total / sizes.sum())
 
 
-def test_local_step_clips_then_decays_then_moves() -> None:
+def test_local_step_clips_then_decays_then_descends() -> None:
     local = fx.LocalTraining(lr=0.1, clip_norm=1.0, weight_decay=0.5)
     w, g = torch.tensor([2.0, 0.0]), torch.tensor([3.0, 4.0])
     expected = w - 0.1 * (g / 5 + 0.5 * w)
@@ -101,7 +101,7 @@ def test_clipping_is_per_client_and_leaves_short_gradients_alone() -> None:
 
 
 @pytest.mark.parametrize("norm", [0.0, 0.4, 0.6, 0.999, 1.001, 3.0])
-def test_the_factor_of_clipping_is_exact_however_far_the_bound_is(norm: float) -> None:
+def test_the_clipping_factor_is_exact_near_and_far_from_the_bound(norm: float) -> None:
     grads = torch.full((2, 10_000), norm / 100)
     exact = torch.linalg.vector_norm(grads.double(), dim=1, keepdim=True)
     expected = torch.clamp(1.0 / exact, max=1.0)
@@ -159,7 +159,7 @@ def test_local_options_out_of_range_are_refused(options: dict) -> None:
 
 
 def test_one_client_is_centralised_sgd() -> None:
-    """With one client and lr 1 the server is not there: torch's own SGD gives the same model."""
+    """With one client and lr 1 the model is that of torch.optim.SGD."""
     task = classes_task(lambda: torch.nn.Linear(4, 3), sizes=(12,))
     local = fx.LocalTraining(lr=0.1, steps=7, batch_size=None, weight_decay=0.01)
     record = last(task, fx.fedavg(), rounds=2, local=local)

@@ -1,4 +1,4 @@
-"""Float32 as scaled half precision: what it keeps, whom it concerns, and convolutions by it."""
+"""Float32 scaled to half precision: its errors, NaN and infinity, and convolutions of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from fedexp.kernels.convolution import convolve
 from fedexp.kernels.convolution_torch import (
     Geometry,
-    OneByOne,
+    PerClient,
     plain_scaled_half,
     scaled_half,
     scaled_images,
@@ -17,11 +17,20 @@ from fedexp.kernels.convolution_torch import (
     takes_scaled,
 )
 from fedexp.precision import arithmetic
-from tests.kernels.test_twins import BATCH, CLIENTS, DEVICES, SHAPES, each_alone, gap, problem
+from tests.helpers.kernels import (
+    BATCH,
+    CLIENTS,
+    DEVICES,
+    SCALED_TOLERANCE,
+    SHAPES,
+    geometry,
+    needs_gpu,
+    random_operands,
+    reference_convolution,
+    relative_error,
+)
 
 SCALES = torch.tensor([1e-20, 1.0, 1e30])  # of three clients
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
-CLOSE = 4e-4  # of random numbers; tf32, which cuts bits off instead of rounding, is at 9e-4
 
 
 def numbers(device: str = "cpu") -> Tensor:
@@ -30,13 +39,13 @@ def numbers(device: str = "cpu") -> Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_ten_bits_of_every_number_are_kept(device: str) -> None:
+def test_every_number_has_ten_bits(device: str) -> None:
     rows = numbers(device)
     half, unit = scaled_half(rows)
     back = half.double() * unit.double()[:, None]
     assert half.dtype == torch.float16
     assert ((back - rows.double()).abs() <= 2.0**-11 * rows.double().abs() * (1 + 1e-6)).all()
-    assert torch.frexp(unit).mantissa.eq(0.5).all()  # powers of two: nothing is lost by them
+    assert torch.frexp(unit).mantissa.eq(0.5).all()  # powers of two, which are exact
     largest = half.float().abs().amax(dim=1)
     assert ((largest >= 2.0**14) & (largest <= 2.0**15)).all()
 
@@ -53,12 +62,12 @@ def test_numbers_far_below_the_largest_are_close_to_it(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_what_is_no_number_concerns_its_client_only(device: str) -> None:
+def test_nan_and_infinity_affect_their_client_only(device: str) -> None:
     rows = numbers(device)
     alone, units = scaled_half(rows)
-    spoilt = torch.cat([rows, rows[1:2], rows[1:2], torch.zeros_like(rows[:1])])
-    spoilt[3, 5], spoilt[4, 6] = torch.nan, -torch.inf
-    half, unit = scaled_half(spoilt)
+    damaged = torch.cat([rows, rows[1:2], rows[1:2], torch.zeros_like(rows[:1])])
+    damaged[3, 5], damaged[4, 6] = torch.nan, -torch.inf
+    half, unit = scaled_half(damaged)
     assert half[:3].equal(alone)
     assert unit[:3].equal(units)
     assert unit[3:5].eq(1).all()  # not scaled
@@ -70,25 +79,30 @@ def test_what_is_no_number_concerns_its_client_only(device: str) -> None:
 
 
 @needs_gpu
-def test_the_kernel_gives_the_bits_of_its_twin() -> None:
+def test_kernel_and_plain_twin_are_bit_equal() -> None:
     sizes = torch.tensor([*SCALES, 0.0, 3e-39, torch.nan, torch.inf], device="cuda")
     rows = torch.randn(7, 50_016, device="cuda") * sizes[:, None]
-    rows[5:, 17:] = 1e-3  # what is no number stands at the beginning only
+    rows[5:, 17:] = 1e-3  # NaN and infinity at the beginning only
     for part in (rows, rows[:, 16:], rows[:, 16:50_009]):
-        for mine, twin in zip(scaled_half(part), plain_scaled_half(part), strict=True):
-            torch.testing.assert_close(mine, twin, rtol=0, atol=0, equal_nan=True)
+        for kernel, twin in zip(scaled_half(part), plain_scaled_half(part), strict=True):
+            torch.testing.assert_close(kernel, twin, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_products_of_scaled_numbers_are_closer_than_tf32(shape: tuple[int, ...]) -> None:
     """The arithmetic of the kernels in plain torch: products of half precision, exact sums."""
-    channels, outputs, height, width, window, stride, padding = shape
-    x, w = (t.float() for t in problem(shape, "cpu"))
-    g = Geometry(CLIENTS, BATCH, channels, height, width, outputs, window, window, stride, padding)
+    *_, stride, padding = shape
+    x, w = (t.float() for t in random_operands(shape, "cpu"))
+    g = geometry(shape)
     (images, unit_x), (weights, unit_w) = scaled_images(x, CLIENTS), scaled_weights(w)
-    y = OneByOne().forward(images.double(), weights.double(), g).unflatten(0, (CLIENTS, -1))
+    y = PerClient().forward(images.double(), weights.double(), g).unflatten(0, (CLIENTS, -1))
     y = y * (unit_x * unit_w)[:, None, None, None, None]
-    assert gap(y.flatten(0, 1), each_alone(x.double(), w.double(), stride, padding)) < CLOSE
+    assert (
+        relative_error(
+            y.flatten(0, 1), reference_convolution(x.double(), w.double(), stride, padding)
+        )
+        < SCALED_TOLERANCE
+    )
 
 
 def test_scaled_only_where_tf32_may_be_used() -> None:
@@ -106,24 +120,28 @@ def test_scaled_only_where_tf32_may_be_used() -> None:
 
 @needs_gpu
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[0] >= 16], ids=str)
-def test_clients_of_all_sizes_side_by_side(shape: tuple[int, ...]) -> None:
-    """Each client's result and gradients by itself, against float64; one of them is no number."""
+def test_clients_of_very_different_magnitudes(shape: tuple[int, ...]) -> None:
+    """Each client's result and gradients by itself, against float64; one of them is NaN."""
     *_, stride, padding = shape
-    x, w = (t.float() for t in problem(shape, "cuda"))
+    x, w = (t.float() for t in random_operands(shape, "cuda"))
     sizes = torch.tensor([1e-9, 1e9, torch.nan], device="cuda").repeat_interleave(BATCH)
     x = (x * sizes[:, None, None, None]).requires_grad_()
     w.requires_grad_()
     exact = [t.detach().double().requires_grad_() for t in (x, w)]
-    expected = each_alone(exact[0], exact[1], stride, padding)
+    expected = reference_convolution(exact[0], exact[1], stride, padding)
     dy = torch.randn(expected.shape, device="cuda") * 1e-6
-    theirs = torch.autograd.grad(expected, exact, dy.double())
+    expected_grads = torch.autograd.grad(expected, exact, dy.double())
     with arithmetic("tf32"):
         y = convolve(x, w, None, stride, padding)
-        ours = torch.autograd.grad(y, (x, w), dy)
-    for mine, true in zip((y, *ours), (expected.detach(), *theirs), strict=True):
-        assert mine.dtype == torch.float32
-        for k, (own, own_true) in enumerate(zip(mine.chunk(3), true.chunk(3), strict=True)):
-            if k == 2 and mine is not ours[0]:  # its images do not take part in their own gradient
+        grads = torch.autograd.grad(y, (x, w), dy)
+    for result, exact_result in zip((y, *grads), (expected.detach(), *expected_grads), strict=True):
+        assert result.dtype == torch.float32
+        for k, (own, own_exact) in enumerate(
+            zip(result.chunk(3), exact_result.chunk(3), strict=True)
+        ):
+            if (
+                k == 2 and result is not grads[0]
+            ):  # the gradient of the images does not depend on them
                 assert own.isnan().any()
             else:
-                assert gap(own, own_true) < CLOSE
+                assert relative_error(own, own_exact) < SCALED_TOLERANCE

@@ -1,4 +1,4 @@
-"""`classification`: from a model and data to a task, and what it refuses."""
+"""`classification`: a task from a model and data, and the errors for unusable ones."""
 
 from typing import Any
 
@@ -35,12 +35,12 @@ def federation(x: Any, y: Any) -> Federation:
         ([0.0, 1.0], "float32 of shape .2., not int64 class numbers"),
         ([True, False], "bool of shape"),
         (np.array([0, 1], dtype=np.int32), "int32 of shape"),
-        ([[1, 0], [0, 1]], "int64 of shape .2, 2.*one an example"),
+        ([[1, 0], [0, 1]], "int64 of shape .2, 2.*one per example"),
         ([1, 3], "go from 1 to 3, but the model has the classes 0 to 2.*4 classes"),
         ([-1, 0], "number the labels from 0"),
     ],
 )
-def test_labels_that_are_no_class_numbers_are_refused(y: Any, message: str) -> None:
+def test_labels_that_are_not_class_numbers_are_refused(y: Any, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         classification("mine", lambda: nn.Linear(4, 3), federation(torch.zeros(2, 4), y))
 
@@ -63,7 +63,7 @@ def test_bytes_without_a_transform_are_refused() -> None:
         classification("mine", lambda: nn.Linear(4, 3), train)
 
 
-def test_a_model_that_gives_no_class_scores_is_refused() -> None:
+def test_a_model_without_class_scores_is_refused() -> None:
     train = federation(torch.zeros(2, 4), [0, 1])
     with pytest.raises(
         UsageError, match=r"shape \[examples, classes\], not float32 of shape \[1, 1, 4\]"

@@ -35,7 +35,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 
 
 def examples(count: int, shape: tuple[int, ...], classes: int, seed: int = 0) -> Batch:
-    """Images whose brightness tells their class, so that there is something to learn."""
+    """Return images whose brightness depends on their class, so that a model can learn."""
     rng = np.random.default_rng(seed)
     y = rng.integers(classes, size=count)
     noise = rng.integers(80, size=(count, *shape))
@@ -44,7 +44,7 @@ def examples(count: int, shape: tuple[int, ...], classes: int, seed: int = 0) ->
 
 
 def splits(name: str, count: int = 400) -> RawSplits:
-    """A data set as the readers give it, but small."""
+    """Return a small data set in the format of the readers."""
     shape = (1, 28, 28) if name == "emnist" else (3, 32, 32)
     train, test = (examples(n, shape, CLASSES[name], seed=n) for n in (count, 40))
     offsets = np.array([0, 1, 30, count // 2, count]) if name == "emnist" else None
@@ -53,13 +53,13 @@ def splits(name: str, count: int = 400) -> RawSplits:
 
 @cache
 def default(name: str) -> Task:
-    """A task with its default arguments; built once, because a ResNet takes its time."""
+    """Return a task with its default arguments; cached, because a ResNet is slow to build."""
     return TASKS[name]()
 
 
 @pytest.fixture(autouse=True)
 def small_data(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tasks, "_load", lambda name, folder: splits(name))
+    monkeypatch.setattr(tasks, "load_splits", lambda name, folder: splits(name))
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_partition_is_the_dirichlet_one() -> None:
         assert torch.equal(task.train.client(client)["x"], data.train["x"][part])
 
 
-def test_emnist_keeps_its_writers() -> None:
+def test_emnist_has_one_client_per_writer() -> None:
     assert default("emnist").train.sizes.tolist() == [1, 29, 170, 200]
 
 
@@ -124,7 +124,7 @@ def tuned(name: str, algorithm: str, mode: str = "paper") -> dict[str, Any]:
 
 
 def test_values_of_the_papers_table() -> None:
-    """Audit A4, log10: one spot check for each column and each kind of row."""
+    """docs/paper.md#tuned-values: one spot check for each column and each kind of row."""
     assert tuned("emnist", "fedexp")["server.eps"] == pytest.approx(10**-1)
     assert tuned("emnist", "fedexp")["local.lr"] == pytest.approx(10**-0.5)
     assert tuned("emnist", "fedadagrad")["server.lr"] == pytest.approx(10**-0.5)
@@ -141,7 +141,7 @@ def test_values_of_the_papers_table() -> None:
 
 
 def test_values_of_the_released_code() -> None:
-    """Audit B8, B9, B10."""
+    """docs/paper.md#released-adagrad, #released-adam, #released-emnist-lr."""
     released = partial(tuned, mode="authors-code")
     assert released("emnist", "fedexp")["local.lr"] == 0.1
     assert released("emnist", "fedexp-m")["local.lr"] == pytest.approx(10**-0.5)
