@@ -19,8 +19,10 @@ The command then runs to its end, and is compared with the same command undistur
 `records.jsonl` and `result.json` without times, `model.safetensors` and the last checkpoint's
 tensors to the bit, options in `spec.toml`, the JSON on stdout (of `tune`: the score of every
 trial), and the names of all files. Not compared: `environment.json` (machine and times),
-`fingerprint.json`, comments, pictures. A free search draws new points after a kill, so only its
-number of trials is compared. No process, lock or temporary file may remain.
+`fingerprint.json`, comments, pictures. `compare` and `tune` on ranks share the clients of the last
+run where they have one whole run each otherwise, so what is left after a kill is equal up to
+rounding only. A free search draws new points after a kill, so only its number of trials is
+compared. No process, lock or temporary file may remain.
 
 Attempts are forks of this process, which has imported what the commands need and started no
 thread. Linux only. A campaign appends one line to benchmarks/records/soak.jsonl.
@@ -34,6 +36,7 @@ import errno
 import fcntl
 import importlib
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -96,7 +99,7 @@ class Case:
     command: tuple[str, ...]  # arguments that decide the numbers: those of the reference
     options: tuple[str, ...]  # arguments that do not affect the numbers
     ranks: int  # processes that share the work
-    exact: bool  # whether the whole outcome is determined
+    tolerance: float  # of numbers in the outcome; infinite where only trials are counted
     fault: str  # "disk", "damage" or ""
     spawn: bool  # start workers as users do, which imports torch again; otherwise fork them
 
@@ -112,7 +115,7 @@ def draw_case(number: int, seed: int, algorithms: Sequence[str], only: Sequence[
     turn = [algorithms[(number + k) % len(algorithms)] for k in (0, 1, 5)]
     every = ("--checkpoint-every", rng.choice(["0", "0", "0.02"]))
     jobs = ("--jobs", rng.choice(["1", "2", "2"])) if ranks == 1 else ()
-    options, exact = (*every, *jobs), True
+    options, tolerance = (*every, *jobs), 0.0 if ranks == 1 or kind == "run" else 0.01
     if kind == "run":
         command = ["run", *task, "--algorithm", turn[0], "--out", "run"]
         where = rng.choice(["disk", "memory"]) if "scaffold" in turn[0] else "auto"
@@ -124,13 +127,13 @@ def draw_case(number: int, seed: int, algorithms: Sequence[str], only: Sequence[
         if search == ["--epsilon"] and "exp" not in turn[0]:
             search = ["--grid", "local.lr=0.01,0.1"]
         if search == ["--protocol"]:
-            search, exact = ["--protocol", "free", "--trials", "4"], False
+            search, tolerance = ["--protocol", "free", "--trials", "4"], math.inf
         short = [*task, "--rounds", "4"]
         command = ["tune", *short, "--algorithm", turn[0], *search, "--study", "study.db"]
         options = jobs
     whole = (*command, "--json", "--quiet")
     spawn = rng.random() < 0.1
-    return Case(number, scenario, turn[0], whole, options, ranks, exact, fault, spawn)
+    return Case(number, scenario, turn[0], whole, options, ranks, tolerance, fault, spawn)
 
 
 class Attempt:
@@ -295,8 +298,8 @@ def signal_all(processes: Any, number: int) -> None:
 
 def full_disk(rng: random.Random) -> Callable[[], None]:
     """Return what makes the disk full for a process, at a size of files or a call of fsync."""
-    by_size, size, calls = rng.random() < 0.6, rng.randrange(20_000), iter(range(rng.randrange(60)))
-    fsync = os.fsync
+    by_size, size = rng.random() < 0.6, int(10 ** rng.uniform(1, 5.3))
+    fsync, calls = os.fsync, iter(range(rng.randrange(60)))
 
     def full(handle: int) -> None:
         if next(calls, None) is None:
@@ -385,10 +388,10 @@ def count_rows(folder: Path) -> int:
     return rows
 
 
-def outcome(folder: Path, output: str, exact: bool) -> dict[str, Any]:
+def outcome(folder: Path, output: str, tolerance: float) -> dict[str, Any]:
     """Return all that must not depend on what happened to a command before its end."""
     printed = untimed(json.loads([line for line in output.splitlines() if line[:1] == "{"][-1]))
-    if not exact:
+    if tolerance == math.inf:
         return {"trials": len(printed["algorithms"][0]["trials"])}
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     found: dict[str, Any] = {"files": names, "printed": printed}
@@ -410,16 +413,28 @@ def untimed(value: Any) -> Any:
     return [untimed(each) for each in value] if isinstance(value, list) else value
 
 
-def check_outcome(found: dict[str, Any], wanted: dict[str, Any]) -> None:
-    """Raise where two outcomes differ; show the first difference."""
-    for name in [*wanted, *(found.keys() - wanted.keys())]:
-        ours, theirs = found.get(name), wanted.get(name)
-        if isinstance(ours, list) and isinstance(theirs, list):
-            same = [a == b for a, b in zip(ours, theirs, strict=False)]
-            first = next((k for k, equal in enumerate(same) if not equal), len(same))
-            ours, theirs = ours[first : first + 1], theirs[first : first + 1]
-        if ours != theirs:
-            raise Failure(f"{name}: {str(ours)[:600]}, undisturbed {str(theirs)[:600]}")
+def check_outcome(found: Any, wanted: Any, tolerance: float, where: str = "") -> None:
+    """Raise at the first difference between two outcomes."""
+    equal = found == wanted
+    if isinstance(found, dict) and isinstance(wanted, dict) and found.keys() == wanted.keys():
+        for name in found:
+            check_outcome(found[name], wanted[name], tolerance, f"{where}/{name}")
+        return
+    if isinstance(found, list) and isinstance(wanted, list):
+        for k, (ours, theirs) in enumerate(zip(found, wanted, strict=False)):
+            check_outcome(ours, theirs, tolerance, f"{where}[{k}]")
+        equal = len(found) == len(wanted)
+    elif tolerance and isinstance(found, float) and isinstance(wanted, float):
+        equal = math.isclose(found, wanted, rel_tol=tolerance, abs_tol=tolerance)
+    elif tolerance and isinstance(found, bytes):
+        load: Any = importlib.import_module("safetensors.torch").load
+        ours, theirs = load(found), load(wanted)
+        equal = ours.keys() == theirs.keys() and all(
+            bool(value.isclose(theirs[name], tolerance, tolerance).all())
+            for name, value in ours.items()
+        )
+    if not equal:
+        raise Failure(f"{where} is {str(found)[:600]}, undisturbed {str(wanted)[:600]}")
 
 
 def check_output(case: Case, status: int, output: str) -> None:
@@ -460,7 +475,9 @@ class Soak:
         count["damaged"] += harm is not None
         try:
             output = self._finished(case, folder, rng, reference, harm and harm[0])
-            check_outcome(outcome(folder, output, case.exact), reference.outcome)
+            check_outcome(
+                outcome(folder, output, case.tolerance), reference.outcome, case.tolerance
+            )
         except Exception as error:
             raise Failure(f"{harm}: {error}" if harm else str(error)) from error
         for path in folder.rglob("*.lock"):
@@ -478,7 +495,9 @@ class Soak:
             if attempt.status:
                 raise Failure(f"undisturbed it ends with {attempt.status}: {output}")
             seconds, rows = time.monotonic() - attempt.began, count_rows(folder)
-            self._references[key] = Reference(outcome(folder, output, case.exact), seconds, rows)
+            self._references[key] = Reference(
+                outcome(folder, output, case.tolerance), seconds, rows
+            )
             shutil.rmtree(folder)
         return self._references[key]
 
