@@ -35,6 +35,7 @@ import ctypes
 import errno
 import fcntl
 import importlib
+import itertools
 import json
 import math
 import multiprocessing
@@ -263,9 +264,8 @@ def _torchrun(words: list[str], folder: Path, output: int) -> int:
     start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     streams: dict[str, Any] = {"stdout": output, "stderr": output, "start_new_session": True}
     variables = os.environ | {"PYTHONPATH": str(ROOT / "src")}
-    process = subprocess.Popen(
-        [*start, "-m", "fedexp", *words], cwd=folder, env=variables, **streams
-    )
+    start += ["-m", "fedexp", *words]
+    process = subprocess.Popen(start, cwd=folder, env=variables, **streams)
     process.returncode = 0  # its status is collected by `Attempt.poll`
     return process.pid
 
@@ -322,11 +322,8 @@ def damage(folder: Path, rng: random.Random) -> tuple[Path, str] | None:
     Runs that are over are spared: the command does not read most of their files again.
     """
     over = {path.parent for path in folder.rglob("result.json")}
-    every = [
-        path for path in sorted(folder.rglob("*")) if path.is_file() and path.parent not in over
-    ]
-    files = [path for path in every if path.stat().st_size]
-    if not files:
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.parent not in over)
+    if not (files := [path for path in files if path.stat().st_size]):
         return None
     path = rng.choice(files)
     data = bytearray(path.read_bytes())
@@ -380,31 +377,36 @@ def stamps(folder: Path) -> set[tuple[str, int]]:
 
 def count_rows(folder: Path) -> int:
     """Return how many lines the records under a folder have."""
-    rows = 0
-    for path, _ in stamps(folder):
-        if path.endswith("/records.jsonl"):
-            with suppress(OSError):
-                rows += Path(path).read_bytes().count(b"\n")
-    return rows
+    paths = [Path(path) for path, _ in stamps(folder) if path.endswith("/records.jsonl")]
+    with suppress(OSError):  # it was removed just now
+        return sum(path.read_bytes().count(b"\n") for path in paths)
+    return 0
 
 
-def outcome(folder: Path, output: str, tolerance: float) -> dict[str, Any]:
+def outcome(case: Case, folder: Path, output: str) -> dict[str, Any]:
     """Return all that must not depend on what happened to a command before its end."""
     printed = untimed(json.loads([line for line in output.splitlines() if line[:1] == "{"][-1]))
-    if tolerance == math.inf:
+    if case.tolerance == math.inf:
         return {"trials": len(printed["algorithms"][0]["trials"])}
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     found: dict[str, Any] = {"files": names, "printed": printed}
     for run in sorted(path.parent for path in folder.rglob("spec.toml")):
         state = json.loads((run / "checkpoint.json").read_bytes())["model"]["file"]
-        found |= {
-            f"{run.name} spec": tomllib.loads((run / "spec.toml").read_text()),
-            f"{run.name} result": untimed(json.loads((run / "result.json").read_bytes())),
-            f"{run.name} rows": [untimed(json.loads(x)) for x in (run / "records.jsonl").open()],
-            f"{run.name} model": (run / "model.safetensors").read_bytes(),
-            f"{run.name} state": (run / state).read_bytes(),
+        found[run.name] = {
+            "spec": tomllib.loads((run / "spec.toml").read_text()),
+            "result": untimed(json.loads((run / "result.json").read_bytes())),
+            "rows": [untimed(json.loads(line)) for line in (run / "records.jsonl").open()],
+            "model": _tensors(run / "model.safetensors", case.tolerance == 0),
+            "state": _tensors(run / state, case.tolerance == 0),
         }
     return found
+
+
+def _tensors(path: Path, exact: bool) -> bytes | dict[str, list[float]]:
+    """Return the bytes of a file of tensors, or their values."""
+    load: Any = importlib.import_module("safetensors.torch").load
+    data = path.read_bytes()
+    return data if exact else {name: x.flatten().tolist() for name, x in load(data).items()}
 
 
 def untimed(value: Any) -> Any:
@@ -420,21 +422,17 @@ def check_outcome(found: Any, wanted: Any, tolerance: float, where: str = "") ->
         for name in found:
             check_outcome(found[name], wanted[name], tolerance, f"{where}/{name}")
         return
+    if isinstance(found, list) and isinstance(wanted, list) and len(found) == len(wanted):
+        for place, each in enumerate(found):
+            check_outcome(each, wanted[place], tolerance, f"{where}[{place}]")
+        return
     if isinstance(found, list) and isinstance(wanted, list):
-        for k, (ours, theirs) in enumerate(zip(found, wanted, strict=False)):
-            check_outcome(ours, theirs, tolerance, f"{where}[{k}]")
-        equal = len(found) == len(wanted)
+        alone = [x for x in found if x not in wanted], [x for x in wanted if x not in found]
+        found, wanted = alone
     elif tolerance and isinstance(found, float) and isinstance(wanted, float):
         equal = math.isclose(found, wanted, rel_tol=tolerance, abs_tol=tolerance)
-    elif tolerance and isinstance(found, bytes):
-        load: Any = importlib.import_module("safetensors.torch").load
-        ours, theirs = load(found), load(wanted)
-        equal = ours.keys() == theirs.keys() and all(
-            bool(value.isclose(theirs[name], tolerance, tolerance).all())
-            for name, value in ours.items()
-        )
     if not equal:
-        raise Failure(f"{where} is {str(found)[:600]}, undisturbed {str(wanted)[:600]}")
+        raise Failure(f"{where} has {str(found)[:600]}, undisturbed {str(wanted)[:600]}")
 
 
 def check_output(case: Case, status: int, output: str) -> None:
@@ -475,11 +473,11 @@ class Soak:
         count["damaged"] += harm is not None
         try:
             output = self._finished(case, folder, rng, reference, harm and harm[0])
-            check_outcome(
-                outcome(folder, output, case.tolerance), reference.outcome, case.tolerance
-            )
+            found = outcome(case, folder, output)
+            check_outcome(found, reference.outcome, case.tolerance)
         except Exception as error:
-            raise Failure(f"{harm}: {error}" if harm else str(error)) from error
+            error.add_note(f"damaged: {harm}")
+            raise
         for path in folder.rglob("*.lock"):
             with path.open("ab") as file:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -495,9 +493,7 @@ class Soak:
             if attempt.status:
                 raise Failure(f"undisturbed it ends with {attempt.status}: {output}")
             seconds, rows = time.monotonic() - attempt.began, count_rows(folder)
-            self._references[key] = Reference(
-                outcome(folder, output, case.tolerance), seconds, rows
-            )
+            self._references[key] = Reference(outcome(case, folder, output), seconds, rows)
             shutil.rmtree(folder)
         return self._references[key]
 
@@ -606,7 +602,7 @@ def preload(folder: Path) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kills", type=int, default=1000, metavar="N", help="stop after N (1000)")
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after as many")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after as many")
     parser.add_argument("--seed", type=int, default=int(time.time()), help="(the time)")
     parser.add_argument("--only", default=",".join(WEIGHTS), metavar="A,B", help="(%(default)s)")
     parser.add_argument("--case", type=int, metavar="I", help="run this case only; no record")
@@ -618,35 +614,35 @@ def main() -> int:
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where fsync costs nothing
     folder = Path(tempfile.mkdtemp(prefix="soak-", dir=os.environ.get("TMPDIR") or memory))
-    began = time.monotonic()
-    algorithms, soak = preload(folder / "preload"), Soak(folder, args.seed)
-    number, kills, failures = args.case or 0, 0, 0
-    while kills < args.kills and failures < 10 and time.monotonic() < began + args.seconds:
+    soak, failures = Soak(folder, args.seed), 0
+    algorithms, began = preload(folder / "preload"), time.monotonic()
+    only_case = [] if args.case is None else [args.case]
+    for number in only_case or itertools.count():
         case = draw_case(number, args.seed, algorithms, only)
         try:
             soak.run(case)
         except Exception as error:
-            what = str(error) if isinstance(error, Failure) else traceback.format_exc()
-            soak.counts[case.scenario]["failures"] += 1
+            what = "".join(traceback.format_exception(error)[-2:])
             failures += 1
+            soak.counts[case.scenario]["failures"] += 1
             shutil.rmtree(folder / "reference", ignore_errors=True)
             words = " ".join((*case.command, *case.options))
             print(f"\nFAILED case {number}, {case.ranks} ranks: fedexp {words}\n  {what}")
             again = f"--seed {args.seed} --only {args.only} --case {number}"
             print(f"  folder {folder}/case-{number}; repeat with: python tools/soak.py {again}")
-        kills = soak.kills.total()
-        line = f"soak: {number + 1} cases, {kills} kills, {failures} failures"
+        finally:
+            signal_all(processes_under([os.getpid()])[1:], signal.SIGKILL)  # after Ctrl-C
+        kills, seconds = soak.kills.total(), time.monotonic() - began
         if sys.stdout.isatty() or number % 10 == 0:
-            seconds = time.monotonic() - began
-            print(f"{line}, {seconds:.0f} s", end="\r" if sys.stdout.isatty() else "\n", flush=True)
-        number += 1
-        if args.case is not None:
+            line = f"soak: {number + 1} cases, {kills} kills, {failures} failures, {seconds:.0f} s"
+            print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
+        if kills >= args.kills or failures >= 10 or seconds > args.seconds:
             break
     print("\n" + " " * 10 + "".join(f"{name:>13}" for name in COUNTS))
     for name in only:
         print(f"{name:10}" + "".join(f"{soak.counts[name][each]:13}" for each in COUNTS))
-    if args.case is None:
-        soak.write_record(args.record, time.monotonic() - began)
+    if not only_case:
+        soak.write_record(args.record, seconds)
     if not failures:
         shutil.rmtree(folder)
     return 1 if failures else 0
