@@ -225,6 +225,7 @@ def fork(work: Callable[[], int], output: int) -> int:
     status = 70
     try:
         os.setsid()
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         os.dup2(output, 1)
         os.dup2(output, 2)
         status = work()
@@ -612,6 +613,7 @@ def main() -> int:
     if ",".join(only) != args.only:
         parser.error(f"--only takes {', '.join(WEIGHTS)}")
     ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER: orphans become children
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: children end too
     memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # where fsync costs nothing
     folder = Path(tempfile.mkdtemp(prefix="soak-", dir=os.environ.get("TMPDIR") or memory))
     soak, failures = Soak(folder, args.seed), 0
@@ -631,7 +633,7 @@ def main() -> int:
             again = f"--seed {args.seed} --only {args.only} --case {number}"
             print(f"  folder {folder}/case-{number}; repeat with: python tools/soak.py {again}")
         finally:
-            signal_all(processes_under([os.getpid()])[1:], signal.SIGKILL)  # after Ctrl-C
+            signal_all(processes_under([os.getpid()])[1:], signal.SIGKILL)
         kills, seconds = soak.kills.total(), time.monotonic() - began
         if sys.stdout.isatty() or number % 10 == 0:
             line = f"soak: {number + 1} cases, {kills} kills, {failures} failures, {seconds:.0f} s"
