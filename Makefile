@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test check bench results setup clean
+.PHONY: demo test check soak bench results setup clean
 
 setup: $(READY)
 
@@ -32,6 +32,10 @@ check: $(READY)
 test: check
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/python tools/check_wheel.py
+
+# A thousand kills, full disks and damaged files, in about half an hour: make soak SOAK='--kills 100'
+soak: $(READY)
+	$(BIN)/python tools/soak.py $(SOAK)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/synthetic.py

@@ -1,10 +1,10 @@
 """Second load of CIFAR-10: 1.1 ms (bar: 1 s); Dirichlet over 100 clients: 19 ms (bar: 0.5 s).
 
 Converting a generated EMNIST file of 3,400 writers (682,136 training examples, 2.39 GB): 15 s, with
-56 MB of memory on top of the 237 MB that the imported libraries take. Giving CIFAR-10 to its 100
-clients: 264 ms. PNG files: 4,500 a second.
+56 MB of memory on top of the 237 MB of the imported libraries. CIFAR-10 over 100 clients: 264 ms.
+PNG files: 4,500 per second.
 
-Measured on 2026-11-15 on 2 CPU cores which other work kept busy (load 5), Python 3.11.7,
+Measured on 2026-11-15 on 2 busy CPU cores (load 5), Python 3.11.7,
 torch 2.13.0, numpy 2.4.6, h5py 3.16.0, pillow 13.0.0; n = 5 loads (best), 20 partitions (median),
 1 conversion. Real CIFAR-10, in the folder that FEDEXP_DATA names; needs 3 GB of temporary disk.
 
@@ -26,21 +26,24 @@ import numpy as np
 
 from fedexp.data.datasets import cifar10, cinic10, emnist
 from fedexp.data.partition import dirichlet
-from fedexp.data.sources.download import CIFAR10, data_folder
+from fedexp.data.sources.cifar import CIFAR10
+from fedexp.data.sources.download import data_folder
+from machine import Timing, hardware
 
-WRITERS, PER_WRITER = 3400, (19, 377)  # on average 198 training examples a writer, as in EMNIST
+WRITERS, PER_WRITER = 3400, (19, 377)  # on average 198 training examples per writer, as in EMNIST
 
 
 def main() -> None:
-    """Run the measurements and print a line for each."""
+    """Run the measurements and print one line each."""
     parser = argparse.ArgumentParser(description="how long data take to load")
     parser.add_argument("--writers", type=int, default=WRITERS, help="of the generated EMNIST file")
     parser.add_argument("--pictures", type=int, default=1800, help="PNG files of each class")
     parser.add_argument("--convert", metavar="DIR", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.convert:  # in a process of its own, whose peak memory is then the conversion's
+    if args.convert:  # in a separate process, whose peak memory is that of the conversion
         _convert(Path(args.convert))
         return
+    print(f"{hardware()}; medians (min-max)")
     _second_load()
     _partition()
     _emnist(args.writers)
@@ -48,26 +51,30 @@ def main() -> None:
 
 
 def seconds(action: Callable[[], object]) -> float:
-    """How long an action takes."""
+    """Return the seconds of an action."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
 
 
 def _second_load() -> None:
-    """The load of CIFAR-10 from its cache file, and what follows: a federation in memory."""
+    """Time the load of CIFAR-10 from its cache file, and a federation of it in memory."""
     if not CIFAR10.files(data_folder()):
-        print("second load of CIFAR-10: skipped, FEDEXP_DATA names no folder that has it")
+        print("second load of CIFAR-10: skipped, it is not in the folder FEDEXP_DATA")
         return
     cifar10()
-    again = min(seconds(cifar10) for _ in range(5))
+    again = [seconds(cifar10) for _ in range(5)]
     parts = np.array_split(np.random.default_rng(0).permutation(50_000), 100)
     raw = cifar10()
-    clients = min(seconds(lambda: raw.federation(parts)) for _ in range(5))
-    print(f"second load of CIFAR-10: {again * 1e3:.1f} ms (bar: 1000 ms)")
-    read = min(seconds(lambda: int(np.asarray(raw.train["x"]).max())) for _ in range(5))
-    print(f"reading every byte of it: {read * 1e3:.0f} ms")
-    print(f"giving its examples to 100 clients: {clients * 1e3:.0f} ms")
+    clients = [seconds(lambda: raw.federation(parts)) for _ in range(5)]
+    print(f"second load of CIFAR-10: {_spread(again)} (bar: 1000 ms)")
+    read = [seconds(lambda: int(np.asarray(raw.train["x"]).max())) for _ in range(5)]
+    print(f"reading every byte of it: {_spread(read)}")
+    print(f"CIFAR-10 over 100 clients: {_spread(clients)}")
+
+
+def _spread(taken: list[float]) -> str:
+    return f"{Timing(tuple(1e3 * each for each in taken))} ms"
 
 
 def _partition() -> None:
@@ -77,13 +84,13 @@ def _partition() -> None:
         rng = np.random.default_rng(seed)
         taken.append(seconds(partial(dirichlet, labels, 100, 0.3, rng)))
     print(
-        f"Dirichlet partition of 50,000 over 100 clients: median {np.median(taken) * 1e3:.0f} ms, "
-        f"worst of 20 {max(taken) * 1e3:.0f} ms (bar: 500 ms)"
+        f"Dirichlet partition of 50,000 over 100 clients: {_spread(taken)}, {len(taken)} seeds "
+        "(bar: 500 ms)"
     )
 
 
 def _emnist(writers: int) -> None:
-    """Generate an EMNIST file and convert it in a process of its own."""
+    """Generate an EMNIST file and convert it in a separate process."""
     with tempfile.TemporaryDirectory() as folder:
         examples = _generate(Path(folder), writers)
         size = sum(path.stat().st_size for path in Path(folder).iterdir())
@@ -93,7 +100,7 @@ def _emnist(writers: int) -> None:
 
 
 def _generate(folder: Path, writers: int) -> int:
-    """Files in the layout of TensorFlow Federated; returns the number of training examples."""
+    """Write files in the layout of TensorFlow Federated; return the number of training examples."""
     import h5py
 
     rng = np.random.default_rng(0)
@@ -109,7 +116,7 @@ def _generate(folder: Path, writers: int) -> int:
 
 
 def _convert(folder: Path) -> None:
-    import h5py  # noqa: F401  # so that its own memory counts as there before
+    import h5py  # noqa: F401  # so that its own memory counts as imported
 
     emnist_before = _peak()
     first = seconds(lambda: emnist(folder))
@@ -123,9 +130,9 @@ def _convert(folder: Path) -> None:
 
 
 def _peak() -> float:
-    """The largest amount of memory this process has held so far, in MB.
+    """Return the peak memory of this process, in MB.
 
-    Not from `resource`, which counts in what the parent held when it started the process.
+    Not from `resource`, which includes the parent's memory at the start of the process.
     """
     status = Path("/proc/self/status").read_text().splitlines()
     return int(next(line.split()[1] for line in status if line.startswith("VmHWM"))) / 1e3
@@ -147,7 +154,7 @@ def _cinic(pictures: int) -> None:
                     path = Path(folder) / "CINIC-10" / split / name / f"{i:05}.png"
                     Image.fromarray(pixels).save(path)
         taken, number = seconds(lambda: cinic10(folder)), 20 * pictures
-    print(f"decoding PNG files: {number / taken:,.0f} a second, {number:,} in {taken:.1f} s")
+    print(f"decoding PNG files: {number / taken:,.0f} per second, {number:,} in {taken:.1f} s")
 
 
 if __name__ == "__main__":

@@ -1,22 +1,21 @@
 """Whole rounds on an H200, bf16: MLP 1.3 ms, pfl's CNN 7.3, EMNIST CNN 18, ResNet-18 236.
 
-torch 2.11.0, CUDA 13, median of 7 rounds, 2026-11-15; the rows are in `records/`. A round is
-planning, local training, sums, server step and record.
+Engine batched (layers) with CUDA graphs, torch 2.11.0, CUDA 13, median of 7 rounds, 2026-11-15; the
+spread was not recorded (ResNet-18: 235.4 and 236.2 in two runs). The rows are in `records/`. A
+round is planning, local training, sums, server step and record.
 
-Four pieces of work on generated data, in several forms (eager, a CUDA graph a round, SCAFFOLD, the
-plain loop) and in bf16 and tf32. Prints a table and, with --out, writes it as JSON.
+Four pieces of work on generated data, by several variants (eager, one CUDA graph per round,
+SCAFFOLD, the loop) and in bf16 and tf32. Prints a table with the range and, with --out, writes it
+as JSON.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,20 +23,19 @@ import torch
 import fedexp as fx
 from fedexp.analysis.tables import text_table
 from fedexp.data import Federation, Images
+from fedexp.engine import run_round
 from fedexp.engine.batched import Batched
 from fedexp.engine.loop import Engine, Loop
 from fedexp.engine.plan import Work, sample_cohort
-from fedexp.engine.simulation import run_round
 from fedexp.precision import Precision, arithmetic
 from fedexp.tasks import Task
-from fedexp.tasks.task import PAPER_TRAINING
+from fedexp.tasks.recipe import PAPER_TRAINING
+from machine import Row, Timing, hardware, write_record
 from peers_work import pfl_cnn
-
-Row = dict[str, Any]
 
 
 def pixels(clients: int, each: int, shape: tuple[int, ...], classes: int) -> Federation:
-    """Random images and labels; what they show does not matter for time."""
+    """Return random images and labels; their values do not matter for time."""
     rng = np.random.default_rng(0)
     x = rng.integers(0, 256, (clients * each, *shape), dtype=np.uint8)
     fields = {"x": torch.from_numpy(x), "y": torch.from_numpy(rng.integers(0, classes, len(x)))}
@@ -45,7 +43,7 @@ def pixels(clients: int, each: int, shape: tuple[int, ...], classes: int) -> Fed
 
 
 def works(tiny: bool) -> dict[str, tuple[Callable[[], Task], int]]:
-    """Tasks by name, with their cohort; tiny ones for a trial on a CPU."""
+    """Return tasks by name, with their cohort; tiny ones for a dry run on a CPU."""
     few = 8 if tiny else 100
     colour = Images((0.5,) * 3, (0.25,) * 3)
     one_epoch = fx.LocalTraining(lr=0.1, epochs=1, batch_size=10)
@@ -96,22 +94,26 @@ def works(tiny: bool) -> dict[str, tuple[Callable[[], Task], int]]:
 
 def milliseconds(
     task: Task, algorithm: fx.Algorithm, cohort: int, engine: Engine, rounds: int
-) -> float:
-    """The median of whole rounds, after two that warm up."""
+) -> tuple[str, Timing]:
+    """Return the engine that ran, and the time of whole rounds after two that warm up."""
     state = fx.SimulationState.initial(task, algorithm, 0)
-    times = []
+    times, name = [], engine.name
     for t in range(1, rounds + 3):
         clients = sample_cohort(0, t, task.train.clients, cohort)
         began = time.perf_counter()
         work = Work(task, algorithm, task.local, "uniform", 0, t, clients)
-        state = run_round(work, state, engine).state
+        record = run_round(work, state, engine)
+        state, name = record.state, record.engine or engine.name
         if state.params.is_cuda:
             torch.cuda.synchronize()
         times.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(times[2:])
+    return name, Timing(tuple(times[2:]))
 
 
-def measure(names: list[str], device: torch.device, tiny: bool, forms: list[str]) -> list[Row]:
+def measure(
+    names: list[str], device: torch.device, tiny: bool, variants: list[str], rounds: int
+) -> list[Row]:
+    """Return one row per work, precision and variant."""
     rows: list[Row] = []
     on_gpu = device.type == "cuda"
     precisions: tuple[Precision, ...] = ("bf16", "tf32") if on_gpu else ("float32",)
@@ -120,29 +122,32 @@ def measure(names: list[str], device: torch.device, tiny: bool, forms: list[str]
             continue
         for precision in precisions:
             task = build().to(device, precision)
-            for form in forms:
-                few = tiny or form == "loop"
-                rows.append(_row(name, task, cohort, precision, form, 1 if few else 7))
+            for variant in variants:
+                few = tiny or variant == "loop"
+                rows.append(_row(name, task, cohort, precision, variant, 1 if few else rounds))
                 print(rows[-1], flush=True)
     return rows
 
 
-def _row(name: str, task: Task, cohort: int, precision: Precision, form: str, rounds: int) -> Row:
-    algorithm = fx.scaffold() if form.startswith("scaffold") else fx.fedexp()
+def _row(
+    name: str, task: Task, cohort: int, precision: Precision, variant: str, rounds: int
+) -> Row:
+    algorithm = fx.scaffold() if variant == "scaffold" else fx.fedexp()
     engines: dict[str, Engine] = {
         "loop": Loop(),
         "eager": Batched("layers", graphs=False),
         "graph": Batched("layers"),
         "scaffold": Batched("layers"),
     }
-    engine = engines[form]
     torch._dynamo.reset()  # every row compiles its own program
-    row: Row = {"work": name, "precision": precision, "form": form}
+    row: Row = {"work": name, "precision": precision, "variant": variant}
+    row["algorithm"] = algorithm.name
     began = time.perf_counter()
     try:
         with arithmetic(precision):
-            row["ms"] = round(milliseconds(task, algorithm, cohort, engine, rounds), 2)
-    except Exception as error:  # a form that fails must not cost the others
+            row["engine"], taken = milliseconds(task, algorithm, cohort, engines[variant], rounds)
+        row |= taken.row()
+    except Exception as error:  # a variant that fails must not stop the rest
         row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
     return {**row, "took_s": round(time.perf_counter() - began, 1)}
 
@@ -150,19 +155,28 @@ def _row(name: str, task: Task, cohort: int, precision: Precision, form: str, ro
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--tiny", action="store_true")
-    parser.add_argument("--work", action="append", default=[])
-    parser.add_argument("--forms", default="eager,graph,scaffold")
+    parser.add_argument("--tiny", action="store_true", help="few clients, for a dry run")
+    parser.add_argument("--work", action="append", default=[], help="part of a name")
+    parser.add_argument("--variants", default="eager,graph,scaffold", help="and loop")
+    parser.add_argument("--rounds", type=int, default=7, help="rounds counted (7)")
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
-    device = torch.device(args.device)
-    rows = measure(args.work or [""], device, args.tiny, args.forms.split(","))
-    where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
-    print(f"{where}, torch {torch.__version__}")
-    cells = [[r["work"], r["precision"], r["form"], str(r.get("ms", "failed"))] for r in rows]
-    print(text_table(["work", "precision", "form", "ms a round"], cells))
-    if args.out:
-        args.out.write_text(json.dumps({"device": where, "torch": torch.__version__, "rows": rows}))
+    device, where = torch.device(args.device), hardware(args.device)
+    variants = args.variants.split(",")
+    rows = measure(args.work or [""], device, args.tiny, variants, args.rounds)
+    print(f"{where}; median of n rounds (min-max)")
+    cells = []
+    for row in rows:
+        names = [row["work"], row["precision"], row["algorithm"], row.get("engine", row["variant"])]
+        cells.append([*names, _ms(row), str(row.get("turns", ""))])
+    print(text_table(["work", "precision", "algorithm", "engine", "ms per round", "n"], cells))
+    write_record(args.out, where, rows)
+
+
+def _ms(row: Row) -> str:
+    if "error" in row:
+        return "failed"
+    return f"{row['ms']:.2f} ({row['ms_min']:.2f}-{row['ms_max']:.2f})"
 
 
 if __name__ == "__main__":

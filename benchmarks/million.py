@@ -1,14 +1,14 @@
-"""SCAFFOLD among a million clients whose states would take 40 GB: does memory stay flat?
+"""SCAFFOLD among a million clients, whose state of 40 GB is stored in a file: memory over rounds.
 
 Federations are generated, written to one file each and memory-mapped (`clients.py`): ten examples
-of 64 bytes a client. A round is 1,000 clients x 5 steps of batches of 10 of an MLP of 10,060
-parameters; every client that took part keeps as many numbers, in a file of slots. Rounds take turns
-with those of a federation of 10,000 clients that is kept in the same way, so that their ratio holds
-on a machine that is not idle. Evaluation, which reads all data, is left out.
+of 64 bytes per client. A round is 1,000 clients x 5 steps of batches of 10 of an MLP of 10,060
+parameters; the state of every client that took part is as large as the model. Rounds take turns
+with those of a federation of 10,000 clients with the same store, so that their ratio holds on a
+machine that is not idle. Evaluation, which reads all data, is left out.
 
-Memory is that of this process (`/proc/self/status`). RssAnon is what it has for itself, `held` the
-same after the C library has given back what it keeps for later (`malloc_trim`). RssFile are pages
-of the mapped data, which the system may drop whenever it likes; VmHWM is the most of both so far.
+Memory is that of this process (`/proc/self/status`). RssAnon is its private memory, `held` the same
+after the C library has returned its free memory (`malloc_trim`). RssFile are pages of the mapped
+data, which the system may drop at any time; VmHWM is the peak of both.
 
     python benchmarks/million.py --out benchmarks/records/DATE-cpu-million.json
 """
@@ -39,12 +39,12 @@ from machine import Row, hardware, write_record
 
 MANY, FEW, COHORT = 1_000_000, 10_000, 1_000
 ROUNDS, BETWEEN = 200, 20
-COLD = 5  # rounds whose reading is counted
-IN_MEMORY = 40  # rounds that show what it would be otherwise
+COLD = 5  # rounds whose reads are counted
+IN_MEMORY = 40  # rounds with client state in memory, for comparison
 
 
-def training(path: Path, keep: ClientStore) -> Iterator[fx.Record]:
-    """Rounds without end."""
+def training(path: Path, store: ClientStore) -> Iterator[fx.Record]:
+    """Return rounds without end."""
     task = fx.tasks.classification(
         "million",
         partial(fx.models.mlp, 64, 134, 10),
@@ -53,11 +53,11 @@ def training(path: Path, keep: ClientStore) -> Iterator[fx.Record]:
         local=fx.LocalTraining(lr=0.05, steps=5, batch_size=EACH),
     )
     never = 10**9
-    return fx.simulate(task, fx.scaffold(), never, COHORT, evaluate_every=never, client_store=keep)
+    return fx.simulate(task, fx.scaffold(), never, COHORT, evaluate_every=never, client_store=store)
 
 
 def memory() -> dict[str, int]:
-    """What this process has of the machine's memory, in MB."""
+    """Return the memory of this process, in MB."""
     found = {name: _status(name) for name in ("RssAnon", "RssFile", "VmHWM")}
     if hasattr(ctypes.CDLL(None), "malloc_trim"):
         ctypes.CDLL(None).malloc_trim(0)
@@ -70,12 +70,12 @@ def _status(name: str) -> int:
 
 
 def megabytes(path: Path) -> int:
-    """What a file takes on the disk."""
+    """Return the size of a file on the disk, in MB."""
     return path.stat().st_blocks * 512 // 10**6
 
 
 def side_by_side(folder: Path, rounds: int) -> list[Row]:
-    """A row for every few rounds of the million; the few clients' rounds are in between."""
+    """Return one row per 20 rounds; rounds of the large and the small federation take turns."""
     files = {n: folder / f"{n}.slots" for n in (MANY, FEW)}
     runs = {n: training(folder / f"{n}.npz", ClientStore("disk", files[n])) for n in files}
     times: dict[int, list[float]] = {n: [] for n in files}
@@ -87,14 +87,18 @@ def side_by_side(folder: Path, rounds: int) -> list[Row]:
             times[n].append(1e3 * (time.perf_counter() - began))
             if n == MANY and number % BETWEEN == 0:
                 seen = len(record.state.clients)
-                rows.append({"round": number, "states": seen, "store_MB": megabytes(files[n])})
-        del record  # or it would keep slots that the next round could use
+                row = {"round": number, "engine": record.engine, "states": seen}
+                rows.append({**row, "store_MB": megabytes(files[n])})
+        del record  # it would hold slots that the next round could use
         if number % BETWEEN == 0:
             many, few = (statistics.median(times[n][-BETWEEN:]) for n in (MANY, FEW))
+            ratios = [a / b for a, b in zip(*(times[n][-BETWEEN:] for n in files), strict=True)]
             rows[-1] |= {
                 "many_ms": round(many),
                 "few_ms": round(few),
                 "ratio": round(many / few, 2),
+                "ratio_min": round(min(ratios), 2),
+                "ratio_max": round(max(ratios), 2),
             }
             rows[-1] |= memory()
             print(rows[-1], file=sys.stderr, flush=True)
@@ -102,7 +106,7 @@ def side_by_side(folder: Path, rounds: int) -> list[Row]:
 
 
 def growth_in_memory(path: Path) -> None:
-    """Print by how many MB a round the process grows where states are kept in memory."""
+    """Print the growth of the process in MB per round, with client state in memory."""
     run = training(path, ClientStore("memory"))
     for _ in range(IN_MEMORY // 4):
         next(run)
@@ -113,7 +117,7 @@ def growth_in_memory(path: Path) -> None:
 
 
 def cold(path: Path, ahead: bool) -> None:
-    """Print how many MB a few rounds read of data that are not in memory yet."""
+    """Print the MB that a few rounds read of data that are not in memory yet."""
     if not ahead:
         simulation.LEAST_BYTES = 2**62
     run = training(path, ClientStore("memory"))
@@ -132,7 +136,7 @@ def _read_from_disk() -> int:
 
 
 def apart(part: str, path: Path) -> float:
-    """The number that a part prints, in a process of its own."""
+    """Return the number that a part prints, in a separate process."""
     again = [sys.executable, __file__, "--part", part, "--data", str(path)]
     return float(subprocess.run(again, check=True, stdout=subprocess.PIPE).stdout)
 
@@ -144,10 +148,14 @@ PARTS: dict[str, Callable[[Path], None]] = {
 }
 
 
+def cells(rows: list[Row]) -> list[list[str]]:
+    return [[v if isinstance(v, str) else f"{v:,}" for v in row.values()] for row in rows]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="SCAFFOLD's states of a million clients")
     parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--folder", type=Path, help="where to make the files, of 10 GB")
+    parser.add_argument("--folder", type=Path, help="folder for temporary files of 10 GB")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--data", type=Path, help=argparse.SUPPRESS)
@@ -164,11 +172,11 @@ def main() -> None:
         read = {part: round(apart(part, path)) for part in ("ahead", "not ahead")}
         rows = side_by_side(folder, args.rounds)
         grown = apart("grow", path)
-    print(f"{where}, 1 thread; medians of {BETWEEN} rounds")
-    print(text_table(list(rows[0]), [[f"{value:,}" for value in row.values()] for row in rows]))
-    print(f"with states in memory: {grown:.0f} MB more every round")
+    print(f"{where}, 1 thread; medians of {BETWEEN} rounds, range of ratios")
+    print(text_table(list(rows[0]), cells(rows)))
+    print(f"with client state in memory: {grown:.0f} MB more per round")
     print(f"{COLD} cold rounds read {read['ahead']} MB; not read ahead, {read['not ahead']} MB")
-    more = {"grows_in_memory_MB_a_round": round(grown, 1), "cold_rounds_read_MB": read}
+    more = {"grows_in_memory_MB_per_round": round(grown, 1), "cold_rounds_read_MB": read}
     write_record(args.out, where, rows, threads=1, **more)
 
 

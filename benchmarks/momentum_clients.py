@@ -1,13 +1,13 @@
-"""FedExP dropped in for FedAvg with momentum clients: what collapses, and what to retune.
+"""FedExP in place of FedAvg with momentum clients: accuracies, and what to retune.
 
 Test accuracy after 6 rounds (2 cores of a Xeon at 2.8 GHz, torch 2.13, 10 seeds, mean and standard
-deviation): FedAvg 74.4 ± 7.2 %, FedExP 51.0 ± 34.5 % (four of ten seeds between 9 and 21 %), FedExP
-with max_step=2 83.2 ± 4.4 %. The other cases are in docs/flower.md.
+deviation; server rules alone, no engine): FedAvg 74.4 ± 7.2 %, FedExP 51.0 ± 34.5 % (four of ten
+seeds between 9 and 21 %), FedExP with max_step=2 83.2 ± 4.4 %. More cases are in docs/flower.md.
 
     python benchmarks/momentum_clients.py --seeds 10
 
-Clients are what people have: torch.optim.SGD with momentum, no code of this package. The digits are
-dealt to 10 clients by Dirichlet(0.3), the model is a small convolutional network without
+Clients train by torch.optim.SGD with momentum, without code of this package. The digits are
+partitioned over 10 clients by Dirichlet(0.3), the model is a small convolutional network without
 normalisation, a round is 2 epochs in batches of 16, and a run is 6 rounds. What is measured is the
 test accuracy of the model that a strategy returns: for FedExP the mean of the last two iterates.
 """
@@ -42,7 +42,7 @@ class Case(NamedTuple):
 
 
 def cases() -> dict[str, Case]:
-    """What was tried, each by FedExP and, where clients change, by FedAvg as well."""
+    """Return the cases by name: FedExP and, where clients differ, FedAvg as well."""
     fedavg, fedexp = Average(), ExP(eps=1e-3)
     server = {
         "FedAvg": Case(fedavg),

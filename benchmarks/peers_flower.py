@@ -1,4 +1,4 @@
-"""FedAvg by Flower's simulation: Ray actors, one for each core."""
+"""FedAvg by Flower's simulation: Ray actors, one per core."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ ROUNDS_BEGAN: list[float] = []
 
 @functools.cache
 def data_of(name: str) -> tuple[Tensor, Tensor]:
-    """Once in each actor."""
+    """Return the data; called once per actor."""
     return WORKS[name].data()
 
 
 def train(message: Message, context: Context) -> Message:
-    """Local training of one client."""
+    """Train one client."""
     name = os.environ["PEER_WORK"]
     work, (xs, ys) = WORKS[name], data_of(name)
     torch.set_num_threads(1)
@@ -50,7 +50,7 @@ def train(message: Message, context: Context) -> Message:
 
 
 class Timed(FedAvg):
-    """Notes when each round begins."""
+    """FedAvg that records the start of each round."""
 
     def configure_train(self, *args: Any, **options: Any) -> Any:
         ROUNDS_BEGAN.append(time.perf_counter())
@@ -63,7 +63,7 @@ def main() -> None:
     os.environ["PEER_WORK"] = next(name for name, each in WORKS.items() if each is work)
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     client, server = ClientApp(), ServerApp()
-    client.train()(import_module("peers_flower").train)  # by a name that actors can import
+    client.train()(import_module("peers_flower").train)  # by a module that actors can import
 
     @server.main()
     def serve(grid: Grid, context: Context) -> None:

@@ -1,4 +1,4 @@
-"""FedAvg by this package, by the engine that the driver names, and maybe a precision."""
+"""FedAvg by this package; the argument is the engine and, after a slash, the precision."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from peers_work import LR, assignment, report
 
 def main() -> None:
     asked = assignment()
-    engine, _, precision = asked.form.partition("/")
+    engine, _, precision = asked.engine.partition("/")
     work, (x, y) = asked.work, asked.work.data()
     offsets = np.arange(work.clients + 1) * work.each
     train = Federation({"x": x.flatten(0, 1), "y": y.flatten()}, offsets)
@@ -24,14 +24,16 @@ def main() -> None:
     run = fx.simulate(
         task,
         fx.fedavg(),
-        asked.rounds + 1,  # the last would be evaluated, and is left out
+        asked.rounds + 1,  # the last round, which is evaluated, is left out
         work.cohort,
         engine=cast(EngineName, engine),
         device=asked.device,
         precision=cast(Precision, precision) if precision else None,
         evaluate_every=10**9,
     )
-    report([1e3 * next(run).seconds for _ in range(asked.rounds)], "numpy")
+    records = [next(run) for _ in range(asked.rounds)]
+    name = records[-1].engine + (f", {precision}" if precision else "")
+    report([1e3 * record.seconds for record in records], "numpy", engine=name)
 
 
 if __name__ == "__main__":

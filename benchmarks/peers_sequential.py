@@ -1,7 +1,7 @@
 """FedAvg in plain PyTorch, written as the paper's authors wrote theirs.
 
-A model and an optimiser for each client in turn, batches from a shuffling `DataLoader`, and the sum
-of state dictionaries at the end.
+One model and optimiser per client, one client after another, batches from a shuffling `DataLoader`,
+and the sum of state dictionaries at the end.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ State = dict[str, Tensor]
 def train(
     model: nn.Module, loader: DataLoader[tuple[Tensor, ...]], epochs: int, device: str
 ) -> State:
-    """Local training, from where the model stands."""
+    """Train a client's copy of the model; return its state dictionary."""
     optimiser, loss = torch.optim.SGD(model.parameters(), lr=LR), nn.CrossEntropyLoss()
     model.train()
     for _ in range(epochs):
@@ -40,7 +40,7 @@ def one_round(
     rng: np.random.Generator,
     device: str,
 ) -> None:
-    """The mean of the cohort's models becomes the model."""
+    """Replace the model by the mean of the cohort's models."""
     total: State = {}
     for client in rng.choice(work.clients, work.cohort, replace=False):
         state = train(deepcopy(model), loaders[client], work.epochs, device)

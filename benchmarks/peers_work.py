@@ -1,7 +1,7 @@
-"""The work that all contestants of `peers.py` do, in numpy and torch alone; W3 in our network.
+"""The work of all contestants of `peers.py`, in numpy and torch alone; W3 by our ResNet-18.
 
-Every contestant runs in a process of its own and prints one line of JSON: the milliseconds of each
-round, the first ones included, and the versions of what it uses.
+Every contestant runs in a separate process and prints one line of JSON: the milliseconds of each
+round, the first ones included, the versions of its packages and, of this package, the engine.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def mlp() -> nn.Module:
 
 
 def pfl_cnn() -> nn.Module:
-    """The layers of pfl-research's CIFAR-10 benchmark: 1,626,442 parameters, two dropouts."""
+    """Return the network of pfl-research's CIFAR-10 benchmark: 1,626,442 parameters."""
     return nn.Sequential(
         nn.Conv2d(3, 32, 3), nn.ReLU(),
         nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25),
@@ -32,7 +32,7 @@ def pfl_cnn() -> nn.Module:
 
 
 def resnet18() -> nn.Module:
-    """The paper's network for CIFAR-10, as this package defines it: with GroupNorm."""
+    """Return the paper's network for CIFAR-10, as this package defines it: with GroupNorm."""
     from fedexp.models import resnet18
 
     return resnet18(10)
@@ -51,7 +51,7 @@ class PeerWork:
     batch: int
 
     def data(self) -> tuple[Tensor, Tensor]:
-        """Examples [clients, each, ...] and their classes; their values do not matter for time."""
+        """Return examples [clients, each, ...] and classes; values do not matter for time."""
         draw = torch.Generator().manual_seed(0)
         x = torch.randn(self.clients, self.each, *self.shape, generator=draw)
         return x, torch.randint(10, (self.clients, self.each), generator=draw)
@@ -66,26 +66,27 @@ WORKS = {
 
 @dataclass(frozen=True)
 class Assignment:
-    """What the driver asks of a contestant."""
+    """The arguments of a contestant."""
 
     work: PeerWork
     rounds: int
-    form: str
+    engine: str
     device: str
 
 
 def assignment() -> Assignment:
-    """From the command line of a contestant."""
+    """Parse the command line of a contestant."""
     parser = argparse.ArgumentParser()
     parser.add_argument("work", choices=WORKS)
     parser.add_argument("rounds", type=int)
-    parser.add_argument("form", nargs="?", default="")
+    parser.add_argument("engine", nargs="?", default="")
     parser.add_argument("--device", default="cpu")
     args = parser.parse_args()
-    return Assignment(WORKS[args.work], args.rounds, args.form, args.device)
+    return Assignment(WORKS[args.work], args.rounds, args.engine, args.device)
 
 
-def report(milliseconds: Sequence[float], *packages: str) -> None:
-    """Tell the driver."""
+def report(milliseconds: Sequence[float], *packages: str, engine: str = "") -> None:
+    """Print the result for the driver."""
     versions = {name: version(name) for name in ("torch", *packages)}
-    print(json.dumps({"ms": list(milliseconds), "versions": versions}), flush=True)
+    result = {"ms": list(milliseconds), "versions": versions}
+    print(json.dumps({**result, "engine": engine} if engine else result), flush=True)

@@ -1,9 +1,9 @@
 """Five algorithms x 200 rounds of the synthetic task: in one process, and on the command line.
 
-Reports the time of each algorithm, how it compares with the bare arithmetic of a loop (the same
-matrix products step by step, with nothing around them; all local steps of a client are taken in one
-go by `engine/linear.py`, so the ratio, with everything else in it, is below 1), and what the whole
-of `fedexp compare synthetic` takes beside a Python that only imports torch.
+Reports the time of each algorithm and its ratio to the bare arithmetic of a loop (the same matrix
+products step by step, and nothing else); the quadratic engine takes all local steps of a client at
+once, so the ratio is below 1. Then the time of the command `fedexp compare synthetic`, beside a
+Python that only imports torch. All take turns; medians with their range.
 
     python benchmarks/synthetic.py --out benchmarks/records/DATE-cpu-synthetic.json
 """
@@ -15,8 +15,8 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,18 +25,17 @@ import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
 from fedexp.analysis.tables import text_table
 from fedexp.runs.options import setup_for
-from machine import Row, hardware, take_turns, write_record
+from machine import Row, hardware, ratio, take_turns, write_record
 
-ROUNDS = 200
+ROUNDS, TURNS = 200, 5
 NAMES = ("fedexp", "scaffold", "fedadagrad", "fedprox", "fedavg")
 
 
-def bare_arithmetic(task: fx.tasks.Task) -> float:
-    """The floor of a loop: rounds of local gradient steps and a mean, in plain torch."""
+def bare_arithmetic(task: fx.tasks.Task, rounds: int) -> None:
+    """Run the arithmetic of a loop: rounds of local gradient steps and a mean, in plain torch."""
     clients = [task.train.client(i) for i in range(task.train.clients)]
     w = task.objective.initial(0)[0]
-    began = time.perf_counter()
-    for _ in range(ROUNDS // 10):
+    for _ in range(rounds):
         local = []
         for batch in clients:
             v = w
@@ -45,19 +44,40 @@ def bare_arithmetic(task: fx.tasks.Task) -> float:
                 v = v - task.local.lr * torch.mv(batch["x"].t(), residual)
             local.append(v)
         w = torch.stack(local).mean(0)
-    return 10 * (time.perf_counter() - began)
 
 
-def measure(task: fx.tasks.Task, name: str) -> tuple[float, float]:
-    setup = setup_for(task, ALGORITHMS[name](), "paper")
-    began = time.perf_counter()
-    *_, last = fx.simulate(task, setup.algorithm, ROUNDS, local=setup.local)
-    assert last.train_loss is not None
-    return time.perf_counter() - began, last.train_loss
+class Training:
+    """All rounds of an algorithm; has the engine that ran, and the final loss."""
+
+    def __init__(self, task: fx.tasks.Task, name: str, rounds: int) -> None:
+        self.task, self.rounds = task, rounds
+        self.setup = setup_for(task, ALGORITHMS[name](), "paper")
+        self.engine, self.loss = "", float("nan")
+
+    def __call__(self) -> None:
+        setup = self.setup
+        *_, last = fx.simulate(self.task, setup.algorithm, self.rounds, local=setup.local)
+        assert last.train_loss is not None
+        self.engine, self.loss = last.engine, last.train_loss
 
 
-def commands(turns: int = 5) -> dict[str, float]:
-    """Seconds of whole processes, which take turns; the first of each warms up the disk."""
+def algorithms(turns: int, rounds: int) -> list[Row]:
+    """Return one row per algorithm: seconds, engine, and the ratio to bare arithmetic."""
+    task = fx.tasks.synthetic()
+    runs = {name: Training(task, name, rounds) for name in NAMES}
+    taken = take_turns({"bare": partial(bare_arithmetic, task, rounds), **runs}, turns, warm=1)
+    rows = []
+    for name, run in runs.items():
+        times = ratio(taken[name], taken["bare"])
+        row = {"algorithm": name, "engine": run.engine, "rounds": rounds, **taken[name].row()}
+        low, high = round(min(times.turns), 2), round(max(times.turns), 2)
+        row |= {"ratio": round(times.median, 2), "ratio_min": low, "ratio_max": high}
+        rows.append({**row, "loss": run.loss})
+    return rows
+
+
+def commands(turns: int) -> dict[str, Row]:
+    """Return the timing of whole processes, which take turns; the first of each is not counted."""
     script = Path(sys.executable).with_name("fedexp")
 
     def compare() -> None:
@@ -73,35 +93,42 @@ def commands(turns: int = 5) -> dict[str, float]:
         turns,
         warm=1,
     )
-    return {name: ms / 1e3 for name, ms in taken.items()}
+    return {name: timing.row() for name, timing in taken.items()}
 
 
 def _run(command: Sequence[str]) -> None:
-    """With what Python has compiled before kept, as it is where a package is installed."""
-    kept = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
-    subprocess.run(command, check=True, capture_output=True, env=kept)
+    """Run a command with cached bytecode, as for an installed package."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    subprocess.run(command, check=True, capture_output=True, env=environment)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="the synthetic regression")
+    parser.add_argument("--rounds", type=int, default=ROUNDS)
+    parser.add_argument("--turns", type=int, default=TURNS, help=f"turns of each ({TURNS})")
+    parser.add_argument("--no-commands", action="store_true", help="leave out whole processes")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
-    out, where = parser.parse_args().out, hardware()
+    args, where = parser.parse_args(), hardware()
     torch.set_num_threads(1)
-    task, rows = fx.tasks.synthetic(), list[Row]()
-    floor = bare_arithmetic(task)
-    for name in NAMES:
-        seconds, loss = measure(task, name)
-        ratio = round(seconds / floor, 2)
-        rows.append({"algorithm": name, "seconds": round(seconds, 2), "ratio": ratio, "loss": loss})
-    print(f"{where}, 1 thread")
-    cells = [[*map(str, list(row.values())[:3]), f"{row['loss']:.2g}"] for row in rows]
-    print(text_table(["algorithm", "seconds", "x bare arithmetic", "final loss"], cells))
-    total = sum(row["seconds"] for row in rows)
-    print(f"all five: {total:.1f} s; bare arithmetic of one: {floor:.2f} s")
-    whole = commands()
-    for name, seconds in whole.items():
-        print(f"{name}: {seconds:.1f} s")
-    write_record(out, where, rows, bare_seconds=round(floor, 2), command_seconds=whole)
+    rows = algorithms(args.turns, args.rounds)
+    print(f"{where}, 1 thread; {args.rounds} rounds, median of {args.turns} turns (min-max)")
+    cells = [
+        [
+            row["algorithm"],
+            row["engine"],
+            f"{row['ms'] / 1e3:.2f} ({row['ms_min'] / 1e3:.2f}-{row['ms_max'] / 1e3:.2f})",
+            f"{row['ratio']} ({row['ratio_min']}-{row['ratio_max']})",
+            f"{row['loss']:.2g}",
+        ]
+        for row in rows
+    ]
+    head = ["algorithm", "engine", "seconds", "x bare arithmetic", "final loss"]
+    print(text_table(head, cells))
+    whole = {} if args.no_commands else commands(args.turns)
+    for name, timing in whole.items():
+        low, high = timing["ms_min"] / 1e3, timing["ms_max"] / 1e3
+        print(f"{name}: {timing['ms'] / 1e3:.1f} s ({low:.1f}-{high:.1f})")
+    write_record(args.out, where, rows, commands=whole)
 
 
 if __name__ == "__main__":

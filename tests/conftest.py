@@ -1,4 +1,4 @@
-"""Settings for all tests: repeatable, and at ease with a busy machine."""
+"""Settings for all tests: reproducible, and without time limits for a busy machine."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from hypothesis import settings
 
 settings.register_profile("fedexp", deadline=None, derandomize=True)
 settings.load_profile("fedexp")
-torch.set_num_threads(1)  # the suite already uses one process a core
+torch.set_num_threads(1)  # the suite already uses one process per core
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With `-n 2`; whoever asks for another `--dist` gets it."""
-    from tests.scheduling import Together
+    """Use our scheduler with `-n`, unless another `--dist` is chosen."""
+    from tests.helpers.scheduling import GroupedScheduling
 
-    return Together(config, log) if config.getvalue("dist") == "load" else None
+    return GroupedScheduling(config, log) if config.getvalue("dist") == "load" else None

@@ -1,4 +1,4 @@
-"""The aggregate: its laws, its weights, what it refuses and what it drops."""
+"""The aggregate: its laws, weights, dropped clients and errors."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hypothesis.extra import numpy as hnp
 
 import fedexp as fx
 from fedexp.aggregate import CACHED_COLUMNS, norms, usable
-from tests.rules import random_updates
+from tests.helpers.rules import random_updates
 
-# Whole numbers add up exactly in float64, so the laws can be asked for to the last bit.
+# Integers add up exactly in float64, so the laws hold to the last bit.
 exact = st.integers(-1000, 1000).map(float)
 matrices = st.integers(1, 6).flatmap(
     lambda clients: hnp.arrays(np.float64, (clients, 3), elements=exact)
@@ -35,7 +35,7 @@ def test_is_a_commutative_monoid(x: np.ndarray, y: np.ndarray, z: np.ndarray) ->
     assert zero + a == a == a + zero
     assert a + b == b + a
     left, right = (a + b) + c, a + (b + c)
-    # whole numbers add up exactly; norms are square roots squared again, which are none
+    # integers add up exactly; norms are square roots squared again, which may not be integers
     torch.testing.assert_close(left.sq_norm, right.sq_norm, rtol=4e-16, atol=0)
     assert replace(left, sq_norm=right.sq_norm) == right
 
@@ -75,7 +75,7 @@ def test_packed_buffers_add_up(x: np.ndarray, y: np.ndarray) -> None:
     assert a.unpack(a.pack()) == a
 
 
-def test_unpacking_another_layout_says_so() -> None:
+def test_unpacking_another_layout_is_refused() -> None:
     a = aggregate(np.ones((2, 3)))
     with pytest.raises(fx.UsageError, match="same model and extras"):
         a.unpack(torch.zeros(4))
@@ -99,7 +99,7 @@ def test_a_client_with_a_broken_extra_is_dropped_whole() -> None:
     assert agg.mean_extra("buffers").item() == 1.0
 
 
-def test_nobody_is_left() -> None:
+def test_all_clients_dropped() -> None:
     agg = fx.Aggregate.of(torch.full((2, 3), float("nan")))
     assert agg.count.item() == 0
     assert agg.mean.tolist() == [0.0, 0.0, 0.0]
@@ -115,7 +115,7 @@ def test_sums_are_float32_or_wider(dtype: torch.dtype) -> None:
     assert agg.sq_norm.dtype == torch.float64
 
 
-def test_a_squared_norm_beyond_half_precision_is_kept() -> None:
+def test_a_squared_norm_beyond_half_precision_is_exact() -> None:
     agg = fx.Aggregate.of(torch.full((1, 4), 300.0, dtype=torch.float16))
     assert agg.mean_sq_norm.item() == 360_000.0  # float16 ends at 65,504
 
@@ -142,14 +142,14 @@ def test_lists_of_vectors_of_any_kind() -> None:
     assert {tuple(fx.Aggregate.of(kind).mean.tolist()) for kind in kinds} == {(2.0, 3.0)}
 
 
-def test_packing_keeps_what_float32_cannot_hold() -> None:
+def test_packing_is_exact_beyond_float32() -> None:
     agg = fx.Aggregate.of(torch.full((2, 3), 1e25), [1.0, 1.0 + 1e-9])
     assert agg.unpack(agg.pack()) == agg
     assert agg.unpack(agg.pack()).mean_sq_norm.item() == pytest.approx(3e50)
     assert agg != fx.Aggregate.of(torch.full((2, 3), 1e25), [1.0, 1.0])
 
 
-def test_norms_of_models_that_are_widened_in_parts() -> None:
+def test_norms_of_models_larger_than_the_cache() -> None:
     rows = random_updates(3, 2 * CACHED_COLUMNS + 17, dtype=torch.float32)
     expected = np.linalg.norm(rows.numpy().astype(np.float64), axis=1)
     np.testing.assert_allclose(norms(rows).numpy(), expected, rtol=1e-13)

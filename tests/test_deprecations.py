@@ -56,3 +56,52 @@ def test_the_former_names_of_run_options_warn() -> None:
     spec = Spec("toy", "fedavg", rounds=1)
     with pytest.warns(DeprecationWarning, match=r"use execute\(loggers=...\)"):
         runs.execute(spec, None, lambda spec, row: None, consumers=[])
+
+
+class OneRank(distributed.Ranks):
+    """A rank whose collectives return what it passes."""
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        return [tensor]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        return [value]
+
+    def broadcast(self, value: Any) -> Any:
+        return value
+
+
+def test_renamed_collectives_warn() -> None:
+    rank = OneRank(0, 1, 0, torch.device("cpu"), store=None, gloo_group=None)
+    one = torch.ones(1)
+    with pytest.warns(DeprecationWarning, match=r"use Ranks\.world_size"):
+        assert rank.world == 1
+    with pytest.warns(DeprecationWarning, match=r"use Ranks\.all_reduce"):
+        assert rank.sum(one) is one
+    with pytest.warns(DeprecationWarning, match=r"use Ranks\.all_gather$"):
+        assert rank.rows(one) == [one]
+    with pytest.warns(DeprecationWarning, match=r"use Ranks\.all_gather_object"):
+        assert rank.gather(3) == [3]
+    with pytest.warns(DeprecationWarning, match=r"use Ranks\.compute_on_first"):
+        assert rank.first(lambda: 3) == 3
+
+
+def test_renamed_functions_and_arguments_of_flower_warn() -> None:
+    flower = pytest.importorskip("fedexp.flower")
+    for old, new in {
+        "identify": "report_client_id",
+        "planned": "simulated_train",
+        "planned_evaluate": "simulated_evaluate",
+    }.items():
+        with pytest.warns(DeprecationWarning, match=rf"flower\.{old} is .* fedexp\.flower\.{new}"):
+            assert getattr(flower, old) is getattr(flower, new)
+    for strategy, options in (
+        (flower.FedExP, {}),
+        (flower.RuleStrategy, {"algorithm": fx.fedavg()}),
+    ):
+        with pytest.warns(DeprecationWarning, match=r"identify=...\) .* query_client_ids="):
+            made = strategy(identify=True, **options)
+        assert made.settings.query_client_ids is True

@@ -56,7 +56,7 @@ def layer(module: str) -> int:
 
 
 def imported(path: Path) -> set[str]:
-    """The parts of the package that a file imports, wherever in the file."""
+    """Return the modules of the package that a file imports, anywhere in the file."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "fedexp":

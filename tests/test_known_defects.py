@@ -1,4 +1,4 @@
-"""One test for each defect found in public implementations of FedExP (audit B6, C).
+"""One test for each defect found in public implementations of FedExP (docs/paper.md#known-defects).
 
 Each compares our step with the right number and with the number the defect would give, so the
 test itself shows that the two differ.
@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 import fedexp as fx
-from tests.problems import BatchNormNet, classes_task, least_squares
-from tests.rules import random_updates
+from tests.helpers.problems import BatchNormNet, classes_task, least_squares
+from tests.helpers.rules import random_updates
 
 LAYERS = (3, 5)  # sizes of two layers of a model with eight parameters
 DELTAS = random_updates(4, 8) * torch.tensor([5.0] * 3 + [0.1] * 5)  # layers of other scales
@@ -37,8 +37,8 @@ def test_norms_are_squared() -> None:
 def test_one_step_size_for_the_whole_model() -> None:
     params = torch.zeros(8, dtype=torch.float64)
     rule = fx.ExP(eps=0.0, clamp=False)
-    moved, _, _ = rule.step(params, fx.Aggregate.of(DELTAS), rule.init(params))
-    ratios = moved / -DELTAS.mean(0)
+    next_params, _, _ = rule.step(params, fx.Aggregate.of(DELTAS), rule.init(params))
+    ratios = next_params / -DELTAS.mean(0)
     torch.testing.assert_close(ratios, torch.full_like(ratios, step_size(DELTAS)))
     layer_wise = [step_size(part) for part in DELTAS.split(LAYERS, dim=1)]
     assert layer_wise[0] != pytest.approx(layer_wise[1], rel=0.1)
@@ -91,7 +91,7 @@ def test_momentum_is_applied() -> None:
 
 
 def test_batch_norm_variances_are_not_extrapolated() -> None:
-    """Feeding clients ever smaller inputs lets variances fall; a step of 30 would go below 0."""
+    """Ever smaller inputs let variances fall; extrapolated by 30 they would be negative."""
     task = classes_task(BatchNormNet)
     fields = {**task.train.fields, "x": task.train.fields["x"] * 1e-3}
     task = replace(task, train=replace(task.train, fields=fields))
@@ -108,8 +108,8 @@ def test_batch_norm_variances_are_not_extrapolated() -> None:
 def test_updates_that_cancel_leave_the_model_alone(eps: float) -> None:
     params, rule = torch.ones(2), fx.ExP(eps=eps)
     agg = fx.Aggregate.of([[1.0, 2.0], [-1.0, -2.0]])
-    moved, _, metrics = rule.step(params, agg, rule.init(params))
-    assert torch.equal(moved, params)
+    next_params, _, metrics = rule.step(params, agg, rule.init(params))
+    assert torch.equal(next_params, params)
     assert metrics["server_lr"].item() == 1.0
 
 

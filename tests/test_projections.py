@@ -1,4 +1,4 @@
-"""Projections: each set's own property, and POCS and EPPM on all of them."""
+"""Projections onto each kind of set, and POCS and EPPM on all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedexp.projections import Affine, Ball, Box, ConvexSet, HalfSpace, solve
 
 
 def some_set(kind: str, rng: np.random.Generator, inside: np.ndarray) -> ConvexSet:
-    """A random set of a kind that contains `inside`."""
+    """Return a random set of a kind that contains `inside`."""
     d = len(inside)
     if kind == "affine":
         A = rng.normal(size=(2, d))
@@ -77,7 +77,7 @@ def test_affine_matches_the_pseudo_inverse_also_when_rank_deficient() -> None:
     np.testing.assert_allclose(got, expected, rtol=1e-10, atol=1e-12)
 
 
-def test_solve_reports_what_it_did() -> None:
+def test_solve_reports_steps_and_distances() -> None:
     found = solve([Ball([0.0, 0.0], 1.0)], [3.0, 4.0])
     assert found.converged
     assert found.steps == [1.0]
@@ -85,7 +85,7 @@ def test_solve_reports_what_it_did() -> None:
     assert found.iterates.shape == (2, 2)
 
 
-def test_an_empty_intersection_is_told() -> None:
+def test_an_empty_intersection_does_not_converge() -> None:
     apart = [HalfSpace([1.0], -1.0), HalfSpace([-1.0], -1.0)]
     assert not solve(apart, [0.5], rounds=20).converged
 

@@ -17,7 +17,7 @@ sys.path.insert(0, sys.argv[1])
 import fedexp, fedexp.cli.main
 here = pathlib.Path(fedexp.__file__).parent
 assert here.parent == pathlib.Path(sys.argv[1]), here
-assert (here / "py.typed").exists() and (here / "report" / "page.html").exists()
+assert (here / "py.typed").exists() and (here / "analysis" / "report" / "page.html").exists()
 record = list(fedexp.simulate(fedexp.tasks.toy(), fedexp.fedexp(), rounds=2))[-1]
 print(f"wheel of fedexp {fedexp.__version__} imports and runs: loss {record.train_loss:.3g}")
 """

@@ -29,7 +29,7 @@ SECONDS_A_ROUND = 120  # what a round may take before we give a run up
 
 
 def main(arguments: list[str] | None = None) -> int:
-    args = _parser().parse_args(arguments)
+    args = parser().parse_args(arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: stop all and go
     out = args.out.resolve()
     picture = out / f"{args.task}.png"
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"run_local: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
-        print("\nrun_local: interrupted; the same command goes on from here", file=sys.stderr)
+        print("\nrun_local: interrupted; the same command resumes from here", file=sys.stderr)
         return 130
     print(f"\nruns and logs are in {out}, the picture is {picture}")
     return 0
@@ -61,7 +61,7 @@ def train(args: argparse.Namespace, names: list[str], out: Path) -> list[Path]:
     with LocalFederation(out / "federation", args.nodes) as federation:
         for name, folder in zip(names, folders, strict=True):
             print(f"{name}: {args.rounds} rounds (log: {federation.folder / 'run.log'})")
-            stream = federation.submit(HERE, _config(args, name, folder))
+            stream = federation.submit(HERE, run_config(args, name, folder))
             end = time.monotonic() + SECONDS_A_ROUND * (args.rounds + 1)
             follow(stream, folder, end)
             status, log = federation.wait(stream, end - time.monotonic())
@@ -97,7 +97,7 @@ def show(task: Task, nodes: int, folders: list[Path], picture: Path) -> None:
     save(comparison_figure(outcomes, task.metric, task.target, title), picture)
 
 
-def _config(args: argparse.Namespace, algorithm: str, folder: Path) -> dict[str, Any]:
+def run_config(args: argparse.Namespace, algorithm: str, folder: Path) -> dict[str, Any]:
     return {
         "algorithm": algorithm,
         "task": args.task,
@@ -115,7 +115,7 @@ def _count(text: str) -> int:
     return int(text)
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nodes", type=_count, default=3, help="SuperNodes (default 3)")
     parser.add_argument("--rounds", type=_count, default=12, help="of each run (default 12)")

@@ -1,4 +1,4 @@
-"""`Aggregate`: everything that crosses the network is a sum."""
+"""`Aggregate`: the sums that clients send to the server; everything on the network is a sum."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from fedexp.errors import require
 
 SCALARS = ("weight", "sq_norm", "count", "dropped")
-CACHED_COLUMNS = 2**16  # of a CPU: so many are widened at a time
+CACHED_COLUMNS = 2**16  # columns converted to float64 at a time: a block that fits a CPU's cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,19 +77,22 @@ class Aggregate:
     def of_checked(
         cls, deltas: Tensor, weights: Tensor | None, extras: Mapping[str, Tensor]
     ) -> Aggregate:
-        """The same of float64 weights that are known to be good: the host need not look at them."""
+        """Sum the updates with float64 weights that are known to be valid.
+
+        Nothing is checked, so that a GPU need not wait for the host.
+        """
         deltas = _accumulable(deltas)
         sq_norms = norms(deltas).square()
         extras = {name: _accumulable(value) for name, value in extras.items()}
-        keep = _finite(sq_norms, extras)
-        kept = keep.to(torch.float64) if weights is None else keep * weights
+        finite = _finite(sq_norms, extras)
+        weights = finite.to(torch.float64) if weights is None else finite * weights
         return cls(
-            weight=kept.sum(),
-            update=_weighted_sum(kept, keep, deltas),
-            sq_norm=torch.where(keep, kept * sq_norms, 0.0).sum(),
-            count=keep.sum(dtype=torch.float64),
-            dropped=(~keep).sum(dtype=torch.float64),
-            extras={name: _weighted_sum(kept, keep, value) for name, value in extras.items()},
+            weight=weights.sum(),
+            update=_weighted_sum(weights, finite, deltas),
+            sq_norm=torch.where(finite, weights * sq_norms, 0.0).sum(),
+            count=finite.sum(dtype=torch.float64),
+            dropped=(~finite).sum(dtype=torch.float64),
+            extras={name: _weighted_sum(weights, finite, v) for name, v in extras.items()},
         )
 
     @classmethod
@@ -99,7 +102,7 @@ class Aggregate:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> Aggregate:
-        """The neutral element: no clients. A missing extra counts as zero."""
+        """Return the neutral element: no clients. A missing extra counts as zero."""
         nothing = torch.zeros((), dtype=torch.float64, device=device)
         update = _accumulable(torch.zeros(dim, dtype=dtype, device=device))
         return cls(nothing, update, nothing, nothing, nothing)
@@ -125,7 +128,7 @@ class Aggregate:
 
     @cached_property
     def mean(self) -> Tensor:
-        """The mean update sum p_i Δ_i / sum p_i; zero when nobody took part."""
+        """The mean update sum p_i Δ_i / sum p_i; zero when there are no clients."""
         return self._over_weight(self.update)
 
     @property
@@ -139,11 +142,11 @@ class Aggregate:
         return norms(self.mean[None])[0].square()
 
     def mean_extra(self, name: str) -> Tensor:
-        """The mean of a named extra."""
+        """Return the mean of a named extra."""
         return self._over_weight(self.extras[name])
 
     def pack(self) -> Tensor:
-        """All sums in one flat float64 buffer: what one all-reduce needs.
+        """Return all sums in one flat float64 buffer, for a single all-reduce.
 
         The sum of packed buffers is the packed sum (for aggregates with the same extras).
         """
@@ -152,7 +155,7 @@ class Aggregate:
         return torch.cat([scalars, *(vector.to(torch.float64) for vector in vectors)])
 
     def unpack(self, buffer: Tensor) -> Aggregate:
-        """The aggregate in `buffer`, laid out as this one is; the inverse of `pack`."""
+        """Return the aggregate in `buffer`, with the layout of this one; the inverse of `pack`."""
         names = sorted(self.extras)
         parts = [len(SCALARS), self.update.numel(), *(self.extras[n].numel() for n in names)]
         require(
@@ -173,15 +176,15 @@ class Aggregate:
 
 
 def usable(deltas: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
-    """Which of M clients `Aggregate.of` admits, as M booleans: all finite, norm included."""
+    """Return which of M clients `Aggregate.of` includes: all finite, norm included; shape [M]."""
     return _finite(norms(_accumulable(deltas)).square(), extras)
 
 
 def norms(rows: Tensor) -> Tensor:
-    """The norms of [M, d] in float64, each over a whole row."""
+    """Return the norms of the rows of [M, d] in float64, shape [M]."""
     if rows.device.type != "cpu" or rows.dtype == torch.float64:
         return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
-    # on a CPU, a widened copy that stays in its cache is four times as fast as widening in place
+    # on a CPU, float64 copies of blocks that fit its cache are four times as fast as dtype=float64
     if rows.shape[1] > CACHED_COLUMNS and len(rows) > 1:
         return torch.cat([norms(row[None]) for row in rows])
     parts = (part.double() for part in rows.split(CACHED_COLUMNS, dim=1))
@@ -196,7 +199,7 @@ def _finite(sq_norms: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
 
 
 def _matrix(deltas: Any) -> Tensor:
-    """M updates from a matrix, or from a list of vectors of any kind."""
+    """Return M updates, given as a matrix or as a list of vectors, as a tensor [M, d]."""
     if isinstance(deltas, list | tuple):
         deltas = torch.stack([torch.as_tensor(each) for each in deltas])
     matrix = torch.as_tensor(deltas)
@@ -205,7 +208,7 @@ def _matrix(deltas: Any) -> Tensor:
 
 
 def _accumulable(value: Tensor) -> Tensor:
-    """Float32 or wider: half precisions and integers are widened before they are summed."""
+    """Return values in float32 or wider: half precision and integers are converted to float32."""
     return value if value.dtype in (torch.float32, torch.float64) else value.to(torch.float32)
 
 
@@ -214,13 +217,13 @@ def _checked_weights(weights: Tensor, clients: int) -> Tensor:
     in_range = (weights >= 1e-30) & (weights <= 1e30)  # so that float32 sums can hold them
     require(
         bool((in_range | (weights == 0)).all()),
-        "client weights must be 0 or lie between 1e-30 and 1e30",
+        "client weights must be 0 or between 1e-30 and 1e30",
     )
     return weights
 
 
-def _weighted_sum(weights: Tensor, keep: Tensor, values: Tensor) -> Tensor:
+def _weighted_sum(weights: Tensor, finite: Tensor, values: Tensor) -> Tensor:
     rows = values.flatten(1)
-    if rows.device.type != "cpu" or not keep.all():  # a GPU must not wait for the answer
-        rows = torch.where(keep[:, None], rows, 0.0)  # a zero weight would not silence a NaN
+    if rows.device.type != "cpu" or not finite.all():  # a GPU must not wait for the result
+        rows = torch.where(finite[:, None], rows, 0.0)  # zero times NaN is NaN
     return (weights.to(rows.dtype) @ rows).view(values.shape[1:])

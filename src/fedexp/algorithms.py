@@ -17,10 +17,10 @@ from fedexp.server import Adagrad, Adam, Average, ExP, Momentum, MomentumExP, Se
 
 @dataclass(frozen=True)
 class Algorithm:
-    """What clients do, what the server does, and which model comes out.
+    """A client rule, a server rule, and how many iterates the output model averages.
 
     Args:
-        name: how records and tables call it.
+        name: its name in records and tables.
         client: the client rule.
         server: the server rule.
         average_last: the output model is the mean of this many last iterates; None leaves it to
@@ -40,7 +40,7 @@ class Algorithm:
 
     @property
     def iterates(self) -> int:
-        """How many iterates the output model averages."""
+        """The number of iterates that the output model averages (docs/paper.md#output-model)."""
         return self.server.average_last if self.average_last is None else self.average_last
 
 
@@ -99,7 +99,7 @@ def fedyogi(lr: float = 0.01, tau: float = 1e-3, **options: Any) -> Algorithm:
     return Algorithm("fedyogi", server=Yogi(lr, tau, **options))
 
 
-# For the edge that has names instead of functions: the command line.
+# Names are resolved at the command line only.
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": fedavg,
     "fedexp": fedexp,

@@ -100,7 +100,7 @@ class ClientRule:
 
 @dataclass(frozen=True)
 class SGD(ClientRule):
-    """Plain local SGD (eq. 2)."""
+    """Plain local SGD (eq. 2, docs/paper.md#local-sgd)."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +126,8 @@ class Scaffold(ClientRule):
 
     Locally w ← w - η_l (g - c_i + c). After τ steps Ψ_i = c - Δ_i / (τ η_l), c_i ← c_i - Ψ_i, and
     the server takes c ← c - sum_S p_i Ψ_i / sum_all p_i. With uniform weights that is
-    c - (|S|/N) mean Ψ, so c stays the mean of all c_i under partial participation too.
+    c - (|S|/N) mean Ψ, so c stays the mean of all c_i under partial participation too
+    (docs/paper.md#scaffold-partial-participation).
     """
 
     def init_broadcast(self, params: Tensor) -> Tensors:

@@ -31,11 +31,11 @@ class DivergedError(FedExPError, ArithmeticError):
         self.round, self.what = round, what
 
     def __reduce__(self) -> tuple[type[DivergedError], tuple[int, str]]:
-        return type(self), (self.round, self.what)  # so that it can be pickled
+        return type(self), (self.round, self.what)  # for pickle
 
 
 class EngineError(FedExPError):
-    """An engine cannot train this model as the loop does; another one can."""
+    """An engine cannot train this model as the loop does."""
 
 
 class NonFiniteUpdateWarning(UserWarning):
@@ -43,7 +43,7 @@ class NonFiniteUpdateWarning(UserWarning):
 
 
 class EngineWarning(UserWarning):
-    """A faster engine is not used for this model, or for a part of it, and why."""
+    """A faster engine is not used for this model, or for a part of it, for the reason given."""
 
 
 def require(condition: bool, message: str) -> None:
@@ -63,7 +63,7 @@ def shown(value: object, longest: int = 80) -> str:
 
 
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
-    """The error for a misspelt name: it offers the nearest names, or else all of them.
+    """Return the error for an unknown name, with the nearest known names, or else all of them.
 
     >>> print(unknown_name("algorithm", "fedxp", ["fedavg", "fedexp"]))
     unknown algorithm 'fedxp'; did you mean fedexp?

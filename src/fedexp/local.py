@@ -1,4 +1,4 @@
-"""Local training: what every client does between two rounds, whatever the algorithm."""
+"""Local training: the settings of local SGD, and one step of it, shared by all algorithms."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ class LocalTraining:
         lr: the client step size η_l > 0.
         steps: local steps τ; ignored when `epochs` is given.
         epochs: passes over the client's data instead of a number of steps.
-        batch_size: examples a batch; None trains on all of the client's data at once.
-        weight_decay: λ >= 0; λ w is added after clipping, as in torch (audit B12).
+        batch_size: examples per batch; None trains on all of the client's data at once.
+        weight_decay: λ >= 0; λ w is added after clipping, as in torch
+            (docs/paper.md#released-clipping).
         clip_norm: bound on the norm of the corrected gradient, over the whole vector.
         lr_decay: factor on lr after every round.
-        decay_before_first_round: decay before the first round as well (audit B3).
+        decay_before_first_round: decay before the first round as well
+            (docs/paper.md#released-decay-timing).
     """
 
     lr: float = 0.01
@@ -44,10 +46,10 @@ class LocalTraining:
         require(self.weight_decay >= 0, f"local.weight_decay must be >= 0: {self.weight_decay}")
         clip = self.clip_norm
         require(clip is None or clip > 0, f"local.clip_norm must be positive, not {clip}")
-        require(0 < self.lr_decay <= 1, f"local.lr_decay must lie in (0, 1], not {self.lr_decay}")
+        require(0 < self.lr_decay <= 1, f"local.lr_decay must be in (0, 1], not {self.lr_decay}")
 
     def lr_at(self, round: int) -> float:
-        """η_l in a round, counted from 1.
+        """Return η_l in a round; rounds are counted from 1.
 
         >>> LocalTraining(lr=1.0, lr_decay=0.5).lr_at(2)
         0.5
@@ -55,7 +57,7 @@ class LocalTraining:
         return self.lr * self.lr_decay ** (round - 1 + self.decay_before_first_round)
 
     def steps_for(self, size: int) -> int:
-        """The number of local steps of a client with `size` examples."""
+        """Return the number of local steps of a client with `size` examples."""
         if self.epochs is None:
             return self.steps
         return self.epochs * math.ceil(size / (self.batch_size or size))
@@ -64,10 +66,10 @@ class LocalTraining:
 def local_step(
     params: Tensor, grad: Tensor, lr: float | Tensor, local: LocalTraining, in_place: bool = False
 ) -> Tensor:
-    """One step of local SGD on parameters [..., d]: clip, then weight decay, then move.
+    """Take one step of local SGD on parameters [..., d]: clip, add weight decay, descend.
 
-    w - η (c g + λ w) with the factor c of clipping, computed as (1 - η λ) w - (η c) g: fewer ways
-    through the memory of a large model, and fewer still where `params` may be overwritten.
+    w - η (c g + λ w) with the clipping factor c, computed as (1 - η λ) w - (η c) g: fewer passes
+    over the memory of a large model, and fewer still where `params` may be overwritten.
     """
     rate = torch.as_tensor(lr, dtype=torch.float64)
     if local.clip_norm is not None:
@@ -77,13 +79,13 @@ def local_step(
         out = params if in_place else None
         return torch.addcmul(params, grad, rate, value=-1, out=out)
     shrink = 1 - lr * local.weight_decay
-    # in place, because another temporary of that size would cost more than the arithmetic
+    # in place, because another temporary of that size would take longer than the arithmetic
     shrunk = params.mul_(shrink) if in_place else params * shrink
     return shrunk.addcmul_(grad, rate, value=-1)
 
 
 def clip_factor(grad: Tensor, bound: float) -> Tensor:
-    """What brings the norms of vectors [..., d] to at most `bound`: min(1, bound / norm), [..., 1].
+    """Return the clipping factors min(1, bound / norm) of vectors [..., d], shape [..., 1].
 
     >>> clip_factor(torch.tensor([3.0, 4.0]), 1.0).tolist()
     [0.2...]
@@ -91,14 +93,15 @@ def clip_factor(grad: Tensor, bound: float) -> Tensor:
     rows = grad.reshape(-1, grad.shape[-1])
     if _surely_within(rows, bound):
         return torch.ones(*grad.shape[:-1], 1, dtype=torch.float64)
-    # in float64, because the square of a large float32 overflows and would scale it to nothing
+    # in float64, because the square of a large float32 overflows and the factor would be 0
     return clip_to(norms(rows).view(*grad.shape[:-1], 1), bound)
 
 
 def _surely_within(rows: Tensor, bound: float) -> bool:
-    """Whether a glance tells a CPU that no norm reaches the bound: a tenth of the exact ones' time.
+    """Return whether a cheap estimate shows that no norm reaches the bound; on a CPU only.
 
-    Sums in float32 are good to a factor of two by far, and one that overflows is not within.
+    It takes a tenth of the time of exact norms. The error of float32 sums is far below a factor of
+    two, and a sum that overflows is not within the bound.
     """
     if rows.device.type != "cpu" or rows.dtype != torch.float32:
         return False
@@ -106,5 +109,5 @@ def _surely_within(rows: Tensor, bound: float) -> bool:
 
 
 def clip_to(norm: Tensor, bound: float) -> Tensor:
-    """The factors that bring vectors of these norms to at most `bound`."""
+    """Return the factors that scale vectors of these norms to at most `bound`."""
     return (bound / norm).clamp(max=1.0)

@@ -1,17 +1,9 @@
-"""The paper's models. They are plain `nn.Module`s, and any module of yours works as well.
+"""The paper's models, as plain `nn.Module`s; any other module works as well.
 
-Group normalisation with what follows it, so that an engine can do all of it at once.
-
-Models without convolutions: logistic regression and the multi-layer perceptron.
-
-Small convolutional networks: the one for EMNIST and the one for CIFAR.
-
-Weights are drawn as torch draws them by default, as in the authors' code.
-
-ResNet-18 for images of 32x32 pixels, with group instead of batch normalisation.
-
-Batch statistics of clients with different data do not average to anything useful, so federated
-work replaces them (Hsieh et al., 2020); the authors use GroupNorm with 2 groups (audit B14).
+Weights are initialised by torch's defaults, as in the authors' code. ResNet-18 has group instead of
+batch normalisation: batch statistics of clients with different data do not average to anything
+useful (Hsieh et al., 2020). The authors use GroupNorm with 2 groups
+(docs/paper.md#released-resnet).
 """
 
 from __future__ import annotations
@@ -26,7 +18,7 @@ from fedexp.errors import require
 
 
 class GroupNormReLU(nn.GroupNorm):
-    """relu(GroupNorm(x) + residual).
+    """relu(GroupNorm(x) + residual), as one layer so that an engine can fuse it.
 
     >>> import torch
     >>> GroupNormReLU(1, 2)(torch.tensor([[[[1.0]], [[3.0]]]])).flatten().tolist()
@@ -39,7 +31,7 @@ class GroupNormReLU(nn.GroupNorm):
 
 
 def logistic(inputs: int, classes: int) -> nn.Sequential:
-    """Multinomial logistic regression: one linear layer on the flattened example.
+    """Return multinomial logistic regression: one linear layer on the flattened example.
 
     >>> sum(p.numel() for p in logistic(784, 10).parameters())
     7850
@@ -48,7 +40,7 @@ def logistic(inputs: int, classes: int) -> nn.Sequential:
 
 
 def mlp(inputs: int, hidden: int | Sequence[int], classes: int) -> nn.Sequential:
-    """A perceptron with ReLU between its layers, on the flattened example.
+    """Return a multi-layer perceptron with ReLU between its layers, on the flattened example.
 
     Args:
         inputs: numbers in an example, e.g. 784 for 28x28 pixels.
@@ -72,7 +64,7 @@ def mlp(inputs: int, hidden: int | Sequence[int], classes: int) -> nn.Sequential
 
 
 def emnist_cnn(classes: int = 62) -> nn.Sequential:
-    """The EMNIST network of Reddi et al. (2021), for images [N, 1, 28, 28].
+    """Return the EMNIST network of Reddi et al. (2021), for images [N, 1, 28, 28].
 
     Two 3x3 convolutions without padding (32 and 64 channels), 2x2 max-pooling to 12x12, dropout
     0.25, 128 hidden units, dropout 0.5. It has 1,206,590 parameters at 62 classes.
@@ -99,11 +91,12 @@ def emnist_cnn(classes: int = 62) -> nn.Sequential:
 
 
 def cifar_cnn(classes: int = 10) -> nn.Sequential:
-    """The CIFAR network in the manner of McMahan et al. (2017), for images [N, 3, 32, 32].
+    """Return a CIFAR network in the style of McMahan et al. (2017), for images [N, 3, 32, 32].
 
     Two 5x5 convolutions without padding (32 and 64 channels), each with 2x2 max-pooling, down to
-    5x5; then 384 and 192 hidden units (audit B15). It has 744,330 parameters at 10 classes. The
-    paper gives no padding; this is the form whose first dense layer has 1,600 inputs.
+    5x5; then 384 and 192 hidden units (docs/paper.md#released-cifar-cnn). It has 744,330 parameters
+    at 10 classes. The paper does not state the padding; without any, the first dense layer has
+    1,600 inputs.
 
     Args:
         classes: number of outputs.
@@ -132,7 +125,7 @@ WIDTHS = (64, 128, 256, 512)
 
 
 def resnet18(classes: int = 10, pool: Pool = "adaptive", groups: int = 2) -> nn.Sequential:
-    """ResNet-18 (He et al., 2016) in the form for small images [N, 3, 32, 32].
+    """Return ResNet-18 (He et al., 2016) in the variant for small images [N, 3, 32, 32].
 
     It begins with a 3x3 convolution and no pooling; four pairs of residual blocks follow, the
     last three pairs halving the resolution, down to 4x4. It has 11,173,962 parameters at 10
@@ -141,7 +134,8 @@ def resnet18(classes: int = 10, pool: Pool = "adaptive", groups: int = 2) -> nn.
     Args:
         classes: number of outputs.
         pool: "adaptive" averages the whole 4x4 map. "avg3" averages 3x3 windows, of which one
-            fits: the last row and column are ignored, as in the authors' code (audit B14).
+            fits: the last row and column are ignored, as in the authors' code
+            (docs/paper.md#released-resnet).
         groups: groups of each GroupNorm; a divisor of 64.
 
     >>> sum(p.numel() for p in resnet18().parameters())
@@ -199,7 +193,7 @@ class Residual(nn.Module):
 
 
 def _convolution(channels: int, width: int, stride: int = 1) -> nn.Conv2d:
-    """A 3x3 convolution; it has no bias, because the normalisation after it has one."""
+    """Return a 3x3 convolution without bias: the normalisation after it has one."""
     return nn.Conv2d(channels, width, kernel_size=3, stride=stride, padding=1, bias=False)
 
 

@@ -1,4 +1,4 @@
-"""Libraries that only some need: imported when they are, and asked for in one line."""
+"""Optional dependencies: imported on use; a missing one raises an error with the pip command."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ def extra(module: str, purpose: str, package: str | None = None, group: str = "d
     """Import a library of the optional dependencies.
 
     Args:
-        module: what to import.
-        purpose: what it is needed for.
-        package: what it is called where it differs from what is imported.
-        group: the group of optional dependencies that brings it.
+        module: the module to import.
+        purpose: the purpose it is needed for, the subject of the error message.
+        package: the name of the package, where it differs from the module's.
+        group: the extra of this package that installs it.
 
     >>> extra("no_such_library", "reading minds")
     Traceback (most recent call last):

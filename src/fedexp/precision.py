@@ -28,15 +28,16 @@ def checked_device(device: str | torch.device) -> torch.device:
 
 
 def default_precision(device: torch.device) -> Precision:
-    """What a device is good at without losing accuracy: tf32 on a GPU, else the own type.
+    """Return the fastest precision without loss of accuracy: tf32 on a GPU, else float32.
 
-    Convolutions of many clients have half precision, scaled, in the place of tf32: as many bits.
+    Convolutions of many clients use scaled half precision in place of tf32: it has as many bits
+    (`kernels.convolution_torch`).
     """
     return "tf32" if device.type == "cuda" else "float32"
 
 
 def check_precision(precision: str, device: torch.device) -> None:
-    """Refuse what does not exist, and tf32 where the hardware has none."""
+    """Raise `UsageError` for an unknown precision, and for tf32 on hardware without it."""
     require(
         precision in ("float32", "tf32", "bf16"),
         f"precision is float32, tf32 or bf16, not {precision!r}",
@@ -49,7 +50,7 @@ def check_precision(precision: str, device: torch.device) -> None:
 
 @contextmanager
 def arithmetic(precision: Precision) -> Iterator[None]:
-    """Let products of float32 matrices use tf32, or forbid it; put back what was set."""
+    """Allow or forbid tf32 in float32 matrix products inside a block; restores the setting."""
     matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
     before = matmul.allow_tf32, cudnn.allow_tf32
     matmul.allow_tf32 = cudnn.allow_tf32 = precision != "float32"

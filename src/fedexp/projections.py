@@ -1,8 +1,9 @@
-"""Projections onto convex sets: where FedExP comes from (sec. 3.1, App. C.4).
+"""Projections onto convex sets, the origin of FedExP (sec. 3.1, App. C.4).
 
 POCS moves to the mean of the projections of a point, w ← w + λ (mean P_i(w) - w). (The paper
 prints a minus sign there.) EPPM extrapolates: λ = mean ||P_i(w) - w||² / ||mean P_i(w) - w||² >= 1
 (Pierra, 1984), which is FedExP's step size with factor 1, and is computed by the same function.
+See docs/paper.md#projection-methods.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ Relaxation = Literal["extrapolated"] | float
 
 
 class ConvexSet(Protocol):
-    """A closed convex set is known by its projection."""
+    """A closed convex set, given by its projection."""
 
     def project(self, w: Any) -> Tensor: ...
 
@@ -47,7 +48,7 @@ class Affine:
 
     @cached_property
     def _factors(self) -> tuple[Tensor, Tensor]:
-        """V₁ and the coordinates V₁ᵀ w of the solutions."""
+        """V₁ and the coordinates V₁ᵀ w of the solutions (docs/paper.md#linear-projection)."""
         A, b = _float64(self.A), _float64(self.b)
         require(
             A.ndim == 2 and b.shape == A.shape[:1],
@@ -120,11 +121,11 @@ class Box:
 
 @dataclass(frozen=True, eq=False)
 class Solution:
-    """What `solve` found.
+    """The result of `solve`.
 
     Attributes:
         w: the last iterate.
-        converged: whether no projection moves it by more than the tolerance.
+        converged: whether its root mean square distance to the sets is within the tolerance.
         iterates: w⁰, w¹, ..., shape [rounds + 1, d].
         steps: the relaxation λ of each round.
         distances: root mean square distance to the sets, before each round and at the end.
@@ -148,9 +149,9 @@ def solve(
 
     Args:
         sets: anything with `project`.
-        w0: where to start.
+        w0: the starting point.
         relaxation: "extrapolated" for EPPM, or a number in (0, 2) for POCS (1 is the classic one).
-        rounds: give up after so many.
+        rounds: the maximum number of rounds.
         tolerance: stop when the root mean square distance to the sets is at most this.
 
     >>> lines = [Affine([[3.0, 1.0]], [3.0]), Affine([[1.0, 1.0]], [3.0])]
@@ -191,5 +192,5 @@ def _float64(value: Any) -> Tensor:
 
 
 def _bound(value: Any) -> Tensor:
-    """As float64; a box may be unbounded."""
+    """Return a value as float64; infinite values are allowed, for unbounded boxes."""
     return torch.as_tensor(np.asarray(value), dtype=torch.float64)

@@ -1,8 +1,8 @@
-"""Randomness as an argument: every draw is a pure function of a seed and of what it is for.
+"""Randomness as an argument: every draw is a pure function of a seed, a purpose and numbers.
 
-No global generator decides anything. Which clients, which batches and which initial weights a
-run sees follows from `(seed, purpose, numbers)` alone, so it does not depend on the engine, the
-device, the order of the cohort or the number of processes.
+No global generator is used. The clients, batches and initial weights of a run depend on
+`(seed, purpose, numbers)` alone, not on the engine, the device, the order of the cohort or the
+number of processes.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ GOLDEN = -0x61C8864680B583EB  # 2^64 over the golden ratio, as a signed integer
 
 
 def sequence(seed: int, purpose: str, *numbers: int) -> np.random.SeedSequence:
-    """A seed sequence of its own for each purpose and each tuple of numbers."""
+    """Return a distinct seed sequence for each purpose and each tuple of numbers."""
     require(seed >= 0, f"the seed must not be negative, but is {seed}")
     return np.random.SeedSequence([seed, zlib.crc32(purpose.encode()), *numbers])
 
 
 def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
-    """A numpy generator for one purpose.
+    """Return a numpy generator for one purpose.
 
     >>> bool(generator(0, "cohort", 3).random() == generator(0, "cohort", 3).random())
     True
@@ -36,15 +36,15 @@ def generator(seed: int, purpose: str, *numbers: int) -> np.random.Generator:
 
 
 def torch_seed(seed: int, purpose: str, *numbers: int) -> int:
-    """A 63-bit seed for a `torch.Generator`."""
+    """Return a 63-bit seed for a `torch.Generator`."""
     return int(sequence(seed, purpose, *numbers).generate_state(1, np.uint64)[0] >> 1)
 
 
 def hashed(key: Tensor, numbers: Tensor, count: int) -> Tensor:
-    """`count` random whole numbers below 2^63 for each of `numbers`, [K, count], on their device.
+    """Return `count` random integers below 2^63 for each of `numbers`, [K, count], on their device.
 
-    SplitMix64 in integer arithmetic, so that all devices agree, with no state and nothing to wait
-    for: a cohort's numbers come all at once, and do not depend on who else is in it.
+    SplitMix64 in integer arithmetic, so that all devices agree. It has no state: the numbers of a
+    cohort are computed at once, and those of a client do not depend on the rest of the cohort.
 
     >>> hashed(torch.tensor(1), torch.tensor([5, 6]), 2)[1].equal(
     ...     hashed(torch.tensor(1), torch.tensor([6]), 2)[0])
@@ -56,23 +56,23 @@ def hashed(key: Tensor, numbers: Tensor, count: int) -> Tensor:
 
 
 def _mixed(z: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 (Steele et al., 2014), on signed integers that wrap around."""
+    """Apply the finaliser of SplitMix64 (Steele et al., 2014), on signed integers that wrap."""
     z = (z ^ _shifted(z, 30)) * -0x40A7B892E31B1A47
     z = (z ^ _shifted(z, 27)) * -0x6B2FB644ECCEEE15
     return z ^ _shifted(z, 31)
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """To the right, filling up with zeros as if there were no sign."""
+    """Return z shifted right as an unsigned integer."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)
 
 
 @contextmanager
 def seeded_torch(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
-    """Run a block whose layers draw from torch's global generators (initial weights, dropout).
+    """Seed torch's global generators for a block (initial weights, dropout).
 
-    Their states are put back afterwards, so the caller's own draws are not disturbed. The
-    generators are the process's, so two threads must not be in such blocks at a time.
+    Their states are restored afterwards, so the caller's own draws are not disturbed. The
+    generators are global, so only one thread at a time may be inside such a block.
     """
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():

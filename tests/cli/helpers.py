@@ -14,7 +14,7 @@ import pytest
 from fedexp.cli.main import build_parser
 from fedexp.cli.options import spec_of
 from fedexp.runs import RunInterrupted, execute
-from tests.processes import LONGEST
+from tests.helpers.processes import LONGEST
 from tests.runs.helpers import stop_after
 
 SMALL = ["--set", "task.clients=4", "--set", "task.rows=3", "--set", "task.dim=20"]

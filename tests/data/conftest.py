@@ -1,4 +1,4 @@
-"""Small data sets in the official layouts, written to disk; and the real ones, where they are."""
+"""Fixtures that write small data sets in the official layouts, and find the real ones."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def write_cinic10() -> Write:
 
 
 def made_writers() -> dict[str, dict[str, tuple[NDArray[Any], NDArray[Any]]]]:
-    """Five writers of unequal size, not in the order of their names; one has a single example."""
+    """Return five writers of unequal size, not sorted by name; one has a single example."""
     rng = np.random.default_rng(3)
     sizes = {"f2_00": 7, "f0_14": 3, "f1_09": 1, "f0_02": 12, "f3_31": 2}
     return {
@@ -119,19 +119,19 @@ def write_emnist() -> Write:
 
 @pytest.fixture
 def write_leaf() -> Write:
-    """The same writers in LEAF's layout, spread over two files a split."""
+    """Write the same writers in LEAF's layout, in two files per split."""
 
     def write(folder: Path) -> Arrays:
         for split, writers in made_writers().items():
             (folder / "femnist" / split).mkdir(parents=True)
             names = list(writers)
-            for i, mine in enumerate((names[:2], names[2:])):
+            for i, own in enumerate((names[:2], names[2:])):
                 users = {
                     name: {"x": (x.reshape(len(x), -1) / 255).tolist(), "y": y.tolist()}
-                    for name, (x, y) in ((name, writers[name]) for name in mine)
+                    for name, (x, y) in ((name, writers[name]) for name in own)
                 }
-                sizes = [len(writers[name][1]) for name in mine]
-                content = {"users": mine, "num_samples": sizes, "user_data": users}
+                sizes = [len(writers[name][1]) for name in own]
+                content = {"users": own, "num_samples": sizes, "user_data": users}
                 path = folder / "femnist" / split / f"all_data_{i}_niid_0_keep_0_{split}_9.json"
                 path.write_text(json.dumps(content))
         return expected_writers()
@@ -141,7 +141,7 @@ def write_leaf() -> Write:
 
 @pytest.fixture(scope="session")
 def real_folder() -> Callable[[str], Path]:
-    """The folder that `FEDEXP_DATA` names, if it has the real data set; else a skip."""
+    """Return the folder that `FEDEXP_DATA` names; skip the test if it lacks the data set."""
 
     def need(name: str) -> Path:
         named = os.environ.get("FEDEXP_DATA")

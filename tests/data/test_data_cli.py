@@ -5,20 +5,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 from fedexp.cli.data import add_parser
 from fedexp.cli.main import main
-from fedexp.data import Federation, summary
-from fedexp.errors import UsageError
+from tests.helpers.errors import assert_refused
 
 Write = Callable[[Path], dict[str, Any]]
 
 
 @pytest.fixture
 def data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs `fedexp data ...` on a folder of its own and gives what it printed."""
+    """Return a function that runs `fedexp data ...` and returns its output."""
 
     def run(command: str, *arguments: str) -> str:
         parser = argparse.ArgumentParser()
@@ -30,7 +28,7 @@ def data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., st
     return run
 
 
-def test_list_says_what_is_here(
+def test_list_shows_what_the_folder_has(
     data: Callable[..., str], tmp_path: Path, write_cifar10: Write
 ) -> None:
     lines = {line.split()[0]: line for line in data("list").splitlines()[2:]}
@@ -52,7 +50,7 @@ def test_list_says_what_is_here(
         (["--clients", "10", "--partition", "dirichlet-unequal"], "min ", None),
     ],
 )
-def test_show_prints_figures_and_a_picture(
+def test_show_prints_statistics_and_a_heat_map(
     data: Callable[..., str],
     tmp_path: Path,
     write_cifar10: Write,
@@ -65,7 +63,7 @@ def test_show_prints_figures_and_a_picture(
     assert f"clients             {options[1]}\n" in printed
     assert sizes in printed
     assert classes is None or classes in printed
-    assert printed.count("|\n") == 10  # a line for each class
+    assert printed.count("|\n") == 10  # one line per class
     assert data("show", "cifar10", *options) == printed
 
 
@@ -90,34 +88,23 @@ def test_show_draws(
 
 
 @pytest.mark.parametrize("name", ["clients.nothing", "clients", "in-the-way/clients.png"])
-def test_a_picture_that_cannot_be_written_is_refused_before_the_work(
+def test_an_unwritable_figure_is_refused_before_loading(
     data: Callable[..., str], tmp_path: Path, write_emnist: Write, name: str
 ) -> None:
     write_emnist(tmp_path)
     (tmp_path / "in-the-way").write_text("a file")
-    refused(lambda: data("show", "emnist", "--out", str(tmp_path / name)), "cannot write", name)
+    assert_refused(
+        lambda: data("show", "emnist", "--out", str(tmp_path / name)), "cannot write", name
+    )
     assert not (tmp_path / "cache").exists()
 
 
 @pytest.mark.parametrize("seed", ["-1", "1.5", "x"])
 def test_a_seed_must_not_be_negative(seed: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["data", "show", "cifar10", "--seed", seed]) == 2
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1
-    assert f"--seed: must be a whole number from 0, not '{seed}'" in said
-
-
-def test_many_clients_are_drawn_as_a_heat_map(tmp_path: Path) -> None:
-    counts = np.random.default_rng(0).integers(1, 9, (300, 10))
-    summary.draw(counts, tmp_path / "a.png", "many")
-    assert (tmp_path / "a.png").stat().st_size > 1000
-    with pytest.raises(UsageError, match="cannot draw"):
-        summary.draw(counts, tmp_path / "a.nothing", "many")
-
-
-def test_class_counts() -> None:
-    federation = Federation.from_ids({"y": np.array([2, 0, 2, 1])}, ["b", "a", "b", "a"])
-    assert summary.class_counts(federation, 4).tolist() == [[1, 1, 0, 0], [0, 0, 2, 0]]
+    line = capsys.readouterr().err
+    assert line.count("\n") == 1
+    assert f"--seed: must be a whole number from 0, not '{seed}'" in line
 
 
 def test_verify_reads_files_without_an_archive(
@@ -131,25 +118,19 @@ def test_verify_reads_files_without_an_archive(
     assert "cache    good" in data("verify", "cifar10")
 
 
-def refused(action: Callable[[], object], *said: str) -> None:
-    with pytest.raises(UsageError) as caught:
-        action()
-    assert "\n" not in str(caught.value)
-    for part in said:
-        assert part in str(caught.value)
-
-
 def test_verify_names_what_is_bad(
     data: Callable[..., str], tmp_path: Path, write_cinic10: Write
 ) -> None:
-    refused(lambda: data("verify", "cinic10"), "cinic10 is not in", "687,544,992 bytes")
+    assert_refused(lambda: data("verify", "cinic10"), "cinic10 is not in", "687,544,992 bytes")
     write_cinic10(tmp_path)
     assert "20 training and 20 test examples" in data("verify", "cinic10")
     (tmp_path / "CINIC-10.tar.gz").write_bytes(b"short")
-    refused(lambda: data("verify", "cinic10"), "CINIC-10.tar.gz: truncated, 5 bytes instead of")
+    assert_refused(
+        lambda: data("verify", "cinic10"), "CINIC-10.tar.gz: truncated, 5 bytes instead of"
+    )
     (tmp_path / "CINIC-10.tar.gz").unlink()
     (tmp_path / "CINIC-10" / "test" / "cat" / "cifar10-06.png").write_text("?")
-    refused(lambda: data("verify", "cinic10"), "cifar10-06.png: not an image")
+    assert_refused(lambda: data("verify", "cinic10"), "cifar10-06.png: not an image")
     assert not (tmp_path / "cache").exists()
 
 
@@ -158,34 +139,38 @@ def test_verify_names_a_missing_file(
 ) -> None:
     write_cifar100(tmp_path)
     (tmp_path / "cifar-100-python" / "test").unlink()
-    refused(lambda: data("verify", "cifar100"), "test: missing")
+    assert_refused(lambda: data("verify", "cifar100"), "test: missing")
 
 
 def test_fetch_without_network(data: Callable[..., str], tmp_path: Path) -> None:
-    refused(
+    assert_refused(
         lambda: data("fetch", "cifar100", "--mirror", "http://127.0.0.1:9/"),
         "cifar-100-python.tar.gz (169,001,437 bytes, md5 eb9058c3a382ffc7106e4002c42a8d85)",
         str(tmp_path),
     )
 
 
-def test_fetch_keeps_what_is_here(
+def test_fetch_skips_existing_files(
     data: Callable[..., str], tmp_path: Path, write_cifar10: Write
 ) -> None:
     write_cifar10(tmp_path)
-    assert "its files were there already" in data("fetch", "cifar10")
+    assert "its files exist already" in data("fetch", "cifar10")
 
 
 @pytest.mark.parametrize("command", ["fetch", "verify", "show"])
-def test_a_misspelt_name_is_met_with_a_hint(data: Callable[..., str], command: str) -> None:
-    refused(lambda: data(command, "emnits"), "unknown data set 'emnits'; did you mean emnist?")
+def test_a_misspelt_name_gets_a_suggestion(data: Callable[..., str], command: str) -> None:
+    assert_refused(
+        lambda: data(command, "emnits"), "unknown data set 'emnits'; did you mean emnist?"
+    )
 
 
-def test_natural_clients_are_refused_where_there_are_none(
+def test_natural_clients_are_refused_if_there_are_none(
     data: Callable[..., str], tmp_path: Path, write_cifar10: Write
 ) -> None:
     write_cifar10(tmp_path)
-    refused(lambda: data("show", "cifar10", "--partition", "natural"), "has no natural clients")
+    assert_refused(
+        lambda: data("show", "cifar10", "--partition", "natural"), "has no natural clients"
+    )
 
 
 def test_the_real_data(

@@ -1,6 +1,6 @@
-"""`Federation` and its constructors."""
+"""`Federation`: its constructors, and the data that they refuse."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
+from torch import Tensor
 from torch.utils.data import Dataset, TensorDataset
 
 from fedexp.data import Federation
+from fedexp.data.sources import cache
 from fedexp.errors import UsageError
+from tests.helpers.errors import assert_refused
 
 
 def some() -> Federation:
@@ -31,7 +34,7 @@ def same(one: Federation, other: Federation) -> bool:
     )
 
 
-def test_clients_lie_one_after_the_other() -> None:
+def test_clients_are_contiguous() -> None:
     federation = some()
     assert federation.sizes.tolist() == [1, 2, 3]
     assert federation.fields["y"].tolist() == [5, 0, 2, 1, 3, 4]
@@ -39,15 +42,15 @@ def test_clients_lie_one_after_the_other() -> None:
     assert federation.batch(2, np.array([2, 0]))["y"].tolist() == [4, 1]
 
 
-def test_bytes_stay_bytes_and_a_client_is_a_view() -> None:
+def test_uint8_is_preserved_and_a_client_is_a_view() -> None:
     federation = some()
-    mine = federation.client(1)["x"]
-    assert mine.dtype == torch.uint8
-    assert mine.untyped_storage().data_ptr() == federation.fields["x"].untyped_storage().data_ptr()
+    own = federation.client(1)["x"]
+    assert own.dtype == torch.uint8
+    assert own.untyped_storage().data_ptr() == federation.fields["x"].untyped_storage().data_ptr()
 
 
 @given(ids=st.lists(st.sampled_from(["ann", "bob", "cy"]), min_size=1))
-def test_from_ids_keeps_every_example_once_and_in_order(ids: list[str]) -> None:
+def test_from_ids_has_every_example_once_and_in_order(ids: list[str]) -> None:
     federation = Federation.from_ids({"row": np.arange(len(ids))}, ids)
     names = sorted(set(ids))
     assert federation.clients == len(names)
@@ -73,16 +76,14 @@ def test_values_that_are_not_finite_are_refused() -> None:
         Federation.from_ids({"x": [1.0, float("nan")]}, [0, 1])
 
 
-def test_save_and_open_give_it_back(tmp_path: Path) -> None:
+def test_save_and_open_round_trip(tmp_path: Path) -> None:
     some().save(tmp_path / "clients.npz")
     back = Federation.open(tmp_path / "clients.npz")
     assert same(back, some())
     assert [path.name for path in tmp_path.iterdir()] == ["clients.npz"]
 
 
-def test_open_says_what_is_no_federation(tmp_path: Path) -> None:
-    from fedexp.data.sources import cache
-
+def test_open_refuses_other_files(tmp_path: Path) -> None:
     cache.write(tmp_path / "a.npz", {"x": np.arange(3)})
     with pytest.raises(UsageError, match="is not a saved federation"):
         Federation.open(tmp_path / "a.npz")
@@ -93,12 +94,12 @@ def test_open_says_what_is_no_federation(tmp_path: Path) -> None:
 def test_from_torch_dataset() -> None:
     parts = [np.array([2]), np.array([0, 3])]
     x, y = torch.arange(8.0).reshape(4, 2), torch.tensor([0, 1, 0, 1])
-    made = Federation.from_torch_dataset(TensorDataset(x, y), parts)
-    assert same(made, Federation.from_parts({"x": x, "y": y}, parts))
+    federation = Federation.from_torch_dataset(TensorDataset(x, y), parts)
+    assert same(federation, Federation.from_parts({"x": x, "y": y}, parts))
 
 
-class Pictures(Dataset[Any]):
-    """As a torchvision data set without transforms: a pillow image and a plain number."""
+class Images(Dataset[Any]):
+    """Like a torchvision data set without transforms: a PIL image and an integer."""
 
     def __init__(self, pixels: np.ndarray) -> None:
         self.pixels = pixels
@@ -107,14 +108,16 @@ class Pictures(Dataset[Any]):
         return Image.fromarray(self.pixels[index]), index
 
 
-def test_from_torch_dataset_of_pictures() -> None:
+def test_from_torch_dataset_of_images() -> None:
     pixels = np.random.default_rng(0).integers(0, 256, (3, 4, 5, 3), dtype=np.uint8)
     parts = [np.array([2, 1]), np.array([0])]
-    made = Federation.from_torch_dataset(Pictures(pixels), parts, names=("image", "number"))
-    assert made.fields["image"].dtype == torch.uint8
-    np.testing.assert_array_equal(made.fields["image"], pixels[[2, 1, 0]].transpose(0, 3, 1, 2))
-    assert made.fields["number"].tolist() == [2, 1, 0]
-    assert made.fields["number"].dtype == torch.int64
+    federation = Federation.from_torch_dataset(Images(pixels), parts, names=("image", "number"))
+    assert federation.fields["image"].dtype == torch.uint8
+    np.testing.assert_array_equal(
+        federation.fields["image"], pixels[[2, 1, 0]].transpose(0, 3, 1, 2)
+    )
+    assert federation.fields["number"].tolist() == [2, 1, 0]
+    assert federation.fields["number"].dtype == torch.int64
 
 
 def test_examples_of_different_shapes_are_refused() -> None:
@@ -124,7 +127,7 @@ def test_examples_of_different_shapes_are_refused() -> None:
 
 
 class Partitioner:
-    """The part of a partitioner of Flower Datasets that is used."""
+    """The part of a Flower Datasets partitioner that is used."""
 
     def __init__(self, partitions: list[list[Mapping[str, Any]]]) -> None:
         self.partitions = partitions
@@ -141,10 +144,10 @@ def test_from_flower() -> None:
     grey = [Image.fromarray(np.full((2, 2), i, np.uint8)) for i in range(3)]
     rows: list[Mapping[str, Any]] = [{"image": grey[i], "label": i, "who": "?"} for i in range(3)]
     partitioner = Partitioner([rows[:1], rows[1:]])
-    made = Federation.from_flower(partitioner, {"x": "image", "y": "label"})
-    assert made.sizes.tolist() == [1, 2]
-    assert made.fields["x"].shape == (3, 1, 2, 2)
-    assert made.client(1)["y"].tolist() == [1, 2]
+    federation = Federation.from_flower(partitioner, {"x": "image", "y": "label"})
+    assert federation.sizes.tolist() == [1, 2]
+    assert federation.fields["x"].shape == (3, 1, 2, 2)
+    assert federation.client(1)["y"].tolist() == [1, 2]
     with pytest.raises(UsageError, match="no column 'img'; the data has image, label, who"):
         Federation.from_flower(partitioner)
 
@@ -154,34 +157,34 @@ def paint(path: Path, value: int, size: tuple[int, int] = (4, 3)) -> None:
     Image.fromarray(np.full((*size, 3), value, np.uint8)).save(path)
 
 
-def test_from_image_folder_with_a_folder_a_client(tmp_path: Path) -> None:
+def test_from_image_folder_with_one_folder_per_client(tmp_path: Path) -> None:
     paint(tmp_path / "bob" / "dog" / "1.png", 10)
     paint(tmp_path / "ann" / "dog" / "7.bmp", 20)
     paint(tmp_path / "ann" / "cat" / "2.PNG", 30)
     (tmp_path / "ann" / "notes.txt").write_text("not an image")
-    made = Federation.from_image_folder(tmp_path)
-    assert made.sizes.tolist() == [2, 1]  # ann, bob
-    assert made.fields["x"].shape == (3, 3, 4, 3)
-    assert made.fields["x"][:, 0, 0, 0].tolist() == [30, 20, 10]
-    assert made.fields["y"].tolist() == [0, 1, 1]  # cat, dog
+    federation = Federation.from_image_folder(tmp_path)
+    assert federation.sizes.tolist() == [2, 1]  # ann, bob
+    assert federation.fields["x"].shape == (3, 3, 4, 3)
+    assert federation.fields["x"][:, 0, 0, 0].tolist() == [30, 20, 10]
+    assert federation.fields["y"].tolist() == [0, 1, 1]  # cat, dog
 
 
 def test_from_image_folder_with_a_function(tmp_path: Path) -> None:
     paint(tmp_path / "cat" / "bob-1.png", 1)
     paint(tmp_path / "dog" / "ann-1.png", 2, size=(8, 8))
-    made = Federation.from_image_folder(
+    federation = Federation.from_image_folder(
         tmp_path,
         client=lambda path: path.stem.split("-")[0],
         classes=("dog", "ape", "cat"),
         size=(5, 6),
         mode="L",
     )
-    assert made.fields["x"].shape == (2, 1, 5, 6)
-    assert made.fields["x"][:, 0, 0, 0].tolist() == [2, 1]
-    assert made.fields["y"].tolist() == [0, 2]
+    assert federation.fields["x"].shape == (2, 1, 5, 6)
+    assert federation.fields["x"][:, 0, 0, 0].tolist() == [2, 1]
+    assert federation.fields["y"].tolist() == [0, 2]
 
 
-def test_from_image_folder_says_what_is_wrong(tmp_path: Path) -> None:
+def test_from_image_folder_names_the_problem(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="nowhere: no such folder"):
         Federation.from_image_folder(tmp_path / "nowhere")
     with pytest.raises(UsageError, match="holds no images"):
@@ -197,3 +200,156 @@ def test_from_image_folder_says_what_is_wrong(tmp_path: Path) -> None:
     (tmp_path / "cat" / "1.png").write_text("no image")
     with pytest.raises(UsageError, match=r"1\.png: not an image"):
         Federation.from_image_folder(tmp_path, client=str)
+
+
+X = np.arange(8.0).reshape(4, 2)
+Y = np.arange(4)
+FIELDS = {"x": X, "y": Y}
+TENSORS = {"x": torch.from_numpy(X), "y": torch.from_numpy(Y)}
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 5])
+def test_every_example_needs_an_id(count: int) -> None:
+    assert_refused(
+        lambda: Federation.from_ids(FIELDS, ["a"] * count), f"{count} ids for 4 examples"
+    )
+
+
+UNLIKE = {"x": torch.zeros(4, 2), "y": torch.zeros(3)}
+LENGTHS = "fields differ in length: 'x' has 4 rows, 'y' has 3 rows"
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Federation(UNLIKE, np.array([0, 3])),
+        lambda: Federation.from_ids(UNLIKE, [0, 0, 0]),
+        lambda: Federation.from_parts(UNLIKE, [np.arange(3)]),
+    ],
+)
+def test_fields_of_different_lengths_are_named(make: Callable[[], Federation]) -> None:
+    assert_refused(make, LENGTHS)
+
+
+ROWS: dict[str, tuple[list[Any], str]] = {
+    "negative": ([[0, 1], [-1]], "client 1 is given row -1, but rows are 0"),
+    "out of range": ([[0, 1], [2, 4]], "client 1 is given row 4, but rows are 0 to 3"),
+    "fractions": ([[0, 1], [2.0]], "the rows of client 1 are float64, not whole numbers"),
+    "a mask": ([[True, False, True, True]], "the rows of client 0 are bool"),
+    "text": ([["0"]], "the rows of client 0 are <U1"),
+    "a number": ([[0], 1], "the rows of client 1 are not a list"),
+    "ragged": ([[[0], [1, 2]]], "the rows of client 0 are not a list"),
+    "twice at a client": ([[0], [1, 3, 1]], "row 1 is given to client 1 and again to client 1"),
+    "twice": ([[0, 3], [1], [2, 3]], "row 3 is given to client 0 and again to client 2"),
+    "no clients": ([], "at least one client"),
+    "nothing": ([[0], []], "client 1 has no examples"),
+}
+
+
+@pytest.mark.parametrize("what", ROWS)
+def test_invalid_rows_are_refused(what: str) -> None:
+    parts, message = ROWS[what]
+    assert_refused(lambda: Federation.from_parts(FIELDS, parts), message)
+    dataset = TensorDataset(*TENSORS.values())
+    assert_refused(lambda: Federation.from_torch_dataset(dataset, parts), message)
+
+
+class WithoutLength:
+    """A data set without `__len__`."""
+
+    def __getitem__(self, index: int) -> tuple[Any, ...]:
+        return (X[index], Y[index])
+
+
+def test_a_data_set_without_length() -> None:
+    take = Federation.from_torch_dataset
+    assert take(WithoutLength(), [np.array([3]), np.array([0])]).sizes.tolist() == [1, 1]
+    assert_refused(
+        lambda: take(WithoutLength(), [np.array([2**60])]), "has no example 1152921504606846976"
+    )
+    assert_refused(lambda: take(WithoutLength(), [np.array([-1])]), "row -1, but rows are 0 and up")
+    assert_refused(
+        lambda: take(WithoutLength(), [np.array([1, 1])]), "row 1 is given to client 0 and"
+    )
+    assert_refused(
+        lambda: take(WithoutLength(), [np.array([0])], ["x"]), "2 entries, but 1 are named"
+    )
+
+
+def test_examples_that_would_be_truncated_are_refused() -> None:
+    mixed: Any = [(np.zeros(2), 1), (np.zeros(2), 0.5)]
+    assert_refused(
+        lambda: Federation.from_torch_dataset(mixed, [np.arange(2)]),
+        "field 'y' of example 1 is float32, not int64 as the first",
+    )
+
+
+class Short(list[Any]):
+    """A partition with fewer examples than its length."""
+
+    def __len__(self) -> int:
+        return 3
+
+
+class OnePartition:
+    num_partitions = 1
+
+    def load_partition(self, index: int) -> Short:
+        return Short([{"img": X[0], "label": 0}])
+
+
+def test_partitions_must_have_their_length() -> None:
+    assert_refused(
+        lambda: Federation.from_flower(OnePartition()), "to have 3 examples, but yields 1"
+    )
+
+
+OFFSETS: dict[str, tuple[dict[str, Tensor], Any, str]] = {
+    "no fields": ({}, np.array([0]), "at least one client"),
+    "no fields for clients": ({}, np.array([0, 4]), "at least one field"),
+    "no clients": (TENSORS, np.array([0]), "at least one client"),
+    "no offsets": (TENSORS, np.array([], np.int64), "at least one client"),
+    "a late start": (TENSORS, np.array([1, 4]), "offsets must begin with 0, not 1"),
+    "too few": (TENSORS, np.array([0, 3]), "own 3 rows, but 'x' has 4 rows, 'y' has 4 rows"),
+    "too many": (TENSORS, np.array([0, 5]), "own 5 rows, but 'x' has 4 rows, 'y' has 4 rows"),
+    "an empty client": (TENSORS, np.array([0, 2, 2, 4]), "client 1 has no examples"),
+    "backwards": (TENSORS, np.array([0, 3, 2, 4]), "client 1 has no examples"),
+    "fractions": (TENSORS, np.array([0.0, 4.0]), "whole numbers"),
+    "a list": (TENSORS, [0, 4], "offsets must be an array"),
+    "a table": (TENSORS, np.array([[0, 4]]), "offsets must be an array"),
+    "a number": ({"x": torch.tensor(3.0)}, np.array([0, 1]), "'x' is a single number"),
+    "no tensor": ({"x": X}, np.array([0, 4]), "'x' must be a tensor"),  # type: ignore[dict-item]
+}
+
+
+@pytest.mark.parametrize("what", OFFSETS)
+def test_invalid_offsets_are_refused(what: str) -> None:
+    fields, offsets, message = OFFSETS[what]
+    assert_refused(lambda: Federation(fields, offsets), message)
+
+
+def test_an_inconsistent_saved_file_is_named(tmp_path: Path) -> None:
+    cache.write(tmp_path / "a.npz", {"x": X, "offsets": np.array([0, 9])})
+    assert_refused(lambda: Federation.open(tmp_path / "a.npz"), "a.npz: the clients own 9 rows")
+    cache.write(tmp_path / "a.npz", {"x": np.array(["text"]), "offsets": np.array([0, 1])})
+    assert_refused(
+        lambda: Federation.open(tmp_path / "a.npz"), "a.npz: field 'x' is not an array of num"
+    )
+
+
+@pytest.mark.parametrize("value", [["a", "b"], [[1.0], [1.0, 2.0]], object()])
+def test_fields_without_numbers_are_named(value: Any) -> None:
+    assert_refused(
+        lambda: Federation.from_ids({"x": value}, [0, 1]), "'x' is not an array of numbers"
+    )
+
+
+@pytest.mark.parametrize("index", [-1, 2])
+def test_an_unknown_client_is_refused(index: int) -> None:
+    federation = Federation.from_ids(FIELDS, [0, 0, 1, 1])
+    assert_refused(lambda: federation.client(index), f"no client {index}; clients are 0 to 1")
+
+
+def test_parts_may_leave_examples_out() -> None:
+    federation = Federation.from_parts(FIELDS, [[2], [0, 1]])  # type: ignore[list-item]
+    assert federation.fields["y"].tolist() == [2, 0, 1]

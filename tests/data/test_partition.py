@@ -1,4 +1,4 @@
-"""What every partition promises, held to by generated cases; and what each one is for."""
+"""Properties that every partition has, and those of each kind."""
 
 from collections.abc import Callable
 from typing import Any
@@ -53,17 +53,17 @@ def test_the_contract(name: str, case: tuple[Labels, int], alpha: float, seed: i
     first, second = (
         RANDOM[name](labels, clients, alpha, np.random.default_rng(seed)) for _ in range(2)
     )
-    dealt = np.concatenate(first)
+    used = np.concatenate(first)
     assert len(first) == clients
     assert all(len(part) >= 1 for part in first)
-    assert dealt.dtype == np.int64
-    assert dealt.min() >= 0
-    assert dealt.max() < len(labels)
-    assert len(np.unique(dealt)) == len(dealt)
+    assert used.dtype == np.int64
+    assert used.min() >= 0
+    assert used.max() < len(labels)
+    assert len(np.unique(used)) == len(used)
     assert all((np.diff(part) > 0).all() for part in first)
     assert all(np.array_equal(a, b) for a, b in zip(first, second, strict=True))
     left_over = len(labels) % clients if name == "dirichlet" else 0
-    assert len(dealt) == len(labels) - left_over
+    assert len(used) == len(labels) - left_over
 
 
 @given(case=cases(), alpha=ALPHAS, seed=st.integers(0, 2**32))
@@ -108,7 +108,7 @@ def test_two_shards_of_balanced_classes_hold_at_most_two_classes() -> None:
     assert {len(part) for part in parts} == {20}
 
 
-def test_shards_do_not_keep_the_order_of_the_file() -> None:
+def test_shards_shuffle_the_order_of_the_file() -> None:
     parts = shards(np.zeros(1000), 2, 1, np.random.default_rng(0))
     assert 200 < np.count_nonzero(parts[0] < 500) < 300
 
@@ -158,8 +158,8 @@ def test_unequal_parts_follow_the_drawn_proportions() -> None:
         np.testing.assert_allclose(counts, mix * size, atol=1)
 
 
-def test_places_are_fair_when_classes_run_out() -> None:
-    """No client is favoured for its number: all see as many classes, whichever runs out."""
+def test_slots_are_fair_when_classes_run_out() -> None:
+    """The order of clients does not matter: all see as many classes on average."""
     labels = balanced(2000, 10)
     kinds = np.zeros(20)
     for seed in range(40):
@@ -170,7 +170,7 @@ def test_places_are_fair_when_classes_run_out() -> None:
 
 
 class BrokenSampler(np.random.Generator):
-    """A generator whose Dirichlet draws are what an underflow leaves behind."""
+    """A generator whose Dirichlet draws underflow."""
 
     def dirichlet(self, alpha: Any, size: Any = None) -> NDArray[np.float64]:
         mixes = np.zeros((size, len(alpha)))
@@ -179,16 +179,16 @@ class BrokenSampler(np.random.Generator):
 
 
 @pytest.mark.parametrize("split", [dirichlet, dirichlet_unequal])
-def test_draws_that_are_not_proportions_become_one_kind(split: Callable[..., Parts]) -> None:
+def test_invalid_proportions_become_one_class(split: Callable[..., Parts]) -> None:
     parts = split(balanced(100, 5), 10, 1e-6, BrokenSampler(np.random.PCG64(0)))
     assert len(np.unique(np.concatenate(parts))) == 100
 
 
-def test_subnormal_odds_still_name_a_class() -> None:
-    """The second class has odds that no float multiplies; the draw must end all the same."""
+def test_subnormal_odds_still_yield_a_class() -> None:
+    """The odds of the second class underflow when multiplied; the loop must still terminate."""
     mix = np.array([[1.0, 5e-324]] * 3)
     owner = np.repeat(np.arange(3), 4)
-    drawn = partition._draw_classes(owner, mix, np.array([6, 6]), np.random.default_rng(0))
+    drawn = partition.draw_classes(owner, mix, np.array([6, 6]), np.random.default_rng(0))
     assert np.bincount(drawn).tolist() == [6, 6]
 
 
@@ -200,17 +200,17 @@ def test_subnormal_odds_still_name_a_class() -> None:
         (lambda rng: dirichlet([0, 1], 3, 0.3, rng), "use fewer clients"),
         (lambda rng: dirichlet([0, 1], 1, 0.0, rng), "alpha must be positive"),
         (lambda rng: dirichlet([0, 1], 1, float("nan"), rng), "alpha must be positive"),
-        (lambda rng: dirichlet([[0], [1]], 1, 0.3, rng), "one value an example"),
+        (lambda rng: dirichlet([[0], [1]], 1, 0.3, rng), "one value per example"),
         (lambda rng: dirichlet_unequal([0] * 9, 2, 0.3, rng, minimum=5), "5 examples each"),
         (lambda rng: dirichlet_unequal([0] * 9, 2, 0.3, rng, minimum=0), "at least 1"),
         (lambda rng: shards([0] * 9, 5, 2, rng), "2 examples each"),
         (lambda rng: shards([0] * 9, 5, 0, rng), "at least 1"),
         (lambda rng: by_id([]), "no ids"),
-        (lambda rng: by_id([("a", 1), ("b", 2)]), "one value an example"),
-        (lambda rng: by_id([[1], [1, 2]]), "one value an example"),
+        (lambda rng: by_id([("a", 1), ("b", 2)]), "one value per example"),
+        (lambda rng: by_id([[1], [1, 2]]), "one value per example"),
         (lambda rng: by_id(np.array([None, 3])), "ids of different kinds"),
     ],
 )
-def test_the_impossible_is_refused(call: Callable[..., Parts], message: str) -> None:
+def test_invalid_arguments_are_refused(call: Callable[..., Parts], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         call(np.random.default_rng(0))

@@ -1,6 +1,6 @@
-"""Runs that must not depend on the number of ranks.
+"""Simulations whose results must not depend on the number of ranks.
 
-cases.py FOLDER WORLD...    every case on so many ranks, for each WORLD; results go to FOLDER
+cases.py FOLDER WORLD_SIZE...    run every case for each world size; write the results to FOLDER
 
 Ranks are forked, so that torch is imported once.
 """
@@ -28,11 +28,11 @@ from fedexp.distributed import DistributedGroup, Ranks
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
 from tests.distributed.launch import joined, on_ranks
-from tests.problems import BatchNormNet, Net, dropout_net, least_squares
+from tests.helpers.problems import BatchNormNet, Net, dropout_net, least_squares
 
 ROUNDS = 4
 SIZES = (3, 40, 17, 8, 2, 25, 12)
-BROKEN = 3  # a label that nobody can learn
+BROKEN = 3  # a label whose gradient is NaN
 Result = tuple[list[dict[str, Any]], Tensor, dict[int, Tensor]]
 
 
@@ -41,14 +41,14 @@ def plain() -> nn.Module:
 
 
 def spiked_loss(output: Tensor, y: Tensor) -> Tensor:
-    """Cross-entropy whose gradient is not a number for the broken label, though its value is."""
+    """Return a cross-entropy whose gradient, but not its value, is NaN for the broken label."""
     zero = torch.where(y == BROKEN, output[:, 0] - output[:, 0], 1.0)
     spike = torch.where(y == BROKEN, zero.sqrt(), 0.0)
     return nn.functional.cross_entropy(output, y.clamp(max=2), reduction="none") + spike
 
 
 def unequal(build: Callable[[], nn.Module], broken: tuple[int, ...] = ()) -> Task:
-    """Clients of all sizes, some of which send nothing that is a number."""
+    """Build a task with clients of many sizes, some of which send non-finite updates."""
     rng = np.random.default_rng(0)
     y = rng.integers(0, 3, sum(SIZES))
     x = rng.normal(size=(3, 4))[y] + rng.normal(size=(len(y), 4))
@@ -106,15 +106,15 @@ CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
     "all-broken": lambda: (
         unequal(lambda: Net().double(), tuple(range(len(SIZES)))),
         fx.fedexp_m(),
-        {"engine": "loop", "cohort": 3},  # nothing is left to try another one on
+        {"engine": "loop", "cohort": 3},  # other engines cannot be checked without a finite update
     ),
 }
 
 
-def result(name: str, among: Ranks | None = None) -> Result:
-    """The rows, the output model and the clients' states of a case."""
+def result(name: str, ranks: Ranks | None = None) -> Result:
+    """Return the rows, the output model and the client states of a case."""
     task, algorithm, options = CASES[name]()
-    process_group = DistributedGroup(among) if among else None
+    process_group = DistributedGroup(ranks) if ranks else None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", fx.NonFiniteUpdateWarning)
         records = list(fx.simulate(task, algorithm, ROUNDS, process_group=process_group, **options))
@@ -122,16 +122,16 @@ def result(name: str, among: Ranks | None = None) -> Result:
     rows = [
         {k: v for k, v in r.to_json().items() if k != "seconds" and v is not None} for r in records
     ]
-    kept = {client: each["control"] for client, each in state.clients.items()}
-    return rows, torch.cat([state.output()[0], state.buffers.averaged]), kept
+    states = {client: each["control"] for client, each in state.clients.items()}
+    return rows, torch.cat([state.output()[0], state.buffers.averaged]), states
 
 
-def refusal(among: Ranks) -> str:
-    """What is said where every rank has a model of its own."""
+def refusal(ranks: Ranks) -> str:
+    """Return the error of a run in which every rank has a different model."""
     try:
         list(
             fx.simulate(
-                net(), fx.fedexp(), 2, seed=among.rank, process_group=DistributedGroup(among)
+                net(), fx.fedexp(), 2, seed=ranks.rank, process_group=DistributedGroup(ranks)
             )
         )
     except fx.FedExPError as error:
@@ -139,16 +139,16 @@ def refusal(among: Ranks) -> str:
     return ""
 
 
-def all_cases(folder: Path, among: Ranks) -> None:
-    """What each rank does."""
-    results: dict[str, Any] = {name: result(name, among) for name in CASES}
-    results["drift"] = refusal(among)
-    torch.save(results, folder / f"{among.world}-{among.rank}.pt")
+def all_cases(folder: Path, ranks: Ranks) -> None:
+    """Run all cases on one rank."""
+    results: dict[str, Any] = {name: result(name, ranks) for name in CASES}
+    results["drift"] = refusal(ranks)
+    torch.save(results, folder / f"{ranks.world_size}-{ranks.rank}.pt")
 
 
 if __name__ == "__main__":
     import torch._dynamo  # what torch.func would import in every rank
 
-    for world in map(int, sys.argv[2:]):
-        codes = on_ranks(world, joined, partial(all_cases, Path(sys.argv[1])))
-        assert codes == [0] * world
+    for world_size in map(int, sys.argv[2:]):
+        codes = on_ranks(world_size, joined, partial(all_cases, Path(sys.argv[1])))
+        assert codes == [0] * world_size

@@ -15,7 +15,7 @@ from fedexp.tune.grids import points
 from tests.cli.helpers import SMALL
 from tests.distributed import many_runs
 from tests.distributed.many_runs import CASES, FEW, GRID, WORLD
-from tests.processes import finished
+from tests.helpers.processes import finished
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
 COMPARE = ["compare", "synthetic", "--algorithms", "fedavg,fedexp", "--rounds", "5", *SMALL]

@@ -1,4 +1,4 @@
-"""Jobs that torchrun starts: stopped, killed, and gone on with by another number of ranks."""
+"""Jobs that torchrun starts: stopped, killed, and resumed with another number of ranks."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from fedexp.cli.main import main
 from tests.cli.helpers import checkpointed, wait_for_rows, wait_until
-from tests.processes import started
+from tests.helpers.processes import started
 from tests.runs.helpers import untimed
 
 ROUNDS = 600
@@ -29,16 +29,16 @@ COMMAND = [*RUN, *(word for each in SET for word in ("--set", each))]
 
 @contextmanager
 def torchrun(ranks: int, folder: Path, *more: str) -> Iterator[subprocess.Popen[str]]:
-    """The command on so many ranks, which keeps its run in `folder`; nothing of it is left."""
+    """Start the command on some ranks, with its run in `folder`; kill whatever is left."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command = [*launcher, "--nproc-per-node", str(ranks), "-m", "fedexp", *COMMAND]
-    kept = ["--checkpoint-every", "0", "--runs", str(folder), *more]
-    with started([*command, *kept], env={"OMP_NUM_THREADS": "1"}) as process:
+    options = ["--checkpoint-every", "0", "--runs", str(folder), *more]
+    with started([*command, *options], env={"OMP_NUM_THREADS": "1"}) as process:
         yield process
 
 
 def rank_process(launcher: int, rank: int) -> int:
-    """The process of a rank."""
+    """Return the process id of a rank."""
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     for child in map(int, children):
         if f"RANK={rank}" in Path(f"/proc/{child}/environ").read_text().split("\0"):
@@ -46,29 +46,29 @@ def rank_process(launcher: int, rank: int) -> int:
     raise AssertionError(f"there is no rank {rank}")
 
 
-def told(process: subprocess.Popen[str]) -> list[str]:
-    """What fedexp says until the job has ended, which it does by itself."""
+def fedexp_lines(process: subprocess.Popen[str]) -> list[str]:
+    """Wait for the end of the job and return the lines that fedexp printed to stderr."""
     _, errors = process.communicate(timeout=60)
     assert "fedexp/cli/main.py" not in errors  # the traceback is torchrun's own
     return [line for line in errors.splitlines() if line.startswith("fedexp:")]
 
 
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for ranks in /proc")
-def test_stopped_killed_and_gone_on_with(tmp_path: Path) -> None:
+def test_a_stopped_and_killed_job_is_resumed(tmp_path: Path) -> None:
     with torchrun(2, tmp_path / "ranks") as process:
         folder = wait_for_rows(tmp_path / "ranks", process)
         process.send_signal(signal.SIGTERM)
-        (said,) = told(process)
+        (line,) = fedexp_lines(process)
     stopped = checkpointed(folder)
-    assert f"stopped after round {stopped}; continue with: fedexp resume" in said
+    assert f"stopped after round {stopped}; continue with: fedexp resume" in line
 
     with torchrun(3, tmp_path / "ranks", "--client-states", "disk") as process:
         wait_until(lambda: checkpointed(folder) >= stopped + 5, process)
         os.kill(rank_process(process.pid, 1), signal.SIGKILL)
-        begun, said = told(process)
+        begun, line = fedexp_lines(process)
     assert begun.endswith(f"resumes after round {stopped}")
-    assert "rank 1 ended without a word" in said
-    assert "start the same command again" in said
+    assert "rank 1 died without an error message" in line
+    assert "start the same command again" in line
     assert stopped + 5 <= checkpointed(folder) < ROUNDS
 
     assert main(["resume", str(folder), "--quiet"]) == 0
@@ -77,7 +77,7 @@ def test_stopped_killed_and_gone_on_with(tmp_path: Path) -> None:
 
 
 def assert_same(folder: Path, other: Path) -> None:
-    """Their rows and models agree; ranks leave nothing else behind."""
+    """Check that two run folders have the same files, and equal rows and models up to rounding."""
     found, expected = (
         untimed([json.loads(line) for line in (each / "records.jsonl").read_text().splitlines()])
         for each in (folder, other)

@@ -19,8 +19,8 @@ from fedexp.errors import EngineWarning
 from fedexp.precision import Precision, arithmetic
 from fedexp.tasks import Task
 from tests.engine.test_engines_agree import EXACT, net, unequal
-from tests.problems import least_squares
-from tests.rules import ALGORITHMS, rule_id
+from tests.helpers.problems import least_squares
+from tests.helpers.rules import ALGORITHMS, rule_id
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 CUDA = torch.device("cuda")

@@ -22,7 +22,7 @@ from fedexp.engine.select import select_engine
 from fedexp.objective import ModuleObjective
 from fedexp.objective.dense import dense_network
 from fedexp.tasks import Task
-from tests.rules import ALGORITHMS, rule_id
+from tests.helpers.rules import ALGORITHMS, rule_id
 
 SIZES = (3, 40, 17, 8, 1, 25, 8)  # smaller than a batch, not a multiple of it, a single example
 EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}

@@ -19,8 +19,8 @@ from fedexp.engine.plan import Work
 from fedexp.engine.select import select_engine
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
-from tests.problems import BatchNormNet, Net, dropout_net, least_squares
-from tests.rules import ALGORITHMS, rule_id
+from tests.helpers.problems import BatchNormNet, Net, dropout_net, least_squares
+from tests.helpers.rules import ALGORITHMS, rule_id
 
 SIZES = (3, 40, 17, 8, 1, 25)  # smaller than a batch, not a multiple of it, a single example
 # Both sum the same numbers in another order; float64 leaves 1e-16 a term, grown over the rounds.

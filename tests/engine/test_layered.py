@@ -17,7 +17,7 @@ from fedexp.engine.simulation import run_round
 from fedexp.tasks import Task
 from tests.engine.test_engines_agree import EXACT, unequal
 from tests.engine.test_stacked import images
-from tests.rules import ALGORITHMS, rule_id
+from tests.helpers.rules import ALGORITHMS, rule_id
 
 
 @dataclass(frozen=True)

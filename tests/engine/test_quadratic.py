@@ -21,7 +21,7 @@ from fedexp.engine.select import select_engine
 from fedexp.engine.simulation import run_round
 from fedexp.objective import LeastSquares
 from fedexp.tasks import Task
-from tests.rules import ALGORITHMS, rule_id
+from tests.helpers.rules import ALGORITHMS, rule_id
 
 EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 SIZES = (3, 3, 3, 12, 7, 7, 1, 9)  # neighbours of one size, more rows than columns, a single row

@@ -16,8 +16,8 @@ from torch import nn
 import fedexp as fx
 from fedexp.engine.plan import sample_cohort
 from fedexp.objective import Buffers
-from tests.problems import BatchNormNet, classes_task, dropout_net, least_squares
-from tests.rules import ALGORITHMS, rule_id
+from tests.helpers.problems import BatchNormNet, classes_task, dropout_net, least_squares
+from tests.helpers.rules import ALGORITHMS, rule_id
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)

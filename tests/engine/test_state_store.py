@@ -21,7 +21,7 @@ from fedexp.engine.client_store import ClientStates, ClientStore, StateStore, St
 from fedexp.engine.simulation import SingleProcess
 from fedexp.engine.slot_file import Layout, SlotFile
 from fedexp.tasks import Task
-from tests.problems import BatchNormNet, classes_task, least_squares
+from tests.helpers.problems import BatchNormNet, classes_task, least_squares
 
 CPU = torch.device("cpu")
 ODD = {"a": torch.zeros(3), "b": torch.zeros((), dtype=torch.float64), "c": torch.zeros(2, 1)}
@@ -199,10 +199,10 @@ def test_auto_takes_a_file_where_states_may_outgrow_the_memory(
         monkeypatch.setattr(client_store, "memory_bytes", lambda device, room=room: room)
         state = next(fx.simulate(task, fx.scaffold(), rounds, 3)).state
         assert isinstance(state.clients, StoredStates) == stored
-        monkeypatch.setattr(SingleProcess, "beside", 2)  # of which each keeps all of them
+        monkeypatch.setattr(SingleProcess, "local_world_size", 2)  # of which each keeps all of them
         state = next(fx.simulate(task, fx.scaffold(), rounds, 3)).state
         assert isinstance(state.clients, StoredStates)
-        monkeypatch.setattr(SingleProcess, "beside", 1)
+        monkeypatch.setattr(SingleProcess, "local_world_size", 1)
     monkeypatch.setattr(client_store, "memory_bytes", lambda device: 0)
     assert not next(fx.simulate(task, fx.fedexp(), 1, 3)).state.clients  # nothing to keep
 

@@ -12,22 +12,22 @@ from torch import nn
 
 import fedexp as fx
 from fedexp.data import streaming as streamed_data
-from fedexp.data.streaming import Streamed, on_device
+from fedexp.data.streaming import StreamedFederation, on_device
 from fedexp.distributed import DistributedGroup, Ranks
-from fedexp.distributed.sharding import shards
+from fedexp.distributed.sharding import shard_cohort
 from fedexp.engine import simulation
 from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import StoredStates
 from fedexp.engine.plan import Work, sample_cohort
 from fedexp.engine.state import SimulationState
 from fedexp.tasks import Task
-from tests.problems import BatchNormNet, classes_task
+from tests.helpers.problems import BatchNormNet, classes_task
 
 SIZES = (10, 6, 14, 7, 8, 11)
 
 
 def streamed(task: Task, device: str = "cpu") -> Task:
-    train = Streamed(task.train.fields, task.train.offsets, torch.device(device))
+    train = StreamedFederation(task.train.fields, task.train.offsets, torch.device(device))
     return replace(task, train=train)
 
 
@@ -49,13 +49,13 @@ def test_the_batched_engine_reads_what_travels_alone(monkeypatch: pytest.MonkeyP
     """Rows of clients that are not in the cohort could be anything."""
     task = streamed(classes_task(BatchNormNet, SIZES))
     asked: list[list[int]] = []
-    travelling = Streamed.travelling
+    cohort_rows = StreamedFederation.cohort_rows
 
-    def noted(self: Streamed, who: list[int]) -> Any:
+    def noted(self: StreamedFederation, who: list[int]) -> Any:
         asked.append(who)
-        return travelling(self, who)
+        return cohort_rows(self, who)
 
-    monkeypatch.setattr(Streamed, "travelling", noted)
+    monkeypatch.setattr(StreamedFederation, "cohort_rows", noted)
     monkeypatch.setattr(simulation, "select_engine", lambda *_: Batched())
     for _ in fx.simulate(task, fx.fedexp(), 4, 3):
         pass
@@ -75,7 +75,7 @@ def test_the_next_cohort_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
     monkeypatch.setattr(simulation, "LEAST_BYTES", 0)
     monkeypatch.setattr(simulation, "ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr(simulation, "ask_for", lambda train, who: asked.append(who.tolist()))
+    monkeypatch.setattr(simulation, "prefetch_pages", lambda train, who: asked.append(who.tolist()))
     states: list[list[int]] = []
     monkeypatch.setattr(StoredStates, "expect", lambda self, who: states.append(who.tolist()))
     task = classes_task(lambda: nn.Linear(4, 3), SIZES)
@@ -90,13 +90,13 @@ def test_a_rank_reads_ahead_for_its_own_clients(monkeypatch: pytest.MonkeyPatch)
     asked: list[list[int]] = []
     monkeypatch.setattr(simulation, "LEAST_BYTES", 0)
     monkeypatch.setattr(simulation, "ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr(simulation, "ask_for", lambda train, who: asked.append(who.tolist()))
+    monkeypatch.setattr(simulation, "prefetch_pages", lambda train, who: asked.append(who.tolist()))
     task = classes_task(lambda: nn.Linear(4, 3), SIZES)
     first = Work(task, fx.fedexp(), task.local, "uniform", 0, 1, sample_cohort(0, 1, 6, 5))
-    among = Ranks(1, 2, 1, torch.device("cpu"), store=None, talk=None)
+    among = Ranks(1, 2, 1, torch.device("cpu"), store=None, gloo_group=None)
     ahead = simulation.ReadAhead(task.train, DistributedGroup(among).shard)
     ahead(first, SimulationState.initial(task, fx.fedexp(), 0))
-    assert asked == [shards(work, 2)[1].tolist() for work in (first, first.after())]
+    assert asked == [shard_cohort(work, 2)[1].tolist() for work in (first, first.after())]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -105,8 +105,8 @@ def test_a_federation_larger_than_a_gpu(make, monkeypatch: pytest.MonkeyPatch) -
     """The rows travel from the host, and what clients keep comes from a file."""
     task = classes_task(BatchNormNet, SIZES)
     whole = list(fx.simulate(task, make(), 5, 3, device="cuda"))
-    monkeypatch.setattr(streamed_data, "_free", lambda device: 0)
-    assert isinstance(on_device(task.train, torch.device("cuda")), Streamed)
+    monkeypatch.setattr(streamed_data, "free_bytes", lambda device: 0)
+    assert isinstance(on_device(task.train, torch.device("cuda")), StreamedFederation)
     parts = list(fx.simulate(task, make(), 5, 3, device="cuda", client_store="disk"))
     torch.testing.assert_close(parts[-1].state.params, whole[-1].state.params)
     assert np.isclose(parts[-1].train_loss, whole[-1].train_loss)  # type: ignore[arg-type]

@@ -18,7 +18,7 @@ from fedexp.tasks import Task
 from fedexp.tasks.task import Weighting
 from tests.engine.test_engines_agree import EXACT, double_batch_norm, unequal
 from tests.engine.test_stacked import images
-from tests.rules import ALGORITHMS, rule_id
+from tests.helpers.rules import ALGORITHMS, rule_id
 
 
 class AtOnce(Batched):

@@ -1,4 +1,4 @@
-"""The app to copy does what it says, on a grid in this process."""
+"""The app to copy trains as the command line does, on a grid in this process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError
 from fedexp.runs import load_run
 from fedexp.runs.options import paper_setup
-from tests.flower.fake_grid import FakeGrid
+from tests.flower.helpers.fake_grid import FakeGrid
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"
 sys.path.append(str(EXAMPLE))
@@ -29,8 +29,8 @@ DEFAULTS = tomllib.loads((EXAMPLE / "pyproject.toml").read_text())["tool"]["flwr
 
 def run_app(folder: Path, **changes: Any) -> list[dict[str, Any]]:
     """The rows of a run of the app with three nodes."""
-    told = {"clients": NODES, "rounds": ROUNDS, "min-nodes": NODES, "checkpoint": str(folder)}
-    config = {**DEFAULTS, **told, **changes}
+    small = {"clients": NODES, "rounds": ROUNDS, "min-nodes": NODES, "checkpoint": str(folder)}
+    config = {**DEFAULTS, **small, **changes}
     nodes = [{"partition-id": k, "fedexp-state": f"{folder}-state"} for k in range(NODES)]
     grid = FakeGrid(client_app.app, nodes, run_config=config)
     server_app.app(grid=grid, context=Context(1, 1, {}, RecordDict(), config))
@@ -64,7 +64,7 @@ def test_secure_sums_give_the_same_step_size(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "pattern"),
     [
         ({"algorithm": "fedexq"}, "fedexp"),
         ({"task": "digit"}, "digits"),
@@ -72,31 +72,31 @@ def test_secure_sums_give_the_same_step_size(tmp_path: Path) -> None:
         ({"set": "epsilon=1"}, "eps"),
     ],
 )
-def test_a_mistake_in_the_configuration_names_what_was_meant(
-    changes: dict[str, Any], told: str, tmp_path: Path
+def test_a_mistake_in_the_configuration_names_the_nearest_option(
+    changes: dict[str, Any], pattern: str, tmp_path: Path
 ) -> None:
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=pattern):
         run_app(tmp_path / "run", **changes)
 
 
 @pytest.mark.parametrize(
-    ("node", "told"),
+    ("node", "pattern"),
     [({}, "start it with --node-config"), ({"partition-id": 7}, "the clients 0 to 2")],
 )
-def test_a_node_without_its_part_of_the_data_says_so(node: dict[str, Any], told: str) -> None:
+def test_a_node_without_its_part_of_the_data_raises(node: dict[str, Any], pattern: str) -> None:
     context = Context(1, 1, node, RecordDict(), {**DEFAULTS, "clients": NODES})
-    with pytest.raises(UsageError, match=told):
+    with pytest.raises(UsageError, match=pattern):
         client_app.train(Message(RecordDict(), 1, "train"), context)
 
 
 def test_the_script_draws_the_runs_and_knows_the_configuration(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    args = run_local._parser().parse_args(["--rounds", str(ROUNDS)])
+    args = run_local.parser().parse_args(["--rounds", str(ROUNDS)])
     folders = []
     for name in args.algorithms.split(","):
         folders.append(tmp_path / name)
-        config = run_local._config(args, name, folders[-1])
+        config = run_local.run_config(args, name, folders[-1])
         assert config.keys() <= DEFAULTS.keys()
         run_app(folders[-1], **config)
     task = fx.tasks.digits(clients=NODES)

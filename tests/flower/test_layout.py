@@ -1,4 +1,4 @@
-"""The layout: names, shapes and types survive, and buffers are told from parameters."""
+"""Layouts: from named arrays to vectors and back, and what does not fit."""
 
 from __future__ import annotations
 
@@ -7,11 +7,24 @@ import re
 import numpy as np
 import pytest
 import torch
-from flwr.app import ArrayRecord
+from flwr.app import ArrayRecord, RecordDict
+from flwr.clientapp import ClientApp
 from torch import nn
 
 from fedexp.errors import UsageError
-from fedexp.flower import Layout
+from fedexp.flower import (
+    FedExP,
+    Layout,
+    initial_arrays,
+)
+from fedexp.flower.layout import named_parts
+from tests.flower.helpers.fake_grid import FakeGrid, only, replies
+from tests.flower.helpers.user_app import (
+    ConstantBufferNet,
+    TiedNet,
+    float64_task,
+    plain_task_app,
+)
 
 
 def model() -> nn.Module:
@@ -32,7 +45,7 @@ def test_a_record_comes_back_as_it_was() -> None:
         assert np.array_equal(again[name].numpy(), array.numpy())
 
 
-def test_batchnorm_statistics_are_averaged_and_counters_kept() -> None:
+def test_batchnorm_statistics_are_averaged_and_counters_unchanged() -> None:
     layout = Layout.of(record())
     assert layout.averaged == ("1.running_mean", "1.running_var")
     assert layout.kept == ("1.num_batches_tracked",)
@@ -66,20 +79,20 @@ def test_float64_stays_wide() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arrays", "buffers", "says"),
+    ("arrays", "buffers", "pattern"),
     [
         ({"w": np.ones(2)}, ["v"], "buffers names v"),
         ({"steps": np.ones(2, int)}, None, "no parameters"),
         ({"w": np.ones(2, complex)}, None, "type complex128"),
     ],
 )
-def test_what_is_no_model_is_refused(arrays, buffers, says) -> None:  # type: ignore[no-untyped-def]
-    with pytest.raises(UsageError, match=says):
+def test_what_is_not_a_model_is_refused(arrays, buffers, pattern) -> None:  # type: ignore[no-untyped-def]
+    with pytest.raises(UsageError, match=pattern):
         Layout.of(arrays, buffers)
 
 
 @pytest.mark.parametrize(
-    ("arrays", "says"),
+    ("arrays", "pattern"),
     [
         ({"w": np.ones((2, 2))}, "no array 'b'"),
         ({"w": np.ones((2, 2)), "b": np.ones(2), "c": np.ones(1)}, "'c' that the model has not"),
@@ -87,13 +100,46 @@ def test_what_is_no_model_is_refused(arrays, buffers, says) -> None:  # type: ig
         ({"w": np.ones((2, 2)), "b": np.ones(2, int)}, "'b' is of type int64 instead of float64"),
     ],
 )
-def test_misfits_say_why(arrays, says) -> None:  # type: ignore[no-untyped-def]
+def test_misfits_have_a_reason(arrays, pattern) -> None:  # type: ignore[no-untyped-def]
     layout = Layout.of({"w": np.ones((2, 2)), "b": np.ones(2)})
     reason = layout.misfit(arrays)
     assert reason is not None
-    assert re.search(says, reason)
+    assert re.search(pattern, reason)
 
 
 def test_a_fitting_model_has_no_misfit() -> None:
     layout = Layout.of(record())
     assert layout.misfit({name: array.numpy() for name, array in record().items()}) is None
+
+
+def test_arrays_with_equal_beginnings_are_not_tied() -> None:
+    """A copy of a layer, e.g. of a teacher, that is trained on its own."""
+    task = float64_task(ConstantBufferNet)
+
+    def parts(content: RecordDict) -> None:
+        arrays = content.array_records["arrays"].to_torch_state_dict()
+        arrays["second.weight"] = arrays["second.weight"] + 1.0
+        content["arrays"] = ArrayRecord(arrays)
+
+    grid = FakeGrid(plain_task_app(task), 4, faults=dict.fromkeys(range(4), only(replies(parts))))
+    strategy = FedExP(fraction_evaluate=0.0)
+    result = strategy.start(grid, initial_arrays(task), 1)
+    assert result.arrays is not None
+    arrays = result.arrays.to_torch_state_dict()
+    assert not torch.equal(arrays["second.weight"], arrays["first.weight"])
+    assert strategy.run is not None
+    assert strategy.run.server.layout.tied == {}
+
+
+def test_a_module_names_its_parts() -> None:
+    assert named_parts(TiedNet()) == (["centre"], {"second.weight": "first.weight"})
+
+
+@pytest.mark.parametrize(
+    "tied", [{"a": "b", "b": "c"}, {"a": "a"}, {"a": "other"}, {"a": "running_mean"}]
+)
+def test_ties_that_cannot_be_are_refused(tied: dict[str, str]) -> None:
+    names = ("a", "b", "c", "running_mean")
+    arrays = {name: torch.zeros(2) for name in names} | {"other": torch.zeros(3)}
+    with pytest.raises(UsageError, match="cannot be tied"):
+        FedExP(tied=tied).start(FakeGrid(ClientApp()), ArrayRecord(arrays), 1)

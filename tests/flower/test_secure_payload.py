@@ -1,21 +1,38 @@
-"""What travels in a secure sum: bounds, rounding, and the sums that come out."""
+"""The encoding of updates for a secure sum, and settings that are refused."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
+from flwr.app import Array, ArrayRecord
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fedexp import fedavg, fedexp, scaffold_exp
 from fedexp.errors import UsageError
-from fedexp.flower.secure_payload import MODULUS, Payload, Vector, levels_for
+from fedexp.flower import Server
+from fedexp.flower.layout import Layout
+from fedexp.flower.secure_payload import (
+    MODULUS,
+    Payload,
+    SecureAggregation,
+    Vector,
+    levels_for,
+)
+from tests.flower.helpers.secure import (
+    server_of,
+)
+
+SECURE = SecureAggregation(clip=2.0)
 
 
 def summed(payload: Payload, vectors: list[Vector]) -> Vector:
     """The mean that comes out of Flower's quantiser, modulus and all, by its own formulas."""
     half = payload.levels / 2
-    whole = [np.rint((np.clip(v, -1, 1) + 1) * half).astype(np.int64) for v in vectors]
-    total = np.sum(whole, axis=0) % MODULUS
+    integers = [np.rint((np.clip(v, -1, 1) + 1) * half).astype(np.int64) for v in vectors]
+    total = np.sum(integers, axis=0) % MODULUS
     mean: Vector = (total / half - len(vectors)) / len(vectors)
     return mean
 
@@ -60,7 +77,7 @@ def test_long_updates_are_scaled_down_and_counted() -> None:
 
 @given(st.integers(0, 10**6), st.floats(1e-6, 1e6), st.integers(3, 12))
 @settings(max_examples=60, deadline=None)
-def test_what_is_packed_lies_in_the_range_and_the_mean_square_is_never_too_small(
+def test_packed_values_are_in_range_and_the_mean_square_is_never_too_small(
     seed: int, scale: float, clients: int
 ) -> None:
     """Else Flower cuts it silently, or the diversity falls below one."""
@@ -77,7 +94,7 @@ def test_flower_has_nothing_left_to_round() -> None:
     assert (steps == np.rint(steps)).all()
 
 
-def test_sums_repeat_to_the_last_bit_in_any_order() -> None:
+def test_sums_are_reproducible_to_the_last_bit_in_any_order() -> None:
     payload = Payload(clip=1.0, levels=levels_for(5), dim=300)
     packed = [payload.pack(d) for d in updates(5, 300, 0.7)]
     first, second = (payload.unpack(summed(payload, p), 5) for p in (packed, packed[::-1]))
@@ -117,5 +134,48 @@ def test_settings_that_cannot_work_are_refused() -> None:
         Payload(0.0, 2**20, 10)
     with pytest.raises(UsageError, match="set extras_bound"):
         Payload(1.0, 2**20, 10, (("control", 10),))
-    with pytest.raises(UsageError, match="fewer clients a round"):
+    with pytest.raises(UsageError, match="fewer clients per round"):
         Payload(1.0, levels_for(2**20), 10**7)
+
+
+def batch_norm_server() -> Server:
+    model: dict[str, np.ndarray] = {
+        "w": np.zeros(3, np.float32),
+        "running_mean": np.full(2, 5, np.float32),
+        "batches": np.zeros((), np.int64),
+    }
+    return Server(fedavg(), ArrayRecord({name: Array(value) for name, value in model.items()}))
+
+
+def test_settings_that_a_secure_sum_cannot_meet_are_refused_before_the_first_round() -> None:
+    layout = server_of(10).layout
+    sgd, control = fedexp().client, scaffold_exp().client
+    SECURE.check(sgd, layout, "uniform", 3)
+    with pytest.raises(UsageError, match="weighting='uniform'"):
+        SECURE.check(sgd, layout, "num-examples", 3)
+    with pytest.raises(UsageError, match="at least 3 clients"):
+        SECURE.check(sgd, layout, "uniform", 2)
+    with pytest.raises(UsageError, match="control would have to be summed too: set extras_bound"):
+        SECURE.check(control, layout, "uniform", 3)
+    with pytest.raises(UsageError, match="buffers would have to be"):
+        SECURE.check(sgd, batch_norm_server().layout, "uniform", 3)
+    SecureAggregation(1.0, extras_bound=1.0).check(control, layout, "uniform", 3)
+    wide = Layout.of({"w": np.broadcast_to(np.float32(0), (10**9,))})
+    with pytest.raises(UsageError, match="fewer clients per round"):
+        SECURE.check(sgd, wide, "uniform", 10**6)
+
+
+@pytest.mark.parametrize(
+    ("options", "pattern"),
+    [
+        ({"clip": 0.0}, "clip must be positive"),
+        ({"clip": float("nan")}, "clip must be positive"),
+        ({"clip": 1.0, "extras_bound": -1.0}, "extras_bound must be positive"),
+        ({"clip": 1.0, "shares": 4}, "an odd number"),
+        ({"clip": 1.0, "threshold": 0.5}, "threshold must be in"),
+        ({"clip": 1.0, "fewest": 2}, "fewest must be at least 3"),
+    ],
+)
+def test_invalid_settings_are_refused(options: dict[str, Any], pattern: str) -> None:
+    with pytest.raises(UsageError, match=pattern):
+        SecureAggregation(**options)

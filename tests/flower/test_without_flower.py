@@ -24,11 +24,11 @@ except UsageError as error:
 """
 
 
-def test_what_to_install_is_one_line() -> None:
-    said = subprocess.run(
+def test_the_missing_extra_is_named_in_one_line() -> None:
+    done = subprocess.run(
         [sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True
     )
-    assert said.stdout == "fedexp.flower needs flwr: pip install 'fedexp[flower]'\n"
+    assert done.stdout == "fedexp.flower needs flwr: pip install 'fedexp[flower]'\n"
 
 
 LATER_FLOWER = """
@@ -50,12 +50,12 @@ for use in ("secure_mod", "SecureMod", "SecureAggregation(clip=1.0)"):
 """
 
 
-def test_a_flower_without_its_legacy_workflow_breaks_secure_sums_only() -> None:
+def test_without_flowers_legacy_workflow_only_secure_sums_fail() -> None:
     """One line names the extra and the versions that have it."""
-    said = subprocess.run(
+    done = subprocess.run(
         [sys.executable, "-c", LATER_FLOWER], capture_output=True, text=True, check=True
     )
-    first, *refusals = said.stdout.splitlines()
+    first, *refusals = done.stdout.splitlines()
     assert first == "None"
     assert len(refusals) == 3
     for line in refusals:

@@ -1,4 +1,4 @@
-"""Data files of strangers: pickles, HDF5, JSON, images, caches and archives."""
+"""Damaged and malicious data files: pickles, HDF5, JSON, images, caches and archives."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ from PIL import Image
 
 from fedexp.data import Federation
 from fedexp.data.sources import cache, cifar, emnist, image_file
-from fedexp.data.sources.decode import decode
-from fedexp.data.sources.download import EMNIST, unpack
+from fedexp.data.sources.download import unpack
+from fedexp.data.sources.emnist import EMNIST
+from fedexp.data.sources.image_folder import decode
 from fedexp.data.sources.safe_pickle import read_pickle
 from fedexp.data.sources.splits import RawSplits
 from fedexp.errors import UsageError
-from tests.fuzz.hostile import Files, changed, contents, foreign, fuzz, harmless
+from tests.fuzz.hostile import Files, contents, forged, fuzz, harmless, mutated
 
 Seeds = Files
-IMAGE = 6 * image_file.MOST_PIXELS  # bytes: decoded, and as an array
+IMAGE = 6 * image_file.MAX_PIXELS  # bytes: decoded, and as an array
 PIXELS = np.arange(2 * 3072, dtype=np.uint8).reshape(2, 3072)
 
 
 @pytest.fixture(scope="module")
 def pickles() -> Seeds:
-    """CIFAR's layout in every protocol, and with labels as an array."""
+    """CIFAR's layout in every pickle protocol, with labels as a list and as an array."""
     listed = {b"data": PIXELS[:, :3072], b"labels": [3, 4], b"filenames": [b"a", b"b"]}
     arrays = {"data": PIXELS[:1], "labels": np.array([1]), "x": {"y": (1, 2.5, None, True)}}
     protocols = range(pickle.HIGHEST_PROTOCOL + 1)
@@ -46,13 +47,13 @@ def pickles() -> Seeds:
 @fuzz(300)
 def test_pickles(pickles: Seeds, tmp_path_factory: pytest.TempPathFactory, draw: Random) -> None:
     path = tmp_path_factory.getbasetemp() / "batch"
-    path.write_bytes(foreign(draw, *pickles.values()))
+    path.write_bytes(mutated(draw, *pickles.values()))
     harmless(lambda: cifar.read_batch(path, "labels", 10))
 
 
 @fuzz(200)
 def test_pickles_of_random_opcodes(tmp_path_factory: pytest.TempPathFactory, draw: Random) -> None:
-    """Programs: opcodes in any order, with arguments that fit, naming what is admitted."""
+    """Opcodes in random order, with valid arguments and admitted names."""
     path = tmp_path_factory.getbasetemp() / "program"
     path.write_bytes(_program(draw))
     harmless(lambda: cifar.read_batch(path, "labels", 10))
@@ -100,7 +101,7 @@ def hdf5(tmp_path_factory: pytest.TempPathFactory) -> Seeds:
 @fuzz(250)
 def test_hdf5(hdf5: Seeds, tmp_path_factory: pytest.TempPathFactory, draw: Random) -> None:
     path = tmp_path_factory.getbasetemp() / "fed_emnist_train.h5"
-    path.write_bytes(foreign(draw, *hdf5.values()))
+    path.write_bytes(mutated(draw, *hdf5.values()))
 
     def read() -> None:
         split = emnist.hdf5_split(path)
@@ -120,15 +121,15 @@ def leaf() -> dict[str, Any]:
 def test_leaf_json(tmp_path_factory: pytest.TempPathFactory, draw: Random) -> None:
     path = tmp_path_factory.getbasetemp() / "all_data_0.json"
     if draw.random() < 0.5:
-        path.write_bytes(foreign(draw, json.dumps(leaf()).encode()))
+        path.write_bytes(mutated(draw, json.dumps(leaf()).encode()))
     else:
-        path.write_text(json.dumps(changed(draw, leaf())))
+        path.write_text(json.dumps(forged(draw, leaf())))
     harmless(lambda: list(emnist.leaf_split([path]).pixels), writes=True)  # a temporary file
 
 
 @pytest.fixture(scope="module")
 def images() -> Seeds:
-    """Small images of every format that is read."""
+    """Small images in every supported format."""
     made = Files()
     picture = Image.fromarray(np.arange(32 * 32 * 3, dtype=np.uint8).reshape(32, 32, 3))
     for kind in ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP"):
@@ -142,7 +143,7 @@ def images() -> Seeds:
 @fuzz(300)
 def test_images(images: Seeds, tmp_path_factory: pytest.TempPathFactory, draw: Random) -> None:
     path = tmp_path_factory.getbasetemp() / "image.png"
-    path.write_bytes(foreign(draw, *images.values()))
+    path.write_bytes(mutated(draw, *images.values()))
     size = draw.choice([None, (32, 32)])
     resize = size is not None and draw.random() < 0.5
     harmless(lambda: decode(path, draw.choice(["RGB", "L"]), size, resize), memory=IMAGE)
@@ -164,7 +165,7 @@ def test_saved_federations(
     saved: Seeds, tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "saved.npz"
-    path.write_bytes(foreign(draw, saved["whole"]))
+    path.write_bytes(mutated(draw, saved["whole"]))
 
     def read() -> None:
         found = Federation.open(path)
@@ -176,7 +177,7 @@ def test_saved_federations(
 
 @pytest.fixture(scope="module")
 def archives() -> Seeds:
-    """What EMNIST comes as, in every compression that tarfile knows."""
+    """The archive of EMNIST, in every compression that tarfile supports."""
     made = Files()
     for kind in ("", "gz", "bz2", "xz"):
         buffer = io.BytesIO()
@@ -190,36 +191,34 @@ def archives() -> Seeds:
 
 
 @fuzz(100)
-def test_archives_of_data(
-    archives: Seeds, tmp_path_factory: pytest.TempPathFactory, draw: Random
-) -> None:
-    """What is unpacked is whole or not there, and nothing is written beside the data folder."""
+def test_archives(archives: Seeds, tmp_path_factory: pytest.TempPathFactory, draw: Random) -> None:
+    """All files are unpacked or none, and nothing is written outside the data folder."""
     parent = tmp_path_factory.mktemp("unpacked")
     folder = parent / "data"
     folder.mkdir()
-    (folder / EMNIST.archive).write_bytes(foreign(draw, *archives.values()))
+    (folder / EMNIST.archive).write_bytes(mutated(draw, *archives.values()))
     refused = harmless(lambda: unpack(EMNIST, folder), writes=True)
     found = set(contents(parent)) - {f"data/{EMNIST.archive}"}
     assert found == (set() if refused else {f"data/{name}" for name in EMNIST.entries})
 
 
-# Files of a few bytes that ask for gigabytes, a crash or a program; each did before.
-def remembers_much(path: Path) -> None:
+# Files of a few bytes that caused gigabytes of memory, a crash or a process.
+def huge_memo(path: Path) -> None:
     path.write_bytes(b"\x80\x02]r" + struct.pack("<I", 2**26) + b".")
 
 
-def is_nested(path: Path) -> None:
-    """Hashing such a key overflows the stack: the process is gone, without a word."""
+def nested_tuples(path: Path) -> None:
+    """Hashing such a key overflows the stack and crashes the process."""
     path.write_bytes(b"\x80\x02})" + 200_000 * b"\x85" + b"K\x01s.")
 
 
-def encodes_much(path: Path) -> None:
+def repeated_encoding(path: Path) -> None:
     text = b"a" * 2**20
     head = b"\x80\x02c_codecs\nencode\nq\x00X" + struct.pack("<I", len(text)) + text + b"q\x01("
     path.write_bytes(head + 200 * b"h\x00h\x01\x85R" + b"l.")
 
 
-def claims_much(path: Path) -> None:
+def huge_hdf5(path: Path) -> None:
     import h5py
 
     with h5py.File(path, "w") as file:
@@ -228,8 +227,8 @@ def claims_much(path: Path) -> None:
         group.create_dataset("pixels", shape=(10**8, 28, 28), dtype="f4", chunks=(1, 28, 28))
 
 
-def holds_pointers(path: Path) -> None:
-    """An array of objects, whose bytes would be taken for addresses."""
+def object_array(path: Path) -> None:
+    """An array of objects, whose bytes would be interpreted as pointers."""
     header = io.BytesIO()
     described = {"descr": "|O", "fortran_order": False, "shape": (2,)}
     np.lib.format.write_array_header_1_0(header, described)
@@ -239,19 +238,19 @@ def holds_pointers(path: Path) -> None:
         archive.writestr(cache.NOTE, "{}")
 
 
-def has_a_long_note(path: Path) -> None:
+def huge_note(path: Path) -> None:
     with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr(cache.NOTE, b"[" + 2**27 * b" " + b"]")
 
 
-def is_a_program(path: Path) -> None:
-    """PostScript under another name, for which pillow starts Ghostscript."""
+def postscript(path: Path) -> None:
+    """PostScript with another suffix, for which PIL starts Ghostscript."""
     path.write_bytes(
         b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 32 32\n%%EndComments\nshowpage\n%%EOF\n"
     )
 
 
-def is_a_large_image(path: Path) -> None:
+def large_image(path: Path) -> None:
     rows = columns = 9000
 
     def chunk(kind: bytes, data: bytes) -> bytes:
@@ -271,35 +270,35 @@ def _array(value: np.ndarray[Any, Any]) -> bytes:
 
 
 BOMBS: dict[str, tuple[Callable[[Path], None], Callable[[Path], Any], str]] = {
-    "memo": (remembers_much, read_pickle, "remembers more than it has"),
-    "nesting": (is_nested, read_pickle, "more than 10000 tuples"),
-    "encoding": (encodes_much, read_pickle, "encodes more text than it has"),
-    "hdf5": (claims_much, emnist.hdf5_split, "a?b has pixels of shape (100000000, 28, 28)"),
-    "pointers": (holds_pointers, Federation.open, "x.npy holds no plain numbers"),
-    "note": (has_a_long_note, Federation.open, "note.json is not stored as is"),
-    "program": (is_a_program, decode, "not an image that can be read"),
-    "large image": (is_a_large_image, decode, "9000x9000 pixels, which is too large"),
-    "image": (is_a_large_image, lambda path: decode(path, "RGB", (32, 32)), "not 32x32"),
+    "memo": (huge_memo, read_pickle, "its memo index is too large"),
+    "nesting": (nested_tuples, read_pickle, "more than 10000 tuples"),
+    "encoding": (repeated_encoding, read_pickle, "encodes more text than it has"),
+    "hdf5": (huge_hdf5, emnist.hdf5_split, "a?b has pixels of shape (100000000, 28, 28)"),
+    "pointers": (object_array, Federation.open, "x.npy does not hold plain numbers"),
+    "note": (huge_note, Federation.open, "note.json is not stored as is"),
+    "program": (postscript, decode, "not an image that can be read"),
+    "large image": (large_image, decode, "9000x9000 pixels, which is too large"),
+    "image": (large_image, lambda path: decode(path, "RGB", (32, 32)), "not 32x32"),
 }
 
 
 @pytest.mark.parametrize("what", BOMBS)
-def test_few_bytes_cost_little(what: str, tmp_path: Path) -> None:
-    write, read, said = BOMBS[what]
+def test_small_files_use_little_memory(what: str, tmp_path: Path) -> None:
+    write, read, message = BOMBS[what]
     path = tmp_path / "file.png"
     write(path)
-    assert said in harmless(lambda: read(path))
+    assert message in harmless(lambda: read(path))
 
 
-def test_labels_of_a_cache_are_in_range() -> None:
+def test_labels_out_of_range_are_refused() -> None:
     images = {f"{split}_x": np.zeros((2, 1, 2, 2), np.uint8) for split in ("train", "test")}
     labels = {f"{split}_y": np.array([0, 10]) for split in ("train", "test")}
     with pytest.raises(UsageError, match="label 10 of example 1 is out of range"):
         RawSplits.of("mine", 10, {**images, **labels})
 
 
-def test_a_pipe_is_no_image(tmp_path: Path) -> None:
-    """Whoever opens it waits for ever."""
+def test_a_named_pipe_is_not_opened(tmp_path: Path) -> None:
+    """Opening it would block forever."""
     (tmp_path / "a" / "b").mkdir(parents=True)
     os.mkfifo(tmp_path / "a" / "b" / "x.png")
     with pytest.raises(UsageError, match="holds no images"):

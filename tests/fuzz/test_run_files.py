@@ -1,4 +1,4 @@
-"""Run folders and archives of strangers: a refusal in one line or a run, and nothing changed."""
+"""Damaged and forged run folders and archives: one error line or a run, and no file changed."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import time
 import tomllib
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -17,7 +18,10 @@ import pytest
 import tomli_w
 import torch
 
+from fedexp.algorithms import fedadam
+from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, UsageError
+from fedexp.objective import Buffers
 from fedexp.runs import Stopped, execute, load_run
 from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.files import RECORDS
@@ -35,21 +39,23 @@ from fedexp.runs.folder import (
 from fedexp.runs.journal import Journal
 from fedexp.runs.read import HEAD, Parts, texts
 from fedexp.runs.spec import SPEC, id_of, read_spec
-from tests.fuzz.hostile import Files, changed, contents, foreign, fuzz, harmless
+from tests.fuzz.hostile import Files, contents, forged, fuzz, harmless, mutated
 from tests.runs.helpers import nobody, stop_after, tiny
-from tests.runs.test_journal import SPEC as SPEC_OF_FLOWER
-from tests.runs.test_journal import state
 
 CPU = torch.device("cpu")
+FLOWER_SPEC = {
+    "task": "app", "algorithm": "fedadam", "mode": "paper", "seed": 0, "rounds": 9,
+    "evaluate_every": 1, "engine": "flower", "deterministic": False, "set": {}, "options": {},
+}  # fmt: skip
 ABOUT = machine()
 Run = Files  # of a run folder
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """A run that is over, one that was stopped, and one whose clients' states are in slots.
+    """A finished run, a stopped one, and a stopped one with client state on disk.
 
-    Time stands still, so that the files are the same in every session.
+    The clock is fixed, so that the files are the same in every session.
     """
     root = tmp_path_factory.mktemp("runs")
     spec = tiny("scaffold-exp", 6)
@@ -57,18 +63,18 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         patch.setattr(time, "perf_counter", lambda: 1.0)
         patch.setattr(time, "strftime", lambda *_: "2026-01-02T03:04:05+0000")
         patch.setattr(sys, "argv", ["fedexp"])
-        execute(spec, None, nobody, folder=root / "over")
-        for name, keep in (("stopped", "memory"), ("slots", "disk")):
+        execute(spec, None, nobody, folder=root / "finished")
+        for name, store in (("stopped", "memory"), ("slots", "disk")):
             listen, wish = stop_after(4)
             with suppress(Stopped):
-                more: Any = {"client_store": keep, "stop": wish, "checkpoint_every": 0}
+                more: Any = {"client_store": store, "stop": wish, "checkpoint_every": 0}
                 execute(spec, None, listen, folder=root / name, **more)
     return {path.name: contents(path) for path in root.iterdir()}
 
 
-def put(folder: Path, files: Mapping[str, bytes], changed: Mapping[str, bytes]) -> Path:
-    """The folder with these files and no others."""
-    wanted = {**files, **changed}
+def put(folder: Path, files: Mapping[str, bytes], replaced: Mapping[str, bytes]) -> Path:
+    """Write these files, some of them replaced, and remove all others; return the folder."""
+    wanted = {**files, **replaced}
     for name, data in wanted.items():
         folder.mkdir(exist_ok=True)
         (folder / name).write_bytes(data)
@@ -79,7 +85,7 @@ def put(folder: Path, files: Mapping[str, bytes], changed: Mapping[str, bytes]) 
 
 
 def read(folder: Path) -> Any:
-    """All that commands do with a run which is there: tables, curves and resuming read this."""
+    """Read everything that tables, curves and resuming read of a stored run."""
     run = load_run(folder)
     outcome = run.outcome()
     return [outcome.curve(name) for row in outcome.rows for name in row if name != "round"]
@@ -92,7 +98,7 @@ def is_refused_or_read(folder: Path) -> None:
 
 
 def is_refused_or_resumed(folder: Path) -> None:
-    """A run folder opened to go on; where that is refused, nothing has changed."""
+    """Open a run folder to resume it; if that is refused, no file has changed."""
 
     def opened() -> str:
         spec = {k: v for k, v in read_spec(folder).items() if k not in ("format", "id")}
@@ -112,13 +118,13 @@ FILES = (SPEC, RECORDS, RESULT, ENVIRONMENT)
 
 
 @fuzz(120)
-def test_damaged_files_of_a_run_over(
+def test_damaged_files_of_a_finished_run(
     runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
-    files = runs["over"]
+    files = runs["finished"]
     name = draw.choice(FILES)
-    spoilt = foreign(draw, files[name])
-    folder = put(tmp_path_factory.getbasetemp() / "over", files, {name: spoilt})
+    damaged = mutated(draw, files[name])
+    folder = put(tmp_path_factory.getbasetemp() / "finished", files, {name: damaged})
     is_refused_or_read(folder)
 
 
@@ -127,7 +133,7 @@ def encoded(tree: Any) -> bytes:
 
 
 def signed_checkpoint(tree: Any) -> bytes:
-    """With the digest that its content has: somebody who writes files can compute it."""
+    """Encode a checkpoint with a valid digest, which an attacker can compute too."""
     if isinstance(tree, dict):
         content = {name: each for name, each in tree.items() if name != "sha256"}
         digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
@@ -136,7 +142,7 @@ def signed_checkpoint(tree: Any) -> bytes:
 
 
 def toml(tree: Any) -> Any:
-    """Without what TOML cannot hold."""
+    """Remove None, which TOML cannot represent."""
     if isinstance(tree, dict):
         return {key: toml(each) for key, each in tree.items() if each is not None}
     return [toml(each) for each in tree if each is not None] if isinstance(tree, list) else tree
@@ -152,51 +158,51 @@ def signed_spec(tree: Any) -> bytes:
 
 
 @fuzz(150)
-def test_forged_files_of_a_run_over(
+def test_forged_files_of_a_finished_run(
     runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
-    files = runs["over"]
+    files = runs["finished"]
     folder = put(tmp_path_factory.getbasetemp() / "forged", files, {})
     name = draw.choice(FILES)
     if name == SPEC:
-        spoilt = signed_spec(changed(draw, read_spec(folder)))
+        damaged = signed_spec(forged(draw, read_spec(folder)))
     elif name == RECORDS:
         rows = [json.loads(line) for line in files[name].splitlines()]
-        spoilt = b"".join(encoded(row) + b"\n" for row in rows[:-1])
-        spoilt += encoded(changed(draw, rows[-1])) + b"\n"
+        damaged = b"".join(encoded(row) + b"\n" for row in rows[:-1])
+        damaged += encoded(forged(draw, rows[-1])) + b"\n"
     else:
-        spoilt = encoded(changed(draw, json.loads(files[name])))
-    is_refused_or_read(put(folder, files, {name: spoilt}))
+        damaged = encoded(forged(draw, json.loads(files[name])))
+    is_refused_or_read(put(folder, files, {name: damaged}))
 
 
 @fuzz(100)
-def test_damaged_files_of_a_run_that_goes_on(
+def test_damaged_files_of_a_resumed_run(
     runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
     files = runs[draw.choice(["stopped", "slots"])]
     names = [name for name in files if name.startswith("checkpoint") or name in FILES]
     name = draw.choice(sorted(names))
-    folder = tmp_path_factory.getbasetemp() / "goes-on"
-    is_refused_or_resumed(put(folder, files, {name: foreign(draw, files[name])}))
+    folder = tmp_path_factory.getbasetemp() / "resumed"
+    is_refused_or_resumed(put(folder, files, {name: mutated(draw, files[name])}))
 
 
 @fuzz(150)
 def test_forged_checkpoints(
     runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
-    """The parts of a checkpoint are forged with it, so that their digests fit."""
+    """The parts of a checkpoint are forged with it, so that their digests match."""
     files = runs[draw.choice(["stopped", "slots"])]
     listed = json.loads(files[NEWEST])
-    spoilt: dict[str, bytes] = {}
+    damaged: dict[str, bytes] = {}
     if draw.random() < 0.5:
         part = draw.choice(_parts(listed))
-        spoilt[part["file"]] = foreign(draw, files[part["file"]])
-        part["sha256"] = hashlib.sha256(spoilt[part["file"]]).hexdigest()
+        damaged[part["file"]] = mutated(draw, files[part["file"]])
+        part["sha256"] = hashlib.sha256(damaged[part["file"]]).hexdigest()
     else:
-        listed = changed(draw, listed)
-    spoilt[NEWEST] = signed_checkpoint(listed)
+        listed = forged(draw, listed)
+    damaged[NEWEST] = signed_checkpoint(listed)
     folder = tmp_path_factory.getbasetemp() / "forged-checkpoint"
-    put(folder, files, spoilt)
+    put(folder, files, damaged)
     (folder / BEFORE).unlink(missing_ok=True)
     is_refused_or_resumed(folder)
 
@@ -205,12 +211,12 @@ def test_forged_checkpoints(
 def test_fingerprints(
     runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
-    """Content that is the same, other, or not known: a line in the last two cases."""
-    files = runs["over"]
+    """Content that is equal, different or unknown: one error line in the last two cases."""
+    files = runs["finished"]
     whole = json.loads(files[FINGERPRINT])
-    forged = encoded(changed(draw, whole)), foreign(draw, files[FINGERPRINT])
+    candidates = encoded(forged(draw, whole)), mutated(draw, files[FINGERPRINT])
     folder = tmp_path_factory.getbasetemp() / "fingerprint"
-    put(folder, files, {FINGERPRINT: draw.choice(forged)})
+    put(folder, files, {FINGERPRINT: draw.choice(candidates)})
     before = contents(folder)
     wanted = Fingerprint.from_json(whole)
     remedy = draw.choice([RESTART, BY_HAND])
@@ -222,13 +228,18 @@ def test_fingerprints(
     ("numerics", "name"),
     [("Infinity", "x"), ("1e999", "x"), ("true", "x"), ("2", "a\\nb"), ("2", "\\u001b[2J")],
 )
-def test_a_fingerprint_that_nobody_wrote(
+def test_an_invalid_fingerprint(
     numerics: str, name: str, runs: dict[str, Run], tmp_path: Path
 ) -> None:
     text = f'{{"format": 1, "numerics": {numerics}, "digests": {{"{name}": {{}}}}}}'
-    folder = put(tmp_path / "run", runs["over"], {FINGERPRINT: text.encode()})
-    wanted = Fingerprint.from_json(json.loads(runs["over"][FINGERPRINT]))
+    folder = put(tmp_path / "run", runs["finished"], {FINGERPRINT: text.encode()})
+    wanted = Fingerprint.from_json(json.loads(runs["finished"][FINGERPRINT]))
     assert harmless(lambda: check_content(folder, wanted)).endswith(f"is damaged; {RESTART}")
+
+
+def state(round: int) -> SimulationState:
+    start = SimulationState.of(torch.ones(3), Buffers.none(), fedadam())
+    return replace(start, round=round)
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +247,7 @@ def diverged(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """A run that diverged, was reopened and resumed, and diverged again."""
     folder = tmp_path_factory.mktemp("diverged") / "run"
     for _ in range(2):
-        with RunFolder(folder, SPEC_OF_FLOWER, ABOUT) as held:
+        with RunFolder(folder, FLOWER_SPEC, ABOUT) as held:
             held.reopen()
             journal = Journal(held, 0.0, CPU)
             held.note_resumed(journal.resumed_from)
@@ -248,22 +259,22 @@ def diverged(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @fuzz(100)
-def test_a_diverged_run_that_is_reopened(
+def test_reopening_a_diverged_run(
     diverged: Run, tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
-    """Whatever earlier starts noted, it is reopened and noted as JSON, or refused in a line."""
+    """It is reopened, and recorded as valid JSON, or refused in one line."""
     name = draw.choice([ENVIRONMENT, ENVIRONMENT, RESULT, NEWEST, BEFORE])
     tree = json.loads(diverged[name])
     if name == ENVIRONMENT and draw.random() < 0.7:
         lists = ("reopened", "resumed")
-        tree |= {key: changed(draw, tree[key]) for key in lists}
+        tree |= {key: forged(draw, tree[key]) for key in lists}
     elif name != NEWEST or draw.random() < 0.5:
-        tree = changed(draw, tree)
-    data = encoded(tree) if draw.random() < 0.8 else foreign(draw, diverged[name])
+        tree = forged(draw, tree)
+    data = encoded(tree) if draw.random() < 0.8 else mutated(draw, diverged[name])
     folder = put(tmp_path_factory.getbasetemp() / "reopened", diverged, {name: data})
 
     def reopened() -> str:
-        with RunFolder(folder, SPEC_OF_FLOWER, ABOUT) as held:
+        with RunFolder(folder, FLOWER_SPEC, ABOUT) as held:
             held.reopen()
             journal = Journal(held, 0.0, CPU)
             journal.close()
@@ -276,10 +287,10 @@ def test_a_diverged_run_that_is_reopened(
 
 
 @pytest.mark.parametrize("kind", ["slots", "model"])
-def test_a_forged_list_of_files_leads_nowhere_else(
+def test_a_forged_file_list_cannot_leave_the_folder(
     kind: str, runs: dict[str, Run], tmp_path: Path
 ) -> None:
-    """Slots are opened for writing, so a list could name any file of the user's to be spoilt."""
+    """Slots are opened for writing, so a forged list could overwrite any file of the user."""
     other = tmp_path / "precious"
     listed = json.loads(runs["slots"][NEWEST])
     other.write_bytes(runs["slots"][listed[kind]["file"]])
@@ -302,23 +313,23 @@ def test_archived_runs(
     runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
     folder = tmp_path_factory.getbasetemp()
-    run = load_run(put(folder / "whole", runs["over"], {}))
+    run = load_run(put(folder / "whole", runs["finished"], {}))
     described, table = texts(Parts(run.spec, run.environment, run.rows, run.result or {}))
     kind = draw.choice(["toml", "csv", "forged toml", "forged csv"])
     raw = {"toml": described.encode(), "csv": table.encode()}
     if kind in raw:
-        raw[kind] = foreign(draw, raw[kind])
+        raw[kind] = mutated(draw, raw[kind])
     else:
         tree = {name: each for name, each in tomllib.loads(described).items() if name != "sha256"}
         if kind == "forged toml":
-            tree = toml(changed(draw, tree))
+            tree = toml(forged(draw, tree))
         else:
-            raw["csv"] = foreign(draw, raw["csv"])
+            raw["csv"] = mutated(draw, raw["csv"])
         if isinstance(tree, dict):
             with suppress(UnicodeDecodeError):
                 text = json.dumps(tree, sort_keys=True, default=str) + raw["csv"].decode()
                 tree = {**tree, "sha256": hashlib.sha256(text.encode()).hexdigest()}
             raw["toml"] = (HEAD + tomli_w.dumps(tree)).encode()
     for ending, content in raw.items():
-        (folder / f"kept.{ending}").write_bytes(content)
-    harmless(lambda: read(folder / "kept.toml"))
+        (folder / f"archived.{ending}").write_bytes(content)
+    harmless(lambda: read(folder / "archived.toml"))

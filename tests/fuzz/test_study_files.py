@@ -1,4 +1,4 @@
-"""The SQLite file of a search, damaged or forged: one line, and whatever it held stays."""
+"""Damaged and forged SQLite files of a tuning study: one error line, and no lost trials."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from fedexp.tune.ledger import Tried, open_ledger
 from fedexp.tune.trial import Scored
-from tests.fuzz.hostile import VALUES, Files, foreign, fuzz, harmless
+from tests.fuzz.hostile import VALUES, Files, fuzz, harmless, mutated
 
 TERMS: dict[str, Any] = {"task": "toy", "values": {"server.lr": [0.1, 1.0]}}
 GRID = {"server.lr": (0.1, 1.0)}
@@ -40,7 +40,7 @@ def test_damaged_studies(
     study: Files, tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "damaged.sqlite"
-    path.write_bytes(foreign(draw, *study.values()))
+    path.write_bytes(mutated(draw, *study.values()))
     found = harmless(lambda: tried(path), writes=True)
     assert isinstance(found, str) or all(isinstance(each, Tried) for each in found)
 

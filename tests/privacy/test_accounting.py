@@ -32,9 +32,7 @@ def delta_of_gaussian(z: float, eps: float) -> float:
 
 @pytest.mark.parametrize(("z", "rounds"), [(0.5, 1), (1.0, 1), (4.0, 1), (2.0, 9), (30.0, 500)])
 @pytest.mark.parametrize("delta", [1e-3, 1e-6])
-def test_known_cohorts_cost_what_the_analytic_formula_says(
-    z: float, rounds: int, delta: float
-) -> None:
+def test_known_cohorts_cost_as_in_the_analytic_formula(z: float, rounds: int, delta: float) -> None:
     """T releases with noise z are one with noise z / √T."""
     eps = epsilon(z, rounds, delta)
     assert delta_of_gaussian(z / math.sqrt(rounds), eps) == pytest.approx(delta, rel=1e-6)
@@ -88,7 +86,7 @@ def convolved(
     return high
 
 
-def test_the_cost_of_coins_is_the_true_one_if_empty_cohorts_are_noised() -> None:
+def test_poisson_cost_is_the_true_one_if_empty_cohorts_are_noised() -> None:
     """N = 10, M = 1, z = 2, 200 rounds: 3.36, but 7.1 if a round without clients shows itself.
 
     With nine other clients an empty cohort has probability 0.9^9, or 0.9^10 where the tenth is one
@@ -202,7 +200,7 @@ def test_fixed_cohorts_cover_replacing_a_client_by_its_opposite(
     assert delta_of_replacing(z, cohort / clients, eps) <= 1e-4 * (1 + 1e-6)
 
 
-def test_forgetting_that_replacing_moves_the_sum_by_two_would_show() -> None:
+def test_ignoring_the_sensitivity_of_a_replacement_would_fail() -> None:
     """The test above has teeth: with everyone taking part, the cost of z alone is too low."""
     assert delta_of_replacing(2.0, 1.0, epsilon(2.0, 1, 1e-4)) > 1e-3
 
@@ -253,6 +251,6 @@ def test_the_noise_for_an_epsilon_is_enough_and_no_more(sampling: Any, target: f
         (lambda: noise_multiplier(1.0, 0, 1e-5), "rounds must be at least 1"),
     ],
 )
-def test_nonsense_is_refused_in_a_line(call: Any, remedy: str) -> None:
+def test_invalid_values_are_refused_in_a_line(call: Any, remedy: str) -> None:
     with pytest.raises(UsageError, match=remedy):
         call()

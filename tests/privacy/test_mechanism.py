@@ -1,11 +1,14 @@
-"""No client reaches further than the bound, and the noise is as loud as the account says."""
+"""Mechanisms: sensitivity, the source of noise, and the step size under noise."""
 
 from __future__ import annotations
 
 import math
+import os
+import random
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -20,7 +23,14 @@ from fedexp.privacy import (
     best_norm_weight,
     clip,
     joint_sensitivity,
+    normals,
+    seeded_normals,
+    system_normals,
 )
+from fedexp.server import ExP, exp_step_size
+
+DRAWS = 100_000
+CLIENTS, CLIP = 1000, 1.0
 
 
 def central(**changes: Any) -> CentralMechanism:
@@ -58,7 +68,7 @@ def test_a_clipped_norm_never_exceeds_the_bound(bound: float, scale: float, seed
     assert torch.equal(clipped[before <= bound], updates[before <= bound])
 
 
-def test_clipping_keeps_shape_type_direction_and_what_is_broken() -> None:
+def test_clipping_preserves_shape_type_direction_and_nan() -> None:
     one = torch.tensor([3.0, 4.0], dtype=torch.float64)
     assert torch.allclose(clip(one, 1.0), one / 5)
     assert clip(one, 1.0).dtype == torch.float64
@@ -139,7 +149,7 @@ def test_rounds_draw_noise_of_their_own() -> None:
     assert torch.equal(first, again)
 
 
-def test_the_mean_is_over_the_fixed_cohort_whoever_arrives() -> None:
+def test_the_mean_is_over_the_fixed_cohort_size() -> None:
     few = Aggregate.of(torch.ones(5, 3, dtype=torch.float64))
     released = central(noise_multiplier=1e-9).release(few, 1)
     assert torch.allclose(released.mean, torch.full((3,), 0.25, dtype=torch.float64))
@@ -165,7 +175,7 @@ def test_the_best_weight_is_the_best() -> None:
 def test_extras_are_refused() -> None:
     carrying = Aggregate.of(rows(2, 3), extras={"control": rows(2, 3)})
     for mechanism in (central(), LocalMechanism(1.0, 1.0, 1e-5)):
-        with pytest.raises(UsageError, match="carry control"):
+        with pytest.raises(UsageError, match="include control"):
             mechanism.release(carrying, 1)
 
 
@@ -190,9 +200,9 @@ def test_secret_cohorts_take_each_client_with_the_same_chance(sampling: Any) -> 
         ("known", 400, 200, (400, 20)),  # capped at the divisor
         ("known", 12, 6, (12, 6)),
         ("fixed", 400, 200, (400, 20)),
-        ("fixed", 10, 15, (10, 10)),  # of all there are
+        ("fixed", 10, 15, (10, 10)),  # of all clients
         ("poisson", 400, 200, (400, 20)),  # more clients: 20 are expected still
-        ("poisson", 10, 5, (40, 20)),  # fewer: nobody is drawn more often than planned
+        ("poisson", 10, 5, (40, 20)),  # fewer: no client is drawn more often than planned
     ],
 )
 def test_a_round_is_planned_for_the_clients_there_are(
@@ -204,7 +214,7 @@ def test_a_round_is_planned_for_the_clients_there_are(
     assert (plan.noise_multiplier, plan.sampling) == (0.5, sampling)
 
 
-def test_metrics_tell_the_cost_and_the_share_of_noise() -> None:
+def test_metrics_have_the_cost_and_the_share_of_noise() -> None:
     mechanism = central(noise_multiplier=5.0)
     released = mechanism.release(Aggregate.zero(5000), 3)
     plan = mechanism.plan(40, 20)
@@ -212,7 +222,165 @@ def test_metrics_tell_the_cost_and_the_share_of_noise() -> None:
     assert metrics["delta"] == 1e-5
     assert metrics["epsilon"] > mechanism.metrics({plan: 2}, None)["epsilon"] > 0
     assert metrics["noise_share"] == pytest.approx(1.0, abs=0.1)
-    quiet = central(noise_multiplier=0.01)
-    moving = quiet.release(Aggregate.of(quiet.clipped(torch.ones(20, 50))), 1)
-    expected = 50 * (quiet.sigma / 20) ** 2 / 4.0
-    assert quiet.metrics({}, moving)["noise_share"] == pytest.approx(expected, rel=0.01)
+    exact = central(noise_multiplier=0.01)
+    moving = exact.release(Aggregate.of(exact.clipped(torch.ones(20, 50))), 1)
+    expected = 50 * (exact.sigma / 20) ** 2 / 4.0
+    assert exact.metrics({}, moving)["noise_share"] == pytest.approx(expected, rel=0.01)
+
+
+def test_the_systems_normals_are_normal() -> None:
+    """Five standard errors each: all four fail by chance less than once in 10⁵ runs."""
+    drawn = system_normals(DRAWS)
+    for power, moment, spread in [(1, 0, 1), (2, 1, 2), (3, 0, 15), (4, 3, 96)]:
+        error = math.sqrt(spread / DRAWS)
+        assert abs((drawn**power).mean().item() - moment) < 5 * error
+    inside = (drawn.abs() < 1.0).double().mean().item()
+    assert inside == pytest.approx(math.erf(math.sqrt(0.5)), abs=5 * math.sqrt(0.22 / DRAWS))
+
+
+def test_pairs_of_a_draw_are_not_correlated() -> None:
+    drawn = system_normals(DRAWS)
+    half = DRAWS // 2
+    assert abs((drawn[:half] * drawn[half:]).mean().item()) < 5 / math.sqrt(half)
+
+
+@pytest.mark.parametrize("count", [0, 1, 2, 7])
+def test_any_number_of_draws(count: int) -> None:
+    assert system_normals(count).shape == (count,)
+    assert normals(3, 1)(count).dtype == torch.float64
+
+
+def test_no_seed_repeats_the_systems_noise() -> None:
+    def release() -> Aggregate:
+        random.seed(0)
+        np.random.seed(0)  # noqa: NPY002
+        torch.manual_seed(0)
+        mechanism = CentralMechanism(1.0, 1.0, 1e-5, 10, 10, norm_weight=0.5)
+        return mechanism.release(Aggregate.of(torch.zeros(10, 4)), round=1)
+
+    assert not torch.equal(release().update, release().update)
+
+
+def test_all_of_it_comes_from_the_system(monkeypatch: pytest.MonkeyPatch) -> None:
+    requested = []
+
+    def same(count: int) -> bytes:
+        requested.append(count)
+        return bytes(range(count))
+
+    monkeypatch.setattr(os, "urandom", same)
+    first = system_normals(4)
+    assert torch.equal(first, system_normals(4))
+    assert requested == [32, 32]
+
+
+def test_seeded_noise_differs_between_rounds_and_clients() -> None:
+    streams = [seeded_normals(0, *numbers)(3) for numbers in [(1,), (2,), (1, 7), (1, 8)]]
+    assert len({tuple(stream.tolist()) for stream in streams}) == 4
+    assert torch.equal(seeded_normals(0, 1)(3), streams[0])
+
+
+def updates(dim: int, diversity: float, length: float) -> Tensor:
+    """Of the same length, with mean ||Δ_i||² / ||Δ̄||² near `diversity`."""
+    raw = torch.randn(CLIENTS, dim, generator=torch.Generator().manual_seed(0))
+    own = raw / raw.norm(dim=1, keepdim=True)
+    common = torch.zeros(dim)
+    common[0] = 1.0
+    mixed = math.sqrt(1 / diversity) * common + math.sqrt(1 - 1 / diversity) * own
+    return (length * mixed / mixed.norm(dim=1, keepdim=True)).double()
+
+
+def step_size(aggregate: Aggregate) -> float:
+    rule, start = ExP(eps=0.0), torch.zeros(len(aggregate.update), dtype=torch.float64)
+    return float(rule.step(start, aggregate, rule.init(start))[2]["server_lr"])
+
+
+def noised(rows: Tensor, sigma: float, seed: int) -> Aggregate:
+    """The sums of updates that carry noise of their own."""
+    noise = seeded_normals(seed, 0)(rows.numel()).view_as(rows)
+    return Aggregate.of(rows + sigma * noise)
+
+
+def summary(etas: list[float]) -> tuple[float, float]:
+    drawn = torch.tensor(etas, dtype=torch.float64)
+    return drawn.mean().item(), drawn.std().item() / math.sqrt(len(etas))
+
+
+def test_central_noise_leaves_the_step_size_where_it_was() -> None:
+    rows, dim = updates(2500, diversity=10.0, length=0.5), 2500
+    total = Aggregate.of(rows)
+    mechanisms = [
+        CentralMechanism(
+            CLIP, 1.0, 1e-5, CLIENTS, CLIENTS, best_norm_weight(1.0, CLIENTS), noise_seed=k
+        )
+        for k in range(200)
+    ]
+    exact, sigma = step_size(total), mechanisms[0].sigma
+    ours, error = summary([step_size(m.release(total, 1)) for m in mechanisms])
+    naive = step_size(
+        noised(rows, sigma / math.sqrt(CLIENTS), seed=0)
+    )  # the same noise, shared out
+    assert exact == pytest.approx(5.0, rel=0.05)
+    assert naive > 8 * exact
+    assert 0.7 * exact < ours < exact
+    # and it is the formula of docs/privacy.md, within four standard errors
+    margin = 2 * sigma * CLIP / mechanisms[0].norm_weight / CLIENTS
+    travelled = float(total.sq_norm_of_mean) + dim * (sigma / CLIENTS) ** 2
+    stated = exp_step_size(float(total.mean_sq_norm) - margin, travelled)
+    assert ours == pytest.approx(stated, abs=4 * error)
+
+
+def test_local_noise_leaves_the_step_size_where_it_was() -> None:
+    rows, dim = updates(1000, diversity=8.0, length=0.9), 1000
+    mechanism = LocalMechanism(CLIP, 0.1414, 1e-5)
+    sigma = mechanism.sigma
+    sums = [noised(clip(rows, CLIP), sigma, seed=k) for k in range(30)]
+    exact, naive = step_size(Aggregate.of(rows)), step_size(sums[0])
+    ours, error = summary([step_size(mechanism.release(each, 1)) for each in sums])
+    assert exact == pytest.approx(4.0, rel=0.05)
+    assert naive > 15 * exact
+    assert 0.7 * exact < ours < exact
+    margin = 2 * sigma * math.sqrt((2 * dim * sigma**2 + 4 * CLIP**2) / CLIENTS)
+    travelled = float(Aggregate.of(rows).sq_norm_of_mean) + dim * sigma**2 / CLIENTS
+    assert ours == pytest.approx(exp_step_size(0.81 - margin, travelled), abs=4 * error)
+
+
+def test_noise_alone_is_hardly_ever_stepped_along() -> None:
+    """Near the optimum sums are noise: naive ones extrapolate it, ours in 2.3 % of rounds at most.
+
+    That is how often a normal number exceeds the margin of two standard deviations.
+    """
+    rows, draws = 1e-3 * updates(400, diversity=8.0, length=1.0), 2000
+    local = LocalMechanism(CLIP, 1.0, 1e-5)
+    kappa = best_norm_weight(1.0, CLIENTS)
+    central = CentralMechanism(CLIP, 1.0, 1e-5, CLIENTS, CLIENTS, kappa, noise_seed=0)
+    total, replies = Aggregate.of(rows), noised(rows, local.sigma, seed=1)
+    assert step_size(replies) > 100
+    assert step_size(local.release(replies, 1)) == 1.0
+    exceeding = sum(step_size(central.release(total, k)) > 1 for k in range(draws)) / draws
+    allowed = 0.5 * math.erfc(math.sqrt(2.0))
+    assert exceeding < allowed + 3 * math.sqrt(allowed / draws)
+
+
+def test_training_with_noise_is_no_worse_than_averaging_and_better_where_it_is_quiet() -> None:
+    """Clients that project onto hyperplanes of their own; 40 rounds, three seeds of noise."""
+    faces = torch.randn(50, 400, generator=torch.Generator().manual_seed(3)).double()
+    faces /= faces.norm(dim=1, keepdim=True)
+    optimum = torch.ones(400, dtype=torch.float64) / 20
+    bound = 0.2
+
+    def distance(extrapolate: bool, z: float, seed: int) -> float:
+        kappa = best_norm_weight(z, 50)
+        mechanism = CentralMechanism(bound, z, 1e-5, 50, 50, kappa, noise_seed=seed)
+        w = torch.zeros(400, dtype=torch.float64)
+        for k in range(40):
+            deltas = (faces @ (w - optimum))[:, None] * faces
+            released = mechanism.release(Aggregate.of(mechanism.clipped(deltas)), k)
+            w = w - (step_size(released) if extrapolate else 1.0) * released.mean
+        return (faces @ (w - optimum)).norm().item()
+
+    def mean_distance(extrapolate: bool, z: float) -> float:
+        return sum(distance(extrapolate, z, seed) for seed in range(3)) / 3
+
+    assert mean_distance(True, z=0.01) < 0.5 * mean_distance(False, z=0.01)
+    assert mean_distance(True, z=3.0) <= 1.01 * mean_distance(False, z=3.0)

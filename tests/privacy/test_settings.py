@@ -26,10 +26,10 @@ def test_the_noise_follows_from_epsilon_over_all_rounds() -> None:
 
 
 def test_settings_of_ones_own_come_before_those_of_the_run() -> None:
-    asked = CentralPrivacy(
+    given = CentralPrivacy(
         1.0, 1e-5, noise_multiplier=2.0, clients=5000, cohort=50, norm_weight=0.4
     )
-    mechanism = asked.prepare(**RUN)
+    mechanism = given.prepare(**RUN)
     assert (mechanism.clients, mechanism.cohort, mechanism.norm_weight) == (5000, 50, 0.4)
 
 
@@ -75,7 +75,7 @@ def test_what_is_not_covered_is_refused(change: dict[str, Any], remedy: str) -> 
         (lambda: LocalPrivacy(1.0, 1e-5, 1.0, rounds=0), "at least 1"),
     ],
 )
-def test_nonsense_is_refused_when_it_is_written(make: Any, remedy: str) -> None:
+def test_invalid_settings_are_refused(make: Any, remedy: str) -> None:
     with pytest.raises(UsageError, match=remedy):
         make()
 
@@ -85,7 +85,7 @@ def test_a_delta_that_could_publish_a_client_is_warned_about() -> None:
         CentralPrivacy(1.0, 1e-3, noise_multiplier=1.0).prepare(**RUN)
 
 
-def test_without_the_library_one_line_says_what_to_install(
+def test_without_the_library_one_line_names_the_extra(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)

@@ -197,12 +197,12 @@ def test_runs_of_a_comparison_are_checked_too(
 class Alike(Ranks):
     """The second of two ranks, of which the first has another run."""
 
-    rank, world = 1, 2
+    rank, world_size = 1, 2
 
     def __init__(self, first: Run) -> None:
         self.first_run, self.asked = first, 0
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather_object(self, value: Any) -> list[Any]:
         self.asked += 1
         return [value if self.asked == 1 else self.first_run.fingerprint, value]
 

@@ -21,7 +21,7 @@ import fedexp as fx
 from fedexp.runs import RunInterrupted, RunWarning, execute, load_run
 from fedexp.runs.checkpoint import BEFORE, NEWEST, Checkpoint
 from fedexp.runs.files import RECORDS, RecordFile
-from tests.processes import finished
+from tests.helpers.processes import finished
 from tests.runs.helpers import essence, interrupted, nobody, stop_after, tiny, untimed
 
 Change = Callable[..., Any]

@@ -10,7 +10,7 @@ import pytest
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
 from fedexp.runs.options import Setup, convert, parse_assignments, setup_for
-from tests.problems import classes_task
+from tests.helpers.problems import classes_task
 
 
 def setup(name: str = "fedexp", mode: str = "paper") -> Setup:

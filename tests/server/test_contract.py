@@ -1,4 +1,4 @@
-"""What every server rule must do: the table of rules against the table of promises."""
+"""The contract of server rules, checked for every rule of the table."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import fedexp as fx
-from tests.rules import EXTRAPOLATING, SERVER_RULES, random_updates, rule_id
+from tests.helpers.rules import EXTRAPOLATING, SERVER_RULES, random_updates, rule_id
 
 every_rule = pytest.mark.parametrize("rule", SERVER_RULES, ids=rule_id)
 
@@ -76,7 +76,7 @@ def test_client_order_is_irrelevant(rule: fx.ServerRule) -> None:
 
 @every_rule
 def test_state_survives_a_checkpoint(rule: fx.ServerRule) -> None:
-    """State is tensors only: it goes through numpy files and back without a bit lost."""
+    """State is tensors only: it is stored in numpy files without losing a bit."""
     params = torch.zeros(5, dtype=torch.float64)
     middle, state = advance(rule, params, rounds=2)
     restored = {name: torch.from_numpy(np.array(v.numpy())) for name, v in state.items()}
@@ -107,7 +107,7 @@ def test_extrapolating_rules_explain_their_step(rule: fx.ExP) -> None:
 
 @every_rule
 def test_converges_on_a_quadratic(rule: fx.ServerRule) -> None:
-    """Clients that each go half the way to their own solution set: every rule gets there."""
+    """Every rule converges for clients that each step halfway to their own solution set."""
     target = torch.tensor([1.0, -1.0, 2.0], dtype=torch.float64)
     params = torch.zeros(3, dtype=torch.float64)
     start = (params - target).norm()
@@ -141,11 +141,11 @@ def test_options_out_of_range_are_refused(rule: type, options: dict) -> None:
 
 
 @every_rule
-def test_takes_any_vector(rule: fx.ServerRule) -> None:
+def test_accepts_tensors_arrays_and_lists(rule: fx.ServerRule) -> None:
     deltas, start = random_updates(3, 4), [0.5, 1.0, 1.5, 2.0]
     results = []
     for params in (start, np.array(start), torch.tensor(start, dtype=torch.float64)):
-        moved, _, _ = rule.step(params, fx.Aggregate.of(deltas), rule.init(params))  # type: ignore[arg-type]
-        results.append(moved.double())
+        next_params, _, _ = rule.step(params, fx.Aggregate.of(deltas), rule.init(params))  # type: ignore[arg-type]
+        results.append(next_params.double())
     for other in results[1:]:
         torch.testing.assert_close(results[0], other, rtol=1e-5, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Golden values: each with the few lines of numpy that made them."""
+"""Golden values: each computed by a few lines of numpy."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedexp as fx
-from tests.rules import random_updates
+from tests.helpers.rules import random_updates
 
 ROUNDS, CLIENTS, DIM = 4, 5, 6
 UPDATES = [random_updates(CLIENTS, DIM, seed).numpy() for seed in range(ROUNDS)]
@@ -98,7 +98,7 @@ def test_momentum_exp_with_the_released_typo() -> None:
     check(fx.MomentumExP(0.2, beta=0.9, apply_momentum=False), w)
 
 
-# Where v starts, by form: at 0 unless Algorithm 2 of Reddi et al. is asked for as it is printed.
+# The start of v by form: 0, except in Algorithm 2 of Reddi et al. as printed.
 STARTS = {"standard": 0.0, "printed": 0.1**2, "reddi": 0.1**2}
 
 
@@ -132,7 +132,7 @@ def test_adam_and_yogi(yogi: bool, form: Any) -> None:
 
 
 def test_adam_as_the_authors_run_it() -> None:
-    """Squares the momentum; the constant corrections /.1 and /.01 cancel (audit B9)."""
+    """Squares the momentum; the corrections /.1 and /.01 cancel (docs/paper.md#released-adam)."""
     w, m, v = START.copy(), np.zeros(DIM), np.zeros(DIM)
     for d in UPDATES:
         m = 0.9 * m + 0.1 * d.mean(0)

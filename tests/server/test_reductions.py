@@ -1,4 +1,4 @@
-"""Rules that must agree where they say the same thing, and numbers at the edge."""
+"""Reduction identities between server rules, and the edge cases of the step size."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import fedexp as fx
-from tests.rules import random_updates
+from tests.helpers.rules import random_updates
 
 PARAMS = torch.linspace(-1, 1, 8)
 
@@ -67,7 +67,7 @@ def test_forms_agree_where_tau_is_zero(make: type[Any]) -> None:
     assert all(bool(params.isfinite().all()) for params in standard)
 
 
-def test_the_earlier_name_of_a_form_is_kept() -> None:
+def test_the_old_name_of_a_form_is_accepted() -> None:
     assert fx.Adagrad(form="reddi") == fx.Adagrad(form="printed")
     with pytest.raises(fx.UsageError, match="form must be standard, printed or authors, not 'x'"):
         fx.Yogi(form="x")  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def test_averaging_with_lr_one_is_the_mean_of_the_local_models() -> None:
 @pytest.mark.parametrize(
     ("given", "expected"),
     [
-        ((0.0, 0.0), 1.0),  # 0/0: nobody moved
+        ((0.0, 0.0), 1.0),  # 0/0: all updates are zero
         ((1.0, 0.0), 1.0),  # the updates cancel: there is nothing to scale
         ((1.0, 0.0, 1e-3), 1.0),
         ((8.0, 1.0), 4.0),
@@ -99,7 +99,7 @@ def test_averaging_with_lr_one_is_the_mean_of_the_local_models() -> None:
         ((1.0, 5e-324), 1.0),  # the ratio overflows
     ],
 )
-def test_step_size_has_an_answer(given: tuple[float, ...], expected: float) -> None:
+def test_step_size_is_defined_for_every_input(given: tuple[float, ...], expected: float) -> None:
     eta = fx.exp_step_size(*given)
     assert isinstance(eta, float)
     assert eta == expected
@@ -113,8 +113,8 @@ def test_step_size_options() -> None:
     assert fx.exp_step_size(1.0, 5e-324, max_step=3.0) == 3.0  # overflows, but is bounded
 
 
-def test_metrics_tell_clamp_and_eps_share() -> None:
-    agree = fx.Aggregate.of(torch.ones(3, 4))  # r = 1: the clamp holds
+def test_metrics_report_clamp_and_eps_share() -> None:
+    agree = fx.Aggregate.of(torch.ones(3, 4))  # r = 1: the clamp is active
     rule = fx.ExP(eps=4.0)
     _, _, metrics = rule.step(torch.zeros(4), agree, rule.init(torch.zeros(4)))
     assert metrics["clamped"].item() == 1.0

@@ -1,1 +1,1 @@
-"""The paper's claims as property tests; the numbers P1 to P18 are those of the audit (A7)."""
+"""The paper's claims as property tests, by their numbers P1 to P18 in docs/paper.md#theory."""

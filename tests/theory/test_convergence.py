@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedexp as fx
-
-from .problems import (
+from tests.helpers.theory import (
     EPS,
     FRACTIONS,
     ROUNDING,
@@ -96,7 +95,7 @@ def test_nonconvex_drift(seed: int, shared: bool, fraction: float, steps: int) -
 
 
 def package_paths(problem: Problem, lr: float, steps: int) -> Array:
-    """The package's local iterates, after a look that they are gradient descent."""
+    """Return the package's local iterates, checked to be gradient descent."""
     paths, truth = local_paths(problem, lr, steps), problem.paths(problem.start, lr, steps)
     np.testing.assert_allclose(paths, truth, rtol=0, atol=ROUNDING * np.abs(truth).max())
     return paths
@@ -139,11 +138,11 @@ def test_rounds_of_theorem_1(seed: int, kind: str, fraction: float, steps: int, 
         sums = problem.paths(w, lr, steps)[:-1]
         h = np.sum([problem.gradients(point) for point in sums], axis=0)
         inner = float((w - problem.star) @ h.mean(axis=0))
-        room = ROUNDING * (sq(w) + sq(problem.star)) * eta
-        assert after <= near - 2 * eta * lr * inner + eta * lr**2 * mean_sq(h) + room
+        tolerance = ROUNDING * (sq(w) + sq(problem.star)) * eta
+        assert after <= near - 2 * eta * lr * inner + eta * lr**2 * mean_sq(h) + tolerance
         gap = problem.loss(w) - problem.loss(problem.star)
         floor = 3 * (lr * steps) ** 2 + 12 * lr**3 * steps**2 * (steps - 1) * L
-        assert after <= near - eta * lr * steps / 3 * gap + eta * floor * pulls(problem) + room
+        assert after <= near - eta * lr * steps / 3 * gap + eta * floor * pulls(problem) + tolerance
 
 
 @examples(40)
@@ -169,7 +168,7 @@ def test_theorem_2(seed: int, shared: bool, fraction: float, steps: int, eps: fl
 def test_rounds_of_theorem_2(
     seed: int, shared: bool, fraction: float, steps: int, eps: float
 ) -> None:
-    """P11, proof of Theorem 2 with its signs put right (audit A8.6): every round descends,
+    """P11, Theorem 2 with corrected signs (docs/paper.md#theorem-2-signs): every round descends,
 
     F(w⁺) - F(w) <= -η_g η_l τ (||∇F||²/8 - 3 η_l τ L σ_g² - 5 η_l² L² τ(τ-1) σ_g²).
     """
@@ -186,7 +185,7 @@ def test_rounds_of_theorem_2(
 
 @pytest.mark.parametrize("seed", [0, 1])
 def test_longer_steps_on_synthetic(seed: int) -> None:
-    """P18, sec. 4: Σ η_g >= T on the paper's problem, without the help of the clamp (audit B26)."""
+    """P18, sec. 4: Σ η_g >= T on the paper's problem, without the clamp (#notebook-clamp)."""
     task = fx.tasks.synthetic(clients=10, rows=10, dim=200, seed=seed)
     free, clamped = (
         list(fx.simulate(task, fx.fedexp(eps=0.0, clamp=clamp), 20, evaluate_every=20))

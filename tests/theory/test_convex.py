@@ -10,8 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedexp as fx
-
-from .problems import (
+from tests.helpers.theory import (
     EPS,
     FRACTIONS,
     ROUNDING,
@@ -45,10 +44,10 @@ def test_local_training(seed: int, kind: str, fraction: float, steps: int) -> No
     problem = shared_optimum(seed, kind)
     lr = 2 * fraction / problem.smoothness
     truth = problem.paths(problem.start, lr, steps)
-    room = ROUNDING * np.abs(truth).max()
-    np.testing.assert_allclose(local_paths(problem, lr, steps), truth, rtol=0, atol=room)
+    tolerance = ROUNDING * np.abs(truth).max()
+    np.testing.assert_allclose(local_paths(problem, lr, steps), truth, rtol=0, atol=tolerance)
     averaged = run(problem, fx.fedavg(), 1, lr, steps).points[1]
-    np.testing.assert_allclose(averaged, truth[-1].mean(axis=0), rtol=0, atol=room)
+    np.testing.assert_allclose(averaged, truth[-1].mean(axis=0), rtol=0, atol=tolerance)
 
 
 @examples(40)
@@ -62,9 +61,9 @@ def test_approximate_projection(seed: int, kind: str, fraction: float, steps: in
     paths = local_paths(problem, lr, steps)
     slopes = sum(np.square(problem.gradients(point)).sum(axis=1) for point in paths[:-1])
     ends = np.square(paths[-1] - problem.star).sum(axis=1)
-    room = ROUNDING * far(problem)
-    assert ends.mean() <= far(problem) + room
-    assert (ends <= far(problem) - lr / L * slopes + room).all()
+    tolerance = ROUNDING * far(problem)
+    assert ends.mean() <= far(problem) + tolerance
+    assert (ends <= far(problem) - lr / L * slopes + tolerance).all()
 
 
 @examples(40)
@@ -79,9 +78,9 @@ def test_approximate_projection_up_to_two(
     paths = local_paths(problem, lr, steps)
     slopes = sum(np.square(problem.gradients(point)).sum(axis=1) for point in paths[:-1])
     ends = np.square(paths[-1] - problem.star).sum(axis=1)
-    room = ROUNDING * far(problem) + ROUNDING * np.abs(paths).max() ** 2
-    assert ends.mean() <= far(problem) + room
-    assert (ends <= far(problem) - lr * (2 / L - lr) * slopes + room).all()
+    tolerance = ROUNDING * far(problem) + ROUNDING * np.abs(paths).max() ** 2
+    assert ends.mean() <= far(problem) + tolerance
+    assert (ends <= far(problem) - lr * (2 / L - lr) * slopes + tolerance).all()
 
 
 @examples(20)
@@ -117,10 +116,10 @@ def test_nearer_to_the_best_step(
     # Δ_i is a difference of points of size |w|: what it has lost, the step sizes have lost too.
     size = np.abs(updates.mean(axis=0)).max()
     lost = max(np.abs(problem.start).max(), np.abs(updates).max()) / size
-    room = ROUNDING * best * (1 + lost)
-    assert free == pytest.approx(mean_sq(updates) / 2 / sq(updates.mean(axis=0)), abs=room)
-    assert best >= free - room
-    assert abs(best - eta) <= abs(best - 1) + room
+    tolerance = ROUNDING * best * (1 + lost)
+    assert free == pytest.approx(mean_sq(updates) / 2 / sq(updates.mean(axis=0)), abs=tolerance)
+    assert best >= free - tolerance
+    assert abs(best - eta) <= abs(best - 1) + tolerance
 
 
 @examples(60)
@@ -143,8 +142,8 @@ def test_one_step_beats_fedavg(
     ours = run(problem, fx.fedexp(eps=eps), 3, lr, steps)
     for here, after in zip(ours.points[:-1], ours.points[1:], strict=True):
         average = run(replace(problem, start=here), fx.fedavg(), 1, lr, steps).points[1]
-        room = ROUNDING * (far(problem) + sq(problem.star))
-        assert sq(after - problem.star) <= sq(average - problem.star) + room
+        tolerance = ROUNDING * (far(problem) + sq(problem.star))
+        assert sq(after - problem.star) <= sq(average - problem.star) + tolerance
 
 
 @examples(60)
@@ -163,10 +162,10 @@ def test_distance_never_grows(
     lr = 2 * fraction / problem.smoothness
     ours = run(problem, fx.fedexp(eps=eps), 8, lr, steps)
     distances = np.square(ours.points - problem.star).sum(axis=1)
-    room = ROUNDING * (far(problem) + sq(problem.star))
-    assert (np.diff(distances) <= room).all()
+    tolerance = ROUNDING * (far(problem) + sq(problem.star))
+    assert (np.diff(distances) <= tolerance).all()
     for t, eta in enumerate(ours.steps):
         updates = deltas(problem, ours.points[t], lr, steps)
         gain = eta * (2 * (ours.points[t] - problem.star) - eta * updates.mean(axis=0))
         change = -float(gain @ updates.mean(axis=0))
-        assert distances[t + 1] - distances[t] == pytest.approx(change, abs=room * eta)
+        assert distances[t + 1] - distances[t] == pytest.approx(change, abs=tolerance * eta)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import fedexp as fx
 from fedexp.projections import Affine, Ball, ConvexSet
-
-from .problems import (
+from tests.helpers.theory import (
     EPS,
     ROUNDING,
     SEEDS,
@@ -56,7 +55,7 @@ def shared_sets(seed: int) -> tuple[list[ConvexSet], Array, Array]:
 
 
 def trace(seed: int, beta: float, eps: float) -> tuple[Trace, Array]:
-    """Feed exact projections to the rule, and keep the sums of the lemma beside it."""
+    """Feed exact projections to the rule, and compute the sums of the lemma beside it."""
     sets, star, start = shared_sets(seed)
     rule, w = fx.MomentumExP(eps=eps, beta=beta), torch.tensor(start)
     state, seen, v = rule.init(w), Trace([], [], [], [], []), np.zeros_like(start)
@@ -81,7 +80,7 @@ def numerator(norms: list[float], t: int, beta: float) -> float:
 @examples(60)
 @given(seed=SEEDS, beta=BETAS, eps=EPS)
 def test_recursion(seed: int, beta: float, eps: float) -> None:
-    """A1.11, App. F: v^t = Δ̄^t + β v^{t-1}; η_g = S^t / (2 (||v^t||² + eps)); w ← w - η_g v^t."""
+    """App. F: v^t = Δ̄^t + β v^{t-1}; η_g = S^t / (2 (||v^t||² + eps)); w ← w - η_g v^t."""
     seen, star = trace(seed, beta, eps)
     size = max(float(np.abs(seen.points[0]).max()), float(np.abs(star).max()), 1.0)
     for t, (v, eta) in enumerate(zip(seen.momenta, seen.steps, strict=True)):
@@ -92,8 +91,10 @@ def test_recursion(seed: int, beta: float, eps: float) -> None:
         # v may be a small rest of large updates: its relative rounding is that much larger.
         lost = ROUNDING * (1 + size / sq(v) ** 0.5)
         assert eta == pytest.approx(S / (2 * (sq(v) + eps)), rel=lost, abs=0)
-        room = ROUNDING * size * (1 + eta)
-        np.testing.assert_allclose(seen.points[t + 1], seen.points[t] - eta * v, rtol=0, atol=room)
+        tolerance = ROUNDING * size * (1 + eta)
+        np.testing.assert_allclose(
+            seen.points[t + 1], seen.points[t] - eta * v, rtol=0, atol=tolerance
+        )
 
 
 @examples(100)
@@ -103,8 +104,8 @@ def test_momentum_lemma(seed: int, beta: float, eps: float) -> None:
     seen, star = trace(seed, beta, eps)
     for t, v in enumerate(seen.momenta):
         inner = float((seen.points[t] - star) @ v)
-        room = ROUNDING * (sq(seen.points[0]) + sq(star))
-        assert inner >= numerator(seen.norms, t, beta) - room
+        tolerance = ROUNDING * (sq(seen.points[0]) + sq(star))
+        assert inner >= numerator(seen.norms, t, beta) - tolerance
 
 
 @examples(60)
@@ -113,11 +114,11 @@ def test_momentum_never_leads_away(seed: int, beta: float, eps: float) -> None:
     """P13: so every round comes closer to w*, by at least 2 η_g S^t - η_g² ||v^t||² >= 0."""
     seen, star = trace(seed, beta, eps)
     distances = [sq(w - star) for w in seen.points]
-    room = ROUNDING * (distances[0] + sq(star))
+    tolerance = ROUNDING * (distances[0] + sq(star))
     for t, (v, eta) in enumerate(zip(seen.momenta, seen.steps, strict=True)):
         gain = 2 * eta * numerator(seen.norms, t, beta) - eta**2 * sq(v)
         assert gain >= 0
-        assert distances[t + 1] <= distances[t] - gain + room * (1 + eta)
+        assert distances[t + 1] <= distances[t] - gain + tolerance * (1 + eta)
 
 
 @examples(30)
@@ -146,7 +147,7 @@ def test_first_round_has_no_past(seed: int, beta: float) -> None:
 @examples(30)
 @given(seed=SEEDS)
 def test_printed_default_has_no_clamp(seed: int) -> None:
-    """A8.8: the printed rule may step shorter than FedAvg: one client alone takes η_g = 1/2."""
+    """docs/paper.md#momentum-bound: η_g may be below 1; one client alone has η_g = 1/2."""
     problem = shared_optimum(seed).client(0)
     first = run(problem, fx.fedexp_m(eps=0.0), 1, 1 / problem.smoothness, 3)
     assert first.steps[0] == pytest.approx(0.5, rel=ROUNDING, abs=0)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import fedexp as fx
 from fedexp.projections import Affine, Ball, Box, ConvexSet, HalfSpace, Relaxation, solve
-
-from .problems import (
+from tests.helpers.theory import (
     FRACTIONS,
     ROUNDING,
     SEEDS,
@@ -77,7 +76,7 @@ def one_step(w: Array, updates: Array) -> tuple[float, Array]:
 @examples(60)
 @given(seed=SEEDS)
 def test_affine_projection(seed: int) -> None:
-    """Lemma 9, A1.16: P(w) = V₂V₂ᵀ w + V₁ Σ₁⁻¹ Uᵀ b, the nearest solution of A w = b."""
+    """Lemma 9: P(w) = V₂V₂ᵀ w + V₁ Σ₁⁻¹ Uᵀ b, the nearest solution of A w = b."""
     problem = shared_optimum(seed)
     w, cut = problem.start, min(problem.A.shape[1:])
     for A, b, point in zip(problem.A, problem.b, projected(affine_sets(problem), w), strict=True):
@@ -85,8 +84,10 @@ def test_affine_projection(seed: int) -> None:
         along, null = Vt[:cut], Vt[cut:]
         truth = null.T @ (null @ w) + along.T @ ((U[:, :cut].T @ b) / S[:cut])
         # Solving with A loses as many digits as its condition number has.
-        room = ROUNDING * S[0] / S[cut - 1] * (1 + np.abs(w).max() + np.abs(problem.star).max())
-        np.testing.assert_allclose(point, truth, rtol=0, atol=room)
+        tolerance = (
+            ROUNDING * S[0] / S[cut - 1] * (1 + np.abs(w).max() + np.abs(problem.star).max())
+        )
+        np.testing.assert_allclose(point, truth, rtol=0, atol=tolerance)
 
 
 @examples(60)
@@ -96,10 +97,10 @@ def test_projections_are_nearest_points(seed: int) -> None:
     case = fat_sets(seed)
     points = projected(case.sets, case.start)
     others = np.random.default_rng(seed).normal(size=case.star.shape) * 3
-    room = ROUNDING * (sq(case.start) + sq(others) + sq(case.star))
+    tolerance = ROUNDING * (sq(case.start) + sq(others) + sq(case.star))
     for each, point, z in zip(case.sets, points, projected(case.sets, others), strict=True):
-        assert (case.start - point) @ (z - point) <= room
-        np.testing.assert_allclose(projected([each], point)[0], point, rtol=0, atol=room)
+        assert (case.start - point) @ (z - point) <= tolerance
+        np.testing.assert_allclose(projected([each], point)[0], point, rtol=0, atol=tolerance)
 
 
 @examples(60)
@@ -117,14 +118,14 @@ def test_affine_step_is_the_oracle(seed: int) -> None:
     worst = max(np.linalg.cond(A) for A in problem.A)
     for star in others:
         lost = np.linalg.norm(w - star) + np.linalg.norm(star)
-        room = ROUNDING * worst * (1 + lost / np.linalg.norm(updates.mean(axis=0)))
-        assert eta == pytest.approx(oracle(w, star, updates), rel=room, abs=0)
+        tolerance = ROUNDING * worst * (1 + lost / np.linalg.norm(updates.mean(axis=0)))
+        assert eta == pytest.approx(oracle(w, star, updates), rel=tolerance, abs=0)
 
 
 @examples(100)
 @given(seed=SEEDS)
-def test_fat_sets_leave_room(seed: int) -> None:
-    """P7, App. C.4.1: η_opt >= r with no factor 2, strictly when w* lies inside the sets.
+def test_sets_with_interior_allow_longer_steps(seed: int) -> None:
+    """P7, App. C.4.1: η_opt >= r with no factor 2, strictly when w* is inside the sets.
 
     A set that holds a ball of radius ρ around w* gives <w - w*, Δ_i> >= ||Δ_i||² + ρ ||Δ_i||.
     """
@@ -134,9 +135,9 @@ def test_fat_sets_leave_room(seed: int) -> None:
     best = oracle(case.start, case.star, updates)
     norms = np.linalg.norm(updates, axis=1)
     extra = case.margin * norms.mean() / sq(updates.mean(axis=0))
-    room = ROUNDING * best
-    assert best >= eta + extra - room
-    assert extra > 1e-4  # so the inequality above is strict, far beyond rounding
+    tolerance = ROUNDING * best
+    assert best >= eta + extra - tolerance
+    assert extra > 1e-4  # so the inequality above is strict, far beyond tolerance
     average = case.start - updates.mean(axis=0)
     scale = sq(case.start) + sq(case.star)
     assert sq(moved - case.star) <= sq(average - case.star) + ROUNDING * scale
@@ -157,34 +158,36 @@ def test_every_round_comes_closer(seed: int, relaxation: Relaxation) -> None:
         # r and Δ̄ lose digits as w nears the sets: 1e-10 is where `solve` stops.
         lost = ROUNDING * (1 + np.abs(here).max() / np.linalg.norm(towards.mean(axis=0)))
         assert step == pytest.approx(relaxation if isinstance(relaxation, float) else r, rel=lost)
-        room = ROUNDING * step * (1 + np.abs(here).max())
-        np.testing.assert_allclose(after, here + step * towards.mean(axis=0), rtol=0, atol=room)
+        tolerance = ROUNDING * step * (1 + np.abs(here).max())
+        np.testing.assert_allclose(
+            after, here + step * towards.mean(axis=0), rtol=0, atol=tolerance
+        )
 
 
 @examples(40)
 @given(seed=SEEDS, fraction=FRACTIONS, steps=st.sampled_from([1, 10, 60]))
 def test_descent_becomes_projection(seed: int, fraction: float, steps: int) -> None:
-    """P8, Lemma 10: for 0 < η_l < 2/λ_max descent tends to P(w), by max |1 - η_l σ²| a step."""
+    """P8, Lemma 10: for 0 < η_l < 2/λ_max descent tends to P(w), by max |1 - η_l σ²| per step."""
     problem = shared_optimum(seed).client(0)
     singular = np.linalg.svd(problem.A[0], compute_uv=False)
     lr = 1.99 * fraction / singular[0] ** 2
     rate = np.abs(1 - lr * singular**2).max()
     target = projected(affine_sets(problem), problem.start)[0]
     end = run(problem, fx.fedavg(), 1, lr, steps).points[1]
-    room = ROUNDING * singular[0] / singular[-1] * (1 + np.abs(problem.start).max())
+    tolerance = ROUNDING * singular[0] / singular[-1] * (1 + np.abs(problem.start).max())
     bound = rate**steps * np.linalg.norm(problem.start - target)
     assert rate < 1
-    assert np.linalg.norm(end - target) <= bound + room
+    assert np.linalg.norm(end - target) <= bound + tolerance
 
 
 @examples(20)
 @given(seed=SEEDS, excess=st.floats(0.01, 0.5))
 def test_descent_beyond_the_limit(seed: int, excess: float) -> None:
-    """P8, audit A8.3: the printed bound η_l <= λ_max is a slip; above 2/λ_max descent runs away."""
+    """P8, docs/paper.md#projection-learning-rate: beyond 2/λ_max, not λ_max, descent diverges."""
     problem = shared_optimum(seed).client(0)
     top = np.linalg.svd(problem.A[0])[2][0]
     lr = (2 + excess) / problem.smoothness
     away = [abs(top @ (w - problem.star)) for w in run(problem, fx.fedavg(), 10, lr, 1).points]
     lost = np.abs(problem.start).max() + np.abs(problem.star).max()
-    room = ROUNDING * (1 + lost / away[0])  # away[0] is a difference of numbers of this size
-    assert away[-1] == pytest.approx((1 + excess) ** 10 * away[0], rel=room, abs=0)
+    tolerance = ROUNDING * (1 + lost / away[0])  # away[0] is a difference of numbers of this size
+    assert away[-1] == pytest.approx((1 + excess) ** 10 * away[0], rel=tolerance, abs=0)

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedexp as fx
-
-from .problems import (
+from tests.helpers.theory import (
     EPS,
     ROUNDING,
     SEEDS,
@@ -55,7 +54,7 @@ def controls(record: fx.Record, clients: int) -> tuple[Array, Array]:
 @examples(40)
 @given(seed=SEEDS, fraction=st.floats(0.05, 1.0), steps=STEPS, eps=EPS)
 def test_algorithm_2(seed: int, fraction: float, steps: int, eps: float) -> None:
-    """P17, Algorithm 2: the package walks through the same points as the printed lines do."""
+    """P17, Algorithm 2: the package computes the same iterates as the printed lines."""
     problem = disputed_optimum(seed)
     lr = fraction / (steps * problem.smoothness)
     truth = np.stack(algorithm_2(problem, ROUNDS, lr, steps, eps))
@@ -68,7 +67,7 @@ def test_algorithm_2(seed: int, fraction: float, steps: int, eps: float) -> None
 @examples(40)
 @given(seed=SEEDS, fraction=st.floats(0.05, 1.0), steps=STEPS, data=st.data())
 def test_control_is_the_mean(seed: int, fraction: float, steps: int, data: st.DataObject) -> None:
-    """P17, audit A8.9: c = (1/N) sum c_i after every round, whoever took part."""
+    """P17, docs/paper.md#scaffold-partial-participation: c = (1/N) sum c_i after every round."""
     problem = disputed_optimum(seed)
     clients = len(problem.A)
     cohort = data.draw(st.integers(1, clients))
@@ -86,7 +85,7 @@ def test_control_is_the_mean(seed: int, fraction: float, steps: int, data: st.Da
 @given(seed=SEEDS, fraction=st.floats(0.05, 1.0), steps=STEPS)
 def test_controls_are_mean_gradients(seed: int, fraction: float, steps: int) -> None:
     """P17, Algorithm 2 (option II): after a round c_i = Δ_i/(τ η_l) + c_i - c, at first the mean of
-    the gradients that client i met."""
+    client i's gradients."""
     problem = disputed_optimum(seed)
     lr = fraction / (steps * problem.smoothness)
     record = run(problem, fx.scaffold_exp(eps=0.1), 1, lr, steps).records[0]
@@ -116,5 +115,5 @@ def test_one_client_has_no_drift(seed: int, steps: int) -> None:
     lr = 1 / problem.smoothness
     plain = run(problem, fx.fedexp(), ROUNDS, lr, steps)
     ours = run(problem, fx.scaffold_exp(), ROUNDS, lr, steps)
-    room = ROUNDING * np.abs(plain.points).max()
-    np.testing.assert_allclose(ours.points, plain.points, rtol=0, atol=room)
+    tolerance = ROUNDING * np.abs(plain.points).max()
+    np.testing.assert_allclose(ours.points, plain.points, rtol=0, atol=tolerance)

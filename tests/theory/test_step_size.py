@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedexp as fx
-
-from .problems import (
+from tests.helpers.theory import (
     EPS,
     ROUNDING,
     SEEDS,
@@ -61,8 +60,8 @@ def test_formula(seed: int, eps: float) -> None:
     moved, _, metrics = rule.step(w, fx.Aggregate.of(updates), rule.init(w))
     assert float(metrics["server_lr"]) == close(eta, ratio(updates) ** 0.5)
     # The mean itself carries the rounding of the largest update, η_g times over.
-    room = ROUNDING * eta * np.abs(updates).max() + ROUNDING
-    np.testing.assert_allclose(moved.numpy(), 1 - eta * mean, rtol=0, atol=room)
+    tolerance = ROUNDING * eta * np.abs(updates).max() + ROUNDING
+    np.testing.assert_allclose(moved.numpy(), 1 - eta * mean, rtol=0, atol=tolerance)
 
 
 @examples(200)
@@ -129,8 +128,8 @@ def test_gradient_diversity(seed: int, lr: float, other: float) -> None:
     etas = [run(problem, fx.fedexp(eps=0.0), 1, size, 1).steps[0] for size in (lr, other)]
     # Δ_i = w - (w - η_l ∇F_i) loses digits where the step is short beside the model.
     lost = np.abs(problem.start).max() / (min(lr, other) * sq(gradients.mean(axis=0)) ** 0.5)
-    room = ROUNDING * (lost + 1) * ratio(gradients) ** 0.5
-    assert etas == pytest.approx([diversity] * 2, rel=room, abs=0)
+    tolerance = ROUNDING * (lost + 1) * ratio(gradients) ** 0.5
+    assert etas == pytest.approx([diversity] * 2, rel=tolerance, abs=0)
 
 
 @examples(100)
@@ -177,5 +176,5 @@ def test_infinite_eps_is_fedavg(seed: int, eps: float) -> None:
     assert exp.steps.tolist() == [1.0] * 4
     np.testing.assert_array_equal(exp.points, avg.points)
     moved = -deltas(problem, problem.start, lr, 3).mean(axis=0)
-    room = ROUNDING * np.abs(exp.points).max()
-    np.testing.assert_allclose(exp.points[1], problem.start + moved, rtol=0, atol=room)
+    tolerance = ROUNDING * np.abs(exp.points).max()
+    np.testing.assert_allclose(exp.points[1], problem.start + moved, rtol=0, atol=tolerance)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 import fedexp as fx
 from fedexp.projections import Affine, solve
-
-from .problems import Array, examples, sq
+from tests.helpers.theory import Array, examples, sq
 
 STAR = np.array([0.0, 3.0])
 LINES = [Affine([[3.0, 1.0]], [3.0]), Affine([[1.0, 1.0]], [3.0])]
@@ -76,8 +75,8 @@ def test_a_client_at_rest(along: float, first: bool) -> None:
     record = records((float(start[0]), float(start[1])), 1)[0]
     lost = 1e-15 / abs(along) * np.abs(start).max()  # Δ_2 is |along|, cut out of numbers of |w|
     assert record.server_lr == pytest.approx(2.0, rel=1e-12 + 10 * lost)
-    room = 1e-14 * (1 + np.abs(start).max())
-    np.testing.assert_allclose(record.state.params.numpy(), on_line(other, start), atol=room)
+    tolerance = 1e-14 * (1 + np.abs(start).max())
+    np.testing.assert_allclose(record.state.params.numpy(), on_line(other, start), atol=tolerance)
 
 
 def test_distance_falls_while_the_loss_does_not() -> None:
@@ -98,10 +97,12 @@ def test_distance_monotone_from_anywhere(start: tuple[float, float]) -> None:
     run = records(start, 8)
     path = points(start, run)
     distances = np.square(path - STAR).sum(axis=1)
-    room = NEAR * (distances[0] + sq(STAR))
-    assert (np.diff(distances) <= room).all()
+    tolerance = NEAR * (distances[0] + sq(STAR))
+    assert (np.diff(distances) <= tolerance).all()
     moves = np.square(np.diff(path, axis=0)).sum(axis=1)
-    np.testing.assert_allclose(-np.diff(distances), moves, rtol=0, atol=6 * room)  # η_g is up to 6
+    np.testing.assert_allclose(
+        -np.diff(distances), moves, rtol=0, atol=6 * tolerance
+    )  # η_g is up to 6
 
 
 @examples(40)

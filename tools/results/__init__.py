@@ -1,0 +1,1 @@
+"""Generate this repository's own documents from the runs in results/."""

@@ -1,6 +1,6 @@
-"""Write tables, figures, docs/reproduction.md and README's block anew from results/ alone.
+"""Regenerate results/*/, docs/reproduction.md and README's block from the runs in results/runs.
 
-`--check` writes nothing and fails where one of them is not what the archive says.
+With `--check` nothing is written, and the exit status is 1 if a file is out of date.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from fedexp.errors import UsageError
-from tools.results.build import generate, stale, write
+from tools.results.documents import generate, stale, write
 
 
 def main() -> int:
@@ -22,7 +22,7 @@ def main() -> int:
     if "--check" not in sys.argv[1:]:
         write(root, made)
     problems = stale(root, made)
-    print(*problems or [f"{len(made)} files are what results/runs says"], sep="\n")
+    print(*problems or [f"{len(made)} files agree with results/runs"], sep="\n")
     return 1 if problems else 0
 
 

@@ -9,7 +9,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_
 
-from fedexp.flower import LocalRule, identify
+from fedexp.flower import LocalRule, report_client_id
 from fedexp.flower.client_state import partition_of
 from fedexp_app.settings import batches_of, model_of, setup_of, task_of
 
@@ -24,7 +24,7 @@ def secure_if_asked(msg: Message, context: Context, call_next: ClientAppCallable
 
 
 app = ClientApp(mods=[secure_if_asked])
-identify(app)  # tells the server which partition this is, so that sampling follows the seed
+report_client_id(app)  # the server learns the partition, so that sampling follows the seed
 
 
 @app.train()

@@ -23,7 +23,7 @@ def main(grid: Grid, context: Context) -> None:
         algorithm=setup_of(context, task).algorithm,
         weighting="uniform",  # as in the paper; leave it out to weigh by num-examples
         seed=int(config["seed"]),
-        identify=True,  # cohorts follow the seed, since the ClientApp calls identify(app)
+        query_client_ids=True,  # cohorts follow the seed; the ClientApp calls report_client_id
         checkpoint=str(config["checkpoint"]) or None,
         name=task.name,
         secure=SecureAggregation(clip=float(config["clip"])) if config["secure"] else None,

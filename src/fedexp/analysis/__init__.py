@@ -1,1 +1,1 @@
-
+"""Tables, figures and reports: functions of outcomes and run folders."""

@@ -1,7 +1,4 @@
-"""How every figure looks, and how it reaches the disk.
-
-The figure of a comparison: mean and spread over seeds, and the server step size.
-"""
+"""Figures: the style all of them share, writing them to disk, and the figure of a comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.analysis.summary import spread_of
+from fedexp.analysis.summary import Curve, mean_and_spread, spans_decades
 from fedexp.errors import UsageError
 from fedexp.runs.spec import Outcome
 
@@ -21,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, told apart by nearly everyone; an algorithm keeps its own everywhere.
+# Okabe and Ito's colours, safe for colour-blind readers; one per algorithm in all figures.
 COLOURS = {
     "fedexp": "#D55E00",
     "fedavg": "#0072B2",
@@ -36,19 +33,19 @@ COLOURS = {
     "fedprox-exp": "#3B2F8F",
 }
 
-LETTERS_AN_INCH = 11  # of a title
-RAISED = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+CHARACTERS_PER_INCH = 11  # of a title
+SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
 def colour(name: str) -> str:
-    """The colour of an algorithm; black for one that has none."""
+    """Return the colour of an algorithm; black for an unknown one."""
     return COLOURS.get(name, "#000000")
 
 
 def new_figure(
     panels: int, width: float = 4.6, height: float = 3.7, rows: int = 1
 ) -> tuple[Figure, list[Axes]]:
-    """Panels row after row. Needs matplotlib; uses no global state and no screen."""
+    """Return a figure and its panels, row by row. Uses no global state and no display."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
@@ -65,9 +62,9 @@ def new_figure(
 
 
 def log_scale(axes: Axes) -> None:
-    """A logarithmic vertical axis, for values over several decades.
+    """Make the vertical axis logarithmic.
 
-    Powers are written in plain characters: to set formulas, matplotlib builds a parser first.
+    Powers are written in Unicode: mathtext would build its parser first, which is slow.
     """
     from matplotlib.ticker import FuncFormatter, NullFormatter
 
@@ -77,16 +74,16 @@ def log_scale(axes: Axes) -> None:
 
 
 def power_of_ten(value: float) -> str:
-    """The power of ten next to a positive value.
+    """Format a positive value as the nearest power of ten.
 
     >>> power_of_ten(1e-12), power_of_ten(10)
     ('10⁻¹²', '10¹')
     """
-    return "10" + str(round(math.log10(value))).translate(RAISED)
+    return "10" + str(round(math.log10(value))).translate(SUPERSCRIPT)
 
 
 def save(figure: Figure, path: Path) -> None:
-    """Write the figure; the ending of the name decides the format."""
+    """Write the figure; the suffix of the name decides the format."""
     try:
         figure.savefig(path, dpi=150)
     except OSError as error:
@@ -96,11 +93,11 @@ def save(figure: Figure, path: Path) -> None:
 
 
 def check_writable(path: Path, option: str = "--out") -> None:
-    """Find out before hours of work, not after, that a picture cannot be written.
+    """Raise `UsageError` before hours of work if a figure cannot be written.
 
     Args:
-        path: of the picture.
-        option: of the command line, which named it.
+        path: of the figure.
+        option: the command-line option that named it.
     """
     figure, _ = new_figure(1)
     formats = sorted(figure.canvas.get_supported_filetypes())
@@ -113,14 +110,14 @@ def check_writable(path: Path, option: str = "--out") -> None:
         with path.open("ab"):
             pass
         if not existed:
-            path.unlink(missing_ok=True)  # others may be trying the same
+            path.unlink(missing_ok=True)  # another process may check the same path
     except OSError as error:
         reason = f"cannot write {path}: {error.strerror}"
         raise UsageError(f"{reason}; choose another {option}") from None
 
 
 def label(axes: Any, x: str, y: str, title: str = "") -> None:
-    """Name the axes and the panel."""
+    """Label the axes and set the title of the panel."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
     if title:
@@ -128,11 +125,10 @@ def label(axes: Any, x: str, y: str, title: str = "") -> None:
 
 
 def entitle(figure: Figure, title: str) -> None:
-    """The title above a whole figure, in as many lines as its width asks for."""
-    figure.suptitle(fill(title, int(LETTERS_AN_INCH * figure.get_figwidth())), fontsize=12)
+    """Set the title of a whole figure, wrapped to its width."""
+    figure.suptitle(fill(title, int(CHARACTERS_PER_INCH * figure.get_figwidth())), fontsize=12)
 
 
-Curve = np.ndarray[Any, np.dtype[np.float64]]
 NAMES = {
     "train_loss": "training loss",
     "test_loss": "test loss",
@@ -145,17 +141,18 @@ NAMES = {
 def comparison_figure(
     outcomes: Sequence[Outcome], metric: str, target: float | None, title: str, smooth: int = 1
 ) -> Figure:
-    """Panels: the metric, the training loss where it is another one, the server step size.
+    """Draw the metric, the training loss and the server step size, one panel each.
 
     Mean and spread are over seeds and the last `smooth` rounds.
     """
     panels = list(dict.fromkeys([metric, "train_loss", "server_lr"]))
     figure, axes = new_figure(len(panels))
     for name, panel in zip(panels, axes, strict=True):
-        for algorithm, curves in group_curves(outcomes, name).items():
-            draw_band(panel, curves, algorithm, smooth)
+        for algorithm, own in _by_algorithm(outcomes, name).items():
+            _draw_band(panel, own, algorithm, smooth)
         label(panel, "round", NAMES.get(name, name))
-        if _spans_decades(outcomes, name):
+        curves = [outcome.curve(name) for outcome in outcomes]
+        if not name.endswith("accuracy") and spans_decades(curves):
             log_scale(panel)
     if target is not None:
         axes[0].axhline(target, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
@@ -164,36 +161,16 @@ def comparison_figure(
     return figure
 
 
-def group_curves(outcomes: Sequence[Outcome], name: str) -> dict[str, list[Curve]]:
-    """The curves of each algorithm, one a seed."""
+def _by_algorithm(outcomes: Sequence[Outcome], name: str) -> dict[str, list[Curve]]:
+    """Return the curves of each algorithm, one per seed."""
     groups: dict[str, list[Curve]] = {}
     for outcome in outcomes:
         groups.setdefault(outcome.spec.algorithm, []).append(outcome.curve(name))
     return groups
 
 
-def mean_and_spread(curves: Sequence[Curve], smooth: int = 1) -> tuple[Curve, Curve, Curve]:
-    """Rounds, mean and standard deviation; a diverged run ends the mean where it ended.
-
-    Both are over all curves and, as in the paper's long runs (App. D.5), over a moving window of
-    the last `smooth` rounds.
-
-    >>> rounds, mean, spread = mean_and_spread([np.array([1.0, 2.0, 9.0]), np.array([3.0, 4.0])])
-    >>> rounds.tolist(), mean.tolist()
-    ([1.0, 2.0], [2.0, 3.0])
-    """
-    length = min(len(curve) for curve in curves)
-    stacked = np.stack([curve[:length] for curve in curves])
-    known = np.flatnonzero(~np.isnan(stacked).any(axis=0))
-    windows = [stacked[:, max(0, at + 1 - smooth) : at + 1] for at in known]
-    values = [window[~np.isnan(window)] for window in windows]
-    mean = np.array([each.mean() for each in values], dtype=np.float64)
-    spread = np.array([spread_of(each) or 0.0 for each in values], dtype=np.float64)
-    return (known + 1).astype(np.float64), mean, spread
-
-
-def draw_band(axes: Axes, curves: Sequence[Curve], algorithm: str, smooth: int = 1) -> None:
-    """A line for the mean, a band for one standard deviation over seeds."""
+def _draw_band(axes: Axes, curves: Sequence[Curve], algorithm: str, smooth: int = 1) -> None:
+    """Draw the mean as a line and one standard deviation as a band."""
     rounds, mean, spread = mean_and_spread(curves, smooth)
     if not len(rounds):
         return
@@ -201,12 +178,3 @@ def draw_band(axes: Axes, curves: Sequence[Curve], algorithm: str, smooth: int =
     if spread.any():
         low = np.maximum(mean - spread, np.nanmin([np.nanmin(curve) for curve in curves]))
         axes.fill_between(rounds, low, mean + spread, color=colour(algorithm), alpha=0.15, lw=0)
-
-
-def _spans_decades(outcomes: Sequence[Outcome], name: str) -> bool:
-    """A log scale helps where positive values differ by more than a hundred times."""
-    if name.endswith("accuracy"):
-        return False
-    values = np.concatenate([outcome.curve(name) for outcome in outcomes] or [np.empty(0)])
-    values = values[~np.isnan(values)]
-    return bool(values.size and values.min() > 0 and values.max() / values.min() > 100)

@@ -1,4 +1,4 @@
-"""Tables: of a comparison, and of anything, as text, Markdown, CSV and LaTeX."""
+"""Tables as text, Markdown, CSV and LaTeX, and the table of a comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Cells = Sequence[Sequence[str]]
 def comparison_table(
     lines: Sequence[Line], metric: str, target: float | None, rounds: int, smooth: int = 1
 ) -> tuple[list[str], list[list[str]]]:
-    """Headers and cells: rounds to target, speed-up over FedAvg, final metric, over seeds."""
+    """Return headers and cells: rounds to target, speed-up over FedAvg and final metric."""
     reach = "target" if target is None else format_value(target, metric)
     final = f"final {metric.replace('_', ' ')}"
     over = f" (last {smooth} rounds)" if smooth > 1 else ""
@@ -36,7 +36,7 @@ def comparison_table(
 
 
 def comparison_numbers(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
-    """The same for programs: plain numbers, one a column, empty where there is none."""
+    """Return the same for programs: one plain number per column, empty if there is none."""
     headers = "algorithm seeds reached rounds_mean rounds_std speedup at_least final_mean final_std"
     cells = []
     for line in lines:
@@ -49,14 +49,14 @@ def comparison_numbers(lines: Sequence[Line]) -> tuple[list[str], list[list[str]
 
 
 def render_table(format: str, headers: Sequence[str], cells: Cells) -> str:
-    """The table in one of `FORMATS`."""
+    """Return the table in one of `FORMATS`."""
     if format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
     return FORMATS[format](headers, cells)
 
 
 def text_table(headers: Sequence[str], cells: Cells) -> str:
-    """Columns aligned with spaces; the first to the left, the others to the right.
+    """Return columns aligned with spaces: the first left, the others right.
 
     >>> print(text_table(["name", "n"], [["a", "10"], ["bcd", "5"]]))
     name  n
@@ -71,7 +71,7 @@ def text_table(headers: Sequence[str], cells: Cells) -> str:
 
 
 def markdown_table(headers: Sequence[str], cells: Cells) -> str:
-    """A table as GitHub and most others show it.
+    """Return a table in GitHub's Markdown.
 
     >>> print(markdown_table(["name", "n"], [["a|b", "10"]]))
     | name | n |
@@ -84,14 +84,14 @@ def markdown_table(headers: Sequence[str], cells: Cells) -> str:
 
 
 def csv_table(headers: Sequence[str], cells: Cells) -> str:
-    """Comma-separated values, quoted where needed."""
+    """Return comma-separated values, quoted where needed."""
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows([headers, *cells])
     return text.getvalue().rstrip("\n")
 
 
 def latex_table(headers: Sequence[str], cells: Cells) -> str:
-    r"""A `tabular` that needs no package.
+    r"""Return a `tabular` that needs no package.
 
     >>> print(latex_table(["name", "final"], [["a_b", "90% ± 1%"]]))
     \begin{tabular}{lr}
@@ -119,7 +119,7 @@ FORMATS: dict[str, Callable[[Sequence[str], Cells], str]] = {
 
 
 def format_value(value: float, metric: str) -> str:
-    """Accuracies in percent, losses in short scientific form.
+    """Format accuracies in percent, losses with three digits.
 
     >>> format_value(0.925, "test_accuracy"), format_value(2e-6, "train_loss")
     ('92.50%', '2e-06')
@@ -128,7 +128,7 @@ def format_value(value: float, metric: str) -> str:
 
 
 def warning_lines(outcomes: Sequence[Outcome]) -> list[str]:
-    """One line for each run that diverged or left client updates out."""
+    """Return one line for each run that diverged or dropped client updates."""
     lines = []
     for each in outcomes:
         name = f"{each.spec.algorithm} (seed {each.spec.seed})"
@@ -166,8 +166,8 @@ def _justify(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 
 def _latex(cell: str) -> str:
-    """The cell with LaTeX's own signs escaped, character by character."""
-    signs = {"\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}"}
-    signs |= {sign: rf"${sign}$" for sign in "<>"} | {sign: rf"\{sign}" for sign in "&%$#_{}"}
-    signs["^"] = r"\textasciicircum{}"
-    return "".join(signs.get(character, character) for character in cell)
+    """Escape LaTeX's special characters."""
+    escaped = {"\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}"}
+    escaped |= {c: rf"${c}$" for c in "<>"} | {c: rf"\{c}" for c in "&%$#_{}"}
+    escaped["^"] = r"\textasciicircum{}"
+    return "".join(escaped.get(character, character) for character in cell)

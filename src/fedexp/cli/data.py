@@ -1,4 +1,4 @@
-"""`fedexp data`: list, fetch, verify and show the data sets."""
+"""`fedexp data`: list, fetch, verify and show data sets."""
 
 from __future__ import annotations
 
@@ -21,20 +21,31 @@ PARTITIONS = ("dirichlet", "dirichlet-unequal", "shards", "iid", "natural")
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add `data` and its own sub-commands to the sub-parsers of the command line."""
+    """Add `data` and its sub-commands to the command line."""
     parser = subparsers.add_parser(
         "data",
-        help="list, fetch, verify and show the data sets",
-        description="The data sets, stored in the folder that FEDEXP_DATA names.",
+        help="list, fetch, verify and show data sets",
+        description="List, fetch, verify and show data sets. They are stored in the folder that "
+        "the environment variable FEDEXP_DATA names.",
     )
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    _command(commands, "list", list_datasets, "which data sets there are, and which are here")
-    fetch = _command(commands, "fetch", fetch_dataset, "download a data set and unpack it")
+    text = "list the data sets, and what the data folder has of them"
+    _command(commands, "list", list_datasets, text)
+    fetch = _command(commands, "fetch", fetch_dataset, "download and unpack a data set")
     fetch.add_argument("name", help="data set, e.g. cifar10")
-    fetch.add_argument("--mirror", metavar="URL", help="folder to download from instead")
-    verify = _command(commands, "verify", verify_dataset, "check a data set's files")
+    fetch.add_argument("--mirror", metavar="URL", help="URL of the folder to download from")
+    verify = _command(commands, "verify", verify_dataset, "verify a data set's files")
     verify.add_argument("name", help="data set, e.g. cifar10")
-    _show_arguments(_command(commands, "show", show_dataset, "clients x classes, in figures"))
+    text = "show the number of examples per client and class"
+    show = _command(commands, "show", show_dataset, text)
+    show.add_argument("name", help="data set, e.g. cifar10")
+    text = "default: natural if the data set has clients, else dirichlet"
+    show.add_argument("--partition", choices=PARTITIONS, help=text)
+    show.add_argument("--clients", type=int, default=100, help="number of clients (default: 100)")
+    show.add_argument("--alpha", type=float, default=0.3, help="of dirichlet (default: 0.3)")
+    show.add_argument("--shards", type=int, default=2, help="shards per client (default: 2)")
+    show.add_argument("--seed", type=seed, default=0, help="of the partition (default: 0)")
+    show.add_argument("--out", metavar="FILE", type=Path, help="figure to draw, e.g. clients.png")
 
 
 def _command(
@@ -44,16 +55,6 @@ def _command(
     parser.add_argument("--folder", metavar="DIR", help="data folder (default: FEDEXP_DATA)")
     parser.set_defaults(run=run)
     return parser
-
-
-def _show_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("name", help="data set, e.g. cifar10")
-    parser.add_argument("--partition", choices=PARTITIONS, help="default: natural, or dirichlet")
-    parser.add_argument("--clients", type=int, default=100, help="default: 100")
-    parser.add_argument("--alpha", type=float, default=0.3, help="of dirichlet; default: 0.3")
-    parser.add_argument("--shards", type=int, default=2, help="shards per client; default: 2")
-    parser.add_argument("--seed", type=seed, default=0, help="of the partition; default: 0")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="draw to a file, e.g. clients.png")
 
 
 def list_datasets(args: argparse.Namespace) -> int:
@@ -68,12 +69,13 @@ def list_datasets(args: argparse.Namespace) -> int:
         source = dataset.source
         train, test = source.examples
         size = "?" if source.size is None else f"{source.size / 1e6:,.0f} MB"
-        here = ", ".join(_what_is_here(dataset, folder)) or "no"
+        here = ", ".join(_present(dataset, folder)) or "no"
         print(f"{name:<10}{source.classes:>8}{train:>9,}{test:>8,}  {size:>9}  {here}")
     return 0
 
 
-def _what_is_here(dataset: Dataset, folder: Path) -> list[str]:
+def _present(dataset: Dataset, folder: Path) -> list[str]:
+    """Return which of archive, files and cache are in the data folder."""
     from fedexp.data.sources.download import cache_path
 
     cache = cache_path(folder, dataset.name)
@@ -83,19 +85,19 @@ def _what_is_here(dataset: Dataset, folder: Path) -> list[str]:
 
 
 def fetch_dataset(args: argparse.Namespace) -> int:
-    """Download, check and unpack a data set."""
+    """Download, verify and unpack a data set."""
     from fedexp.data.datasets import find
     from fedexp.data.sources.download import check_archive, data_folder, fetch
 
     dataset, folder = find(args.name), data_folder(args.folder)
     archive = fetch(dataset.source, folder, args.mirror)
-    checked = check_archive(dataset.source, archive) or "its files were there already"
+    checked = check_archive(dataset.source, archive) or "its files exist already"
     print(f"{dataset.name} is in {folder} ({checked})")
     return 0
 
 
 def verify_dataset(args: argparse.Namespace) -> int:
-    """Check what exists of a data set: its archive, its files and its cache."""
+    """Verify the archive, the files and the cache of a data set, as far as they exist."""
     from fedexp.data.datasets import find
     from fedexp.data.sources import cache
     from fedexp.data.sources.download import cache_path, check_archive, data_folder
@@ -116,7 +118,7 @@ def verify_dataset(args: argparse.Namespace) -> int:
 
 
 def _check_files(dataset: Dataset, files: list[Path]) -> str:
-    """Read all files of a data set, as a first load does; return its size as text."""
+    """Read all of a data set's files, as the first load does, and describe their content."""
     from fedexp.data.sources.cache import Stream
 
     rows = {}
@@ -132,7 +134,7 @@ def _check_files(dataset: Dataset, files: list[Path]) -> str:
 
 
 def show_dataset(args: argparse.Namespace) -> int:
-    """Print the numbers of a federation and a plot of clients x classes."""
+    """Print statistics and a text heat map of clients x classes, and draw them to a file."""
     from fedexp.analysis.plots import check_writable
     from fedexp.data import summary
     from fedexp.data.datasets import find
@@ -147,7 +149,7 @@ def show_dataset(args: argparse.Namespace) -> int:
     title = f"{raw.name}, {kind} partition" + (
         f", alpha {args.alpha:g}" if kind.startswith("dirichlet") else ""
     )
-    print(title, *summary.describe(counts), *summary.text_picture(counts), sep="\n")
+    print(title, *summary.describe(counts), *summary.text_heat_map(counts), sep="\n")
     if args.out:
         summary.draw(counts, args.out, title)
         print(f"drawn to {args.out}")
@@ -155,12 +157,12 @@ def show_dataset(args: argparse.Namespace) -> int:
 
 
 def partition_by(raw: RawSplits, kind: str, args: argparse.Namespace) -> Parts | None:
-    """Return the partition that the options describe; None for natural clients."""
+    """Return the partition that the options select; None for natural clients."""
     from fedexp.data import partition
     from fedexp.seeding import generator
 
     labels = np.asarray(raw.train["y"])
-    rng = generator(args.seed, f"{raw.name} partition")  # as the task of that name has it
+    rng = generator(args.seed, f"{raw.name} partition")  # as in the task of that name
     if kind == "iid":
         return partition.iid(len(labels), args.clients, rng)
     if kind == "shards":

@@ -51,7 +51,7 @@ def check_jobs(jobs: int | None, device: str | None) -> None:
     if (among := ranks()) is not None:
         require(
             jobs is None,
-            f"torchrun has started {among.world} processes, each for one run; leave --jobs out",
+            f"torchrun started {among.world_size} processes, each for one run; leave --jobs out",
         )
         check_device(device)
 

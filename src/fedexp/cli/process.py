@@ -15,13 +15,7 @@ from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_st
 from types import FrameType
 
 from fedexp.distributed import Ranks, current, launched, ranks
-from fedexp.distributed.failure import (
-    REMEDY,
-    last_words,
-    record_for_torchrun,
-    see_others_off,
-    watched,
-)
+from fedexp.distributed.failure import REMEDY, failure_report, monitored
 
 
 class StopRequest:
@@ -80,7 +74,7 @@ def joined_ranks() -> Iterator[Ranks | None]:
         return
     # torchrun terminates the ranks that a dead one has left; they still have a line to print
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with watched(among), _silenced() if among.rank else nullcontext():
+    with monitored(among), _silenced() if among.rank else nullcontext():
         yield among
 
 
@@ -97,7 +91,9 @@ def unexpected(error: Exception) -> str | None:
     """
     if current() is None:
         return None
-    record_for_torchrun(error)
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
     what = (str(error).strip().splitlines() or [""])[0]
     return f"{type(error).__name__}: {what}; {REMEDY}"
 
@@ -115,9 +111,8 @@ def failure(message: str | None, status: int) -> int:
         return status
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)  # torchrun may terminate us before we have printed
-    if (line := last_words(among, message)) is not None:
+    if (line := failure_report(among, message)) is not None:
         print(f"fedexp: error: {line}", file=sys.stderr, flush=True)
-    see_others_off(among)
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(status)  # a group that has lost a rank cannot be closed properly

@@ -1,4 +1,4 @@
-"""`fedexp report`: run folders as one page, and as figures."""
+"""`fedexp report`: run folders as one HTML page, and as figures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from fedexp.errors import require
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("report", help="show runs as one page that works offline")
+    parser = subparsers.add_parser("report", help="show runs as one HTML page that works offline")
     parser.add_argument(
         "runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of them"
     )
@@ -36,7 +36,7 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="M",
-        help="draw this, e.g. test_accuracy or eps_share, instead of the usual; may be repeated",
+        help="draw this, e.g. test_accuracy or eps_share, instead of the defaults; may be repeated",
     )
     parser.add_argument(
         "--target",

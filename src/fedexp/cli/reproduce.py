@@ -1,4 +1,4 @@
-"""`fedexp reproduce`: a table or figure of the paper, ours beside the published figures."""
+"""`fedexp reproduce`: a table or figure of the paper, with our numbers next to the published."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from fedexp.cli.many import (
 )
 from fedexp.cli.options import add_out, add_restart, add_root_options, add_watch_options, positive
 from fedexp.errors import UsageError, require, unknown_name
-from fedexp.reproduce.catalog import STUDIES
+from fedexp.reproduce import STUDIES
 from fedexp.reproduce.from_runs import plan_from
 from fedexp.reproduce.output import check_folder, head_lines, render, write_all
 from fedexp.reproduce.study import Plan, Request, Result, make_plan
@@ -27,11 +27,15 @@ from fedexp.runs import find_runs, load_run
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("reproduce", help="the paper's tables and figures, ours beside")
-    parser.add_argument("what", nargs="?", metavar="WHAT", help="a study; --list names them")
-    parser.add_argument("--list", action="store_true", help="name the studies and what they cost")
+    parser = subparsers.add_parser("reproduce", help="reproduce the paper's tables and figures")
+    parser.add_argument("what", nargs="?", metavar="WHAT", help="a study; see --list")
+    parser.add_argument("--list", action="store_true", help="list the studies and their cost")
     parser.add_argument(
-        "--task", action="append", default=[], metavar="TASK", help="one of the study's tasks"
+        "--task",
+        action="append",
+        default=[],
+        metavar="TASK",
+        help="a task of the study; may be repeated",
     )
     parser.add_argument("--rounds", type=positive, metavar="N", help="rounds (the paper's number)")
     parser.add_argument("--seeds", type=positive, metavar="N", help="seeds (the paper's number)")
@@ -46,14 +50,16 @@ def add_parser(subparsers: Any) -> None:
         dest="source",
         type=Path,
         metavar="RUNS",
-        help="run nothing: take the runs in this folder, or archive, and say which are missing",
+        help="run nothing: use the runs in this folder or archive, and list missing ones",
     )
     add_shard_option(parser)
     add_root_options(parser)
     add_restart(parser, "discard what is stored of these runs, and run them again")
     add_watch_options(parser)
-    add_out(parser, "folder of the results (reproduce-WHAT)")
-    parser.add_argument("--format", choices=FORMATS, default="text", help="of what is printed")
+    add_out(parser, "folder for the results (reproduce-WHAT)")
+    parser.add_argument(
+        "--format", choices=FORMATS, default="text", help="format of the printed table"
+    )
     add_jobs_option(parser)
     parser.add_argument("--device", metavar="D", help="cpu (default) or cuda")
     parser.add_argument(
@@ -90,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _stored(args: argparse.Namespace) -> tuple[Plan, list[Result]]:
-    """A study from runs that are there: neither its data nor any training is needed."""
+    """Return the plan and results of stored runs, without data and training."""
     require(args.seeds is None, "--from takes the seeds that are there; leave --seeds out")
     require(args.source.is_dir(), f"{args.source}: no such folder; name a folder of runs")
     runs = [load_run(folder) for folder in find_runs([args.source])]
@@ -103,12 +109,13 @@ def _stored(args: argparse.Namespace) -> tuple[Plan, list[Result]]:
     return plan, results
 
 
-def _conclude(plan: Plan, results: list[Result], folder: Path, how: str) -> int:
+def _conclude(plan: Plan, results: list[Result], folder: Path, format: str) -> int:
+    """Measure, write all files and print the table."""
     check_folder(folder)
     findings = plan.study.measure(plan, results)
     written = write_all(folder, plan, findings)
     _warn_of_divergence(results)
-    print(render(plan, findings, how), end="")
+    print(render(plan, findings, format), end="")
     names = ", ".join(path.name for path in written)
     print(f"fedexp: wrote {names} to {folder}", file=sys.stderr)
     return 0
@@ -127,7 +134,7 @@ def _request(args: argparse.Namespace) -> Request:
 
 
 def _many(plan: Plan, args: argparse.Namespace) -> Many:
-    """All runs: those that are stored return at once, those that were interrupted go on."""
+    """Return all runs; finished ones are read from disk, interrupted ones are resumed."""
     specs = [job.spec for job in plan.jobs]
     names = {job.spec: f"{job.task} {job.series} s{job.spec.seed}" for job in plan.jobs}
     jobs = args.jobs or workers_on(args.device)
@@ -147,5 +154,5 @@ def _list() -> int:
         print(f"{name:<18} {study.title}")
         tasks = f"tasks {', '.join(study.tasks)}; " if len(study.tasks) > 1 else ""
         print(f"{'':<18} {tasks}{study.cost()}")
-    print("\n--scale small shrinks a study to minutes on a CPU, and its output says so")
+    print("\n--scale small shrinks a study to minutes on a CPU; the output states how")
     return 0

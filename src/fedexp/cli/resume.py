@@ -33,7 +33,7 @@ def add_parser(subparsers: Any) -> None:
 def run(args: argparse.Namespace) -> int:
     """Continue a run; one on Flower is reopened here, and trained by its app."""
     read = partial(read_spec, args.folder)
-    args.spec = read() if args.ranks is None else args.ranks.first(read)
+    args.spec = read() if args.ranks is None else args.ranks.compute_on_first(read)
     require(not (args.reopen and args.restart), "--reopen and --restart exclude each other")
     if args.spec["engine"] != "flower":
         return train(args)

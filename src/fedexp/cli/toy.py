@@ -1,4 +1,4 @@
-"""`fedexp toy`: the paper's Figure 2, which shows why extrapolation helps."""
+"""`fedexp toy`: the paper's Figure 2, FedAvg and FedExP in two dimensions."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Draw the iterates of the toy problem; print their distance to the optimum."""
-    picture = args.out or Path("toy.png")
-    check_writable(picture)
+    figure = args.out or Path("toy.png")
+    check_writable(figure)
     start = convert(args.start, tuple[float, float], "--start")
     paths = toy_paths(start, args.rounds)
-    save(toy_figure(paths), picture)
+    save(toy_figure(paths), figure)
     shown = sorted({0, *(args.rounds * k // 3 for k in (1, 2, 3))})
     cells = [
         [name, *(f"{path.sq_distance[at]:.2g}" for at in shown), f"{path.loss[-1]:.2g}"]
@@ -39,5 +39,5 @@ def run(args: argparse.Namespace) -> int:
     ]
     print("squared distance to the optimum, by round")
     print(text_table(["", *(f"{at}" for at in shown), "loss at the end"], cells))
-    print(f"wrote {picture}", file=sys.stderr)
+    print(f"wrote {figure}", file=sys.stderr)
     return 0

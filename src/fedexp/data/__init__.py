@@ -1,4 +1,4 @@
-"""Federated data: the container and the partitions."""
+"""Federated data: the container, partitions, transforms and the published data sets."""
 
 from fedexp.data.datasets import load
 from fedexp.data.federation import Batch, Federation

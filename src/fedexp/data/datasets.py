@@ -1,4 +1,4 @@
-"""The data sets by name: `load("cifar10")`, or one function each."""
+"""Published data sets by name: `load("cifar10")`, or one function each."""
 
 from __future__ import annotations
 
@@ -13,16 +13,7 @@ from fedexp.data.federation import Batch
 from fedexp.data.sources import cifar, cinic
 from fedexp.data.sources import emnist as femnist
 from fedexp.data.sources.cache import Arrays, Mapped, cached, without_sources
-from fedexp.data.sources.download import (
-    CIFAR10,
-    CIFAR100,
-    CINIC10,
-    EMNIST,
-    Source,
-    cache_path,
-    data_folder,
-    unpack,
-)
+from fedexp.data.sources.download import Source, cache_path, data_folder, unpack
 from fedexp.data.sources.splits import RawSplits, check_arrays
 from fedexp.errors import UsageError, unknown_name
 
@@ -34,10 +25,10 @@ class Dataset:
     """A data set that can be loaded.
 
     Attributes:
-        source: its archive and its files.
-        locate: the files to be read, of a data folder; none where they are not there.
-        build: the arrays, of these files.
-        natural: whether the data set says which client an example belongs to.
+        source: its official archive.
+        locate: returns the files to read in a data folder; none if they are absent.
+        build: reads the arrays from these files.
+        natural: whether the data set has natural clients.
     """
 
     source: Source
@@ -50,10 +41,10 @@ class Dataset:
         return self.source.name
 
     def load(self, folder: Folder = None) -> RawSplits:
-        """Load the data set: from its cache file if that is up to date, else from its own files.
+        """Load the data set: from its cache file if that is up to date, else from its files.
 
-        The first load converts and writes the cache file. An archive that lies in the data folder
-        is unpacked. A cache file is enough: the files it was made from may be gone.
+        The first load unpacks an archive in the data folder, converts the files and writes the
+        cache file. The cache file alone is enough: the original files may be deleted.
         """
         root = data_folder(folder)
         cache = cache_path(root, self.name)
@@ -80,38 +71,19 @@ class Dataset:
             raise UsageError(f"{error}; {again}") from error
 
 
-def _cifar10_files(root: Path) -> list[Path]:
-    return [file for entry in CIFAR10.files(root) for file in cifar.files10(entry)]
-
-
-def _cifar100_files(root: Path) -> list[Path]:
-    return [file for entry in CIFAR100.files(root) for file in cifar.files100(entry)]
-
-
-def _cinic10_folders(root: Path, splits: tuple[str, ...] = ("train", "test")) -> list[Path]:
-    found = {path.name: path for path in CINIC10.files(root)}
-    return [folder for split in splits if found for folder in cinic.class_folders(found[split])]
-
-
-def _emnist_files(root: Path) -> list[Path]:
-    """The HDF5 files, else LEAF's files in `femnist/`, or in `femnist/data/` as LEAF has them."""
-    leaf = (femnist.leaf_files(root / sub) for sub in ("femnist", "femnist/data"))
-    return EMNIST.files(root) or next((files for files in leaf if files), [])
-
-
 DATASETS = {
     dataset.name: dataset
     for dataset in (
-        Dataset(EMNIST, _emnist_files, femnist.build, natural=True),
-        Dataset(CIFAR10, _cifar10_files, cifar.build10),
-        Dataset(CIFAR100, _cifar100_files, cifar.build100),
-        Dataset(CINIC10, _cinic10_folders, cinic.build),
+        Dataset(femnist.EMNIST, femnist.locate, femnist.build, natural=True),
+        Dataset(cifar.CIFAR10, cifar.locate10, cifar.build10),
+        Dataset(cifar.CIFAR100, cifar.locate100, cifar.build100),
+        Dataset(cinic.CINIC10, cinic.locate, cinic.build),
     )
 }
 
 
 def find(name: str) -> Dataset:
-    """The data set of that name."""
+    """Return the data set of that name."""
     if name not in DATASETS:
         raise unknown_name("data set", name, DATASETS)
     return DATASETS[name]
@@ -123,31 +95,31 @@ def load(name: str, folder: Folder = None) -> RawSplits:
 
 
 def emnist(folder: Folder = None) -> RawSplits:
-    """Federated EMNIST; `emnist().federation()` is the federation of its writers."""
+    """Load federated EMNIST; `emnist().federation()` has one client per writer."""
     return load("emnist", folder)
 
 
 def cifar10(folder: Folder = None) -> RawSplits:
-    """CIFAR-10: 50,000 training and 10,000 test images of 32x32 pixels."""
+    """Load CIFAR-10: 50,000 training and 10,000 test images of 32x32 pixels."""
     return load("cifar10", folder)
 
 
 def cifar100(folder: Folder = None) -> RawSplits:
-    """CIFAR-100 with its fine labels: 50,000 training and 10,000 test images of 32x32 pixels."""
+    """Load CIFAR-100 with fine labels: 50,000 training and 10,000 test images of 32x32 pixels."""
     return load("cifar100", folder)
 
 
 def cinic10(folder: Folder = None) -> RawSplits:
-    """CINIC-10: its official training and test splits, 90,000 images each."""
+    """Load the official training and test splits of CINIC-10, 90,000 images each."""
     return load("cinic10", folder)
 
 
 def cinic10_valid(folder: Folder = None) -> Batch:
-    """The official validation split of CINIC-10, which training and test leave alone."""
+    """Load the official validation split of CINIC-10, which `cinic10` leaves out."""
     root = data_folder(folder)
-    folders = _cinic10_folders(root, ("valid",))
+    folders = cinic.locate(root, ("valid",))
     if not folders:
-        raise CINIC10.missing(root)
+        raise cinic.CINIC10.missing(root)
     cache = cache_path(root, "cinic10-valid")
     arrays = cached(
         cache,

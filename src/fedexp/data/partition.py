@@ -1,7 +1,7 @@
 """Partitions: which client gets which example. Pure functions of their random generator.
 
-Each returns one sorted array of example numbers a client, disjoint and never empty, which
-`Federation.from_parts` takes as it is.
+Each returns one sorted array of example indices per client, disjoint and never empty, for
+`Federation.from_parts`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ Parts = list[NDArray[np.int64]]
 
 
 def iid(examples: int, clients: int, rng: np.random.Generator) -> Parts:
-    """Shuffle, and deal the examples out evenly.
+    """Shuffle the examples and split them evenly.
 
     >>> sorted(len(part) for part in iid(10, 3, np.random.default_rng(0)))
     [3, 3, 4]
@@ -27,16 +27,16 @@ def iid(examples: int, clients: int, rng: np.random.Generator) -> Parts:
 
 
 def by_id(ids: ArrayLike) -> Parts:
-    """One client for each different id, in the order of the ids: the natural partition.
+    """Return one client per distinct id, sorted by id: the natural partition.
 
     >>> [part.tolist() for part in by_id(["mary", "john", "mary"])]
     [[1], [0, 2]]
     """
     ids = _column("ids", ids)
-    require(len(ids) > 0, "there are no ids to make clients of")
+    require(len(ids) > 0, "there are no ids; give one per example")
     try:
         owner = np.unique(ids, return_inverse=True)[1]
-    except TypeError as error:  # nothing says whether None comes before 3
+    except TypeError as error:  # e.g. None and 3
         raise UsageError("ids of different kinds have no order; make them all text") from error
     return _parts(owner, int(owner.max()) + 1)
 
@@ -44,15 +44,15 @@ def by_id(ids: ArrayLike) -> Parts:
 def shards(
     labels: ArrayLike, clients: int, shards_per_client: int, rng: np.random.Generator
 ) -> Parts:
-    """Sort by label, cut into shards, and deal each client a few of them (McMahan et al., 2017).
+    """Sort by label, split into shards, and give each client a few of them (McMahan et al., 2017).
 
-    With 2 shards a client, most clients see examples of two classes only. Shards are of equal
-    size, or differ by one example where the division leaves a rest; all examples are dealt out.
+    With 2 shards per client, most clients see two classes only. Shard sizes differ by at most one
+    example, and all examples are used.
 
     Args:
         labels: the class of each example.
         clients: number of clients.
-        shards_per_client: shards that each client gets, at least 1.
+        shards_per_client: number of shards per client, at least 1.
         rng: shuffles the examples within their class, and the shards.
 
     >>> parts = shards([0, 1, 0, 1, 0, 1], 2, 1, np.random.default_rng(0))
@@ -64,20 +64,20 @@ def shards(
     _check(len(labels), clients, shards_per_client)
     shuffled = rng.permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
-    cut = np.array_split(by_class, clients * shards_per_client)
-    dealt = rng.permutation(len(cut)).reshape(clients, shards_per_client)
-    return [np.sort(np.concatenate([cut[shard] for shard in hand])) for hand in dealt]
+    pieces = np.array_split(by_class, clients * shards_per_client)
+    assigned = rng.permutation(len(pieces)).reshape(clients, shards_per_client)
+    return [np.sort(np.concatenate([pieces[shard] for shard in own])) for own in assigned]
 
 
 def dirichlet(labels: ArrayLike, clients: int, alpha: float, rng: np.random.Generator) -> Parts:
-    """Clients of equal size whose class mix is drawn from Dirichlet(alpha).
+    """Make clients of equal size whose class proportions are drawn from Dirichlet(alpha).
 
-    The smaller alpha, the fewer classes a client sees. Every place at a client draws a class from
-    the client's mix; where a class has run out, the places that drew it draw again among the
-    classes that are left. Each such pass exhausts a class, so it ends after at most as many passes
-    as there are classes (the authors' loop may never end, audit B16).
+    The smaller alpha, the fewer classes a client sees. Each slot of a client draws a class from the
+    client's proportions; if the class is exhausted, the slot draws again among the remaining
+    classes. Each such pass exhausts a class, so there are at most as many passes as classes (the
+    released code's loop may not terminate, docs/paper.md#released-partition).
 
-    Sizes are equal: examples // clients each, and the few that remain are not dealt out.
+    Each client has examples // clients examples; the remainder is unused.
 
     >>> parts = dirichlet([0, 1] * 50, 4, 0.1, np.random.default_rng(0))
     >>> [len(part) for part in parts]
@@ -86,25 +86,25 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, rng: np.random.Gene
     labels = _column("labels", labels)
     _check(len(labels), clients)
     pools = [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
-    mix = _mixes(alpha, clients, len(pools), rng)
+    mix = _proportions(alpha, clients, len(pools), rng)
     size = len(labels) // clients
     owner = rng.permutation(np.repeat(np.arange(clients), size))
-    drawn = _draw_classes(owner, mix, np.array([len(pool) for pool in pools]), rng)
+    drawn = draw_classes(owner, mix, np.array([len(pool) for pool in pools]), rng)
     example = np.empty(len(owner), dtype=np.int64)
     for c, pool in enumerate(pools):
-        places = np.flatnonzero(drawn == c)
-        example[places] = pool[: len(places)]
-    return [np.sort(example[places]) for places in _parts(owner, clients)]
+        slots = np.flatnonzero(drawn == c)
+        example[slots] = pool[: len(slots)]
+    return [np.sort(example[slots]) for slots in _parts(owner, clients)]
 
 
 def dirichlet_unequal(
     labels: ArrayLike, clients: int, alpha: float, rng: np.random.Generator, minimum: int = 1
 ) -> Parts:
-    """Each class is split over the clients by Dirichlet(alpha) proportions; sizes follow.
+    """Split each class over the clients by Dirichlet(alpha) proportions; client sizes vary.
 
-    All examples are dealt out. Clients that are left with fewer than `minimum` get the rest from
-    the others' surplus, drawn at random, so one pass always suffices (drawing all proportions
-    again until every client has enough, as is common, may never end).
+    All examples are used. Clients with fewer than `minimum` examples are topped up at random from
+    the surplus of larger clients in one pass (the common way, drawing all proportions again until
+    every client has enough, may not terminate).
 
     >>> parts = dirichlet_unequal([0, 1] * 50, 4, 0.1, np.random.default_rng(0), minimum=5)
     >>> sum(map(len, parts)), min(map(len, parts)) >= 5
@@ -115,17 +115,17 @@ def dirichlet_unequal(
     _check(len(labels), clients, minimum)
     classes = np.unique(labels)
     owner = np.empty(len(labels), dtype=np.int64)
-    for c, mix in zip(classes, _mixes(alpha, len(classes), clients, rng), strict=True):
+    for c, mix in zip(classes, _proportions(alpha, len(classes), clients, rng), strict=True):
         pool = rng.permutation(np.flatnonzero(labels == c))
         ends = np.rint(np.cumsum(mix) / mix.sum() * len(pool)).astype(np.int64)
         owner[pool] = np.repeat(np.arange(clients), np.diff(ends, prepend=0))
-    return _parts(_topped_up(owner, clients, minimum, rng), clients)
+    return _parts(_top_up(owner, clients, minimum, rng), clients)
 
 
-def _topped_up(
+def _top_up(
     owner: NDArray[np.int64], clients: int, minimum: int, rng: np.random.Generator
 ) -> NDArray[np.int64]:
-    """The owners after clients below the minimum got what they lack from the others' surplus."""
+    """Return the owners after moving surplus examples to clients below the minimum."""
     shuffled = rng.permutation(len(owner))
     surplus = [part[minimum:] for part in _parts(owner[shuffled], clients)]
     spare = rng.permutation(shuffled[np.concatenate(surplus)])
@@ -135,53 +135,55 @@ def _topped_up(
     return owner
 
 
-def _mixes(alpha: float, rows: int, kinds: int, rng: np.random.Generator) -> NDArray[np.float64]:
-    """Rows of proportions from Dirichlet(alpha), for any alpha > 0.
+def _proportions(
+    alpha: float, rows: int, columns: int, rng: np.random.Generator
+) -> NDArray[np.float64]:
+    """Draw rows of proportions from Dirichlet(alpha), for any alpha > 0.
 
-    At the far ends the sampler may divide zero by zero or infinity by infinity, so the limits are
-    written out: all of one kind for alpha to 0, an even mix for alpha to infinity.
+    For extreme alpha the sampler computes 0/0 or inf/inf, so the limits are explicit: one-hot rows
+    for alpha to 0, uniform rows for alpha to infinity.
     """
     require(alpha > 0, f"alpha must be positive, not {alpha}")
     if alpha > 1e100:
-        return np.full((rows, kinds), 1 / kinds)
-    mixes = rng.dirichlet(np.full(kinds, alpha), size=rows)
-    broken = ~np.isclose(mixes.sum(axis=1), 1)
-    mixes[broken] = np.eye(kinds)[rng.integers(kinds, size=np.count_nonzero(broken))]
-    return mixes
+        return np.full((rows, columns), 1 / columns)
+    drawn = rng.dirichlet(np.full(columns, alpha), size=rows)
+    broken = ~np.isclose(drawn.sum(axis=1), 1)
+    drawn[broken] = np.eye(columns)[rng.integers(columns, size=np.count_nonzero(broken))]
+    return drawn
 
 
-def _draw_classes(
+def draw_classes(
     owner: NDArray[np.int64],
     mix: NDArray[np.float64],
     left: NDArray[np.int64],
     rng: np.random.Generator,
 ) -> NDArray[np.int64]:
-    """A class for every place, no class more often than it has examples."""
+    """Draw a class for each slot, no class more often than it has examples left."""
     drawn = np.full(len(owner), -1)
-    while (open_places := np.flatnonzero(drawn < 0)).size:
-        odds = _over_remaining(mix, left)
-        cumulative = np.cumsum(odds, axis=1)[owner[open_places]]
-        ticket = rng.random(len(open_places)) * cumulative[:, -1]
-        choice = (ticket[:, None] >= cumulative).sum(axis=1)
+    while (undecided := np.flatnonzero(drawn < 0)).size:
+        odds = _remaining_odds(mix, left)
+        cumulative = np.cumsum(odds, axis=1)[owner[undecided]]
+        uniform = rng.random(len(undecided)) * cumulative[:, -1]
+        choice = (uniform[:, None] >= cumulative).sum(axis=1)
         for c in range(len(left)):
-            granted = open_places[choice == c][: left[c]]
+            granted = undecided[choice == c][: left[c]]
             drawn[granted] = c
             left[c] -= len(granted)
     return drawn
 
 
-def _over_remaining(mix: NDArray[np.float64], left: NDArray[np.int64]) -> NDArray[np.float64]:
-    """Class odds among the classes that are left; a client with none of them takes any."""
-    # Scaled up by a power of two, which is exact: the tiny odds of a tiny alpha would else be
-    # subnormal, and a ticket drawn from them could round to no class at all.
+def _remaining_odds(mix: NDArray[np.float64], left: NDArray[np.int64]) -> NDArray[np.float64]:
+    """Return odds among the remaining classes; a client that has none of them takes any."""
+    # Scaled by a power of two, which is exact: the odds of a tiny alpha would otherwise be
+    # subnormal, and a draw from them could round to no class at all.
     odds = np.ldexp(mix * (left > 0), 1000)
-    nothing_left = odds.sum(axis=1) <= 0
-    odds[nothing_left] = left
+    exhausted = odds.sum(axis=1) <= 0
+    odds[exhausted] = left
     return odds
 
 
 def _parts(owner: NDArray[np.int64], clients: int) -> Parts:
-    """The positions of each client's entries, in increasing order."""
+    """Return the indices that each client owns, in increasing order."""
     order = np.argsort(owner, kind="stable")
     return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
 
@@ -189,9 +191,9 @@ def _parts(owner: NDArray[np.int64], clients: int) -> Parts:
 def _column(name: str, values: ArrayLike) -> NDArray[Any]:
     try:
         column = np.asarray(values)
-    except ValueError as error:  # numpy's word for lists of different lengths
-        raise UsageError(f"{name} must be one value an example, not lists") from error
-    require(column.ndim == 1, f"{name} must be one value an example, not {column.shape}")
+    except ValueError as error:  # lists of different lengths
+        raise UsageError(f"{name} must be one value per example, not lists") from error
+    require(column.ndim == 1, f"{name} must be one value per example, not {column.shape}")
     return column
 
 

@@ -1,4 +1,4 @@
-"""What a federation looks like: how many examples of which class each client has."""
+"""Summaries of a federation: examples per client and class, as text and as a figure."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from numpy.typing import NDArray
 from fedexp.data.federation import Federation
 from fedexp.errors import UsageError
 
-SHADES = " .:-=+*#%@"  # plain characters, so that any terminal and any log can show them
+SHADES = " .:-=+*#%@"  # ASCII, for any terminal and log
 TEXT_CLIENTS = 100
 TEXT_ROWS = 20
-BUBBLES = 100  # clients beyond which bubbles would overlap, and a heat map is drawn instead
+BUBBLES = 100  # clients above which bubbles would overlap, and a heat map is drawn instead
 
 Counts = NDArray[np.int64]
 
 
 def class_counts(federation: Federation, classes: int) -> Counts:
-    """The number of examples of each client (row) in each class (column)."""
+    """Return the number of examples per client (row) and class (column)."""
     labels = federation.fields["y"].numpy()
     owner = np.repeat(np.arange(federation.clients), federation.sizes)
     flat = np.bincount(owner * classes + labels, minlength=federation.clients * classes)
@@ -28,7 +28,7 @@ def class_counts(federation: Federation, classes: int) -> Counts:
 
 
 def describe(counts: Counts) -> list[str]:
-    """The figures of a federation, one a line.
+    """Return summary statistics of a federation, one per line.
 
     >>> print(*describe(np.array([[3, 0], [1, 1]])), sep="\\n")
     clients             2
@@ -49,27 +49,27 @@ def describe(counts: Counts) -> list[str]:
     return [f"{name:<20}{value}" for name, value in values.items()]
 
 
-def text_picture(counts: Counts) -> list[str]:
-    """Clients from left to right, classes from top to bottom; the darker, the more examples.
+def text_heat_map(counts: Counts) -> list[str]:
+    """Return a text heat map: one column per client, one line per class or group of classes.
 
-    At most 100 clients are shown, and of many classes some share a line.
+    At most 100 clients are shown. A darker character means more examples.
 
-    >>> print(*text_picture(np.array([[9, 0], [0, 9], [5, 4]])), sep="\\n")
+    >>> print(*text_heat_map(np.array([[9, 0], [0, 9], [5, 4]])), sep="\\n")
      0 |@ +|
      1 | @=|
     """
-    together = -(-counts.shape[1] // TEXT_ROWS)
-    starts = np.arange(0, counts.shape[1], together)
+    per_line = -(-counts.shape[1] // TEXT_ROWS)
+    starts = np.arange(0, counts.shape[1], per_line)
     grouped = np.add.reduceat(counts[:TEXT_CLIENTS], starts, axis=1)
     share = grouped / max(1, grouped.max())
-    # A class that a client has at all is never left blank.
+    # A class that occurs at a client is never blank.
     shade = np.ceil(share * (len(SHADES) - 1)).astype(int)
     lines = ("".join(SHADES[level] for level in row) for row in shade.T)
     return [f"{start:>2} |{line}|" for start, line in zip(starts, lines, strict=True)]
 
 
 def draw(counts: Counts, path: Path, title: str) -> None:
-    """Draw clients x classes to a picture file; the file's ending says in which format."""
+    """Draw clients x classes to an image file, in the format of its suffix."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -78,7 +78,7 @@ def draw(counts: Counts, path: Path, title: str) -> None:
     height = min(12.0, 2 + 0.22 * classes)
     figure = Figure(figsize=(12, height), layout="constrained")
     axes = figure.add_subplot()
-    (_bubbles if clients <= BUBBLES else _heat)(axes, counts)
+    (_bubbles if clients <= BUBBLES else _heat_map)(axes, counts)
     axes.set(title=title, xlabel="client", ylabel="class")
     try:
         figure.savefig(path, dpi=120)
@@ -93,7 +93,7 @@ def _bubbles(axes: Any, counts: Counts) -> None:
     axes.set(xlim=(-1, len(counts)), ylim=(counts.shape[1] - 0.4, -0.6))
 
 
-def _heat(axes: Any, counts: Counts) -> None:
+def _heat_map(axes: Any, counts: Counts) -> None:
     share = counts / counts.sum(axis=1, keepdims=True)
     image = axes.imshow(share.T, aspect="auto", interpolation="nearest", cmap="magma_r")
     axes.figure.colorbar(image, label="share of the client's examples")

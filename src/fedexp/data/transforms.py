@@ -1,6 +1,7 @@
-"""What happens to a batch between the federation and the model.
+"""Transforms of batches between federation and model: normalisation and data augmentation.
 
-`Images`: bytes to normalised floats, with random crops and flips, where the batch lives.
+`Transform` is the protocol that engines call; `Images` implements it for uint8 images, with random
+crops and flips computed on the device of the batch.
 """
 
 from __future__ import annotations
@@ -19,27 +20,27 @@ from fedexp.errors import require
 
 
 class Transform(Protocol):
-    """A pure change of a batch, e.g. bytes to normalised floats, and random augmentation.
+    """A pure function of a batch and random draws, e.g. normalisation with augmentation.
 
-    Its randomness is drawn on the host and applied where the batch lives. Each (seed, round,
-    client) has one generator, and the engine calls `draw` with it step after step, so augmentation
+    Random numbers are drawn on the host and applied on the device of the batch. Each (seed, round,
+    client) has one generator, and the engine calls `draw` with it step by step, so augmentation
     does not depend on the engine or the device.
     """
 
     def draw(self, rng: np.random.Generator, examples: int) -> Any:
-        """The random numbers for the examples of one step; None where there are none."""
+        """Return the random numbers for the examples of one step, or None if there are none."""
         ...
 
     def draw_steps(self, rng: np.random.Generator, examples: NDArray[np.int64]) -> Any:
-        """What `draw` gives for one step after another, joined along the examples; or None."""
+        """Return the concatenation of `draw` over several steps, along the examples; or None."""
         ...
 
     def train(self, batch: Batch, draws: Any) -> Batch:
-        """The batch as the model sees it in training."""
+        """Return the batch as the model sees it in training."""
         ...
 
     def evaluate(self, batch: Batch) -> Batch:
-        """The batch as the model sees it in evaluation."""
+        """Return the batch as the model sees it in evaluation."""
         ...
 
 
@@ -48,19 +49,19 @@ Augment = Literal["example", "batch"]
 
 @dataclass(frozen=True)
 class Images:
-    """A `Transform` for images of bytes, [..., C, H, W]: (x / 255 - mean) / std.
+    """A `Transform` for uint8 images [..., C, H, W]: (x / 255 - mean) / std.
 
-    In training an image is also moved by up to `pad` pixels each way and flipped left to right in
-    half of the cases. What moves in from outside is zero AFTER normalisation, that is, of the
-    mean colour, as in the authors' code, which crops what is already normalised.
+    In training, images are also shifted by up to `pad` pixels in each direction and flipped
+    horizontally with probability 1/2. Padding is zero AFTER normalisation, that is, the mean
+    colour, as in the released code, which crops normalised images.
 
     Args:
         mean: mean of each channel, with pixels in [0, 1].
         std: standard deviation of each channel, > 0.
-        augment: "example" decides for each example; "batch" once for all examples of a step, as
-            the authors' code does (audit B13); None leaves the images as they are.
-        pad: the largest move, in pixels.
-        flip: whether to flip at all.
+        augment: "example" draws per example; "batch" once for all examples of a step, as the
+            released code does (docs/paper.md#released-augmentation); None turns augmentation off.
+        pad: the largest shift, in pixels.
+        flip: whether to flip.
 
     >>> images = Images(mean=(0.5,), std=(0.5,), augment=None)
     >>> images.evaluate({"x": torch.tensor([[[[0, 255]]]], dtype=torch.uint8)})["x"].tolist()
@@ -76,7 +77,7 @@ class Images:
     def __post_init__(self) -> None:
         require(
             len(self.mean) == len(self.std) > 0,
-            f"mean and std need a number for each channel, not {self.mean} and {self.std}",
+            f"mean and std need one number per channel, not {self.mean} and {self.std}",
         )
         require(min(self.std) > 0, f"std must be positive, not {self.std}")
         known = (*get_args(Augment), None)
@@ -84,7 +85,7 @@ class Images:
         require(self.pad >= 0, f"pad must not be negative, but is {self.pad}")
 
     def draw(self, rng: np.random.Generator, examples: int) -> NDArray[np.int64] | None:
-        """A row (dy, dx, flip) for each example: where the crop begins in the padded image.
+        """Return one row (dy, dx, flip) per example: the crop's origin in the padded image.
 
         >>> Images((0.5,), (0.5,), "batch").draw(np.random.default_rng(0), examples=2).tolist()
         [[7, 5, 1], [7, 5, 1]]
@@ -94,36 +95,36 @@ class Images:
     def draw_steps(
         self, rng: np.random.Generator, examples: NDArray[np.int64]
     ) -> NDArray[np.int64] | None:
-        """What `draw` gives step after step, in one go: a row for each example of all steps."""
+        """Return the rows that `draw` returns step by step, for all steps at once."""
         if self.augment is None:
             return None
-        moves = 2 * self.pad + 1
+        shifts = 2 * self.pad + 1
         each = self.augment == "example"
         decisions = int(examples.sum()) if each else len(examples)
-        drawn = rng.integers([moves, moves, 1 + self.flip], size=(decisions, 3))
+        drawn = rng.integers([shifts, shifts, 1 + self.flip], size=(decisions, 3))
         return drawn if each else np.repeat(drawn, examples, axis=0)
 
     def train(self, batch: Batch, draws: NDArray[np.int64] | Tensor | None) -> Batch:
-        """The batch with `x` normalised, cropped and flipped by `draws`, [..., 3]."""
-        x = self._checked(batch["x"])
+        """Return the batch with `x` normalised, cropped and flipped by `draws`, [..., 3]."""
+        x = self._check(batch["x"])
         if draws is None:
-            return {**batch, "x": self._normalised(x)}
+            return {**batch, "x": self._normalise(x)}
         decisions = torch.as_tensor(draws, device=x.device)
         require(
             decisions.shape == (*x.shape[:-3], 3),
             f"draws of shape {list(decisions.shape)} do not fit images of {list(x.shape)}",
         )
-        source, inside = self._source(decisions, *x.shape[-2:])
+        source, inside = self._source_pixels(decisions, *x.shape[-2:])
         pixels = x.flatten(-2).gather(-1, source.expand(*x.shape[:-2], -1)).view(x.shape)
         inside = inside.view(*x.shape[:-3], 1, *x.shape[-2:])
-        return {**batch, "x": self._normalised(pixels).masked_fill(~inside, 0.0)}
+        return {**batch, "x": self._normalise(pixels).masked_fill(~inside, 0.0)}
 
     def evaluate(self, batch: Batch) -> Batch:
-        """The batch with `x` normalised."""
-        return {**batch, "x": self._normalised(self._checked(batch["x"]))}
+        """Return the batch with `x` normalised."""
+        return {**batch, "x": self._normalise(self._check(batch["x"]))}
 
-    def _source(self, draws: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
-        """For each pixel of the result, which pixel it comes from and whether there is one.
+    def _source_pixels(self, draws: Tensor, height: int, width: int) -> tuple[Tensor, Tensor]:
+        """Return, for each output pixel, the index of its source pixel and whether there is one.
 
         Both have shape [..., 1, height * width].
         """
@@ -136,25 +137,25 @@ class Images:
         source = row.clamp(0, height - 1) * width + column.clamp(0, width - 1)
         return source.flatten(-2)[..., None, :], inside.flatten(-2)[..., None, :]
 
-    def _checked(self, x: Tensor) -> Tensor:
+    def _check(self, x: Tensor) -> Tensor:
         require(
             x.dtype == torch.uint8 and x.ndim >= 4 and x.shape[-3] == len(self.mean),
             f"expected images of uint8 of shape [N, {len(self.mean)}, H, W], not "
-            f"{str(x.dtype).removeprefix('torch.')} of {list(x.shape)}; keep pixels as bytes, "
-            "channels before rows",
+            f"{str(x.dtype).removeprefix('torch.')} of {list(x.shape)}; give pixels as uint8, "
+            "channels first",
         )
         return x
 
-    def _normalised(self, x: Tensor) -> Tensor:
-        centre, spread = _per_channel(tuple(self.mean), tuple(self.std), x.device)
-        return (x - centre) / spread
+    def _normalise(self, x: Tensor) -> Tensor:
+        centre, scale = _per_channel(tuple(self.mean), tuple(self.std), x.device)
+        return (x - centre) / scale
 
 
 @lru_cache(maxsize=32)
 def _per_channel(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Mean and deviation in bytes, kept on the device: a copy at every step would make it wait."""
+    """Return mean and std times 255, cached on the device to avoid a copy per step."""
     rows = 255 * torch.tensor([mean, std], dtype=torch.float64)
-    centre, spread = rows.to(device, torch.float32)[:, :, None, None]
-    return centre, spread
+    centre, scale = rows.to(device, torch.float32)[:, :, None, None]
+    return centre, scale

@@ -1,7 +1,4 @@
-"""Distributed runs: the cohort is sharded over processes, one all-reduce joins the sums.
-
-Nothing else in the package knows about ranks.
-"""
+"""Distributed runs: each rank trains a shard of the cohort, and one all-reduce adds the sums."""
 
 from typing import Any
 

@@ -1,7 +1,14 @@
-"""How a job ends that cannot go on: one line for all ranks, from whoever knows most.
+"""Failure handling: exactly one rank reports the cause, and no rank hangs.
 
-A rank that ends for a reason of its own leaves it in the store, and raises the alarm. All ranks
-that live answer it, even those that wait for a rank that is gone, so the others must be dead.
+torchrun notices a dead process, sends SIGTERM to the others, kills them after 30 seconds and prints
+its own multi-line report. It does not tell the surviving ranks which rank failed or why, and a rank
+that is blocked in an NCCL kernel runs no Python signal handler. So each rank runs a monitor thread,
+and ranks exchange a few keys through the job's store, which torchrun hosts and which survives them:
+
+- a rank that fails writes its reason under `ENDED` and sets `FAILED`;
+- each monitor answers `FAILED` (or `PING`) by writing `ALIVE`, so a rank without answer is dead;
+- the rank that knows the cause claims `REPORTER` and prints one line; all others stay silent;
+- a rank that is still blocked `EXIT_TIMEOUT` seconds after `FAILED` is ended by its monitor.
 """
 
 from __future__ import annotations
@@ -17,165 +24,145 @@ from contextlib import contextmanager, suppress
 
 from fedexp.distributed.group import Ranks
 
-LOOK = 0.25  # seconds between looks at the store
-PATIENCE = 3.0  # for the other ranks to answer
-GRACE = 10.0  # for a rank to end by itself
-ALARM, CALL, SPOKEN = "fedexp/alarm", "fedexp/call", "fedexp/spoken"
-ENDED, ALIVE, LEFT = "fedexp/ended/{}", "fedexp/alive/{}", "fedexp/left/{}"
+POLL_INTERVAL = 0.25  # seconds between reads of the store
+REPLY_TIMEOUT = 3.0  # seconds for other ranks to answer
+EXIT_TIMEOUT = 10.0  # seconds for a rank to end by itself
+FAILED, PING, REPORTER = "fedexp/failed", "fedexp/ping", "fedexp/reporter"
+ENDED, ALIVE, DONE = "fedexp/ended/{}", "fedexp/alive/{}", "fedexp/done/{}"
 REMEDY = (
-    "start the same command again, with any number of ranks: runs that are kept go on from their "
-    "last checkpoint"
+    "start the same command again, with any number of ranks: stored runs resume from their last "
+    "checkpoint"
 )
 
 
 @contextmanager
-def watched(among: Ranks) -> Iterator[None]:
-    """In this block the rank answers alarms, and ends soon after one wherever it is stuck.
-
-    Only from the main thread, since signals are listened for.
-    """
-    over = threading.Event()
-    with _signals() as heard:
-        watch = threading.Thread(target=_watch, args=(among, over, heard), daemon=True)
-        watch.start()
+def monitored(ranks: Ranks) -> Iterator[None]:
+    """Run the monitor thread during the block; for the main thread, as it listens for signals."""
+    finished = threading.Event()
+    with _signal_socket() as signals:
+        monitor = threading.Thread(target=_monitor, args=(ranks, finished, signals), daemon=True)
+        monitor.start()
         try:
             yield
             with suppress(RuntimeError):
-                among.store.set(LEFT.format(among.rank), "")  # in good order: not missing
+                ranks.store.set(DONE.format(ranks.rank), "")
         finally:
-            over.set()
-            watch.join(PATIENCE)  # at the end of the process it must not be at work in the store
+            finished.set()
+            monitor.join(REPLY_TIMEOUT)  # it must not use the store while the process exits
 
 
 @contextmanager
-def _signals() -> Iterator[socket.socket]:
-    """Where the numbers of signals arrive at once, even while the main thread waits for a GPU."""
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        ours.setblocking(False)
-        theirs.setblocking(False)
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+def _signal_socket() -> Iterator[socket.socket]:
+    """Yield a socket that receives signal numbers even while the main thread is blocked in C."""
+    reader, writer = socket.socketpair()
+    with reader, writer:
+        reader.setblocking(False)
+        writer.setblocking(False)
+        before = signal.set_wakeup_fd(writer.fileno(), warn_on_full_buffer=False)
         try:
-            yield ours
+            yield reader
         finally:
             signal.set_wakeup_fd(before)
 
 
-def _watch(among: Ranks, over: threading.Event, heard: socket.socket) -> None:
+def _monitor(ranks: Ranks, finished: threading.Event, signals: socket.socket) -> None:
+    """Answer other ranks; after a failure, end this process if it does not end by itself."""
     try:
-        while not among.store.check([ALARM]):
-            if _asked_to_end(heard):
-                _answer(among)  # before others ask: it may take as long as they are patient
-                if not over.wait(PATIENCE) and another_failed(among):
+        while not ranks.store.check([FAILED]):
+            if _got_sigterm(signals):  # from torchrun: a rank has died, or the user stops the job
+                _answer(ranks)
+                if not finished.wait(REPLY_TIMEOUT) and another_failed(ranks):
                     break
-            if among.store.check([CALL]):
-                _answer(among)
-            if over.wait(LOOK):
+            if ranks.store.check([PING]):
+                _answer(ranks)
+            if finished.wait(POLL_INTERVAL):
                 return
-        _answer(among)
-    except RuntimeError:  # the store is gone, and torchrun or the first rank with it
+        _answer(ranks)
+    except RuntimeError:  # the store is gone, and torchrun with it
         pass
-    if over.wait(GRACE):
+    if finished.wait(EXIT_TIMEOUT):
         return
-    if (line := last_words(among, None)) is not None:
+    if (line := failure_report(ranks, None)) is not None:
         print(f"fedexp: error: {line}", file=sys.__stderr__, flush=True)
     os._exit(1)
 
 
-def _asked_to_end(heard: socket.socket) -> bool:
-    """torchrun asks so when a rank has died, which those that wait for NCCL do not notice."""
-    with suppress(OSError):  # none has come
-        return signal.SIGTERM in heard.recv(4096)
+def _got_sigterm(signals: socket.socket) -> bool:
+    with suppress(OSError):  # none has arrived
+        return signal.SIGTERM in signals.recv(4096)
     return False
 
 
-def _answer(among: Ranks) -> None:
-    among.store.set(ALIVE.format(among.rank), "")
+def _answer(ranks: Ranks) -> None:
+    ranks.store.set(ALIVE.format(ranks.rank), "")
 
 
-def last_words(among: Ranks, reason: str | None) -> str | None:
-    """The line that this rank has to print; None where another rank says it, or has said it.
+def failure_report(ranks: Ranks, reason: str | None) -> str | None:
+    """Return the line that this rank must print, or None if another rank reports the failure.
 
-    A mistake of the user's is made on all ranks, and the first tells of it. What befalls one rank
-    alone is told by that rank, and a rank that was killed is told of by one that misses it.
+    An error on all ranks, such as a usage error, is reported by rank 0. An error on one rank is
+    reported by that rank, and a rank that was killed by one that finds it missing.
 
     Args:
-        among: the ranks.
-        reason: why this rank ends; None where it ends because of others or was interrupted.
+        ranks: the ranks of the job.
+        reason: why this rank ends; None if it was interrupted or has lost another rank.
     """
     try:
-        among.store.set(ENDED.format(among.rank), reason or "")
-        among.store.set(ALARM, "")
-        line = _own(among, reason) if reason else _of_others(among)
-        return line if line and _claims(among) else None
-    except RuntimeError:  # as above
-        return f"torchrun, or the first rank, ended; {REMEDY}" if among.rank <= 1 else None
+        ranks.store.set(ENDED.format(ranks.rank), reason or "")
+        ranks.store.set(FAILED, "")
+        line = _own_failure(ranks, reason) if reason else _other_failure(ranks)
+        return line if line and _claim_report(ranks) else None
+    except RuntimeError:  # the store is gone
+        return f"torchrun, or the first rank, ended; {REMEDY}" if ranks.rank <= 1 else None
 
 
-def see_others_off(among: Ranks) -> None:
-    """Let the others end before the first rank does, where their store would end with it."""
-    if among.is_first and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        _waited_for(among, list(range(among.world)), (ENDED,))
-        time.sleep(2 * LOOK)  # they may still be reading
-
-
-def another_failed(among: Ranks) -> bool:
-    """Whether a rank has failed or is dead; for one that is asked to stop and wonders why."""
+def another_failed(ranks: Ranks) -> bool:
+    """Return whether any rank has failed or is dead; after a SIGTERM, which has either cause."""
     try:
-        among.store.set(CALL, "")
-        _answer(among)
-        return bool(among.store.check([ALARM])) or bool(_missing(among))
+        ranks.store.set(PING, "")
+        _answer(ranks)
+        return bool(ranks.store.check([FAILED])) or bool(_missing(ranks))
     except RuntimeError:
         return True
 
 
-def record_for_torchrun(error: Exception) -> None:
-    """Let torchrun's own report show what nobody expected, with its traceback."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        get_error_handler().record_exception(error)
-
-
-def _own(among: Ranks, reason: str) -> str | None:
-    if among.is_first:
+def _own_failure(ranks: Ranks, reason: str) -> str | None:
+    if ranks.is_first:
         return reason
-    # the first rank may be about to say the same
-    first_speaks = _waited_for(among, [0], (ENDED,))
-    return None if first_speaks else f"rank {among.rank}: {reason}"
+    # if rank 0 ends as well, it met the same error and reports it
+    return None if _wait_for(ranks, [0], (ENDED,)) else f"rank {ranks.rank}: {reason}"
 
 
-def _of_others(among: Ranks) -> str | None:
-    everyone = list(range(among.world))
-    if missing := _missing(among):
+def _other_failure(ranks: Ranks) -> str | None:
+    if missing := _missing(ranks):
         names = f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}"
-        return f"{names} ended without a word (killed, or out of memory); {REMEDY}"
-    ended = [rank for rank in everyone if among.store.check([ENDED.format(rank)])]
-    reasons = ((rank, among.store.get(ENDED.format(rank)).decode()) for rank in ended)
-    if told := next((f"rank {rank}: {reason}" for rank, reason in reasons if reason), None):
-        return told
-    _waited_for(among, [0], (ENDED, LEFT))
-    left = among.store.check([LEFT.format(0)])  # the first was stopped, and has said so
-    return None if left else "interrupted"
+        return f"{names} died without an error message (killed, or out of memory); {REMEDY}"
+    for rank in range(ranks.world_size):
+        key = ENDED.format(rank)
+        if ranks.store.check([key]) and (reason := ranks.store.get(key).decode()):
+            return f"rank {rank}: {reason}"
+    _wait_for(ranks, [0], (ENDED, DONE))
+    stopped = ranks.store.check([DONE.format(0)])  # rank 0 was stopped, and has reported that
+    return None if stopped else "interrupted"
 
 
-def _missing(among: Ranks) -> list[int]:
-    """The ranks that do not answer."""
-    everyone = list(range(among.world))
-    return sorted(set(everyone) - set(_waited_for(among, everyone, (ENDED, ALIVE, LEFT))))
+def _missing(ranks: Ranks) -> list[int]:
+    """Return the ranks that do not answer."""
+    everyone = list(range(ranks.world_size))
+    return sorted(set(everyone) - set(_wait_for(ranks, everyone, (ENDED, ALIVE, DONE))))
 
 
-def _waited_for(among: Ranks, wanted: list[int], signs: tuple[str, ...]) -> list[int]:
-    """Those of the wanted ranks that give a sign, once all do or patience is at its end."""
-    deadline = time.monotonic() + PATIENCE
+def _wait_for(ranks: Ranks, wanted: list[int], keys: tuple[str, ...]) -> list[int]:
+    """Return the wanted ranks that have set one of the keys, as soon as all have or time is up."""
+    deadline = time.monotonic() + REPLY_TIMEOUT
     while True:
-        found = [r for r in wanted if any(among.store.check([sign.format(r)]) for sign in signs)]
+        found = [r for r in wanted if any(ranks.store.check([key.format(r)]) for key in keys)]
         if found == wanted or time.monotonic() > deadline:
             return found
-        time.sleep(LOOK / 5)
+        time.sleep(POLL_INTERVAL / 5)
 
 
-def _claims(among: Ranks) -> bool:
-    """Whether this rank is the first that wants to speak."""
-    mine = str(among.rank)
-    return bool(among.store.compare_set(SPOKEN, "", mine).decode() == mine)
+def _claim_report(ranks: Ranks) -> bool:
+    """Return whether this rank is the first to claim the report."""
+    own = str(ranks.rank)
+    return bool(ranks.store.compare_set(REPORTER, "", own).decode() == own)

@@ -1,4 +1,10 @@
-"""`Ranks`: the processes of one job, as torchrun starts them, and what they say to each other."""
+"""The ranks of a torchrun job: joining the process group, and collectives over it.
+
+`ranks()` joins the job on its first call and returns a `Ranks`: the rank of this process, the world
+size, and the collectives that the package uses. Tensors go over NCCL (GPU) or Gloo (CPU), Python
+objects always over Gloo. A collective that fails means that another rank has ended: it raises
+`RankLostError`.
+"""
 
 from __future__ import annotations
 
@@ -13,195 +19,221 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fedexp.errors import FedExPError, UsageError, require
+from fedexp.errors import FedExPError, UsageError, require, warn_deprecated
 
 T = TypeVar("T")
 
-FORCED = "FEDEXP_FORCE_RANKS"  # not empty: even a single rank sends its sums to itself
+FORCED = "FEDEXP_FORCE_RANKS"  # if set, a single rank takes the distributed code path, for tests
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
-# A rank that dies is noticed at once, by its connections and by torchrun; only one that is stuck
-# is waited for. Between rounds, ranks may wait for one that has other work.
-JOINING, SLOW_ROUND, LONG_WORK = timedelta(minutes=15), timedelta(hours=1), timedelta(days=7)
+# Torchrun and closed connections reveal a dead rank at once; timeouts only catch one that is stuck.
+# Collectives on objects wait longer: between rounds a rank may have other work.
+INIT_TIMEOUT = timedelta(minutes=15)
+TENSOR_TIMEOUT = timedelta(hours=1)
+OBJECT_TIMEOUT = timedelta(days=7)
 
 
 class RankLostError(FedExPError):
-    """Another rank has ended, so that this one cannot go on."""
+    """Another rank has ended, so this one cannot continue."""
 
 
 @dataclass(frozen=True, eq=False)
 class Ranks:
-    """The ranks of a job and this process among them. All of them make the same calls.
+    """The process group of a job, seen from one rank. All ranks must make the same calls.
 
     Attributes:
         rank: this process, counted from 0.
-        world: how many there are.
-        local_rank: this process among those of its machine.
-        device: where it trains if it is asked for a GPU: its own, or the CPU where it has none.
-        store: a few words under names, which outlive a rank that ends.
-        talk: the group for objects and for waiting.
+        world_size: number of ranks.
+        local_rank: this process among the ranks of its machine.
+        device: the rank's own GPU, or the CPU if it has none.
+        store: the key-value store of the job; it outlives a rank that ends.
+        gloo_group: process group for Python objects and barriers.
     """
 
     rank: int
-    world: int
+    world_size: int
     local_rank: int
     device: torch.device
     store: Any = field(repr=False)
-    talk: Any = field(repr=False)
+    gloo_group: Any = field(repr=False)
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that prints and writes."""
+        """Whether this is rank 0, which prints and writes."""
         return self.rank == 0
 
-    def sum(self, tensor: Tensor) -> Tensor:
-        """The sum of everyone's tensor, the same bits on every rank; it is written to `tensor`."""
-        _asked(lambda: torch.distributed.all_reduce(tensor))
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over all ranks in place, and return it; bitwise equal on every rank."""
+        _collective(lambda: torch.distributed.all_reduce(tensor))
         return tensor
 
-    def rows(self, tensor: Tensor) -> list[Tensor]:
-        """Everyone's tensor, by rank; all of one shape and type."""
-        found = [torch.empty_like(tensor) for _ in range(self.world)]
-        _asked(lambda: torch.distributed.all_gather(found, tensor))
-        return found
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks, by rank; shapes and dtypes must be equal."""
+        gathered = [torch.empty_like(tensor) for _ in range(self.world_size)]
+        _collective(lambda: torch.distributed.all_gather(gathered, tensor))
+        return gathered
 
-    def gather(self, value: T) -> list[T]:
-        """Everyone's value, by rank, on every rank; anything that can be pickled."""
-        found: list[Any] = [None] * self.world
-        _asked(lambda: torch.distributed.all_gather_object(found, value, group=self.talk))
-        return found
+    def all_gather_object(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank; any value that can be pickled."""
+        gathered: list[Any] = [None] * self.world_size
+        group = self.gloo_group
+        _collective(lambda: torch.distributed.all_gather_object(gathered, value, group=group))
+        return gathered
 
     def broadcast(self, value: T) -> T:
-        """The first rank's value, on every rank; what others pass is not looked at."""
+        """Return rank 0's value on every rank; the values of other ranks are ignored."""
         held: list[Any] = [value if self.is_first else None]
-        _asked(lambda: torch.distributed.broadcast_object_list(held, src=0, group=self.talk))
+        group = self.gloo_group
+        _collective(lambda: torch.distributed.broadcast_object_list(held, src=0, group=group))
         return value if self.is_first else held[0]
 
-    def first(self, compute: Callable[[], T]) -> T:
-        """What the first rank computes, on every rank; or the `FedExPError` that it meets."""
-        found: T | FedExPError | None = None
-        if self.is_first:
-            try:
-                found = compute()
-            except FedExPError as error:
-                found = error
-        found = self.broadcast(found)
-        if isinstance(found, FedExPError):
-            raise found
-        return cast(T, found)
-
     def receive(self) -> Any:
-        """What the first rank passes to `broadcast`; for the others."""
+        """Return the value that rank 0 broadcasts; for the other ranks."""
         return self.broadcast(None)
 
+    def compute_on_first(self, compute: Callable[[], T]) -> T:
+        """Return what `compute` returns on rank 0, or raise its `FedExPError`, on every rank."""
+        result: T | FedExPError | None = None
+        if self.is_first:
+            try:
+                result = compute()
+            except FedExPError as error:
+                result = error
+        result = self.broadcast(result)
+        if isinstance(result, FedExPError):
+            raise result
+        return cast(T, result)
+
     def barrier(self) -> None:
-        """Wait until all ranks are here, for as long as they need; a signal is heard meanwhile."""
-        here = torch.zeros(1)
-        waiting = _asked(lambda: torch.distributed.all_reduce(here, group=self.talk, async_op=True))
-        pause = 1e-4
-        while not waiting.is_completed():
+        """Wait until all ranks have called this; Python signal handlers run meanwhile."""
+        token, group = torch.zeros(1), self.gloo_group
+        work = _collective(lambda: torch.distributed.all_reduce(token, group=group, async_op=True))
+        pause = 1e-4  # seconds
+        while not work.is_completed():
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
-        _asked(waiting.wait)
+        _collective(work.wait)
 
+    @property
+    def world(self) -> int:
+        """Deprecated: use `world_size`."""
+        warn_deprecated("Ranks.world", "Ranks.world_size")
+        return self.world_size
 
-def launched() -> tuple[int, int] | None:
-    """This rank and the number of ranks, where torchrun has started more than one process."""
-    if not all(os.environ.get(name) for name in VARIABLES):
-        return None
-    try:
-        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    except ValueError:
-        raise UsageError("RANK and WORLD_SIZE must be numbers; start with torchrun") from None
-    return (rank, world) if world > 1 or os.environ.get(FORCED) else None
+    def sum(self, tensor: Tensor) -> Tensor:
+        """Deprecated: use `all_reduce`."""
+        warn_deprecated("Ranks.sum", "Ranks.all_reduce")
+        return self.all_reduce(tensor)
+
+    def rows(self, tensor: Tensor) -> list[Tensor]:
+        """Deprecated: use `all_gather`."""
+        warn_deprecated("Ranks.rows", "Ranks.all_gather")
+        return self.all_gather(tensor)
+
+    def gather(self, value: T) -> list[T]:
+        """Deprecated: use `all_gather_object`."""
+        warn_deprecated("Ranks.gather", "Ranks.all_gather_object")
+        return self.all_gather_object(value)
+
+    def first(self, compute: Callable[[], T]) -> T:
+        """Deprecated: use `compute_on_first`."""
+        warn_deprecated("Ranks.first", "Ranks.compute_on_first")
+        return self.compute_on_first(compute)
 
 
 @cache
 def ranks() -> Ranks | None:
-    """The ranks of this job, which find each other at the first call; None for a lone process.
+    """Join the torchrun job and return its ranks; None for a single process.
 
-    What takes part in a job is told by whoever reads the command line: processes that a rank starts
-    inherit its environment, and must not ask.
+    The first call connects to the other ranks, later calls return the same object. Subprocesses of
+    a rank inherit its environment and must not call this.
     """
-    here = launched()
-    if here is None:
+    found = launched()
+    if found is None:
         return None
-    rank, world = here
-    local = int(os.environ["LOCAL_RANK"])
-    has_gpu = torch.cuda.is_available() and local < torch.cuda.device_count()
+    rank, world_size = found
+    local_rank = int(os.environ["LOCAL_RANK"])
+    has_gpu = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
     if has_gpu:
-        torch.cuda.set_device(local)  # so that "cuda" means this one
-    device = torch.device("cuda", local) if has_gpu else torch.device("cpu")
+        torch.cuda.set_device(local_rank)  # so that "cuda" means this one
+    device = torch.device("cuda", local_rank) if has_gpu else torch.device("cpu")
     try:
-        store, talk = _asked(lambda: _joined(rank, world))
+        store, gloo_group = _collective(lambda: _init_process_group(rank, world_size))
     except RankLostError as error:
         raise UsageError(
-            f"rank {rank} cannot reach the others ({error}); check the addresses that torchrun was "
-            "given, and set GLOO_SOCKET_IFNAME where a machine has several networks"
+            f"rank {rank} cannot reach the other ranks ({error}); check the addresses given to "
+            "torchrun, and set GLOO_SOCKET_IFNAME if a machine has several networks"
         ) from None
-    _share_cores()
-    return Ranks(rank, world, local, device, store, talk)
+    if "OMP_NUM_THREADS" not in os.environ:  # the ranks of a machine divide its cores
+        torch.set_num_threads(max(1, torch.get_num_threads() // local_world_size()))
+    return Ranks(rank, world_size, local_rank, device, store, gloo_group)
+
+
+def _init_process_group(rank: int, world_size: int) -> tuple[Any, Any]:
+    """Return the store and the Gloo group of the job."""
+    from torch.distributed.distributed_c10d import PrefixStore
+    from torch.distributed.rendezvous import rendezvous
+
+    nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
+    shared, _, _ = next(iter(rendezvous("env://", timeout=INIT_TIMEOUT)))
+    # when torchrun restarts all ranks, its store may still hold keys of the previous attempt
+    store: Any = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", shared)
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if nccl else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world_size,
+        timeout=TENSOR_TIMEOUT,
+    )
+    gloo_group = torch.distributed.new_group(backend="gloo", timeout=OBJECT_TIMEOUT)
+    return store.clone(), gloo_group  # a connection of its own: NCCL may block the other one
 
 
 def current() -> Ranks | None:
-    """The ranks of this job if they have found each other already."""
+    """Return the ranks of this job if `ranks()` has joined it already."""
     return ranks() if ranks.cache_info().currsize else None
 
 
 def leave() -> None:
-    """Part from the other ranks; the end of a job that went well."""
+    """Destroy the process group at the end of a successful job."""
     if current() is not None:
         torch.distributed.destroy_process_group()
     ranks.cache_clear()
 
 
+def launched() -> tuple[int, int] | None:
+    """Return (rank, world size) if torchrun started more than one process, else None."""
+    if not all(os.environ.get(name) for name in VARIABLES):
+        return None
+    try:
+        rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    except ValueError:
+        raise UsageError("RANK and WORLD_SIZE must be numbers; start with torchrun") from None
+    return (rank, world_size) if world_size > 1 or os.environ.get(FORCED) else None
+
+
+def local_world_size() -> int:
+    """Return the number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
+
+
 def check_device(device: str | None) -> None:
-    """Refuse a device that not every rank has to itself."""
+    """Refuse a device that the ranks of this machine would have to share."""
     kind, _, number = (device or "cpu").partition(":")
     if kind != "cuda":
         return
-    require(not number, f"each rank has a GPU of its own; say --device cuda, not {device}")
-    gpus, here = torch.cuda.device_count(), neighbours()
+    require(not number, f"each rank has a GPU of its own; use --device cuda, not {device}")
+    gpus, local = torch.cuda.device_count(), local_world_size()
     require(
-        here <= gpus or not gpus,  # that there is none is told where there are no ranks, too
-        f"this machine has {gpus} GPUs for {here} ranks; start torchrun with --nproc-per-node "
+        local <= gpus or not gpus,  # a machine without GPUs is refused elsewhere
+        f"this machine has {gpus} GPUs for {local} ranks; start torchrun with --nproc-per-node "
         f"{gpus}, or use --device cpu",
     )
 
 
-def _joined(rank: int, world: int) -> tuple[Any, Any]:
-    from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
-
-    nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    words, _, _ = next(iter(rendezvous("env://", timeout=JOINING)))
-    # where torchrun starts all ranks again, it may keep the store, with the old ones' addresses
-    store: Any = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", words)
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if nccl else "gloo",
-        store=store,
-        rank=rank,
-        world_size=world,
-        timeout=SLOW_ROUND,
-    )
-    talk = torch.distributed.new_group(backend="gloo", timeout=LONG_WORK)
-    return store.clone(), talk  # a connection of our own: NCCL waits for others on that one
-
-
-def neighbours() -> int:
-    """How many ranks share this machine."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-
-
-def _share_cores() -> None:
-    """Ranks of one machine share its cores, unless somebody has decided otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, torch.get_num_threads() // neighbours()))
-
-
-def _asked(collective: Callable[[], T]) -> T:
-    """Every rank takes part or none can: whatever goes wrong here is another rank's end."""
+def _collective(call: Callable[[], T]) -> T:
+    """Run a collective; an error in it means that another rank has ended."""
     try:
-        return collective()
+        return call()
     except (RuntimeError, ConnectionError) as error:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise RankLostError(reason) from error

@@ -152,7 +152,7 @@ class Batched:
         clients = [int(client) for client in after.cohort]
         if clients:
             self._ahead = {(after.round, *clients): plan_cohort(after, clients)}
-            work.task.train.prepare(clients)
+            work.task.train.prefetch(clients)
 
     def _planned(self, work: Work, clients: Sequence[int]) -> CohortPlan:
         return self._ahead.pop((work.round, *clients), None) or plan_cohort(work, clients)
@@ -225,7 +225,7 @@ def _inputs(
     work: Work, state: SimulationState, plan: CohortPlan, client_state: Tensors
 ) -> dict[str, Tensor]:
     """The large inputs of a local program, on the device of the model."""
-    device, rows = state.params.device, work.task.train.travelling(plan.who[0].tolist())
+    device, rows = state.params.device, work.task.train.cohort_rows(plan.who[0].tolist())
     inputs = {
         "params": state.params,
         "averaged": state.buffers.averaged,

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedexp.client import ClientRule
 from fedexp.data.federation import Batch
-from fedexp.kernels.step import Correction, move, sq_norms
+from fedexp.kernels.step import Correction, sgd_step, sq_norms
 from fedexp.local import LocalTraining, clip_to, local_step
 from fedexp.objective import BatchedObjective, Buffers
 from fedexp.objective.stack import LayeredStack
@@ -85,7 +85,7 @@ class LayerWalk:
         prox, offset = rule.linear_correction(
             part(inputs, "broadcast."), part(inputs, "client_state.")
         )
-        pushed = None if offset is None else stack.layers.spread(offset)
+        pushed = None if offset is None else stack.layers.pack(offset)
         self.correction = Correction(prox, inputs["params"], pushed)
         self.lr = inputs["lr"]
         # of all steps at once, and in the type of the parameters: a small model is all launches
@@ -101,7 +101,7 @@ class LayerWalk:
             squared = sq_norms(stack.layers, stack.params, grads, self.correction)
             rates = self.lr * clip_to(squared.sqrt(), bound)
         settings = (self.correction, rates, self.keep, self.active[s])
-        move(stack.layers, stack.params, grads, *settings, stack.copy)
+        sgd_step(stack.layers, stack.params, grads, *settings, stack.copy)
 
     def where(self) -> tuple[Tensor, Buffers]:
         return self.stack.rows(), self.buffers

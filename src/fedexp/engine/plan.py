@@ -221,7 +221,7 @@ def plan_cohort(work: Work, clients: Sequence[int]) -> CohortPlan:
     # on a GPU the same for every cohort, so that a captured program fits the next one as well
     farthest = work.task.train.largest if work.task.train.device.type == "cuda" else largest
     reach = farthest + len(lengths) * (batch or 0)
-    who = np.stack([chosen, sizes, work.task.train.places(chosen)])
+    who = np.stack([chosen, sizes, work.task.train.first_rows(chosen)])
     return CohortPlan(who, lengths, width, reach, _draws(work, clients, lengths, width))
 
 

@@ -24,7 +24,7 @@ from torch import Tensor
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.data.federation import Federation
-from fedexp.data.streaming import ask_for
+from fedexp.data.streaming import prefetch_pages
 from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import ClientStates, ClientStore, StoredStates, Where, shapes_of
 from fedexp.engine.cuda_graph import Finished
@@ -50,11 +50,11 @@ class ProcessGroup(Protocol):
     """How the work of a round is distributed. Every process ends it with the same numbers.
 
     Attributes:
-        beside: how many of the processes are on this machine.
+        local_world_size: how many of the processes are on this machine.
     """
 
     @property
-    def beside(self) -> int: ...
+    def local_world_size(self) -> int: ...
 
     def shard(self, work: Work) -> Work:
         """Return the part of a round that this process trains."""
@@ -72,7 +72,7 @@ class ProcessGroup(Protocol):
 class SingleProcess:
     """A run in one process."""
 
-    beside = 1
+    local_world_size = 1
 
     def shard(self, work: Work) -> Work:
         return work
@@ -115,7 +115,7 @@ class ReadAhead:
 
 def _ask(train: Federation | None, states: StoredStates | None, clients: NDArray[np.int64]) -> None:
     if train is not None:
-        ask_for(train, clients)
+        prefetch_pages(train, clients)
     if states is not None:
         states.expect(clients)
 
@@ -188,7 +188,7 @@ def simulate(
     most = min(task.train.clients, rounds * (cohort or task.train.clients))
     group = process_group or SingleProcess()
     fresh = algorithm.client.init_client_state(state.params)
-    state = replace(state, clients=keep.placed(state.clients, fresh, most, group.beside))
+    state = replace(state, clients=keep.placed(state.clients, fresh, most, group.local_world_size))
     work = Work(
         task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
     )

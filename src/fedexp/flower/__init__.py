@@ -1,22 +1,23 @@
-"""FedExP and every other rule of this package on Flower: real clients, real network."""
+"""The algorithms of this package on Flower: strategies for ServerApps, rules for ClientApps."""
 
 from typing import TYPE_CHECKING, Any
 
+from fedexp.errors import warn_deprecated
 from fedexp.optional import extra
 
 extra("flwr", "fedexp.flower", group="flower")
 
 from fedexp.flower.client import LocalRule  # noqa: E402
-from fedexp.flower.client_state import identify  # noqa: E402
+from fedexp.flower.client_state import report_client_id  # noqa: E402
 from fedexp.flower.layout import Layout  # noqa: E402
-from fedexp.flower.local_privacy import local_privacy  # noqa: E402
+from fedexp.flower.privacy import local_privacy  # noqa: E402
 from fedexp.flower.secure_payload import SecureAggregation  # noqa: E402
 from fedexp.flower.server import Server  # noqa: E402
 from fedexp.flower.simulated_client import (  # noqa: E402
     central_evaluation,
     initial_arrays,
-    planned,
-    planned_evaluate,
+    simulated_evaluate,
+    simulated_train,
 )
 from fedexp.flower.strategies import (  # noqa: E402
     STRATEGIES,
@@ -29,10 +30,10 @@ from fedexp.flower.strategies import (  # noqa: E402
     FedProx,
     FedProxExP,
     FedYogi,
+    RuleStrategy,
     Scaffold,
     ScaffoldExP,
 )
-from fedexp.flower.strategy import RuleStrategy  # noqa: E402
 
 if TYPE_CHECKING:
     from fedexp.flower.secure_client import SecureMod, secure_mod
@@ -57,20 +58,27 @@ __all__ = [
     "SecureMod",
     "Server",
     "central_evaluation",
-    "identify",
     "initial_arrays",
     "local_privacy",
-    "planned",
-    "planned_evaluate",
+    "report_client_id",
     "secure_mod",
+    "simulated_evaluate",
+    "simulated_train",
 ]
+RENAMED = {
+    "identify": "report_client_id",
+    "planned": "simulated_train",
+    "planned_evaluate": "simulated_evaluate",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import the client's side of secure aggregation when it is asked for: it needs Flower's
-    legacy workflow, which nothing else here does."""
+    """Import `secure_mod` on first use, as it needs Flower's legacy workflow; warn of old names."""
     if name in ("SecureMod", "secure_mod"):
         from fedexp.flower import secure_client
 
         return getattr(secure_client, name)
+    if name in RENAMED:
+        warn_deprecated(f"fedexp.flower.{name}", f"fedexp.flower.{RENAMED[name]}")
+        return globals()[RENAMED[name]]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,9 +1,7 @@
-"""A client rule at work inside somebody else's training loop, parameter by parameter.
+"""`LocalRule`: FedProx and SCAFFOLD in an existing PyTorch training loop, by two lines.
 
-Client rules are elementwise, so correcting each parameter's gradient with its own piece of the flat
-vectors is the same as correcting the whole: the mathematics stays in `fedexp.client`.
-
-`LocalRule`: FedProx and SCAFFOLD in an existing PyTorch ClientApp, by two lines.
+Client rules are elementwise, so correcting each parameter's gradient with its own slice of the flat
+vectors is the same as correcting the whole vector: the maths is that of `fedexp.client`.
 """
 
 from __future__ import annotations
@@ -23,152 +21,14 @@ from torch.utils.hooks import RemovableHandle
 from fedexp.client import SGD, Tensors
 from fedexp.errors import UsageError, require
 from fedexp.flower.layout import Layout, Slot
-from fedexp.flower.request import Metrics, Request
+from fedexp.flower.request import Metrics, TrainRequest
 
-
-@dataclass(eq=False)
-class Piece:
-    """One parameter of the model, and where it lies in the flat vectors.
-
-    Attributes:
-        places: a slice for each of its names; tied weights have several.
-        travel: the sum of the learning rates of its steps so far.
-        drawn: the sum of learning rate times corrected gradient, where it is needed.
-        corrected: whether its gradient has been corrected since the last step.
-    """
-
-    name: str
-    param: nn.Parameter
-    places: list[slice]
-    start: Tensor
-    broadcast: Tensors
-    client_state: Tensors
-    total_lr: float = 0.0
-    drawn: Tensor | None = None
-    corrected: bool = False
-
-
-class Corrections:
-    """The gradient corrections of one client in one round.
-
-    Args:
-        request: what the server asks for.
-        model: the model, already loaded with what the server sent.
-        sums_gradients: whether `finish` takes the gradients that the optimiser saw instead of how
-            far the model went; right for any optimiser, while the way is that of plain SGD only.
-    """
-
-    def __init__(self, request: Request, model: nn.Module, sums_gradients: bool) -> None:
-        self.request = request
-        self.sums_gradients = sums_gradients and bool(request.client_state)
-        self.pieces: dict[int, Piece] = {}
-        slices = _slices(request)
-        for name, param in model.named_parameters(remove_duplicate=False):
-            if name not in slices:
-                continue
-            if id(param) in self.pieces:
-                self.pieces[id(param)].places.append(slices[name])
-            elif param.requires_grad:
-                self.pieces[id(param)] = self._piece(name, param, slices[name])
-
-    def _piece(self, name: str, param: nn.Parameter, place: slice) -> Piece:
-        request = self.request
-        sent = request.start[place].view(param.shape)
-        require(
-            torch.equal(param.detach().cpu(), sent.to(param.dtype)),
-            f"{name!r} is not what the server sent; make LocalRule after model.load_state_dict",
-        )
-        broadcast, client_state = (
-            {k: v[place].view(param.shape).to(param.device) for k, v in vectors.items()}
-            for vectors in (request.broadcast, request.client_state)
-        )
-        return Piece(name, param, [place], param.detach().clone(), broadcast, client_state)
-
-    @torch.no_grad()
-    def correct(self, pieces: Iterable[Piece]) -> None:
-        """Correct the gradients in place. One that is not there is zero, as in the simulator."""
-        rule = self.request.rule
-        for piece in pieces:
-            param = piece.param
-            if param.grad is None:
-                param.grad = torch.zeros_like(param)
-            require(
-                not param.grad.is_sparse,
-                f"{piece.name!r} has sparse gradients, which cannot be corrected; build the layer "
-                "with sparse=False",
-            )
-            param.grad.copy_(
-                rule.correct(
-                    param.grad, param.detach(), piece.start, piece.broadcast, piece.client_state
-                )
-            )
-            piece.corrected = True
-
-    @torch.no_grad()
-    def count(self, piece: Piece, lr: float) -> None:
-        """Note a step of a parameter along its corrected gradient."""
-        piece.total_lr += lr
-        piece.corrected = False
-        if self.sums_gradients and piece.param.grad is not None:
-            grad = piece.param.grad
-            if piece.drawn is None:
-                wide = torch.promote_types(grad.dtype, torch.float32)
-                piece.drawn = torch.zeros_like(grad, dtype=wide)
-            piece.drawn.add_(grad, alpha=lr)
-
-    def finish(self, delta: Tensor) -> tuple[Tensors, Tensors]:
-        """What the client keeps and what it adds to the sums, after an update Δ_i.
-
-        A number that never moved (a frozen parameter, or no step at all) keeps the state it had
-        and adds nothing: nothing was learned about it.
-        """
-        request, total_lr = self.request, torch.zeros_like(delta)
-        for piece in self.pieces.values():
-            for place in piece.places:
-                self._check(piece, delta[place])
-                total_lr[place] = piece.total_lr
-        if self.sums_gradients:
-            delta = self._drawn(delta)
-        moved = total_lr > 0
-        kept, extras = request.rule.end_round(
-            delta, torch.where(moved, total_lr, 1.0), request.broadcast, request.client_state
-        )
-        kept = {name: torch.where(moved, v, request.client_state[name]) for name, v in kept.items()}
-        return kept, {name: torch.where(moved, v, 0.0) for name, v in extras.items()}
-
-    def _drawn(self, delta: Tensor) -> Tensor:
-        """How far plain SGD would have gone with the same gradients: sum of η ĝ."""
-        drawn = torch.zeros_like(delta)
-        for piece in self.pieces.values():
-            if piece.drawn is not None:
-                for place in piece.places:
-                    drawn[place] = piece.drawn.flatten().to(drawn)
-        return drawn
-
-    def _check(self, piece: Piece, delta: Tensor) -> None:
-        require(
-            piece.total_lr > 0 or not bool(delta.any()),
-            f"{piece.name!r} was trained without its gradients being corrected; give LocalRule "
-            "every optimiser of the loop, or call took_step(lr) in a loop without one",
-        )
-
-
-def _slices(request: Request) -> dict[str, slice]:
-    """Where each parameter lies in the flat vectors."""
-    places, at = {}, 0
-    for slot in request.layout.slots:
-        if slot.kind == "parameter":
-            places[slot.name] = slice(at, at + slot.size)
-            at += slot.size
-    return places
-
-
-# So that an optimiser which outlives its round is never corrected twice.
+# so that an optimiser which is reused in a later round has one hook only
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()
 
 
 class LocalRule:
-    """The client rule that the server asks for, around the user's own training loop::
+    """The client rule of a train message, around the user's own training loop::
 
         model.load_state_dict(msg.content["arrays"].to_torch_state_dict())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -176,53 +36,52 @@ class LocalRule:
         ...  # the training loop, unchanged
         return local.reply({"num-examples": len(data), "train_loss": loss})
 
-    Every `optimizer.step()` first corrects the gradients as the rule says; which rule it is, the
-    message tells. A loop that clips gradients calls `local.correct()` before it does, so that the
-    corrected gradient is clipped as in the paper; else the correction comes after the clipping.
-    A loop without an optimiser calls `local.correct()` before each step and `local.took_step(lr)`
-    after it.
+    Every `optimizer.step()` first corrects the gradients by the rule that the message names. A loop
+    that clips gradients calls `local.correct()` before it does, so that the corrected gradient is
+    clipped as in the paper; otherwise the correction is added after the clipping. A loop without an
+    optimiser calls `local.correct()` before each step and `local.took_step(lr)` after it.
 
     Args:
         msg: the train message.
-        context: the node's context.
+        context: of the node.
         model: loaded with the message's arrays.
-        optimizers: all that train it.
+        optimizers: all optimisers of the loop.
     """
 
     def __init__(
         self, msg: Message, context: Context, model: nn.Module, *optimizers: Optimizer
     ) -> None:
-        self.request, self.model = Request.of(msg, context, model), model
+        self.request, self.model = TrainRequest.of(msg, context, model), model
         self.optimizers = optimizers
         _check_model(self.request.layout, model)
         for optimizer in optimizers:
             _check_optimizer(optimizer, model)
             _unhook(optimizer)
-        self.corrections: Corrections | None = None
+        self.corrections: _Corrections | None = None
         if self.request.rule != SGD():
             plain = all(_is_plain(each) for each in optimizers)
-            self.corrections = Corrections(self.request, model, sums_gradients=not plain)
+            self.corrections = _Corrections(self.request, model, sums_gradients=not plain)
             for optimizer in optimizers:
                 _hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
 
     def correct(self) -> None:
-        """Correct the gradients now; the coming step will not do it again."""
+        """Correct the gradients now; the next step will not correct them again."""
         if self.corrections is not None:
-            self.corrections.correct(self.corrections.pieces.values())
+            self.corrections.correct(self.corrections.slices.values())
 
     def took_step(self, lr: float) -> None:
-        """Tell of a step that was taken without an optimiser: w ← w - lr · grad."""
+        """Count a step that was taken without an optimiser: w ← w - lr · grad."""
         if self.corrections is not None:
-            for piece in self.corrections.pieces.values():
-                self.corrections.count(piece, lr)
+            for each in self.corrections.slices.values():
+                self.corrections.count(each, lr)
 
     def reply(self, metrics: Metrics) -> Message:
-        """The reply: the model, the metrics, and what the rule adds to the server's sums.
+        """Return the reply: the model, the metrics, and what the rule adds to the sums.
 
-        What the client keeps for its next round is on disk before this returns.
+        The client state for its next round is on disk before this returns.
 
         Args:
-            metrics: numbers for the server, `num-examples` among them.
+            metrics: of the training, `num-examples` among them.
         """
         for optimizer in self.optimizers:
             _unhook(optimizer)
@@ -230,7 +89,7 @@ class LocalRule:
         if self.corrections is None:
             return self.request.reply(arrays, metrics, {}, {})
         delta = self.request.start - self.request.layout.flat(arrays)
-        return self.request.reply(arrays, metrics, *self.corrections.finish(delta))
+        return self.request.reply(arrays, metrics, *self.corrections.end_round(delta))
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         assert self.corrections is not None
@@ -247,27 +106,150 @@ class LocalRule:
         if float(getattr(optimizer, "found_inf", 0.0)):
             return  # a fused optimiser that will skip this step
         for group in optimizer.param_groups:
-            known = [self.corrections.pieces.get(id(p)) for p in group["params"]]
-            pieces = [piece for piece in known if piece is not None]
-            self.corrections.correct(piece for piece in pieces if not piece.corrected)
-            for piece in pieces:
-                self.corrections.count(piece, float(group["lr"]))
+            known = [self.corrections.slices.get(id(p)) for p in group["params"]]
+            slices = [each for each in known if each is not None]
+            self.corrections.correct(each for each in slices if not each.corrected)
+            for each in slices:
+                self.corrections.count(each, float(group["lr"]))
 
     def _arrays(self) -> ArrayRecord:
-        """The model with exactly the names and types that the server sent."""
+        """Return the model with exactly the names and types that the server sent."""
         named = self.model.state_dict()
         slots = self.request.layout.slots
-        return ArrayRecord({slot.name: Array(_sendable(slot, named[slot.name])) for slot in slots})
+        return ArrayRecord({slot.name: Array(_as_sent(slot, named[slot.name])) for slot in slots})
 
 
-def _sendable(slot: Slot, value: Tensor) -> Any:
-    """The value in the type it was sent in; through torch, because numpy has no bfloat16."""
+@dataclass(eq=False)
+class _ParamSlice:
+    """One parameter of the model with its slices of the flat vectors.
+
+    Attributes:
+        slices: one per name; tied weights have several.
+        start: its value at the start of the round.
+        total_lr: the sum of the learning rates of its steps so far.
+        sgd_update: the sum of learning rate times corrected gradient, where needed.
+        corrected: whether its gradient has been corrected since the last step.
+    """
+
+    name: str
+    param: nn.Parameter
+    slices: list[slice]
+    start: Tensor
+    broadcast: Tensors
+    client_state: Tensors
+    total_lr: float = 0.0
+    sgd_update: Tensor | None = None
+    corrected: bool = False
+
+
+class _Corrections:
+    """The gradient corrections of one client in one round.
+
+    Args:
+        request: the train message.
+        model: loaded with the message's arrays.
+        sums_gradients: whether `end_round` uses the sum of the corrected gradients, which is right
+            for any optimiser, instead of the update, which is that sum for plain SGD only.
+    """
+
+    def __init__(self, request: TrainRequest, model: nn.Module, sums_gradients: bool) -> None:
+        self.request = request
+        self.sums_gradients = sums_gradients and bool(request.client_state)
+        self.slices: dict[int, _ParamSlice] = {}
+        offsets = request.layout.offsets()
+        for name, param in model.named_parameters(remove_duplicate=False):
+            if name not in offsets:
+                continue
+            where = slice(offsets[name], offsets[name] + param.numel())
+            if id(param) in self.slices:
+                self.slices[id(param)].slices.append(where)
+            elif param.requires_grad:
+                self.slices[id(param)] = self._slice(name, param, where)
+
+    def _slice(self, name: str, param: nn.Parameter, where: slice) -> _ParamSlice:
+        request = self.request
+        sent = request.start[where].view(param.shape)
+        require(
+            torch.equal(param.detach().cpu(), sent.to(param.dtype)),
+            f"{name!r} is not what the server sent; create LocalRule after model.load_state_dict",
+        )
+        broadcast, client_state = (
+            {k: v[where].view(param.shape).to(param.device) for k, v in vectors.items()}
+            for vectors in (request.broadcast, request.client_state)
+        )
+        return _ParamSlice(name, param, [where], param.detach().clone(), broadcast, client_state)
+
+    @torch.no_grad()
+    def correct(self, slices: Iterable[_ParamSlice]) -> None:
+        """Correct the gradients in place; a missing one is zero, as in the simulator."""
+        rule = self.request.rule
+        for each in slices:
+            param = each.param
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+            require(
+                not param.grad.is_sparse,
+                f"{each.name!r} has sparse gradients, which cannot be corrected; build the layer "
+                "with sparse=False",
+            )
+            param.grad.copy_(
+                rule.correct(
+                    param.grad, param.detach(), each.start, each.broadcast, each.client_state
+                )
+            )
+            each.corrected = True
+
+    @torch.no_grad()
+    def count(self, each: _ParamSlice, lr: float) -> None:
+        """Count a step of a parameter along its corrected gradient."""
+        each.total_lr += lr
+        each.corrected = False
+        if self.sums_gradients and each.param.grad is not None:
+            grad = each.param.grad
+            if each.sgd_update is None:
+                wide = torch.promote_types(grad.dtype, torch.float32)
+                each.sgd_update = torch.zeros_like(grad, dtype=wide)
+            each.sgd_update.add_(grad, alpha=lr)
+
+    def end_round(self, delta: Tensor) -> tuple[Tensors, Tensors]:
+        """Return the new client state and what the client adds to the sums, after an update Δ_i.
+
+        Entries without a step (of a frozen parameter, or in a round without any) leave their state
+        unchanged and add nothing.
+        """
+        request, total_lr = self.request, torch.zeros_like(delta)
+        sgd_update = torch.zeros_like(delta)  # of plain SGD with the same gradients: sum of η ĝ
+        for each in self.slices.values():
+            for where in each.slices:
+                require(
+                    each.total_lr > 0 or not bool(delta[where].any()),
+                    f"{each.name!r} was trained without its gradients being corrected; give "
+                    "LocalRule every optimiser of the loop, or call took_step(lr) in a loop "
+                    "without one",
+                )
+                total_lr[where] = each.total_lr
+                if each.sgd_update is not None:
+                    sgd_update[where] = each.sgd_update.flatten().to(delta)
+        stepped = total_lr > 0
+        state, extras = request.rule.end_round(
+            sgd_update if self.sums_gradients else delta,
+            torch.where(stepped, total_lr, 1.0),
+            request.broadcast,
+            request.client_state,
+        )
+        before = request.client_state
+        state = {name: torch.where(stepped, v, before[name]) for name, v in state.items()}
+        return state, {name: torch.where(stepped, v, 0.0) for name, v in extras.items()}
+
+
+def _as_sent(slot: Slot, value: Tensor) -> Any:
+    """Return the value in the type it was sent in; cast by torch, as numpy has no bfloat16."""
     wanted: torch.dtype = getattr(torch, slot.dtype.name)
     return value.detach().cpu().to(wanted).numpy()
 
 
 def _check_model(layout: Layout, model: nn.Module) -> None:
-    """Refuse a model that is not the one the server sends."""
+    """Refuse a model whose arrays are not those of the message."""
     named = model.state_dict()
     for slot in layout.slots:
         require(
@@ -282,7 +264,7 @@ def _check_model(layout: Layout, model: nn.Module) -> None:
 
 
 def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
-    """Refuse an optimiser that trains something else, or uphill."""
+    """Refuse an optimiser of other parameters, or one that maximises."""
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"LocalRule takes optimisers of torch.optim, not a {type(optimizer).__name__}; "
@@ -299,7 +281,7 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
 
 
 def _is_plain(optimizer: Optimizer) -> bool:
-    """Whether a step is w - lr (grad + λ w): then the way gone tells the mean gradient."""
+    """Return whether a step is w - lr (grad + λ w), so that the update gives the mean gradient."""
     groups = optimizer.param_groups
     return type(optimizer) is TorchSGD and not any(group["momentum"] for group in groups)
 

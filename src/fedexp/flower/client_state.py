@@ -1,16 +1,14 @@
-"""Who a client is, in a way that survives a restart of its node.
+"""A client's name and its state between rounds, both of which survive a restart of its node.
 
-What a client keeps between rounds (SCAFFOLD's c_i), on its own disk.
-
-Flower's `context.state` lives in the memory of the SuperNode and ends with it. Here every round
-that a client trains in leaves a file, written at once and readable by its owner only:
+Flower's `context.state` is in the memory of the SuperNode and ends with it. Here the state of a
+client (SCAFFOLD's c_i) is stored on its own disk, one file per round, readable by its owner only:
 
     FOLDER / STUDY / CLIENT / ROUND.safetensors
 
 A state counts only once the server has used the reply it belongs to. So the file of the last round
-that the server accepted stays beside that of the newest one, and the server's next message decides
-between them. A client can therefore never be ahead of its server: not after a reply that was lost,
-late or refused, and not after the server went back to its checkpoint.
+that the server accepted is stored beside that of the newest one, and the server's next message
+decides between them. A client can therefore never be ahead of its server: not after a reply that
+was lost, late or refused, and not after the server returned to its checkpoint.
 """
 
 from __future__ import annotations
@@ -31,35 +29,53 @@ from fedexp.runs.checkpoint import from_bytes, to_bytes
 from fedexp.runs.files import telling, write_bytes
 
 PARTITION = "partition-id"
-QUERY = "fedexp"  # the server asks with a message of type "query.fedexp"
+QUERY = "fedexp"  # the server queries nodes by messages of type "query.fedexp"
+SUFFIX = ".safetensors"
+PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+
+
+def report_client_id(app: ClientApp) -> None:
+    """Let a ClientApp report its client id to the server: `fedexp.flower.report_client_id(app)`.
+
+    With it the server draws the same cohorts whatever ids the nodes happen to get, and recognises a
+    client after a restart of its node. Nothing but the name and the partition is reported.
+    """
+    app.query(QUERY)(_reply_client_id)
+
+
+def _reply_client_id(message: Message, context: Context) -> Message:
+    record = ConfigRecord({"client": client_name(context)})
+    partition = context.node_config.get(PARTITION)
+    if isinstance(partition, int):
+        record[PARTITION] = partition
+    return Message(RecordDict({"fedexp": record}), reply_to=message)
 
 
 def client_name(context: Context) -> str:
-    """The name of this client: `fedexp-client` or `partition-id` of its node, else the node's id.
+    """Return the name of this client: `fedexp-client` or `partition-id` of its node, else its id.
 
-    A node gets a new id when it is restarted, unless it signs in with a key of its own.
+    A node gets a new id when it restarts, unless it authenticates with a key.
 
     >>> client_name(Context(1, 77, {"partition-id": 3}, RecordDict(), {}))
     '3'
     """
-    return _configured(context) or f"node-{context.node_id}"
+    return _node_name(context) or f"node-{context.node_id}"
 
 
-def own_name(context: Context) -> str:
-    """Return the client's name by its node's own configuration; one name for all that have none.
+def configured_name(context: Context) -> str:
+    """Return the client's name by its node's configuration; one name for all that have none.
 
-    The SuperLink draws the ids of nodes, so nothing that must hold against the server may depend
-    on one.
+    The SuperLink draws the ids of nodes, so what must hold against the server cannot depend on one.
 
-    >>> own_name(Context(1, 77, {"partition-id": 3}, RecordDict(), {}))
+    >>> configured_name(Context(1, 77, {"partition-id": 3}, RecordDict(), {}))
     '3'
-    >>> own_name(Context(1, 77, {}, RecordDict(), {}))
+    >>> configured_name(Context(1, 77, {}, RecordDict(), {}))
     'client'
     """
-    return _configured(context) or "client"
+    return _node_name(context) or "client"
 
 
-def _configured(context: Context) -> str | None:
+def _node_name(context: Context) -> str | None:
     for key in ("fedexp-client", PARTITION):
         if key in context.node_config:
             return str(context.node_config[key])
@@ -67,44 +83,23 @@ def _configured(context: Context) -> str | None:
 
 
 def partition_of(context: Context, clients: int) -> int:
-    """Which of the clients of a federation this node trains."""
-    told = context.node_config.get(PARTITION)
-    if not isinstance(told, int):
+    """Return which of so many clients this node is, by its `partition-id`."""
+    partition = context.node_config.get(PARTITION)
+    if not isinstance(partition, int):
         raise UsageError(
             "the node has no partition-id; start it with --node-config 'partition-id=0' "
             f"(one number from 0 to {clients - 1} for each node)"
         )
     require(
-        0 <= told < clients,
-        f"partition-id is {told}, but the federation has the clients 0 to {clients - 1}",
+        0 <= partition < clients,
+        f"partition-id is {partition}, but the federation has the clients 0 to {clients - 1}",
     )
-    return told
-
-
-def identify(app: ClientApp) -> None:
-    """Let a ClientApp tell the server who it is: one line, `fedexp.flower.identify(app)`.
-
-    With it the server draws the same cohorts whatever ids the nodes happen to get, and knows a
-    client again after its node was restarted. Nothing else is told than the name.
-    """
-    app.query(QUERY)(_answer)
-
-
-def _answer(message: Message, context: Context) -> Message:
-    told = ConfigRecord({"client": client_name(context)})
-    partition = context.node_config.get(PARTITION)
-    if isinstance(partition, int):
-        told[PARTITION] = partition
-    return Message(RecordDict({"fedexp": told}), reply_to=message)
-
-
-SUFFIX = ".safetensors"
-PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,79}")
+    return partition
 
 
 @dataclass(frozen=True)
 class ClientStore:
-    """The states of one client in one study, by the round they come from."""
+    """The stored states of one client in one study, one per round."""
 
     folder: Path
 
@@ -113,12 +108,12 @@ class ClientStore:
         return cls(root / file_name(study) / file_name(client))
 
     def rounds(self) -> list[int]:
-        """The rounds there are states of, in increasing order."""
+        """Return the rounds that have a stored state, in increasing order."""
         stems = [path.stem for path in self.folder.glob(f"*{SUFFIX}")]
         return sorted(int(stem) for stem in stems if stem.isdecimal())
 
     def load(self, round: int) -> Tensors | None:
-        """The state after a round; None where there is none, or none that can be read."""
+        """Return the state after a round; None where there is none, or it cannot be read."""
         try:
             return from_bytes(self._path(round).read_bytes(), torch.device("cpu"))
         except (FileNotFoundError, ValueError):
@@ -130,10 +125,10 @@ class ClientStore:
             ) from error
 
     def save(self, state: Tensors, round: int, base: int) -> None:
-        """Keep the state after a round that began from the one after round `base`.
+        """Store the state after a round that started from the state of round `base`.
 
-        Of the rounds before it only `base` can still be asked for; the others are removed. Later
-        ones are not touched: a slow client may still be busy with a round that is long over.
+        Of earlier rounds only `base` can still be needed; the others are removed. Later rounds are
+        not: a slow client may still be training in a round that is long over.
         """
         with telling(self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -147,17 +142,18 @@ class ClientStore:
 
 
 def state_root(context: Context) -> Path:
-    """Where states are kept: `fedexp-state` of the node, $FEDEXP_STATE, or in the user's home."""
-    told = context.node_config.get("fedexp-state") or os.environ.get("FEDEXP_STATE")
-    if told:
-        require(isinstance(told, str), f"fedexp-state must be a folder, not {told!r}")
-        return Path(str(told)).expanduser()
+    """Return the folder of states: `fedexp-state` of the node, $FEDEXP_STATE, or one in the
+    user's home."""
+    folder = context.node_config.get("fedexp-state") or os.environ.get("FEDEXP_STATE")
+    if folder:
+        require(isinstance(folder, str), f"fedexp-state must be a folder, not {folder!r}")
+        return Path(str(folder)).expanduser()
     home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(home).expanduser() / "fedexp"
 
 
 def file_name(name: str) -> str:
-    """A name that is safe in a path, whoever sent it: itself where it is plain, else its hash.
+    """Return a name that is safe in a path: the name itself where it is plain, else its hash.
 
     >>> file_name("hospital-3"), len(file_name("../../etc/passwd"))
     ('hospital-3', 64)

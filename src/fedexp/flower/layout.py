@@ -1,8 +1,8 @@
-"""`Layout`: named arrays as they travel, and the flat vectors that rules work on.
+"""`Layout`: the conversion between named arrays of a record and the flat vectors of rules.
 
-The one place that knows how the two belong together: the parameters in the order of their names in
-the record, each flattened in C order. A parameter that has several names (tied weights) is in the
-vector once, so that norms count it once, as in the simulator.
+A vector has the parameters in the order of their names in the record, each flattened in C order. A
+parameter with several names (tied weights) is in the vector once, so that norms count it once, as
+in the simulator.
 """
 
 from __future__ import annotations
@@ -42,11 +42,10 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Layout:
-    """Which arrays a model has, and what becomes of each.
+    """The arrays of a model, and how the server treats each.
 
-    Parameters are what rules extrapolate; `averaged` ones are means over clients; `kept` ones
-    (integers, booleans) stay as they were sent first; `tied` ones repeat a parameter under another
-    name.
+    Rules step along parameters; `averaged` arrays are means over clients; `kept` ones (integers,
+    booleans) never change; `tied` ones repeat a parameter under another name.
 
     >>> layout = Layout.of({"w": np.ones((2, 2), "float32"), "bn.running_mean": np.zeros(2)})
     >>> layout.dim, layout.parameters, layout.averaged
@@ -68,7 +67,7 @@ class Layout:
             arrays: its arrays by name, as in a `state_dict`.
             buffers: names of the arrays that are averaged and never extrapolated; when None, those
                 called `running_mean` and `running_var`.
-            tied: for each further name of a parameter, its first name; see `named_parts`.
+            tied: maps each further name of a parameter to its first name; see `named_parts`.
         """
         named = ndarrays(arrays)
         slots = tuple(
@@ -87,9 +86,9 @@ class Layout:
         kinds = {name: _kind(name, slot.dtype, buffers) for name, slot in known.items()}
         for name, source in tied.items():
             one, other = known[name], known[source]
-            sound = source not in tied and kinds[name] == kinds[source] == "parameter"
+            valid = source not in tied and kinds[name] == kinds[source] == "parameter"
             require(
-                sound and one.shape == other.shape,
+                valid and one.shape == other.shape,
                 f"{name!r} cannot be tied to {source!r}: both must be parameters of one shape, and "
                 f"{source!r} must not be tied itself",
             )
@@ -116,25 +115,31 @@ class Layout:
 
     @property
     def tied(self) -> dict[str, str]:
-        """The further names of parameters, each with the first."""
+        """Return the further names of parameters, each with the first name."""
         return {slot.name: slot.source for slot in self._of_kind("tied")}
 
     @property
     def dim(self) -> int:
-        """How many numbers the parameters have."""
+        """Return d, the number of entries of all parameters."""
         return sum(slot.size for slot in self._of_kind("parameter"))
 
+    def offsets(self) -> dict[str, int]:
+        """Return where each parameter begins in the vector."""
+        slots = self._of_kind("parameter")
+        starts = np.cumsum([0, *(slot.size for slot in slots)])
+        return {slot.name: int(start) for slot, start in zip(slots, starts, strict=False)}
+
     def flat(self, arrays: ArrayRecord | Arrays) -> Tensor:
-        """The parameters as one vector, in float32 or wider."""
+        """Return the parameters as one vector [d], in float32 or wider."""
         return self._vector(ndarrays(arrays), "parameter")
 
     def buffers(self, arrays: ArrayRecord | Arrays) -> Buffers:
-        """The buffers, each kind as one vector."""
+        """Return the buffers, one vector per kind."""
         named = ndarrays(arrays)
         return Buffers(self._vector(named, "averaged"), self._vector(named, "kept"))
 
     def arrays(self, params: Tensor, buffers: Buffers) -> ArrayRecord:
-        """The record again, with the names, shapes and types it had."""
+        """Return a record with the names, shapes and types of this layout."""
         named = self._pieces(params, "parameter") | self._pieces(buffers.averaged, "averaged")
         named |= self._pieces(buffers.kept, "kept")
         named |= {
@@ -143,14 +148,14 @@ class Layout:
         return ArrayRecord({slot.name: Array(named[slot.name]) for slot in self.slots})
 
     def rounded(self, params: Tensor) -> Tensor:
-        """The parameters as those who receive them see them: in the types of the record."""
+        """Return the parameters rounded to the types of the record, as clients receive them."""
         slots = self._of_kind("parameter")
         if all(slot.dtype == _width(slots) for slot in slots):
             return params
         return self._vector(self._pieces(params, "parameter"), "parameter")
 
     def misfit(self, arrays: Arrays) -> str | None:
-        """Return why these arrays are not ones of this model; None where they are.
+        """Return why these arrays do not fit the model; None where they do.
 
         Another precision is no reason: floats are cast to the type of the model.
         """
@@ -195,7 +200,7 @@ class Layout:
     def _pieces(self, vector: Tensor, kind: Kind) -> dict[str, NDArray[Any]]:
         slots = self._of_kind(kind)
         parts = np.split(vector.cpu().numpy(), np.cumsum([slot.size for slot in slots])[:-1])
-        with np.errstate(over="ignore"):  # what overflows a half precision is infinite, and refused
+        with np.errstate(over="ignore"):  # what overflows float16 is infinite, and refused
             return {
                 slot.name: part.reshape(slot.shape).astype(slot.dtype)
                 for slot, part in zip(slots, parts, strict=False)
@@ -203,7 +208,7 @@ class Layout:
 
 
 def ndarrays(arrays: ArrayRecord | Arrays) -> dict[str, NDArray[Any]]:
-    """The arrays by name, out of their bytes where they are in a record."""
+    """Return the arrays by name, decoded where they are in a record."""
     return {
         name: value.numpy() if isinstance(value, Array) else np.asarray(value)
         for name, value in arrays.items()
@@ -211,10 +216,10 @@ def ndarrays(arrays: ArrayRecord | Arrays) -> dict[str, NDArray[Any]]:
 
 
 def loaded(record: ArrayRecord) -> dict[str, NDArray[Any]]:
-    """Return the arrays of a record that somebody sent; raise `UsageError` for what are none."""
+    """Return the arrays of a received record; raise `UsageError` where they cannot be read."""
     try:
         arrays = ndarrays(record)
-    except Exception as error:  # bytes of a stranger: numpy raises what it likes
+    except Exception as error:  # numpy raises many types for damaged bytes
         raise UsageError(f"its arrays cannot be read ({type(error).__name__})") from error
     plain = all(isinstance(value, np.ndarray) for value in arrays.values())
     require(plain, "its arrays are not plain ones")  # numpy also reads archives
@@ -222,7 +227,7 @@ def loaded(record: ArrayRecord) -> dict[str, NDArray[Any]]:
 
 
 def same_arrays(one: ArrayRecord, other: ArrayRecord) -> bool:
-    """Whether two records hold the same arrays, value by value."""
+    """Return whether two records have the same names and values."""
     return one.keys() == other.keys() and all(
         one[k].data == other[k].data or np.array_equal(one[k].numpy(), other[k].numpy())
         for k in one
@@ -230,8 +235,8 @@ def same_arrays(one: ArrayRecord, other: ArrayRecord) -> bool:
 
 
 def named_parts(model: nn.Module) -> tuple[list[str], dict[str, str]]:
-    """Return the names of a model's float buffers, and its ties: each further name of a parameter
-    with the first, as the simulator counts them.
+    """Return the names of a model's float buffers, and its ties: a map from each further name of a
+    parameter to its first name.
 
     >>> layer = nn.Linear(2, 2)
     >>> named_parts(nn.Sequential(layer, nn.BatchNorm1d(2), layer))
@@ -251,8 +256,9 @@ def named_parts(model: nn.Module) -> tuple[list[str], dict[str, str]]:
 def apparent_ties(
     arrays: ArrayRecord | Arrays, buffers: Collection[str] | None = None
 ) -> dict[str, str]:
-    """Return the parameters that seem to have several names, where nobody says so: arrays equal to
-    the bit and not constant, as two random ones never are. Training shows whether they stay equal.
+    """Return the parameters that seem to be tied: arrays equal to the bit and not constant.
+
+    Two random arrays are never equal. Training shows whether they stay so.
     """
     alike: dict[tuple[Any, ...], list[str]] = {}
     named, tied = ndarrays(arrays), dict[str, str]()
@@ -260,8 +266,8 @@ def apparent_ties(
         if value.dtype.kind != "f" or _kind(name, value.dtype, buffers) != "parameter":
             continue
         if value.size > 1 and (value != value.flat[0]).any():
-            begins = value.ravel()[:64].tobytes()  # so that few are compared as a whole
-            others = alike.setdefault((value.shape, value.dtype.str, begins), [])
+            prefix = value.ravel()[:64].tobytes()  # so that few are compared in full
+            others = alike.setdefault((value.shape, value.dtype.str, prefix), [])
             same = next((n for n in others if np.array_equal(named[n], value)), None)
             if same is None:
                 others.append(name)
@@ -271,15 +277,15 @@ def apparent_ties(
 
 
 def _equal(one: NDArray[Any], other: NDArray[Any]) -> bool:
-    """Whether two arrays are of floats and equal, not-a-number included."""
-    floats = one.dtype.kind == other.dtype.kind == "f"  # numpy compares nothing else so
+    """Return whether two arrays are of floats and equal, with NaN equal to NaN."""
+    floats = one.dtype.kind == other.dtype.kind == "f"  # equal_nan is for floats only
     return floats and np.array_equal(one, other, equal_nan=True)
 
 
 def _kind(name: str, dtype: np.dtype[Any], buffers: Collection[str] | None) -> Kind:
     if dtype.kind in "iub":
         return "kept"
-    if dtype.kind != "f" or dtype.itemsize > 8:  # torch has no longer fractions
+    if dtype.kind != "f" or dtype.itemsize > 8:  # torch has no wider floats
         raise UsageError(
             f"{name!r} is of type {dtype}; arrays must be of booleans, integers or floats of at "
             "most 64 bits"
@@ -289,5 +295,5 @@ def _kind(name: str, dtype: np.dtype[Any], buffers: Collection[str] | None) -> K
 
 
 def _width(slots: Iterable[Slot]) -> np.dtype[Any]:
-    """Float32, or float64 where any of them is wider."""
+    """Return float32, or float64 where any of the slots is wider."""
     return np.result_type(np.float32, *(slot.dtype for slot in slots))

@@ -1,6 +1,7 @@
-"""A client's reply, checked before anything of it is used.
+"""The replies of a training round: each checked, then summed as it arrives.
 
-`Tally`: the means of what clients tell, reply by reply.
+`ReplyReader` turns a reply into a `ClientUpdate`, or raises `UnusableReply` with the reason;
+`aggregate_replies` adds the updates up a few at a time, so that a server never holds many models.
 """
 
 from __future__ import annotations
@@ -8,51 +9,49 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import numpy as np
 import torch
-from flwr.app import ArrayRecord, ConfigRecord, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
 from flwr.supercore import log
 from torch import Tensor
 
-from fedexp.aggregate import norms, usable
+from fedexp.aggregate import Aggregate, norms, usable
 from fedexp.client import ClientRule
-from fedexp.errors import UsageError, shown
+from fedexp.engine.loop import SUMMED_BYTES
+from fedexp.errors import UsageError
 from fedexp.flower.layout import Arrays, Layout, loaded
-from fedexp.flower.request import ABOUT, EXTRAS, ties_in
+from fedexp.flower.metrics import (
+    Metrics,
+    WeightedMetrics,
+    client_weight,
+    log_left_out,
+    only_record,
+    reply_metrics,
+)
+from fedexp.flower.request import EXTRAS, REPLY_INFO, read_ties
 from fedexp.flower.server import Server
+from fedexp.flower.transport import UnusableReply, is_unanswered, reply_content
 
 Weighting = Literal["uniform", "num-examples"]
-Metrics = Mapping[str, Any]
-Kind = TypeVar("Kind", ArrayRecord, MetricRecord)
-LONGEST_REASON = 400  # characters of a line about a reply
-LEAST_WEIGHT, MOST_WEIGHT = 1e-30, 1e30  # so that float32 sums can hold them
-
-
-VOTES = 3  # replies that decide how the model is laid out; so many are held at a time then
-
-
-class UnusableReply(UsageError):
-    """Why a reply is left out of its round, in one line whatever the client sent."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(shown(reason, LONGEST_REASON))
+LAYOUT_VOTES = 3  # usable replies that decide the layout of the model, held until then
+MAX_CHUNK = 64  # replies held in memory at most
 
 
 @dataclass(frozen=True, eq=False)
-class Contribution:
-    """What a usable reply adds to a round.
+class ClientUpdate:
+    """One client's update, from a usable reply.
 
     Attributes:
-        delta: Δ_i = w - w_i as one vector.
+        delta: Δ_i = w - w_i, one vector [d].
         weight: p_i; 1 with uniform weights.
-        extras: further terms of the sums.
-        metrics: what the client tells beside.
+        extras: further vectors to be summed, by name.
+        metrics: the client's train metrics.
         norm: ||Δ_i||.
-        rule: the client rule that it says it trained by; None where it does not say.
+        rule: the client rule that the reply names; None where it names none.
     """
 
     delta: Tensor
@@ -63,17 +62,124 @@ class Contribution:
     rule: str | None
 
 
-class Reader:
+@dataclass(frozen=True, eq=False)
+class AggregatedReplies:
+    """The sums of a round and the nodes they came from.
+
+    Attributes:
+        aggregate: the sums.
+        accepted: nodes whose replies are in the sums; one that replied twice is listed twice.
+        dropped: number of replies that could not be used.
+        unanswered: nodes that did not answer.
+        client_metrics: means of the clients' train metrics.
+        metrics: further numbers for the round's record.
+        longest: the node with the longest update, and its norm.
+        rules: by node, the client rule that its reply names; None where it names none.
+    """
+
+    aggregate: Aggregate
+    accepted: tuple[int, ...] = ()
+    dropped: int = 0
+    unanswered: tuple[int, ...] = ()
+    client_metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+    longest: tuple[int, float] | None = None
+    rules: dict[int, str | None] = field(default_factory=dict)
+
+
+def aggregate_replies(
+    replies: Iterable[Message],
+    reader: ReplyReader,
+    on_metrics: Callable[[RecordDict], None] | None = None,
+    clip: Callable[[Tensor], Tensor] | None = None,
+) -> AggregatedReplies:
+    """Sum the usable replies; log the node and the reason of every other one.
+
+    Args:
+        replies: in any order, iterated once.
+        reader: checks them.
+        on_metrics: called with the metric records of every usable reply.
+        clip: applied to updates [M, d] before they are summed.
+    """
+    total: _ChunkedSum | None = None  # made late: the first usable replies may change the layout
+    metrics, longest = WeightedMetrics(reader.weight_key), None
+    rules: dict[int, str | None] = {}
+    accepted, unanswered, dropped = [], [], 0
+    for reply in reader.resolve_layout(replies):
+        node = reply.metadata.src_node_id
+        try:
+            update = reader.read(reply)
+        except UnusableReply as error:
+            log(WARNING, "node %d is left out of this round: %s", node, error)
+            unanswered += [node] if is_unanswered(reply) else []
+            dropped += not is_unanswered(reply)
+            continue
+        total = total or _ChunkedSum(reader.start, clip)
+        total.add(update)
+        log_left_out(node, metrics.add(update.metrics))
+        if on_metrics is not None:
+            on_metrics(RecordDict(dict(reply.content.metric_records)))
+        accepted.append(node)
+        rules[node] = update.rule
+        if longest is None or update.norm > longest[1]:
+            longest = node, update.norm
+    return AggregatedReplies(
+        (total or _ChunkedSum(reader.start)).result(),
+        tuple(accepted),
+        dropped,
+        tuple(unanswered),
+        metrics.means(),
+        longest=longest,
+        rules=rules,
+    )
+
+
+def chunk_size(params: Tensor) -> int:
+    """Return how many models of this size may be held in memory at a time; at least 1."""
+    return max(1, min(MAX_CHUNK, SUMMED_BYTES // max(1, params.nbytes)))
+
+
+class _ChunkedSum:
+    """Adds updates in chunks, as the simulator does; `clip` is applied to each chunk [M, d]."""
+
+    def __init__(self, params: Tensor, clip: Callable[[Tensor], Tensor] | None = None) -> None:
+        self._total = Aggregate.zero(params.numel(), params.dtype)
+        self._clip, self._chunk = clip, chunk_size(params)
+        self._pending: list[ClientUpdate] = []
+
+    def add(self, update: ClientUpdate) -> None:
+        self._pending.append(update)
+        if len(self._pending) >= self._chunk:
+            self._flush()
+
+    def result(self) -> Aggregate:
+        self._flush()
+        return self._total
+
+    def _flush(self) -> None:
+        if not self._pending:
+            return
+        chunk, self._pending = self._pending, []
+        deltas = torch.stack([one.delta for one in chunk])
+        extras = {
+            name: torch.stack([one.extras[name] for one in chunk]) for name in chunk[0].extras
+        }
+        weights = [one.weight for one in chunk]
+        part = Aggregate.of(self._clip(deltas) if self._clip else deltas, weights, extras)
+        self._total = self._total + part
+
+
+class ReplyReader:
     """Reads the replies of one round.
 
     Args:
         server: whose model the clients were sent.
-        arrays_key: under which they reply theirs; where there is none of that name, the only other.
-        weight_key: the metric that weighs a client.
-        weighting: "uniform", or "num-examples" to weigh by that metric.
+        arrays_key: of the model in a reply; where there is none of that name, the only other one.
+        weight_key: the metric that weights a client.
+        weighting: "uniform", or "num-examples" to weight by that metric.
         max_norm: a reply whose update is longer is left out; None for no bound.
-        open_parts: what the first usable replies decide of the model's layout: which arrays are
-            "buffers", which parameters are "tied"; only before the first step.
+        undecided: parts of the model's layout that the first usable replies decide: which arrays
+            are "buffers", which parameters are "tied"; only before the first step.
     """
 
     def __init__(
@@ -83,37 +189,41 @@ class Reader:
         weight_key: str,
         weighting: Weighting,
         max_norm: float | None = None,
-        open_parts: Collection[str] = (),
+        undecided: Collection[str] = (),
     ) -> None:
         self.server, self.start = server, server.start_point()
         self.arrays_key, self.weight_key, self.weighting = arrays_key, weight_key, weighting
-        self.extras = extras_of(server.algorithm.client)
-        self.max_norm, self.open_parts = max_norm, open_parts
+        self.extras = extra_names(server.algorithm.client)
+        self.max_norm, self.undecided = max_norm, undecided
 
-    def read(self, reply: Message) -> Contribution:
-        """What the reply adds; raises `UnusableReply` for one that must not enter the model."""
-        content = content_of(reply)
-        metrics = metrics_of(content)
-        weight = 1.0 if self.weighting == "uniform" else checked_weight(metrics, self.weight_key)
+    def read(self, reply: Message) -> ClientUpdate:
+        """Return the update of a reply; raise `UnusableReply` for one that must not be used."""
+        content = reply_content(reply)
+        metrics = reply_metrics(content)
+        weight = 1.0 if self.weighting == "uniform" else client_weight(metrics, self.weight_key)
         arrays = self._model(content)
+        if (reason := self._layout(content, arrays).misfit(arrays)) is not None:
+            raise UnusableReply(reason)
         delta, extras = self.server.contribution(arrays, self.start)
         extras |= {name: self._extra(content, name) for name in self.extras}
         if not usable(delta[None], {name: value[None] for name, value in extras.items()}).item():
-            raise UnusableReply(f"its values are not finite ({_first_bad(arrays)})")
+            raise UnusableReply(f"its values are not finite ({_first_nonfinite(arrays)})")
         norm = norms(delta[None]).item()
         if self.max_norm is not None and norm > self.max_norm:
             raise UnusableReply(
                 f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm:g}"
             )
-        rule = about(content).get("rule")
-        return Contribution(delta, weight, extras, metrics, norm, rule and str(rule))
+        rule = _reply_info(content).get("rule")
+        return ClientUpdate(delta, weight, extras, metrics, norm, rule and str(rule))
 
-    def settled(self, replies: Iterable[Message]) -> Iterator[Message]:
-        """Let the first usable replies decide by majority how the model is laid out, where that is
-        open, so that no single client can; then hand on all of them, the first ones included."""
+    def resolve_layout(self, replies: Iterable[Message]) -> Iterator[Message]:
+        """Yield all replies, after the first usable ones have decided the layout by majority.
+
+        A majority, so that no single client can decide it. Yields at once where it is decided.
+        """
         source, held = iter(replies), list[Message]()
         votes: Counter[Layout] = Counter()
-        while self.open_parts and votes.total() < VOTES and len(held) < 2 * VOTES:
+        while self.undecided and votes.total() < LAYOUT_VOTES and len(held) < 2 * LAYOUT_VOTES:
             reply = next(source, None)
             if reply is None:
                 break
@@ -124,56 +234,56 @@ class Reader:
             if layout != self.server.layout:
                 self.server.lay_out(layout)
                 self.start = self.server.start_point()
-            self.open_parts = ()
+            self.undecided = ()
         while held:
             yield held.pop(0)
         yield from source
 
     def _vote(self, reply: Message) -> list[Layout]:
-        """Return the layout that a usable reply fits; nothing for one that is not usable."""
+        """Return the layout that a usable reply has; [] for one that is not usable."""
         try:
-            content = content_of(reply)
-            arrays = _loaded(_only(content.array_records, self.arrays_key, "model"))
+            content = reply_content(reply)
+            arrays = self._model(content)
             layout = self._layout(content, arrays)
         except UnusableReply:
             return []
-        sound = layout.misfit(arrays) is None
-        return [layout] if sound and all(np.isfinite(v).all() for v in arrays.values()) else []
+        fits = layout.misfit(arrays) is None
+        return [layout] if fits and all(np.isfinite(v).all() for v in arrays.values()) else []
 
     def _model(self, content: RecordDict) -> Arrays:
-        arrays = _loaded(_only(content.array_records, self.arrays_key, "model"))
-        if (reason := self._layout(content, arrays).misfit(arrays)) is not None:
-            raise UnusableReply(reason)
-        return arrays
+        return _load(only_record(content.array_records, self.arrays_key, "model"))
 
     def _layout(self, content: RecordDict, arrays: Arrays) -> Layout:
-        """Return the layout that a reply fits: as its client reports it where that is still open;
-        of a client that reports none, without ties that its training broke."""
-        layout, said = self.server.layout, about(content)
-        if "buffers" in said:
-            buffers = _strings(said["buffers"])
-            if self.open_parts and "buffers" not in self.open_parts:
+        """Return the layout of a reply's model.
+
+        A client that reports its layout has that one; any other the server's, without the ties
+        that its training broke while ties are undecided.
+        """
+        layout, info = self.server.layout, _reply_info(content)
+        if "buffers" in info:
+            buffers = _strings(info["buffers"])
+            if self.undecided and "buffers" not in self.undecided:
                 buffers = list(layout.averaged)
             try:
-                reported = layout.with_kinds(buffers, ties_in(said, "") or {})
+                reported = layout.with_kinds(buffers, read_ties(info, "") or {})
             except UsageError as error:
-                raise UnusableReply(f"its report of the model's parts is wrong: {error}") from None
-            if reported != layout and not self.open_parts:
+                raise UnusableReply(f"its report of the model's layout is wrong: {error}") from None
+            if reported != layout and not self.undecided:
                 raise UnusableReply(
-                    "it reports other buffers or tied weights than the strategy reckons with; give "
-                    "the strategy model="
+                    "it reports other buffers or tied weights than the strategy has; give the "
+                    "strategy model="
                 )
             return reported
-        if not self.open_parts or not {*layout.tied, *layout.tied.values()} <= arrays.keys():
+        if not self.undecided or not {*layout.tied, *layout.tied.values()} <= arrays.keys():
             return layout
         broken = layout.broken_ties(arrays)
         tied = {name: source for name, source in layout.tied.items() if name not in broken}
         return layout.with_kinds(layout.averaged, tied)
 
     def _extra(self, content: RecordDict, name: str) -> Tensor:
-        """A vector that the client rule adds; the server's step needs it of every client."""
+        """Return a vector that the client rule adds; the server step needs it from every client."""
         rule = type(self.server.algorithm.client).__name__
-        found = _loaded(content.array_records.get(EXTRAS, ArrayRecord())).get(name)
+        found = _load(content.array_records.get(EXTRAS, ArrayRecord())).get(name)
         if found is None:
             raise UnusableReply(
                 f"it has no {name!r} in {EXTRAS!r}, which {rule} needs; use "
@@ -181,176 +291,39 @@ class Reader:
             )
         if found.shape != self.start.shape or found.dtype.kind != "f":
             raise UnusableReply(f"its {name!r} is not a vector of {len(self.start)} numbers")
-        # torch knows neither numpy's longest fractions nor bytes in another order
+        # torch supports neither numpy's long double nor another byte order
         with np.errstate(over="ignore"):  # what overflows is infinite, and refused
             return torch.from_numpy(found.astype(np.float64)).to(self.start.dtype)
+
+
+def extra_names(rule: ClientRule) -> tuple[str, ...]:
+    """Return the names of the vectors that a client rule adds to the sums."""
+    empty = torch.zeros(0)
+    _, extras = rule.end_round(
+        empty, 1.0, rule.init_broadcast(empty), rule.init_client_state(empty)
+    )
+    return tuple(extras)
+
+
+def _reply_info(content: RecordDict) -> Mapping[str, Any]:
+    """Return the rule and layout that a reply reports; {} for that of a plain ClientApp."""
+    return dict(content.config_records.get(REPLY_INFO, ConfigRecord()))
 
 
 def _strings(value: Any) -> list[str]:
     return [str(each) for each in value] if isinstance(value, list) else []
 
 
-def about(content: RecordDict) -> Mapping[str, Any]:
-    """Return what a reply says of itself, which a plain ClientApp's does not."""
-    return dict(content.config_records.get(ABOUT, ConfigRecord()))
-
-
-def content_of(reply: Message) -> RecordDict:
-    """The content of a reply; raises `UnusableReply` where it is an error."""
-    if reply.has_error():
-        said = str(reply.error.reason or f"error {reply.error.code}").strip()
-        raise UnusableReply(said.splitlines()[-1] if said else "an error without a reason")
-    return reply.content
-
-
-def metrics_of(content: RecordDict) -> Metrics:
-    """The one metric record of a reply; nothing where it has none."""
-    if not content.metric_records:
-        return {}
-    return dict(_only(content.metric_records, "metrics", "metrics"))
-
-
-def checked_weight(metrics: Metrics, key: str) -> float:
-    """The weight that a client tells; raises `UnusableReply` for what is none."""
-    value = metrics.get(key)
-    if value is None:
-        raise UnusableReply(
-            f"its metrics have no {key!r}, by which clients are weighed; reply it, or set "
-            "weighting='uniform'"
-        )
-    if isinstance(value, list) or not LEAST_WEIGHT <= value <= MOST_WEIGHT:
-        raise UnusableReply(f"its {key!r} is {value}, which is no weight")
-    return float(value)
-
-
-def extras_of(rule: ClientRule) -> tuple[str, ...]:
-    """The names of what a client rule adds to the sums."""
-    nothing = torch.zeros(0)
-    _, extras = rule.end_round(
-        nothing, 1.0, rule.init_broadcast(nothing), rule.init_client_state(nothing)
-    )
-    return tuple(extras)
-
-
-def _only(records: Mapping[str, Kind], key: str, what: str) -> Kind:
-    """The record of that name, or the only one that is not ours."""
-    others = {name: value for name, value in records.items() if not name.startswith("fedexp.")}
-    if key in others:
-        return others[key]
-    if len(others) != 1:
-        raise UnusableReply(f"it has {len(others)} records with a {what} and none called {key!r}")
-    return next(iter(others.values()))
-
-
-def _loaded(record: ArrayRecord) -> Arrays:
+def _load(record: ArrayRecord) -> Arrays:
     try:
         return loaded(record)
     except UsageError as error:
         raise UnusableReply(str(error)) from error
 
 
-def _first_bad(arrays: Arrays) -> str:
-    """Which array has a value that is not finite."""
+def _first_nonfinite(arrays: Arrays) -> str:
+    """Return the name of the first array with a value that is not finite."""
     for name, value in arrays.items():
         if value.dtype.kind == "f" and not math.isfinite(value.sum(dtype="float64")):
             return f"{name!r}"
     return "the norm of its update"
-
-
-LARGEST = np.finfo(np.float64).max
-MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
-
-
-class Mean:
-    """A weighted mean of numbers, or of lists of one length.
-
-    It is a convex combination at every step, so finite values never overflow, however large they
-    and their weights are.
-    """
-
-    def __init__(self) -> None:
-        self._mean: Any = 0.0
-        self.weight = 0.0
-
-    def add(self, value: Any, weight: float) -> bool:
-        """Add a value, unless it is not finite or a list of another length; return whether."""
-        array = np.asarray(value, dtype=np.float64)
-        if not np.isfinite(array).all() or (self.weight and array.shape != np.shape(self._mean)):
-            return False
-        total = self.weight + weight
-        with np.errstate(over="ignore"):  # by rounding only, at the largest number there is
-            mean = self._mean * (self.weight / total) + array * (weight / total)
-        self._mean, self.weight = np.clip(mean, -LARGEST, LARGEST), total
-        return True
-
-    def value(self) -> float | list[float]:
-        return np.asarray(self._mean).tolist()
-
-
-class Tally:
-    """The means of clients' metrics, weighted by one of them as Flower does it.
-
-    Where a client does not tell its weight, all count the same.
-
-    >>> tally = Tally("num-examples")
-    >>> tally.add({"num-examples": 1, "loss": 4.0})
-    []
-    >>> tally.add({"num-examples": 3, "loss": 0.0, "accuracy": float("nan")})
-    ['accuracy']
-    >>> tally.means()
-    {'loss': 1.0}
-    """
-
-    def __init__(self, weight_key: str) -> None:
-        self.weight_key, self.weighs = weight_key, True
-        self._plain: dict[str, Mean] = {}
-        self._weighted: dict[str, Mean] = {}
-
-    def add(self, metrics: Mapping[str, Any]) -> list[str]:
-        """Add what a client replies; return the names of values that must be left out."""
-        left_out = []
-        try:
-            weight = checked_weight(metrics, self.weight_key)
-        except UnusableReply:
-            weight, self.weighs = math.nan, False
-        for name, value in metrics.items():
-            if name != self.weight_key:
-                if not self._plain.setdefault(name, Mean()).add(value, 1.0):
-                    left_out.append(name)
-                if self.weighs:
-                    self._weighted.setdefault(name, Mean()).add(value, weight)
-        return left_out
-
-    def means(self) -> dict[str, float | list[float]]:
-        chosen = self._weighted if self.weighs else self._plain
-        return {name: mean.value() for name, mean in chosen.items() if mean.weight}
-
-
-def warn_left_out(node: int, names: Iterable[str]) -> None:
-    """Log which metrics of a node are not in the means."""
-    for name in names:
-        text = "node %d: its %r is not a finite number, or a list of another length; it is left "
-        log(WARNING, text + "out of the mean", node, name)
-
-
-def mean_of_evaluations(
-    replies: Iterable[Message], weight_key: str, aggregate: MetricsFn | None
-) -> MetricRecord | None:
-    """The means of what clients measured, or what the user's function makes of it.
-
-    Replies that cannot be used are left out, and a line says which and why. None where none is
-    left.
-    """
-    tally, told = Tally(weight_key), list[RecordDict]()
-    for reply in replies:
-        node = reply.metadata.src_node_id
-        try:
-            content = content_of(reply)
-            warn_left_out(node, tally.add(metrics_of(content)))
-        except UnusableReply as error:
-            log(WARNING, "node %d is left out of the evaluation: %s", node, error)
-            continue
-        told.append(RecordDict(dict(content.metric_records)))
-    if not told:
-        return None
-    return aggregate(told, weight_key) if aggregate else MetricRecord(dict(tally.means()))

@@ -1,4 +1,9 @@
-"""`Request`: what a server asks of a client in a round, read from its message."""
+"""`TrainRequest`: a train message as a client reads it, and the reply to it.
+
+A message carries the model, the client rule with its broadcast state, and the round whose client
+state the server has accepted. All of it is checked here: what another server sends must not crash
+a client, nor write outside its folder.
+"""
 
 from __future__ import annotations
 
@@ -17,30 +22,31 @@ from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.flower.client_state import ClientStore, client_name, state_root
 from fedexp.flower.layout import Layout, loaded, named_parts
 
-SHARED, EXTRAS, ABOUT = "fedexp.shared", "fedexp.extras", "fedexp.about"
+# records of messages and replies, beside the model, the config and the metrics
+BROADCAST, EXTRAS, REPLY_INFO = "fedexp.shared", "fedexp.extras", "fedexp.about"
 Metrics = Mapping[str, Any]
 Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
 log = logging.getLogger("flwr")
 
 
 @dataclass(frozen=True, eq=False)
-class Request:
-    """A train message, taken apart.
+class TrainRequest:
+    """A train message.
 
     Attributes:
         message: the message to reply to.
-        key: under which the model travels, in the message and in the reply.
-        arrays: the model that the round begins from.
-        start: its parameters as one vector.
-        layout: how its arrays become vectors, as the server sees it.
-        rule: the client rule that the server asks for.
-        shared: what the server keeps for that rule, as flat vectors.
-        round: the round, counted from 1.
-        base: the round whose state this client begins with; 0 where it begins afresh.
-        mine: that state.
-        store: where the client keeps its states.
-        about: what the reply says of itself: the rule it was trained by, and, where the server
-            does not say, which arrays of the model are buffers and which parameters are tied.
+        key: of the model, in the message and in the reply.
+        arrays: the model that the round starts from.
+        start: its parameters as one vector [d].
+        layout: how the server turns arrays into vectors.
+        rule: the client rule to train with.
+        broadcast: the server's state of that rule, vectors [d].
+        round: counted from 1.
+        base: the round whose client state this one starts from; 0 for a fresh state.
+        client_state: that state, vectors [d].
+        store: of the client's states.
+        reply_info: what the reply reports beside the update: the client rule, and, where the server
+            left it undecided, which arrays are buffers and which parameters are tied.
     """
 
     message: Message
@@ -54,33 +60,32 @@ class Request:
     base: int
     client_state: Tensors
     store: ClientStore
-    about: Mapping[str, Any]
+    reply_info: Mapping[str, Any]
 
     @classmethod
-    def of(cls, message: Message, context: Context, model: nn.Module | None = None) -> Request:
+    def of(cls, message: Message, context: Context, model: nn.Module | None = None) -> TrainRequest:
         """Read a train message.
 
         Args:
             message: as the server sent it.
-            context: the node's.
-            model: the module whose arrays the server sends, where there is one.
+            context: of the node.
+            model: the client's module, where there is one.
         """
         content = message.content
         key, arrays = single_record(content, ArrayRecord, "model")
         _, config = single_record(content, ConfigRecord, "config")
-        rule = asked_rule(config)
+        rule = client_rule(config)
         reported, buffers = _reported_layout(arrays, config, model), config.get("fedexp.buffers")
-        layout = reported or Layout.of(loaded(arrays), _names(buffers), ties_in(config))
+        layout = reported or Layout.of(loaded(arrays), _names(buffers), read_ties(config))
         start = layout.flat(arrays)
-        broadcast = _vectors(content, rule, start, is_open=reported is not None)
-        about = _about(config, reported)
+        broadcast = _broadcast_state(content, rule, start, undecided=reported is not None)
         store = ClientStore.of(
             state_root(context),
             str(config.get("fedexp.study", context.run_id)),
             client_name(context),
         )
         round = _whole(config, "server-round") or 0
-        base, client_state = _begin(
+        base, client_state = _initial_state(
             store, rule.init_client_state(start), round, _whole(config, "fedexp.accepted")
         )
         return cls(
@@ -95,29 +100,29 @@ class Request:
             base,
             client_state,
             store,
-            about,
+            _reply_info(config, reported),
         )
 
     def reply(
-        self, arrays: ArrayRecord, metrics: Metrics, kept: Tensors, extras: Tensors
+        self, arrays: ArrayRecord, metrics: Metrics, client_state: Tensors, extras: Tensors
     ) -> Message:
-        """The reply, after what the client keeps is safely on its disk.
+        """Return the reply, after the new client state is stored on disk.
 
-        A state that is not finite belongs to an update that the server will refuse.
+        A state that is not finite is not stored: the server will refuse its update.
         """
-        if kept and all(bool(value.isfinite().all()) for value in kept.values()):
-            self.store.save(kept, self.round, self.base)
+        if client_state and all(bool(value.isfinite().all()) for value in client_state.values()):
+            self.store.save(client_state, self.round, self.base)
         content = RecordDict({self.key: arrays, "metrics": MetricRecord(dict(metrics))})
         if extras:
             named = {name: Array(value.numpy()) for name, value in extras.items()}
             content[EXTRAS] = ArrayRecord(named)
-        if self.about:
-            content[ABOUT] = ConfigRecord(dict(self.about))
+        if self.reply_info:
+            content[REPLY_INFO] = ConfigRecord(dict(self.reply_info))
         return Message(content, reply_to=self.message)
 
 
-def asked_rule(config: ConfigRecord) -> ClientRule:
-    """The client rule that a server names; plain SGD where it names none, as Flower's own do."""
+def client_rule(config: ConfigRecord) -> ClientRule:
+    """Return the client rule that the server names; SGD where it names none, as Flower's do."""
     known = {
         "sgd": SGD,
         "prox": lambda: Prox(float(_number(config, "fedexp.mu"))),
@@ -129,16 +134,16 @@ def asked_rule(config: ConfigRecord) -> ClientRule:
     return known[name]()
 
 
-def ties_in(config: Mapping[str, Any], prefix: str = "fedexp.") -> dict[str, str] | None:
-    """Return the tied parameters that a record names; None where it says nothing of them."""
+def read_ties(config: Mapping[str, Any], prefix: str = "fedexp.") -> dict[str, str] | None:
+    """Return the tied parameters of a record; None where it has no entry for them."""
     names, sources = (config.get(f"{prefix}{key}") for key in ("tied", "tied-to"))
     if not isinstance(names, list) or not isinstance(sources, list):
         return None
     return {str(name): str(source) for name, source in zip(names, sources, strict=False)}
 
 
-def layout_terms(layout: Layout, prefix: str = "fedexp.") -> dict[str, Any]:
-    """Return a layout as records carry it; `ties_in` reads the ties again."""
+def layout_config(layout: Layout, prefix: str = "fedexp.") -> dict[str, Any]:
+    """Return the buffers and ties of a layout as entries of a record; see `read_ties`."""
     return {
         f"{prefix}buffers": list(layout.averaged),
         f"{prefix}tied": list(layout.tied),
@@ -149,9 +154,9 @@ def layout_terms(layout: Layout, prefix: str = "fedexp.") -> dict[str, Any]:
 def _reported_layout(
     arrays: ArrayRecord, config: ConfigRecord, model: nn.Module | None
 ) -> Layout | None:
-    """Return the layout by the client's own model, where a strategy of this package leaves open
-    which arrays are buffers and which parameters are tied; None where it does not."""
-    if model is None or ties_in(config) is not None or "fedexp.client" not in config:
+    """Return the layout by the client's own model, where a strategy of this package left it
+    undecided; None otherwise."""
+    if model is None or read_ties(config) is not None or "fedexp.client" not in config:
         return None
     buffers, ties = named_parts(model)
     if "fedexp.buffers" in config:
@@ -160,24 +165,24 @@ def _reported_layout(
     return Layout.of(loaded(arrays), [name for name in buffers if name in arrays], known)
 
 
-def _about(config: ConfigRecord, reported: Layout | None) -> dict[str, Any]:
-    """Return what a reply says of itself to a strategy of this package; nothing to others."""
+def _reply_info(config: ConfigRecord, reported: Layout | None) -> dict[str, Any]:
+    """Return the rule and layout to report to a strategy of this package; {} for any other."""
     if "fedexp.client" not in config:
         return {}
-    parts = {} if reported is None else layout_terms(reported, "")
-    return {"rule": str(config["fedexp.client"]), **parts}
+    layout = {} if reported is None else layout_config(reported, "")
+    return {"rule": str(config["fedexp.client"]), **layout}
 
 
-def _begin(
+def _initial_state(
     store: ClientStore, fresh: Tensors, round: int, accepted: int | None
 ) -> tuple[int, Tensors]:
-    """The state to begin with: of the last round that the server accepted from this client.
+    """Return the state to start from, and its round: the last that the server accepted.
 
-    A server that does not say gets the newest of an earlier round.
+    Where the server does not name it, the newest one of an earlier round.
     """
     if not fresh:
         return 0, {}
-    require(round >= 1, "the server did not say which round it is; let it send server-round")
+    require(round >= 1, "the message has no round number; let the server send server-round")
     if accepted is None:
         accepted = max((r for r in store.rounds() if r < round), default=0)
     if not accepted:
@@ -185,9 +190,9 @@ def _begin(
     found = store.load(accepted)
     if found is None:
         log.warning(
-            "the state of round %d is not in %s: this client begins afresh, and the server's "
-            "control variate keeps what it had of it; give the node a fedexp-state folder that "
-            "outlives it",
+            "the state of round %d is not in %s: this client starts with a fresh state, and the "
+            "server's control variate still includes the old one; give the node a persistent "
+            "fedexp-state folder",
             accepted,
             store.folder,
         )
@@ -197,23 +202,23 @@ def _begin(
     return accepted, found
 
 
-def _vectors(
-    content: RecordDict, rule: ClientRule, start: Tensor, is_open: bool
+def _broadcast_state(
+    content: RecordDict, rule: ClientRule, start: Tensor, undecided: bool
 ) -> dict[str, Tensor]:
-    """What the server keeps for the rule, checked against the model.
+    """Return the broadcast state of the rule, checked against the model.
 
-    Before clients have reported how the model is laid out (`is_open`), the server may reckon with
-    another number of parameters; what it keeps is still zero then.
+    While the layout is `undecided`, the server may count another number of parameters; its state
+    is still zero then.
     """
     wanted = rule.init_broadcast(start)
-    sent = content.array_records.get(SHARED, ArrayRecord())
+    sent = content.array_records.get(BROADCAST, ArrayRecord())
     floats = {name: value for name, value in loaded(sent).items() if value.dtype.kind == "f"}
-    broadcast = {  # torch knows neither numpy's longest fractions nor bytes in another order
+    broadcast = {  # torch supports neither numpy's long double nor another byte order
         name: torch.from_numpy(value.astype(np.float64)).to(start.dtype)
         for name, value in floats.items()
     }
     for name, value in wanted.items():
-        if is_open and name in broadcast and not broadcast[name].any():
+        if undecided and name in broadcast and not broadcast[name].any():
             broadcast[name] = torch.zeros_like(value)
         require(
             name in broadcast and broadcast[name].shape == value.shape,
@@ -224,7 +229,7 @@ def _vectors(
 
 
 def single_record(content: RecordDict, kind: type[Kind], what: str) -> tuple[str, Kind]:
-    """The one record of a kind that is not ours, whatever the server calls it."""
+    """Return the key and value of the one record of a kind that is not this package's own."""
     found = [
         (key, value)
         for key, value in content.items()
@@ -235,8 +240,8 @@ def single_record(content: RecordDict, kind: type[Kind], what: str) -> tuple[str
 
 
 def _names(value: Any) -> list[str] | None:
-    sound = value is None or isinstance(value, list)
-    require(sound, f"the server sent {shown(value)!r} for a list of names")
+    valid = value is None or isinstance(value, list)
+    require(valid, f"the server sent {shown(value)!r} for a list of names")
     return None if value is None else [str(name) for name in value]
 
 

@@ -1,4 +1,8 @@
-"""`secure_mod`: the client's side of secure aggregation, around a train function as it is."""
+"""`secure_mod`: the client side of secure aggregation, a mod around any train function.
+
+The update is clipped, rounded and masked on the client. Settings under which the server could see
+the update of one client are refused, whatever the server is.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ from flwr.clientapp.typing import ClientAppCallable
 
 from fedexp.errors import UsageError, require
 from fedexp.flower.layout import Layout, ndarrays
-from fedexp.flower.local_privacy import quietly
-from fedexp.flower.request import EXTRAS, ties_in
+from fedexp.flower.privacy import train_with_hidden_errors
+from fedexp.flower.request import EXTRAS, read_ties
 from fedexp.flower.secure_legacy import (
     RECORD_KEY_CONFIGS,
     RECORD_KEY_STATE,
@@ -26,22 +30,24 @@ from fedexp.flower.secure_legacy import (
     ndarrays_to_parameters,
     secaggplus_mod,
 )
-from fedexp.flower.secure_payload import MODULUS, TERMS, Vector, payload_of
+from fedexp.flower.secure_payload import MODULUS, PAYLOAD, Vector, read_payload
 from fedexp.objective import buffer_changes
 
-OTHER_SERVER = "the server's secure aggregation is another one; use a strategy of fedexp.flower"
+OTHER_SERVER = (
+    "the server does not use the secure aggregation of this package; use a strategy of "
+    "fedexp.flower"
+)
 
 
 @dataclass(frozen=True)
 class SecureMod:
-    """Let a client give its update to secure sums only: `ClientApp(mods=[secure_mod])`.
+    """A mod that sends a client's update to secure sums only: `ClientApp(mods=[secure_mod])`.
 
-    What the train function replies stays on the client. Its update w - w_i is clipped, rounded and
-    masked; its metrics and its number of examples are not sent at all, and the text of an error
-    that it raises neither.
+    The update w - w_i of the train function's reply is clipped, rounded and masked; its metrics,
+    its number of examples and the text of an error that it raises are not sent at all.
 
     Args:
-        fewest: clients that a round must have for this one to take part, whatever the server says.
+        fewest: clients that a round must have for this one to take part, whatever the server asks.
     """
 
     fewest: int = 3
@@ -53,15 +59,15 @@ class SecureMod:
         stage = message.content.config_records.get(RECORD_KEY_CONFIGS)
         if stage is None or kind != MessageType.TRAIN:  # Flower's mod lets "train.default" pass
             raise UsageError(
-                "this client gives its update to secure sums only, and the server asks for it in "
+                "this client sends its update to secure sums only, and the server asks for it in "
                 "the clear; give the strategy secure=SecureAggregation(clip=...)"
             )
-        self._consent(stage, context)
-        return secaggplus_mod(message, context, partial(_packed, call_next))
+        self._check_stage(stage, context)
+        return secaggplus_mod(message, context, partial(_packed_reply, call_next))
 
-    def _consent(self, told: ConfigRecord, context: Context) -> None:
-        """Refuse terms under which one client's update could be seen."""
-        stage: dict[str, Any] = dict(told)
+    def _check_stage(self, config: ConfigRecord, context: Context) -> None:
+        """Refuse settings under which the update of one client could be seen."""
+        stage: dict[str, Any] = dict(config)
         if stage.get(Key.STAGE) == Stage.SETUP:
             clients, shares = stage[Key.SAMPLE_NUMBER], stage[Key.SHARE_NUMBER]
             require(
@@ -75,7 +81,7 @@ class SecureMod:
             both = active & {*stage[Key.DEAD_NODE_ID_LIST]}
             require(not both, "the server asks for both secrets of a client; that would unmask it")
             require(
-                len(active) >= self.fewest or not _sees_all(context),
+                len(active) >= self.fewest or not _shares_with_all(context),
                 f"of the clients of this sum {len(active)} are left, and this one takes part in "
                 f"sums of at least {self.fewest}",
             )
@@ -84,31 +90,33 @@ class SecureMod:
 secure_mod = SecureMod()
 
 
-def _packed(call_next: ClientAppCallable, message: Message, context: Context) -> Message:
-    """The reply of the train function as Flower's mod wants to have it."""
-    terms = message.content.config_records.pop(TERMS, None)
-    if terms is None:
+def _packed_reply(call_next: ClientAppCallable, message: Message, context: Context) -> Message:
+    """Return the reply of the train function as Flower's mod takes it: one vector to be masked."""
+    config = message.content.config_records.pop(PAYLOAD, None)
+    if config is None:
         raise UsageError(OTHER_SERVER)
-    del message.content[RECORD_KEY_CONFIGS]  # the train function sees the message it always sees
-    key = str(terms["model"])
+    del message.content[RECORD_KEY_CONFIGS]  # the train function sees the usual message
+    key = str(config["model"])
     sent = ndarrays(message.content.array_records[key])
-    reply = quietly(call_next, message, context)
-    layout = Layout.of(sent, cast(list[str], terms["buffers"]), ties_in(terms, ""))
-    payload = payload_of(terms, _levels(context), layout.dim)
-    update, extras = _contribution(layout, sent, reply, key)
-    told = {name: value.size for name, value in extras.items()}
+    reply = train_with_hidden_errors(call_next, message, context)
+    layout = Layout.of(sent, cast(list[str], config["buffers"]), read_ties(config, ""))
+    payload = read_payload(config, _levels(context), layout.dim)
+    update, extras = _update(layout, sent, reply, key)
+    sizes = {name: value.size for name, value in extras.items()}
     require(
-        told == dict(payload.extras),
-        f"the server wants {dict(payload.extras)} beside the update, but the client has {told}; "
+        sizes == dict(payload.extras),
+        f"the server needs {dict(payload.extras)} beside the update, but the client has {sizes}; "
         "use fedexp.flower.LocalRule in its train function",
     )
-    return Message(_result(payload.pack(update, extras)), reply_to=message)
+    parameters = ndarrays_to_parameters([payload.pack(update, extras)])
+    result = FitRes(Status(Code.OK, ""), parameters, num_examples=1, metrics={})
+    return Message(fitres_to_recorddict(result, keep_input=False), reply_to=message)
 
 
-def _contribution(
+def _update(
     layout: Layout, sent: dict[str, Any], reply: RecordDict, key: str
 ) -> tuple[Vector, dict[str, Vector]]:
-    """The update, and what else is summed: the rule's extras and the change of the buffers."""
+    """Return the update, and what else is summed: the rule's extras and the change of buffers."""
     require(key in reply.array_records, f"the reply of the train function has no {key!r}")
     trained = ndarrays(reply.array_records[key])
     misfit = layout.misfit(trained)
@@ -122,26 +130,19 @@ def _contribution(
 
 
 def _levels(context: Context) -> int:
-    """The levels that the set-up of the round has announced."""
-    state = _agreed(context)
+    """Return the quantisation levels that the set-up stage of the round announced."""
+    state = _setup_state(context)
     ours = (state["clipping_range"], state["max_weight"], state["mod_range"]) == (1, 1, MODULUS)
     require(ours and state["target_range"] * state["sample_num"] < MODULUS, OTHER_SERVER)
     return int(state["target_range"])
 
 
-def _sees_all(context: Context) -> bool:
-    """Whether every client of the round shares keys with this one, so that it can count them."""
-    state = _agreed(context)
+def _shares_with_all(context: Context) -> bool:
+    """Return whether this client shares keys with all of the round, so that it can count them."""
+    state = _setup_state(context)
     return bool(state.get("sample_num", 0) <= state.get("share_num", 0))
 
 
-def _agreed(context: Context) -> dict[str, Any]:
-    """What Flower's mod remembers of the set-up of the round."""
+def _setup_state(context: Context) -> dict[str, Any]:
+    """Return the state that Flower's mod stored in the set-up stage of the round."""
     return dict(context.state.config_records.get(RECORD_KEY_STATE, ConfigRecord()))
-
-
-def _result(vector: Vector) -> RecordDict:
-    """What Flower's mod masks; the number of examples is the same for every client."""
-    parameters = ndarrays_to_parameters([vector])
-    result = FitRes(Status(Code.OK, ""), parameters, num_examples=1, metrics={})
-    return fitres_to_recorddict(result, keep_input=False)

@@ -1,8 +1,8 @@
 """The parts of Flower that only secure aggregation uses, imported here and nowhere else.
 
-SecAgg+ needs Flower's legacy workflow, which a later Flower may drop or change. It is an extra of
-its own with an upper bound, `fedexp[flower-secure]`, so that everything else works with any newer
-Flower. This file is small because that is its purpose.
+SecAgg+ needs Flower's legacy workflow, which a later Flower may drop or change. So it is an extra
+with an upper bound, `fedexp[flower-secure]`, and everything else works with any newer Flower. All
+imports of that workflow are in this file, which therefore has nothing else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`Server`: what a server knows between rounds, whatever way its sums arrive."""
+"""`Server`: the server side of an algorithm, independent of how its sums arrive."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from fedexp.server.extrapolation import diversity
 
 
 class Server:
-    """The server's side of an algorithm, free of transport.
+    """The model and the server state of an algorithm between rounds.
 
     Args:
         algorithm: e.g. `fedexp.fedexp(eps=1e-3)`.
-        arrays: the first model.
+        arrays: the initial model.
         buffers: names of the arrays that are averaged; see `Layout.of`.
         tied: further names of parameters; see `Layout.of`.
 
     Attributes:
-        layout: how the model's arrays become vectors.
-        state: all that is needed to go on from here; clients keep their own states.
+        layout: the conversion between the model's arrays and vectors.
+        state: all that is needed to resume; client states are stored by the clients.
     """
 
     def __init__(
@@ -43,25 +43,25 @@ class Server:
     ) -> None:
         self.algorithm = algorithm
         self.layout = Layout.of(arrays, buffers, tied)
-        self.state = self._first_state(arrays)
+        self.state = self._initial_state(arrays)
         bad = next((n for n, v in ndarrays(arrays).items() if not np.isfinite(v).all()), None)
         require(
             bad is None,
-            f"the first model has values that are not finite ({bad!r}); start from a sound one; "
+            f"the initial model has values that are not finite ({bad!r}); start from a finite one; "
             "register a mask with persistent=False, so that it stays out of the state_dict",
         )
 
     def lay_out(self, layout: Layout) -> None:
-        """Lay the first model out anew: which arrays are buffers or tied, clients know best."""
-        require(self.state.steps == 0, "the layout of a model is settled before the first step")
+        """Change which arrays of the initial model are buffers or tied."""
+        require(self.state.steps == 0, "the layout of a model is fixed at the first step")
         arrays, round = self.model(), self.state.round
         self.layout = layout
-        self.state = replace(self._first_state(arrays), round=round)
+        self.state = replace(self._initial_state(arrays), round=round)
 
     def adopt(self, arrays: ArrayRecord, round: int) -> None:
-        """Make these arrays the model after a round, whatever the rule made of it.
+        """Replace the model after a round by these arrays.
 
-        Clients train from them next, and they are what is evaluated; the rule keeps its state.
+        Clients train from them next, and they are evaluated; the state of the rule is unchanged.
         """
         reason = self.layout.misfit(ndarrays(arrays))
         require(
@@ -81,20 +81,16 @@ class Server:
         self._check(after)
         self.state = after
 
-    def _first_state(self, arrays: ArrayRecord) -> SimulationState:
-        params, buffers = self.layout.flat(arrays), self.layout.buffers(arrays)
-        return SimulationState.of(params, buffers, self.algorithm)
-
     def model(self) -> ArrayRecord:
-        """The last iterate: what clients train from."""
+        """Return the last iterate, from which clients train."""
         return self.layout.arrays(self.state.params, self.state.buffers)
 
     def output(self) -> ArrayRecord:
-        """The mean of the last iterates: what is evaluated and returned (sec. 5)."""
+        """Return the mean of the last iterates, which is evaluated and returned (Section 5)."""
         return self.layout.arrays(*self.state.output())
 
     def broadcast(self) -> ArrayRecord | None:
-        """What the client rule sends beside the model (SCAFFOLD's c); None if nothing."""
+        """Return the broadcast state of the client rule (SCAFFOLD's c); None if it has none."""
         if not self.state.broadcast:
             return None
         return ArrayRecord(
@@ -102,24 +98,24 @@ class Server:
         )
 
     def start_point(self) -> Tensor:
-        """The parameters that clients received, rounded as they were sent."""
+        """Return the parameters as clients received them, rounded to the types of the arrays."""
         return self.layout.rounded(self.state.params)
 
     def contribution(self, arrays: Arrays, start: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """A client's update Δ_i = w - w_i, and the changes of its buffers as a further term."""
+        """Return a client's update Δ_i = w - w_i, and the change of its buffers as an extra."""
         before, after = self.state.buffers.averaged, self.layout.buffers(arrays).averaged
         extras = {"buffers": buffer_changes(after, before)} if after.numel() else {}
         return start - self.layout.flat(arrays), extras
 
     def step(self, aggregate: Aggregate, total_weight: float) -> dict[str, float]:
-        """Take the step of a round, and tell what happened in it.
+        """Take the server step of a round; return its metrics.
 
-        A round without clients leaves the model as it is. One that diverges raises
-        `DivergedError`, and the state stays that of the round before.
+        A round without clients does not change the model. One that diverges raises
+        `DivergedError` and leaves the state of the round before.
 
         Args:
             aggregate: the sums of the round.
-            total_weight: the weight of all clients there are, in this round or not.
+            total_weight: of all clients, in this round or not.
         """
         after = replace(self.state, round=self.state.round + 1)
         metrics = {"clients": float(aggregate.count), "dropped": float(aggregate.dropped)}
@@ -130,6 +126,10 @@ class Server:
         self.state = after
         return metrics
 
+    def _initial_state(self, arrays: ArrayRecord) -> SimulationState:
+        params, buffers = self.layout.flat(arrays), self.layout.buffers(arrays)
+        return SimulationState.of(params, buffers, self.algorithm)
+
     def _check(self, after: SimulationState) -> None:
         check_range(after)
         if not self.layout.rounded(after.params).isfinite().all():
@@ -139,14 +139,14 @@ class Server:
 
 
 def _is_finite(state: SimulationState) -> bool:
-    """Whether all that a checkpoint would hold is finite."""
+    """Return whether everything that a checkpoint would store is finite."""
     of_rules = [v for v in (*state.server.values(), *state.broadcast.values()) if v.ndim]
-    held = [state.params, state.buffers.averaged, *of_rules]  # eps may be infinite: a number
-    return all(bool(torch.isfinite(value).all()) for value in held)
+    stored = [state.params, state.buffers.averaged, *of_rules]  # a scalar such as eps may be inf
+    return all(bool(torch.isfinite(value).all()) for value in stored)
 
 
 def norms(aggregate: Aggregate) -> dict[str, float]:
-    """The numbers that explain a step, for rules that do not report them."""
+    """Return the norms that determine FedExP's step, also for rules that do not report them."""
     mean_sq_norm, sq_norm_of_mean = aggregate.mean_sq_norm, aggregate.sq_norm_of_mean
     return {
         "diversity": float(diversity(mean_sq_norm, sq_norm_of_mean)),

@@ -1,4 +1,8 @@
-"""`conduct`: the rounds of a strategy, one after another, kept on the disk where asked."""
+"""The loop over rounds: train, evaluate, store, until the run is complete.
+
+Flower's own `Strategy.start` always begins at round 1 and holds all replies of a round. This loop
+resumes from a checkpoint, streams replies, and stores every round before the next one starts.
+"""
 
 from __future__ import annotations
 
@@ -15,132 +19,141 @@ from flwr.serverapp.strategy.strategy_utils import log_strategy_start_info
 from flwr.supercore import log
 
 from fedexp.errors import DivergedError, require
-from fedexp.flower.gather import Gathered, held_at_once, receive
+from fedexp.flower.checkpoint import (
+    changed_config,
+    check_losses,
+    open_run,
+    restored_result,
+    round_row,
+)
 from fedexp.flower.layout import same_arrays
-from fedexp.flower.resume import Book, changed, check_scores, opened, restored_result, row_of
-from fedexp.flower.training import Training
+from fedexp.flower.replies import AggregatedReplies, chunk_size
+from fedexp.flower.run import FederatedRun
+from fedexp.flower.transport import stream_replies
 from fedexp.privacy import BudgetSpentError
 
 if TYPE_CHECKING:
-    from fedexp.flower.strategy import RuleStrategy
+    from fedexp.flower.strategies import RuleStrategy
 
 DISCARDED = (
     "aggregate_train returned no arrays, although the server has taken its step; return those of "
     "super().aggregate_train, or changed ones"
 )
 NOT_NOISED = (
-    "aggregate_train returned another model than super().aggregate_train did, and it may hold the "
-    "clients' updates without noise; with central privacy return that one unchanged, or leave "
+    "aggregate_train returned another model than super().aggregate_train did, and it may contain "
+    "the clients' updates without noise; with central privacy return that one unchanged, or leave "
     "aggregate_train as it is"
 )
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 Configs = tuple[ConfigRecord, ConfigRecord]
 
 
-def conduct(
+def run_rounds(
     strategy: RuleStrategy,
-    training: Training,
+    run: FederatedRun,
     grid: Grid,
     configs: Configs,
     evaluate_fn: EvaluateFn | None,
 ) -> Result:
-    """Run the rounds that are left of a run, and return what it came to."""
-    rounds = training.rounds or 0
+    """Run the remaining rounds of a run; return its result, stored rounds included.
+
+    Args:
+        strategy: configures and aggregates each round.
+        run: of that strategy.
+        grid: of the ServerApp.
+        configs: sent to clients that train, and to clients that evaluate.
+        evaluate_fn: evaluates the output model on the server, also before the first round.
+    """
+    rounds = run.rounds or 0
     log(INFO, "Starting %s strategy:", type(strategy).__name__)
-    log_strategy_start_info(rounds, training.server.model(), *configs)
+    log_strategy_start_info(rounds, run.server.model(), *configs)
     strategy.summary()
-    began = time.monotonic()
-    with opened(strategy, training, configs[0]) as book:
-        result = restored_result(book.rows)
-        if not book.over:
-            _evaluate_first(book, training, evaluate_fn, result)
-            conductor = Conductor(strategy, training, grid, configs, evaluate_fn, result)
-            if book.rows:  # a config that changes round by round goes on as it was left
-                conductor.train_config.update(book.rows[-1].get("config", {}))
-            _train(conductor, book, rounds)
-    result.arrays = training.server.output()
-    log(INFO, "Strategy execution finished in %.2fs", time.monotonic() - began)
+    start = time.monotonic()
+    with open_run(strategy, run, configs[0]) as recorder:
+        result = restored_result(recorder.rows)
+        if not recorder.finished:
+            loop = _Loop(strategy, run, grid, configs, evaluate_fn, result)
+            if recorder.rows:  # a config that changes from round to round resumes as it was
+                loop.train_config.update(recorder.rows[-1].get("config", {}))
+            else:
+                loop.evaluate_initial()
+            try:
+                for round in range(run.server.state.round + 1, rounds + 1):
+                    log(INFO, "")
+                    log(INFO, "[ROUND %s/%s]", round, rounds)
+                    recorder.add(loop.round(round), run.server.state)
+            except BudgetSpentError as error:
+                log(WARNING, "the run ends before round %d of %d: %s", round, rounds, error)
+            except DivergedError as error:
+                recorder.finish(error)
+                raise
+            recorder.finish(None)
+    result.arrays = run.server.output()
+    log(INFO, "Strategy execution finished in %.2fs", time.monotonic() - start)
     for line in str(result).splitlines():
         log(INFO, "\t%s", line)
     return result
 
 
-def _train(conductor: Conductor, book: Book, rounds: int) -> None:
-    training = conductor.training
-    try:
-        for round in range(training.server.state.round + 1, rounds + 1):
-            log(INFO, "")
-            log(INFO, "[ROUND %s/%s]", round, rounds)
-            book.add(conductor.round(round), training.server.state)
-    except BudgetSpentError as error:
-        log(WARNING, "the run ends before round %d of %d: %s", round, rounds, error)
-    except DivergedError as error:
-        book.finish(error)
-        raise
-    book.finish(None)
-
-
-def _evaluate_first(
-    book: Book, training: Training, evaluate_fn: EvaluateFn | None, result: Result
-) -> None:
-    """The first model, unless the run is past it."""
-    if evaluate_fn is None or book.rows:
-        return
-    found = evaluate_fn(0, training.server.output())
-    log(INFO, "Initial global evaluation results: %s", found)
-    if found is not None:
-        result.evaluate_metrics_serverapp[0] = found
-
-
-class Conductor:
-    """Takes a strategy through one round after another."""
+class _Loop:
+    """One round of a strategy after another, added to `result`."""
 
     def __init__(
         self,
         strategy: RuleStrategy,
-        training: Training,
+        run: FederatedRun,
         grid: Grid,
         configs: Configs,
         evaluate_fn: EvaluateFn | None,
         result: Result,
     ) -> None:
-        self.strategy, self.training, self.grid = strategy, training, grid
+        self.strategy, self.run, self.grid = strategy, run, grid
         self.train_config, self.evaluate_config = configs
-        self.given = dict(self.train_config)
+        self.given_config = dict(self.train_config)
         self.evaluate_fn, self.result = evaluate_fn, result
 
+    def evaluate_initial(self) -> None:
+        """Evaluate the initial model on the server."""
+        if self.evaluate_fn is None:
+            return
+        metrics = self.evaluate_fn(0, self.run.server.output())
+        log(INFO, "Initial global evaluation results: %s", metrics)
+        if metrics is not None:
+            self.result.evaluate_metrics_serverapp[0] = metrics
+
     def round(self, round: int) -> dict[str, Any]:
-        """Train, evaluate, and return the row of the round."""
-        result, before = self.result, self.training.server.layout
+        """Train and evaluate; return the row of the round."""
+        result, layout = self.result, self.run.server.layout
         trained = self._train(round)
         if trained is not None:
             result.train_metrics_clientapp[round] = trained
-        arrays = self.training.server.output()
-        measured = self._measured_by_clients(round, arrays)
-        if measured is not None:
-            log(INFO, "\t└──> Aggregated MetricRecord: %s", measured)
-            result.evaluate_metrics_clientapp[round] = measured
+        arrays = self.run.server.output()
+        messages = self.strategy.configure_evaluate(round, arrays, self.evaluate_config, self.grid)
+        evaluated = self.strategy.aggregate_evaluate(round, self._replies(messages))
+        if evaluated is not None:
+            log(INFO, "\t└──> Aggregated MetricRecord: %s", evaluated)
+            result.evaluate_metrics_clientapp[round] = evaluated
         central = self.evaluate_fn(round, arrays) if self.evaluate_fn else None
         if central is not None:
             log(INFO, "Global evaluation: %s", central)
             result.evaluate_metrics_serverapp[round] = central
-        row = row_of(round, result, self.training.newly_accepted)
-        if self.training.server.layout != before:
-            layout = self.training.server.layout
+        row = round_row(round, result, self.run.newly_accepted)
+        if self.run.server.layout != layout:
+            layout = self.run.server.layout
             row["layout"] = {"buffers": list(layout.averaged), "tied": layout.tied}
-        if config := changed(self.train_config, self.given):
+        if config := changed_config(self.train_config, self.given_config):
             row["config"] = config
-        check_scores(row)
+        check_losses(row)
         return row
 
     def _train(self, round: int) -> MetricRecord | None:
-        strategy, output = self.strategy, self.training.server.output()
+        strategy, output = self.strategy, self.run.server.output()
         strategy.last_output = output
         messages = list(strategy.configure_train(round, output, self.train_config, self.grid))
-        steps = self.training.server.state.steps
+        steps = self.run.server.state.steps
         metrics: MetricRecord | None
-        if self.training.settings.secure is not None:
-            _, metrics = strategy.complete_train(self._secure(round, messages), {})
+        if self.run.settings.secure is not None:
+            _, metrics = strategy.complete_train(self._secure_replies(round, messages), {})
         else:
             arrays, metrics = strategy.aggregate_train(round, self._replies(messages))
             self._adopt(round, arrays, steps)
@@ -148,11 +161,11 @@ class Conductor:
         return metrics
 
     def _adopt(self, round: int, arrays: ArrayRecord | None, steps: int) -> None:
-        """Take the model that `aggregate_train` returns, where a subclass returns its own.
+        """Continue from the model that `aggregate_train` of a subclass returned.
 
-        A subclass sees the replies, so under central privacy only the noised model is taken.
+        A subclass sees the replies, so with central privacy only the noised model is accepted.
         """
-        server, privacy = self.training.server, self.training.settings.privacy
+        server, privacy = self.run.server, self.run.settings.privacy
         if arrays is None:
             require(server.state.steps == steps, DISCARDED)
             server.state = replace(server.state, round=round)
@@ -162,24 +175,20 @@ class Conductor:
             log(INFO, "aggregate_train returned a model of its own: training continues from it")
 
     def _replies(self, messages: Iterable[Message]) -> Iterable[Message]:
-        at_once = held_at_once(self.training.server.state.params)
-        return receive(self.grid, messages, self.training.timeout, at_once)
+        chunk = chunk_size(self.run.server.state.params)
+        return stream_replies(self.grid, messages, self.run.timeout, chunk)
 
-    def _secure(self, round: int, messages: list[Message]) -> Gathered:
-        from fedexp.flower.secure_round import secure_gather  # needs Flower's legacy workflow
+    def _secure_replies(self, round: int, messages: list[Message]) -> AggregatedReplies:
+        from fedexp.flower.secure_round import secure_aggregate  # needs Flower's legacy workflow
 
-        training = self.training
-        assert training.settings.secure is not None
-        return secure_gather(
-            training.settings.secure,
-            training.server,
+        run = self.run
+        assert run.settings.secure is not None
+        return secure_aggregate(
+            run.settings.secure,
+            run.server,
             self.grid,
             messages,
             key=self.strategy.arrayrecord_key,
             round=round,
-            timeout=training.timeout,
+            timeout=run.timeout,
         )
-
-    def _measured_by_clients(self, round: int, arrays: ArrayRecord) -> MetricRecord | None:
-        messages = self.strategy.configure_evaluate(round, arrays, self.evaluate_config, self.grid)
-        return self.strategy.aggregate_evaluate(round, self._replies(messages))

@@ -1,4 +1,4 @@
-"""`Settings`: what a strategy adds to FedAvg's arguments, and FedAvg's own, checked."""
+"""`Settings`: the arguments that strategies of this package add to those of Flower's FedAvg."""
 
 from __future__ import annotations
 
@@ -30,24 +30,24 @@ class Settings:
         algorithm: a client rule and a server rule.
         weighting: "uniform" as in the paper, or "num-examples" as in Flower's FedAvg; the same
             weights enter the mean and the mean squared norm.
-        seed: of the cohorts.
+        seed: decides the cohorts.
         buffers: names of the arrays that are averaged and never extrapolated; when None, what
-            clients with `LocalRule` report, and BatchNorm's statistics of those that do not.
-        tied: for each further name of a parameter, its first name; when None, what clients report,
-            and of those that do not, arrays that are equal before and after training.
-        checkpoint: a folder that keeps the run, and from which it goes on; None keeps nothing.
-        name: what the run is called in its folder and in reports.
-        total_clients: how many clients there are, for SCAFFOLD; when None, the most nodes seen.
+            clients with `LocalRule` report, else the statistics of BatchNorm.
+        tied: maps each further name of a parameter to its first name; when None, what clients
+            report, else arrays that are equal before and after training.
+        checkpoint: folder in which the run is stored, and from which it resumes; None for none.
+        name: of the task in the run folder and in reports.
+        total_clients: number of clients, for SCAFFOLD; when None, the most nodes seen.
         wait_for_nodes: seconds to wait for enough nodes; the timeout of `start` when None.
         max_empty_rounds: rounds in a row without a usable reply after which the run ends.
         max_norm: replies whose update has a larger norm are left out; None for no bound.
-        min_replies: usable replies that a round needs; with fewer the model stays as it is, and the
+        min_replies: usable replies that a round needs; with fewer the model is unchanged, and the
             round counts as empty.
-        identify: whether to ask nodes who they are; when None, only where clients keep state or
-            with privacy, because a ClientApp without `identify(app)` logs such a question as an
-            error.
+        query_client_ids: whether to query nodes for their client id; when None, only for rules
+            with client state and with privacy, because a ClientApp without
+            `report_client_id(app)` logs the query as an error.
         privacy: `CentralPrivacy` or `LocalPrivacy` of `fedexp.privacy`.
-        secure: `SecureAggregation`, to sum updates without seeing them.
+        secure: `SecureAggregation`, so that the server sees sums of updates only.
     """
 
     algorithm: Algorithm
@@ -64,25 +64,25 @@ class Settings:
     tied: Mapping[str, str] | None = None
     max_norm: float | None = None
     min_replies: int = 1
-    identify: bool | None = None
+    query_client_ids: bool | None = None
 
     def __post_init__(self) -> None:
         rule = self.algorithm.client
         require(
             type(rule) in CLIENT_RULES,
-            f"clients on Flower know the rules SGD, Prox and Scaffold, not {type(rule).__name__}",
+            f"on Flower the client rule is SGD, Prox or Scaffold, not {type(rule).__name__}",
         )
         require(
             self.weighting in get_args(Weighting),
             f"weighting is uniform or num-examples, not {self.weighting!r}",
         )
-        wholes = {"seed": 0, "max_empty_rounds": 1, "total_clients": 1, "min_replies": 1}
-        for name, least in wholes.items():
+        least_values = {"seed": 0, "max_empty_rounds": 1, "total_clients": 1, "min_replies": 1}
+        for name, least in least_values.items():
             value = getattr(self, name)
-            sound = value is None or (isinstance(value, int) and value >= least)
-            require(sound, f"{name} must be a whole number from {least} on, not {value!r}")
+            valid = value is None or (isinstance(value, int) and value >= least)
+            require(valid, f"{name} must be a whole number of at least {least}, not {value!r}")
         if self.secure is not None and self.privacy is not None:
-            raise UsageError("secure and privacy do not go together yet; leave one of them out")
+            raise UsageError("secure and privacy cannot be combined yet; leave one of them out")
         bound = self.max_norm
         require(
             bound is None or (math.isfinite(bound) and bound > 0),
@@ -90,22 +90,29 @@ class Settings:
         )
         require(
             bound is None or self.secure is None,
-            "max_norm needs updates that the server sees; leave it out: the clip of "
+            "max_norm needs updates that the server can see; leave it out: the clip of "
             "SecureAggregation bounds them",
         )
         require(
             self.min_replies == 1 or self.privacy is None or self.privacy.noised_by_clients,
-            "min_replies would decide by the data whether noise is released; leave it out with "
+            "min_replies would let the data decide whether noise is released; leave it out with "
             "central privacy",
         )
 
     @property
-    def keeps_state(self) -> bool:
-        """Whether clients keep something between rounds (SCAFFOLD's control variates)."""
+    def stateful_clients(self) -> bool:
+        """Return whether the rule has client state (SCAFFOLD's control variates)."""
         return bool(self.algorithm.client.init_client_state(torch.zeros(0)))
 
+    @property
+    def queries_client_ids(self) -> bool:
+        """Return whether nodes are queried for their client ids."""
+        if self.query_client_ids is not None:
+            return self.query_client_ids
+        return self.stateful_clients or self.privacy is not None
+
     def client_config(self) -> dict[str, Any]:
-        """Return the settings of the client rule that clients receive."""
+        """Return the config of the client rule, as train messages carry it."""
         rule = self.algorithm.client
         config: dict[str, Any] = {"fedexp.client": CLIENT_RULES[type(rule)]}
         if isinstance(rule, Prox):
@@ -116,33 +123,35 @@ class Settings:
 
 
 def default_weighting(privacy: Privacy | None, secure: SecureAggregation | None) -> Weighting:
-    """Return how clients weigh unless the user says: as in Flower, by `weighted_by_key`; the same
-    where a client's share must be bounded or hidden."""
+    """Return "num-examples" as in Flower; "uniform" where a client's share must be bounded or
+    hidden."""
     return "num-examples" if privacy is None and secure is None else "uniform"
 
 
-def check_shares(**values: float) -> None:
-    """Refuse fractions and numbers of nodes that cannot be meant."""
+def check_fractions(**values: float) -> None:
+    """Refuse fractions outside [0, 1] and negative numbers of nodes."""
     for name, value in values.items():
         if name.startswith("fraction"):
-            require(0 <= value <= 1, f"{name} must lie in [0, 1], not {value}")
+            require(0 <= value <= 1, f"{name} must be in [0, 1], not {value}")
         else:
             require(value >= 0, f"{name} must not be negative, but is {value}")
 
 
-def check_covered(
+def check_evaluation(
     privacy: Privacy | None, secure: SecureAggregation | None, fraction_evaluate: float
 ) -> None:
-    """Refuse a private run whose clients tell exact measurements of their data; warn of a secure
-    one, whose server sees those of each client."""
+    """Refuse evaluation by clients in a private run; warn of it in a secure one.
+
+    The metrics of an evaluation are exact, and the server sees those of each client.
+    """
     require(
         privacy is None or fraction_evaluate == 0,
-        "privacy does not cover what clients measure in an evaluation; set fraction_evaluate=0.0, "
-        "and evaluate on the server by evaluate_fn",
+        "privacy does not cover the metrics of an evaluation by clients; set "
+        "fraction_evaluate=0.0, and evaluate on the server by evaluate_fn",
     )
     if secure is not None and fraction_evaluate > 0:
         log(
             WARNING,
-            "secure aggregation does not cover evaluation: what each client measures reaches the "
-            "server in the clear, its number of examples too; set fraction_evaluate=0.0",
+            "secure aggregation does not cover evaluation: each client's metrics reach the server "
+            "in the clear, its number of examples too; set fraction_evaluate=0.0",
         )

@@ -1,49 +1,102 @@
-"""A task's model as it travels, and back.
+"""Clients that train a fedexp task on Flower exactly as the simulator does.
 
-In an engine a model is one vector with convolutions' channels last (`fedexp.objective.base`); on
-the wire it is named arrays, as a `state_dict` has them. A problem without a module is one array.
-
-Clients of a fedexp task on Flower, which train exactly as the simulator's do.
-
-Batches, augmentation, dropout and learning rates follow from (seed, round, client), so the same
-federation gives the same rounds in `fedexp.simulate`, in Flower's simulation and on real nodes.
+Batches, augmentation, dropout and learning rates are functions of (seed, round, client), so the
+same federation gives the same rounds in `fedexp.simulate`, in Flower's simulation and on real
+nodes. In an engine a model is one vector with convolutions' channels last
+(`fedexp.objective.base`); in a record it is named arrays, as in a `state_dict`. A problem without a
+module is one array.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.engine import SimulationState
-from fedexp.engine.loop import Trained, train_client
+from fedexp.engine.loop import train_client
 from fedexp.engine.plan import Work
 from fedexp.errors import UsageError, require
 from fedexp.flower.client_state import partition_of
 from fedexp.flower.layout import Layout, ndarrays
-from fedexp.flower.request import Request, single_record
+from fedexp.flower.request import TrainRequest, single_record
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers, ModuleObjective, changed_buffers
 from fedexp.objective.base import flatten
 from fedexp.precision import arithmetic, default_precision
 from fedexp.tasks.task import Task
 
-ALONE = "params"
+TrainFn = Callable[[Message, Context], Message]
+PARAMS = "params"  # the one array of a problem without a module
+
+
+def simulated_train(task: Task, local: LocalTraining | None = None, seed: int = 0) -> TrainFn:
+    """Return a train function for a ClientApp: `app.train()(simulated_train(task, seed=0))`.
+
+    The node's `partition-id` decides which client of the task it is.
+
+    Args:
+        task: the problem and its data.
+        local: local training; the task's own when None.
+        seed: as in `simulate`.
+    """
+
+    def train(message: Message, context: Context) -> Message:
+        client = partition_of(context, task.train.clients)
+        objective = task.objective
+        module = objective.module if isinstance(objective, ModuleObjective) else None
+        request = TrainRequest.of(message, context, module)
+        require(request.round >= 1, "the message has no round number; let the server send it")
+        algorithm = Algorithm("simulated", client=request.rule)
+        cohort = np.array([client])
+        work = Work(task, algorithm, local or task.local, "uniform", seed, request.round, cohort)
+        return _train_reply(work, request, client)
+
+    return train
+
+
+def simulated_evaluate(task: Task) -> TrainFn:
+    """Return an evaluate function for a ClientApp: mean loss and accuracy on the client's data."""
+
+    def evaluate(message: Message, context: Context) -> Message:
+        client = partition_of(context, task.train.clients)
+        batch = task.train.client(client)
+        if task.transform is not None:
+            batch = dict(task.transform.evaluate(batch))
+        _, arrays = single_record(message.content, ArrayRecord, "model")
+        values = task.objective.measure(*from_arrays(task, arrays), batch)
+        metrics = {name: float(value.mean()) for name, value in values.items()}
+        record = MetricRecord({"num-examples": int(task.train.sizes[client]), **metrics})
+        return Message(RecordDict({"metrics": record}), reply_to=message)
+
+    return evaluate
+
+
+def initial_arrays(task: Task, seed: int = 0) -> ArrayRecord:
+    """Return the initial model of a task: that of `simulate` with this seed."""
+    return to_arrays(task, *task.objective.initial(seed))
+
+
+def central_evaluation(task: Task) -> Callable[[int, ArrayRecord], MetricRecord]:
+    """Return an `evaluate_fn` for `strategy.start`: the task's losses and accuracies."""
+
+    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord(dict(task.evaluate(*from_arrays(task, arrays))))
+
+    return evaluate
 
 
 def to_arrays(task: Task, params: Tensor, buffers: Buffers) -> ArrayRecord:
-    """The arrays of a task's model."""
+    """Return a task's model as a record."""
     objective = task.objective
     if not isinstance(objective, ModuleObjective):
-        return ArrayRecord({ALONE: params.detach()})
+        return ArrayRecord({PARAMS: params.detach()})
     named = objective.load(params, buffers).state_dict()
     lost = sorted(set(objective.buffer_names) - named.keys())
     require(
@@ -55,12 +108,13 @@ def to_arrays(task: Task, params: Tensor, buffers: Buffers) -> ArrayRecord:
 
 
 def from_arrays(task: Task, arrays: ArrayRecord) -> tuple[Tensor, Buffers]:
-    """A task's model out of its arrays, on the device of the task."""
-    objective, named = task.objective, _tensors(arrays)
+    """Return a task's model from its record, on the device of the task."""
+    objective = task.objective
+    named = {name: torch.from_numpy(value) for name, value in ndarrays(arrays).items()}
     device = next(iter(task.train.fields.values())).device
     try:
         if not isinstance(objective, ModuleObjective):
-            return named[ALONE].to(device), Buffers.none()
+            return named[PARAMS].to(device), Buffers.none()
         buffers = [named[name] for name in objective.buffer_names]
         params = flatten([named[name] for name in objective.names])
     except KeyError as error:
@@ -73,136 +127,57 @@ def from_arrays(task: Task, arrays: ArrayRecord) -> tuple[Tensor, Buffers]:
     return params.to(device), Buffers(averaged.to(device), kept.long().to(device))
 
 
-class Places:
-    """Where a task's parameters lie in the flat vectors of the wire."""
+class ParamOrder:
+    """The order of a task's parameters within the flat vectors of a record's layout."""
 
     def __init__(self, task: Task, layout: Layout) -> None:
         self.dim = layout.dim
-        index = _indices(layout)
+        offsets = layout.offsets()
+        index = {
+            slot.name: torch.arange(slot.size).view(slot.shape) + offsets[slot.source or slot.name]
+            for slot in layout.slots
+            if slot.kind in ("parameter", "tied")
+        }
         objective = task.objective
-        names = objective.names if isinstance(objective, ModuleObjective) else [ALONE]
+        names = objective.names if isinstance(objective, ModuleObjective) else [PARAMS]
         require(
             all(name in index for name in names),
             "the server averages arrays that are parameters of the model; leave them out of the "
             "strategy's buffers",
         )
-        self.places = flatten([index[name] for name in names])
+        self.index = flatten([index[name] for name in names])
 
     def gather(self, vectors: Tensors, device: torch.device) -> dict[str, Tensor]:
-        """Vectors of the wire, in the task's order."""
-        return {name: value[self.places].to(device) for name, value in vectors.items()}
+        """Return vectors of the layout in the task's order."""
+        return {name: value[self.index].to(device) for name, value in vectors.items()}
 
     def scatter(self, vectors: Tensors) -> dict[str, Tensor]:
-        """Vectors of the task, in the wire's order; what the task does not train is zero."""
+        """Return vectors of the task in the layout's order; zero for what it does not train."""
         out = {}
         for name, value in vectors.items():
             out[name] = torch.zeros(self.dim, dtype=value.dtype)
-            out[name][self.places] = value.cpu()
+            out[name][self.index] = value.cpu()
         return out
 
 
-def _indices(layout: Layout) -> Mapping[str, Tensor]:
-    """For every parameter, the place of each of its numbers, in its shape."""
-    index, at = dict[str, Tensor](), 0
-    for slot in layout.slots:
-        if slot.kind == "parameter":
-            index[slot.name] = torch.arange(at, at + slot.size).view(slot.shape)
-            at += slot.size
-    return index | {name: index[source] for name, source in layout.tied.items()}
-
-
-def _tensors(arrays: ArrayRecord | Mapping[str, NDArray[Any]]) -> dict[str, Tensor]:
-    return {name: torch.from_numpy(value) for name, value in ndarrays(arrays).items()}
-
-
-Handler = Callable[[Message, Context], Message]
-
-
-def initial_arrays(task: Task, seed: int = 0) -> ArrayRecord:
-    """The first model of a task: what `simulate` with that seed begins from."""
-    return to_arrays(task, *task.objective.initial(seed))
-
-
-def planned(task: Task, local: LocalTraining | None = None, seed: int = 0) -> Handler:
-    """A train function for a ClientApp: `app.train()(planned(task, seed=0))`.
-
-    The node's `partition-id` says which client of the task it is.
-
-    Args:
-        task: the problem and its data.
-        local: local training; the task's own when None.
-        seed: as `simulate` takes it.
-    """
-
-    def train(message: Message, context: Context) -> Message:
-        client = partition_of(context, task.train.clients)
-        objective = task.objective
-        module = objective.module if isinstance(objective, ModuleObjective) else None
-        request = Request.of(message, context, module)
-        require(request.round >= 1, "the server did not say which round it is")
-        work = Work(
-            task,
-            Algorithm("planned", client=request.rule),
-            local or task.local,
-            "uniform",
-            seed,
-            request.round,
-            np.array([client]),
-        )
-        return _trained_reply(work, request, client)
-
-    return train
-
-
-def _trained_reply(work: Work, request: Request, client: int) -> Message:
+def _train_reply(work: Work, request: TrainRequest, client: int) -> Message:
     task = work.task
     params, buffers = from_arrays(task, request.arrays)
-    places = Places(task, request.layout)
+    order = ParamOrder(task, request.layout)
     state = replace(
         SimulationState.of(params, buffers, work.algorithm),
-        broadcast=places.gather(request.broadcast, params.device),
-        clients={client: places.gather(request.client_state, params.device)},
+        broadcast=order.gather(request.broadcast, params.device),
+        clients={client: order.gather(request.client_state, params.device)},
     )
     with arithmetic(default_precision(params.device)):
         trained = train_client(work, state, client)
-    size = int(task.train.sizes[client])
-    extras = {name: value for name, value in trained.extras.items() if name != "buffers"}
+    extras = dict(trained.extras)
+    averaged = buffers.averaged
+    if "buffers" in extras:
+        averaged = changed_buffers(averaged, extras.pop("buffers"))
     return request.reply(
-        _model_after(task, state, trained),
-        {"num-examples": size},
-        places.scatter(trained.state),
-        places.scatter(extras),
+        to_arrays(task, params - trained.delta, Buffers(averaged, buffers.kept)),
+        {"num-examples": int(task.train.sizes[client])},
+        order.scatter(trained.state),
+        order.scatter(extras),
     )
-
-
-def _model_after(task: Task, state: SimulationState, trained: Trained) -> ArrayRecord:
-    averaged = state.buffers.averaged
-    if "buffers" in trained.extras:
-        averaged = changed_buffers(averaged, trained.extras["buffers"])
-    return to_arrays(task, state.params - trained.delta, Buffers(averaged, state.buffers.kept))
-
-
-def planned_evaluate(task: Task) -> Handler:
-    """An evaluate function for a ClientApp: the mean loss (and accuracy) on the client's data."""
-
-    def evaluate(message: Message, context: Context) -> Message:
-        client = partition_of(context, task.train.clients)
-        batch = task.train.client(client)
-        if task.transform is not None:
-            batch = dict(task.transform.evaluate(batch))
-        _, arrays = single_record(message.content, ArrayRecord, "model")
-        values = task.objective.measure(*from_arrays(task, arrays), batch)
-        metrics = {name: float(value.mean()) for name, value in values.items()}
-        told = MetricRecord({"num-examples": int(task.train.sizes[client]), **metrics})
-        return Message(RecordDict({"metrics": told}), reply_to=message)
-
-    return evaluate
-
-
-def central_evaluation(task: Task) -> Callable[[int, ArrayRecord], MetricRecord]:
-    """An `evaluate_fn` for `strategy.start`: the task's losses and accuracies at the server."""
-
-    def evaluate(server_round: int, arrays: ArrayRecord) -> MetricRecord:
-        return MetricRecord(dict(task.evaluate(*from_arrays(task, arrays))))
-
-    return evaluate

@@ -1,14 +1,14 @@
-"""Which form of a convolution to use: by rule, and on a GPU by measurement among the likely ones.
+"""`convolve`: a convolution in which every client has weights of its own.
 
-A measurement is kept for the process and, by card and versions, on disk. Nothing is measured on a
-CPU or where deterministic algorithms are asked for: there the first candidate is taken, so that a
-run gives the same bits every time.
+Forward and backward are custom ops, opaque to `torch.compile`, that dispatch to the fastest
+implementation for the sizes. Where tf32 would do, float32 operands are scaled to half precision
+first, once for all products they take part in (`convolution_torch`).
 
-`convolve`: a convolution in which every client has weights of its own.
-
-The way there and the way back are operators of their own for torch, opaque to compilers, and take
-the forms that are fastest for their sizes. Where tf32 would do, operands are scaled to half
-precision, once for all products they are part of.
+Implementations are plain PyTorch (`convolution_torch`) or Triton kernels (`convolution_few`,
+`convolution_triton`, `convolution_tma`). On a GPU a few likely ones are timed, and the choice is
+stored for the process and, by card and versions, on disk. On a CPU, and with deterministic
+algorithms, nothing is timed: the first candidate is used, so that a run gives the same bits every
+time.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from torch import Tensor
 
 from fedexp.kernels.convolution_torch import (
     Geometry,
-    OneByOne,
-    Unfolded,
+    PerClient,
+    Unfold,
     Units,
     has_few_channels,
     scaled_images,
@@ -34,78 +34,175 @@ from fedexp.kernels.convolution_torch import (
     takes_scaled,
 )
 from fedexp.kernels.launch import has_triton, is_compiling
-from fedexp.kernels.layers import room_for
+from fedexp.kernels.layers import gradient_buffer
 
 Direction = Literal["forward", "input_gradient", "weight_gradient"]
-Form = Callable[..., Tensor]  # of two tensors, a Geometry, and maybe a room and units
+# Takes two tensors and a Geometry; some take a gradient `buffer` or the `units` of scaled operands.
+Implementation = Callable[..., Tensor]
 
-WORTH_MEASURING = 10**9  # operations; less is over before a clock could tell
-_chosen: dict[tuple[object, ...], Form] = {}
+WORTH_MEASURING = 10**9  # operations; anything smaller takes too little time to measure
+_chosen: dict[tuple[object, ...], Implementation] = {}
 
 
-def convolved(
+def convolve(
+    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int = 0
+) -> Tensor:
+    """Return the convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW].
+
+    `bias` is [K, O]. The images of a client are consecutive. On a GPU the result is channels last.
+
+    >>> x, w = torch.ones(2, 1, 3, 3), torch.tensor([1.0, 2.0]).view(2, 1, 1, 1, 1)
+    >>> convolve(x, w)[:, 0, 0, 0].tolist()
+    [1.0, 2.0]
+    """
+    y: Tensor = _convolution(_images(x), weight, stride, padding)[0]
+    if bias is None:
+        return y
+    return y + bias.repeat_interleave(len(x) // len(weight), dim=0)[:, :, None, None]
+
+
+@torch.library.custom_op("fedexp::convolution", mutates_args=())
+def _convolution(
+    x: Tensor, w: Tensor, stride: int, padding: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return the result, and the scaled images, weights and their units (empty if not scaled)."""
+    g = _geometry(x.shape, w.shape, stride, padding)
+    if not takes_scaled(x, g):
+        return dispatch("forward", x, w, g), x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    (images, unit_x), (weights, unit_w) = scaled_images(x, g.clients), scaled_weights(w)
+    y = dispatch("forward", images, weights, g, (unit_x, unit_w))
+    return y, images, weights, torch.stack([unit_x, unit_w])
+
+
+@torch.library.custom_op("fedexp::convolution_gradients", mutates_args=())
+def _gradients(
+    dy: Tensor, images: Tensor, weights: Tensor, units: Tensor, w: Tensor, stride: int,
+    padding: int, input_needed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Return the gradients of the images (empty unless needed) and of the weights.
+
+    `w` are the weights before scaling: their address identifies the gradient buffer.
+    """
+    g = _geometry(images.shape, w.shape, stride, padding)
+    input_units, weight_units = None, None
+    if units.numel():
+        dy, unit = scaled_images(dy, g.clients)
+        input_units, weight_units = (unit, units[1]), (unit, units[0])
+    dw = dispatch("weight_gradient", dy, images, g, weight_units, gradient_buffer(w))
+    if not input_needed:
+        return dw.new_empty(0), dw
+    return dispatch("input_gradient", dy, weights, g, input_units), dw
+
+
+@_convolution.register_fake
+def _(x: Tensor, w: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    g = _geometry(x.shape, w.shape, stride, padding)
+    y = _images(x.new_empty(len(x), g.outputs, g.out_height, g.out_width))
+    if not takes_scaled(x, g):
+        return y, x.new_empty(0), x.new_empty(0), x.new_empty(0)
+    images = torch.empty_like(x, dtype=torch.float16, memory_format=torch.channels_last)
+    return y, images, _like_weights(w, torch.float16), x.new_empty(2, g.clients)
+
+
+@_gradients.register_fake
+def _(
+    dy: Tensor, images: Tensor, weights: Tensor, units: Tensor, w: Tensor, stride: int,
+    padding: int, input_needed: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    dx = _images(dy.new_empty(images.shape)) if input_needed else dy.new_empty(0)
+    return dx, _like_weights(w, dy.dtype)
+
+
+def _like_weights(w: Tensor, dtype: torch.dtype) -> Tensor:
+    clients, outputs, channels, *window = w.shape
+    return w.new_empty(clients, outputs, *window, channels, dtype=dtype).movedim(-1, 2)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, w, ctx.stride, ctx.padding = inputs
+    _, images, weights, units = output
+    ctx.set_materialize_grads(False)  # no zero gradients for the outputs that are only saved
+    if units.numel():
+        ctx.save_for_backward(images, weights, units, w)
+    else:
+        ctx.save_for_backward(x, w, units, w)
+
+
+def _backward(
+    ctx: Any, dy: Tensor | None, *unused: Tensor | None
+) -> tuple[Tensor | None, Tensor | None, None, None]:
+    if dy is None:  # nothing depends on the result
+        return None, None, None, None
+    input_needed = ctx.needs_input_grad[0]
+    dx, dw = _gradients(_images(dy), *ctx.saved_tensors, ctx.stride, ctx.padding, input_needed)
+    return dx if input_needed else None, dw, None, None
+
+
+_convolution.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _geometry(x: torch.Size, w: torch.Size, stride: int, padding: int) -> Geometry:
+    clients, outputs, channels, tall, wide = w
+    images, _, height, width = x
+    sizes = (clients, images // clients, channels, height, width, outputs, tall, wide)
+    return Geometry(*sizes, stride, padding)
+
+
+def _images(x: Tensor) -> Tensor:
+    """Return images in the memory format of the implementations: channels last on a GPU."""
+    return x.contiguous(memory_format=torch.channels_last if x.is_cuda else torch.contiguous_format)
+
+
+def dispatch(
     direction: Direction, a: Tensor, b: Tensor, g: Geometry, units: Units | None = None,
-    room: Tensor | None = None,
+    buffer: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """The convolution, or a gradient, by the form for these sizes; in its room if it can.
+    """Return the convolution, or a gradient, by the implementation for these sizes.
 
-    With `units` the operands are scaled, and the result is not.
+    Args:
+        direction: what to compute: of (x, w) the result, of (dy, w) or (dy, x) a gradient.
+        units: of scaled operands; the result is not scaled.
+        buffer: where to write a weight gradient, if the implementation can.
     """
     scales: dict[str, Any] = {} if units is None else {"units": units}
-    form = chosen_form(direction, a, b, g, scales)
-    if room is not None and _writes_to_rooms(form):
-        return form(a, b, g, room=room, **scales)
-    return form(a, b, g, **scales)
+    implementation = _implementation(direction, a, b, g, scales)
+    if buffer is not None and _takes_buffer(implementation):
+        return implementation(a, b, g, buffer=buffer, **scales)
+    return implementation(a, b, g, **scales)
 
 
-def chosen_form(
+def _implementation(
     direction: Direction, a: Tensor, b: Tensor, g: Geometry, scales: dict[str, Any]
-) -> Form:
-    """The form for these sizes; `a`, `b` and `scales` are what it is called with."""
+) -> Implementation:
+    """Return the implementation for these sizes; `a`, `b` and `scales` are its arguments."""
     exact = a.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     key = (direction, g, a.dtype, a.device, exact)
     if key in _chosen:
         return _chosen[key]
     if is_compiling():
-        return partial(
-            _compile_all, [named_form(n, direction) for n in _open(direction, a, g, exact)]
-        )
+        names = candidates(direction, a, g, exact)
+        stored = _read_cache().get(_key(direction, a, g)) if a.is_cuda and len(names) > 1 else None
+        names = [stored] if stored in names else names
+        return partial(_compile_all, [implementation_named(name, direction) for name in names])
     _chosen[key] = _choose(direction, a, b, g, exact, scales)
     return _chosen[key]
 
 
-def _compile_all(forms: list[Form], a: Tensor, b: Tensor, g: Geometry, **scales: Any) -> Tensor:
-    """Have every form compiled; the result is of the right shape, and not written."""
-    results = [form(a, b, g, **scales) for form in forms]
+def _compile_all(
+    implementations: list[Implementation], a: Tensor, b: Tensor, g: Geometry, **scales: Any
+) -> Tensor:
+    """Compile every implementation; the result has the right shape and undefined values."""
+    results = [each(a, b, g, **scales) for each in implementations]
     return results[0]
 
 
-def _open(direction: Direction, a: Tensor, g: Geometry, exact: bool) -> list[str]:
-    """The candidates between which the choice is still open."""
-    names = candidates(direction, a, g, exact)
-    known = _read().get(_key(direction, a, g)) if a.is_cuda and len(names) > 1 else None
-    return [known] if known in names else names
-
-
-def _choose(
-    direction: Direction, a: Tensor, b: Tensor, g: Geometry, exact: bool, scales: dict[str, Any]
-) -> Form:
-    names = candidates(direction, a, g, exact)
-    fixed = torch.are_deterministic_algorithms_enabled() or g.flops < WORTH_MEASURING
-    if len(names) > 1 and a.is_cuda and not fixed:
-        known, key = _read(), _key(direction, a, g)
-        if known.get(key) not in names:
-            with torch.no_grad():
-                forms = {name: named_form(name, direction) for name in names}
-                times = _measure(forms, a, b, g, scales)
-            known[key] = min(times, key=lambda name: times[name])
-            _write(key, known[key])
-        return named_form(known[key], direction)
-    return named_form(names[0], direction)
+def _takes_buffer(implementation: Implementation) -> bool:
+    """Return whether a weight gradient can be written to a given buffer: by tiles or boxes."""
+    return isinstance(implementation, partial) and implementation.func is not _compile_all
 
 
 def candidates(direction: Direction, a: Tensor, g: Geometry, exact: bool) -> list[str]:
-    """The names of the forms worth trying, the likeliest first."""
+    """Return the names of the implementations worth timing, the likeliest first."""
     if not a.is_cuda or (g.clients == 1 and direction != "forward"):
         return ["each"]
     if exact or a.dtype == torch.float64:
@@ -117,52 +214,73 @@ def candidates(direction: Direction, a: Tensor, g: Geometry, exact: bool) -> lis
 
     if has_few_channels(g) and direction != "input_gradient":
         return ["few", "unfold"]
-    boxed = likely_boxes(direction, g, a.element_size())
+    boxes = likely_boxes(direction, g, a.element_size())
     tiled = likely_tilings(direction, g, a.element_size())
-    tiled = [*boxed, *tiled[:1]] if boxed else tiled
-    # of one client alone, as in evaluation, libraries may be the faster
+    tiled = [*boxes, *tiled[:1]] if boxes else tiled
+    # for a single client, as in evaluation, cuDNN may be faster
     return [*tiled, "each"] if a.element_size() == 4 or g.clients == 1 else tiled
 
 
-def named_form(name: str, direction: Direction) -> Form:
-    """A form by its name: each, unfold, few, a tiling (128x64x64w4s3) or a box (see `boxes`)."""
+def implementation_named(name: str, direction: Direction) -> Implementation:
+    """Return an implementation by its name.
+
+    A name is "each" (client by client), "unfold", "few" (channels), a tiling such as
+    "128x64x64w4s3" (`convolution_triton.name_of`) or a box (`convolution_tma.name_of`).
+    """
     if name in ("each", "unfold"):
-        form: Form = getattr(OneByOne() if name == "each" else Unfolded(), direction)
-        return form
+        plain: Implementation = getattr(PerClient() if name == "each" else Unfold(), direction)
+        return plain
     if name == "few":
         from fedexp.kernels import convolution_few
 
-        few: Form = getattr(convolution_few, direction)
+        few: Implementation = getattr(convolution_few, direction)
         return few
-    from fedexp.kernels.convolution_tma import boxed_form
-    from fedexp.kernels.convolution_triton import tiled_form
+    from fedexp.kernels.convolution_tma import box_implementation
+    from fedexp.kernels.convolution_triton import tiled_implementation
 
     if "box" in name:
-        return boxed_form(name, direction)
-    return tiled_form(name, direction)
+        return box_implementation(name, direction)
+    return tiled_implementation(name, direction)
 
 
-def _writes_to_rooms(form: Form) -> bool:
-    """Whether the form of a weight gradient can be told where to write it: tiled ones can."""
-    return isinstance(form, partial) and form.func is not _compile_all
+def _choose(
+    direction: Direction, a: Tensor, b: Tensor, g: Geometry, exact: bool, scales: dict[str, Any]
+) -> Implementation:
+    names = candidates(direction, a, g, exact)
+    fixed = torch.are_deterministic_algorithms_enabled() or g.flops < WORTH_MEASURING
+    if len(names) > 1 and a.is_cuda and not fixed:
+        stored, key = _read_cache(), _key(direction, a, g)
+        if stored.get(key) not in names:
+            with torch.no_grad():
+                timed = {name: implementation_named(name, direction) for name in names}
+                times = _measure(timed, a, b, g, scales)
+            stored[key] = min(times, key=lambda name: times[name])
+            _write_cache(key, stored[key])
+        return implementation_named(stored[key], direction)
+    return implementation_named(names[0], direction)
 
 
 def _measure(
-    forms: dict[str, Form], a: Tensor, b: Tensor, g: Geometry, scales: dict[str, Any]
+    implementations: dict[str, Implementation],
+    a: Tensor,
+    b: Tensor,
+    g: Geometry,
+    scales: dict[str, Any],
 ) -> dict[str, float]:
-    """Milliseconds of each form, the best of three times five calls.
+    """Return the milliseconds of each implementation, the best of three times five calls.
 
-    As a graph, in which forms will run: a launch by the host may take longer than its kernel.
+    Calls are captured in a CUDA graph, as in training: launching a kernel from the host may take
+    longer than the kernel.
     """
     times = {}
-    for name, form in forms.items():
-        form(a, b, g, **scales)
+    for name, implementation in implementations.items():
+        implementation(a, b, g, **scales)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        # the backward pass has a thread of its own, and others may be at work
+        # the backward pass has its own thread, and other threads may be using the GPU
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             for _ in range(5):
-                form(a, b, g, **scales)
+                implementation(a, b, g, **scales)
         times[name] = min(_milliseconds(graph) for _ in range(3)) / 5
     return times
 
@@ -188,133 +306,27 @@ def _machine() -> str:
     return f"{torch.cuda.get_device_name()} torch {torch.__version__} triton {triton.__version__}"
 
 
-def _file() -> Path:
+def _cache_file() -> Path:
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root) / "fedexp" / "convolutions.json"
 
 
 @cache
-def _read() -> dict[str, str]:
+def _read_cache() -> dict[str, str]:
     try:
-        known = json.loads(_file().read_text())
+        stored = json.loads(_cache_file().read_text())
     except (OSError, ValueError):
         return {}
-    return known if isinstance(known, dict) else {}
+    return stored if isinstance(stored, dict) else {}
 
 
-def _write(key: str, name: str) -> None:
-    """Keep a choice for the next process; where it cannot be written, it is measured again."""
-    file = _file()
+def _write_cache(key: str, name: str) -> None:
+    """Store a choice for the next process, which measures again where nothing can be written."""
+    file = _cache_file()
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({**_read(), key: name}, indent=1))
+        partial.write_text(json.dumps({**_read_cache(), key: name}, indent=1))
         partial.replace(file)
     except OSError:
         return
-
-
-def convolve(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, stride: int = 1, padding: int = 0
-) -> Tensor:
-    """The convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW], bias [K, O].
-
-    The images of a client are consecutive. On a GPU the result has its channels last in memory.
-
-    >>> x, w = torch.ones(2, 1, 3, 3), torch.tensor([1.0, 2.0]).view(2, 1, 1, 1, 1)
-    >>> convolve(x, w)[:, 0, 0, 0].tolist()
-    [1.0, 2.0]
-    """
-    y: Tensor = _convolution(_images(x), weight, stride, padding)[0]
-    if bias is None:
-        return y
-    return y + bias.repeat_interleave(len(x) // len(weight), dim=0)[:, :, None, None]
-
-
-@torch.library.custom_op("fedexp::convolution", mutates_args=())
-def _convolution(
-    x: Tensor, w: Tensor, stride: int, padding: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The result; and scaled images, scaled weights and their units, empty if nothing is scaled."""
-    g = _geometry(x.shape, w.shape, stride, padding)
-    if not takes_scaled(x, g):
-        return convolved("forward", x, w, g), x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    (images, unit_x), (weights, unit_w) = scaled_images(x, g.clients), scaled_weights(w)
-    y = convolved("forward", images, weights, g, (unit_x, unit_w))
-    return y, images, weights, torch.stack([unit_x, unit_w])
-
-
-@torch.library.custom_op("fedexp::convolution_gradients", mutates_args=())
-def _gradients(
-    dy: Tensor, images: Tensor, weights: Tensor, units: Tensor, w: Tensor, stride: int,
-    padding: int, back: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Of the images, if `back`, and of the weights; `w` tells where these are wanted."""
-    g = _geometry(images.shape, w.shape, stride, padding)
-    for_images, for_weights = None, None
-    if units.numel():
-        dy, unit = scaled_images(dy, g.clients)
-        for_images, for_weights = (unit, units[1]), (unit, units[0])
-    dw = convolved("weight_gradient", dy, images, g, for_weights, room_for(w))
-    if not back:
-        return dw.new_empty(0), dw
-    return convolved("input_gradient", dy, weights, g, for_images), dw
-
-
-@_convolution.register_fake
-def _(x: Tensor, w: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    g = _geometry(x.shape, w.shape, stride, padding)
-    y = _images(x.new_empty(len(x), g.outputs, g.out_height, g.out_width))
-    if not takes_scaled(x, g):
-        return y, x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    images = torch.empty_like(x, dtype=torch.float16, memory_format=torch.channels_last)
-    return y, images, _like_weights(w, torch.float16), x.new_empty(2, g.clients)
-
-
-@_gradients.register_fake
-def _(
-    dy: Tensor, images: Tensor, weights: Tensor, units: Tensor, w: Tensor, stride: int,
-    padding: int, back: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx = _images(dy.new_empty(images.shape)) if back else dy.new_empty(0)
-    return dx, _like_weights(w, dy.dtype)
-
-
-def _like_weights(w: Tensor, kind: torch.dtype) -> Tensor:
-    clients, outputs, channels, *window = w.shape
-    return w.new_empty(clients, outputs, *window, channels, dtype=kind).movedim(-1, 2)
-
-
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, w, ctx.stride, ctx.padding = inputs
-    _, images, weights, units = output
-    ctx.set_materialize_grads(False)  # nobody needs zeros for what is only kept
-    if units.numel():
-        ctx.save_for_backward(images, weights, units, w)
-    else:
-        ctx.save_for_backward(x, w, units, w)
-
-
-def _backward(
-    ctx: Any, dy: Tensor | None, *unused: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, None, None]:
-    if dy is None:  # nothing depends on the result
-        return None, None, None, None
-    wanted = ctx.needs_input_grad[0]
-    dx, dw = _gradients(_images(dy), *ctx.saved_tensors, ctx.stride, ctx.padding, wanted)
-    return dx if wanted else None, dw, None, None
-
-
-_convolution.register_autograd(_backward, setup_context=_remember)
-
-
-def _geometry(x: torch.Size, w: torch.Size, stride: int, padding: int) -> Geometry:
-    clients, outputs, channels, tall, wide = w
-    images, _, height, width = x
-    sizes = (clients, images // clients, channels, height, width, outputs, tall, wide)
-    return Geometry(*sizes, stride, padding)
-
-
-def _images(x: Tensor) -> Tensor:
-    """As the forms write them: channels last on a GPU, as they come elsewhere."""
-    return x.contiguous(memory_format=torch.channels_last if x.is_cuda else torch.contiguous_format)

@@ -1,7 +1,7 @@
-"""Convolutions of few channels (a network's first layer) as Triton kernels.
+"""Triton convolutions for few input channels, such as the first layer of a network.
 
-Here the taps of the window and the channels together are one short dimension, so that a pixel's
-whole window is gathered at once and the result is written in one pass.
+The taps of the window and the channels together form one short dimension, so a program gathers the
+whole window of a pixel at once and writes the result in one pass.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PIXELS = 128
 def _windows(x, p, inside, C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, OH: tl.constexpr,
              OW: tl.constexpr, KH: tl.constexpr, KW: tl.constexpr, S: tl.constexpr,
              P: tl.constexpr, BQ: tl.constexpr):  # fmt: skip
-    """[pixels, KH * KW * C]: what each output pixel sees."""
+    """Return the window of each output pixel, [pixels, KH * KW * C]."""
     q = tl.arange(0, BQ)
     tap, c = q // C, q % C
     image, pixel = p // (OH * OW), p % (OH * OW)
@@ -62,7 +62,7 @@ def _weight_gradient_few(
     S: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """Axis 2 of the grid cuts the pixels into parts, which are summed afterwards."""
+    """Axis 2 of the grid splits the pixels into parts, which are summed afterwards."""
     client = tl.program_id(1).to(tl.int64)
     x += client * (B * H * W * C)
     dy += client * (B * OH * OW * OC)
@@ -82,7 +82,7 @@ def _weight_gradient_few(
 
 
 def forward(x: Tensor, w: Tensor, g: Geometry) -> Tensor:
-    """The convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW]."""
+    """Return the convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW]."""
     y = new_images((g.clients * g.batch, g.outputs, g.out_height, g.out_width), x, x.dtype)
     wide = _wide(g)
     pixels = triton.cdiv(g.batch * g.out_height * g.out_width, PIXELS)
@@ -105,7 +105,7 @@ def forward(x: Tensor, w: Tensor, g: Geometry) -> Tensor:
 
 
 def weight_gradient(dy: Tensor, x: Tensor, g: Geometry, parts: int = 16) -> Tensor:
-    """The gradient with respect to the weights, [K, O, C, KH, KW]."""
+    """Return the gradient with respect to the weights, [K, O, C, KH, KW]."""
     window = (g.kernel_height, g.kernel_width, g.channels)
     dw = torch.empty(parts, g.clients, g.outputs, *window, device=x.device)
     wide, pixels = _wide(g), g.batch * g.out_height * g.out_width

@@ -1,13 +1,12 @@
-"""Triton kernels of convolutions whose operands come in boxes: Hopper's tensor memory accelerator.
+"""Triton convolutions on Hopper GPUs, whose operands the tensor memory accelerator (TMA) fetches.
 
-A box of images x rows x pixels x channels comes by one instruction, moved by the tap, with zeros
-where it leaves the image or the client's images, so no thread computes an address and no load is
-masked. The channels of the result are the rows of the tensor cores' product: an operand that is
+One TMA instruction fetches a box of images x rows x pixels x channels, shifted by the tap, with
+zeros outside the image and outside the client's images; so no thread computes addresses and no load
+is masked. The channels of the result are the rows of the tensor-core product: an operand that is
 reshaped must be the second one, or it would pass through registers.
 
-Convolutions of many clients whose operands are fetched in boxes, on Hopper GPUs.
-
-Boxes of the convolutions by name, and which are likely to be fast for given sizes.
+A `Box` sets how a kernel splits its product. Boxes have names, under which the measured choice is
+stored (`convolution`); `likely_boxes` has the candidates for given sizes.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fedexp.kernels.convolution_torch import Geometry, Units, result_type
-from fedexp.kernels.convolution_triton import joined_parts, parts_of_gradient, unscaled
+from fedexp.kernels.convolution_triton import partial_sums, sum_of_parts, unscaled
 from fedexp.kernels.launch import launch, new_images
 
 
@@ -36,9 +35,9 @@ def boxed_kernel(
     NI: tl.constexpr, NH: tl.constexpr, NW: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     BACK: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """y[pixel, n] = sum over taps and c of x[pixel moved by the tap, c] w[n, tap, c].
+    """y[pixel, n] = sum over taps and c of x[pixel shifted by the tap, c] w[n, tap, c].
 
-    With BACK, w is [c, taps, n] with its taps the other way round: the gradient for the images.
+    With BACK, w is [c, taps, n] with its taps in reverse order: the gradient of the images.
     """
     client = tl.program_id(1)
     across: tl.constexpr = OC // BN
@@ -67,7 +66,7 @@ def _add_taps(
     a, x, client, image, row, column, c, one, two, three,
     PIXELS: tl.constexpr, BN: tl.constexpr, TAPS: tl.constexpr,
 ):  # fmt: skip
-    """The sums with the products of one box: of the tap that sees (row, column), and the next."""
+    """Add the products of one box: of the tap at (row, column), and of the next two."""
     b = x.load([client, image, row, column, c]).reshape(PIXELS, BN)
     one = tl.dot(a, b, one)
     if TAPS == 3:
@@ -86,11 +85,11 @@ def boxed_weight_gradient_kernel(
     NI: tl.constexpr, NH: tl.constexpr, NW: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
     TAPS: tl.constexpr, FLAT: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """dw[o, tap, c] = sum over pixels of dy[pixel, o] x[pixel moved by the tap, c].
+    """dw[o, tap, c] = sum over pixels of dy[pixel, o] x[pixel shifted by the tap, c].
 
-    FLAT: boxes are stretches of memory, so that dy can be fetched as rows of pixels; only a box
-    that reaches beyond the client's images cannot, for zero times what is there may be no zero.
-    TAPS: one, or a row of three, a program. Axis 2 of the grid cuts the boxes into parts.
+    FLAT: boxes are contiguous in memory, so dy is fetched as rows of pixels, except where a box
+    reaches beyond the client's images: values there may be NaN, and zero times NaN is NaN.
+    TAPS: one tap, or a row of three, per program. Axis 2 of the grid splits the boxes into parts.
     """
     client = tl.program_id(1)
     across: tl.constexpr = C // BN
@@ -136,11 +135,15 @@ def boxed_weight_gradient_kernel(
 
 @dataclass(frozen=True)
 class Box:
-    """How a product is cut: pixels in boxes of `images` x `rows` x `width`, and channels.
+    """How a kernel splits its product: pixels in boxes of `images` x `rows` x `width`.
 
-    `channels` of the result and `depth` of the sum at a time; of a weight gradient, they are the
-    outputs and the inputs of a tile, `three` taps share a program, and the sum over pixels is
-    `split` into so many parts.
+    Attributes:
+        channels: channels of the result per program; outputs, for a weight gradient.
+        depth: terms of the sum per iteration; inputs, for a weight gradient.
+        warps: warps per program.
+        stages: stages of the software pipeline.
+        three: compute the three taps of a row in one program, for a weight gradient.
+        split: parts of the sum over pixels, for a weight gradient.
     """
 
     images: int
@@ -158,7 +161,7 @@ class Box:
         return self.images, self.rows, self.width
 
     def count(self, g: Geometry) -> int:
-        """Boxes that cover the outputs of a client."""
+        """Return the number of boxes that cover the outputs of a client."""
         sizes = (g.batch, g.out_height, g.out_width)
         images, rows, columns = (triton.cdiv(a, b) for a, b in zip(sizes, self.pixels, strict=True))
         return images * rows * columns
@@ -166,7 +169,7 @@ class Box:
 
 @cache
 def has_boxes() -> bool:
-    """Whether this GPU and this Triton fetch boxes."""
+    """Return whether this GPU and this Triton have TMA."""
     try:
         from triton.tools.tensor_descriptor import TensorDescriptor  # noqa: F401
     except ImportError:
@@ -175,18 +178,20 @@ def has_boxes() -> bool:
 
 
 def forward(x: Tensor, w: Tensor, g: Geometry, *, box: Box, units: Units | None = None) -> Tensor:
-    """The convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW], stride 1."""
-    return _boxed(x, w, g, box, units, back=False)
+    """Return the stride-1 convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW]."""
+    return _convolution(x, w, g, box, units, back=False)
 
 
 def input_gradient(
     dy: Tensor, w: Tensor, g: Geometry, *, box: Box, units: Units | None = None
 ) -> Tensor:
-    """The gradient with respect to the images: a convolution with the weights turned round."""
-    return _boxed(dy, w, g.turned, box, units, back=True)
+    """Return the gradient with respect to the images: a transposed convolution."""
+    return _convolution(dy, w, g.transposed, box, units, back=True)
 
 
-def _boxed(x: Tensor, w: Tensor, g: Geometry, box: Box, units: Units | None, back: bool) -> Tensor:
+def _convolution(
+    x: Tensor, w: Tensor, g: Geometry, box: Box, units: Units | None, back: bool
+) -> Tensor:
     shape = (g.clients * g.batch, g.outputs, g.out_height, g.out_width)
     y = new_images(shape, x, result_type(x, units))
     grid = (box.count(g) * (g.outputs // box.channels), g.clients)
@@ -195,7 +200,7 @@ def _boxed(x: Tensor, w: Tensor, g: Geometry, box: Box, units: Units | None, bac
         boxed_kernel,
         grid,
         _images(x, g.clients, (*box.pixels, box.depth)),
-        _matrix(_joined(w), block),
+        _matrix(_rows(w), block),
         _images(y, g.clients, (*box.pixels, box.channels)),
         *(units or (x, w)),
         **_sizes(g, box),
@@ -208,12 +213,12 @@ def _boxed(x: Tensor, w: Tensor, g: Geometry, box: Box, units: Units | None, bac
 
 
 def weight_gradient(
-    dy: Tensor, x: Tensor, g: Geometry, *, box: Box, room: Tensor | None = None,
+    dy: Tensor, x: Tensor, g: Geometry, *, box: Box, buffer: Tensor | None = None,
     units: Units | None = None,
 ) -> Tensor:  # fmt: skip
-    """The gradient with respect to the weights, [K, O, C, KH, KW], in its room if there is one."""
-    kind = result_type(x, units)
-    dw = parts_of_gradient(x, g, box.split, room, kind)
+    """Return the gradient with respect to the weights, [K, O, C, KH, KW], in `buffer` if given."""
+    dtype = result_type(x, units)
+    dw = partial_sums(x, g, box.split, buffer, dtype)
     taps = 3 if box.three else 1
     tiles = (g.outputs // box.channels) * (g.channels // box.depth)
     grid = (tiles * g.kernel_height * g.kernel_width // taps, g.clients, box.split)
@@ -232,31 +237,32 @@ def weight_gradient(
         BM=box.channels,
         BN=box.depth,
         TAPS=taps,
-        FLAT=_is_stretch(g, box),
+        FLAT=_is_contiguous(g, box),
         SCALED=units is not None,
     )
-    return joined_parts(dw, room, kind)
+    return sum_of_parts(dw, buffer, dtype)
 
 
-def _is_stretch(g: Geometry, box: Box) -> bool:
-    """Whether a box is one stretch of memory: whole rows, and all of them if several images."""
+def _is_contiguous(g: Geometry, box: Box) -> bool:
+    """Return whether a box is contiguous: whole rows, and all of them if several images."""
     rows = box.width == g.out_width and g.out_height % box.rows == 0
     return rows and (box.images == 1 or box.rows == g.out_height)
 
 
-def _joined(w: Tensor) -> Tensor:
-    """Weights as a matrix with a row for each client and output, copied where they lie apart."""
+def _rows(w: Tensor) -> Tensor:
+    """Return weights as a matrix with one row per client and output, copied if not contiguous."""
     return w.permute(0, 1, 3, 4, 2).reshape(w.shape[0] * w.shape[1], -1)
 
 
 def _matrix(matrix: Tensor, block: list[int]) -> Any:
+    """Return a descriptor of a matrix."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor.from_tensor(matrix.contiguous(), block)
 
 
 def _images(x: Tensor, clients: int, block: tuple[int, ...]) -> Any:
-    """Images [K * B, C, H, W] as [K, B, H, W, C]."""
+    """Return a descriptor of images [K * B, C, H, W] as [K, B, H, W, C]."""
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     last = x.permute(0, 2, 3, 1).unflatten(0, (clients, -1))
@@ -273,11 +279,12 @@ def _sizes(g: Geometry, box: Box) -> dict[str, int]:
 
 
 NAME = re.compile(r"box (\d+)x(\d+)x(\d+) (\d+)x(\d+)w(\d+)s(\d+)(t?)(?:/(\d+))?")
-ENOUGH = 240  # programs, to give every core of a large GPU something to do
+ENOUGH = 240  # programs that keep every core of a large GPU busy
 
 
 def name_of(b: Box) -> str:
-    """
+    """Return the name of a box.
+
     >>> name_of(Box(1, 4, 32, channels=64, depth=64, warps=4, stages=3, three=True, split=2))
     'box 1x4x32 64x64w4s3t/2'
     """
@@ -287,7 +294,8 @@ def name_of(b: Box) -> str:
 
 
 def box_named(name: str) -> Box:
-    """
+    """Return the box of a name.
+
     >>> box_named("box 1x4x32 64x64w4s3t/2").pixels
     (1, 4, 32)
     """
@@ -298,37 +306,36 @@ def box_named(name: str) -> Box:
     return Box(images, rows, width, channels, depth, warps, stages, three, split)
 
 
-BOXED: dict[str, Callable[..., Tensor]] = {
+KERNELS: dict[str, Callable[..., Tensor]] = {
     "forward": forward,
     "input_gradient": input_gradient,
     "weight_gradient": weight_gradient,
 }
 
 
-def boxed_form(name: str, direction: str) -> partial[Tensor]:
-    """The kernel of that direction, cut as the name says."""
-    return partial(BOXED[direction], box=box_named(name))
+def box_implementation(name: str, direction: str) -> partial[Tensor]:
+    """Return the kernel of a direction with the box of that name."""
+    return partial(KERNELS[direction], box=box_named(name))
 
 
 def likely_boxes(direction: str, g: Geometry, bytes_each: int) -> list[str]:
-    """Up to two names, the likeliest first, from measurements on an H200; none if none fits."""
-    back = direction == "input_gradient"
+    """Return at most two names, the likeliest first, from measurements on an H200."""
     if g.stride != 1 or not has_boxes() or 2 * g.padding + 1 != g.kernel_width:
         return []
     if g.kernel_height != g.kernel_width or (g.channels % 64 or g.outputs % 64):
         return []
     if bytes_each == 4 and direction != "forward":
-        return []  # tensor cores want such operands in an order that they do not lie in
+        return []  # tensor cores take float32 operands in one memory order only, not in this one
     if direction == "weight_gradient":
-        found = _of_weights(g)
+        found = _weight_boxes(g)
     else:
-        wide = g.channels if back else g.outputs
-        found = [_pixels(g, *cut) for cut in _of_images(wide, g, 128 // bytes_each)]
+        wide = g.channels if direction == "input_gradient" else g.outputs
+        found = [_box(g, *sizes) for sizes in _image_boxes(wide, g, 128 // bytes_each)]
     return [name_of(box) for box in found if box is not None]
 
 
-def _of_images(wide: int, g: Geometry, depth: int) -> list[tuple[int, int, int, int, int]]:
-    """Pixels, channels, depth, warps, stages."""
+def _image_boxes(wide: int, g: Geometry, depth: int) -> list[tuple[int, int, int, int, int]]:
+    """Return pixels, channels, depth, warps and stages of the candidates."""
     if wide % 128:
         return [(128, 64, depth, 4, 3), (128, 64, depth, 4, 4)]
     if wide % 256:
@@ -338,7 +345,7 @@ def _of_images(wide: int, g: Geometry, depth: int) -> list[tuple[int, int, int, 
     return [(128, 256, depth, 8, 4), (256, 128, depth, 8, 4)]
 
 
-def _of_weights(g: Geometry) -> list[Box | None]:
+def _weight_boxes(g: Geometry) -> list[Box | None]:
     taps = g.kernel_height * g.kernel_width
     row = g.kernel_width == 3
     if g.outputs % 128 or g.channels % 64:
@@ -354,15 +361,15 @@ def _of_weights(g: Geometry) -> list[Box | None]:
         tiles = (g.outputs // outputs) * (g.channels // inputs) * g.clients
         tiles *= taps // 3 if three else taps
         split = next((s for s in (1, 2, 4, 8) if tiles * s * (3 if three else 1) >= ENOUGH), 16)
-        found.append(_pixels(g, pixels, outputs, inputs, warps, stages, three, split))
+        found.append(_box(g, pixels, outputs, inputs, warps, stages, three, split))
     return found
 
 
-def _pixels(
+def _box(
     g: Geometry, pixels: int, channels: int, depth: int, warps: int, stages: int,
     three: bool = False, split: int = 1,
 ) -> Box | None:  # fmt: skip
-    """A box of so many pixels: rows of an image, or whole images; None where these do not fit."""
+    """Return a box of rows of an image, or of whole images; None where these do not fit."""
     height, width = g.out_height, g.out_width
     if width & (width - 1) or height & (height - 1) or width > pixels:
         return None

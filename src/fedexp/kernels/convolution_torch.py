@@ -1,18 +1,15 @@
-"""`Geometry`: the sizes of a convolution of many clients.
+"""Convolutions of K clients, each with its own weights, in plain PyTorch; scaled operands.
 
-Convolutions of many clients, each with weights of its own, in plain PyTorch.
+Images are [K * B, C, H, W], weights [K, O, C, KH, KW]. `PerClient` and `Unfold` compute the same;
+which is faster depends on the device and on the sizes (`Geometry`).
 
-Images are [K * B, C, H, W], weights [K, O, C, KH, KW]. Every form computes the same; which one is
-fastest depends on the device and on the sizes.
-
-Float32 as half precision times a power of two for each client: what tensor cores like best.
-
-tf32 and half precision both keep ten bits behind the point, so products lose no more; half
-precision is read in half the time, multiplied at twice the rate, and in any order. What it lacks is
-range. So the largest number of a client is brought to between 2**14 and 2**15, and everything down
-to 2**-28 times that keeps ten bits. Below, numbers are off by at most 2**-39 of the largest.
-(Of a client whose largest is below 2**-112: by at most 2**-151.)
-A power of two of its own for every client, because one that diverges must not blur the others.
+The second half converts float32 to half precision times a power of two per client, the operands
+that tensor cores multiply fastest. tf32 and half precision have the same ten bits of mantissa, so
+products lose no more; half precision takes half the time to read, is multiplied at twice the rate,
+and in any memory order. It lacks range. So the largest number of a client is brought to between
+2**14 and 2**15, and everything down to 2**-28 times that keeps ten bits. Below, numbers are off by
+at most 2**-39 of the largest. (For a client whose largest is below 2**-112: by at most 2**-151.)
+Every client has its own power of two, so that one that diverges does not blur the rest.
 """
 
 from __future__ import annotations
@@ -56,8 +53,8 @@ class Geometry:
         return (self.width + 2 * self.padding - self.kernel_width) // self.stride + 1
 
     @property
-    def turned(self) -> Geometry:
-        """Of stride 1: the convolution that takes a gradient back from outputs to inputs."""
+    def transposed(self) -> Geometry:
+        """The sizes of the convolution that computes the input gradient; for stride 1."""
         window = (self.kernel_height, self.kernel_width)
         images = (self.outputs, self.out_height, self.out_width)
         sizes = (self.clients, self.batch, *images, self.channels, *window)
@@ -65,22 +62,22 @@ class Geometry:
 
     @property
     def flops(self) -> int:
-        """Multiplications and additions of one direction."""
+        """The number of multiplications and additions of one direction."""
         window = self.kernel_height * self.kernel_width * self.channels
         pixels = self.clients * self.batch * self.out_height * self.out_width
         return 2 * pixels * window * self.outputs
 
 
-class OneByOne:
-    """A client at a time: what suits a CPU, and libraries that know no groups."""
+class PerClient:
+    """One library call per client; for CPUs, and where no kernel of ours applies."""
 
     def forward(self, x: Tensor, w: Tensor, g: Geometry) -> Tensor:
         if g.clients == 1:
             return F.conv2d(x, w[0], stride=g.stride, padding=g.padding)
         return torch.cat(
             [
-                F.conv2d(mine, own, stride=g.stride, padding=g.padding)
-                for mine, own in zip(x.split(g.batch), w, strict=True)
+                F.conv2d(images, weight, stride=g.stride, padding=g.padding)
+                for images, weight in zip(x.split(g.batch), w, strict=True)
             ]
         )
 
@@ -88,8 +85,8 @@ class OneByOne:
         shape = [g.batch, g.channels, g.height, g.width]
         return torch.cat(
             [
-                conv2d_input(shape, own, mine, g.stride, g.padding)
-                for mine, own in zip(dy.split(g.batch), w, strict=True)
+                conv2d_input(shape, weight, grad, g.stride, g.padding)
+                for grad, weight in zip(dy.split(g.batch), w, strict=True)
             ]
         )
 
@@ -97,14 +94,14 @@ class OneByOne:
         shape = [g.outputs, g.channels, g.kernel_height, g.kernel_width]
         return torch.stack(
             [
-                conv2d_weight(images, shape, mine, g.stride, g.padding)
-                for mine, images in zip(dy.split(g.batch), x.split(g.batch), strict=True)
+                conv2d_weight(images, shape, grad, g.stride, g.padding)
+                for grad, images in zip(dy.split(g.batch), x.split(g.batch), strict=True)
             ]
         )
 
 
-class Unfolded:
-    """The windows side by side in memory, then one product a client: what suits few channels."""
+class Unfold:
+    """im2col, then one matrix product per client; for few channels."""
 
     def forward(self, x: Tensor, w: Tensor, g: Geometry) -> Tensor:
         y = torch.bmm(_windows(x, g), _matrices(w).transpose(1, 2))
@@ -126,7 +123,7 @@ class Unfolded:
 
 
 def _windows(x: Tensor, g: Geometry) -> Tensor:
-    """[K, B * OH * OW, KH * KW * C]: what each output pixel sees, channels last."""
+    """Return the window of each output pixel, [K, B * OH * OW, KH * KW * C]."""
     p, s = g.padding, g.stride
     rows = F.pad(x.permute(0, 2, 3, 1), (0, 0, p, p, p, p))
     windows = rows.unfold(1, g.kernel_height, s).unfold(2, g.kernel_width, s)
@@ -134,31 +131,33 @@ def _windows(x: Tensor, g: Geometry) -> Tensor:
 
 
 def _matrices(w: Tensor) -> Tensor:
-    """[K, O, KH * KW * C]."""
+    """Return weights as matrices [K, O, KH * KW * C]."""
     return w.movedim(2, -1).flatten(2)
 
 
 def _as_rows(images: Tensor, clients: int) -> Tensor:
-    """[K, pixels, channels]."""
+    """Return images as rows [K, pixels, channels]."""
     return images.permute(0, 2, 3, 1).reshape(clients, -1, images.shape[1])
 
 
 def _as_images(rows: Tensor, channels: int, height: int, width: int) -> Tensor:
+    """Return rows [K, pixels, channels] as images."""
     return rows.reshape(-1, height, width, channels).permute(0, 3, 1, 2)
 
 
-Units = tuple[Tensor, Tensor]  # of the two operands, [K] each: what undoes their scales
+Units = tuple[Tensor, Tensor]  # inverse scales of the two operands, [K] each
 
-TARGET = 14 + 127 + 127  # the largest number's own exponent taken off: its scale's, biased by 127
+TARGET = 14 + 127 + 127  # minus the biased exponent of the largest number: that of its scale
 LARGEST_EXPONENT = 253  # of a scale, so that its inverse is a normal number
-FEW_CHANNELS = 16  # below that, the tensor cores' products are mostly padding
-LARGEST_WINDOW = 128  # taps times channels that are gathered at once
+FEW_CHANNELS = 16  # with fewer, tensor cores would mostly multiply padding
+LARGEST_WINDOW = 128  # taps times channels that fit one gather
 
 
 def takes_scaled(x: Tensor, g: Geometry) -> bool:
-    """Whether this convolution has its float32 operands scaled: for many clients, where tf32 may.
+    """Return whether the float32 operands are scaled: for many clients, where tf32 is allowed.
 
-    Of few channels, as in a first layer, it is bound by its results, and stays as it is.
+    With few channels, as in a first layer, writing the result takes most of the time, and nothing
+    is scaled.
     """
     if x.dtype != torch.float32 or not x.is_cuda or g.clients == 1:
         return False
@@ -166,17 +165,18 @@ def takes_scaled(x: Tensor, g: Geometry) -> bool:
 
 
 def has_few_channels(g: Geometry) -> bool:
+    """Return whether taps and channels together are one short dimension (`convolution_few`)."""
     window = g.kernel_height * g.kernel_width * g.channels
     return g.channels < FEW_CHANNELS and window <= LARGEST_WINDOW
 
 
 def result_type(operand: Tensor, units: Units | None) -> torch.dtype:
-    """Products of scaled numbers are float32 again, others what their operands are."""
+    """Return the type of a result: float32 for scaled operands, else that of the operands."""
     return operand.dtype if units is None else torch.float32
 
 
 def scaled_half(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers [K, n] in half precision, and what each client's are to be multiplied by, [K]."""
+    """Return numbers [K, n] scaled to half precision, and the unit that undoes the scale, [K]."""
     if rows.is_cuda and has_triton():
         from fedexp.kernels import convolution_triton
 
@@ -185,28 +185,28 @@ def scaled_half(rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def plain_scaled_half(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in plain torch.
+    """Return what `scaled_half` does, in plain PyTorch.
 
     >>> half, unit = plain_scaled_half(torch.tensor([[1e-6, -3e-6], [2e8, 1.0]]))
     >>> half.dtype, (half.float() * unit[:, None]).tolist()[1]
     (torch.float16, [200015872.0, 1.0])
     """
-    own = rows.abs().amax(dim=1).view(torch.int32) >> 23  # the exponent; 255 if not finite
-    exponent = (TARGET - own).clamp(max=LARGEST_EXPONENT)
-    exponent = torch.where(own == 255, 127, exponent)
+    largest = rows.abs().amax(dim=1).view(torch.int32) >> 23  # its exponent; 255 if not finite
+    exponent = (TARGET - largest).clamp(max=LARGEST_EXPONENT)
+    exponent = torch.where(largest == 255, 127, exponent)
     scale, unit = ((e << 23).view(torch.float32) for e in (exponent, 254 - exponent))
     return (rows * scale[:, None]).half(), unit
 
 
 def scaled_images(x: Tensor, clients: int) -> tuple[Tensor, Tensor]:
-    """Of images [K * B, C, H, W], channels last in memory."""
+    """Return images [K * B, C, H, W] scaled to half precision, channels last, and units [K]."""
     last = x.permute(0, 2, 3, 1)
     half, unit = scaled_half(last.reshape(clients, -1))
     return half.view(last.shape).permute(0, 3, 1, 2), unit
 
 
 def scaled_weights(w: Tensor) -> tuple[Tensor, Tensor]:
-    """Of weights [K, O, C, KH, KW], channels last in memory."""
+    """Return weights [K, O, C, KH, KW] scaled to half precision, channels last, and units [K]."""
     last = w.movedim(2, -1)
     half, unit = scaled_half(last.flatten(1))
     return half.view(last.shape).movedim(-1, 2), unit

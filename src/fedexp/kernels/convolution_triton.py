@@ -1,16 +1,13 @@
-"""Copies of tensors in another order.
+"""Triton convolutions in which every client has its own weights, as tiled matrix products.
 
-Triton kernels of convolutions in which every client has weights of its own.
+Implicit matrix products: pixels are rows, channels are columns, and a program loops over the taps
+of the window, so nothing is unfolded in memory. Images are [K, B, H, W, C] and weights
+[K, O, KH, KW, C] in memory (channels last); clients' weights may be any stride apart.
 
-Implicit matrix products: pixels are rows, channels columns, and the taps of the window are walked
-one after another, so nothing is unfolded in memory. Images are [K, B, H, W, C] and weights
-[K, O, KH, KW, C] in memory (channels last), and a client's weights may lie anywhere in its row.
-
-The Triton twin of `scaled`: one pass for the largest number of each client, one to convert.
-
-Convolutions of many clients at once, each with weights of its own, by Triton kernels.
-
-Tilings of the Triton convolutions by name, and which are likely to be fast for given sizes.
+A `Tiling` sets how a kernel splits its product. Tilings have names, under which the measured choice
+is stored (`convolution`); `likely_tilings` has the candidates for given sizes. At the end are
+two kernels that the convolutions and dense layers share: scaling to half precision (the twin of
+`convolution_torch.plain_scaled_half`), and transposing matrices.
 """
 
 from __future__ import annotations
@@ -29,29 +26,6 @@ from torch import Tensor
 from fedexp.kernels.convolution_torch import LARGEST_EXPONENT, TARGET, Geometry, Units, result_type
 from fedexp.kernels.launch import launch, new_images
 
-TILE = 64
-
-
-@triton.jit
-def transpose_kernel(x, y, A: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr):
-    """y[n, b, a] = x[n, a, b]."""
-    across: tl.constexpr = (B + TILE - 1) // TILE
-    start = tl.program_id(1).to(tl.int64) * (A * B)
-    a = (tl.program_id(0) // across) * TILE + tl.arange(0, TILE)
-    b = (tl.program_id(0) % across) * TILE + tl.arange(0, TILE)
-    real = (a < A)[:, None] & (b < B)[None, :]
-    block = tl.load(x + start + a[:, None] * B + b[None, :], mask=real)
-    tl.store(y + start + b[:, None] * A + a[None, :], tl.trans(block), mask=tl.trans(real))
-
-
-def turned_matrices(x: Tensor) -> Tensor:
-    """Matrices [N, A, B] as [N, B, A]."""
-    n, a, b = x.shape
-    y = torch.empty((n, b, a), dtype=x.dtype, device=x.device)
-    tiles = triton.cdiv(a, TILE) * triton.cdiv(b, TILE)
-    launch(transpose_kernel, (tiles, n), x, y, A=a, B=b, TILE=TILE)
-    return y
-
 
 @triton.jit
 def _multiply(a, b, acc, SWAP: tl.constexpr):
@@ -64,10 +38,10 @@ def _multiply(a, b, acc, SWAP: tl.constexpr):
 
 @triton.jit
 def unscaled(acc, unit_a, unit_b, client, SCALED: tl.constexpr):
-    """Undo what the operands were multiplied by.
+    """Undo the scales of the operands.
 
-    One after the other, or both together might underflow; the smaller first, or the larger alone
-    might overflow.
+    One unit after the other, because their product might underflow; the smaller first, because the
+    larger alone might overflow.
     """
     if SCALED:
         one, other = tl.load(unit_a + client), tl.load(unit_b + client)
@@ -84,7 +58,7 @@ def forward_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """y[m, n] = sum over taps and c of x[m moved by the tap, c] w[n, tap, c]."""
+    """y[m, n] = sum over taps and c of x[m shifted by the tap, c] w[n, tap, c]."""
     client = tl.program_id(1).to(tl.int64)
     across: tl.constexpr = (OC + BN - 1) // BN
     m = (tl.program_id(0) // across) * BM + tl.arange(0, BM)
@@ -128,9 +102,9 @@ def input_gradient_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     SWAP: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """dx[m, n] = sum over taps and o of dy[where the tap puts m, o] w[o, tap, n].
+    """dx[m, n] = sum over taps and o of dy[output of m under the tap, o] w[o, tap, n].
 
-    With a stride S, pixels fall into S x S classes (axis 2 of the grid) that see different taps.
+    With a stride S, pixels fall into S x S classes (axis 2 of the grid) that use different taps.
     """
     client = tl.program_id(1).to(tl.int64)
     ph, pw = tl.program_id(2) // S, tl.program_id(2) % S
@@ -178,7 +152,7 @@ def input_gradient_kernel(
 @triton.jit
 def _shifted(x, image, top, left, inside, c, tap, C: tl.constexpr, H: tl.constexpr,
              W: tl.constexpr, KW: tl.constexpr):  # fmt: skip
-    """The pixels [depth, channels] of x that a tap sees."""
+    """Return the pixels [depth, channels] of x under a tap."""
     h, v = top + tap // KW, left + tap % KW
     inside = inside & (h >= 0) & (h < H) & (v >= 0) & (v < W)
     at = ((image * H + h) * W + v)[:, None] * C + c[None, :]
@@ -194,10 +168,10 @@ def weight_gradient_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     TAPS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """dw[o, tap, c] = sum over pixels of dy[pixel, o] x[pixel moved by the tap, c].
+    """dw[o, tap, c] = sum over pixels of dy[pixel, o] x[pixel shifted by the tap, c].
 
-    A program does one tap, or the three taps of a row of the window, so that dy is read once.
-    Axis 2 of the grid cuts the pixels into parts of `part` each.
+    A program computes one tap, or the three taps of a row of the window, so that dy is read once.
+    Axis 2 of the grid splits the pixels into parts of `part` each.
     """
     client = tl.program_id(1).to(tl.int64)
     across: tl.constexpr = (C + BN - 1) // BN
@@ -237,12 +211,238 @@ def weight_gradient_kernel(
         tl.store(dw + at + 2 * C, three.to(dw.dtype.element_ty), mask=real)
 
 
-LOOK_AT, CONVERT = 16384, 4096  # numbers a program
+@dataclass(frozen=True)
+class Tiling:
+    """How a kernel splits its product.
+
+    Attributes:
+        rows: rows of the result per program.
+        columns: columns of the result per program.
+        depth: terms of the sum per iteration.
+        warps: warps per program.
+        stages: stages of the software pipeline.
+        swap: make channels the rows of the tensor-core product, for few channels; for a weight
+            gradient, compute the three taps of a row in one program.
+        split: parts of the sum over pixels of a weight gradient.
+    """
+
+    rows: int
+    columns: int
+    depth: int
+    warps: int
+    stages: int
+    swap: bool = False
+    split: int = 1
+
+
+def forward(
+    x: Tensor, w: Tensor, g: Geometry, *, tiling: Tiling, units: Units | None = None
+) -> Tensor:
+    """Return the convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW]."""
+    shape = (g.clients * g.batch, g.outputs, g.out_height, g.out_width)
+    y = new_images(shape, x, result_type(x, units))
+    tiles = triton.cdiv(g.batch * g.out_height * g.out_width, tiling.rows)
+    grid = (tiles * triton.cdiv(g.outputs, tiling.columns), g.clients)
+    launch(
+        forward_kernel,
+        grid,
+        x,
+        w,
+        y,
+        *(units or (x, w)),
+        w.stride(0),
+        g.batch,
+        **sizes(g),
+        **_settings(tiling),
+        SWAP=tiling.swap,
+        SCALED=units is not None,
+    )
+    return y
+
+
+def input_gradient(
+    dy: Tensor, w: Tensor, g: Geometry, *, tiling: Tiling, units: Units | None = None
+) -> Tensor:
+    """Return the gradient with respect to the images."""
+    shape = (g.clients * g.batch, g.channels, g.height, g.width)
+    dx = new_images(shape, dy, result_type(dy, units))
+    s = g.stride
+    tiles = triton.cdiv(g.batch * -(-g.height // s) * -(-g.width // s), tiling.rows)
+    grid = (tiles * triton.cdiv(g.channels, tiling.columns), g.clients, s * s)
+    launch(
+        input_gradient_kernel,
+        grid,
+        dy,
+        w,
+        dx,
+        *(units or (dy, w)),
+        w.stride(0),
+        g.batch,
+        **sizes(g),
+        **_settings(tiling),
+        SWAP=tiling.swap,
+        SCALED=units is not None,
+    )
+    return dx
+
+
+def weight_gradient(
+    dy: Tensor, x: Tensor, g: Geometry, *, tiling: Tiling, buffer: Tensor | None = None,
+    units: Units | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the gradient with respect to the weights, [K, O, C, KH, KW], in `buffer` if given."""
+    taps = 3 if tiling.swap and g.kernel_width == 3 else 1
+    window = (g.kernel_height, g.kernel_width)
+    dtype = result_type(x, units)
+    dw = partial_sums(x, g, tiling.split, buffer, dtype)
+    pixels = g.batch * g.out_height * g.out_width
+    part = triton.cdiv(triton.cdiv(pixels, tiling.split), tiling.depth) * tiling.depth
+    tiles = triton.cdiv(g.outputs, tiling.rows) * triton.cdiv(g.channels, tiling.columns)
+    grid = (tiles * window[0] * window[1] // taps, g.clients, tiling.split)
+    launch(
+        weight_gradient_kernel,
+        grid,
+        dy,
+        x,
+        dw,
+        *(units or (dy, x)),
+        part,
+        g.batch,
+        **sizes(g),
+        **_settings(tiling),
+        TAPS=taps,
+        SCALED=units is not None,
+    )
+    return sum_of_parts(dw, buffer, dtype)
+
+
+def partial_sums(
+    x: Tensor, g: Geometry, parts: int, buffer: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """Return memory [parts, K, O, KH, KW, C] for the sums over parts of the pixels.
+
+    A single part is the result: its memory is the buffer, if there is one of its type.
+    """
+    shape = (g.clients, g.outputs, g.kernel_height, g.kernel_width, g.channels)
+    if parts > 1:
+        return torch.empty((parts, *shape), dtype=torch.float32, device=x.device)
+    if buffer is not None and buffer.dtype == dtype:
+        return buffer.movedim(2, -1)[None]
+    return torch.empty((1, *shape), dtype=dtype, device=x.device)
+
+
+def sum_of_parts(parts: Tensor, buffer: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Return the sum of the parts, [K, O, C, KH, KW]."""
+    if len(parts) == 1:
+        total = parts[0]
+    elif buffer is None:
+        total = parts.sum(dim=0).to(dtype)
+    else:
+        total = buffer.movedim(2, -1).copy_(parts.sum(dim=0))
+    return total.permute(0, 1, 4, 2, 3)
+
+
+def sizes(g: Geometry) -> dict[str, int]:
+    """Return the sizes by their names in the kernels."""
+    return {
+        "C": g.channels, "H": g.height, "W": g.width,
+        "OC": g.outputs, "OH": g.out_height, "OW": g.out_width,
+        "KH": g.kernel_height, "KW": g.kernel_width, "S": g.stride, "P": g.padding,
+    }  # fmt: skip
+
+
+def _settings(tiling: Tiling) -> dict[str, Any]:
+    return {
+        "BM": tiling.rows, "BN": tiling.columns, "BK": tiling.depth,
+        "num_warps": tiling.warps, "num_stages": tiling.stages,
+    }  # fmt: skip
+
+
+NAME = re.compile(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(t?)(?:/(\d+))?")
+
+
+def name_of(t: Tiling) -> str:
+    """Return the name of a tiling.
+
+    >>> name_of(Tiling(128, 64, 64, warps=4, stages=3, swap=True, split=4))
+    '128x64x64w4s3t/4'
+    """
+    swap, parts = "t" if t.swap else "", f"/{t.split}" if t.split > 1 else ""
+    return f"{t.rows}x{t.columns}x{t.depth}w{t.warps}s{t.stages}{swap}{parts}"
+
+
+def tiling_named(name: str) -> Tiling:
+    """Return the tiling of a name.
+
+    >>> tiling_named("128x64x64w4s3t/4")
+    Tiling(rows=128, columns=64, depth=64, warps=4, stages=3, swap=True, split=4)
+    """
+    found = NAME.fullmatch(name)
+    assert found, name
+    rows, columns, depth, warps, stages = (int(found[i]) for i in range(1, 6))
+    return Tiling(rows, columns, depth, warps, stages, bool(found[6]), int(found[7] or 1))
+
+
+KERNELS: dict[str, Callable[..., Tensor]] = {
+    "forward": forward,
+    "input_gradient": input_gradient,
+    "weight_gradient": weight_gradient,
+}
+
+
+def tiled_implementation(name: str, direction: str) -> partial[Tensor]:
+    """Return the kernel of a direction with the tiling of that name."""
+    return partial(KERNELS[direction], tiling=tiling_named(name))
+
+
+def likely_tilings(direction: str, g: Geometry, bytes_each: int) -> list[str]:
+    """Return two or three names, the likeliest first, from measurements on an H200."""
+    if direction == "weight_gradient":
+        found = _weight_tilings(g, bytes_each)
+    elif direction == "forward":
+        found = _image_tilings(g.outputs, g.channels, g, bytes_each)
+    else:
+        found = _image_tilings(g.channels, g.outputs, g, bytes_each)
+    return list(dict.fromkeys(name_of(t) for t in found))
+
+
+def _image_tilings(columns: int, depth: int, g: Geometry, bytes_each: int) -> list[Tiling]:
+    """Return tiles of pixels x channels; 128 bytes of the sum at a time."""
+    deep = _power_of_two(16, depth, 128 // bytes_each)
+    wide = _power_of_two(16, columns, 256)
+    if wide <= 64:
+        return [Tiling(128, wide, deep, 4, 3), Tiling(128, wide, deep, 4, 4, swap=wide == 64)]
+    if wide == 128:
+        return [Tiling(128, 128, deep, 4, 3), Tiling(128, 128, deep, 8, 3)]
+    few = g.out_height * g.out_width * g.batch <= 1024  # large tiles would leave cores idle
+    small, large = Tiling(64, 256, deep, 4, 4), Tiling(128, 256, deep, 8, 3)
+    return [small, large] if few else [large, small]
+
+
+def _weight_tilings(g: Geometry, bytes_each: int) -> list[Tiling]:
+    """Return tiles of outputs x channels."""
+    deep, rows = 128 // bytes_each, _power_of_two(16, g.outputs, 128)
+    narrow, three = _power_of_two(16, g.channels, 64), g.kernel_width == 3
+    tiles = -(-g.outputs // rows) * -(-g.channels // narrow) * g.kernel_height * g.clients
+    tiles *= 1 if three else g.kernel_width
+    split = next((s for s in (1, 2, 4, 8) if tiles * s >= 240), 16)
+    found = [Tiling(rows, narrow, deep, 4, 3 if three else 4, three, split)]
+    if g.channels >= 128:
+        return [*found, Tiling(rows, 128, deep, 8, 3)]
+    return [*found, Tiling(rows, narrow, deep, 4, 3 if three else 4, three, 2 * split)]
+
+
+def _power_of_two(least: int, size: int, most: int) -> int:
+    """Return the power of two that covers `size`, within the bounds."""
+    return max(least, min(most, 1 << (size - 1).bit_length()))
+
+
+LARGEST_LENGTH, CONVERT_LENGTH = 16384, 4096  # numbers per program
 
 
 @triton.jit
 def largest_kernel(x, bits, row, size, LENGTH: tl.constexpr):
-    """The bits of the largest absolute value: they are in the order of the values, NaN last."""
+    """Store the bits of the largest absolute value; they sort as the values do, NaN last."""
     client = tl.program_id(1).to(tl.int64)
     i = tl.program_id(0) * LENGTH + tl.arange(0, LENGTH)
     values = tl.load(x + client * row + i, mask=i < size, other=0.0)
@@ -266,231 +466,44 @@ def convert_kernel(x, bits, half, unit, row, size, TARGET: tl.constexpr, MOST: t
 
 
 def scaled_half(rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Numbers [K, n] in half precision, and what each client's are to be multiplied by, [K]."""
+    """Return numbers [K, n] scaled to half precision, and the unit that undoes the scale, [K]."""
     clients, size = rows.shape
     rows = rows if rows.stride(1) == 1 else rows.contiguous()
     bits = torch.zeros(clients, dtype=torch.int32, device=rows.device)
     half = torch.empty((clients, size), dtype=torch.float16, device=rows.device)
     unit = torch.empty(clients, dtype=torch.float32, device=rows.device)
-    grid = (triton.cdiv(size, LOOK_AT), clients)
-    launch(largest_kernel, grid, rows, bits, rows.stride(0), size, LENGTH=LOOK_AT, num_warps=8)
     launch(
-        convert_kernel, (triton.cdiv(size, CONVERT), clients),
+        largest_kernel, (triton.cdiv(size, LARGEST_LENGTH), clients),
+        rows, bits, rows.stride(0), size,
+        LENGTH=LARGEST_LENGTH, num_warps=8,
+    )  # fmt: skip
+    launch(
+        convert_kernel, (triton.cdiv(size, CONVERT_LENGTH), clients),
         rows, bits, half, unit, rows.stride(0), size,
-        TARGET=TARGET, MOST=LARGEST_EXPONENT, LENGTH=CONVERT, num_warps=8,
+        TARGET=TARGET, MOST=LARGEST_EXPONENT, LENGTH=CONVERT_LENGTH, num_warps=8,
     )  # fmt: skip
     return half, unit
 
 
-@dataclass(frozen=True)
-class Tiling:
-    """How a kernel cuts its product: `rows` x `columns` of the result, `depth` of the sum a time.
-
-    `swap` lets channels be the rows of the tensor cores' product, which suits few channels;
-    `split` cuts the sum over pixels of a weight gradient into so many parts.
-    """
-
-    rows: int
-    columns: int
-    depth: int
-    warps: int
-    stages: int
-    swap: bool = False
-    split: int = 1
+TILE = 64
 
 
-def forward(
-    x: Tensor, w: Tensor, g: Geometry, *, tiling: Tiling, units: Units | None = None
-) -> Tensor:
-    """The convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW]."""
-    shape = (g.clients * g.batch, g.outputs, g.out_height, g.out_width)
-    y = new_images(shape, x, result_type(x, units))
-    tiles = triton.cdiv(g.batch * g.out_height * g.out_width, tiling.rows)
-    grid = (tiles * triton.cdiv(g.outputs, tiling.columns), g.clients)
-    launch(
-        forward_kernel,
-        grid,
-        x,
-        w,
-        y,
-        *(units or (x, w)),
-        w.stride(0),
-        g.batch,
-        **sizes(g),
-        **_cut(tiling),
-        SWAP=tiling.swap,
-        SCALED=units is not None,
-    )
+@triton.jit
+def transpose_kernel(x, y, A: tl.constexpr, B: tl.constexpr, TILE: tl.constexpr):
+    """y[n, b, a] = x[n, a, b]."""
+    across: tl.constexpr = (B + TILE - 1) // TILE
+    start = tl.program_id(1).to(tl.int64) * (A * B)
+    a = (tl.program_id(0) // across) * TILE + tl.arange(0, TILE)
+    b = (tl.program_id(0) % across) * TILE + tl.arange(0, TILE)
+    real = (a < A)[:, None] & (b < B)[None, :]
+    block = tl.load(x + start + a[:, None] * B + b[None, :], mask=real)
+    tl.store(y + start + b[:, None] * A + a[None, :], tl.trans(block), mask=tl.trans(real))
+
+
+def transposed_matrices(x: Tensor) -> Tensor:
+    """Return matrices [N, A, B] as [N, B, A], contiguous."""
+    n, a, b = x.shape
+    y = torch.empty((n, b, a), dtype=x.dtype, device=x.device)
+    tiles = triton.cdiv(a, TILE) * triton.cdiv(b, TILE)
+    launch(transpose_kernel, (tiles, n), x, y, A=a, B=b, TILE=TILE)
     return y
-
-
-def input_gradient(
-    dy: Tensor, w: Tensor, g: Geometry, *, tiling: Tiling, units: Units | None = None
-) -> Tensor:
-    """The gradient with respect to the images."""
-    shape = (g.clients * g.batch, g.channels, g.height, g.width)
-    dx = new_images(shape, dy, result_type(dy, units))
-    s = g.stride
-    tiles = triton.cdiv(g.batch * -(-g.height // s) * -(-g.width // s), tiling.rows)
-    grid = (tiles * triton.cdiv(g.channels, tiling.columns), g.clients, s * s)
-    launch(
-        input_gradient_kernel,
-        grid,
-        dy,
-        w,
-        dx,
-        *(units or (dy, w)),
-        w.stride(0),
-        g.batch,
-        **sizes(g),
-        **_cut(tiling),
-        SWAP=tiling.swap,
-        SCALED=units is not None,
-    )
-    return dx
-
-
-def weight_gradient(
-    dy: Tensor, x: Tensor, g: Geometry, *, tiling: Tiling, room: Tensor | None = None,
-    units: Units | None = None,
-) -> Tensor:  # fmt: skip
-    """The gradient with respect to the weights, [K, O, C, KH, KW], in its room if there is one."""
-    taps = 3 if tiling.swap and g.kernel_width == 3 else 1
-    window = (g.kernel_height, g.kernel_width)
-    kind = result_type(x, units)
-    dw = parts_of_gradient(x, g, tiling.split, room, kind)
-    pixels = g.batch * g.out_height * g.out_width
-    part = triton.cdiv(triton.cdiv(pixels, tiling.split), tiling.depth) * tiling.depth
-    tiles = triton.cdiv(g.outputs, tiling.rows) * triton.cdiv(g.channels, tiling.columns)
-    grid = (tiles * window[0] * window[1] // taps, g.clients, tiling.split)
-    launch(
-        weight_gradient_kernel,
-        grid,
-        dy,
-        x,
-        dw,
-        *(units or (dy, x)),
-        part,
-        g.batch,
-        **sizes(g),
-        **_cut(tiling),
-        TAPS=taps,
-        SCALED=units is not None,
-    )
-    return joined_parts(dw, room, kind)
-
-
-def parts_of_gradient(
-    x: Tensor, g: Geometry, parts: int, room: Tensor | None, kind: torch.dtype
-) -> Tensor:
-    """Memory [parts, K, O, KH, KW, C] for sums over parts of the pixels: if one, for the result."""
-    shape = (g.clients, g.outputs, g.kernel_height, g.kernel_width, g.channels)
-    if parts > 1:
-        return torch.empty((parts, *shape), dtype=torch.float32, device=x.device)
-    if room is not None and room.dtype == kind:
-        return room.movedim(2, -1)[None]
-    return torch.empty((1, *shape), dtype=kind, device=x.device)
-
-
-def joined_parts(parts: Tensor, room: Tensor | None, kind: torch.dtype) -> Tensor:
-    """The sum of the parts, as [K, O, C, KH, KW]."""
-    if len(parts) == 1:
-        total = parts[0]
-    elif room is None:
-        total = parts.sum(dim=0).to(kind)
-    else:
-        total = room.movedim(2, -1).copy_(parts.sum(dim=0))
-    return total.permute(0, 1, 4, 2, 3)
-
-
-def sizes(g: Geometry) -> dict[str, int]:
-    """The sizes as the kernels name them."""
-    return {
-        "C": g.channels, "H": g.height, "W": g.width,
-        "OC": g.outputs, "OH": g.out_height, "OW": g.out_width,
-        "KH": g.kernel_height, "KW": g.kernel_width, "S": g.stride, "P": g.padding,
-    }  # fmt: skip
-
-
-def _cut(tiling: Tiling) -> dict[str, Any]:
-    return {
-        "BM": tiling.rows, "BN": tiling.columns, "BK": tiling.depth,
-        "num_warps": tiling.warps, "num_stages": tiling.stages,
-    }  # fmt: skip
-
-
-NAME = re.compile(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(t?)(?:/(\d+))?")
-
-
-def name_of(t: Tiling) -> str:
-    """
-    >>> name_of(Tiling(128, 64, 64, warps=4, stages=3, swap=True, split=4))
-    '128x64x64w4s3t/4'
-    """
-    turned, parts = "t" if t.swap else "", f"/{t.split}" if t.split > 1 else ""
-    return f"{t.rows}x{t.columns}x{t.depth}w{t.warps}s{t.stages}{turned}{parts}"
-
-
-def tiling_named(name: str) -> Tiling:
-    """
-    >>> tiling_named("128x64x64w4s3t/4")
-    Tiling(rows=128, columns=64, depth=64, warps=4, stages=3, swap=True, split=4)
-    """
-    found = NAME.fullmatch(name)
-    assert found, name
-    rows, columns, depth, warps, stages = (int(found[i]) for i in range(1, 6))
-    return Tiling(rows, columns, depth, warps, stages, bool(found[6]), int(found[7] or 1))
-
-
-TILED: dict[str, Callable[..., Tensor]] = {
-    "forward": forward,
-    "input_gradient": input_gradient,
-    "weight_gradient": weight_gradient,
-}
-
-
-def tiled_form(name: str, direction: str) -> partial[Tensor]:
-    """The kernel of that direction, cut as the name says."""
-    return partial(TILED[direction], tiling=tiling_named(name))
-
-
-def likely_tilings(direction: str, g: Geometry, bytes_each: int) -> list[str]:
-    """Two or three names, the likeliest first, from measurements on an H200."""
-    if direction == "weight_gradient":
-        found = _of_weights(g, bytes_each)
-    elif direction == "forward":
-        found = _of_images(g.outputs, g.channels, g, bytes_each)
-    else:
-        found = _of_images(g.channels, g.outputs, g, bytes_each)
-    return list(dict.fromkeys(name_of(t) for t in found))
-
-
-def _of_images(columns: int, depth: int, g: Geometry, bytes_each: int) -> list[Tiling]:
-    """Tiles of pixels x channels; 128 bytes of the sum at a time."""
-    deep = _between(16, depth, 128 // bytes_each)
-    wide = _between(16, columns, 256)
-    if wide <= 64:
-        return [Tiling(128, wide, deep, 4, 3), Tiling(128, wide, deep, 4, 4, swap=wide == 64)]
-    if wide == 128:
-        return [Tiling(128, 128, deep, 4, 3), Tiling(128, 128, deep, 8, 3)]
-    few = g.out_height * g.out_width * g.batch <= 1024  # then large tiles leave cores idle
-    small, large = Tiling(64, 256, deep, 4, 4), Tiling(128, 256, deep, 8, 3)
-    return [small, large] if few else [large, small]
-
-
-def _of_weights(g: Geometry, bytes_each: int) -> list[Tiling]:
-    """Tiles of outputs x channels; `swap` here does three taps at a time."""
-    deep, rows = 128 // bytes_each, _between(16, g.outputs, 128)
-    narrow, three = _between(16, g.channels, 64), g.kernel_width == 3
-    tiles = -(-g.outputs // rows) * -(-g.channels // narrow) * g.kernel_height * g.clients
-    tiles *= 1 if three else g.kernel_width
-    split = next((s for s in (1, 2, 4, 8) if tiles * s >= 240), 16)
-    found = [Tiling(rows, narrow, deep, 4, 3 if three else 4, three, split)]
-    if g.channels >= 128:
-        return [*found, Tiling(rows, 128, deep, 8, 3)]
-    return [*found, Tiling(rows, narrow, deep, 4, 3 if three else 4, three, 2 * split)]
-
-
-def _between(least: int, size: int, most: int) -> int:
-    """The power of two that covers `size`, within the bounds."""
-    return max(least, min(most, 1 << (size - 1).bit_length()))

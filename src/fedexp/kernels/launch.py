@@ -1,9 +1,8 @@
-"""`fused`: let torch.compile merge the element-wise work of a function, where it can.
+"""Launching Triton kernels, compiling many of them at once, and fusing elementwise work.
 
-Launching Triton kernels, or only compiling them, many at a time.
-
-A kernel is compiled at its first launch, which takes about a second. A network has dozens of them,
-so they are compiled in threads before the first step, by a pass that computes nothing.
+A Triton kernel is compiled at its first launch, which takes about a second, and a network has
+dozens of them. `compile_in_parallel` compiles them in threads before the first step, by a pass that
+computes nothing.
 """
 
 from __future__ import annotations
@@ -21,41 +20,40 @@ from torch import Tensor
 
 from fedexp.errors import EngineWarning
 
-PROGRAMS = 64
+RECOMPILE_LIMIT = 64  # every combination of rule, settings and shapes is one program
 
 
 def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """The function compiled; as it is, with a warning, where compilation fails.
+    """Return the function compiled by `torch.compile`; unchanged, with a warning, if that fails.
 
-    A machine without a C compiler, say, still trains: more slowly, and with the same numbers.
+    A machine without a C compiler, for example, still trains: more slowly, with the same numbers.
     """
     compiled = torch.compile(function, dynamic=False)
-    # every combination of rule, settings and shapes is a program of its own
-    many = torch._dynamo.config.patch(recompile_limit=PROGRAMS)
+    limit = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)
     broken = False
 
-    def call(*args: Any, **named: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         nonlocal broken
         if not broken:
             try:
-                with many:
-                    return compiled(*args, **named)
+                with limit:
+                    return compiled(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:
                 broken = True
                 reason = str(error).strip().splitlines()[0]
                 warnings.warn(f"torch.compile failed: {reason}", EngineWarning, stacklevel=2)
-        return function(*args, **named)
+        return function(*args, **kwargs)
 
     return call
 
 
-# Not a context variable: the backward pass of a GPU runs in a thread of its own.
+# Not a context variable: on a GPU the backward pass runs in its own thread.
 _compiling: Any = None
 
 
 @cache
 def has_triton() -> bool:
-    """Whether the GPU and what is installed can run Triton kernels with tensor cores."""
+    """Return whether Triton is installed and the GPU has the tensor cores that our kernels use."""
     try:
         import triton  # noqa: F401
     except ImportError:
@@ -64,12 +62,12 @@ def has_triton() -> bool:
 
 
 def is_compiling() -> bool:
-    """Whether kernels are only compiled now, and results are not written."""
+    """Return whether launches only compile at the moment, and write no results."""
     return _compiling is not None
 
 
 def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> None:
-    """Run a kernel; inside `compiling_together` only have it compiled."""
+    """Launch a kernel; inside `compile_in_parallel` only compile it."""
     if _compiling is None:
         kernel[grid](*args, **settings)
         return
@@ -83,10 +81,10 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **settings: Any) -> N
 
 
 @contextmanager
-def compiling_together() -> Iterator[bool]:
-    """Compile what is launched in here, in as many threads as there are cores.
+def compile_in_parallel() -> Iterator[bool]:
+    """Compile the kernels launched inside the block, in as many threads as there are cores.
 
-    Says whether this Triton can do so; if not, kernels are compiled one by one at their launch.
+    Yields whether this Triton can do so; if not, kernels are compiled one by one at their launch.
     """
     global _compiling
     try:
@@ -104,6 +102,6 @@ def compiling_together() -> Iterator[bool]:
             mode.__exit__(None, None, None)
 
 
-def new_images(shape: tuple[int, int, int, int], like: Tensor, kind: torch.dtype) -> Tensor:
-    """Room for images, channels last in memory."""
-    return torch.empty(shape, dtype=kind, device=like.device, memory_format=torch.channels_last)
+def new_images(shape: tuple[int, int, int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return an uninitialised tensor for images, in channels-last memory format."""
+    return torch.empty(shape, dtype=dtype, device=like.device, memory_format=torch.channels_last)

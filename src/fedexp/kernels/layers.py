@@ -1,12 +1,8 @@
-"""Rooms: where the gradients of weights are wanted, so that they need not be copied there.
+"""`Layers`: the parameters of K clients stored layer by layer, and buffers for their gradients.
 
-An offer, not a promise: a kernel that cannot write there returns memory of its own, and whoever
-made the offer looks where the gradient is.
-
-`Layers`: the parameters of many clients, with the weights of a layer side by side.
-
-A vector for each client suits rules and sums; a layer of all clients in one stretch of memory suits
-the products of a GPU, and their gradients can be written where they belong.
+Client and server rules work on one vector per client. The matrix products of a GPU are fastest when
+the weights of a layer are contiguous over all clients, and kernels can then write a gradient
+directly to where the SGD step reads it: to its gradient buffer.
 """
 
 from __future__ import annotations
@@ -20,42 +16,22 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-# Not a context variable: the backward pass of a GPU runs in a thread of its own.
-_rooms: dict[int, Tensor] = {}
-
-
-@contextmanager
-def gradients_into(weights: Sequence[Tensor], rooms: Sequence[Tensor]) -> Iterator[None]:
-    """Offer a room for the gradient of each of these weights, of its shape and in its order.
-
-    Rooms have no gaps: a compiled backward pass relies on what it was told of its results.
-    """
-    offered = {w.data_ptr(): room for w, room in zip(weights, rooms, strict=True)}
-    _rooms.update(offered)
-    try:
-        yield
-    finally:
-        for address in offered:
-            del _rooms[address]
-
-
-def room_for(weight: Tensor) -> Tensor | None:
-    """Where the gradient of a weight is wanted, if anybody said so."""
-    return _rooms.get(weight.data_ptr()) if _rooms else None
-
-
-ALIGNED = 16  # numbers: where a GPU likes a row to begin
+ALIGNMENT = 16  # numbers; kernels read 16 at a time
 
 
 @dataclass(frozen=True)
 class Layers:
-    """K clients; `sizes` are the parameters of one client in each layer.
+    """The memory layout of K clients' parameters, layer by layer.
+
+    Attributes:
+        clients: the number of clients K.
+        sizes: the number of parameters of one client in each layer.
 
     >>> layers = Layers(2, (1, 2))
-    >>> flat = layers.spread(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
-    >>> [piece.tolist() for piece in layers.pieces(flat)]
+    >>> flat = layers.pack(torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]))
+    >>> [view.tolist() for view in layers.views(flat)]
     [[[1.0], [4.0]], [[2.0, 3.0], [5.0, 6.0]]]
-    >>> layers.gather(flat).tolist()
+    >>> layers.unpack(flat).tolist()
     [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]
     """
 
@@ -64,36 +40,37 @@ class Layers:
 
     @cached_property
     def strides(self) -> list[int]:
-        """From one client of a layer to the next."""
-        return [-(-size // ALIGNED) * ALIGNED for size in self.sizes]
+        """The distance from one client of a layer to the next."""
+        return [-(-size // ALIGNMENT) * ALIGNMENT for size in self.sizes]
 
     @cached_property
     def offsets(self) -> list[int]:
-        """Where each layer begins, and the end."""
+        """The start of each layer, and the end of the last."""
         return [0, *accumulate(self.clients * stride for stride in self.strides)]
 
-    def pieces(self, flat: Tensor) -> list[Tensor]:
-        """Views [K, size] of every layer."""
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """Return a view [K, size] of each layer."""
         layers = flat.split([self.clients * stride for stride in self.strides])
         rows = (layer.view(self.clients, -1) for layer in layers)
         return [row[:, :size] for row, size in zip(rows, self.sizes, strict=True)]
 
-    def spread(self, rows: Tensor) -> Tensor:
-        """From a vector for each client, [K, d], or one for all, [d]."""
+    def pack(self, rows: Tensor) -> Tensor:
+        """Return one vector per client, [K, d], or one for all, [d], layer by layer."""
         flat = rows.new_zeros(self.offsets[-1])
         parts = rows[..., : sum(self.sizes)].split(self.sizes, dim=-1)
-        for piece, part in zip(self.pieces(flat), parts, strict=True):
-            piece.copy_(part)
+        for view, part in zip(self.views(flat), parts, strict=True):
+            view.copy_(part)
         return flat
 
-    def gather(self, flat: Tensor) -> Tensor:
-        """Back to a vector for each client, [K, d]."""
-        return torch.cat(self.pieces(flat), dim=1)
+    def unpack(self, flat: Tensor) -> Tensor:
+        """Return one vector per client, [K, d]."""
+        return torch.cat(self.views(flat), dim=1)
 
     def blocks(self, device: torch.device, length: int) -> Tensor:
-        """A row for each block of at most `length` numbers, [K * n, 4], client after client.
+        """Return a table of the blocks of at most `length` numbers, [K * n, 4], client by client.
 
-        Where it begins, how long it is, where it begins in a client's vector, and whose it is.
+        A row has the start of the block, its length, its start in the client's vector, and the
+        client.
         """
         return _blocks(self.clients, self.sizes, length).to(device)
 
@@ -115,3 +92,29 @@ def _blocks(clients: int, sizes: Sequence[int], length: int) -> Tensor:
     client = torch.arange(clients)[:, None]
     columns = torch.broadcast_tensors(at + client * stride, lengths, begin, client)
     return torch.stack(columns, dim=-1).reshape(-1, 4).contiguous()
+
+
+# Not a context variable: on a GPU the backward pass runs in its own thread.
+_buffers: dict[int, Tensor] = {}
+
+
+@contextmanager
+def gradient_buffers(weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> Iterator[None]:
+    """Offer a buffer for the gradient of each weight, of its shape and memory order.
+
+    A kernel that cannot write to a buffer returns new memory, so the caller checks where each
+    gradient is stored. Buffers have no gaps: a compiled backward pass relies on its results'
+    strides.
+    """
+    offered = {w.data_ptr(): buffer for w, buffer in zip(weights, buffers, strict=True)}
+    _buffers.update(offered)
+    try:
+        yield
+    finally:
+        for address in offered:
+            del _buffers[address]
+
+
+def gradient_buffer(weight: Tensor) -> Tensor | None:
+    """Return the buffer offered for the gradient of a weight, if any."""
+    return _buffers.get(weight.data_ptr()) if _buffers else None

@@ -1,4 +1,8 @@
-"""`group_norm`: normalisation with scale and shift of each client, and what follows it."""
+"""`group_norm`: GroupNorm in which every client has its own scale and shift, fused with ReLU.
+
+On a GPU forward and backward are one Triton kernel each (`normalisation_triton`), behind custom ops
+that are opaque to `torch.compile`; `plain_group_norm` is their twin in plain PyTorch.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +24,9 @@ def group_norm(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
-    """Images [K * B, C, H, W] normalised by groups, times weight plus bias, [K, C], of each client.
+    """Return images [K * B, C, H, W] normalised by groups, times weight [K, C] plus bias [K, C].
 
-    Then the residual is added and ReLU applied, if asked for. On a GPU it is one Triton kernel
-    each way.
+    A residual is then added, and ReLU applied if `relu`.
 
     >>> group_norm(torch.tensor([[[[1.0]], [[3.0]]]]), torch.ones(1, 2), torch.zeros(1, 2), 1)
     tensor([[[[-1.0000]],
@@ -45,7 +48,7 @@ def plain_group_norm(
     residual: Tensor | None = None,
     relu: bool = False,
 ) -> Tensor:
-    """The same in plain PyTorch, computed in float32 or wider as the kernel does."""
+    """Return what `group_norm` does, in plain PyTorch; in float32 or wider, as the kernel does."""
     batch = len(x) // len(weight)
     shape = (len(x), x.shape[1], *[1] * (x.ndim - 2))
     scale, shift = (t.repeat_interleave(batch, dim=0).view(shape) for t in (weight, bias))
@@ -67,8 +70,10 @@ def _fused(
 ) -> tuple[Tensor, Tensor, Tensor]:
     from fedexp.kernels import normalisation_triton
 
-    residual = None if residual is None else _last(residual)
-    return normalisation_triton.forward(_last(x), weight, bias, groups, eps, residual, relu)
+    residual = None if residual is None else _channels_last(residual)
+    return normalisation_triton.forward(
+        _channels_last(x), weight, bias, groups, eps, residual, relu
+    )
 
 
 @torch.library.custom_op("fedexp::group_norm_gradients", mutates_args=())
@@ -85,8 +90,10 @@ def _gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from fedexp.kernels import normalisation_triton
 
-    x = _last(x)
-    return normalisation_triton.backward(_last(dy), x, y, weight, bias, mean, rstd, groups, relu)
+    x = _channels_last(x)
+    return normalisation_triton.backward(
+        _channels_last(dy), x, y, weight, bias, mean, rstd, groups, relu
+    )
 
 
 @_fused.register_fake
@@ -100,7 +107,7 @@ def _(
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     statistics = x.new_empty(len(x), groups, dtype=torch.float32)
-    return _last(torch.empty_like(x)), statistics, torch.empty_like(statistics)
+    return _channels_last(torch.empty_like(x)), statistics, torch.empty_like(statistics)
 
 
 @_gradients.register_fake
@@ -115,18 +122,20 @@ def _(
     groups: int,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dresidual = x.new_empty(0) if y is None else _last(torch.empty_like(x))
+    dresidual = x.new_empty(0) if y is None else _channels_last(torch.empty_like(x))
     scales = weight.new_empty(weight.shape), bias.new_empty(bias.shape)
-    return _last(torch.empty_like(x)), *scales, dresidual
+    return _channels_last(torch.empty_like(x)), *scales, dresidual
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _setup_context(
+    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
+) -> None:
     x, weight, bias, residual, ctx.groups, _, ctx.relu = inputs
     y, mean, rstd = output
-    # which values ReLU let through shows in y; without a residual it is as cheap to compute again
-    seen = y if ctx.relu and residual is not None else None
-    ctx.save_for_backward(x, seen, weight, bias, mean, rstd)
-    ctx.joins = residual is not None
+    # backward needs the sign of y under ReLU; without a residual it is as cheap to recompute
+    saved = y if ctx.relu and residual is not None else None
+    ctx.save_for_backward(x, saved, weight, bias, mean, rstd)
+    ctx.has_residual = residual is not None
 
 
 def _backward(ctx: Any, dy: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
@@ -134,12 +143,12 @@ def _backward(ctx: Any, dy: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...
     dx, dscale, dshift, masked = _gradients(
         dy, x, y, weight, bias, mean, rstd, ctx.groups, ctx.relu
     )
-    dresidual = None if not ctx.joins else masked if ctx.relu else dy
+    dresidual = None if not ctx.has_residual else masked if ctx.relu else dy
     return dx, dscale, dshift, dresidual, None, None, None
 
 
-_fused.register_autograd(_backward, setup_context=_remember)
+_fused.register_autograd(_backward, setup_context=_setup_context)
 
 
-def _last(x: Tensor) -> Tensor:
+def _channels_last(x: Tensor) -> Tensor:
     return x.contiguous(memory_format=torch.channels_last)

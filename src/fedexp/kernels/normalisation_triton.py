@@ -1,8 +1,8 @@
-"""Group normalisation with what follows it in one pass: scale, shift, residual, ReLU; in Triton.
+"""Triton kernels of GroupNorm fused with scale, shift, residual and ReLU.
 
-Images are [N, C, H, W] with channels last in memory; a client's scale and shift are a row of
-[K, C]. A program does one group of one image: its values are read once, or twice where they are
-too many for the registers, the second time from a cache.
+Images are [N, C, H, W] in channels-last memory format; a client's scale and shift are a row of
+[K, C]. A program computes one group of one image: it reads the values once, or, where they do not
+fit the registers, twice, the second time from a cache.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch import Tensor
 from fedexp.kernels.launch import launch
 
 FORWARD_AT_ONCE, BACKWARD_AT_ONCE = 32768, 16384  # values of a group that fit into registers
-STAGES = 3  # chunks on their way at a time
-CHUNK, VALUES_A_WARP = 8192, 2048  # of larger groups, values at a time; and how many a warp holds
+STAGES = 3  # of the software pipeline
+CHUNK, VALUES_PER_WARP = 8192, 2048  # values of a larger group per iteration; values per warp
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def _norm_forward(
 def _masked_gradient(dy, y, pixel, c, values, mean, rstd, scale, shift, HW: tl.constexpr,
                      C: tl.constexpr, LAST: tl.constexpr, RESIDUAL: tl.constexpr,
                      RELU: tl.constexpr):  # fmt: skip
-    """The gradient before the ReLU; whether it let a value through shows in y, or is recomputed.
+    """Return the gradient before the ReLU, whose mask comes from y or is recomputed.
 
     It stays in the type it was read in, which takes half the registers and loses nothing.
     """
@@ -180,19 +180,19 @@ def backward(
     dy: Tensor, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor,
     rstd: Tensor, groups: int, relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of x, scale and shift, [K, C] each, and of a residual under a ReLU.
+    """Return the gradients of x, of scale and shift, [K, C] each, and of a residual under a ReLU.
 
-    `y` is the result, where there was a residual under a ReLU; without one it is not needed, and
-    the last gradient is empty.
+    `y` is the result, needed for a residual under a ReLU; otherwise it is None, and the last
+    gradient is empty.
     """
-    dx, joins = torch.empty_like(x), y is not None
-    dresidual = torch.empty_like(x) if joins else x.new_empty(0)
+    dx, has_residual = torch.empty_like(x), y is not None
+    dresidual = torch.empty_like(x) if has_residual else x.new_empty(0)
     dscales = torch.empty(2, len(x), x.shape[1], device=x.device)
     launch(
         _norm_backward, (len(x), groups),
-        dy, x, y if joins else x, weight, bias, mean, rstd, dx, dresidual if joins else dx,
-        dscales, weight.stride(0), bias.stride(0),
-        **_sizes(x, weight, groups, BACKWARD_AT_ONCE), RESIDUAL=joins, RELU=relu,
+        dy, x, y if has_residual else x, weight, bias, mean, rstd,
+        dx, dresidual if has_residual else dx, dscales, weight.stride(0), bias.stride(0),
+        **_sizes(x, weight, groups, BACKWARD_AT_ONCE), RESIDUAL=has_residual, RELU=relu,
     )  # fmt: skip
     dscale, dshift = dscales.view(2, len(weight), -1, x.shape[1]).sum(dim=2, dtype=weight.dtype)
     return dx, dscale, dshift.clone(), dresidual  # an operator's results must not share memory
@@ -208,5 +208,5 @@ def _sizes(x: Tensor, weight: Tensor, groups: int, at_once: int) -> dict[str, An
     return {
         "B": len(x) // len(weight), "C": channels, "HW": pixels, "G": groups,
         "ROWS": rows, "COLUMNS": columns, "STAGES": STAGES,
-        "num_warps": min(32, max(2, values // VALUES_A_WARP)),
+        "num_warps": min(32, max(2, values // VALUES_PER_WARP)),
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""The Triton kernels of a step of local SGD; `step` has their plain twin and says what they do."""
+"""Triton kernels of the local SGD step; `step` dispatches to them and has their plain twin."""
 
 from __future__ import annotations
 
@@ -15,60 +15,60 @@ from fedexp.kernels.layers import Layers
 if TYPE_CHECKING:
     from fedexp.kernels.step import Correction
 
-LENGTH = 4096  # numbers a program moves
-# Kernels have no argument called `params`: Triton gives that name to all of them together.
+LENGTH = 4096  # numbers per program
+# No kernel has an argument called `params`: Triton reserves that name.
 _tables: dict[tuple[Layers, torch.device], Tensor] = {}
 
 
 @triton.jit
 def _corrected(
-    weights, grads, start, push, at, begin, length,
-    PULL: tl.constexpr, PUSH: tl.constexpr, LENGTH: tl.constexpr,
+    weights, grads, start, offset, at, begin, length,
+    PROX: tl.constexpr, OFFSET: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
-    """Parameters and gradients of a block; the zeros that fill up rows stay zeros."""
+    """Return parameters and corrected gradients of a block; the padding of rows stays zero."""
     i = tl.arange(0, LENGTH)
     real = i < (length + 15) // 16 * 16  # so that the compiler reads 16 at a time
     p = tl.load(weights + at + i, mask=real, other=0.0)
     g = tl.load(grads + at + i, mask=real, other=0.0).to(p.dtype)
-    if PULL != 0.0:
-        g += (p - tl.load(start + begin + i, mask=i < length, other=0.0)) * PULL
-    if PUSH:
-        g += tl.load(push + at + i, mask=real, other=0.0)
+    if PROX != 0.0:
+        g += (p - tl.load(start + begin + i, mask=i < length, other=0.0)) * PROX
+    if OFFSET:
+        g += tl.load(offset + at + i, mask=real, other=0.0)
     return p, g
 
 
 @triton.jit
 def sq_norms_kernel(
-    weights, grads, start, push, table, sums,
-    PULL: tl.constexpr, PUSH: tl.constexpr, LENGTH: tl.constexpr,
+    weights, grads, start, offset, table, sums,
+    PROX: tl.constexpr, OFFSET: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     at = tl.multiple_of(tl.load(table + 4 * block), 16)
     length, begin = tl.load(table + 4 * block + 1), tl.load(table + 4 * block + 2)
-    if PULL != 0.0:
-        _, g = _corrected(weights, grads, start, push, at, begin, length, PULL, PUSH, LENGTH)
+    if PROX != 0.0:
+        _, g = _corrected(weights, grads, start, offset, at, begin, length, PROX, OFFSET, LENGTH)
     else:  # parameters need not be read
         i = tl.arange(0, LENGTH)
         real = i < (length + 15) // 16 * 16
         g = tl.load(grads + at + i, mask=real, other=0.0).to(weights.dtype.element_ty)
-        if PUSH:
-            g += tl.load(push + at + i, mask=real, other=0.0)
+        if OFFSET:
+            g += tl.load(offset + at + i, mask=real, other=0.0)
     wide = g.to(tl.float64)
     tl.store(sums + block, tl.sum(wide * wide))
 
 
 @triton.jit
-def move_kernel(
-    weights, grads, start, push, table, rates, keep, active, copy,
-    PULL: tl.constexpr, PUSH: tl.constexpr, COPY: tl.constexpr, LENGTH: tl.constexpr,
+def sgd_step_kernel(
+    weights, grads, start, offset, table, lrs, decay, active, copy,
+    PROX: tl.constexpr, OFFSET: tl.constexpr, COPY: tl.constexpr, LENGTH: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     client = tl.load(table + 4 * block + 3)
     if tl.load(active + client):
         at = tl.multiple_of(tl.load(table + 4 * block), 16)
         length, begin = tl.load(table + 4 * block + 1), tl.load(table + 4 * block + 2)
-        p, g = _corrected(weights, grads, start, push, at, begin, length, PULL, PUSH, LENGTH)
-        p = p * tl.load(keep) - g * tl.load(rates + client)
+        p, g = _corrected(weights, grads, start, offset, at, begin, length, PROX, OFFSET, LENGTH)
+        p = p * tl.load(decay) - g * tl.load(lrs + client)
         i = tl.arange(0, LENGTH)
         real = i < (length + 15) // 16 * 16
         tl.store(weights + at + i, p, mask=real)
@@ -77,6 +77,7 @@ def move_kernel(
 
 
 def sq_norms(layers: Layers, params: Tensor, grads: Tensor, correction: Correction) -> Tensor:
+    """Return what `step.sq_norms` does."""
     table = _table(layers, params.device)
     sums = torch.empty(len(table), dtype=torch.float64, device=params.device)
     operands, known = _settings(params, grads, correction)
@@ -84,25 +85,26 @@ def sq_norms(layers: Layers, params: Tensor, grads: Tensor, correction: Correcti
     return sums.view(layers.clients, -1).sum(dim=1)
 
 
-def move(
+def sgd_step(
     layers: Layers,
     params: Tensor,
     grads: Tensor,
     correction: Correction,
-    rates: Tensor,
-    keep: Tensor,
+    lrs: Tensor,
+    decay: Tensor,
     active: Tensor,
     copy: Tensor | None,
 ) -> None:
+    """Do what `step.sgd_step` does."""
     table = _table(layers, params.device)
     operands, known = _settings(params, grads, correction)
     launch(
-        move_kernel,
+        sgd_step_kernel,
         (len(table),),
         *operands,
         table,
-        rates.to(params.dtype).contiguous(),
-        keep.to(params.dtype),
+        lrs.to(params.dtype).contiguous(),
+        decay.to(params.dtype),
         active,
         params if copy is None else copy,
         COPY=copy is not None,
@@ -113,14 +115,14 @@ def move(
 def _settings(
     params: Tensor, grads: Tensor, correction: Correction
 ) -> tuple[tuple[Tensor, ...], dict[str, Any]]:
-    pull, push = float(correction.pull), correction.push
-    operands = (params, grads, correction.start, params if push is None else push)
-    # the strength is a constant of the program: as an argument it would be a float32
-    return operands, {"PULL": pull, "PUSH": push is not None, "LENGTH": LENGTH, "num_warps": 8}
+    prox, offset = float(correction.prox), correction.offset
+    operands = (params, grads, correction.start, params if offset is None else offset)
+    # prox is a compile-time constant: as an argument it would be a float32
+    return operands, {"PROX": prox, "OFFSET": offset is not None, "LENGTH": LENGTH, "num_warps": 8}
 
 
 def _table(layers: Layers, device: torch.device) -> Tensor:
-    """Kept, because a captured graph must not copy it from the host."""
+    """Return the table of blocks, cached: a captured graph must not copy it from the host."""
     key = (layers, device)
     if key not in _tables:
         _tables[key] = layers.blocks(device, LENGTH)

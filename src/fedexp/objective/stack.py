@@ -22,8 +22,8 @@ from torch.func import functional_call
 
 from fedexp.kernels.convolution import convolve
 from fedexp.kernels.dense import flatten_images, products
-from fedexp.kernels.launch import compiling_together, fused, has_triton
-from fedexp.kernels.layers import Layers, gradients_into
+from fedexp.kernels.launch import compile_in_parallel, fused, has_triton
+from fedexp.kernels.layers import Layers, gradient_buffers
 from fedexp.kernels.normalisation import group_norm
 from fedexp.models import GroupNormReLU
 from fedexp.objective.base import pieces, shaped
@@ -163,7 +163,7 @@ class Stack:
     def compile(self, params: Tensor, x: Tensor, y: Tensor, counted: Tensor) -> None:
         """Have the kernels of `gradients` compiled, all at once, where there are any."""
         if params.is_cuda and has_triton():
-            with compiling_together() as able:
+            with compile_in_parallel() as able:
                 if able:
                     compiled, self.losses_of = self.losses_of, self._losses_of
                     weights = [w.detach().requires_grad_() for w in self._weights(params)]
@@ -216,7 +216,7 @@ class LayeredStack:
     def __init__(self, stack: Stack, rows: Tensor) -> None:
         self.stack = stack
         self.layers = Layers(len(rows), tuple(each.numel() for each in stack.like))
-        self.params = self.layers.spread(rows)
+        self.params = self.layers.pack(rows)
         kind = stack.compute_type
         self.copy = None if kind is None else self.params.to(kind)
         self.grads = torch.zeros_like(self.params if self.copy is None else self.copy)
@@ -227,7 +227,7 @@ class LayeredStack:
         rooms = self._views(self.grads)
         # a compiler relies on gradients without gaps, as they are where nobody offers a room
         dense = [s == n for s, n in zip(self.layers.strides, self.layers.sizes, strict=True)]
-        with gradients_into(list(compress(weights, dense)), list(compress(rooms, dense))):
+        with gradient_buffers(list(compress(weights, dense)), list(compress(rooms, dense))):
             grads = self.stack.slopes(weights, x, y, counted)
         _settle(grads, rooms)
         return self.grads
@@ -238,7 +238,7 @@ class LayeredStack:
 
     def rows(self) -> Tensor:
         """The parameters as a vector for each client."""
-        return self.layers.gather(self.params)
+        return self.layers.unpack(self.params)
 
     def _weights(self) -> list[Tensor]:
         whole = self._views(self.params)
@@ -248,7 +248,7 @@ class LayeredStack:
         return [full if exact else narrow for full, narrow, exact in pairs]
 
     def _views(self, flat: Tensor) -> list[Tensor]:
-        pieces = zip(self.layers.pieces(flat), self.stack.like, strict=True)
+        pieces = zip(self.layers.views(flat), self.stack.like, strict=True)
         return [shaped(piece, like.shape) for piece, like in pieces]
 
 

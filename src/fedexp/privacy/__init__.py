@@ -1,6 +1,6 @@
-"""Differential privacy: clip, noise, a step size that the noise does not fool, and the account.
+"""Differential privacy: clipping, noise, a step size corrected for noise, and accounting.
 
-Works on `Aggregate`s and needs no transport; `fedexp[privacy]` brings the library that accounts.
+Works on `Aggregate`s, with Flower or without; `fedexp[privacy]` installs the accounting library.
 """
 
 from fedexp.privacy.accounting import (

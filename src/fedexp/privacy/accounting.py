@@ -1,9 +1,9 @@
-"""What a run costs: (ε, δ) of noised sums over rounds, and the noise for a given ε.
+"""Privacy accounting: (ε, δ) of noised sums over rounds, and the noise for a given ε.
 
 The unit is a client: the guarantee holds for all of its data at once. The noise multiplier z is
 the noise's standard deviation over the largest norm that one client adds to the sum. Rounds may
-differ in noise, cohort and number of clients; each is charged as it was. The library
-`dp-accounting` does the computation.
+differ in noise, cohort and number of clients; each is charged as it was. The bounds are computed by
+the library `dp-accounting`.
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ from fedexp.errors import FedExPError, require
 from fedexp.optional import extra
 
 Sampling = Literal["known", "fixed", "poisson"]
-ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256)  # fractions may not converge
-MOST_KINDS = 12  # distinct sampling probabilities that are convolved as they are
-COARSER = 1.05  # beyond: rounded up to powers of this
-FINE, STEPS = 1e-5, 1e6  # smallest grid step of a privacy loss, and steps of a grid at most
-LEAST_DELTA = 1e-10  # below, rounding in the convolutions could count
-MOST_EPSILON = 1e3  # beyond, no bound promises anything
+ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256)  # fractional orders may not converge
+MAX_KINDS = 12  # distinct sampling probabilities that are convolved without rounding
+COARSER = 1.05  # where there are more, they are rounded up to powers of this
+FINEST_STEP, MAX_STEPS = 1e-5, 1e6  # of the grid of privacy losses
+MIN_DELTA = 1e-10  # below, rounding errors in the convolutions could matter
+MAX_EPSILON = 1e3  # above, no bound is meaningful
 
 
 class BudgetSpentError(FedExPError):
-    """A further release would cost more than was promised."""
+    """A further release would exceed the privacy budget."""
 
 
 @dataclass(frozen=True)
 class Release:
-    """One noised sum, with what decides its cost.
+    """One noised sum, with the parameters that determine its cost.
 
     Args:
         noise_multiplier: z > 0.
-        sampling: what an onlooker knows of the cohort; see `epsilon`.
-        clients: N, among whom the cohort was drawn.
-        cohort: M, how many were drawn, or their expected number; 1 <= M <= N.
+        sampling: what an observer knows about the cohort; see `epsilon`.
+        clients: N, from which the cohort was drawn.
+        cohort: M, its size or expected size; 1 <= M <= N.
     """
 
     noise_multiplier: float
@@ -65,19 +65,19 @@ class Release:
 
     @property
     def unsampled(self) -> float:
-        """Return the noise multiplier of one client's difference where it takes part for certain.
+        """Return the noise multiplier without sampling, for a client that is in every cohort.
 
-        Neighbours of "fixed" cohorts have one client replaced, which moves the sum by 2 C.
+        Neighbours of "fixed" cohorts have one client replaced, which changes the sum by 2 C.
         """
         return self.noise_multiplier / (2.0 if self.sampling == "fixed" else 1.0)
 
 
 class Ledger:
-    """The releases of a run. Each is charged before it is made, and nothing is taken back.
+    """The releases of a run. Each is charged before it is made, and no charge is undone.
 
     Args:
-        releases: those made before, with their numbers.
-        save: called with all releases before a new one counts, to put them where they last.
+        releases: those made before, with their counts.
+        save: called with all releases before a new one counts, to store them.
 
     >>> ledger = Ledger()
     >>> ledger.charge(Release(2.0)); ledger.charge(Release(2.0)); ledger.charge(Release(1.0))
@@ -95,7 +95,7 @@ class Ledger:
 
     @property
     def count(self) -> int:
-        """Return how many releases were charged."""
+        """Return the number of charged releases."""
         return sum(self.releases.values())
 
     def charge(self, release: Release) -> None:
@@ -106,7 +106,7 @@ class Ledger:
         self.releases = after
 
     def epsilon(self, delta: float, *further: Release) -> float:
-        """Return ε at this δ of all that was charged, and of further releases with it."""
+        """Return ε at this δ of all charged releases together with further ones."""
         return composed_epsilon(self._with(*further), delta)
 
     def require_room(self, release: Release, limit: float, delta: float) -> None:
@@ -115,8 +115,8 @@ class Ledger:
         if cost > limit * (1.0 + 1e-9):
             raise BudgetSpentError(
                 f"a further round would cost epsilon {cost:.4g}, more than the {limit:g} promised; "
-                f"{self.count} releases were charged and cost {self.epsilon(delta):.4g}, those of "
-                "rounds that were lost and repeated included"
+                f"{self.count} releases were charged and cost {self.epsilon(delta):.4g}, including "
+                "those of rounds that were lost and repeated"
             )
 
     def _with(self, *further: Release) -> dict[Release, int]:
@@ -135,19 +135,19 @@ def epsilon(
     clients: int | None = None,
     cohort: int | None = None,
 ) -> float:
-    """Return ε after so many equal rounds, at this δ; see `composed_epsilon` for unequal ones.
+    """Return ε at this δ after equal rounds; see `composed_epsilon` for unequal ones.
 
     Args:
         noise_multiplier: z > 0.
-        rounds: rounds done; 0 gives 0.
+        rounds: number of rounds; 0 gives 0.
         delta: δ in (0, 1), well below one over the number of clients.
-        sampling: what an onlooker knows of the cohorts. "known": everything, so each client is
-            charged for every round. "poisson": each client takes part by a secret coin of its
-            own. "fixed": secret cohorts of a fixed size, drawn without replacement; neighbours
-            differ in one client *replaced*, which moves a sum by 2 instead of 1: a stronger
-            promise at a higher price.
-        clients: N, where the sampling is secret.
-        cohort: clients per round, or their expected number, where the sampling is secret.
+        sampling: what an observer knows about the cohorts. "known": everything, so each client is
+            charged for every round. "poisson": each client takes part independently by a secret
+            coin flip. "fixed": secret cohorts of a fixed size, drawn without replacement;
+            neighbours differ in one client *replaced*, which changes a sum by 2 instead of 1: a
+            stronger guarantee at a higher cost.
+        clients: N, for secret sampling.
+        cohort: clients per round, or their expected number, for secret sampling.
 
     >>> round(epsilon(1.0, rounds=1, delta=1e-5), 3)
     4.377
@@ -158,12 +158,12 @@ def epsilon(
 
 
 def composed_epsilon(releases: Mapping[Release, int], delta: float) -> float:
-    """Return ε at this δ of releases that may differ, each with how often it was made.
+    """Return ε at this δ of releases that may differ, each with its count.
 
     Several bounds hold, and the smallest is returned:
 
-    - the analytic Gaussian mechanism (Balle and Wang, 2018) without any gain by sampling; exact
-      for "known" cohorts, for which it is the only one;
+    - the analytic Gaussian mechanism (Balle and Wang, 2018) without amplification by sampling;
+      exact for "known" cohorts, for which it is the only one;
     - Rényi accounting: Mironov et al. (2019) for "poisson", Wang et al. (2019) for "fixed";
     - privacy loss distributions, convolved on a grid with pessimistic rounding (Doroshenko et al.,
       2022); the smallest in most cases, by a tenth for "poisson" and up to a half for "fixed".
@@ -189,9 +189,9 @@ def composed_epsilon(releases: Mapping[Release, int], delta: float) -> float:
 
 @lru_cache(maxsize=64)
 def _sampled_epsilon(made: tuple[tuple[Release, int], ...], delta: float, bound: float) -> float:
-    """Return the smallest bound for secret cohorts, of which `bound` is one."""
+    """Return the smallest bound for secret cohorts; `bound` is one of them."""
     bound = min(bound, _renyi_epsilon(dict(made), delta))
-    if delta < LEAST_DELTA or bound > MOST_EPSILON:
+    if delta < MIN_DELTA or bound > MAX_EPSILON:
         return bound
     return min(bound, _convolved_epsilon(dict(made), delta, bound))
 
@@ -225,7 +225,7 @@ def noise_multiplier(
 
 
 def accounting_library() -> Any:
-    """dp-accounting, or one line that says how to get it."""
+    """Return the module dp_accounting; raise an error that names the extra where it is missing."""
     return extra("dp_accounting", "privacy accounting", "dp-accounting", "privacy")
 
 
@@ -258,7 +258,7 @@ def _renyi(release: Release) -> list[float]:
     if release.sampling == "poisson":
         relation = library.NeighboringRelation.REPLACE_SPECIAL
         event = library.PoissonSampledDpEvent(release.probability, gaussian)
-    else:  # the library leaves it to the caller that replacing a client moves the sum by 2
+    else:  # the caller of the library must account for the sensitivity 2 of a replacement
         relation = library.NeighboringRelation.REPLACE_ONE
         event = library.SampledWithoutReplacementDpEvent(release.clients, release.cohort, gaussian)
     accountant = library.rdp.RdpAccountant(ORDERS, relation)
@@ -267,7 +267,7 @@ def _renyi(release: Release) -> list[float]:
 
 
 def _convolved_epsilon(releases: Mapping[Release, int], delta: float, bound: float) -> float:
-    """Return ε by convolving the losses of the rounds; `bound` is an ε that holds already."""
+    """Return ε by convolving the privacy losses of the rounds; `bound` is a known valid ε."""
     counts: dict[tuple[float, float, bool], int] = {}
     for release, count in _few_kinds(releases).items():
         kind = (release.unsampled, release.probability, release.sampling == "fixed")
@@ -284,15 +284,15 @@ def _convolved_epsilon(releases: Mapping[Release, int], delta: float, bound: flo
 def _losses(z: float, probability: float, replaced: bool, step: float) -> Any:
     """Return the privacy loss distribution of one release.
 
-    A coin of its own for each client: N(0) mixed with N(1) against N(0), which is exact. A fixed
-    cohort, one client replaced: amplification by sampling without replacement (Balle, Barthe and
-    Gaboardi, 2018) bounds both orders of two neighbours by that profile at half the noise. N(0)
+    Poisson sampling: N(0) mixed with N(1) against N(0), which is exact. A fixed cohort, one client
+    replaced: amplification by sampling without replacement (Balle, Barthe and Gaboardi, 2018)
+    bounds both orders of two neighbours by that profile at half the noise. N(0)
     mixed with N(1) against N(0) mixed with N(-1) dominates it: the latter has less mass than N(0)
     on every half-line on which the former exceeds a multiple of N(0), and the pair is symmetric.
     """
     library = accounting_library()
     relations = library.NeighboringRelation
-    sampled = replaced and probability < 1.0  # all of them: N(0) against N(1) either way
+    sampled = replaced and probability < 1.0  # with all clients: N(0) against N(1) either way
     return library.pld.privacy_loss_distribution.from_gaussian_mechanism(
         z,
         sampling_prob=probability,
@@ -302,20 +302,20 @@ def _losses(z: float, probability: float, replaced: bool, step: float) -> Any:
 
 
 def _grid_step(slope: float, bound: float) -> float:
-    """Return a power of ten well below the loss of one round, at most `STEPS` of them up to ε.
+    """Return a power of ten well below the loss of one round, with at most `MAX_STEPS` up to ε.
 
     Every step is valid: losses are rounded so that ε is not underestimated.
     """
-    wanted = max(FINE, min(1e-3, slope / 20), bound / STEPS)
+    wanted = max(FINEST_STEP, min(1e-3, slope / 20), bound / MAX_STEPS)
     return float(10.0 ** math.floor(math.log10(wanted) + 1e-9))
 
 
 def _few_kinds(releases: Mapping[Release, int]) -> Mapping[Release, int]:
-    """Round the probabilities of releases up to few values, where they have many.
+    """Return releases with at most a few distinct probabilities, rounded up where needed.
 
-    A client that is drawn more often is charged more, so rounding up is on the safe side.
+    A client that is drawn more often is charged more, so rounding up is conservative.
     """
-    if len(releases) <= MOST_KINDS:
+    if len(releases) <= MAX_KINDS:
         return releases
     scale, few = 10**6, dict[Release, int]()
     for release, count in releases.items():
@@ -327,7 +327,7 @@ def _few_kinds(releases: Mapping[Release, int]) -> Mapping[Release, int]:
 
 
 def _search(enough: Callable[[float], bool], precision: float = 1e-3) -> float:
-    """The smallest number for which `enough` holds, by doubling and halving its logarithm."""
+    """Return the smallest number for which `enough` holds, by bisection of its logarithm."""
     high = 1.0
     while not enough(high):
         high *= 2.0
@@ -342,7 +342,7 @@ def _search(enough: Callable[[float], bool], precision: float = 1e-3) -> float:
 
 
 def require_noise(noise_multiplier: float) -> None:
-    """Refuse a noise multiplier that protects nothing."""
+    """Refuse a noise multiplier that is not positive and finite."""
     require(
         math.isfinite(noise_multiplier) and noise_multiplier > 0,
         f"noise_multiplier must be positive, not {noise_multiplier}; leave privacy out for none",
@@ -350,7 +350,7 @@ def require_noise(noise_multiplier: float) -> None:
 
 
 def require_epsilon(epsilon: float) -> None:
-    """Refuse an ε that cannot be had, or that promises nothing."""
+    """Refuse an ε that is not positive and finite."""
     require(
         math.isfinite(epsilon) and epsilon > 0,
         f"epsilon must be positive and finite, not {epsilon}; leave privacy out for none",
@@ -358,5 +358,5 @@ def require_epsilon(epsilon: float) -> None:
 
 
 def require_delta(delta: float) -> None:
-    """Refuse a δ that is not a probability strictly between 0 and 1."""
+    """Refuse a δ outside (0, 1)."""
     require(0 < delta < 1, f"delta must be in (0, 1), not {delta}; 1e-5 is usual")

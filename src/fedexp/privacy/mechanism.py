@@ -1,12 +1,9 @@
-"""The numbers behind a release: how far one client reaches, and what noise leaves to rely on.
-
-Where the noise comes from: the system's entropy, or a seed in tests.
-
-Clip, noise, and the sums a rule may see: the same `Aggregate`, now safe to step with.
+"""Mechanisms: clip updates, add noise to their sums, and release an `Aggregate` to step with.
 
 Server rules need no change. They read the mean update and the mean squared norm from the sums.
-The first comes out of here unbiased, the second as a lower bound that noise does not inflate, and
-||mean||² is that of the noised mean, the step really taken. docs/privacy.md derives all three.
+A mechanism releases the first unbiased, the second as a lower bound that noise does not inflate;
+||mean||² is that of the noised mean, the step actually taken. docs/privacy.md derives all three.
+Noise comes from the entropy of the operating system, or from a seed in tests.
 """
 
 from __future__ import annotations
@@ -27,14 +24,15 @@ from fedexp.errors import require
 from fedexp.privacy.accounting import Release, Sampling, composed_epsilon
 from fedexp.seeding import generator
 
-MARGIN = 2.0  # standard deviations that the noise takes off the mean squared norm
-BELOW = 1.0 - 2.0**-22  # rounding to float32 must not lift a clipped norm above the bound
+MARGIN = 2.0  # standard deviations of the noise subtracted from the mean squared norm
+BELOW = 1.0 - 2.0**-22  # so that rounding to float32 does not raise a clipped norm above the bound
+Normals = Callable[[int], Tensor]  # returns so many independent draws of N(0, 1), in float64
 
 
 def clip(updates: Tensor, bound: float) -> Tensor:
-    """Scale updates down to norm `bound`, each as a whole; shorter ones stay to the bit.
+    """Scale updates [d] or [M, d] down to norm `bound`; shorter ones are unchanged to the bit.
 
-    What is not finite stays so, for `Aggregate.of` to leave out.
+    Updates that are not finite stay so, for `Aggregate.of` to leave out.
 
     >>> clip(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0).norm(dim=1)
     tensor([1.0000, 0.5000])
@@ -46,15 +44,16 @@ def clip(updates: Tensor, bound: float) -> Tensor:
 
 
 def joint_sensitivity(clip: float, norm_weight: float) -> float:
-    """The largest norm of (Δ_i, κ ||Δ_i||² / C) over all updates within the clip C: C √(1 + κ²)."""
+    """Return the largest norm of (Δ_i, κ ||Δ_i||² / C) for ||Δ_i|| <= C, which is C √(1 + κ²)."""
     return clip * math.sqrt(1.0 + norm_weight**2)
 
 
 def best_norm_weight(noise_multiplier: float, cohort: int) -> float:
-    """κ = 2 √(z / M): how loud the squared norms speak in the joint release.
+    """Return κ = 2 √(z / M), the default weight of the squared norms in the joint release.
 
-    It minimises (1 + κ²)(1 + 16 z² / (κ² M²)): the variance that the scalar costs the update, times
-    the one it keeps itself, relative to the square of a mean of C²/4 (updates of half the clip).
+    It minimises (1 + κ²)(1 + 16 z² / (κ² M²)): the factor by which the scalar raises the variance
+    of the update, times one plus the relative variance of the scalar itself, for a mean squared
+    norm of C²/4 (updates of half the clip).
 
     >>> best_norm_weight(1.0, 100)
     0.2
@@ -63,42 +62,39 @@ def best_norm_weight(noise_multiplier: float, cohort: int) -> float:
 
 
 def lower_bound(sq_norm: Tensor, deviation: Tensor | float, most: Tensor | float) -> Tensor:
-    """A sum of squared norms that noise of this deviation has hardly ever lifted, in [0, most].
+    """Return a sum of squared norms in [0, most] that noise of this deviation rarely inflates.
 
-    Cutting at 0 alone would leave the positive half of the noise, and a step size made of it.
+    Clamping at 0 alone would leave the positive half of the noise in the step size.
     """
-    honest = sq_norm - MARGIN * deviation
-    return honest.clamp(min=0.0).minimum(torch.as_tensor(most).to(honest))
-
-
-Normals = Callable[[int], Tensor]  # so many independent draws of N(0, 1), in float64
+    bound = sq_norm - MARGIN * deviation
+    return bound.clamp(min=0.0).minimum(torch.as_tensor(most).to(bound))
 
 
 def system_normals(count: int) -> Tensor:
-    """Standard normal numbers by Box and Muller, every bit of them from the system's entropy.
+    """Return standard normal draws by the Box-Muller method, all from the system's entropy.
 
-    The noise of a release must stay unknown to whoever sees the model. A generator with a seed,
-    even a good one, makes all of it follow from a few bytes that someone may learn or guess.
+    The noise of a release must stay unknown to whoever sees the model. With a seeded generator,
+    even a good one, it would follow from a few bytes that someone may learn or guess.
 
     >>> bool((system_normals(4) != system_normals(4)).any())
     True
     """
     pairs = (count + 1) // 2
     uniform = system_uniforms(2 * pairs)
-    radius = np.sqrt(-2.0 * np.log1p(-uniform[:pairs]))  # 1 - u lies in (0, 1]
+    radius = np.sqrt(-2.0 * np.log1p(-uniform[:pairs]))  # 1 - u is in (0, 1]
     angle = 2.0 * np.pi * uniform[pairs:]
     normal = np.concatenate([radius * np.cos(angle), radius * np.sin(angle)])
     return torch.from_numpy(normal[:count])
 
 
 def system_uniforms(count: int) -> NDArray[np.float64]:
-    """Numbers in [0, 1) with 53 random bits each, from the system's entropy."""
+    """Return uniform draws in [0, 1) with 53 random bits each, from the system's entropy."""
     words = np.frombuffer(os.urandom(8 * count), dtype=np.uint64)
     return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def seeded_normals(seed: int, *numbers: int) -> Normals:
-    """Reproducible normals for tests; a release with them is not private.
+    """Return a reproducible source of normals for tests; a release with it is not private.
 
     >>> bool((seeded_normals(0, 1)(4) == seeded_normals(0, 1)(4)).all())
     True
@@ -108,59 +104,58 @@ def seeded_normals(seed: int, *numbers: int) -> Normals:
 
 
 def normals(seed: int | None, *numbers: int) -> Normals:
-    """The system's normals, or seeded ones where a seed is given."""
+    """Return the system's source of normals, or a seeded one where a seed is given."""
     return system_normals if seed is None else seeded_normals(seed, *numbers)
 
 
 class Mechanism(Protocol):
-    """What a server does for privacy in a round; made by the `prepare` of the settings.
+    """The server's part of privacy in a round; returned by `prepare` of the settings.
 
     A round is planned, drawn, charged to a `Ledger` and released, in this order. It is released
-    whenever its cohort was drawn, even if nobody is in it or nobody answered.
+    whenever its cohort was drawn, even if the cohort is empty or nobody answered.
     """
 
     hides_client_metrics: ClassVar[bool]
 
     @property
     def delta(self) -> float:
-        """Return δ of the account."""
+        """Return δ of the accounting."""
 
     @property
     def limit(self) -> float | None:
-        """Return the ε that the run as a whole must not exceed, where there is one."""
+        """Return the ε that the whole run must not exceed; None for no limit."""
 
     def plan(self, clients: int, wanted: int) -> Release:
-        """Plan a round: `wanted` of so many clients, or fewer where the cohort is capped."""
+        """Return the release of a round with `wanted` of so many clients, or fewer if capped."""
 
     def sample(self, clients: int, release: Release, round: int) -> list[int] | None:
-        """The cohort where privacy rests on drawing it in secret, else None."""
+        """Return the indices of a secretly drawn cohort; None where the cohort is known."""
 
     def clipped(self, updates: Tensor) -> Tensor:
-        """Updates [d] or [M, d] as they may enter the sums."""
+        """Return updates [d] or [M, d] as they may enter the sums."""
 
     def release(self, aggregate: Aggregate, round: int) -> Aggregate:
-        """The sums of a round as a server rule may see them."""
+        """Return the sums of a round as a server rule may see them."""
 
     def metrics(
         self, releases: Mapping[Release, int], released: Aggregate | None
     ) -> dict[str, float]:
-        """Return what these releases cost, and the share of noise in the last mean update."""
+        """Return ε and δ of these releases, and the share of noise in the last mean update."""
 
     def config(self) -> dict[str, float]:
-        """What clients are told."""
+        """Return the config that clients are sent."""
 
 
 @dataclass(frozen=True)
 class CentralMechanism:
-    """A trusted server clips, sums and adds Gaussian noise to (Σ Δ_i, κ/C Σ ||Δ_i||²) at once.
+    """Central privacy: a trusted server adds Gaussian noise to (Σ Δ_i, κ/C Σ ||Δ_i||²) at once.
 
     Args:
         clip: C, the bound on each update's norm.
         noise_multiplier: z; the noise has standard deviation z C √(1 + κ²) in every coordinate.
-        delta: δ of the account.
+        delta: δ of the accounting.
         clients: N.
-        cohort: M, the fixed number that sums are divided by, whoever arrives; no larger cohort is
-            drawn.
+        cohort: M, the fixed divisor of the sums, whoever answers; no larger cohort is drawn.
         norm_weight: κ; 0 releases no squared norms, for rules that read none.
         sampling: see `epsilon`.
         noise_seed: for tests only.
@@ -180,14 +175,15 @@ class CentralMechanism:
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of the noise on every coordinate of the sum."""
+        """Return the standard deviation of the noise on every coordinate of the sum."""
         return self.noise_multiplier * joint_sensitivity(self.clip, self.norm_weight)
 
     def plan(self, clients: int, wanted: int) -> Release:
-        """Plan a round among so many clients.
+        """Return the release of a round among so many clients.
 
-        By coins, each client is drawn with probability M / N, and with less where there are more
-        than N clients, so that no more than M are expected. Else `wanted` are drawn, M at most.
+        With Poisson sampling each client is drawn with probability M / N, and with less where there
+        are more than N clients, so that at most M are expected. Otherwise `wanted` are drawn, at
+        most M.
         """
         if self.sampling == "poisson":
             clients, wanted = max(clients, self.clients), self.cohort
@@ -209,7 +205,7 @@ class CentralMechanism:
         return clip(updates, self.clip)
 
     def release(self, aggregate: Aggregate, round: int) -> Aggregate:
-        """Noised sums over the fixed weight M; the scalar is a lower bound within [0, M C²]."""
+        """Return noised sums with the fixed weight M; the scalar is a lower bound in [0, M C²]."""
         _require_no_extras(aggregate)
         dim = aggregate.update.numel()
         noise = self.sigma * normals(self.noise_seed, round)(dim + 1).to(aggregate.update.device)
@@ -235,23 +231,23 @@ class CentralMechanism:
 
 @dataclass(frozen=True)
 class LocalMechanism:
-    """The server's side where clients noise their own updates: it takes d σ² off each ||·||².
+    """Local privacy: clients noise their own updates; the server subtracts d σ² from each ||·||².
 
     Args:
         clip: C, the clients' bound.
         noise_multiplier: z; each client adds noise of standard deviation σ = z C.
-        delta: δ of the account.
+        delta: δ of the accounting.
     """
 
     clip: float
     noise_multiplier: float
     delta: float
     hides_client_metrics: ClassVar[bool] = False
-    limit: ClassVar[float | None] = None  # clients keep to theirs by themselves
+    limit: ClassVar[float | None] = None  # each client enforces its own
 
     @property
     def sigma(self) -> float:
-        """Standard deviation of the noise on every coordinate of one client's update."""
+        """Return the standard deviation of the noise on every coordinate of one update."""
         return self.noise_multiplier * self.clip
 
     def plan(self, clients: int, wanted: int) -> Release:
@@ -265,13 +261,16 @@ class LocalMechanism:
         return updates
 
     def release(self, aggregate: Aggregate, round: int) -> Aggregate:
-        """||Δ_i + n_i||² has mean ||Δ_i||² + d σ² and variance 2 d σ⁴ + 4 σ² ||Δ_i||²."""
+        """Return the sums with a lower bound of the squared norms.
+
+        ||Δ_i + n_i||² has mean ||Δ_i||² + d σ² and variance 2 d σ⁴ + 4 σ² ||Δ_i||².
+        """
         _require_no_extras(aggregate)
         variance, inflation = self.sigma**2, aggregate.update.numel() * self.sigma**2
         deviation = (aggregate.weight * variance * (2 * inflation + 4 * self.clip**2)).sqrt()
-        honest = aggregate.sq_norm - aggregate.weight * inflation
+        unbiased = aggregate.sq_norm - aggregate.weight * inflation
         most = aggregate.weight * self.clip**2
-        return replace(aggregate, sq_norm=lower_bound(honest, deviation, most))
+        return replace(aggregate, sq_norm=lower_bound(unbiased, deviation, most))
 
     def metrics(
         self, releases: Mapping[Release, int], released: Aggregate | None
@@ -286,7 +285,7 @@ class LocalMechanism:
 
 
 def _noise_share(released: Aggregate | None, variance: float) -> dict[str, float]:
-    """The expected part of the noise in ||mean||², at most 1."""
+    """Return the expected fraction of noise in ||mean||², at most 1."""
     if released is None:
         return {}
     whole = float(released.sq_norm_of_mean)
@@ -298,6 +297,6 @@ def _require_no_extras(aggregate: Aggregate) -> None:
     names = ", ".join(sorted(aggregate.extras))
     require(
         not names,
-        f"the sums carry {names}, which privacy does not cover; use a client rule without control "
-        "variates and a model without BatchNorm (GroupNorm will do)",
+        f"the sums include {names}, which privacy does not cover; use a client rule without "
+        "control variates and a model without BatchNorm (GroupNorm will do)",
     )

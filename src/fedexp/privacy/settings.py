@@ -1,6 +1,6 @@
-"""What cannot be promised is refused; what promises less than it seems to is warned about.
+"""`CentralPrivacy` and `LocalPrivacy`: the privacy settings of a run, checked, and their mechanism.
 
-What a user asks for: `CentralPrivacy` or `LocalPrivacy`, checked and made ready for a run.
+Settings whose guarantee would not hold are refused; those that guarantee less than it seems warn.
 """
 
 from __future__ import annotations
@@ -17,68 +17,21 @@ from fedexp.errors import require
 from fedexp.privacy import accounting
 from fedexp.privacy.accounting import Sampling
 from fedexp.privacy.mechanism import CentralMechanism, LocalMechanism, Mechanism, best_norm_weight
-from fedexp.server import Adagrad, Adam, Average, Momentum, ServerRule, Yogi
+from fedexp.server import Adagrad, Adam, Average, Momentum, Yogi
+
+READ_NO_NORMS = (Average, Momentum, Adagrad, Adam, Yogi)  # server rules without squared norms
 
 
 class PrivacyWarning(UserWarning):
-    """The privacy settings promise less than they seem to."""
-
-
-def check_numbers(
-    clip: float, delta: float, noise_multiplier: float | None, epsilon: float | None
-) -> None:
-    require(
-        math.isfinite(clip) and clip > 0,
-        f"clip must be positive and finite, not {clip}; try the median norm of the updates",
-    )
-    require(
-        (noise_multiplier is None) != (epsilon is None), "give either noise_multiplier or epsilon"
-    )
-    accounting.require_delta(delta)
-    if noise_multiplier is not None:
-        accounting.require_noise(noise_multiplier)
-    if epsilon is not None:
-        accounting.require_epsilon(epsilon)
-
-
-def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:
-    """Refuse what the guarantee would not cover."""
-    require(
-        weighting == "uniform",
-        f"privacy bounds what a client adds only with uniform weights, not {weighting}; "
-        "leave weighting out",
-    )
-    require(
-        not algorithm.client.init_broadcast(torch.zeros(1)),
-        f"the control variates of {algorithm.name} are not covered by privacy; "
-        "take a rule without them, such as fedexp or fedprox-exp",
-    )
-    require(
-        not buffers,
-        "the model's averaged buffers (BatchNorm statistics) are not covered by privacy; "
-        "use a model with GroupNorm or none",
-    )
-
-
-def warn_weak(delta: float, clients: int) -> None:
-    if delta >= 1.0 / clients:
-        warnings.warn(
-            f"delta = {delta} is not below 1 / {clients} clients: it allows to publish one of "
-            f"them whole; take at most {0.1 / clients:.0e}",
-            PrivacyWarning,
-            stacklevel=3,
-        )
-
-
-READ_NO_NORMS = (Average, Momentum, Adagrad, Adam, Yogi)
+    """The privacy settings guarantee less than they seem to."""
 
 
 class Privacy(Protocol):
-    """The contract between the settings and whoever runs the rounds.
+    """Privacy settings as strategies use them.
 
     Attributes:
-        noised_by_clients: whether a round costs as soon as its clients are asked; else it costs
-            when the server releases its sums.
+        noised_by_clients: whether a round is charged when its messages are sent; otherwise it is
+            charged when the server releases its sums.
     """
 
     noised_by_clients: ClassVar[bool]
@@ -93,14 +46,14 @@ class Privacy(Protocol):
         weighting: str = "uniform",
         buffers: bool = False,
     ) -> Mechanism:
-        """The mechanism for a run, or a `UsageError` that says why there is none.
+        """Return the mechanism for a run; raise `UsageError` where there is none.
 
         Args:
-            clients: how many there are.
-            cohort: how many take part in a round.
-            rounds: rounds in all.
+            clients: number of clients.
+            cohort: number of clients per round.
+            rounds: rounds in total.
             algorithm: client and server rule.
-            weighting: how updates are weighed; only "uniform" will do.
+            weighting: of the updates; must be "uniform".
             buffers: whether the model has buffers that are averaged (BatchNorm).
         """
 
@@ -112,17 +65,17 @@ class CentralPrivacy:
     Args:
         clip: C, the bound on the norm of each client's update.
         delta: δ, well below one over the number of clients.
-        noise_multiplier: z, or
-        epsilon: ε to stay within over all rounds, from which z follows; a run that could not stay
-            within it, because rounds were repeated or clients left, ends early. One of the two.
-        sampling: what an onlooker may know of the cohorts: "known" (the default), "fixed" or
+        noise_multiplier: z. Give this or epsilon.
+        epsilon: limit on ε over all rounds, which determines z; a run that would exceed it, because
+            rounds were repeated or clients left, ends early.
+        sampling: what an observer may know about the cohorts: "known" (the default), "fixed" or
             "poisson"; see `fedexp.privacy.epsilon`.
-        cohort: the fixed number M that sums are divided by, and the largest cohort that is drawn;
-            the cohort of the first round when None.
-        clients: N, of which "poisson" draws M on average, and with which z is planned; the number
-            there are at the start when None.
+        cohort: M, the fixed divisor of the sums and the largest cohort that is drawn; the cohort of
+            the first round when None.
+        clients: N, of which "poisson" draws M on average, and for which z is computed; the number
+            at the start when None.
         norm_weight: κ, the weight of the squared norms in the release; 2 √(z / M) when None.
-        noise_seed: for tests only: noise that can be repeated can be taken off again.
+        noise_seed: for tests only: noise that can be reproduced can be subtracted.
 
     >>> CentralPrivacy(clip=1.0, delta=1e-5)
     Traceback (most recent call last):
@@ -174,7 +127,9 @@ class CentralPrivacy:
             z = accounting.noise_multiplier(self.epsilon, rounds, self.delta, **population)
         assert z is not None
         accounting.epsilon(z, 1, self.delta, **population)  # refuse now, not after a round
-        kappa = _norm_weight(self.norm_weight, z, cohort, algorithm.server)
+        kappa = best_norm_weight(z, cohort) if self.norm_weight is None else self.norm_weight
+        if type(algorithm.server) in READ_NO_NORMS:
+            kappa = 0.0
         return CentralMechanism(
             self.clip,
             z,
@@ -190,15 +145,16 @@ class CentralPrivacy:
 class LocalPrivacy:
     """Differential privacy without trust in the server: clients clip and add noise themselves.
 
-    The server is given the same settings, to take the noise's share off the squared norms. Each
-    round that a client takes part in is charged, with any two data sets of a client as neighbours.
+    The server has the same settings, to subtract the noise from the squared norms. Each round that
+    a client takes part in is charged, with any two data sets of a client as neighbours.
 
     Args:
         clip: C, the bound on the norm of the update.
         delta: δ.
-        noise_multiplier: z; the noise on each coordinate has standard deviation z C. Or
-        epsilon: ε to stay within over `rounds`, from which z follows. One of the two.
-        rounds: rounds a client takes part in at most; it refuses further ones. Needed with ε.
+        noise_multiplier: z; the noise on each coordinate has standard deviation z C. Give this or
+            epsilon.
+        epsilon: limit on ε over `rounds`, which determines z.
+        rounds: the most rounds that a client takes part in; it refuses more. Required with epsilon.
         noise_seed: for tests only.
     """
 
@@ -214,12 +170,12 @@ class LocalPrivacy:
         check_numbers(self.clip, self.delta, self.noise_multiplier, self.epsilon)
         require(
             self.epsilon is None or self.rounds is not None,
-            "epsilon needs rounds too: how often a client takes part at most",
+            "epsilon needs rounds too: the most rounds that a client takes part in",
         )
         require(self.rounds is None or self.rounds >= 1, "rounds must be at least 1")
 
     def mechanism(self) -> LocalMechanism:
-        """The noise that these settings ask for, the same at clients and server."""
+        """Return the mechanism of these settings, the same on clients and server."""
         z = self.noise_multiplier
         if self.epsilon is not None and self.rounds is not None:
             z = 2.0 * accounting.noise_multiplier(self.epsilon, self.rounds, self.delta)
@@ -241,7 +197,49 @@ class LocalPrivacy:
         return self.mechanism()
 
 
-def _norm_weight(asked: float | None, z: float, cohort: int, rule: ServerRule) -> float:
-    if type(rule) in READ_NO_NORMS:
-        return 0.0
-    return best_norm_weight(z, cohort) if asked is None else asked
+def check_numbers(
+    clip: float, delta: float, noise_multiplier: float | None, epsilon: float | None
+) -> None:
+    """Refuse values out of range, and both or neither of noise_multiplier and epsilon."""
+    require(
+        math.isfinite(clip) and clip > 0,
+        f"clip must be positive and finite, not {clip}; try the median norm of the updates",
+    )
+    require(
+        (noise_multiplier is None) != (epsilon is None), "give either noise_multiplier or epsilon"
+    )
+    accounting.require_delta(delta)
+    if noise_multiplier is not None:
+        accounting.require_noise(noise_multiplier)
+    if epsilon is not None:
+        accounting.require_epsilon(epsilon)
+
+
+def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:
+    """Refuse what the guarantee does not cover."""
+    require(
+        weighting == "uniform",
+        f"privacy bounds a client's contribution only with uniform weights, not {weighting}; "
+        "leave weighting out",
+    )
+    require(
+        not algorithm.client.init_broadcast(torch.zeros(1)),
+        f"the control variates of {algorithm.name} are not covered by privacy; "
+        "take a rule without them, such as fedexp or fedprox-exp",
+    )
+    require(
+        not buffers,
+        "the model's averaged buffers (BatchNorm statistics) are not covered by privacy; "
+        "use a model with GroupNorm or none",
+    )
+
+
+def warn_weak(delta: float, clients: int) -> None:
+    """Warn of a δ that is not well below one over the number of clients."""
+    if delta >= 1.0 / clients:
+        warnings.warn(
+            f"delta = {delta} is not below 1 / {clients} clients: it allows publishing all data of "
+            f"one of them; take at most {0.1 / clients:.0e}",
+            PrivacyWarning,
+            stacklevel=3,
+        )

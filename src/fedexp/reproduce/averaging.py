@@ -1,4 +1,7 @@
-"""Figure 6: the last iterate against the mean of the last two, for FedAvg and FedExP."""
+"""Figure 6: the last iterate against the mean of the last two, for FedAvg and FedExP.
+
+Settings: docs/paper.md#averaging-study. The output model: docs/paper.md#output-model.
+"""
 
 from __future__ import annotations
 
@@ -21,20 +24,20 @@ COLUMNS = (Column(ACCURACY, "%"), Column(CHANGE, "%"))
 
 
 def arms(task: str) -> list[Arm]:
-    """Each algorithm twice over the same rounds: only the model that is judged differs."""
+    """Return each algorithm twice: the rounds are the same, the evaluated model differs."""
     return [
-        Arm(_series(name, kept), name, (("average_last", str(kept)),))
+        Arm(_series(name, iterates), name, (("average_last", str(iterates)),))
         for name in ("fedavg", "fedexp")
-        for kept in SERIES
+        for iterates in SERIES
     ]
 
 
-def _series(algorithm: str, kept: int) -> str:
-    return f"{algorithm}, {SERIES[kept]}"
+def _series(algorithm: str, iterates: int) -> str:
+    return f"{algorithm}, {SERIES[iterates]}"
 
 
 def measure(plan: Plan, results: Sequence[Result]) -> Findings:
-    """How high each curve ends, and how much it changes from round to round."""
+    """Return the final accuracy of each curve, and its mean change from round to round."""
     runs = grouped(results)[TASK]
     lines = tuple(
         Line(
@@ -54,7 +57,7 @@ def measure(plan: Plan, results: Sequence[Result]) -> Findings:
 def _checks(lines: Sequence[Line]) -> tuple[Check, ...]:
     ends = {line.series: line.values[ACCURACY].mean for line in lines}
     change = {line.series: line.values[CHANGE].mean for line in lines}
-    one, two = (change[_series("fedexp", kept)] for kept in SERIES)
+    one, two = (change[_series("fedexp", iterates)] for iterates in SERIES)
     gains = {name: _gain(ends, name) for name in ("fedexp", "fedavg")}
     ours, theirs = gains["fedexp"], gains["fedavg"]
     if one is None or two is None or ours is None or theirs is None:
@@ -67,7 +70,7 @@ def _checks(lines: Sequence[Line]) -> tuple[Check, ...]:
 
 
 def _gain(ends: dict[str, float | None], algorithm: str) -> float | None:
-    last, mean = (ends[_series(algorithm, kept)] for kept in SERIES)
+    last, mean = (ends[_series(algorithm, iterates)] for iterates in SERIES)
     return None if last is None or mean is None else mean - last
 
 
@@ -79,7 +82,7 @@ def _draw(plan: Plan, results: Sequence[Result]) -> Figure:
     runs = grouped(results)[TASK]
     figure, axes = new_figure(2)
     for panel, name in zip(axes, ("fedavg", "fedexp"), strict=True):
-        own = {text: runs[_series(name, kept)] for kept, text in SERIES.items()}
+        own = {text: runs[_series(name, iterates)] for iterates, text in SERIES.items()}
         draw_panel(panel, own, "train_accuracy")
         label(panel, "round", "training accuracy", name)
         panel.legend(frameon=False, fontsize=9)
@@ -95,7 +98,7 @@ STUDY = Study(
     seeds={TASK: 1},
     arms=arms,
     measure=measure,
-    whole=True,
+    needs_all_arms=True,
     evaluate_every=1,
     remarks=(
         "the paper draws curves and prints no number; it states neither rounds, seeds nor step "

@@ -1,4 +1,7 @@
-"""Figure 1: FedAvg on EMNIST over a grid of server and client step sizes."""
+"""Figure 1: FedAvg on EMNIST over a grid of server and client step sizes.
+
+Settings: docs/paper.md#step-size-grid.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +28,12 @@ COLUMNS = (Column(ACCURACY, "%", "figure1"),)
 
 
 def cell(server: str, client: str) -> str:
+    """Return the name of a cell's series."""
     return f"{server}, {client}"
 
 
 def arms(task: str) -> list[Arm]:
-    """The 25 cells."""
+    """Return the 25 cells."""
     return [
         Arm(cell(server, client), "fedavg", (("server.lr", server), ("local.lr", client)))
         for server in SERVER
@@ -38,7 +42,7 @@ def arms(task: str) -> list[Arm]:
 
 
 def measure(plan: Plan, results: Sequence[Result]) -> Findings:
-    """Test accuracy at the end, beside the paper's; a cell that diverged has none."""
+    """Return the final test accuracy of each cell; one that diverged has none."""
     runs = grouped(results)["emnist"]
     values = {name: final(own, "test_accuracy") for name, own in runs.items()}
     lines = tuple(Line("emnist", name, {ACCURACY: value}) for name, value in values.items())
@@ -48,11 +52,11 @@ def measure(plan: Plan, results: Sequence[Result]) -> Findings:
 
 def _checks(values: Mapping[str, Value]) -> tuple[Check, ...]:
     first = best(values, lowest=False)
-    smallest = {name: values[name] for name in (cell(s, CLIENT[0]) for s in SERVER)}
-    at_best = best(smallest, lowest=False)
-    if first is None or at_best is None:
+    smallest = {name: values[name] for name in (cell(server, CLIENT[0]) for server in SERVER)}
+    best_of_smallest = best(smallest, lowest=False)
+    if first is None or best_of_smallest is None:
         return tuple(Check(claim("figure1", k), None, "no number") for k in ("best", "compensate"))
-    top, low = values[first].mean or 0.0, smallest[at_best].mean or 0.0
+    top, low = values[first].mean or 0.0, smallest[best_of_smallest].mean or 0.0
     return (
         Check(claim("figure1", "best"), first == BEST, f"{first} with {top:.1f}%"),
         Check(
@@ -69,7 +73,7 @@ def _draw(plan: Plan, values: Mapping[str, Value]) -> Figure:
     for axes, own, title in zip(
         panels, (values, published), ("ours", "the paper's (approximate)"), strict=True
     ):
-        grid = np.array([[_share(own.get(cell(s, c))) for c in CLIENT] for s in SERVER])
+        grid = np.array([[_fraction(own.get(cell(s, c))) for c in CLIENT] for s in SERVER])
         draw_heatmap(
             axes, list(map(float, CLIENT)), list(map(float, SERVER)), grid, "test_accuracy"
         )
@@ -78,7 +82,7 @@ def _draw(plan: Plan, values: Mapping[str, Value]) -> Figure:
     return figure
 
 
-def _share(value: Value | None) -> float:
+def _fraction(value: Value | None) -> float:
     return float("nan") if value is None or value.mean is None else value.mean / 100
 
 
@@ -90,7 +94,7 @@ STUDY = Study(
     seeds={"emnist": 1},
     arms=arms,
     measure=measure,
-    whole=True,
+    needs_all_arms=True,
     evaluate_every=50,
     small_rounds=5,
     remarks=("the paper states no number of seeds for this figure; 1 is taken",),

@@ -1,4 +1,8 @@
-"""A study from runs that were made before: no data, no training, and what is missing is said."""
+"""A study from stored runs: no data, no training.
+
+`plan_from` picks the runs that a study would make, whatever their seed, device and precision, and
+lists what is missing. Ambiguous runs, and runs that do not belong together, are refused.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +14,7 @@ from typing import Any
 from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError, unknown_name
 from fedexp.local import LocalTraining
-from fedexp.reproduce.measures import SEEDS
+from fedexp.reproduce.accuracy_studies import SEEDS
 from fedexp.reproduce.study import (
     ALL_WRITERS,
     Job,
@@ -19,6 +23,7 @@ from fedexp.reproduce.study import (
     Result,
     Study,
     count,
+    rounds_of,
     small_line,
     spec_of,
 )
@@ -27,14 +32,14 @@ from fedexp.runs.options import Setup
 from fedexp.runs.spec import Spec
 from fedexp.tasks.images import COHORT
 
-Found = dict[str, dict[str, list[StoredRun]]]  # by task and series, seed by seed
+Found = dict[str, dict[str, list[StoredRun]]]  # by task and series, one per seed
 SUPERSEDED = "run with the earlier start of v; to be run again"
 
 
 def is_superseded(run: StoredRun) -> bool:
-    """Whether an adaptive server rule of the run started v at tau squared by default.
+    """Return whether an adaptive server rule of the run started v at tau squared by default.
 
-    Runs of that version record the form "reddi"; no later one does, whichever form it has.
+    Runs of that version recorded the option `server.form` as "reddi"; later ones never do.
     """
     return bool(run.spec.get("options", {}).get("server.form") == "reddi")
 
@@ -46,52 +51,48 @@ def plan_from(
     *,
     count_superseded: bool = False,
 ) -> tuple[Plan, list[Result]]:
-    """The runs that belong to a study, as if they had been made for it just now.
+    """Return the plan and the results that stored runs make of a study.
 
-    Which seeds and arms there are follows from the runs. A plan without tasks has none of them.
+    Seeds and arms are those of the runs. A plan without tasks found none.
 
     Args:
         study: the study.
-        request: what of it is asked for.
+        request: what is asked for.
         runs: candidates; those of other studies are ignored.
-        count_superseded: whether superseded runs count; else they are named and left out.
+        count_superseded: whether to use superseded runs; otherwise they are listed as missing.
     """
     for name in request.tasks:
         if name not in study.tasks:
             raise unknown_name(f"task of {study.name}", name, study.tasks)
-    rounds = request.rounds or (study.small_rounds if request.small else study.rounds)
-    asked = Plan(study, request, request.tasks or study.tasks, rounds)
-    over = [run for run in runs if run.result is not None]
-    current = [run for run in over if count_superseded or not is_superseded(run)]
-    old = [run for run in over if is_superseded(run)]
-    found = {task: _of_task(asked, task, current) for task in asked.tasks}
-    earlier = {task: _series_of(asked, task, old) for task in asked.tasks}
-    reasons = {task: _left_out(study, task, own, earlier[task]) for task, own in found.items()}
-    kept = {task: own for task, own in found.items() if not reasons[task]}
-    results, partial = _results(kept), _partial(kept)
+    asked = Plan(study, request, request.tasks or study.tasks, rounds_of(study, request))
+    finished = [run for run in runs if run.result is not None]
+    current = [run for run in finished if count_superseded or not is_superseded(run)]
+    old = [run for run in finished if is_superseded(run)]
+    found = {task: _runs_of(asked, task, current) for task in asked.tasks}
+    superseded = {task: _series_of(asked, task, old) for task in asked.tasks}
+    reasons = {task: _left_out(study, task, own, superseded[task]) for task, own in found.items()}
+    used = {task: own for task, own in found.items() if not reasons[task]}
+    results = [
+        Result(Job(task, series, spec_from(run.spec)), run.outcome())
+        for task, own in used.items()
+        for series, runs in own.items()
+        for run in runs
+    ]
+    partial = _partial(used)
     plan = replace(
         asked,
-        tasks=tuple(kept),
+        tasks=tuple(used),
         jobs=tuple(result.job for result in results),
-        shrunk=(*_shrunk(asked, kept, earlier), *partial),
+        shrunk=(*_shrunk(asked, used, superseded), *partial),
         left_out=tuple(line for line in reasons.values() if line),
-        comparable=rounds == study.rounds and not request.small,
+        comparable=asked.rounds == study.rounds and not request.small,
         partial=("emnist",) if partial else (),
     )
     return plan, results
 
 
-def _results(found: Found) -> list[Result]:
-    return [
-        Result(Job(task, series, spec_from(run.spec)), run.outcome())
-        for task, own in found.items()
-        for series, runs in own.items()
-        for run in runs
-    ]
-
-
-def _of_task(plan: Plan, task: str, runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
-    """The runs of each arm, in the order of their seeds; an arm without any is not there."""
+def _runs_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
+    """Return the runs of each arm that has some, in the order of their seeds."""
     found = {}
     for arm in plan.study.arms(task):
         wanted = spec_of(plan, task, arm)
@@ -105,7 +106,7 @@ def _of_task(plan: Plan, task: str, runs: Sequence[StoredRun]) -> dict[str, list
 
 
 def _series_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> list[str]:
-    """The arms that some of the runs belong to."""
+    """Return the arms that some of the runs belong to."""
     return [
         arm.series
         for arm in plan.study.arms(task)
@@ -114,7 +115,7 @@ def _series_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> list[str]:
 
 
 def _fits(run: StoredRun, wanted: Spec, request: Request) -> bool:
-    """Whether a run is the wanted one, whatever its seed; and its hardware, unless asked for."""
+    """Compare a run with the wanted one, except for its seed and for hardware not asked for."""
     spec = run.spec
     return (
         (spec["task"], spec["algorithm"]) == (wanted.task, wanted.algorithm)
@@ -129,9 +130,9 @@ def _fits(run: StoredRun, wanted: Spec, request: Request) -> bool:
 
 
 def _has_options(spec: Mapping[str, Any], wanted: Spec) -> bool:
-    """Whether a run has the options of an arm, and no other that differs from the task's own.
+    """Return whether a run has the options of an arm, and all others at the task's own values.
 
-    In format 1 they are compared as they were typed, as they were part of the id.
+    Specs of format 1 have options as they were typed; these are compared as text.
     """
     if spec.get("format") == 1:
         return bool(spec.get("set") == dict(wanted.options))
@@ -147,39 +148,39 @@ def _has_options(spec: Mapping[str, Any], wanted: Spec) -> bool:
 
 
 def _has_cohort(spec: Mapping[str, Any], wanted: Spec) -> bool:
-    """Whether as many clients take part as the study says, or else as the paper's tasks have it."""
+    """Return whether the cohort is the study's, or else that of the paper's task."""
     if wanted.cohort is not None:
         return bool(wanted.cohort == spec.get("cohort", 0))
     return wanted.task not in SEEDS or spec.get("cohort") == min(COHORT, spec["clients"])
 
 
 def _refuse_mixture(runs: Sequence[StoredRun]) -> None:
-    """Algorithms are compared on the same clients."""
+    """Raise `UsageError` unless all runs have the same clients."""
     for first, second in pairwise(runs):
         if first.spec["clients"] != second.spec["clients"]:
             raise UsageError(
-                f"{first.folder.name} and {second.folder.name} have other clients; take away those "
-                "that do not belong"
+                f"{first.folder.name} and {second.folder.name} have different clients; remove "
+                "those that do not belong"
             )
 
 
 def _refuse_twins(runs: Sequence[StoredRun]) -> None:
-    """Two runs of one seed: neither is picked; the seeds of a series have the same settings."""
+    """Raise `UsageError` for two runs of one seed, or of different settings."""
     for first, second in pairwise(runs):
         names = f"{first.folder.name} and {second.folder.name}"
         if first.spec["seed"] == second.spec["seed"]:
             raise UsageError(
-                f"{names} are the same seed twice; choose with --device or --precision, or take "
-                "one away"
+                f"{names} are the same seed twice; choose with --device or --precision, or "
+                "remove one"
             )
-        if (apart := _apart(first, second)) is not None:
-            raise UsageError(f"{names} differ in {apart}; take away those that do not belong")
+        if (name := _differing(first, second)) is not None:
+            raise UsageError(f"{names} differ in {name}; remove those that do not belong")
 
 
-def _apart(first: StoredRun, second: StoredRun) -> str | None:
-    """What sets two runs apart that should differ in their seed alone.
+def _differing(first: StoredRun, second: StoredRun) -> str | None:
+    """Return a setting in which two runs differ that should differ in their seed alone.
 
-    An option that one of them does not know is a later version's, at its default.
+    An option that only one of them has was added by a later version, and is at its default.
     """
     for name in ("cohort", "clients"):
         if first.spec.get(name) != second.spec.get(name):
@@ -189,29 +190,29 @@ def _apart(first: StoredRun, second: StoredRun) -> str | None:
 
 
 def _left_out(
-    study: Study, task: str, found: Mapping[str, Sequence[StoredRun]], earlier: Sequence[str]
+    study: Study, task: str, found: Mapping[str, Sequence[StoredRun]], superseded: Sequence[str]
 ) -> str:
-    """Why a task is not there; nothing where it is."""
+    """Return why a task is left out; empty if it is not."""
     arms = [arm.series for arm in study.arms(task)]
     missing = [series for series in arms if series not in found]
-    again = [series for series in missing if series in earlier]
-    if again and (study.whole or not found):
+    again = [series for series in missing if series in superseded]
+    if again and (study.needs_all_arms or not found):
         return f"{task} is left out: {', '.join(again)} {SUPERSEDED}"
     if missing and not found:
         return f"{task} is left out: it has not been run"
-    if missing and study.whole:
+    if missing and study.needs_all_arms:
         return f"{task} is left out: {len(found)} of its {len(arms)} settings have been run"
     return ""
 
 
-def _shrunk(plan: Plan, found: Found, earlier: Mapping[str, Sequence[str]]) -> list[str]:
-    """How what is there is less than the paper's study."""
+def _shrunk(plan: Plan, found: Found, superseded: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return how the runs are fewer or smaller than the paper's."""
     lines, study = [], plan.study
     if plan.rounds != study.rounds:
         lines.append(f"{count(plan.rounds, 'round')} instead of {study.rounds:,}")
     for task, own in found.items():
         absent = [arm.series for arm in study.arms(task) if arm.series not in own]
-        again = [series for series in absent if series in earlier[task]]
+        again = [series for series in absent if series in superseded[task]]
         missing = [series for series in absent if series not in again]
         lines += [f"{task}: {', '.join(missing)} not run"] if missing else []
         lines += [f"{task}: {', '.join(again)} {SUPERSEDED}"] if again else []
@@ -221,7 +222,7 @@ def _shrunk(plan: Plan, found: Found, earlier: Mapping[str, Sequence[str]]) -> l
 
 
 def _seeds(task: str, papers: int, ours: Mapping[str, int]) -> list[str]:
-    """How many seeds there are, where they are fewer than the paper's or not all alike."""
+    """Return the numbers of seeds, where they are fewer than the paper's or not all equal."""
     if not ours or (min(ours.values()) >= papers and len(set(ours.values())) == 1):
         return []
     if len(set(ours.values())) == 1:
@@ -231,7 +232,7 @@ def _seeds(task: str, papers: int, ours: Mapping[str, int]) -> list[str]:
 
 
 def _partial(found: Found) -> list[str]:
-    """EMNIST with some of its writers."""
+    """Return a line if EMNIST has only some of its writers."""
     runs = [run for own in found.get("emnist", {}).values() for run in own]
     writers = {int(run.spec["clients"]) for run in runs if run.spec["task"] == "emnist"}
     return [

@@ -1,6 +1,6 @@
-"""What a study leaves behind: table.md, table.csv, a figure in three formats, summary.json.
+"""The files a study writes: table.md, table.csv, summary.json and a figure in three formats.
 
-Figures of studies in the paper's layouts: a panel a task, or a row of panels a metric.
+The figures follow the paper's layouts: one panel per task, one panel per metric, or a grid of both.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from fedexp.analysis.plots import (
     entitle,
     label,
     log_scale,
-    mean_and_spread,
     new_figure,
     save,
 )
+from fedexp.analysis.summary import mean_and_spread
 from fedexp.analysis.tables import render_table
 from fedexp.errors import UsageError
-from fedexp.reproduce.study import Findings, Plan
+from fedexp.reproduce.study import Findings, Plan, count
 from fedexp.runs.spec import Outcome
 
 if TYPE_CHECKING:
@@ -42,30 +42,30 @@ FEWER_SEEDS = "the means are less certain than the paper's"
 
 
 def head_lines(plan: Plan) -> list[str]:
-    """What to know before reading a number; that the study was shrunk comes first."""
+    """Return the lines above the table; how the study was shrunk comes first."""
     lines = []
     if plan.shrunk:
         caution = FEWER_SEEDS if plan.comparable else NOT_COMPARABLE
         if plan.comparable and plan.partial:
             caution = f"{' and '.join(plan.partial)} {PARTIAL}"
-        lines.append(f"{plan.word.upper()}, so {caution}:")
+        lines.append(f"{plan.deviation.upper()}, so {caution}:")
         lines += [f"  {line}" for line in plan.shrunk]
-    lines += [plan.study.title, _how(plan)]
+    lines += [plan.study.title, _settings(plan)]
     return [*lines, *(f"note: {line}" for line in (*plan.left_out, *plan.study.remarks))]
 
 
-def _how(plan: Plan) -> str:
-    """Mode, rounds and arithmetic; a study without runs, such as toy, has no modes."""
-    rounds = "1 round" if plan.rounds == 1 else f"{plan.rounds:,} rounds"
+def _settings(plan: Plan) -> str:
+    """Return mode, rounds and arithmetic; a study without runs, such as toy, has no modes."""
+    rounds = count(plan.rounds, "round")
     if not plan.jobs:
         return rounds
     every = max(job.spec.evaluate_every or 1 for job in plan.jobs)
-    how = f"mode {plan.request.mode}, {rounds}, evaluated every {every}"
-    return f"{how}, arithmetic in {plan.arithmetic}"
+    settings = f"mode {plan.request.mode}, {rounds}, evaluated every {every}"
+    return f"{settings}, arithmetic in {plan.arithmetic}"
 
 
 def source_lines(findings: Findings) -> list[str]:
-    """Where the paper's figures stand, and what to know of them."""
+    """Return the place of each published column in the paper, with its caveat."""
     sources = [column.source() for column in findings.table.columns]
     return [
         f"paper: {each.place}, {each.meaning}{f' ({each.note})' if each.note else ''}"
@@ -74,42 +74,31 @@ def source_lines(findings: Findings) -> list[str]:
     ]
 
 
-def render(plan: Plan, findings: Findings, how: str) -> str:
-    """The study as text, Markdown, CSV or LaTeX; CSV holds plain numbers, for programs."""
-    if how == "csv":
-        return render_table(how, *findings.table.numbers(plan.comparable, plan.partial)) + "\n"
+def render(plan: Plan, findings: Findings, format: str) -> str:
+    """Return the study as text, Markdown, CSV or LaTeX; CSV holds plain numbers, for programs."""
+    if format == "csv":
+        return render_table(format, *findings.table.numbers(plan.comparable, plan.partial)) + "\n"
     headers = findings.table.headers()
     cells = findings.table.cells(plan.comparable, plan.partial)
-    if how == "text":
-        headers, cells = _second_to_the_left(headers, cells)
-    grid = render_table(how, headers, cells)
-    return "\n".join(_around(grid, plan, findings, how)) + "\n"
-
-
-def _around(grid: str, plan: Plan, findings: Findings, how: str) -> list[str]:
-    """The table between what to know before it and what the paper says of it."""
+    if format == "text":  # pad the second column, which holds names: the table aligns it right
+        width = max(len(row[1]) for row in (headers, *cells))
+        headers, *cells = [[row[0], row[1].ljust(width), *row[2:]] for row in (headers, *cells)]
+    grid = render_table(format, headers, cells)
     head = [*head_lines(plan), *source_lines(findings)]
-    said = f"What the paper says, held against these runs{CAUTION if plan.shrunk else ''}:"
+    claims = f"What the paper says, held against these runs{CAUTION if plan.shrunk else ''}:"
     checks = [check.line() for check in findings.checks]
-    if how == "latex":
-        return [*(f"% {line.strip()}" for line in (*head, said, *checks)), grid]
-    if how == "markdown":
+    if format == "latex":
+        lines = [*(f"% {line.strip()}" for line in (*head, claims, *checks)), grid]
+    elif format == "markdown":
         quoted = [f"> {line.strip()}  " for line in head]
-        return [*quoted, "", grid, "", said, "", *(f"- {line}" for line in checks)]
-    return [*head, "", grid, "", said, *(f"  {line}" for line in checks)]
-
-
-def _second_to_the_left(
-    headers: Sequence[str], cells: Sequence[Sequence[str]]
-) -> tuple[list[str], list[list[str]]]:
-    """The second column holds names as the first does: fill it up, so that it stays left."""
-    width = max(len(row[1]) for row in (headers, *cells))
-    head, *rows = [[row[0], row[1].ljust(width), *row[2:]] for row in (headers, *cells)]
-    return head, rows
+        lines = [*quoted, "", grid, "", claims, "", *(f"- {line}" for line in checks)]
+    else:
+        lines = [*head, "", grid, "", claims, *(f"  {line}" for line in checks)]
+    return "\n".join(lines) + "\n"
 
 
 def write_all(folder: Path, plan: Plan, findings: Findings) -> list[Path]:
-    """Write everything; the figure's title says when the study was shrunk."""
+    """Write all files of a study and return their paths."""
     written = [folder / "table.md", folder / "table.csv", folder / "summary.json"]
     texts = [
         render(plan, findings, "markdown"),
@@ -128,13 +117,13 @@ def write_all(folder: Path, plan: Plan, findings: Findings) -> list[Path]:
 
 
 def check_folder(folder: Path) -> None:
-    """Find out before hours of work that the results cannot be written."""
+    """Raise `UsageError` before hours of work if the results cannot be written."""
     for name in FIGURES:
         check_writable(folder / name)
 
 
 def summary(plan: Plan, findings: Findings) -> dict[str, Any]:
-    """The study as plain values."""
+    """Return the study as JSON values."""
     columns = {column.name: column.source() for column in findings.table.columns}
     sources = {
         name: {"place": source.place, "meaning": source.meaning, "approximate": source.approximate}
@@ -170,14 +159,14 @@ def summary(plan: Plan, findings: Findings) -> dict[str, Any]:
 
 
 def figure_title(plan: Plan) -> str:
-    """The study's title, marked where it was shrunk."""
-    return f"{plan.study.title} ({plan.word})" if plan.shrunk else plan.study.title
+    """Return the study's title, marked where the study was shrunk."""
+    return f"{plan.study.title} ({plan.deviation})" if plan.shrunk else plan.study.title
 
 
 Groups = Mapping[str, Mapping[str, Sequence[Outcome]]]
-# Settings of one algorithm, e.g. values of eps: dark to light, told apart in grey as well.
+# Settings of one algorithm, e.g. values of eps: dark to light, distinguishable in grey as well.
 SHADES = ("#440154", "#3B528B", "#21918C", "#5EC962", "#E3A008")
-UNSMOOTHED = ("synthetic",)  # nothing is random there, and the paper draws it as it is
+UNSMOOTHED = ("synthetic",)  # deterministic, and drawn unsmoothed in the paper
 ALL = ("test_accuracy", "train_loss", "train_accuracy", "server_lr")
 
 
@@ -189,13 +178,13 @@ def study_figure(
     targets: Mapping[str, float] | None = None,
     window: int = 1,
 ) -> Figure:
-    """One row of panels a metric, one column a task; a single metric is the paper's Figure 3.
+    """Draw one row of panels per metric, one column per task, as in the paper's Figure 3.
 
     Args:
-        groups: outcomes by task and series, seed by seed.
-        title: over all panels.
+        groups: outcomes by task and series, one per seed.
+        title: of the figure.
         metrics: fields of the records.
-        targets: levels of the first metric, by task.
+        targets: of the first metric, by task; drawn as a dotted line.
         window: rounds of the moving average.
     """
     tasks = list(groups)
@@ -206,41 +195,53 @@ def study_figure(
             draw_panel(panel, groups[task], metric, 1 if task in UNSMOOTHED else window)
             label(panel, "round", NAMES.get(metric, metric), task if row == 0 else "")
             if targets and metric == metrics[0] and task in targets:
-                panel.axhline(targets[task], color="#555555", linewidth=0.9, linestyle=":")
-    _finish(figure, axes, title)
+                _draw_target(panel, targets[task])
+    _add_legend(axes)
+    entitle(figure, title)
     return figure
 
 
-def task_figure(groups: Groups, title: str, metrics: Sequence[str], **more: Any) -> Figure:
-    """One task in a row of panels, one a metric, as the paper's Figures 8 to 11; else by task."""
+def task_figure(
+    groups: Groups,
+    title: str,
+    metrics: Sequence[str],
+    targets: Mapping[str, float] | None = None,
+) -> Figure:
+    """Draw one task in a row of panels, one per metric, as in the paper's Figures 8 to 11.
+
+    Several tasks have one panel each, with the first metric.
+    """
     if len(groups) != 1:
-        return study_figure(groups, title, metrics[:1], **more)
+        return study_figure(groups, title, metrics[:1], targets=targets)
     ((task, series),) = groups.items()
     figure, axes = new_figure(len(metrics))
     for panel, metric in zip(axes, metrics, strict=True):
-        draw_panel(panel, series, metric, more.get("window", 1))
+        draw_panel(panel, series, metric)
         label(panel, "round", NAMES.get(metric, metric))
-    if task in (targets := more.get("targets") or {}):
-        axes[0].axhline(targets[task], color="#555555", linewidth=0.9, linestyle=":")
-    _finish(figure, axes, f"{title}: {task}")
+    if targets and task in targets:
+        _draw_target(axes[0], targets[task])
+    _add_legend(axes)
+    entitle(figure, f"{title}: {task}")
     return figure
 
 
 def draw_panel(
     axes: Axes, series: Mapping[str, Sequence[Outcome]], metric: str, window: int = 1
 ) -> None:
-    """A line for the mean of each series, a band for one standard deviation."""
+    """Draw the mean of each series as a line and one standard deviation as a band."""
     from matplotlib.ticker import MaxNLocator
 
     lowest, highest = np.inf, 0.0
-    for name, shade in zip(series, shades(series), strict=True):
+    for name, shade in zip(series, _colours(series), strict=True):
         rounds, mean, spread = mean_and_spread([o.curve(metric) for o in series[name]], window)
         if not len(rounds):
             continue
         dot = "o" if len(rounds) == 1 else None
         axes.plot(rounds, mean, color=shade, linewidth=1.5, marker=dot, label=name)
         if spread.any():
-            least = 0.0 if metric.endswith("accuracy") else mean.min() / 2  # which has a logarithm
+            least = (
+                0.0 if metric.endswith("accuracy") else mean.min() / 2
+            )  # positive, for a log axis
             low = np.maximum(mean - spread, least)
             axes.fill_between(rounds, low, mean + spread, color=shade, alpha=0.15, lw=0)
         lowest, highest = min(lowest, float(mean.min())), max(highest, float(mean.max()))
@@ -249,18 +250,22 @@ def draw_panel(
         log_scale(axes)
 
 
-def shades(series: Mapping[str, Any]) -> list[str]:
-    """An algorithm's own colour; for settings of one algorithm, shades in their order."""
+def _colours(series: Mapping[str, Any]) -> list[str]:
+    """Return each algorithm's own colour; for settings of one algorithm, shades in order."""
     if all(name in COLOURS for name in series):
         return [colour(name) for name in series]
     return [SHADES[k % len(SHADES)] for k in range(len(series))]
 
 
-def _finish(figure: Figure, axes: Sequence[Axes], title: str) -> None:
+def _draw_target(axes: Axes, target: float) -> None:
+    axes.axhline(target, color="#555555", linewidth=0.9, linestyle=":")
+
+
+def _add_legend(axes: Sequence[Axes]) -> None:
+    """Hide empty panels (a task may lack a metric); put the legend into the fullest one."""
     drawn = [panel for panel in axes if panel.get_legend_handles_labels()[1]]
     for panel in axes:
-        panel.set_visible(panel in drawn)  # a task may lack a metric
+        panel.set_visible(panel in drawn)
     if drawn:
         fullest = max(drawn, key=lambda panel: len(panel.get_legend_handles_labels()[1]))
         fullest.legend(frameon=False, fontsize=8)
-    entitle(figure, title)

@@ -1,6 +1,8 @@
-"""What the paper prints, read from `published.toml`: figures, targets and claims.
+"""The paper's numbers and claims, and tables that compare ours with them.
 
-Ours beside the paper's: lines of values, their differences, and the cells of a table.
+`published.toml` holds what the paper prints: `quantity`, `claim` and `target` read it. A `Table`
+has lines of our values, one per task and series; a column that the paper has too is shown with the
+published value and the difference.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Value:
-    """A number with what is known of it.
+    """A number, its spread and its bounds.
 
     Attributes:
         mean: the number, or None where there is none.
         spread: its standard deviation, or None.
-        more: whether the true number is more than that.
+        more: whether `mean` is only a lower bound.
         remark: why it is not a plain number, e.g. "diverged".
     """
 
@@ -32,15 +34,15 @@ class Value:
 
 @dataclass(frozen=True)
 class Quantity:
-    """A column of the paper: what was measured, in which unit, and the values.
+    """A published column: what was measured, in which unit, and the values.
 
     Attributes:
         place: table, figure or section.
         meaning: what the number is.
         unit: "rounds", "times" or "%".
-        approximate: whether it comes from no table: of two digits, its place inferred.
+        approximate: whether it comes from a figure: two digits, their cells inferred.
         values: by task and series; a series is an algorithm or a setting.
-        note: what to know before relying on it.
+        note: a caveat.
     """
 
     place: str
@@ -51,20 +53,20 @@ class Quantity:
     note: str = ""
 
     def find(self, task: str, series: str) -> Value | None:
-        """The published value, or None where the paper has none."""
+        """Return the published value, or None where the paper has none."""
         return self.values.get(task, {}).get(series)
 
 
 @dataclass(frozen=True)
 class Claim:
-    """What the paper says in words, and where."""
+    """A statement of the paper, and its place there."""
 
     text: str
     place: str
 
 
 def quantity(name: str) -> Quantity:
-    """A quantity by name.
+    """Return a quantity by name.
 
     >>> quantity("table1-rounds").find("cifar100", "scaffold")
     Value(mean=500.0, spread=None, more=True, remark='')
@@ -78,17 +80,17 @@ def quantity(name: str) -> Quantity:
 
 
 def claim(study: str, key: str) -> Claim:
-    """A claim of a study."""
+    """Return a claim of a study."""
     return Claim(**_document()["claims"][study][key])
 
 
 def target(task: str) -> float:
-    """The target accuracy of Table 1, as a fraction."""
+    """Return the target test accuracy of Table 1, as a fraction (docs/paper.md#targets)."""
     return float(_document()["targets"]["values"][task]) / 100
 
 
 def parse(value: Any) -> Value:
-    """A value as `published.toml` writes it.
+    """Parse a value of `published.toml`.
 
     >>> parse([86.96, 0.58]), parse(">2.06").more
     (Value(mean=86.96, spread=0.58, more=False, remark=''), True)
@@ -110,7 +112,7 @@ NOTHING = "-"
 
 @dataclass(frozen=True)
 class Column:
-    """A quantity of ours; `published` names the paper's, where it prints one."""
+    """A measured quantity; `published` names the paper's, where it prints one."""
 
     name: str
     unit: str
@@ -122,7 +124,7 @@ class Column:
 
 @dataclass(frozen=True)
 class Line:
-    """What one series of one task came to, by column name."""
+    """The values of one series on one task, by column name."""
 
     task: str
     series: str
@@ -131,7 +133,11 @@ class Line:
 
 @dataclass(frozen=True)
 class Table:
-    """Lines and their columns. `series` is what the second column is called."""
+    """Lines and columns; `series` is the header of the second column.
+
+    Methods take `comparable`, whether differences from the published values are meaningful, and
+    `partial`, the tasks for which they are not because data are missing.
+    """
 
     columns: tuple[Column, ...]
     lines: tuple[Line, ...]
@@ -142,11 +148,13 @@ class Table:
         for column in self.columns:
             names.append(column.name)
             if column.published:
-                names += [_word(column), "difference"]
+                source = column.source()
+                approximate = source is not None and source.approximate
+                names += ["paper (approx.)" if approximate else "paper", "difference"]
         return names
 
     def cells(self, comparable: bool, partial: Collection[str] = ()) -> list[list[str]]:
-        """Texts; differences only where they mean something: not of tasks with partial data."""
+        """Return the cells as text."""
         return [self._row(line, comparable and line.task not in partial) for line in self.lines]
 
     def _row(self, line: Line, comparable: bool) -> list[str]:
@@ -164,7 +172,7 @@ class Table:
     def numbers(
         self, comparable: bool, partial: Collection[str] = ()
     ) -> tuple[list[str], list[list[str]]]:
-        """Headers and cells for programs: plain numbers, empty where there is none."""
+        """Return headers and cells for programs: plain numbers, empty where there is none."""
         rows, headers = [], ["task", self.series]
         for line in self.to_json(comparable, partial):
             flat = {key: line[key] for key in headers[:2]}
@@ -176,19 +184,19 @@ class Table:
         return headers, rows
 
     def to_json(self, comparable: bool, partial: Collection[str] = ()) -> list[dict[str, Any]]:
-        """One object a line, numbers as numbers."""
+        """Return one object per line, with numbers as numbers."""
         rows = []
         for line in self.lines:
             row: dict[str, Any] = {"task": line.task, self.series: line.series}
-            whole = comparable and line.task not in partial
+            meaningful = comparable and line.task not in partial
             for column in self.columns:
-                row[column.name] = _as_json(line.values.get(column.name), column, line, whole)
+                row[column.name] = _as_json(line.values.get(column.name), column, line, meaningful)
             rows.append(row)
         return rows
 
 
 def difference(ours: Value | None, theirs: Value | None) -> float | None:
-    """Ours less the paper's, where both are plain numbers.
+    """Return ours minus the paper's, or None unless both are plain numbers.
 
     >>> difference(Value(200.0), Value(186.0)), difference(Value(200.0), Value(500.0, more=True))
     (14.0, None)
@@ -199,7 +207,7 @@ def difference(ours: Value | None, theirs: Value | None) -> float | None:
 
 
 def text_of(value: Value | None, unit: str, exact: bool = True) -> str:
-    """A value as a cell; one that is not exact has no more digits than it came with.
+    """Format a value as a cell; one that is not `exact` keeps the digits it was printed with.
 
     >>> text_of(Value(86.96, 0.58), "%"), text_of(Value(500.0, more=True), "rounds")
     ('86.96% ± 0.58', '>500')
@@ -216,14 +224,14 @@ def text_of(value: Value | None, unit: str, exact: bool = True) -> str:
 
 
 def signed(gap: float | None, unit: str) -> str:
-    """A difference as a cell, its sign always shown."""
+    """Format a difference as a cell with its sign."""
     if gap is None:
         return NOTHING
     return f"{'+' if gap >= 0 else '-'}{_number(abs(gap), unit)}{_sign(unit)}"
 
 
 def winners(values: Mapping[str, Value], lowest: bool) -> list[str]:
-    """The series with the lowest or highest plain number; several where they tie.
+    """Return the series with the lowest or highest plain number; several if they tie.
 
     >>> winners({"a": Value(3.0), "b": Value(2.0), "c": Value(1.0, more=True)}, lowest=True)
     ['b']
@@ -234,22 +242,17 @@ def winners(values: Mapping[str, Value], lowest: bool) -> list[str]:
 
 
 def best(values: Mapping[str, Value], lowest: bool) -> str | None:
-    """The first of the winners, or None where there is no number."""
+    """Return the first of the winners, or None if there is no number."""
     return next(iter(winners(values, lowest)), None)
 
 
 def by_task(lines: Sequence[Line], column: str) -> dict[str, dict[str, Value]]:
-    """The values of a column, by task and series."""
+    """Return the values of a column, by task and series."""
     found: dict[str, dict[str, Value]] = {}
     for line in lines:
         if column in line.values:
             found.setdefault(line.task, {})[line.series] = line.values[column]
     return found
-
-
-def _word(column: Column) -> str:
-    source = column.source()
-    return "paper (approx.)" if source and source.approximate else "paper"
 
 
 def _number(number: float, unit: str) -> str:
@@ -287,5 +290,5 @@ def _plain(value: Value | None) -> dict[str, Any] | None:
 
 
 def _rounded(value: Any) -> Any:
-    """Without the digits that are the arithmetic's alone: 72.13, not 72.13000000000001."""
+    """Round to 10 digits: 72.13, not 72.13000000000001."""
     return float(f"{value:.10g}") if isinstance(value, float) else value

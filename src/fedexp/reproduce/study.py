@@ -1,14 +1,15 @@
-"""What stands in for the paper's tasks at `--scale small`: a CPU does it in minutes.
+"""A study of the paper: the runs it needs, and the findings its runs lead to.
 
-`Study`: a table or figure of the paper as runs to make and numbers to hold against it.
-
-From a request to runs: which tasks, how many rounds and seeds, and what that leaves out.
+A `Study` describes one table or figure of the paper. `make_plan` turns it and the user's `Request`
+into a `Plan`: the list of runs (`Job`), and every way in which they differ from the paper's. The
+runs' `Result`s go to `Study.measure`, which returns `Findings`: a table, checks of the paper's
+claims, and a figure.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -24,49 +25,71 @@ from fedexp.tasks.small import BATCH, CLIENTS, COHORT, STEPS, TEST_IMAGES, TRAIN
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+ALL_WRITERS = 3400  # clients of federated EMNIST
+
 
 @dataclass(frozen=True)
-class Small:
-    """The task that is run instead, and what is smaller about it.
+class Arm:
+    """One curve of a study: an algorithm with the options that set it apart."""
+
+    series: str
+    algorithm: str
+    options: tuple[tuple[str, str], ...] = ()
+
+
+@dataclass(frozen=True)
+class Study:
+    """A table or figure of the paper.
 
     Attributes:
-        task: its name.
-        meaning: how it differs from the paper's.
-        cohort: clients a round, 0 for all; None for the task's own number.
+        name: its name on the command line.
+        title: the table or figure and what it shows.
+        needs: hardware or time for the full study, in words.
+        rounds: the paper's number of rounds.
+        seeds: the paper's number of seeds, by task; the keys are the study's tasks, in order.
+        arms: returns the curves on a task.
+        measure: returns the findings from the plan and its results.
+        evaluate_every: rounds between evaluations.
+        small_rounds: rounds at `--scale small`.
+        needs_all_arms: whether a task is meaningful only with all of its arms.
+        remarks: what the paper leaves open, and what is done here.
     """
 
-    task: str
-    meaning: str
-    cohort: int | None = None
+    name: str
+    title: str
+    needs: str
+    rounds: int
+    seeds: Mapping[str, int]
+    arms: Callable[[str], Sequence[Arm]]
+    measure: Callable[[Plan, Sequence[Result]], Findings]
+    evaluate_every: int = 5
+    small_rounds: int = 20
+    needs_all_arms: bool = False
+    remarks: tuple[str, ...] = ()
 
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        return tuple(self.seeds)
 
-_LOCAL = f"{STEPS} local steps of batches of {BATCH}"
-_IMAGES = f"{TRAIN_IMAGES:,} training and {TEST_IMAGES:,} test images"
-_CNN = (
-    f"a small CNN instead of ResNet-18, {_IMAGES}, {COHORT} of {CLIENTS} clients a round, {_LOCAL}"
-)
+    def runs(self) -> int:
+        """Return the number of runs of the full study."""
+        return sum(len(self.arms(task)) * seeds for task, seeds in self.seeds.items())
 
-SMALL = {
-    "emnist": Small(
-        "emnist-small",
-        f"{WRITERS} writers, {TEST_IMAGES:,} test images, {COHORT} clients a round, {_LOCAL}",
-    ),
-    "cifar10": Small("cifar10-small", _CNN),
-    "cifar100": Small("cifar100-small", _CNN),
-    "cinic10": Small("cinic10-small", _CNN),
-    "cifar10-cnn": Small("cifar10-small", f"{_IMAGES}, {_LOCAL}", cohort=0),
-}
+    def cost(self) -> str:
+        """Return what the full study takes, in a few words."""
+        runs = self.runs()
+        return f"{runs} runs of {self.rounds:,} rounds; {self.needs}" if runs else self.needs
 
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for; None leaves it to the study.
+    """What the user asks for; None takes the study's own value.
 
     Attributes:
         rounds: rounds of every run.
-        seeds: seeds 0 to seeds - 1.
-        tasks: some of the study's tasks; empty for all whose data are here.
-        small: whether to shrink data, model and rounds to what a CPU does in minutes.
+        seeds: number of seeds, 0 to seeds - 1.
+        tasks: some of the study's tasks; empty for all whose data are available.
+        small: whether to shrink data, model and rounds to minutes on a CPU.
         mode: "paper" or "authors-code".
         device: e.g. "cuda"; None for the CPU.
         precision: arithmetic inside the model.
@@ -82,17 +105,8 @@ class Request:
 
 
 @dataclass(frozen=True)
-class Arm:
-    """One curve of a study: an algorithm with the options that set it apart."""
-
-    series: str
-    algorithm: str
-    options: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True)
 class Job:
-    """A run of a study: the paper's task, the arm's series, and the spec that is run."""
+    """A run of a study: the paper's task, the arm's series, and the spec to run."""
 
     task: str
     series: str
@@ -101,7 +115,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Result:
-    """A job that was run."""
+    """A job with its outcome."""
 
     job: Job
     outcome: Outcome
@@ -109,18 +123,18 @@ class Result:
 
 @dataclass(frozen=True)
 class Plan:
-    """A request made concrete.
+    """The runs that a request leads to.
 
     Attributes:
         study: the study.
         request: what was asked for.
-        tasks: the tasks that are run.
+        tasks: the tasks to run.
         rounds: rounds of every run.
         jobs: the runs, in order.
-        shrunk: a line for each way in which the study is smaller than the paper's, or longer.
-        left_out: a line for each task that is not run, with the remedy.
-        comparable: whether differences from the published figures mean anything.
-        partial: tasks whose differences mean nothing, because their data are not all there.
+        shrunk: one line for each way in which the study is smaller than the paper's, or longer.
+        left_out: one line for each task that is not run, with the remedy.
+        comparable: whether differences from the published values are meaningful.
+        partial: tasks whose differences are not meaningful, because their data are incomplete.
     """
 
     study: Study
@@ -135,163 +149,96 @@ class Plan:
 
     @property
     def devices(self) -> str:
-        """Where the runs are made."""
+        """The devices of the runs, joined by "and"."""
         return " and ".join(dict.fromkeys(job.spec.device or "cpu" for job in self.jobs)) or "cpu"
 
     @property
     def arithmetic(self) -> str:
-        """The precision of the runs; where there are several, all of them."""
+        """The precisions of the runs, joined by "and"."""
         return " and ".join(dict.fromkeys(arithmetic_of(job.spec) for job in self.jobs))
 
     @property
-    def word(self) -> str:
-        """What became of the paper's study, in a word; nothing where it is the paper's."""
+    def deviation(self) -> str:
+        """Either "shrunk" or "changed" if the plan differs from the paper's study; else empty."""
         if not self.shrunk:
             return ""
         longer = self.rounds > self.study.rounds and len(self.shrunk) == 1
         return "changed" if longer else "shrunk"
 
 
-def arithmetic_of(spec: Spec) -> str:
-    """The precision asked for, or what suits the device: on a CPU the type of the weights."""
-    there = torch.device(spec.device or "cpu")
-    own = "the type of the weights" if there.type == "cpu" else default_precision(there)
-    return spec.precision or own
-
-
 @dataclass(frozen=True)
 class Check:
-    """A claim of the paper held against what was seen; `holds` is None where it cannot be told."""
+    """A claim of the paper compared with these runs; `holds` is None where they cannot decide."""
 
     claim: Claim
     holds: bool | None
     seen: str
     task: str = ""
 
+    @property
+    def verdict(self) -> str:
+        return {True: "yes", False: "no", None: "cannot tell"}[self.holds]
+
     def line(self) -> str:
-        """`task: claim: yes (what was seen)`."""
-        word = "cannot tell" if self.holds is None else "yes" if self.holds else "no"
+        """Return `task: claim: verdict (what was seen)`."""
         task = f"{self.task}: " if self.task else ""
-        return f"{task}{self.claim.text}: {word} ({self.seen})"
+        return f"{task}{self.claim.text}: {self.verdict} ({self.seen})"
 
 
 @dataclass(frozen=True)
 class Findings:
-    """What a study found: a table, checks of what the paper says, and a way to draw it."""
+    """The table of a study, checks of the paper's claims, and a function that draws the figure."""
 
     table: Table
     checks: tuple[Check, ...]
     draw: Callable[[], Figure]
 
 
-@dataclass(frozen=True)
-class Study:
-    """A study of the paper.
-
-    Attributes:
-        name: what the command line calls it.
-        title: the table or figure and what it shows.
-        needs: what it takes to run it in full, in words.
-        rounds: the paper's number of rounds.
-        seeds: the paper's number of seeds, by task; these are the study's tasks, in order.
-        arms: the curves on a task.
-        measure: the findings, from the plan and its results.
-        evaluate_every: rounds between evaluations.
-        small_rounds: rounds when shrunk.
-        whole: whether a task without some of its arms says nothing.
-        remarks: what the paper leaves open, and what is done here.
-    """
-
-    name: str
-    title: str
-    needs: str
-    rounds: int
-    seeds: Mapping[str, int]
-    arms: Callable[[str], Sequence[Arm]]
-    measure: Callable[[Plan, Sequence[Result]], Findings]
-    evaluate_every: int = 5
-    small_rounds: int = 20
-    whole: bool = False
-    remarks: tuple[str, ...] = field(default=())
-
-    @property
-    def tasks(self) -> tuple[str, ...]:
-        return tuple(self.seeds)
-
-    def runs(self) -> int:
-        """How many runs the whole study takes."""
-        return sum(len(self.arms(task)) * seeds for task, seeds in self.seeds.items())
-
-    def cost(self) -> str:
-        """What it takes, in a few words."""
-        runs = self.runs()
-        return f"{runs} runs of {self.rounds:,} rounds; {self.needs}" if runs else self.needs
-
-
-# Which data set a task reads; a task that is not named here makes its own data.
-DATA = {
-    "emnist": "emnist",
-    "cifar10": "cifar10",
-    "cifar100": "cifar100",
-    "cinic10": "cinic10",
-    "cifar10-cnn": "cifar10",
-}
-ALL_WRITERS = 3400  # clients of the whole of federated EMNIST
-
-
 def make_plan(study: Study, request: Request) -> Plan:
-    """The runs of a study. Raises `UsageError` for what cannot be run, before anything is."""
+    """Return the runs of a study. Raises `UsageError` before anything is run if one cannot be."""
     tasks, left_out = choose_tasks(study, request.tasks)
-    rounds = request.rounds or (study.small_rounds if request.small else study.rounds)
-    plan = Plan(study, request, tasks, rounds, left_out=left_out)
+    plan = Plan(study, request, tasks, rounds_of(study, request), left_out=left_out)
     jobs = tuple(job for task in tasks for job in jobs_of(plan, task))
-    found = _check(jobs)
-    shrunk = (*_shrunk(plan), *found)
-    comparable = rounds == study.rounds and not request.small
-    partial = ("emnist",) if found else ()
-    return replace(plan, jobs=jobs, shrunk=shrunk, comparable=comparable, partial=partial)
+    incomplete = _check_jobs(jobs)
+    return replace(
+        plan,
+        jobs=jobs,
+        shrunk=(*_shrunk(plan), *incomplete),
+        comparable=plan.rounds == study.rounds and not request.small,
+        partial=("emnist",) if incomplete else (),
+    )
+
+
+def rounds_of(study: Study, request: Request) -> int:
+    """Return the rounds of every run."""
+    return request.rounds or (study.small_rounds if request.small else study.rounds)
 
 
 def choose_tasks(study: Study, wanted: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The tasks to run, and a line for each that is left out because its data are not here."""
+    """Return the tasks to run, and one line for each that is left out for lack of data."""
     for name in wanted:
         if name not in study.tasks:
             raise unknown_name(f"task of {study.name}", name, study.tasks)
-    missing = {name: _missing(name) for name in wanted or study.tasks}
-    absent = {name: error for name, error in missing.items() if error is not None}
+    errors = {name: _missing_data(name) for name in wanted or study.tasks}
+    absent = {name: error for name, error in errors.items() if error is not None}
     for error in absent.values():
-        if wanted or len(absent) == len(missing):
+        if wanted or len(absent) == len(errors):
             raise error
-    present = tuple(name for name in missing if name not in absent)
+    present = tuple(name for name in errors if name not in absent)
     return present, tuple(f"{name} is left out: {error}" for name, error in absent.items())
 
 
-def _missing(task: str) -> UsageError | None:
-    """The error that says how to get a task's data, or None where they are here."""
-    if task not in DATA:
-        return None
-    dataset, folder = DATASETS[DATA[task]], data_folder()
-    archive = folder / dataset.source.archive
-    here = dataset.locate(folder) or archive.exists() or cache_path(folder, dataset.name).exists()
-    return None if here else dataset.source.missing(folder)
-
-
 def jobs_of(plan: Plan, task: str) -> list[Job]:
-    """Every arm with every seed, on one task."""
-    seeds = _seeds(plan, task)
+    """Return every arm with every seed, on one task."""
     return [
         Job(task, arm.series, replace(spec_of(plan, task, arm), seed=seed))
         for arm in plan.study.arms(task)
-        for seed in range(seeds)
+        for seed in range(_seeds(plan, task))
     ]
 
 
-def _seeds(plan: Plan, task: str) -> int:
-    return plan.request.seeds or (1 if plan.request.small else plan.study.seeds[task])
-
-
 def spec_of(plan: Plan, task: str, arm: Arm) -> Spec:
-    """The run of an arm, with seed 0."""
+    """Return the spec of an arm with seed 0."""
     request, every = plan.request, plan.study.evaluate_every
     if every >= plan.study.rounds:
         every = plan.rounds  # only the end counts
@@ -312,23 +259,69 @@ def spec_of(plan: Plan, task: str, arm: Arm) -> Spec:
     return replace(spec, task=SMALL[task].task, cohort=SMALL[task].cohort)
 
 
-def _check(jobs: Sequence[Job]) -> tuple[str, ...]:
-    """Prepare one run of each arm, over one task; tells of data that are not all there."""
-    notes, built = [], {}
+def arithmetic_of(spec: Spec) -> str:
+    """Return the precision of a run: as asked for, or the default of its device."""
+    there = torch.device(spec.device or "cpu")
+    own = "the type of the weights" if there.type == "cpu" else default_precision(there)
+    return spec.precision or own
+
+
+def small_line(plan: Plan, task: str) -> list[str]:
+    """Return a line that describes the small task that replaces a task, if one does."""
+    shrunk = plan.request.small and task in SMALL
+    return [f"{task}: {SMALL[task].description}"] if shrunk else []
+
+
+def count(number: int, noun: str) -> str:
+    """Return a number with its noun.
+
+    >>> count(1, "seed"), count(2000, "round")
+    ('1 seed', '2,000 rounds')
+    """
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+# The data set of each task; a task that is not named here generates its data.
+DATA = {
+    "emnist": "emnist",
+    "cifar10": "cifar10",
+    "cifar100": "cifar100",
+    "cinic10": "cinic10",
+    "cifar10-cnn": "cifar10",
+}
+
+
+def _missing_data(task: str) -> UsageError | None:
+    """Return the error that names how to get a task's data, or None where they are available."""
+    if task not in DATA:
+        return None
+    dataset, folder = DATASETS[DATA[task]], data_folder()
+    archive = folder / dataset.source.archive
+    here = dataset.locate(folder) or archive.exists() or cache_path(folder, dataset.name).exists()
+    return None if here else dataset.source.missing(folder)
+
+
+def _seeds(plan: Plan, task: str) -> int:
+    return plan.request.seeds or (1 if plan.request.small else plan.study.seeds[task])
+
+
+def _check_jobs(jobs: Sequence[Job]) -> tuple[str, ...]:
+    """Check one run of each arm without running it; return a line if EMNIST is incomplete."""
+    tasks = {}
     for job in jobs:
         if job.spec.seed != 0:
             continue
-        if job.spec.task not in built:
-            built[job.spec.task] = job.spec.prepare().task
-        job.spec.prepare(built[job.spec.task]).records()  # checks its arguments; runs nothing
-    whole = built.get("emnist")
-    if whole is not None and whole.train.clients != ALL_WRITERS:
-        notes.append(f"EMNIST has {whole.train.clients:,} writers here instead of {ALL_WRITERS:,}")
-    return tuple(notes)
+        if job.spec.task not in tasks:
+            tasks[job.spec.task] = job.spec.prepare().task
+        job.spec.prepare(tasks[job.spec.task]).records()  # checks its arguments; runs nothing
+    emnist = tasks.get("emnist")
+    if emnist is None or emnist.train.clients == ALL_WRITERS:
+        return ()
+    return (f"EMNIST has {emnist.train.clients:,} writers here instead of {ALL_WRITERS:,}",)
 
 
 def _shrunk(plan: Plan) -> list[str]:
-    """How the plan is smaller than the paper's study, or longer; more seeds do no harm."""
+    """Return how the plan is smaller than the paper's study, or longer; more seeds are fine."""
     lines, study = [], plan.study
     if plan.rounds != study.rounds:
         lines.append(f"{count(plan.rounds, 'round')} instead of {study.rounds:,}")
@@ -339,12 +332,34 @@ def _shrunk(plan: Plan) -> list[str]:
     return lines
 
 
-def small_line(plan: Plan, task: str) -> list[str]:
-    """What stands in for a task of the paper, where something does."""
-    shrunk = plan.request.small and task in SMALL
-    return [f"{task}: {SMALL[task].meaning}"] if shrunk else []
+@dataclass(frozen=True)
+class Small:
+    """The task that replaces one of the paper's at `--scale small`.
+
+    Attributes:
+        task: its name.
+        description: how it differs from the paper's.
+        cohort: clients per round, 0 for all; None for the task's own number.
+    """
+
+    task: str
+    description: str
+    cohort: int | None = None
 
 
-def count(number: int, what: str) -> str:
-    """`1 seed`, `2,000 rounds`."""
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}s"
+_LOCAL = f"{STEPS} local steps of batches of {BATCH}"
+_IMAGES = f"{TRAIN_IMAGES:,} training and {TEST_IMAGES:,} test images"
+_CNN = (
+    f"a small CNN instead of ResNet-18, {_IMAGES}, "
+    f"{COHORT} of {CLIENTS} clients per round, {_LOCAL}"
+)
+SMALL = {
+    "emnist": Small(
+        "emnist-small",
+        f"{WRITERS} writers, {TEST_IMAGES:,} test images, {COHORT} clients per round, {_LOCAL}",
+    ),
+    "cifar10": Small("cifar10-small", _CNN),
+    "cifar100": Small("cifar100-small", _CNN),
+    "cinic10": Small("cinic10-small", _CNN),
+    "cifar10-cnn": Small("cifar10-small", f"{_IMAGES}, {_LOCAL}", cohort=0),
+}

@@ -1,4 +1,7 @@
-"""The synthetic regression: the first panel of Figure 3, and the step sizes of Figure 7."""
+"""Synthetic regression: the first panel of Figure 3, and the server step sizes of Figure 7.
+
+Settings: docs/paper.md#synthetic-problem.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +11,28 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedexp.analysis.plots import entitle, label, new_figure
+from fedexp.reproduce.accuracy_studies import same_arms
 from fedexp.reproduce.measures import final_loss, grouped
 from fedexp.reproduce.output import draw_panel, figure_title
 from fedexp.reproduce.published import Column, Line, Table, Value, best, claim
-from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study
+from fedexp.reproduce.study import Check, Findings, Plan, Result, Study
 from fedexp.runs.spec import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ALGORITHMS = ("fedexp", "fedavg", "scaffold", "fedadagrad")
-CONSTANT = "fedavg"  # its step size is the constant one that Figure 7 sets against FedExP's
+CONSTANT = "fedavg"  # its constant step size is what Figure 7 compares FedExP's with
 LOSS, STEP, LARGEST = "final training loss", "median server step", "largest server step"
 COLUMNS = (Column(LOSS, ""), Column(STEP, ""), Column(LARGEST, ""))
 Series = Mapping[str, Sequence[Outcome]]
 
 
 def measure(plan: Plan, results: Sequence[Result]) -> Findings:
-    """Final losses, and how FedExP's step size compares with the constant one."""
+    """Return final losses, and FedExP's step sizes compared with the constant one."""
     series = grouped(results)["synthetic"]
     lines = tuple(_line(name, runs) for name, runs in series.items())
-    checks = (*_order(lines), *_steps(series))
+    checks = (*_loss_checks(lines), *_step_checks(series))
     return Findings(Table(COLUMNS, lines), checks, lambda: _draw(plan, series))
 
 
@@ -47,7 +51,7 @@ def _server_steps(runs: Sequence[Outcome]) -> np.ndarray[tuple[int], np.dtype[np
     return steps[~np.isnan(steps)]
 
 
-def _order(lines: Sequence[Line]) -> tuple[Check, ...]:
+def _loss_checks(lines: Sequence[Line]) -> tuple[Check, ...]:
     losses = {line.series: line.values[LOSS] for line in lines}
     others = {name: value for name, value in losses.items() if name != "fedexp"}
     next_best = best(others, lowest=True)
@@ -65,7 +69,7 @@ def _order(lines: Sequence[Line]) -> tuple[Check, ...]:
     )
 
 
-def _steps(series: Series) -> tuple[Check, ...]:
+def _step_checks(series: Series) -> tuple[Check, ...]:
     steps, constant = _server_steps(series["fedexp"]), float(_server_steps(series[CONSTANT])[0])
     above = int((steps > constant).sum())
     seen = f"above {constant:g} in {above} of {len(steps)}, up to {steps.max():.3g}"
@@ -83,7 +87,7 @@ def _draw(plan: Plan, series: Series) -> Figure:
     constant = float(_server_steps(series[CONSTANT])[0])
     text = "FedAvg's and SCAFFOLD's best"
     step.axhline(constant, color="#0072B2", linewidth=1.4, linestyle="--", label=text)
-    step.set_ylim(0, 1.3 * float(_server_steps(series["fedexp"]).max()))  # room for the legend
+    step.set_ylim(0, 1.3 * float(_server_steps(series["fedexp"]).max()))  # space for the legend
     label(step, "round", r"$\eta_g$", "Figure 7: server step size")
     for panel in (loss, step):
         panel.legend(frameon=False, fontsize=9)
@@ -97,9 +101,9 @@ STUDY = Study(
     needs="seconds on a CPU",
     rounds=200,
     seeds={"synthetic": 1},
-    arms=lambda task: [Arm(name, name) for name in ALGORITHMS],
+    arms=same_arms(*ALGORITHMS),
     measure=measure,
-    whole=True,
+    needs_all_arms=True,
     evaluate_every=1,
     small_rounds=200,
     remarks=("the paper prints no number for it; 200 rounds are those of the released code",),

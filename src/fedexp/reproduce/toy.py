@@ -1,6 +1,8 @@
-"""The paper's Figure 2: why extrapolation helps, in two dimensions.
+"""Figure 2: FedAvg and FedExP on two linear equations in two unknowns.
 
-The paper's Figure 2: the distance falls every round while the loss oscillates.
+FedExP's distance to the optimum falls in every round while its loss oscillates; the mean of the
+last two iterates has the lower loss. `fedexp toy` draws the trajectories, and the study `toy`
+checks the paper's statements about them. Settings: docs/paper.md#toy-problem.
 """
 
 from __future__ import annotations
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
+START = (0.0, 0.0)
+ON_FIRST_LINE = (1.0, 0.0)  # a point of S1
 OPTIMUM = torch.tensor([0.0, 3.0], dtype=torch.float64)
 LAST, MEAN, PLAIN = "FedExP, last iterate", "FedExP, mean of the last two", "FedAvg"
 STYLES: dict[str, dict[str, Any]] = {
@@ -37,7 +41,7 @@ STYLES: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, eq=False)
 class Path:
-    """Iterates w⁰, w¹, ... with their loss and their distance to the optimum."""
+    """Iterates w⁰, w¹, ... of shape (rounds + 1, 2), their losses, and the server step sizes."""
 
     points: Tensor
     loss: list[float]
@@ -45,11 +49,12 @@ class Path:
 
     @property
     def sq_distance(self) -> list[float]:
+        """The squared distance of each iterate to the optimum."""
         return (self.points - OPTIMUM).square().sum(dim=1).tolist()
 
 
 def toy_paths(start: tuple[float, float], rounds: int) -> Mapping[str, Path]:
-    """FedAvg and FedExP on the toy problem, with exact projections (factor 1, eps 0)."""
+    """Run FedAvg and FedExP with exact projections (docs/paper.md#exact-projection-step)."""
     exact = fedexp(eps=0.0, factor=1.0)
     return {
         PLAIN: _path(fedavg(), start, rounds, averaged=False),
@@ -70,7 +75,7 @@ def _path(algorithm: Algorithm, start: tuple[float, float], rounds: int, average
 
 
 def toy_figure(paths: Mapping[str, Path]) -> Figure:
-    """Three panels: trajectories with both solution lines, squared distance, loss."""
+    """Draw trajectories with both solution lines, squared distance, and loss."""
     figure, (plane, distance, loss) = new_figure(3)
     _draw_plane(plane, paths)
     for name, path in paths.items():
@@ -107,14 +112,12 @@ def _draw_plane(axes: Axes, paths: Mapping[str, Path]) -> None:
 
 
 def _name_line(axes: Axes, text: str, slope: float, height: float) -> None:
-    """Write the name of the solution line slope * w1 + w2 = 3 to its right."""
+    """Label the solution line slope * w1 + w2 = 3 on its right."""
     place: dict[str, Any] = {"ha": "left", "va": "bottom", "fontsize": 9, "color": "#444444"}
     point = ((3 - height) / slope, height)
     axes.annotate(text, point, (5, 1), textcoords="offset points", **place)
 
 
-START = (0.0, 0.0)
-ON_FIRST_LINE = (1.0, 0.0)  # a point of S1
 DISTANCE, LOSS = "squared distance", "loss"
 FURTHER, HIGHER = "rounds the distance grows in", "rounds the loss grows in"
 COLUMNS = (
@@ -126,14 +129,14 @@ COLUMNS = (
 
 
 def measure(plan: Plan, results: Sequence[Result]) -> Findings:
-    """Trace the iterates, which records do not keep; it takes no time."""
+    """Trace the iterates anew: records do not hold them, and it takes no time."""
     paths = toy_paths(START, plan.rounds)
     lines = tuple(_line(name, path) for name, path in paths.items())
-    return Findings(Table(COLUMNS, lines, "iterate"), _checks(paths), lambda: _draw(plan, paths))
+    return Findings(Table(COLUMNS, lines, "iterate"), toy_checks(paths), lambda: _draw(plan, paths))
 
 
 def rises(values: Sequence[float]) -> int:
-    """How often the next value is greater.
+    """Return how often the next value is greater.
 
     >>> rises([3, 2, 4, 1])
     1
@@ -151,7 +154,7 @@ def _line(name: str, path: Path) -> Line:
     return Line("toy", name, values)
 
 
-def _checks(paths: Mapping[str, Path]) -> tuple[Check, ...]:
+def toy_checks(paths: Mapping[str, Path]) -> tuple[Check, ...]:
     last, mean, plain = paths[LAST], paths[MEAN], paths[PLAIN]
     rounds = len(last.loss) - 1
     up, away = rises(last.loss), rises(last.sq_distance)
@@ -171,19 +174,20 @@ def _checks(paths: Mapping[str, Path]) -> tuple[Check, ...]:
 
 
 def line_distances(point: Sequence[float]) -> tuple[float, float]:
-    """Distances of a point to S1: 3a + b = 3 and to S2: a + b = 3."""
+    """Return the distances of a point to S1: 3a + b = 3 and to S2: a + b = 3."""
     a, b = point
     return abs(3 * a + b - 3) / 10**0.5, abs(a + b - 3) / 2**0.5
 
 
 def _turns(path: Path) -> tuple[bool, str]:
-    """Whether the nearer line is another one after every step."""
+    """Test whether the nearer line alternates in every round."""
     nearer = [int(np.argmin(line_distances(point))) for point in path.points.tolist()]
     changes = sum(a != b for a, b in pairwise(nearer))
     return changes == len(nearer) - 1, f"{changes} of {len(nearer) - 1} rounds"
 
 
 def _from_first_line() -> tuple[bool, str]:
+    """Test the first step from a point of S1: size 2, and on S2."""
     path = toy_paths(ON_FIRST_LINE, 1)[LAST]
     step, off = path.steps[0], line_distances(path.points[1].tolist())[1]
     return abs(step - 2) < 1e-9 and off < 1e-9, f"step {step:.6g}, {off:.1g} from S2"

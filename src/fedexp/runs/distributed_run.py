@@ -40,13 +40,13 @@ def join_ranks(run: Run, ranks: Ranks, stop: Callable[[], bool]) -> DistributedG
 def check_same_content(run: Run, ranks: Ranks) -> None:
     """Refuse ranks with another run, other software, other data or other code."""
     own = f"run {run_id(run)} with fedexp {__version__} and torch {torch.__version__}"
-    for rank, theirs in enumerate(found := ranks.gather(own)):
+    for rank, theirs in enumerate(found := ranks.all_gather_object(own)):
         require(
             theirs == found[0],
             f"rank {rank} has {theirs}, but rank 0 has {found[0]}; start all ranks with the same "
             "command and versions",
         )
-    for rank, content in enumerate(contents := ranks.gather(run.fingerprint)):
+    for rank, content in enumerate(contents := ranks.all_gather_object(run.fingerprint)):
         apart = contents[0].differences(content)
         require(
             not apart,
@@ -135,7 +135,7 @@ def _receive_state(
     """Return the state that the first rank sends; client state comes in blocks."""
     state = state_from(message.round, message.steps, from_bytes(model, run.device), {})
     fresh = run.setup.algorithm.client.init_client_state(state.params)
-    placed = store.placed({}, fresh, run.task.train.clients, process_group.beside)
+    placed = store.placed({}, fresh, run.task.train.clients, process_group.local_world_size)
     clients = ClientStates.of(placed)
     while (block := process_group.ranks.receive()) is not None:
         clients = clients.updated(clients_from(from_bytes(block[1], run.device), block[0]))

@@ -306,8 +306,8 @@ def run_spread(
     left = [spec for spec in specs if spec not in found]
     keeping: dict[str, Any] = {"checkpoint_every": checkpoint_every, "stop": stop}
     keeping["restart"] = restart
-    if len(left) >= ranks.world:
-        mine = Shard(ranks.rank + 1, ranks.world).of(left)
+    if len(left) >= ranks.world_size:
+        mine = Shard(ranks.rank + 1, ranks.world_size).of(left)
         own = run_all(mine, 1, on_round, root, on_busy=on_busy, **keeping)
         found |= {each.spec: each for part in _gathered(own, ranks, stop) for each in part}
     else:
@@ -327,9 +327,9 @@ def told_of(runs: int, ranks: Ranks | None) -> int:
     >>> told_of(10, None)
     10
     """
-    if ranks is None or runs < ranks.world:
+    if ranks is None or runs < ranks.world_size:
         return runs
-    return math.ceil(runs / ranks.world)
+    return math.ceil(runs / ranks.world_size)
 
 
 def _over(specs: Sequence[Spec], ranks: Ranks, root: Path | None) -> dict[Spec, Outcome]:
@@ -350,4 +350,4 @@ def _gathered(
         if stop():
             raise Stopped(None, 0) from None  # as the others did
         raise
-    return ranks.gather(own)
+    return ranks.all_gather_object(own)

@@ -22,12 +22,12 @@ from fedexp.server.base import (
 )
 
 Form = Literal["standard", "printed", "authors", "reddi"]
-EARLIER = "reddi"  # what "printed" was called when it was the default
+EARLIER = "reddi"  # the name of "printed" in version 0.1
 
 
 @dataclass(frozen=True)
 class _Adaptive(ServerRule):
-    """The common shape: w ← w - lr · m / (√v + τ), coordinate by coordinate.
+    """The update that all three share: w ← w - lr · m / (√v + τ), coordinate by coordinate.
 
     Args:
         lr: the server step size η_g > 0.
@@ -35,7 +35,8 @@ class _Adaptive(ServerRule):
         form: "standard" starts v at 0, as Reddi et al. ran it. "printed" starts v at τ², as their
             Algorithm 2 allows: steps are half as long for as long as Δ̄ is small beside τ.
             "authors" divides by √(v + τ) with v starting at 0, as the FedExP authors' code does
-            (audit B8, B9). "reddi" is an earlier name of "printed".
+            (docs/paper.md#released-adagrad, docs/paper.md#released-adam). "reddi" is an earlier
+            name of "printed".
     """
 
     lr: float = 0.1
@@ -56,11 +57,11 @@ class _Adaptive(ServerRule):
         start = self.tau**2 if self.form == "printed" else 0.0
         return {"second": torch.full_like(vector(params), start)}
 
-    def _move(self, params: Tensor, direction: Tensor, state: State) -> Step:
+    def _descend(self, params: Tensor, direction: Tensor, state: State) -> Step:
         second = state["second"]
         scale = (second + self.tau).sqrt() if self.form == "authors" else second.sqrt() + self.tau
-        still = scale == 0  # only with tau = 0, where a coordinate has never moved
-        direction = torch.where(still, 0.0, direction / scale.masked_fill(still, 1.0))
+        unchanged = scale == 0  # only with tau = 0, where all updates of a coordinate were 0
+        direction = torch.where(unchanged, 0.0, direction / scale.masked_fill(unchanged, 1.0))
         return descend(params, direction, self.lr), state, {"server_lr": scalar(self.lr, params)}
 
 
@@ -77,7 +78,7 @@ class Adagrad(_Adaptive):
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
         mean = aggregate.mean.to(state["second"].dtype)
-        return self._move(params, mean, {"second": state["second"] + mean.square()})
+        return self._descend(params, mean, {"second": state["second"] + mean.square()})
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Adam(_Adaptive):
         first = self.beta1 * state["first"] + (1 - self.beta1) * mean
         squared = (first if self.form == "authors" else mean).square()
         second = self._second_moment(state["second"], squared)
-        return self._move(params, first, {"first": first, "second": second})
+        return self._descend(params, first, {"first": first, "second": second})
 
     def _second_moment(self, second: Tensor, squared: Tensor) -> Tensor:
         return self.beta2 * second + (1 - self.beta2) * squared

@@ -40,13 +40,13 @@ class Average(ServerRule):
         require_positive("the server lr", self.lr)
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
-        moved = descend(params, aggregate.mean, self.lr)
-        return moved, state, {"server_lr": scalar(self.lr, params)}
+        next_params = descend(params, aggregate.mean, self.lr)
+        return next_params, state, {"server_lr": scalar(self.lr, params)}
 
 
 @dataclass(frozen=True)
 class Momentum(ServerRule):
-    """FedAvg-M: v ← Δ̄ + β v; w ← w - lr · v (App. F; audit B7).
+    """FedAvg-M: v ← Δ̄ + β v; w ← w - lr · v (App. F, docs/paper.md#fedavg-m).
 
     Args:
         lr: the server step size η_g > 0.
@@ -65,10 +65,10 @@ class Momentum(ServerRule):
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
         momentum = accumulate(state["momentum"], aggregate.mean, self.beta)
-        moved = descend(params, momentum, self.lr)
-        return moved, {"momentum": momentum}, {"server_lr": scalar(self.lr, params)}
+        next_params = descend(params, momentum, self.lr)
+        return next_params, {"momentum": momentum}, {"server_lr": scalar(self.lr, params)}
 
 
 def accumulate(momentum: Tensor, mean: Tensor, beta: float) -> Tensor:
-    """Heavy-ball momentum v ← Δ̄ + β v, in the type of v."""
+    """Return the heavy-ball momentum Δ̄ + β v, in the type of v."""
     return (mean + beta * momentum).to(momentum.dtype)

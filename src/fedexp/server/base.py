@@ -1,4 +1,4 @@
-"""What a server rule is, and the one step they all take."""
+"""`ServerRule`, the base class of server rules, and the descent step they all take."""
 
 from __future__ import annotations
 
@@ -25,46 +25,46 @@ class ServerRule(abc.ABC):
     metrics are dictionaries of tensors, so a checkpoint needs no knowledge of the rule and a step
     can run on a device without waiting for the host. Every rule reports `server_lr`.
 
-    `average_last` is how many of the last iterates make the output model unless the algorithm
-    says otherwise.
+    `average_last` is the number of last iterates that the output model averages, unless the
+    algorithm sets another (docs/paper.md#output-model).
     """
 
     average_last: ClassVar[int] = 1
 
     def init(self, params: Tensor) -> State:
-        """The state before the first round."""
+        """Return the state before the first round."""
         return {}
 
     @abc.abstractmethod
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
-        """The next parameters, the next state, and metrics."""
+        """Return the next parameters, the next state, and metrics."""
 
 
 def descend(params: Tensor, direction: Tensor, lr: Tensor | float) -> Tensor:
-    """`params - lr * direction`, in the type of `params` (eq. 4).
+    """Return `params - lr * direction`, in the type of `params` (eq. 4, docs/paper.md#server-step).
 
-    Every rule ends here, so that rules that agree on the numbers agree on every bit.
+    Every rule calls this, so rules with equal steps give equal bits.
     """
     params = vector(params)
     return (params - lr * direction).to(params.dtype)
 
 
 def vector(params: Any) -> Tensor:
-    """The parameters as a tensor; arrays and lists will do."""
+    """Return parameters, given as a tensor, an array or a list, as a tensor."""
     return torch.as_tensor(params)
 
 
 def scalar(value: float, like: Any) -> Tensor:
-    """A float64 number on the device of `like`."""
-    # filled there: a number of the host's cannot be copied while a graph is captured
+    """Return a float64 scalar on the device of `like`."""
+    # filled on the device: copies from the host are not allowed while a CUDA graph is captured
     return torch.full((), value, dtype=torch.float64, device=vector(like).device)
 
 
 def require_positive(name: str, value: float) -> None:
-    """Refuse a learning rate or similar that is not a positive, finite number."""
+    """Raise `UsageError` unless the value is positive and finite."""
     require(math.isfinite(value) and value > 0, f"{name} must be positive and finite, not {value}")
 
 
 def require_fraction(name: str, value: float) -> None:
-    """Refuse a decay or momentum outside [0, 1)."""
-    require(0 <= value < 1, f"{name} must lie in [0, 1), not {value}")
+    """Raise `UsageError` unless the value is in [0, 1)."""
+    require(0 <= value < 1, f"{name} must be in [0, 1), not {value}")

@@ -1,4 +1,4 @@
-"""FedExP: step further when the clients disagree."""
+"""FedExP: a server step size that grows with the disagreement of the clients."""
 
 from __future__ import annotations
 
@@ -35,19 +35,20 @@ def exp_step_size(
     clamp: bool = True,
     max_step: float = math.inf,
 ) -> Tensor | float:
-    """The FedExP server step size (eq. 8): the only place where it is computed.
+    """Return the FedExP server step size (eq. 8, docs/paper.md#fedexp-step-size).
 
     η_g = max(1, mean ||Δ_i||² / (factor · (||mean Δ_i||² + eps)))
 
-    It has an answer for every input: 1 where the mean update is zero (nothing can move) and where
-    the ratio overflows and no `max_step` bounds it. Numbers give a number, tensors a tensor.
+    It is defined for every input: 1 where the mean update is zero (docs/paper.md#zero-update), and
+    where the ratio overflows without a `max_step`. Returns a float for floats, else a tensor.
 
     Args:
         mean_sq_norm: mean of the clients' squared norms, over the whole update.
         sq_norm_of_mean: squared norm of the mean update, with the same weights.
-        eps: small constant >= 0 against blow-up; infinity gives FedAvg.
-        factor: 2 as printed; 1 when clients project exactly (App. C.4.1).
-        clamp: never step shorter than FedAvg does.
+        eps: small constant >= 0 that bounds the ratio; infinity gives FedAvg.
+        factor: 2 as printed; 1 when clients project exactly (App. C.4.1,
+            docs/paper.md#exact-projection-step).
+        clamp: return at least 1, the step size of FedAvg.
         max_step: upper bound; not in the paper, off by default.
 
     >>> exp_step_size(mean_sq_norm=8.0, sq_norm_of_mean=1.0)
@@ -68,22 +69,23 @@ class ExP(ServerRule):
     """FedExP (Algorithm 1): w ← w - η_g Δ̄, with η_g from `exp_step_size`.
 
     Besides `server_lr` it reports `diversity` (r = mean ||Δ_i||² / ||Δ̄||², at least 1; FedExP
-    leaves FedAvg when r > 2), `mean_sq_norm`, `sq_norm_of_mean`, `clamped` (1 where the clamp
-    held) and `eps_share` (the part of the denominator that is eps).
+    differs from FedAvg when r > 2), `mean_sq_norm`, `sq_norm_of_mean`, `clamped` (1 where the clamp
+    is active) and `eps_share` (the share of eps in the denominator).
 
     Args:
         eps: added to ||Δ̄||², >= 0. The paper's rule of thumb: start at 1e-3, raise it until the
-            result drops. Where it suits, `eps_share` stays around a tenth while training is quick
-            (docs/reproduction.md). The authors' code has twenty times as much, and needed more
-            rounds on CIFAR-10; it differs in other things as well.
+            result drops (docs/paper.md#epsilon-rule-of-thumb). With a good eps, `eps_share` stays
+            around 0.1 while training is fast (docs/reproduction.md). The authors' code has twenty
+            times as much, and needed more rounds on CIFAR-10; it has other differences as well.
         factor: 2 as printed; 1 for exact projections.
         clamp: keep η_g >= 1.
         max_step: upper bound of η_g.
         eps_mode: "absolute" as printed; "participants" multiplies eps by their number, as the
-            authors' code does (audit B1); "relative" multiplies it by the mean squared norm,
-            which makes the rule scale-free.
-        eps_decay: factor on eps after every round (audit B2).
-        decay_before_first_round: decay eps before the first round as well (audit B3).
+            authors' code does (docs/paper.md#released-epsilon); "relative" multiplies it by the
+            mean squared norm, which makes the rule scale-free.
+        eps_decay: factor on eps after every round (docs/paper.md#released-epsilon-decay).
+        decay_before_first_round: decay eps before the first round as well
+            (docs/paper.md#released-decay-timing).
 
     >>> import torch
     >>> rule, w = ExP(eps=0.0), torch.zeros(4)
@@ -106,7 +108,7 @@ class ExP(ServerRule):
         require(self.eps >= 0, f"eps must not be negative, but is {self.eps}")
         require(self.factor > 0, f"factor must be positive, not {self.factor}")
         require(self.max_step >= 1, f"max_step must be at least 1, not {self.max_step}")
-        require(0 < self.eps_decay <= 1, f"eps_decay must lie in (0, 1], not {self.eps_decay}")
+        require(0 < self.eps_decay <= 1, f"eps_decay must be in (0, 1], not {self.eps_decay}")
         modes = EpsMode.__args__  # type: ignore[attr-defined]
         require(self.eps_mode in modes, f"eps_mode must be one of {', '.join(modes)}")
 
@@ -118,13 +120,13 @@ class ExP(ServerRule):
         eta, metrics = self._extrapolate(
             aggregate.mean_sq_norm, aggregate.sq_norm_of_mean, aggregate, state["eps"]
         )
-        moved = descend(params, aggregate.mean, eta)
-        return moved, {"eps": state["eps"] * self.eps_decay}, metrics
+        next_params = descend(params, aggregate.mean, eta)
+        return next_params, {"eps": state["eps"] * self.eps_decay}, metrics
 
     def _extrapolate(
         self, mean_sq_norm: Tensor, sq_norm_of_mean: Tensor, aggregate: Aggregate, eps: Tensor
     ) -> tuple[Tensor, Metrics]:
-        """The step size and what explains it; `eps` is the decayed one."""
+        """Return the step size and the metrics; `eps` is the decayed one."""
         if self.eps_mode == "participants":
             eps = eps * aggregate.count
         elif self.eps_mode == "relative":
@@ -147,13 +149,14 @@ class ExP(ServerRule):
 class MomentumExP(ExP):
     """FedExP-M (App. F): v ← Δ̄ + β v; S ← m + (β/2) S; w ← w - S / (2 (||v||² + eps)) · v.
 
-    m is the mean squared norm of the round. The clamp is off, as printed. `mean_sq_norm` and
-    `sq_norm_of_mean` report S and ||v||², the numbers that make the step.
+    m is the mean squared norm of the round (docs/paper.md#fedexp-m). The clamp is off, as printed.
+    `mean_sq_norm` and `sq_norm_of_mean` report S and ||v||², which determine the step size.
 
     Args:
         beta: momentum β in [0, 1); the paper does not state it, its code uses 0.9.
         apply_momentum: False reproduces the released code, where a misspelt name means that
-            momentum is never applied: it moves along Δ̄ with S in the numerator (audit B6).
+            momentum is never applied: the step is along Δ̄, with S in the numerator
+            (docs/paper.md#released-momentum-typo).
     """
 
     clamp: bool = False
@@ -178,17 +181,16 @@ class MomentumExP(ExP):
         momentum = accumulate(state["momentum"], aggregate.mean, beta)
         sq_norm = torch.linalg.vector_norm(momentum, dtype=torch.float64).square()
         eta, metrics = self._extrapolate(numerator, sq_norm, aggregate, state["eps"])
-        moved = descend(params, momentum, eta)
+        next_params = descend(params, momentum, eta)
         after = {"eps": state["eps"] * self.eps_decay, "momentum": momentum, "sq": numerator}
-        return moved, after, metrics
+        return next_params, after, metrics
 
 
 def diversity(mean_sq_norm: Tensor, sq_norm_of_mean: Tensor) -> Tensor:
-    """r = mean ||Δ_i||² / ||mean Δ_i||² >= 1 by Jensen; 1 when nothing moved."""
-    nothing = mean_sq_norm == 0
-    return torch.where(nothing, 1.0, mean_sq_norm / sq_norm_of_mean)
+    """Return mean ||Δ_i||² / ||mean Δ_i||², >= 1 by Jensen's inequality; 1 when all are zero."""
+    return torch.where(mean_sq_norm == 0, 1.0, mean_sq_norm / sq_norm_of_mean)
 
 
 def _share(eps: Tensor, sq_norm: Tensor) -> Tensor:
-    """eps / (sq_norm + eps), also for infinite eps; 0 where both are zero."""
+    """Return eps / (sq_norm + eps), also for infinite eps; 0 where both are zero."""
     return torch.where(eps > 0, 1.0 - sq_norm / (sq_norm + eps), 0.0)

@@ -1,8 +1,9 @@
 """The paper's tasks on images: EMNIST, CIFAR-10, CIFAR-100, CINIC-10, with the paper's settings.
 
-20 clients a round, 20 local steps of batches of 50, weight decay 1e-4, gradients clipped at 10,
-client step size decayed by 0.998 a round, 500 rounds (sec. 6, App. D; audit A2, A3). Targets are
-the accuracies of Table 1. The data must be there: `fedexp data fetch NAME` gets them.
+20 clients per round, 20 local steps of batches of 50, weight decay 1e-4, gradients clipped at 10,
+client step size decayed by 0.998 per round, 500 rounds (sec. 6, App. D;
+docs/paper.md#training-settings, docs/paper.md#experimental-settings). The data must be in the data
+folder: `fedexp data fetch NAME` downloads them.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -18,16 +19,17 @@ from fedexp.data import partition
 from fedexp.data.transforms import Augment, Images
 from fedexp.models import Pool, cifar_cnn, emnist_cnn, resnet18
 from fedexp.seeding import generator
-from fedexp.tasks.task import PAPER_TRAINING, Options, Task, classification
+from fedexp.tasks.recipe import PAPER_TRAINING, RECIPES
+from fedexp.tasks.task import Task, classification
 
 if TYPE_CHECKING:
     from fedexp.data.sources.splits import RawSplits
 
 COHORT, ROUNDS, ALPHA = 20, 500, 0.3
-EVALUATE_EVERY = 5  # as the authors do (audit B18); EMNIST, with 671,585 images, less often
+EVALUATE_EVERY = 5  # docs/paper.md#released-evaluation; EMNIST, with 671,585 images, less often
 
-# Mean and deviation of the training images, channel by channel, pixels in [0, 1]. EMNIST is taken
-# as TensorFlow Federated gives it: grey values over 255, the background 1.
+# Mean and standard deviation of the training images per channel, pixels in [0, 1]. EMNIST is as in
+# TensorFlow Federated: grey values over 255, background 1.
 STATISTICS = {
     "emnist": ((0.0,), (1.0,)),
     "cifar10": ((0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)),
@@ -37,12 +39,12 @@ STATISTICS = {
 
 
 def emnist(folder: str | None = None) -> Task:
-    """Characters of 3,400 writers, each a client; the network of Reddi et al.; target 84 %.
+    """Return EMNIST: characters of 3,400 writers, each a client; the network of Reddi et al.
 
     Args:
         folder: the data folder; by default the one that `FEDEXP_DATA` names.
     """
-    data = _load("emnist", folder)
+    data, recipe = load_splits("emnist", folder), RECIPES["emnist"]
     train = data.federation()
     return classification(
         "emnist",
@@ -54,9 +56,9 @@ def emnist(folder: str | None = None) -> Task:
         rounds=ROUNDS,
         cohort=min(COHORT, train.clients),
         evaluate_every=5 * EVALUATE_EVERY,
-        target=0.84,
-        tuned=_tuned(lr=10**-0.5, eps=0.1, adagrad=10**-0.5, tau=10**-0.75, mu=0.001),
-        released=_released_emnist(),
+        target=recipe.target,
+        tuned=recipe.tuned,
+        released=recipe.released,
     )
 
 
@@ -68,19 +70,20 @@ def cifar10(
     augment: Augment | None = "example",
     folder: str | None = None,
 ) -> Task:
-    """CIFAR-10 over 100 clients of equal size, Dirichlet(0.3); ResNet-18; target 72 %.
+    """Return CIFAR-10 over 100 clients of equal size, Dirichlet(0.3); ResNet-18.
 
     Args:
         clients: number of clients.
         alpha: heterogeneity; the smaller, the fewer classes a client has.
-        seed: of the partition.
-        pool: "avg3" for the pooling of the authors' code (audit B14).
-        augment: "batch" for one crop and flip a batch, as in the authors' code (audit B13).
+        seed: seed of the partition.
+        pool: "avg3" for the pooling of the authors' code (docs/paper.md#released-resnet).
+        augment: "batch" for one crop and flip per batch, as in the authors' code
+            (docs/paper.md#released-augmentation).
         folder: the data folder; by default the one that `FEDEXP_DATA` names.
     """
-    data = _load("cifar10", folder)
+    data = load_splits("cifar10", folder)
     build = partial(resnet18, data.classes, pool)
-    return dirichlet_images(data, build, clients, alpha, seed, augment, target=0.72, mu=0.1)
+    return dirichlet_images(data, build, clients, alpha, seed, augment)
 
 
 def cifar100(
@@ -91,10 +94,10 @@ def cifar100(
     augment: Augment | None = "example",
     folder: str | None = None,
 ) -> Task:
-    """CIFAR-100 over 100 clients; target 40 %. Arguments as for `cifar10`."""
-    data = _load("cifar100", folder)
+    """Return CIFAR-100 over 100 clients. Arguments as for `cifar10`."""
+    data = load_splits("cifar100", folder)
     build = partial(resnet18, data.classes, pool)
-    return dirichlet_images(data, build, clients, alpha, seed, augment, target=0.40, mu=0.001)
+    return dirichlet_images(data, build, clients, alpha, seed, augment)
 
 
 def cinic10(
@@ -105,10 +108,10 @@ def cinic10(
     augment: Augment | None = "example",
     folder: str | None = None,
 ) -> Task:
-    """CINIC-10 over 200 clients; target 58 %. Arguments as for `cifar10`."""
-    data = _load("cinic10", folder)
+    """Return CINIC-10 over 200 clients. Arguments as for `cifar10`."""
+    data = load_splits("cinic10", folder)
     build = partial(resnet18, data.classes, pool)
-    return dirichlet_images(data, build, clients, alpha, seed, augment, target=0.58, mu=1.0)
+    return dirichlet_images(data, build, clients, alpha, seed, augment)
 
 
 def cifar10_cnn(
@@ -118,14 +121,15 @@ def cifar10_cnn(
     augment: Augment | None = "example",
     folder: str | None = None,
 ) -> Task:
-    """The study of iterate averaging: 10 clients that all take part, a small CNN (audit A3.6).
+    """Return the task of the study of iterate averaging (docs/paper.md#averaging-study).
 
-    It is judged by its training accuracy. Arguments as for `cifar10`.
+    A small CNN on 10 clients that all take part, judged by training accuracy. Arguments as for
+    `cifar10`.
     """
-    data = _load("cifar10", folder)
+    data = load_splits("cifar10", folder)
     build = partial(cifar_cnn, data.classes)
-    task = dirichlet_images(data, build, clients, alpha, seed, augment, target=None, mu=0.1)
-    return replace(task, name="cifar10-cnn", cohort=None, metric="train_accuracy")
+    task = dirichlet_images(data, build, clients, alpha, seed, augment)
+    return replace(task, name="cifar10-cnn", cohort=None, metric="train_accuracy", target=None)
 
 
 def dirichlet_images(
@@ -135,23 +139,18 @@ def dirichlet_images(
     alpha: float,
     seed: int,
     augment: Augment | None,
-    *,
-    target: float | None,
-    mu: float,
 ) -> Task:
-    """A data set dealt out to clients of equal size with Dirichlet(alpha) class mixes.
+    """Return a data set over clients of equal size, with classes from Dirichlet(alpha).
 
     Args:
-        data: the data set as published.
-        build: makes the model.
+        data: the data set as published; its recipe is found by its name.
+        build: returns a new model.
         clients: number of clients.
         alpha: heterogeneity.
-        seed: of the partition.
+        seed: seed of the partition.
         augment: see `Images`.
-        target: test accuracy that counts as reached.
-        mu: the best μ of FedProx.
     """
-    rng = generator(seed, f"{data.name} partition")
+    recipe, rng = RECIPES[data.name], generator(seed, f"{data.name} partition")
     parts = partition.dirichlet(data.train["y"].numpy(), clients, alpha, rng)
     return classification(
         data.name,
@@ -162,49 +161,15 @@ def dirichlet_images(
         rounds=ROUNDS,
         cohort=min(COHORT, clients),
         evaluate_every=EVALUATE_EVERY,
-        target=target,
-        tuned=_tuned(lr=0.01, eps=1e-3, adagrad=0.1, tau=0.1, mu=mu),
-        released={"fedadam": {"server.lr": 0.1}},  # audit B9
+        target=recipe.target,
+        tuned=recipe.tuned,
+        released=recipe.released,
     )
 
 
-def _tuned(lr: float, eps: float, adagrad: float, tau: float, mu: float) -> Options:
-    """The paper's best values (audit A4).
-
-    The table has no row for SCAFFOLD-ExP and FedProx-ExP, which take those of FedExP; none of μ,
-    which is that of the released code (B11); and the momentum table none for EMNIST and CINIC-10,
-    which take those of CIFAR in the server's step size. FedAdagrad's τ, which the paper leaves out,
-    is the root of the released one, which is added to v under the root (B8): where v is small the
-    two divide by the same number, and the step size was chosen with that. With τ = 0.001 the first
-    step moves every weight by all of it.
-    """
-    average = {"server.lr": 1.0, "local.lr": lr}
-    exp = {"server.eps": eps, "local.lr": lr}
-    return {
-        "fedavg": average,
-        "fedexp": exp,
-        "scaffold": average,
-        "scaffold-exp": exp,
-        "fedprox": {**average, "client.mu": mu},
-        "fedprox-exp": {**exp, "client.mu": mu},
-        "fedadagrad": {"server.lr": adagrad, "server.tau": tau, "local.lr": lr},
-        "fedadam": {"server.lr": 0.01, "local.lr": lr},
-        "fedavgm": {**average, "server.beta": 0.9},
-        "fedexp-m": {**exp, "server.beta": 0.9},
-    }
-
-
-def _released_emnist() -> Options:
-    """What the authors' code has for EMNIST: lr 0.1, but for momentum (audit B8, B9, B10)."""
-    without_momentum = ("fedavg", "fedexp", "scaffold", "scaffold-exp", "fedprox", "fedprox-exp")
-    changes: dict[str, dict[str, Any]] = {name: {"local.lr": 0.1} for name in without_momentum}
-    changes["fedadagrad"] = {"local.lr": 0.1, "server.tau": 10**-1.5}
-    changes["fedadam"] = {"local.lr": 0.1, "server.lr": 0.1}
-    return changes
-
-
-def _load(name: str, folder: str | None) -> RawSplits:
-    # Imported here, because a task on other data needs none of the readers.
+def load_splits(name: str, folder: str | None) -> RawSplits:
+    """Return a data set as published."""
+    # imported here, because tasks on other data need none of the readers
     from fedexp.data.datasets import load
 
     return load(name, folder)

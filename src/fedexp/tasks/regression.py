@@ -1,4 +1,4 @@
-"""Linear regression: the paper's convex problems, which need no download."""
+"""Linear regression: the paper's toy and synthetic problems, and least squares on any data."""
 
 from __future__ import annotations
 
@@ -14,33 +14,12 @@ from fedexp.errors import require
 from fedexp.local import LocalTraining
 from fedexp.objective import LeastSquares
 from fedexp.seeding import generator
+from fedexp.tasks.recipe import RECIPES
 from fedexp.tasks.task import Task
-
-Options = dict[str, dict[str, Any]]
-
-TUNED: Options = {  # audit A4, row "Synthetic"; eps = 0 because every client can fit the optimum
-    "fedavg": {"server.lr": 10.0, "local.lr": 0.1},
-    "fedexp": {"server.eps": 0.0, "local.lr": 0.1},
-    "scaffold": {"server.lr": 10.0, "local.lr": 0.1},
-    "scaffold-exp": {"server.eps": 0.0, "local.lr": 0.1},
-    "fedadagrad": {"server.lr": 0.1, "local.lr": 0.1},
-    "fedprox": {"server.lr": 10.0, "client.mu": 0.01, "local.lr": 0.1},
-    "fedprox-exp": {"server.eps": 0.0, "client.mu": 0.01, "local.lr": 0.1},
-    "fedexp-m": {"server.eps": 0.0, "local.lr": 0.1},
-}
-
-# The authors' notebook: no clamp, an average without effect, no eps (audit B8, B25, B26).
-RELEASED: Options = {
-    "fedexp": {"server.clamp": False, "average_last": 1},
-    "scaffold-exp": {"server.clamp": False, "average_last": 1},
-    "fedprox-exp": {"server.clamp": False, "average_last": 1},
-    "fedexp-m": {"average_last": 1},
-    "fedadagrad": {"server.tau": 0.0},
-}
 
 
 def linear_regression(A: Any, b: Any, start: Any = None, gradient_scale: float = 1.0) -> Task:
-    """Least squares over clients: F(w) = mean over clients of ||A_i w - b_i||².
+    """Return least squares over clients: F(w) = mean over clients of ||A_i w - b_i||².
 
     The local gradient is A_iᵀ(A_i w - b_i), on all of the client's data, 20 steps of lr 0.1.
 
@@ -48,7 +27,8 @@ def linear_regression(A: Any, b: Any, start: Any = None, gradient_scale: float =
         A: features, shape [M, n, d].
         b: targets, shape [M, n].
         start: the first model w⁰; zero when None.
-        gradient_scale: 1 for the half gradient of the authors; 2 for the gradient of F_i.
+        gradient_scale: 1 for the half gradient of the authors (docs/paper.md#half-gradient); 2 for
+            the gradient of F_i.
 
     >>> linear_regression([[[1.0, 0.0]], [[0.0, 1.0]]], [[1.0], [2.0]]).train.clients
     2
@@ -81,11 +61,19 @@ def synthetic(
     seed: int = 0,
     normalize: bool = True,
 ) -> Task:
-    """The paper's synthetic regression: 20 clients x 30 samples, 1000 parameters (App. D.2).
+    """Return the paper's synthetic regression: 20 clients x 30 samples, 1000 parameters (App. D.2).
 
     Rows are drawn from N(m_i, I), targets from a client's own w_i; u_i and y_i have standard
-    deviation 0.1 (audit A8.12). A row is scaled to norm 1 and so is each b_i, which the paper does
-    not say but its step sizes need (audit B23); then F(0) = 1.
+    deviation 0.1 (docs/paper.md#standard-deviations). Each row and each b_i is scaled to norm 1,
+    which the paper does not state but its step sizes require (docs/paper.md#normalised-rows); then
+    F(0) = 1.
+
+    Args:
+        clients: number of clients M.
+        rows: samples per client n.
+        dim: number of parameters d.
+        seed: seed of the data.
+        normalize: scale rows and targets to norm 1.
 
     >>> task = synthetic(clients=3, rows=4, dim=20)
     >>> round(task.evaluate(*task.objective.initial(0))["train_loss"], 12)
@@ -102,26 +90,33 @@ def synthetic(
     b = np.einsum("mnd,md->mn", A, truth)
     if normalize:
         b /= np.linalg.norm(b, axis=1, keepdims=True)
-    task = linear_regression(A, b)
-    return replace(task, name="synthetic", rounds=200, target=1e-5, tuned=TUNED, released=RELEASED)
+    recipe = RECIPES["synthetic"]
+    return replace(
+        linear_regression(A, b),
+        name="synthetic",
+        rounds=200,
+        target=recipe.target,
+        tuned=recipe.tuned,
+        released=recipe.released,
+    )
 
 
 def toy(start: tuple[float, float] = (0.0, 0.0)) -> Task:
-    """The paper's 2-D problem: F₁ = (3w₁ + w₂ - 3)², F₂ = (w₁ + w₂ - 3)², optimum (0, 3).
+    """Return the paper's 2-D problem: F₁ = (3w₁ + w₂ - 3)², F₂ = (w₁ + w₂ - 3)², optimum (0, 3).
 
-    The paper lets clients run to convergence, which projects the model onto their solution lines.
+    In the paper clients run to convergence, which projects the model onto their solution lines.
     100 steps of lr 1/6 do so to machine precision: they shrink the distance by (2/3)¹⁰⁰ for both
-    clients, whose curvatures are 10 and 2. FedExP then has factor 1 and eps 0.
+    clients, whose curvatures are 10 and 2. FedExP then has factor 1 and eps 0
+    (docs/paper.md#toy-problem).
     """
     task = linear_regression([[[3.0, 1.0]], [[1.0, 1.0]]], [[3.0], [3.0]], start=start)
-    exact = {"server.eps": 0.0, "server.factor": 1.0}
     return replace(
         task,
         name="toy",
         local=LocalTraining(lr=1 / 6, steps=100, batch_size=None),
         rounds=30,
-        target=1e-3,
-        tuned=dict.fromkeys(("fedexp", "scaffold-exp", "fedprox-exp", "fedexp-m"), exact),
+        target=RECIPES["toy"].target,
+        tuned=RECIPES["toy"].tuned,
     )
 
 

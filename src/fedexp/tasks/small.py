@@ -1,6 +1,6 @@
-"""The image tasks cut down to what a CPU trains in minutes: few images, few steps, a small model.
+"""The image tasks reduced to minutes on a CPU: fewer images, fewer steps, a small model.
 
-They are for trying things out and for `--scale small`; none of the paper's figures applies.
+For experiments and for `--scale small`; the figures of the paper do not apply to them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEPS, BATCH = 10, 10
 
 
 def emnist_small(writers: int = WRITERS, folder: str | None = None) -> Task:
-    """EMNIST with its first 20 writers, 5 of them a round, 10 steps of 10 images.
+    """Return EMNIST with its first 20 writers, 5 of them per round, 10 steps of 10 images.
 
     Args:
         writers: number of clients.
@@ -39,7 +39,7 @@ def emnist_small(writers: int = WRITERS, folder: str | None = None) -> Task:
     fields = {name: value[: ends[-1]] for name, value in whole.train.fields.items()}
     assert whole.test is not None
     task = replace(whole, train=Federation(fields, ends), test=_thinned(whole.test, TEST_IMAGES))
-    return _shrunk("emnist-small", task)
+    return _reduced("emnist-small", task)
 
 
 def cifar10_small(
@@ -49,13 +49,13 @@ def cifar10_small(
     augment: Augment | None = "example",
     folder: str | None = None,
 ) -> Task:
-    """1,000 images of CIFAR-10 over 10 clients, Dirichlet(0.3); a small CNN.
+    """Return 1,000 images of CIFAR-10 over 10 clients, Dirichlet(0.3), with a small CNN.
 
     Args:
         clients: number of clients.
         alpha: heterogeneity; the smaller, the fewer classes a client has.
-        seed: of the partition.
-        augment: "batch" for one crop and flip a batch, as in the authors' code.
+        seed: seed of the partition.
+        augment: "batch" for one crop and flip per batch, as in the authors' code.
         folder: the data folder; by default the one that `FEDEXP_DATA` names.
     """
     return _small_images("cifar10", folder, clients, alpha, seed, augment)
@@ -68,7 +68,7 @@ def cifar100_small(
     augment: Augment | None = "example",
     folder: str | None = None,
 ) -> Task:
-    """1,000 images of CIFAR-100 over 10 clients. Arguments as for `cifar10_small`."""
+    """Return 1,000 images of CIFAR-100 over 10 clients. Arguments as for `cifar10_small`."""
     return _small_images("cifar100", folder, clients, alpha, seed, augment)
 
 
@@ -79,33 +79,32 @@ def cinic10_small(
     augment: Augment | None = "example",
     folder: str | None = None,
 ) -> Task:
-    """1,000 images of CINIC-10 over 10 clients. Arguments as for `cifar10_small`."""
+    """Return 1,000 images of CINIC-10 over 10 clients. Arguments as for `cifar10_small`."""
     return _small_images("cinic10", folder, clients, alpha, seed, augment)
 
 
 def _small_images(
     name: str, folder: str | None, clients: int, alpha: float, seed: int, augment: Augment | None
 ) -> Task:
-    data: RawSplits = images._load(name, folder)
+    data: RawSplits = images.load_splits(name, folder)
     few = replace(
         data,
         train=_thinned(data.train, TRAIN_IMAGES),
         test=_thinned(data.test, TEST_IMAGES),
     )
     build: Callable[[], torch.nn.Module] = partial(cifar_cnn, data.classes)
-    mu = {"cifar10": 0.1, "cifar100": 0.001, "cinic10": 1.0}[name]
-    task = images.dirichlet_images(few, build, clients, alpha, seed, augment, target=None, mu=mu)
-    return _shrunk(f"{name}-small", task)
+    task = images.dirichlet_images(few, build, clients, alpha, seed, augment)
+    return _reduced(f"{name}-small", task)
 
 
 def _thinned(batch: Batch, count: int) -> Batch:
-    """Examples drawn once and for all: files may be sorted by class, or deal classes in turn."""
+    """Return a fixed random subset; the first examples of a file may not cover all classes."""
     order = generator(0, "small task").permutation(len(batch["y"]))
     chosen = torch.from_numpy(np.sort(order[:count]))
     return {name: value[chosen] for name, value in batch.items()}
 
 
-def _shrunk(name: str, task: Task) -> Task:
+def _reduced(name: str, task: Task) -> Task:
     return replace(
         task,
         name=name,

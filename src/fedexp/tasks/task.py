@@ -1,11 +1,8 @@
-"""`Task`: a problem, its data, and how it is trained unless the caller says otherwise.
-
-Any classifier on any federation: from a model and data to a `Task`.
-"""
+"""`Task`: a federated problem, its data and its default settings; `classification` makes one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -19,31 +16,32 @@ from fedexp.errors import UsageError, require
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers, ModuleObjective, Objective
 from fedexp.precision import Precision
+from fedexp.tasks.recipe import PAPER_TRAINING, Options
 
 Weighting = Literal["uniform", "size"]
-# Activations of a convolutional network on more would not fit a CPU's cache; a GPU wants work.
+# Examples per batch. On more, activations of a convolutional network do not fit a CPU's cache.
 EVALUATION_ROWS = {"cpu": 512, "cuda": 2048}
 
 
 @dataclass(frozen=True, eq=False)
 class Task:
-    """Everything an engine needs to know about a federated problem.
+    """A federated problem: objective, data and default settings.
 
     Attributes:
-        name: what the task is called on the command line and in records.
+        name: name of the task on the command line and in records.
         objective: the local loss.
         train: the clients' data.
         test: held-out examples, or None.
-        transform: what happens to a batch before the model sees it, or None.
+        transform: applied to each batch before the model, or None.
         local: default settings of local training.
         metric: the record field that the task is judged by.
         target: value of `metric` that counts as reached.
         rounds: default number of rounds.
-        cohort: default number of clients a round; None for all.
-        evaluate_every: default number of rounds between evaluations, which cost a pass over all
-            clients' data.
-        tuned: options by algorithm, as `--set` takes them; the paper's best values (audit A4).
-        released: the same for the authors' released code, where it differs (audit B).
+        cohort: default number of clients per round; None for all.
+        evaluate_every: default number of rounds between evaluations, each a pass over the data of
+            all clients.
+        tuned: options by algorithm, as `--set` takes them (docs/paper.md#tuned-values).
+        released: the same for the authors' code, where it differs (docs/paper.md#released-code).
         sums: whether F_i sums over examples (least squares) instead of averaging.
     """
 
@@ -58,12 +56,12 @@ class Task:
     rounds: int = 100
     cohort: int | None = None
     evaluate_every: int = 1
-    tuned: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    released: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    tuned: Options = field(default_factory=dict)
+    released: Options = field(default_factory=dict)
     sums: bool = False
 
     def to(self, device: torch.device, precision: Precision) -> Task:
-        """The task with its data and objective on a device, computing in a precision."""
+        """Return the task with its data and objective on a device, computing in a precision."""
         move = getattr(self.objective, "on", None)
         require(move is not None, "this objective cannot change devices; give it a method `on`")
         assert move is not None
@@ -74,10 +72,11 @@ class Task:
     def evaluate(
         self, params: Tensor, buffers: Buffers, share: tuple[int, int] = (0, 1)
     ) -> dict[str, float]:
-        """Training loss F(w), the mean over all clients; test loss; accuracies where they exist.
+        """Return training loss F(w), the mean over all clients; test loss; accuracies if any.
 
-        Clients count alike in F whatever their weights in training, as in the paper (eq. 1). Of the
-        examples, share (k, n) looks at the k-th of n parts only: what the parts give adds up.
+        All clients have the same weight in F whatever their weights in training, as in the paper
+        (eq. 1). With share (k, n) only the k-th of n parts of the examples is evaluated; the values
+        of the n parts add up to the whole.
         """
         if self.sums:
             rows = len(self.train.fields["y"])
@@ -116,14 +115,6 @@ class Task:
         return {name: value.item() for name, value in totals.items()}
 
 
-Options = Mapping[str, Mapping[str, Any]]
-
-# What every neural network of the paper is trained with (audit A2, B12); lr is the one of CIFAR.
-PAPER_TRAINING = LocalTraining(
-    lr=0.01, steps=20, batch_size=50, weight_decay=1e-4, clip_norm=10.0, lr_decay=0.998
-)
-
-
 def classification(
     name: str,
     build: Callable[[], nn.Module] | nn.Module,
@@ -139,25 +130,25 @@ def classification(
     tuned: Options | None = None,
     released: Options | None = None,
 ) -> Task:
-    """A task with the cross-entropy loss, judged by its accuracy on the test examples.
+    """Return a task with the cross-entropy loss, judged by its accuracy on the test examples.
 
-    The model and the data are tried on one example, so what does not fit together is told now and
-    not in the first round.
+    The model is tried on one example, so that a mismatch with the data is reported now and not in
+    the first round.
 
     Args:
-        name: what the task is called in records.
-        build: makes the model, e.g. `lambda: MyModel(classes=10)`; it maps `x` to class scores. A
-            model itself will do: then every run begins with its weights, whatever the seed.
+        name: name of the task in records.
+        build: returns a new model, e.g. `lambda: MyModel(classes=10)`, which maps `x` to class
+            scores; or a model, from whose weights every run starts, whatever the seed.
         train: the clients' examples: `x`, and `y` of int64 class numbers that start at 0.
         test: held-out examples with the same two fields; judged on the training data when None.
-        transform: what happens to a batch before the model sees it, e.g. `Images`.
+        transform: applied to each batch before the model, e.g. `Images`.
         local: settings of local training; the paper's by default.
         rounds: default number of rounds.
-        cohort: default number of clients a round; None for all.
+        cohort: default number of clients per round; None for all.
         evaluate_every: default number of rounds between evaluations.
         target: accuracy that counts as reached.
-        tuned: options by algorithm: the paper's best values.
-        released: options by algorithm where the authors' released code has others.
+        tuned: options by algorithm.
+        released: options by algorithm in the authors' code, where they differ.
 
     >>> import numpy as np
     >>> x, y = torch.eye(60, 8), torch.arange(60) % 3
@@ -193,13 +184,13 @@ def classification(
 
 
 def _check_fields(what: str, batch: Batch) -> None:
-    """Refuse data that is not examples `x` with int64 class numbers `y`."""
+    """Raise `UsageError` unless the data are examples `x` with int64 class numbers `y`."""
     missing = {"x", "y"} - set(batch)
     require(not missing, f"{what} has no field {' or '.join(sorted(missing))}; name its fields so")
     y = batch["y"]
     require(
         y.dtype == torch.int64 and y.ndim == 1,
-        f"the labels y of {what} are {_kind(y)}, not int64 class numbers, one an example; "
+        f"the labels y of {what} are {_kind(y)}, not int64 class numbers, one per example; "
         "convert them with numpy.unique(y, return_inverse=True)",
     )
     require(len(y) > 0, f"{what} holds no examples; pass None to leave it out")
@@ -208,13 +199,13 @@ def _check_fields(what: str, batch: Batch) -> None:
 
 @torch.no_grad()
 def _outputs(module: nn.Module, client: Batch, transform: Transform | None) -> int:
-    """The number of classes that the model tells apart, found by trying it on an example."""
+    """Return the number of classes of the model, found by calling it on one example."""
     one: Batch = {name: value[:1] for name, value in client.items()}
     if transform is not None:
         one = transform.evaluate(one)
     require(
         one["x"].dtype != torch.uint8,
-        "the examples x are bytes, which no model takes; pass transform=Images(mean, std), or "
+        "the examples x are bytes, which models reject; pass transform=Images(mean, std), or "
         "convert them to float",
     )
     module.eval()
@@ -222,7 +213,7 @@ def _outputs(module: nn.Module, client: Batch, transform: Transform | None) -> i
         scores = module(one["x"])
     except (RuntimeError, TypeError, ValueError) as error:
         reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"the model does not take these examples: {reason}") from error
+        raise UsageError(f"the model does not accept these examples: {reason}") from error
     require(
         isinstance(scores, Tensor) and scores.ndim == 2 and len(scores) == 1,
         f"the model must return class scores of shape [examples, classes], not {_kind(scores)}",
@@ -242,7 +233,7 @@ def _check_classes(what: str, batch: Batch, outputs: int) -> None:
 
 
 def _kind(value: Any) -> str:
-    """What a value is, in a few words for an error message."""
+    """Return the type and shape of a value, for an error message."""
     if not isinstance(value, Tensor):
         return type(value).__name__
     return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"

@@ -108,7 +108,7 @@ def _ahead(jobs: int, ranks: Ranks | None) -> int:
     """How many values to try at a time; more ranks than values share one after another."""
     if ranks is None:
         return jobs
-    return ranks.world if ranks.world <= len(VALUES) else 1
+    return ranks.world_size if ranks.world_size <= len(VALUES) else 1
 
 
 def explain(found: Found, study: Study) -> str:

@@ -293,7 +293,7 @@ def run_left(search: Search, left: int, jobs: int, pause: Pause, ranks: Ranks | 
     """
     if ranks is None:
         run_trials(search, min(jobs, left), pause)
-    elif left >= ranks.world:
+    elif left >= ranks.world_size:
         run_trials(search, 1, pause)
     elif ranks.is_first:
         run_trials(search, 1, pause, partial(_lead, ranks))

@@ -31,7 +31,7 @@ from faulty_app.problem import LOCAL, SEED, problem  # noqa: E402
 from local_federation import LocalFederation, RunOutcome  # noqa: E402
 
 ALL = (0, 1, 2)
-PATIENCE = 400.0  # for a busy machine: the whole of a run, not a claim about how fast it is
+PATIENCE = 400.0  # seconds for a whole run on a busy machine; not a claim about speed
 
 
 class Deployment(LocalFederation):
@@ -52,7 +52,7 @@ class Deployment(LocalFederation):
         return load_run(folder).rows if (folder / "spec.toml").exists() else []
 
     def has_checkpoint(self, name: str, algorithm: str = "fedexp") -> bool:
-        """Whether a run could go on; that comes a moment after its row."""
+        """Whether a run could resume; the checkpoint is written a moment after the row."""
         return (self.folder / "runs" / name / algorithm / NEWEST).exists()
 
     def assert_same(self, name: str, expected: list[Record], algorithm: str = "fedexp") -> None:

@@ -66,10 +66,10 @@ def test_a_supernode_and_a_client_process_killed_in_a_round(
 ) -> None:
     """Node 1 is killed and started again, the ClientApp of node 2 dies: the round ends without
     them by its timeout. The next one has node 1 again, and node 2 unless it is passed over."""
-    heard = federation.processes.log("node-1").count("Received")
+    before = federation.processes.log("node-1").count("Received")
     faults = "1:1:hang 1:2:exit"
     stream = federation.begin("killed", rounds=2, faults=faults, timeout=timeout, min_nodes=2)
-    until(lambda: federation.processes.log("node-1").count("Received") > heard, "node 1 to train")
+    until(lambda: federation.processes.log("node-1").count("Received") > before, "node 1 to train")
     federation.processes.kill("node-1")
     federation.start_node(1)
     status, log = federation.wait(stream, PATIENCE)
@@ -82,7 +82,7 @@ def test_a_supernode_and_a_client_process_killed_in_a_round(
 
 
 def test_a_superlink_killed_and_restarted(federation: Deployment) -> None:
-    """SCAFFOLD goes on too: the clients' control variates belong to the study, not to the run."""
+    """SCAFFOLD resumes too: the clients' control variates belong to the study, not to the run."""
     config = {"algorithms": "scaffold-exp", "rounds": 2}
     federation.begin("resumed", **config)
     until(lambda: federation.has_checkpoint("resumed", "scaffold-exp"), "a first round")
@@ -92,5 +92,5 @@ def test_a_superlink_killed_and_restarted(federation: Deployment) -> None:
     federation.start_superlink()
     status, log = federation.go("resumed", **config)
     assert status == COMPLETED, log
-    assert "going on in" in log
+    assert "resuming" in log
     federation.assert_same("resumed", simulated("scaffold-exp", [ALL] * 2), "scaffold-exp")

@@ -1,1 +1,1 @@
-"""`fedexp report`: run folders as one page that works offline, and as figures for a paper."""
+"""`fedexp report`: run folders as one page that works offline, and as static figures."""

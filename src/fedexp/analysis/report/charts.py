@@ -1,6 +1,7 @@
-"""Colours and dashes of the series, by day and by night.
+"""The charts of a page: which metrics, in which colours, and their numbers as JSON.
 
-The numbers behind the curves of a page, as plain JSON.
+page.js draws what `section_payload` returns. An algorithm has one colour, and one dash pattern for
+each of its settings.
 """
 
 from __future__ import annotations
@@ -12,20 +13,13 @@ from typing import Any
 import numpy as np
 
 from fedexp.analysis.plots import NAMES, colour
-from fedexp.analysis.report.sections import (
-    WINDOW,
-    Curve,
-    Section,
-    Series,
-    Spread,
-    spans_decades,
-    status,
-)
+from fedexp.analysis.report.sections import WINDOW, Section, Series, status
+from fedexp.analysis.summary import Band, Curve, spans_decades
 from fedexp.analysis.tables import format_value
 from fedexp.errors import unknown_name
 
-# Day colours that would drown in a dark page, brought up; the order of hues is the same.
-NIGHT = {
+# The colours of `fedexp.analysis.plots`, lightened for a dark page.
+DARK = {
     "fedexp": "#F5843C",
     "fedavg": "#4393DB",
     "scaffold": "#2BC497",
@@ -38,23 +32,16 @@ NIGHT = {
     "fedexp-m": "#FF9C8F",
     "fedprox-exp": "#B7ABFF",
 }
-# An algorithm in several settings keeps its colour: the dash tells them apart.
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SVG_DASHES = ("none", "7 4", "2 3", "7 3 2 3", "11 4", "11 3 2 3")
 MPL_DASHES = ("-", "--", ":", "-.", (0, (8, 2)), (0, (8, 2, 1, 2)))
 
 
-def day(algorithm: str) -> str:
-    """The colour on white, as in all other figures."""
-    return colour(algorithm)
-
-
-def night(algorithm: str) -> str:
-    """The colour on a dark page; white for an algorithm that has none."""
-    return NIGHT.get(algorithm, "#F2F2F2")
-
-
-JUDGES = ("test_accuracy", "train_accuracy", "train_loss")  # the first that a task has
+DEFAULT_METRICS = (
+    "test_accuracy",
+    "train_accuracy",
+    "train_loss",
+)  # of comparisons; the first that a task has
 CHARTS = (
     "test_accuracy",
     "train_accuracy",
@@ -67,52 +54,62 @@ TITLES = {**NAMES, "diversity": "diversity ratio", "eps_share": "share of eps"}
 Payload = dict[str, Any]
 
 
+def dark_colour(algorithm: str) -> str:
+    """Return the colour of an algorithm on a dark page; white for an unknown one."""
+    return DARK.get(algorithm, "#F2F2F2")
+
+
 def chart_names(section: Section, wanted: Sequence[str]) -> list[str]:
-    """The charts of a section: those asked for, or the usual ones, as far as it has the data."""
+    """Return the charts of a section: the wanted or the default ones that it has data for."""
     return [name for name in wanted or CHARTS if name in section.names]
 
 
 def check_metrics(sections: Sequence[Section], wanted: Sequence[str]) -> None:
-    """A metric that no run has is a mistake."""
+    """Raise `UsageError` for a metric that no run has."""
     known = {name for section in sections for name in section.names} - {"round"}
     for name in wanted:
         if name not in known:
             raise unknown_name("metric", name, known)
 
 
-def judge(section: Section, wanted: Sequence[str]) -> str:
-    """The metric that the table compares: one asked for, the task's own, or what there is."""
-    for name in (*wanted, section.runs[0].environment.get("metric"), *JUDGES):
+def main_metric(section: Section, wanted: Sequence[str]) -> str:
+    """Return the metric that the table compares: a wanted one, the task's own, or a default."""
+    for name in (*wanted, section.runs[0].environment.get("metric"), *DEFAULT_METRICS):
         if name in section.names and str(name).endswith(("accuracy", "loss")):
             return str(name)
-    return JUDGES[-1]
+    return DEFAULT_METRICS[-1]
 
 
 def section_payload(
     section: Section, names: Sequence[str], metric: str, target: float | None
 ) -> Payload:
-    """All that the page's script needs to draw a section."""
+    """Return what page.js needs to draw a section."""
     keys = [
-        {"name": s.label, "day": day(s.algorithm), "night": night(s.algorithm), "dash": _dash(s)}
-        for s in section.series
+        {
+            "name": series.label,
+            "light": colour(series.algorithm),
+            "dark": dark_colour(series.algorithm),
+            "dash": DASHES[series.variant % len(DASHES)],
+        }
+        for series in section.series
     ]
     charts = [_chart(section, name, target if name == metric else None) for name in names]
     return {"series": keys, "charts": charts}
 
 
 def describe(section: Section, name: str) -> str:
-    """A chart in words, for those who do not see it."""
+    """Return a chart in words, for screen readers."""
     ends = []
     for series in section.series:
-        pooled = series.spread(name)
-        if pooled.rounds.size:
-            last = format_value(float(pooled.mean[-1]), name)
-            ends.append(f"{series.label} {last} at round {pooled.rounds[-1]:.0f}")
+        band = series.band(name)
+        if band.rounds.size:
+            last = format_value(float(band.mean[-1]), name)
+            ends.append(f"{series.label} {last} at round {band.rounds[-1]:.0f}")
     return f"Line chart of {title(name)} against rounds. It ends with {'; '.join(ends)}."
 
 
 def title(name: str) -> str:
-    """What a metric is called."""
+    """Return the title of a metric's chart."""
     return TITLES.get(name, name.replace("_", " "))
 
 
@@ -132,33 +129,38 @@ def _curve(at: int, series: Series, name: str) -> Payload:
     return {
         "series": at,
         "runs": len(series.runs),
-        "raw": _points(series.spread(name)),
-        "smooth": _points(series.spread(name, WINDOW)),
+        "raw": _points(series.band(name)),
+        "smooth": _points(series.band(name, WINDOW)),
         "ends": _ends(series, name),
     }
 
 
-def _points(pooled: Spread) -> Payload:
-    whole = {name: getattr(pooled, name).astype(int).tolist() for name in ("rounds", "seeds")}
-    return {**{name: _short(values) for name, values in vars(pooled).items()}, **whole}
+def _points(band: Band) -> Payload:
+    return {
+        **{name: _short(values) for name, values in vars(band).items()},
+        "rounds": band.rounds.astype(int).tolist(),
+        "seeds": band.seeds.astype(int).tolist(),
+    }
 
 
 def _ends(series: Series, name: str) -> list[Payload]:
-    """Where a run broke off: the last point of its own curve, and why."""
+    """Return the last point of each run that diverged or is unfinished."""
     ends = []
     for run, curve in zip(series.runs, series.curves(name), strict=True):
         known = np.flatnonzero(~np.isnan(curve))
         text = status(run)
         if known.size and text.startswith(("diverged", "unfinished")):
-            place = {"round": int(known[-1]) + 1, "value": _short(curve[known[-1:]])[0]}
-            ends.append({**place, "seed": run.spec["seed"], "status": text})
+            ends.append(
+                {
+                    "round": int(known[-1]) + 1,
+                    "value": _short(curve[known[-1:]])[0],
+                    "seed": run.spec["seed"],
+                    "status": text,
+                }
+            )
     return ends
 
 
 def _short(values: Curve) -> list[float | None]:
-    """Six digits, which no screen can tell from more."""
+    """Round to six digits; None for what is not finite."""
     return [float(f"{v:.6g}") if math.isfinite(v) else None for v in values.tolist()]
-
-
-def _dash(series: Series) -> str:
-    return DASHES[series.variant % len(DASHES)]

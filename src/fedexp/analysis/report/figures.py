@@ -1,4 +1,4 @@
-"""The curves on paper: a column a task; rows for metric, training loss and step size."""
+"""The curves as a static figure: one column per task, one row per metric."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.analysis.plots import label, new_figure, save
-from fedexp.analysis.report.charts import MPL_DASHES, day, judge, title
-from fedexp.analysis.report.sections import Section, Series, spans_decades
+from fedexp.analysis.plots import colour, label, new_figure, save
+from fedexp.analysis.report.charts import MPL_DASHES, main_metric, title
+from fedexp.analysis.report.sections import Section, Series
+from fedexp.analysis.summary import spans_decades
 from fedexp.errors import UsageError, require
 
 if TYPE_CHECKING:
@@ -19,11 +20,11 @@ if TYPE_CHECKING:
 
 FORMATS = ("png", "svg", "pdf")
 PANEL = (3.3, 2.6)  # inches
-CHARACTERS = 13  # of the legend, in an inch
+CHARACTERS_PER_INCH = 13  # of the legend
 
 
 def write_figures(sections: Sequence[Section], wanted: Sequence[str], folder: Path) -> list[Path]:
-    """Draw `curves` in every format; returns the files."""
+    """Write the figure `curves` in every format; return the files."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -36,9 +37,11 @@ def write_figures(sections: Sequence[Section], wanted: Sequence[str], folder: Pa
 
 
 def curves_figure(sections: Sequence[Section], wanted: Sequence[str] = ()) -> Figure:
-    """A panel for each task and metric, and one legend for all."""
+    """Draw one panel per task and metric, with one legend for all."""
     rows = _rows(sections, wanted)
-    require(bool(rows), "no run has had a round yet, so there is nothing to draw; wait for one")
+    require(
+        bool(rows), "no run has finished a round yet, so there is nothing to draw; wait for one"
+    )
     figure, axes = new_figure(len(sections), *PANEL, rows=len(rows))
     lines: dict[str, Any] = {}
     for panel, (row, column) in zip(axes, np.ndindex(len(rows), len(sections)), strict=True):
@@ -47,17 +50,17 @@ def curves_figure(sections: Sequence[Section], wanted: Sequence[str] = ()) -> Fi
         if name is not None:
             lines |= _draw_panel(panel, section, name)
             label(panel, "round", title(name), section.title if row == 0 else "")
-    width = CHARACTERS * PANEL[0] * len(sections) // (max(map(len, lines)) + 6)
+    width = CHARACTERS_PER_INCH * PANEL[0] * len(sections) // (max(map(len, lines)) + 6)
     style: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "fontsize": 9}
     figure.legend(lines.values(), lines.keys(), ncols=max(1, min(len(lines), int(width))), **style)
     return figure
 
 
 def _rows(sections: Sequence[Section], wanted: Sequence[str]) -> list[list[str | None]]:
-    """Row by row the metric of every task's panel; None where a task has it already, or not."""
+    """Return the metric of each panel, row by row; None for a panel that stays empty."""
     columns = []
     for section in sections:
-        names = list(wanted) or [judge(section, wanted), "train_loss", "server_lr"]
+        names = list(wanted) or [main_metric(section, wanted), "train_loss", "server_lr"]
         new = [name not in names[:at] and name in section.names for at, name in enumerate(names)]
         columns.append([name if here else None for name, here in zip(names, new, strict=True)])
     return [list(row) for row in zip(*columns, strict=True) if any(row)]
@@ -78,19 +81,17 @@ def _draw_panel(axes: Axes, section: Section, name: str) -> dict[str, Any]:
 
 
 def _draw_series(axes: Axes, series: Series, name: str) -> Any:
-    """The mean, pale where some seeds have ended, and a band of one standard deviation."""
-    pooled = series.spread(name)
-    if not pooled.rounds.size:
+    """Draw the mean, pale where some seeds have ended, and a band of one standard deviation."""
+    band = series.band(name)
+    if not band.rounds.size:
         return None
     style: dict[str, Any] = {
-        "color": day(series.algorithm),
+        "color": colour(series.algorithm),
         "linestyle": MPL_DASHES[series.variant % len(MPL_DASHES)],
     }
-    axes.plot(pooled.rounds, pooled.mean, linewidth=1.0, alpha=0.5, **style)
-    whole = np.where(pooled.seeds == len(series.runs), pooled.mean, np.nan)
-    (line,) = axes.plot(pooled.rounds, whole, linewidth=1.6, **style)
-    if pooled.std.any():
-        axes.fill_between(
-            pooled.rounds, pooled.low, pooled.high, color=style["color"], alpha=0.15, lw=0
-        )
+    axes.plot(band.rounds, band.mean, linewidth=1.0, alpha=0.5, **style)
+    complete = np.where(band.seeds == len(series.runs), band.mean, np.nan)
+    (line,) = axes.plot(band.rounds, complete, linewidth=1.6, **style)
+    if band.std.any():
+        axes.fill_between(band.rounds, band.low, band.high, color=style["color"], alpha=0.15, lw=0)
     return line

@@ -1,34 +1,34 @@
 "use strict";
 
-// The state of a section decides its charts: a click changes the state and draws them again.
+// Charts are a function of their section's state: a click changes the state and redraws them.
 
 const FEW_POINTS = 25;
-const night = matchMedia("(prefers-color-scheme: dark)");
+const dark = matchMedia("(prefers-color-scheme: dark)");
 const touch = matchMedia("(pointer: coarse)");
 const sections = JSON.parse(document.getElementById("data").textContent);
 
-// Plotly reads a little HTML in text; what users have named is no HTML.
-const plain = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
+// Plotly interprets HTML in text; names come from users.
+const escapeHtml = (text) => text.replace(/&/g, "&amp;").replace(/</g, "&lt;").replace(/>/g, "&gt;");
 
-function formatted(value, chart) {
+function formatValue(value, chart) {
   if (chart.percent) return `${(100 * value).toFixed(2)}%`;
   const size = Math.abs(value);
-  const plainly = size === 0 || (size >= 1e-3 && size < 1e6);
-  return plainly ? String(Number(value.toPrecision(4))) : Number(value.toPrecision(3)).toExponential();
+  const isPlain = size === 0 || (size >= 1e-3 && size < 1e6);
+  return isPlain ? String(Number(value.toPrecision(4))) : Number(value.toPrecision(3)).toExponential();
 }
 
 const css = (name) => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 
-function faded(colour, opacity) {
+function withOpacity(colour, opacity) {
   const channels = [1, 3, 5].map((at) => parseInt(colour.slice(at, at + 2), 16));
   return `rgba(${channels.join(",")},${opacity})`;
 }
 
 function hoverTexts(points, curve, name, chart) {
   return points.mean.map((mean, at) => {
-    const spread = points.std[at] > 0 ? ` ± ${formatted(points.std[at], chart)}` : "";
+    const spread = points.std[at] > 0 ? ` ± ${formatValue(points.std[at], chart)}` : "";
     const some = points.seeds[at] < curve.runs ? ` (${points.seeds[at]} of ${curve.runs} seeds)` : "";
-    return `<b>${plain(name)}</b>  ${formatted(mean, chart)}${spread}${some}`;
+    return `<b>${escapeHtml(name)}</b>  ${formatValue(mean, chart)}${spread}${some}`;
   });
 }
 
@@ -37,19 +37,19 @@ function band(points, colour) {
     x: [...points.rounds, ...[...points.rounds].reverse()],
     y: [...points.high, ...[...points.low].reverse()],
     fill: "toself",
-    fillcolor: faded(colour, night.matches ? 0.22 : 0.15),
+    fillcolor: withOpacity(colour, dark.matches ? 0.22 : 0.15),
     line: { width: 0 },
     hoverinfo: "skip",
     mode: "lines",
   };
 }
 
-// Pale where some seeds have ended already, strong where all of them are in the mean.
+// Pale where some seeds have ended, strong where the mean is over all of them.
 function lines(points, curve, key, colour, chart) {
-  const whole = points.mean.map((mean, at) => (points.seeds[at] === curve.runs ? mean : null));
+  const complete = points.mean.map((mean, at) => (points.seeds[at] === curve.runs ? mean : null));
   const strong = {
     x: points.rounds,
-    y: whole,
+    y: complete,
     mode: points.rounds.length <= FEW_POINTS ? "lines+markers" : "lines",
     marker: { size: 5, color: colour },
     line: { color: colour, width: 2.2, dash: key.dash },
@@ -58,13 +58,13 @@ function lines(points, curve, key, colour, chart) {
     text: hoverTexts(points, curve, key.name, chart),
     hovertemplate: "%{text}<extra></extra>",
   };
-  if (!whole.includes(null)) return [{ ...strong, ...hover }];
+  if (!complete.includes(null)) return [{ ...strong, ...hover }];
   const thin = { ...strong.line, width: 1.4 };
   const pale = { ...strong, ...hover, y: points.mean, opacity: 0.5, line: thin };
   return [pale, { ...strong, hoverinfo: "skip" }];
 }
 
-function brokenOff(curve, key, colour) {
+function endMarkers(curve, key, colour) {
   const diverged = (end) => end.status.startsWith("diverged");
   return {
     x: curve.ends.map((end) => end.round),
@@ -76,7 +76,7 @@ function brokenOff(curve, key, colour) {
       color: colour,
       line: { width: 2, color: colour },
     },
-    text: curve.ends.map((end) => `${plain(key.name)}, seed ${end.seed}: ${plain(end.status)}`),
+    text: curve.ends.map((end) => `${escapeHtml(key.name)}, seed ${end.seed}: ${escapeHtml(end.status)}`),
     hovertemplate: "%{text}<extra></extra>",
     cliponaxis: false,
   };
@@ -85,21 +85,21 @@ function brokenOff(curve, key, colour) {
 function traces(section, chart, state) {
   return chart.curves.flatMap((curve) => {
     const key = section.series[curve.series];
-    const colour = night.matches ? key.night : key.day;
+    const colour = dark.matches ? key.dark : key.light;
     const points = state.smooth ? curve.smooth : curve.raw;
     const drawn = [
       band(points, colour),
       ...lines(points, curve, key, colour, chart),
-      brokenOff(curve, key, colour),
+      endMarkers(curve, key, colour),
     ];
     const visible = !state.hidden.has(curve.series);
-    return drawn.map((trace) => ({ ...trace, type: "scatter", name: plain(key.name), visible }));
+    return drawn.map((trace) => ({ ...trace, type: "scatter", name: escapeHtml(key.name), visible }));
   });
 }
 
 function targetLine(chart) {
   if (chart.target === null) return [];
-  const label = { text: `target ${formatted(chart.target, chart)}`, textposition: "start" };
+  const label = { text: `target ${formatValue(chart.target, chart)}`, textposition: "start" };
   return [{
     type: "line",
     xref: "paper",
@@ -112,7 +112,7 @@ function targetLine(chart) {
   }];
 }
 
-// Powers of ten alone where there are a few of them: less to read.
+// Ticks at powers of ten only, if there are a few of them.
 function ticks(chart, scale) {
   if (chart.percent) return { tickformat: ".0%" };
   if (scale === "linear") return { exponentformat: "e" };
@@ -142,7 +142,7 @@ function layout(chart, scale) {
       font: { color: css("--ink"), size: 12 },
       namelength: -1,
     },
-    dragmode: touch.matches ? false : "zoom", // a finger on a chart scrolls the page
+    dragmode: touch.matches ? false : "zoom", // a swipe on a chart scrolls the page
     shapes: targetLine(chart),
     xaxis: {
       ...axis,
@@ -205,7 +205,7 @@ function start(element, section) {
       });
     }
   });
-  night.addEventListener("change", drawAll);
+  dark.addEventListener("change", drawAll);
   drawAll();
 }
 

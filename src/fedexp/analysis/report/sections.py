@@ -1,10 +1,7 @@
-"""Mean and spread over seeds that need not be of one length.
+"""The content of a report: stored runs as sections and series, their settings and targets.
 
-Runs into sections, one a task, and series: the seeds of one algorithm with one setting.
-
-What the series of a section have in common, and what sets them apart.
-
-Which value of its metric counts as reached, task by task.
+A `Section` holds the runs of one task. A `Series` is one line of its charts: the seeds of one
+algorithm with one choice of settings.
 """
 
 from __future__ import annotations
@@ -16,79 +13,18 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from fedexp.algorithms import ALGORITHMS
 from fedexp.analysis.plots import COLOURS
-from fedexp.analysis.summary import spread_of
+from fedexp.analysis.summary import Band, Curve, pool_seeds
 from fedexp.errors import FedExPError, UsageError, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.runs import StoredRun, find_runs, load_run
 from fedexp.runs.options import Setup, convert
 from fedexp.runs.spec import Outcome, checked_target
 
-Curve = np.ndarray[Any, np.dtype[np.float64]]
-WINDOW = 20  # rounds; as in the paper
-
-
-@dataclass(frozen=True, eq=False)
-class Spread:
-    """What is drawn of the seeds of an algorithm, at the rounds that any of them was evaluated.
-
-    Attributes:
-        rounds: counted from 1.
-        mean: over the seeds that have a value there.
-        std: their standard deviation; 0 where there is one value.
-        low: mean - std; the least value where that would leave the positive numbers, which a log
-            axis cannot show.
-        high: mean + std, or what no value can exceed.
-        seeds: how many seeds have a value there.
-    """
-
-    rounds: Curve
-    mean: Curve
-    std: Curve
-    low: Curve
-    high: Curve
-    seeds: Curve
-
-
-def spread(curves: Sequence[Curve], window: int = 1, top: float = np.inf) -> Spread:
-    """Pool the curves round by round; where a seed has ended the others go on.
-
-    With a window, each round pools the last `window` rounds of the seeds that are still there, as
-    the paper does in its long runs (App. D.5). `top` is what no value can exceed.
-
-    >>> pooled = spread([np.array([1.0, 2.0, 9.0]), np.array([3.0, np.nan])])
-    >>> pooled.mean.tolist(), pooled.seeds.tolist()
-    ([2.0, 2.0, 9.0], [2.0, 1.0, 1.0])
-    """
-    padded = np.full((len(curves), max((len(curve) for curve in curves), default=0)), np.nan)
-    for row, curve in zip(padded, curves, strict=True):
-        row[: len(curve)] = curve
-    here = ~np.isnan(padded)
-    known = np.flatnonzero(here.any(axis=0))
-    pools = [_pool(padded[here[:, at], max(0, at + 1 - window) : at + 1]) for at in known]
-    mean = np.array([pool.mean() for pool in pools])
-    std = np.array([spread_of(pool) or 0.0 for pool in pools])
-    least = np.array([pool.min() for pool in pools])
-    low = np.where((mean <= std) & (least > 0), least, mean - std)
-    rounds, seeds = (known + 1).astype(np.float64), here.sum(axis=0)[known].astype(np.float64)
-    return Spread(rounds, mean, std, low, np.minimum(mean + std, top), seeds)
-
-
-def _pool(values: Curve) -> Curve:
-    """The values that are there."""
-    return values[~np.isnan(values)]
-
-
-def spans_decades(curves: Sequence[Curve]) -> bool:
-    """A log scale helps where positive values differ by more than a hundred times."""
-    known = _pool(np.concatenate([*curves, np.empty(0)]))
-    return bool(known.size and known.min() > 0 and known.max() / known.min() > 100)
-
-
-IDENTITY = (
+WINDOW = 20  # rounds of the moving average, as in the paper
+# Fields of a spec that are not settings of a series; options are, by their own names.
+NOT_SETTINGS = (
     *("format", "id", "task", "algorithm", "seed"),
     *("set", "changed", "arguments", "options"),
 )
@@ -100,10 +36,10 @@ class Series:
     """The runs that are drawn as one line.
 
     Attributes:
-        label: the algorithm, with what sets it apart where it comes in several settings.
+        label: the algorithm, with its settings where it has several series.
         algorithm: its name alone.
-        variant: which of its algorithm's settings this is, counted from 0.
-        runs: one a seed.
+        variant: index among the series of its algorithm.
+        runs: one per seed.
     """
 
     label: str
@@ -119,18 +55,18 @@ class Series:
         return [run.outcome() for run in self.runs]
 
     def curves(self, name: str) -> list[Curve]:
-        """One curve a seed."""
+        """Return one curve per seed."""
         return [outcome.curve(name) for outcome in self.outcomes()]
 
-    def spread(self, name: str, window: int = 1) -> Spread:
-        """Mean and spread of the curves; no accuracy is above 1."""
+    def band(self, name: str, window: int = 1) -> Band:
+        """Return mean and spread of the curves; an accuracy is at most 1."""
         top = 1.0 if name.endswith("accuracy") else math.inf
-        return spread(self.curves(name), window, top)
+        return pool_seeds(self.curves(name), window, top)
 
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """A task with its options, and the series that were run on it."""
+    """A task with its options, and the series of its runs."""
 
     title: str
     task: str
@@ -142,13 +78,13 @@ class Section:
 
     @cached_property
     def names(self) -> set[str]:
-        """Everything that any round has a number for."""
+        """All record fields that have a number in some round."""
         rows = (row for run in self.runs for row in run.rows)
         return {name for row in rows for name, value in row.items() if _is_number(value)}
 
 
 def load_all(paths: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
-    """The runs in the folders, and a line for each that cannot be read or is there twice."""
+    """Return the runs in the folders, and a line for each that is unreadable or a duplicate."""
     runs: dict[str, StoredRun] = {}
     problems = []
     for folder in dict.fromkeys(path.resolve() for path in find_runs(paths)):
@@ -167,7 +103,7 @@ def load_all(paths: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
 
 
 def sections(runs: Sequence[StoredRun]) -> list[Section]:
-    """One section a task; within it the series in the order of the palette."""
+    """Return one section per task, its series in the order of the palette."""
     if not runs:
         raise UsageError("no runs found; name folders that `fedexp run` or `compare` wrote")
     by_task: dict[str, list[StoredRun]] = {}
@@ -177,13 +113,13 @@ def sections(runs: Sequence[StoredRun]) -> list[Section]:
 
 
 def settings(run: StoredRun) -> Settings:
-    """All that decides a run but its task, algorithm and seed, by dotted name."""
-    plain = {name: value for name, value in run.spec.items() if name not in IDENTITY}
+    """Return everything that determines a run except task, algorithm and seed, by dotted name."""
+    plain = {name: value for name, value in run.spec.items() if name not in NOT_SETTINGS}
     return {**plain, **run.spec.get("options", {})}
 
 
 def status(run: StoredRun) -> str:
-    """How a run ended, in words."""
+    """Return how a run ended."""
     if run.result is None:
         return f"unfinished: {len(run.rows)} of {run.spec['rounds']} rounds"
     if run.result.get("diverged_at") is not None:
@@ -192,7 +128,7 @@ def status(run: StoredRun) -> str:
 
 
 def value_text(value: Any, digits: int = 6) -> str:
-    """A setting as it is shown: few digits, and words for what is not a number.
+    """Format a setting: few digits, and words for booleans and None.
 
     >>> value_text(10**-2.5), value_text(True), value_text(None)
     ('0.00316228', 'yes', 'none')
@@ -203,7 +139,7 @@ def value_text(value: Any, digits: int = 6) -> str:
 
 
 def differing(variants: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The names that do not have one value everywhere.
+    """Return the names whose value is not the same everywhere.
 
     >>> differing([{"eps": 0.1, "lr": 1.0}, {"eps": 0.2, "lr": 1.0, "mu": 0.0}])
     ['eps', 'mu']
@@ -224,8 +160,8 @@ def _series(runs: Sequence[StoredRun]) -> tuple[Series, ...]:
 
 def _variants(algorithm: str, variants: Mapping[str, list[StoredRun]]) -> list[Series]:
     each = [settings(group[0]) for group in variants.values()]
-    apart = differing(each)
-    labels = _labels(algorithm, [{name: own.get(name) for name in apart} for own in each])
+    names = differing(each)
+    labels = _labels(algorithm, [{name: own.get(name) for name in names} for own in each])
     groups = sorted(zip(labels, variants.values(), strict=True), key=lambda pair: pair[0])
     return [
         Series(label, algorithm, at, tuple(sorted(runs, key=lambda run: run.spec["seed"])))
@@ -234,7 +170,7 @@ def _variants(algorithm: str, variants: Mapping[str, list[StoredRun]]) -> list[S
 
 
 def _labels(algorithm: str, variants: Sequence[Settings]) -> list[str]:
-    """A name for each setting of an algorithm: as few digits as keep them apart."""
+    """Return a label for each choice of settings, with as few digits as make them differ."""
     labels: list[str] = []
     for digits in (3, 6, 17):
         texts = [
@@ -262,19 +198,19 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def shared_and_apart(every: Sequence[Series]) -> tuple[Settings, list[str]]:
-    """The settings of all series, and the names of those worth a column of their own.
+def common_and_differing(every: Sequence[Series]) -> tuple[Settings, list[str]]:
+    """Return the settings that all series share, and the names of those to list per series.
 
-    A name that only some algorithms have is worth one where it is not at its default.
+    A setting that only some algorithms have is listed where it is not at its default.
     """
-    apart = differing([series.settings for series in every])
-    shared = {name: v for name, v in every[0].settings.items() if name not in apart}
-    return shared, [name for name in apart if _matters(name, every)]
+    names = differing([series.settings for series in every])
+    common = {name: v for name, v in every[0].settings.items() if name not in names}
+    return common, [name for name in names if _is_notable(name, every)]
 
 
-def _matters(name: str, every: Sequence[Series]) -> bool:
+def _is_notable(name: str, every: Sequence[Series]) -> bool:
     having = [series for series in every if name in series.settings]
-    values = {str(series.settings[name]) for series in having}  # a spec has infinity in words
+    values = {str(series.settings[name]) for series in having}  # a spec has infinity as text
     defaults = {str(_defaults(series.algorithm).get(name)) for series in having}
     return len(values) > 1 or values != defaults
 
@@ -288,14 +224,14 @@ def _defaults(algorithm: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets that the user has named; without one, a task's own counts."""
+    """Targets given by the user; the default is the task's own."""
 
     general: float | None = None
     by_task: Mapping[str, float] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Targets:
-        """From `VALUE`, for all tasks, or `TASK=VALUE`.
+        """Parse `VALUE`, for all tasks, or `TASK=VALUE`.
 
         >>> Targets.parse(["digits=0.9", "84"])
         Targets(general=84.0, by_task={'digits': 0.9})
@@ -311,14 +247,14 @@ class Targets:
         return cls(general, by_task)
 
     def check(self, sections: Sequence[Section]) -> None:
-        """A target of a task that has no run is a mistake."""
+        """Raise `UsageError` for a target of a task that has no run."""
         known = {section.task for section in sections}
         for name in self.by_task:
             if name not in known:
                 raise unknown_name("task of --target", name, known)
 
     def of(self, section: Section, metric: str) -> float | None:
-        """The target of a section's metric, where there is one."""
+        """Return the target of a section's metric, or None."""
         named = self.by_task.get(section.task, self.general)
         if named is not None:
             return checked_target(named, metric, "--target")

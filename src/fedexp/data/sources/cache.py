@@ -1,8 +1,8 @@
-"""The cache file: named arrays in one file that is memory-mapped, not read.
+"""Cache files: named arrays in one memory-mapped file.
 
-It is an ordinary `.npz` file, so `numpy.load` reads it anywhere. Its members are not compressed and
-start at multiples of 64 bytes, so they can also be mapped in place: opening a file of any size
-takes milliseconds, and processes that open the same file share its pages.
+A cache file is an ordinary `.npz` file, which `numpy.load` reads too. Its members are uncompressed
+and aligned to 64 bytes, so they can be mapped in place: opening a file of any size takes
+milliseconds, and processes that open the same file share its pages.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from numpy.typing import DTypeLike, NDArray
 
 from fedexp.errors import UsageError, shown
 
-FORMAT = 2  # raise it when a conversion changes, so that older caches are made anew
+FORMAT = 2  # raise it when a conversion changes, so that older caches are rebuilt
 NOTE = "note.json"
-MOST_NOTE = 2**24  # bytes
+MAX_NOTE = 2**24  # bytes
 ALIGNMENT = 64
-PADDING_FIELD = 0xD935  # the extra field that zip files use for alignment
+PADDING_FIELD = 0xD935  # id of the zip extra field for alignment
 
 
 @dataclass(frozen=True, eq=False)
 class Stream:
-    """An array that is written block by block, so that it never has to be in memory as a whole.
+    """An array that is written in blocks, so that it need not fit in memory.
 
     Attributes:
-        shape: of the whole array.
-        dtype: of the whole array.
-        blocks: pieces along the first dimension, in order; together they have `shape`.
+        shape: shape of the whole array.
+        dtype: dtype of the whole array.
+        blocks: consecutive blocks along the first dimension.
     """
 
     shape: tuple[int, ...]
@@ -54,16 +54,16 @@ Check = Callable[[Mapped], None]
 def cached(
     path: Path, sources: Sequence[Path], build: Callable[[], Arrays], check: Check
 ) -> Mapped:
-    """The arrays of the cache file, built first where it is absent, damaged or out of date.
+    """Map the arrays of a cache file; build it first if it is absent, damaged or out of date.
 
-    It is out of date when a source changed its name, size or time of change. For a source that is
-    a folder this means that files were added to it or taken away.
+    It is out of date if the name, size or modification time of a source has changed. For a folder
+    this means that files were added or removed.
 
     Args:
         path: the cache file.
-        sources: the files or folders that the arrays are made of.
-        build: makes the arrays.
-        check: raises `UsageError` for arrays that are not those of this cache.
+        sources: files or folders from which the arrays are built.
+        build: builds the arrays.
+        check: raises `UsageError` for arrays that do not belong to this cache.
     """
     stamp = _stamp(sources, path.parent)
     if path.exists():
@@ -71,7 +71,7 @@ def cached(
             arrays, note = read(path)
             check(arrays)
         except UsageError:
-            note = {}  # whatever is wrong with it, it can be made again
+            note = {}  # rebuild it
         if note == stamp:
             return arrays
     write(path, build(), stamp)
@@ -79,10 +79,10 @@ def cached(
 
 
 def without_sources(path: Path, check: Check) -> Mapped:
-    """The arrays of a cache file that cannot be made again, because its sources are gone."""
+    """Map the arrays of a cache file that cannot be rebuilt, because its sources are gone."""
     arrays, note = read(path)
     if note.get("format") != FORMAT:
-        raise UsageError(f"{path}: was made by another version of this package")
+        raise UsageError(f"{path}: was written by another version of this package")
     try:
         check(arrays)
     except UsageError as error:
@@ -91,19 +91,19 @@ def without_sources(path: Path, check: Check) -> Mapped:
 
 
 def _stamp(sources: Sequence[Path], base: Path) -> dict[str, Any]:
-    """What must stay the same for a cache to be used, as JSON gives it back."""
+    """Return what identifies the sources of a cache, as JSON."""
     files = []
     for source in sources:
         if not source.exists():
             raise UsageError(f"{source}: missing; unpack the archive of this data set again")
         status = source.stat()
-        where = Path(os.path.relpath(source, base)).as_posix()
-        files.append([where, status.st_size, status.st_mtime_ns])
+        name = Path(os.path.relpath(source, base)).as_posix()
+        files.append([name, status.st_size, status.st_mtime_ns])
     return {"format": FORMAT, "sources": files}
 
 
 def write(path: Path, arrays: Arrays, note: Mapping[str, Any] | None = None) -> None:
-    """Write the arrays, all or nothing: whatever goes wrong, no unfinished file is left."""
+    """Write the arrays atomically: after an error, no partial file is left."""
     temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -141,11 +141,11 @@ def _append(
             out.write(np.ascontiguousarray(block, dtype=dtype).reshape(-1).view(np.uint8).data)
             rows += len(block)
     if rows != array.shape[0]:
-        raise UsageError(f"array {name!r} was to have {array.shape[0]} rows and got {rows}")
+        raise UsageError(f"array {name!r} needs {array.shape[0]} rows, but its blocks have {rows}")
 
 
 def _padding(position: int, filename: str) -> bytes:
-    """An extra field that makes the member's bytes start at a multiple of `ALIGNMENT`."""
+    """Return an extra field that aligns the member's data to `ALIGNMENT`."""
     fixed, zip64, field = 30, 20, 4
     start = position + fixed + len(filename.encode()) + zip64 + field
     fill = -start % ALIGNMENT
@@ -153,26 +153,26 @@ def _padding(position: int, filename: str) -> bytes:
 
 
 def read(path: Path) -> tuple[Mapped, dict[str, Any]]:
-    """Map the arrays of a file that `write` wrote, and give the note that came with them.
+    """Map the arrays of a file written by `write`, and return them with its note.
 
-    The mapping is copy-on-write: the arrays can be written to, and the file never changes.
+    The mapping is copy-on-write: the arrays are writable, and the file never changes.
     """
     try:
         with _Bounded(path) as file, zipfile.ZipFile(file) as archive:
             members = [info for info in archive.infolist() if info.filename.endswith(".npy")]
             stored = archive.getinfo(NOTE)
-            if stored.compress_type != zipfile.ZIP_STORED or stored.file_size > MOST_NOTE:
+            if stored.compress_type != zipfile.ZIP_STORED or stored.file_size > MAX_NOTE:
                 raise ValueError(f"{NOTE} is not stored as is")
             note = dict(json.loads(archive.read(stored)))
             return {info.filename[:-4]: _map(path, file, info) for info in members}, note
-    # Damaged headers make zipfile and numpy raise nearly anything.
+    # Damaged headers make zipfile and numpy raise nearly any exception.
     except Exception as error:
         reason = shown(" ".join(str(error).split())) or type(error).__name__
         raise UsageError(f"{path}: not a data file of this package ({reason})") from error
 
 
 class _Bounded(io.FileIO):
-    """A file of which no read allocates more than there is, whatever a header claims."""
+    """A file whose reads allocate at most its size, whatever length a header claims."""
 
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, os.fstat(self.fileno()).st_size - self.tell())
@@ -180,26 +180,26 @@ class _Bounded(io.FileIO):
 
 
 def _map(path: Path, file: io.FileIO, info: zipfile.ZipInfo) -> NDArray[Any]:
-    """The array of one member; a zip member's bytes follow its local header."""
+    """Map the array of one member, whose data follow its local header."""
     file.seek(info.header_offset + 26)
     name_length, extra_length = struct.unpack("<HH", file.read(4))
     file.seek(name_length + extra_length, os.SEEK_CUR)
     if np.lib.format.read_magic(file) != (1, 0) or info.compress_type != zipfile.ZIP_STORED:
         raise ValueError(f"{info.filename} is not stored as is")
     shape, by_column, dtype = np.lib.format.read_array_header_1_0(file)
-    if dtype.hasobject or by_column:  # bytes of a file must never be taken for pointers
-        raise ValueError(f"{info.filename} holds no plain numbers")
+    if dtype.hasobject or by_column:  # never interpret bytes of a file as pointers
+        raise ValueError(f"{info.filename} does not hold plain numbers")
     if math.prod(shape) * dtype.itemsize > path.stat().st_size:
-        raise ValueError(f"{info.filename} has fewer bytes than it says")
+        raise ValueError(f"{info.filename} has fewer bytes than its header claims")
     if 0 in shape:  # an empty range cannot be mapped
         return np.zeros(shape, dtype)
     return np.memmap(path, dtype, mode="c", offset=file.tell(), shape=shape)
 
 
 def check(path: Path) -> None:
-    """Read a whole file and compare it with the checksums it holds."""
+    """Verify the checksums of all members of a file."""
     arrays, _ = read(path)
     del arrays
     with zipfile.ZipFile(path) as archive:
         if archive.testzip() is not None:
-            raise UsageError(f"{path}: damaged; delete it, and the next load makes it anew")
+            raise UsageError(f"{path}: damaged; delete it, and the next load rebuilds it")

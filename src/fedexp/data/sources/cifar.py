@@ -9,53 +9,74 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedexp.data.sources.cache import Arrays
+from fedexp.data.sources.download import Source
 from fedexp.data.sources.safe_pickle import read_pickle
 from fedexp.data.sources.splits import check_labels
 from fedexp.errors import UsageError
 
 Examples = tuple[NDArray[np.uint8], NDArray[np.int64]]
 
-TRAIN10 = tuple(f"data_batch_{i}" for i in range(1, 6))
+CIFAR10 = Source(
+    name="cifar10",
+    archive="cifar-10-python.tar.gz",
+    size=170_498_071,
+    md5="c58f30108f718f92721af3b95e74349a",
+    url="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
+    entries=("cifar-10-batches-py",),
+    classes=10,
+    examples=(50_000, 10_000),
+)
+CIFAR100 = Source(
+    name="cifar100",
+    archive="cifar-100-python.tar.gz",
+    size=169_001_437,
+    md5="eb9058c3a382ffc7106e4002c42a8d85",
+    url="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
+    entries=("cifar-100-python",),
+    classes=100,
+    examples=(50_000, 10_000),
+)
+FILES10 = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+FILES100 = ("train", "test")
 
 
-def files10(folder: Path) -> list[Path]:
-    """The files of CIFAR-10 in its folder, training files first."""
-    return [folder / name for name in (*TRAIN10, "test_batch")]
+def locate10(root: Path) -> list[Path]:
+    """Return the files of CIFAR-10 in a data folder, the test file last; none if it is absent."""
+    return [folder / name for folder in CIFAR10.files(root) for name in FILES10]
 
 
-def files100(folder: Path) -> list[Path]:
-    """The files of CIFAR-100 in its folder."""
-    return [folder / name for name in ("train", "test")]
+def locate100(root: Path) -> list[Path]:
+    """Return the training and the test file of CIFAR-100; none if it is absent."""
+    return [folder / name for folder in CIFAR100.files(root) for name in FILES100]
 
 
 def build10(files: list[Path]) -> Arrays:
-    """The arrays of CIFAR-10; its training examples are spread over five files."""
-    return _splits(files[:-1], files[-1], "labels", 10)
+    """Read the arrays of CIFAR-10."""
+    return _build(files, "labels", CIFAR10.classes)
 
 
 def build100(files: list[Path]) -> Arrays:
-    """The arrays of CIFAR-100 with its fine labels."""
-    return _splits(files[:1], files[1], "fine_labels", 100)
+    """Read the arrays of CIFAR-100, with its fine labels."""
+    return _build(files, "fine_labels", CIFAR100.classes)
 
 
-def _splits(train: list[Path], test: Path, key: str, classes: int) -> Arrays:
-    pieces = [read_batch(path, key, classes) for path in train]
-    test_x, test_y = read_batch(test, key, classes)
+def _build(files: list[Path], key: str, classes: int) -> Arrays:
+    *train, (test_x, test_y) = [read_batch(path, key, classes) for path in files]
     return {
-        "train_x": np.concatenate([x for x, _ in pieces]),
-        "train_y": np.concatenate([y for _, y in pieces]),
+        "train_x": np.concatenate([x for x, _ in train]),
+        "train_y": np.concatenate([y for _, y in train]),
         "test_x": test_x,
         "test_y": test_y,
     }
 
 
 def read_batch(path: Path, key: str, classes: int) -> Examples:
-    """The images and labels of one file.
+    """Read the images and labels of one file.
 
     Args:
         path: the pickle file.
-        key: what it calls its labels.
-        classes: how many labels there are.
+        key: key of the labels.
+        classes: number of classes.
     """
     content = read_pickle(path)
     pixels, labels = _entry(content, "data", path), _entry(content, key, path)
@@ -64,8 +85,8 @@ def read_batch(path: Path, key: str, classes: int) -> Examples:
         or pixels.dtype != np.uint8
         or pixels.shape[1:] != (3072,)
     ):
-        raise UsageError(f"{path}: 'data' is not an array of bytes with 3072 columns")
-    checked = check_labels(_whole_numbers(labels, path), classes, path)
+        raise UsageError(f"{path}: 'data' is not a uint8 array with 3072 columns")
+    checked = check_labels(_as_integers(labels, path), classes, path)
     if len(checked) != len(pixels):
         raise UsageError(f"{path}: has {len(pixels)} images and {len(checked)} labels")
     return pixels.reshape(-1, 3, 32, 32), checked
@@ -77,8 +98,8 @@ def _entry(content: dict[str, Any], key: str, path: Path) -> Any:
     return content[key]
 
 
-def _whole_numbers(labels: Any, path: Path) -> NDArray[Any]:
-    """The labels as an array. Lists within the list are not gone into: they may unfold for ever."""
+def _as_integers(labels: Any, path: Path) -> NDArray[Any]:
+    """Return the labels as an array; nested lists, which may expand without bound, are refused."""
     listed = isinstance(labels, list | tuple) and all(isinstance(each, int) for each in labels)
     if not listed and not isinstance(labels, np.ndarray):
         raise UsageError(f"{path}: labels are not a list of whole numbers")

@@ -2,8 +2,8 @@
 
 Two layouts give the same arrays: the HDF5 files of TensorFlow Federated,
 `/examples/<writer>/{pixels,label}`, and the JSON files of LEAF,
-`{train,test}/all_data_*.json` with `user_data: {<writer>: {x, y}}`. Both hold grey values as
-fractions of 255, so `round(255 * x)` gives back the bytes they were made of.
+`{train,test}/all_data_*.json` with `user_data: {<writer>: {x, y}}`. Both hold grey values divided
+by 255, so `round(255 * x)` restores the original bytes.
 """
 
 from __future__ import annotations
@@ -20,22 +20,32 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from fedexp.data.sources.cache import Arrays, Stream
-from fedexp.data.sources.download import progress
+from fedexp.data.sources.download import Source, progress
 from fedexp.data.sources.splits import check_labels
 from fedexp.errors import UsageError, shown
 from fedexp.optional import extra
 
-CLASSES = 62
+EMNIST = Source(
+    name="emnist",
+    archive="fed_emnist.tar.bz2",
+    size=None,
+    md5=None,
+    url="https://storage.googleapis.com/tff-datasets-public/fed_emnist.tar.bz2",
+    entries=("fed_emnist_train.h5", "fed_emnist_test.h5"),
+    classes=62,
+    examples=(671_585, 77_483),
+)
+CLASSES = EMNIST.classes
 SHAPE = (1, 28, 28)
-MOST_EXAMPLES = 10_000_000  # of a split; the largest has 671,585
-MOST_OF_A_WRITER = 100_000
-MOST_CHUNK = 2**26  # bytes that HDF5 reads at a time
+MAX_EXAMPLES = 10_000_000  # of a split; the largest has 671,585
+MAX_EXAMPLES_PER_WRITER = 100_000
+MAX_CHUNK = 2**26  # bytes that HDF5 reads at a time
 
 Bytes = NDArray[np.uint8]
 
 
 class Split(NamedTuple):
-    """One split, writer after writer: how many examples each has, the labels, and the pixels."""
+    """One split in the order of writers: examples per writer, labels, and blocks of pixels."""
 
     sizes: list[int]
     labels: NDArray[np.int64]
@@ -43,20 +53,26 @@ class Split(NamedTuple):
 
 
 class Piece(NamedTuple):
-    """A writer's examples of one file: the place of the first pixels, and the labels."""
+    """A writer's examples in one file: the row of the first image, and the labels."""
 
     start: int
     labels: NDArray[np.int64]
 
 
-def leaf_files(folder: Path) -> list[Path]:
-    """LEAF's files below a folder, training files first; none unless there are both kinds."""
+def locate(root: Path) -> list[Path]:
+    """Return the HDF5 files, else LEAF's files in `femnist/` or `femnist/data/`, else none."""
+    leaf = (_leaf_files(root / folder) for folder in ("femnist", "femnist/data"))
+    return EMNIST.files(root) or next((files for files in leaf if files), [])
+
+
+def _leaf_files(folder: Path) -> list[Path]:
+    """Return LEAF's files in a folder, training files first; none unless both splits exist."""
     train, test = (sorted((folder / s).glob("all_data_*.json")) for s in ("train", "test"))
     return [*train, *test] if train and test else []
 
 
 def build(files: list[Path]) -> Arrays:
-    """The arrays of either layout; which one, the files' names tell."""
+    """Read the arrays of either layout, which the file names determine."""
     if files[0].suffix == ".h5":
         train, test = (hdf5_split(path) for path in files)
     else:
@@ -73,28 +89,28 @@ def build(files: list[Path]) -> Arrays:
 
 
 def hdf5_split(path: Path) -> Split:
-    """A file of TensorFlow Federated. Pixels are read writer by writer, as they are asked for."""
+    """Open a file of TensorFlow Federated; pixels are read lazily, one writer at a time."""
     h5py = extra("h5py", f"reading {path.name}")
     with _reading(path), h5py.File(path, "r") as file:
         examples = file.get("examples")
         if not isinstance(examples, h5py.Group):
-            raise UsageError(f"{path}: has no group 'examples'; it is not a federated EMNIST file")
+            raise UsageError(f"{path}: has no group 'examples'; it is no federated EMNIST file")
         writers = sorted(examples)
         labels: list[NDArray[np.int64]] = []
-        left = MOST_EXAMPLES
+        left = MAX_EXAMPLES
         for writer in writers:
             labels.append(_hdf5_labels(examples[writer], path, left))
             left -= len(labels[-1])
     if not any(map(len, labels)):
-        raise UsageError(f"{path}: has no examples; fetch it anew")
+        raise UsageError(f"{path}: has no examples; fetch it again")
     return Split([len(y) for y in labels], np.concatenate(labels), _hdf5_pixels(path, writers))
 
 
 def _hdf5_labels(writer: Any, path: Path, most: int) -> NDArray[np.int64]:
-    """A writer's labels, if its pixels are as many pictures of fractions.
+    """Return a writer's labels; refuse pixels that are not one float image per label.
 
-    A few bytes of HDF5 can claim any number of examples, so nothing is read before its size is
-    known to be at most `most`, and that of a writer.
+    A few bytes of HDF5 can claim any number of examples, so sizes are limited before reading: to
+    `most` and to the maximum per writer.
     """
     h5py = extra("h5py", f"reading {path.name}")
     where = f"{path}: writer {shown(writer.name)}"
@@ -102,17 +118,17 @@ def _hdf5_labels(writer: Any, path: Path, most: int) -> NDArray[np.int64]:
     pixels, labels = found.get("pixels"), found.get("label")
     for name, entry in (("pixels", pixels), ("label", labels)):
         if not isinstance(entry, h5py.Dataset):
-            raise UsageError(f"{where} has no {name!r} array; fetch the file anew")
+            raise UsageError(f"{where} has no {name!r} array; fetch the file again")
         chunk = math.prod(entry.chunks or (1,)) * entry.dtype.itemsize
-        if entry.ndim < 1 or len(entry) > min(most, MOST_OF_A_WRITER) or chunk > MOST_CHUNK:
-            raise UsageError(f"{where} has {name} of shape {entry.shape}; fetch the file anew")
+        if entry.ndim < 1 or len(entry) > min(most, MAX_EXAMPLES_PER_WRITER) or chunk > MAX_CHUNK:
+            raise UsageError(f"{where} has {name} of shape {entry.shape}; fetch the file again")
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise UsageError(f"{where} has labels that are not a list of whole numbers")
     checked = check_labels(labels[()], CLASSES, where)
     if pixels.shape != (len(checked), *SHAPE[1:]):
         raise UsageError(f"{where} has {len(checked)} labels and pixels of shape {pixels.shape}")
     if pixels.dtype.kind != "f":
-        raise UsageError(f"{where} has pixels of {pixels.dtype}, not fractions; fetch it anew")
+        raise UsageError(f"{where} has pixels of {pixels.dtype}, not floats; fetch it again")
     return checked
 
 
@@ -131,57 +147,57 @@ def _hdf5_pixels(path: Path, writers: Sequence[str]) -> Iterator[Bytes]:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turn what the HDF5 library says about a damaged file into one line."""
+    """Convert any exception of the HDF5 library into a one-line `UsageError`."""
     try:
         yield
-    except UsageError:  # which is a ValueError, and says it better
+    except UsageError:  # a ValueError with a better message
         raise
-    # The library raises nearly anything for bytes that are not its own.
+    # The library raises nearly any exception for damaged bytes.
     except Exception as error:
         reason = shown(" ".join(str(error).split())) or type(error).__name__
-        raise UsageError(f"{path}: damaged HDF5 file ({reason}); fetch it anew") from error
+        raise UsageError(f"{path}: damaged HDF5 file ({reason}); fetch it again") from error
 
 
 def leaf_split(paths: Sequence[Path]) -> Split:
-    """The files of a LEAF split. Writers are put in the order of their names, as in HDF5 files.
+    """Read the files of a LEAF split, with writers sorted by name as in the HDF5 files.
 
-    A writer's examples may be spread over several files. The pixels wait in a temporary file
-    meanwhile, so that memory holds one JSON file at a time.
+    A writer's examples may be spread over several files. Pixels are buffered in a temporary file,
+    so that memory holds one JSON file at a time.
     """
-    where: dict[str, list[Piece]] = {}
+    pieces_of: dict[str, list[Piece]] = {}
     total = 0
     with tempfile.TemporaryFile() as file, progress("converting LEAF", len(paths)) as advance:
         for path in paths:
             for writer, (pixels, labels) in _leaf_writers(path).items():
                 file.write(pixels.data)
-                where.setdefault(writer, []).append(Piece(total, labels))
+                pieces_of.setdefault(writer, []).append(Piece(total, labels))
                 total += len(labels)
             advance(1)
         file.flush()
         if not total:
-            raise UsageError(f"{paths[0]}: has no examples; fetch it anew")
+            raise UsageError(f"{paths[0]}: has no examples; fetch it again")
         pixels = np.memmap(file, np.uint8, mode="r", shape=(total, *SHAPE))
-    pieces = [piece for writer in sorted(where) for piece in where[writer]]
+    pieces = [piece for writer in sorted(pieces_of) for piece in pieces_of[writer]]
     blocks = (pixels[start : start + len(labels)] for start, labels in pieces)
-    sizes = [sum(len(piece.labels) for piece in where[writer]) for writer in sorted(where)]
+    sizes = [sum(len(piece.labels) for piece in pieces_of[writer]) for writer in sorted(pieces_of)]
     return Split(sizes, np.concatenate([piece.labels for piece in pieces]), blocks)
 
 
 def _leaf_writers(path: Path) -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
-    """The writers of one JSON file."""
+    """Return the images and labels of each writer in one JSON file."""
 
     def compact(pairs: list[tuple[str, Any]]) -> Any:
-        # Called as soon as a writer is parsed, so its lists of numbers do not pile up in memory.
+        # Called as soon as a writer is parsed, so that lists of numbers do not accumulate.
         content = dict(pairs)
         return _leaf_examples(content, path) if content.keys() >= {"x", "y"} else content
 
     try:
         with path.open(encoding="utf-8") as file:
             content = json.load(file, object_pairs_hook=compact)
-    except UsageError:  # which is a ValueError
+    except UsageError:  # a ValueError
         raise
     except (OSError, ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: damaged JSON file ({shown(error)}); make it anew") from error
+        raise UsageError(f"{path}: damaged JSON file ({shown(error)}); create it again") from error
     writers = content.get("user_data") if isinstance(content, dict) else None
     if not isinstance(writers, dict) or not all(isinstance(w, tuple) for w in writers.values()):
         raise UsageError(f"{path}: has no 'user_data' with 'x' and 'y' for each writer")
@@ -198,12 +214,12 @@ def _leaf_examples(content: dict[str, Any], path: Path) -> tuple[Bytes, NDArray[
 
 
 def as_bytes(pixels: ArrayLike, where: object) -> Bytes:
-    """Grey values of 0 to 1 as bytes, `round(255 * x)`, which loses nothing.
+    """Convert grey values from 0 to 1 to uint8, `round(255 * x)`, without loss.
 
     >>> as_bytes(np.full((1, 28, 28), 1.0), "here")[0, 0, 0, :3]
     array([255, 255, 255], dtype=uint8)
     """
     values = np.asarray(pixels)
     if not ((values >= 0) & (values <= 1)).all():
-        raise UsageError(f"{where}: grey values are not all between 0 and 1; fetch the file anew")
+        raise UsageError(f"{where}: grey values are not all between 0 and 1; fetch the file again")
     return np.rint(255 * values.astype(np.float32)).astype(np.uint8).reshape(-1, *SHAPE)

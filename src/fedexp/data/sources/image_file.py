@@ -1,6 +1,7 @@
-"""One image file as an array of bytes; also a small program that does so for many.
+"""One image file as a uint8 array; also a program that decodes many files on request.
 
-The program imports nothing of the package, so that a process which runs it starts at once.
+It is a file of its own because worker processes run it by path: it imports nothing of the package,
+so they start in milliseconds.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from numpy.typing import NDArray
 
 Bytes = NDArray[np.uint8]
 Size = tuple[int, int]
-# What is read, whatever a file is called: some other formats start programs (EPS: Ghostscript).
+# Formats that are read, whatever the suffix; others may start programs (EPS starts Ghostscript).
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
-MOST_BYTES = 2**28  # of a file
-MOST_PIXELS = 2**26  # of an image that is read; a few bytes can claim billions
+MAX_BYTES = 2**28  # of a file
+MAX_PIXELS = 2**26  # of an image; a header of a few bytes can claim billions
 LENGTH = struct.Struct("<q")
 
 
 def planes(image: Any) -> Bytes:
-    """An image of the library pillow as bytes (channels, rows, columns)."""
+    """Convert a PIL image to uint8 [channels, height, width]."""
     pixels = np.asarray(image)
     return np.ascontiguousarray(pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1))
 
@@ -35,51 +36,51 @@ def planes(image: Any) -> Bytes:
 def read_image(
     path: str | PathLike[str], mode: str, size: Size | None = None, resize: bool = False
 ) -> Bytes:
-    """One image file as bytes (channels, rows, columns); ValueError where that cannot be.
+    """Decode an image file to uint8 [channels, height, width]; raise ValueError if it is bad.
 
     Args:
-        path: the file, in any format that pillow reads.
-        mode: "RGB" for colour, "L" for grey; an image of another kind is converted.
-        size: rows and columns the image must have, or None for any.
-        resize: whether an image of another size is brought to `size` instead of refused.
+        path: the file, in one of `FORMATS`.
+        mode: "RGB" for colour, "L" for greyscale; images of other modes are converted.
+        size: required height and width, or None for any.
+        resize: whether to resize an image of another size instead of refusing it.
     """
     from PIL import Image
 
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about damage that does not matter
-            with Image.open(_content(path), formats=FORMATS) as image:
+            warnings.simplefilter("ignore")  # about harmless damage
+            with Image.open(_read_file(path), formats=FORMATS) as image:
                 fault = _size_fault(image.height, image.width, None if resize else size)
-                shown = None if fault else image.convert(mode)
+                decoded = None if fault else image.convert(mode)
     # A damaged image makes pillow raise nearly anything: SyntaxError for a broken PNG, for one.
     except Exception as error:
         raise ValueError("not an image that can be read; remove or replace it") from error
-    if shown is None:
+    if decoded is None:
         raise ValueError(fault)
-    if size is not None and (shown.height, shown.width) != size:
-        shown = shown.resize((size[1], size[0]), Image.Resampling.BILINEAR)
-    return planes(shown)
+    if size is not None and (decoded.height, decoded.width) != size:
+        decoded = decoded.resize((size[1], size[0]), Image.Resampling.BILINEAR)
+    return planes(decoded)
 
 
-def _content(path: str | PathLike[str]) -> io.BytesIO:
-    """A file in memory: a read of a length that it only claims would allocate that length."""
+def _read_file(path: str | PathLike[str]) -> io.BytesIO:
+    """Read a file into memory, so that no decoder allocates a length that a header claims."""
     with open(path, "rb") as file:
-        if os.fstat(file.fileno()).st_size > MOST_BYTES:
-            raise ValueError(f"it has more than {MOST_BYTES} bytes")
+        if os.fstat(file.fileno()).st_size > MAX_BYTES:
+            raise ValueError(f"it has more than {MAX_BYTES} bytes")
         return io.BytesIO(file.read())
 
 
 def _size_fault(rows: int, columns: int, size: Size | None) -> str:
-    """Why an image is not decoded; nothing where it may be."""
+    """Return why an image of this size is refused, or an empty string."""
     if size is not None and (rows, columns) != size:
         return f"is {rows}x{columns} pixels, not {size[0]}x{size[1]}"
-    return f"is {rows}x{columns} pixels, which is too large" if rows * columns > MOST_PIXELS else ""
+    return f"is {rows}x{columns} pixels, which is too large" if rows * columns > MAX_PIXELS else ""
 
 
 def serve() -> None:
-    """Answer each line, a list of paths and how to read them, by a length and as many bytes.
+    """Answer each request line (paths, mode, size, resize) with a length and that many bytes.
 
-    A length of 0 says that a file could not be read; whoever asked finds out which.
+    A length of 0 means that a file could not be read; the parent finds out which.
     """
     for line in sys.stdin.buffer:
         paths, mode, (rows, columns), resize = json.loads(line)

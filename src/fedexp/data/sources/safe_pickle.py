@@ -1,11 +1,11 @@
-"""Read a pickle that comes from the internet: arrays, lists, strings and numbers, nothing else.
+"""Read untrusted pickles: arrays, lists, strings and numbers, nothing else.
 
-A pickle is a program. This reader lets it name five things, all of numpy's own way to store an
-array, and gives it harmless stand-ins for them, so that no function of numpy or of anything else is
-ever called on the pickle's behalf. The arrays are made from the stand-ins when it has finished.
+A pickle is a program. This reader admits five names, those by which numpy stores an array, and
+replaces each by a harmless placeholder, so that a pickle calls no function of numpy or of any other
+module. The arrays are created from the placeholders at the end.
 
-Before it runs, its opcodes are read once: a few bytes can ask for gigabytes of memory, or build a
-key whose hash overflows the interpreter's stack.
+The opcodes are checked before they run: a few bytes can request gigabytes of memory, or build a key
+whose hash overflows the interpreter's stack.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from numpy.typing import NDArray
 
 from fedexp.errors import UsageError, shown
 
-MOST_BYTES = 2**30  # of a file; those of CIFAR have 31 to 155 MB
-MOST_TUPLES = 10_000  # an array takes four; nested ones are hashed without a bound on the depth
+MAX_BYTES = 2**30  # of a file; those of CIFAR have 31 to 155 MB
+MAX_TUPLES = 10_000  # an array takes four; hashing nested ones has no limit on the depth
 TUPLES = frozenset({"TUPLE", "TUPLE1", "TUPLE2", "TUPLE3"})
 PUTS = frozenset({"PUT", "BINPUT", "LONG_BINPUT"})
 NUMBERS = re.compile(r"[biuf][1248]")  # booleans, integers and floats
 
 
 class _Type:
-    """Stands for `numpy.dtype`."""
+    """Placeholder for `numpy.dtype`."""
 
     def __init__(self, code: bytes | str, *_: Any) -> None:
         self.code = _text(code)
@@ -43,32 +43,32 @@ class _Type:
 
 
 class _Array:
-    """Stands for `numpy.ndarray`."""
+    """Placeholder for `numpy.ndarray`."""
 
     value: NDArray[Any]
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, kind, by_column, raw = state
         if not isinstance(kind, _Type) or not isinstance(raw, bytes):
-            raise pickle.UnpicklingError("it holds an array of something else than numbers")
+            raise pickle.UnpicklingError("it holds an array that is not of numbers")
         flat = np.frombuffer(raw, dtype=kind.code)
         self.value = flat.reshape(shape, order="F" if by_column else "C")
 
 
 class _EmptyArray:
-    """Stands for numpy's function that makes the array which is then filled."""
+    """Placeholder for `_reconstruct`, which creates an empty array to be filled."""
 
     def __new__(cls, *_: Any) -> Any:
         return _Array()
 
     def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("it changes what must not be changed")
+        raise pickle.UnpicklingError("it sets the state of a function")
 
 
 class _Encoded:
-    """Stands for `_codecs.encode`, by which Python 3 writes bytes for Python 2 to read.
+    """Placeholder for `_codecs.encode`, by which Python 3 stores bytes in protocol 2.
 
-    A text is written once and encoded once, so all of them together are no longer than the file.
+    Each text is stored and encoded once, so together they are no longer than the file.
     """
 
     left: ClassVar[list[int]] = [0]  # characters that may still be encoded; one list per reader
@@ -82,7 +82,7 @@ class _Encoded:
         return text.encode("latin1")
 
     def __setstate__(self, state: Any) -> None:
-        raise pickle.UnpicklingError("it changes what must not be changed")
+        raise pickle.UnpicklingError("it sets the state of a function")
 
 
 ADMITTED = {
@@ -107,58 +107,58 @@ class _Reader(pickle.Unpickler):
 
 
 def _check_program(data: bytes) -> None:
-    """Refuse opcodes that no pickle of plain data has, and that cost more than their bytes."""
+    """Refuse opcodes that no pickle of plain data has, and that cost more than their size."""
     tuples = 0
     for number, (opcode, argument, _) in enumerate(pickletools.genops(data)):
         if opcode.name in PUTS and not 0 <= int(argument or 0) <= number:
-            raise pickle.UnpicklingError("it remembers more than it has")
+            raise pickle.UnpicklingError("its memo index is too large")
         tuples += opcode.name in TUPLES
-        if tuples > MOST_TUPLES:
-            raise pickle.UnpicklingError(f"it has more than {MOST_TUPLES} tuples")
+        if tuples > MAX_TUPLES:
+            raise pickle.UnpicklingError(f"it has more than {MAX_TUPLES} tuples")
 
 
 def read_pickle(path: Path) -> dict[str, Any]:
-    """The dictionary that a pickle file holds, with text for keys.
+    """Read the dictionary in a pickle file, with keys converted to text.
 
-    Text that Python 2 wrote, as in the official CIFAR files, comes as bytes.
+    Text written by Python 2, as in the official CIFAR files, is returned as bytes.
     """
     try:
-        if path.stat().st_size > MOST_BYTES:
-            raise pickle.UnpicklingError(f"it has more than {MOST_BYTES} bytes")
+        if path.stat().st_size > MAX_BYTES:
+            raise pickle.UnpicklingError(f"it has more than {MAX_BYTES} bytes")
         data = path.read_bytes()
         _check_program(data)
-        content = _finished(_Reader(data).load(), {})
-    # A damaged or hostile pickle can raise nearly anything; none of it is the caller's to handle.
+        content = _resolve(_Reader(data).load(), {})
+    # A damaged or malicious pickle can raise nearly any exception.
     except Exception as error:
         reason = shown(" ".join(str(error).split())) or type(error).__name__
-        raise UsageError(f"{path}: refused or damaged pickle ({reason}); fetch it anew") from error
+        raise UsageError(f"{path}: refused or damaged pickle ({reason}); fetch it again") from error
     if not isinstance(content, dict):
         raise UsageError(f"{path}: holds a {type(content).__name__}, not a dictionary")
     return {_text(key): value for key, value in content.items()}
 
 
-def _finished(value: Any, done: dict[int, Any]) -> Any:
-    """The value with every stand-in replaced by what it stands for.
+def _resolve(value: Any, done: dict[int, Any]) -> Any:
+    """Replace every placeholder in a value by its array.
 
     Args:
-        value: what the pickle holds.
-        done: what was finished so far, by its identity: a list that occurs often is gone through
-            once, or a small pickle could keep this busy for ever.
+        value: content of the pickle.
+        done: results so far, by `id`: a list that occurs often is visited once, or a small pickle
+            could take exponential time.
     """
     if value is None or isinstance(value, str | bytes | bool | int | float):
         return value
     if id(value) not in done:
-        done[id(value)] = _replaced(value, done)
+        done[id(value)] = _resolve_new(value, done)
     return done[id(value)]
 
 
-def _replaced(value: Any, done: dict[int, Any]) -> Any:
+def _resolve_new(value: Any, done: dict[int, Any]) -> Any:
     if isinstance(value, _Array):
         return value.value
     if isinstance(value, dict):
-        return {key: _finished(each, done) for key, each in value.items()}
+        return {key: _resolve(each, done) for key, each in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_finished(each, done) for each in value)
+        return type(value)(_resolve(each, done) for each in value)
     raise pickle.UnpicklingError(f"it holds a {type(value).__name__.strip('_').lower()}")
 
 

@@ -1,4 +1,4 @@
-"""`RawSplits`: a data set as it was published, before it is given to clients."""
+"""`RawSplits`: the training and test examples of a published image data set."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from fedexp.errors import UsageError, require
 
 @dataclass(frozen=True, eq=False)
 class RawSplits:
-    """Training and test examples of images: the fields `x` and `y`.
+    """Training and test examples before partitioning: the fields `x` and `y`.
 
-    `x` holds bytes (examples, channels, rows, columns) and `y` the labels as int64.
+    `x` is uint8 [examples, channels, height, width] and `y` the int64 labels.
 
     Attributes:
-        name: what the data set is called on the command line.
-        classes: number of labels; they are 0 to classes - 1.
+        name: name of the data set on the command line.
+        classes: number of classes; labels are 0 to classes - 1.
         train: training examples, in the order of the files.
         test: test examples.
-        offsets: where each natural client's training examples begin, for a data set that has
-            natural clients: client i owns the rows offsets[i] to offsets[i + 1].
+        offsets: for a data set with natural clients, client i owns the training rows offsets[i] to
+            offsets[i + 1]; else None.
     """
 
     name: str
@@ -37,7 +37,7 @@ class RawSplits:
 
     @classmethod
     def of(cls, name: str, classes: int, arrays: Mapping[str, NDArray[Any]]) -> RawSplits:
-        """Wrap the arrays of a cache file without copying them."""
+        """Wrap the arrays of a cache file, without a copy."""
         check_arrays(arrays, ("train", "test"))
         for split in ("train", "test"):
             check_labels(arrays[f"{split}_y"], classes, f"the {split} images of {name}")
@@ -49,9 +49,9 @@ class RawSplits:
         return cls(name, classes, train, test, natural)
 
     def federation(self, parts: Sequence[NDArray[np.int64]] | None = None) -> Federation:
-        """The training examples given to clients: by a partition, or to their natural clients.
+        """Return the training examples by client: by a partition, or by natural clients.
 
-        Natural clients stay in the cache file and are not copied; a partition is copied once.
+        Natural clients are memory-mapped from the cache file; a partition is copied once.
         """
         if parts is not None:
             return Federation.from_parts(self.train, parts)
@@ -70,19 +70,19 @@ def check_arrays(
     """Refuse arrays that are not the images and labels of these splits.
 
     Args:
-        arrays: what a cache file holds, by name.
-        splits: the splits that must be there, e.g. train and test.
-        natural: whether the offsets of natural clients must be there as well.
+        arrays: the arrays of a cache file, by name.
+        splits: required splits, e.g. train and test.
+        natural: whether the offsets of natural clients are required.
     """
     for split in splits:
         x, y = (arrays.get(f"{split}_{field}", np.empty(())) for field in ("x", "y"))
         good = x.ndim == 4 and x.dtype == np.uint8 and y.dtype == np.int64
         require(good and y.shape == x.shape[:1], f"it does not hold the {split} images and labels")
-    require(not natural or "offsets" in arrays, "it does not say which client has which examples")
+    require(not natural or "offsets" in arrays, "it does not hold the offsets of the clients")
 
 
 def check_labels(labels: NDArray[Any], classes: int, where: object) -> NDArray[np.int64]:
-    """The labels as int64, if all of them are whole numbers from 0 to classes - 1."""
+    """Return the labels as int64; refuse any that is not an integer from 0 to classes - 1."""
     if labels.ndim != 1 or labels.dtype.kind not in "iu":
         raise UsageError(f"{where}: labels are not a list of whole numbers")
     wrong = np.flatnonzero((labels < 0) | (labels >= classes))

@@ -1,1 +1,1 @@
-"""A federation of three, and clients that misbehave when told to."""
+"""A federation of three, and clients that misbehave when configured to."""

@@ -1,4 +1,4 @@
-"""A client that trains as planned and then spoils its reply in the ways that clients do."""
+"""A client that trains as in the simulator, then spoils its reply if configured to."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from flwr.clientapp.typing import ClientAppCallable
 from numpy.typing import NDArray
 
 from faulty_app.problem import SEED, problem
-from fedexp.flower import identify, planned, secure_mod
+from fedexp.flower import report_client_id, secure_mod, simulated_train
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -25,8 +25,8 @@ def secure_if_asked(msg: Message, context: Context, call_next: ClientAppCallable
 
 
 app = ClientApp(mods=[secure_if_asked])
-identify(app)
-train_as_planned = planned(problem(), seed=SEED)
+report_client_id(app)
+train_as_simulated = simulated_train(problem(), seed=SEED)
 
 
 @app.train()
@@ -38,7 +38,7 @@ def train(msg: Message, context: Context) -> Message:
         os._exit(1)
     if fault == "hang":
         time.sleep(600)
-    reply = train_as_planned(msg, context)
+    reply = train_as_simulated(msg, context)
     arrays = {name: array.numpy() for name, array in reply.content.array_records["arrays"].items()}
     if fault in SPOIL:
         spoilt = SPOIL[fault](arrays)
@@ -50,8 +50,8 @@ def _fault(msg: Message, context: Context) -> str:
     """What goes wrong at this node in this round."""
     round = msg.content.config_records["config"]["server-round"]
     here = f"{round!r}:{context.node_config['partition-id']}:"
-    planned_faults = str(context.run_config["faults"]).split()
-    return next((each.removeprefix(here) for each in planned_faults if each.startswith(here)), "")
+    faults = str(context.run_config["faults"]).split()
+    return next((each.removeprefix(here) for each in faults if each.startswith(here)), "")
 
 
 def _nan(arrays: Arrays) -> Arrays:

@@ -1,0 +1,322 @@
+"""A run on Flower in a folder, with the same files as a simulated run has.
+
+`open_run` opens the folder of the strategy's `checkpoint` argument, restores the run that is stored
+in it, and yields a `RunRecorder` that stores every further round. The rows of `records.jsonl` have
+the columns of a simulated run and Flower's records, from which `restored_result` rebuilds Flower's
+`Result`; `spec.toml` has everything that decides the numbers of the run.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import fields, is_dataclass
+from logging import INFO, WARNING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import flwr
+import tomli_w
+import torch
+from flwr.app import ConfigRecord, MetricRecord
+from flwr.serverapp.strategy import Result
+from flwr.supercore import log
+
+from fedexp.engine import SimulationState
+from fedexp.errors import DivergedError, UsageError
+from fedexp.flower.layout import Layout, ndarrays
+from fedexp.flower.privacy import open_ledger
+from fedexp.flower.run import FederatedRun
+from fedexp.flower.settings import Settings
+from fedexp.runs import is_run, load_run, read_spec
+from fedexp.runs.checkpoint import to_bytes
+from fedexp.runs.files import RECORDS, finite
+from fedexp.runs.fingerprint import fingerprint_of_rules
+from fedexp.runs.folder import RELEASES, BusyError, RunFolder, machine
+from fedexp.runs.journal import Journal
+
+if TYPE_CHECKING:
+    from fedexp.flower.strategies import RuleStrategy
+
+Row = dict[str, Any]
+SCORES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
+SYNONYMS = {"accuracy": "test_accuracy", "acc": "test_accuracy", "loss": "test_loss"}
+RESULT_FIELDS = {
+    "trained": "train_metrics_clientapp",
+    "evaluated": "evaluate_metrics_clientapp",
+    "central": "evaluate_metrics_serverapp",
+}
+RESERVED = {"round", "local_lr", "accepted", "initial", "config", "layout", *RESULT_FIELDS}
+HEAD = "# A run of fedexp on Flower, frozen. Start it again with checkpoint=THIS-FOLDER\n"
+LOCK_TIMEOUT = 30.0  # seconds; the ServerApp of a killed SuperLink may hold the lock for a while
+REMEDIES = {  # those of the command line, and the same for users of a strategy
+    "start over with --restart": "remove the folder to begin again",
+    "use --no-save": "leave checkpoint out",
+    "or --no-save": "or leave checkpoint out",
+}
+
+
+class RunRecorder:
+    """Stores the rounds of a run; without a journal it stores nothing.
+
+    Attributes:
+        rows: of the rounds before this start.
+        finished: whether the run is complete.
+    """
+
+    def __init__(
+        self, run: FederatedRun, journal: Journal | None = None, finished: bool = False
+    ) -> None:
+        self.run, self.journal, self.finished = run, journal, finished
+        self.rows: list[Row] = [] if journal is None else list(journal.rows)
+
+    def add(self, row: Row, state: SimulationState) -> None:
+        """Store a complete round."""
+        if self.journal is not None:
+            self.journal.add(finite(row), state)
+
+    def finish(self, error: DivergedError | None) -> None:
+        """Store the output model and how the run ended."""
+        if self.journal is None:
+            return
+        arrays = ndarrays(self.run.server.output())
+        named = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
+        status = "diverged" if error else "finished"
+        self.journal.conclude(status, to_bytes(named), error)
+
+
+@contextmanager
+def open_run(
+    strategy: RuleStrategy, run: FederatedRun, config: ConfigRecord
+) -> Iterator[RunRecorder]:
+    """Open the run folder of a strategy, and restore the run to its last complete round."""
+    if run.settings.checkpoint is None:
+        yield RunRecorder(run)
+        return
+    path = Path(run.settings.checkpoint)
+    with _strategy_remedies():
+        if is_run(path):
+            run.study = str(read_spec(path).get("study", run.study))
+        spec = run_spec(strategy, run, config)
+        about = {**machine(), "flwr": flwr.__version__, "metric": "test_accuracy", "target": None}
+        with ExitStack() as stack:
+            content = fingerprint_of_rules(run.settings.algorithm)
+            folder = _locked(stack, RunFolder(path, spec, about, HEAD, content))
+            diverged = _reopen_diverged(folder)
+            journal = Journal(folder, 0.0, torch.device("cpu"))
+            stack.callback(journal.close)
+            if diverged is not None:
+                text = (
+                    "%s diverged at round %s (%s); resuming from its last good state, of round %d"
+                )
+                log(WARNING, text, path, *diverged, journal.resumed_from)
+            yield _restored(folder, journal, run)
+
+
+def _locked(stack: ExitStack, folder: RunFolder) -> RunFolder:
+    """Enter the folder; wait for another process that holds its lock."""
+    end = time.monotonic() + LOCK_TIMEOUT
+    while True:
+        try:
+            return stack.enter_context(folder)
+        except BusyError:
+            if time.monotonic() >= end:
+                raise
+            time.sleep(min(1.0, LOCK_TIMEOUT))
+
+
+def _reopen_diverged(folder: RunFolder) -> tuple[int, str] | None:
+    """Reopen a run that diverged; return the round and the reason, None for any other run."""
+    result = load_run(folder.path).result
+    if result is None or folder.reopen() is None:
+        return None
+    return result["diverged_at"], result.get("reason", "the model")
+
+
+def _restored(folder: RunFolder, journal: Journal, run: FederatedRun) -> RunRecorder:
+    """Restore the run from its journal; return the recorder of its further rounds."""
+    if journal.state is not None:
+        _restore(run, journal.state, journal.rows, folder.path)
+    recorder = RunRecorder(run, journal, finished=load_run(folder.path).result is not None)
+    if recorder.finished:
+        log(INFO, "%s holds a finished run; nothing is left to do", folder.path)
+        return recorder
+    if run.settings.privacy is not None:
+        reported = sum("epsilon" in row for row in recorder.rows)
+        run.ledger = open_ledger(folder.path / RELEASES, reported)
+    if journal.resumed_from:
+        log(INFO, "resuming %s after round %d", folder.path, journal.resumed_from)
+        folder.note_resumed(journal.resumed_from)
+    return recorder
+
+
+def _restore(run: FederatedRun, state: SimulationState, rows: Sequence[Row], folder: Path) -> None:
+    """Restore the run; refuse rows that no run on Flower has written."""
+    try:
+        run.restore(state, rows)
+        restored_result(rows)
+        ConfigRecord(rows[-1].get("config", {}))
+    except (TypeError, ValueError, LookupError, AttributeError) as error:
+        raise UsageError(
+            f"{folder / RECORDS} is damaged: its rows are not those of a run on Flower "
+            f"({type(error).__name__}); restore it, or remove the folder to begin again"
+        ) from error
+
+
+@contextmanager
+def _strategy_remedies() -> Iterator[None]:
+    """Replace the remedies of the command line by those of a strategy in error messages."""
+    try:
+        yield
+    except UsageError as error:
+        text = str(error)
+        for theirs, ours in REMEDIES.items():
+            text = text.replace(theirs, ours)
+        if text == str(error):
+            raise
+        raise UsageError(text) from error
+
+
+def round_row(round: int, result: Result, accepted: Sequence[str]) -> Row:
+    """Return the row of a round: the columns of a simulated run, and Flower's records.
+
+    Args:
+        round: counted from 1.
+        result: with the records of the round.
+        accepted: clients whose state of this round counts.
+    """
+    records = {name: getattr(result, of).get(round) for name, of in RESULT_FIELDS.items()}
+    trained: Mapping[str, Any] = records["trained"] or {}
+    row: Row = {"round": round, "server_lr": None, "local_lr": None}
+    row |= {n: v for n, v in trained.items() if n not in RESERVED and not isinstance(v, list)}
+    row |= dict.fromkeys(SCORES) | scores(records["evaluated"]) | scores(records["central"])
+    row |= {name: int(row[name]) for name in ("clients", "dropped", "unanswered") if name in row}
+    row |= {name: dict(record) for name, record in records.items() if record is not None}
+    if accepted:
+        row["accepted"] = list(accepted)
+    if round == 1 and 0 in result.evaluate_metrics_serverapp:
+        row["initial"] = dict(result.evaluate_metrics_serverapp[0])
+    return row
+
+
+def changed_config(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config that differ from the given one, e.g. a rate that decays."""
+    return {
+        name: value
+        for name, value in config.items()
+        if name != "server-round" and value != given.get(name) and not isinstance(value, bytes)
+    }
+
+
+def scores(record: Mapping[str, Any] | None) -> dict[str, float]:
+    """Return the losses and accuracies of a record as columns of a row, by their usual names.
+
+    >>> scores({"eval_acc": 0.5, "loss": 1.0, "num-examples": 10, "test_loss": 2.0})
+    {'test_accuracy': 0.5, 'test_loss': 2.0}
+    """
+    found: dict[str, float] = {}
+    for name, value in (record or {}).items():
+        plain = name.lower().replace("-", "_")
+        for prefix in ("eval_", "test_"):
+            plain = plain.removeprefix(prefix)
+        column = name if name in SCORES else SYNONYMS.get(plain)
+        if column is not None and not isinstance(value, list):
+            found[column] = float(value)
+    return found
+
+
+def check_losses(row: Row) -> None:
+    """Raise `DivergedError` where the server's own evaluation has a loss that is not finite.
+
+    Clients' metrics never end a run: otherwise a single client could.
+    """
+    for name, value in scores(row.get("central")).items():
+        if name in ("train_loss", "test_loss") and not math.isfinite(value):
+            raise DivergedError(row["round"], f"{name} is {value}")
+
+
+def restored_result(rows: Sequence[Mapping[str, Any]]) -> Result:
+    """Return the result of stored rounds, without its arrays."""
+    result = Result()
+    for row in rows:
+        for name, of in RESULT_FIELDS.items():
+            if name in row:
+                getattr(result, of)[row["round"]] = _record(row[name])
+        if "initial" in row:
+            result.evaluate_metrics_serverapp[0] = _record(row["initial"])
+    return result
+
+
+def _record(values: Mapping[str, Any]) -> MetricRecord:
+    return MetricRecord({name: value for name, value in values.items() if value is not None})
+
+
+def run_spec(strategy: RuleStrategy, run: FederatedRun, config: ConfigRecord) -> dict[str, Any]:
+    """Return the spec of a run, with the keys of a simulated one where they mean the same."""
+    settings = run.settings
+    spec = {
+        "task": settings.name,
+        "algorithm": settings.algorithm.name,
+        "mode": "paper",
+        "seed": settings.seed,
+        "rounds": run.rounds,
+        "evaluate_every": 1,
+        "engine": "flower",
+        "deterministic": False,
+        "study": run.study,
+        "model": _model(run.server.layout),
+        "set": {},
+        "options": _options(strategy, settings, config),
+    }
+    return tomllib.loads(tomli_w.dumps(spec))
+
+
+def _options(strategy: RuleStrategy, settings: Settings, config: ConfigRecord) -> dict[str, Any]:
+    algorithm, weight_key = settings.algorithm, strategy.weighted_by_key
+    is_usual = settings.weighting == "uniform" or weight_key == "num-examples"
+    options = {
+        **_fields(algorithm.client),
+        **_fields(algorithm.server),
+        "average_last": algorithm.iterates,
+        "weighting": settings.weighting,
+        "fraction_train": strategy.fraction_train,
+        "min_train_nodes": strategy.min_train_nodes,
+        "total_clients": settings.total_clients,
+        "max_norm": settings.max_norm,
+        "min_replies": settings.min_replies if settings.min_replies > 1 else None,
+        "weighted_by_key": None if is_usual else weight_key,
+        **{f"privacy.{name}": value for name, value in _fields(settings.privacy).items()},
+        **{f"secure.{name}": value for name, value in _fields(settings.secure).items()},
+        **{f"train_config.{name}": value for name, value in config.items()},
+    }
+    return {name: _toml(value) for name, value in options.items() if value is not None}
+
+
+def _fields(rule: Any) -> dict[str, Any]:
+    """Return the fields of a rule or of settings, which are dataclasses; {} for None."""
+    if not is_dataclass(rule):
+        return {}
+    return {each.name: getattr(rule, each.name) for each in fields(rule)}
+
+
+def _toml(value: Any) -> Any:
+    """Return the value as TOML stores it; infinity and Python objects as strings."""
+    if isinstance(value, bytes):
+        return value.hex()
+    if isinstance(value, list | tuple):
+        return [_toml(each) for each in value]
+    if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    return str(value)
+
+
+def _model(layout: Layout) -> str:
+    """Return a description of the model, with a digest of the names, shapes and types of its
+    arrays."""
+    slots = "\n".join(f"{s.name} {s.shape} {s.dtype} {s.kind}{s.source}" for s in layout.slots)
+    digest = hashlib.sha256(slots.encode()).hexdigest()[:10]
+    return f"{len(layout.slots)} arrays, {layout.dim} parameters ({digest})"

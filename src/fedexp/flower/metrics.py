@@ -1,0 +1,154 @@
+"""Metrics that clients report, averaged reply by reply.
+
+Flower's `aggregate_metricrecords` needs a list of all replies, and one NaN or overflow in it spoils
+the mean. `WeightedMetrics` needs one reply at a time, and leaves out values that are not finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from logging import WARNING
+from typing import Any, TypeVar
+
+import numpy as np
+from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.supercore import log
+
+from fedexp.flower.transport import UnusableReply, reply_content
+
+Metrics = Mapping[str, Any]
+MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
+Kind = TypeVar("Kind", ArrayRecord, MetricRecord)
+MIN_WEIGHT, MAX_WEIGHT = 1e-30, 1e30  # the range of weights whose float32 sums stay finite
+LARGEST = np.finfo(np.float64).max
+
+
+def reply_metrics(content: RecordDict) -> Metrics:
+    """Return the one metric record of a reply; {} where it has none."""
+    if not content.metric_records:
+        return {}
+    return dict(only_record(content.metric_records, "metrics", "metrics"))
+
+
+def only_record(records: Mapping[str, Kind], key: str, what: str) -> Kind:
+    """Return the record of this key, or else the only one that is not this package's own."""
+    found = {name: value for name, value in records.items() if not name.startswith("fedexp.")}
+    if key in found:
+        return found[key]
+    if len(found) != 1:
+        raise UnusableReply(f"it has {len(found)} records with a {what} and none called {key!r}")
+    return next(iter(found.values()))
+
+
+def client_weight(metrics: Metrics, key: str) -> float:
+    """Return the weight that a client reports; raise `UnusableReply` for an invalid one."""
+    value = metrics.get(key)
+    if value is None:
+        raise UnusableReply(
+            f"its metrics have no {key!r}, by which clients are weighted; reply it, or set "
+            "weighting='uniform'"
+        )
+    if isinstance(value, list) or not MIN_WEIGHT <= value <= MAX_WEIGHT:
+        raise UnusableReply(f"its {key!r} is {value}, which is no weight")
+    return float(value)
+
+
+class WeightedMetrics:
+    """Means of clients' metrics, weighted by one of them as in Flower.
+
+    Where any client does not report its weight, all count the same.
+
+    >>> metrics = WeightedMetrics("num-examples")
+    >>> metrics.add({"num-examples": 1, "loss": 4.0})
+    []
+    >>> metrics.add({"num-examples": 3, "loss": 0.0, "accuracy": float("nan")})
+    ['accuracy']
+    >>> metrics.means()
+    {'loss': 1.0}
+    """
+
+    def __init__(self, weight_key: str) -> None:
+        self.weight_key, self._is_weighted = weight_key, True
+        self._uniform: dict[str, _RunningMean] = {}
+        self._weighted: dict[str, _RunningMean] = {}
+
+    def add(self, metrics: Metrics) -> list[str]:
+        """Add the metrics of one client; return the names of values that were left out."""
+        left_out = []
+        try:
+            weight = client_weight(metrics, self.weight_key)
+        except UnusableReply:
+            weight, self._is_weighted = math.nan, False
+        for name, value in metrics.items():
+            if name != self.weight_key:
+                if not self._uniform.setdefault(name, _RunningMean()).add(value, 1.0):
+                    left_out.append(name)
+                if self._is_weighted:
+                    self._weighted.setdefault(name, _RunningMean()).add(value, weight)
+        return left_out
+
+    def means(self) -> dict[str, float | list[float]]:
+        """Return the mean of each metric over the clients that reported it."""
+        means = self._weighted if self._is_weighted else self._uniform
+        return {name: mean.value() for name, mean in means.items() if mean.weight}
+
+
+class _RunningMean:
+    """A weighted mean of numbers, or of lists of equal length.
+
+    It is a convex combination at every step, so finite values never overflow, however large they
+    and their weights are.
+    """
+
+    def __init__(self) -> None:
+        self._mean: Any = 0.0
+        self.weight = 0.0
+
+    def add(self, value: Any, weight: float) -> bool:
+        """Add a value; return False for one that is not finite or a list of another length."""
+        array = np.asarray(value, dtype=np.float64)
+        if not np.isfinite(array).all() or (self.weight and array.shape != np.shape(self._mean)):
+            return False
+        total = self.weight + weight
+        with np.errstate(over="ignore"):  # only by rounding, at the largest float64
+            mean = self._mean * (self.weight / total) + array * (weight / total)
+        self._mean, self.weight = np.clip(mean, -LARGEST, LARGEST), total
+        return True
+
+    def value(self) -> float | list[float]:
+        return np.asarray(self._mean).tolist()
+
+
+def log_left_out(node: int, names: Iterable[str]) -> None:
+    """Log which metrics of a node are not in the means."""
+    for name in names:
+        text = "node %d: its %r is not a finite number, or a list of another length; it is left "
+        log(WARNING, text + "out of the mean", node, name)
+
+
+def aggregate_evaluations(
+    replies: Iterable[Message], weight_key: str, aggregate: MetricsFn | None
+) -> MetricRecord | None:
+    """Return the means of clients' evaluation metrics; None where no reply is usable.
+
+    A reply that cannot be used is left out, and the log names its node and the reason.
+
+    Args:
+        replies: to the evaluate messages.
+        weight_key: the metric that weights a client.
+        aggregate: the user's own function of all metric records, in place of the means.
+    """
+    metrics, records = WeightedMetrics(weight_key), list[RecordDict]()
+    for reply in replies:
+        node = reply.metadata.src_node_id
+        try:
+            content = reply_content(reply)
+            log_left_out(node, metrics.add(reply_metrics(content)))
+        except UnusableReply as error:
+            log(WARNING, "node %d is left out of the evaluation: %s", node, error)
+            continue
+        records.append(RecordDict(dict(content.metric_records)))
+    if not records:
+        return None
+    return aggregate(records, weight_key) if aggregate else MetricRecord(dict(metrics.means()))

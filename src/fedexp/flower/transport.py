@@ -1,0 +1,121 @@
+"""Messages to nodes and their replies, as they arrive.
+
+Flower's own `send_and_receive` collects all replies in a list and waits for every node until the
+timeout. `stream_replies` yields them a few at a time, so that a server never holds many models, and
+stops waiting for nodes that have left the federation.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+
+from flwr.app import Error, Message, RecordDict
+from flwr.common.constant import ErrorCode
+from flwr.serverapp import Grid
+
+from fedexp.errors import UsageError, shown
+
+MIN_POLL, MAX_POLL = 0.05, 1.0  # seconds between two polls for replies
+NODE_POLL = 5.0  # seconds between two polls of the list of nodes
+LONGEST_REASON = 400  # characters of a log line about a reply
+UNANSWERED = {
+    ErrorCode.MESSAGE_UNAVAILABLE,
+    ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
+    ErrorCode.NODE_UNAVAILABLE,
+}
+
+
+class UnusableReply(UsageError):
+    """Why a reply is left out of its round, in one line whatever the client sent."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(shown(reason, LONGEST_REASON))
+
+
+def stream_replies(
+    grid: Grid, messages: Iterable[Message], timeout: float, chunk: int = 1
+) -> Iterator[Message]:
+    """Send the messages and yield exactly one reply to each: an error reply where none arrived.
+
+    Args:
+        grid: of the ServerApp.
+        messages: one per node.
+        timeout: seconds in total, sending included.
+        chunk: replies held in memory at a time.
+    """
+    end = time.monotonic() + timeout
+    waiting, not_sent = _push(grid, messages)
+    for message in not_sent:
+        yield _error_reply(message, "the message to it could not be sent")
+    departed, pause = _DepartedNodes(grid), MIN_POLL
+    while waiting:
+        ids = list(waiting)
+        for start in range(0, len(ids), chunk):
+            for reply in grid.pull_messages(ids[start : start + chunk]):
+                sent = waiting.pop(reply.metadata.reply_to_message_id, None)
+                if sent is not None:
+                    pause = MIN_POLL
+                    yield _attributed(reply, sent)
+            if time.monotonic() >= end:
+                break
+        for message_id in departed.poll(waiting):
+            yield _error_reply(waiting.pop(message_id), "it has left the federation")
+        left = end - time.monotonic()
+        if left <= 0:
+            break
+        if waiting:
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, MAX_POLL)
+    for message in waiting.values():
+        yield _error_reply(message, f"it did not answer within {timeout:g} s")
+
+
+def is_unanswered(reply: Message) -> bool:
+    """Return whether a reply only reports that its node did not answer."""
+    return reply.has_error() and reply.error.code in UNANSWERED
+
+
+def reply_content(reply: Message) -> RecordDict:
+    """Return the content of a reply; raise `UnusableReply` for an error reply."""
+    if reply.has_error():
+        reason = str(reply.error.reason or f"error {reply.error.code}").strip()
+        raise UnusableReply(reason.splitlines()[-1] if reason else "an error without a reason")
+    return reply.content
+
+
+def _push(grid: Grid, messages: Iterable[Message]) -> tuple[dict[str, Message], list[Message]]:
+    """Return the messages sent, by id, and those that the grid did not accept."""
+    pushed = list(messages)
+    ids = set(grid.push_messages(pushed))
+    sent = {m.metadata.message_id: m for m in pushed if m.metadata.message_id in ids}
+    return sent, [m for m in pushed if m.metadata.message_id not in ids]
+
+
+class _DepartedNodes:
+    """Detects nodes that have left: those missing from two consecutive polls of the node list."""
+
+    def __init__(self, grid: Grid) -> None:
+        self.grid, self._missing = grid, set[int]()
+        self._polled = time.monotonic()
+
+    def poll(self, waiting: dict[str, Message]) -> list[str]:
+        """Return the ids of messages to nodes that have left; [] between two polls."""
+        if not waiting or time.monotonic() - self._polled < NODE_POLL:
+            return []
+        self._polled = time.monotonic()
+        nodes = {key: message.metadata.dst_node_id for key, message in waiting.items()}
+        missing = set(nodes.values()) - set(self.grid.get_node_ids())
+        departed, self._missing = missing & self._missing, missing
+        return [key for key, node in nodes.items() if node in departed]
+
+
+def _attributed(reply: Message, message: Message) -> Message:
+    """Return the reply with its node as the source; errors of the SuperLink itself lack it."""
+    if reply.has_error() and reply.metadata.src_node_id != message.metadata.dst_node_id:
+        return Message(reply.error, reply_to=message)
+    return reply
+
+
+def _error_reply(message: Message, reason: str) -> Message:
+    return Message(Error(ErrorCode.NODE_UNAVAILABLE, reason), reply_to=message)

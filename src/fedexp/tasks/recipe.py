@@ -1,0 +1,158 @@
+"""Tuned values and targets: the paper's tables as data, and the values of the digits.
+
+Options are named as `--set` takes them. `tuned` are the best values of the paper's grid search
+(App. D.3, docs/paper.md#tuned-values); `released` are those of the authors' code where they differ
+(docs/paper.md#released-code); `target` is the test accuracy of Table 1 (docs/paper.md#targets), or
+the loss of the synthetic problem.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedexp.local import LocalTraining
+
+Options = Mapping[str, Mapping[str, Any]]  # by algorithm
+
+# Local training of every network of the paper (docs/paper.md#training-settings); CIFAR's lr.
+PAPER_TRAINING = LocalTraining(
+    lr=0.01, steps=20, batch_size=50, weight_decay=1e-4, clip_norm=10.0, lr_decay=0.998
+)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The values that a task is trained and judged with.
+
+    Attributes:
+        target: value of the task's metric that counts as reached.
+        tuned: options by algorithm.
+        released: options by algorithm in the authors' code, where they differ.
+    """
+
+    target: float | None = None
+    tuned: Options = field(default_factory=dict)
+    released: Options = field(default_factory=dict)
+
+
+def _images(lr: float, eps: float, adagrad: float, tau: float, mu: float) -> Options:
+    """Return the paper's values for an image task.
+
+    The table has no row for SCAFFOLD-ExP and FedProx-ExP, which take those of FedExP; none for μ,
+    which is that of the released code (docs/paper.md#released-mu); and the momentum table has none
+    for EMNIST and CINIC-10, which take CIFAR's server step size (docs/paper.md#unprinted-values).
+    FedAdagrad's τ, which the paper does not state, is the square root of the released one, which is
+    added to v under the root (docs/paper.md#released-adagrad): where v is small both divide by the
+    same number, for which the step size was chosen. With τ = 0.001 the first step changes every
+    weight by the whole step size.
+    """
+    average = {"server.lr": 1.0, "local.lr": lr}
+    exp = {"server.eps": eps, "local.lr": lr}
+    return {
+        "fedavg": average,
+        "fedexp": exp,
+        "scaffold": average,
+        "scaffold-exp": exp,
+        "fedprox": {**average, "client.mu": mu},
+        "fedprox-exp": {**exp, "client.mu": mu},
+        "fedadagrad": {"server.lr": adagrad, "server.tau": tau, "local.lr": lr},
+        "fedadam": {"server.lr": 0.01, "local.lr": lr},
+        "fedavgm": {**average, "server.beta": 0.9},
+        "fedexp-m": {**exp, "server.beta": 0.9},
+    }
+
+
+def _cifar(mu: float) -> Options:
+    return _images(lr=0.01, eps=1e-3, adagrad=0.1, tau=0.1, mu=mu)
+
+
+def _digits(local_lr: float, **server: float) -> dict[str, float]:
+    return {"local.lr": local_lr, **{f"server.{name}": value for name, value in server.items()}}
+
+
+EXACT = {"server.eps": 0.0, "server.factor": 1.0}  # exact projections: docs/paper.md#toy-problem
+NOTEBOOK = {"server.clamp": False, "average_last": 1}  # docs/paper.md#notebook-clamp
+RELEASED_LR = {"local.lr": 0.1}  # on EMNIST, except with momentum: docs/paper.md#released-emnist-lr
+RELEASED_ADAM = {"server.lr": 0.1}  # docs/paper.md#released-adam
+
+RECIPES = {
+    "toy": Recipe(
+        target=1e-3,
+        tuned=dict.fromkeys(("fedexp", "scaffold-exp", "fedprox-exp", "fedexp-m"), EXACT),
+    ),
+    "synthetic": Recipe(
+        target=1e-5,
+        tuned={  # eps = 0 because every client can fit the optimum
+            "fedavg": {"server.lr": 10.0, "local.lr": 0.1},
+            "fedexp": {"server.eps": 0.0, "local.lr": 0.1},
+            "scaffold": {"server.lr": 10.0, "local.lr": 0.1},
+            "scaffold-exp": {"server.eps": 0.0, "local.lr": 0.1},
+            "fedadagrad": {"server.lr": 0.1, "local.lr": 0.1},
+            "fedprox": {"server.lr": 10.0, "client.mu": 0.01, "local.lr": 0.1},
+            "fedprox-exp": {"server.eps": 0.0, "client.mu": 0.01, "local.lr": 0.1},
+            "fedexp-m": {"server.eps": 0.0, "local.lr": 0.1},
+        },
+        released={
+            "fedexp": NOTEBOOK,
+            "scaffold-exp": NOTEBOOK,
+            "fedprox-exp": NOTEBOOK,
+            "fedexp-m": {"average_last": 1},
+            "fedadagrad": {"server.tau": 0.0},
+        },
+    ),
+    "emnist": Recipe(
+        target=0.84,
+        tuned=_images(lr=10**-0.5, eps=0.1, adagrad=10**-0.5, tau=10**-0.75, mu=0.001),
+        released={
+            "fedavg": RELEASED_LR,
+            "fedexp": RELEASED_LR,
+            "scaffold": RELEASED_LR,
+            "scaffold-exp": RELEASED_LR,
+            "fedprox": RELEASED_LR,
+            "fedprox-exp": RELEASED_LR,
+            "fedadagrad": {**RELEASED_LR, "server.tau": 10**-1.5},
+            "fedadam": {**RELEASED_LR, **RELEASED_ADAM},
+        },
+    ),
+    "cifar10": Recipe(target=0.72, tuned=_cifar(mu=0.1), released={"fedadam": RELEASED_ADAM}),
+    "cifar100": Recipe(target=0.40, tuned=_cifar(mu=0.001), released={"fedadam": RELEASED_ADAM}),
+    "cinic10": Recipe(target=0.58, tuned=_cifar(mu=1.0), released={"fedadam": RELEASED_ADAM}),
+    # The digits are not in the paper. Values by its protocol on seed 0: the highest training
+    # accuracy, averaged over the last 10 of 50 rounds, on half-decade grids of local.lr from
+    # 10^-1.5 to 1 and of the server's option. FedAvg on the logistic model is the exception, in its
+    # favour: the protocol picks server.lr 10 with local.lr 0.1, with which the loss first grows for
+    # twenty rounds. It has the best of five settings instead, chosen by the rounds to several TEST
+    # accuracies on seeds 0 to 3; no other algorithm was tuned on test accuracy.
+    "digits": Recipe(
+        target=0.92,
+        tuned={
+            "fedavg": _digits(1.0, lr=1.0),
+            "fedexp": _digits(1.0, eps=0.1),
+            "scaffold": _digits(1.0, lr=1.0),
+            "scaffold-exp": _digits(1.0, eps=1e-3),
+            "fedprox": {**_digits(1.0, lr=1.0), "client.mu": 1e-3},
+            "fedadagrad": _digits(0.1, lr=1.0),
+            "fedadam": _digits(10**-0.5, lr=0.1),
+            "fedyogi": _digits(10**-0.5, lr=0.1),
+            "fedavgm": _digits(1.0, lr=10**-0.5),
+            "fedexp-m": _digits(10**-0.5, eps=0.1),
+        },
+    ),
+    "digits-mlp": Recipe(
+        target=0.92,
+        tuned={
+            "fedavg": _digits(1.0, lr=1.0),
+            "fedexp": _digits(10**-0.5, eps=10**-2.5),
+            "scaffold": _digits(10**-0.5, lr=10**0.5),
+            "scaffold-exp": _digits(10**-0.5, eps=1e-3),
+            "fedprox": {**_digits(1.0, lr=1.0), "client.mu": 0.01},
+            "fedadagrad": _digits(10**-0.5, lr=10**-0.5),
+            "fedadam": _digits(10**-0.5, lr=0.1),
+            "fedyogi": _digits(10**-0.5, lr=0.1),
+            "fedavgm": _digits(10**-0.5, lr=1.0),
+            "fedexp-m": _digits(1.0, eps=0.1),
+        },
+    ),
+}

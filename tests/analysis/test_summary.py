@@ -1,0 +1,126 @@
+"""Statistics over seeds: rounds to a target, speed-up, final values, and pooled curves."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from fedexp.analysis.summary import (
+    mean_and_spread,
+    pool_seeds,
+    rounds_to,
+    spans_decades,
+    summarise,
+)
+from fedexp.runs.spec import Outcome, Spec
+from tests.helpers.outcomes import outcome
+
+
+def test_a_target_is_reached_to_within_rounding() -> None:
+    live, archived = sum([0.09] * 8), 0.72
+    assert live < archived
+    for value in (live, archived):
+        assert rounds_to(np.array([0.5, value]), 0.72, higher=True) == 2
+    assert rounds_to(np.array([0.5, 0.7199]), 0.72, higher=True) is None
+    assert rounds_to(np.array([1.0, 3e-12, 1e-12]), 1e-12, higher=False) == 3
+    stopping = Spec("digits", "fedexp", stop_at=0.72).prepare()
+    assert stopping.reached({"test_accuracy": live})
+    assert not stopping.reached({"test_accuracy": 0.7199})
+
+
+def test_fedavg_counts_with_its_own_rounds() -> None:
+    runs = [outcome("fedavg", 0, [0.1, 0.2]), outcome("fedexp", 0, [0.6, 0.7, 0.7, 0.7])]
+    _, fedexp = summarise(runs, "test_accuracy", 0.6)
+    assert (fedexp.speedup, fedexp.at_least) == (2.0, True)  # of rounds 3 and 4 nothing is known
+
+
+def test_smoothing_averages_the_end_over_rounds_and_leaves_the_rounds_to_target() -> None:
+    runs = [
+        outcome("fedexp", 0, [0.1, 0.9, 0.5, 0.7]),
+        outcome("fedexp", 1, [0.1, 0.2, 0.9, 0.6]),
+    ]
+    (line,) = summarise(runs, "test_accuracy", 0.8, smooth=2)
+    assert line.rounds == [2, 3]  # a single round counts, as in the paper's Table 1
+    assert line.finals == pytest.approx([0.6, 0.75])
+    assert line.spread == pytest.approx(np.std([0.5, 0.7, 0.9, 0.6], ddof=1))
+    (one,) = summarise(runs[:1], "test_accuracy", 0.8)
+    assert (one.finals, one.spread) == ([0.7], None)
+
+
+def test_smoothing_counts_rounds_not_evaluations() -> None:
+    rare = outcome("fedexp", 0, [0.1, None, 0.4, None, 0.8])
+    assert summarise([rare], "test_accuracy", None, smooth=3)[0].finals == pytest.approx([0.6])
+    assert summarise([rare], "test_accuracy", None, smooth=20)[0].finals == pytest.approx([1.3 / 3])
+
+
+def test_a_diverged_run_has_no_final_value() -> None:
+    (line,) = summarise([outcome("fedavg", 0, [0.9], diverged_at=2)], "test_accuracy", 0.95)
+    assert np.isnan(line.finals).all()
+
+
+def test_losses_are_reached_from_above() -> None:
+    run = Outcome(Spec("synthetic", "fedavg"), [{"train_loss": v} for v in (1, 0.1, 0.01)], 1.0)
+    (line,) = summarise([run], "train_loss", 0.1)
+    assert line.rounds == [2]
+
+
+def test_curves_are_pooled_over_seeds_and_the_window() -> None:
+    curves = [np.array([1.0, 2.0, 6.0]), np.array([3.0, 4.0, 8.0])]
+    rounds, mean, spread = mean_and_spread(curves, smooth=2)
+    assert rounds.tolist() == [1, 2, 3]
+    assert mean == pytest.approx([2, 2.5, 5])
+    assert spread[2] == pytest.approx(np.std([2, 6, 4, 8], ddof=1))
+    sparse = np.array([np.nan, 2.0, np.nan, 6.0])
+    rounds, mean, spread = mean_and_spread([sparse], smooth=3)
+    assert (rounds.tolist(), mean.tolist()) == ([2, 4], [2.0, 4.0])
+
+
+def test_after_a_seed_has_ended_the_mean_is_over_the_rest() -> None:
+    band = pool_seeds([np.array([1.0, 2.0]), np.array([3.0, 6.0, 7.0, 9.0])])
+    assert band.rounds.tolist() == [1, 2, 3, 4]
+    assert band.mean.tolist() == [2, 4, 7, 9]
+    assert band.std.tolist() == pytest.approx([2**0.5, 8**0.5, 0, 0])
+    assert band.seeds.tolist() == [2, 2, 1, 1]
+
+
+@pytest.mark.parametrize("window", [1, 5, 20])
+def test_a_window_pools_its_evaluations_over_all_seeds(window: int) -> None:
+    rng = np.random.default_rng(0)
+    curves = rng.normal(5, 1, (3, 40))
+    curves[:, 1::2] = np.nan
+    pools = [curves[:, max(0, at + 1 - window) : at + 1] for at in range(0, 40, 2)]
+    band = pool_seeds(list(curves), window)
+    rounds, mean, std = mean_and_spread(list(curves), window)
+    assert rounds.tolist() == band.rounds.tolist() == list(range(1, 41, 2))
+    for values in (band.mean, mean):
+        assert values == pytest.approx([np.nanmean(pool) for pool in pools])
+    for values in (band.std, std):
+        assert values == pytest.approx([np.nanstd(pool, ddof=1) for pool in pools])
+
+
+def test_a_window_leaves_out_a_seed_that_has_ended() -> None:
+    band = pool_seeds([np.array([100.0, 100.0]), np.array([1.0, 1.0, 3.0])], window=3)
+    assert band.mean[-1] == pytest.approx(5 / 3)
+
+
+def test_the_band_of_positive_numbers_stays_positive() -> None:
+    band = pool_seeds([np.array([1e-6, 1.0]), np.array([1.0, 2.0])])
+    assert band.low.tolist() == [1e-6, pytest.approx(1.5 - 0.5**0.5)]
+    below = pool_seeds([np.array([-1.0]), np.array([1.0])])
+    assert below.low[0] == pytest.approx(-(2**0.5))
+
+
+def test_the_band_of_accuracies_ends_at_one() -> None:
+    band = pool_seeds([np.array([0.8]), np.array([1.0])], top=1.0)
+    assert band.high.tolist() == [1.0]
+
+
+def test_curves_without_values_give_an_empty_band() -> None:
+    assert pool_seeds([]).rounds.size == 0
+    assert pool_seeds([np.empty(0), np.array([np.nan])]).rounds.size == 0
+
+
+def test_a_log_axis_needs_positive_numbers_far_apart() -> None:
+    assert spans_decades([np.array([1.0]), np.array([np.nan, 1e-3])])
+    assert not spans_decades([np.array([1.0, 0.0])])
+    assert not spans_decades([np.array([1.0, 0.1])])

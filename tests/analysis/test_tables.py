@@ -1,0 +1,65 @@
+"""The table of a comparison, in all formats."""
+
+from __future__ import annotations
+
+import pytest
+
+import fedexp as fx
+from fedexp.analysis.summary import summarise
+from fedexp.analysis.tables import comparison_numbers, comparison_table, render_table, text_table
+from tests.helpers.outcomes import outcome
+
+
+def test_the_comparison_has_rounds_speed_up_and_spread() -> None:
+    runs = [
+        outcome("fedavg", 0, [0.1, 0.2, 0.6, 0.7]),
+        outcome("fedavg", 1, [0.1, 0.2, 0.3, 0.9]),
+        outcome("fedexp", 0, [0.1, 0.6, 0.7, 0.8]),
+        outcome("fedexp", 1, [0.6, 0.6, 0.7, 0.6]),
+    ]
+    fedavg, fedexp = summarise(runs, "test_accuracy", 0.6)
+    assert (fedavg.rounds, fedexp.rounds) == ([3, 4], [2, 1])
+    assert fedexp.speedup == pytest.approx(3.5 / 1.5)
+    assert fedexp.finals == [0.8, 0.6]
+    headers, cells = comparison_table([fedavg, fedexp], "test_accuracy", 0.6, 4)
+    assert headers[1] == "rounds to 60.00%"
+    assert cells[1] == ["fedexp", "1.5 ± 0.7", "2.33x", "70.00% ± 14.14%"]
+    assert "fedexp" in text_table(headers, cells)
+
+
+def test_without_all_seeds_at_the_target_there_is_no_mean() -> None:
+    runs = [
+        outcome("fedavg", 0, [0.1, 0.2]),
+        outcome("fedavg", 1, [0.1, 0.7]),
+        outcome("fedexp", 0, [0.6, 0.7]),
+        outcome("fedexp", 1, [0.6, 0.7]),
+    ]
+    fedavg, fedexp = summarise(runs, "test_accuracy", 0.6)
+    assert fedavg.mean_rounds is None
+    assert fedavg.speedup is None
+    assert (fedexp.speedup, fedexp.at_least) == (2.0, True)  # (2 + at least 2) / 2 rounds over 1
+    _, cells = comparison_table([fedavg, fedexp], "test_accuracy", 0.6, 2)
+    assert cells[0][1:3] == [">2 (1/2 seeds)", "-"]
+    assert cells[1][2] == ">2.00x"
+
+
+def test_without_a_target_there_are_no_rounds() -> None:
+    lines = summarise([outcome("fedexp", 0, [0.1, 0.2])], "test_accuracy", None)
+    headers, cells = comparison_table(lines, "test_accuracy", None, 2, smooth=20)
+    assert headers[1::2] == ["rounds to target", "final test accuracy (last 20 rounds)"]
+    assert cells == [["fedexp", "-", "-", "20.00%"]]
+
+
+def test_formats_of_the_comparison() -> None:
+    runs = [outcome("fedavg", s, [0.1, 0.7]) for s in (0, 1)]
+    runs += [outcome("a_b", 0, [0.9, 0.9]), outcome("a_b", 1, [0.9, 0.9], diverged_at=3)]
+    lines = summarise(runs, "test_accuracy", 0.6)
+    headers, cells = comparison_numbers(lines)
+    by_name = [dict(zip(headers, row, strict=True)) for row in cells]
+    assert (by_name[0]["rounds_mean"], by_name[0]["final_std"]) == ("2.0", "0.0")
+    assert (by_name[1]["speedup"], by_name[1]["final_mean"]) == ("2.0", "")
+    table = comparison_table(lines, "test_accuracy", 0.6, 2)
+    assert "a\\_b & 1.0 $\\pm$ 0.0" in render_table("latex", *table)
+    assert "| 70.00% ± 0.00% |" in render_table("markdown", *table)
+    with pytest.raises(fx.UsageError, match="did you mean markdown"):
+        render_table("markdwon", *table)

@@ -1,0 +1,126 @@
+"""Means of clients' metrics: Flower's own, and finite whatever a client reports."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import MetricRecord, RecordDict
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+
+from fedexp.flower import (
+    FedAvg,
+    FedExP,
+)
+from fedexp.flower.metrics import WeightedMetrics
+from tests.flower.helpers.fake_grid import (
+    FakeGrid,
+    only,
+    raises,
+    replies,
+    silent,
+    with_metric,
+)
+from tests.flower.helpers.plain_app import first_model, plain_app
+
+BAD = 1  # the position of the node that misbehaves
+
+
+def test_it_is_flowers_mean_without_the_list() -> None:
+    reported = [
+        {"num-examples": 3, "loss": 0.5, "per-class": [1.0, 2.0]},
+        {"num-examples": 5, "loss": 0.25, "per-class": [3.0, 4.0]},
+    ]
+    tally = WeightedMetrics("num-examples")
+    for each in reported:
+        tally.add(each)
+    flowers = aggregate_metricrecords(
+        [RecordDict({"metrics": MetricRecord(dict(each))}) for each in reported],  # type: ignore[arg-type]
+        "num-examples",
+    )
+    assert tally.means() == {name: pytest.approx(value) for name, value in flowers.items()}
+
+
+def test_a_metric_of_some_clients_is_their_mean() -> None:
+    tally = WeightedMetrics("n")
+    tally.add({"n": 1, "loss": 1.0})
+    tally.add({"n": 1, "accuracy": 0.5})
+    assert tally.means() == {"loss": 1.0, "accuracy": 0.5}
+
+
+def test_lists_of_another_length_are_left_out() -> None:
+    tally = WeightedMetrics("n")
+    tally.add({"n": 1, "scores": [1.0, 2.0]})
+    tally.add({"n": 1, "scores": [1.0]})
+    tally.add({"n": 1, "scores": 3.0})
+    assert tally.means() == {"scores": [1.0, 2.0]}
+
+
+def test_no_metrics_have_no_means() -> None:
+    assert WeightedMetrics("n").means() == {}
+
+
+@pytest.mark.parametrize(("loss", "examples"), [(1e300, 10**10), (1e308, 20), (-1e308, 20)])
+def test_a_huge_evaluation_ends_no_run(loss: float, examples: int) -> None:
+    def change(content: RecordDict) -> None:
+        content.metric_records["metrics"].update({"loss": loss, "num-examples": examples})
+
+    fault = only(replies(change), kind="evaluate")
+    grid = FakeGrid(plain_app(), 3, faults={BAD: fault, 2: only(replies(change), kind="evaluate")})
+    result = FedExP().start(grid, first_model(), 2)
+    measured: Any = result.evaluate_metrics_clientapp[2]["loss"]
+    assert np.isfinite(measured)
+    assert 0.5 < measured / loss <= 1.0
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), [1.0, float("nan")]])
+def test_an_evaluation_that_is_not_finite_is_left_out_with_a_line(
+    value: Any, lines: list[str]
+) -> None:
+    fault = only(replies(with_metric("loss", value)), kind="evaluate")
+    grid = FakeGrid(plain_app(), 3, faults={BAD: fault})
+    result = FedAvg().start(grid, first_model(), 1)
+    others = FakeGrid(plain_app(), 3, faults={BAD: only(raises, kind="evaluate")})
+    expected = FedAvg().start(others, first_model(), 1)
+    assert dict(result.evaluate_metrics_clientapp[1]) == dict(
+        expected.evaluate_metrics_clientapp[1]
+    )
+    named = [line for line in lines if str(grid.nodes[BAD].node_id) in line]
+    assert len([line for line in named if "'loss' is not a finite number" in line]) == 1
+
+
+def test_means_of_the_largest_numbers_are_finite() -> None:
+    largest, tally = float(np.finfo(np.float64).max), WeightedMetrics("n")
+    for weight in (1, 3, 7):
+        assert tally.add({"n": weight, "loss": largest, "both": [-largest, largest]}) == []
+    assert tally.add({"n": 1, "loss": float("inf"), "both": [0.0, 1.0]}) == ["loss"]
+    means: Any = tally.means()
+    assert means["loss"] == pytest.approx(largest)
+    assert np.isfinite(means["both"]).all()
+
+
+def test_an_own_function_that_returns_nan_ends_no_run() -> None:
+    def worst(records: list[RecordDict], key: str) -> MetricRecord:
+        return MetricRecord({"loss": float("nan")})
+
+    strategy = FedAvg(evaluate_metrics_aggr_fn=worst)
+    result = strategy.start(FakeGrid(plain_app(), 3), first_model(), 2)
+    assert result.evaluate_metrics_clientapp.keys() == {1, 2}
+
+
+def test_a_broken_evaluation_costs_nothing_but_its_numbers(lines: list[str]) -> None:
+    faults = {BAD: only(raises, kind="evaluate"), 0: only(silent, kind="evaluate")}
+    result = FedAvg().start(FakeGrid(plain_app(), 3, faults=faults), first_model(), 1, timeout=0.3)
+    alone = FedAvg(min_train_nodes=1, min_available_nodes=1).start(
+        FakeGrid(plain_app(), [{"partition-id": 2}]), first_model(), 1
+    )
+    assert result.train_metrics_clientapp[1]["clients"] == 3
+    assert result.evaluate_metrics_clientapp[1].keys() == alone.evaluate_metrics_clientapp[1].keys()
+    assert sum("left out of the evaluation" in line for line in lines) == 2
+
+
+def test_metrics_that_are_not_finite_do_not_spoil_the_mean() -> None:
+    fault = only(replies(with_metric("train_loss", float("nan"))))
+    result = FedAvg().start(FakeGrid(plain_app(), 3, faults={2: fault}), first_model(), 1)
+    assert result.train_metrics_clientapp[1]["train_loss"] == pytest.approx(20 / 30)

@@ -1,0 +1,167 @@
+"""The loop over rounds: models that a subclass returns, and runs that diverge."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from flwr.app import Array, ArrayRecord, Message, MetricRecord
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+
+import fedexp as fx
+from fedexp.errors import DivergedError, UsageError
+from fedexp.flower import (
+    FedAvg,
+    FedExP,
+    RuleStrategy,
+    initial_arrays,
+)
+from fedexp.flower.layout import ndarrays
+from fedexp.runs import load_run
+from tests.flower.helpers.fake_grid import (
+    FakeGrid,
+    only,
+    replies,
+    with_array,
+)
+from tests.flower.helpers.plain_app import DIM, first_model, plain_app
+from tests.flower.helpers.user_app import (
+    simulated_app,
+)
+from tests.helpers.problems import least_squares
+
+ROUNDS = 4
+TASK = least_squares(clients=4, dim=8)
+
+
+class Halved(FedAvg):
+    """What people write: the model of the round, changed."""
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        assert arrays is not None
+        arrays["w"] = Array(0.5 * arrays["w"].numpy())  # in place, which is easily overlooked
+        return arrays, metrics
+
+
+class Own(FedExP):
+    """An aggregation without ours."""
+
+    result: Any = None
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        list(replies)
+        return self.result, None
+
+
+class Discarding(FedExP):
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        return None, super().aggregate_train(server_round, replies)[1]
+
+
+def test_arrays_that_a_subclass_returns_are_the_model(tmp_path: Path) -> None:
+    """As they are in Flower: evaluated, returned, trained from, and checkpointed."""
+
+    def start() -> Any:
+        strategy = Halved(fraction_evaluate=0.0, checkpoint=tmp_path / "run")
+        return strategy.start(FakeGrid(plain_app(), 3), first_model(), 3)
+
+    ours = start()
+
+    class Theirs(FlowerFedAvg):
+        def aggregate_train(
+            self, server_round: int, replies: Iterable[Message]
+        ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+            arrays, metrics = super().aggregate_train(server_round, replies)
+            assert arrays is not None
+            arrays["w"] = Array(0.5 * arrays["w"].numpy())
+            return arrays, metrics
+
+    theirs = Theirs(fraction_evaluate=0.0).start(FakeGrid(plain_app(), 3), first_model(), 3)
+    for name in ("w", "bn.running_mean"):
+        np.testing.assert_allclose(
+            ndarrays(ours.arrays)[name], ndarrays(theirs.arrays)[name], rtol=1e-6, atol=1e-7
+        )
+    stored = start()
+    np.testing.assert_array_equal(ndarrays(stored.arrays)["w"], ndarrays(ours.arrays)["w"])
+
+
+class Copied(FedExP):
+    """Returns the same values in other objects, which changes nothing."""
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        assert arrays is not None
+        copies = {n: np.array(v.numpy(), order="F") for n, v in arrays.items()}
+        return ArrayRecord({name: Array(value) for name, value in copies.items()}), metrics
+
+
+def test_copies_of_the_arrays_are_not_another_model() -> None:
+    """Taken as one, the mean of two iterates would become the next."""
+    model = ArrayRecord({**first_model(), "m": Array(np.ones((2, 3), np.float32))})
+    ends = []
+    for strategy in (FedExP, Copied):
+        faults = dict.fromkeys(
+            range(3), only(replies(with_array("m", np.ones((2, 3), np.float32))))
+        )
+        grid = FakeGrid(plain_app(), 3, faults=faults)
+        ends.append(strategy(eps=0.0, fraction_evaluate=0.0).start(grid, model, ROUNDS).arrays)
+    np.testing.assert_array_equal(ndarrays(ends[0])["w"], ndarrays(ends[1])["w"])
+
+
+def test_custom_aggregation_still_counts_rounds(tmp_path: Path) -> None:
+    strategy = Own(fraction_evaluate=0.0, checkpoint=tmp_path / "run")
+    strategy.result = ArrayRecord({**first_model(), "w": Array(np.full(DIM, 2.0, np.float32))})
+    result = strategy.start(FakeGrid(plain_app(), 3), first_model(), 2)
+    assert ndarrays(result.arrays)["w"].tolist() == [2.0] * DIM
+    assert [row["round"] for row in load_run(tmp_path / "run").rows] == [1, 2]
+
+
+def test_arrays_of_another_model_and_discarded_steps_are_refused() -> None:
+    strategy = Own(fraction_evaluate=0.0)
+    strategy.result = ArrayRecord({"v": Array(np.zeros(1, np.float32))})
+    with pytest.raises(UsageError, match="arrays that are not the model's: it has no array 'w'"):
+        strategy.start(FakeGrid(plain_app(), 3), first_model(), 2)
+    with pytest.raises(UsageError, match="returned no arrays, although"):
+        Discarding().start(FakeGrid(plain_app(), 3), first_model(), 2)
+
+
+class Skips(RuleStrategy):
+    """A subclass that leaves the second round out."""
+
+    def aggregate_train(self, server_round: int, replies: Iterable[Message]) -> Any:
+        if server_round == 2:
+            list(replies)
+            return None, None
+        return super().aggregate_train(server_round, replies)
+
+
+def test_a_round_that_a_subclass_skips_accepts_no_client_state(tmp_path: Path) -> None:
+    """Its row repeated the names of the round before, so clients resumed from states never used."""
+    made = Skips(algorithm=fx.scaffold(), fraction_evaluate=0.0, checkpoint=tmp_path / "run")
+    made.start(FakeGrid(simulated_app(TASK), 4), initial_arrays(TASK), num_rounds=3)
+    assert [len(row.get("accepted", ())) for row in load_run(tmp_path / "run").rows] == [4, 0, 4]
+
+
+def test_a_model_that_diverges_ends_the_run_with_its_round() -> None:
+    with pytest.raises(DivergedError, match=r"round 1.*lower the local or server learning rate"):
+        FedAvg(lr=1e12).start(FakeGrid(plain_app(), 3), first_model(), 2)
+
+
+def test_a_loss_that_is_not_finite_ends_the_run() -> None:
+    def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"loss": float("nan") if round == 2 else 1.0})
+
+    with pytest.raises(DivergedError, match="round 2: test_loss is nan"):
+        FedAvg().start(FakeGrid(plain_app(), 3), first_model(), 3, evaluate_fn=evaluate)

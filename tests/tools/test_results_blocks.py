@@ -1,0 +1,195 @@
+"""The blocks of the documents, from fabricated runs with known curves."""
+
+from __future__ import annotations
+
+import shlex
+from dataclasses import replace
+from typing import Any
+
+from tools.results import deviations, runs, studies, table1
+from tools.results.archive import Archive
+from tools.results.documents import BLOCKS
+
+from fedexp.cli.main import build_parser
+from fedexp.reproduce import figure1
+from fedexp.runs import StoredRun
+from tests.helpers.archives import fabricated
+
+HITS = {"fedexp": 200, "fedavg": 300, "scaffold": 310, "fedadagrad": 290}
+
+
+def table1_runs(task: str = "cifar10", seeds: int = 2, **more: Any) -> list[StoredRun]:
+    return [
+        fabricated("table1", task, name, seed, hit + 10 * seed, **more)
+        for name, hit in HITS.items()
+        for seed in range(seeds)
+    ]
+
+
+def diverged(run: StoredRun, at: int) -> StoredRun:
+    result = {**(run.result or {}), "status": "diverged", "diverged_at": at}
+    return replace(run, rows=run.rows[: at - 1], result=result)
+
+
+def test_our_rounds_are_next_to_the_papers() -> None:
+    released = [fabricated("table1", "cifar10", "fedexp", 0, 400, mode="authors-code")]
+    text = table1.tables(Archive((*table1_runs(), *released)))
+    lines = {line.split(" | ")[0]: line for line in text.splitlines() if line.startswith("| ")}
+    assert lines["| FedExP"] == (
+        "| FedExP | 205 ± 7.1 | 200, 210 | 267 | -23 % | 1.49x | 1.62x | 90.00% ± 0.00 | - | 2 |"
+    )
+    assert "| 315 ± 7.1 | 310, 320 | 429 | -27 % | 0.97x | 1.01x |" in lines["| SCAFFOLD"]
+    assert lines["| FedExP, mode authors-code"].endswith(
+        "| 400 | 400 | - | - | - | - | 90.00% | - | 1 |"
+    )
+    assert "- 2 seeds instead of 5" in text
+    assert "### CIFAR-100: 40 % test accuracy\n\nNo runs yet." in text
+
+
+def test_a_speed_up_is_over_fedavg_in_the_same_mode() -> None:
+    released = [
+        fabricated("table1", "cifar10", name, 0, hit, mode="authors-code")
+        for name, hit in {"fedexp": 200, "fedavg": 250}.items()
+    ]
+    text = table1.tables(Archive((*table1_runs(), *released)))
+    assert "| FedExP, mode authors-code | 200 | 200 | - | - | 1.25x |" in text
+
+
+def test_the_headline_has_one_line_per_task() -> None:
+    text = table1.headline(Archive(tuple(table1_runs())))
+    assert text.splitlines() == [
+        "- **CIFAR-10**, 72 % test accuracy, 2 seeds: FedExP 205 rounds, FedAvg 305 rounds, which "
+        "is **1.49 times** as many. The paper: 267 and 434, 1.62 times.",
+        "",
+        "Not run yet: EMNIST, CIFAR-100, CINIC-10.",
+    ]
+
+
+def test_seeds_that_miss_the_target_are_counted() -> None:
+    stored = table1_runs("emnist", clients=294)
+    at = next(i for i, run in enumerate(stored) if run.spec["algorithm"] == "fedavg")
+    stored[at] = fabricated("table1", "emnist", "fedavg", 0, None, clients=294)
+    text = table1.headline(Archive(tuple(stored)))
+    assert "FedAvg more than 405 rounds (1/2 seeds got there), which is **>1.98 times**" in text
+    assert "EMNIST has 294 writers here instead of 3,400." in text
+    stored[at] = diverged(stored[at], 30)
+    table = table1.tables(Archive(tuple(stored)))
+    assert "| FedAvg | >405 (1/2 seeds) | diverged, 310 |" in table
+    assert "| >1.98x | 1.76x |" in table
+
+
+def test_a_fedexp_that_misses_the_target_is_reported() -> None:
+    stored = [fabricated("table1", "cifar10", name, 0, hit) for name, hit in HITS.items()]
+    stored[0] = fabricated("table1", "cifar10", "fedexp", 0, None, 0.5)
+    archive = Archive(tuple(stored))
+    assert "FedExP more than 500 rounds, FedAvg 300 rounds. The paper" in table1.headline(archive)
+    assert "| 72 % on CIFAR-10 | 300 | >500 | - | 1.62x | 1 |" in table1.readme(archive)
+    failed = studies.verdicts(archive).split("**Does not agree with the paper**")[1]
+    assert "CIFAR-10: FedExP needs the fewest rounds (Table 1): **no** (>500; fedadagrad" in failed
+    assert "or more (sec. 6): **no** (FedExP did not get there)" in failed
+
+
+def test_both_meanings_of_eps_are_compared_where_both_were_run() -> None:
+    assert "not been run in both modes" in deviations.eps_modes(Archive(tuple(table1_runs())))
+    released = [fabricated("table1", "cifar10", "fedexp", 0, 400, mode="authors-code")]
+    text = deviations.eps_modes(Archive((*table1_runs(), *released)))
+    assert "| CIFAR-10 | paper | 205 ± 7.1 | 267 | 90.00% ± 0.00 | 1.50 | 1.50 | 25.0% |" in text
+    assert "| CIFAR-10 | authors-code | 400 | 267 | 90.00% | 1.50 | 1.50 | 25.0% |" in text
+
+
+def test_other_targets_have_the_same_distances_on_every_task() -> None:
+    text = table1.other_targets(Archive((*table1_runs(end=0.75), *table1_runs("cifar100", 1))))
+    assert "| CIFAR-10, rounds to | 52 % | 62 % | 67 % | 72 % | 74 % | 76 % |" in text
+    first, second = (line for line in text.splitlines() if line.startswith("| FedExP"))
+    assert first.endswith("| 205 ± 7.1 | 205 ± 7.1 | >500 (0/2 seeds) |")
+    assert second == "| FedExP | 200 | 200 | 200 | 200 | 200 | 200 |"
+
+
+def test_a_seed_that_came_to_nothing_is_not_hidden_in_a_mean() -> None:
+    ends = {0: 0.9, 1: 0.08, 3: 0.9}
+    stored = [
+        fabricated("scaffold-exp", "cifar10", "scaffold-exp", seed, end=end)
+        for seed, end in ends.items()
+    ]
+    stored.append(fabricated("scaffold-exp", "cifar10", "fedexp", 0, end=0.8))
+    text = studies.section(Archive(tuple(stored)), "scaffold-exp")
+    assert "| CIFAR-10 | SCAFFOLD-ExP | 90.00% | 8.00% | 90.00% |" in text
+    assert "| CIFAR-10 | FedExP | 80.00% |  |  |" in text
+    assert "| seed 0 | seed 1 | seed 3 |" in text
+
+
+def test_figure_1_is_a_grid() -> None:
+    arms = [arm.series for arm in figure1.arms("emnist")]
+    stored = [fabricated("figure1", "emnist", series, hit=1, end=0.5) for series in arms]
+    stored[0] = diverged(stored[0], 7)
+    text = studies.section(Archive(tuple(stored)), "figure1")
+    assert "| 0.1 | diverged (5.8) | 50.0 (8.2) | 50.0 (42) | 50.0 (55) | 50.0 (9.1) |" in text
+
+
+def test_commands_make_these_runs_and_no_others() -> None:
+    extra = fabricated("table1", "cifar10", "fedexp", 2)
+    released = fabricated("table1", "cifar10", "fedexp", 0, mode="authors-code")
+    text = runs.commands(Archive((*table1_runs(), extra, released)))
+    commands = text.splitlines()[1:-1]
+    assert commands[0] == (
+        "fedexp reproduce table1 --task cifar10 --seeds 2 --device cuda --precision bf16"
+    )
+    parsed = [build_parser().parse_args(shlex.split(line)[1:]) for line in commands]
+    assert [(p.command, getattr(p, "seed", None), p.mode) for p in parsed] == [
+        ("reproduce", None, "paper"),
+        ("run", 0, "authors-code"),
+        ("run", 2, "paper"),
+    ]
+
+
+def test_superseded_runs_are_marked_until_they_are_run_again() -> None:
+    others = [run for run in table1_runs() if run.spec["algorithm"] != "fedadagrad"]
+    old, new = (
+        [fabricated("table1", "cifar10", "fedadagrad", s, 290, options=form) for s in range(2)]
+        for form in ({"server.form": "reddi"}, {"server.form": "standard"})
+    )
+    archive = Archive((*others, *old))
+    remark = "run with the earlier start of v; to be run again"
+    assert f"- fedadagrad {remark}" in table1.tables(archive)
+    assert "FedAdagrad |" not in table1.tables(archive) + table1.other_targets(archive)
+    assert f"CIFAR-10: fedadagrad {remark}" in deviations.missing(archive)
+    assert runs.every_run(archive).count(f"finished; {remark}") == 2
+    unsure = studies.verdicts(archive).split("**Cannot be told from these runs**")[1]
+    assert "CIFAR-10: FedAdagrad ends almost where FedAvg does" in unsure
+    # One command still makes all of them, in their new form; then nothing is marked.
+    command = "fedexp reproduce table1 --task cifar10 --seeds 2 --device cuda --precision bf16"
+    for each in (archive, Archive((*others, *old, *new)), Archive((*others, *new))):
+        assert runs.commands(each).splitlines()[1] == command
+    replaced = Archive((*others, *new))
+    assert all(remark not in make(replaced) for make in BLOCKS.values())
+    assert "| FedAdagrad | 290" in table1.tables(replaced)
+
+
+def test_every_run_is_in_the_table_with_its_machine() -> None:
+    stored = table1_runs(seeds=1)
+    other = {**stored[0].environment, "device": "another", "started": "2027-01-01T00:00:00+0000"}
+    archive = Archive((*stored[1:], replace(stored[0], environment={**other, "note": "in haste"})))
+    assert "4 runs, 4.0 minutes in all." in runs.machines(archive)
+    assert "| B | another |" in runs.machines(archive)
+    assert "| 1 | 1.0 | 2027-01-01 | in haste |" in runs.machines(archive)
+    lines = runs.every_run(archive).splitlines()
+    assert len(lines) == 2 + len(stored)
+    assert (
+        "| CIFAR-10 | FedExP |  | paper | 0 | 500 | finished | 90.00% | bf16 | 60.0 | B |" in lines
+    )
+
+
+def test_an_empty_archive_fills_every_block() -> None:
+    assert all(make(Archive(())) for make in BLOCKS.values())
+    assert "no runs on EMNIST, CIFAR-10" in deviations.missing(Archive(()))
+    partial = Archive(tuple(table1_runs()[:1]))
+    assert "CIFAR-10: fedavg, scaffold, fedadagrad not run" in deviations.missing(partial)
+
+
+def test_seeds_that_another_series_has_are_listed_as_missing() -> None:
+    released = fabricated("table1", "cifar10", "fedexp", 1, mode="authors-code")
+    fewer = [run for run in table1_runs() if run.spec["id"] != table1_runs()[-1].spec["id"]]
+    text = deviations.missing(Archive((*fewer, released)))
+    assert "`table1`, mode authors-code: CIFAR-10: FedExP without seed 0" in text
+    assert "CIFAR-10: FedAdagrad without seed 1" in text
+    assert "without" not in deviations.missing(Archive(tuple(table1_runs())))

@@ -1,0 +1,168 @@
+"""Generated documents, tables and figures agree with the archive of runs."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+from tools.results.archive import load_archive
+from tools.results.documents import (
+    ABOUT,
+    ARCHIVE,
+    DIFFERS,
+    DOCUMENT,
+    HALF,
+    README,
+    fill,
+    generate,
+    loose_numbers,
+    stale,
+    write,
+)
+
+from fedexp.errors import UsageError
+from fedexp.reproduce.from_runs import is_superseded
+
+ROOT = Path(__file__).parents[2]
+LIMIT = 5_000_000  # bytes of the whole archive: small files only
+Made = Mapping[Path, str]
+
+
+@pytest.fixture(scope="module")
+def made() -> Made:
+    return generate(ROOT)
+
+
+@pytest.fixture
+def copy(made: Made, tmp_path: Path) -> Path:
+    """A copy of the generated files and the archive, to be changed."""
+    shutil.copytree(ROOT / ARCHIVE, tmp_path / ARCHIVE)
+    for name in (DOCUMENT, README):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    assert not stale(tmp_path, made)
+    return tmp_path
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    """A repository with the runs of the synthetic regression alone."""
+    shutil.copytree(ROOT / ARCHIVE / "runs", tmp_path / ARCHIVE / "runs", ignore=_others)
+    for name in (DOCUMENT, README):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    write(tmp_path, generate(tmp_path))
+    return tmp_path
+
+
+def _others(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if not name.startswith("synthetic-")]
+
+
+def test_every_run_is_used_and_seeds_count_from_zero() -> None:
+    archive = load_archive(ROOT / ARCHIVE)
+    used: set[str] = set()
+    for stored in (*archive.studies.values(), *archive.released.values()):
+        for runs in (runs for series in stored.groups.values() for runs in series.values()):
+            assert [run.spec.seed for run in runs] == list(range(len(runs)))
+            used |= {run.folder.name for run in runs if run.folder}
+    assert used == {run.folder.name for run in archive.runs if not is_superseded(run)}
+
+
+def spoil(path: Path, pattern: str) -> None:
+    """Change the digit at the end of what the pattern matches."""
+    text = path.read_text()
+    found = re.search(pattern, text, re.DOTALL)
+    assert found
+    at = found.end() - 1
+    path.write_text(f"{text[:at]}{9 - int(text[at])}{text[at + 1 :]}")
+
+
+def test_all_generated_files_are_up_to_date(made: Made) -> None:
+    problems = stale(ROOT, made)
+    assert not problems, "; ".join(problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        (DOCUMENT, r"begin study-synthetic.*?\| FedExP \| \d"),
+        (DOCUMENT, r"begin runs.*?finished.*?\d"),
+        (README, r"begin readme.*?FedExP.*?\| \d"),
+        (ARCHIVE / "synthetic" / "table.md", r"fedexp \| \d"),
+        (ARCHIVE / "synthetic" / "table.csv", r"fedexp,\d"),
+        (ARCHIVE / "synthetic" / "summary.json", r'"mean": \d'),
+        (ARCHIVE / "synthetic" / "figure.svg", r'd="M \d'),
+    ],
+)
+def test_a_number_changed_by_hand_is_found(
+    name: Path, pattern: str, copy: Path, made: Made
+) -> None:
+    spoil(copy / name, pattern)
+    assert stale(copy, made) == [f"{name}: {DIFFERS}"]
+
+
+def test_the_blocks_of_a_changed_document_are_regenerated(small: Path) -> None:
+    before = {name: (small / name).read_text() for name in (DOCUMENT, README)}
+    spoil(small / DOCUMENT, r"begin runs.*?finished.*?\d")
+    mark = "begin readme -->\n"
+    (small / README).write_text(before[README].replace(mark, f"{mark}7 times faster. "))
+    made = generate(small)
+    assert {line.split(":")[0] for line in stale(small, made)} == {str(DOCUMENT), str(README)}
+    write(small, made)
+    assert {name: (small / name).read_text() for name in before} == before
+
+
+@pytest.mark.parametrize("document", [DOCUMENT, ABOUT], ids=str)
+def test_hand_written_text_has_no_numbers(document: Path) -> None:
+    text = (ROOT / document).read_text()
+    assert not loose_numbers(text)
+    line = "It reached the target after 312 rounds."
+    assert loose_numbers(f"{text}\n{line}\n") == [line]
+
+
+def test_without_a_run_the_documents_are_out_of_date(small: Path) -> None:
+    for path in (small / ARCHIVE / "runs").glob("synthetic-fedexp-*"):
+        path.unlink()
+    made = generate(small)
+    lines = stale(small, made)
+    assert f"{DOCUMENT}: {DIFFERS}" in lines
+    assert f"{ARCHIVE / 'synthetic' / 'table.md'}: no run of the archive leads to it" in lines
+    assert "begin study-synthetic -->\nNo runs yet." in made[DOCUMENT]
+
+
+@pytest.mark.parametrize(("lost", "left"), [("csv", "toml"), ("toml", "csv")])
+def test_half_of_a_run_is_named(lost: str, left: str, small: Path) -> None:
+    gone = next((small / ARCHIVE / "runs").glob(f"synthetic-fedexp-*.{lost}"))
+    gone.unlink()
+    name = gone.with_suffix(f".{left}").relative_to(small)
+    assert f"{name}: {HALF}" in stale(small, generate(small))
+
+
+def test_a_changed_run_is_refused(small: Path) -> None:
+    spoil(next((small / ARCHIVE / "runs").glob("synthetic-fedexp-*.csv")), r"\n1,\d")
+    with pytest.raises(UsageError, match="changed since it was archived"):
+        generate(small)
+
+
+def test_the_archive_is_small_and_names_no_folder_of_a_machine() -> None:
+    files = [path for path in (ROOT / ARCHIVE).rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < LIMIT
+    described = [path.read_text() for path in files if path.suffix == ".toml"]
+    assert described
+    assert not [text for text in described if re.search(r"(/tmp|/home|/work|/root)\b", text)]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- begin x -->\n<!-- end x -->\n<!-- begin y -->\n", "begin y --> has no other end"),
+        ("<!-- begin z -->\n<!-- end z -->", "unknown block 'z'"),
+    ],
+)
+def test_marks_come_in_pairs_and_have_a_block(text: str, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        fill(text, {"x": "1", "y": "2"})

@@ -1,0 +1,128 @@
+"""How our runs deviate from the paper's: eps, writers, seeds, arithmetic, and what is missing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from fedexp.reproduce.from_runs import SUPERSEDED
+from fedexp.reproduce.measures import final, rounds_to_target
+from fedexp.reproduce.published import NOTHING, quantity, target, text_of
+from fedexp.reproduce.study import ALL_WRITERS, arithmetic_of, count
+from fedexp.runs import spec_from
+from fedexp.runs.spec import Outcome
+from tools.results.archive import RELEASED, Archive
+from tools.results.format import algorithm_name, bullets, table, task_name, with_task_name
+
+Series = Mapping[str, Sequence[Outcome]]
+
+
+def eps_modes(archive: Archive) -> str:
+    """Compare FedExP with the paper's eps and the released code's, wherever both were run."""
+    paper, other = archive.studies["table1"].groups, archive.released["table1"].groups
+    both = [t for t in paper if "fedexp" in paper[t] and "fedexp" in other.get(t, {})]
+    if not both:
+        return "FedExP has not been run in both modes on the same task yet."
+    rounds = archive.studies["table1"].plan.rounds
+    rows = [
+        _mode_cells(task, mode, groups[task]["fedexp"], rounds)
+        for task in both
+        for mode, groups in (("paper", paper), (RELEASED, other))
+    ]
+    headers = ["task", "mode", "rounds to target", "paper", "final test accuracy"]
+    headers += ["median server step", "largest", "median share of eps"]
+    return table(headers, rows, left=2)
+
+
+def _mode_cells(task: str, mode: str, runs: Sequence[Outcome], rounds: int) -> list[str]:
+    steps, shares = (
+        np.concatenate([run.curve(name) for run in runs]) for name in ("server_lr", "eps_share")
+    )
+    steps, shares = steps[~np.isnan(steps)], shares[~np.isnan(shares)]
+    return [
+        task_name(task),
+        mode,
+        text_of(rounds_to_target(runs, target(task), rounds), "rounds"),
+        text_of(quantity("table1-rounds").find(task, "fedexp"), "rounds"),
+        text_of(final(runs, "test_accuracy"), "%"),
+        f"{np.median(steps):.2f}",
+        f"{steps.max():.2f}",
+        f"{100 * np.median(shares):.1f}%" if shares.size else NOTHING,
+    ]
+
+
+def writers(archive: Archive) -> str:
+    """Return how many of EMNIST's writers the runs had."""
+    found = {run.spec["clients"] for run in archive.runs if run.spec["task"] == "emnist"}
+    if not found:
+        return "No run has used EMNIST yet."
+    numbers = " or ".join(f"{number:,}" for number in sorted(found))
+    return f"The runs have {numbers} of the {ALL_WRITERS:,} writers of federated EMNIST."
+
+
+def seeds(archive: Archive) -> str:
+    """Return the numbers of seeds of Table 1, ours and the paper's."""
+    stored = archive.studies["table1"]
+    rows = []
+    for task, papers in stored.plan.study.seeds.items():
+        own = [len(runs) for runs in stored.groups.get(task, {}).values()]
+        counts = dict.fromkeys((min(own), max(own))) if own else [NOTHING]
+        rows.append([task_name(task), " to ".join(map(str, counts)), str(papers)])
+    return table(["Table 1", "our seeds", "the paper's"], rows)
+
+
+def arithmetic(archive: Archive) -> str:
+    """Return the precisions of the runs, with their numbers."""
+    precisions = sorted(arithmetic_of(spec_from(run.spec)) for run in archive.runs)
+    if not precisions:
+        return "Nothing has been run yet."
+    return bullets(
+        [f"{name}: {count(precisions.count(name), 'run')}" for name in dict.fromkeys(precisions)]
+    )
+
+
+def missing(archive: Archive) -> str:
+    """Return what has not been run, study by study."""
+    lines = [f"`table1`, mode {RELEASED}: {line}" for line in _missing_released_seeds(archive)]
+    for name, stored in archive.studies.items():
+        plan = stored.plan
+        again = [line for line in plan.left_out if line.endswith(SUPERSEDED)]
+        absent = [
+            task_name(task)
+            for task in plan.study.tasks
+            if task not in plan.tasks and not any(line.startswith(f"{task} is") for line in again)
+        ]
+        parts = [f"no runs on {', '.join(absent)}"] if absent else []
+        parts += again
+        parts += [
+            with_task_name(line) for line in plan.shrunk if line.endswith((" not run", SUPERSEDED))
+        ]
+        for task, series in stored.groups.items():
+            parts += _missing_seeds(task, series, _seeds_of(series))
+        if parts:
+            lines.append(f"`{name}`: {'; '.join(parts)}")
+    return bullets(lines) or "Nothing: every study has runs on every one of its tasks."
+
+
+def _missing_released_seeds(archive: Archive) -> list[str]:
+    """List seeds that a series has in mode paper and not in mode authors-code."""
+    paper, released = archive.studies["table1"].groups, archive.released["table1"].groups
+    lines = []
+    for task, series in released.items():
+        same = {name: runs for name, runs in paper.get(task, {}).items() if name in series}
+        lines += _missing_seeds(task, series, _seeds_of(same))
+    return lines
+
+
+def _missing_seeds(task: str, series: Series, wanted: set[int]) -> list[str]:
+    lines = []
+    for name, runs in series.items():
+        if lacks := sorted(wanted - {run.spec.seed for run in runs}):
+            which = " and ".join(f"seed {seed}" for seed in lacks)
+            lines.append(f"{task_name(task)}: {algorithm_name(name)} without {which}")
+    return lines
+
+
+def _seeds_of(series: Series) -> set[int]:
+    return {run.spec.seed for runs in series.values() for run in runs}

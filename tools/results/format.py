@@ -1,0 +1,77 @@
+"""Names, numbers, tables and lists as the documents write them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from fedexp.analysis.tables import markdown_table
+
+TASKS = {
+    "synthetic": "synthetic regression",
+    "emnist": "EMNIST",
+    "cifar10": "CIFAR-10",
+    "cifar100": "CIFAR-100",
+    "cinic10": "CINIC-10",
+    "cifar10-cnn": "CIFAR-10 with a CNN",
+}
+ALGORITHMS = {
+    "fedexp": "FedExP",
+    "fedavg": "FedAvg",
+    "scaffold": "SCAFFOLD",
+    "fedadagrad": "FedAdagrad",
+    "fedprox": "FedProx",
+    "scaffold-exp": "SCAFFOLD-ExP",
+    "fedexp-m": "FedExP-M",
+    "fedadam": "FedAdam",
+    "fedavgm": "FedAvg-M",
+}
+NO_RUNS = "No runs yet."
+
+
+def task_name(task: str) -> str:
+    return TASKS.get(task, task)
+
+
+def algorithm_name(series: str) -> str:
+    """Return a series with its algorithm in the paper's spelling.
+
+    >>> algorithm_name("fedexp, last iterate"), algorithm_name("10^-3")
+    ('FedExP, last iterate', '10^-3')
+    """
+    name, comma, more = series.partition(", ")
+    return f"{ALGORITHMS.get(name, name)}{comma}{more}"
+
+
+def with_task_name(line: str) -> str:
+    """Return a line that starts with a task, with the task's name.
+
+    >>> with_task_name("cifar10: 2 seeds instead of 5")
+    'CIFAR-10: 2 seeds instead of 5'
+    """
+    task, colon, rest = line.partition(": ")
+    return f"{task_name(task)}{colon}{rest}"
+
+
+def percent(fraction: float) -> str:
+    """Format a target.
+
+    >>> percent(0.72)
+    '72 %'
+    """
+    return f"{100 * fraction:g} %"
+
+
+def table(headers: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return a table in Markdown whose first `left` columns are aligned left, the others right."""
+    head, _, *body = markdown_table(headers, rows).splitlines()
+    rule = [*(["---"] * left), *(["---:"] * (len(headers) - left))]
+    return "\n".join([head, f"| {' | '.join(rule)} |", *body])
+
+
+def bullets(lines: Sequence[str]) -> str:
+    return "\n".join(f"- {line}" for line in lines)
+
+
+def paragraphs(*parts: str) -> str:
+    """Join the parts that are not empty, with an empty line between them."""
+    return "\n\n".join(part for part in parts if part)

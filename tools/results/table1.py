@@ -1,0 +1,255 @@
+"""Table 1 of the paper next to ours: the tables per task, the headline, and other targets."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from fedexp.analysis.summary import rounds_to
+from fedexp.reproduce.accuracy_studies import TABLE1_ALGORITHMS
+from fedexp.reproduce.measures import final, final_loss, ratio, rounds_to_target
+from fedexp.reproduce.output import study_figure
+from fedexp.reproduce.published import NOTHING, Value, difference, quantity, target, text_of
+from fedexp.reproduce.study import count
+from fedexp.runs.spec import Outcome
+from tools.results.archive import RELEASED, Archive
+from tools.results.format import (
+    NO_RUNS,
+    algorithm_name,
+    bullets,
+    paragraphs,
+    percent,
+    table,
+    task_name,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+FIGURE = "headline.svg"
+OTHER_TARGETS = (-20, -10, -5, 0, 2, 4)  # points above the target, the same for every task
+
+
+@dataclass(frozen=True)
+class Row:
+    """An algorithm on a task: ours and the paper's."""
+
+    name: str
+    runs: Sequence[Outcome]
+    rounds: Value
+    speedup: Value | None
+    paper_rounds: Value | None = None
+    paper_speedup: Value | None = None
+
+
+def rows_of(archive: Archive, task: str) -> list[Row]:
+    """Return the algorithms that were run on a task; those in mode authors-code come last."""
+    study, released = archive.studies["table1"], archive.released["table1"]
+    rows, printed = [], quantity("table1-rounds")
+    series = study.groups.get(task, {})
+    rounds = {name: _rounds(archive, task, runs) for name, runs in series.items()}
+    for name in (name for name in TABLE1_ALGORITHMS if name in series):
+        speedup = _over(rounds.get("fedavg"), rounds[name])
+        theirs = printed.find(task, name)
+        # The paper prints FedExP's speed-up; the others' follow from its rounds.
+        paper_speedup = _over(printed.find(task, "fedavg"), theirs)
+        if name == "fedexp":
+            paper_speedup = quantity("table1-ratio").find(task, "fedavg")
+        label = algorithm_name(name)
+        rows.append(Row(label, series[name], rounds[name], speedup, theirs, paper_speedup))
+    other = released.groups.get(task, {})
+    rounds = {name: _rounds(archive, task, runs) for name, runs in other.items()}
+    for name, runs in other.items():
+        speedup = _over(rounds.get("fedavg"), rounds[name])  # of the same mode
+        label = f"{algorithm_name(name)}, mode {RELEASED}"
+        rows.append(Row(label, runs, rounds[name], speedup))
+    return rows
+
+
+def _rounds(archive: Archive, task: str, runs: Sequence[Outcome]) -> Value:
+    return rounds_to_target(runs, target(task), archive.studies["table1"].plan.rounds)
+
+
+def _over(fedavg: Value | None, own: Value | None) -> Value | None:
+    return ratio(fedavg, own) if fedavg and own else None
+
+
+def tables(archive: Archive) -> str:
+    """Return one table per task, and the figure."""
+    study = archive.studies["table1"]
+    parts = []
+    for task in study.plan.study.tasks:
+        parts.append(f"### {task_name(task)}: {percent(target(task))} test accuracy")
+        rows = rows_of(archive, task)
+        prefixes = (f"{task}: ", "EMNIST ") if task == "emnist" else (f"{task}: ",)
+        shrunk = [
+            line.removeprefix(prefixes[0])
+            for line in study.plan.shrunk
+            if line.startswith(prefixes)
+        ]
+        comparable = task not in study.plan.partial
+        parts += [_table(rows, task, comparable), bullets(shrunk)] if rows else [NO_RUNS]
+    figure = f"![{study.plan.study.title}](../results/table1/figure.svg)"
+    return paragraphs(*parts, figure if study.findings else "")
+
+
+def _table(rows: Sequence[Row], task: str, comparable: bool) -> str:
+    """Return rounds, speed-up over FedAvg and final values; the paper prints no final values."""
+    headers = [
+        "algorithm",
+        f"rounds to {percent(target(task))}",
+        "each seed",
+        "paper",
+        "difference",
+        "speed-up over FedAvg",
+        "paper",
+        "final test accuracy",
+        "final training loss",
+        "seeds",
+    ]
+    cells = [
+        [
+            row.name,
+            text_of(row.rounds, "rounds"),
+            ", ".join(_first_round(run, target(task)) for run in row.runs),
+            text_of(row.paper_rounds, "rounds"),
+            _relative(row.rounds, row.paper_rounds) if comparable else NOTHING,
+            text_of(row.speedup, "times"),
+            text_of(row.paper_speedup, "times"),
+            text_of(final(row.runs, "test_accuracy"), "%"),
+            text_of(final_loss(row.runs), ""),
+            str(len(row.runs)),
+        ]
+        for row in rows
+    ]
+    return table(headers, cells)
+
+
+def _first_round(run: Outcome, goal: float) -> str:
+    """Return the first round at the target."""
+    hit = rounds_to(run.curve("test_accuracy"), goal, higher=True)
+    if hit is not None:
+        return str(hit)
+    return "diverged" if run.diverged_at is not None else f">{len(run.rows)}"
+
+
+def _relative(ours: Value, theirs: Value | None) -> str:
+    """Return ours minus the paper's, in percent of the paper's.
+
+    >>> _relative(Value(237.5), Value(267.0)), _relative(Value(500.0, more=True), Value(429.0))
+    ('-11 %', '-')
+    """
+    gap = difference(ours, theirs)
+    return NOTHING if gap is None or not theirs else f"{100 * gap / (theirs.mean or 1.0):+.0f} %"
+
+
+def other_targets(archive: Archive) -> str:
+    """Return one table per task of mean rounds to accuracies around the target."""
+    parts = []
+    for task, series in archive.studies["table1"].groups.items():
+        goals = [target(task) + points / 100 for points in OTHER_TARGETS]
+        rounds = archive.studies["table1"].plan.rounds
+        rows = [
+            [
+                algorithm_name(name),
+                *(text_of(rounds_to_target(runs, goal, rounds), "rounds") for goal in goals),
+            ]
+            for name, runs in series.items()
+        ]
+        parts.append(table([f"{task_name(task)}, rounds to", *map(percent, goals)], rows))
+    return paragraphs(*parts) or NO_RUNS
+
+
+def headline(archive: Archive) -> str:
+    """Return one line per task: FedExP against FedAvg, ours and the paper's."""
+    pairs = _pairs(archive)
+    lines = [_sentence(archive, task, *pair) for task, pair in pairs.items()]
+    tasks = archive.studies["table1"].plan.study.tasks
+    missing = [task_name(task) for task in tasks if task not in pairs]
+    rest = f"Not run yet: {', '.join(missing)}." if missing else ""
+    return paragraphs(bullets(lines), rest)
+
+
+def readme(archive: Archive) -> str:
+    """Return README's block: the headline as a table, and the curves."""
+    pairs = _pairs(archive)
+    if not pairs:
+        return "The paper's table has not been run on real data yet."
+    headers = ["rounds to", "FedAvg", "FedExP", "speed-up", "the paper's", "seeds"]
+    rows = [
+        [
+            f"{percent(target(task))} on {task_name(task)}",
+            text_of(fedavg.rounds, "rounds"),
+            text_of(fedexp.rounds, "rounds"),
+            text_of(fedexp.speedup, "times"),
+            text_of(fedexp.paper_speedup, "times"),
+            _seeds(fedexp, fedavg).removesuffix("s").removesuffix(" seed"),
+        ]
+        for task, (fedexp, fedavg) in pairs.items()
+    ]
+    caption = "Test accuracy by round on real data; bands are one standard deviation over seeds."
+    notes = [note for task in pairs if (note := _incomplete(archive, task))]
+    figure = f"![{caption}](results/{FIGURE})"
+    more = "Every run, and what agrees with the paper and what does not: "
+    link = "[docs/reproduction.md](docs/reproduction.md)."
+    return paragraphs(table(headers, rows), figure, " ".join([*notes, more + link]))
+
+
+def headline_figure(archive: Archive) -> Figure | None:
+    """Draw test accuracy by round, one panel per task; None if nothing was run."""
+    pairs, groups = _pairs(archive), archive.studies["table1"].groups
+    if not pairs:
+        return None
+    shown = {task_name(task): groups[task] for task in pairs}
+    targets = {task_name(task): target(task) for task in pairs}
+    title = "Test accuracy by round; dotted: the paper's target"
+    return study_figure(shown, title, ("test_accuracy",), targets=targets)
+
+
+def _pairs(archive: Archive) -> dict[str, tuple[Row, Row]]:
+    """Return FedExP and FedAvg on every task that has both."""
+    found = {}
+    for task in archive.studies["table1"].plan.study.tasks:
+        rows: Mapping[str, Row] = {row.name: row for row in rows_of(archive, task)}
+        if {"FedExP", "FedAvg"} <= rows.keys():
+            found[task] = rows["FedExP"], rows["FedAvg"]
+    return found
+
+
+def _sentence(archive: Archive, task: str, fedexp: Row, fedavg: Row) -> str:
+    goal = f"{percent(target(task))} test accuracy"
+    ours = f"FedExP {_reached(fedexp)}, FedAvg {_reached(fedavg)}"
+    if fedexp.speedup:
+        ours += f", which is **{_times(fedexp.speedup)} times** as many"
+    paper = " and ".join(text_of(row.paper_rounds, "rounds") for row in (fedexp, fedavg))
+    return (
+        f"**{task_name(task)}**, {goal}, {_seeds(fedexp, fedavg)}: {ours}. "
+        f"The paper: {paper}, {_times(fedexp.paper_speedup)} times. {_incomplete(archive, task)}"
+    ).strip()
+
+
+def _times(value: Value | None) -> str:
+    return text_of(value, "times").removesuffix("x")
+
+
+def _reached(row: Row) -> str:
+    """Return `265 rounds`, or how many seeds reached the target."""
+    if not row.rounds.more:
+        return f"{text_of(Value(row.rounds.mean), 'rounds')} rounds"
+    remark = f" ({row.rounds.remark} got there)" if row.rounds.remark else ""
+    return f"more than {row.rounds.mean:g} rounds{remark}"
+
+
+def _seeds(*rows: Row) -> str:
+    numbers = sorted({len(row.runs) for row in rows})
+    if len(numbers) == 1:
+        return count(numbers[0], "seed")
+    return f"{numbers[0]} or {numbers[-1]} seeds"
+
+
+def _incomplete(archive: Archive, task: str) -> str:
+    """Return a caution if the data of a task are incomplete."""
+    plan = archive.studies["table1"].plan
+    lines = [f"{line}." for line in plan.shrunk if line.startswith("EMNIST has")]
+    return " ".join(lines) if task in plan.partial else ""
