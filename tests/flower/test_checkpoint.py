@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from fedexp.flower.layout import ndarrays
 from fedexp.flower.simulated_client import from_arrays
 from fedexp.privacy import CentralPrivacy
 from fedexp.runs import load_run
-from fedexp.runs.checkpoint import NEWEST, Checkpoints
+from fedexp.runs.checkpoint import NEWEST, Checkpoint, Checkpoints
 from fedexp.runs.files import RECORDS, RecordFile, write_json
 from fedexp.runs.folder import RunWarning
 from tests.flower.helpers.fake_grid import (
@@ -449,6 +449,8 @@ def test_rows_that_no_run_has_written_are_refused_in_a_line(part: Any, tmp_path:
     records = folder / "records.jsonl"
     line = json.dumps({"round": 1, **part})
     records.write_text(line.ljust(records.stat().st_size - 1) + "\n")  # a checkpoint counts bytes
+    newest = Checkpoint.from_json(json.loads((folder / NEWEST).read_bytes()))
+    write_json(folder / NEWEST, replace(newest, records_sha256=None).to_json())
     with pytest.raises(UsageError, match=r"records\.jsonl is damaged: its rows are not"):
         FedExP(checkpoint=folder).start(FakeGrid(plain_app()), first_model(), 4)
 
