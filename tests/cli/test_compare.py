@@ -15,8 +15,8 @@ import pytest
 from fedexp import __version__
 from fedexp.cli.compare import workers_for
 from fedexp.cli.main import main
-from fedexp.cli.process import stop_request
 from fedexp.runs import find_runs, load_run
+from fedexp.runs.execute import stop_request
 from fedexp.runs.options import TASKS
 from fedexp.runs.pool import deaf_to_interrupts
 from fedexp.runs.spec import Spec

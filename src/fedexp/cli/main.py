@@ -1,18 +1,23 @@
-"""The command `fedexp`. Mistakes get one line on stderr and exit status 2, never a traceback."""
+"""The command `fedexp`. Mistakes get one line on stderr and exit status 2, never a traceback.
+
+On many ranks (torchrun) only the first one prints, and exactly one reports why the job failed.
+"""
 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
 from typing import Any
 
 from fedexp import __version__
 from fedexp.cli.options import Parser
-from fedexp.cli.process import failure, joined_ranks, unexpected
-from fedexp.distributed import RankLostError, leave
+from fedexp.distributed import RankLostError, Ranks, current, leave, ranks
+from fedexp.distributed.failure import REMEDY, failure_report, monitored
 from fedexp.errors import EngineWarning, FedExPError, NonFiniteUpdateWarning, UsageError
 from fedexp.runs import RunWarning
 from fedexp.runs.loggers import LoggerWarning
@@ -60,10 +65,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for kind in SHOWN:
                 warnings.simplefilter("default", kind)
             try:
-                with joined_ranks() as ranks:
+                with joined_ranks() as among:
                     args = build_parser(given[0] if given else None).parse_args(given)
-                    args.ranks = ranks
-                    if ranks is not None and not (ranks.is_first or getattr(args, "many", False)):
+                    args.ranks = among
+                    if among is not None and not (among.is_first or getattr(args, "many", False)):
                         return OK
                     status = int(args.run(args))
                     sys.stdout.flush()  # raises here, not at exit, for a full disk or closed pipe
@@ -92,6 +97,59 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _warn(message: Warning | str, category: type[Warning], *where: Any, **more: Any) -> None:
     print(f"fedexp: warning: {message}", file=sys.stderr)
+
+
+@contextmanager
+def joined_ranks() -> Iterator[Ranks | None]:
+    """Join the ranks of this job, of which only the first prints; None for a single process."""
+    among = ranks()
+    if among is None:
+        yield None
+        return
+    # torchrun terminates the ranks that a dead one has left; they still have a line to print
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with monitored(among), _silenced() if among.rank else nullcontext():
+        yield among
+
+
+@contextmanager
+def _silenced() -> Iterator[None]:
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
+        yield
+
+
+def unexpected(error: Exception) -> str | None:
+    """Return an unexpected error in one line; None in a single process, where it is raised.
+
+    torchrun's own report shows its traceback.
+    """
+    if current() is None:
+        return None
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    get_error_handler().record_exception(error)
+    what = (str(error).strip().splitlines() or [""])[0]
+    return f"{type(error).__name__}: {what}; {REMEDY}"
+
+
+def failure(message: str | None, status: int) -> int:
+    """Print why the job has failed, once for all ranks, and end this one with the status.
+
+    Args:
+        message: what went wrong here; None where this rank was only interrupted.
+        status: the exit status.
+    """
+    among = current()
+    if among is None:
+        print(f"fedexp: error: {message or 'interrupted'}", file=sys.stderr)
+        return status
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # torchrun may terminate us before we have printed
+    if (line := failure_report(among, message)) is not None:
+        print(f"fedexp: error: {line}", file=sys.stderr, flush=True)
+    with suppress(OSError):
+        sys.stdout.flush()
+    os._exit(status)  # a group that has lost a rank cannot be closed properly
 
 
 if __name__ == "__main__":

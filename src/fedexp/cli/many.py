@@ -12,12 +12,12 @@ from functools import partial
 from pathlib import Path
 
 from fedexp.cli.options import positive, root_of
-from fedexp.cli.process import stop_wish
 from fedexp.cli.progress import watch
 from fedexp.distributed import RankLostError, Ranks, check_device, ranks
 from fedexp.distributed.failure import another_failed
 from fedexp.errors import require
 from fedexp.runs import Stopped, run_all
+from fedexp.runs.execute import stop_request as stop_wish
 from fedexp.runs.files import Row
 from fedexp.runs.pool import Shard, parse_shard, run_spread, stored, told_of
 from fedexp.runs.spec import Outcome, Spec

@@ -19,10 +19,10 @@ from fedexp.cli.options import (
     seed,
     spec_of,
 )
-from fedexp.cli.process import stop_request
 from fedexp.cli.progress import Bar, Diagnostics, describe, watch
 from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.runs import RunInterrupted, execute, folder_of
+from fedexp.runs.execute import stop_request
 from fedexp.runs.files import Row
 from fedexp.runs.loggers import logger_named
 from fedexp.runs.spec import Outcome, Run, Spec

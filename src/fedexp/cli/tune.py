@@ -18,11 +18,12 @@ from fedexp.analysis.plots import check_writable, save
 from fedexp.analysis.tables import FORMATS, render_table
 from fedexp.cli.many import add_jobs_option, check_jobs, is_silent, refuse_if_lost, workers_on
 from fedexp.cli.options import add_out, add_run_options, check_format, positive, seed, spec_of
-from fedexp.cli.process import StopWish, stop_wish
 from fedexp.cli.progress import watch
 from fedexp.distributed import Ranks, ranks
 from fedexp.errors import require
 from fedexp.runs import Stopped
+from fedexp.runs.execute import StopRequest as StopWish
+from fedexp.runs.execute import stop_request as stop_wish
 from fedexp.runs.options import build_task, parse_assignments, share_options, split_task_options
 from fedexp.runs.spec import Run
 from fedexp.tune import results

@@ -72,13 +72,10 @@ class Dataset:
 
 
 DATASETS = {
-    dataset.name: dataset
-    for dataset in (
-        Dataset(femnist.EMNIST, femnist.locate, femnist.build, natural=True),
-        Dataset(cifar.CIFAR10, cifar.locate10, cifar.build10),
-        Dataset(cifar.CIFAR100, cifar.locate100, cifar.build100),
-        Dataset(cinic.CINIC10, cinic.locate, cinic.build),
-    )
+    "emnist": Dataset(femnist.EMNIST, femnist.locate, femnist.build, natural=True),
+    "cifar10": Dataset(cifar.CIFAR10, cifar.locate10, cifar.build10),
+    "cifar100": Dataset(cifar.CIFAR100, cifar.locate100, cifar.build100),
+    "cinic10": Dataset(cinic.CINIC10, cinic.locate, cinic.build),
 }
 
 

@@ -3,22 +3,27 @@
 One way for all runs: the spec is resolved, a finished run is returned from its folder, any other
 one trains from where it is (`_train`): one call of `simulate`, whose records go to the `Journal`,
 to the caller and to the loggers, in this order. Threads and torch's deterministic mode, which
-decide the last bits of a sum, are set for the time of the run.
+decide the last bits of a sum, are set for the time of the run. Ctrl-C and SIGTERM finish the round
+first (`stop_request`).
 """
 
 from __future__ import annotations
 
 import os
+import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedexp.distributed import DistributedGroup, Ranks
+from fedexp.distributed import DistributedGroup, Ranks, launched
 from fedexp.engine import Record, SimulationState
 from fedexp.engine.client_store import ClientStore, Where
 from fedexp.errors import DivergedError, UsageError, require, warn_deprecated
@@ -242,6 +247,49 @@ def model_bytes(run: Run, state: SimulationState) -> bytes:
         on_host = Buffers(*(each.cpu() for each in buffers))
         named = run.task.objective.load(params.cpu(), on_host).state_dict()
     return to_bytes(named)
+
+
+class StopRequest:
+    """A `stop` argument of `execute`: whether the run was asked to stop, and by which signal."""
+
+    def __init__(self) -> None:
+        self.signal: int | None = None
+
+    def __call__(self) -> bool:
+        return self.signal is not None
+
+    @property
+    def status(self) -> int:
+        """The exit status of a process that a signal ended."""
+        return 128 + (self.signal or signal.SIGINT)
+
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal; a second one interrupts at once."""
+        if number == signal.SIGTERM and launched():
+            # from torchrun, perhaps because another rank has ended, perhaps for the second time
+            self.signal = self.signal or number
+            return
+        if self.signal is not None:
+            raise KeyboardInterrupt
+        self.signal = number
+        again = " (Ctrl-C again: at once)" if number == signal.SIGINT else ""
+        print(f"fedexp: stopping after this round{again}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def stop_request(listen: bool = True) -> Iterator[StopRequest]:
+    """Handle SIGINT and SIGTERM in this block; only the main thread can."""
+    request = StopRequest()
+    if not listen or threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    handled = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, request.receive) for number in handled}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

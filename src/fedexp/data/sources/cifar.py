@@ -36,7 +36,10 @@ CIFAR100 = Source(
     classes=100,
     examples=(50_000, 10_000),
 )
-FILES10 = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
+FILES10 = (
+    *("data_batch_1", "data_batch_2", "data_batch_3", "data_batch_4", "data_batch_5"),
+    "test_batch",
+)
 FILES100 = ("train", "test")
 
 
