@@ -72,7 +72,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         return OK
                     status = int(args.run(args))
                     sys.stdout.flush()  # raises here, not at exit, for a full disk or closed pipe
-                    leave()
+                    if among is not None:
+                        leave()
                     return status
             except RankLostError:
                 return failure(None, FAILED)
@@ -102,7 +103,7 @@ def _warn(message: Warning | str, category: type[Warning], *where: Any, **more: 
 @contextmanager
 def joined_ranks() -> Iterator[Ranks | None]:
     """Join the ranks of this job, of which only the first prints; None for a single process."""
-    among = ranks()
+    among = ranks() if "WORLD_SIZE" in os.environ else None  # torchrun sets it
     if among is None:
         yield None
         return

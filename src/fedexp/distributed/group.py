@@ -140,7 +140,6 @@ class Ranks:
         return self.compute_on_first(compute)
 
 
-@cache
 def ranks() -> Ranks | None:
     """Join the torchrun job and return its ranks; None for a single process.
 
@@ -148,9 +147,11 @@ def ranks() -> Ranks | None:
     a rank inherit its environment and must not call this.
     """
     found = launched()
-    if found is None:
-        return None
-    rank, world_size = found
+    return None if found is None else _join(*found)
+
+
+@cache
+def _join(rank: int, world_size: int) -> Ranks:
     local_rank = int(os.environ["LOCAL_RANK"])
     has_gpu = torch.cuda.is_available() and local_rank < torch.cuda.device_count()
     if has_gpu:
@@ -190,14 +191,14 @@ def _init_process_group(rank: int, world_size: int) -> tuple[Any, Any]:
 
 def current() -> Ranks | None:
     """Return the ranks of this job if `ranks()` has joined it already."""
-    return ranks() if ranks.cache_info().currsize else None
+    return ranks() if _join.cache_info().currsize else None
 
 
 def leave() -> None:
     """Destroy the process group at the end of a successful job."""
     if current() is not None:
         torch.distributed.destroy_process_group()
-    ranks.cache_clear()
+    _join.cache_clear()
 
 
 def launched() -> tuple[int, int] | None:
