@@ -1,6 +1,6 @@
-"""Where the command `fedexp` begins: outside the package, whose import brings torch.
+"""Entry point of the command `fedexp`, outside the package, whose import takes seconds (torch).
 
-That takes seconds, in which Ctrl-C should end the command as it does later, without a traceback.
+Ctrl-C during the import ends the command as it does later, without a traceback.
 """
 
 from __future__ import annotations

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import fedexp as fx
-from fedexp import client, distributed
+from fedexp import client, distributed, runs
 from fedexp.client import Tensors
+from fedexp.runs.spec import Spec
 
 
 def test_a_rule_with_the_old_method_names_trains_as_before() -> None:
@@ -96,3 +97,11 @@ def test_renamed_functions_and_arguments_of_flower_warn() -> None:
         with pytest.warns(DeprecationWarning, match=r"identify=...\) .* query_client_ids="):
             made = strategy(identify=True, **options)
         assert made.settings.query_client_ids is True
+
+
+def test_the_former_names_of_run_options_warn() -> None:
+    with pytest.warns(DeprecationWarning, match=r"use fedexp\.runs\.RunOptions"):
+        assert runs.Keeping is runs.RunOptions
+    spec = Spec("toy", "fedavg", rounds=1)
+    with pytest.warns(DeprecationWarning, match=r"use execute\(loggers=...\)"):
+        runs.execute(spec, None, lambda spec, row: None, consumers=[])

@@ -8,9 +8,23 @@ from typing import Literal
 
 import torch
 
-from fedexp.errors import require
+from fedexp.errors import UsageError, require
 
 Precision = Literal["float32", "tf32", "bf16"]
+
+
+def checked_device(device: str | torch.device) -> torch.device:
+    """Return the device to train on; refuse one that does not exist here."""
+    try:
+        found = torch.device(device)
+    except RuntimeError:
+        raise UsageError(f"unknown device {device!r}; use cpu or cuda") from None
+    require(found.type in ("cpu", "cuda"), f"cannot train on {found.type}; use cpu or cuda")
+    require(
+        found.type != "cuda" or torch.cuda.is_available(),
+        "there is no CUDA device here; leave device out to use the CPU",
+    )
+    return found
 
 
 def default_precision(device: torch.device) -> Precision:

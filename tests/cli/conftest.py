@@ -1,4 +1,4 @@
-"""A folder of its own for every test that keeps runs."""
+"""A folder of its own for every test that stores runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of kept runs on the command line share."""
+"""Shared by the tests of stored runs on the command line."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 
 from fedexp.cli.main import build_parser
 from fedexp.cli.options import spec_of
-from fedexp.runs import Stopped, execute
+from fedexp.runs import RunInterrupted, execute
 from tests.helpers.processes import LONGEST
 from tests.runs.helpers import stop_after
 
@@ -23,7 +23,7 @@ FEDEXP = [sys.executable, "-m", "fedexp"]
 
 
 def wait_for_rows(folder: Path, process: subprocess.Popen[str]) -> Path:
-    """The run that the process has begun, once it has some rows."""
+    """Return the run folder of a process, once it has some rows."""
 
     def rows() -> int:
         return sum(each.read_bytes().count(b"\n") for each in folder.glob("*/records.jsonl"))
@@ -46,9 +46,9 @@ def checkpointed(folder: Path) -> int:
 
 
 def begin(command: list[str], folder: Path, round: int) -> None:
-    """What `fedexp run` leaves when it is stopped after a round."""
+    """Leave what `fedexp run` does when it is stopped after a round."""
     parser = build_parser()
     args = parser.parse_args(command)
-    listen, wish = stop_after(round)
-    with pytest.raises(Stopped):
-        execute(spec_of(args, args.algorithm, args.seed), folder, listen, stop=wish)
+    listen, stop = stop_after(round)
+    with pytest.raises(RunInterrupted):
+        execute(spec_of(args, args.algorithm, args.seed), folder, listen, stop=stop)

@@ -50,7 +50,7 @@ def test_the_command_begins_and_gives_its_status_back() -> None:
     [("compare", ["studies", "report", "cli.data"]), ("data", ["cli.compare", "studies"])],
 )
 def test_a_command_does_not_import_the_others(command: str, spared: list[str]) -> None:
-    told = python(TELL, command, "--nope")
-    modules = told.stderr.splitlines()[-1].split()
+    printed = python(TELL, command, "--nope")
+    modules = printed.stderr.splitlines()[-1].split()
     assert f"fedexp.cli.{command}" in modules
     assert not {f"fedexp.{name}" for name in spared} & set(modules)

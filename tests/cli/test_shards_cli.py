@@ -45,16 +45,16 @@ def test_two_jobs_with_the_same_share_do_not_clash(tmp_path: Path) -> None:
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    told = [job.communicate(timeout=300) for job in jobs]
-    assert [job.returncode for job in jobs] == [0, 0], told
+    printed = [job.communicate(timeout=300) for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], printed
     stored = [load_run(folder) for folder in find_runs([tmp_path / "runs"])]
     assert len(stored) == 6
     assert all(run.result for run in stored)
     for run in stored:  # every round once, whoever made it
         assert "resumed" not in run.environment
         assert [row["round"] for row in run.rows] == list(range(1, len(run.rows) + 1))
-    assert any("scaffold" in out for out, _ in told)
-    assert not any("error" in err for _, err in told)
+    assert any("scaffold" in out for out, _ in printed)
+    assert not any("error" in err for _, err in printed)
 
 
 def test_a_study_of_the_paper_in_shares(capfd: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ def test_a_stopped_and_killed_job_is_resumed(tmp_path: Path) -> None:
         wait_until(lambda: checkpointed(folder) >= stopped + 5, process)
         os.kill(rank_process(process.pid, 1), signal.SIGKILL)
         begun, line = fedexp_lines(process)
-    assert begun.endswith(f"goes on after round {stopped}")
+    assert begun.endswith(f"resumes after round {stopped}")
     assert "rank 1 died without an error message" in line
     assert "start the same command again" in line
     assert stopped + 5 <= checkpointed(folder) < ROUNDS

@@ -379,7 +379,7 @@ def test_a_damaged_checkpoint_falls_back_to_the_one_before(tmp_path: Path) -> No
         FedExP(checkpoint=tmp_path / "run").start(grid, first_model(), 4)
     newest = tmp_path / "run" / "checkpoint-3.safetensors"
     newest.write_bytes(newest.read_bytes()[:-1] + b"!")
-    with pytest.warns(RunWarning, match="going on from the one before, of round 2"):
+    with pytest.warns(RunWarning, match="resuming from the one before, of round 2"):
         result = FedExP(checkpoint=tmp_path / "run").start(FakeGrid(plain_app()), first_model(), 4)
     np.testing.assert_array_equal(ndarrays(result.arrays)["w"], ndarrays(whole.arrays)["w"])
 
@@ -422,7 +422,7 @@ def test_remedies_are_those_of_a_strategy(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         FedExP(checkpoint=tmp_path / "run").start(grid, first_model(), 4)
     (tmp_path / "run" / "checkpoint.json").write_text("{}")
-    with pytest.raises(UsageError, match="remove the folder to begin again"):
+    with pytest.raises(UsageError, match="remove the folder to start over"):
         FedExP(checkpoint=tmp_path / "run").start(FakeGrid(plain_app()), first_model(), 4)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of runs share: small specs, and what must be the same in two runs."""
+"""Shared by the tests of runs: small specs, and what must be equal in two runs."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fedexp.runs import Stopped, execute
+from fedexp.runs import RunInterrupted, execute
 from fedexp.runs.checkpoint import NEWEST
 from fedexp.runs.spec import Spec
 
@@ -17,12 +17,12 @@ TINY = (("task.clients", "4"), ("task.rows", "3"), ("task.dim", "20"))
 
 
 def tiny(algorithm: str = "fedexp-m", rounds: int = 6, **more: Any) -> Spec:
-    """A run of milliseconds; three of four clients a round, so that cohorts matter."""
+    """A run of milliseconds; three of four clients per round, so that cohorts matter."""
     return Spec("synthetic", algorithm, rounds=rounds, cohort=3, options=TINY, **more)
 
 
 def nobody(spec: Spec, row: dict[str, Any]) -> None:
-    """Does not listen."""
+    """Ignore the row."""
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def essence(folder: Path) -> dict[str, Any]:
-    """All of a finished run that must not depend on how often it was interrupted."""
+    """Return all of a finished run that must not depend on interruptions."""
     lines = (folder / "records.jsonl").read_text().splitlines()
     newest = json.loads((folder / NEWEST).read_text())
     result = json.loads((folder / "result.json").read_text())
@@ -44,14 +44,14 @@ def essence(folder: Path) -> dict[str, Any]:
 
 
 def stop_after(round: int) -> tuple[Callable[[Spec, dict[str, Any]], None], Callable[[], bool]]:
-    """A listener and a wish: stop once that round has been heard of."""
-    heard: list[int] = []
-    return lambda spec, row: heard.append(row["round"]), lambda: round in heard
+    """Return `on_round` and `stop` arguments that stop a run after a round."""
+    seen: list[int] = []
+    return lambda spec, row: seen.append(row["round"]), lambda: round in seen
 
 
 def interrupted(spec: Spec, folder: Path, round: int) -> None:
-    """A run that stopped cleanly after the round."""
-    listen, wish = stop_after(round)
-    with pytest.raises(Stopped) as stopped:
-        execute(spec, None, listen, folder=folder, stop=wish)
+    """Run a spec until it is stopped after a round."""
+    listen, stop = stop_after(round)
+    with pytest.raises(RunInterrupted) as stopped:
+        execute(spec, None, listen, folder=folder, stop=stop)
     assert (stopped.value.folder, stopped.value.round) == (folder, round)

@@ -1,9 +1,9 @@
-"""Starts a run again and again and kills it at random moments; torch is imported once.
+"""Starts a run repeatedly and kills it at random moments; torch is imported once.
 
-killer.py FOLDER KILLS SEED KEEP    whole run in FOLDER/whole, killed one in FOLDER/killed
-killer.py hold FOLDER               take the run in FOLDER and keep it until killed
+killer.py FOLDER KILLS SEED WHERE    whole run in FOLDER/whole, killed one in FOLDER/killed
+killer.py hold FOLDER               lock the run in FOLDER until killed
 
-KEEP is where the clients' states of the killed run lie, memory or disk.
+WHERE is where the killed run stores client state, memory or disk.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SPEC = Spec("synthetic", "scaffold-exp", rounds=ROUNDS, cohort=5, options=OPTION
 
 
 def nobody(spec: Spec, row: dict[str, Any]) -> None:
-    """Does not listen."""
+    """Ignore the row."""
 
 
-def start(folder: Path, keep: Where = "memory") -> int:
-    """The run in a process of its own; its id."""
+def start(folder: Path, where: Where = "memory") -> int:
+    """Start the run in a process of its own; return its id."""
     child = os.fork()
     if child == 0:
-        execute(SPEC, None, nobody, folder=folder, checkpoint_every=0.002, client_store=keep)
+        execute(SPEC, None, nobody, folder=folder, checkpoint_every=0.002, client_store=where)
         os._exit(0)
     return child
 
@@ -46,14 +46,14 @@ def lines(folder: Path) -> int:
 
 
 def kill_at_a_random_moment(
-    folder: Path, rng: random.Random, round_seconds: float, keep: Where
+    folder: Path, rng: random.Random, round_seconds: float, where: Where
 ) -> int:
-    """Wait for some rows, then for a random part of a round; kill; say how many rows there were."""
+    """Wait for some rows, then for a random part of a round; kill; return the number of rows."""
     wanted = rng.choice([0, 0, 1, 2, 3])
-    before, child = lines(folder), start(folder, keep)
+    before, child = lines(folder), start(folder, where)
     deadline = time.monotonic() + 60
     while wanted and lines(folder) < min(before + wanted, ROUNDS - 40):
-        assert time.monotonic() < deadline, "the run does not get on"
+        assert time.monotonic() < deadline, "the run makes no progress"
     time.sleep(rng.uniform(0, 2 * round_seconds))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -61,19 +61,19 @@ def kill_at_a_random_moment(
     return lines(folder)
 
 
-def main(folder: Path, kills: int, seed: int, keep: Where) -> None:
+def main(folder: Path, kills: int, seed: int, where: Where) -> None:
     torch.set_num_threads(1)
     began = time.monotonic()
     assert os.waitpid(start(folder / "whole"), 0)[1] == 0
     round_seconds = (time.monotonic() - began) / ROUNDS
     rng = random.Random(seed)
     for _ in range(kills):
-        print(kill_at_a_random_moment(folder / "killed", rng, round_seconds, keep), flush=True)
-    assert os.waitpid(start(folder / "killed", keep), 0)[1] == 0
+        print(kill_at_a_random_moment(folder / "killed", rng, round_seconds, where), flush=True)
+    assert os.waitpid(start(folder / "killed", where), 0)[1] == 0
 
 
 def hold(folder: Path) -> None:
-    """Take a run and never get on with it."""
+    """Lock a run and do nothing."""
     from fedexp.runs.folder import RunFolder
     from tests.runs.helpers import tiny
 

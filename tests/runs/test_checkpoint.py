@@ -1,11 +1,13 @@
-"""Checkpoints hold everything, write only what changed, and are never half there."""
+"""Checkpoints: complete, incremental, replaced atomically; client state in slot files."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,18 +15,24 @@ import torch
 from torch import Tensor, nn
 
 import fedexp as fx
+from fedexp.cli.main import main
 from fedexp.engine import SimulationState
-from fedexp.engine.client_store import ClientStates
-from fedexp.runs import checkpoint
+from fedexp.engine.client_store import ClientStates, ClientStore, StoredStates
+from fedexp.engine.slot_file import SlotFile
+from fedexp.runs import RunInterrupted, checkpoint, execute
 from fedexp.runs.checkpoint import (
     BEFORE,
     NEWEST,
+    SLOTS,
     Checkpoint,
     Checkpoints,
     model_tensors,
     read_checkpoint,
 )
-from fedexp.runs.files import DamagedError
+from fedexp.runs.files import DamagedError, write_json
+from fedexp.runs.spec import Spec
+from tests.cli.helpers import RUN
+from tests.runs.helpers import essence, nobody, stop_after, tiny
 
 CPU = torch.device("cpu")
 
@@ -62,7 +70,7 @@ def assert_same_state(a: SimulationState, b: SimulationState) -> None:
 
 @pytest.mark.parametrize("task", [odd_task(), float64_task()], ids=["BatchNorm", "float64"])
 @pytest.mark.parametrize("make", [fx.scaffold_exp, fx.fedexp_m, fx.fedadam])
-def test_a_run_goes_on_from_the_disk_bit_for_bit(
+def test_a_run_resumes_from_the_disk_bit_for_bit(
     task: fx.tasks.Task, make: Callable[[], fx.Algorithm], tmp_path: Path
 ) -> None:
     algorithm = make()
@@ -104,9 +112,9 @@ def test_only_changed_clients_are_written_and_stale_ones_do_not_pile_up(tmp_path
     assert_same_state(state, states[-1])
     _, before = read_checkpoint(tmp_path, BEFORE, CPU)
     assert_same_state(before, states[-2])
-    kept = [store.last, Checkpoint.from_json(json.loads((tmp_path / BEFORE).read_text()))]
+    found = [store.last, Checkpoint.from_json(json.loads((tmp_path / BEFORE).read_text()))]
     on_disk = {path.name for path in tmp_path.glob("*.safetensors")}
-    assert on_disk == kept[0].files | kept[1].files
+    assert on_disk == found[0].files | found[1].files
 
 
 def test_a_checkpoint_after_a_quiet_round_writes_no_client_again(tmp_path: Path) -> None:
@@ -151,7 +159,7 @@ def test_damage_is_noticed(harm: str, tmp_path: Path) -> None:
 
 
 def test_every_byte_of_the_list_of_files_matters(tmp_path: Path) -> None:
-    """A digit that flips is JSON still, and would go on from another round."""
+    """A flipped digit is still JSON, and would resume from another round."""
     store = Checkpoints(tmp_path, None, None)
     walk(store, 2)
     whole = (tmp_path / NEWEST).read_bytes()
@@ -173,3 +181,164 @@ def test_only_what_changed_is_looked_at() -> None:
             before, now = states[old], states[new]
             plain = {c for c in now if before.get(c) is not now[c]}
             assert now.changed_since(before) == plain == now.changed_since(dict(before))
+
+
+def run(spec: Spec, folder: Path, where: Any = "disk", **more: Any) -> None:
+    execute(spec, None, nobody, folder=folder, client_store=where, **more)
+
+
+def stop_at(round: int, spec: Spec, folder: Path, where: Any = "disk") -> None:
+    listen, stop = stop_after(round)
+    with pytest.raises(RunInterrupted):
+        execute(spec, None, listen, folder=folder, stop=stop, client_store=where)
+
+
+def states_in(folder: Path, rounds: int) -> Iterator[SimulationState]:
+    """A SCAFFOLD run of three of twelve clients, whose states are stored in the folder."""
+    task = fx.tasks.synthetic(clients=12, rows=3, dim=20)
+    where = ClientStore("disk", folder / SLOTS)
+    for record in fx.simulate(task, fx.scaffold(), rounds, cohort=3, client_store=where):
+        yield record.state
+
+
+def in_memory(state: SimulationState) -> SimulationState:
+    return replace(state, clients={c: dict(found) for c, found in state.clients.items()})
+
+
+@pytest.mark.parametrize("before", ["memory", "disk"])
+@pytest.mark.parametrize("after", ["memory", "disk"])
+def test_a_run_is_the_same_wherever_client_state_is_stored(
+    before: str, after: str, tmp_path: Path
+) -> None:
+    spec = tiny("scaffold-exp", 9)
+    run(spec, tmp_path / "whole", where="memory")
+    stop_at(4, spec, tmp_path / "a", before)
+    assert (tmp_path / "a" / SLOTS).exists() == (before == "disk")
+    stop_at(7, spec, tmp_path / "a", after)
+    run(spec, tmp_path / "a", after)
+    assert essence(tmp_path / "a") == essence(tmp_path / "whole")
+    assert not (tmp_path / "a" / SLOTS).exists()  # training is over
+
+
+def test_no_slot_of_the_two_checkpoints_is_used_again(tmp_path: Path) -> None:
+    """However many rounds come after them; and what is no longer referred to is."""
+    store = Checkpoints(tmp_path, None, None)
+    written: list[SimulationState] = []
+    for state in states_in(tmp_path, 60):
+        if state.round % 7 == 0:
+            store.write(state, 0, 0.0)
+            written.append(in_memory(state))
+        elif len(written) > 1:
+            assert_same_state(in_memory(read_checkpoint(tmp_path, NEWEST, CPU)[1]), written[-1])
+            assert_same_state(in_memory(read_checkpoint(tmp_path, BEFORE, CPU)[1]), written[-2])
+    assert isinstance(state.clients, StoredStates)
+    assert len(state.clients.store.file) < 80  # slots for twelve clients; 180 were written
+
+
+def test_a_resumed_run_spares_the_checkpoint_before(tmp_path: Path) -> None:
+    """It is what is left should the newest be damaged."""
+    *_, first = states_in(tmp_path, 3)
+    store = Checkpoints(tmp_path, None, None)
+    store.write(first, 0, 0.0)
+    task = fx.tasks.synthetic(clients=12, rows=3, dim=20)
+    second = list(fx.simulate(task, fx.scaffold(), 8, cohort=3, start=first))[-1].state
+    store.write(second, 0, 0.0)
+    expected = [in_memory(second), in_memory(first)]
+    del store, first, second
+    last, state = read_checkpoint(tmp_path, NEWEST, CPU)
+    store = Checkpoints(tmp_path, last, state)
+    for record in fx.simulate(task, fx.scaffold(), 30, cohort=3, start=state):
+        store.saw(record.state)
+    for name, before in zip((NEWEST, BEFORE), expected, strict=True):
+        assert_same_state(in_memory(read_checkpoint(tmp_path, name, CPU)[1]), before)
+
+
+def test_a_checkpoint_writes_what_is_new_about_the_slots_only(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path, None, None)
+    parts = []
+    for state in states_in(tmp_path, 20):
+        store.write(state, 0, 0.0)
+        assert store.last is not None
+        assert store.last.slots is not None
+        assert not store.last.clients
+        parts.append(store.last.slots.layers)
+        assert isinstance(state.clients, StoredStates)
+        assert len(state.clients.layers) == len(parts[-1])
+    again = [len(set(old) & set(new)) for old, new in pairwise(parts)]
+    assert sum(again) > 5
+    on_disk = {path.name for path in tmp_path.glob("checkpoint-*.safetensors")}
+    assert store.last is not None
+    assert on_disk | {SLOTS} == store.last.files | _files(tmp_path)
+
+
+def _files(folder: Path) -> set[str]:
+    return Checkpoint.from_json(json.loads((folder / BEFORE).read_bytes())).files
+
+
+def test_states_are_on_the_disk_before_anything_refers_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+
+    def noted(path: Path, *more: Any, **options: Any) -> None:
+        events.append(path.name)
+        write_json(path, *more, **options)
+
+    monkeypatch.setattr(SlotFile, "sync", lambda self: events.append("slots"))
+    monkeypatch.setattr(checkpoint, "write_json", noted)
+    store = Checkpoints(tmp_path, None, None)
+    for state in states_in(tmp_path, 2):
+        store.write(state, 0, 0.0)
+    assert events == ["slots", NEWEST, "slots", BEFORE, NEWEST]
+
+
+def test_the_command_line_names_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    found: list[str] = []
+    placed = ClientStore.placed
+
+    def noted(self: ClientStore, *arguments: Any) -> Any:
+        found.append(self.where)
+        return placed(self, *arguments)
+
+    monkeypatch.setattr(ClientStore, "placed", noted)
+    command = [*RUN, "--algorithm", "scaffold", "--quiet"]
+    assert main([*command, "--client-states", "disk"]) == 0
+    assert found[-1] == "disk"
+    assert main([*command, "--restart"]) == 0
+    assert found[-1] == "auto"
+
+
+@pytest.mark.parametrize("harm", ["cut", "remove"])
+def test_slots_that_are_gone_are_noticed(harm: str, tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path, None, None)
+    for state in states_in(tmp_path, 2):
+        store.write(state, 0, 0.0)
+    assert isinstance(state.clients, StoredStates)
+    if harm == "remove":
+        (tmp_path / SLOTS).unlink()
+    else:
+        (tmp_path / SLOTS).write_bytes(bytes(state.clients.store.file.layout.bytes))
+    with pytest.raises(DamagedError, match=SLOTS):
+        read_checkpoint(tmp_path, NEWEST, CPU)
+
+
+def test_a_flipped_bit_ends_the_run_in_one_line(tmp_path: Path) -> None:
+    spec = tiny("scaffold", 40)
+    stop_at(20, spec, tmp_path / "a")
+    path = tmp_path / "a" / SLOTS
+    path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
+    with pytest.raises(fx.UsageError, match="is not as it was written; begin the run again"):
+        run(spec, tmp_path / "a")
+    run(spec, tmp_path / "a", restart=True)
+    run(spec, tmp_path / "whole")
+    assert essence(tmp_path / "a") == essence(tmp_path / "whole")
+
+
+def test_states_come_back_on_the_device_they_are_wanted_on(tmp_path: Path) -> None:
+    store = Checkpoints(tmp_path, None, None)
+    *_, state = states_in(tmp_path, 2)
+    store.write(state, 0, 0.0)
+    meta = read_checkpoint(tmp_path, NEWEST, torch.device("meta"))[1].clients
+    assert isinstance(meta, StoredStates)
+    assert {found["control"].device.type for found in meta.values()} == {"meta"}

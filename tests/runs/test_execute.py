@@ -1,7 +1,9 @@
-"""Runs on the disk: finished ones return at once, interrupted ones end as if they never were."""
+"""Stored runs: finished ones return at once, interrupted ones end as uninterrupted ones do."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,12 +11,14 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import nn
 
 import fedexp as fx
 from fedexp.engine import EngineName, SimulationState, simulation
 from fedexp.engine.loop import Engine
 from fedexp.engine.plan import Work
 from fedexp.engine.select import select_engine
+from fedexp.models import mlp
 from fedexp.precision import Precision
 from fedexp.runs import RunWarning, execute, find_runs, load_run, run_id
 from fedexp.runs import spec as spec_module
@@ -69,11 +73,11 @@ def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("every", [0.0, 10.0])
-def test_a_finished_run_keeps_no_states_of_clients(every: float, tmp_path: Path) -> None:
-    """They can be gigabytes, and nobody will train on from there."""
+def test_a_finished_run_stores_no_client_state(every: float, tmp_path: Path) -> None:
+    """It can be gigabytes, and training is over."""
     execute(tiny("scaffold"), None, nobody, folder=tmp_path, checkpoint_every=every)
-    kept = sorted(path.name for path in tmp_path.glob("checkpoint*"))
-    assert kept == ["checkpoint-6.safetensors", "checkpoint.json"]
+    found = sorted(path.name for path in tmp_path.glob("checkpoint*"))
+    assert found == ["checkpoint-6.safetensors", "checkpoint.json"]
     (tmp_path / "result.json").unlink()
     assert execute(tiny("scaffold"), None, nobody, folder=tmp_path).stored == 6
 
@@ -94,10 +98,10 @@ def test_a_finished_run_returns_at_once(tmp_path: Path, no_training: pytest.Monk
     with no_training.context() as allowed:
         allowed.setattr(spec_module, "simulate", fx.simulate)
         first = execute(tiny(), tmp_path, nobody)
-    heard: list[int] = []
-    again = execute(tiny(), tmp_path, lambda spec, row: heard.append(row["round"]))
+    seen: list[int] = []
+    again = execute(tiny(), tmp_path, lambda spec, row: seen.append(row["round"]))
     assert (again.rows, again.seconds, again.stored) == (first.rows, first.seconds, 6)
-    assert heard == [1, 2, 3, 4, 5, 6]
+    assert seen == [1, 2, 3, 4, 5, 6]
     with pytest.raises(AssertionError, match="nothing should train"):
         execute(tiny(rounds=7), tmp_path, nobody)  # more rounds are another run
 
@@ -183,12 +187,12 @@ def test_a_folder_of_another_run_or_of_something_else_is_refused(tmp_path: Path)
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["thesis.tex"]
 
 
-def test_another_version_is_told_and_goes_on(tmp_path: Path) -> None:
+def test_another_version_is_warned_of_and_resumed(tmp_path: Path) -> None:
     folder = tmp_path / "a"
     interrupted(tiny(), folder, 2)
     path = folder / "environment.json"
     path.write_text(path.read_text().replace(fx.__version__, "0.0.9"))
-    with pytest.warns(RunWarning, match=r"was begun with fedexp 0\.0\.9"):
+    with pytest.warns(RunWarning, match=r"was started with fedexp 0\.0\.9"):
         assert len(execute(tiny(), None, nobody, folder=folder).rows) == 6
 
 
@@ -211,3 +215,57 @@ def test_the_deterministic_mode_is_put_back(tmp_path: Path) -> None:
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.deterministic
     assert untimed(outcome.rows) == untimed(execute(tiny(), None, nobody).rows)
+
+
+def test_a_run_calls_simulate_once_and_builds_its_model_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    built: list[nn.Module] = []
+    simulated: list[Run] = []
+
+    def build(*sizes: Any) -> nn.Module:
+        built.append(mlp(*sizes))
+        return built[-1]
+
+    def records(run: Run, *arguments: Any) -> Iterator[fx.Record]:
+        simulated.append(run)
+        return simulate(run, *arguments)
+
+    simulate = Run.records
+    monkeypatch.setattr(sys.modules["fedexp.tasks.digits"], "mlp", build)
+    monkeypatch.setattr(Run, "records", records)
+    outcome = execute(Spec("digits", "fedexp", rounds=2), tmp_path, nobody)
+    assert (len(outcome.rows), len(built), len(simulated)) == (2, 1, 1)
+
+
+def test_the_outcome_is_not_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise AssertionError("nothing should be read")
+
+    monkeypatch.setattr(sys.modules["fedexp.runs.execute"], "load_run", refuse)
+    assert len(execute(tiny(), tmp_path, nobody).rows) == 6
+
+
+def test_the_engine_is_recorded(tmp_path: Path) -> None:
+    outcome = execute(replace(tiny(), engine="loop"), tmp_path, nobody)
+    assert outcome.folder is not None
+    assert load_run(outcome.folder).environment["engine"]["name"] == "loop"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"cohort": 5}, "the cohort of 5 is larger than the federation of 4 clients"),
+        ({"engine": "warp"}, "engine is one of"),
+        ({"device": "warp"}, "unknown device 'warp'"),
+        ({"precision": "tf32"}, "tf32 is a mode of NVIDIA GPUs"),
+        ({"evaluate_every": -1}, "evaluate_every must be at least 1"),
+    ],
+    ids=lambda value: str(value)[:20],
+)
+def test_a_spec_that_cannot_run_leaves_no_folder(
+    change: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(fx.UsageError, match=message):
+        execute(replace(tiny(), **change), tmp_path / "runs", nobody)
+    assert not list(tmp_path.iterdir())

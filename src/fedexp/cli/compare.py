@@ -1,4 +1,4 @@
-"""`fedexp compare`: several algorithms over several seeds, a table and a picture."""
+"""`fedexp compare`: several algorithms over several seeds, a table and a figure."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ QUICK_ROUNDS = 1000
 
 
 def add_parser(subparsers: Any) -> None:
+    """Add the command to the sub-parsers of the command line."""
     parser = subparsers.add_parser("compare", help="compare algorithms over seeds")
     add_run_options(parser)
     parser.add_argument(
@@ -67,11 +68,12 @@ def add_parser(subparsers: Any) -> None:
     add_root_options(parser)
     add_restart(parser, "discard what is stored of these runs, and run them again")
     add_watch_options(parser)
-    add_out(parser, "the picture (compare-TASK.png)")
+    add_out(parser, "the figure (compare-TASK.png)")
     parser.set_defaults(run=run, many=True)
 
 
 def run(args: argparse.Namespace) -> int:
+    """Run all algorithms and seeds; print the table and draw the figure."""
     check_many(args)
     check_format(args)
     picture = args.out or Path(f"compare-{args.task}.png")
@@ -94,20 +96,19 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> list[Run]:
-    """The runs of seed 0 of all algorithms, over one task; finds mistakes before anything runs."""
+    """Return runs of seed 0 of all algorithms, over one task; find mistakes before training."""
     names = list(dict.fromkeys(name.strip() for name in args.algorithms.split(",") if name.strip()))
     require(bool(names), "--algorithms needs at least one name; `fedexp algorithms` lists them")
     of_task, others = split_task_options(parse_assignments(args.set))
-    mine = tuple((f"task.{key}", value) for key, value in of_task.items())
-    bare = replace(spec_of(args, names[0], seed=0), options=mine)
+    typed = tuple((f"task.{key}", value) for key, value in of_task.items())
+    bare = replace(spec_of(args, names[0], seed=0), options=typed)
+    for name in names:
+        replace(bare, algorithm=name).check()  # before any data are read
     task = build_task(bare.task, of_task, bare.seed, bare.mode)
     setups = {name: replace(bare, algorithm=name).prepare(task).setup for name in names}
     shared = share_options(setups, others)
-    specs = [replace(bare, algorithm=n, options=(*mine, *shared[n].items())) for n in names]
-    runs = [spec.prepare(task) for spec in specs]
-    for each in runs:
-        each.records()  # checks its arguments; runs nothing
-    return runs
+    specs = [replace(bare, algorithm=n, options=(*typed, *shared[n].items())) for n in names]
+    return [spec.prepare(task) for spec in specs]
 
 
 def _label(spec: Spec) -> str:
@@ -131,8 +132,8 @@ def _report(
         return
     if args.format == "text":
         print(_title(first, args.seeds))
-    for_people = comparison_table(lines, metric, target, first.rounds, args.smooth)
-    table = comparison_numbers(lines) if args.format == "csv" else for_people
+    readable = comparison_table(lines, metric, target, first.rounds, args.smooth)
+    table = comparison_numbers(lines) if args.format == "csv" else readable
     print(render_table(args.format, *table))
 
 
@@ -147,12 +148,12 @@ def _title(first: Run, seeds: int) -> str:
     cohort = first.cohort or clients
     plural = "seed" if seeds == 1 else "seeds"
     return (
-        f"{first.spec.task}: {first.rounds} rounds, {cohort} of {clients} clients a round, "
+        f"{first.spec.task}: {first.rounds} rounds, {cohort} of {clients} clients per round, "
         f"{seeds} {plural}"
     )
 
 
 def workers_for(first: Run) -> int:
-    """One where runs take about a second: least squares are over before workers have started."""
+    """Return the number of workers: one for least squares, which end before workers start."""
     quick = isinstance(first.task.objective, LeastSquares) and first.rounds <= QUICK_ROUNDS
     return 1 if quick else workers_on(first.spec.device)

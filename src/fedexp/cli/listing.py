@@ -1,4 +1,4 @@
-"""`fedexp algorithms` and `fedexp tasks`: what there is, and what --set can change."""
+"""`fedexp algorithms` and `fedexp tasks`: lists with the options that --set can change."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from fedexp.local import LocalTraining
 from fedexp.runs.options import TASKS, Setup, summary
 
 
-def add_parsers(subparsers: Any) -> None:
+def add_parser(subparsers: Any) -> None:
+    """Add both commands to the sub-parsers of the command line."""
     algorithms = subparsers.add_parser("algorithms", help="list the algorithms and their options")
     algorithms.set_defaults(run=list_algorithms)
     tasks = subparsers.add_parser("tasks", help="list the tasks and their options")
@@ -19,6 +20,7 @@ def add_parsers(subparsers: Any) -> None:
 
 
 def list_algorithms(args: argparse.Namespace) -> int:
+    """Print every algorithm with its options."""
     for name, build in ALGORITHMS.items():
         options = Setup(build(), LocalTraining()).options().items()
         own = [f"{k.rpartition('.')[2]}={v}" for k, v in options if not k.startswith("local.")]
@@ -29,6 +31,7 @@ def list_algorithms(args: argparse.Namespace) -> int:
 
 
 def list_tasks(args: argparse.Namespace) -> int:
+    """Print every task with its options."""
     for name, build in TASKS.items():
         defaults = signature(build).parameters.values()
         _entry(name, summary(build), [f"task.{p.name}={p.default}" for p in defaults])

@@ -1,4 +1,4 @@
-"""Command-line options that several commands share."""
+"""Command-line options that several commands share, and the `Spec` that they describe."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from fedexp.runs.spec import Spec
 
 
 class Parser(argparse.ArgumentParser):
-    """Mistakes get one line and exit status 2."""
+    """Raises `UsageError` for a mistake, which gets one line and exit status 2."""
 
     def error(self, message: str) -> None:  # type: ignore[override]
         raise UsageError(f"{message} (see {self.prog} --help)")
 
 
 def add_run_options(parser: argparse.ArgumentParser, rounds: str = "the task's own") -> None:
-    """Options that decide what a run computes."""
+    """Add the options that decide what a run computes."""
     parser.add_argument("task", metavar="TASK", help="a task; `fedexp tasks` lists them")
     parser.add_argument("--rounds", type=positive, metavar="N", help=f"rounds ({rounds})")
     parser.add_argument(
-        "--cohort", type=_cohort, metavar="K", help="clients a round, or all (the task's own)"
+        "--cohort", type=_cohort, metavar="K", help="clients per round, or all (the task's own)"
     )
     parser.add_argument(
         "--mode",
@@ -66,41 +66,45 @@ def add_run_options(parser: argparse.ArgumentParser, rounds: str = "the task's o
 
 
 def add_out(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add --out."""
     parser.add_argument("--out", type=Path, metavar="PATH", help=meaning)
 
 
 def add_restart(parser: argparse.ArgumentParser, meaning: str) -> None:
+    """Add --restart."""
     parser.add_argument("--restart", action="store_true", help=meaning)
 
 
 def check_format(args: argparse.Namespace) -> None:
-    """Refuse JSON and another format at a time: one of them would be passed over in silence."""
+    """Refuse --json together with --format: one of them would be ignored."""
     both = args.json and args.format != "text"
     require(not both, f"--json and --format {args.format} exclude each other; leave one out")
 
 
 def add_watch_options(parser: argparse.ArgumentParser) -> None:
-    """Options that decide how a run is kept and watched, and nothing of what it computes."""
+    """Add the options of checkpoints and progress; they do not affect results."""
     parser.add_argument(
         "--checkpoint-every",
         type=_seconds,
         default=CHECKPOINT_EVERY,
         metavar="SECONDS",
-        help=f"time between checkpoints, 0 for one a round (default: {CHECKPOINT_EVERY:g})",
+        help=f"time between checkpoints, 0 for one per round (default: {CHECKPOINT_EVERY:g})",
     )
-    parser.add_argument("--quiet", action="store_true", help="plain lines for a log, no bar")
+    parser.add_argument(
+        "--quiet", action="store_true", help="plain lines for a log, no progress bar"
+    )
 
 
 def add_root_options(parser: argparse.ArgumentParser) -> None:
-    """Where runs are kept."""
+    """Add the options of where runs are stored."""
     parser.add_argument(
         "--runs", type=Path, metavar="ROOT", help="folder of all runs ($FEDEXP_RUNS, or runs)"
     )
-    parser.add_argument("--no-save", action="store_true", help="keep nothing on the disk")
+    parser.add_argument("--no-save", action="store_true", help="store nothing on the disk")
 
 
 def root_of(args: argparse.Namespace) -> Path | None:
-    """The folder of all runs; None where nothing is to be kept."""
+    """Return the folder of all runs; None where nothing is to be stored."""
     if args.no_save:
         require(args.runs is None, "--runs and --no-save exclude each other; choose one")
         return None
@@ -108,7 +112,7 @@ def root_of(args: argparse.Namespace) -> Path | None:
 
 
 def spec_of(args: argparse.Namespace, algorithm: str, seed: int) -> Spec:
-    """The spec that the options of `add_run_options` describe."""
+    """Return the spec that the options of `add_run_options` describe."""
     return Spec(
         task=args.task,
         algorithm=algorithm,
@@ -127,7 +131,7 @@ def spec_of(args: argparse.Namespace, algorithm: str, seed: int) -> Spec:
 
 
 def positive(text: str) -> int:
-    """A whole number of at least 1."""
+    """Parse an integer of at least 1."""
     return _at_least(1, text)
 
 
@@ -136,7 +140,7 @@ def _cohort(text: str) -> int:
 
 
 def seed(text: str) -> int:
-    """A seed is a whole number that is not negative."""
+    """Parse an integer of at least 0."""
     return _at_least(0, text)
 
 

@@ -1,6 +1,7 @@
-"""Ctrl-C and a request to end (SIGTERM) as a wish: the round is finished first.
+"""The process of a command: stop requests by signal, ranks under torchrun, and how it fails.
 
-A command on many ranks: one of them speaks, and all of them end.
+Ctrl-C and SIGTERM finish the round first. On many ranks only the first one prints, and exactly one
+rank reports why the job failed.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from fedexp.distributed import Ranks, current, launched, ranks
 from fedexp.distributed.failure import REMEDY, failure_report, monitored
 
 
-class StopWish:
-    """Whether somebody wants the work to stop, and by which signal."""
+class StopRequest:
+    """Whether the run was asked to stop, and by which signal."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
@@ -31,7 +32,8 @@ class StopWish:
         """The exit status of a process that a signal ended."""
         return 128 + (self.signal or signal.SIGINT)
 
-    def hear(self, number: int, frame: FrameType | None) -> None:
+    def receive(self, number: int, frame: FrameType | None) -> None:
+        """Handle a signal; a second one interrupts at once."""
         if number == signal.SIGTERM and launched():
             # from torchrun, perhaps because another rank has ended, perhaps for the second time
             self.signal = self.signal or number
@@ -44,46 +46,51 @@ class StopWish:
 
 
 @contextmanager
-def stop_wish(listen: bool = True) -> Iterator[StopWish]:
-    """Listen in this block; a second signal interrupts at once. Only the main thread can."""
-    wish = StopWish()
+def stop_request(listen: bool = True) -> Iterator[StopRequest]:
+    """Handle SIGINT and SIGTERM in this block; only the main thread can."""
+    request = StopRequest()
     if not listen or threading.current_thread() is not threading.main_thread():
-        yield wish
+        yield request
         return
-    before = {each: signal.signal(each, wish.hear) for each in (signal.SIGINT, signal.SIGTERM)}
+    handled = (signal.SIGINT, signal.SIGTERM)
+    before = {number: signal.signal(number, request.receive) for number in handled}
     try:
-        yield wish
+        yield request
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+StopWish = StopRequest  # the former names
+stop_wish = stop_request
 
 
 @contextmanager
-def taking_part() -> Iterator[Ranks | None]:
-    """The ranks of this job, of which only the first is heard; None for a lone process."""
+def joined_ranks() -> Iterator[Ranks | None]:
+    """Join the ranks of this job, of which only the first prints; None for a single process."""
     among = ranks()
     if among is None:
         yield None
         return
-    # torchrun ends what a dead rank has left in this way; there is still a line to print
+    # torchrun terminates the ranks that a dead one has left; they still have a line to print
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with monitored(among), _silence() if among.rank else nullcontext():
+    with monitored(among), _silenced() if among.rank else nullcontext():
         yield among
 
 
 @contextmanager
-def _silence() -> Iterator[None]:
+def _silenced() -> Iterator[None]:
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere), redirect_stderr(nowhere):
         yield
 
 
-def is_ranked() -> bool:
-    """Whether this process is one of several."""
-    return current() is not None
+def unexpected(error: Exception) -> str | None:
+    """Return an unexpected error in one line; None in a single process, where it is raised.
 
-
-def surprise(error: Exception) -> str:
-    """What nobody expected, in a line; torchrun's own report shows where it happened."""
+    torchrun's own report shows its traceback.
+    """
+    if current() is None:
+        return None
     from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
     get_error_handler().record_exception(error)
@@ -102,10 +109,10 @@ def failure(message: str | None, status: int) -> int:
     if among is None:
         print(f"fedexp: error: {message or 'interrupted'}", file=sys.stderr)
         return status
-    for each in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(each, signal.SIG_IGN)  # torchrun may want to end us before we have spoken
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)  # torchrun may terminate us before we have printed
     if (line := failure_report(among, message)) is not None:
         print(f"fedexp: error: {line}", file=sys.stderr, flush=True)
     with suppress(OSError):
         sys.stdout.flush()
-    os._exit(status)  # a group that has lost a rank cannot be closed in good order
+    os._exit(status)  # a group that has lost a rank cannot be closed properly

@@ -1,4 +1,4 @@
-"""`fedexp resume`: go on with a run, from its folder alone."""
+"""`fedexp resume`: continue a run, from its folder alone."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.cli.run import add_training_options, train
-from fedexp.distributed import current
 from fedexp.errors import require
 from fedexp.runs import read_spec, spec_from
 from fedexp.runs.folder import RunFolder
+from fedexp.runs.spec import Run
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("resume", help="go on with a run that was interrupted")
+    """Add the command to the sub-parsers of the command line."""
+    parser = subparsers.add_parser("resume", help="continue a run that was interrupted")
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the run")
     add_training_options(parser)
     parser.add_argument(
@@ -26,32 +27,34 @@ def add_parser(subparsers: Any) -> None:
         "without it, when its app starts again)",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.set_defaults(run=run, many=True)
+    parser.set_defaults(run=run, prepare=_prepare, many=True)
 
 
 def run(args: argparse.Namespace) -> int:
-    among = current()
+    """Continue a run; one on Flower is reopened here, and trained by its app."""
     read = partial(read_spec, args.folder)
-    spec = read() if among is None else among.compute_on_first(read)
+    args.spec = read() if args.ranks is None else args.ranks.compute_on_first(read)
     require(not (args.reopen and args.restart), "--reopen and --restart exclude each other")
-    if spec["engine"] == "flower" and args.reopen:
-        return _reopen(args.folder, spec)
+    if args.spec["engine"] != "flower":
+        return train(args)
     require(
-        spec["engine"] != "flower",
+        args.reopen,
         f"{args.folder} is a run on Flower; start its app again, with the same checkpoint",
     )
-    return train(spec_from(spec).prepare(), args.folder, args)
-
-
-def _reopen(folder: Path, spec: dict[str, Any]) -> int:
-    """Only the app of a run on Flower can train it; here it is made ready for that."""
-    own = {name: value for name, value in spec.items() if name not in ("format", "id")}
-    with RunFolder(folder, own, {}) as held:
+    own = {name: value for name, value in args.spec.items() if name not in ("format", "id")}
+    with RunFolder(args.folder, own, {}) as held:
         round = held.reopen()
-    require(round is not None, f"{folder} has not diverged; start its app again to continue it")
+    require(
+        round is not None, f"{args.folder} has not diverged; start its app again to continue it"
+    )
     print(
-        f"fedexp: {folder} continues after round {round}: start its app again, with the same "
+        f"fedexp: {args.folder} continues after round {round}: start its app again, with the same "
         "checkpoint",
         file=sys.stderr,
     )
     return 0
+
+
+def _prepare(args: argparse.Namespace) -> tuple[Run, Path]:
+    """Return the run whose spec is stored in the folder."""
+    return spec_from(args.spec).prepare(), args.folder

@@ -15,6 +15,7 @@ from fedexp.runs.options import convert
 
 
 def add_parser(subparsers: Any) -> None:
+    """Add the command to the sub-parsers of the command line."""
     parser = subparsers.add_parser("toy", help="draw why extrapolation helps, in two dimensions")
     parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="default: 30")
     parser.add_argument(

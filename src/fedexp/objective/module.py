@@ -66,9 +66,14 @@ class ModuleObjective:
             "the loss has weights of its own or refers to a model's, which are not trained by it; "
             "compute what needs them in the model's forward",
         )
-        with seeded_torch(0, "scratch"):
+        with seeded_torch(0, "initial weights"):
             module = self.build()
         check_trainable(module)
+        self._initial: tuple[int, nn.Module] | None = (0, module)  # of a seed; never written to
+        if _has_constants(module) or not is_copied_whole(module):
+            with seeded_torch(0, "scratch"):
+                module = self.build()
+            self._initial = None if module is self._initial[1] else self._initial
         # a copy, in case that `build` returns one module again and again
         self.module = deepcopy(module) if is_copied_whole(module) else module
         self.device = torch.device("cpu")
@@ -142,9 +147,15 @@ class ModuleObjective:
         slow = (_ConvNd, nn.RNNBase)
         return device.type != "cpu" or not any(isinstance(m, slow) for m in self.module.modules())
 
+    def initial_module(self, seed: int) -> nn.Module:
+        """Return the module with the initial weights of a seed, built once; do not write to it."""
+        if self._initial is None or self._initial[0] != seed:
+            with seeded_torch(seed, "initial weights"):
+                self._initial = seed, self._built()
+        return self._initial[1]
+
     def initial(self, seed: int) -> tuple[Tensor, Buffers]:
-        with seeded_torch(seed, "initial weights"):
-            module = self._built()
+        module = self.initial_module(seed)
         params = flatten([p.detach() for p in module.parameters() if p.requires_grad])
         averaged = flatten([b for b in module.buffers() if b.is_floating_point()])
         whole = [b for b in module.buffers() if not (b.is_floating_point() or b.is_complex())]
@@ -347,6 +358,12 @@ def _convert(module: nn.Module, target: torch.device | torch.dtype) -> None:
         module._apply(lambda t: t.to(target) if t.is_floating_point() else t)
     for own in shared:
         put(own, read(own))
+
+
+def _has_constants(module: nn.Module) -> bool:
+    """Return whether a module has tensors that are neither trained nor averaged."""
+    frozen = any(not p.requires_grad for p in module.parameters())
+    return frozen or any(b.is_complex() for b in module.buffers())
 
 
 def check_trainable(module: nn.Module) -> None:

@@ -1,16 +1,19 @@
-"""Runs that survive: a folder a run, with its spec, its records, its last state and its model."""
+"""Stored runs: one folder per run, with its spec, records, last state and model."""
 
-from fedexp.runs.execute import execute, stored_outcome
+from typing import Any
+
+from fedexp.errors import warn_deprecated
+from fedexp.runs.execute import RunOptions, execute, stored_outcome
 from fedexp.runs.folder import RunWarning
-from fedexp.runs.journal import Keeping, Stopped
+from fedexp.runs.journal import RunInterrupted
 from fedexp.runs.pool import run_all
 from fedexp.runs.read import StoredRun, find_runs, load_run
 from fedexp.runs.spec import folder_of, frozen, is_run, read_spec, run_id, spec_from
 
 __all__ = [
-    "Keeping",
+    "RunInterrupted",
+    "RunOptions",
     "RunWarning",
-    "Stopped",
     "StoredRun",
     "execute",
     "find_runs",
@@ -24,3 +27,12 @@ __all__ = [
     "spec_from",
     "stored_outcome",
 ]
+
+Stopped = RunInterrupted  # the former name
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Keeping":
+        warn_deprecated("fedexp.runs.Keeping", "fedexp.runs.RunOptions")
+        return RunOptions
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,24 +1,15 @@
-"""`checkpoint.json`: what a checkpoint consists of, with a digest of every part and of itself.
+"""Checkpoints: the last state of a run on the disk, always complete, written incrementally.
 
-Clients' states in the folder of a run: a file of slots that checkpoints refer to.
+Tensors are written to files of new names; then `checkpoint.json`, which lists them with their
+digests and a digest of itself, is replaced atomically; then files that nothing refers to are
+removed. The checkpoint before it is kept, should the newest be damaged.
 
-A checkpoint of a million states copies none of them. It waits until the slots are on the disk and
-notes whose slot is whose; whoever writes checkpoints holds on to the states that the two on the
-disk refer to, so their slots are not used again before they are replaced.
-
-The state of a simulation as named tensors, and back.
-
-Checkpoints: a run's last state on the disk, always whole, never all of it again.
-
-The tensors go to files of new names; then `checkpoint.json`, which lists them with their digests,
-is put in place at once; then files that nothing names any more are removed. The checkpoint before
-stays beside it, for a disk that damages the newest.
-
-Clients' states (SCAFFOLD's control variates) can be gigabytes, and a round changes few of them, so
-each checkpoint adds a file of those that changed, and refers to older files for the others. Where
-more than half of what is stored has become stale, all are written anew: that bounds the room at
-twice what is alive, for at most twice the writing. Those that lie in a file of slots stay where
-they are (see `slots`).
+Client state (SCAFFOLD's control variates) can be gigabytes, and a round changes little of it, so
+each checkpoint adds a file of what changed and refers to older files for the rest. Where more than
+half of what is stored is stale, everything is rewritten: that bounds the space to twice the live
+state, for at most twice the writing. Client state in a slot file (`engine/slot_file.py`) is never
+copied: a checkpoint syncs the slots and stores which client has which slot. The writer holds
+references to the states of both checkpoints, so that their slots are not reused.
 """
 
 from __future__ import annotations
@@ -53,228 +44,16 @@ from fedexp.runs.files import (
 )
 
 FORMAT = 1
-SLOTS = "checkpoint-clients.slots"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A file of tensors; `clients` are those whose newest state is here, of `held` in all."""
-
-    file: str
-    sha256: str
-    clients: tuple[int, ...] = ()
-    held: int = 0
-
-
-@dataclass(frozen=True)
-class Slots:
-    """Clients' states that lie in a file of slots, which is never copied.
-
-    Attributes:
-        file: of the slots.
-        layout: name, shape and type of what a slot holds.
-        layers: files that say which client's state is in which slot, newest first, with its digest.
-    """
-
-    file: str
-    layout: tuple[tuple[str, tuple[int, ...], str], ...]
-    layers: tuple[Part, ...]
-
-
-@dataclass(frozen=True)
-class Checkpoint:
-    """What `checkpoint.json` says: a round, where its records end, and its files."""
-
-    round: int
-    steps: int
-    seconds: float
-    records_bytes: int
-    model: Part
-    clients: tuple[Part, ...] = ()
-    slots: Slots | None = None
-
-    @property
-    def files(self) -> set[str]:
-        named = {self.model.file, *(part.file for part in self.clients)}
-        if self.slots is not None:
-            named |= {self.slots.file, *(part.file for part in self.slots.layers)}
-        return named
-
-    def to_json(self) -> dict[str, Any]:
-        """With a digest of its own: one digit that flips would go on from another round."""
-        content = {"format": FORMAT, **asdict(self)}
-        return {**content, "sha256": _digest(content)}
-
-    @classmethod
-    def from_json(cls, value: dict[str, Any]) -> Checkpoint:
-        """Raises `ValueError`, `KeyError` or `TypeError` for anything but a checkpoint."""
-        content = {name: each for name, each in value.items() if name != "sha256"}
-        if value["sha256"] != _digest(content) or content.pop("format") != FORMAT:
-            raise ValueError("it is not as it was written, or of another format")
-        parts = tuple(_part(each) for each in content.pop("clients"))
-        slots = content.pop("slots", None)
-        model = _part(content.pop("model"))
-        if not is_duration(content["seconds"]) or not all(
-            is_count(content[name]) for name in ("round", "steps", "records_bytes")
-        ):
-            raise ValueError("it counts with something else than numbers")
-        return cls(**content, model=model, clients=parts, slots=slots and _slots(slots))
-
-
-def _part(value: dict[str, Any]) -> Part:
-    """A part of this very folder: nobody's list of files leads to others."""
-    part = Part(**{**value, "clients": tuple(value["clients"])})
-    numbers = (*part.clients, part.held)
-    if not is_part_name(part.file) or not all(is_count(number) for number in numbers):
-        raise ValueError("it names a file that is no part of a checkpoint")
-    return part
-
-
-def _slots(value: dict[str, Any]) -> Slots:
-    layout = tuple((name, tuple(shape), kind) for name, shape, kind in value["layout"])
-    sizes = [size for _, shape, _ in layout for size in shape]
-    if not all(is_count(size) for size in sizes) or value["file"] != SLOTS:
-        raise ValueError("its slots are none of a checkpoint")
-    return Slots(value["file"], layout, tuple(_part(each) for each in value["layers"]))
-
-
-def _digest(content: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def make_private(path: Path) -> None:
-    """Make the file before anything is in it, or take it from others where it is there."""
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE))
-    os.chmod(path, PRIVATE)
-
-
-def stored_in(states: Mapping[int, Tensors], folder: Path) -> StoredStates | None:
-    """The states, where they lie in the folder's file of slots."""
-    if isinstance(states, StoredStates) and states.store.file.path == folder / SLOTS:
-        return states
-    return None
-
-
-def opened(folder: Path, slots: Slots, device: torch.device) -> StateStore:
-    """The store of a checkpoint, with all of its slots free until layers are held."""
-    return StateStore(SlotFile(Layout(slots.layout), folder / slots.file, exists=True), device)
-
-
-def restored(store: StateStore, layers: Iterable[Mapping[str, Tensor]]) -> StoredStates:
-    """The states that layers in the order of a checkpoint refer to."""
-    found = [_layer(named) for named in layers]
-    if any(int(each.slots.max(initial=-1)) >= len(store.file) for each in found):
-        raise DamagedError(f"{SLOTS} is shorter than it was")
-    if not all(_is_sound(each) for each in found):
-        raise DamagedError(f"a list of the slots in {SLOTS} is none")
-    return StoredStates(store, tuple(store.hold(each) for each in found))
-
-
-def layer_tensors(layer: Layer) -> dict[str, Tensor]:
-    """A layer as tensors; checksums as signed numbers, which every reader knows."""
-    checks = layer.checks.view(np.int32)
-    columns = {"clients": layer.clients, "slots": layer.slots, "checks": checks}
-    return {name: torch.from_numpy(value) for name, value in columns.items()}
-
-
-def _is_sound(layer: Layer) -> bool:
-    """Whether a layer has a slot and a checksum for each of its clients, who are in order."""
-    columns = (layer.clients, layer.slots, layer.checks)
-    whole = all(each.ndim == 1 and len(each) == len(layer) for each in columns)
-    return whole and bool((np.diff(layer.clients) > 0).all() and (layer.slots >= 0).all())
-
-
-def _layer(named: Mapping[str, Tensor]) -> Layer:
-    clients, slots, checks = (named[name].cpu().numpy() for name in ("clients", "slots", "checks"))
-    if [each.dtype.name for each in (clients, slots, checks)] != ["int64", "int64", "int32"]:
-        raise DamagedError(f"a list of the slots in {SLOTS} is none")
-    return Layer(clients, slots, checks.view(np.uint32))
-
-
-def model_tensors(state: SimulationState) -> dict[str, Tensor]:
-    """All tensors of a state but those of the clients, by name."""
-    named = {"params": state.params, **_named_buffers("buffers", state.buffers)}
-    for k, (params, buffers) in enumerate(state.recent):
-        named |= {f"recent/{k}/params": params, **_named_buffers(f"recent/{k}", buffers)}
-    named |= {f"server/{name}": value for name, value in state.server.items()}
-    return named | {f"shared/{name}": value for name, value in state.broadcast.items()}
-
-
-def client_tensors(state: SimulationState, clients: Iterable[int]) -> dict[str, Tensor]:
-    """What the clients keep, by client and name."""
-    return {f"{c}/{name}": value for c in clients for name, value in state.clients[c].items()}
-
-
-def state_from(
-    round: int, steps: int, named: Mapping[str, Tensor], clients: Mapping[int, Tensors]
-) -> SimulationState:
-    """The state that `model_tensors` took apart."""
-    iterates = sum(name.startswith("recent/") and name.endswith("/params") for name in named)
-    recent = [
-        (named[f"recent/{k}/params"], _buffers(named, f"recent/{k}")) for k in range(iterates)
-    ]
-    return SimulationState(
-        round=round,
-        steps=steps,
-        params=named["params"],
-        buffers=_buffers(named, "buffers"),
-        recent=tuple(recent),
-        server=_section(named, "server/"),
-        broadcast=_section(named, "shared/"),
-        clients=clients,
-    )
-
-
-def clients_from(named: Mapping[str, Tensor], clients: Iterable[int]) -> dict[int, Tensors]:
-    """The states of these clients among the named tensors."""
-    by_client: dict[int, dict[str, Tensor]] = {}
-    for full, value in named.items():
-        client, _, name = full.partition("/")
-        by_client.setdefault(int(client), {})[name] = value
-    return {client: by_client[client] for client in clients}
-
-
-def to_bytes(named: Mapping[str, Tensor]) -> bytes:
-    """A safetensors file; every tensor gets memory of its own, as the format wants it."""
-    from safetensors.torch import save
-
-    own = {name: value.detach().cpu().contiguous().clone() for name, value in named.items()}
-    return save(own, {"format": "pt"})
-
-
-def from_bytes(data: bytes, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, on the device; `ValueError` where it is none."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        named = load(data)
-    except (SafetensorError, LookupError, TypeError, RuntimeError) as error:
-        raise ValueError(f"not a file of tensors ({type(error).__name__})") from error
-    return {name: value.to(device) for name, value in named.items()}
-
-
-def _named_buffers(prefix: str, buffers: Buffers) -> dict[str, Tensor]:
-    return {f"{prefix}/averaged": buffers.averaged, f"{prefix}/kept": buffers.kept}
-
-
-def _buffers(named: Mapping[str, Tensor], prefix: str) -> Buffers:
-    return Buffers(named[f"{prefix}/averaged"], named[f"{prefix}/kept"])
-
-
-def _section(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): v for name, v in named.items() if name.startswith(prefix)}
-
-
 NEWEST, BEFORE = "checkpoint.json", "checkpoint-before.json"
+SLOTS = "checkpoint-clients.slots"
+PART_BYTES = 2**28  # of client state per file, since a file passes through memory
 CPU = torch.device("cpu")
-PART_BYTES = 2**28  # of clients' states in one file, since a file passes through memory
 
 
 def read_checkpoint(
     folder: Path, name: str, device: torch.device
 ) -> tuple[Checkpoint, SimulationState]:
-    """A checkpoint and its state; raises `DamagedError` unless every byte is as it was written."""
+    """Return a checkpoint and its state; raise `DamagedError` if any byte has changed."""
     try:
         found = Checkpoint.from_json(parse_json((folder / name).read_bytes()))
         named = _read_part(folder, found.model, device)
@@ -290,7 +69,9 @@ def read_checkpoint(
 
 def _read_clients(folder: Path, found: Checkpoint, device: torch.device) -> Mapping[int, Tensors]:
     if found.slots is not None:
-        return _read_slots(folder, found.slots, opened(folder, found.slots, device))
+        layout = Layout(found.slots.layout)
+        file = SlotFile(layout, folder / found.slots.file, exists=True)
+        return _read_slots(folder, found.slots, StateStore(file, device))
     clients: dict[int, Tensors] = {}
     for part in found.clients:
         clients |= clients_from(_read_part(folder, part, device), part.clients)
@@ -298,8 +79,13 @@ def _read_clients(folder: Path, found: Checkpoint, device: torch.device) -> Mapp
 
 
 def _read_slots(folder: Path, slots: Slots, store: StateStore) -> StoredStates:
-    """What a checkpoint says about the slots of a store."""
-    return restored(store, [_read_part(folder, part, CPU) for part in slots.layers])
+    """Return the client state that a checkpoint refers to in the slots of a store."""
+    found = [_layer(_read_part(folder, part, CPU)) for part in slots.layers]
+    if any(int(each.slots.max(initial=-1)) >= len(store.file) for each in found):
+        raise DamagedError(f"{SLOTS} is shorter than it was")
+    if not all(_is_sound(each) for each in found):
+        raise DamagedError(f"an index of the slots in {SLOTS} is invalid")
+    return StoredStates(store, tuple(store.hold(each) for each in found))
 
 
 def _read_part(folder: Path, part: Part, device: torch.device) -> dict[str, torch.Tensor]:
@@ -310,7 +96,13 @@ def _read_part(folder: Path, part: Part, device: torch.device) -> dict[str, torc
 
 
 class Checkpoints:
-    """Writes the checkpoints of one run; remembers which clients changed since the last one."""
+    """Writes the checkpoints of one run; tracks which clients changed since the last one.
+
+    Args:
+        folder: the run folder.
+        last: the checkpoint that is there; None without one.
+        state: its state.
+    """
 
     def __init__(
         self, folder: Path, last: Checkpoint | None, state: SimulationState | None
@@ -318,11 +110,11 @@ class Checkpoints:
         self.folder, self.last = folder, last
         self._clients: Mapping[int, Tensors] = {} if state is None else state.clients
         self._changed: set[int] = set()
-        # what the newest and the one before refer to, so that no slot of theirs is used again
+        # the states of both checkpoints on the disk, so that their slots are not reused
         self._newest, self._before = self._clients, _before(folder, self._clients)
 
     def saw(self, state: SimulationState) -> None:
-        """Note which clients a round has given new states: a new one is another object."""
+        """Track which clients have a new state after a round: a new one is another object."""
         if stored_in(state.clients, self.folder) is not None:
             return
         if state.clients is not self._clients:
@@ -330,11 +122,21 @@ class Checkpoints:
             self._clients = state.clients
 
     def write(
-        self, state: SimulationState, records_bytes: int, seconds: float, final: bool = False
+        self,
+        state: SimulationState,
+        records_bytes: int,
+        seconds: float,
+        final: bool = False,
+        records_sha256: str | None = None,
     ) -> None:
         """Make the state the newest checkpoint, and the newest the one before.
 
-        After the final one nobody trains, so the clients' states are not part of it.
+        Args:
+            state: the state.
+            records_bytes: size of `records.jsonl` up to its round.
+            seconds: training time so far.
+            final: whether the run is over, so that client state is not needed any more.
+            records_sha256: digest of those bytes.
         """
         if self.last is not None and self.last.round == state.round:
             return
@@ -342,7 +144,7 @@ class Checkpoints:
         slots = None if final else self._slots(state)
         clients = () if final or slots else tuple(self._client_parts(state))
         ends = (state.round, state.steps, seconds, records_bytes)
-        written = Checkpoint(*ends, model, clients, slots)
+        written = Checkpoint(*ends, model, clients, slots, records_sha256)
         if self.last is not None:
             write_json(self.folder / BEFORE, self.last.to_json(), indent=None, mode=PRIVATE)
         write_json(self.folder / NEWEST, written.to_json(), indent=None, mode=PRIVATE)
@@ -350,23 +152,25 @@ class Checkpoints:
         self.last, self._changed = written, set()
         self._newest, self._before = state.clients, self._newest
 
-    def settle(self, final: bool) -> None:
-        """The run is over: keep the newest alone, without clients' states.
+    def settle(self, rounds: int) -> None:
+        """Remove all but the newest checkpoint, and client state, as the run is over.
 
-        One that diverged keeps all, so that it can be reopened.
+        Called before the result is written, so that a killed process leaves nothing behind: a run
+        that resumes from its last round needs no client state. Does nothing where the newest
+        checkpoint is of an earlier round, since that one may still be needed.
         """
-        if not final:
+        if self.last is None or self.last.round != rounds:
             return
         (self.folder / BEFORE).unlink(missing_ok=True)
-        if self.last is not None and (self.last.clients or self.last.slots):
+        if self.last.clients or self.last.slots:
             self.last = replace(self.last, clients=(), slots=None)
             write_json(self.folder / NEWEST, self.last.to_json(), indent=None, mode=PRIVATE)
-        self._remove_unless(self.last.files if self.last else set())
+        self._remove_unless(self.last.files)
 
     def _slots(self, state: SimulationState) -> Slots | None:
-        """Where the clients' states lie, if in a file of slots; what is known is not written again.
+        """Write new layers of client state in a slot file; return all, or None without such a file.
 
-        The states themselves have to be on the disk before anything refers to them.
+        The slots are synced before anything refers to them.
         """
         states = stored_in(state.clients, self.folder)
         if states is None or not states.layers:
@@ -412,7 +216,7 @@ class Checkpoints:
 
 
 def _before(folder: Path, newest: Mapping[int, Tensors]) -> Mapping[int, Tensors]:
-    """What the checkpoint before refers to in the store of the newest, if it does."""
+    """Return the client state of the checkpoint before, where it shares the store of the newest."""
     states = stored_in(newest, folder)
     if states is None:
         return {}
@@ -424,7 +228,7 @@ def _before(folder: Path, newest: Mapping[int, Tensors]) -> Mapping[int, Tensors
 
 
 def _groups(state: SimulationState, clients: Iterable[int]) -> Iterator[list[int]]:
-    """Clients whose states fit a file together."""
+    """Yield groups of clients whose state fits one file."""
     group: list[int] = []
     room = PART_BYTES
     for client in clients:
@@ -436,3 +240,204 @@ def _groups(state: SimulationState, clients: Iterable[int]) -> Iterator[list[int
         room -= size
     if group:
         yield group
+
+
+@dataclass(frozen=True)
+class Part:
+    """A file of tensors; `clients` have their newest state in it, of `held` clients in all."""
+
+    file: str
+    sha256: str
+    clients: tuple[int, ...] = ()
+    held: int = 0
+
+
+@dataclass(frozen=True)
+class Slots:
+    """Client state in a slot file, which is never copied.
+
+    Attributes:
+        file: name of the slot file.
+        layout: name, shape and type of the tensors in a slot.
+        layers: files that map clients to slots and checksums, newest first.
+    """
+
+    file: str
+    layout: tuple[tuple[str, tuple[int, ...], str], ...]
+    layers: tuple[Part, ...]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The content of `checkpoint.json`: a round, where its records end, and its files."""
+
+    round: int
+    steps: int
+    seconds: float
+    records_bytes: int
+    model: Part
+    clients: tuple[Part, ...] = ()
+    slots: Slots | None = None
+    records_sha256: str | None = None  # not in checkpoints of older versions
+
+    @property
+    def files(self) -> set[str]:
+        """The names of all files that belong to the checkpoint."""
+        named = {self.model.file, *(part.file for part in self.clients)}
+        if self.slots is not None:
+            named |= {self.slots.file, *(part.file for part in self.slots.layers)}
+        return named
+
+    def to_json(self) -> dict[str, Any]:
+        """Return the content with a digest: a flipped digit would resume from another round."""
+        content = {"format": FORMAT, **asdict(self)}
+        if self.records_sha256 is None:
+            del content["records_sha256"]
+        return {**content, "sha256": _digest(content)}
+
+    @classmethod
+    def from_json(cls, value: dict[str, Any]) -> Checkpoint:
+        """Raise `ValueError`, `KeyError` or `TypeError` for anything but a checkpoint."""
+        content = {name: each for name, each in value.items() if name != "sha256"}
+        if value["sha256"] != _digest(content) or content.pop("format") != FORMAT:
+            raise ValueError("it was changed, or is of another format")
+        parts = tuple(_part(each) for each in content.pop("clients"))
+        slots = content.pop("slots", None)
+        model = _part(content.pop("model"))
+        if not isinstance(content.get("records_sha256", ""), str):
+            raise ValueError("a digest is not text")
+        if not is_duration(content["seconds"]) or not all(
+            is_count(content[name]) for name in ("round", "steps", "records_bytes")
+        ):
+            raise ValueError("a count is not a number")
+        return cls(**content, model=model, clients=parts, slots=slots and _slots(slots))
+
+
+def _part(value: dict[str, Any]) -> Part:
+    """Parse a part; refuse names that lead out of the folder."""
+    part = Part(**{**value, "clients": tuple(value["clients"])})
+    numbers = (*part.clients, part.held)
+    if not is_part_name(part.file) or not all(is_count(number) for number in numbers):
+        raise ValueError("it names a file that is not part of a checkpoint")
+    return part
+
+
+def _slots(value: dict[str, Any]) -> Slots:
+    layout = tuple((name, tuple(shape), kind) for name, shape, kind in value["layout"])
+    sizes = [size for _, shape, _ in layout for size in shape]
+    if not all(is_count(size) for size in sizes) or value["file"] != SLOTS:
+        raise ValueError("its slots are not those of a checkpoint")
+    return Slots(value["file"], layout, tuple(_part(each) for each in value["layers"]))
+
+
+def _digest(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def make_private(path: Path) -> None:
+    """Create the file, or restrict an existing one, so that only the owner can read it."""
+    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE))
+    os.chmod(path, PRIVATE)
+
+
+def stored_in(states: Mapping[int, Tensors], folder: Path) -> StoredStates | None:
+    """Return the states if they are stored in the folder's slot file, else None."""
+    if isinstance(states, StoredStates) and states.store.file.path == folder / SLOTS:
+        return states
+    return None
+
+
+def layer_tensors(layer: Layer) -> dict[str, Tensor]:
+    """Return a layer as tensors; checksums are signed, since safetensors readers know int32."""
+    checks = layer.checks.view(np.int32)
+    columns = {"clients": layer.clients, "slots": layer.slots, "checks": checks}
+    return {name: torch.from_numpy(value) for name, value in columns.items()}
+
+
+def _is_sound(layer: Layer) -> bool:
+    """Return whether a layer has a slot and a checksum per client, in the order of clients."""
+    columns = (layer.clients, layer.slots, layer.checks)
+    whole = all(each.ndim == 1 and len(each) == len(layer) for each in columns)
+    return whole and bool((np.diff(layer.clients) > 0).all() and (layer.slots >= 0).all())
+
+
+def _layer(named: Mapping[str, Tensor]) -> Layer:
+    clients, slots, checks = (named[name].cpu().numpy() for name in ("clients", "slots", "checks"))
+    if [each.dtype.name for each in (clients, slots, checks)] != ["int64", "int64", "int32"]:
+        raise DamagedError(f"an index of the slots in {SLOTS} is invalid")
+    return Layer(clients, slots, checks.view(np.uint32))
+
+
+def model_tensors(state: SimulationState) -> dict[str, Tensor]:
+    """Return all tensors of a state by name, without client state."""
+    named = {"params": state.params, **_named_buffers("buffers", state.buffers)}
+    for k, (params, buffers) in enumerate(state.recent):
+        named |= {f"recent/{k}/params": params, **_named_buffers(f"recent/{k}", buffers)}
+    named |= {f"server/{name}": value for name, value in state.server.items()}
+    return named | {f"shared/{name}": value for name, value in state.broadcast.items()}
+
+
+def client_tensors(state: SimulationState, clients: Iterable[int]) -> dict[str, Tensor]:
+    """Return the state of these clients, by client and name."""
+    return {f"{c}/{name}": value for c in clients for name, value in state.clients[c].items()}
+
+
+def state_from(
+    round: int, steps: int, named: Mapping[str, Tensor], clients: Mapping[int, Tensors]
+) -> SimulationState:
+    """Return the state whose tensors `model_tensors` returned."""
+    iterates = sum(name.startswith("recent/") and name.endswith("/params") for name in named)
+    recent = [
+        (named[f"recent/{k}/params"], _buffers(named, f"recent/{k}")) for k in range(iterates)
+    ]
+    return SimulationState(
+        round=round,
+        steps=steps,
+        params=named["params"],
+        buffers=_buffers(named, "buffers"),
+        recent=tuple(recent),
+        server=_section(named, "server/"),
+        broadcast=_section(named, "shared/"),
+        clients=clients,
+    )
+
+
+def clients_from(named: Mapping[str, Tensor], clients: Iterable[int]) -> dict[int, Tensors]:
+    """Return the states of these clients among the named tensors."""
+    by_client: dict[int, dict[str, Tensor]] = {}
+    for full, value in named.items():
+        client, _, name = full.partition("/")
+        by_client.setdefault(int(client), {})[name] = value
+    return {client: by_client[client] for client in clients}
+
+
+def to_bytes(named: Mapping[str, Tensor]) -> bytes:
+    """Return a safetensors file; tensors that share memory are copied, as the format requires."""
+    from safetensors.torch import save
+
+    own = {name: value.detach().cpu().contiguous().clone() for name, value in named.items()}
+    return save(own, {"format": "pt"})
+
+
+def from_bytes(data: bytes, device: torch.device) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file on a device; raise `ValueError` for other bytes."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load
+
+    try:
+        named = load(data)
+    except (SafetensorError, LookupError, TypeError, RuntimeError) as error:
+        raise ValueError(f"not a file of tensors ({type(error).__name__})") from error
+    return {name: value.to(device) for name, value in named.items()}
+
+
+def _named_buffers(prefix: str, buffers: Buffers) -> dict[str, Tensor]:
+    return {f"{prefix}/averaged": buffers.averaged, f"{prefix}/kept": buffers.kept}
+
+
+def _buffers(named: Mapping[str, Tensor], prefix: str) -> Buffers:
+    return Buffers(named[f"{prefix}/averaged"], named[f"{prefix}/kept"])
+
+
+def _section(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): v for name, v in named.items() if name.startswith(prefix)}

@@ -1,18 +1,18 @@
-"""A kept run on many ranks: the first holds the folder, and the others follow it."""
+"""A stored run on many ranks: the first holds the folder and sends its state to the others."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from fedexp import __version__
-from fedexp.distributed import DistributedGroup, Ranks
+from fedexp.distributed import DistributedGroup, Ranks, check_device
 from fedexp.engine import SimulationState
-from fedexp.engine.client_store import ClientStates, ClientStore
+from fedexp.engine.client_store import ClientStates, ClientStore, Where
 from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.runs.checkpoint import (
     client_tensors,
@@ -24,63 +24,21 @@ from fedexp.runs.checkpoint import (
 )
 from fedexp.runs.files import Row
 from fedexp.runs.fingerprint import joined
-from fedexp.runs.journal import Keeping, Stopped, device_of, remaining
+from fedexp.runs.journal import RunInterrupted
 from fedexp.runs.spec import Outcome, Run, run_id
 
-SENT_BYTES = 2**26  # of clients' states at a time
+SENT_BYTES = 2**26  # of client state per message
 
 
-@dataclass(frozen=True)
-class Opened:
-    """Where a run is to go on: its rows, and its state but for the clients'."""
-
-    rows: Sequence[Row]
-    round: int = 0
-    steps: int = 0
-    model: bytes | None = None
+def join_ranks(run: Run, ranks: Ranks, stop: Callable[[], bool]) -> DistributedGroup:
+    """Return the process group of a run; refuse ranks that would not train the same one."""
+    check_device(run.spec.device)
+    check_same_content(run, ranks)
+    return DistributedGroup(ranks, stop)
 
 
-class Lead:
-    """What the first rank tells the others of a folder; where it is alone, it tells nobody.
-
-    Args:
-        ranks: those to tell.
-    """
-
-    def __init__(self, ranks: Ranks | None) -> None:
-        self._ranks, self._opened = ranks, False
-
-    @contextmanager
-    def telling(self) -> Iterator[None]:
-        """A folder that cannot be opened is an error of all ranks."""
-        try:
-            yield
-        except FedExPError as error:
-            if self._ranks is not None and not self._opened:
-                self._ranks.broadcast(error)
-            raise
-
-    def opened(self, state: SimulationState | None, rows: Sequence[Row]) -> None:
-        """The run begins, or goes on, on all ranks."""
-        if self._ranks is None:
-            return
-        self._opened = True
-        if state is None:
-            self._ranks.broadcast(Opened(rows))
-            return
-        model = to_bytes(model_tensors(state))
-        self._ranks.broadcast(Opened(rows, state.round, state.steps, model))
-        for clients in _blocks(state):
-            self._ranks.broadcast((clients, to_bytes(client_tensors(state, clients))))
-        self._ranks.broadcast(None)
-
-    def over(self, outcome: Outcome) -> Outcome:
-        """What came out of it, on all ranks."""
-        return outcome if self._ranks is None else self._ranks.broadcast(outcome)
-
-
-def check_alike(run: Run, ranks: Ranks) -> None:
-    """Refuse ranks that would not train the same run with the same software."""
+def check_same_content(run: Run, ranks: Ranks) -> None:
+    """Refuse ranks with another run, other software, other data or other code."""
     own = f"run {run_id(run)} with fedexp {__version__} and torch {torch.__version__}"
     for rank, theirs in enumerate(found := ranks.all_gather_object(own)):
         require(
@@ -97,41 +55,95 @@ def check_alike(run: Run, ranks: Ranks) -> None:
         )
 
 
-def follow(run: Run, folder: Path, how: Keeping, process_group: DistributedGroup) -> Outcome:
-    """Train with the first rank, which alone reads and writes the folder."""
+@dataclass(frozen=True)
+class Opened:
+    """The message that starts training: the rows so far, and the state without client state."""
+
+    rows: Sequence[Row]
+    round: int = 0
+    steps: int = 0
+    model: bytes | None = None
+
+
+class Leader:
+    """The first rank's messages to the others; within the block, an error is raised on all ranks.
+
+    Args:
+        ranks: the ranks of the job.
+    """
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks, self._opened = ranks, False
+
+    def __enter__(self) -> Leader:
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        """Send the error where the others still wait for the state of the run."""
+        if isinstance(error, FedExPError) and not self._opened:
+            self._ranks.broadcast(error)
+
+    def opened(self, state: SimulationState | None, rows: Sequence[Row]) -> None:
+        """Send the state to train from."""
+        self._opened = True
+        if state is None:
+            self._ranks.broadcast(Opened(rows))
+            return
+        model = to_bytes(model_tensors(state))
+        self._ranks.broadcast(Opened(rows, state.round, state.steps, model))
+        for clients in _blocks(state):
+            self._ranks.broadcast((clients, to_bytes(client_tensors(state, clients))))
+        self._ranks.broadcast(None)
+
+    def finish(self, outcome: Outcome) -> Outcome:
+        """Send the outcome, and return it."""
+        return self._ranks.broadcast(outcome)
+
+
+def follow(run: Run, folder: Path, where: Where, process_group: DistributedGroup) -> Outcome:
+    """Train with the first rank, which alone accesses the folder.
+
+    Args:
+        run: what to train.
+        folder: its folder, which is only named here.
+        where: where client state is stored.
+        process_group: the ranks.
+    """
     ranks = process_group.ranks
-    word: Opened | Outcome | FedExPError = ranks.receive()
-    if isinstance(word, FedExPError):
-        raise word
-    if isinstance(word, Outcome):
-        return word
-    keep = ClientStore(how.client_store)
-    state = None if word.model is None else _received(run, word, keep, process_group)
+    message: Opened | Outcome | FedExPError = ranks.receive()
+    if isinstance(message, FedExPError):
+        raise message
+    if isinstance(message, Outcome):
+        return message
+    store, state = ClientStore(where), None
+    if message.model is not None:
+        state = _receive_state(run, message, message.model, store, process_group)
     with suppress(DivergedError):
-        for record in remaining(run, state, word.rows, keep, process_group):
-            if process_group.stopping and record.round < run.rounds:
-                raise Stopped(folder, record.round)
+        if not run.is_over(message.rows):
+            for record in run.records(state, store, process_group):
+                if run.reached(record.to_json()):
+                    break
+                if process_group.stopping and record.round < run.rounds:
+                    raise RunInterrupted(folder, record.round)
     outcome: Outcome = ranks.receive()
     return outcome
 
 
-def _received(
-    run: Run, word: Opened, keep: ClientStore, process_group: DistributedGroup
+def _receive_state(
+    run: Run, message: Opened, model: bytes, store: ClientStore, process_group: DistributedGroup
 ) -> SimulationState:
-    """The state that the first rank sends; the clients' part by part."""
-    device = device_of(run)
-    state = state_from(word.round, word.steps, from_bytes(word.model or b"", device), {})
+    """Return the state that the first rank sends; client state comes in blocks."""
+    state = state_from(message.round, message.steps, from_bytes(model, run.device), {})
     fresh = run.setup.algorithm.client.init_client_state(state.params)
-    clients = ClientStates.of(
-        keep.placed({}, fresh, run.task.train.clients, process_group.local_world_size)
-    )
+    placed = store.placed({}, fresh, run.task.train.clients, process_group.local_world_size)
+    clients = ClientStates.of(placed)
     while (block := process_group.ranks.receive()) is not None:
-        clients = clients.updated(clients_from(from_bytes(block[1], device), block[0]))
-    return state_from(word.round, word.steps, model_tensors(state), clients)
+        clients = clients.updated(clients_from(from_bytes(block[1], run.device), block[0]))
+    return replace(state, clients=clients)
 
 
 def _blocks(state: SimulationState) -> Iterator[list[int]]:
-    """The clients that keep something, so many at a time as may be sent together."""
+    """Yield the clients that have state, as many at a time as fit one message."""
     clients = list(state.clients)
     if not clients:
         return

@@ -1,47 +1,252 @@
-"""What in the process decides the last bits of a sum: threads, and torch's deterministic mode.
+"""`execute`: run or resume a spec, or return its stored result.
 
-`execute`: run a spec, or go on with it, or say what came out of it before.
+One way for all runs: the spec is resolved, a finished run is returned from its folder, any other
+one trains from where it is (`_train`): one call of `simulate`, whose records go to the `Journal`,
+to the caller and to the loggers, in this order. Threads and torch's deterministic mode, which
+decide the last bits of a sum, are set for the time of the run.
 """
 
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fedexp.distributed import DistributedGroup, Ranks, check_device
-from fedexp.engine.client_store import ClientStore
-from fedexp.errors import DivergedError, UsageError, require
-from fedexp.runs.distributed_run import Lead, check_alike, follow
-from fedexp.runs.files import Row, telling
+from fedexp.distributed import DistributedGroup, Ranks
+from fedexp.engine import Record, SimulationState
+from fedexp.engine.client_store import ClientStore, Where
+from fedexp.errors import DivergedError, UsageError, require, warn_deprecated
+from fedexp.objective import Buffers, ModuleObjective
+from fedexp.runs.checkpoint import SLOTS, make_private, to_bytes
+from fedexp.runs.distributed_run import Leader, follow, join_ranks
+from fedexp.runs.files import disk_errors
 from fedexp.runs.folder import RESULT, RunFolder, check_content, warn_of_version
-from fedexp.runs.journal import Keeping, Session, Stopped, remaining
-from fedexp.runs.loggers import Consumer, Guarded
+from fedexp.runs.journal import CHECKPOINT_EVERY, Journal, RunInterrupted
+from fedexp.runs.loggers import GuardedLogger, Logger
 from fedexp.runs.read import load_run
-from fedexp.runs.spec import (
-    OnRound,
-    Outcome,
-    Run,
-    Spec,
-    check_same,
-    folder_of,
-    frozen,
-    is_run,
-    read_spec,
-)
+from fedexp.runs.spec import OnRound, Outcome, Run, Spec, check_same, folder_of, is_run, read_spec
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
+@dataclass(frozen=True)
+class RunOptions:
+    """How a run is stored and observed; does not affect results.
+
+    Args:
+        checkpoint_every: seconds between checkpoints; 0 for one per round.
+        restart: discard what the folder holds of this run, and start over.
+        reopen: continue a run that ended as diverged from its last checkpoint.
+        stop: called after every round; the run stops there if it returns True.
+        loggers: notified of the beginning, of every new round and of the end.
+        client_store: where client state is stored: "memory", "disk", or "auto" for what fits.
+        process_group: the ranks that share the run; None for a single process.
+        on_open: called once with the folder, the number of rounds it holds, and whether the run is
+            over.
+    """
+
+    checkpoint_every: float = CHECKPOINT_EVERY
+    restart: bool = False
+    reopen: bool = False
+    stop: Callable[[], bool] = lambda: False
+    loggers: Sequence[Logger] = ()
+    client_store: Where = "auto"
+    process_group: DistributedGroup | None = None
+    on_open: Callable[[Path, int, bool], None] = lambda folder, rounds, over: None
+
+
+def execute(
+    spec: Spec,
+    root: Path | None,
+    on_round: OnRound,
+    *,
+    run: Run | None = None,
+    folder: Path | None = None,
+    ranks: Ranks | None = None,
+    **options: Any,
+) -> Outcome:
+    """Run a spec to its end, or to where it diverges or reaches `stop_at`.
+
+    A finished run is returned at once; an interrupted one resumes from its last checkpoint and ends
+    with the rows and the model of one that was never interrupted. `RunInterrupted` is raised where
+    `stop` returned True.
+
+    Args:
+        spec: what to run.
+        root: the folder of all runs, in which the run's id names its own; None stores nothing.
+        on_round: called with every row in order; rows that are stored already come first.
+        run: the spec prepared, where it has been before.
+        folder: the run's own folder, instead of one in `root`.
+        ranks: the processes that share the work; all of them call this. The first one alone
+            accesses the folder, and `on_round` is guaranteed to be called on the first alone.
+        options: see `RunOptions`.
+    """
+    if "consumers" in options:
+        warn_deprecated("execute(consumers=...)", "execute(loggers=...)")
+        options["loggers"] = options.pop("consumers")
+    run = run or spec.prepare()
+    how = RunOptions(**options)
+    path = folder or (folder_of(run, root) if root is not None else None)
+    if ranks is not None:  # a request to stop is reduced with the sums: all stop after one round
+        group = join_ranks(run, ranks, how.stop)
+        how = replace(how, process_group=group, stop=lambda: group.stopping)
+    number = 1 if run.is_small else torch.get_num_threads()
+    with deterministic(spec.deterministic), threads(number):
+        if path is None:
+            return _train(run, None, on_round, how)
+        if how.process_group is not None and not how.process_group.ranks.is_first:
+            return follow(run, path, how.client_store, how.process_group)
+        with nullcontext() if ranks is None else Leader(ranks) as leader:
+            if how.restart and folder is not None:
+                require(is_run(path), f"{path} holds no run; leave --restart out to begin")
+            outcome = _stored(run, path, on_round, how)
+            if outcome is None:
+                with RunFolder.of(path, run, how.restart) as held:
+                    if how.reopen:
+                        held.reopen()
+                    # another process may have finished the run in the meantime
+                    outcome = _stored(run, path, on_round, how)
+                    if outcome is None:
+                        outcome = _train(run, held, on_round, how, leader)
+            return outcome if leader is None else leader.finish(outcome)
+
+
+def stored_outcome(run: Run, folder: Path) -> Outcome | None:
+    """Return the outcome of a run that is over; None where there is something left to do.
+
+    Refuses a run of the same name but of other content.
+    """
+    if not (folder / RESULT).exists() or not is_run(folder):
+        return None
+    check_same(read_spec(folder), run.frozen, folder)
+    warn_of_version(folder)
+    check_content(folder, run.fingerprint)
+    return replace(load_run(folder).outcome(), spec=run.spec)
+
+
+def _stored(run: Run, path: Path, on_round: OnRound, how: RunOptions) -> Outcome | None:
+    """Return the outcome of a run that is over, unless it is to be restarted or reopened."""
+    found = None if how.restart else stored_outcome(run, path)
+    if found is None or (how.reopen and found.diverged_at is not None):
+        return None
+    how.on_open(path, len(found.rows), True)
+    for row in found.rows:
+        on_round(run.spec, row)
+    return found
+
+
+def _train(
+    run: Run,
+    held: RunFolder | None,
+    on_round: OnRound,
+    how: RunOptions,
+    leader: Leader | None = None,
+) -> Outcome:
+    """Train from the last checkpoint to the end; a row is stored before anyone is notified of it.
+
+    Args:
+        run: what to train.
+        held: its folder, locked; None stores nothing.
+        on_round: called with every row.
+        how: how the run is stored and observed.
+        leader: sends the state to the other ranks, where there are any.
+    """
+    path = None if held is None else held.path
+    number = torch.get_num_threads()
+    if held is not None and how.process_group is None:  # ranks share the cores of a machine
+        number = held.threads()
+    with threads(number), closing(_journal(run, held, how)) as journal:
+        store = ClientStore(how.client_store, None if path is None else path / SLOTS)
+        left = not run.is_over(journal.rows)
+        records = run.records(journal.state, store, how.process_group) if left else iter(())
+        if held is not None and journal.resumed_from:
+            held.note_resumed(journal.resumed_from)
+        if path is not None:
+            how.on_open(path, journal.resumed_from, False)
+        loggers = [GuardedLogger.of(logger) for logger in how.loggers]
+        for logger in loggers:
+            logger.begin(run.frozen, journal.resumed_from)
+        if leader is not None:
+            leader.opened(journal.state, journal.rows)
+        result: dict[str, Any] | None = None
+        diverged: DivergedError | None = None
+        record: Record | None = None
+        try:
+            for row in list(journal.rows):
+                on_round(run.spec, row)
+            try:
+                for record in records:
+                    if held is not None and record.round == journal.resumed_from + 1:
+                        held.note_engine(record)
+                    row = record.to_json()
+                    journal.add(row, record.state)
+                    on_round(run.spec, row)
+                    for logger in loggers:
+                        logger.on_round(row)
+                    if run.reached(row):
+                        break
+                    if how.stop() and record.round < run.rounds:
+                        journal.checkpoint()
+                        raise RunInterrupted(path, record.round)
+            except DivergedError as error:
+                diverged = error
+            reached = bool(journal.rows) and run.reached(journal.rows[-1])
+            status = "diverged" if diverged else "target" if reached else "finished"
+            model = None
+            if held is not None and record is not None:
+                held.note_engine(record)  # a CUDA graph may have been given up
+            if held is not None and diverged is None and journal.state is not None:
+                model = model_bytes(run, journal.state)
+            result = journal.conclude(status, model, diverged)
+        finally:
+            for logger in loggers:
+                logger.end(result)
+    return Outcome(
+        run.spec,
+        journal.rows,
+        result["seconds"],
+        result["diverged_at"],
+        result["status"],
+        result.get("reason", ""),
+        path,
+        journal.resumed_from,
+    )
+
+
+def _journal(run: Run, held: RunFolder | None, how: RunOptions) -> Journal:
+    """Open the journal, with client state readable by the owner only."""
+    if held is None:
+        return Journal(None, how.checkpoint_every, run.device)
+    with disk_errors(held.path):
+        journal = Journal(held, how.checkpoint_every, run.device)
+        has_state = bool(run.setup.algorithm.client.init_client_state(torch.zeros(1)))
+        if how.client_store != "memory" and has_state:
+            make_private(held.path / SLOTS)
+    return journal
+
+
+def model_bytes(run: Run, state: SimulationState) -> bytes:
+    """Return the output model as a safetensors file.
+
+    It holds the `state_dict` of a module, or `params` for an objective without one.
+    """
+    params, buffers = state.output()
+    named: dict[str, Tensor] = {"params": params}
+    if isinstance(run.task.objective, ModuleObjective):
+        on_host = Buffers(*(each.cpu() for each in buffers))
+        named = run.task.objective.load(params.cpu(), on_host).state_dict()
+    return to_bytes(named)
+
+
 @contextmanager
 def threads(number: int) -> Iterator[None]:
-    """Compute with so many threads; put back what was set."""
+    """Compute with this many threads; restore the number before."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     try:
@@ -52,10 +257,10 @@ def threads(number: int) -> Iterator[None]:
 
 @contextmanager
 def deterministic(wanted: bool) -> Iterator[None]:
-    """Let torch use only operations that give the same bits every time; put back what was set.
+    """Let torch use deterministic operations only; restore the settings before.
 
-    On the CPU they all do. cuBLAS reads its variable when it is first used, so a process that has
-    used the GPU before should have set CUBLAS_WORKSPACE_CONFIG=:4096:8 itself.
+    On the CPU all of them are. cuBLAS reads its variable when it is first used, so a process that
+    has used the GPU before should have set CUBLAS_WORKSPACE_CONFIG=:4096:8 itself.
     """
     if not wanted:
         yield
@@ -78,170 +283,3 @@ def deterministic(wanted: bool) -> Iterator[None]:
         cudnn.deterministic, cudnn.benchmark = modes[1:]
         if workspace is None:
             os.environ.pop(CUBLAS, None)
-
-
-def execute(
-    spec: Spec,
-    root: Path | None,
-    on_round: OnRound,
-    *,
-    run: Run | None = None,
-    folder: Path | None = None,
-    ranks: Ranks | None = None,
-    **keeping: Any,
-) -> Outcome:
-    """Run a spec to its end, or to where it diverges or reaches what it was to stop at.
-
-    A run that is stored whole is returned at once; one that was interrupted goes on from its last
-    checkpoint and ends with the rows and the model of one that never was. `Stopped` is raised
-    where `stop` asked for it.
-
-    Args:
-        spec: what to run.
-        root: the folder of all runs, in which the run's id names its own; None keeps nothing.
-        on_round: told of every row in order; rows that are stored already come first, at once.
-        run: the spec prepared, where it has been before.
-        folder: the run's own folder, instead of one in `root`.
-        ranks: those that share the work; all of them call this. The first alone touches the folder,
-            and `on_round` is sure to be told of rows on the first alone.
-        keeping: see `Keeping`.
-    """
-    run = run or spec.prepare()
-    how = _shared(Keeping(**keeping), run, ranks)
-    where = folder or (folder_of(run, root) if root is not None else None)
-    number = 1 if run.is_small else torch.get_num_threads()
-    with deterministic(spec.deterministic), threads(number):
-        if where is None:
-            return _in_memory(run, on_round, how)
-        if how.process_group is not None and not how.process_group.ranks.is_first:
-            return follow(run, where, how, how.process_group)
-        lead = Lead(ranks)
-        with lead.telling():
-            if how.restart and folder is not None:
-                require(is_run(where), f"{where} holds no run; leave --restart out to begin")
-            return lead.over(_kept(run, where, on_round, how, lead))
-
-
-def _shared(how: Keeping, run: Run, ranks: Ranks | None) -> Keeping:
-    """With others, a wish to stop travels with the sums, so that all stop after the same round."""
-    if ranks is None:
-        return how
-    check_device(run.spec.device)
-    check_alike(run, ranks)
-    process_group = DistributedGroup(ranks, how.stop)
-    return replace(how, process_group=process_group, stop=lambda: process_group.stopping)
-
-
-def _kept(run: Run, where: Path, on_round: OnRound, how: Keeping, lead: Lead) -> Outcome:
-    if found := _over(run, where, on_round, how):
-        return found
-    if not is_run(where):
-        run.records()  # checks its arguments before anything is on the disk
-    with RunFolder.of(where, run, how.restart) as held:
-        if how.reopen:
-            held.reopen()
-        # another process may have brought it to its end since
-        return _over(run, where, on_round, how) or _on_disk(run, held, on_round, how, lead)
-
-
-def _over(run: Run, where: Path, on_round: OnRound, how: Keeping) -> Outcome | None:
-    """What came out of a run that is over, told row by row; nothing where it is to be restarted."""
-    found = None if how.restart else stored_outcome(run, where)
-    if found is not None and not (how.reopen and found.diverged_at is not None):
-        how.on_open(where, len(found.rows), True)
-        for row in found.rows:
-            on_round(run.spec, row)
-        return found
-    return None
-
-
-def stored_outcome(run: Run, folder: Path) -> Outcome | None:
-    """What came out of a run that is over; None where there is still something to do.
-
-    Refuses a run that has the same name but is made from something else.
-    """
-    if not (folder / RESULT).exists() or not is_run(folder):
-        return None
-    check_same(read_spec(folder), frozen(run), folder)
-    warn_of_version(folder)
-    check_content(folder, run.fingerprint)
-    return replace(load_run(folder).outcome(), spec=run.spec)
-
-
-def _in_memory(run: Run, on_round: OnRound, how: Keeping) -> Outcome:
-    began = time.perf_counter()
-    rows: list[Row] = []
-    diverged: DivergedError | None = None
-    try:
-        keep = ClientStore(how.client_store)
-        for record in remaining(run, None, rows, keep, how.process_group):
-            rows.append(record.to_json())
-            on_round(run.spec, rows[-1])
-            if how.stop():
-                raise Stopped(None, record.round)
-    except DivergedError as error:
-        diverged = error
-    status = "diverged" if diverged else "target" if run.reached(rows[-1]) else "finished"
-    return Outcome(
-        run.spec,
-        rows,
-        time.perf_counter() - began,
-        diverged.round if diverged else None,
-        status,
-        diverged.what if diverged else "",
-    )
-
-
-def _on_disk(run: Run, held: RunFolder, on_round: OnRound, how: Keeping, lead: Lead) -> Outcome:
-    # ranks share the cores of a machine, however many threads a lone process began with
-    number = held.threads() if how.process_group is None else torch.get_num_threads()
-    with threads(number), closing(_session(run, held, how)) as session:
-        if session.resumed_from:
-            with telling(held.path):
-                held.note_resumed(session.resumed_from)
-        how.on_open(held.path, session.resumed_from, False)
-        audience = [_guarded(consumer) for consumer in how.consumers]
-        for consumer in audience:
-            consumer.begin(frozen(run), session.resumed_from)
-        lead.opened(session.state, session.rows)
-        result: dict[str, Any] | None = None
-        try:
-            result = _train(session, on_round, audience, how)
-        finally:
-            for consumer in audience:
-                consumer.end(result)
-    outcome = load_run(held.path).outcome()
-    return replace(outcome, spec=run.spec, stored=session.resumed_from)
-
-
-def _session(run: Run, held: RunFolder, how: Keeping) -> Session:
-    """The run where it was left, or at its beginning."""
-    with telling(held.path):
-        return Session(run, held, how.checkpoint_every, how.client_store, how.process_group)
-
-
-def _guarded(consumer: Consumer) -> Consumer:
-    """One that fails is told of and left out; the run goes on."""
-    named = type(consumer).__name__
-    return consumer if isinstance(consumer, Guarded) else Guarded(named, consumer)
-
-
-def _train(
-    session: Session, on_round: OnRound, audience: Sequence[Consumer], how: Keeping
-) -> dict[str, Any]:
-    """The loop: every row is stored before anybody hears of it."""
-    spec, path = session.run.spec, session.folder.path
-    for row in session.rows:
-        on_round(spec, row)
-    try:
-        for record in session.remaining():
-            row = session.keep(record)
-            on_round(spec, row)
-            for consumer in audience:
-                consumer.on_round(row)
-            if how.stop() and record.round < session.run.rounds:
-                session.checkpoint()
-                raise Stopped(path, record.round)
-    except DivergedError as error:
-        return session.finish(error)
-    return session.finish(None)

@@ -1,15 +1,14 @@
-"""Files that are whole or not there: written beside, forced to the disk, then renamed.
+"""The files of a run: atomic writes, checks of what is read, and `records.jsonl`.
 
-Checks of stored files whose bytes may be anybody's: shared folders, archives, damaged disks.
-
-A digest proves that a file is as it was written, not who wrote it. So whatever a reader relies on
-is checked here first: types, ranges and file names. What fails is one line for the user.
-
-`records.jsonl`: one JSON object a round, added line by line.
+A file is complete or absent: it is written under a temporary name, synced, then renamed. A reader
+trusts no bytes: a digest shows that a file is as it was written, not who wrote it, so types, ranges
+and file names are checked here before anything relies on them. `records.jsonl` has one JSON object
+per round and grows line by line.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -20,46 +19,46 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fedexp.errors import UsageError, shown
 
-PRIVATE = 0o600  # for what only the owner of a run may read: environment, checkpoints, states
+PRIVATE = 0o600  # mode of files for the owner only: environment, checkpoints, client state
 
 
 def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Put `data` in the place of the file at once, for readers and for a loss of power alike.
+    """Replace the file atomically, for concurrent readers and across a power failure.
 
-    Whoever writes holds the folder's lock, so one name beside is enough. The file gets `mode`, less
-    the process's umask, from its first byte on.
+    The writer holds the folder's lock, so one temporary name suffices. The file has `mode`, less
+    the process's umask, from its first byte.
     """
-    beside = temporary(path)
+    scratch = temporary(path)
     try:
-        beside.unlink(missing_ok=True)  # one that was left behind would keep its own mode
-        with open(beside, "wb", opener=partial(os.open, mode=mode)) as file:
+        scratch.unlink(missing_ok=True)  # a leftover would retain its mode
+        with open(scratch, "wb", opener=partial(os.open, mode=mode)) as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(beside, path)
+        os.replace(scratch, path)
     except BaseException:
         with suppress(OSError):
-            beside.unlink(missing_ok=True)  # on a full disk its room is needed
+            scratch.unlink(missing_ok=True)  # a full disk needs the space
         raise
     sync_folder(path.parent)
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2, mode: int = 0o666) -> None:
-    """The value as JSON, at once; on one line where `indent` is None."""
+    """Replace the file by the value as JSON, atomically; on one line where `indent` is None."""
     write_bytes(path, (json.dumps(value, indent=indent, allow_nan=False) + "\n").encode(), mode)
 
 
 def temporary(path: Path) -> Path:
-    """Where a file is written before it takes its name."""
+    """Return the path that a file is written to before it is renamed."""
     return path.with_name(f".{path.name}.tmp")
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in the folder last; some file systems have no such call, and need none."""
+    """Sync the folder, so that renames in it are durable; some file systems need no such call."""
     handle = os.open(folder, os.O_RDONLY)
     try:
         with suppress(OSError):
@@ -69,8 +68,8 @@ def sync_folder(folder: Path) -> None:
 
 
 @contextmanager
-def telling(folder: Path) -> Iterator[None]:
-    """A disk that is full or read-only is told in one line."""
+def disk_errors(folder: Path) -> Iterator[None]:
+    """Raise `UsageError` in place of `OSError`: the disk may be full or read-only."""
     try:
         yield
     except OSError as error:
@@ -80,11 +79,13 @@ def telling(folder: Path) -> Iterator[None]:
         ) from error
 
 
-LARGEST = 2**63  # of whole numbers: larger ones do not fit what they are counted in
+telling = disk_errors  # the former name
+
+LARGEST = 2**63  # integers beyond do not fit the types that hold them
 PART_NAME = re.compile(r"checkpoint-[A-Za-z0-9-]{1,80}\.safetensors")
 
 NUMBER = (int, float)
-# What `spec_from` takes from a frozen spec, and the columns that tables and figures are made of.
+# The fields that `spec_from` reads, and the columns of tables and figures.
 SPEC_FIELDS: dict[str, type | tuple[type, ...]] = {
     "task": str,
     "algorithm": str,
@@ -124,7 +125,7 @@ def parse_toml(text: str) -> dict[str, Any]:
 
 
 def finite(value: Any) -> Any:
-    """Return a value as JSON can hold it: numbers that are not finite become null.
+    """Return a value with null in place of numbers that are not finite, as JSON requires.
 
     >>> finite({"loss": [1.0, float("nan")]})
     {'loss': [1.0, None]}
@@ -137,7 +138,7 @@ def finite(value: Any) -> Any:
 
 
 def spec_fault(spec: Mapping[str, Any]) -> str | None:
-    """Return what a frozen spec lacks to be one; None where nothing."""
+    """Return what is wrong with a resolved spec; None if nothing is."""
     for name, kind in {**SPEC_FIELDS, **OPTIONAL_FIELDS}.items():
         if name not in spec and name in OPTIONAL_FIELDS:
             continue
@@ -151,7 +152,7 @@ def spec_fault(spec: Mapping[str, Any]) -> str | None:
 
 
 def row_fault(row: Any, number: int) -> str | None:
-    """Return why a value is not the row of a round, which the rows are numbered by; None if it is.
+    """Return what is wrong with the row of round `number`; None if nothing is.
 
     Rows of runs on Flower hold the clients' metrics as objects and lists too.
     """
@@ -167,7 +168,7 @@ def row_fault(row: Any, number: int) -> str | None:
 
 
 def result_fault(result: Any) -> str | None:
-    """Return why a value is not the result of a run; None where it is one."""
+    """Return what is wrong with the content of `result.json`; None if nothing is."""
     if not isinstance(result, dict) or not _is(result.get("rounds"), int) or result["rounds"] < 0:
         return "it has no rounds"
     if not is_duration(result.get("seconds")):
@@ -182,7 +183,7 @@ def result_fault(result: Any) -> str | None:
 
 
 def is_count(value: Any, least: int = 0, most: int = LARGEST) -> bool:
-    """Return whether a value is a whole number in a range."""
+    """Return whether a value is an integer in a range."""
     return _is(value, int) and least <= value <= most
 
 
@@ -192,7 +193,7 @@ def is_duration(value: Any) -> bool:
 
 
 def is_part_name(value: Any) -> bool:
-    """Return whether a value names a file of tensors of the checkpoint's own folder.
+    """Return whether a value is the name of a checkpoint file, without a path.
 
     >>> is_part_name("checkpoint-12-clients-0.safetensors"), is_part_name("../checkpoint-1.x")
     (True, False)
@@ -201,7 +202,7 @@ def is_part_name(value: Any) -> bool:
 
 
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Whether a value is of a type; a boolean is no number, and no number is huge."""
+    """Return whether a value has a type; a boolean is no number, and no number is huge."""
     if isinstance(value, bool) and kind is not bool:
         return False
     huge = isinstance(value, int) and abs(value) > LARGEST
@@ -213,66 +214,106 @@ Row = dict[str, Any]
 
 
 class DamagedError(UsageError):
-    """What is stored is not as it was written; `what` says where, without the remedy."""
+    """A stored file is not as it was written; `what` names it, without the remedy."""
 
     @property
     def what(self) -> str:
         return str(self.args[0])
 
     def __str__(self) -> str:
-        return f"{self.what}; mend that, or begin again with --restart"
+        return f"{self.what}; fix it, or start over with --restart"
 
 
-def read_rows(folder: Path, size: int | None = None) -> list[Row]:
-    """The rows among the first `size` bytes, or all.
+def read_rows(folder: Path, size: int | None = None, sha256: str | None = None) -> list[Row]:
+    """Return the rows in the first `size` bytes, or all.
 
-    A last line that was cut off while it was written is left out; any other damage is refused,
-    since what lies behind it cannot be trusted.
+    An incomplete last line is left out; any other damage is refused, since rows after it cannot be
+    trusted.
+
+    Args:
+        folder: the run folder.
+        size: bytes that a checkpoint covers; None for the whole file.
+        sha256: their digest; None does not check it.
     """
     path = folder / RECORDS
     data = path.read_bytes() if path.exists() else b""
     if size is not None and len(data) < size:
-        raise DamagedError(f"{path} is shorter than its checkpoint says")
-    lines = data[:size].split(b"\n")
-    rows = []
-    for number, line in enumerate(lines[:-1], start=1):
-        rows.append(_parsed(line, number, path))
+        raise DamagedError(f"{path} is shorter than its checkpoint records")
+    rows: list[Row] = []
+    for number, line in enumerate(data[:size].split(b"\n")[:-1], start=1):
+        try:
+            row = parse_json(line)
+        except ValueError:
+            raise DamagedError(f"{path} is damaged at line {number}") from None
+        if (fault := row_fault(row, number)) is not None:
+            raise DamagedError(f"{path} is damaged at line {number}: {fault}")
+        rows.append(row)
+    if sha256 is not None and hashlib.sha256(data[:size]).hexdigest() != sha256:
+        raise DamagedError(f"{path} is not as it was written")
     return rows
 
 
-def _parsed(line: bytes, number: int, path: Path) -> Row:
-    try:
-        row: Row = parse_json(line)
-    except ValueError:
-        raise DamagedError(f"{path} is damaged at line {number}") from None
-    if (fault := row_fault(row, number)) is not None:
-        raise DamagedError(f"{path} is damaged at line {number}: {fault}")
-    return row
-
-
 class RecordFile:
-    """The open end of the records; everything after `size` bytes is cut off first.
+    """`records.jsonl` open for appending, after truncation to `size` bytes.
 
-    Nothing waits in memory: what a full disk refused must not be tried again when it is closed.
+    Unbuffered: what a full disk refused must not be written again when the file is closed.
+
+    Attributes:
+        path: the file.
+        size: bytes written.
     """
 
     def __init__(self, folder: Path, size: int) -> None:
-        path = folder / RECORDS
-        self._file: FileIO = path.open("ab", buffering=0)
-        if path.stat().st_size > size:
+        self.path = folder / RECORDS
+        self._file: FileIO = self.path.open("ab", buffering=0)
+        if self.path.stat().st_size > size:
             self._file.truncate(size)
         self.size = size
+        self._hash = hashlib.sha256(self.path.read_bytes())
+
+    @property
+    def sha256(self) -> str:
+        """The digest of all rows."""
+        return self._hash.hexdigest()
 
     def append(self, row: Row) -> None:
+        """Write one row."""
         line = (json.dumps(row, allow_nan=False) + "\n").encode()
         left = memoryview(line)
         while left:
             left = left[self._file.write(left) :]
         self.size += len(line)
+        self._hash.update(line)
 
     def sync(self) -> None:
-        """Force the rows to the disk: a checkpoint is about to rely on them."""
+        """Sync the rows: a checkpoint is about to rely on them."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
+
+
+def lock_file(path: Path, remedy: str, wait: bool = False) -> IO[bytes]:
+    """Open a file and lock it for this process, until the file is closed or the process ends.
+
+    The lock is the operating system's (`flock`), so a killed process leaves none behind. Raises
+    `BlockingIOError` if the file is locked already, unless `wait`.
+
+    Args:
+        path: the file, created if it does not exist; its content is not used.
+        remedy: what the user can do if the file system or the platform has no file locks.
+        wait: block until the lock is free.
+    """
+    file = path.open("ab")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BaseException as error:
+        file.close()
+        if isinstance(error, ImportError):
+            raise UsageError(f"this system has no file locks; {remedy}") from None
+        if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
+            raise UsageError(f"cannot lock {path.parent}: {error.strerror}; {remedy}") from None
+        raise
+    return file

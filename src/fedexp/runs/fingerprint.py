@@ -1,29 +1,51 @@
-"""`Fingerprint`: what a run is made from, beyond its names and options.
+"""`Fingerprint`: digests of a run's data, initial model and code.
 
 A run's id covers names, options and the number of clients. The same command with other data,
 another model or other code has the same id and gives other numbers, so a run folder also stores
-digests of its content, and a stored run is only taken for today's if they agree.
+digests of its content, and a stored run is reused only if they agree.
+
+Code of fedexp, torch, numpy and the standard library is identified by its name; all other code is
+the user's and is read, with the functions, classes and constants of its modules that it refers to
+(for installed packages, of its own module only). A user's object is digested with its attributes, a
+torch module with its layers and their settings. Nothing depends on addresses, on comments, or on
+the position in a file.
+
+There are two views of a function. Its bytecode is what runs, but another version of Python compiles
+it differently. Its source is the same for all versions, but the file may have been edited since it
+was imported. So a digest has both, and two digests are compared by bytecode where both have that of
+the same Python, and otherwise by source.
 """
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import dis
+import enum
+import functools
 import hashlib
-from collections.abc import Iterator, Mapping
+import inspect
+import sys
+import sysconfig
+import textwrap
+import types
+from argparse import Namespace
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedexp.algorithms import Algorithm
 from fedexp.data.federation import Batch, Federation
 from fedexp.objective import ModuleObjective, Objective
-from fedexp.runs.code_digest import BYTES, Digest, digest_of, same, tensor_bytes
-from fedexp.seeding import seeded_torch
 from fedexp.server import Adagrad, Adam
 from fedexp.tasks import Task
 
@@ -34,22 +56,51 @@ from fedexp.tasks import Task
 #   2: FedAdagrad, FedAdam and FedYogi start their accumulator at 0.
 NUMERICS = 2
 FORMAT = 1
-WHOLE_BYTES = 10**9  # of data that are read to the last byte
-BLOCK_BYTES = 2**24  # that are hashed, or sampled, at a time
-LONGEST_NAME = 200  # of what a digest is of
-CONTENT = "content"  # what the digest of a tensor is called, beside those of code
+WHOLE_BYTES = 10**9  # of data that are read completely; larger fields are sampled
+BLOCK_BYTES = 2**24  # hashed or sampled at a time
+LONGEST_NAME = 200  # characters
+CONTENT = "content"  # the key of a tensor's digest; those of code have a key per view
 SETTINGS = (bool, int, float, complex, str, bytes, tuple, type(None))
+Digest = dict[str, str]
+SOURCE, BYTECODE = "source", str(sys.implementation.cache_tag)
+LIBRARIES = ("fedexp", "torch", "numpy")
+BYTES = 16  # of a digest
+PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
+BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
+NAMESPACES = (Namespace, types.SimpleNamespace)
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+# Whether a function takes *args and **kwargs, and is a generator or a coroutine; other flags depend
+# on the compilation.
+CALLED = (
+    inspect.CO_VARARGS
+    | inspect.CO_VARKEYWORDS
+    | inspect.CO_GENERATOR
+    | inspect.CO_COROUTINE
+    | inspect.CO_ASYNC_GENERATOR
+)
+BY_NAME = {*dis.hasname, *dis.haslocal, *dis.hasfree, *dis.hascompare, *dis.hasjrel, *dis.hasjabs}
+# The modules of classes and functions of fedexp that have moved, as stored fingerprints name them.
+MOVED = {
+    "fedexp.models.logistic": "fedexp.models.dense",
+    "fedexp.models.mlp": "fedexp.models.dense",
+    "fedexp.models.emnist_cnn": "fedexp.models.cnn",
+    "fedexp.models.cifar_cnn": "fedexp.models.cnn",
+    "fedexp.models.GroupNormReLU": "fedexp.models.norm",
+    "fedexp.models.resnet18": "fedexp.models.resnet",
+    "fedexp.models.Residual": "fedexp.models.resnet",
+    "fedexp.data.transforms.Images": "fedexp.data.images",
+}
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Digests of what a run is made from, by what they are of.
+    """Digests of the content of a run, by the name of what was digested.
 
     Attributes:
-        digests: of data and weights under one name, of code by source and by bytecode.
+        digests: of data and weights under one key, of code by source and by bytecode.
         numerics: the version of the package's arithmetic, see `NUMERICS`.
-        first: the version from which on the package has given a run of this algorithm its numbers;
-            not stored. It decides about runs that have no fingerprint.
+        first: the oldest version with today's numbers for this algorithm; not stored. It decides
+            about runs without a fingerprint.
     """
 
     digests: Mapping[str, Digest]
@@ -57,7 +108,7 @@ class Fingerprint:
     first: int = 1
 
     def differences(self, other: Fingerprint) -> list[str]:
-        """Name what is not the same; nothing where the two are of the same content."""
+        """Return the names of what differs; empty for the same content."""
         names = dict.fromkeys([*self.digests, *other.digests])
         apart = [n for n in names if not same(self.digests.get(n, {}), other.digests.get(n, {}))]
         if self.numerics != other.numerics:
@@ -66,17 +117,18 @@ class Fingerprint:
         return apart
 
     def to_json(self) -> dict[str, Any]:
+        """Return the content of `fingerprint.json`."""
         return {"format": FORMAT, "numerics": self.numerics, "digests": dict(self.digests)}
 
     @classmethod
     def from_json(cls, value: Any) -> Fingerprint:
-        """Raises `ValueError`, `KeyError` or `TypeError` for anything but a fingerprint."""
+        """Raise `ValueError`, `KeyError` or `TypeError` for anything but a fingerprint."""
         numerics = value["numerics"]
         if value["format"] != FORMAT or type(numerics) is not int or abs(numerics) > 10**9:
             raise ValueError("it is of another format")
         digests = {str(name): dict(each) for name, each in value["digests"].items()}
         if not all(name.isprintable() and len(name) <= LONGEST_NAME for name in digests):
-            raise ValueError("it names what cannot be shown")
+            raise ValueError("a name is not printable")
         return cls(digests, numerics)
 
 
@@ -93,7 +145,7 @@ def fingerprint(task: Task, algorithm: Algorithm, seed: int) -> Fingerprint:
 
 
 def fingerprint_of_rules(algorithm: Algorithm) -> Fingerprint:
-    """Digest the code of an algorithm's rules alone, where data and model are not at hand.
+    """Digest the code of an algorithm's rules alone, where data and model are not available.
 
     Their options are part of the spec.
     """
@@ -115,8 +167,7 @@ def joined(names: list[str]) -> str:
 
 def _objective(objective: Objective, seed: int) -> dict[str, Digest]:
     if isinstance(objective, ModuleObjective):
-        with seeded_torch(seed, "initial weights"):
-            module = objective.build()
+        module = objective.initial_module(seed)
         return {
             "the initial weights": _tensors(dict(module.named_parameters())),
             "the initial buffers": _tensors(dict(module.named_buffers())),
@@ -151,7 +202,7 @@ def _feed(digest: hashlib.blake2b, data: memoryview) -> None:
     if len(blocks) <= 1:
         digest.update(data)
         return
-    with ThreadPoolExecutor() as pool:  # hashing lets go of the interpreter
+    with ThreadPoolExecutor() as pool:  # hashing releases the GIL
         for each in pool.map(lambda block: _hash(block).digest(), blocks):
             digest.update(each)
 
@@ -161,9 +212,9 @@ def _hash(data: bytes | memoryview = b"") -> hashlib.blake2b:
 
 
 def _data(task: Task) -> dict[str, Digest]:
-    """Digest training and test data; once for all runs that share them in this process.
+    """Digest training and test data, once for all runs of this process that share them.
 
-    Tensors count their changes, so data that were changed in place are read again.
+    Tensors have a version counter, so data that were changed in place are read again.
     """
     tensors = [*task.train.fields.values(), *(task.test or {}).values()]
     changes = [0 if value.is_inference() else value._version for value in tensors]
@@ -185,7 +236,7 @@ _known: WeakKeyDictionary[Federation, _Data] = WeakKeyDictionary()
 
 
 def _read(train: Federation, test: Batch | None) -> Iterator[tuple[str, Digest]]:
-    """Digest every field, the small ones first: labels are read whole whatever the images are."""
+    """Digest every field, small ones first, so that labels are always read completely."""
     yield "the clients' shares of the data", _tensors({"offsets": torch.from_numpy(train.offsets)})
     fields = [(f"the training data ({n})", v, train.offsets) for n, v in train.fields.items()]
     for name, value in (test or {}).items():
@@ -200,7 +251,7 @@ def _read(train: Federation, test: Batch | None) -> Iterator[tuple[str, Digest]]
 
 
 def _sampled(value: Tensor, ends: NDArray[np.int64]) -> Digest:
-    """Digest some rows of every client: the first, the last and others at equal distances."""
+    """Digest some rows of every client: first, last and equally spaced ones between."""
     row_bytes = max(1, value.nbytes // max(1, len(value)))
     rows = _sample(ends, max(1, WHOLE_BYTES // (row_bytes * (len(ends) - 1))))
     digest = _hash()
@@ -213,7 +264,7 @@ def _sampled(value: Tensor, ends: NDArray[np.int64]) -> Digest:
 
 
 def _sample(ends: NDArray[np.int64], most: int) -> NDArray[np.int64]:
-    """Choose at most so many rows of every client, in order.
+    """Return at most `most` rows of every client, in order.
 
     >>> _sample(np.array([0, 2, 10]), 3).tolist()
     [0, 1, 2, 5, 9]
@@ -224,3 +275,283 @@ def _sample(ends: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     steps = np.repeat(np.maximum(counts - 1, 1), counts)
     within = (np.arange(counts.sum()) - starts) * np.repeat(sizes - 1, counts) // steps
     return np.repeat(ends[:-1], counts) + within
+
+
+def digest_of(*values: Any) -> Digest:
+    """Digest values and the code behind them, by source and by bytecode.
+
+    >>> same(digest_of(nn.LeakyReLU(0.1)), digest_of(nn.LeakyReLU(0.1)))
+    True
+    >>> same(digest_of(nn.LeakyReLU(0.1)), digest_of(nn.LeakyReLU(0.2)))
+    False
+    """
+    digests = {}
+    for view in (SOURCE, BYTECODE):
+        reader = _Reader(view)
+        for value in values:
+            reader.add(value)
+        reader.read_code()
+        digests[view] = reader.hash.hexdigest()
+    return digests
+
+
+def same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
+    """Compare two digests: by bytecode where both have that of one Python, or else by source."""
+    shared = (one.keys() & other.keys()) - {SOURCE} or {SOURCE}
+    return all(one.get(view) == other.get(view) for view in shared)
+
+
+def tensor_bytes(value: Tensor) -> memoryview:
+    """Return the memory of a tensor; copied only where it is not contiguous or on a GPU."""
+    flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    return array.data.cast("B")
+
+
+@functools.cache
+def is_library(module: str | None) -> bool:
+    """Return whether a module's code is identified by name; a user's `random.py` is not.
+
+    >>> is_library("torch.nn.functional"), is_library("functools"), is_library("my_study")
+    (True, True, False)
+    """
+    root = (module or "").partition(".")[0]
+    if root in LIBRARIES:
+        return True
+    if root not in sys.stdlib_module_names:
+        return False
+    spec = getattr(sys.modules.get(root), "__spec__", None)
+    origin = spec.origin if spec is not None else None
+    if origin in (None, "built-in", "frozen"):
+        return True
+    return Path(sysconfig.get_paths()["stdlib"]) in Path(str(origin)).parents
+
+
+@functools.cache
+def _is_installed(module: str | None) -> bool:
+    """Return whether a module is of an installed package, and not of the user's own files."""
+    file = getattr(sys.modules.get(module or ""), "__file__", None)
+    paths = sysconfig.get_paths()
+    places = [Path(paths[name]) for name in ("purelib", "platlib")]
+    return file is not None and any(place in Path(file).parents for place in places)
+
+
+class _Reader:
+    """Feeds values to a hash.
+
+    Functions and classes are read from a queue, after all values: a graph of calls can be deeper
+    than Python's stack.
+    """
+
+    def __init__(self, view: str) -> None:
+        self.view = view
+        self.hash = hashlib.blake2b(digest_size=BYTES)
+        self._seen: dict[int, tuple[int, Any]] = {}  # holds the values, so that ids stay unique
+        self._unread: deque[types.FunctionType | type] = deque()
+
+    def read_code(self) -> None:
+        """Read the functions and classes that were met, and those that they refer to."""
+        while self._unread:
+            value = self._unread.popleft()
+            self._put("definition", str(self._seen[id(value)][0]))
+            if isinstance(value, type):
+                self._class(value)
+            else:
+                self._function(value)
+
+    def add(self, value: Any) -> None:
+        """Read a value; of one that was read before, only its number."""
+        if isinstance(value, enum.Enum):
+            self._put("enum", type(value).__qualname__, value.name)
+        elif isinstance(value, PLAIN):
+            self._put(type(value).__name__, repr(value))
+        elif isinstance(value, torch.dtype | torch.device | np.dtype):
+            self._put("kind", str(value))
+        elif isinstance(value, np.generic):
+            self._put("number", str(value.dtype), value.tobytes())
+        elif isinstance(value, types.CodeType):
+            self._code(value)
+        elif isinstance(value, tuple):  # whether equal ones are one object is an accident
+            self._each("tuple", value)
+        elif isinstance(value, set | frozenset):
+            self._put("set", *sorted(digest_of(each)[self.view] for each in value))
+        else:
+            known = id(value) in self._seen
+            at, _ = self._seen.setdefault(id(value), (len(self._seen), value))
+            self._put("object", str(at))
+            if not known:
+                self._object(value)
+
+    def _put(self, *texts: str | bytes | memoryview) -> None:
+        """Hash every text with its length, so that no two lists have the same bytes."""
+        for text in texts:
+            data = text.encode() if isinstance(text, str) else text
+            self.hash.update(len(data).to_bytes(8, "little"))
+            self.hash.update(data)
+
+    def _each(self, what: str, values: Iterable[Any]) -> None:
+        found = list(values)
+        self._put(what, str(len(found)))
+        for value in found:
+            self.add(value)
+
+    def _pairs(self, what: str, pairs: Iterable[tuple[Any, Any]]) -> None:
+        self._each(what, [each for pair in pairs for each in pair])
+
+    def _object(self, value: Any) -> None:
+        match value:
+            case types.FunctionType() | type():
+                self._unread.append(value)
+            case list():
+                self._each("list", value)
+            case dict():
+                self._pairs("mapping", value.items())
+            case Tensor():
+                self._put("tensor", str(value.dtype), str(tuple(value.shape)), tensor_bytes(value))
+            case np.ndarray() if value.dtype.hasobject:
+                self._each("array", value.ravel().tolist())
+            case np.ndarray():
+                data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+                self._put("array", str(value.dtype), str(value.shape), data)
+            case functools.partial():
+                self._each("partial", [value.func, value.args, value.keywords])
+            case types.MethodType():
+                self._each("method", [value.__func__, value.__self__])
+            case staticmethod() | classmethod():
+                self._each(type(value).__name__, [value.__func__])
+            case property():
+                self._each("property", [value.fget, value.fset, value.fdel])
+            case functools.cached_property():
+                self._each("property", [value.func])
+            case types.ModuleType():
+                self._put("module", value.__name__)
+            case nn.Module():
+                self._layers(value)
+            case _ if type(value) in BUILTIN:
+                self._put("builtin", value.__qualname__)
+            case _:
+                self._instance(value)
+
+    def _function(self, function: types.FunctionType) -> None:
+        text = _source(function) if self.view == SOURCE else None
+        if is_library(function.__module__):
+            self._put("function", f"{_module(function)}.{function.__qualname__}")
+        elif text is not None:
+            self._put("source", text)
+        else:
+            self._code(function.__code__)
+        names = function.__code__.co_freevars
+        cells = [_held(cell) for cell in function.__closure__ or ()]
+        self._pairs("closure", zip(names, cells, strict=True))
+        self.add(vars(function).get("__wrapped__"))
+        if not is_library(function.__module__):
+            self.add(function.__defaults__)
+            self._pairs("defaults", sorted((function.__kwdefaults__ or {}).items()))
+            self._pairs("globals", _globals(function))
+
+    def _code(self, code: types.CodeType) -> None:
+        """Read instructions with their names and constants, without lines and docstring."""
+        kinds = (code.co_argcount, code.co_kwonlyargcount, code.co_flags & CALLED)
+        self._put("code", *map(str, kinds))
+        for step in dis.get_instructions(code):
+            if step.opname == "EXTENDED_ARG":
+                continue
+            self._put(step.opname)
+            if step.opcode in dis.hasconst:
+                self.add(step.argval)
+            else:
+                self._put(str(step.argval if step.opcode in BY_NAME else step.arg))
+        self._put(code.co_exceptiontable)
+
+    def _class(self, kind: type) -> None:
+        self._put("class", kind.__qualname__)
+        own = not is_library(kind.__module__)
+        if not own:
+            self._put(_module(kind))
+        self._each("bases", [each for each in kind.__mro__[1:] if not is_library(each.__module__)])
+        for name, value in sorted(vars(kind).items()) if own else []:
+            dunder = name.startswith("__") and name.endswith("__")
+            if not name.startswith("_abc_") and (
+                not dunder or isinstance(value, types.FunctionType)
+            ):
+                self._put("attribute", name)
+                self.add(value)
+
+    def _layers(self, module: nn.Module) -> None:
+        """Read a tree of layers: classes, settings and hooks; weights are digested elsewhere."""
+        for name, each in module.named_modules():
+            self._put("layer", name)
+            self.add(type(each))
+            own = [(n, v) for n, v in vars(each).items() if n[:1] != "_" and n != "training"]
+            self._pairs("settings", sorted(own, key=lambda pair: pair[0]))
+            for kind in HOOKS:
+                self._each(kind, vars(each).get(kind, {}).values())
+
+    def _instance(self, value: Any) -> None:
+        kind, own = type(value), getattr(value, "__dict__", {})
+        self.add(kind)
+        if dataclasses.is_dataclass(value):
+            names = [field.name for field in dataclasses.fields(value)]
+            self._pairs("fields", [(name, getattr(value, name, None)) for name in names])
+        elif isinstance(value, NAMESPACES) or not is_library(kind.__module__):
+            public = [(name, each) for name, each in own.items() if name[:1] != "_"]
+            self._pairs("attributes", sorted(public, key=lambda pair: pair[0]))
+        self.add(own.get("__wrapped__"))  # a cache around a function, for one
+
+
+def _module(value: types.FunctionType | type) -> str:
+    """Return the module of a library's function or class; for one that has moved, the first one."""
+    return MOVED.get(f"{value.__module__}.{value.__qualname__}", value.__module__)
+
+
+def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the globals that a function names; of a module or namespace what it names there."""
+    names, own_module = sorted(_names(function.__code__)), function.__module__
+    for name in names:
+        if name not in function.__globals__:
+            continue
+        value = function.__globals__[name]
+        if isinstance(value, types.ModuleType) and is_library(value.__name__):
+            continue  # its name is in the code
+        if _is_installed(own_module) and getattr(value, "__module__", own_module) != own_module:
+            continue
+        if isinstance(value, (types.ModuleType, *NAMESPACES)):
+            own = vars(value)
+            yield from ((f"{name}.{inner}", own[inner]) for inner in names if inner in own)
+        else:
+            yield name, value
+
+
+def _names(code: types.CodeType) -> set[str]:
+    """Return the names that a function and the functions inside it look up."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def _held(cell: types.CellType) -> Any:
+    """Return the content of a closure's cell; None where it was never filled."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
+
+
+def _source(function: types.FunctionType) -> str | None:
+    """Return a function's source without comments, layout and docstrings; None without source.
+
+    A lambda inside a call, which is no statement, is taken as it is written.
+    """
+    try:
+        text = textwrap.dedent(inspect.getsource(function))
+    except (OSError, TypeError):
+        return None
+    try:
+        tree = ast.parse(text)
+    except SyntaxError:
+        return text.strip()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            first = node.body[0]
+            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
+                node.body[0] = ast.Pass()
+    return ast.unparse(tree)

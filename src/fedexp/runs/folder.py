@@ -1,11 +1,9 @@
-"""Where numbers come from: the command that began a run, and the commits of the code it used.
+"""`RunFolder`: the folder of a run, created, locked and checked, and its provenance.
 
-The folder of a run: made, locked, checked, and removed where a mistake left it empty.
-
-Beside the spec it has a fingerprint of what the run is made from (`fingerprint.json`): the same
-command with other data, another model or other code is another run, and is refused.
-
-The command line that repeats a run.
+`spec.toml` has the resolved options, `fingerprint.json` digests of data, model and code: the same
+command with other content is another run, and is refused. `environment.json` records where the
+numbers come from: machine, libraries, command, commits and the engine that trained. A folder that
+a mistake left without a round is removed.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import time
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
@@ -28,84 +27,32 @@ import numpy
 import torch
 
 from fedexp import __version__
+from fedexp.engine import Record
 from fedexp.errors import UsageError, require, shown
 from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.files import (
     PRIVATE,
     RECORDS,
+    disk_errors,
     finite,
     is_count,
+    lock_file,
     parse_json,
     read_rows,
     result_fault,
-    telling,
     write_bytes,
     write_json,
 )
 from fedexp.runs.fingerprint import Fingerprint, joined
-from fedexp.runs.spec import HEAD, SPEC, Run, check_same, frozen, is_run, read_spec, spec_text
+from fedexp.runs.spec import HEAD, SPEC, Run, check_same, is_run, read_spec, spec_text
 
 PACKAGE = Path(__file__).resolve().parents[1]
-GIT_SECONDS = 2.0  # after which a repository is taken for none
-
-
-def command() -> str:
-    """Return the command of this process.
-
-    Only of `fedexp` itself with its arguments: other programs have been given tokens and keys in
-    theirs, Flower's processes among them, and a run folder is no place for secrets.
-    """
-    program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path("python")
-    is_ours = program.name == "fedexp" or program == PACKAGE / "__main__.py"
-    return shlex.join([program.name, *(sys.argv[1:] if is_ours else [])])
-
-
-def commits() -> dict[str, Any]:
-    """Return the commits of fedexp, if it runs from a checkout, and of the working directory.
-
-    Each with whether files that it tracks have been changed since. Nothing where there is no
-    repository, or no git.
-    """
-    return _commits(PACKAGE, Path(os.path.abspath(os.curdir)))
-
-
-@lru_cache(maxsize=4)
-def _commits(package: Path, here: Path) -> dict[str, Any]:
-    own = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
-    top = _git(package, "rev-parse", "--show-toplevel") if own else None
-    found = _commit(package, "fedexp") if own else {}
-    if _git(here, "rev-parse", "--show-toplevel") not in (None, top):
-        found |= _commit(here, "project")
-    return {"git": found} if found else {}
-
-
-def _commit(folder: Path, name: str) -> dict[str, Any]:
-    commit = _git(folder, "rev-parse", "--verify", "HEAD")
-    if commit is None:
-        return {}
-    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    return {name: commit} | ({} if changed is None else {f"{name}_dirty": changed != ""})
-
-
-def _git(folder: Path, *arguments: str) -> str | None:
-    """Ask git; None where it fails. Runs no hook of the repository, and takes no lock."""
-    words = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments]
-    try:
-        done = subprocess.run(
-            words, cwd=folder, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
-        )
-    except (OSError, ValueError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()
-
-
-MOST_THREADS = 4096  # that a run can have begun with
+GIT_SECONDS = 2.0  # after which git is given up
+MOST_THREADS = 4096  # of a run
 CHECKPOINT_FILES = (".json", ".safetensors", ".slots")
 ENVIRONMENT, RESULT, MODEL, LOCK = "environment.json", "result.json", "model.safetensors", ".lock"
 FINGERPRINT = "fingerprint.json"
-RELEASES = (
-    "checkpoint-releases.json"  # what a private run has spent: nothing but its owner undoes it
-)
+RELEASES = "checkpoint-releases.json"  # the privacy budget spent: never removed with the run
 RESTART = "--restart discards it and runs it again"
 BY_HAND = "remove the folder to run it again"
 
@@ -115,26 +62,26 @@ class BusyError(UsageError):
 
 
 class OtherContentError(UsageError):
-    """The folder holds a run of the same name that is made from something else."""
+    """The folder holds a run of the same name but of other content."""
 
 
 class RunWarning(UserWarning):
-    """Something about a stored run that its reader should know."""
+    """Something about a stored run that its user should know."""
 
 
 class RunFolder:
-    """A run on the disk, held by this process alone while the block lasts.
+    """A run on the disk, locked by this process within the `with` block.
 
-    The lock is one of the operating system's, so a process that is killed leaves none behind.
+    The operating system holds the lock, so a process that is killed leaves none behind.
 
     Args:
         path: the folder.
-        spec: the run's frozen spec; a folder with another one is refused.
-        about: where and with what the run began, should it begin now.
+        spec: the run's resolved spec; a folder with another one is refused.
+        about: the content of `environment.json`, should the run begin now.
         head: the first line of `spec.toml`.
-        fingerprint: of what the run is made from; a folder with another one is refused. None
-            neither checks nor stores any.
-        restart: discard what the folder holds of the run, whatever that was made from.
+        fingerprint: digests of the content; a folder with others is refused. None neither checks
+            nor stores any.
+        restart: discard what the folder holds of the run, whatever its content.
     """
 
     def __init__(
@@ -154,16 +101,16 @@ class RunFolder:
 
     @classmethod
     def of(cls, path: Path, run: Run, restart: bool = False) -> RunFolder:
-        """The folder of a simulated run."""
-        return cls(path, frozen(run), environment(run), HEAD, run.fingerprint, restart)
+        """Return the folder of a simulated run."""
+        return cls(path, run.frozen, environment(run), HEAD, run.fingerprint, restart)
 
     def __enter__(self) -> RunFolder:
-        with telling(self.path):
+        with disk_errors(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-            self._refuse_strangers()
+            self._refuse_other_files()
             self._lock = _locked(self.path)
         try:
-            with telling(self.path):
+            with disk_errors(self.path):
                 self._check_or_begin()
         except BaseException as error:
             self.__exit__(type(error), error, None)
@@ -180,10 +127,10 @@ class RunFolder:
             self._lock.close()
 
     def clear(self) -> None:
-        """Discard all but the spec, and what a private run has spent.
+        """Discard all but the spec and the privacy budget spent.
 
-        Whoever is killed in here leaves the old run, or none of it: what refers to other files goes
-        before them, and the old fingerprint goes last.
+        A process killed in here leaves the old run or none of it: files that refer to others are
+        removed before them, and the old fingerprint is replaced last.
         """
         for name in (RESULT, BEFORE, NEWEST):
             (self.path / name).unlink(missing_ok=True)
@@ -193,23 +140,33 @@ class RunFolder:
         self._describe()
 
     def threads(self) -> int:
-        """How many threads the run began with: sums over more of them round differently."""
+        """Return the number of threads the run began with: it decides the rounding of sums."""
         known: Any = read_environment(self.path).get("threads")
         return int(known) if is_count(known, 1, MOST_THREADS) else torch.get_num_threads()
 
     def note_resumed(self, round: int) -> None:
-        """Add to the environment that another process goes on from here."""
+        """Record that this process resumes the run after `round`."""
         known = read_environment(self.path)
         again = {"round": round, "fedexp": __version__, "started": _now(), "command": command()}
         known["resumed"] = [*_listed(known, "resumed"), again | commits()]
-        self._write_environment(known)
+        with disk_errors(self.path):
+            self._write_environment(known)
+
+    def note_engine(self, record: Record) -> None:
+        """Store the engine that trained a round, with its reason, unless that is stored already."""
+        known = read_environment(self.path)
+        choice = getattr(record, "engine_choice", None)  # a dataclass of text
+        engine = {"name": record.engine} if choice is None else asdict(choice)
+        if known.get("engine") != engine:
+            with disk_errors(self.path):
+                self._write_environment({**known, "engine": engine})
 
     def reopen(self) -> int | None:
         """Let a run that ended as diverged continue from its last checkpoint; return its round.
 
         One absurd update or evaluation ends a federation for good otherwise. A run that was
-        reopened at that round before goes back to the checkpoint before it, where there is one:
-        what the newest holds may be what made it diverge. None where the run did not diverge.
+        reopened at that round before returns to the checkpoint before it, where there is one: the
+        state in the newest may be the cause. None where the run did not diverge.
         """
         try:
             result = parse_json((self.path / RESULT).read_bytes())
@@ -219,7 +176,7 @@ class RunFolder:
             return None
         known = read_environment(self.path)
         at, before = (_round_of(self.path / name) for name in (NEWEST, BEFORE))
-        with telling(self.path):
+        with disk_errors(self.path):
             if at in [each.get("round") for each in _listed(known, "reopened")] and before:
                 os.replace(self.path / BEFORE, self.path / NEWEST)
                 at = before
@@ -231,7 +188,7 @@ class RunFolder:
         return at
 
     def _write_environment(self, known: dict[str, Any]) -> None:
-        """Write it without the arguments of Flower's processes, which hold tokens."""
+        """Write the environment without the arguments of Flower's processes, which hold tokens."""
         if self.spec.get("engine") == "flower":
             known = {name: value for name, value in known.items() if name != "command"}
             for each in _listed(known, "resumed"):
@@ -245,8 +202,8 @@ class RunFolder:
         else:
             (self.path / FINGERPRINT).unlink(missing_ok=True)
 
-    def _refuse_strangers(self) -> None:
-        """A folder is taken if it is a run, or empty but for what a killed beginning left."""
+    def _refuse_other_files(self) -> None:
+        """Accept a folder that is a run, or holds no more than what a killed process left."""
         others = set(self.path.iterdir()) - set(self._own_files())
         require(
             is_run(self.path) or not others,
@@ -255,7 +212,7 @@ class RunFolder:
 
     def _check_or_begin(self) -> None:
         for path in self.path.glob(".*.tmp"):
-            path.unlink()  # whoever was writing it has been killed
+            path.unlink()  # its writer was killed
         if is_run(self.path):
             check_same(read_spec(self.path), self.spec, self.path)
             if self.restart:
@@ -267,7 +224,7 @@ class RunFolder:
             if any((self.path / name).exists() for name in (RESULT, NEWEST, BEFORE)):
                 flower = self.spec.get("engine") == "flower"
                 check_content(self.path, self.fingerprint, BY_HAND if flower else RESTART)
-            else:  # it was killed before anything was stored that could be taken for today's
+            else:  # it was killed before its first checkpoint
                 self._describe()
             return
         self._began = True
@@ -285,22 +242,25 @@ class RunFolder:
         ]
 
     def _remove(self) -> None:
-        """Leave nothing behind: the files of a run that never had a round, the folders made."""
+        """Remove the files of a run that never had a round, and the folders made for it."""
         for path in self._own_files():
             path.unlink(missing_ok=True)
-        with suppress(OSError):  # a folder that others use by now stays
+        with suppress(OSError):  # a folder in use by others stays
             for folder in self._made:
                 folder.rmdir()
 
 
 def environment(run: Run) -> dict[str, Any]:
-    """Where and with what a run began, and by which metric a report judges it."""
-    on_gpu = torch.device(run.spec.device or "cpu").type == "cuda"
-    return {**machine(on_gpu), "metric": run.task.metric, "target": run.task.target}
+    """Return the content of `environment.json`, with the metric that a report judges by."""
+    return {
+        **machine(run.device.type == "cuda"),
+        "metric": run.task.metric,
+        "target": run.task.target,
+    }
 
 
 def machine(on_gpu: bool = False) -> dict[str, Any]:
-    """This machine, its libraries, the command and the time."""
+    """Return this machine, its libraries, the command and the time."""
     return {
         "fedexp": __version__,
         "python": platform.python_version(),
@@ -315,14 +275,64 @@ def machine(on_gpu: bool = False) -> dict[str, Any]:
     }
 
 
+def command() -> str:
+    """Return the command of this process, with arguments only for `fedexp` itself.
+
+    Other programs may have tokens and keys in theirs, Flower's processes among them, and a run
+    folder is no place for secrets.
+    """
+    program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path("python")
+    is_ours = program.name == "fedexp" or program == PACKAGE / "__main__.py"
+    return shlex.join([program.name, *(sys.argv[1:] if is_ours else [])])
+
+
+def commits() -> dict[str, Any]:
+    """Return the commits of fedexp, if it runs from a checkout, and of the working directory.
+
+    Each with whether tracked files have been changed since. Empty without a repository or git.
+    """
+    return commits_of(PACKAGE, Path(os.path.abspath(os.curdir)))
+
+
+@lru_cache(maxsize=4)
+def commits_of(package: Path, here: Path) -> dict[str, Any]:
+    """Return the commits of a package in a checkout, and of another folder; asks git once."""
+    own = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    top = _git(package, "rev-parse", "--show-toplevel") if own else None
+    found = _commit(package, "fedexp") if own else {}
+    if _git(here, "rev-parse", "--show-toplevel") not in (None, top):
+        found |= _commit(here, "project")
+    return {"git": found} if found else {}
+
+
+def _commit(folder: Path, name: str) -> dict[str, Any]:
+    commit = _git(folder, "rev-parse", "--verify", "HEAD")
+    if commit is None:
+        return {}
+    changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    return {name: commit} | ({} if changed is None else {f"{name}_dirty": changed != ""})
+
+
+def _git(folder: Path, *arguments: str) -> str | None:
+    """Run git; return its output, or None where it fails. Runs no hook, and takes no lock."""
+    words = ["git", "-c", "core.fsmonitor=false", "--no-optional-locks", *arguments]
+    try:
+        done = subprocess.run(
+            words, cwd=folder, capture_output=True, text=True, timeout=GIT_SECONDS, check=True
+        )
+    except (OSError, ValueError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
+
+
 def _listed(known: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
-    """Return what an environment lists under a name, as far as it can be read."""
+    """Return the entries of a list in an environment, as far as they can be read."""
     entries = known.get(name)
     return [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
-    """What `environment.json` says; nothing where it cannot be read, for a run goes on without."""
+    """Return the content of `environment.json`; empty where it cannot be read: it is optional."""
     try:
         found = finite(parse_json((folder / ENVIRONMENT).read_bytes()))
     except (OSError, ValueError, RecursionError):
@@ -331,11 +341,11 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 
 def warn_of_version(folder: Path) -> None:
-    """Say in a line where a run was written by another version of the package."""
+    """Warn of a run that was started by another version of the package."""
     theirs = read_environment(folder).get("fedexp", __version__)
     if theirs != __version__:
         warnings.warn(
-            f"{folder} was begun with fedexp {shown(theirs)}; this is {__version__}, and its "
+            f"{folder} was started with fedexp {shown(theirs)}; this is {__version__}, and its "
             "numbers may differ",
             RunWarning,
             stacklevel=2,
@@ -343,7 +353,7 @@ def warn_of_version(folder: Path) -> None:
 
 
 def check_content(folder: Path, wanted: Fingerprint, remedy: str = RESTART) -> None:
-    """Refuse a run that is made from something else; warn of one that does not say from what."""
+    """Refuse a run of other content; warn of one without a fingerprint."""
     found = read_fingerprint(folder, remedy)
     if found is not None:
         apart = found.differences(wanted)
@@ -355,11 +365,11 @@ def check_content(folder: Path, wanted: Fingerprint, remedy: str = RESTART) -> N
         return
     if wanted.first > 1:
         raise OtherContentError(
-            f"{folder} was begun by an older version, whose server rule gave other numbers; "
+            f"{folder} was started by an older version, whose server rule gave other numbers; "
             f"{remedy}"
         )
     warnings.warn(
-        f"{folder} was begun before runs had fingerprints: whether its data, model and code are "
+        f"{folder} was started before runs had fingerprints: whether its data, model and code are "
         f"today's is not known; {remedy}",
         RunWarning,
         stacklevel=2,
@@ -367,7 +377,7 @@ def check_content(folder: Path, wanted: Fingerprint, remedy: str = RESTART) -> N
 
 
 def read_fingerprint(folder: Path, remedy: str = RESTART) -> Fingerprint | None:
-    """Read what a run was made from; None where an older version made it."""
+    """Read the fingerprint of a run; None where an older version stored none."""
     path = folder / FINGERPRINT
     try:
         return Fingerprint.from_json(parse_json(path.read_bytes()))
@@ -381,22 +391,11 @@ def read_fingerprint(folder: Path, remedy: str = RESTART) -> Fingerprint | None:
 
 def _locked(folder: Path) -> IO[bytes]:
     try:
-        import fcntl
-    except ImportError:
-        raise UsageError("keeping runs needs a system with file locks; use --no-save") from None
-    file = (folder / LOCK).open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        if isinstance(error, BlockingIOError):
-            raise BusyError(
-                f"another process is working on {folder}; wait for it, or choose another folder"
-            ) from None
-        raise UsageError(
-            f"cannot lock {folder}: {error.strerror}; choose a folder on another disk, or --no-save"
+        return lock_file(folder / LOCK, "choose a folder on another disk, or --no-save")
+    except BlockingIOError:
+        raise BusyError(
+            f"another process is working on {folder}; wait for it, or choose another folder"
         ) from None
-    return file
 
 
 def _round_of(path: Path) -> int:
@@ -416,7 +415,7 @@ DEFAULTS = {"mode": "paper", "engine": "auto", "device": None, "precision": None
 
 
 def rerun(spec: Mapping[str, Any]) -> str:
-    """`fedexp run ...`, quoted for a shell; names every number that a task would choose itself.
+    """Return the `fedexp run` command of a spec, quoted for a shell, with all task defaults.
 
     >>> rerun({"task": "toy", "algorithm": "fedexp", "seed": 1, "rounds": 9, "evaluate_every": 2,
     ...        "set": {"eps": "0.1"}})

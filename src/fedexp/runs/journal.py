@@ -1,142 +1,121 @@
-"""How a run is kept and watched, and what it says when it is asked to stop.
+"""`Journal`: the rows and states of one run while it trains, and how it ended.
 
-`Journal`: the rows and states of a run on the disk, as they come, and how it ended.
-
-A simulated run at work on its folder: records are kept, and the end is written.
+A row is on the disk before anyone is notified of its round. A checkpoint follows at intervals; rows
+up to it are never discarded, rows after it are computed again by whoever resumes the run.
 """
 
 from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
-from fedexp.distributed import DistributedGroup
-from fedexp.engine import Record, SimulationState
-from fedexp.engine.client_store import ClientStore, Where
-from fedexp.engine.simulation import ProcessGroup
+from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, FedExPError, UsageError
-from fedexp.objective import Buffers
-from fedexp.runs.checkpoint import (
-    BEFORE,
-    NEWEST,
-    SLOTS,
-    Checkpoint,
-    Checkpoints,
-    make_private,
-    read_checkpoint,
-    to_bytes,
-)
+from fedexp.runs.checkpoint import BEFORE, NEWEST, Checkpoint, Checkpoints, read_checkpoint
 from fedexp.runs.files import (
     DamagedError,
     RecordFile,
     Row,
+    disk_errors,
     read_rows,
-    telling,
     write_bytes,
     write_json,
 )
 from fedexp.runs.folder import MODEL, RESULT, RunFolder, RunWarning
-from fedexp.runs.loggers import Consumer
-from fedexp.runs.spec import Run
 
 CHECKPOINT_EVERY = 10.0  # seconds
+COST_RATIO = 10  # a checkpoint may take a tenth of the time, whatever the interval
 
 
-class Stopped(FedExPError):
-    """A run was asked to stop, and did after `round`; it can go on from `folder`."""
+class RunInterrupted(FedExPError):
+    """A run stopped on request after `round`; it can be resumed from `folder`."""
 
     def __init__(self, folder: Path | None, round: int) -> None:
         super().__init__(f"stopped after round {round}")
         self.folder, self.round = folder, round
 
 
-@dataclass(frozen=True)
-class Keeping:
-    """How a run is kept and watched; none of it changes what is computed.
-
-    Args:
-        checkpoint_every: seconds between checkpoints; 0 for one a round.
-        restart: discard what the folder holds of this run, and start over.
-        reopen: continue a run that ended as diverged from its last checkpoint.
-        stop: asked after every round whether to stop there.
-        consumers: told of the beginning, of every new round and of the end.
-        client_store: where client state is stored: "memory", "disk", or "auto" for what fits.
-        process_group: the ranks that share the run; None for a single process.
-        on_open: told once of the folder, of how many rounds it holds already, and whether that
-            is all of them.
-    """
-
-    checkpoint_every: float = CHECKPOINT_EVERY
-    restart: bool = False
-    reopen: bool = False
-    stop: Callable[[], bool] = lambda: False
-    consumers: Sequence[Consumer] = ()
-    client_store: Where = "auto"
-    process_group: DistributedGroup | None = None
-    on_open: Callable[[Path, int, bool], None] = lambda folder, rounds, over: None
-
-
-COSTS = 10  # a checkpoint may take a tenth of the time, whatever interval was asked for
+Stopped = RunInterrupted  # the former name
 
 
 class Journal:
-    """Everything of a run that is on the disk and changes while it trains.
+    """The rows and the state of a run, in its folder or in memory only.
 
     Args:
-        folder: the run's own, held.
-        every: seconds between checkpoints; 0 for one a round.
-        device: where the tensors of a state that is read are to be.
+        folder: the run's own, locked by this process; None stores nothing.
+        every: seconds between checkpoints; 0 for one per round.
+        device: where the tensors of a state that is read are placed.
+
+    Attributes:
+        rows: one per round.
+        state: the state after the last of them; None before the first round.
+        resumed_from: number of rounds that were stored before.
     """
 
-    def __init__(self, folder: RunFolder, every: float, device: torch.device) -> None:
+    def __init__(self, folder: RunFolder | None, every: float, device: torch.device) -> None:
         self.folder, self.every = folder, every
-        last, self.state, self.rows = _restored(folder.path, device)
+        last: Checkpoint | None = None
+        self.state: SimulationState | None = None
+        self.rows: list[Row] = []
+        self._files: tuple[Path, RecordFile, Checkpoints] | None = None
+        if folder is not None:
+            last, self.state, self.rows = _restore(folder.path, device)
+            records = RecordFile(folder.path, last.records_bytes if last else 0)
+            self._files = folder.path, records, Checkpoints(folder.path, last, self.state)
         self.resumed_from = len(self.rows)
-        self._records = RecordFile(folder.path, last.records_bytes if last else 0)
-        self._checkpoints = Checkpoints(folder.path, last, self.state)
         self._began = self._checked = time.perf_counter()
         self._cost, self._before = 0.0, last.seconds if last else 0.0
 
     @property
     def seconds(self) -> float:
-        """Time of the run so far, in all processes that worked on it."""
+        """Time of the run so far, over all processes that worked on it."""
         return self._before + time.perf_counter() - self._began
 
     def add(self, row: Row, state: SimulationState) -> None:
-        """Add the row of a round, and checkpoint where it is time."""
-        with telling(self.folder.path):
-            self._records.append(row)
+        """Store the row of a round, and write a checkpoint if one is due."""
+        if self._files is None:
+            self.rows.append(row)
+            self.state = state
+            return
+        path, records, checkpoints = self._files
+        with disk_errors(path):
+            records.append(row)
         self.rows.append(row)
         self.state = state
-        self._checkpoints.saw(state)
-        if time.perf_counter() - self._checked >= max(self.every, COSTS * self._cost):
+        checkpoints.saw(state)
+        if time.perf_counter() - self._checked >= max(self.every, COST_RATIO * self._cost):
             self.checkpoint()
 
     def checkpoint(self, final: bool = False) -> None:
-        """Write the state as it is; rows up to here are never cut off again.
+        """Write the state as it is.
 
-        A state that is not finite is no state to continue from: the checkpoint before it stays.
+        A state that is not finite cannot be continued: the checkpoint before it stays.
         """
-        if self.state is None or not is_finite(self.state):
+        if self._files is None or self.state is None or not is_finite(self.state):
             return
+        path, records, checkpoints = self._files
         began = time.perf_counter()
-        with telling(self.folder.path):
-            self._records.sync()
-            self._checkpoints.write(self.state, self._records.size, self.seconds, final)
+        with disk_errors(path):
+            records.sync()
+            ends = (records.size, self.seconds, final, records.sha256)
+            checkpoints.write(self.state, *ends)
         self._checked = time.perf_counter()
         self._cost = self._checked - began if self.every else 0.0
 
     def conclude(
         self, status: str, model: bytes | None, error: DivergedError | None = None
     ) -> dict[str, Any]:
-        """Write the last state, the model, and last of all the result, which marks the end."""
+        """Write the last state, the model, and finally the result, which marks the end.
+
+        Args:
+            status: "finished", "target" or "diverged".
+            model: the output model as a safetensors file; None where there is none.
+            error: why the run diverged, if it did.
+        """
         self.checkpoint(final=error is None)
         result: dict[str, Any] = {
             "status": status,
@@ -144,23 +123,28 @@ class Journal:
             "diverged_at": error.round if error else None,
             "seconds": self.seconds,
         }
-        with telling(self.folder.path):
-            if error is not None:
-                result["reason"] = error.what
-            elif model is not None:
-                write_bytes(self.folder.path / MODEL, model)
-            write_json(self.folder.path / RESULT, result)
-            self._checkpoints.settle(final=error is None)
+        if error is not None:
+            result["reason"] = error.what
+        if self._files is not None:
+            path, _, checkpoints = self._files
+            with disk_errors(path):
+                if error is None and model is not None:
+                    write_bytes(path / MODEL, model)
+                if error is None:  # one that diverged retains all, so that it can be reopened
+                    checkpoints.settle(len(self.rows))
+                write_json(path / RESULT, result)
         return result
 
     def close(self) -> None:
-        self._records.close()
+        """Close the file of records."""
+        if self._files is not None:
+            self._files[1].close()
 
 
 def is_finite(state: SimulationState) -> bool:
     """Return whether model and server state are finite; buffers need not be (a causal mask).
 
-    Nor need single numbers of a rule: an eps of infinity is one.
+    Nor need scalars of a rule: an eps of infinity is one.
     """
     recent = [params for params, _ in state.recent]
     rules = [value for value in (*state.server.values(), *state.broadcast.values()) if value.ndim]
@@ -170,8 +154,8 @@ def is_finite(state: SimulationState) -> bool:
 Restored = tuple[Checkpoint | None, SimulationState | None, list[Row]]
 
 
-def _restored(folder: Path, device: torch.device) -> Restored:
-    """The newest checkpoint and its rows; the one before where either is damaged; or nothing."""
+def _restore(folder: Path, device: torch.device) -> Restored:
+    """Read the newest checkpoint and its rows; the one before where either is damaged."""
     if not any((folder / name).exists() for name in (NEWEST, BEFORE)):
         return None, None, []
     try:
@@ -182,11 +166,11 @@ def _restored(folder: Path, device: torch.device) -> Restored:
         found = _checkpoint_and_rows(folder, BEFORE, device)
     except DamagedError:
         raise UsageError(
-            f"{folder} cannot go on: {reason}, and there is no whole checkpoint before it; nothing "
-            "was changed; mend that, or begin again with --restart"
+            f"{folder} cannot be resumed: {reason}, and there is no intact checkpoint before it; "
+            "nothing was changed; fix it, or start over with --restart"
         ) from None
     warnings.warn(
-        f"the newest checkpoint in {folder} is damaged ({reason}); going on from the one before, "
+        f"the newest checkpoint in {folder} is damaged ({reason}); resuming from the one before, "
         f"of round {len(found[2])}",
         RunWarning,
         stacklevel=3,
@@ -196,86 +180,7 @@ def _restored(folder: Path, device: torch.device) -> Restored:
 
 def _checkpoint_and_rows(folder: Path, name: str, device: torch.device) -> Restored:
     checkpoint, state = read_checkpoint(folder, name, device)
-    rows = read_rows(folder, checkpoint.records_bytes)
+    rows = read_rows(folder, checkpoint.records_bytes, checkpoint.records_sha256)
     if len(rows) != checkpoint.round:
         raise DamagedError(f"{name} is of round {checkpoint.round}, its rows are {len(rows)}")
     return checkpoint, state, rows
-
-
-class Session(Journal):
-    """Everything that changes while a run trains.
-
-    Args:
-        run: what is trained.
-        folder: the run's own, held.
-        every: seconds between checkpoints; 0 for one a round.
-        keep: where clients' states lie; on the disk, in the folder.
-        process_group: the processes that train it.
-    """
-
-    def __init__(
-        self,
-        run: Run,
-        folder: RunFolder,
-        every: float,
-        keep: Where = "auto",
-        process_group: ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(folder, every, device_of(run))
-        self.run, self._process_group = run, process_group
-        self._keep = ClientStore(keep, folder.path / SLOTS)
-        if keep != "memory" and run.setup.algorithm.client.init_client_state(torch.zeros(1)):
-            make_private(folder.path / SLOTS)
-
-    def remaining(self) -> Iterator[Record]:
-        """Train from where the run is to its end, if it is not there yet."""
-        return remaining(self.run, self.state, self.rows, self._keep, self._process_group)
-
-    def keep(self, record: Record) -> Row:
-        """Add the row of a round, and checkpoint where it is time."""
-        row = record.to_json()
-        self.add(row, record.state)
-        return row
-
-    def finish(self, error: DivergedError | None) -> dict[str, Any]:
-        """Write the end of the run: its model, or why it has none."""
-        status = "diverged" if error else "target" if self._at_target() else "finished"
-        model = None
-        if error is None and self.state is not None:
-            model = model_bytes(self.run, self.state)
-        return self.conclude(status, model, error)
-
-    def _at_target(self) -> bool:
-        return bool(self.rows) and self.run.reached(self.rows[-1])
-
-
-def remaining(
-    run: Run,
-    state: SimulationState | None,
-    rows: Sequence[Row],
-    keep: ClientStore,
-    process_group: ProcessGroup | None = None,
-) -> Iterator[Record]:
-    """The records that a run has still to make: to its last round, or to its target."""
-    if rows and (len(rows) >= run.rounds or run.reached(rows[-1])):
-        return
-    for record in run.records(state, keep, process_group):
-        yield record
-        if run.reached(record.to_json()):
-            return
-
-
-def model_bytes(run: Run, state: SimulationState) -> bytes:
-    """The output model: a module's `state_dict`, or the plain parameters of what is none."""
-    params, buffers = state.output()
-    on_host = params.cpu(), Buffers(*(each.cpu() for each in buffers))
-    load = getattr(run.task.objective, "load", None)
-    module = load(*on_host) if load else None
-    named: dict[str, Tensor] = {"params": on_host[0]}
-    return to_bytes(module.state_dict() if isinstance(module, nn.Module) else named)
-
-
-def device_of(run: Run) -> torch.device:
-    """Where the run's tensors are to be, as `simulate` decides it."""
-    given = run.spec.device
-    return torch.device(given) if given else next(iter(run.task.train.fields.values())).device

@@ -1,7 +1,7 @@
-"""Others who watch a run: TensorBoard, Weights & Biases, MLflow.
+"""Loggers of a run: TensorBoard, Weights & Biases, MLflow.
 
-A consumer hears of the beginning, of every round and of the end. None of them is needed to keep a
-run: the run folder holds everything already.
+A logger is notified of the beginning, of every round and of the end. The run folder holds
+everything already, so a logger that fails does not end the run.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ PROJECT = "fedexp"
 MLFLOW_ID = "mlflow-run-id"
 
 
-class ConsumerWarning(UserWarning):
-    """A consumer failed while the run went on."""
+class LoggerWarning(UserWarning):
+    """A logger failed while the run continued."""
 
 
-class Consumer(Protocol):
-    """Told of a run as it happens."""
+class Logger(Protocol):
+    """Receives the rounds of a run as it trains."""
 
     def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
-        """The run begins: `spec` as in spec.toml, after `resumed_from` rounds done before."""
+        """Start: `spec` as in spec.toml, after `resumed_from` rounds of earlier processes."""
 
     def on_round(self, row: Mapping[str, Any]) -> None:
-        """A round is over."""
+        """Log the row of a round."""
 
     def end(self, result: Mapping[str, Any] | None) -> None:
-        """The run is over; None where it was interrupted and can be resumed."""
+        """Finish; `result` is None where the run was interrupted and can be resumed."""
 
 
 class TensorBoard:
@@ -45,7 +45,7 @@ class TensorBoard:
         self._writer: Any = None
 
     def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
-        # A run that was killed, or is begun again, has told of rounds that now come once more.
+        # A run that was killed or restarted has logged rounds that now come once more.
         self._writer = self._new_writer(str(self._folder), purge_step=resumed_from + 1)
         if not resumed_from:
             self._writer.add_text("spec", _as_markdown(flat(spec)), 0)
@@ -53,7 +53,7 @@ class TensorBoard:
     def on_round(self, row: Mapping[str, Any]) -> None:
         for name, value in scalars(row).items():
             self._writer.add_scalar(_grouped(name), value, row["round"])
-        self._writer.flush()  # what waits in memory is lost to SIGKILL, and is not told again
+        self._writer.flush()  # buffered events would be lost to SIGKILL
 
     def end(self, result: Mapping[str, Any] | None) -> None:
         self._writer.close()
@@ -86,11 +86,11 @@ class Wandb:
 
 
 class MLflow:
-    """A run of MLflow, wherever MLFLOW_TRACKING_URI points; its id is kept in the run folder."""
+    """A run of MLflow, wherever MLFLOW_TRACKING_URI points; the run folder stores its id."""
 
     def __init__(self, mlflow: Any, folder: Path) -> None:
         self._mlflow, self._folder = mlflow, folder
-        self._told = 0  # MLflow cannot forget a round, so none may be told twice
+        self._logged = 0  # MLflow cannot delete a round, so none may be logged twice
 
     def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
         self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
@@ -102,10 +102,10 @@ class MLflow:
             self._mlflow.log_params(flat(spec))
         else:
             history = self._mlflow.MlflowClient().get_metric_history(before, "clients")
-            self._told = max((metric.step for metric in history), default=0)
+            self._logged = max((metric.step for metric in history), default=0)
 
     def on_round(self, row: Mapping[str, Any]) -> None:
-        if row["round"] > self._told:
+        if row["round"] > self._logged:
             self._mlflow.log_metrics(scalars(row), step=row["round"])
 
     def end(self, result: Mapping[str, Any] | None) -> None:
@@ -114,73 +114,78 @@ class MLflow:
         self._mlflow.end_run("FINISHED" if result else "KILLED")
 
 
-class Guarded:
-    """A consumer whose failure is told in a line and does not cost the run.
+class GuardedLogger:
+    """A logger whose failure becomes a warning.
 
-    What fails at the beginning is a setting to mend; what fails later, a server that went away.
+    What fails at the beginning is a setting to fix; what fails later, a server that went away.
     """
 
-    def __init__(self, name: str, consumer: Consumer) -> None:
-        self._name, self._consumer, self._lost = name, consumer, False
+    def __init__(self, name: str, logger: Logger) -> None:
+        self._name, self._logger, self._failed = name, logger, False
+
+    @classmethod
+    def of(cls, logger: Logger) -> GuardedLogger:
+        """Return the logger guarded under the name of its class, unless it is already."""
+        return logger if isinstance(logger, cls) else cls(type(logger).__name__, logger)
 
     def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
         try:
-            self._consumer.begin(spec, resumed_from)
+            self._logger.begin(spec, resumed_from)
         except Exception as error:
             raise UsageError(f"cannot log to {self._name}: {_first_line(error)}") from error
 
     def on_round(self, row: Mapping[str, Any]) -> None:
-        self._try(lambda: self._consumer.on_round(row))
+        self._try(lambda: self._logger.on_round(row))
 
     def end(self, result: Mapping[str, Any] | None) -> None:
-        self._try(lambda: self._consumer.end(result))
+        self._try(lambda: self._logger.end(result))
 
     def _try(self, call: Callable[[], None]) -> None:
-        if self._lost:
+        if self._failed:
             return
         try:
             call()
         except Exception as error:
-            self._lost = True
+            self._failed = True
             warnings.warn(
-                f"{self._name} is told no more: {_first_line(error)}; the run goes on, and its "
-                "folder has every round",
-                ConsumerWarning,
+                f"logging to {self._name} failed and is now off: {_first_line(error)}; training "
+                "continues, and the run folder has every round",
+                LoggerWarning,
                 stacklevel=3,
             )
 
 
-def _tensorboard(folder: Path) -> Consumer:
+def _tensorboard(folder: Path) -> Logger:
     extra("tensorboard", "TensorBoard", group="tensorboard")
     from torch.utils.tensorboard import SummaryWriter
 
     return TensorBoard(SummaryWriter, folder)
 
 
-def _wandb(folder: Path) -> Consumer:
+def _wandb(folder: Path) -> Logger:
     return Wandb(extra("wandb", "Weights & Biases", group="wandb"), folder)
 
 
-def _mlflow(folder: Path) -> Consumer:
+def _mlflow(folder: Path) -> Logger:
     return MLflow(extra("mlflow", "MLflow", "mlflow-skinny", group="mlflow"), folder)
 
 
-CONSUMERS: dict[str, Callable[[Path], Consumer]] = {
+LOGGERS: dict[str, Callable[[Path], Logger]] = {
     "tensorboard": _tensorboard,
     "wandb": _wandb,
     "mlflow": _mlflow,
 }
 
 
-def consumer_named(name: str, folder: Path) -> Consumer:
-    """The consumer of that name for the run in `folder`; a missing library is told at once."""
-    if name not in CONSUMERS:
-        raise unknown_name("consumer of runs", name, CONSUMERS)
-    return Guarded(name, CONSUMERS[name](folder))
+def logger_named(name: str, folder: Path) -> Logger:
+    """Return the logger of that name for the run in `folder`; a missing library raises at once."""
+    if name not in LOGGERS:
+        raise unknown_name("logger", name, LOGGERS)
+    return GuardedLogger(name, LOGGERS[name](folder))
 
 
 def scalars(row: Mapping[str, Any]) -> dict[str, float]:
-    """The finite numbers of a round, without its number.
+    """Return the finite numbers of a row, without the round.
 
     >>> scalars({"round": 3, "train_loss": 0.5, "test_loss": None, "clients": 10})
     {'train_loss': 0.5, 'clients': 10.0}
@@ -190,7 +195,7 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def flat(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A spec with dotted names instead of tables.
+    """Return a spec with dotted names instead of tables.
 
     >>> flat({"task": "toy", "options": {"server.eps": 0.0}})
     {'task': 'toy', 'options.server.eps': 0.0}
@@ -203,7 +208,7 @@ def flat(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def _grouped(name: str) -> str:
-    """Losses and accuracies in groups of their own: TensorBoard makes one of what is before `/`."""
+    """Return the tag of a metric: TensorBoard groups tags by what precedes `/`."""
     kind = name.rpartition("_")[2]
     return f"{kind}/{name}" if kind in ("loss", "accuracy") else f"round/{name}"
 

@@ -1,8 +1,7 @@
-"""Text to typed values, by type hints: how options find their types.
+"""Options by name: the catalogue of tasks, the `Setup` of an algorithm, and the two modes.
 
-Names for tasks: what the command line offers.
-
-`Setup`: everything about a run that is not the task; options by name; the two modes.
+The command line and `spec.toml` have names and text. Here they become tasks, rules and typed
+values, by the type hints of what they set; a mistake is one line that offers the nearest name.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass, replace
 from inspect import Parameter, signature
 from typing import Any, Literal
 
-from fedexp.algorithms import Algorithm
+from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.errors import UsageError, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.server import Adagrad, Adam, ExP, MomentumExP, ServerRule, Yogi
@@ -38,15 +37,275 @@ from fedexp.tasks import (
 from fedexp.tasks.task import Task, Weighting
 
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
+TASKS: dict[str, Callable[..., Task]] = {
+    "toy": toy,
+    "synthetic": synthetic,
+    "digits": digits,
+    "digits-mlp": digits_mlp,
+    "emnist": emnist,
+    "cifar10": cifar10,
+    "cifar100": cifar100,
+    "cinic10": cinic10,
+    "cifar10-cnn": cifar10_cnn,
+    "emnist-small": emnist_small,
+    "cifar10-small": cifar10_small,
+    "cifar100-small": cifar100_small,
+    "cinic10-small": cinic10_small,
+}
+# The released code's values, for tasks that have such an argument: docs/paper.md#released-resnet,
+# docs/paper.md#released-augmentation.
+RELEASED_ARGUMENTS = {"pool": "avg3", "augment": "batch"}
+
+
+def build_task(name: str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper") -> Task:
+    """Return the task of that name.
+
+    Args:
+        name: one of `TASKS`.
+        options: arguments of its function, as text or values.
+        seed: seed of the data (generation, partition) where the task draws any.
+        mode: "authors-code" for the arguments of the released code.
+    """
+    if name not in TASKS:
+        raise unknown_name("task", name, TASKS)
+    return TASKS[name](**task_arguments(name, options, seed, mode))
+
+
+def task_arguments(
+    name: str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper"
+) -> dict[str, Any]:
+    """Return every argument of a task's function with its value, defaults included.
+
+    A task that is not in the catalogue has the options that it was given.
+
+    >>> task_arguments("synthetic", {"clients": "4"}, seed=7)
+    {'clients': 4, 'rows': 30, 'dim': 1000, 'seed': 7, 'normalize': True}
+    """
+    if name not in TASKS:
+        return dict(options)
+    factory = TASKS[name]
+    known = signature(factory).parameters
+    given = {"seed": seed, **(RELEASED_ARGUMENTS if mode == "authors-code" else {})}
+    chosen = {key: parameter.default for key, parameter in known.items()}
+    chosen |= {key: value for key, value in given.items() if key in known}
+    for key, value in options.items():
+        if key not in known:
+            raise unknown_name(
+                f"option of task {name}", f"task.{key}", [f"task.{k}" for k in known]
+            )
+        chosen[key] = convert(value, hints_of(factory)[key], f"task.{key}")
+    return {key: value for key, value in chosen.items() if value is not Parameter.empty}
+
+
+def build_algorithm(name: str) -> Algorithm:
+    """Return the algorithm of that name, with its defaults."""
+    if name not in ALGORITHMS:
+        raise unknown_name("algorithm", name, ALGORITHMS)
+    return ALGORITHMS[name]()
+
+
+def check_options(task: str, algorithm: str, options: Mapping[str, str], mode: str) -> None:
+    """Raise `UsageError` for an unknown name or an option of the wrong type.
+
+    Needs neither data nor model. The range of a value is checked where it is set.
+    """
+    setup = Setup(build_algorithm(algorithm), LocalTraining())
+    if task not in TASKS:
+        raise unknown_name("task", task, TASKS)
+    if mode not in MODES:
+        raise unknown_name("mode", mode, MODES)
+    of_task, others = split_task_options(options)
+    task_arguments(task, of_task, mode=mode)
+    for key, value in others.items():
+        setup.parse(key, value)
+
+
+def summary(function: Callable[..., Any]) -> str:
+    """Return the first line of a function's docstring."""
+    return (function.__doc__ or "").strip().splitlines()[0]
+
+
+SECTIONS = ("server", "client", "local")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An algorithm, its local training and its client weights: what the options of a run change.
+
+    Options have dotted names: `server.eps`, `client.mu`, `local.lr`, and plain `average_last` and
+    `weighting`. A name without a dot is looked up in the server rule, the client rule and local
+    training, in this order; `lr` is always the server's.
+    """
+
+    algorithm: Algorithm
+    local: LocalTraining
+    weighting: Weighting = "uniform"
+
+    def section(self, name: str) -> Any:
+        """Return the dataclass that holds the options of a section."""
+        return self.local if name == "local" else getattr(self.algorithm, name)
+
+    def options(self) -> dict[str, Any]:
+        """Return every option with its value, by dotted name."""
+        found = {
+            f"{section}.{field.name}": getattr(self.section(section), field.name)
+            for section in SECTIONS
+            for field in dataclasses.fields(self.section(section))
+        }
+        return {**found, "average_last": self.algorithm.iterates, "weighting": self.weighting}
+
+    def with_option(self, key: str, value: Any) -> Setup:
+        """Return a copy with one option changed; text is converted to the option's type.
+
+        >>> from fedexp.algorithms import fedexp
+        >>> Setup(fedexp(), LocalTraining()).with_option("eps", "0.5").algorithm.server.eps
+        0.5
+        """
+        full, value = self.parse(key, value)
+        section, _, field = full.rpartition(".")
+        if full == "weighting":
+            return replace(self, weighting=value)
+        if full == "average_last":
+            return replace(self, algorithm=replace(self.algorithm, average_last=value))
+        changed = replace(self.section(section), **{field: value})
+        if section == "local":
+            return replace(self, local=changed)
+        return replace(self, algorithm=replace(self.algorithm, **{section: changed}))
+
+    def with_options(self, options: Mapping[str, Any]) -> Setup:
+        """Return a copy with several options changed, in order."""
+        setup = self
+        for key, value in options.items():
+            setup = setup.with_option(key, value)
+        return setup
+
+    def parse(self, key: str, value: Any) -> tuple[str, Any]:
+        """Return the dotted name of an option and the value as its type."""
+        full = self.full_name(key)
+        section, _, field = full.rpartition(".")
+        plain = {"weighting": Weighting, "average_last": int}
+        hint = plain[field] if not section else hints_of(type(self.section(section)))[field]
+        return full, convert(value, hint, full)
+
+    def has_option(self, key: str) -> bool:
+        """Return whether there is an option of this name."""
+        try:
+            return bool(self.full_name(key))
+        except UsageError:
+            return False
+
+    def full_name(self, key: str) -> str:
+        """Return the dotted name of an option; raise `UsageError` for one that does not exist."""
+        known = self.options()
+        candidates = [key, *(f"{section}.{key}" for section in SECTIONS)]
+        for name in candidates:
+            if name in known and (key, name) != ("lr", "local.lr"):
+                return name
+        if key == "lr":
+            raise UsageError(
+                f"{self.algorithm.name} has no server lr; for the clients' use local.lr"
+            )
+        short = {name.rpartition(".")[2] for name in known}
+        raise unknown_name(f"option of {self.algorithm.name}", key, {*known, *short})
+
+
+def paper_setup(task: Task, algorithm: Algorithm) -> Setup:
+    """Return the algorithm as the paper prints it, with the paper's best values for the task."""
+    tuned = task.tuned.get(algorithm.name, {})
+    return Setup(algorithm, task.local).with_options(tuned)
+
+
+def authors_code(task: Task, algorithm: Algorithm) -> Setup:
+    """Return what the authors' released code does (docs/paper.md#released-code).
+
+    eps times the participants, eps decayed by the square of the step-size decay, both decays before
+    the first round, weights by data size, FedExP-M without its momentum, its own variants of
+    FedAdagrad and FedAdam, and the task's released values. Not the accidents of a script: one round
+    more than asked for (docs/paper.md#released-extra-round), NaN for a zero update
+    (docs/paper.md#released-nan).
+    """
+    setup = paper_setup(task, algorithm)
+    local = replace(setup.local, decay_before_first_round=True)
+    server = _released_rule(setup.algorithm.server, local.lr_decay)
+    released = Setup(replace(setup.algorithm, server=server), local, "size")
+    return released.with_options(task.released.get(algorithm.name, {}))
+
+
+MODES = {"paper": paper_setup, "authors-code": authors_code}
+
+
+def setup_for(task: Task, algorithm: Algorithm, mode: str) -> Setup:
+    """Return the setup of a mode by its name."""
+    if mode not in MODES:
+        raise unknown_name("mode", mode, MODES)
+    return MODES[mode](task, algorithm)
+
+
+def _released_rule(server: ServerRule, lr_decay: float) -> ServerRule:
+    if isinstance(server, ExP):
+        server = replace(
+            server,
+            eps_mode="participants",
+            eps_decay=lr_decay**2,
+            decay_before_first_round=True,
+        )
+    if isinstance(server, MomentumExP):
+        return replace(server, apply_momentum=False)
+    if isinstance(server, Yogi):
+        return server  # not in the released code
+    if isinstance(server, Adagrad):
+        return replace(server, form="authors", tau=0.01)
+    if isinstance(server, Adam):
+        return replace(server, form="authors", tau=1e-4)
+    return server
+
+
+def share_options(
+    setups: Mapping[str, Setup], options: Mapping[str, str]
+) -> dict[str, dict[str, str]]:
+    """Return the options of each algorithm: `name:key` is for one, `key` for all that have it.
+
+    A name that no algorithm has raises the error of the first algorithm.
+    """
+    shared: dict[str, dict[str, str]] = {name: {} for name in setups}
+    general_first = sorted(options.items(), key=lambda option: ":" in option[0])
+    for key, value in general_first:
+        name, colon, own = key.partition(":")
+        if colon and name not in setups:
+            raise unknown_name("algorithm in --set", name, setups)
+        takers = [name] if colon else [n for n, s in setups.items() if s.has_option(key)]
+        for taker in takers or list(setups)[:1]:
+            setups[taker].with_option(own if colon else key, value)  # raises for a mistake
+            shared[taker][own if colon else key] = value
+    return shared
+
+
+def split_task_options(options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+    """Separate `task.*` options (arguments of the task) from all others."""
+    prefix = "task."
+    of_task = {k.removeprefix(prefix): v for k, v in options.items() if k.startswith(prefix)}
+    return of_task, {k: v for k, v in options.items() if not k.startswith(prefix)}
+
+
+def parse_assignments(assignments: list[str]) -> dict[str, str]:
+    """Return `{"eps": "0.1"}` for `["eps=0.1"]`."""
+    pairs: dict[str, str] = {}
+    for text in assignments:
+        key, equals, value = text.partition("=")
+        if not (equals and key and value):
+            raise UsageError(f"--set takes key=value, not {text!r}; for example --set eps=0.01")
+        pairs.pop(key.strip(), None)  # repeated, it takes the last place
+        pairs[key.strip()] = value.strip()
+    return pairs
 
 
 def hints_of(target: Callable[..., Any]) -> dict[str, Any]:
-    """The resolved type hints of a dataclass or function."""
+    """Return the resolved type hints of a dataclass or function."""
     return typing.get_type_hints(target)
 
 
 def convert(value: Any, hint: Any, name: str) -> Any:
-    """`value` as the type that `hint` asks for; text is parsed, other values are checked.
+    """Return `value` as the type that `hint` asks for; text is parsed, other values are checked.
 
     >>> convert("0.1", float, "eps"), convert("none", int | None, "epochs"), convert("3", int, "k")
     (0.1, None, 3)
@@ -107,232 +366,3 @@ def _convert_number(value: Any, kind: type, name: str) -> Any:
     if math.isnan(number) or (kind is int and not whole):
         raise UsageError(f"{name} must be {what}, not {value!r}")
     return kind(number)
-
-
-TASKS: dict[str, Callable[..., Task]] = {
-    "toy": toy,
-    "synthetic": synthetic,
-    "digits": digits,
-    "digits-mlp": digits_mlp,
-    "emnist": emnist,
-    "cifar10": cifar10,
-    "cifar100": cifar100,
-    "cinic10": cinic10,
-    "cifar10-cnn": cifar10_cnn,
-    "emnist-small": emnist_small,
-    "cifar10-small": cifar10_small,
-    "cifar100-small": cifar100_small,
-    "cinic10-small": cinic10_small,
-}
-# What the released code does to a task, where the task has such an argument (audit B13, B14).
-RELEASED_ARGUMENTS = {"pool": "avg3", "augment": "batch"}
-
-
-def build_task(name: str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper") -> Task:
-    """The task of that name; options are the arguments of its function, as text or values.
-
-    `seed` seeds the data as well (generation, partition) where the task has any choice in it.
-    """
-    if name not in TASKS:
-        raise unknown_name("task", name, TASKS)
-    return TASKS[name](**task_arguments(name, options, seed, mode))
-
-
-def task_arguments(
-    name: str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper"
-) -> dict[str, Any]:
-    """Every argument of a task's function with its value, converted, the defaults included.
-
-    A task that is not in the catalogue has the options that it was given.
-
-    >>> task_arguments("synthetic", {"clients": "4"}, seed=7)
-    {'clients': 4, 'rows': 30, 'dim': 1000, 'seed': 7, 'normalize': True}
-    """
-    if name not in TASKS:
-        return dict(options)
-    factory = TASKS[name]
-    known = signature(factory).parameters
-    given = {"seed": seed, **(RELEASED_ARGUMENTS if mode == "authors-code" else {})}
-    chosen = {key: parameter.default for key, parameter in known.items()}
-    chosen |= {key: value for key, value in given.items() if key in known}
-    for key, value in options.items():
-        if key not in known:
-            raise unknown_name(
-                f"option of task {name}", f"task.{key}", [f"task.{k}" for k in known]
-            )
-        chosen[key] = convert(value, hints_of(factory)[key], f"task.{key}")
-    return {key: value for key, value in chosen.items() if value is not Parameter.empty}
-
-
-def summary(function: Callable[..., Any]) -> str:
-    """The first line of a function's docstring."""
-    return (function.__doc__ or "").strip().splitlines()[0]
-
-
-Mode = Literal["paper", "authors-code"]
-SECTIONS = ("server", "client", "local")
-
-
-@dataclass(frozen=True)
-class Setup:
-    """An algorithm, its local training and its weights: what the options of a run change.
-
-    Options have dotted names: `server.eps`, `client.mu`, `local.lr`, and plain `average_last` and
-    `weighting`. A name without a dot is looked up in the server rule, the client rule and local
-    training, in this order; `lr` is always the server's.
-    """
-
-    algorithm: Algorithm
-    local: LocalTraining
-    weighting: Weighting = "uniform"
-
-    def section(self, name: str) -> Any:
-        """The dataclass behind a section."""
-        return self.local if name == "local" else getattr(self.algorithm, name)
-
-    def options(self) -> dict[str, Any]:
-        """Every option with its value, by dotted name."""
-        found = {
-            f"{section}.{field.name}": getattr(self.section(section), field.name)
-            for section in SECTIONS
-            for field in dataclasses.fields(self.section(section))
-        }
-        return {**found, "average_last": self.algorithm.iterates, "weighting": self.weighting}
-
-    def with_option(self, key: str, value: Any) -> Setup:
-        """A copy with one option changed; text is converted to the option's type.
-
-        >>> from fedexp.algorithms import fedexp
-        >>> Setup(fedexp(), LocalTraining()).with_option("eps", "0.5").algorithm.server.eps
-        0.5
-        """
-        full = self.full_name(key)
-        section, _, field = full.rpartition(".")
-        if section == "":
-            return self._with_plain(field, value)
-        part = self.section(section)
-        hint = hints_of(type(part))[field]
-        changed = replace(part, **{field: convert(value, hint, full)})
-        if section == "local":
-            return replace(self, local=changed)
-        return replace(self, algorithm=replace(self.algorithm, **{section: changed}))
-
-    def with_options(self, options: Mapping[str, Any]) -> Setup:
-        setup = self
-        for key, value in options.items():
-            setup = setup.with_option(key, value)
-        return setup
-
-    def _with_plain(self, field: str, value: Any) -> Setup:
-        if field == "weighting":
-            return replace(self, weighting=convert(value, Weighting, field))
-        last = convert(value, int, field)
-        return replace(self, algorithm=replace(self.algorithm, average_last=last))
-
-    def has_option(self, key: str) -> bool:
-        """Whether `with_option` knows the name."""
-        try:
-            return bool(self.full_name(key))
-        except UsageError:
-            return False
-
-    def full_name(self, key: str) -> str:
-        """The dotted name of an option; raises `UsageError` for one that does not exist."""
-        known = self.options()
-        candidates = [key, *(f"{section}.{key}" for section in SECTIONS)]
-        for name in candidates:
-            if name in known and (key, name) != ("lr", "local.lr"):
-                return name
-        if key == "lr":
-            raise UsageError(
-                f"{self.algorithm.name} has no server lr; for the clients' say local.lr"
-            )
-        short = {name.rpartition(".")[2] for name in known}
-        raise unknown_name(f"option of {self.algorithm.name}", key, {*known, *short})
-
-
-def paper_setup(task: Task, algorithm: Algorithm) -> Setup:
-    """The paper's form of an algorithm, with its best values for the task."""
-    tuned = task.tuned.get(algorithm.name, {})
-    return Setup(algorithm, task.local).with_options(tuned)
-
-
-def authors_code(task: Task, algorithm: Algorithm) -> Setup:
-    """What the authors' released code does: the deviations of audit section B, on purpose.
-
-    eps times the participants (B1), eps decayed by the square of the step-size decay (B2), both
-    decays before the first round (B3), weights by data size (B5), FedExP-M without its momentum
-    (B6), their own forms of FedAdagrad and FedAdam (B8, B9), and the task's released values. Not
-    the accidents of a script: one round more than asked for (B4), NaN for a zero update (B22).
-    """
-    setup = paper_setup(task, algorithm)
-    local = replace(setup.local, decay_before_first_round=True)
-    server = _released_rule(setup.algorithm.server, local.lr_decay)
-    released = Setup(replace(setup.algorithm, server=server), local, "size")
-    return released.with_options(task.released.get(algorithm.name, {}))
-
-
-def setup_for(task: Task, algorithm: Algorithm, mode: str) -> Setup:
-    """The setup of a mode by its name."""
-    modes = {"paper": paper_setup, "authors-code": authors_code}
-    if mode not in modes:
-        raise unknown_name("mode", mode, modes)
-    return modes[mode](task, algorithm)
-
-
-def _released_rule(server: ServerRule, lr_decay: float) -> ServerRule:
-    if isinstance(server, ExP):
-        server = replace(
-            server,
-            eps_mode="participants",
-            eps_decay=lr_decay**2,
-            decay_before_first_round=True,
-        )
-    if isinstance(server, MomentumExP):
-        return replace(server, apply_momentum=False)
-    if isinstance(server, Yogi):
-        return server  # not in the released code
-    if isinstance(server, Adagrad):
-        return replace(server, form="authors", tau=0.01)
-    if isinstance(server, Adam):
-        return replace(server, form="authors", tau=1e-4)
-    return server
-
-
-def share_options(
-    setups: Mapping[str, Setup], options: Mapping[str, str]
-) -> dict[str, dict[str, str]]:
-    """Which options go to which algorithm: `name:key` to one, `key` to all that have it.
-
-    A name that no algorithm knows is a mistake, and is told as the first algorithm tells it.
-    """
-    shared: dict[str, dict[str, str]] = {name: {} for name in setups}
-    general_first = sorted(options.items(), key=lambda option: ":" in option[0])
-    for key, value in general_first:
-        name, colon, own = key.partition(":")
-        if colon and name not in setups:
-            raise unknown_name("algorithm in --set", name, setups)
-        takers = [name] if colon else [n for n, s in setups.items() if s.has_option(key)]
-        for taker in takers or list(setups)[:1]:
-            setups[taker].with_option(own if colon else key, value)  # a mistake shows here
-            shared[taker][own if colon else key] = value
-    return shared
-
-
-def split_task_options(options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
-    """Separate `task.*` options (arguments of the task) from the others."""
-    prefix = "task."
-    mine = {k.removeprefix(prefix): v for k, v in options.items() if k.startswith(prefix)}
-    return mine, {k: v for k, v in options.items() if not k.startswith(prefix)}
-
-
-def parse_assignments(assignments: list[str]) -> dict[str, str]:
-    """`["eps=0.1"]` to `{"eps": "0.1"}`."""
-    pairs: dict[str, str] = {}
-    for text in assignments:
-        key, equals, value = text.partition("=")
-        if not (equals and key and value):
-            raise UsageError(f"--set takes key=value, not {text!r}; for example --set eps=0.01")
-        pairs.pop(key.strip(), None)  # said again, it counts from here on
-        pairs[key.strip()] = value.strip()
-    return pairs

@@ -1,6 +1,7 @@
-"""Runs to keep for good: the rounds as a CSV, and beside it a TOML with all else.
+"""Stored runs: run folders and archived runs, read for tables, figures and reports.
 
-Runs as they lie on the disk: to read, compare and report.
+An archived run is two small text files for a repository: a CSV of its rounds, and a TOML with its
+spec, environment and result.
 """
 
 from __future__ import annotations
@@ -41,19 +42,101 @@ from fedexp.runs.spec import (
 )
 
 HEAD = "# A run of fedexp, archived. Its rounds are in the CSV of the same name.\n"
-DIGITS = 7  # what a 32-bit float holds
+DIGITS = 7  # significant digits of a 32-bit float
 TIME_DIGITS = 4
-# Of the environment: not the command nor the platform, which name folders and machines.
-KEPT = (
+# Of the environment, without command and platform, which name folders and machines.
+ARCHIVED = (
     *("fedexp", "python", "torch", "numpy", "device", "threads", "started", "metric", "target"),
-    "git",  # the commits that it was made at
-    "note",  # what whoever archives the run knows of its making
+    "git",  # commits of the code
+    "engine",  # the engine that trained, and why
+    "note",  # remark of whoever archives the run
 )
 
 
 @dataclass(frozen=True)
+class StoredRun:
+    """The content of a run folder, or of an archived run.
+
+    Attributes:
+        folder: its path.
+        spec: as in spec.toml.
+        environment: as in environment.json.
+        rows: one per round.
+        result: as in result.json; None while the run is not over.
+    """
+
+    folder: Path
+    spec: dict[str, Any]
+    environment: dict[str, Any]
+    rows: list[Row]
+    result: dict[str, Any] | None
+
+    def outcome(self) -> Outcome:
+        """Return the run for tables and figures; "unfinished" where it is not over."""
+        result = self.result or {}
+        return Outcome(
+            spec_from(self.spec),
+            self.rows,
+            result.get("seconds", sum(row.get("seconds", 0.0) for row in self.rows)),
+            result.get("diverged_at"),
+            status=result.get("status", "unfinished"),
+            reason=result.get("reason", ""),
+            folder=self.folder,
+            stored=len(self.rows),
+        )
+
+
+def load_run(folder: Path) -> StoredRun:
+    """Read a run, finished or not, or archived; raise `UsageError` for one that is damaged."""
+    if is_archived(folder):
+        parts = read_archived(folder)
+        return StoredRun(folder.with_suffix(""), **vars(parts))
+    spec = read_spec(folder)
+    try:
+        result = _read_result(folder)  # first: a run that is training may end between the two
+        rows = read_rows(folder)
+    except OSError as error:
+        raise UsageError(f"cannot read {folder}: {error.strerror}") from None
+    if result is not None and len(rows) != result["rounds"]:
+        raise DamagedError(f"{folder / RECORDS} has {len(rows)} of {result['rounds']} rows")
+    return StoredRun(folder, spec, read_environment(folder), rows, result)
+
+
+def find_runs(paths: Iterable[Path]) -> list[Path]:
+    """Return the run folders among `paths`, and all runs inside other folders.
+
+    An archived run is named by its TOML.
+    """
+    found: list[Path] = []
+    for path in paths:
+        inside = [path] if is_run(path) or is_archived(path) else _inside(path)
+        if not inside:
+            raise UsageError(f"there is no run in {path}; `fedexp run` and `compare` write them")
+        found += inside
+    return list(dict.fromkeys(found))
+
+
+def _inside(path: Path) -> list[Path]:
+    return [*sorted(spec.parent for spec in path.rglob(SPEC)), *find_archived(path)]
+
+
+def _read_result(folder: Path) -> dict[str, Any] | None:
+    path = folder / RESULT
+    if not path.exists():
+        return None
+    try:
+        result: dict[str, Any] = parse_json(path.read_bytes())
+        fault = result_fault(result)
+    except ValueError:
+        fault = "it is not JSON"
+    if fault is not None:
+        raise UsageError(f"{path} is damaged; remove it and run `fedexp resume {folder}`")
+    return result
+
+
+@dataclass(frozen=True)
 class Parts:
-    """A run as the archive holds it; see `StoredRun`."""
+    """The parts of an archived run; see `StoredRun`."""
 
     spec: dict[str, Any]
     environment: dict[str, Any]
@@ -62,7 +145,7 @@ class Parts:
 
 
 def is_archived(path: Path) -> bool:
-    """Whether a file describes an archived run."""
+    """Return whether a file is the TOML of an archived run."""
     if path.suffix != ".toml" or path.name == SPEC or not path.with_suffix(".csv").is_file():
         return False
     with path.open("rb") as file:
@@ -70,14 +153,14 @@ def is_archived(path: Path) -> bool:
 
 
 def find_archived(folder: Path) -> list[Path]:
-    """The archived runs anywhere in a folder."""
+    """Return the archived runs anywhere in a folder, by their TOML."""
     return sorted(path for path in folder.rglob("*.toml") if is_archived(path))
 
 
 def texts(run: Parts) -> tuple[str, str]:
-    """The TOML and the CSV of a run.
+    """Return the TOML and the CSV of a run.
 
-    A column with one value is a line of the TOML; one without any is left out.
+    A column with a single value is a line of the TOML; one without any is left out.
     """
     columns = {
         name: [_rounded(name, row.get(name)) for row in run.rows] for name in _names(run.rows)
@@ -91,7 +174,7 @@ def texts(run: Parts) -> tuple[str, str]:
         "format": format,
         "id": id_of(own, format),
         "result": {n: _rounded(n, value) for n, value in _known(run.result).items()},
-        "environment": _known({name: run.environment.get(name) for name in KEPT}),
+        "environment": _known({name: run.environment.get(name) for name in ARCHIVED}),
         "constant": constant,
         "spec": own,
     }
@@ -99,7 +182,7 @@ def texts(run: Parts) -> tuple[str, str]:
 
 
 def read_archived(path: Path) -> Parts:
-    """Read a run from its TOML and CSV; refuses one that was changed since it was archived."""
+    """Read a run from its TOML and CSV; refuse one that was changed since it was archived."""
     try:
         described = parse_toml(path.read_text(encoding="utf-8"))
         table = path.with_suffix(".csv").read_text(encoding="utf-8")
@@ -133,12 +216,12 @@ def _check(path: Path, described: Mapping[str, Any], table: str) -> None:
 
 
 def _rows(path: Path, constant: Mapping[str, Any], table: str) -> list[Row]:
-    """The rows of the rounds, with the columns that have one value in all of them."""
+    """Return the rows of the CSV, with the columns of a single value."""
     again = "archive the run again"
     try:
         rows = [{**constant, **row} for row in _parsed(table)]
     except (ValueError, TypeError, AttributeError, csv.Error):
-        raise UsageError(f"the CSV of {path} holds something else than numbers; {again}") from None
+        raise UsageError(f"the CSV of {path} holds something other than numbers; {again}") from None
     for number, row in enumerate(rows, start=1):
         fault = row_fault(row, number)
         require(fault is None, f"the CSV of {path} is damaged at line {number}: {fault}; {again}")
@@ -146,7 +229,7 @@ def _rows(path: Path, constant: Mapping[str, Any], table: str) -> list[Row]:
 
 
 def _names(rows: Sequence[Row]) -> list[str]:
-    """The columns that have a number somewhere, in their order; the round is always there."""
+    """Return the columns with any number, in order, and the round."""
     names = dict.fromkeys(["round", *(name for row in rows for name in row)])
     return [n for n in names if n == "round" or any(row.get(n) is not None for row in rows)]
 
@@ -173,7 +256,7 @@ def _csv(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _cell(name: str, value: Any) -> str:
-    """Nothing for None, and no more digits than count.
+    """Return the text of a cell: empty for None, rounded for floats.
 
     >>> _cell("train_loss", 0.123456789), _cell("seconds", 1.23456), _cell("round", 500)
     ('0.1234568', '1.235', '500')
@@ -200,84 +283,3 @@ def _number(cell: str) -> int | float | None:
 def _digest(described: Mapping[str, Any], table: str) -> str:
     text = json.dumps(described, sort_keys=True, default=str) + table
     return hashlib.sha256(text.encode()).hexdigest()
-
-
-@dataclass(frozen=True)
-class StoredRun:
-    """A run folder, read.
-
-    Attributes:
-        folder: where it lies.
-        spec: as in spec.toml.
-        environment: as in environment.json.
-        rows: one a round.
-        result: as in result.json; None while the run is not over.
-    """
-
-    folder: Path
-    spec: dict[str, Any]
-    environment: dict[str, Any]
-    rows: list[Row]
-    result: dict[str, Any] | None
-
-    def outcome(self) -> Outcome:
-        """The run as tables and figures take it; one that is not over has the rows it has."""
-        result = self.result or {}
-        return Outcome(
-            spec_from(self.spec),
-            self.rows,
-            result.get("seconds", sum(row.get("seconds", 0.0) for row in self.rows)),
-            result.get("diverged_at"),
-            status=result.get("status", "unfinished"),
-            reason=result.get("reason", ""),
-            folder=self.folder,
-            stored=len(self.rows),
-        )
-
-
-def load_run(folder: Path) -> StoredRun:
-    """Read a run, finished or not, or archived. `UsageError` for what is no run or is damaged."""
-    if is_archived(folder):
-        parts = read_archived(folder)
-        return StoredRun(folder.with_suffix(""), **vars(parts))
-    spec = read_spec(folder)
-    try:
-        result = _read_result(folder)  # first: a run at work may end between the two
-        rows = read_rows(folder)
-    except OSError as error:
-        raise UsageError(f"cannot read {folder}: {error.strerror}") from None
-    if result is not None and len(rows) != result["rounds"]:
-        raise DamagedError(f"{folder / RECORDS} has {len(rows)} of {result['rounds']} rows")
-    return StoredRun(folder, spec, read_environment(folder), rows, result)
-
-
-def find_runs(paths: Iterable[Path]) -> list[Path]:
-    """The folders that are runs among `paths`, and the runs anywhere inside the others.
-
-    An archived run is named by its TOML.
-    """
-    found: list[Path] = []
-    for path in paths:
-        inside = [path] if is_run(path) or is_archived(path) else _inside(path)
-        if not inside:
-            raise UsageError(f"there is no run in {path}; `fedexp run` and `compare` write them")
-        found += inside
-    return list(dict.fromkeys(found))
-
-
-def _inside(path: Path) -> list[Path]:
-    return [*sorted(spec.parent for spec in path.rglob(SPEC)), *find_archived(path)]
-
-
-def _read_result(folder: Path) -> dict[str, Any] | None:
-    path = folder / RESULT
-    if not path.exists():
-        return None
-    try:
-        result: dict[str, Any] = parse_json(path.read_bytes())
-        fault = result_fault(result)
-    except ValueError:
-        fault = "it is not JSON"
-    if fault is not None:
-        raise UsageError(f"{path} is damaged; remove it and run `fedexp resume {folder}`")
-    return result

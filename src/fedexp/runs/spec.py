@@ -1,8 +1,8 @@
-"""`Spec`: an experiment as data, and the run that follows from it.
+"""An experiment as data: `Spec`, the `Run` that it resolves to, its `Outcome`, and `spec.toml`.
 
-`Outcome`: the rows of a run and how it ended.
-
-`spec.toml`: a run's frozen spec, readable, and the id that follows from it.
+A spec has the names that a user types. `Spec.check` needs neither data nor model; `Spec.prepare`
+builds the task and resolves every option. The resolved spec, with all options, is what `spec.toml`
+stores, and the id of a run is a digest of it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,21 +19,30 @@ from typing import Any
 
 import numpy as np
 import tomli_w
+import torch
 
-from fedexp.algorithms import ALGORITHMS
 from fedexp.engine import EngineName, Record, simulate
 from fedexp.engine.client_store import ClientStore
+from fedexp.engine.plan import sample_cohort
 from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.state import SimulationState
-from fedexp.errors import UsageError, require, shown, unknown_name
-from fedexp.precision import Precision
+from fedexp.errors import UsageError, require, shown
+from fedexp.precision import Precision, checked_device
 from fedexp.runs.files import Row, parse_toml, spec_fault
 from fedexp.runs.fingerprint import Fingerprint, fingerprint
-from fedexp.runs.options import Setup, build_task, setup_for, split_task_options, task_arguments
+from fedexp.runs.options import (
+    Setup,
+    build_algorithm,
+    build_task,
+    check_options,
+    setup_for,
+    split_task_options,
+    task_arguments,
+)
 from fedexp.tasks import Task
 
 SMALL_MODEL = 100_000  # parameters
-ROUNDING = 1e-9  # of a target
+ROUNDING = 1e-9  # relative to a target
 
 
 @dataclass(frozen=True)
@@ -43,16 +52,16 @@ class Spec:
     Args:
         task: name of the task.
         algorithm: name of the algorithm.
-        seed: of the data, the initial weights, the cohorts and the batches.
-        rounds: None for the task's own number.
-        cohort: clients a round; None for the task's own number, 0 for all clients.
+        seed: seed of the data, the initial weights, the cohorts and the batches.
+        rounds: number of rounds; None for the task's default.
+        cohort: clients per round; None for the task's default, 0 for all clients.
         mode: "paper", or "authors-code" for what the released code does.
-        evaluate_every: rounds between evaluations; None for the task's own number.
+        evaluate_every: rounds between evaluations; None for the task's default.
         engine: "auto", or the name of one: "loop", "threads", "batched", "dense", "quadratic".
         device: e.g. "cuda"; None for the CPU.
-        precision: "float32", "tf32" or "bf16"; None for what suits the device.
+        precision: "float32", "tf32" or "bf16"; None for the default of the device.
         stop_at: value of the task's metric at which the run ends early; accuracies may be percent.
-        deterministic: ask torch for the same bits every time, on a GPU too.
+        deterministic: use deterministic torch operations only, on a GPU too.
         options: pairs of dotted names and values; `task.*` are arguments of the task.
     """
 
@@ -70,17 +79,26 @@ class Spec:
     deterministic: bool = False
     options: tuple[tuple[str, str], ...] = ()
 
-    def prepare(self, task: Task | None = None) -> Run:
-        """Resolve every name; raises `UsageError` for what does not exist or fit.
+    def check(self) -> None:
+        """Raise `UsageError` for an unknown name or an option of the wrong type.
 
-        `task` is the spec's own task where it has been built before.
+        Reads no data and builds no model. What depends on them is checked by `prepare`.
         """
-        if self.algorithm not in ALGORITHMS:
-            raise unknown_name("algorithm", self.algorithm, ALGORITHMS)
+        check_options(self.task, self.algorithm, dict(self.options), self.mode)
+
+    def prepare(self, task: Task | None = None) -> Run:
+        """Resolve every name; raise `UsageError` for what does not exist or does not fit.
+
+        Args:
+            task: the spec's own task where it has been built before.
+        """
         of_task, others = split_task_options(dict(self.options))
-        task = task or build_task(self.task, of_task, self.seed, self.mode)
-        setup = setup_for(task, ALGORITHMS[self.algorithm](), self.mode).with_options(others)
+        if task is None:
+            self.check()
+            task = build_task(self.task, of_task, self.seed, self.mode)
+        setup = setup_for(task, build_algorithm(self.algorithm), self.mode).with_options(others)
         cohort = task.cohort if self.cohort is None else self.cohort or None
+        sample_cohort(self.seed, 0, task.train.clients, cohort)  # raises where it does not fit
         stop_at = checked_target(self.stop_at, task.metric, "--stop-at")
         return Run(self, task, setup, self.rounds or task.rounds, cohort, stop_at)
 
@@ -99,15 +117,31 @@ class Run:
     @property
     def is_small(self) -> bool:
         """Whether splitting an operation over threads costs more than it saves."""
-        return self.task.objective.initial(0)[0].numel() < SMALL_MODEL
+        return self.task.objective.initial(self.spec.seed)[0].numel() < SMALL_MODEL
+
+    @property
+    def device(self) -> torch.device:
+        """The device that `simulate` trains on; raises `UsageError` where it is not available."""
+        data = next(iter(self.task.train.fields.values()))
+        return checked_device(self.spec.device or data.device)
 
     @cached_property
     def fingerprint(self) -> Fingerprint:
-        """Digests of the data, the initial model and the code; reads them at its first use."""
+        """Digests of the data, the initial model and the code, computed at first use."""
         return fingerprint(self.task, self.setup.algorithm, self.spec.seed)
 
+    @cached_property
+    def frozen(self) -> dict[str, Any]:
+        """The resolved spec as TOML holds it: everything that decides what the run computes.
+
+        TOML has no null: None is left out at the top level, and is "none" among options, as `--set`
+        takes it.
+        """
+        described = {name: value for name, value in self.describe().items() if value is not None}
+        return tomllib.loads(tomli_w.dumps(_toml_value(described)))
+
     def reached(self, row: Mapping[str, Any]) -> bool:
-        """Whether a row has what the run was to stop at."""
+        """Return whether the row of a round has reached `stop_at`."""
         value = row.get(self.task.metric)
         if self.stop_at is None or value is None:
             return False
@@ -115,15 +149,19 @@ class Run:
         goal = allow_rounding(self.stop_at, higher)
         return bool(value >= goal if higher else value <= goal)
 
+    def is_over(self, rows: Sequence[Mapping[str, Any]]) -> bool:
+        """Return whether no round is left after these rows."""
+        return bool(rows) and (len(rows) >= self.rounds or self.reached(rows[-1]))
+
     def records(
         self,
         start: SimulationState | None = None,
         client_store: ClientStore | None = None,
         process_group: ProcessGroup | None = None,
     ) -> Iterator[Record]:
-        """Train; one record a round, from the beginning or from the state of an earlier record.
+        """Train; yield one record per round, from the beginning or from an earlier state.
 
-        Arguments are checked at the call. It does not end early at `stop_at`: its reader does.
+        Arguments are checked at the call. Training does not end at `stop_at`: the caller ends it.
         """
         return simulate(
             self.task,
@@ -142,31 +180,16 @@ class Run:
             process_group=process_group,
         )
 
-    def _arguments(self) -> dict[str, Any]:
-        """The arguments of the task, resolved; its seed only where it is not the run's."""
-        of_task, _ = split_task_options(dict(self.spec.options))
-        found = task_arguments(self.spec.task, of_task, self.spec.seed, self.spec.mode)
-        if found.get("seed") == self.spec.seed:
-            del found["seed"]
-        return {name: _plain_value(value) for name, value in found.items()}
-
-    def _changed(self) -> list[str]:
-        if not self.spec.options:
-            return []
-        bare = replace(self.spec, options=()).prepare(self.task)
-        now, before = self._resolved(), bare._resolved()
-        return [name for name in now if name not in before or now[name] != before[name]]
-
-    def _resolved(self) -> dict[str, Any]:
-        of_task = {f"task.{name}": value for name, value in self._arguments().items()}
-        return of_task | self.setup.options()
-
     def describe(self) -> dict[str, Any]:
-        """The run in full, as plain values: enough to repeat it.
+        """Return the run in full, as plain values: enough to repeat it.
 
         `set` has options as they were typed, and `changed` names those that have another value than
-        the task and the mode give them; `arguments` and `options` have every one, resolved.
+        the task and the mode give them; `arguments` and `options` have all of them, resolved.
         """
+        resolved = self._resolved()
+        before: dict[str, Any] = resolved
+        if self.spec.options:
+            before = replace(self.spec, options=()).prepare(self.task)._resolved()
         return {
             "task": self.spec.task,
             "algorithm": self.spec.algorithm,
@@ -182,24 +205,76 @@ class Run:
             "stop_at": self.stop_at,
             "deterministic": self.spec.deterministic,
             "set": dict(self.spec.options),
-            "changed": self._changed(),
+            "changed": [n for n in resolved if n not in before or resolved[n] != before[n]],
             "arguments": self._arguments(),
-            "options": {k: _plain_value(v) for k, v in self.setup.options().items()},
+            "options": {k: _json_value(v) for k, v in self.setup.options().items()},
         }
 
+    def _arguments(self) -> dict[str, Any]:
+        """Return the arguments of the task, resolved; its seed only where it is not the run's."""
+        of_task, _ = split_task_options(dict(self.spec.options))
+        found = task_arguments(self.spec.task, of_task, self.spec.seed, self.spec.mode)
+        if found.get("seed") == self.spec.seed:
+            del found["seed"]
+        return {name: _json_value(value) for name, value in found.items()}
 
-def _plain_value(value: Any) -> Any:
-    """As JSON can hold it: infinity in words, as `--set` takes it."""
+    def _resolved(self) -> dict[str, Any]:
+        of_task = {f"task.{name}": value for name, value in self._arguments().items()}
+        return of_task | self.setup.options()
+
+
+def _json_value(value: Any) -> Any:
+    """Return a value as JSON holds it; infinity as the text that `--set` takes."""
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
+def _toml_value(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _toml_value(each) for name, each in value.items()}
+    return "none" if value is None else list(value) if isinstance(value, tuple) else value
+
+
+OnRound = Callable[[Spec, Row], None]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The result of a run: one row of numbers per round, and how it ended.
+
+    Attributes:
+        spec: what was run.
+        rows: one per round.
+        seconds: training time, over all processes that worked on the run.
+        diverged_at: the round in which the run diverged, if it did.
+        status: "finished", "diverged", "target" for one that stopped there, or "unfinished".
+        reason: what diverged.
+        folder: the run folder; None where nothing is stored.
+        stored: number of rounds that were stored before.
+    """
+
+    spec: Spec
+    rows: list[Row]
+    seconds: float
+    diverged_at: int | None = None
+    status: str = "finished"
+    reason: str = ""
+    folder: Path | None = None
+    stored: int = 0
+
+    def curve(self, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return one number per round, NaN where it was not evaluated."""
+        values = [row.get(name) for row in self.rows]
+        known = [v if isinstance(v, int | float) else np.nan for v in values]
+        return np.array(known, dtype=np.float64)
+
+
 def is_better_higher(metric: str) -> bool:
-    """Accuracies rise, losses fall."""
+    """Return whether larger values of a metric are better: of accuracies, not of losses."""
     return metric.endswith("accuracy")
 
 
 def allow_rounding(target: float, higher: bool) -> float:
-    """The target, less what rounding can cost a metric that is a mean of fractions.
+    """Return the target less the rounding error of a metric that is a mean of fractions.
 
     So that 0.7199999999999 is 72 %, as it is once a run is archived with fewer digits.
 
@@ -211,7 +286,7 @@ def allow_rounding(target: float, higher: bool) -> float:
 
 
 def checked_target(value: float | None, metric: str, option: str) -> float | None:
-    """A value of the metric to reach; an accuracy above 1 is taken as percent.
+    """Return the value of a metric to reach; an accuracy above 1 is taken as percent.
 
     >>> checked_target(84, "test_accuracy", "--target"), checked_target(None, "train_loss", "")
     (0.84, None)
@@ -225,81 +300,41 @@ def checked_target(value: float | None, metric: str, option: str) -> float | Non
     return value
 
 
-OnRound = Callable[[Spec, Row], None]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What came out of a run: one row of numbers a round, and how it ended.
-
-    Attributes:
-        spec: what was run.
-        rows: one a round.
-        seconds: time in all.
-        diverged_at: the round in which the run left the range of sensible numbers, if it did.
-        status: "finished", "diverged", "target" for one that stopped there, or "unfinished".
-        reason: what diverged.
-        folder: where the run is kept; None where it is not.
-        stored: how many of the rounds were there before.
-    """
-
-    spec: Spec
-    rows: list[Row]
-    seconds: float
-    diverged_at: int | None = None
-    status: str = "finished"
-    reason: str = ""
-    folder: Path | None = None
-    stored: int = 0
-
-    def curve(self, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """One number a round, NaN where it was not evaluated."""
-        values = [row.get(name) for row in self.rows]
-        known = [v if isinstance(v, int | float) else np.nan for v in values]
-        return np.array(known, dtype=np.float64)
-
-
-TYPED = ("set", "changed")  # how options came about, which decides nothing
 FORMAT = 2  # 1: the id covered options as they were typed, and no arguments of the task
 SPEC = "spec.toml"
 HEAD = "# A run of fedexp, frozen. Continue it with: fedexp resume THIS-FOLDER\n"
+TYPED = ("set", "changed")  # options as they were typed; not part of the id
 
 
 def frozen(run: Run) -> dict[str, Any]:
-    """Everything that decides what a run computes, as TOML holds it.
-
-    TOML has no null: what is None at the top is left out, and among options it is the word
-    "none", as `--set` takes it.
-    """
-    described = run.describe()
-    plain = {name: _plain(value) for name, value in described.items() if value is not None}
-    return tomllib.loads(tomli_w.dumps(plain))
+    """Return the resolved spec of a run, see `Run.frozen`."""
+    return dict(run.frozen)
 
 
 def run_id(run: Run) -> str:
-    """The name of a run: what it is, and the start of a digest of its frozen spec."""
-    return id_of(frozen(run))
+    """Return the id of a run: task, algorithm, seed and a digest of the resolved spec."""
+    return id_of(run.frozen)
 
 
 def folder_of(run: Run, root: Path) -> Path:
-    """Return the folder of a run among all runs; that of an older version where it is there."""
-    spec = frozen(run)
-    folder, older = root / id_of(spec), root / id_of(_first_format(spec), format=1)
+    """Return the folder of a run under `root`; that of an older version where it exists."""
+    folder = root / id_of(run.frozen)
+    older = root / id_of(_first_format(run.frozen), format=1)
     return older if not is_run(folder) and is_run(older) else folder
 
 
 def is_run(path: Path) -> bool:
-    """Return whether a folder holds a run; before its spec it has nothing that counts."""
+    """Return whether a folder holds a run: `spec.toml` is written first."""
     return (path / SPEC).is_file()
 
 
 def spec_text(spec: Mapping[str, Any], head: str = HEAD) -> str:
-    """The text of `spec.toml` for a frozen spec."""
+    """Return the text of `spec.toml` for a resolved spec."""
     return head + tomli_w.dumps({"format": FORMAT, "id": id_of(spec), **spec})
 
 
 def read_spec(folder: Path) -> dict[str, Any]:
-    """What `spec.toml` holds; refuses one that is damaged, changed, or of another format."""
+    """Return the content of `spec.toml`; refuse one that is damaged, edited or newer than this."""
     path = folder / SPEC
     try:
         spec = parse_toml(path.read_text(encoding="utf-8"))
@@ -331,7 +366,7 @@ def checked_format(spec: Mapping[str, Any], path: Path) -> int:
 
 
 def spec_from(spec: Mapping[str, Any]) -> Spec:
-    """The spec whose run froze to this."""
+    """Return the `Spec` of a resolved spec."""
     return Spec(
         task=spec["task"],
         algorithm=spec["algorithm"],
@@ -363,7 +398,7 @@ def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path)
 
 
 def id_of(spec: Mapping[str, Any], format: int = FORMAT) -> str:
-    """The id of a frozen spec.
+    """Return the id of a resolved spec.
 
     Options count as they are resolved, not as they were typed; in format 1 both counted.
 
@@ -388,7 +423,7 @@ def _canonical(value: Any) -> Any:
 
 
 def _first_format(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a frozen spec as format 1 had it: without the resolved arguments of the task."""
+    """Return a resolved spec in format 1: without the resolved arguments of the task."""
     return {n: value for n, value in spec.items() if n not in ("arguments", "changed")}
 
 
@@ -400,12 +435,6 @@ def _compared(spec: Mapping[str, Any], old: bool) -> dict[str, Any]:
         typed = spec.get("set", {})
         own["set"] = {name: text for name, text in typed.items() if name.startswith("task.")}
     return own
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _plain(each) for name, each in value.items()}
-    return "none" if value is None else list(value) if isinstance(value, tuple) else value
 
 
 def _flat(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Kept runs on the command line: stored, resumed, stopped and watched."""
+"""`fedexp run` and `fedexp resume`: runs are stored, resumed, stopped and logged."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.runs.helpers import essence
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
 
-def test_runs_are_kept_where_it_is_said(
+def test_runs_are_stored_where_options_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(RUN) == 0
@@ -28,8 +28,8 @@ def test_runs_are_kept_where_it_is_said(
     assert main(RUN) == 0
     assert main([*RUN, "--runs", "by-option"]) == 0
     assert main([*RUN, "--runs", "by-option", "--seed", "1", "--json"]) == 0
-    told = json.loads(capfd.readouterr().out.splitlines()[-1])
-    assert Path(told["folder"]).parent.name == "by-option"
+    printed = json.loads(capfd.readouterr().out.splitlines()[-1])
+    assert Path(printed["folder"]).parent.name == "by-option"
     names = {folder.parent.name for folder in find_runs([tmp_path])}
     assert names == {"runs", "by-variable", "by-option"}
     before = set(tmp_path.rglob("*"))
@@ -37,23 +37,23 @@ def test_runs_are_kept_where_it_is_said(
     assert set(tmp_path.rglob("*")) == before
 
 
-def test_a_finished_run_is_told_and_can_be_restarted(
+def test_a_finished_run_is_reported_and_can_be_restarted(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main([*RUN, "--out", "a"]) == 0
     first = capfd.readouterr()
-    kept = (tmp_path / "a" / "records.jsonl").read_bytes()
+    before = (tmp_path / "a" / "records.jsonl").read_bytes()
     for again in ([*RUN, "--out", "a"], ["resume", "a"]):
         assert main(again) == 0
         second = capfd.readouterr()
         assert second.out == first.out
         assert second.err.startswith("fedexp: nothing to do: a was finished before (--restart")
-        assert (tmp_path / "a" / "records.jsonl").read_bytes() == kept
+        assert (tmp_path / "a" / "records.jsonl").read_bytes() == before
     state = essence(tmp_path / "a")
     assert main(["resume", "a", "--restart", "--json"]) == 0
     assert json.loads(capfd.readouterr().out)["status"] == "finished"
     assert essence(tmp_path / "a") == state
-    assert (tmp_path / "a" / "records.jsonl").read_bytes() != kept  # its times are new
+    assert (tmp_path / "a" / "records.jsonl").read_bytes() != before  # its times are new
 
 
 def test_quiet_prints_lines_for_a_log(capfd: pytest.CaptureFixture[str]) -> None:
@@ -74,7 +74,7 @@ def test_stop_at_ends_a_run_early(capfd: pytest.CaptureFixture[str]) -> None:
     assert rows[-1]["train_loss"] <= 0.05 < rows[-2]["train_loss"]
     capfd.readouterr()
     assert main(command) == 0  # it is over, though it has not all its rounds
-    assert "goes on" not in capfd.readouterr().err
+    assert "resumes" not in capfd.readouterr().err
 
 
 def test_a_diverged_run_fails_each_time_it_is_asked_for(capfd: pytest.CaptureFixture[str]) -> None:
@@ -84,55 +84,55 @@ def test_a_diverged_run_fails_each_time_it_is_asked_for(capfd: pytest.CaptureFix
 
 
 class Notebook:
-    """A consumer that writes down what it hears, and fails where it is told to."""
+    """A logger that records its calls, and fails on request."""
 
-    heard: list[Any]
+    seen: list[Any]
     fails_at: int | None = None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def begin(self, spec: Any, resumed_from: int) -> None:
-        self.heard.append((spec["task"], resumed_from))
+        self.seen.append((spec["task"], resumed_from))
 
     def on_round(self, row: Any) -> None:
         stored = load_run(self.folder).rows[-1]["round"]
-        assert stored == row["round"], "it should be stored before anybody hears of it"
+        assert stored == row["round"], "it should be stored before anyone is notified of it"
         if row["round"] == self.fails_at:
             raise RuntimeError("no route to host")
-        self.heard.append(row["round"])
+        self.seen.append(row["round"])
 
     def end(self, result: Any) -> None:
-        self.heard.append(result["status"])
+        self.seen.append(result["status"])
 
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> type[Notebook]:
-    monkeypatch.setitem(loggers.CONSUMERS, "notebook", Notebook)
-    Notebook.heard, Notebook.fails_at = [], None
+    monkeypatch.setitem(loggers.LOGGERS, "notebook", Notebook)
+    Notebook.seen, Notebook.fails_at = [], None
     return Notebook
 
 
 def test_consumers_hear_of_everything_once(notebook: type[Notebook]) -> None:
     assert main([*RUN, "--log", "notebook"]) == 0
-    assert notebook.heard == [("synthetic", 0), 1, 2, 3, 4, 5, "finished"]
-    assert main([*RUN, "--log", "notebook"]) == 0  # nothing happens, nobody hears
-    assert len(notebook.heard) == 7
+    assert notebook.seen == [("synthetic", 0), 1, 2, 3, 4, 5, "finished"]
+    assert main([*RUN, "--log", "notebook"]) == 0  # nothing happens, nothing is logged
+    assert len(notebook.seen) == 7
 
 
-def test_a_consumer_that_fails_does_not_cost_the_run(
+def test_a_logger_that_fails_does_not_cost_the_run(
     notebook: type[Notebook], capfd: pytest.CaptureFixture[str]
 ) -> None:
     notebook.fails_at = 3
     assert main([*RUN, "--log", "notebook", "--out", "a"]) == 0
-    assert notebook.heard == [("synthetic", 0), 1, 2]
+    assert notebook.seen == [("synthetic", 0), 1, 2]
     warnings = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
     assert len(warnings) == 1
     assert "no route to host" in warnings[0]
     assert len(load_run(Path("a")).rows) == 5
 
 
-def test_advice_is_a_note(capfd: pytest.CaptureFixture[str]) -> None:
+def test_diagnostics_are_notes(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*RUN, "--rounds", "25", "--set", "eps=1e6", "--json"]) == 0
     out, err = capfd.readouterr()
     assert json.loads(out)["rounds"] == 25
@@ -167,13 +167,13 @@ def test_resume_needs_the_folder_alone(tmp_path: Path, capfd: pytest.CaptureFixt
     folder = folder.rename(tmp_path / "moved")
     capfd.readouterr()
     assert main(["resume", "moved"]) == 0
-    assert capfd.readouterr().err.startswith("fedexp: moved goes on after round 2\n")
+    assert capfd.readouterr().err.startswith("fedexp: moved resumes after round 2\n")
     assert essence(folder) == essence(tmp_path / "whole")
 
 
-def test_run_goes_on_with_what_it_finds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_run_resumes_what_it_finds(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     begin(RUN, tmp_path / "runs", 3)
     assert main([*RUN, "--quiet"]) == 0
-    told, *lines, _ = capfd.readouterr().err.splitlines()
-    assert told.endswith("goes on after round 3")
+    printed, *lines, _ = capfd.readouterr().err.splitlines()
+    assert printed.endswith("resumes after round 3")
     assert [line.split()[1] for line in lines] == ["4/5", "5/5"]  # not those of before

@@ -19,7 +19,7 @@ SMALL = ["--set", "task.clients=4", "--set", "task.rows=3", "--set", "task.dim=2
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Runs are kept in the current folder unless something else is said."""
+    """Runs are stored in the current folder by default."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDEXP_RUNS", raising=False)
 
@@ -100,7 +100,7 @@ def test_compare_gives_options_to_those_that_have_them(
     assert fedavg["finals"] == fedexp["finals"]  # FedExP with a huge eps is FedAvg
 
 
-def test_compare_tells_of_divergence_and_dropped_clients(
+def test_compare_reports_divergence_and_dropped_clients(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     command = ["compare", "synthetic", "--algorithms", "fedexp", "--rounds", "5", "--jobs", "1"]
@@ -166,7 +166,7 @@ def test_lists(command: str, capfd: pytest.CaptureFixture[str]) -> None:
         (["run", "toy", "--runs", "x", "--no-save"], "exclude each other"),
         (["run", "toy", "--restart"], "holds no run; leave --restart out"),
         (["run", "toy", "--no-save", "--log", "tensorboard"], "leave --no-save out"),
-        (["run", "toy", "--log", "paper"], "unknown consumer of runs"),
+        (["run", "toy", "--log", "paper"], "unknown logger"),
         (["run", "toy", "--checkpoint-every", "-1"], "number of seconds from 0"),
         (["run", "toy", "--stop-at", "-1"], "--stop-at must be a positive loss"),
         (["run", "digits", "--stop-at", "101"], "--stop-at must be"),
@@ -190,7 +190,7 @@ def test_a_mistake_gets_one_line_and_status_2(
     assert list(tmp_path.iterdir()) == []  # a mistake leaves nothing behind
 
 
-def test_divergence_is_told_with_its_round(capfd: pytest.CaptureFixture[str]) -> None:
+def test_divergence_is_reported_with_its_round(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "synthetic", "--set", "local.lr=5", "--rounds", "30", *SMALL]) == 1
     err = capfd.readouterr().err
     assert "diverged at round" in err

@@ -1,9 +1,10 @@
-"""What a run folder keeps from others, and what it never stores; and where its code came from."""
+"""The run folder: file modes, no secrets, commits of the code, the command that repeats a run."""
 
 from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -12,10 +13,13 @@ from pathlib import Path
 import pytest
 
 import fedexp
-from fedexp.runs import execute, load_run, read_spec
+from fedexp.cli.main import build_parser
+from fedexp.cli.options import spec_of
+from fedexp.runs import execute, frozen, load_run, read_spec, run_id
 from fedexp.runs import folder as runs_folder
 from fedexp.runs.files import PRIVATE, temporary, write_bytes
-from fedexp.runs.folder import ENVIRONMENT, RunFolder, command, commits, machine
+from fedexp.runs.folder import ENVIRONMENT, RunFolder, command, commits, machine, rerun
+from fedexp.runs.spec import Spec
 from tests.runs.helpers import interrupted, nobody, tiny
 
 TOKEN = "run-token-4711"
@@ -126,7 +130,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     (folder / "__init__.py").write_text("")
     monkeypatch.setattr(runs_folder, "PACKAGE", folder)
-    runs_folder._commits.cache_clear()
+    runs_folder.commits_of.cache_clear()
     return folder
 
 
@@ -136,15 +140,15 @@ def test_the_commit_of_a_checkout_is_recorded(
     monkeypatch.chdir(tmp_path)
     assert commits() == {}  # no repository
     git(package, "init")
-    runs_folder._commits.cache_clear()
+    runs_folder.commits_of.cache_clear()
     assert commits() == {}  # one that does not know the package, as of an environment inside
     git(package, "add", ".")
     git(package, "commit", "-m", "one")
     head = git(package, "rev-parse", "HEAD")
-    runs_folder._commits.cache_clear()
+    runs_folder.commits_of.cache_clear()
     assert commits() == {"git": {"fedexp": head, "fedexp_dirty": False}}
     (package / "__init__.py").write_text("changed = True")
-    runs_folder._commits.cache_clear()
+    runs_folder.commits_of.cache_clear()
     assert commits() == {"git": {"fedexp": head, "fedexp_dirty": True}}
 
 
@@ -171,3 +175,29 @@ def test_a_machine_without_git_has_no_commits(
     git(package, "init")
     monkeypatch.setenv("PATH", "")
     assert commits() == {}
+
+
+SPECS = [
+    Spec("toy", "fedexp"),
+    Spec("toy", "fedavg", seed=3, rounds=7, cohort=1, evaluate_every=2, engine="loop"),
+    Spec("toy", "fedexp", mode="authors-code", options=(("eps", "0.5"), ("task.start", "1,-2"))),
+    Spec("toy", "fedprox", device="cpu", precision="float32", stop_at=0.25, deterministic=True),
+    Spec("toy", "fedexp", options=(("server.max_step", "inf"), ("local.clip_norm", "none"))),
+]
+
+
+@pytest.mark.parametrize("spec", SPECS)
+def test_the_command_gives_the_same_run(spec: Spec) -> None:
+    run = spec.prepare()
+    words = shlex.split(rerun(frozen(run)))
+    assert words[0] == "fedexp"
+    args = build_parser().parse_args(words[1:])
+    again = spec_of(args, args.algorithm, args.seed).prepare()
+    assert again.describe() == run.describe()
+    assert run_id(again) == run_id(run)
+
+
+def test_values_are_quoted_for_a_shell() -> None:
+    value = 'a b\'; $(rm x) "<script>"'
+    words = shlex.split(rerun({**frozen(SPECS[0].prepare()), "set": {"task.folder": value}}))
+    assert words[-1] == f"task.folder={value}"

@@ -1,8 +1,9 @@
-"""Specs survive the way to TOML and back, and a run's id follows from all of them."""
+"""Specs are checked without data, survive TOML, and decide the id of a run."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import wraps
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,8 +14,9 @@ from hypothesis import strategies as st
 
 import fedexp as fx
 from fedexp.runs import frozen, read_spec, run_id, spec_from
-from fedexp.runs.options import build_task
+from fedexp.runs.options import TASKS, build_task
 from fedexp.runs.spec import Spec, spec_text
+from fedexp.tasks import Task
 from tests.runs.helpers import tiny
 
 TASK = build_task("synthetic", {"clients": "4", "rows": "3", "dim": "20"})
@@ -93,7 +95,7 @@ def test_what_means_the_same_has_the_same_id() -> None:
     assert run_id(run).startswith("digits-fedavg-s0-")
 
 
-def test_a_changed_or_foreign_spec_is_refused(tmp_path: Path) -> None:
+def test_a_changed_spec_is_refused(tmp_path: Path) -> None:
     written(tiny(), tmp_path)
     path = tmp_path / "spec.toml"
     whole = path.read_text()
@@ -110,3 +112,29 @@ def test_a_changed_or_foreign_spec_is_refused(tmp_path: Path) -> None:
     path.unlink()
     with pytest.raises(fx.UsageError, match="is not a run"):
         read_spec(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        (Spec("cifar11", "fedexp"), "unknown task 'cifar11'; did you mean cifar10"),
+        (Spec("cifar10", "fedxp"), "unknown algorithm 'fedxp'"),
+        (Spec("cifar10", "fedexp", mode="papr"), "unknown mode 'papr'"),
+        (Spec("cifar10", "fedexp", options=(("task.clints", "3"),)), "unknown option of task"),
+        (Spec("cifar10", "fedexp", options=(("task.clients", "x"),)), "must be a whole number"),
+        (Spec("cifar10", "fedexp", options=(("epsilon", "1"),)), "unknown option of fedexp"),
+        (Spec("cifar10", "fedexp", options=(("eps", "abc"),)), "server.eps must be a number"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_a_mistake_is_found_without_data_or_model(
+    spec: Spec, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @wraps(TASKS["cifar10"])
+    def refuse(*arguments: Any, **more: Any) -> Task:
+        raise AssertionError("no data should be read")
+
+    monkeypatch.setitem(TASKS, "cifar10", refuse)
+    for check in (spec.check, spec.prepare):
+        with pytest.raises(fx.UsageError, match=message):
+            check()

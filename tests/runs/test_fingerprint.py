@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import subprocess
 import sys
@@ -20,11 +21,20 @@ import fedexp as fx
 from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.objective import LeastSquares, ModuleObjective
 from fedexp.runs import fingerprint as module
-from fedexp.runs.code_digest import BYTECODE, SOURCE, digest_of, is_library, same
-from fedexp.runs.fingerprint import Fingerprint, fingerprint, fingerprint_of_rules
+from fedexp.runs.fingerprint import (
+    BYTECODE,
+    MOVED,
+    SOURCE,
+    Fingerprint,
+    digest_of,
+    fingerprint,
+    fingerprint_of_rules,
+    is_library,
+    same,
+)
 from fedexp.runs.spec import Spec
 from fedexp.tasks import Task
-from tests.experiments.studies import STUDY, federation, imported, task_of
+from tests.helpers.studies import STUDY, federation, imported, task_of
 
 EDITS = {
     "forward": ("torch.relu(", "F.gelu("),
@@ -89,7 +99,7 @@ import json, sys
 from pathlib import Path
 import fedexp as fx
 from fedexp.runs.fingerprint import fingerprint
-from tests.experiments.studies import STUDY, imported, task_of
+from tests.helpers.studies import STUDY, imported, task_of
 study = imported(Path(sys.argv[1]), STUDY)
 algorithm = fx.Algorithm("own", study.Doubled(), study.Sign())
 print(json.dumps(fingerprint(task_of(study), algorithm, 3).to_json()))
@@ -305,3 +315,14 @@ def test_a_fingerprint_survives_json_and_knows_its_numerics() -> None:
 def test_rules_whose_numbers_changed_are_known() -> None:
     changed = {name for name, make in ALGORITHMS.items() if fingerprint_of_rules(make()).first > 1}
     assert changed == {"fedadagrad", "fedadam", "fedyogi"}
+
+
+@pytest.mark.parametrize("name", MOVED)
+def test_code_that_has_moved_has_the_digest_of_its_former_place(name: str) -> None:
+    """Stored runs would be refused otherwise."""
+    module, _, attribute = name.rpartition(".")
+    value = getattr(importlib.import_module(module), attribute)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(value, "__module__", MOVED[name])
+        before = digest_of(value)
+    assert digest_of(value) == before

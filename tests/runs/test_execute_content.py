@@ -14,13 +14,13 @@ import pytest
 import fedexp as fx
 from fedexp.distributed import Ranks
 from fedexp.runs import RunWarning, execute, folder_of, load_run, read_spec, run_all, run_id
-from fedexp.runs.distributed_run import check_alike
+from fedexp.runs.distributed_run import check_same_content
 from fedexp.runs.fingerprint import Fingerprint, fingerprint
 from fedexp.runs.folder import FINGERPRINT
 from fedexp.runs.options import TASKS
 from fedexp.runs.spec import SPEC, Run, Spec, frozen, id_of
 from fedexp.tasks import Task
-from tests.experiments.studies import STUDY, imported, task_of
+from tests.helpers.studies import STUDY, imported, task_of
 from tests.runs.helpers import interrupted, nobody, stop_after, tiny, untimed
 
 MINE = Spec("mine", "fedavg", rounds=3)
@@ -90,9 +90,9 @@ def test_a_finished_run_of_other_content_is_no_answer(name: str, tmp_path: Path)
 def test_an_interrupted_run_is_not_continued_with_other_content(name: str, tmp_path: Path) -> None:
     change, words = CHANGES[name]
     folder = tmp_path / "run"
-    listen, wish = stop_after(1)
-    with pytest.raises(fx.runs.Stopped):
-        execute(MINE, None, listen, run=run_of(plain(tmp_path)), folder=folder, stop=wish)
+    listen, stop = stop_after(1)
+    with pytest.raises(fx.runs.RunInterrupted):
+        execute(MINE, None, listen, run=run_of(plain(tmp_path)), folder=folder, stop=stop)
     before = {path.name: path.read_bytes() for path in folder.iterdir()}
     with pytest.raises(fx.UsageError, match=words):
         execute(MINE, None, nobody, run=run_of(change(tmp_path)), folder=folder)
@@ -143,9 +143,9 @@ def test_a_run_without_a_fingerprint_is_taken_with_a_warning(tmp_path: Path) -> 
         else:
             interrupted(tiny(), folder, rounds)
         aged(folder)
-        with pytest.warns(RunWarning, match="before runs had fingerprints.*--restart") as heard:
+        with pytest.warns(RunWarning, match="before runs had fingerprints.*--restart") as seen:
             assert execute(tiny(), None, nobody, folder=folder).stored == rounds
-        assert len(heard) == 1
+        assert len(seen) == 1
         assert not (folder / FINGERPRINT).exists()  # nobody knows what it was made from
     execute(tiny(), None, nobody, folder=tmp_path / "over", restart=True)
     assert execute(tiny(), None, nobody, folder=tmp_path / "over").stored == 6
@@ -209,9 +209,9 @@ class Alike(Ranks):
 
 def test_ranks_with_other_files_are_refused(tmp_path: Path) -> None:
     mine = run_of(plain(tmp_path))
-    check_alike(mine, Alike(run_of(plain(tmp_path))))
+    check_same_content(mine, Alike(run_of(plain(tmp_path))))
     with pytest.raises(fx.UsageError, match=r"rank 1 has other content than rank 0: .*\(y\)"):
-        check_alike(mine, Alike(run_of(other_labels(tmp_path))))
+        check_same_content(mine, Alike(run_of(other_labels(tmp_path))))
 
 
 TYPED = ["eps=0", "eps=0.0", "server.eps=0", "server.eps=-0.0", "eps=0e5"]

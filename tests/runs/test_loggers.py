@@ -1,4 +1,4 @@
-"""What TensorBoard, W&B and MLflow are told of a run, and of a run that goes on."""
+"""What TensorBoard, W&B and MLflow log of a run, and of a resumed run."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from fedexp.errors import UsageError
-from fedexp.runs.loggers import Consumer, ConsumerWarning, Guarded, consumer_named
+from fedexp.runs.loggers import GuardedLogger, Logger, LoggerWarning, logger_named
 
 SPEC = {"task": "toy", "rounds": 6, "set": {}, "options": {"server.eps": 0.25}}
 FINISHED = {"status": "finished", "rounds": 6}
@@ -24,41 +24,41 @@ def rows(first: int, last: int) -> list[dict[str, Any]]:
     ]
 
 
-def tell(consumer: Consumer, first: int, last: int, resumed_from: int = 0) -> None:
-    consumer.begin(SPEC, resumed_from)
+def log(logger: Logger, first: int, last: int, resumed_from: int = 0) -> None:
+    logger.begin(SPEC, resumed_from)
     for row in rows(first, last):
-        consumer.on_round(row)
+        logger.on_round(row)
 
 
 def test_tensorboard_has_each_round_once_after_a_kill(tmp_path: Path) -> None:
     """Killed after round 5, with the checkpoint of round 3: rounds 4 and 5 come a second time."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    tell(consumer_named("tensorboard", tmp_path), 1, 5)  # and no end
-    again = consumer_named("tensorboard", tmp_path)
-    tell(again, 4, 6, resumed_from=3)
+    log(logger_named("tensorboard", tmp_path), 1, 5)  # and no end
+    again = logger_named("tensorboard", tmp_path)
+    log(again, 4, 6, resumed_from=3)
     again.end(FINISHED)
     events = EventAccumulator(str(tmp_path)).Reload()
     assert set(events.Tags()["scalars"]) == {"loss/train_loss", "round/server_lr", "round/clients"}
-    told = {event.step: event.value for event in events.Scalars("loss/train_loss")}
-    assert told == pytest.approx({n: 1 / n for n in range(1, 7)})
+    logged = {event.step: event.value for event in events.Scalars("loss/train_loss")}
+    assert logged == pytest.approx({n: 1 / n for n in range(1, 7)})
     assert len(events.Scalars("loss/train_loss")) == 6
     (text,) = events.Tensors("spec/text_summary")
     assert b"| options.server.eps | 0.25 |" in text.tensor_proto.string_val[0]
 
 
 class FakeWandb(ModuleType):
-    """As much of wandb as the consumer calls."""
+    """The part of wandb that the logger calls."""
 
     def __init__(self) -> None:
         super().__init__("wandb")
-        self.begun: list[dict[str, Any]] = []
+        self.started: list[dict[str, Any]] = []
         self.logged: dict[int, dict[str, float]] = {}
         self.summary: dict[str, str] = {}
         self.exits: list[int] = []
 
     def init(self, **how: Any) -> FakeWandb:
-        self.begun.append(how)
+        self.started.append(how)
         return self
 
     def log(self, values: dict[str, float], step: int) -> None:
@@ -74,13 +74,13 @@ def test_wandb_resumes_under_the_id_of_the_run(
     wandb = FakeWandb()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    interrupted = consumer_named("wandb", tmp_path)
-    tell(interrupted, 1, 3)
+    interrupted = logger_named("wandb", tmp_path)
+    log(interrupted, 1, 3)
     interrupted.end(None)
-    again = consumer_named("wandb", tmp_path)
-    tell(again, 4, 6, resumed_from=3)
+    again = logger_named("wandb", tmp_path)
+    log(again, 4, 6, resumed_from=3)
     again.end(FINISHED)
-    first, second = wandb.begun
+    first, second = wandb.started
     assert first == second
     assert (first["id"], first["resume"], first["project"]) == (tmp_path.name, "allow", "fedexp")
     assert first["config"]["options.server.eps"] == 0.25
@@ -91,7 +91,7 @@ def test_wandb_resumes_under_the_id_of_the_run(
 
 
 class FakeMLflow(ModuleType):
-    """As much of mlflow as the consumer calls, with one run at a time."""
+    """The part of mlflow that the logger calls, with one run at a time."""
 
     def __init__(self) -> None:
         super().__init__("mlflow")
@@ -127,17 +127,17 @@ class FakeMLflow(ModuleType):
         self.ended.append(status)
 
 
-def test_mlflow_resumes_its_own_run_and_hears_nothing_twice(
+def test_mlflow_resumes_its_own_run_and_logs_nothing_twice(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     mlflow = FakeMLflow()
     monkeypatch.setitem(sys.modules, "mlflow", mlflow)
     monkeypatch.delenv("MLFLOW_EXPERIMENT_NAME", raising=False)
-    interrupted = consumer_named("mlflow", tmp_path)
-    tell(interrupted, 1, 4)
+    interrupted = logger_named("mlflow", tmp_path)
+    log(interrupted, 1, 4)
     interrupted.end(None)
-    again = consumer_named("mlflow", tmp_path)
-    tell(again, 4, 6, resumed_from=3)
+    again = logger_named("mlflow", tmp_path)
+    log(again, 4, 6, resumed_from=3)
     again.end(FINISHED)
     ((name, params),) = mlflow.params.items()
     assert params["options.server.eps"] == 0.25
@@ -151,14 +151,14 @@ class Failing:
     """Fails from the given round on."""
 
     def __init__(self, from_round: int) -> None:
-        self.from_round, self.heard = from_round, 0
+        self.from_round, self.seen = from_round, 0
 
     def begin(self, spec: Any, resumed_from: int) -> None:
         if self.from_round == 0:
             raise RuntimeError("no such server\nand a long story")
 
     def on_round(self, row: Any) -> None:
-        self.heard += 1
+        self.seen += 1
         if row["round"] >= self.from_round:
             raise RuntimeError("the server went away")
 
@@ -166,19 +166,19 @@ class Failing:
         raise AssertionError("not called after a failure")
 
 
-def test_a_consumer_that_fails_later_does_not_cost_the_run() -> None:
+def test_a_logger_that_fails_later_does_not_cost_the_run() -> None:
     failing = Failing(from_round=2)
-    guarded = Guarded("mlflow", failing)
-    with pytest.warns(ConsumerWarning, match="the server went away; the run goes on") as caught:
-        tell(guarded, 1, 6)
+    guarded = GuardedLogger("mlflow", failing)
+    with pytest.warns(LoggerWarning, match="the server went away; training continues") as caught:
+        log(guarded, 1, 6)
     guarded.end(FINISHED)  # a second warning would be an error here
     assert len(caught) == 1
-    assert failing.heard == 2
+    assert failing.seen == 2
 
 
-def test_a_consumer_that_cannot_begin_is_told_in_one_line() -> None:
+def test_a_logger_that_cannot_begin_is_reported_in_one_line() -> None:
     with pytest.raises(UsageError, match=r"^cannot log to mlflow: no such server$"):
-        Guarded("mlflow", Failing(from_round=0)).begin(SPEC, 0)
+        GuardedLogger("mlflow", Failing(from_round=0)).begin(SPEC, 0)
 
 
 @pytest.mark.parametrize("name", ["tensorboard", "wandb", "mlflow"])
@@ -187,9 +187,9 @@ def test_a_missing_library_names_its_extra(
 ) -> None:
     monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UsageError, match=rf"pip install 'fedexp\[{name}\]'"):
-        consumer_named(name, tmp_path)
+        logger_named(name, tmp_path)
 
 
-def test_a_misspelt_name_is_told(tmp_path: Path) -> None:
+def test_a_misspelt_name_is_reported(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="did you mean tensorboard"):
-        consumer_named("tensorbord", tmp_path)
+        logger_named("tensorbord", tmp_path)

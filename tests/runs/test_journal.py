@@ -132,7 +132,7 @@ def test_a_simulated_run_is_reopened_only_where_that_is_asked_for(
     again = execute(spec, None, nobody, folder=tmp_path)
     assert again.stored == len(first.rows)
     assert main(["resume", str(tmp_path), "--reopen", "--quiet"]) == 1
-    assert f"goes on after round {len(first.rows)}" in capfd.readouterr().err
+    assert f"resumes after round {len(first.rows)}" in capfd.readouterr().err
     stored = load_run(tmp_path)
     assert stored.environment["reopened"][0]["round"] == len(first.rows)
     assert untimed(stored.rows) == untimed(first.rows)  # the same numbers diverge again

@@ -11,7 +11,7 @@ import torch
 import fedexp as fx
 from fedexp.models import resnet18
 from fedexp.precision import Precision
-from fedexp.runs import Stopped, execute
+from fedexp.runs import RunInterrupted, execute
 from fedexp.runs.options import TASKS
 from fedexp.runs.spec import Spec
 from fedexp.tasks import Task
@@ -40,8 +40,8 @@ def test_deterministic_runs_resume_bit_for_bit(
         deterministic=True, options=(("local.steps", "5"), ("local.lr", "0.01")),
     )  # fmt: skip
     execute(spec, None, nobody, folder=tmp_path / "whole")
-    listen, wish = stop_after(3)
-    with pytest.raises(Stopped):
-        execute(spec, None, listen, folder=tmp_path / "parts", stop=wish)
+    listen, stop = stop_after(3)
+    with pytest.raises(RunInterrupted):
+        execute(spec, None, listen, folder=tmp_path / "parts", stop=stop)
     execute(spec, None, nobody, folder=tmp_path / "parts")
     assert essence(tmp_path / "parts") == essence(tmp_path / "whole")

@@ -1,4 +1,4 @@
-"""Advice speaks once, when it should, and is silent with the values the tasks come with."""
+"""Diagnostics appear once, when due, and not with the defaults of the tasks."""
 
 from __future__ import annotations
 
@@ -6,27 +6,27 @@ from typing import Any
 
 import pytest
 
-from fedexp.runs.diagnostics import STRETCH, Advice
+from fedexp.cli.progress import FIRST_ROUNDS, Diagnostics
 from fedexp.runs.execute import execute
 from fedexp.runs.spec import Spec
 
 
-def heard(rows: list[dict[str, Any]], **options: Any) -> list[tuple[int, str]]:
+def seen(rows: list[dict[str, Any]], **options: Any) -> list[tuple[int, str]]:
     """The lines, with the number of rows seen when they came."""
-    advice = Advice(options)
-    return [(n, line) for n, row in enumerate(rows, 1) for line in advice.see(row)]
+    diagnostics = Diagnostics(options)
+    return [(n, line) for n, row in enumerate(rows, 1) for line in diagnostics.see(row)]
 
 
 def alike(share: float, diversity: float, clamped: bool, rounds: int = 50) -> list[dict[str, Any]]:
     return [{"eps_share": share, "diversity": diversity, "clamped": float(clamped)}] * rounds
 
 
-def lines_of(task: str, algorithm: str, rounds: int = STRETCH, cohort: int | None = None,
+def lines_of(task: str, algorithm: str, rounds: int = FIRST_ROUNDS, cohort: int | None = None,
              **options: Any) -> list[str]:  # fmt: skip
     pairs = tuple((name.replace("__", "."), str(value)) for name, value in options.items())
     spec = Spec(task, algorithm, rounds=rounds, cohort=cohort, evaluate_every=50, options=pairs)
     outcome = execute(spec, None, lambda spec, row: None)
-    return [line for _, line in heard(outcome.rows)]
+    return [line for _, line in seen(outcome.rows)]
 
 
 @pytest.mark.parametrize(
@@ -38,9 +38,9 @@ def lines_of(task: str, algorithm: str, rounds: int = STRETCH, cohort: int | Non
         (alike(0.9, 1.4, clamped=True), "the clients agree"),  # a smaller eps would not help
     ],
 )
-def test_it_speaks_once(rows: list[dict[str, Any]], start: str) -> None:
-    ((when, line),) = heard(rows)
-    assert when == STRETCH
+def test_a_line_appears_once(rows: list[dict[str, Any]], start: str) -> None:
+    ((when, line),) = seen(rows)
+    assert when == FIRST_ROUNDS
     assert line.startswith(start)
     assert "\n" not in line
     assert ("lower server.eps" in line) == start.startswith("eps")
@@ -51,15 +51,15 @@ def test_it_speaks_once(rows: list[dict[str, Any]], start: str) -> None:
     [
         alike(0.4, 6.0, clamped=False),
         alike(0.0, 1.4, clamped=False),
-        alike(0.9, 6.0, clamped=True, rounds=STRETCH - 1),
-        [*alike(0.0, 1.4, clamped=True, rounds=STRETCH - 1), *alike(0.0, 4.0, clamped=False)],
-        [*alike(0.1, 6.0, clamped=False, rounds=STRETCH), *alike(0.99, 6.0, clamped=True)],
+        alike(0.9, 6.0, clamped=True, rounds=FIRST_ROUNDS - 1),
+        [*alike(0.0, 1.4, clamped=True, rounds=FIRST_ROUNDS - 1), *alike(0.0, 4.0, clamped=False)],
+        [*alike(0.1, 6.0, clamped=False, rounds=FIRST_ROUNDS), *alike(0.99, 6.0, clamped=True)],
         [{"server_lr": 1.0, "train_loss": 0.5}] * 50,  # FedAvg
         [{"eps_share": None, "diversity": None}] * 50,  # nobody took part
     ],
 )
 def test_it_is_silent(rows: list[dict[str, Any]]) -> None:
-    assert heard(rows) == []
+    assert seen(rows) == []
 
 
 def losses(*values: float | None) -> list[dict[str, Any]]:
@@ -67,20 +67,20 @@ def losses(*values: float | None) -> list[dict[str, Any]]:
     return [{**common, "round": n, "train_loss": loss} for n, loss in enumerate(values, 1)]
 
 
-def test_it_tells_once_of_a_loss_that_doubles() -> None:
-    ((when, line),) = heard(losses(3.0, 1.0, None, 1.9, 2.1, 3.4, 0.5, 2.0))
+def test_a_loss_that_doubles_is_reported_once() -> None:
+    ((when, line),) = seen(losses(3.0, 1.0, None, 1.9, 2.1, 3.4, 0.5, 2.0))
     assert when == 5
     assert line.startswith("the training loss went from 1 back to 2.1 by round 5")
     assert "server.max_step" in line
-    assert heard(losses(3.0, 1.0, 1.99, 0.9, 1.79)) == []
-    assert heard(losses(3.0, 0.5, 1.4)) == []  # far from where it began
-    assert heard([{"round": n, "train_loss": loss} for n, loss in enumerate((1.0, 9.0), 1)]) == []
+    assert seen(losses(3.0, 1.0, 1.99, 0.9, 1.79)) == []
+    assert seen(losses(3.0, 0.5, 1.4)) == []  # far from where it began
+    assert seen([{"round": n, "train_loss": loss} for n, loss in enumerate((1.0, 9.0), 1)]) == []
 
 
 def test_the_factor_says_how_much_the_clients_must_differ() -> None:
     rows = alike(0.6, 1.5, clamped=True)
-    assert "the clients agree" in heard(rows)[0][1]
-    assert "lower server.eps" in heard(rows, **{"server.factor": 1.0})[0][1]
+    assert "the clients agree" in seen(rows)[0][1]
+    assert "lower server.eps" in seen(rows, **{"server.factor": 1.0})[0][1]
 
 
 @pytest.mark.parametrize(
@@ -93,7 +93,7 @@ def test_the_factor_says_how_much_the_clients_must_differ() -> None:
         ("synthetic", "fedexp"),
     ],
 )
-def test_the_values_of_a_task_need_no_advice(task: str, algorithm: str) -> None:
+def test_the_values_of_a_task_have_no_diagnostics(task: str, algorithm: str) -> None:
     assert lines_of(task, algorithm) == []
 
 

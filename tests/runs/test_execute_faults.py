@@ -1,8 +1,9 @@
-"""What can go wrong with disks and processes: one line for the user, and nothing lost."""
+"""Faults of disks, files and processes: one line for the user, and nothing lost."""
 
 from __future__ import annotations
 
 import errno
+import json
 import os
 import resource
 import shutil
@@ -10,16 +11,18 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import fedexp as fx
-from fedexp.runs import Stopped, execute, load_run
-from fedexp.runs.files import RecordFile
+from fedexp.runs import RunInterrupted, RunWarning, execute, load_run
+from fedexp.runs.checkpoint import BEFORE, NEWEST, Checkpoint
+from fedexp.runs.files import RECORDS, RecordFile
 from tests.helpers.processes import finished
-from tests.runs.helpers import essence, nobody, stop_after, tiny, untimed
+from tests.runs.helpers import essence, interrupted, nobody, stop_after, tiny, untimed
 
 Change = Callable[..., Any]
 KILLER = Path(__file__).with_name("killer.py")
@@ -51,8 +54,8 @@ def cut_power_at(step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
         return changed
 
     def half_a_line(records: RecordFile, row: dict[str, Any]) -> None:
-        records._file.write(b'{"round": 1, "serv')
-        records._file.flush()
+        with records.path.open("ab") as file:
+            file.write(b'{"round": 1, "serv')
 
     nothing: Change = lambda *arguments: None  # noqa: E731
     monkeypatch.setattr(os, "replace", risky("replace", os.replace, nothing))
@@ -61,13 +64,13 @@ def cut_power_at(step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return steps
 
 
-@pytest.mark.parametrize("keep", ["memory", "disk"])
-def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, keep: str) -> None:
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, where: str) -> None:
     """Every file operation of a whole run, one by one."""
     spec = tiny("scaffold-exp", 3)
-    how: dict[str, Any] = {"checkpoint_every": 0, "client_store": keep}
+    how: dict[str, Any] = {"checkpoint_every": 0, "client_store": where}
     execute(spec, None, nobody, folder=tmp_path / "whole", **how)
-    expected = essence(tmp_path / "whole")
+    expected, files = essence(tmp_path / "whole"), sorted(os.listdir(tmp_path / "whole"))
     step, ended = 0, False
     while not ended:
         step += 1
@@ -81,15 +84,15 @@ def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, keep: str)
                 pass
         execute(spec, None, nobody, folder=folder, **how)
         assert essence(folder) == expected
-        assert not [path for path in folder.iterdir() if path.suffix == ".tmp"]
+        assert sorted(os.listdir(folder)) == files  # and nothing else is left
         shutil.rmtree(folder)
     assert step > 40  # it really went through all of them
 
 
-@pytest.mark.parametrize(("keep", "moments"), [("memory", 20), ("disk", 12)])
-def test_killed_at_random_moments(tmp_path: Path, keep: str, moments: int) -> None:
-    """Real processes, really killed; the driver says at which rows the kills fell."""
-    done = finished([sys.executable, str(KILLER), str(tmp_path), str(moments), "7", keep])
+@pytest.mark.parametrize(("where", "moments"), [("memory", 20), ("disk", 12)])
+def test_killed_at_random_moments(tmp_path: Path, where: str, moments: int) -> None:
+    """Real processes, really killed; the driver prints the number of rows at every kill."""
+    done = finished([sys.executable, str(KILLER), str(tmp_path), str(moments), "7", where])
     assert done.returncode == 0, done.stderr
     kills = [int(word) for word in done.stdout.split()]
     assert len(kills) == moments
@@ -98,15 +101,15 @@ def test_killed_at_random_moments(tmp_path: Path, keep: str, moments: int) -> No
     assert not list((tmp_path / "killed").glob(".*.tmp"))
 
 
-def test_a_cut_while_beginning_again_can_be_resumed(tmp_path: Path) -> None:
+def test_a_cut_during_a_restart_can_be_resumed(tmp_path: Path) -> None:
     spec = tiny("scaffold-exp", 3)
     execute(spec, None, nobody, folder=tmp_path / "whole")
-    listen, wish = stop_after(2)
-    with pytest.raises(Stopped):
-        execute(spec, None, listen, folder=tmp_path / "begun", stop=wish, checkpoint_every=0)
+    listen, stop = stop_after(2)
+    with pytest.raises(RunInterrupted):
+        execute(spec, None, listen, folder=tmp_path / "started", stop=stop, checkpoint_every=0)
     backwards: Change = lambda path: (path / n for n in sorted(os.listdir(path), reverse=True))  # noqa: E731
     for step in range(1, 25):
-        folder = shutil.copytree(tmp_path / "begun", tmp_path / str(step))
+        folder = shutil.copytree(tmp_path / "started", tmp_path / str(step))
         with pytest.MonkeyPatch.context() as patch:
             cut_power_at(step, patch)
             patch.setattr(Path, "iterdir", backwards)  # an order that no file system promises
@@ -129,14 +132,14 @@ def failing_from(call: int, code: int) -> Callable[[int], None]:
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EROFS, errno.EACCES])
-def test_a_disk_that_takes_no_more_is_told_and_costs_nothing(
+def test_a_full_disk_is_reported_and_loses_nothing(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, folder = tiny("scaffold-exp"), tmp_path / "a"
     execute(spec, None, nobody, folder=tmp_path / "whole")
-    listen, wish = stop_after(3)
-    with pytest.raises(Stopped):
-        execute(spec, None, listen, folder=folder, stop=wish)
+    listen, stop = stop_after(3)
+    with pytest.raises(RunInterrupted):
+        execute(spec, None, listen, folder=folder, stop=stop)
     before = load_run(folder)
     for fails in (1, 2, 3, 4, 9):  # the first is the note that it was resumed
         with monkeypatch.context() as patch:
@@ -157,8 +160,8 @@ def test_a_full_disk_in_the_middle_of_a_line(
 
     def full(records: RecordFile, row: dict[str, Any]) -> None:
         if row["round"] == 3:
-            records._file.write(b'{"round": 3, "ser')
-            records._file.flush()
+            with records.path.open("ab") as file:
+                file.write(b'{"round": 3, "ser')
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         append(records, row)
 
@@ -176,9 +179,9 @@ def test_a_line_refused_by_a_full_disk_is_not_tried_again(
 ) -> None:
     """A real file that may not grow, as a disk takes part of a line and then no more."""
     folder = tmp_path / "a"
-    listen, wish = stop_after(3)
-    with pytest.raises(Stopped):
-        execute(tiny(), None, listen, folder=folder, stop=wish)
+    listen, stop = stop_after(3)
+    with pytest.raises(RunInterrupted):
+        execute(tiny(), None, listen, folder=folder, stop=stop)
     before = (folder / "records.jsonl").read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 50, hard))
@@ -213,7 +216,7 @@ def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(tmp_path: P
     assert len(execute(tiny(), None, nobody, folder=folder).rows) == 6
 
 
-def test_a_file_system_without_locks_is_told(
+def test_a_file_system_without_locks_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import fcntl
@@ -241,3 +244,120 @@ def test_a_mistake_that_shows_in_the_first_round_leaves_nothing(
             execute(tiny(), None, nobody, folder=folder)
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     assert not list((tmp_path / "mine").iterdir())
+
+
+def test_a_damaged_line_in_the_middle_is_refused_and_nothing_lost(tmp_path: Path) -> None:
+    interrupted(tiny(), tmp_path / "a", 4)
+    path = tmp_path / "a" / "records.jsonl"
+    lines = path.read_bytes().split(b"\n")
+    damaged = b"\n".join([lines[0], lines[1].replace(b'"', b"'"), *lines[2:]])
+    path.write_bytes(damaged)
+    with pytest.raises(fx.UsageError, match=r"records\.jsonl is damaged at line 2"):
+        execute(tiny(), None, nobody, folder=tmp_path / "a")
+    with pytest.raises(fx.UsageError, match="damaged at line 2"):
+        load_run(tmp_path / "a")
+    assert path.read_bytes() == damaged
+    path.write_bytes(lines[0] + b"\n")
+    with pytest.raises(fx.UsageError, match="shorter than its checkpoint records"):
+        execute(tiny(), None, nobody, folder=tmp_path / "a")
+
+
+@pytest.mark.parametrize("harm", ["cut", "garbled", "no list"])
+def test_a_damaged_last_line_costs_the_rounds_after_the_checkpoint_before(
+    harm: str, tmp_path: Path
+) -> None:
+    """After a clean stop the newest checkpoint is of the last line."""
+    folder = tmp_path / "a"
+    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    interrupted(tiny(), folder, 2)
+    interrupted(tiny(), folder, 5)
+    path = folder / "records.jsonl"
+    data = path.read_bytes()
+    if harm == "no list":
+        (folder / NEWEST).unlink()
+    else:
+        path.write_bytes(data[:-9] if harm == "cut" else data[:-9] + b"########\n")
+    with pytest.warns(RunWarning, match="resuming from the one before, of round 2"):
+        assert execute(tiny(), None, nobody, folder=folder).stored == 2
+    assert essence(folder) == essence(tmp_path / "whole")
+
+
+def test_a_finished_run_that_lost_its_last_line_is_refused(tmp_path: Path) -> None:
+    execute(tiny(), None, nobody, folder=tmp_path / "a")
+    path = tmp_path / "a" / "records.jsonl"
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(fx.UsageError, match=r"records\.jsonl has 5 of 6 rows; .*--restart"):
+        execute(tiny(), None, nobody, folder=tmp_path / "a")
+    assert len(execute(tiny(), None, nobody, folder=tmp_path / "a", restart=True).rows) == 6
+
+
+@pytest.mark.parametrize("harm", ["truncated", "flipped"])
+def test_a_damaged_checkpoint_falls_back_to_the_one_before(harm: str, tmp_path: Path) -> None:
+    spec, folder = tiny("scaffold-exp"), tmp_path / "a"
+    execute(spec, None, nobody, folder=tmp_path / "whole")
+    listen, stop = stop_after(4)
+    with pytest.raises(RunInterrupted):
+        execute(spec, None, listen, folder=folder, stop=stop, checkpoint_every=0)
+    file = folder / json.loads((folder / NEWEST).read_text())["model"]["file"]
+    data = bytearray(file.read_bytes())
+    data[-5] ^= 64
+    file.write_bytes(data[:100] if harm == "truncated" else bytes(data))
+    with pytest.warns(RunWarning, match="resuming from the one before, of round 3"):
+        outcome = execute(spec, None, nobody, folder=folder)
+    assert outcome.stored == 3
+    assert essence(folder) == essence(tmp_path / "whole")
+
+
+def test_without_a_whole_checkpoint_nothing_is_thrown_away(tmp_path: Path) -> None:
+    folder = tmp_path / "a"
+    interrupted(tiny(), folder, 3)
+    (folder / NEWEST).write_text("{")
+    assert not (folder / BEFORE).exists()
+    rows = (folder / "records.jsonl").read_bytes()
+    with pytest.raises(fx.UsageError, match=r"nothing was changed; .* start over with --restart"):
+        execute(tiny(), None, nobody, folder=folder)
+    assert (folder / "records.jsonl").read_bytes() == rows
+    execute(tiny(), None, nobody, folder=folder, restart=True)
+    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    assert essence(folder) == essence(tmp_path / "whole")
+
+
+def flip_digit(folder: Path, round: int) -> None:
+    """Change a number in the row of a round, so that it is still a row."""
+    path = folder / RECORDS
+    lines = path.read_bytes().split(b"\n")
+    at = lines[round - 1].index(b'"train_loss": ') + len(b'"train_loss": ')
+    flipped = bytes([lines[round - 1][at] ^ 1])
+    lines[round - 1] = lines[round - 1][:at] + flipped + lines[round - 1][at + 1 :]
+    path.write_bytes(b"\n".join(lines))
+
+
+def test_a_flipped_digit_in_a_row_is_noticed(tmp_path: Path) -> None:
+    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    folder = tmp_path / "a"
+    listen, stop = stop_after(4)
+    with pytest.raises(RunInterrupted):
+        execute(tiny(), None, listen, folder=folder, stop=stop, checkpoint_every=0)
+    intact = (folder / RECORDS).read_bytes()
+    flip_digit(folder, 2)  # in the rows of both checkpoints
+    with pytest.raises(fx.UsageError, match=r"records\.jsonl is not as it was written, and there"):
+        execute(tiny(), None, nobody, folder=folder)
+    (folder / RECORDS).write_bytes(intact)
+    flip_digit(folder, 4)
+    with pytest.warns(RunWarning, match="resuming from the one before, of round 3"):
+        assert execute(tiny(), None, nobody, folder=folder).stored == 3
+    assert essence(folder) == essence(tmp_path / "whole")
+
+
+def test_a_checkpoint_without_a_digest_of_its_rows_is_resumed(tmp_path: Path) -> None:
+    """Older versions wrote none."""
+    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    interrupted(tiny(), tmp_path / "a", 4)
+    path = tmp_path / "a" / NEWEST
+    newest = Checkpoint.from_json(json.loads(path.read_bytes()))
+    assert newest.records_sha256 is not None
+    older = replace(newest, records_sha256=None).to_json()
+    assert "records_sha256" not in older
+    path.write_text(json.dumps(older))
+    assert execute(tiny(), None, nobody, folder=tmp_path / "a").stored == 4
+    assert essence(tmp_path / "a") == essence(tmp_path / "whole")

@@ -116,9 +116,9 @@ def test_a_run_that_is_not_over_is_left_out(
     outcome = execute(SPECS[1], tmp_path / "runs", lambda spec, row: None)
     assert outcome.folder is not None
     (outcome.folder / "result.json").unlink()
-    assert archive(tmp_path / "runs", tmp_path / "kept") == 0
+    assert archive(tmp_path / "runs", tmp_path / "found") == 0
     assert "is not over (1 of 1 rounds)" in capfd.readouterr().err
-    assert not list((tmp_path / "kept" / "runs").iterdir())
+    assert not list((tmp_path / "found" / "runs").iterdir())
 
 
 def test_a_report_shows_archived_runs(runs: Path, tmp_path: Path) -> None:
