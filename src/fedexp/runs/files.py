@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from fedexp.errors import UsageError, shown
 
@@ -276,3 +276,29 @@ class RecordFile:
 
     def close(self) -> None:
         self._file.close()
+
+
+def lock_file(path: Path, remedy: str, wait: bool = False) -> IO[bytes]:
+    """Open a file and lock it for this process, until the file is closed or the process ends.
+
+    The lock is the operating system's (`flock`), so a killed process leaves none behind. Raises
+    `BlockingIOError` if the file is locked already, unless `wait`.
+
+    Args:
+        path: the file, created if it does not exist; its content is not used.
+        remedy: what the user can do if the file system or the platform has no file locks.
+        wait: block until the lock is free.
+    """
+    file = path.open("ab")
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except BaseException as error:
+        file.close()
+        if isinstance(error, ImportError):
+            raise UsageError(f"this system has no file locks; {remedy}") from None
+        if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
+            raise UsageError(f"cannot lock {path.parent}: {error.strerror}; {remedy}") from None
+        raise
+    return file

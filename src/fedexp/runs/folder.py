@@ -35,6 +35,7 @@ from fedexp.runs.files import (
     RECORDS,
     finite,
     is_count,
+    lock_file,
     parse_json,
     read_rows,
     result_fault,
@@ -381,22 +382,11 @@ def read_fingerprint(folder: Path, remedy: str = RESTART) -> Fingerprint | None:
 
 def _locked(folder: Path) -> IO[bytes]:
     try:
-        import fcntl
-    except ImportError:
-        raise UsageError("keeping runs needs a system with file locks; use --no-save") from None
-    file = (folder / LOCK).open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.close()
-        if isinstance(error, BlockingIOError):
-            raise BusyError(
-                f"another process is working on {folder}; wait for it, or choose another folder"
-            ) from None
-        raise UsageError(
-            f"cannot lock {folder}: {error.strerror}; choose a folder on another disk, or --no-save"
+        return lock_file(folder / LOCK, "choose a folder on another disk, or --no-save")
+    except BlockingIOError:
+        raise BusyError(
+            f"another process is working on {folder}; wait for it, or choose another folder"
         ) from None
-    return file
 
 
 def _round_of(path: Path) -> int:
