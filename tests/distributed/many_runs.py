@@ -5,6 +5,7 @@ many_runs.py FOLDER
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
@@ -19,13 +20,15 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fedexp.distributed import Ranks
-from fedexp.runs import run_all
+from fedexp.runs import Stopped, run_all
+from fedexp.runs.files import Row
+from fedexp.runs.pool import Execution, Job, Result, run_queue
 from fedexp.runs.spec import Spec
 from fedexp.tune.epsilon import EPS, VALUES, tune_epsilon
 from fedexp.tune.search import TrialRunner, tune
 from tests.distributed.launch import joined, on_ranks
+from tests.helpers.tuning import StartedTrials, small_study
 from tests.runs.helpers import tiny, untimed
-from tests.tune.helpers import StartedTrials, small_study
 
 WORLD = 3
 GRID = {"server.lr": (1.0, 10.0), "local.lr": (0.01, 0.1)}
@@ -92,6 +95,53 @@ def rule(folder: Path, group: Ranks | None) -> Case:
     return started.texts, [found.chosen, found.ended, [[e, s.score] for e, s in found.tried]]
 
 
+class FirstStopped:
+    """A queue of two runs, of which the first is stopped after its second round."""
+
+    def __init__(self) -> None:
+        self.left = [Job(seed, tiny(seed=seed)) for seed in (0, 1)]
+        self.results: list[Any] = []
+
+    def take(self) -> Job | None:
+        return self.left.pop(0) if self.left else None
+
+    def is_done(self) -> bool:
+        return not self.left
+
+    def on_round(self, job: Job, row: Row) -> bool:
+        return bool(job.key or row["round"] < 2)
+
+    def on_result(self, job: Job, result: Result) -> None:
+        self.results.append(result if isinstance(result, str) else untimed(result.rows))
+
+
+def stopped_run(folder: Path, group: Ranks | None) -> Case:
+    """Two runs that all ranks share; only the first rank's queue is used."""
+    queue = FirstStopped()
+    run_queue(queue, 2, 1, Execution(), ranks=group)
+    results = queue.results if group is None else group.broadcast(queue.results)
+    return [str(len(queue.results))], results
+
+
+def interrupted(stored: str | None, folder: Path, group: Ranks | None) -> Case:
+    """Two runs that all ranks share; the last rank alone asks to stop, in the fourth round."""
+    asks, calls = group is None or group.rank == WORLD - 1, itertools.count()
+    specs = [tiny(seed=seed, rounds=100_000) for seed in (0, 1)]
+    root = folder / stored if stored else None
+    try:
+        run_all(
+            specs,
+            1,
+            lambda spec, row: None,
+            root,
+            ranks=group,
+            stop=lambda: asks and next(calls) >= 3,
+        )
+    except Stopped:
+        return [], "stopped"
+    return [], "finished"
+
+
 CASES: dict[str, Callable[[Path, Ranks | None], Case]] = {
     "whole": partial(runs, 5, "stored"),
     "fewer left": partial(runs, 7, "stored"),
@@ -102,6 +152,9 @@ CASES: dict[str, Callable[[Path, Ranks | None], Case]] = {
     "few": partial(grid, FEW, "few.db"),
     "free": free,
     "rule": rule,
+    "stopped run": stopped_run,
+    "interrupted": partial(interrupted, None),
+    "interrupted and stored": partial(interrupted, "interrupted"),
 }
 
 

@@ -91,6 +91,15 @@ def test_every_trial_is_run_once(found: Found) -> None:
     assert len(free) == len(set(free)) == len(found[0]["free"][1]) == 5
 
 
+def test_a_run_or_all_runs_stop_on_all_ranks(found: Found) -> None:
+    assert [own["stopped run"][0] for own in found] == [["2"], ["0"], ["0"]]
+    first, second = found[0]["stopped run"][1]
+    assert first == "stopped"
+    assert len(second) == 6
+    for name in ("interrupted", "interrupted and stored"):
+        assert [own[name][1] for own in found] == ["stopped"] * WORLD
+
+
 def test_compare_under_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

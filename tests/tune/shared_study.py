@@ -21,7 +21,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fedexp.tune.search import Protocol, Study, TrialRunner, tune
-from tests.tune.helpers import StartedTrials, small_study
+from tests.helpers.tuning import StartedTrials, small_study
 
 PROCESSES = 3
 GRID = {"server.lr": (1.0, 3.0, 10.0), "local.lr": (0.01, 0.03, 0.1)}

@@ -20,7 +20,7 @@ from fedexp.tune.epsilon import (
 )
 from fedexp.tune.search import OnRow, Study, TrialRunner
 from fedexp.tune.trial import TrialResult
-from tests.tune.helpers import small_study
+from tests.helpers.tuning import small_study
 
 
 class Fake:

@@ -9,7 +9,7 @@ import numpy as np
 from fedexp.analysis.plots import new_figure
 from fedexp.tune.results import draw_heatmap, remarks, tuning_figure
 from fedexp.tune.search import tune
-from tests.tune.helpers import small_study
+from tests.helpers.tuning import small_study
 
 
 def test_a_heat_map_shows_every_number_and_frames_the_chosen() -> None:

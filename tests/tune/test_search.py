@@ -16,7 +16,7 @@ from fedexp.errors import UsageError
 from fedexp.runs import Stopped
 from fedexp.tune.grids import Point, points
 from fedexp.tune.search import Study, TrialRunner, tune
-from tests.tune.helpers import OPTIONS, StartedTrials, small_study
+from tests.helpers.tuning import OPTIONS, StartedTrials, small_study
 
 
 def stored_points(study: Study) -> list[Point]:

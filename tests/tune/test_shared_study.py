@@ -14,8 +14,8 @@ import pytest
 
 from fedexp.tune.grids import points
 from fedexp.tune.search import tune
+from tests.helpers.tuning import OPTIONS, small_study
 from tests.tune import shared_study
-from tests.tune.helpers import OPTIONS, small_study
 
 
 @pytest.mark.parametrize("protocol", ["paper", "free"])

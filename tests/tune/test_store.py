@@ -15,7 +15,7 @@ from fedexp.errors import UsageError
 from fedexp.runs import RunWarning
 from fedexp.tune.search import Study, tune
 from fedexp.tune.store import StudyLocks
-from tests.tune.helpers import small_study
+from tests.helpers.tuning import small_study
 
 
 def test_a_trial_is_locked_by_one_process_at_a_time(tmp_path: Path) -> None:

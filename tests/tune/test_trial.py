@@ -19,7 +19,7 @@ from fedexp.tune.trial import (
     window_of,
     worst_score,
 )
-from tests.tune.helpers import small_study
+from tests.helpers.tuning import small_study
 
 
 def test_the_score_is_the_mean_of_the_last_ten_rounds() -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from fedexp.cli.main import main
-from tests.tune.helpers import OPTIONS
+from tests.helpers.tuning import OPTIONS
 
 BRIEF = ["--rounds", "4", "--jobs", "1", *OPTIONS]
 

@@ -145,7 +145,7 @@ def run_all(
     run_queue(listed, len(waiting), jobs, how, ranks=ranks, stop=stop)
     done |= listed.outcomes
     if ranks is not None:
-        with _lost_if_not(stop):
+        with _stopped_if_lost(stop):
             ranks.barrier()  # a rank may have to wait long for the last run
         for outcomes in ranks.gather(listed.outcomes):
             done |= outcomes
@@ -391,7 +391,7 @@ def _on_all_ranks(
         ranks.broadcast(None)
         return
     while True:
-        with _lost_if_not(stop):
+        with _stopped_if_lost(stop):
             spec = ranks.receive()
         if spec is None:
             return
@@ -402,7 +402,7 @@ def _on_all_ranks(
 
 
 @contextmanager
-def _lost_if_not(stop: Stop) -> Iterator[None]:
+def _stopped_if_lost(stop: Stop) -> Iterator[None]:
     """Raise `Stopped` instead of `RankLostError` if this rank is to stop: so did the others."""
     try:
         yield
@@ -418,7 +418,6 @@ def _in_workers(
     stopping = interrupted = False
     retry_at = 0.0
     with worker_processes(count, how) as workers:
-        by_connection = {worker.connection: worker for worker in workers}
         while True:
             stopping = stopping or stop()
             idle = [worker for worker in workers if worker.job is None]
@@ -429,7 +428,7 @@ def _in_workers(
                 while idle and (job := queue.take()):
                     idle.pop(0).start(job)
                 retry_at = time.monotonic() + RETRY
-            running = [each for each, worker in by_connection.items() if worker.job is not None]
+            running = [worker for worker in workers if worker.job is not None]
             if not running:
                 if queue.is_done() and not interrupted:
                     return
@@ -437,11 +436,12 @@ def _in_workers(
                     raise Stopped(how.root, 0)
                 on_wait()
                 time.sleep(RETRY)
-            for ready in wait(running, POLL) if running else []:
-                ended = by_connection[ready].handle_message(queue)  # type: ignore[index]
-                if ended is not None:
+                continue
+            ready = wait([worker.connection for worker in running], POLL)
+            for worker in running:
+                if worker.connection in ready and (end := worker.handle_message(queue)):
+                    interrupted = interrupted or end == "interrupted"
                     retry_at = 0.0
-                    interrupted = interrupted or ended == "interrupted"
 
 
 @contextmanager

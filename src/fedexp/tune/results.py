@@ -22,8 +22,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TOP = 10
 Table = tuple[list[str], list[list[str]]]
+Cells = np.ndarray[Any, np.dtype[np.float64]]
+TOP = 10  # trials in the table of a single algorithm
+SYMBOLS = {
+    "local.lr": r"client step size $\eta_l$",
+    "server.lr": r"server step size $\eta_g$",
+    "server.eps": r"$\epsilon$",
+    "client.mu": r"$\mu$",
+    "server.tau": r"$\tau$",
+}
+DIVERGED = "#BBBBBB"
+SPAN = 1e4  # ratio of the largest to the smallest loss on the colour scale
 
 
 def best_table(studies: Sequence[tuple[Study, list[Trial]]], exact: bool = False) -> Table:
@@ -115,8 +125,8 @@ def epsilon_trials(found: EpsilonResult) -> list[Trial]:
 
 def _without_empty(headers: list[str], cells: list[list[str]]) -> Table:
     """Leave out columns without values: a task may have no test data."""
-    kept = [k for k in range(len(headers)) if any(row[k] != "-" for row in cells)]
-    return [headers[k] for k in kept], [[row[k] for k in kept] for row in cells]
+    filled = [k for k in range(len(headers)) if any(row[k] != "-" for row in cells)]
+    return [headers[k] for k in filled], [[row[k] for k in filled] for row in cells]
 
 
 def _words(name: str) -> str:
@@ -148,18 +158,6 @@ def _exact(value: float) -> str:
     """Return the shortest text that reads back as the same number."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
-
-
-Cells = np.ndarray[Any, np.dtype[np.float64]]
-SYMBOLS = {
-    "local.lr": r"client step size $\eta_l$",
-    "server.lr": r"server step size $\eta_g$",
-    "server.eps": r"$\epsilon$",
-    "client.mu": r"$\mu$",
-    "server.tau": r"$\tau$",
-}
-DIVERGED = "#BBBBBB"
-SPAN = 1e4  # ratio of the largest to the smallest loss on the colour scale
 
 
 def tuning_figure(study: Study, trials: Sequence[Trial]) -> Figure:

@@ -1,0 +1,1 @@
+"""Test problems, rule tables and process utilities that several test packages use."""
