@@ -84,8 +84,8 @@ def test_a_whole_run_on_a_rank_has_the_bits_of_one_alone(
 
 def test_every_trial_is_run_once(found: Found) -> None:
     assert all(own["grid"][0] for own in found)
-    begun = [point for own in found for point in own["grid"][0]]
-    assert sorted(begun) == sorted(json.dumps(point) for point in points(GRID))
+    started = [point for own in found for point in own["grid"][0]]
+    assert sorted(started) == sorted(json.dumps(point) for point in points(GRID))
     assert [own["few"][0] for own in found] == [[json.dumps(p) for p in points(FEW)], [], []]
     free = [point for own in found for point in own["free"][0]]
     assert len(free) == len(set(free)) == len(found[0]["free"][1]) == 5

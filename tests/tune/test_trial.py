@@ -37,9 +37,9 @@ def test_all_rounds_count_if_there_are_fewer_than_ten() -> None:
 @pytest.mark.parametrize("rounds", [4, 10, 13, 50])
 def test_a_trial_is_a_run_that_is_evaluated_in_its_window(tmp_path: Path, rounds: int) -> None:
     spec = small_study(tmp_path / "s.db", rounds=rounds).run.spec
-    heard: list[Row] = []
-    rows = execute(spec, None, lambda spec, row: heard.append(row), run=prepare_trial(spec)).rows
-    assert heard == rows
+    received: list[Row] = []
+    rows = execute(spec, None, lambda spec, row: received.append(row), run=prepare_trial(spec)).rows
+    assert received == rows
     whole = [record.to_json() for record in spec.prepare().records()]
     assert [row["round"] for row in rows] == list(range(1, rounds + 1))
     losses = [row["train_loss"] for row in whole[-10:]]

@@ -121,12 +121,12 @@ def _runs(args: argparse.Namespace) -> list[Run]:
     names = list(dict.fromkeys(name.strip() for name in args.algorithm.split(",") if name.strip()))
     require(bool(names), "--algorithm needs a name; `fedexp algorithms` lists them")
     require(len(names) == 1 or not args.epsilon, "--epsilon takes one --algorithm at a time")
-    of_task, others = split_task_options(parse_assignments(args.set))
+    of_task, rest = split_task_options(parse_assignments(args.set))
     mine = tuple((f"task.{key}", value) for key, value in of_task.items())
     bare = replace(spec_of(args, names[0], args.seed), options=mine)
     task = build_task(bare.task, of_task, bare.seed, bare.mode)
     setups = {name: replace(bare, algorithm=name).prepare(task).setup for name in names}
-    shared = share_options(setups, others)
+    shared = share_options(setups, rest)
     return [
         replace(bare, algorithm=name, options=(*mine, *shared[name].items())).prepare(task)
         for name in names

@@ -98,7 +98,7 @@ def tune_epsilon(
 
 
 def explain(found: EpsilonResult, study: Study) -> str:
-    """Return one line that says what was chosen and why the search ended."""
+    """Return one line: what was chosen, and why the search ended."""
     first, last = window_of(study.run.rounds)
     what = f"{study.metric.replace('train_', 'training ')} (mean of rounds {first} to {last})"
     value = {eps: format_value(result.score, study.metric) for eps, result in found.tried}

@@ -294,7 +294,7 @@ def _check_settings(study: optuna.Study, settings: dict[str, Any], path: Path) -
         )
     if content is None:
         warnings.warn(
-            f"{path} holds a study that was begun before studies had fingerprints: whether its "
+            f"{path} holds a study that was created before studies had fingerprints: whether its "
             f"data, model and code are today's is not known; {REMEDY}",
             RunWarning,
             stacklevel=2,
