@@ -122,7 +122,7 @@ def _received(
     device = device_of(run)
     state = state_from(word.round, word.steps, from_bytes(word.model or b"", device), {})
     fresh = run.setup.algorithm.client.init_client_state(state.params)
-    clients = ClientStates.of(keep.placed({}, fresh, run.task.train.clients, process_group.beside))
+    clients = ClientStates.of(keep.store({}, fresh, run.task.train.clients, process_group.beside))
     while (block := process_group.ranks.receive()) is not None:
         clients = clients.updated(clients_from(from_bytes(block[1], device), block[0]))
     return state_from(word.round, word.steps, model_tensors(state), clients)

@@ -15,14 +15,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
 
 from fedexp.distributed import DistributedGroup
 from fedexp.engine import Record, SimulationState
 from fedexp.engine.client_store import ClientStore, Where
 from fedexp.engine.simulation import ProcessGroup
 from fedexp.errors import DivergedError, FedExPError, UsageError
-from fedexp.objective import Buffers
+from fedexp.objective import Buffers, LoadableObjective
 from fedexp.runs.checkpoint import (
     BEFORE,
     NEWEST,
@@ -269,10 +268,10 @@ def model_bytes(run: Run, state: SimulationState) -> bytes:
     """The output model: a module's `state_dict`, or the plain parameters of what is none."""
     params, buffers = state.output()
     on_host = params.cpu(), Buffers(*(each.cpu() for each in buffers))
-    load = getattr(run.task.objective, "load", None)
-    module = load(*on_host) if load else None
-    named: dict[str, Tensor] = {"params": on_host[0]}
-    return to_bytes(module.state_dict() if isinstance(module, nn.Module) else named)
+    objective = run.task.objective
+    if isinstance(objective, LoadableObjective):
+        return to_bytes(objective.load(*on_host).state_dict())
+    return to_bytes({"params": on_host[0]})
 
 
 def device_of(run: Run) -> torch.device:
