@@ -12,9 +12,8 @@ from safetensors.torch import load_file
 
 import fedexp as fx
 from fedexp.engine import EngineName, SimulationState, simulation
-from fedexp.engine.loop import Engine
 from fedexp.engine.plan import Work
-from fedexp.engine.select import select_engine
+from fedexp.engine.select import Selected, select_engine
 from fedexp.precision import Precision
 from fedexp.runs import RunWarning, execute, find_runs, load_run, run_id
 from fedexp.runs import spec as spec_module
@@ -123,7 +122,7 @@ def test_a_resumed_run_asks_for_the_engine_of_its_first_round(
 
     def choose(
         name: EngineName, work: Work, state: SimulationState, precision: Precision
-    ) -> Engine:
+    ) -> Selected:
         asked.append((work.round, work.cohort.tolist(), state.round))
         return select_engine(name, work, state, precision)
 

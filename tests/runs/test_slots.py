@@ -136,13 +136,13 @@ def test_states_are_on_the_disk_before_anything_refers_to_them(
 def test_the_command_line_says_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     kept: list[str] = []
-    placed = ClientStore.placed
+    placed = ClientStore.store
 
     def noted(self: ClientStore, *arguments: Any) -> Any:
         kept.append(self.where)
         return placed(self, *arguments)
 
-    monkeypatch.setattr(ClientStore, "placed", noted)
+    monkeypatch.setattr(ClientStore, "store", noted)
     command = [*RUN, "--algorithm", "scaffold", "--quiet"]
     assert main([*command, "--client-states", "disk"]) == 0
     assert kept[-1] == "disk"
@@ -169,7 +169,7 @@ def test_a_flipped_bit_ends_the_run_in_one_line(tmp_path: Path) -> None:
     stop_at(20, spec, tmp_path / "a")
     path = tmp_path / "a" / SLOTS
     path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
-    with pytest.raises(fx.UsageError, match="is damaged .* start over with"):
+    with pytest.raises(fx.UsageError, match=r"is damaged .* start over with"):
         run(spec, tmp_path / "a")
     run(spec, tmp_path / "a", restart=True)
     run(spec, tmp_path / "whole")

@@ -89,6 +89,10 @@ class ClientStates(Mapping[int, Tensors]):
         new = [layer for layer in self._layers if not any(layer is old for old in known)]
         return {c for layer in new for c in layer if before.get(c) is not self[c]}
 
+    def layer_sizes(self) -> list[int]:
+        """Return the number of states in each layer, newest first."""
+        return [len(layer) for layer in self._layers]
+
     def __getitem__(self, client: int) -> Tensors:
         for layer in self._layers:
             if client in layer:
@@ -188,8 +192,17 @@ class StateStore:
         weakref.finalize(layer, self._released.append, layer.slots).atexit = False
         return layer
 
-    def _allocated(self, count: int) -> Numbers:
-        """Return free slots, in increasing order."""
+    @property
+    def capacity(self) -> int:
+        """The number of slots, free ones included."""
+        return len(self._users)
+
+    def used_slots(self) -> int:
+        """Return the number of slots that living layers refer to."""
+        return self.capacity - len(self._collected())
+
+    def _collected(self) -> Numbers:
+        """Return all free slots, with those of layers that died since the last call."""
         while self._released:
             slots = self._released.popleft()
             self._users[slots] -= 1
@@ -197,12 +210,16 @@ class StateStore:
                 self._free = np.concatenate([self._free, slots[self._users[slots] == 0]])
         if self._free is None:
             self._free = np.flatnonzero(self._users == 0)
-        if count > len(self._free):
-            end = len(self._users)
-            more = max(count - len(self._free), end // GROWTH)
+        return self._free
+
+    def _allocated(self, count: int) -> Numbers:
+        """Return free slots, in increasing order."""
+        free = self._collected()
+        if count > len(free):
+            more = max(count - len(free), self.capacity // GROWTH)
+            free = np.concatenate([free, self.capacity + np.arange(more)])
             self._users = np.concatenate([self._users, np.zeros(more, np.int32)])
-            self._free = np.concatenate([self._free, end + np.arange(more)])
-        slots, self._free = np.sort(self._free[:count]), self._free[count:]
+        slots, self._free = np.sort(free[:count]), free[count:]
         return slots
 
 
@@ -251,6 +268,9 @@ class StoredStates(ClientStates):
         """Have the system read the states of these clients ahead."""
         slots = self.find(clients).slots
         self.store.file.expect(slots[slots >= 0])
+
+    def layer_sizes(self) -> list[int]:
+        return [len(layer) for layer in self.layers]
 
     def shapes(self) -> set[Shapes]:
         layout = self.store.file.layout.tensors
