@@ -42,7 +42,7 @@ RECIPES = (
 
 
 def recipe_of(case: Case) -> Recipe:
-    """One of the recipes, by the name: it does not change when others join the table."""
+    """One of the recipes, by the name, so that it does not change when cases are added."""
     return RECIPES[zlib.crc32(case.name.encode()) % len(RECIPES)]
 
 

@@ -1,4 +1,4 @@
-"""Stacked layers: which models have them, and why others have none."""
+"""Stacked layers: which models have them, and the reasons why some have none."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Selected(NamedTuple):
 
     @property
     def choice(self) -> EngineChoice:
-        """What a record says about it; a CUDA graph is known once a round is over."""
+        """What a record holds about it; the CUDA graph is known once a round is over."""
         if isinstance(self.engine, Batched):
             variant, graph = self.engine.variant, self.engine.cuda_graph
             return EngineChoice("batched", self.reason, variant, graph)

@@ -43,7 +43,7 @@ from fedexp.seeding import seeded_torch, torch_seed
 ALLOWED = 4  # times the distance between the loop and the loop in a wider precision
 LEAST = 64  # units in the last place that two orders of a sum may differ by, whatever that distance
 UNKNOWN = 1e-4  # allowed where a float32 model cannot be run in a wider precision
-EXACT = 1e-9  # allowed in float64, beside which there is no wider one
+EXACT = 1e-9  # allowed in float64, which has no wider precision
 PERTURBED = 0.05  # of the weights' root mean square: the size of their perturbation
 STEP = 0.02  # of the weights' norm: the length of the first step
 SMALL_STEP = STEP / 20
@@ -52,7 +52,7 @@ SENSITIVE = 1e-3  # agreement within a wider tolerance proves little
 NARROW: dict[str, float] = {"tf32": 2.0**-8, "bf16": 2.0**-5}
 MOST_ROUNDING = 2.0**-5  # of parameters in half precision
 HALF = (torch.float16, torch.bfloat16)
-CLIPPED = 0.95  # of the first gradient's norm: where clipping begins, if there is any
+CLIPPED = 0.95  # of the first gradient's norm: the bound of clipping, if there is any
 LARGE = 1_000_000  # parameters: such models take fewer steps
 WORK = 2**22  # parameters times examples of a batch: smaller models see the batches of the run
 

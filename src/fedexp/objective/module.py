@@ -165,7 +165,7 @@ class ModuleObjective:
     def gradients(
         self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
     ) -> tuple[Tensor, Buffers]:
-        """Use `torch.func.vmap`: slower than stacked layers, but it knows nearly every layer."""
+        """Use `torch.func.vmap`: slower than stacked layers, but it supports nearly every layer."""
         counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
         one_client = torch.func.grad(self._functional_loss, has_aux=True)
         each = torch.func.vmap(one_client, randomness="different")
@@ -180,7 +180,7 @@ class ModuleObjective:
         self._functional = self._functional or FunctionalModule(
             self.module, self.params, self.buffer_names, mixed=self.compute_type is not None
         )
-        # vmap knows the contiguous order of memory only
+        # vmap supports the contiguous memory format only
         plain = torch.contiguous_format
         client_params = [piece.clone(memory_format=plain) for piece in pieces(params, self.params)]
         # BatchNorm writes to its buffers, and under vmap only contiguous ones remember it
