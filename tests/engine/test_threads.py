@@ -16,7 +16,7 @@ from fedexp.data import Federation
 from fedexp.engine import EngineName, loop
 from fedexp.engine.loop import Engine
 from fedexp.engine.select import select_engine
-from fedexp.engine.threads import OwnDropout, Threads
+from fedexp.engine.threads import OwnDropout, Pool, Threads
 from fedexp.errors import EngineWarning
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
@@ -135,16 +135,16 @@ def test_models_too_large_to_hold_many_updates_still_use_all_threads(
     updates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together: list[int] = []
-    real = Threads.run_clients
+    real = Pool.map
 
-    def counted(self, work, state, clients):  # type: ignore[no-untyped-def]
-        together.append(len(clients))
-        return real(self, work, state, clients)
+    def counted(self, function, items):  # type: ignore[no-untyped-def]
+        together.append(len(items))
+        return real(self, function, items)
 
     task = task_of(network)
     size = task.objective.initial(0)[0].nbytes
     monkeypatch.setattr(loop, "SUMMED_BYTES", updates * size + 1)
-    monkeypatch.setattr(Threads, "run_clients", counted)
+    monkeypatch.setattr(Pool, "map", counted)
     list(fx.simulate(task, fx.fedavg(), 1, evaluate_every=9))
     assert together[-3:] == [2, 2, 1]  # never three, which would leave a thread without work
 

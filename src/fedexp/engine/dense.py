@@ -16,7 +16,14 @@ import torch
 from torch import Tensor
 
 from fedexp.client import LinearCorrection
-from fedexp.engine.loop import Sums, part_of, stacked_states, sum_in_parts, sum_updates
+from fedexp.engine.loop import (
+    Sums,
+    add_sums,
+    cohort_parts,
+    part_of,
+    stacked_states,
+    sum_updates,
+)
 from fedexp.engine.plan import Numbers, Work, batch_key, client_steps, host_rows, plan_cohort
 from fedexp.engine.state import SimulationState
 from fedexp.engine.threads import Pool
@@ -52,18 +59,19 @@ class Dense:
         self.network, self.pool = network, Pool()
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        return sum_in_parts(work, state, self.run_clients, least=self.pool.count)
-
-    def run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
-        """Train some clients, block by block."""
-        chosen, client_state = np.asarray(clients), stacked_states(work, state, clients)
-        correction = work.algorithm.client.linear_correction(state.broadcast, client_state)
-        params = state.params.new_empty(len(clients), len(state.params))
-        train = partial(self._train_block, work, state.params, chosen, correction, params)
-        self.pool.map(train, self.blocks(work, state.params, chosen))
-        steps = client_steps(work.task.train.sizes[chosen], work.local)
-        total_lr = torch.from_numpy(steps * work.lr)[:, None].to(params.dtype)
-        return sum_updates(work, state, clients, state.params - params, total_lr, client_state)
+        rule, start, total = work.algorithm.client, state.params, None
+        for clients in cohort_parts(work, state, least=self.pool.count):
+            chosen, client_state = np.asarray(clients), stacked_states(work, state, clients)
+            correction = rule.linear_correction(state.broadcast, client_state)
+            params = start.new_empty(len(clients), len(start))
+            train = partial(self._train_block, work, start, chosen, correction, params)
+            self.pool.map(train, self.blocks(work, start, chosen))
+            steps = client_steps(work.task.train.sizes[chosen], work.local)
+            total_lr = torch.from_numpy(steps * work.lr)[:, None].to(params.dtype)
+            part = sum_updates(work, state, clients, start - params, total_lr, client_state)
+            total = add_sums(total, part)
+        assert total is not None
+        return total
 
     def blocks(self, work: Work, params: Tensor, clients: Numbers) -> list[Numbers]:
         """Return the positions of clients that are trained together, most work first."""

@@ -1,7 +1,7 @@
 """The loop: one client after another. The reference that faster engines must equal.
 
-It also holds what every engine on a host shares: the sums of a cohort, a few clients at a time, so
-that memory does not grow with the cohort.
+It also holds what the engines share: the parts of a cohort that are summed at a time, the sums of
+trained clients, and the states of a cohort, stacked and unstacked.
 """
 
 from __future__ import annotations
@@ -48,30 +48,33 @@ class Loop:
     name = "loop"
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        return sum_in_parts(work, state, run_clients)
+        total: Sums | None = None
+        for clients in cohort_parts(work, state):
+            trained = []
+            for client in clients:
+                with seeded_torch(work.seed, "layers", work.round, client):
+                    trained.append(train(work, state, client, work.task.objective))
+            total = add_sums(total, sum_trained(work, clients, trained))
+        assert total is not None
+        return total
 
 
-def sum_in_parts(
-    work: Work,
-    state: SimulationState,
-    run_clients: Callable[[Work, SimulationState, list[int]], Sums],
-    least: int = 1,
-) -> Sums:
-    """Sum the updates of a cohort, some multiple of `least` clients at a time."""
+def cohort_parts(work: Work, state: SimulationState, least: int = 1) -> list[list[int]]:
+    """Return the cohort in parts whose updates are summed at a time, in multiples of `least`.
+
+    Their updates take `SUMMED_BYTES` at most, so that memory does not grow with the cohort.
+    """
     clients: list[int] = work.cohort.tolist()
     together = SUMMED_BYTES // (state.params.numel() * state.params.element_size())
     together = max(least, together - together % least)
-    total, changed = run_clients(work, state, clients[:together])
-    for at in range(together, len(clients), together):
-        part, states = run_clients(work, state, clients[at : at + together])
-        total = total + part
-        changed |= states
-    return total, changed
+    return [clients[at : at + together] for at in range(0, len(clients), together)]
 
 
-def run_clients(work: Work, state: SimulationState, clients: list[int]) -> Sums:
-    """Train some clients, one after another."""
-    return sum_trained(work, clients, [train_client(work, state, client) for client in clients])
+def add_sums(total: Sums | None, part: Sums) -> Sums:
+    """Return the sums of both; `total` is None before the first part."""
+    if total is None:
+        return part
+    return total[0] + part[0], {**total[1], **part[1]}
 
 
 def sum_trained(work: Work, clients: list[int], trained: list[Trained]) -> Sums:

@@ -100,7 +100,7 @@ class Work:
 
 def client_steps(sizes: Numbers, local: LocalTraining) -> Numbers:
     """Return how many steps clients of these sizes take, [K]."""
-    return np.array([local.steps_for(size) for size in sizes.tolist()])
+    return np.array(list(map(local.steps_for, sizes.tolist())))
 
 
 def step_lengths(sizes: Numbers, local: LocalTraining) -> Numbers:
@@ -138,8 +138,9 @@ def plan_batches(
     lengths = step_lengths(np.array([size]), local)[:, 0].tolist()
     if local.batch_size is None:
         return [np.arange(size)] * len(lengths)
-    key, one = batch_key(seed, round), np.array([client])
-    (positions,) = _shuffled_batches(key, one, size, len(lengths), local.batch_size)
+    count, one = _draws_of(size, len(lengths), local.batch_size), torch.tensor([client])
+    random = hashed(torch.tensor(batch_key(seed, round)), one, count).numpy()
+    (positions,) = _shuffled_batches(random, size, len(lengths), local.batch_size)
     return [own[:length] for own, length in zip(positions, lengths, strict=True)]
 
 
@@ -161,23 +162,28 @@ def host_rows(key: int, who: Numbers, steps: int, width: int, batch_size: int | 
         return np.asarray(first[:, None] + np.where(place < sizes[:, None], place, 0))[None]
     rows = np.zeros((steps, len(clients), width), np.int64)
     for size in np.unique(sizes).tolist():
-        alike = sizes == size
-        positions = _shuffled_batches(key, clients[alike], size, steps, batch_size)
+        alike, count = sizes == size, _draws_of(size, steps, batch_size)
+        random = hashed(torch.tensor(key), torch.from_numpy(clients[alike]), count).numpy()
+        positions = _shuffled_batches(random, size, steps, batch_size)
         rows[:, alike, : positions.shape[2]] = positions.swapaxes(0, 1)
     rows += first[:, None]
     return rows
 
 
-def _shuffled_batches(key: int, clients: Numbers, size: int, steps: int, batch: int) -> Numbers:
+def _draws_of(size: int, steps: int, batch: int) -> int:
+    """Return how many random numbers shuffle the epochs of a client: one per example of each."""
+    return math.ceil(steps / math.ceil(size / batch)) * size
+
+
+def _shuffled_batches(random: Numbers, size: int, steps: int, batch: int) -> Numbers:
     """Return the positions of each step's examples for clients of one size, [K, S, B].
 
     B is the batch size, or the client's size where that is smaller. Short batches end in zeros.
+    `random` [K, E * size] decides the order in each of E epochs.
     """
-    batch = min(batch, size)
+    clients, batch = len(random), min(batch, size)
     per_epoch = math.ceil(size / batch)
-    epochs = math.ceil(steps / per_epoch)
-    random = hashed(torch.tensor(key), torch.from_numpy(clients), epochs * size).numpy()
-    random = random.reshape(len(clients), epochs, size) >> EPOCH_BITS
+    random = random.reshape(clients, -1, size) >> EPOCH_BITS
     if size <= 2**EPOCH_BITS:
         # positions in the low bits: a fifth of the time of a stable sort, and no two keys are equal
         orders = (random << EPOCH_BITS) + np.arange(size)
@@ -186,9 +192,8 @@ def _shuffled_batches(key: int, clients: Numbers, size: int, steps: int, batch: 
     else:
         orders = np.argsort(random, axis=2, kind="stable")
     if size % batch:
-        padding = ((0, 0), (0, 0), (0, per_epoch * batch - size))
-        orders = np.pad(orders, padding)
-    return orders.reshape(len(clients), epochs * per_epoch, batch)[:, :steps]
+        orders = np.pad(orders, ((0, 0), (0, 0), (0, per_epoch * batch - size)))
+    return orders.reshape(clients, -1, batch)[:, :steps]
 
 
 def device_rows(

@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from fedexp.client import LinearCorrection
-from fedexp.engine.loop import Sums, part_of, stacked_states, sum_in_parts, sum_updates
+from fedexp.engine.loop import (
+    Sums,
+    add_sums,
+    cohort_parts,
+    part_of,
+    stacked_states,
+    sum_updates,
+)
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
 from fedexp.objective import QuadraticObjective
@@ -49,7 +56,11 @@ class Quadratic:
         self._steps = lru_cache(maxsize=CACHED_RUNS)(_steps)
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        return sum_in_parts(work, state, self.run_clients)
+        total: Sums | None = None
+        for clients in cohort_parts(work, state):
+            total = add_sums(total, self.run_clients(work, state, clients))
+        assert total is not None
+        return total
 
     def run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
         """Train some clients; one whose update is not finite changes no state."""

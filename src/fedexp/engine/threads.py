@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedexp.data.federation import Batch
-from fedexp.engine.loop import Sums, Trained, sum_in_parts, sum_trained, train
+from fedexp.engine.loop import Sums, Trained, add_sums, cohort_parts, sum_trained, train
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineError
@@ -42,7 +42,7 @@ class Pool:
     def map(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Return the results for all items, in their order."""
         if self.count == 1:
-            return [function(item) for item in items]
+            return list(map(function, items))
         before = torch.get_num_threads()
         # libraries have one setting for all threads, of which the last assignment counts
         torch.set_num_threads(1)
@@ -82,12 +82,12 @@ class Threads:
             self._copies.put(ThreadCopy(objective))
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        return sum_in_parts(work, state, self.run_clients, least=self._pool.count)
-
-    def run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
-        """Train some clients, as many at a time as there are threads."""
-        trained = self._pool.map(partial(self._train, work, state), clients)
-        return sum_trained(work, clients, trained)
+        total: Sums | None = None
+        for clients in cohort_parts(work, state, least=self._pool.count):
+            trained = self._pool.map(partial(self._train, work, state), clients)
+            total = add_sums(total, sum_trained(work, clients, trained))
+        assert total is not None
+        return total
 
     def _train(self, work: Work, state: SimulationState, client: int) -> Trained:
         copy = self._copies.get()

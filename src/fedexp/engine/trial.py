@@ -13,7 +13,7 @@ float32 does not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -110,7 +110,7 @@ class Trials:
         layers: bool = False,
         plain: Callable[[Work], Engine] | None = None,
     ) -> None:
-        """Raise `EngineError` where an engine fails.
+        """Raise `EngineError` where an engine fails, or what the model raises in every trial.
 
         Args:
             make: returns the engine for a trial.
@@ -118,12 +118,29 @@ class Trials:
             plain: returns the engine that stands in for it in plain arithmetic, where the run has
                 another arithmetic.
         """
-        actual = self._is_special
-        for trial in self:
-            error = trial.check(plain if plain is not None and actual else make)
-            if error <= trial.least or trial.limit <= SENSITIVE:
+        actual, done = self._is_special, 0
+        while done < len(self._made) or self._attempts:
+            if done == len(self._made):
+                attempt = self._attempts.pop(0)
+                if any(attempt.is_weaker(trial.attempt) for trial in self._made):
+                    continue
+                try:
+                    trial = Trial.of(*self._plain_origin, None, attempt, self.precision)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # whatever a user's model raises on some examples
+                    self._failed = error
+                    continue
+                if not all(value.isfinite().all() for value in trial.expected.values()):
+                    continue
+                self._made.append(trial)
+            trial, done = self._made[done], done + 1
+            distance = trial.check(plain if plain is not None and actual else make)
+            if distance <= trial.least or trial.limit <= SENSITIVE:
                 break
         else:
+            if not self._made:
+                raise self._failed
             raise EngineError(
                 "its agreement with the loop cannot be tested, since rounding explains "
                 f"{trial.limit:.1e}"
@@ -158,26 +175,6 @@ class Trials:
         """The trial in the precision of the run, by the attempt that worked in plain arithmetic."""
         attempt = self._made[-1].attempt
         return Trial.of(*self._origin, self.precision, attempt._replace(step=SMALL_STEP))
-
-    def __iter__(self) -> Iterator[Trial]:
-        """Yield the trials that can be made; raises what the model raises where none can."""
-        yield from self._made
-        while self._attempts:
-            attempt = self._attempts.pop(0)
-            if any(attempt.is_weaker(trial.attempt) for trial in self._made):
-                continue
-            try:
-                trial = Trial.of(*self._plain_origin, None, attempt, self.precision)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a user's model raises on some examples
-                self._failed = error
-                continue
-            if all(value.isfinite().all() for value in trial.expected.values()):
-                self._made.append(trial)
-                yield trial
-        if not self._made:
-            raise self._failed
 
 
 @dataclass(frozen=True, eq=False)
@@ -215,7 +212,7 @@ class Trial:
             small = _small_work(work, state, precision, attempt)
             small, start = _start(small, state, attempt)
             before = _python_state(small.task.objective)
-            expected = _outcome(Loop(), small, start)
+            expected = _named(Loop()(small, start), start)
         for name, value in _python_state(small.task.objective).items():
             if before.get(name) != value:
                 raise EngineError(
@@ -252,7 +249,7 @@ class Trial:
         """Return the distance of an engine from the loop; raises `EngineError` beyond the limit."""
         engine, before = make(self.work), torch.get_rng_state()
         with arithmetic(self.precision or "float32"):
-            found = _outcome(engine, self.work, self.state)
+            found = _named(engine(self.work, self.state), self.state)
         if not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
             raise EngineError("forward draws random numbers outside nn.Dropout layers")
@@ -449,9 +446,8 @@ def _gradient(state: SimulationState, work: Work, batch: Batch, seed: int) -> Te
         return work.task.objective.gradient(state.params.clone(), state.buffers, batch)[0]
 
 
-def _outcome(engine: Engine, work: Work, state: SimulationState) -> Named:
-    """Return the sums and states of an engine, by name, in float64."""
-    sums: Sums = engine(work, state)
+def _named(sums: Sums, state: SimulationState) -> Named:
+    """Return the sums and client states of a round by name, in float64."""
     aggregate, clients = sums
     named = {"update": aggregate.mean, "squared norm": aggregate.mean_sq_norm}
     named |= {name: aggregate.mean_extra(name) for name in sorted(aggregate.extras)}
@@ -487,7 +483,8 @@ def _wider(work: Work, state: SimulationState, dtype: torch.dtype) -> Named | No
 
     try:
         with arithmetic("float32"):
-            found = _outcome(Loop(), wide, widened(state, work.algorithm, dtype))
+            start = widened(state, work.algorithm, dtype)
+            found = _named(Loop()(wide, start), start)
     except (RuntimeError, TypeError, ValueError):
         return None
     return found if all(value.isfinite().all() for value in found.values()) else None

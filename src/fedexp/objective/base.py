@@ -198,7 +198,7 @@ def pieces(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
     """Return views of vectors [..., d] in the shapes of `like`; padding behind is left out."""
     sizes = [t.numel() for t in like]
     parts = vector[..., : sum(sizes)].split(sizes, dim=-1) if like else ()
-    return [shaped(part, t.shape) for part, t in zip(parts, like, strict=True)]
+    return list(map(shaped, parts, [t.shape for t in like]))
 
 
 def shaped(part: Tensor, shape: torch.Size) -> Tensor:
@@ -207,9 +207,3 @@ def shaped(part: Tensor, shape: torch.Size) -> Tensor:
         return part.unflatten(-1, shape) if len(shape) else part.squeeze(-1)
     outputs, channels, *window = shape
     return part.unflatten(-1, (outputs, *window, channels)).movedim(-1, -3)
-
-
-def unflatten_into(targets: Sequence[Tensor], vector: Tensor) -> None:
-    """Make the targets views of consecutive pieces of `vector`, without a copy."""
-    for target, piece in zip(targets, pieces(vector, targets), strict=True):
-        target.data = piece

@@ -206,7 +206,8 @@ class DenseStep:
                 grad.add_(weight, alpha=self.prox)
         for grad, shift in zip(grads, constant, strict=False):
             grad.add_(shift)
-        norm = torch.linalg.vector_norm(torch.stack([norms(g.flatten(1)) for g in grads]), dim=0)
+        each = list(map(norms, [grad.flatten(1) for grad in grads]))
+        norm = torch.linalg.vector_norm(torch.stack(each), dim=0)
         rate = (self.lr * clip_to(norm, bound)).to(grads[0].dtype)[:, None, None]
         for weight, grad in zip(weights, grads, strict=True):
             if self.local.weight_decay:

@@ -25,7 +25,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fedexp.data.federation import Batch
 from fedexp.errors import require
-from fedexp.objective.base import Buffers, flatten, pieces, unflatten_into
+from fedexp.objective.base import Buffers, flatten, pieces
 from fedexp.objective.dense import DenseNetwork, dense_network
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
 from fedexp.objective.stack import CannotStackError, Stack, StackedClients
@@ -186,7 +186,8 @@ class ModuleObjective:
         # BatchNorm writes to its buffers, and under vmap only contiguous ones remember it
         pairs = zip(pieces(buffers.averaged, self.averaged), self.averaged, strict=True)
         averaged = [p.to(t.dtype, copy=True) for p, t in pairs]
-        kept = [p.to(t.dtype, copy=True) for p, t in self._typed(buffers.kept)]
+        pairs = zip(pieces(buffers.kept, self.kept), self.kept, strict=True)
+        kept = [p.to(t.dtype, copy=True) for p, t in pairs]
         with self._autocast():
             output, after = self._functional(client_params, [*averaged, *kept], x)
         losses = self._losses(output.to(params.dtype), y)
@@ -324,15 +325,14 @@ class ModuleObjective:
         return losses.flatten(1).mean(dim=1)
 
     def _bind(self, params: Tensor, buffers: Buffers) -> None:
-        unflatten_into(self.params, params)
+        for target, piece in zip(self.params, pieces(params, self.params), strict=True):
+            target.data = piece  # a view, without a copy
         pairs = zip(pieces(buffers.averaged, self.averaged), self.averaged, strict=True)
         averaged = [p.to(t.dtype, copy=True) for p, t in pairs]  # forward writes to them
-        kept = [piece.to(t.dtype, copy=True) for piece, t in self._typed(buffers.kept)]
+        pairs = zip(pieces(buffers.kept, self.kept), self.kept, strict=True)
+        kept = [p.to(t.dtype, copy=True) for p, t in pairs]
         for own, value in zip(self.slots, [*averaged, *kept], strict=True):
             put(own, value)
-
-    def _typed(self, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(pieces(kept, self.kept), self.kept, strict=True))
 
     def _buffers(self) -> Buffers:
         return self._gathered([read(own).detach() for own in self.slots])
