@@ -56,7 +56,7 @@ def test_pages_that_were_read_are_released(tmp_path: Path) -> None:
         states.stacked(range(at, at + 6), initial)
     assert status("RssFile") - before < 20  # of 60
     mapped = np.memmap(path, np.uint8, "r")
-    assert mapped[::4096].sum() > 0  # the same by a plain map, which releases nothing
+    assert mapped[3::4096].any()  # the same by a plain map, which releases nothing
     assert status("RssFile") - before > 40
 
 

@@ -83,9 +83,10 @@ class Threads:
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
         total: Sums | None = None
+        train_one = partial(self._train, work, state)
         for clients in cohort_parts(work, state, least=self._pool.count):
-            trained = self._pool.map(partial(self._train, work, state), clients)
-            total = add_sums(total, sum_trained(work, clients, trained))
+            part = sum_trained(work, clients, self._pool.map(train_one, clients))
+            total = add_sums(total, part)
         assert total is not None
         return total
 
