@@ -57,11 +57,11 @@ def test_auto_takes_the_engine_that_suits() -> None:
 
 
 def test_a_named_engine_is_what_runs() -> None:
-    assert select(unequal(mlp), "loop")[1] == "named by engine="
+    assert select(unequal(mlp), "loop")[1] == "asked for by name"
     for name in ("loop", "threads", "batched", "dense"):
         chosen = select(unequal(mlp), name)
         assert chosen.choice.name == name
-        assert chosen.reason.startswith("named by engine=")
+        assert chosen.reason.startswith("asked for by name")
 
 
 def test_records_have_the_choice_and_its_reason() -> None:

@@ -97,7 +97,7 @@ def select_engine(
         precision: of the run.
     """
     if name == "loop":
-        return Selected(Loop(), "named by engine=")
+        return Selected(Loop(), "asked for by name")
     failure, mistake = "this engine does not suit the model, the rule or the device", False
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     for candidate in candidates:
@@ -107,7 +107,7 @@ def select_engine(
             if candidate.draws:
                 objective = cast(CopyableObjective, work.task.objective)
                 check_draws(objective, state, trials.batch())
-            why = "auto" if name == "auto" else "named by engine="
+            why = "auto" if name == "auto" else "asked for by name"
             reason = f"{why}: {candidate.reason}; it agrees with the loop on a few examples"
             return Selected(candidate.make(work), reason)
         except torch.OutOfMemoryError:

@@ -86,7 +86,7 @@ class EngineChoice:
         implementation: of the batched engine: "layers", "vmap" or "vmap, not padded"; else None.
         cuda_graph: what is replayed as a CUDA graph: "round", "local training", or None.
 
-    >>> str(EngineChoice("batched", "named by engine=", "layers"))
+    >>> str(EngineChoice("batched", "asked for by name", "layers"))
     'batched (layers)'
     """
 
