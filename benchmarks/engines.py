@@ -30,7 +30,7 @@ from torch import Tensor, nn
 import fedexp as fx
 from fedexp.analysis.tables import text_table
 from fedexp.data import Federation
-from fedexp.engine import EngineName, run_round
+from fedexp.engine import EngineChoice, EngineName, run_round
 from fedexp.engine.batched import Batched
 from fedexp.engine.plan import Work, sample_cohort
 from fedexp.precision import Precision, arithmetic, default_precision
@@ -198,6 +198,7 @@ def _by_class(
     precision = precision or default_precision(place)
     task, algorithm = task.to(place, precision), fx.fedexp()
     engine = Batched(cast(Any, IMPLEMENTATIONS[path]))
+    choice = EngineChoice("batched", "given by the benchmark", IMPLEMENTATIONS[path])
     state, number = fx.SimulationState.initial(task, algorithm, 0), 0
     while True:
         number += 1
@@ -206,7 +207,7 @@ def _by_class(
         with arithmetic(precision):
             record = run_round(work, state, engine)
         state = record.state
-        yield replace(record, engine=record.engine or engine.name)
+        yield replace(record, engine_choice=record.engine_choice or choice)
 
 
 def compare(

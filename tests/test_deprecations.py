@@ -50,14 +50,6 @@ def test_renamed_classes_warn_and_are_the_new_ones() -> None:
         assert distributed.Shared is distributed.DistributedGroup
 
 
-def test_the_former_names_of_run_options_warn() -> None:
-    with pytest.warns(DeprecationWarning, match=r"use fedexp\.runs\.RunOptions"):
-        assert runs.Keeping is runs.RunOptions
-    spec = Spec("toy", "fedavg", rounds=1)
-    with pytest.warns(DeprecationWarning, match=r"use execute\(loggers=...\)"):
-        runs.execute(spec, None, lambda spec, row: None, consumers=[])
-
-
 class OneRank(distributed.Ranks):
     """A rank whose collectives return what it passes."""
 
@@ -105,3 +97,11 @@ def test_renamed_functions_and_arguments_of_flower_warn() -> None:
         with pytest.warns(DeprecationWarning, match=r"identify=...\) .* query_client_ids="):
             made = strategy(identify=True, **options)
         assert made.settings.query_client_ids is True
+
+
+def test_the_former_names_of_run_options_warn() -> None:
+    with pytest.warns(DeprecationWarning, match=r"use fedexp\.runs\.RunOptions"):
+        assert runs.Keeping is runs.RunOptions
+    spec = Spec("toy", "fedavg", rounds=1)
+    with pytest.warns(DeprecationWarning, match=r"use execute\(loggers=...\)"):
+        runs.execute(spec, None, lambda spec, row: None, consumers=[])

@@ -18,7 +18,7 @@ from fedexp.cli.main import main
 from fedexp.runs import find_runs, load_run
 from fedexp.runs.execute import stop_request
 from fedexp.runs.options import TASKS
-from fedexp.runs.pool import deaf_to_interrupts
+from fedexp.runs.pool import interrupts_blocked
 from fedexp.runs.spec import Spec
 from fedexp.tasks import Task, synthetic
 from tests.cli.helpers import FEDEXP, RUN, SMALL, begin, checkpointed, wait_for_rows
@@ -40,7 +40,7 @@ def test_a_comparison_stores_its_runs_and_returns_at_once(
     def no_workers(*arguments: Any, **more: Any) -> None:
         raise AssertionError("nothing should run")
 
-    monkeypatch.setattr("fedexp.runs.pool.ProcessPoolExecutor", no_workers)
+    monkeypatch.setattr("fedexp.runs.pool.worker_processes", no_workers)
     monkeypatch.setattr("fedexp.runs.spec.simulate", no_workers)
     assert main([*command, "--jobs", "2"]) == 0
     assert capfd.readouterr().out == first
@@ -73,7 +73,7 @@ def test_runs_of_other_data_are_refused_until_they_are_restarted(
     assert capfd.readouterr().out != first
     assert main(command) == 0
     assert main([*command, "--restart", "--no-save"]) == 2
-    assert "--restart needs runs that are kept" in capfd.readouterr().err
+    assert "--restart needs stored runs" in capfd.readouterr().err
     assert main(["reproduce", "synthetic", "--from", "runs", "--restart"]) == 2
     assert "leave --restart out" in capfd.readouterr().err
 
@@ -117,7 +117,7 @@ def test_ctrl_c_ends_a_comparison_in_order(early: bool, tmp_path: Path) -> None:
 
 def test_ctrl_c_while_workers_are_started_is_not_lost() -> None:
     with stop_request() as request:
-        with deaf_to_interrupts():
+        with interrupts_blocked():
             os.kill(os.getpid(), signal.SIGINT)
         deadline = time.monotonic() + 10  # the kernel may choose another thread, which is slower
         while not request():

@@ -1,16 +1,16 @@
-"""Runs and trials over three ranks; what each rank heard and found goes to FOLDER/RANK.json.
+"""Runs and trials over three ranks; each writes what it started and found to FOLDER/RANK.json.
 
 many_runs.py FOLDER
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -20,16 +20,15 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fedexp.distributed import Ranks
-from fedexp.runs import run_all
-from fedexp.runs.pool import run_spread
+from fedexp.runs import RunInterrupted, run_all
+from fedexp.runs.files import Row
+from fedexp.runs.pool import Execution, Job, Result, run_queue
 from fedexp.runs.spec import Spec
 from fedexp.tune.epsilon import EPS, VALUES, tune_epsilon
-from fedexp.tune.grids import Point
-from fedexp.tune.search import OnRow, tune
-from fedexp.tune.trial import Row
+from fedexp.tune.search import TrialRunner, tune
 from tests.distributed.launch import joined, on_ranks
+from tests.helpers.tuning import StartedTrials, small_study
 from tests.runs.helpers import tiny, untimed
-from tests.studies.problems import small_study
 
 WORLD = 3
 GRID = {"server.lr": (1.0, 10.0), "local.lr": (0.01, 0.1)}
@@ -37,88 +36,131 @@ FEW = {"local.lr": (0.01, 0.1)}
 Case = tuple[list[str], Any]
 
 
-def runs(seeds: int, kept: str | None, folder: Path, among: Ranks | None) -> Case:
-    """Which seeds this rank was told of, and the rows of all of them."""
+def runs(seeds: int, stored: str | None, folder: Path, group: Ranks | None) -> Case:
+    """Return the seeds whose rows this rank received, and the rows of all seeds."""
     specs = [tiny(seed=seed) for seed in range(seeds)]
-    root = folder / kept if kept else None
-    heard: list[str] = []
+    root = folder / stored if stored else None
+    seeds_here: list[str] = []
 
-    def listen(spec: Spec, row: dict[str, Any]) -> None:
-        heard.append(str(spec.seed))
+    def on_round(spec: Spec, row: dict[str, Any]) -> None:
+        seeds_here.append(str(spec.seed))
 
-    if among is None:
-        outcomes = run_all(specs, 1, listen, root)
-    else:
-        outcomes = run_spread(specs, among, listen, root)
-    return list(dict.fromkeys(heard)), [untimed(each.rows) for each in outcomes]
+    outcomes = run_all(specs, 1, on_round, root, ranks=group)
+    return list(dict.fromkeys(seeds_here)), [untimed(each.rows) for each in outcomes]
 
 
-class Watcher:
-    """Which points this rank has begun; with a folder, none goes on before all ranks have one."""
+class StartedOnRank(StartedTrials):
+    """Which trials this rank has started; with a folder, waits until every rank has one."""
 
     def __init__(self, meeting: Path | None = None) -> None:
-        self.begun: list[str] = []
+        super().__init__()
         self._meeting = meeting
 
-    @contextmanager
-    def __call__(self, left: int) -> Iterator[OnRow]:
-        yield self._on_row
-
-    def _on_row(self, point: Point, row: Row) -> None:
-        if row["round"] == 1:
-            self.begun.append(json.dumps(point))
-            self._meet()
-
-    def _meet(self) -> None:
+    def on_start(self) -> None:
         deadline = time.monotonic() + 60
         if self._meeting is not None:
             (self._meeting / f"{os.getpid()}.here").touch()
             while len(list(self._meeting.glob("*.here"))) < WORLD:
-                assert time.monotonic() < deadline, "not every rank has got a trial"
+                assert time.monotonic() < deadline, "a rank got no trial"
                 time.sleep(0.01)
 
+    @property
+    def texts(self) -> list[str]:
+        return [json.dumps(point) for point in self.points]
 
-def grid(values: dict[str, Any], name: str, folder: Path, among: Ranks | None) -> Case:
+
+def grid(values: dict[str, Any], name: str, folder: Path, group: Ranks | None) -> Case:
     study = small_study(folder / name, values=values)
-    whole = among is not None and study.size >= WORLD
-    watcher = Watcher(folder if whole else None)
-    tried = tune(study, watching=watcher, ranks=among)
-    return watcher.begun, [[each.point, each.scored.score] for each in tried]
+    whole = group is not None and study.size >= WORLD
+    started = StartedOnRank(folder if whole else None)
+    trials = tune(study, TrialRunner(ranks=group, progress=started))
+    return started.texts, [[each.point, each.result.score] for each in trials]
 
 
-def free(folder: Path, among: Ranks | None) -> Case:
+def free(folder: Path, group: Ranks | None) -> Case:
     """Four trials, then a last one for all ranks together."""
     ranges = {"server.lr": (1.0, 10.0), "local.lr": (0.01, 0.1)}
     study = small_study(folder / "free.db", protocol="free", values=ranges, trials=4)
-    watcher = Watcher()
-    tune(study, watching=watcher, ranks=among)
-    tried = tune(replace(study, trials=5), watching=watcher, ranks=among)
-    return watcher.begun, [[each.point, each.scored.score] for each in tried]
+    started = StartedOnRank()
+    runner = TrialRunner(ranks=group, progress=started)
+    tune(study, runner)
+    trials = tune(replace(study, trials=5), runner)
+    return started.texts, [[each.point, each.result.score] for each in trials]
 
 
-def rule(folder: Path, among: Ranks | None) -> Case:
+def rule(folder: Path, group: Ranks | None) -> Case:
     study = small_study(folder / "eps.db", "fedexp", "epsilon", {EPS: VALUES})
-    watcher = Watcher()
-    found = tune_epsilon(study, watching=watcher, ranks=among)
-    return watcher.begun, [found.chosen, found.ended, [[e, s.score] for e, s in found.tried]]
+    started = StartedOnRank()
+    found = tune_epsilon(study, TrialRunner(ranks=group, progress=started))
+    return started.texts, [found.chosen, found.ended, [[e, s.score] for e, s in found.tried]]
+
+
+class FirstStopped:
+    """A queue of two runs, of which the first is stopped after its second round."""
+
+    def __init__(self) -> None:
+        self.left = [Job(seed, tiny(seed=seed)) for seed in (0, 1)]
+        self.results: list[Any] = []
+
+    def take(self) -> Job | None:
+        return self.left.pop(0) if self.left else None
+
+    def is_done(self) -> bool:
+        return not self.left
+
+    def on_round(self, job: Job, row: Row) -> bool:
+        return bool(job.key or row["round"] < 2)
+
+    def on_result(self, job: Job, result: Result) -> None:
+        self.results.append(result if isinstance(result, str) else untimed(result.rows))
+
+
+def stopped_run(folder: Path, group: Ranks | None) -> Case:
+    """Two runs that all ranks share; only the first rank's queue is used."""
+    queue = FirstStopped()
+    run_queue(queue, 2, 1, Execution(), ranks=group)
+    results = queue.results if group is None else group.broadcast(queue.results)
+    return [str(len(queue.results))], results
+
+
+def interrupted(stored: str | None, folder: Path, group: Ranks | None) -> Case:
+    """Two runs that all ranks share; the last rank alone asks to stop, in the fourth round."""
+    asks, calls = group is None or group.rank == WORLD - 1, itertools.count()
+    specs = [tiny(seed=seed, rounds=100_000) for seed in (0, 1)]
+    root = folder / stored if stored else None
+    try:
+        run_all(
+            specs,
+            1,
+            lambda spec, row: None,
+            root,
+            ranks=group,
+            stop=lambda: asks and next(calls) >= 3,
+        )
+    except RunInterrupted:
+        return [], "stopped"
+    return [], "finished"
 
 
 CASES: dict[str, Callable[[Path, Ranks | None], Case]] = {
-    "whole": partial(runs, 5, "kept"),
-    "fewer left": partial(runs, 7, "kept"),
-    "enough left": partial(runs, 10, "kept"),
-    "again": partial(runs, 10, "kept"),
-    "unkept": partial(runs, 4, None),
+    "whole": partial(runs, 5, "stored"),
+    "fewer left": partial(runs, 7, "stored"),
+    "enough left": partial(runs, 10, "stored"),
+    "again": partial(runs, 10, "stored"),
+    "in memory": partial(runs, 4, None),
     "grid": partial(grid, GRID, "grid.db"),
     "few": partial(grid, FEW, "few.db"),
     "free": free,
     "rule": rule,
+    "stopped run": stopped_run,
+    "interrupted": partial(interrupted, None),
+    "interrupted and stored": partial(interrupted, "interrupted"),
 }
 
 
-def work(folder: Path, among: Ranks) -> None:
-    found = {name: case(folder, among) for name, case in CASES.items()}
-    (folder / f"{among.rank}.json").write_text(json.dumps(found))
+def work(folder: Path, group: Ranks) -> None:
+    found = {name: case(folder, group) for name, case in CASES.items()}
+    (folder / f"{group.rank}.json").write_text(json.dumps(found))
 
 
 if __name__ == "__main__":

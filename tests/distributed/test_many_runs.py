@@ -1,4 +1,4 @@
-"""Many runs, or trials, over ranks: each is run once, somewhere, and all ranks know all of it."""
+"""Many runs, or trials, over ranks: each is executed once, and all ranks get all results."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Found = list[dict[str, Any]]
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
-    """What each rank heard of and found, case by case."""
+    """Return what each rank started and found, by case."""
     folder = tmp_path_factory.mktemp("many")
     done = finished([sys.executable, many_runs.__file__, str(folder)])
     assert done.returncode == 0, done.stderr
@@ -33,13 +33,13 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Found:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process finds."""
+    """Return what one process finds."""
     folder = tmp_path_factory.mktemp("alone")
     return {name: case(folder, None) for name, case in CASES.items() if name != "free"}
 
 
 def flat(value: Any) -> list[Any]:
-    """All numbers and words of a nested value, in order."""
+    """Return all numbers and texts of a nested value, in order."""
     if isinstance(value, dict):
         return [leaf for name, each in value.items() for leaf in (name, *flat(each))]
     return [leaf for each in value for leaf in flat(each)] if isinstance(value, list) else [value]
@@ -51,7 +51,7 @@ def test_all_ranks_find_the_same(found: Found, name: str) -> None:
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "free"])
-def test_they_find_what_one_process_finds(found: Found, alone: dict[str, Any], name: str) -> None:
+def test_ranks_find_what_one_process_finds(found: Found, alone: dict[str, Any], name: str) -> None:
     ours, its = flat(found[0][name][1]), flat(alone[name][1])
     assert len(ours) == len(its)
     for mine, other in zip(ours, its, strict=True):
@@ -63,13 +63,16 @@ def test_they_find_what_one_process_finds(found: Found, alone: dict[str, Any], n
     ("name", "shares"),
     [
         ("whole", [["0", "3"], ["1", "4"], ["2"]]),
-        ("fewer left", [["5", "6"], [], []]),  # one after another, on all ranks; the first tells
+        (
+            "fewer left",
+            [["5", "6"], [], []],
+        ),  # one after another on all ranks; only the first reports rows
         ("enough left", [["7"], ["8"], ["9"]]),
         ("again", [[], [], []]),
-        ("unkept", [["0", "3"], ["1"], ["2"]]),
+        ("in memory", [["0", "3"], ["1"], ["2"]]),
     ],
 )
-def test_which_rank_runs_what(found: Found, name: str, shares: list[list[str]]) -> None:
+def test_which_rank_executes_which_run(found: Found, name: str, shares: list[list[str]]) -> None:
     assert [own[name][0] for own in found] == shares
 
 
@@ -81,17 +84,26 @@ def test_a_whole_run_on_a_rank_has_the_bits_of_one_alone(
 
 def test_every_trial_is_run_once(found: Found) -> None:
     assert all(own["grid"][0] for own in found)
-    begun = [point for own in found for point in own["grid"][0]]
-    assert sorted(begun) == sorted(json.dumps(point) for point in points(GRID))
+    started = [point for own in found for point in own["grid"][0]]
+    assert sorted(started) == sorted(json.dumps(point) for point in points(GRID))
     assert [own["few"][0] for own in found] == [[json.dumps(p) for p in points(FEW)], [], []]
     free = [point for own in found for point in own["free"][0]]
     assert len(free) == len(set(free)) == len(found[0]["free"][1]) == 5
 
 
+def test_a_run_or_all_runs_stop_on_all_ranks(found: Found) -> None:
+    assert [own["stopped run"][0] for own in found] == [["2"], ["0"], ["0"]]
+    first, second = found[0]["stopped run"][1]
+    assert first == "stopped"
+    assert len(second) == 6
+    for name in ("interrupted", "interrupted and stored"):
+        assert [own[name][1] for own in found] == ["stopped"] * WORLD
+
+
 def test_compare_under_torchrun(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """One table, that of one process; then a rank that fails ends the job, in one line."""
+    """The table of one process; then a rank that fails ends the job, with one line."""
     monkeypatch.chdir(tmp_path)
     assert main([*COMPARE, "--no-save", "--jobs", "1"]) == 0
     ranked = [*TORCHRUN, "2", "-m", "fedexp", *COMPARE, "--runs", "runs"]
@@ -107,8 +119,8 @@ def test_compare_under_torchrun(
     (first / "result.json").unlink()
     failed = finished(ranked)
     assert failed.returncode != 0
-    said = [line for line in failed.stderr.splitlines() if line.startswith("fedexp: ")]
-    assert len(said) == 1
-    assert said[0].startswith("fedexp: error: rank 1: ")
-    assert "has been changed since the run began" in said[0]
+    lines = [line for line in failed.stderr.splitlines() if line.startswith("fedexp: ")]
+    assert len(lines) == 1
+    assert lines[0].startswith("fedexp: error: rank 1: ")
+    assert "has been changed since the run began" in lines[0]
     assert failed.stdout == ""

@@ -79,7 +79,7 @@ class Outcome:
 def train(problem: Problem, recipe: Recipe) -> Outcome:
     """Run one round per cohort, from the values that the worker has."""
     params, buffers = _trained(problem.worker), _floating(problem.worker)
-    fixed = _others(problem.worker)
+    fixed = _not_averaged(problem.worker)
     server_control = _zeros(params)
     controls = [_zeros(params) for _ in problem.clients]
     steps: list[float] = []
@@ -100,8 +100,8 @@ def train(problem: Problem, recipe: Recipe) -> Outcome:
             deltas.append({n: params[n] - end[n] for n in params})
             after.append(_floating(problem.worker))
             if recipe.client == "scaffold":
-                travelled = len(rows) * lr
-                psi = {n: server_control[n] - deltas[-1][n] / travelled for n in params}
+                total_lr = len(rows) * lr
+                psi = {n: server_control[n] - deltas[-1][n] / total_lr for n in params}
                 controls[i] = {n: controls[i][n] - psi[n] for n in params}
                 psis.append(psi)
         mean = _mean(deltas, weights)
@@ -190,7 +190,7 @@ def _floating(module: nn.Module) -> Named:
     return {n: b.detach().clone() for n, b in module.named_buffers() if b.is_floating_point()}
 
 
-def _others(module: nn.Module) -> Named:
+def _not_averaged(module: nn.Module) -> Named:
     """Copies of all other buffers: every client starts from those of the initial model."""
     return {n: b.detach().clone() for n, b in module.named_buffers() if not b.is_floating_point()}
 

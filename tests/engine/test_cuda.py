@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from functools import partial
 
 import numpy as np
 import pytest
@@ -12,17 +13,15 @@ from torch import Tensor, nn
 import fedexp as fx
 from fedexp.data import Federation, Images
 from fedexp.engine.batched import Batched
-from fedexp.engine.plan import Work, sample_cohort
-from fedexp.engine.select import EngineName
-from fedexp.engine.simulation import run_round
+from fedexp.engine.select import EngineName, select_engine
 from fedexp.errors import EngineWarning
 from fedexp.precision import Precision, arithmetic
 from fedexp.tasks import Task
-from tests.engine.test_engines_agree import EXACT, net, unequal
+from tests.engine.helpers import EXACT, needs_cuda, run_rounds, unequal, work_of
 from tests.helpers.problems import least_squares
 from tests.helpers.rules import ALGORITHMS, rule_id
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = needs_cuda
 CUDA = torch.device("cuda")
 
 
@@ -31,20 +30,15 @@ def iterates(
 ) -> list[Tensor]:
     """Four rounds of the batched engine, with and without graphs."""
     task, engine = task.to(CUDA, precision), Batched(graphs=graphs)
-    state, visited = fx.SimulationState.initial(task, algorithm, 0), []
-    for t in range(1, 5):
-        clients = sample_cohort(0, t, task.train.clients, 3)
-        work = Work(task, algorithm, task.local, "uniform", 0, t, clients)
-        with arithmetic(precision):
-            state = run_round(work, state, engine).state
-        visited.append(state.params)
-    return visited
+    records = run_rounds(engine, task, algorithm, 4, precision=precision)
+    assert engine.cuda_graph == ("round" if graphs else None)
+    return [record.state.params for record in records]
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)
 def test_gpu_and_cpu_agree(algorithm: fx.Algorithm) -> None:
     """Float64, so that only the order of sums differs; the graph is replayed from round 2 on."""
-    for task in (unequal(net), least_squares(clients=6)):
+    for task in (unequal(), least_squares(clients=6)):
         here = [r.state.params for r in fx.simulate(task, algorithm, 4, cohort=3, engine="loop")]
         for graphs in (False, True):
             there = iterates(task, algorithm, graphs)
@@ -54,26 +48,23 @@ def test_gpu_and_cpu_agree(algorithm: fx.Algorithm) -> None:
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)
 def test_whole_rounds_are_captured(algorithm: fx.Algorithm) -> None:
-    """Every rule's step goes into the graph, with weights too; a warning would tell of the first
-    that does not.
-    """
-    task = unequal(net)
+    """Every rule's step is in the graph, with weights too; a failed capture would warn."""
+    task = unequal()
     both: list[tuple[EngineName, str]] = [("loop", "cpu"), ("batched", "cuda")]
     with warnings.catch_warnings():
         warnings.simplefilter("error", EngineWarning)
         here, there = (
-            [
-                r.state.params.cpu()
-                for r in fx.simulate(task, algorithm, 4, 3, weighting="size", engine=e, device=d)
-            ]
+            list(fx.simulate(task, algorithm, 4, 3, weighting="size", engine=e, device=d))
             for e, d in both
         )
     for one, other in zip(here, there, strict=True):
-        torch.testing.assert_close(one, other, **EXACT)
+        torch.testing.assert_close(one.state.params, other.state.params.cpu(), **EXACT)
+        assert other.engine_choice is not None
+        assert other.engine_choice.cuda_graph == "round"
 
 
 def test_learning_rate_decay_reaches_a_replayed_graph() -> None:
-    task = unequal(net)
+    task = unequal()
     local = fx.LocalTraining(lr=0.1, steps=3, batch_size=8, lr_decay=0.5)
     loop, batched = (
         [
@@ -110,3 +101,21 @@ def test_augmented_images_agree_and_bf16_stays_near() -> None:
     start = pictures().objective.initial(0)[0]
     assert half[-1].dtype == torch.float32
     assert (half[-1].cpu() - full[-1].cpu()).norm() < 0.05 * (full[-1].cpu() - start).norm()
+
+
+def test_unequal_writers_are_batched_in_bf16() -> None:
+    """Rounding of half precision is not taken for disagreement with the loop."""
+    rng, sizes = np.random.default_rng(0), (20, 60, 130)
+    fields = {
+        "x": torch.from_numpy(rng.integers(0, 256, (sum(sizes), 1, 28, 28), dtype=np.uint8)),
+        "y": torch.from_numpy(rng.integers(0, 62, sum(sizes))),
+    }
+    writers = Federation(fields, np.cumsum([0, *sizes]))
+    transform = Images((0.0,), (1.0,), augment=None)
+    build = partial(fx.models.emnist_cnn, 62)
+    task = fx.tasks.classification("writers", build, writers, transform=transform)
+    task = task.to(CUDA, "bf16")
+    state = fx.SimulationState.initial(task, fx.fedexp(), 0)
+    with arithmetic("bf16"):
+        selected = select_engine("auto", work_of(task, fx.fedexp()), state, "bf16")
+    assert str(selected.choice) == "batched (layers)"

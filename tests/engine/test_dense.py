@@ -17,15 +17,13 @@ from fedexp.data import Federation, Images
 from fedexp.engine import dense
 from fedexp.engine.dense import Dense
 from fedexp.engine.loop import Engine
-from fedexp.engine.plan import Work, host_rows, plan_batches
 from fedexp.engine.select import select_engine
-from fedexp.objective import ModuleObjective
-from fedexp.objective.dense import dense_network
 from fedexp.tasks import Task
+from tests.engine import helpers
+from tests.engine.helpers import EXACT, unequal, work_of
 from tests.helpers.rules import ALGORITHMS, rule_id
 
 SIZES = (3, 40, 17, 8, 1, 25, 8)  # smaller than a batch, not a multiple of it, a single example
-EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 
 
 def net() -> nn.Module:
@@ -33,35 +31,18 @@ def net() -> nn.Module:
 
 
 def task_of(build: Callable[[], nn.Module] = net, sizes: tuple[int, ...] = SIZES) -> Task:
-    rng = np.random.default_rng(0)
-    y = rng.integers(0, 3, sum(sizes))
-    x = rng.normal(size=(3, 4))[y] + rng.normal(size=(len(y), 4))
-    fields = {"x": torch.from_numpy(x), "y": torch.from_numpy(y)}
-    local = fx.LocalTraining(lr=0.1, steps=6, batch_size=8)
-    return Task("rows", ModuleObjective(build), Federation(fields, np.cumsum([0, *sizes])), local)
-
-
-def work_of(task: Task, algorithm: fx.Algorithm, local: fx.LocalTraining | None = None) -> Work:
-    cohort = np.arange(task.train.clients)
-    return Work(task, algorithm, local or task.local, "uniform", 0, 1, cohort)
+    return unequal(build, sizes)
 
 
 def engine_for(task: Task, algorithm: fx.Algorithm | None = None) -> Engine:
     algorithm = algorithm or fx.fedavg()
     state = fx.SimulationState.initial(task, algorithm, 0)
-    return select_engine("auto", work_of(task, algorithm), state)
+    return select_engine("auto", work_of(task, algorithm), state).engine
 
 
 def assert_agree(task: Task, algorithm: fx.Algorithm, **options: Any) -> None:
     assert isinstance(engine_for(task, algorithm), Dense)
-    runs = [
-        list(fx.simulate(task, algorithm, 4, engine=engine, **options))
-        for engine in ("loop", "dense")
-    ]
-    for one, other in zip(*runs, strict=True):
-        torch.testing.assert_close(one.state.params, other.state.params, **EXACT)
-        for client, kept in one.state.clients.items():
-            torch.testing.assert_close(kept, other.state.clients[client], **EXACT)
+    helpers.assert_agree(task, algorithm, "dense", **options)
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)
@@ -121,8 +102,8 @@ def test_pixels_that_are_transformed(augment: str | None) -> None:
         [r.state.params for r in fx.simulate(task, fx.fedexp(), 3, engine=engine)]
         for engine in ("loop", "dense")
     )
-    for mine, theirs in zip(one, other, strict=True):  # float32: 1e-7 a term
-        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    for a, b in zip(one, other, strict=True):  # float32: 1e-7 per term
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_labels_that_torch_ignores_count_nothing() -> None:
@@ -161,24 +142,12 @@ def test_blocks_hold_all_clients_once_and_no_unlike_ones(monkeypatch: pytest.Mon
     assert sorted(np.concatenate(found).tolist()) == list(range(32))
 
 
-def test_training_leaves_the_model_it_began_with() -> None:
+def test_training_does_not_change_the_initial_model() -> None:
     task = task_of(sizes=(8,))
     state = fx.SimulationState.initial(task, fx.fedavg(), 0)
     before = state.params.clone()
     engine_for(task)(work_of(task, fx.fedavg()), state)
     assert torch.equal(state.params, before)
-
-
-def test_rows_are_those_of_the_plan() -> None:
-    task = task_of(sizes=(7, 7, 30, 1))
-    work = work_of(task, fx.fedavg(), fx.LocalTraining(steps=5, batch_size=4))
-    rows = host_rows(work, work.cohort, steps=5, width=4)
-    for client in range(4):
-        size, first = int(task.train.sizes[client]), int(task.train.offsets[client])
-        planned = plan_batches(0, 1, client, size, work.local)
-        for step, mine in enumerate(planned):
-            assert rows[step, client, : len(mine)].tolist() == (mine + first).tolist()
-            assert set(rows[step, client, len(mine) :]) <= {first}
 
 
 @dataclass(frozen=True)
@@ -191,43 +160,7 @@ class Signed(ClientRule):
         return grad + 0.1 * (params - start).sign()
 
 
-def shared_weights() -> nn.Module:
-    layer = nn.Linear(4, 4)
-    return nn.Sequential(layer, nn.ReLU(), layer, nn.Linear(4, 3))
-
-
-def frozen() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 3))
-    model[0].weight.requires_grad_(False)
-    return model
-
-
-def hooked() -> nn.Module:
-    model = nn.Sequential(nn.Linear(4, 3))
-    model.register_forward_hook(lambda module, inputs, output: 2 * output)
-    return model
-
-
-@pytest.mark.parametrize(
-    "objective",
-    [
-        ModuleObjective(shared_weights),
-        ModuleObjective(frozen),
-        ModuleObjective(hooked),
-        ModuleObjective(lambda: nn.Sequential(nn.Linear(4, 3), nn.ReLU())),
-        ModuleObjective(lambda: nn.Sequential(nn.Linear(4, 3), nn.Dropout())),
-        ModuleObjective(nn.Linear(4, 3), nn.MSELoss(reduction="none"), classifies=False),
-        ModuleObjective(nn.Linear(4, 3), nn.CrossEntropyLoss(torch.ones(3), reduction="none")),
-        ModuleObjective(
-            nn.Linear(4, 3), nn.CrossEntropyLoss(label_smoothing=0.1, reduction="none")
-        ),
-    ],
-)
-def test_what_is_not_plain_is_left_to_others(objective: ModuleObjective) -> None:
-    assert dense_network(objective) is None
-
-
-def test_rules_that_are_not_linear_are_left_to_others() -> None:
+def test_rules_that_are_not_linear_take_another_engine() -> None:
     other = fx.Algorithm("other", client=Signed())
     assert isinstance(engine_for(task_of()), Dense)
     assert not isinstance(engine_for(task_of(), other), Dense)

@@ -1,10 +1,9 @@
-"""Clients shared out among threads: the loop's numbers, whatever the number of threads."""
+"""Clients distributed over threads: the loop's numbers, whatever the number of threads."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import numpy as np
 import pytest
@@ -16,15 +15,14 @@ import fedexp as fx
 from fedexp.data import Federation
 from fedexp.engine import EngineName, loop
 from fedexp.engine.loop import Engine
-from fedexp.engine.plan import Work
 from fedexp.engine.select import select_engine
-from fedexp.engine.threads import OwnDropout, Threads
+from fedexp.engine.threads import OwnDropout, Pool, Threads
 from fedexp.errors import EngineWarning
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
+from tests.engine.helpers import assert_same_state, work_of
 
 SIZES = (3, 20, 11, 1, 8)
-EXACT: dict[str, Any] = {"rtol": 1e-9, "atol": 1e-11}
 
 
 @pytest.fixture(autouse=True)
@@ -50,7 +48,7 @@ def normalised() -> nn.Module:
 
 
 class Noisy(nn.Module):
-    """Draws where nobody can see it: from torch's own generator."""
+    """Draws from torch's global generator, outside a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,9 +71,8 @@ def task_of(build: Callable[[], nn.Module], sizes: tuple[int, ...] = SIZES) -> T
 
 def engine_for(task: Task, name: EngineName = "auto") -> Engine:
     state = fx.SimulationState.initial(task, fx.fedavg(), 0)
-    cohort = np.arange(task.train.clients)
-    work = Work(task, fx.fedavg(), task.local, "uniform", 0, 1, cohort)
-    return select_engine(name, work, state)
+    work = work_of(task, fx.fedavg())
+    return select_engine(name, work, state).engine
 
 
 def last(task: Task, algorithm: fx.Algorithm, engine: EngineName) -> fx.SimulationState:
@@ -95,11 +92,7 @@ def test_agrees_with_the_loop(
     task = task_of(build, sizes)
     assert isinstance(engine_for(task), Threads)
     one, other = (last(task, algorithm, engine) for engine in ("loop", "auto"))
-    torch.testing.assert_close(one.params, other.params, **EXACT)
-    torch.testing.assert_close(one.buffers.averaged, other.buffers.averaged, **EXACT)
-    assert dict(one.clients).keys() == dict(other.clients).keys()
-    for client, kept in one.clients.items():
-        torch.testing.assert_close(kept, other.clients[client], **EXACT)
+    assert_same_state(one, other)
 
 
 def test_the_number_of_threads_and_of_runs_changes_nothing() -> None:
@@ -137,21 +130,21 @@ def test_threads_are_for_large_models_that_keep_apart_on_several_cores() -> None
     assert isinstance(engine_for(task_of(network)), loop.Loop)
 
 
-@pytest.mark.parametrize("updates", [0, 1, 3], ids="room for {}".format)
+@pytest.mark.parametrize("updates", [0, 1, 3], ids="{} updates fit".format)
 def test_models_too_large_to_hold_many_updates_still_use_all_threads(
     updates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together: list[int] = []
-    real = Threads.run_clients
+    real = Pool.map
 
-    def counted(self, work, state, clients):  # type: ignore[no-untyped-def]
-        together.append(len(clients))
-        return real(self, work, state, clients)
+    def counted(self, function, items):  # type: ignore[no-untyped-def]
+        together.append(len(items))
+        return real(self, function, items)
 
     task = task_of(network)
     size = task.objective.initial(0)[0].nbytes
     monkeypatch.setattr(loop, "SUMMED_BYTES", updates * size + 1)
-    monkeypatch.setattr(Threads, "run_clients", counted)
+    monkeypatch.setattr(Pool, "map", counted)
     list(fx.simulate(task, fx.fedavg(), 1, evaluate_every=9))
     assert together[-3:] == [2, 2, 1]  # never three, which would leave a thread without work
 
@@ -161,8 +154,8 @@ def test_own_dropout_drops_and_scales(p: float) -> None:
     layer, x = OwnDropout(p), torch.randn(16, 8, 25, 25).to(memory_format=torch.channels_last)
     layer.generator.manual_seed(0)
     y = layer(x)
-    kept = y != 0
+    left = y != 0
     spread = (p * (1 - p) / x.numel()) ** 0.5
-    assert abs(1 - kept.float().mean().item() - p) <= 4 * spread
-    torch.testing.assert_close(y[kept] * (1 - p), x[kept])
+    assert abs(1 - left.float().mean().item() - p) <= 4 * spread
+    torch.testing.assert_close(y[left] * (1 - p), x[left])
     assert torch.equal(layer.eval()(x), x)

@@ -1,6 +1,6 @@
-"""The trial is not fooled by chance, by noise or by too few examples.
+"""The trial is not deceived by chance, by noise or by too few examples.
 
-Each model or rule here once trained to other weights than the loop's without a word.
+Each model or rule here once trained to weights other than the loop's without a warning.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def run(build: Any, engine: str = "auto", **more: Any) -> tuple[Task, Record]:
 
 
 def off(build: Any, **more: Any) -> float:
-    """How far `auto` is from the loop, relative to the distance travelled."""
+    """How far `auto` is from the loop, relative to the distance the weights moved."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", EngineWarning)
         task, auto = run(build, "auto", **more)
     _, loop = run(build, "loop", **more)
-    travelled = loop.state.params - task.objective.initial(3)[0]
-    return float((auto.state.params - loop.state.params).norm() / travelled.norm())
+    distance = loop.state.params - task.objective.initial(3)[0]
+    return float((auto.state.params - loop.state.params).norm() / distance.norm())
 
 
 class Two(nn.Module):
@@ -129,8 +129,8 @@ def test_what_makes_two_runs_of_the_loop_differ_widens_no_limit(build: type[nn.M
 def hardest(output: Tensor, y: Tensor) -> Tensor:
     """The largest sixteen losses of a batch count, where there are so many."""
     losses = F.cross_entropy(output, y, reduction="none")
-    kept = losses.detach().topk(min(16, len(losses))).values[-1]
-    return losses * (losses.detach() >= kept)
+    bound = losses.detach().topk(min(16, len(losses))).values[-1]
+    return losses * (losses.detach() >= bound)
 
 
 def ranking(output: Tensor, y: Tensor) -> Tensor:
@@ -156,13 +156,13 @@ class ClipByNorm(fx.ClientRule):
 
     bound: float = 2.0
 
-    def correct(self, grad: Tensor, *others: Any) -> Tensor:
+    def correct(self, grad: Tensor, *more: Any) -> Tensor:
         return grad * (self.bound / grad.norm()).clamp(max=1.0)
 
 
 @dataclass(frozen=True)
 class Noisy(fx.ClientRule):
-    def correct(self, grad: Tensor, *others: Any) -> Tensor:
+    def correct(self, grad: Tensor, *more: Any) -> Tensor:
         return grad + 0.1 * torch.randn_like(grad)
 
 
@@ -268,7 +268,7 @@ class WithWeights(nn.Module):
 
 
 class RunningMean:
-    """A loss that keeps a tensor between calls."""
+    """A loss with a tensor as state."""
 
     mean: Tensor | float = 1.0
 
@@ -373,7 +373,7 @@ def test_evaluation_and_trial_leave_the_generator_alone() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_an_engine_that_is_named_says_how_far_it_is_off() -> None:
+def test_a_named_engine_raises_with_its_distance_from_the_loop() -> None:
     with pytest.raises(UsageError, match=r"off by \d.*engine='loop'"):
         run(lambda: nn.Sequential(nn.Embedding(9, 6, max_norm=0.1), nn.Flatten(), nn.Linear(12, 3)),
             "batched", data=(torch.arange(52).view(26, 2) % 9, examples(SIZES)[1]))  # fmt: skip

@@ -422,7 +422,7 @@ def test_remedies_are_those_of_a_strategy(tmp_path: Path) -> None:
     with pytest.raises(Killed):
         FedExP(checkpoint=tmp_path / "run").start(grid, first_model(), 4)
     (tmp_path / "run" / "checkpoint.json").write_text("{}")
-    with pytest.raises(UsageError, match="remove the folder to begin again"):
+    with pytest.raises(UsageError, match="remove the folder to start over"):
         FedExP(checkpoint=tmp_path / "run").start(FakeGrid(plain_app()), first_model(), 4)
 
 

@@ -22,7 +22,7 @@ from fedexp.algorithms import fedadam
 from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, UsageError
 from fedexp.objective import Buffers
-from fedexp.runs import Stopped, execute, load_run
+from fedexp.runs import RunInterrupted, execute, load_run
 from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.files import RECORDS
 from fedexp.runs.fingerprint import Fingerprint
@@ -66,7 +66,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         execute(spec, None, nobody, folder=root / "finished")
         for name, store in (("stopped", "memory"), ("slots", "disk")):
             listen, wish = stop_after(4)
-            with suppress(Stopped):
+            with suppress(RunInterrupted):
                 more: Any = {"client_store": store, "stop": wish, "checkpoint_every": 0}
                 execute(spec, None, listen, folder=root / name, **more)
     return {path.name: contents(path) for path in root.iterdir()}

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fedexp.tune.ledger import Tried, open_ledger
-from fedexp.tune.trial import Scored
+from fedexp.tune.store import Trial, open_study
+from fedexp.tune.trial import TrialResult
 from tests.fuzz.hostile import VALUES, Files, fuzz, harmless, mutated
 
 TERMS: dict[str, Any] = {"task": "toy", "values": {"server.lr": [0.1, 1.0]}}
@@ -20,18 +20,18 @@ GRID = {"server.lr": (0.1, 1.0)}
 ATTRIBUTES = ("study_user_attributes", "trial_user_attributes")
 
 
-def tried(path: Path) -> list[Tried]:
-    with open_ledger(path, "toy fedavg paper", TERMS, GRID, True, 0) as ledger:
-        return ledger.tried()
+def tried(path: Path) -> list[Trial]:
+    with open_study(path, "toy fedavg paper", TERMS, GRID, True, 0) as store:
+        return store.trials()
 
 
 @pytest.fixture(scope="module")
 def study(tmp_path_factory: pytest.TempPathFactory) -> Files:
     path = tmp_path_factory.mktemp("study") / "study.sqlite"
-    with open_ledger(path, "toy fedavg paper", TERMS, GRID, True, 0) as ledger:
-        for number, scored in enumerate((Scored(0.5), Scored(0.25, diverged_at=3))):
-            assert ledger.claim(number)
-            ledger.add(number, {"server.lr": GRID["server.lr"][number]}, scored)
+    with open_study(path, "toy fedavg paper", TERMS, GRID, True, 0) as store:
+        for number, scored in enumerate((TrialResult(0.5), TrialResult(0.25, diverged_at=3))):
+            assert store.acquire(number)
+            store.add(number, {"server.lr": GRID["server.lr"][number]}, scored)
     return Files({"study": path.read_bytes()})
 
 
@@ -42,7 +42,7 @@ def test_damaged_studies(
     path = tmp_path_factory.getbasetemp() / "damaged.sqlite"
     path.write_bytes(mutated(draw, *study.values()))
     found = harmless(lambda: tried(path), writes=True)
-    assert isinstance(found, str) or all(isinstance(each, Tried) for each in found)
+    assert isinstance(found, str) or all(isinstance(each, Trial) for each in found)
 
 
 @fuzz(8)
@@ -63,4 +63,4 @@ def test_forged_studies(
             base.execute("update trial_values set value = ?", (draw.choice(["x", 1e308, -1]),))
         base.commit()
     found = harmless(lambda: tried(path), writes=True)
-    assert isinstance(found, str) or all(isinstance(each, Tried) for each in found)
+    assert isinstance(found, str) or all(isinstance(each, Trial) for each in found)

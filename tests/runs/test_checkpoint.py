@@ -296,13 +296,13 @@ def test_states_are_on_the_disk_before_anything_refers_to_them(
 def test_the_command_line_names_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     found: list[str] = []
-    placed = ClientStore.placed
+    placed = ClientStore.store
 
     def noted(self: ClientStore, *arguments: Any) -> Any:
         found.append(self.where)
         return placed(self, *arguments)
 
-    monkeypatch.setattr(ClientStore, "placed", noted)
+    monkeypatch.setattr(ClientStore, "store", noted)
     command = [*RUN, "--algorithm", "scaffold", "--quiet"]
     assert main([*command, "--client-states", "disk"]) == 0
     assert found[-1] == "disk"

@@ -15,9 +15,8 @@ from torch import nn
 
 import fedexp as fx
 from fedexp.engine import EngineName, SimulationState, simulation
-from fedexp.engine.loop import Engine
 from fedexp.engine.plan import Work
-from fedexp.engine.select import select_engine
+from fedexp.engine.select import Selected, select_engine
 from fedexp.models import mlp
 from fedexp.precision import Precision
 from fedexp.runs import RunWarning, execute, find_runs, load_run, run_id
@@ -127,7 +126,7 @@ def test_a_resumed_run_asks_for_the_engine_of_its_first_round(
 
     def choose(
         name: EngineName, work: Work, state: SimulationState, precision: Precision
-    ) -> Engine:
+    ) -> Selected:
         asked.append((work.round, work.cohort.tolist(), state.round))
         return select_engine(name, work, state, precision)
 

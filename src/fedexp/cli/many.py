@@ -1,4 +1,4 @@
-"""Many runs for one table: all of them here, over the ranks of a job, or a share of them."""
+"""Commands that execute many runs for one table: in this job, over its ranks, or one shard."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from fedexp.cli.options import positive, root_of
@@ -16,10 +15,10 @@ from fedexp.cli.progress import watch
 from fedexp.distributed import RankLostError, Ranks, check_device, ranks
 from fedexp.distributed.failure import another_failed
 from fedexp.errors import require
-from fedexp.runs import Stopped, run_all
-from fedexp.runs.execute import stop_request as stop_wish
+from fedexp.runs import RunInterrupted, run_all
+from fedexp.runs.execute import stop_request
 from fedexp.runs.files import Row
-from fedexp.runs.pool import Shard, parse_shard, run_spread, stored, told_of
+from fedexp.runs.pool import Shard, parse_shard, runs_per_rank, stored_outcomes
 from fedexp.runs.spec import Outcome, Spec
 
 
@@ -27,37 +26,37 @@ def add_shard_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shard",
         metavar="I/N",
-        help="only the I-th of N shares of the runs, for a job array; the last shows the table",
+        help="only the I-th of N shares of the runs, for a job array; the last prints the table",
     )
 
 
 def add_jobs_option(parser: argparse.ArgumentParser, what: str = "runs") -> None:
-    said = f"{what} at a time (one a core; on a GPU one)"
-    parser.add_argument("--jobs", type=positive, metavar="N", help=said)
+    text = f"{what} at a time (default: one per core; on a GPU one)"
+    parser.add_argument("--jobs", type=positive, metavar="N", help=text)
 
 
 def check_many(args: argparse.Namespace) -> None:
-    """Mistakes in how runs are shared out, before data are read."""
+    """Raise `UsageError` for options that exclude each other, before data are read."""
     shard_of(args)
     require(
         not (args.restart and args.no_save),
-        "--restart needs runs that are kept; leave --no-save out",
+        "--restart needs stored runs; leave --no-save out",
     )
     check_jobs(args.jobs, args.device)
 
 
 def check_jobs(jobs: int | None, device: str | None) -> None:
-    """Ranks are what runs at a time, each on its own device."""
-    if (among := ranks()) is not None:
+    """Raise `UsageError` for `--jobs` with ranks, each of which executes one run at a time."""
+    if (group := ranks()) is not None:
         require(
             jobs is None,
-            f"torchrun started {among.world_size} processes, each for one run; leave --jobs out",
+            f"torchrun started {group.world_size} processes, each for one run; leave --jobs out",
         )
         check_device(device)
 
 
 def workers_on(device: str | None) -> int:
-    """How many processes suit a device: one a core, but a GPU has no room for several.
+    """Return how many processes suit a device: one per core of a CPU, one on a GPU.
 
     >>> workers_on("cuda"), workers_on("cuda:1"), workers_on("cpu") == workers_on(None) == cores()
     (1, 1, True)
@@ -66,29 +65,29 @@ def workers_on(device: str | None) -> int:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """Return how many cores this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def is_silent() -> bool:
-    """Whether this is another rank than the first, which has nothing to show or to write."""
-    among = ranks()
-    return among is not None and not among.is_first
+    """Return whether this is a rank other than the first: those print and write nothing."""
+    group = ranks()
+    return group is not None and not group.is_first
 
 
-def refuse_if_lost(among: Ranks | None) -> None:
-    """Ranks are stopped, too, where one of them has failed, which has said what there is to say."""
-    if among is not None and another_failed(among):
+def refuse_if_lost(group: Ranks | None) -> None:
+    """Raise `RankLostError` if ranks stopped because one of them failed; it reports the cause."""
+    if group is not None and another_failed(group):
         raise RankLostError("another rank has failed")
 
 
 def shard_of(args: argparse.Namespace) -> Shard | None:
-    """Which share is asked for; None for all runs."""
+    """Return the share that `--shard` names; None for all runs."""
     if args.shard is None:
         return None
     require(
         not args.no_save,
-        "--shard leaves its runs for the others to find; leave --no-save out, or --shard",
+        "--shard needs stored runs, which the other shards read; leave --no-save out, or --shard",
     )
     return parse_shard(args.shard)
 
@@ -99,10 +98,10 @@ class Many:
 
     Attributes:
         specs: the runs, in order.
-        title: of the bar.
-        rounds: rounds of each.
-        label: what a run is called, in a few words.
-        jobs: how many at a time, where there are no ranks.
+        title: title of the progress bar.
+        rounds: rounds of each run.
+        label: returns a short name of a run.
+        jobs: runs at a time if there are no ranks.
     """
 
     specs: Sequence[Spec]
@@ -113,22 +112,22 @@ class Many:
 
 
 def run_many(args: argparse.Namespace, many: Many) -> tuple[list[Outcome] | None, int]:
-    """Run what is asked for; every outcome in the order of the specs, and the exit status.
+    """Execute the runs; return their outcomes, in the order of the specs, and the exit status.
 
-    There are no outcomes where the runs were stopped, where other jobs have some of them still to
-    do, and on other ranks than the first, which have nothing to show.
+    There are no outcomes if the runs were stopped, if other jobs have not finished theirs, and on
+    ranks other than the first.
     """
-    shard, among = shard_of(args), ranks()
+    shard, group = shard_of(args), ranks()
     mine = shard.of(many.specs) if shard else list(many.specs)
     if shard:
-        _say(f"shard {shard}: {len(mine)} of {len(many.specs)} runs")
-    with stop_wish(listen=root_of(args) is not None) as wish:
+        _print(f"shard {shard}: {len(mine)} of {len(many.specs)} runs")
+    with stop_request(listen=root_of(args) is not None) as request:
         try:
-            outcomes = _run(args, many, mine, wish, among)
-        except Stopped:
-            refuse_if_lost(among)
-            _say("stopped; the same command continues")
-            return None, wish.status
+            outcomes = _run(args, many, mine, request, group)
+        except RunInterrupted:
+            refuse_if_lost(group)
+            _print("stopped; the same command continues")
+            return None, request.status
     root = root_of(args)
     if is_silent():
         return None, 0
@@ -142,24 +141,23 @@ def _run(
     many: Many,
     mine: Sequence[Spec],
     stop: Callable[[], bool],
-    among: Ranks | None,
+    group: Ranks | None,
 ) -> list[Outcome]:
     def on_busy(spec: Spec) -> None:
-        _say(f"{many.label(spec)} is left to another process, which is working on it")
+        _print(f"{many.label(spec)} is left to another process, which is working on it")
 
-    title, told = f"{many.title}, {len(mine)} runs", told_of(len(mine), among)
-    with watch(title, many.rounds, told, args.quiet) as bar:
+    title, shown = f"{many.title}, {len(mine)} runs", runs_per_rank(len(mine), group)
+    with watch(title, many.rounds, shown, args.quiet) as bar:
 
         def on_round(spec: Spec, row: Row) -> None:
             bar(row, many.label(spec))
 
-        if among is None:
-            run = partial(run_all, mine, many.jobs)
-        else:
-            run = partial(run_spread, mine, among)
-        return run(
+        return run_all(
+            mine,
+            many.jobs,
             on_round,
             root_of(args),
+            ranks=group,
             checkpoint_every=args.checkpoint_every,
             stop=stop,
             on_busy=on_busy if args.shard else None,
@@ -170,20 +168,20 @@ def _run(
 def _joined(
     args: argparse.Namespace, specs: Sequence[Spec], shard: Shard, root: Path
 ) -> list[Outcome] | None:
-    """The outcomes of all shards; None, and a line, where some are not there yet."""
-    found = dict(stored(specs, root, lambda spec, row: None, skip_others=args.restart))
+    """Return the outcomes of all shards; print a line and return None if some are missing."""
+    found = dict(stored_outcomes(specs, root, skip_others=args.restart))
     if len(found) == len(specs):
         return [found[k] for k in range(len(specs))]
     missing = len(specs) - len(found)
     verb = "is" if missing == 1 else "are"
-    _say(
+    _print(
         f"shard {shard} is done; {missing} of {len(specs)} runs {verb} not there yet: the last "
-        "shard shows the table, or the same command without --shard"
+        "shard prints the table, or the same command without --shard"
     )
     if getattr(args, "json", False):
         print(json.dumps({"shard": str(shard), "runs": len(specs), "missing": missing}))
     return None
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(f"fedexp: {line}", file=sys.stderr)

@@ -1,14 +1,11 @@
-"""Trials as they are watched: word of every round, and a line where others are waited for.
-
-`fedexp tune`: find the results step sizes, or eps, by the paper's protocol or freely.
-"""
+"""`fedexp tune`: search for the best step sizes, or for eps."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -19,11 +16,11 @@ from fedexp.analysis.tables import FORMATS, render_table
 from fedexp.cli.many import add_jobs_option, check_jobs, is_silent, refuse_if_lost, workers_on
 from fedexp.cli.options import add_out, add_run_options, check_format, positive, seed, spec_of
 from fedexp.cli.progress import watch
-from fedexp.distributed import Ranks, ranks
+from fedexp.distributed import ranks
 from fedexp.errors import require
-from fedexp.runs import Stopped
-from fedexp.runs.execute import StopRequest as StopWish
-from fedexp.runs.execute import stop_request as stop_wish
+from fedexp.runs import RunInterrupted
+from fedexp.runs.execute import StopRequest, stop_request
+from fedexp.runs.files import Row
 from fedexp.runs.options import build_task, parse_assignments, share_options, split_task_options
 from fedexp.runs.spec import Run
 from fedexp.tune import results
@@ -31,55 +28,22 @@ from fedexp.tune.epsilon import EPS, epsilon_values, explain, tune_epsilon
 from fedexp.tune.grids import (
     Point,
     Values,
+    check_none_fixed,
     free_ranges,
-    none_fixed,
     paper_grid,
     parse_grid,
     without_fixed,
 )
 from fedexp.tune.results import tuning_figure
-from fedexp.tune.search import OnRow, Protocol, Study, Watching, check_study, tune
-from fedexp.tune.trial import ROUNDS, Pause, Row, wait_a_moment
+from fedexp.tune.search import OnRow, Progress, Protocol, Study, TrialRunner, check_study, tune
+from fedexp.tune.store import Trial
+from fedexp.tune.trial import ROUNDS
 
-
-def watching(study: Study, quiet: bool, wish: StopWish) -> Watching:
-    """A bar, or lines, over the trials that are left; stops them where that is wished for."""
-
-    @contextmanager
-    def over(left: int) -> Iterator[OnRow]:
-        spec = study.run.spec
-        with watch(f"{spec.task} {spec.algorithm}", study.run.rounds, left, quiet) as bar:
-
-            def on_row(point: Point, row: Row) -> None:
-                bar(dict(row), " ".join(f"{name}={value:.3g}" for name, value in point.items()))
-                if wish():
-                    raise Stopped(None, row["round"])
-
-            yield on_row
-
-    return over
-
-
-class Patience:
-    """Waits a moment for other processes, and says so once."""
-
-    def __init__(self, wish: StopWish) -> None:
-        self._wish, self._told = wish, False
-
-    def __call__(self) -> None:
-        if not self._told:
-            print("fedexp: the last trials are with other processes; waiting", file=sys.stderr)
-        self._told = True
-        if self._wish():
-            raise Stopped(None, 0)
-        wait_a_moment()
-
-
-TRIALS = 30
+TRIALS = 30  # of a free search
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("tune", help="search for the results step sizes, or for eps")
+    parser = subparsers.add_parser("tune", help="search for the best step sizes, or for eps")
     add_run_options(parser, rounds=str(ROUNDS))
     parser.set_defaults(rounds=ROUNDS)
     parser.add_argument("--algorithm", default="fedexp", metavar="A,B,...", help="default: fedexp")
@@ -97,12 +61,14 @@ def add_parser(subparsers: Any) -> None:
         help="a grid of your own instead of the paper's; may be repeated",
     )
     parser.add_argument(
-        "--epsilon", action="store_true", help="the paper's rule of thumb: raise eps till it drops"
+        "--epsilon",
+        action="store_true",
+        help="the paper's rule of thumb: raise eps until the result drops",
     )
     parser.add_argument("--trials", type=positive, metavar="N", help=f"of a free search ({TRIALS})")
     parser.add_argument("--seed", type=seed, default=0, metavar="S")
     parser.add_argument(
-        "--study", type=Path, metavar="FILE", help="where scores are kept (tune-TASK.db)"
+        "--study", type=Path, metavar="FILE", help="where scores are stored (tune-TASK.db)"
     )
     add_jobs_option(parser, "trials")
     parser.add_argument("--format", choices=FORMATS, default="text", help="of the table (text)")
@@ -113,22 +79,22 @@ def add_parser(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     _check(args)
-    among = ranks()
+    group = ranks()
     studies = [_study(args, each) for each in _runs(args)]
     pictures = [_picture(args, study) for study in studies]
-    with stop_wish() as wish:
+    with stop_request() as request:
         try:
             if args.epsilon:
-                return _epsilon(args, studies[0], wish)
-            results = [(study, tune(study, *_how(args, study, wish))) for study in studies]
-        except Stopped:
-            refuse_if_lost(among)
+                return _epsilon(args, studies[0], request)
+            found = [(study, tune(study, _runner(args, study, request))) for study in studies]
+        except RunInterrupted:
+            refuse_if_lost(group)
             print("fedexp: stopped; the same command continues", file=sys.stderr)
-            return wish.status
+            return request.status
     if is_silent():
         return 0
-    _report(args, results)
-    for picture, result in zip(pictures, results, strict=True):
+    _report(args, found)
+    for picture, result in zip(pictures, found, strict=True):
         if picture is not None:
             save(tuning_figure(*result), picture)
             print(f"wrote {picture}", file=sys.stderr)
@@ -136,7 +102,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    """Options that do not go together, before anything is built."""
+    """Raise `UsageError` for options that exclude each other, before anything is built."""
     check_jobs(args.jobs, args.device)
     check_format(args)
     free = args.protocol == "free"
@@ -151,16 +117,16 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _runs(args: argparse.Namespace) -> list[Run]:
-    """What every algorithm runs but for the options that are searched, over one task."""
+    """Return what all trials of each algorithm have in common, over one task."""
     names = list(dict.fromkeys(name.strip() for name in args.algorithm.split(",") if name.strip()))
     require(bool(names), "--algorithm needs a name; `fedexp algorithms` lists them")
     require(len(names) == 1 or not args.epsilon, "--epsilon takes one --algorithm at a time")
-    of_task, others = split_task_options(parse_assignments(args.set))
+    of_task, rest = split_task_options(parse_assignments(args.set))
     mine = tuple((f"task.{key}", value) for key, value in of_task.items())
     bare = replace(spec_of(args, names[0], args.seed), options=mine)
     task = build_task(bare.task, of_task, bare.seed, bare.mode)
     setups = {name: replace(bare, algorithm=name).prepare(task).setup for name in names}
-    shared = share_options(setups, others)
+    shared = share_options(setups, rest)
     return [
         replace(bare, algorithm=name, options=(*mine, *shared[name].items())).prepare(task)
         for name in names
@@ -179,13 +145,13 @@ def _values(args: argparse.Namespace, run: Run) -> Values:
     _, fixed = split_task_options(dict(run.spec.options))
     if args.epsilon or args.grid:
         own = epsilon_values(run) if args.epsilon else parse_grid(args.grid, run.setup)
-        return none_fixed(own, fixed)
+        return check_none_fixed(own, fixed)
     search = free_ranges if args.protocol == "free" else paper_grid
     return without_fixed(search(run.setup, run.task.sums), fixed)
 
 
 def _picture(args: argparse.Namespace, study: Study) -> Path | None:
-    """Where the picture of a search goes; only one over two options has any."""
+    """Return the path of the picture; only a search over two options has one."""
     if len(study.values) != 2:
         require(args.out is None, "a picture needs a search over two options; leave --out out")
         return None
@@ -194,33 +160,58 @@ def _picture(args: argparse.Namespace, study: Study) -> Path | None:
     return path
 
 
-def _how(
-    args: argparse.Namespace, study: Study, wish: StopWish
-) -> tuple[int, Watching, Pause, Ranks | None]:
+def _runner(args: argparse.Namespace, study: Study, stop: StopRequest) -> TrialRunner:
     jobs = args.jobs or workers_on(args.device)
-    return jobs, watching(study, args.quiet, wish), Patience(wish), ranks()
+    return TrialRunner(jobs, ranks(), _progress(study, args.quiet), stop, _waiting_note())
 
 
-def _report(args: argparse.Namespace, found: list[tuple[Study, list[Any]]]) -> None:
+def _progress(study: Study, quiet: bool) -> Progress:
+    """A bar, or lines, over the remaining trials."""
+
+    @contextmanager
+    def show(left: int) -> Iterator[OnRow]:
+        spec = study.run.spec
+        with watch(f"{spec.task} {spec.algorithm}", study.run.rounds, left, quiet) as bar:
+
+            def on_row(point: Point, row: Row) -> None:
+                bar(row, " ".join(f"{name}={value:.3g}" for name, value in point.items()))
+
+            yield on_row
+
+    return show
+
+
+def _waiting_note() -> Callable[[], None]:
+    """Return a function that prints once that the last trials are running in other processes."""
+    lines = ["fedexp: the last trials are running in other processes; waiting for them"]
+
+    def on_wait() -> None:
+        if lines:
+            print(lines.pop(), file=sys.stderr, flush=True)
+
+    return on_wait
+
+
+def _report(args: argparse.Namespace, found: list[tuple[Study, list[Trial]]]) -> None:
     if args.json:
-        _print_json(args, [results.as_json(s, tried, tried[0].point) for s, tried in found])
+        _print_json(args, [results.as_json(s, trials, trials[0].point) for s, trials in found])
         return
     text = args.format == "text"
     if text:
-        print(results.heading(found[0][0], sum(len(tried) for _, tried in found)))
+        print(results.heading(found[0][0], sum(len(trials) for _, trials in found)))
     print(render_table(args.format, *results.best_table(found, args.format == "csv")))
-    for study, tried in found:
-        for line in results.remarks(study, tried):
+    for study, trials in found:
+        for line in results.remarks(study, trials):
             print(f"{study.run.spec.algorithm}: {line}", file=sys.stderr)
-        print(results.next_command(study, tried[0].point), file=sys.stdout if text else sys.stderr)
+        print(results.next_command(study, trials[0].point), file=sys.stdout if text else sys.stderr)
 
 
-def _epsilon(args: argparse.Namespace, study: Study, wish: StopWish) -> int:
-    found = tune_epsilon(study, *_how(args, study, wish))
-    tried, point = results.epsilon_trials(found), {EPS: found.chosen}
+def _epsilon(args: argparse.Namespace, study: Study, request: StopRequest) -> int:
+    found = tune_epsilon(study, _runner(args, study, request))
+    trials, point = results.epsilon_trials(found), {EPS: found.chosen}
     if args.json:
         _print_json(
-            args, [{**results.as_json(study, tried, point), "found": explain(found, study)}]
+            args, [{**results.as_json(study, trials, point), "found": explain(found, study)}]
         )
         return 0
     print(render_table(args.format, *results.epsilon_table(study, found, args.format == "csv")))

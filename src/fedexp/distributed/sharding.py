@@ -23,7 +23,7 @@ from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
 from fedexp.distributed.group import Ranks, local_world_size
 from fedexp.engine.loop import Engine, Run
-from fedexp.engine.plan import Work
+from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.errors import FedExPError
 from fedexp.local import LocalTraining
@@ -156,11 +156,7 @@ def examples_seen(sizes: NDArray[np.int64], local: LocalTraining) -> NDArray[np.
     >>> examples_seen(np.array([5, 2]), LocalTraining(steps=4, batch_size=2)).tolist()
     [7, 8]
     """
-    if local.epochs is not None:
-        return sizes * local.epochs
-    batch = sizes if local.batch_size is None else np.full_like(sizes, local.batch_size)
-    per_epoch = -(-sizes // batch)
-    return local.steps // per_epoch * sizes + local.steps % per_epoch * batch
+    return step_lengths(sizes, local).sum(axis=0)
 
 
 def balanced_parts(costs: NDArray[np.int64], parts: int, even: bool = False) -> list[Clients]:

@@ -2,6 +2,6 @@
 
 from fedexp.engine.select import EngineName
 from fedexp.engine.simulation import run_round, simulate
-from fedexp.engine.state import Record, SimulationState
+from fedexp.engine.state import EngineChoice, Record, SimulationState
 
-__all__ = ["EngineName", "Record", "SimulationState", "run_round", "simulate"]
+__all__ = ["EngineChoice", "EngineName", "Record", "SimulationState", "run_round", "simulate"]

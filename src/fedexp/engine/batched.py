@@ -1,56 +1,56 @@
-"""The batched engine: all clients of a cohort advance together, step by step.
+"""The batched engine: all clients of a cohort are trained together, step by step.
 
 It computes what the loop computes: the same clients, batches and augmentation, the same rules.
-Clients with shorter batches are padded with rows that count nothing, or grouped by the length of
-their batches where examples of a batch depend on each other. Only what layers draw themselves
-(dropout) differs: it follows from the seed and the cohort, not from the client.
+Clients with shorter batches are padded with examples of weight 0, or grouped by the length of their
+batches where examples of a batch depend on each other. Only the draws of layers (dropout) differ:
+they follow from the seed and the cohort, not from the client.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedexp.aggregate import Aggregate, usable
+from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
-from fedexp.engine.client_store import ClientStates
 from fedexp.engine.cuda_graph import (
-    Captured,
-    Finished,
-    LocalProgram,
+    CapturedGraph,
+    CudaGraphRound,
     Program,
-    WholeRound,
-    finished,
-    packed,
+    RoundResult,
+    pack_inputs,
+    round_result,
     signature,
-    unstacked,
 )
-from fedexp.engine.plan import CohortPlan, Work, batch_key, plan_cohort
+from fedexp.engine.local_steps import LocalProgram
+from fedexp.engine.loop import Sums, stacked_states, sum_updates
+from fedexp.engine.plan import CohortPlan, Work, batch_key, host_rows, plan_cohort
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineWarning
-from fedexp.objective import BatchedObjective, buffer_changes
+from fedexp.objective import BatchedObjective
 from fedexp.seeding import seeded_torch
 
-COHORT_BYTES = {"cpu": 2**25, "cuda": 2**34}  # models side by side; one, where one is larger
-
+COHORT_BYTES = {"cpu": 2**25, "cuda": 2**34}  # models trained together; one, where one is larger
 
 Implementation = Literal["layers", "vmap"]
+Capture = Callable[[Program, Tensors], Program]
 
 
 class Batched:
-    """The engine; it remembers the CUDA graphs of one run.
+    """The engine; it holds the CUDA graphs of one run.
 
     Args:
-        implementation: "layers" where all layers of the model have a stacked form and the client
-            rule is linear; "vmap" asks the objective for the gradients of all clients.
-        padded: fill up short batches; False groups clients by the length of their batches.
-        graphs: replay a round as one CUDA graph; None for yes on a GPU.
+        implementation: "layers" where all layers of the model have a stacked implementation and the
+            client rule is linear; "vmap" asks the objective for the gradients of all clients.
+        padded: pad short batches; False groups clients by the length of their batches.
+        graphs: replay CUDA graphs; None for yes on a GPU.
         fuse: let `torch.compile` merge the arithmetic of updates; None for yes on a GPU.
+        capture: captures a program; returns what replays it.
     """
 
     def __init__(
@@ -59,18 +59,25 @@ class Batched:
         padded: bool = True,
         graphs: bool | None = None,
         fuse: bool | None = None,
+        capture: Capture = CapturedGraph,
     ) -> None:
         self.implementation, self.padded = implementation, padded
-        self.graphs, self.fuse = graphs, fuse
+        self.graphs, self.fuse, self.capture = graphs, fuse, capture
+        self.cuda_graph: Literal["round", "local training"] | None = None  # replayed last
         self._captured: dict[Any, Program] = {}
-        self._in_parts = False
-        self._ahead: dict[tuple[int, ...], CohortPlan] = {}
+        self._captures_rounds = True
+        self._next_plan: dict[tuple[int, ...], CohortPlan] = {}
+
+    @property
+    def variant(self) -> str:
+        """The implementation, and whether batches are padded."""
+        return self.implementation + ("" if self.padded else ", not padded")
 
     @property
     def name(self) -> str:
-        return f"batched ({self.implementation}{'' if self.padded else ', not padded'})"
+        return f"batched ({self.variant})"
 
-    def __call__(self, work: Work, state: SimulationState) -> tuple[Aggregate, dict[int, Tensors]]:
+    def __call__(self, work: Work, state: SimulationState) -> Sums:
         """Train the cohort, as many clients at a time as fit; return sums and new client states.
 
         Where the memory of a device runs out, half as many are tried.
@@ -78,119 +85,115 @@ class Batched:
         params = state.params
         total = Aggregate.zero(params.numel(), params.dtype, params.device)
         changed: dict[int, Tensors] = {}
-        together = _together(work, state)
-        waiting = [int(client) for client in work.cohort]
-        while waiting:
+        together = _clients_at_a_time(work, state)
+        remaining: list[int] = work.cohort.tolist()
+        while remaining:
             try:
-                part, states = self.run_clients(work, state, waiting[:together])
+                part, states = self.run_clients(work, state, remaining[:together])
             except torch.OutOfMemoryError:
-                if min(together, len(waiting)) == 1:
+                if min(together, len(remaining)) == 1:
                     raise
-                together = max(1, min(together, len(waiting)) // 2)
+                together = max(1, min(together, len(remaining)) // 2)
                 continue
-            total, waiting = total + part, waiting[together:]
+            total, remaining = total + part, remaining[together:]
             changed |= states
         return total, changed
 
-    def whole_round(self, work: Work, state: SimulationState) -> Finished | None:
-        """The round as one CUDA graph, the server's step included; None where that cannot be."""
-        clients = [int(client) for client in work.cohort]
-        if self._in_parts or not self._replays(state) or len(clients) > _together(work, state):
+    def run_round(self, work: Work, state: SimulationState) -> RoundResult | None:
+        """Run the round as one CUDA graph, server step included; None where that is impossible."""
+        clients: list[int] = work.cohort.tolist()
+        fits = len(clients) <= _clients_at_a_time(work, state)
+        if not (fits and self._captures_rounds and self._replays(state)):
             return None
-        plan, client_state = self._planned(work, clients), _mine(work, state, clients)
+        plan = self._plan(work, clients)
         weights = [work.weight(client) for client in clients]
-        key = batch_key(work.seed, work.round)
+        small = pack_inputs(batch_key(work.seed, work.round), work.lr, plan, weights)
         inputs = {
-            **_inputs(work, state, plan, client_state),
+            **_inputs(work, state, plan, stacked_states(work, state, clients)),
             **{f"server.{name}": value for name, value in state.server.items()},
-            "packed": _on(state.params.device, packed(key, work.lr, plan.who, plan.steps, weights)),
+            "small": _to_device(small, state.params.device),
         }
-        local = self._local_program(work, plan, inputs)
+        local = self._local_program(work, plan, state)
         if not local.is_static:
             return None
-        whole = WholeRound(local, work.algorithm, work.total_weight)
+        program = CudaGraphRound(local, work.algorithm, work.total_weight)
         with seeded_torch(work.seed, "layers", work.round, clients[0]):
-            outputs = self._replayed(("whole", *local.sizes), whole, inputs)
+            outputs = self._replay(("round", *local.sizes), program, inputs)
         if outputs is None:
             return None
         self._plan_ahead(work)
-        return finished(outputs, state, work.algorithm, clients)
+        self.cuda_graph = "round"
+        return round_result(outputs, state, work.algorithm, clients)
 
-    def run_clients(
-        self, work: Work, state: SimulationState, clients: Sequence[int]
-    ) -> tuple[Aggregate, dict[int, Tensors]]:
+    def run_clients(self, work: Work, state: SimulationState, clients: Sequence[int]) -> Sums:
         """Train some clients as one program."""
-        rule, client_state = work.algorithm.client, _mine(work, state, clients)
-        plan = self._planned(work, clients)
-        device = state.params.device
+        plan, client_state = self._plan(work, clients), stacked_states(work, state, clients)
+        device, key = state.params.device, batch_key(work.seed, work.round)
         inputs = {
             **_inputs(work, state, plan, client_state),
-            "key": torch.full((), batch_key(work.seed, work.round), device=device),
-            "who": _on(device, plan.who),
+            "table": _to_device(plan.table, device),
             "lr": torch.full((), work.lr, dtype=torch.float64, device=device),
         }
+        if device.type == "cpu":
+            sizes = (len(plan.lengths), plan.width)
+            rows = host_rows(key, plan.who, *sizes, work.local.batch_size)
+            inputs["rows"] = torch.from_numpy(rows)
+        else:
+            inputs["key"] = torch.full((), key, device=device)
         with seeded_torch(work.seed, "layers", work.round, clients[0]):
-            program = self._local_program(work, plan, inputs)
+            program = self._local_program(work, plan, state)
             replays = program.is_static and self._replays(state)
-            outputs = self._replayed(program.sizes, program, inputs) if replays else None
+            outputs = self._replay(program.sizes, program, inputs) if replays else None
+            self.cuda_graph = None if outputs is None else "local training"
             outputs = program(inputs) if outputs is None else outputs
         if state.params.is_cuda and len(clients) == len(work.cohort):
             self._plan_ahead(work)
         deltas = state.params - outputs["params"]
-        total_lr = _on(state.params.device, plan.steps * work.lr)[:, None].to(deltas.dtype)
-        kept, extras = rule.end_round(deltas, total_lr, state.broadcast, client_state)
-        if outputs["averaged"].numel():
-            changes = buffer_changes(outputs["averaged"], state.buffers.averaged)
-            extras = {**extras, "buffers": changes}
-        weights = [work.weight(c) for c in clients] if work.weighting == "size" else None
-        changed = unstacked(kept, clients, usable(deltas, extras)) if kept else {}
-        return Aggregate.of(deltas, weights, extras), changed
+        total_lr = _to_device(plan.steps * work.lr, device)[:, None].to(deltas.dtype)
+        buffers = outputs["averaged"]
+        return sum_updates(work, state, list(clients), deltas, total_lr, client_state, buffers)
 
     def _plan_ahead(self, work: Work) -> None:
-        """Plan the next round while the device computes this one; unused if it comes otherwise."""
-        after = work.after()
-        clients = [int(client) for client in after.cohort]
+        """Plan the next round while the device computes; unused if the next round is another."""
+        following = work.after()
+        clients: list[int] = following.cohort.tolist()
         if clients:
-            self._ahead = {(after.round, *clients): plan_cohort(after, clients)}
+            self._next_plan = {(following.round, *clients): plan_cohort(following, clients)}
             work.task.train.prefetch(clients)
 
-    def _planned(self, work: Work, clients: Sequence[int]) -> CohortPlan:
-        return self._ahead.pop((work.round, *clients), None) or plan_cohort(work, clients)
+    def _plan(self, work: Work, clients: Sequence[int]) -> CohortPlan:
+        return self._next_plan.pop((work.round, *clients), None) or plan_cohort(work, clients)
 
     def _replays(self, state: SimulationState) -> bool:
-        return state.params.is_cuda and self.graphs is not False
+        return state.params.is_cuda if self.graphs is None else self.graphs
 
-    def _replayed(self, kind: tuple[Any, ...], program: Program, inputs: Tensors) -> Tensors | None:
-        """Run a program by its CUDA graph, captured at the first time; None where that fails.
+    def _replay(self, kind: tuple[Any, ...], program: Program, inputs: Tensors) -> Tensors | None:
+        """Run a program by its CUDA graph, captured the first time; return None where that fails.
 
-        A rule or a model that looks at its numbers on the host cannot be captured, and a whole
-        round may be too large: then local training alone is tried, and without a graph at last.
+        A rule or a model that reads numbers on the host cannot be captured, and a whole round may
+        be too large: then local training alone is tried, and no graph at last.
         """
         key = (*kind, signature(inputs))
         try:
             if key not in self._captured:
-                self._captured[key] = self._capture(program, inputs)
+                self._captured[key] = self.capture(program, inputs)
             return self._captured[key](inputs)
         except RuntimeError as error:
             self._captured.clear()
-            whole = isinstance(program, WholeRound)
+            is_round = isinstance(program, CudaGraphRound)
             if isinstance(error, torch.OutOfMemoryError):
-                if not whole:
+                if not is_round:
                     raise
             else:
-                what = "rounds are" if whole else "local training is"
-                warnings.warn(f"{what} not captured: {error}", EngineWarning, stacklevel=2)
-            self._in_parts = True
-            self.graphs = self.graphs if whole else False
+                subject = "rounds are" if is_round else "local training is"
+                warnings.warn(f"{subject} not captured: {error}", EngineWarning, stacklevel=2)
+            self._captures_rounds = False
+            self.graphs = self.graphs if is_round else False
             return None
 
-    def _capture(self, program: Program, inputs: Tensors) -> Program:
-        return Captured(program, inputs)
-
-    def _local_program(self, work: Work, plan: CohortPlan, inputs: Tensors) -> LocalProgram:
+    def _local_program(self, work: Work, plan: CohortPlan, state: SimulationState) -> LocalProgram:
         objective, lengths = cast(BatchedObjective, work.task.objective), plan.lengths
         short = not self.padded and bool((lengths != plan.width).any())
-        on_gpu = inputs["params"].is_cuda
         return LocalProgram(
             objective,
             work.algorithm.client,
@@ -202,29 +205,24 @@ class Batched:
             reach=plan.reach,
             all_active=bool(lengths.all()),
             lengths=lengths if short else None,
-            fuse=on_gpu if self.fuse is None else self.fuse,
-            layered=self.implementation == "layers",
+            fuse=state.params.is_cuda if self.fuse is None else self.fuse,
+            layers=self.implementation == "layers",
         )
 
 
-def _together(work: Work, state: SimulationState) -> int:
-    """Clients whose models and batches fit the memory that is meant for them."""
-    params = state.params
-    budget = COHORT_BYTES.get(params.device.type, 2**30)
-    return max(1, budget // (params.numel() * params.element_size() + _batch_bytes(work)))
-
-
-def _batch_bytes(work: Work) -> int:
-    """The bytes of a client's largest batch as it is stored."""
+def _clients_at_a_time(work: Work, state: SimulationState) -> int:
+    """Return how many clients' models and batches fit the memory that is meant for them."""
     fields, sizes = work.task.train.fields.values(), work.task.train.sizes[work.cohort]
     rows = min(work.local.batch_size or int(sizes.max()), int(sizes.max()))
-    return rows * sum(value[0].numel() * value.element_size() for value in fields)
+    batch_bytes = rows * sum(value[0].numel() * value.element_size() for value in fields)
+    budget = COHORT_BYTES.get(state.params.device.type, 2**30)
+    return max(1, budget // (state.params.numel() * state.params.element_size() + batch_bytes))
 
 
 def _inputs(
     work: Work, state: SimulationState, plan: CohortPlan, client_state: Tensors
 ) -> dict[str, Tensor]:
-    """The large inputs of a local program, on the device of the model."""
+    """Return the large inputs of a local program, on the device of the model."""
     device, rows = state.params.device, work.task.train.cohort_rows(plan.who[0].tolist())
     inputs = {
         "params": state.params,
@@ -234,16 +232,10 @@ def _inputs(
         **{f"client_state.{name}": value for name, value in client_state.items()},
         **{f"data.{name}": value for name, value in rows.items()},
     }
-    return inputs if plan.draws is None else {**inputs, "draws": _on(device, plan.draws)}
+    return inputs if plan.draws is None else {**inputs, "draws": _to_device(plan.draws, device)}
 
 
-def _on(device: torch.device, array: np.ndarray[Any, Any]) -> Tensor:
-    """A host array on the device, without waiting for it where the device has its own memory."""
+def _to_device(array: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """Return a host array on the device; the host does not wait for the transfer to a GPU."""
     tensor = torch.from_numpy(array)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
-
-
-def _mine(work: Work, state: SimulationState, clients: Sequence[int]) -> dict[str, Tensor]:
-    """What the clients have kept for their rule, or begin with."""
-    fresh = work.algorithm.client.init_client_state(state.params)
-    return ClientStates.of(state.clients).stacked(clients, fresh)

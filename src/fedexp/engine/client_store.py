@@ -1,12 +1,10 @@
-"""What clients keep between rounds, in a mapping whose successor shares what did not change.
+"""Storage for per-client state, in memory or in a file.
 
-What clients keep, in a file: states larger than memory, of which a round reads its cohort's.
-
-A state is never changed in place: an update goes to a new slot, and the mapping after it refers to
-that one. A slot is used again once no mapping that is alive refers to it, so whoever holds on to a
-state of the simulation, such as a checkpoint, keeps its slots by that alone.
-
-Where what clients keep lies: in memory while all of it would fit, else in a file.
+Client states are an immutable mapping: an update returns a new one, which shares what did not
+change. `ClientStates` is in memory. `StoredStates` is in a file of slots, for states larger than
+memory, of which a round reads its cohort's: an update is written to a new slot, and a slot is
+reused once no living mapping refers to it, so that a checkpoint protects its slots by holding a
+reference. `ClientStore` decides between the two.
 """
 
 from __future__ import annotations
@@ -32,16 +30,16 @@ Shapes = frozenset[tuple[str, tuple[int, ...]]]
 
 
 def shapes_of(state: Tensors) -> Shapes:
-    """Names and shapes of tensors."""
+    """Return names and shapes of tensors."""
     return frozenset((name, tuple(value.shape)) for name, value in state.items())
 
 
 class ClientStates(Mapping[int, Tensors]):
     """The states of the clients that have taken part.
 
-    A round changes few of very many, so a copy of all would be what costs most in it. These are
-    layers, newest first, each more than twice as large as the one before: adding a round costs
-    what changed, times the logarithm of what is there, on average.
+    A round changes few of very many, so a copy of all would dominate its cost. These are layers,
+    newest first, each more than twice as large as the one before: adding a round costs the number
+    of changes times the logarithm of the number of states, on average.
 
     >>> old = ClientStates.of({1: {}, 2: {}})
     >>> new = old.updated({2: {}, 3: {}})
@@ -54,13 +52,13 @@ class ClientStates(Mapping[int, Tensors]):
 
     @staticmethod
     def of(states: Mapping[int, Tensors]) -> ClientStates:
-        """The states as they are, where they are of this kind; else in memory."""
+        """Return the states as they are, where they are of this kind; else in memory."""
         if isinstance(states, ClientStates):
             return states
         return ClientStates((dict(states),) if states else ())
 
     def updated(self, changed: Mapping[int, Tensors]) -> ClientStates:
-        """These with some changed or added; this one stays as it is."""
+        """Return the states with some changed or added; this mapping does not change."""
         if not changed:
             return self
         newest, *older = dict(changed), *self._layers
@@ -68,28 +66,32 @@ class ClientStates(Mapping[int, Tensors]):
             newest = {**older.pop(0), **newest}
         return ClientStates((newest, *older))
 
-    def stacked(self, clients: Sequence[int], fresh: Tensors) -> dict[str, Tensor]:
-        """What some clients keep, side by side [K, ...]; `fresh` for those that keep nothing yet.
+    def stacked(self, clients: Sequence[int], initial: Tensors) -> dict[str, Tensor]:
+        """Return the states of some clients, [K, ...] each; `initial` for those that have none.
 
         >>> states = ClientStates.of({2: {"control": torch.ones(1)}})
         >>> states.stacked([1, 2], {"control": torch.zeros(1)})["control"].tolist()
         [[0.0], [1.0]]
         """
-        rows = [self.get(client, fresh) for client in clients]
-        return {name: torch.stack([row[name] for row in rows]) for name in fresh}
+        rows = [self.get(client, initial) for client in clients]
+        return {name: torch.stack([row[name] for row in rows]) for name in initial}
 
     def shapes(self) -> set[Shapes]:
-        """Names and shapes of what clients keep: one entry where all keep the same."""
+        """Return names and shapes of the states: one entry where all are alike."""
         return {shapes_of(state) for layer in self._layers for state in layer.values()}
 
     def changed_since(self, before: Mapping[int, Tensors]) -> set[int]:
-        """The clients whose states are others than in an earlier one.
+        """Return the clients whose states differ from those of an earlier mapping.
 
-        Layers that both have are not looked at.
+        Layers that both have are not compared.
         """
         known = before._layers if isinstance(before, ClientStates) else ()
-        fresh = [layer for layer in self._layers if not any(layer is old for old in known)]
-        return {c for layer in fresh for c in layer if before.get(c) is not self[c]}
+        new = [layer for layer in self._layers if not any(layer is old for old in known)]
+        return {c for layer in new for c in layer if before.get(c) is not self[c]}
+
+    def layer_sizes(self) -> list[int]:
+        """Return the number of states in each layer, newest first."""
+        return [len(layer) for layer in self._layers]
 
     def __getitem__(self, client: int) -> Tensors:
         for layer in self._layers:
@@ -108,7 +110,7 @@ Numbers = NDArray[np.int64]
 
 
 class Found(NamedTuple):
-    """Where clients' states lie: slots, -1 for none, and what their checksums must be."""
+    """The slots of clients, -1 for none, and the checksums of their states."""
 
     slots: Numbers
     checks: NDArray[np.uint32]
@@ -116,7 +118,7 @@ class Found(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Clients in increasing order, each with its slot and the checksum of what is there."""
+    """Clients in increasing order, each with its slot and the checksum of its state."""
 
     clients: Numbers
     slots: Numbers
@@ -126,7 +128,7 @@ class Layer:
         return len(self.clients)
 
     def over(self, older: Layer) -> Layer:
-        """Both in one; where both have a client, this one's slot."""
+        """Return both layers merged; where both have a client, this one's slot."""
         at, there = _among(self.clients, older.clients)
         stay = np.ones(len(older), np.bool_)
         stay[at[there]] = False
@@ -138,45 +140,45 @@ class Layer:
         )
 
     def find(self, clients: Numbers, found: Found) -> None:
-        """Fill in, for clients in increasing order, what is here and not found yet."""
+        """Fill in the slots of clients, in increasing order, that are not found yet."""
         at, there = _among(clients, self.clients)
         there &= found.slots < 0
         found.slots[there] = self.slots[at[there]]
         found.checks[there] = self.checks[at[there]]
 
 
-def _among(some: Numbers, others: Numbers) -> tuple[Numbers, NDArray[np.bool_]]:
-    """Where numbers would stand among others that are in increasing order, and whether they do."""
-    at = np.searchsorted(others, some)
-    return at, others[np.minimum(at, len(others) - 1)] == some
+def _among(some: Numbers, ordered: Numbers) -> tuple[Numbers, NDArray[np.bool_]]:
+    """Return the positions of numbers among increasing ones, and whether they are there."""
+    at = np.searchsorted(ordered, some)
+    return at, ordered[np.minimum(at, len(ordered) - 1)] == some
 
 
 class StateStore:
-    """Hands out the slots of a file, and takes back those that no living layer refers to.
+    """Allocates the slots of a file, and frees those that no living layer refers to.
 
     Args:
         file: of the slots.
-        device: where states are wanted.
+        device: of the states that are read.
     """
 
     def __init__(self, file: SlotFile, device: torch.device) -> None:
         self.file, self.device = file, device
         self._users = np.zeros(len(file), np.int32)
         self._free: Numbers | None = None  # not known before all layers of an old file are held
-        self._left: deque[Numbers] = deque()
+        self._released: deque[Numbers] = deque()
 
     def layer(self, clients: Numbers, states: Sequence[Tensors]) -> Layer:
-        """Write the states of clients that are in increasing order."""
-        slots = self._taken(len(clients))
+        """Write the states of clients, in increasing order, to free slots."""
+        slots = self._allocated(len(clients))
         try:
             return Layer(clients, slots, self.file.write(slots, states))
         except BaseException:
             self._users[slots] += 1
-            self._left.append(slots)
+            self._released.append(slots)
             raise
 
     def read(self, found: Found) -> dict[str, Tensor]:
-        """The states in slots, side by side, on the device."""
+        """Return the states in slots, [K, ...] each, on the device."""
         layout, pinned = self.file.layout, self.device.type == "cuda"
         size = (len(found.slots), layout.bytes)
         block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
@@ -184,36 +186,49 @@ class StateStore:
         return layout.split(block.to(self.device, non_blocking=True))
 
     def hold(self, layer: Layer) -> Layer:
-        """Count a layer's slots as used while it lives."""
+        """Mark a layer's slots as used while it lives, and return it."""
         self._users[layer.slots] += 1
-        # a collector may call at any time, so it only leaves a note
-        weakref.finalize(layer, self._left.append, layer.slots).atexit = False
+        # the garbage collector may call at any time, so the slots are freed later
+        weakref.finalize(layer, self._released.append, layer.slots).atexit = False
         return layer
 
-    def _taken(self, count: int) -> Numbers:
-        """Free slots, in increasing order."""
-        while self._left:
-            slots = self._left.popleft()
+    @property
+    def capacity(self) -> int:
+        """The number of slots, free ones included."""
+        return len(self._users)
+
+    def used_slots(self) -> int:
+        """Return the number of slots that living layers refer to."""
+        return self.capacity - len(self._collected())
+
+    def _collected(self) -> Numbers:
+        """Return all free slots, with those of layers that died since the last call."""
+        while self._released:
+            slots = self._released.popleft()
             self._users[slots] -= 1
             if self._free is not None:
                 self._free = np.concatenate([self._free, slots[self._users[slots] == 0]])
         if self._free is None:
             self._free = np.flatnonzero(self._users == 0)
-        if count > len(self._free):
-            end = len(self._users)
-            more = max(count - len(self._free), end // GROWTH)
+        return self._free
+
+    def _allocated(self, count: int) -> Numbers:
+        """Return free slots, in increasing order."""
+        free = self._collected()
+        if count > len(free):
+            more = max(count - len(free), self.capacity // GROWTH)
+            free = np.concatenate([free, self.capacity + np.arange(more)])
             self._users = np.concatenate([self._users, np.zeros(more, np.int32)])
-            self._free = np.concatenate([self._free, end + np.arange(more)])
-        slots, self._free = np.sort(self._free[:count]), self._free[count:]
+        slots, self._free = np.sort(free[:count]), free[count:]
         return slots
 
 
 class StoredStates(ClientStates):
-    """The states of the clients that have taken part, in a store.
+    """The states of the clients that have taken part, in a file.
 
-    Layers as in memory, newest first, but of numbers alone: twenty bytes a client. What newer
-    layers hide stays in its slot until layers are merged, so slots are at most twice as many as
-    clients, and those that older states or checkpoints refer to.
+    Layers as in memory, newest first, but of slot numbers: twenty bytes per client. A state that a
+    newer layer replaces stays in its slot until layers are merged, so there are at most twice as
+    many slots as clients, besides those that older states or checkpoints refer to.
     """
 
     def __init__(self, store: StateStore, layers: tuple[Layer, ...] = ()) -> None:
@@ -221,7 +236,6 @@ class StoredStates(ClientStates):
         self.store, self.layers = store, layers
 
     def updated(self, changed: Mapping[int, Tensors]) -> StoredStates:
-        """These with some changed or added; this one stays as it is."""
         if not changed:
             return self
         clients = sorted(changed)
@@ -231,19 +245,18 @@ class StoredStates(ClientStates):
             newest = newest.over(older.pop(0))
         return StoredStates(self.store, (self.store.hold(newest), *older))
 
-    def stacked(self, clients: Sequence[int], fresh: Tensors) -> dict[str, Tensor]:
-        """What some clients keep, side by side [K, ...], on the device of the store."""
+    def stacked(self, clients: Sequence[int], initial: Tensors) -> dict[str, Tensor]:
         found = self.find(np.asarray(clients))
         known = np.flatnonzero(found.slots >= 0)
         loaded = self.store.read(Found(found.slots[known], found.checks[known]))
         if len(known) == len(clients):
             return loaded
-        places = torch.from_numpy(known).to(self.store.device)
-        rows = {n: v.expand(len(clients), *v.shape).clone() for n, v in fresh.items()}
-        return {name: value.index_copy_(0, places, loaded[name]) for name, value in rows.items()}
+        index = torch.from_numpy(known).to(self.store.device)
+        rows = {n: v.expand(len(clients), *v.shape).clone() for n, v in initial.items()}
+        return {name: value.index_copy_(0, index, loaded[name]) for name, value in rows.items()}
 
     def find(self, clients: Numbers) -> Found:
-        """Where the clients' states lie."""
+        """Return the slots of clients."""
         order = np.argsort(clients, kind="stable")
         found = Found(np.full(len(clients), -1), np.zeros(len(clients), np.uint32))
         for layer in self.layers:
@@ -252,17 +265,18 @@ class StoredStates(ClientStates):
         return Found(found.slots[back], found.checks[back])
 
     def expect(self, clients: Numbers) -> None:
-        """Have the system read what these clients keep."""
+        """Have the system read the states of these clients ahead."""
         slots = self.find(clients).slots
         self.store.file.expect(slots[slots >= 0])
 
+    def layer_sizes(self) -> list[int]:
+        return [len(layer) for layer in self.layers]
+
     def shapes(self) -> set[Shapes]:
-        """Names and shapes of what a slot holds."""
         layout = self.store.file.layout.tensors
         return {frozenset((name, shape) for name, shape, _ in layout)} if self.layers else set()
 
     def changed_since(self, before: Mapping[int, Tensors]) -> set[int]:
-        """The clients whose states are others than in an earlier one."""
         clients = self._clients()
         if not isinstance(before, StoredStates) or before.store is not self.store:
             return set(clients.tolist())
@@ -286,20 +300,20 @@ class StoredStates(ClientStates):
 
 
 Where = Literal["auto", "memory", "disk"]
-SHARE = 4  # what clients keep may take a quarter of the memory
-UNKNOWN = 2**62  # bytes, where the system does not say how many there are
-MOVED_AT_A_TIME = 1024  # states
+SHARE = 4  # client states may take a quarter of the memory
+UNKNOWN = 2**62  # bytes of memory where the system does not report it
+COPIED_AT_A_TIME = 1024  # states
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 @dataclass(frozen=True)
 class ClientStore:
-    """How to keep what clients keep between rounds; it changes no number.
+    """Where client state is stored; does not affect results.
 
     Args:
         where: "memory", "disk", or "auto" for memory where a quarter of it would hold the states
             of all clients that can take part.
-        file: what to write on a disk, by itself; None for a temporary file.
+        file: the file on disk; None for a temporary one.
     """
 
     where: Where = "auto"
@@ -309,47 +323,43 @@ class ClientStore:
         known = get_args(Where)
         require(self.where in known, f"client_store is auto, memory or disk, not {self.where!r}")
 
-    def placed(
-        self, states: Mapping[int, Tensors], fresh: Tensors, clients: int, beside: int = 1
+    def store(
+        self, states: Mapping[int, Tensors], initial: Tensors, clients: int, processes: int = 1
     ) -> Mapping[int, Tensors]:
-        """The states where they are to be.
+        """Return the states, copied to memory or to the file where they are not there.
 
         Args:
-            states: what clients keep so far.
-            fresh: what one begins with.
-            clients: how many may keep something, at most.
-            beside: how many processes of this machine keep all of it, each on its own GPU if any.
+            states: client states so far.
+            initial: the initial state of a client.
+            clients: how many clients may have a state, at most.
+            processes: how many processes of this machine store all states, each on its own GPU if
+                any.
         """
-        if not fresh or (self.where == "auto" and isinstance(states, StoredStates)):
+        if not initial or (self.where == "auto" and isinstance(states, StoredStates)):
             return states
-        device = next(iter(fresh.values())).device
-        size = sum(value.nbytes for value in fresh.values())
-        room = memory_bytes(device) // (beside if device.type == "cpu" else 1)
-        if self.where == "memory" or (self.where == "auto" and SHARE * size * clients <= room):
+        device = next(iter(initial.values())).device
+        size = sum(value.nbytes for value in initial.values())
+        available = memory_bytes(device) // (processes if device.type == "cpu" else 1)
+        fits = SHARE * size * clients <= available
+        if self.where == "memory" or (self.where == "auto" and fits):
             return ClientStates.of(dict(states) if isinstance(states, StoredStates) else states)
-        return self._stored(states, fresh, device)
-
-    def _stored(
-        self, states: Mapping[int, Tensors], fresh: Tensors, device: torch.device
-    ) -> StoredStates:
-        """On the disk; those that lie in another file are moved some at a time."""
         if isinstance(states, StoredStates) and self.file in (None, states.store.file.path):
             return states
-        empty = StoredStates(StateStore(SlotFile(Layout.of(fresh), self.file), device))
-        return moved(states, empty)
+        empty = StoredStates(StateStore(SlotFile(Layout.of(initial), self.file), device))
+        return copy_states(states, empty)
 
 
-def moved(states: Mapping[int, Tensors], stored: StoredStates) -> StoredStates:
-    """States that lie elsewhere, in the store of `stored`."""
+def copy_states(states: Mapping[int, Tensors], stored: StoredStates) -> StoredStates:
+    """Return `stored` with the states of another mapping added, some at a time."""
     clients = list(states)
-    for at in range(0, len(clients), MOVED_AT_A_TIME):
-        some = clients[at : at + MOVED_AT_A_TIME]
+    for at in range(0, len(clients), COPIED_AT_A_TIME):
+        some = clients[at : at + COPIED_AT_A_TIME]
         stored = stored.updated({client: states[client] for client in some})
     return stored
 
 
 def memory_bytes(device: torch.device) -> int:
-    """The memory of a device, or of what this process may have of the machine's."""
+    """Return the memory of a device, or the part of the machine's that this process may use."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     if not hasattr(os, "sysconf"):

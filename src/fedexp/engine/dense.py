@@ -1,52 +1,57 @@
-"""Dense networks on a CPU: clients side by side, with gradients that are never written down.
+"""The dense engine: dense networks on a CPU, many clients at a time, without autograd.
 
 It gives what the loop gives, up to rounding. Clients are taken in blocks whose weights and
-activations stay in the cache of a core; which blocks there are does not depend on the threads that
-work on them, so neither do the numbers.
+activations stay in the cache of a core; the blocks do not depend on the threads that work on them,
+so neither do the numbers. The arithmetic is `fedexp.objective.dense`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.client import LinearCorrection
-from fedexp.engine.client_store import ClientStates
-from fedexp.engine.loop import Sums, sum_in_parts, sum_updates
-from fedexp.engine.plan import LARGEST, Work, host_batches
+from fedexp.engine.loop import (
+    Sums,
+    add_sums,
+    cohort_parts,
+    part_of,
+    stacked_states,
+    sum_updates,
+)
+from fedexp.engine.plan import Numbers, Work, batch_key, client_steps, host_rows, plan_cohort
 from fedexp.engine.state import SimulationState
 from fedexp.engine.threads import Pool
-from fedexp.objective import ModuleObjective
-from fedexp.objective.dense import DenseNetwork, DenseStep, dense_network
+from fedexp.objective import DenseObjective
+from fedexp.objective.dense import DenseNetwork, DenseStep
 
-BLOCK_BYTES = 2**20  # weights and activations of clients that advance together
+BLOCK_BYTES = 2**20  # weights and activations of clients that are trained together
 MOST_PADDING = 2  # how many times wider a block's widest batch may be than its narrowest
 
 
 def dense_network_of(work: Work, state: SimulationState) -> DenseNetwork | None:
     """Return the network where this engine suits: a plain dense classifier, a linear correction."""
     objective, train = work.task.objective, work.task.train
-    if not isinstance(objective, ModuleObjective) or objective.compute_type is not None:
+    if not isinstance(objective, DenseObjective) or state.params.device.type != "cpu":
         return None
-    linear = work.algorithm.client.is_linear
-    network = dense_network(objective)
-    if state.params.device.type != "cpu" or not linear or network is None:
+    network = objective.dense_network()
+    if network is None or not work.algorithm.client.is_linear:
         return None
     batch = train.batch(int(work.cohort[0]), np.arange(1))
     batch = batch if work.task.transform is None else work.task.transform.evaluate(batch)
     x, y = batch["x"], batch["y"]
     row = x.flatten(1) if network.flattens else x
     fits = row.shape == (1, network.layers[0].inputs) and x.dtype == state.params.dtype
-    labels = y.shape == (1,) and y.dtype == torch.int64
-    return network if fits and labels and train.largest < LARGEST else None
+    return network if fits and y.shape == (1,) and y.dtype == torch.int64 else None
 
 
 class Dense:
-    """The engine; it has a thread for each that torch would use in one operation."""
+    """The engine; it has as many threads as torch would use for one operation."""
 
     name = "dense"
 
@@ -54,67 +59,117 @@ class Dense:
         self.network, self.pool = network, Pool()
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        return sum_in_parts(work, state, self.run_clients, least=self.pool.count)
+        rule, start, total = work.algorithm.client, state.params, None
+        for clients in cohort_parts(work, state, least=self.pool.count):
+            chosen, client_state = np.asarray(clients), stacked_states(work, state, clients)
+            correction = rule.linear_correction(state.broadcast, client_state)
+            params = start.new_empty(len(clients), len(start))
+            train = partial(self._train_block, work, start, chosen, correction, params)
+            self.pool.map(train, self.blocks(work, start, chosen))
+            steps = client_steps(work.task.train.sizes[chosen], work.local)
+            total_lr = torch.from_numpy(steps * work.lr)[:, None].to(params.dtype)
+            part = sum_updates(work, state, clients, start - params, total_lr, client_state)
+            total = add_sums(total, part)
+        assert total is not None
+        return total
 
-    def run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
-        """Train some clients, block by block."""
-        rule, chosen = work.algorithm.client, np.asarray(clients)
-        fresh = rule.init_client_state(state.params)
-        client_state = ClientStates.of(state.clients).stacked(clients, fresh)
-        correction = rule.linear_correction(state.broadcast, client_state)
-        params = state.params.new_empty(len(clients), len(state.params))
-        blocks = self.blocks(work, state.params, chosen)
-        train = partial(self._train_block, work, state.params, chosen, correction, params)
-        self.pool.map(train, blocks)
-        total_lr = torch.from_numpy(_steps(work, chosen) * work.lr)[:, None].to(params.dtype)
-        return sum_updates(work, state, clients, state.params - params, total_lr, client_state)
-
-    def blocks(
-        self, work: Work, params: Tensor, clients: NDArray[np.int64]
-    ) -> list[NDArray[np.int64]]:
-        """The places of clients that advance together, those with most to do first."""
-        lengths = work.task.train.sizes[clients]
-        widths = np.minimum(lengths, work.local.batch_size or lengths)
-        order = np.lexsort((-widths, -_steps(work, clients)))
-        found, room, widest = [], 0, 0
-        for place in order:
-            width = int(widths[place])
+    def blocks(self, work: Work, params: Tensor, clients: Numbers) -> list[Numbers]:
+        """Return the positions of clients that are trained together, most work first."""
+        sizes = work.task.train.sizes[clients]
+        widths = np.minimum(sizes, work.local.batch_size or sizes)
+        order = np.lexsort((-widths, -client_steps(sizes, work.local)))
+        found, bytes_left, widest = [], 0, 0
+        for position in order:
+            width = int(widths[position])
             bytes = params.element_size() * (params.numel() + width * self.network.width)
-            if bytes > room or max(width, widest) > MOST_PADDING * min(width, widest):
-                found.append([place])
-                room, widest = BLOCK_BYTES, width
+            if bytes > bytes_left or max(width, widest) > MOST_PADDING * min(width, widest):
+                found.append([position])
+                bytes_left, widest = BLOCK_BYTES, width
             else:
-                found[-1].append(place)
-            room -= bytes
-        return [np.array(places) for places in found]
+                found[-1].append(position)
+            bytes_left -= bytes
+        return [np.array(positions) for positions in found]
 
     @torch.inference_mode()
     def _train_block(
         self,
         work: Work,
         start: Tensor,
-        clients: NDArray[np.int64],
+        clients: Numbers,
         correction: LinearCorrection,
         params: Tensor,
-        places: NDArray[np.int64],
+        positions: Numbers,
     ) -> None:
-        """Train the clients at some places, and write what they end at to those of `params`."""
-        step = DenseStep.of(self.network, start, work.lr, work.local, _part(correction, places))
-        weights = self.network.split(start.repeat(len(places), 1))
-        for x, y, counted in host_batches(work, clients[places], start.dtype):
-            some = weights if len(x) == len(places) else [w[: len(x)] for w in weights]
+        """Train the clients at some positions, and write their results to those of `params`."""
+        own = part_of(correction, torch.from_numpy(positions))
+        step = DenseStep.of(self.network, start, work.lr, work.local, own)
+        weights = self.network.split(start.repeat(len(positions), 1))
+        for x, y, counted in block_batches(work, clients[positions], start.dtype):
+            some = weights if len(x) == len(positions) else [w[: len(x)] for w in weights]
             step(some, self.network.factors(some, x.flatten(2), y, counted))
-        params[torch.from_numpy(places)] = self.network.join(weights)
+        params[torch.from_numpy(positions)] = self.network.join(weights)
 
 
-def _steps(work: Work, clients: NDArray[np.int64]) -> NDArray[np.int64]:
-    """How many steps each client takes."""
-    sizes = work.task.train.sizes[clients].tolist()
-    return np.array([work.local.steps_for(size) for size in sizes])
+class BlockBatch(NamedTuple):
+    """A step of the clients of a block that have steps left.
+
+    Attributes:
+        x, y: examples [K, B, ...] and labels [K, B].
+        counted: weight of each example in its client's loss, [K, B]; 0 for padding.
+    """
+
+    x: Tensor
+    y: Tensor
+    counted: Tensor
 
 
-def _part(correction: LinearCorrection, places: NDArray[np.int64]) -> LinearCorrection:
-    """The drift of some clients; one without a dimension of clients is common to all."""
-    if correction.offset is None or correction.offset.ndim == 1:
-        return correction
-    return correction._replace(offset=correction.offset[torch.from_numpy(places)])
+def block_batches(work: Work, clients: Numbers, dtype: torch.dtype) -> Iterator[BlockBatch]:
+    """Yield the batches of clients that are sorted by their number of steps, most steps first.
+
+    A client takes part while it has steps left, and a batch is as wide as its widest.
+    """
+    plan = plan_cohort(work, clients.tolist())
+    key, who = batch_key(work.seed, work.round), plan.who.copy()
+    who[2] = work.task.train.offsets[clients]  # rows of the fields, also where those are streamed
+    rows = torch.from_numpy(
+        host_rows(key, who, len(plan.lengths), plan.width, work.local.batch_size)
+    )
+    lengths = torch.from_numpy(plan.lengths)
+    real = torch.arange(plan.width) < lengths[:, :, None]
+    counted = real.to(dtype) / lengths.clamp(min=1)[:, :, None]
+    # a few bytes per example, so those of all steps are read at once
+    labels = work.task.train.fields["y"].index_select(0, rows.flatten()).view(rows.shape)
+    plain = work.task.transform is None and bool(labels.amin() >= 0)
+    changes, batch = len(rows) > 1 or plan.draws is not None, None
+    for step, part in enumerate(_parts(plan.lengths)):
+        if batch is None or changes:
+            at = step % len(rows)
+            draws = None if plan.draws is None else torch.from_numpy(plan.draws[step][part])
+            x, y = _examples(work, rows[at][part], labels[at][part], draws)
+            weights = counted[step][part]
+            if not plain:  # labels below 0 count nothing, as in torch's cross entropy
+                weights, y = weights * (y >= 0), y.clamp(min=0)
+            batch = BlockBatch(x, y, weights)
+        yield batch
+
+
+def _parts(lengths: Numbers) -> list[Any]:
+    """Return the indices of clients and of examples that each step uses, by lengths [S, K]."""
+    counts, widths = (lengths > 0).sum(axis=1).tolist(), lengths.max(axis=1).tolist()
+    clients, widest = lengths.shape[1], max(widths)
+    return [
+        ... if (count, width) == (clients, widest) else (slice(count), slice(width))
+        for count, width in zip(counts, widths, strict=True)
+    ]
+
+
+def _examples(
+    work: Work, rows: Tensor, labels: Tensor, draws: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return examples and labels as the model sees them."""
+    fields, transform, picked = work.task.train.fields, work.task.transform, rows.flatten()
+    if transform is None:
+        return fields["x"].index_select(0, picked).unflatten(0, rows.shape), labels
+    batch = {n: v.index_select(0, picked).unflatten(0, rows.shape) for n, v in fields.items()}
+    inputs = transform.train(batch, draws)
+    return inputs["x"], inputs["y"]

@@ -1,43 +1,167 @@
-"""Walks: where K clients are in their local training, and how a step moves them.
+"""Local training of K clients as one program over tensors, for the batched engine.
 
-Parameters are a vector for each client, which every model and rule can do, or lie layer by layer,
-which is faster on a GPU.
+Everything that changes from round to round is an input tensor, the learning rate included, so that
+the program can be captured once as a CUDA graph and replayed. `RowSteps` has a parameter vector per
+client, which suits every model and rule; `LayerSteps` stores parameters layer by layer, which is
+faster on a GPU.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import repeat
 from typing import Protocol
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedexp.client import ClientRule
 from fedexp.data.federation import Batch
+from fedexp.data.transforms import Transform
+from fedexp.engine.plan import Numbers, device_rows
+from fedexp.kernels.launch import fused
 from fedexp.kernels.step import Correction, sgd_step, sq_norms
 from fedexp.local import LocalTraining, clip_to, local_step
-from fedexp.objective import BatchedObjective, Buffers
-from fedexp.objective.stack import LayeredStack
+from fedexp.objective import BatchedObjective, Buffers, StackedObjective
+from fedexp.objective.stack import StackedClients
 
 Tensors = Mapping[str, Tensor]
+AT_ONCE = 2**28  # bytes of examples that are fetched for all steps together
 
 
-class Walk(Protocol):
-    """Clients on their way."""
+@dataclass(frozen=True, eq=False)
+class LocalProgram:
+    """S steps of K clients.
 
-    def step(self, s: int, batch: Batch, lengths: NDArray[np.int64] | None) -> None:
-        """Step number s; a client none of whose rows is valid then stays where it is."""
+    Inputs: `params` [d], `averaged` and `kept` buffers, `broadcast.*` [d] and `client_state.*`
+    [K, d] of the client rule, the plan's `table` [3 + S, K], `lr`, `draws` where there are any,
+    `data.*` for examples that are not those of `fields`, and either the rows of the plan, `rows`
+    [S, K, B], or the round's `key` to compute them on the device. Outputs: `params` [K, d],
+    `averaged` and `kept` [K, ...].
+
+    Attributes:
+        steps, width, reach: of the plan.
+        all_active: every client takes part in every step.
+        lengths: of the batches, [S, K], where they must not be padded; else None.
+        fuse: whether `torch.compile` merges the arithmetic of an update.
+        layers: whether parameters are stored layer by layer; model and rule must allow it.
+    """
+
+    objective: BatchedObjective
+    rule: ClientRule
+    local: LocalTraining
+    transform: Transform | None
+    fields: Batch
+    steps: int
+    width: int
+    reach: int
+    all_active: bool = True
+    lengths: Numbers | None = None
+    fuse: bool = False
+    layers: bool = False
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """What a captured graph is specific to, beside the shapes of its inputs."""
+        exact = () if self.lengths is None else tuple(self.lengths[:, 0].tolist())
+        return self.steps, self.width, self.reach, self.all_active, *exact
+
+    @property
+    def is_static(self) -> bool:
+        """Whether the shapes of a step are the same for every cohort of such clients."""
+        return self.lengths is None or bool((self.lengths == self.lengths[:, :1]).all())
+
+    def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
+        size, inputs = inputs["params"].numel(), self._aligned(inputs)
+        who, lengths = inputs["table"].tensor_split((3,))
+        rows = inputs.get("rows")
+        if rows is None:
+            sizes = (self.steps, self.width, self.reach)
+            rows = device_rows(inputs["key"], who, *sizes, self.local.batch_size)
+        place = torch.arange(self.width, device=lengths.device)
+        valid = (place < lengths[:, :, None]).to(inputs["params"])
+        steps: LocalSteps | None = None
+        fields = part(inputs, "data.") or self.fields
+        for s, batch in enumerate(self._batches(fields, rows, inputs.get("draws"))):
+            steps = steps or self._init(inputs, batch, valid)
+            steps.step(s, batch, None if self.lengths is None else self.lengths[s])
+        assert steps is not None  # S is at least 1
+        params, buffers = steps.result()
+        return {"params": params[:, :size], "averaged": buffers.averaged, "kept": buffers.kept}
+
+    def _init(self, inputs: Tensors, batch: Batch, valid: Tensor) -> LocalSteps:
+        """Return all clients at the model of the server; kernels are compiled for the first batch.
+
+        `valid` [S, K, B] is 1 for an example and 0 for padding.
+        """
+        clients = valid.shape[1]
+        params = inputs["params"].repeat(clients, 1)
+        buffers = Buffers(*(inputs[n].expand(clients, -1) for n in ("averaged", "kept")))
+        rule, local, all_active = self.rule, self.local, self.all_active
+        if self.layers:
+            assert isinstance(self.objective, StackedObjective)
+            stacked = self.objective.stacked_clients(params, batch, valid[0], self.fuse)
+            return LayerSteps(stacked, buffers, valid, rule, local, inputs)
+        step = fused(corrected_step) if self.fuse else corrected_step
+        step = partial(step, inputs=inputs, rule=rule, local=local, all_active=all_active)
+        return RowSteps(self.objective, params, buffers, valid, step, all_active)
+
+    def _aligned(self, inputs: Tensors) -> Tensors:
+        """Return the inputs with zeros behind vectors, so that rows start at aligned addresses."""
+        size = inputs["params"].numel()
+        if not isinstance(self.objective, StackedObjective) or not self.rule.is_linear:
+            return inputs  # a rule that is not linear may count the zeros
+        padding = -size % self.objective.row_multiple()
+        if not padding:
+            return inputs
+        vectors = ("params", "broadcast.", "client_state.")
+        return {
+            name: F.pad(value, (0, padding))
+            if name.startswith(vectors) and value.shape[-1] == size
+            else value
+            for name, value in inputs.items()
+        }
+
+    def _batches(self, fields: Batch, rows: Tensor, draws: Tensor | None) -> Iterator[Batch]:
+        """Yield the batches of every step, [K, B, ...]; small ones are fetched all at once."""
+        if draws is None and self.local.batch_size is None:  # all of the data in every step
+            yield from repeat(self._batch(fields, rows[0], None), self.steps)
+        elif draws is None and rows.is_cuda and self._bytes(rows) <= AT_ONCE:
+            every = self._batch(fields, rows.flatten(0, 1), None)
+            whole = {name: value.unflatten(0, rows.shape[:2]) for name, value in every.items()}
+            yield from ({name: value[s] for name, value in whole.items()} for s in range(len(rows)))
+        else:
+            for s in range(self.steps):
+                at = s % len(rows)
+                yield self._batch(fields, rows[at], None if draws is None else draws[s])
+
+    def _bytes(self, rows: Tensor) -> int:
+        """Return the bytes of the examples in these rows as floating-point numbers."""
+        return 4 * rows.numel() * sum(value[:1].numel() for value in self.fields.values())
+
+    def _batch(self, fields: Batch, rows: Tensor, draws: Tensor | None) -> Batch:
+        batch: Batch = {name: value[rows] for name, value in fields.items()}
+        return batch if self.transform is None else self.transform.train(batch, draws)
+
+
+class LocalSteps(Protocol):
+    """K clients during local training."""
+
+    def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
+        """Take step s; a client without a valid example in it does not change."""
         ...
 
-    def where(self) -> tuple[Tensor, Buffers]:
-        """The parameters, a vector for each client, and the buffers."""
+    def result(self) -> tuple[Tensor, Buffers]:
+        """Return the parameters, a vector for each client, and the buffers."""
         ...
 
 
-class RowWalk:
-    """A vector for each client; gradients are corrected by `advance(params, grads, active)`."""
+class RowSteps:
+    """A vector for each client. `update(params, grads, active)` is `corrected_step`."""
 
     def __init__(
         self,
@@ -45,13 +169,13 @@ class RowWalk:
         params: Tensor,
         buffers: Buffers,
         valid: Tensor,
-        advance: Callable[[Tensor, Tensor, Tensor], Tensor],
+        update: Callable[[Tensor, Tensor, Tensor], Tensor],
         all_active: bool,
     ) -> None:
-        self.objective, self.advance, self.all_active = objective, advance, all_active
+        self.objective, self.update, self.all_active = objective, update, all_active
         self.params, self.buffers, self.valid = params, buffers, valid
 
-    def step(self, s: int, batch: Batch, lengths: NDArray[np.int64] | None) -> None:
+    def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
         objective, params, buffers = self.objective, self.params, self.buffers
         valid = self.valid[s]
         if lengths is None:
@@ -59,55 +183,17 @@ class RowWalk:
         else:
             grads, after = _by_length(objective, params, buffers, batch, valid, lengths)
         active = valid[:, :1] > 0
-        self.params = self.advance(params, grads, active)
+        self.params = self.update(params, grads, active)
         if not self.all_active and after is not buffers:
             pairs = zip(after, buffers, strict=True)
             after = Buffers(*(torch.where(active, new, old) for new, old in pairs))
         self.buffers = after
 
-    def where(self) -> tuple[Tensor, Buffers]:
+    def result(self) -> tuple[Tensor, Buffers]:
         return self.params, self.buffers
 
 
-class LayerWalk:
-    """Layer by layer, moved in place. For models without buffers, and rules with a linear drift."""
-
-    def __init__(
-        self,
-        stack: LayeredStack,
-        buffers: Buffers,
-        valid: Tensor,
-        rule: ClientRule,
-        local: LocalTraining,
-        inputs: Tensors,
-    ) -> None:
-        self.stack, self.buffers, self.local = stack, buffers, local
-        prox, offset = rule.linear_correction(
-            part(inputs, "broadcast."), part(inputs, "client_state.")
-        )
-        pushed = None if offset is None else stack.layers.pack(offset)
-        self.correction = Correction(prox, inputs["params"], pushed)
-        self.lr = inputs["lr"]
-        # of all steps at once, and in the type of the parameters: a small model is all launches
-        self.counted = valid / valid.sum(dim=2, keepdim=True)
-        self.active = valid[:, :, 0] > 0
-        self.rates = self.lr.to(stack.params.dtype).repeat(valid.shape[1])
-        self.keep = (1 - self.lr * local.weight_decay).to(stack.params.dtype)
-
-    def step(self, s: int, batch: Batch, lengths: NDArray[np.int64] | None) -> None:
-        stack, rates, bound = self.stack, self.rates, self.local.clip_norm
-        grads = stack.gradients(batch["x"], batch["y"], self.counted[s])
-        if bound is not None:
-            squared = sq_norms(stack.layers, stack.params, grads, self.correction)
-            rates = self.lr * clip_to(squared.sqrt(), bound)
-        settings = (self.correction, rates, self.keep, self.active[s])
-        sgd_step(stack.layers, stack.params, grads, *settings, stack.copy)
-
-    def where(self) -> tuple[Tensor, Buffers]:
-        return self.stack.rows(), self.buffers
-
-
-def advanced(
+def corrected_step(
     params: Tensor,
     grads: Tensor,
     active: Tensor,
@@ -116,7 +202,7 @@ def advanced(
     local: LocalTraining,
     all_active: bool,
 ) -> Tensor:
-    """Correct the gradients and move; clients that have done all their steps stay."""
+    """Return the parameters [K, d] after a step; clients that are not active do not change."""
     broadcast, client_state = part(inputs, "broadcast."), part(inputs, "client_state.")
     grads, start = grads.to(params.dtype), inputs["params"]
     if rule.is_linear:
@@ -124,12 +210,54 @@ def advanced(
     else:  # a rule of the user's own may look at all of its client's gradient
         each = torch.func.vmap(rule.correct, in_dims=(0, 0, None, None, 0), randomness="different")
         grads = each(grads, params, start, broadcast, client_state)
-    moved = local_step(params, grads, inputs["lr"], local)
-    return moved if all_active else torch.where(active, moved, params)
+    after = local_step(params, grads, inputs["lr"], local)
+    return after if all_active else torch.where(active, after, params)
+
+
+class LayerSteps:
+    """Parameters layer by layer, updated in place by the kernels of `fedexp.kernels.step`.
+
+    For models without buffers and rules with a linear correction. On a CPU the plain twin of the
+    kernels runs, so that this path can be tested without a GPU.
+    """
+
+    def __init__(
+        self,
+        clients: StackedClients,
+        buffers: Buffers,
+        valid: Tensor,
+        rule: ClientRule,
+        local: LocalTraining,
+        inputs: Tensors,
+    ) -> None:
+        self.clients, self.buffers, self.local = clients, buffers, local
+        prox, offset = rule.linear_correction(
+            part(inputs, "broadcast."), part(inputs, "client_state.")
+        )
+        by_layer = None if offset is None else clients.layers.pack(offset)
+        self.correction = Correction(prox, inputs["params"], by_layer)
+        self.lr = inputs["lr"]
+        # for all steps at once and in the type of the parameters: a small model is all launches
+        self.counted = valid / valid.sum(dim=2, keepdim=True)
+        self.active = valid[:, :, 0] > 0
+        self.rates = self.lr.to(clients.params.dtype).repeat(valid.shape[1])
+        self.shrink = (1 - self.lr * local.weight_decay).to(clients.params.dtype)
+
+    def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
+        clients, rates, bound = self.clients, self.rates, self.local.clip_norm
+        grads = clients.gradients(batch["x"], batch["y"], self.counted[s])
+        if bound is not None:
+            squared = sq_norms(clients.layers, clients.params, grads, self.correction)
+            rates = self.lr * clip_to(squared.sqrt(), bound)
+        settings = (self.correction, rates, self.shrink, self.active[s])
+        sgd_step(clients.layers, clients.params, grads, *settings, clients.copy)
+
+    def result(self) -> tuple[Tensor, Buffers]:
+        return self.clients.rows(), self.buffers
 
 
 def part(inputs: Tensors, prefix: str) -> dict[str, Tensor]:
-    """The inputs whose names begin with `prefix`, without it."""
+    """Return the inputs whose names start with `prefix`, without it."""
     return {n.removeprefix(prefix): v for n, v in inputs.items() if n.startswith(prefix)}
 
 
@@ -139,9 +267,9 @@ def _by_length(
     buffers: Buffers,
     batch: Batch,
     valid: Tensor,
-    lengths: NDArray[np.int64],
+    lengths: Numbers,
 ) -> tuple[Tensor, Buffers]:
-    """Gradients in groups of equal batches, for models and losses in which examples mix."""
+    """Return gradients in groups of equal batches, for models and losses that mix examples."""
     longest = int(lengths.max())
     if (lengths == longest).all():
         whole = {name: value[:, :longest] for name, value in batch.items()}
@@ -150,8 +278,8 @@ def _by_length(
     for length in np.unique(lengths[lengths > 0]):
         who = torch.from_numpy(np.flatnonzero(lengths == length)).to(params.device)
         some = {name: value[who, :length] for name, value in batch.items()}
-        client_state = Buffers(*(b[who] for b in buffers))
-        grads[who], new = objective.gradients(params[who], client_state, some, valid[who, :length])
+        own = Buffers(*(b[who] for b in buffers))
+        grads[who], new = objective.gradients(params[who], own, some, valid[who, :length])
         for target, value in zip(after, new, strict=True):
             target[who] = value
     return grads, after

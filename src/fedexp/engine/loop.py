@@ -1,15 +1,20 @@
-"""The plain engine: one client after another. The reference that faster engines must equal."""
+"""The loop: one client after another. The reference that faster engines must equal.
+
+It also holds what the engines share: the parts of a cohort that are summed at a time, the sums of
+trained clients, and the states of a cohort, stacked and unstacked.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate, usable
-from fedexp.client import Tensors
+from fedexp.client import LinearCorrection, Tensors
+from fedexp.engine.client_store import ClientStates
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
 from fedexp.local import local_step
@@ -26,14 +31,14 @@ class Engine(Protocol):
     """Trains the clients of a round.
 
     Attributes:
-        name: what `engine=` calls it, and in brackets which of its implementations runs.
+        name: as in `engine=`, and in brackets which of its implementations runs.
     """
 
     @property
     def name(self) -> str: ...
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        """Train every client of the cohort; return the sums and the clients' new states."""
+        """Train every client of the cohort; return the sums and the new client states."""
         ...
 
 
@@ -43,34 +48,37 @@ class Loop:
     name = "loop"
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        return sum_in_parts(work, state, run_clients)
+        total: Sums | None = None
+        for clients in cohort_parts(work, state):
+            trained = []
+            for client in clients:
+                with seeded_torch(work.seed, "layers", work.round, client):
+                    trained.append(train(work, state, client, work.task.objective))
+            total = add_sums(total, sum_trained(work, clients, trained))
+        assert total is not None
+        return total
 
 
-def sum_in_parts(
-    work: Work,
-    state: SimulationState,
-    run_clients: Callable[[Work, SimulationState, list[int]], Sums],
-    least: int = 1,
-) -> Sums:
-    """Sum updates a few times `least` at a time: memory does not grow with the cohort."""
+def cohort_parts(work: Work, state: SimulationState, least: int = 1) -> list[list[int]]:
+    """Return the cohort in parts whose updates are summed at a time, in multiples of `least`.
+
+    Their updates take `SUMMED_BYTES` at most, so that memory does not grow with the cohort.
+    """
     clients: list[int] = work.cohort.tolist()
     together = SUMMED_BYTES // (state.params.numel() * state.params.element_size())
     together = max(least, together - together % least)
-    total, changed = run_clients(work, state, clients[:together])
-    for at in range(together, len(clients), together):
-        part, states = run_clients(work, state, clients[at : at + together])
-        total = total + part
-        changed |= states
-    return total, changed
+    return [clients[at : at + together] for at in range(0, len(clients), together)]
 
 
-def run_clients(work: Work, state: SimulationState, clients: list[int]) -> Sums:
-    """Train some clients, one after another."""
-    return sum_trained(work, clients, [train_client(work, state, client) for client in clients])
+def add_sums(total: Sums | None, part: Sums) -> Sums:
+    """Return the sums of both; `total` is None before the first part."""
+    if total is None:
+        return part
+    return total[0] + part[0], {**total[1], **part[1]}
 
 
 def sum_trained(work: Work, clients: list[int], trained: list[Trained]) -> Sums:
-    """The sums of trained clients. One whose update is not finite keeps the state it had."""
+    """Return the sums of trained clients; one whose update is not finite changes no state."""
     deltas = torch.stack([one.delta for one in trained])
     extras = {
         name: torch.stack([one.extras[name] for one in trained]) for name in trained[0].extras
@@ -90,21 +98,57 @@ def sum_updates(
     deltas: Tensor,
     total_lr: Tensor | float,
     client_state: Tensors,
+    buffers: Tensor | None = None,
 ) -> Sums:
-    """The same for clients that were trained side by side: updates [K, d], states [K, d]."""
-    kept, extras = work.algorithm.client.end_round(deltas, total_lr, state.broadcast, client_state)
+    """Return the sums of clients that were trained together.
+
+    Args:
+        work: the round.
+        state: the state before it.
+        clients: K of its clients.
+        deltas: their updates, [K, d].
+        total_lr: steps times learning rate, of each client [K, 1] or of all.
+        client_state: their states before the round, [K, ...] each.
+        buffers: the averaged buffers after local training, [K, b], if any.
+    """
+    new_states, extras = work.algorithm.client.end_round(
+        deltas, total_lr, state.broadcast, client_state
+    )
+    if buffers is not None and buffers.numel():
+        extras = {**extras, "buffers": buffer_changes(buffers, state.buffers.averaged)}
     weights = [work.weight(client) for client in clients] if work.weighting == "size" else None
-    states: dict[int, Tensors] = {}
-    if kept:
-        good = usable(deltas, extras).tolist()
-        # copies: views would keep the states of all the cohort alive
-        rows = [{name: value[k].clone() for name, value in kept.items()} for k in range(len(good))]
-        states = {c: row for c, row, ok in zip(clients, rows, good, strict=True) if ok}
+    rows = unstacked(new_states, clients, usable(deltas, extras)) if new_states else {}
+    # copies: views would hold the states of all the cohort in memory
+    states: dict[int, Tensors] = {
+        c: {name: value.clone() for name, value in row.items()} for c, row in rows.items()
+    }
     return Aggregate.of(deltas, weights, extras), states
 
 
+def stacked_states(work: Work, state: SimulationState, clients: Sequence[int]) -> dict[str, Tensor]:
+    """Return the states of some clients, [K, ...] each; initial ones before their first round."""
+    initial = work.algorithm.client.init_client_state(state.params)
+    return ClientStates.of(state.clients).stacked(clients, initial)
+
+
+def part_of(correction: LinearCorrection, own: slice | Tensor) -> LinearCorrection:
+    """Return the correction of some clients; an offset [d] is common to all."""
+    if correction.offset is None or correction.offset.ndim == 1:
+        return correction
+    return correction._replace(offset=correction.offset[own])
+
+
+def unstacked(states: Tensors, clients: Sequence[int], good: Tensor) -> dict[int, Tensors]:
+    """Return views of the states [K, ...] by client, of those whose updates count."""
+    return {
+        client: {name: value[k] for name, value in states.items()}
+        for k, (client, ok) in enumerate(zip(clients, good.tolist(), strict=True))
+        if ok
+    }
+
+
 class Trained(NamedTuple):
-    """What a client brings back: its update, what it adds to the sums, what it keeps."""
+    """The result of a client: its update, its extras in the sums, its new state."""
 
     delta: Tensor
     extras: Tensors
@@ -112,13 +156,13 @@ class Trained(NamedTuple):
 
 
 def train_client(work: Work, state: SimulationState, client: int) -> Trained:
-    """Local training of one client, whose layers draw from torch's generator."""
+    """Train one client, whose layers draw from torch's generator."""
     with seeded_torch(work.seed, "layers", work.round, client):
         return train(work, state, client, work.task.objective)
 
 
 def train(work: Work, state: SimulationState, client: int, objective: Objective) -> Trained:
-    """Local training (eq. 2 and 3) of one client."""
+    """Train one client (eq. 2 and 3)."""
     rule, lr = work.algorithm.client, work.lr
     client_state = state.clients.get(client) or rule.init_client_state(state.params)
     # a copy: the steps write to it, and so do some layers (an embedding with max_norm)
@@ -130,8 +174,8 @@ def train(work: Work, state: SimulationState, client: int, objective: Objective)
         params = local_step(params, grad, lr, work.local, in_place=apart)
         steps += 1
     delta = state.params - params
-    kept, extras = rule.end_round(delta, steps * lr, state.broadcast, client_state)
+    new_state, extras = rule.end_round(delta, steps * lr, state.broadcast, client_state)
     if buffers.averaged.numel():
         changes = buffer_changes(buffers.averaged, state.buffers.averaged)
         extras = {**extras, "buffers": changes}
-    return Trained(delta, extras, kept)
+    return Trained(delta, extras, new_state)

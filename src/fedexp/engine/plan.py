@@ -1,18 +1,9 @@
-"""The plan of a round: which clients, and which batches each of them sees.
+"""The plan of a round: which clients take part, and which examples each of their steps sees.
 
-Pure functions of (seed, round, client), so every engine trains on the same examples.
-
-`Work`: what one round asks of an engine, and the batches that every engine must use.
-
-The batches of many clients side by side: what the batched engine works through.
-
-Only numbers, sizes and places of the clients are planned here; which rows a step sees is worked out
-on the device, so that a GPU waits for nothing.
-
-The batches of many clients side by side, worked out by numpy: what suits a CPU.
-
-The same rows as `plan.plan_batches` gives client by client. Numbers are sorted with their places in
-their low bits, which takes a fifth of the time of a stable sort, and no two of them are equal.
+Everything is a pure function of (seed, round, client), so that every engine trains on the same
+examples, whatever the device, the order of the cohort and the number of processes. Step lengths are
+computed on the host. Examples are shuffled twice over: by numpy for a CPU, and by torch on a GPU,
+where the host would otherwise have to wait; both give the same rows.
 """
 
 from __future__ import annotations
@@ -21,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -35,11 +26,12 @@ from fedexp.local import LocalTraining
 from fedexp.seeding import generator, hashed, torch_seed
 from fedexp.tasks.task import Task, Weighting
 
-EPOCH_BITS = 20  # a sort key has so many bits for the epoch, and 43 for chance
+EPOCH_BITS = 20  # of a sort key, for the epoch; the other 43 are random
+Numbers = NDArray[np.int64]
 
 
-def sample_cohort(seed: int, round: int, clients: int, cohort: int | None) -> NDArray[np.int64]:
-    """The clients of a round, in increasing order; all of them when `cohort` is None.
+def sample_cohort(seed: int, round: int, clients: int, cohort: int | None) -> Numbers:
+    """Return the clients of a round, in increasing order; all of them when `cohort` is None.
 
     >>> sample_cohort(seed=0, round=1, clients=4, cohort=None).tolist()
     [0, 1, 2, 3]
@@ -55,90 +47,9 @@ def sample_cohort(seed: int, round: int, clients: int, cohort: int | None) -> ND
     return np.sort(chosen)
 
 
-def plan_batches(
-    seed: int, round: int, client: int, size: int, local: LocalTraining
-) -> list[NDArray[np.int64]]:
-    """The examples of each local step, by their position among the client's own.
-
-    The client goes through its data in shuffled epochs until the steps are done; the last batch of
-    an epoch may be smaller. This is what a shuffling loader that is restarted gives (audit B19).
-
-    >>> [len(b) for b in plan_batches(0, 1, 0, size=5, local=LocalTraining(steps=4, batch_size=2))]
-    [2, 2, 1, 2]
-    """
-    steps, batch = local.steps_for(size), local.batch_size
-    if batch is None:
-        return [np.arange(size)] * steps
-    key = torch.tensor(batch_key(seed, round))
-    one, own = torch.tensor([client]), torch.tensor([size])
-    epochs = math.ceil(steps / math.ceil(size / batch))
-    orders = shuffled(key, one, own, epochs * size).view(epochs, size).numpy()
-    planned = [order[at : at + batch] for order in orders for at in range(0, size, batch)]
-    return planned[:steps]
-
-
-@lru_cache(maxsize=4)
-def batch_key(seed: int, round: int) -> int:
-    """What the batches of a round follow from, beside the client."""
-    return torch_seed(seed, "batches", round)
-
-
-def shuffled(key: Tensor, clients: Tensor, sizes: Tensor, length: int) -> Tensor:
-    """The examples of K clients, epoch after epoch, each epoch in an order of its own, [K, length].
-
-    Integer arithmetic only, so every device gives the same. Epochs that `length` cuts off are not
-    shuffled fairly: ask for all of what is used.
-    """
-    epoch = torch.arange(length, device=clients.device) // sizes[:, None]
-    lottery = hashed(key, clients, length) >> EPOCH_BITS
-    order = torch.sort((epoch << (63 - EPOCH_BITS)) + lottery, dim=1, stable=True).indices
-    return order - epoch * sizes[:, None]
-
-
-def step_lengths(sizes: NDArray[np.int64], local: LocalTraining) -> NDArray[np.int64]:
-    """How many examples each step of each client sees, [S, K]; 0 where it has no more steps.
-
-    >>> step_lengths(np.array([5, 2]), LocalTraining(epochs=1, batch_size=2)).T.tolist()
-    [[2, 2, 1], [2, 0, 0]]
-    """
-    batch = sizes if local.batch_size is None else np.full_like(sizes, local.batch_size)
-    per_epoch = -(-sizes // batch)
-    steps = np.full_like(sizes, local.steps)
-    if local.epochs is not None:
-        steps = local.epochs * per_epoch
-    step = np.arange(steps.max())[:, None]
-    left = sizes - step % per_epoch * batch
-    lengths: NDArray[np.int64] = np.where(step < steps, np.minimum(batch, left), 0)
-    return lengths
-
-
-def step_rows(
-    key: Tensor, who: Tensor, steps: int, width: int, length: int, batch_size: int | None
-) -> Tensor:
-    """The rows of a federation that K clients see, [S, K, width], on the device of `who`.
-
-    `who` has the clients' numbers, sizes and first rows, [3, K]; `length` is as far as any of them
-    reaches into its epochs. What fills up a short batch is the client's first row.
-    """
-    clients, sizes, first = who
-    place = torch.arange(width, device=who.device)
-    if batch_size is None:
-        inside = torch.where(place < sizes[:, None], place, 0)
-        return (first[:, None] + inside).expand(steps, -1, -1)
-    order = shuffled(key, clients, sizes, length)
-    step = torch.arange(steps, device=who.device)[:, None]
-    per_epoch = (sizes + (batch_size - 1)) // batch_size
-    at = (step % per_epoch * batch_size)[:, :, None] + place
-    reached = (step // per_epoch * sizes)[:, :, None] + at
-    short = at >= sizes[:, None]
-    picked = order.gather(1, reached.clamp(max=length - 1).movedim(1, 0).flatten(1))
-    picked = picked.view(len(clients), steps, width).movedim(1, 0)
-    return first[:, None] + torch.where(short, 0, picked)
-
-
 @dataclass(frozen=True, eq=False)
 class Work:
-    """What one round asks of an engine."""
+    """The work of one round: what an engine is given."""
 
     task: Task
     algorithm: Algorithm
@@ -146,7 +57,7 @@ class Work:
     weighting: Weighting
     seed: int
     round: int
-    cohort: NDArray[np.int64]
+    cohort: Numbers
 
     @property
     def lr(self) -> float:
@@ -157,18 +68,18 @@ class Work:
 
     @property
     def total_weight(self) -> float:
-        """Of all clients there are."""
+        """The weight of all clients, in the cohort or not."""
         train = self.task.train
         return float(train.offsets[-1] if self.weighting == "size" else train.clients)
 
     def after(self) -> Work:
-        """The work of the next round, whose cohort is as large."""
+        """Return the work of the next round, with a cohort of the same size."""
         number = self.round + 1
         cohort = sample_cohort(self.seed, number, self.task.train.clients, len(self.cohort))
         return replace(self, round=number, cohort=cohort)
 
     def batches(self, client: int) -> Iterator[Batch]:
-        """The batches of a client, step by step."""
+        """Yield the batches of a client, step by step."""
         train, size = self.task.train, int(self.task.train.sizes[client])
         if self.local.batch_size is None and self.task.transform is None:
             whole = train.client(client)
@@ -183,8 +94,134 @@ class Work:
             yield batch
 
     def augmentation(self, client: int) -> np.random.Generator:
-        """The client's random numbers for augmentation, drawn step after step."""
+        """Return the client's generator for augmentation, from which steps draw in their order."""
         return generator(self.seed, "augment", self.round, client)
+
+
+def client_steps(sizes: Numbers, local: LocalTraining) -> Numbers:
+    """Return how many steps clients of these sizes take, [K]."""
+    return np.array(list(map(local.steps_for, sizes.tolist())))
+
+
+def step_lengths(sizes: Numbers, local: LocalTraining) -> Numbers:
+    """Return how many examples each step of each client sees, [S, K]; 0 after its last step.
+
+    >>> step_lengths(np.array([5, 2]), LocalTraining(epochs=1, batch_size=2)).T.tolist()
+    [[2, 2, 1], [2, 0, 0]]
+    """
+    batch = sizes if local.batch_size is None else np.full_like(sizes, local.batch_size)
+    steps = client_steps(sizes, local)
+    step = np.arange(steps.max())[:, None]
+    left = sizes - step % -(-sizes // batch) * batch  # in the epoch
+    lengths: Numbers = np.where(step < steps, np.minimum(batch, left), 0)
+    return lengths
+
+
+@lru_cache(maxsize=4)
+def batch_key(seed: int, round: int) -> int:
+    """Return the key of a round's shuffles; with the client's number it determines them."""
+    return torch_seed(seed, "batches", round)
+
+
+def plan_batches(
+    seed: int, round: int, client: int, size: int, local: LocalTraining
+) -> list[Numbers]:
+    """Return the examples of each local step, by their position among the client's own.
+
+    The client passes over its data in shuffled epochs until the steps are done; the last batch of
+    an epoch may be smaller. This is what a restarted shuffling loader gives
+    (docs/paper.md#released-batches).
+
+    >>> [len(b) for b in plan_batches(0, 1, 0, size=5, local=LocalTraining(steps=4, batch_size=2))]
+    [2, 2, 1, 2]
+    """
+    lengths = step_lengths(np.array([size]), local)[:, 0].tolist()
+    if local.batch_size is None:
+        return [np.arange(size)] * len(lengths)
+    count, one = _draws_of(size, len(lengths), local.batch_size), torch.tensor([client])
+    random = hashed(torch.tensor(batch_key(seed, round)), one, count).numpy()
+    (positions,) = _shuffled_batches(random, size, len(lengths), local.batch_size)
+    return [own[:length] for own, length in zip(positions, lengths, strict=True)]
+
+
+def host_rows(key: int, who: Numbers, steps: int, width: int, batch_size: int | None) -> Numbers:
+    """Return the rows that K clients see, [S, K, width], computed by numpy.
+
+    On whole batches all steps are alike, and S is 1.
+
+    Args:
+        key: of the round.
+        who: numbers, sizes and first rows of the clients, [3, K].
+        steps: S.
+        width: examples of a padded batch; padding is a client's first row.
+        batch_size: of local training; None for whole batches.
+    """
+    clients, sizes, first = who
+    if batch_size is None:
+        place = np.arange(width)
+        return np.asarray(first[:, None] + np.where(place < sizes[:, None], place, 0))[None]
+    rows = np.zeros((steps, len(clients), width), np.int64)
+    for size in np.unique(sizes).tolist():
+        alike, count = sizes == size, _draws_of(size, steps, batch_size)
+        random = hashed(torch.tensor(key), torch.from_numpy(clients[alike]), count).numpy()
+        positions = _shuffled_batches(random, size, steps, batch_size)
+        rows[:, alike, : positions.shape[2]] = positions.swapaxes(0, 1)
+    rows += first[:, None]
+    return rows
+
+
+def _draws_of(size: int, steps: int, batch: int) -> int:
+    """Return how many random numbers shuffle the epochs of a client: one per example of each."""
+    return math.ceil(steps / math.ceil(size / batch)) * size
+
+
+def _shuffled_batches(random: Numbers, size: int, steps: int, batch: int) -> Numbers:
+    """Return the positions of each step's examples for clients of one size, [K, S, B].
+
+    B is the batch size, or the client's size where that is smaller. Short batches end in zeros.
+    `random` [K, E * size] decides the order in each of E epochs.
+    """
+    clients, batch = len(random), min(batch, size)
+    per_epoch = math.ceil(size / batch)
+    random = random.reshape(clients, -1, size) >> EPOCH_BITS
+    if size <= 2**EPOCH_BITS:
+        # positions in the low bits: a fifth of the time of a stable sort, and no two keys are equal
+        orders = (random << EPOCH_BITS) + np.arange(size)
+        orders.sort(axis=2)
+        orders &= 2**EPOCH_BITS - 1
+    else:
+        orders = np.argsort(random, axis=2, kind="stable")
+    if size % batch:
+        orders = np.pad(orders, ((0, 0), (0, 0), (0, per_epoch * batch - size)))
+    return orders.reshape(clients, -1, batch)[:, :steps]
+
+
+def device_rows(
+    key: Tensor, who: Tensor, steps: int, width: int, reach: int, batch_size: int | None
+) -> Tensor:
+    """Return what `host_rows` returns, [S, K, width], computed by torch on the device of `who`.
+
+    Integer arithmetic only, so that all devices agree, and shapes that do not depend on the
+    clients' sizes, so that a CUDA graph can be replayed for another cohort. `reach` is the number
+    of examples that any client passes over at most, epoch after epoch.
+    """
+    clients, sizes, first = who
+    place = torch.arange(width, device=who.device)
+    if batch_size is None:
+        inside = torch.where(place < sizes[:, None], place, 0)
+        return (first[:, None] + inside).expand(steps, -1, -1)
+    epoch = torch.arange(reach, device=who.device) // sizes[:, None]
+    random = hashed(key, clients, reach) >> EPOCH_BITS
+    # stable, because two random numbers may be equal; an epoch that is cut off is not used
+    order = torch.sort((epoch << (63 - EPOCH_BITS)) + random, dim=1, stable=True).indices
+    order = order - epoch * sizes[:, None]
+    step = torch.arange(steps, device=who.device)[:, None]
+    per_epoch = (sizes + (batch_size - 1)) // batch_size
+    position = (step % per_epoch * batch_size)[:, :, None] + place
+    reached = (step // per_epoch * sizes)[:, :, None] + position
+    picked = order.gather(1, reached.clamp(max=reach - 1).movedim(1, 0).flatten(1))
+    picked = picked.view(len(clients), steps, width).movedim(1, 0)
+    return first[:, None] + torch.where(position >= sizes[:, None], 0, picked)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,166 +230,56 @@ class CohortPlan:
 
     Attributes:
         who: numbers, sizes and first rows of the clients, [3, K].
-        lengths: real examples in each batch, [S, K]; 0 where a client has no more steps.
+        lengths: examples in each batch, [S, K]; 0 after a client's last step.
         width: examples of a padded batch.
-        reach: examples that any client goes through at most, epoch after epoch.
+        reach: examples that any client passes over at most, epoch after epoch.
         draws: random numbers of the transform, [S, K, width, ...], or None.
     """
 
-    who: NDArray[np.int64]
-    lengths: NDArray[np.int64]
+    who: Numbers
+    lengths: Numbers
     width: int
     reach: int
     draws: NDArray[Any] | None
 
     @property
-    def steps(self) -> NDArray[np.int64]:
-        """How many steps each client takes."""
+    def table(self) -> Numbers:
+        """`who` and `lengths` in one array, [3 + S, K], for a single transfer."""
+        return np.concatenate([self.who, self.lengths])
+
+    @property
+    def steps(self) -> Numbers:
+        """The number of steps of each client, [K]."""
         return (self.lengths > 0).sum(axis=0)
 
 
 def plan_cohort(work: Work, clients: Sequence[int]) -> CohortPlan:
-    """Every client's batches: exactly those that the loop would use."""
-    offsets, local, chosen = work.task.train.offsets, work.local, np.asarray(clients)
-    sizes = offsets[chosen + 1] - offsets[chosen]
+    """Return the plan of some clients of a round: exactly the batches of the loop."""
+    train, local, chosen = work.task.train, work.local, np.asarray(clients)
+    sizes = train.offsets[chosen + 1] - train.offsets[chosen]
     lengths = step_lengths(sizes, local)
     largest, batch = int(sizes.max()), local.batch_size
     width = min(batch or largest, largest)
-    # on a GPU the same for every cohort, so that a captured program fits the next one as well
-    farthest = work.task.train.largest if work.task.train.device.type == "cuda" else largest
+    # on a GPU the same for every cohort, so that a captured graph fits the next one as well
+    farthest = train.largest if train.device.type == "cuda" else largest
     reach = farthest + len(lengths) * (batch or 0)
-    who = np.stack([chosen, sizes, work.task.train.first_rows(chosen)])
+    who = np.stack([chosen, sizes, train.first_rows(chosen)])
     return CohortPlan(who, lengths, width, reach, _draws(work, clients, lengths, width))
 
 
-def _draws(
-    work: Work, clients: Sequence[int], lengths: NDArray[np.int64], widest: int
-) -> NDArray[Any] | None:
-    """The transform's random numbers, drawn client by client as the loop draws them."""
+def _draws(work: Work, clients: Sequence[int], lengths: Numbers, width: int) -> NDArray[Any] | None:
+    """Return the transform's random numbers, drawn client by client as the loop draws them."""
     transform, drawn = work.task.transform, None
     if transform is None:
         return None
     for k, client in enumerate(clients):
-        mine = lengths[lengths[:, k] > 0, k]
-        values = transform.draw_steps(work.augmentation(client), mine)
+        own = lengths[lengths[:, k] > 0, k]
+        values = transform.draw_steps(work.augmentation(client), own)
         if values is None:
             return None
         if drawn is None:
-            drawn = np.zeros((*lengths.shape, widest, *values.shape[1:]), values.dtype)
-        ends = np.cumsum(mine)
-        for s, (begin, end) in enumerate(zip(ends - mine, ends, strict=True)):
+            drawn = np.zeros((*lengths.shape, width, *values.shape[1:]), values.dtype)
+        ends = np.cumsum(own)
+        for s, (begin, end) in enumerate(zip(ends - own, ends, strict=True)):
             drawn[s, k, : end - begin] = values[begin:end]
     return drawn
-
-
-LARGEST = 2**EPOCH_BITS  # examples of a client, so that places fit where a sort key has its epoch
-
-
-class HostBatch(NamedTuple):
-    """A step of the clients that still take part.
-
-    Attributes:
-        x, y: examples [K, B, ...] and labels [K, B].
-        counted: what each example weighs in its client's loss, [K, B]; 0 for one that fills up.
-    """
-
-    x: Tensor
-    y: Tensor
-    counted: Tensor
-
-
-def host_batches(work: Work, clients: NDArray[np.int64], dtype: torch.dtype) -> Iterator[HostBatch]:
-    """The batches of clients that are sorted by their steps, those with most of them first.
-
-    A client takes part while it has steps left, and a batch is as wide as its widest.
-    """
-    plan = plan_cohort(work, clients.tolist())
-    counted = _counted(torch.from_numpy(plan.lengths), plan.width, dtype)
-    rows = torch.from_numpy(host_rows(work, clients, len(counted), plan.width))
-    # few bytes, so those of all steps are read at once
-    labels = work.task.train.fields["y"].index_select(0, rows.flatten()).view(rows.shape)
-    plain = work.task.transform is None and bool(labels.amin() >= 0)
-    changes, batch = len(rows) > 1 or plan.draws is not None, None
-    for step, part in enumerate(_parts(plan.lengths)):
-        if batch is None or changes:
-            at = step % len(rows)
-            draws = None if plan.draws is None else torch.from_numpy(plan.draws[step][part])
-            x, y = _examples(work, rows[at][part], labels[at][part], draws)
-            batch = HostBatch(x, y, counted[step][part])
-            batch = batch if plain else _known(batch)
-        yield batch
-
-
-def _parts(lengths: NDArray[np.int64]) -> list[Any]:
-    """What each step uses of clients and of places in a batch, given the lengths [S, K]."""
-    counts, widths = (lengths > 0).sum(axis=1).tolist(), lengths.max(axis=1).tolist()
-    clients, widest = lengths.shape[1], max(widths)
-    return [
-        ... if (count, width) == (clients, widest) else (slice(count), slice(width))
-        for count, width in zip(counts, widths, strict=True)
-    ]
-
-
-def _counted(lengths: Tensor, width: int, dtype: torch.dtype) -> Tensor:
-    """The weights of examples, [S, K, width], in batches of so many real ones, [S, K]."""
-    real = torch.arange(width) < lengths[:, :, None]
-    return real.to(dtype) / lengths.clamp(min=1)[:, :, None]
-
-
-def _examples(
-    work: Work, rows: Tensor, labels: Tensor, draws: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    """Examples and labels as the model sees them."""
-    fields, transform, picked = work.task.train.fields, work.task.transform, rows.flatten()
-    if transform is None:
-        return fields["x"].index_select(0, picked).unflatten(0, rows.shape), labels
-    batch = {n: v.index_select(0, picked).unflatten(0, rows.shape) for n, v in fields.items()}
-    seen = transform.train(batch, draws)
-    return seen["x"], seen["y"]
-
-
-def _known(batch: HostBatch) -> HostBatch:
-    """Labels below 0 count nothing, as in torch's cross entropy."""
-    counts = batch.y >= 0
-    return HostBatch(batch.x, batch.y.clamp(min=0), batch.counted * counts)
-
-
-def host_rows(work: Work, clients: NDArray[np.int64], steps: int, width: int) -> NDArray[np.int64]:
-    """Rows of the federation, [S, K, width]; what fills up a short batch is a client's first row.
-
-    On whole batches all steps are alike, and there is one.
-    """
-    offsets, batch = work.task.train.offsets, work.local.batch_size
-    first = offsets[clients]
-    sizes = offsets[clients + 1] - first
-    if batch is None:
-        place = np.arange(width)
-        return np.asarray(first[:, None] + np.where(place < sizes[:, None], place, 0))[None]
-    rows = np.zeros((steps, len(clients), width), np.int64)
-    for size in np.unique(sizes):
-        alike = sizes == size
-        places = _batches(work, clients[alike], int(size), steps, batch)[:, :, :width]
-        rows[:, alike] = places.swapaxes(0, 1)
-    rows += first[:, None]
-    return rows
-
-
-def _batches(
-    work: Work, clients: NDArray[np.int64], size: int, steps: int, batch: int
-) -> NDArray[np.int64]:
-    """The places among their own of clients of one size, [K, S, batch], with 0 for none."""
-    per_epoch = math.ceil(size / batch)
-    epochs = math.ceil(steps / per_epoch)
-    places = np.zeros((len(clients), epochs, per_epoch * batch), np.int64)
-    places[:, :, :size] = _orders(work, clients, size, epochs)
-    return places.reshape(len(clients), epochs * per_epoch, batch)[:, :steps]
-
-
-def _orders(work: Work, clients: NDArray[np.int64], size: int, epochs: int) -> NDArray[np.int64]:
-    """Every epoch's order of a client's examples, [K, E, size]."""
-    key = torch.tensor(batch_key(work.seed, work.round))
-    lottery = hashed(key, torch.from_numpy(clients), epochs * size).numpy() >> EPOCH_BITS
-    keys = (lottery.reshape(len(clients), epochs, size) << EPOCH_BITS) + np.arange(size)
-    keys.sort(axis=2)
-    keys &= LARGEST - 1
-    return keys

@@ -1,7 +1,7 @@
-"""Which engine runs a task: the one asked for, or the one that suits the model and the device.
+"""Selection of the engine: the one that was asked for, or the fastest that suits the work.
 
 An engine other than the loop is used only after it agreed with the loop on the user's own model
-(`trial.py`).
+(`trial.py`). `select_engine` returns the engine with the reason for it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, cast, get_args
+from typing import Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -17,18 +17,38 @@ import torch
 from fedexp.engine.batched import COHORT_BYTES, Batched, Implementation
 from fedexp.engine.dense import Dense, dense_network_of
 from fedexp.engine.loop import Engine, Loop
-from fedexp.engine.plan import Work
+from fedexp.engine.plan import Work, client_steps
 from fedexp.engine.quadratic import Quadratic, suits_quadratic
-from fedexp.engine.state import SimulationState
+from fedexp.engine.state import EngineChoice, SimulationState
 from fedexp.engine.threads import Threads, check_draws, threads_pay
 from fedexp.engine.trial import Trials
 from fedexp.errors import EngineWarning, UsageError, require
-from fedexp.objective import BatchedObjective, ModuleObjective
+from fedexp.objective import (
+    BatchedObjective,
+    CopyableObjective,
+    QuadraticObjective,
+    StackedObjective,
+)
 from fedexp.precision import Precision
 
 EngineName = Literal["auto", "loop", "threads", "batched", "dense", "quadratic"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
-MOST_PADDING = 4  # computing this many times too much eats what batching gains
+MOST_PADDING = 4  # computing this many times too much costs what batching gains
+
+
+class Selected(NamedTuple):
+    """An engine, and why it was selected, in one line."""
+
+    engine: Engine
+    reason: str
+
+    @property
+    def choice(self) -> EngineChoice:
+        """What a record holds about it; the CUDA graph is known once a round is over."""
+        if isinstance(self.engine, Batched):
+            variant, graph = self.engine.variant, self.engine.cuda_graph
+            return EngineChoice("batched", self.reason, variant, graph)
+        return EngineChoice(self.engine.name, self.reason)
 
 
 @dataclass(frozen=True)
@@ -36,17 +56,21 @@ class Candidate:
     """An engine that may run the work.
 
     Attributes:
+        reason: why it suits.
         make: returns it for a round's work.
-        tried: returns it for the trial, without what takes long to prepare.
+        make_tried: returns it for the trial, without what takes long to prepare; None for `make`.
         layers: whether it replaces the model's layers by stacked ones.
-        plain: what shows in plain arithmetic, without kernels of its own, that examples may be
-            batched as it does; None for itself.
+        make_plain: returns the engine that shows in plain arithmetic, without custom kernels, that
+            examples may be batched as it does; None for the engine itself.
+        draws: whether dropout in training mode must be checked besides.
     """
 
+    reason: str
     make: Callable[[Work], Engine]
-    tried: Callable[[Work], Engine] | None = None
+    make_tried: Callable[[Work], Engine] | None = None
     layers: bool = False
-    plain: Callable[[Work], Engine] | None = None
+    make_plain: Callable[[Work], Engine] | None = None
+    draws: bool = False
 
 
 def check_engine_name(name: str) -> EngineName:
@@ -61,15 +85,15 @@ def check_engine_name(name: str) -> EngineName:
 
 def select_engine(
     name: EngineName, work: Work, state: SimulationState, precision: Precision = "float32"
-) -> Engine:
-    """Return the engine to use.
+) -> Selected:
+    """Return the engine to use, and why.
 
     "auto" solves quadratic problems in closed form, has an engine of its own for plain dense
     networks on a CPU, batches other models wherever that was measured to pay (on a GPU always),
     unless clients are so unequal that most of the work would be padding, and gives large models on
     a CPU a thread per client. It times nothing, so that the same run takes the same engine every
     time and gives the same bits. Where an engine disagrees with the loop or cannot run the model,
-    the next one is tried, and a warning says why; the loop is the last.
+    the next one is tried, and a warning gives the reason; the loop is the last.
 
     Args:
         name: "auto", or the engine that must run; `UsageError` where it cannot.
@@ -78,77 +102,85 @@ def select_engine(
         precision: of the run.
     """
     if name == "loop":
-        return Loop()
-    reason, mistake = "this engine does not suit the model, the rule or the device", False
+        return Selected(Loop(), "asked for by name")
+    failure, mistake = "this engine does not suit the model, the rule or the device", False
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     for candidate in candidates:
         try:
-            trials.check(candidate.tried or candidate.make, candidate.layers, candidate.plain)
-            if candidate.make is _threads:
-                check_draws(cast(ModuleObjective, work.task.objective), state, trials.batch())
-            return candidate.make(work)
+            make_tried = candidate.make_tried or candidate.make
+            trials.check(make_tried, candidate.layers, candidate.make_plain)
+            if candidate.draws:
+                objective = cast(CopyableObjective, work.task.objective)
+                check_draws(objective, state, trials.batch())
+            why = "auto" if name == "auto" else "asked for by name"
+            reason = f"{why}: {candidate.reason}; it agrees with the loop on a few examples"
+            return Selected(candidate.make(work), reason)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torch.func refuses models with errors of many types
-            reason, mistake = _first_line(error), isinstance(error, UsageError)
+            failure, mistake = _first_line(error), isinstance(error, UsageError)
     if mistake and name != "auto":
-        raise UsageError(reason)
+        raise UsageError(failure)
     if name != "auto":
-        raise UsageError(f"engine {name!r} cannot be used: {reason}; use engine='loop'")
-    if candidates and not mistake:  # of the user's: the loop meets it too
-        warnings.warn(f"clients run one after another: {reason}", EngineWarning, stacklevel=4)
-    return Loop()
+        raise UsageError(f"engine {name!r} cannot be used: {failure}; use engine='loop'")
+    if not candidates:
+        return Selected(Loop(), "auto: no other engine is faster for this model and device")
+    if not mistake:  # of the user's: the loop raises it too
+        warnings.warn(f"clients run one after another: {failure}", EngineWarning, stacklevel=4)
+    return Selected(Loop(), f"auto: no faster engine can be used: {failure}")
 
 
 def _candidates(name: EngineName, work: Work, state: SimulationState) -> list[Candidate]:
-    """Return what may run the work, the best first; "auto" asks for what pays as well."""
-    auto, found = name == "auto", []
-    if name in ("auto", "quadratic") and suits_quadratic(work, state):
-        found.append(Candidate(lambda _: Quadratic()))
+    """Return the engines that may run the work, best first; for "auto" those that pay."""
+    auto, found, objective = name == "auto", [], work.task.objective
+    quadratic = isinstance(objective, QuadraticObjective) and name in ("auto", "quadratic")
+    if quadratic and suits_quadratic(work, state):
+        found.append(Candidate("least squares on whole batches on a CPU", lambda _: Quadratic()))
     if name in ("auto", "dense") and (dense := dense_network_of(work, state)) is not None:
-        found.append(Candidate(lambda _: Dense(dense)))
-    objective = work.task.objective
+        found.append(Candidate("a plain dense classifier on a CPU", lambda _: Dense(dense)))
     if isinstance(objective, BatchedObjective) and (
         name == "batched" or (auto and not found and _batching_pays(objective, work, state))
     ):
-        found += _batched(objective, work)
-    if isinstance(objective, ModuleObjective) and (
+        found += _batched(objective, work, state)
+    if isinstance(objective, CopyableObjective) and (
         name == "threads" or (auto and threads_pay(work, state))
     ):
-        found.append(Candidate(_threads))
+        reason = "every client is trained by one thread on a CPU"
+        found.append(Candidate(reason, _threads, draws=True))
     return found
 
 
-def _batched(objective: BatchedObjective, work: Work) -> list[Candidate]:
+def _threads(work: Work) -> Engine:
+    return Threads(cast(CopyableObjective, work.task.objective))
+
+
+def _batched(objective: BatchedObjective, work: Work, state: SimulationState) -> list[Candidate]:
     """Return the implementations of the batched engine, the fastest first."""
-    forms: list[tuple[Implementation, bool]] = [("vmap", True), ("vmap", False)]
-    if isinstance(objective, ModuleObjective):
-        if objective.mixes_examples:
-            forms = [("vmap", False)]
-        elif objective.has_layers and work.algorithm.client.is_linear:
-            forms = [("layers", True), *forms]
-    return [_batched_candidate(*form) for form in forms]
+    variants: list[tuple[Implementation, bool]] = [("vmap", True), ("vmap", False)]
+    if isinstance(objective, StackedObjective):
+        if objective.mixes_examples():
+            variants = [("vmap", False)]
+        elif work.algorithm.client.is_linear and objective.has_stacked_layers():
+            variants = [("layers", True), *variants]
+    return [_batched_candidate(*variant, state.params.device.type) for variant in variants]
 
 
-def _batched_candidate(implementation: Implementation, padded: bool) -> Candidate:
+def _batched_candidate(implementation: Implementation, padded: bool, device: str) -> Candidate:
     def make(work: Work) -> Engine:
         objective = work.task.objective
-        if implementation == "layers" and isinstance(objective, ModuleObjective):
-            objective.evaluates_layers = objective.device.type == "cuda"
+        if layers and isinstance(objective, StackedObjective):
+            objective.evaluate_stacked(device == "cuda")
         return Batched(implementation, padded)
 
     layers = implementation == "layers"
+    how = "every layer has a stacked implementation" if layers else "vmap batches the gradient"
     return Candidate(
+        f"clients are trained together on {device}, {how}",
         make,
         lambda _: Batched(implementation, padded, graphs=False, fuse=False),
         layers,
         (lambda _: Batched("vmap", graphs=False, fuse=False)) if layers else None,
     )
-
-
-def _threads(work: Work) -> Engine:
-    assert isinstance(work.task.objective, ModuleObjective)
-    return Threads(work.task.objective)
 
 
 def _batching_pays(objective: BatchedObjective, work: Work, state: SimulationState) -> bool:
@@ -159,7 +191,7 @@ def _batching_pays(objective: BatchedObjective, work: Work, state: SimulationSta
         return False  # one at a time is no batch
     sizes = work.task.train.sizes[work.cohort]
     widths = np.minimum(sizes, work.local.batch_size or sizes.max())
-    steps = np.array([work.local.steps_for(int(size)) for size in sizes])
+    steps = client_steps(sizes, work.local)
     padded = len(sizes) * widths.max() * steps.max()
     return bool(padded <= MOST_PADDING * (widths * steps).sum())
 

@@ -1,8 +1,8 @@
-"""What several processes that share a run have to offer: an engine, and an evaluation.
+"""`simulate`: federated training as a generator of records.
 
-While a round computes, what the next one reads is fetched: its clients' examples and states.
-
-`simulate`: federated training as a generator of records.
+A round is local training by an engine, the sums, and the server step. Several processes may share
+a run (`ProcessGroup`), and while a round computes, the examples and client states of the next one
+are read ahead (`ReadAhead`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from fedexp.data.federation import Federation
 from fedexp.data.streaming import prefetch_pages
 from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import ClientStates, ClientStore, StoredStates, Where, shapes_of
-from fedexp.engine.cuda_graph import Finished
+from fedexp.engine.cuda_graph import RoundResult
 from fedexp.engine.loop import Engine, Loop, Run
 from fedexp.engine.plan import Work, sample_cohort, step_lengths
-from fedexp.engine.select import EngineName, check_engine_name, select_engine
+from fedexp.engine.select import EngineName, Selected, check_engine_name, select_engine
 from fedexp.engine.state import Record, SimulationState, check_range, server_step
 from fedexp.errors import (
     DivergedError,
@@ -45,9 +45,11 @@ from fedexp.precision import Precision, arithmetic, check_precision, default_pre
 from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import Task, Weighting
 
+LEAST_BYTES = 2**26  # of examples to read ahead; less is in memory anyway
+
 
 class ProcessGroup(Protocol):
-    """How the work of a round is distributed. Every process ends it with the same numbers.
+    """The processes that share a run. Each of them ends a round with the same numbers.
 
     Attributes:
         local_world_size: how many of the processes are on this machine.
@@ -61,11 +63,11 @@ class ProcessGroup(Protocol):
         ...
 
     def engine(self, engine: Engine) -> Run:
-        """One that trains this process's part of a cohort, and returns the sums of all parts."""
+        """Return what trains this process's part of a cohort and returns the sums of all parts."""
         ...
 
     def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
-        """What `task.evaluate` gives, computed by all processes together."""
+        """Return what `task.evaluate` returns, computed by all processes together."""
         ...
 
 
@@ -82,42 +84,6 @@ class SingleProcess:
 
     def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
         return task.evaluate(params, buffers)
-
-
-LEAST_BYTES = 2**26  # of data: less is in memory anyway
-
-
-class ReadAhead:
-    """Asks the system for the next round's pages, in a thread of its own.
-
-    Args:
-        train: the clients' data; small ones and those on a device are left alone.
-        shard: returns the part of a round that this process trains.
-    """
-
-    def __init__(self, train: Federation, shard: Callable[[Work], Work]) -> None:
-        self._shard = shard
-        held = [value for value in train.fields.values() if value.device.type == "cpu"]
-        self._examples = sum(value.nbytes for value in held) >= LEAST_BYTES
-        self._thread = ThreadPoolExecutor(1)
-        self._begun = False
-
-    def __call__(self, work: Work, state: SimulationState) -> None:
-        """Begin to fetch what comes after `work`, which is about to be done."""
-        states = state.clients if isinstance(state.clients, StoredStates) else None
-        if self._examples or states is not None:
-            train, work = work.task.train if self._examples else None, self._shard(work)
-            if not self._begun:  # nobody has asked for the first, and it is needed now
-                _ask(train, states, work.cohort)
-            self._begun = True
-            self._thread.submit(_ask, train, states, work.after().cohort)
-
-
-def _ask(train: Federation | None, states: StoredStates | None, clients: NDArray[np.int64]) -> None:
-    if train is not None:
-        prefetch_pages(train, clients)
-    if states is not None:
-        states.expect(clients)
 
 
 @renamed_arguments(keep_clients="client_store", sharing="process_group")
@@ -138,7 +104,7 @@ def simulate(
     client_store: Where | ClientStore = "auto",
     process_group: ProcessGroup | None = None,
 ) -> Iterator[Record]:
-    """Train, and yield one `Record` a round. Stop when you like: the consumer is in charge.
+    """Train, and yield one `Record` per round. Stop when you like: the consumer is in charge.
 
     Arguments are checked at the call, before the first round.
 
@@ -146,7 +112,7 @@ def simulate(
         task: the problem and its data.
         algorithm: e.g. `fedexp(eps=1e-3)`.
         rounds: rounds in all, counted from the very first; the task's own number when None.
-        cohort: clients a round, drawn without replacement; None for all.
+        cohort: clients per round, drawn without replacement; None for all.
         seed: fixes the initial weights, the cohorts and the batches.
         local: local training; the task's own when None.
         weighting: "uniform" as in the paper, or "size" to weigh clients by their examples.
@@ -155,16 +121,15 @@ def simulate(
             "batched" all at once; "dense" (plain dense networks on a CPU) and "quadratic" (least
             squares) are faster for what they suit. "auto" takes the fastest of them that agrees
             with the loop on this model. They agree up to rounding; for the same bits, name one.
-        device: where to train, e.g. "cuda"; the data go there whole, if they fit. By default where
-            they are.
+        device: where to train, e.g. "cuda"; all data are copied there, if they fit. By default
+            where they are.
         precision: "float32", "tf32" or "bf16" inside the model; by default tf32 on a GPU.
         start: continue from the state of an earlier record, of the same task and algorithm.
         client_store: where client state (SCAFFOLD's) is stored: "memory", "disk", or "auto" for a
             file if it could exceed a quarter of the memory. Does not affect results.
         process_group: the processes that share the run, e.g. `fedexp.distributed.DistributedGroup`.
 
-    A record holds its state, so a list of all records holds all models: keep what you need of
-    large ones.
+    A record holds its state, so a list of all records holds all models in memory.
 
     >>> from fedexp.algorithms import fedexp
     >>> from fedexp.tasks import toy
@@ -180,23 +145,25 @@ def simulate(
     require(weighting in ("uniform", "size"), f"weighting is uniform or size, not {weighting!r}")
     require(seed >= 0, f"the seed must not be negative, but is {seed}")
     sample_cohort(seed, 0, task.train.clients, cohort)
-    task, precision = _placed(task, device, precision)
+    task, precision = _on_device(task, device, precision)
     initial = SimulationState.initial(task, algorithm, seed)
-    kept = algorithm.client.init_client_state(initial.params)
-    state = initial if start is None else _checked_start(start, initial, kept, rounds)
-    keep = client_store if isinstance(client_store, ClientStore) else ClientStore(client_store)
+    client_state = algorithm.client.init_client_state(initial.params)
+    state = initial if start is None else _checked_start(start, initial, client_state, rounds)
+    store = client_store if isinstance(client_store, ClientStore) else ClientStore(client_store)
     most = min(task.train.clients, rounds * (cohort or task.train.clients))
     group = process_group or SingleProcess()
-    fresh = algorithm.client.init_client_state(state.params)
-    state = replace(state, clients=keep.placed(state.clients, fresh, most, group.local_world_size))
+    client_state = algorithm.client.init_client_state(state.params)
+    state = replace(
+        state, clients=store.store(state.clients, client_state, most, group.local_world_size)
+    )
     work = Work(
         task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
     )
     engine = check_engine_name(engine)
-    opening = replace(work, round=1, cohort=sample_cohort(seed, 1, task.train.clients, cohort))
-    # Chosen by the first round even where a run continues, so that a resumed run keeps its engine.
-    chosen = partial(select_engine, engine, opening, initial, precision)
-    return _rounds(work, state, rounds, cohort, evaluate_every, chosen, precision, group)
+    first = replace(work, round=1, cohort=sample_cohort(seed, 1, task.train.clients, cohort))
+    # By the first round even where a run continues, so that a resumed run has the same engine.
+    select = partial(select_engine, engine, first, initial, precision)
+    return _rounds(work, state, rounds, cohort, evaluate_every, select, precision, group)
 
 
 def _rounds(
@@ -205,22 +172,22 @@ def _rounds(
     rounds: int,
     cohort: int | None,
     evaluate_every: int,
-    choose: Callable[[], Engine],
+    select: Callable[[], Selected],
     precision: Precision,
     process_group: ProcessGroup,
 ) -> Iterator[Record]:
     warned, read_ahead = False, ReadAhead(work.task.train, process_group.shard)
-    run, name = None, ""
+    selected: Selected | None = None
     for round in range(state.round + 1, rounds + 1):
         clients = sample_cohort(work.seed, round, work.task.train.clients, cohort)
         work = replace(work, round=round, cohort=clients)
         with arithmetic(precision):
-            if run is None:
+            if selected is None:
                 with seeded_torch(work.seed, "trial"):
-                    chosen = choose()
-                run, name = process_group.engine(chosen), chosen.name
+                    selected = select()
+                engine = process_group.engine(selected.engine)
             read_ahead(work, state)
-            record = replace(run_round(work, state, run), engine=name)
+            record = replace(run_round(work, state, engine), engine_choice=selected.choice)
         state = record.state
         if record.dropped and not warned:
             warned = True
@@ -232,46 +199,46 @@ def _rounds(
         yield record
 
 
-def _placed(
+def _on_device(
     task: Task, device: str | torch.device | None, precision: Precision | None
 ) -> tuple[Task, Precision]:
-    """The task where it is to run, and the precision it computes in."""
-    here = next(iter(task.train.fields.values())).device
+    """Return the task on the device it is trained on, and the precision of its arithmetic."""
+    current = next(iter(task.train.fields.values())).device
     try:
-        there = here if device is None else torch.device(device)
+        target = current if device is None else torch.device(device)
     except RuntimeError:
-        raise UsageError(f"unknown device {device!r}; say cpu or cuda") from None
-    require(there.type in ("cpu", "cuda"), f"cannot train on {there.type}; say cpu or cuda")
+        raise UsageError(f"unknown device {device!r}; use cpu or cuda") from None
+    require(target.type in ("cpu", "cuda"), f"cannot train on {target.type}; use cpu or cuda")
     require(
-        there.type != "cuda" or torch.cuda.is_available(),
+        target.type != "cuda" or torch.cuda.is_available(),
         "there is no CUDA device here; leave device out to use the CPU",
     )
-    chosen = precision or default_precision(there)
-    check_precision(chosen, there)
-    stays = device is None and precision is None
-    return (task if stays else task.to(there, chosen)), chosen
+    chosen = precision or default_precision(target)
+    check_precision(chosen, target)
+    unchanged = device is None and precision is None
+    return (task if unchanged else task.to(target, chosen)), chosen
 
 
 def _checked_start(
-    start: SimulationState, fresh: SimulationState, kept: Tensors, rounds: int
+    start: SimulationState, initial: SimulationState, client_state: Tensors, rounds: int
 ) -> SimulationState:
-    """Refuse a state of another model or algorithm, or one with nothing left to do.
+    """Return `start`; refuse a state of another model or algorithm, or one that is finished.
 
     Args:
         start: the state.
-        fresh: the state before the first round.
-        kept: what a client keeps before its first round.
+        initial: the state before the first round.
+        client_state: the state of a client before its first round.
         rounds: of the whole run.
     """
     same = all(
         {k: v.shape for k, v in a.items()} == {k: v.shape for k, v in b.items()}
-        for a, b in ((start.server, fresh.server), (start.broadcast, fresh.broadcast))
+        for a, b in ((start.server, initial.server), (start.broadcast, initial.broadcast))
     )
-    ours, theirs = ([s.params, *s.buffers] for s in (start, fresh))
+    ours, theirs = ([s.params, *s.buffers] for s in (start, initial))
     same = same and [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in theirs]
     recent = {tuple(t.shape for t in (params, *buffers)) for params, buffers in start.recent}
     same = same and recent <= {tuple(t.shape for t in theirs)}
-    same = same and ClientStates.of(start.clients).shapes() <= {shapes_of(kept)}
+    same = same and ClientStates.of(start.clients).shapes() <= {shapes_of(client_state)}
     require(same, "start is the state of another task or algorithm; continue with the same ones")
     require(
         start.round < rounds,
@@ -281,32 +248,32 @@ def _checked_start(
 
 
 def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> Record:
-    """One round: local training, sums, server step. Pure in `state`."""
+    """Run one round: local training, sums, server step. Pure in `state`; by the loop by default."""
     began = time.perf_counter()
     engine = engine or Loop()
     try:
-        done = engine.whole_round(work, state) if isinstance(engine, Batched) else None
-        if done is None:
-            done = _in_parts(work, state, engine)
+        result = engine.run_round(work, state) if isinstance(engine, Batched) else None
+        if result is None:
+            result = _local_then_server(work, state, engine)
     except ValueError as error:
         if "more than 1 value per channel" not in str(error):
             raise
-        raise _one_example(work) from error
-    clients = ClientStates.of(state.clients).updated(done.changed)
-    metrics = dict(done.metrics)
+        raise _batch_of_one(work) from error
+    clients = ClientStates.of(state.clients).updated(result.changed)
+    metrics = dict(result.metrics)
     return Record(
         round=work.round,
         server_lr=metrics.pop("server_lr", None),
         local_lr=work.lr,
-        clients=done.clients,
-        dropped=done.dropped,
+        clients=result.clients,
+        dropped=result.dropped,
         seconds=time.perf_counter() - began,
         metrics=metrics,
-        state=replace(done.state, round=work.round, clients=clients),
+        state=replace(result.state, round=work.round, clients=clients),
     )
 
 
-def _one_example(work: Work) -> UsageError:
+def _batch_of_one(work: Work) -> UsageError:
     """Return the error for BatchNorm that meets a batch of one example."""
     lengths = step_lengths(work.task.train.sizes[work.cohort], work.local)
     clients = work.cohort[(lengths == 1).any(axis=0)]
@@ -317,18 +284,18 @@ def _one_example(work: Work) -> UsageError:
     )
 
 
-def _in_parts(work: Work, state: SimulationState, engine: Run) -> Finished:
-    """Local training and sums by the engine, then the server's step."""
+def _local_then_server(work: Work, state: SimulationState, engine: Run) -> RoundResult:
+    """Return the result of a round whose sums and server step are computed one after the other."""
     aggregate, changed = engine(work, state)
     count, dropped = int(aggregate.count), int(aggregate.dropped)
     if not count:
-        return Finished(state, 0, dropped, {}, {})
+        return RoundResult(state, 0, dropped, {}, {})
     after, metrics = server_step(work.algorithm, state, aggregate, work.total_weight)
-    return Finished(after, count, dropped, metrics, changed)
+    return RoundResult(after, count, dropped, metrics, changed)
 
 
 def _evaluated(work: Work, record: Record, process_group: ProcessGroup) -> Record:
-    with seeded_torch(work.seed, "evaluation", work.round):  # should a model draw there
+    with seeded_torch(work.seed, "evaluation", work.round):  # in case the model draws
         values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output())
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
@@ -342,3 +309,38 @@ def _warn_dropped(record: Record) -> None:
         NonFiniteUpdateWarning,
         stacklevel=3,
     )
+
+
+class ReadAhead:
+    """Asks the system to read the examples and client states of the next round, in a thread.
+
+    Args:
+        train: the clients' data; small fields and those on a device are not read ahead.
+        shard: returns the part of a round that this process trains.
+    """
+
+    def __init__(self, train: Federation, shard: Callable[[Work], Work]) -> None:
+        self._shard = shard
+        on_host = [value for value in train.fields.values() if value.device.type == "cpu"]
+        self._examples = sum(value.nbytes for value in on_host) >= LEAST_BYTES
+        self._thread = ThreadPoolExecutor(1)
+        self._started = False
+
+    def __call__(self, work: Work, state: SimulationState) -> None:
+        """Start to read what follows `work`, which is about to be done."""
+        states = state.clients if isinstance(state.clients, StoredStates) else None
+        if self._examples or states is not None:
+            train, work = work.task.train if self._examples else None, self._shard(work)
+            if not self._started:  # the first round was not read ahead, and is needed now
+                _read(train, states, work.cohort)
+            self._started = True
+            self._thread.submit(_read, train, states, work.after().cohort)
+
+
+def _read(
+    train: Federation | None, states: StoredStates | None, clients: NDArray[np.int64]
+) -> None:
+    if train is not None:
+        prefetch_pages(train, clients)
+    if states is not None:
+        states.expect(clients)

@@ -1,7 +1,8 @@
-"""A file of equal slots, each with the named tensors that one client keeps.
+"""A file of equal slots, each with the named tensors of one client's state.
 
-Slots are written by ordinary writes, so that a full disk is an error and not a signal, and read
-through a memory map whose pages are given back at once: the page cache has them, the process not.
+Slots are written by ordinary writes, so that a full disk raises an error and not a signal, and read
+through a memory map whose pages are released at once: they stay in the page cache, not in the
+memory of the process.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from fedexp.client import Tensors
 from fedexp.errors import UsageError, require
 
 ALIGNMENT = 8  # of every tensor in a slot: no type needs more
-BLOCK_BYTES = 2**22  # that are put together, checked and written at a time
+BLOCK_BYTES = 2**22  # written at a time
 GROWTH = 8  # the file grows by an eighth, or by a block where that is more
 
 
 @dataclass(frozen=True)
 class Layout:
-    """What lies where in a slot.
+    """The offsets of tensors in a slot.
 
     Attributes:
         tensors: name, shape and type of each.
@@ -50,8 +51,8 @@ class Layout:
         return cls(tuple(kinds))
 
     @cached_property
-    def places(self) -> tuple[dict[str, tuple[int, int]], int]:
-        """The first and the last byte of every tensor, and the bytes of a slot."""
+    def offsets(self) -> tuple[dict[str, tuple[int, int]], int]:
+        """The first byte and the end of every tensor, and the bytes of a slot."""
         found, at = {}, 0
         for name, shape, kind in self.tensors:
             size = math.prod(shape) * _type(kind).itemsize
@@ -61,27 +62,27 @@ class Layout:
 
     @property
     def bytes(self) -> int:
-        return self.places[1]
+        return self.offsets[1]
 
-    def joined(self, rows: Sequence[Tensors]) -> Tensor:
-        """States as bytes [K, bytes] on the host."""
+    def join(self, rows: Sequence[Tensors]) -> Tensor:
+        """Return states as bytes, [K, bytes] on the host."""
         found = Layout.of(rows[0])
         require(
             set(found.tensors) == set(self.tensors),
-            f"a client rule that keeps {found.tensors} but begins with {self.tensors} cannot have "
-            "its states in a file; begin with tensors of that shape and type",
+            f"a client rule whose state is {found.tensors} but starts as {self.tensors} cannot be "
+            "stored in a file; start with tensors of that shape and type",
         )
         block = torch.zeros(len(rows), self.bytes, dtype=torch.uint8)
-        for name, (begin, end) in self.places[0].items():
+        for name, (begin, end) in self.offsets[0].items():
             value = torch.stack([row[name] for row in rows]).reshape(len(rows), -1)
             block[:, begin:end].view(value.dtype).copy_(value)
         return block
 
     def split(self, block: Tensor) -> dict[str, Tensor]:
-        """Bytes [K, bytes] as tensors [K, ...]."""
+        """Return bytes [K, bytes] as tensors, [K, ...] each: the inverse of `join`."""
         found = {}
         for name, shape, kind in self.tensors:
-            begin, end = self.places[0][name]
+            begin, end = self.offsets[0][name]
             value = block[:, begin:end].contiguous().view(_type(kind))
             found[name] = value.view(len(block), *shape)
         return found
@@ -93,12 +94,12 @@ def _type(name: str) -> torch.dtype:
 
 
 class SlotFile:
-    """The file; it is made when something is written for the first time.
+    """The file; it is created by the first write.
 
     Args:
         layout: of a slot.
-        path: where it lies; None for a temporary one, which goes with the process.
-        exists: go on with a file that is there; else it begins empty.
+        path: of the file; None for a temporary one, which is deleted with the process.
+        exists: continue an existing file; else it starts empty.
     """
 
     def __init__(self, layout: Layout, path: Path | None = None, exists: bool = False) -> None:
@@ -108,46 +109,46 @@ class SlotFile:
         self._slots: NDArray[np.uint8] = np.empty((0, layout.bytes), np.uint8)
         if exists:
             assert path is not None
-            self._file = self._closing(os.open(path, os.O_RDWR))
-            self._mapped(os.fstat(self._file).st_size // layout.bytes)
+            self._file = self._closed_at_exit(os.open(path, os.O_RDWR))
+            self._remap(os.fstat(self._file).st_size // layout.bytes)
 
     def __len__(self) -> int:
-        """How many slots there is room for."""
+        """Return the capacity of the file in slots."""
         return len(self._slots)
 
     def write(self, slots: NDArray[np.int64], rows: Sequence[Tensors]) -> NDArray[np.uint32]:
-        """Put states into slots, which are in increasing order; return their checksums."""
+        """Write states to slots, which are in increasing order; return their checksums."""
         together, checks = max(1, BLOCK_BYTES // self.layout.bytes), []
         try:
             self._reserve(int(slots[-1]) + 1)
             for at in range(0, len(rows), together):
-                block = self.layout.joined(rows[at : at + together]).numpy()
+                block = self.layout.join(rows[at : at + together]).numpy()
                 checks.append(_checksums(block))
                 for first, last in _runs(slots[at : at + together]):
                     self._put(int(slots[at + first]), block[first:last])
         except OSError as error:
             raise UsageError(
-                f"cannot write clients' states to {self._name}: {error.strerror or error}; make "
-                "room, or keep them in memory (--client-states memory)"
+                f"cannot write client states to {self._name}: {error.strerror or error}; free "
+                "space, or store them in memory (--client-states memory)"
             ) from error
         return np.concatenate(checks)
 
     def read(
         self, slots: NDArray[np.int64], checks: NDArray[np.uint32], into: NDArray[np.uint8]
     ) -> None:
-        """Copy slots to rows of `into` [K, bytes]; refuse what is not as it was written."""
-        self.expect(slots)  # all at once, so that none waits for another
+        """Copy slots to rows of `into` [K, bytes]; raises where a checksum does not match."""
+        self.expect(slots)  # all at once, so that the reads overlap
         np.take(self._slots, slots, axis=0, out=into, mode="clip")  # other modes copy twice
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
         if not np.array_equal(_checksums(into), checks):
             raise UsageError(
-                f"a client's state in {self._name} is not as it was written; begin the run again "
-                "with --restart"
+                f"a client state in {self._name} is damaged (checksum mismatch); start over with "
+                "--restart"
             )
 
     def expect(self, slots: NDArray[np.int64]) -> None:
-        """Have the system read slots that will be wanted soon."""
+        """Have the system read slots ahead."""
         if self._file is None or not hasattr(os, "posix_fadvise"):
             return
         size = self.layout.bytes
@@ -155,7 +156,7 @@ class SlotFile:
             os.posix_fadvise(self._file, slot * size, size, os.POSIX_FADV_WILLNEED)
 
     def sync(self) -> None:
-        """Wait until all that was written is on the disk."""
+        """Wait until all writes are on the disk."""
         if self._file is not None:
             os.fsync(self._file)
 
@@ -171,33 +172,33 @@ class SlotFile:
             data, at = data[done:], at + done
 
     def _reserve(self, slots: int) -> None:
-        """Make the file and its map long enough; what was never written takes no room."""
+        """Make the file and its map long enough; slots that were never written take no space."""
         if self._file is None:
-            self._file = self._closing(self._made())
+            self._file = self._closed_at_exit(self._created())
         if slots > len(self):
             step = max(len(self) // GROWTH, BLOCK_BYTES // self.layout.bytes)
             os.ftruncate(self._file, (slots + step) * self.layout.bytes)
-            self._mapped(slots + step)
+            self._remap(slots + step)
 
-    def _made(self) -> int:
+    def _created(self) -> int:
         if self.path is not None:
             return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
         file, name = tempfile.mkstemp(prefix="fedexp-clients-")
-        os.unlink(name)  # so that it goes when nobody has it open, however the process ends
+        os.unlink(name)  # so that it is deleted however the process ends
         return file
 
-    def _closing(self, file: int) -> int:
+    def _closed_at_exit(self, file: int) -> int:
         weakref.finalize(self, os.close, file)
         return file
 
-    def _mapped(self, slots: int) -> None:
+    def _remap(self, slots: int) -> None:
         if not slots:
             return
         assert self._file is not None
         size = slots * self.layout.bytes
         self._map = mmap.mmap(self._file, size, access=mmap.ACCESS_READ)
         if hasattr(mmap, "MADV_RANDOM"):
-            self._map.madvise(mmap.MADV_RANDOM)  # neighbours of a slot are nobody's business
+            self._map.madvise(mmap.MADV_RANDOM)  # neighbours of a slot are not needed
         self._slots = np.frombuffer(self._map, np.uint8).reshape(slots, -1)
 
 
@@ -206,6 +207,6 @@ def _checksums(block: NDArray[np.uint8]) -> NDArray[np.uint32]:
 
 
 def _runs(slots: NDArray[np.int64]) -> Iterator[tuple[Any, Any]]:
-    """Where neighbours begin and end among slots in increasing order."""
+    """Yield begin and end of runs of adjacent slots, among slots in increasing order."""
     cuts = np.flatnonzero(np.diff(slots) != 1) + 1
     return zip([0, *cuts.tolist()], [*cuts.tolist(), len(slots)], strict=True)

@@ -1,10 +1,5 @@
-"""The state of a simulation: all that a run needs to go on from a round.
-
-`Record`: what happened in a round, as plain numbers.
-
-The server's part of a round: what a state becomes by the sums of its clients.
-
-The simulator and servers of real clients take the same step.
+"""The state of a simulation, the record of a round, and the server step that leads from one state
+to the next. The simulator and servers of real clients take the same step.
 """
 
 from __future__ import annotations
@@ -37,8 +32,8 @@ class SimulationState:
         buffers: its buffers.
         recent: the last iterates with their buffers, newest last, as many as the output averages.
         server: state of the server rule.
-        shared: what the client rule keeps at the server (SCAFFOLD's c).
-        clients: what it keeps at the clients that have taken part (SCAFFOLD's c_i).
+        broadcast: state of the client rule at the server (SCAFFOLD's c).
+        clients: client state of those that have taken part (SCAFFOLD's c_i).
     """
 
     round: int
@@ -52,11 +47,12 @@ class SimulationState:
 
     @classmethod
     def initial(cls, task: Task, algorithm: Algorithm, seed: int) -> SimulationState:
+        """Return the state before the first round of a task."""
         return cls.of(*task.objective.initial(seed), algorithm)
 
     @classmethod
     def of(cls, params: Tensor, buffers: Buffers, algorithm: Algorithm) -> SimulationState:
-        """The state before the first round of a model."""
+        """Return the state before the first round of a model."""
         return cls(
             round=0,
             steps=0,
@@ -69,15 +65,38 @@ class SimulationState:
         )
 
     def output(self) -> tuple[Tensor, Buffers]:
-        """The model to evaluate and to keep: the mean of the recent iterates (sec. 5).
+        """Return the output model: the mean of the recent iterates (sec. 5).
 
-        It is computed beside the training, never fed back into it.
+        It is computed beside the training and never fed back into it.
         """
         if len(self.recent) == 1:
             return self.recent[0]
         params = torch.stack([params for params, _ in self.recent]).mean(dim=0)
         averaged = torch.stack([buffers.averaged for _, buffers in self.recent]).mean(dim=0)
         return params, Buffers(averaged, self.buffers.kept)
+
+
+@dataclass(frozen=True)
+class EngineChoice:
+    """Which engine trains a run, and why.
+
+    Attributes:
+        name: exactly what runs: "loop", "threads", "batched", "dense" or "quadratic".
+        reason: why, in one line.
+        implementation: of the batched engine: "layers", "vmap" or "vmap, not padded"; else None.
+        cuda_graph: what is replayed as a CUDA graph: "round", "local training", or None.
+
+    >>> str(EngineChoice("batched", "asked for by name", "layers"))
+    'batched (layers)'
+    """
+
+    name: str
+    reason: str
+    implementation: str | None = None
+    cuda_graph: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.name} ({self.implementation})" if self.implementation else self.name
 
 
 @dataclass(frozen=True)
@@ -92,7 +111,7 @@ class Record:
         dropped: clients left out because their update was not finite.
         seconds: time of the round, without evaluation.
         metrics: further numbers of the server rule, e.g. `diversity` and `eps_share` of FedExP.
-        engine: the engine that ran, e.g. "batched (layers)".
+        engine_choice: the engine that ran, and why; None where the caller gave one to `run_round`.
         state: everything needed to continue from here.
     """
 
@@ -107,15 +126,20 @@ class Record:
     test_loss: float | None = None
     test_accuracy: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
-    engine: str = ""
+    engine_choice: EngineChoice | None = None
     state: SimulationState = field(repr=False, compare=False, kw_only=True)
 
+    @property
+    def engine(self) -> str:
+        """The engine that ran, e.g. "batched (layers)"; "" where it is not recorded."""
+        return str(self.engine_choice or "")
+
     def to_json(self) -> dict[str, Any]:
-        """The record as one flat JSON object; what is not finite or not there becomes null."""
+        """Return one flat JSON object; values that are not finite or not known are null."""
         own = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("metrics", "engine", "state")
+            if name not in ("metrics", "engine_choice", "state")
         }
         return {name: _jsonable(value) for name, value in {**own, **self.metrics}.items()}
 
@@ -127,21 +151,24 @@ def _jsonable(value: Any) -> Any:
 def server_step(
     algorithm: Algorithm, state: SimulationState, aggregate: Aggregate, total_weight: float
 ) -> tuple[SimulationState, dict[str, float]]:
-    """Rules move the parameters; buffers move by the mean of their changes, integers not at all.
+    """Return the state after a server step, and its metrics.
+
+    Rules update the parameters; averaged buffers change by the mean of their changes, integer
+    buffers not at all.
 
     Args:
-        algorithm: whose rules take the step.
-        state: the state before it; its round is left to the caller, and so are clients' states.
+        algorithm: the rules.
+        state: the state before the step; its round and client states are left to the caller.
         aggregate: the sums of at least one client.
-        total_weight: the weight of all clients there are, in this round or not.
+        total_weight: the weight of all clients, in this round or not.
     """
-    before = Model(state.params, state.buffers.averaged, state.server, state.broadcast)
-    model, metrics = moved(algorithm, before, aggregate, total_weight)
-    return server_update(state, model, algorithm), {n: float(value) for n, value in metrics.items()}
+    before = ServerModel(state.params, state.buffers.averaged, state.server, state.broadcast)
+    after, metrics = model_step(algorithm, before, aggregate, total_weight)
+    return with_model(state, after, algorithm), {n: float(value) for n, value in metrics.items()}
 
 
-class Model(NamedTuple):
-    """What the server moves: parameters, averaged buffers, and the states of its rules."""
+class ServerModel(NamedTuple):
+    """The tensors that a server step changes: parameters, averaged buffers, states of the rules."""
 
     params: Tensor
     averaged: Tensor
@@ -149,44 +176,38 @@ class Model(NamedTuple):
     broadcast: Tensors
 
 
-def moved(
-    algorithm: Algorithm, model: Model, aggregate: Aggregate, total_weight: float
-) -> tuple[Model, Tensors]:
-    """The step as a function of tensors alone, and its metrics."""
+def model_step(
+    algorithm: Algorithm, model: ServerModel, aggregate: Aggregate, total_weight: float
+) -> tuple[ServerModel, Tensors]:
+    """Return the model after a server step, and its metrics: a function of tensors alone."""
     params, server, metrics = algorithm.server.step(model.params, aggregate, model.server)
     averaged = model.averaged
     if "buffers" in aggregate.extras:
         change = aggregate.mean_extra("buffers").to(averaged.dtype)
         averaged = changed_buffers(averaged, change)
     broadcast = algorithm.client.update_broadcast(model.broadcast, aggregate, total_weight)
-    return Model(params, averaged, server, broadcast), metrics
+    return ServerModel(params, averaged, server, broadcast), metrics
 
 
-def server_update(state: SimulationState, model: Model, algorithm: Algorithm) -> SimulationState:
-    """The state with the model that a step has made of it."""
+def with_model(state: SimulationState, model: ServerModel, algorithm: Algorithm) -> SimulationState:
+    """Return the state with the model after one more server step."""
+    # the untrained initial model is not an iterate (docs/paper.md#first-output-model)
+    before = state.recent if state.steps else ()
     buffers = Buffers(model.averaged, state.buffers.kept)
     return replace(
         state,
         steps=state.steps + 1,
         params=model.params,
         buffers=buffers,
-        recent=_recent(state, model.params, buffers, algorithm.iterates),
+        recent=(*before, (model.params, buffers))[-algorithm.iterates :],
         server=model.server,
         broadcast=model.broadcast,
     )
 
 
 def check_range(state: SimulationState) -> None:
-    """Stop before squares overflow: from there every update is dropped and nothing moves."""
+    """Raise `DivergedError` before squares overflow, after which every update is dropped."""
     norm = torch.linalg.vector_norm(state.params, dtype=torch.float64).item()
     largest = max(torch.finfo(kind).max for kind in (state.params.dtype, torch.float32))
     if not norm < largest**0.25:
         raise DivergedError(state.round, f"the norm of the model is {norm:.1e}")
-
-
-def _recent(
-    state: SimulationState, params: Tensor, buffers: Buffers, iterates: int
-) -> tuple[tuple[Tensor, Buffers], ...]:
-    """The last iterates; the untrained first model is not one of them (audit A8.15)."""
-    before = state.recent if state.steps else ()
-    return (*before, (params, buffers))[-iterates:]

@@ -1,10 +1,9 @@
-"""Threads that share out work, each of them alone on a core.
-
-The loop with its clients shared out among threads: what suits large models on a CPU.
+"""The threads engine: the loop with its clients distributed over threads.
 
 Each client is trained as in the loop, by one thread on a copy of the model, so its numbers do not
 depend on how many threads there are. Threads that share an operation wait for each other many times
-in a step; these do not, and a client's model stays in the cache of a core.
+in a step; these do not, and a client's model stays in the cache of a core. It pays for large models
+on a CPU.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedexp.data.federation import Batch
-from fedexp.engine.loop import Sums, Trained, sum_in_parts, sum_trained, train
+from fedexp.engine.loop import Sums, Trained, add_sums, cohort_parts, sum_trained, train
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineError
-from fedexp.objective import ModuleObjective
+from fedexp.objective import CopyableObjective
 from fedexp.seeding import seeded_torch, torch_seed
 
 T = TypeVar("T")
@@ -32,7 +31,7 @@ R = TypeVar("R")
 
 
 class Pool:
-    """As many threads as torch would use for one operation; operations in them use one each."""
+    """As many threads as torch would use for one operation; each runs its operations alone."""
 
     def __init__(self) -> None:
         self.count = torch.get_num_threads()
@@ -41,11 +40,11 @@ class Pool:
         )
 
     def map(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """The results for all items, in their order; one thread is the caller's own."""
+        """Return the results for all items, in their order."""
         if self.count == 1:
-            return [function(item) for item in items]
+            return list(map(function, items))
         before = torch.get_num_threads()
-        # libraries keep one number for all threads, which the last to set it has chosen
+        # libraries have one setting for all threads, of which the last assignment counts
         torch.set_num_threads(1)
         try:
             return list(self._threads.map(function, items))
@@ -53,14 +52,14 @@ class Pool:
             torch.set_num_threads(before)
 
 
-SMALL_MODEL = 100_000  # parameters; below, python itself takes most of the time, and one at a time
-LEVELS = 2**16  # a decision takes 16 of the 64 bits of a draw, so a draw serves four
+SMALL_MODEL = 100_000  # parameters; below, most of the time is the interpreter's, in one thread
+LEVELS = 2**16  # an element takes 16 of the 64 bits of a draw
 
 
 def threads_pay(work: Work, state: SimulationState) -> bool:
     """Return whether clients gain by threads: a large model on a CPU with several cores."""
     return (
-        isinstance(work.task.objective, ModuleObjective)
+        isinstance(work.task.objective, CopyableObjective)
         and state.params.device.type == "cpu"
         and state.params.numel() >= SMALL_MODEL
         and min(torch.get_num_threads(), len(work.cohort)) > 1
@@ -71,24 +70,25 @@ class Threads:
     """The engine; as many threads as torch would use for one operation.
 
     Args:
-        objective: what clients minimise; every thread has a copy of it.
+        objective: the local loss; every thread has a copy of it.
     """
 
     name = "threads"
 
-    def __init__(self, objective: ModuleObjective) -> None:
+    def __init__(self, objective: CopyableObjective) -> None:
         self._pool = Pool()
         self._copies: SimpleQueue[ThreadCopy] = SimpleQueue()
         for _ in range(self._pool.count):
             self._copies.put(ThreadCopy(objective))
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        return sum_in_parts(work, state, self.run_clients, least=self._pool.count)
-
-    def run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
-        """Train some clients, as many at a time as there are threads."""
-        trained = self._pool.map(partial(self._train, work, state), clients)
-        return sum_trained(work, clients, trained)
+        total: Sums | None = None
+        train_one = partial(self._train, work, state)
+        for clients in cohort_parts(work, state, least=self._pool.count):
+            part = sum_trained(work, clients, self._pool.map(train_one, clients))
+            total = add_sums(total, part)
+        assert total is not None
+        return total
 
     def _train(self, work: Work, state: SimulationState, client: int) -> Trained:
         copy = self._copies.get()
@@ -100,20 +100,20 @@ class Threads:
 
 
 class ThreadCopy:
-    """An objective that shares nothing with others; one thread at a time may use it."""
+    """A copy of an objective for one thread at a time, with generators of its own for dropout."""
 
-    def __init__(self, objective: ModuleObjective) -> None:
+    def __init__(self, objective: CopyableObjective) -> None:
         self.objective = objective.copy()
-        self.dropouts = own_dropouts(self.objective.module)
-        others = [type(m).__name__ for m in self.objective.module.modules() if _draws(m)]
-        if others:
+        self.dropouts = replace_dropouts(self.objective.module)
+        drawing = [type(m).__name__ for m in self.objective.module.modules() if _draws(m)]
+        if drawing:
             raise EngineError(
-                f"{others[0]} draws random numbers from torch's one generator, so threads would "
-                "disturb each other"
+                f"{drawing[0]} draws random numbers from torch's global generator, so threads "
+                "would disturb each other"
             )
 
     def seed(self, derived: int) -> None:
-        """Let all draws follow from a seed."""
+        """Seed all generators."""
         for k, layer in enumerate(self.dropouts):
             layer.generator.manual_seed(derived + k)
 
@@ -121,7 +121,7 @@ class ThreadCopy:
 class OwnDropout(nn.Dropout):
     """`nn.Dropout` with a generator of its own; p is exact to 1 / 65,536.
 
-    It draws a quarter as often: torch's own takes as long as a convolution.
+    One draw serves four elements, because torch's own dropout takes as long as a convolution.
     """
 
     def __init__(self, p: float) -> None:
@@ -139,13 +139,13 @@ class OwnDropout(nn.Dropout):
         # in the order in which the input is stored, channels last or not
         scale = torch.empty_like(input)
         levels = draws.view(torch.int16)[:count].as_strided(input.shape, scale.stride())
-        # numbers at once: turning truth values into them takes as long as all the rest
+        # floating-point output: converting booleans would take as long as all the rest
         torch.ge(levels, round(self.p * LEVELS) - LEVELS // 2, out=scale)
         return input * scale.mul_(1 / (1 - self.p) if self.p < 1 else 0.0)
 
 
-def own_dropouts(module: nn.Module) -> list[OwnDropout]:
-    """Replace every plain dropout in the module, and return those in their place."""
+def replace_dropouts(module: nn.Module) -> list[OwnDropout]:
+    """Replace every plain dropout in the module, and return the replacements."""
     found: dict[int, OwnDropout] = {}
     for parent in module.modules():
         for name, child in parent._modules.items():
@@ -155,7 +155,7 @@ def own_dropouts(module: nn.Module) -> list[OwnDropout]:
 
 
 def _draws(layer: nn.Module) -> bool:
-    """Return whether a layer drops something with torch's own generator."""
+    """Return whether a layer draws a dropout mask from torch's global generator."""
     if isinstance(layer, OwnDropout):
         return False
     if isinstance(layer, _DropoutNd):
@@ -163,8 +163,8 @@ def _draws(layer: nn.Module) -> bool:
     return isinstance(layer, nn.RNNBase | nn.MultiheadAttention) and layer.dropout > 0
 
 
-def check_draws(objective: ModuleObjective, state: SimulationState, batch: Batch) -> None:
-    """Raise `EngineError` where forward draws from torch's own generator, with dropout on."""
+def check_draws(objective: CopyableObjective, state: SimulationState, batch: Batch) -> None:
+    """Raise `EngineError` where forward draws from torch's global generator, with dropout on."""
     copy = ThreadCopy(objective)
     with seeded_torch(0, "trial"):
         before = torch.get_rng_state()

@@ -1,19 +1,19 @@
 """The trial of an engine: it is trusted once it agreed with the loop on the user's own model.
 
-A few small clients of unequal size, made of the cohort's own examples, take a few steps with a
-short batch among them, from weights that are moved a little away from their start, in training mode
-with dropout off, through the real loss, client rule, clipping and weight decay. What the engine
-returns is compared with what the loop returns.
+A few small clients of unequal size, with the cohort's own examples, take a few steps with a short
+batch among them, from weights that are perturbed a little, in training mode with dropout off,
+through the real loss, client rule, clipping and weight decay. The result of the engine is compared
+with the result of the loop.
 
-How far they may be apart follows from the arithmetic: four times the distance between the loop in
-the precision of the run and the loop in a wider one. So noise of bf16 is no alarm, and an error of
-a percent in float32 is.
+The tolerance follows from the arithmetic: four times the distance between the loop in the precision
+of the run and the loop in a wider one. So the noise of bf16 passes, and an error of a percent in
+float32 does not.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -30,23 +30,29 @@ from fedexp.engine.loop import Engine, Loop, Sums, train
 from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineError
-from fedexp.objective import Buffers, ModuleObjective, Objective, changed_buffers
+from fedexp.objective import (
+    Buffers,
+    CopyableObjective,
+    Objective,
+    StackedObjective,
+    changed_buffers,
+)
 from fedexp.precision import Precision, arithmetic
 from fedexp.seeding import seeded_torch, torch_seed
 
 ALLOWED = 4  # times the distance between the loop and the loop in a wider precision
 LEAST = 64  # units in the last place that two orders of a sum may differ by, whatever that distance
 UNKNOWN = 1e-4  # allowed where a float32 model cannot be run in a wider precision
-EXACT = 1e-9  # allowed in float64, beside which there is no wider one
-MOVED = 0.05  # of the weights' root mean square: how far they are moved
-STEP = 0.02  # of the weights' norm: how far the first step leads
+EXACT = 1e-9  # allowed in float64, which has no wider precision
+PERTURBED = 0.05  # of the weights' root mean square: the size of their perturbation
+STEP = 0.02  # of the weights' norm: the length of the first step
 SMALL_STEP = STEP / 20
-SENSITIVE = 1e-3  # an agreement within more than that says little
+SENSITIVE = 1e-3  # agreement within a wider tolerance proves little
 # Eight units in the last place: what kernels may differ by where one of them is more exact.
 NARROW: dict[str, float] = {"tf32": 2.0**-8, "bf16": 2.0**-5}
 MOST_ROUNDING = 2.0**-5  # of parameters in half precision
 HALF = (torch.float16, torch.bfloat16)
-CLIPPED = 0.95  # of the first gradient's norm: where clipping begins, if there is any
+CLIPPED = 0.95  # of the first gradient's norm: the bound of clipping, if there is any
 LARGE = 1_000_000  # parameters: such models take fewer steps
 WORK = 2**22  # parameters times examples of a batch: smaller models see the batches of the run
 
@@ -59,43 +65,43 @@ class Attempt(NamedTuple):
     Attributes:
         sources: how many clients the examples come from.
         short: whether there is a short batch.
-        moved: how far weights are moved.
-        step: how far a step leads.
+        perturbed: the relative size of the perturbation of the weights.
+        step: the relative length of a step.
     """
 
     sources: int = 8
     short: bool = True
-    moved: float = MOVED
+    perturbed: float = PERTURBED
     step: float = STEP
 
     def is_weaker(self, other: Attempt) -> bool:
         """Return whether agreement in this one proves less than in another."""
-        return self.short < other.short or self.moved < other.moved
+        return self.short < other.short or self.perturbed < other.perturbed
 
 
 ATTEMPTS = (
     Attempt(),
     Attempt(step=SMALL_STEP),
     Attempt(sources=1, step=SMALL_STEP),
-    Attempt(moved=0.0, step=SMALL_STEP),
+    Attempt(perturbed=0.0, step=SMALL_STEP),
     Attempt(short=False),
-    Attempt(short=False, moved=0.0, step=SMALL_STEP),
+    Attempt(short=False, perturbed=0.0, step=SMALL_STEP),
 )
 
 
 class Trials:
     """The trials of one run, made when they are needed.
 
-    First in plain arithmetic, where an error of a thousandth shows: not every model takes short
-    batches, moved weights or steps of a given length, and where rounding explains too much, an
-    agreement says little, so there may be several. Then in the precision of the run, on a GPU with
-    batches as large as in the run, since kernels are chosen by both: that is for gross errors.
+    First in plain arithmetic, where an error of a thousandth shows. Not every model takes short
+    batches, perturbed weights or steps of a given length, and where rounding explains too much,
+    agreement proves little, so there may be several. Then in the precision of the run, on a GPU
+    with batches as large as in the run, since kernels are chosen by both: that finds gross errors.
     """
 
     def __init__(self, work: Work, state: SimulationState, precision: Precision) -> None:
         self._origin, self.precision = (work, state), precision
         self._made: list[Trial] = []
-        self._waiting = list(ATTEMPTS)
+        self._attempts = list(ATTEMPTS)
         self._failed: Exception = EngineError("it gives no finite numbers for a few examples")
 
     def check(
@@ -104,21 +110,39 @@ class Trials:
         layers: bool = False,
         plain: Callable[[Work], Engine] | None = None,
     ) -> None:
-        """Raise `EngineError` where an engine fails.
+        """Raise `EngineError` where an engine fails, or what the model raises in every trial.
 
         Args:
             make: returns the engine for a trial.
-            layers: stacked layers must pass some more.
-            plain: what runs instead of it in plain arithmetic where the run is in another one.
+            layers: whether to check what stacked layers need besides.
+            plain: returns the engine that stands in for it in plain arithmetic, where the run has
+                another arithmetic.
         """
-        actual = self._is_special
-        for trial in self:
-            error = trial.check(plain if plain is not None and actual else make)
-            if error <= trial.least or trial.limit <= SENSITIVE:
+        actual, done = self._is_special, 0
+        while done < len(self._made) or self._attempts:
+            if done == len(self._made):
+                attempt = self._attempts.pop(0)
+                if any(attempt.is_weaker(trial.attempt) for trial in self._made):
+                    continue
+                try:
+                    trial = Trial.of(*self._plain_origin, None, attempt, self.precision)
+                except torch.OutOfMemoryError:
+                    raise
+                except Exception as error:  # whatever a user's model raises on some examples
+                    self._failed = error
+                    continue
+                if not all(value.isfinite().all() for value in trial.expected.values()):
+                    continue
+                self._made.append(trial)
+            trial, done = self._made[done], done + 1
+            distance = trial.check(plain if plain is not None and actual else make)
+            if distance <= trial.least or trial.limit <= SENSITIVE:
                 break
         else:
+            if not self._made:
+                raise self._failed
             raise EngineError(
-                "whether it agrees with the loop cannot be seen, since rounding explains "
+                "its agreement with the loop cannot be tested, since rounding explains "
                 f"{trial.limit:.1e}"
             )
         checked = self._actual if actual else trial
@@ -129,7 +153,7 @@ class Trials:
 
     @property
     def _is_special(self) -> bool:
-        """Whether the run's own arithmetic is another than that of a plain trial."""
+        """Whether the arithmetic of the run differs from that of a plain trial."""
         params = self._origin[1].params
         narrow = params.dtype not in (torch.float32, torch.float64)
         return params.is_cuda or self.precision != "float32" or narrow
@@ -143,48 +167,28 @@ class Trials:
         return work, widened(state, work.algorithm, torch.float32)
 
     def batch(self) -> Batch:
-        """Return examples that the model has taken."""
+        """Return a batch that the model has accepted."""
         return self._made[-1].first_batch()
 
     @cached_property
     def _actual(self) -> Trial:
-        """The trial in the precision of the run; it starts where plain arithmetic worked."""
+        """The trial in the precision of the run, by the attempt that worked in plain arithmetic."""
         attempt = self._made[-1].attempt
         return Trial.of(*self._origin, self.precision, attempt._replace(step=SMALL_STEP))
-
-    def __iter__(self) -> Iterator[Trial]:
-        """Yield what can be tried; raises what the model raises where nothing can."""
-        yield from self._made
-        while self._waiting:
-            attempt = self._waiting.pop(0)
-            if any(attempt.is_weaker(trial.attempt) for trial in self._made):
-                continue
-            try:
-                trial = Trial.of(*self._plain_origin, None, attempt, self.precision)
-            except torch.OutOfMemoryError:
-                raise
-            except Exception as error:  # whatever a user's model raises on some examples
-                self._failed = error
-                continue
-            if all(value.isfinite().all() for value in trial.expected.values()):
-                self._made.append(trial)
-                yield trial
-        if not self._made:
-            raise self._failed
 
 
 @dataclass(frozen=True, eq=False)
 class Trial:
-    """A small round, and what the loop makes of it.
+    """A small round, and the loop's result of it.
 
     Attributes:
         work: the round; its objective is a copy, without dropout.
-        state: where it starts.
+        state: the state before it.
         precision: of the run; None for plain arithmetic in the type of the parameters.
         attempt: how it was made.
         expected: the loop's sums and client states, by name.
-        least: an error that needs no explanation: another order of additions, and in a run of
-            half precision, what its own rounding hides.
+        least: an error that always passes: another order of additions, and in a run of half
+            precision its own rounding.
     """
 
     work: Work
@@ -203,30 +207,34 @@ class Trial:
         attempt: Attempt,
         later: Precision = "float32",
     ) -> Trial:
-        """Run the loop once; `later` is the precision of a run whose plain trial this is."""
+        """Run the loop once; in a plain trial, `later` is the precision of the run."""
         with arithmetic(precision or "float32"):
             small = _small_work(work, state, precision, attempt)
             small, start = _start(small, state, attempt)
             before = _python_state(small.task.objective)
-            expected = _outcome(Loop(), small, start)
+            expected = _named(Loop()(small, start), start)
         for name, value in _python_state(small.task.objective).items():
             if before.get(name) != value:
-                raise EngineError(f"forward changes {name} of the model, so calls depend on others")
+                raise EngineError(
+                    f"forward changes {name} of the model, so calls depend on earlier ones"
+                )
         if not expected["clients"]:
             raise EngineError("it gives no finite numbers for a few examples")
         if not expected["update"].any():
-            raise EngineError("nothing moves on a few examples, so that nothing can be compared")
+            raise EngineError(
+                "the update is zero on a few examples, so that nothing can be compared"
+            )
         least = min(LEAST * torch.finfo(state.params.dtype).eps, MOST_ROUNDING)
         least = max(least, NARROW.get(precision or later, 0.0))
         return cls(small, start, precision, attempt, expected, least)
 
     @cached_property
     def limit(self) -> float:
-        """How large an error rounding explains, relative to the norm of a value."""
+        """The error that rounding explains, relative to the norm of a value."""
         return max(self.least, self._rounding())
 
     def _rounding(self) -> float:
-        """Return four times the distance to the loop in a wider precision."""
+        """Return `ALLOWED` times the distance to the loop in a wider precision."""
         dtype = self.state.params.dtype
         if dtype == torch.float64:
             return EXACT
@@ -234,14 +242,14 @@ class Trial:
         wider = _wider(self.work, self.state, wide)
         if wider is None:
             return UNKNOWN
-        # the largest of all: a single number may be right by chance
+        # the largest of all: a single value may be right by chance
         return ALLOWED * max(_distances(self.expected, wider).values())
 
     def check(self, make: Callable[[Work], Engine]) -> float:
-        """Return how far an engine is from the loop; raises `EngineError` beyond the limit."""
+        """Return the distance of an engine from the loop; raises `EngineError` beyond the limit."""
         engine, before = make(self.work), torch.get_rng_state()
         with arithmetic(self.precision or "float32"):
-            found = _outcome(engine, self.work, self.state)
+            found = _named(engine(self.work, self.state), self.state)
         if not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
             raise EngineError("forward draws random numbers outside nn.Dropout layers")
@@ -249,7 +257,7 @@ class Trial:
         if error > self.least and not self.repeats:
             raise EngineError(
                 f"{engine.name} is off by {error:.1e} from the loop on a few examples, because "
-                "forward draws random numbers outside dropout layers or remembers earlier calls"
+                "forward draws random numbers outside dropout layers or depends on earlier calls"
             )
         if error <= self.least or error <= self.limit:
             return error
@@ -260,7 +268,7 @@ class Trial:
 
     @cached_property
     def repeats(self) -> bool:
-        """Whether a client trains alike again, also with other random numbers."""
+        """Whether a client's update is the same again, also with other random numbers."""
         objective, updates = self.work.task.objective, []
         with arithmetic(self.precision or "float32"):
             for seed in (0, 1):
@@ -273,38 +281,38 @@ class Trial:
         return next(iter(self.work.batches(0)))
 
     def check_layers(self) -> None:
-        """Check what stacked layers need besides: no decision by values, the same evaluation."""
+        """Check that stacked layers evaluate alike and need no data-dependent control flow."""
         with arithmetic(self.precision or "float32"):
-            self._check_decisions()
-            plain, by_layers = (self._measured(layers) for layers in (False, True))
-        error = _distance(by_layers, plain)
+            self._check_control_flow()
+            plain, stacked = (self._measured(stacked) for stacked in (False, True))
+        error = _distance(stacked, plain)
         if not (error <= self.least or error <= self.limit):
             raise EngineError(f"evaluation by stacked layers is off by {error:.1e}")
 
-    def _check_decisions(self) -> None:
+    def _check_control_flow(self) -> None:
         objective, params = self.work.task.objective, self.state.params
-        assert isinstance(objective, ModuleObjective)
+        assert isinstance(objective, StackedObjective)
         batch = self.first_batch()
         both = {name: torch.stack([value, value]) for name, value in batch.items()}
         valid = params.new_ones(2, len(batch["y"]))
-        clients = objective.layered(params.repeat(2, 1), both, valid)
+        clients = objective.stacked_clients(params.repeat(2, 1), both, valid)
         with torch.no_grad(), NoDataDependence():
             outputs = clients.outputs(both["x"].flatten(0, 1)).to(params.dtype)
             clients.stack.losses(outputs, both["y"].flatten(0, 1))
 
-    def _measured(self, layers: bool) -> Tensor:
+    def _measured(self, stacked: bool) -> Tensor:
         """Return the losses in evaluation mode, by stacked layers or not."""
         objective = self.work.task.objective
-        assert isinstance(objective, ModuleObjective)
-        objective.evaluates_layers = layers
+        assert isinstance(objective, StackedObjective)
+        objective.evaluate_stacked(stacked)
         values = objective.measure(self.state.params, self.state.buffers, self.first_batch())
         return values["loss"].double()
 
 
 class NoDataDependence(TorchFunctionMode):
-    """Refuse operations whose result a program uses to decide what to do next.
+    """Raise on operations whose result controls the program.
 
-    With the examples of all clients in one batch, such a decision would be one for all of them.
+    With the examples of all clients in one batch, such a branch would be taken for all of them.
     """
 
     def __torch_function__(
@@ -315,12 +323,12 @@ class NoDataDependence(TorchFunctionMode):
             isinstance(each, Tensor) and each.dtype == torch.bool
             for each in (args[1] if isinstance(args[1], tuple) else args[1:])
         )
-        if name in DECIDING or by_mask:
-            raise EngineError(f"forward decides by values ({name})")
+        if name in TO_PYTHON or by_mask:
+            raise EngineError(f"forward branches on values ({name})")
         return func(*args, **(kwargs or {}))
 
 
-DECIDING = {
+TO_PYTHON = {
     "item", "tolist", "numpy", "__bool__", "__int__", "__float__", "__index__", "__contains__",
     "nonzero", "masked_select", "unique", "unique_consecutive", "equal", "allclose", "bincount",
 }  # fmt: skip
@@ -329,7 +337,7 @@ DECIDING = {
 def _small_work(
     work: Work, state: SimulationState, precision: Precision | None, attempt: Attempt
 ) -> Work:
-    """Return the round of a few small clients."""
+    """Return the work of a round of a few small clients."""
     local, train = work.local, work.task.train
     objective, on_gpu = work.task.objective, train.device.type == "cuda"
     large, lengths = state.params.numel() > LARGE, step_lengths(train.sizes[work.cohort], local)
@@ -347,7 +355,7 @@ def _small_work(
             n: v.to(state.params.dtype) if v.dtype in HALF else v for n, v in examples.items()
         }
     offsets = np.cumsum([0, *sizes])
-    if isinstance(objective, ModuleObjective):
+    if isinstance(objective, CopyableObjective):
         objective = objective.copy(None if precision else state.params.dtype, dropout=False)
     examples = _extremes_first(work, state, objective, examples, offsets)
     shorter = replace(
@@ -366,7 +374,7 @@ def _small_work(
 
 
 def _examples(work: Work, sources: int, count: int) -> Batch:
-    """Return examples of several clients, mixed, so that labels differ within a batch."""
+    """Return interleaved examples of several clients, so that labels differ within a batch."""
     train, cohort = work.task.train, work.cohort
     chosen = cohort[np.linspace(0, len(cohort) - 1, min(sources, len(cohort))).astype(int)]
     each = math.ceil(count / len(chosen))
@@ -382,13 +390,13 @@ def _examples(work: Work, sources: int, count: int) -> Batch:
 def _extremes_first(
     work: Work, state: SimulationState, objective: Objective, examples: Batch, offsets: Any
 ) -> Batch:
-    """Let clients start with their hardest and their easiest example in turn.
+    """Return the examples with a client's hardest or easiest one first, in turn.
 
-    The first one fills up short batches: where it plays a part that it must not, it shall show.
+    The first one pads short batches: where padding has an effect, the effect shall be large.
     """
     transform = work.task.transform
-    seen = examples if transform is None else transform.evaluate(examples)
-    losses = objective.measure(state.params, state.buffers, seen)["loss"].double().cpu()
+    inputs = examples if transform is None else transform.evaluate(examples)
+    losses = objective.measure(state.params, state.buffers, inputs)["loss"].double().cpu()
     order = np.arange(offsets[-1])
     for client, (begin, end) in enumerate(pairwise(offsets.tolist())):
         own = losses[begin:end] if client % 2 else -losses[begin:end]
@@ -397,9 +405,9 @@ def _extremes_first(
 
 
 def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, SimulationState]:
-    """Return where the small round starts, and its settings scaled to the gradient there.
+    """Return the small round with settings scaled to the gradient, and the state before it.
 
-    A step of the run's own size may lose all digits of the update, or blow up.
+    A step of the run's own size may lose all digits of the update, or diverge.
     """
     params, algorithm = state.params, work.algorithm
     generator = torch.Generator().manual_seed(torch_seed(work.seed, "trial"))
@@ -408,7 +416,7 @@ def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, 
         return torch.randn(like.shape, generator=generator).to(like)
 
     width = params.square().mean().sqrt().item() or 1.0  # all weights may be zero
-    params = params + attempt.moved * width * draw(params)
+    params = params + attempt.perturbed * width * draw(params)
     start = SimulationState.of(params, state.buffers, algorithm)
     grad = _gradient(start, work, next(iter(work.batches(0))), work.seed)
     norm, size = grad.norm().item(), params.norm().item()
@@ -418,16 +426,18 @@ def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, 
         local = replace(local, lr=attempt.step * size / norm, clip_norm=clip)
     scale = norm / math.sqrt(params.numel()) if math.isfinite(norm) else 0.0
 
-    def some(tensors: Mapping[str, Tensor]) -> Named:
+    def perturbed(tensors: Mapping[str, Tensor]) -> Named:
         return {
             name: value + scale * draw(value) if value.is_floating_point() else value
             for name, value in tensors.items()
         }
 
-    clients = {c: some(algorithm.client.init_client_state(params)) for c in work.cohort.tolist()}
+    clients = {
+        c: perturbed(algorithm.client.init_client_state(params)) for c in work.cohort.tolist()
+    }
     clients = clients if clients[0] else {}
     return replace(work, local=local), replace(
-        start, broadcast=some(start.broadcast), clients=clients
+        start, broadcast=perturbed(start.broadcast), clients=clients
     )
 
 
@@ -436,23 +446,22 @@ def _gradient(state: SimulationState, work: Work, batch: Batch, seed: int) -> Te
         return work.task.objective.gradient(state.params.clone(), state.buffers, batch)[0]
 
 
-def _outcome(engine: Engine, work: Work, state: SimulationState) -> Named:
-    """Return everything that an engine gives back, by name; all of it in float64."""
-    sums: Sums = engine(work, state)
+def _named(sums: Sums, state: SimulationState) -> Named:
+    """Return the sums and client states of a round by name, in float64."""
     aggregate, clients = sums
     named = {"update": aggregate.mean, "squared norm": aggregate.mean_sq_norm}
     named |= {name: aggregate.mean_extra(name) for name in sorted(aggregate.extras)}
-    if "buffers" in named:  # their values: changes alone may be nothing but rounding
+    if "buffers" in named:  # their values: changes alone may be pure rounding
         values = changed_buffers(state.buffers.averaged, named["buffers"])
         named["buffers"] = values.nan_to_num(0.0, 0.0, 0.0)
-    for client, kept in sorted(clients.items()):
-        named |= {f"state {name} of {client}": value for name, value in kept.items()}
+    for client, own in sorted(clients.items()):
+        named |= {f"state {name} of {client}": value for name, value in own.items()}
     named["clients"] = aggregate.count
     return {name: value.detach().double() for name, value in named.items()}
 
 
 def _distances(found: Named, expected: Named) -> dict[str, float]:
-    """Return how far values are apart, relative to the expected ones."""
+    """Return the distances of values from the expected ones, relative to these."""
     if found.keys() != expected.keys():
         raise EngineError(f"it returns {sorted(found)} where the loop returns {sorted(expected)}")
     return {name: _distance(found[name], value) for name, value in expected.items()}
@@ -465,29 +474,30 @@ def _distance(one: Tensor, other: Tensor) -> float:
 
 
 def _wider(work: Work, state: SimulationState, dtype: torch.dtype) -> Named | None:
-    """Return the loop's outcome in a wider precision, None where the model knows no other."""
+    """Return the loop's result in a wider precision, None where the model has no other."""
     objective = work.task.objective
-    if not isinstance(objective, ModuleObjective):
+    if not isinstance(objective, CopyableObjective):
         return None
     cast: Objective = _Cast(objective.copy(dtype))
     wide = replace(work, task=replace(work.task, objective=cast))
 
     try:
         with arithmetic("float32"):
-            found = _outcome(Loop(), wide, widened(state, work.algorithm, dtype))
+            start = widened(state, work.algorithm, dtype)
+            found = _named(Loop()(wide, start), start)
     except (RuntimeError, TypeError, ValueError):
         return None
     return found if all(value.isfinite().all() for value in found.values()) else None
 
 
 def widened(state: SimulationState, algorithm: Algorithm, dtype: torch.dtype) -> SimulationState:
-    """Return the first state of a run with numbers of another type."""
+    """Return the first state of a run, converted to another type."""
 
     def widen(value: Tensor) -> Tensor:
         return value.to(dtype) if value.is_floating_point() else value
 
     clients = {
-        c: {name: widen(value) for name, value in kept.items()} for c, kept in state.clients.items()
+        c: {name: widen(value) for name, value in own.items()} for c, own in state.clients.items()
     }
     params, buffers = widen(state.params), Buffers(*map(widen, state.buffers))
     broadcast = {name: widen(value) for name, value in state.broadcast.items()}
@@ -497,8 +507,8 @@ def widened(state: SimulationState, algorithm: Algorithm, dtype: torch.dtype) ->
 
 
 def _python_state(objective: Objective) -> dict[str, Any]:
-    """Return the plain values that the layers of a model hold, by name."""
-    if not isinstance(objective, ModuleObjective):
+    """Return the attributes of a model's layers that are numbers or strings, by name."""
+    if not isinstance(objective, CopyableObjective):
         return {}
     return {
         f"{layer}.{name}".lstrip("."): value
@@ -512,7 +522,7 @@ def _python_state(objective: Objective) -> dict[str, Any]:
 class _Cast:
     """An objective that converts the examples to the type of the parameters."""
 
-    objective: ModuleObjective
+    objective: Objective
 
     def initial(self, seed: int) -> tuple[Tensor, Buffers]:
         return self.objective.initial(seed)

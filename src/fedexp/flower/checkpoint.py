@@ -54,7 +54,7 @@ RESERVED = {"round", "local_lr", "accepted", "initial", "config", "layout", *RES
 HEAD = "# A run of fedexp on Flower, frozen. Start it again with checkpoint=THIS-FOLDER\n"
 LOCK_TIMEOUT = 30.0  # seconds; the ServerApp of a killed SuperLink may hold the lock for a while
 REMEDIES = {  # those of the command line, and the same for users of a strategy
-    "start over with --restart": "remove the folder to begin again",
+    "start over with --restart": "remove the folder to start over",
     "use --no-save": "leave checkpoint out",
     "or --no-save": "or leave checkpoint out",
 }
@@ -163,7 +163,7 @@ def _restore(run: FederatedRun, state: SimulationState, rows: Sequence[Row], fol
     except (TypeError, ValueError, LookupError, AttributeError) as error:
         raise UsageError(
             f"{folder / RECORDS} is damaged: its rows are not those of a run on Flower "
-            f"({type(error).__name__}); restore it, or remove the folder to begin again"
+            f"({type(error).__name__}); restore it, or remove the folder to start over"
         ) from error
 
 

@@ -3,7 +3,13 @@
 from fedexp.objective.base import (
     BatchedObjective,
     Buffers,
+    CopyableObjective,
+    DenseObjective,
+    DeviceObjective,
+    LoadableObjective,
     Objective,
+    QuadraticObjective,
+    StackedObjective,
     buffer_changes,
     changed_buffers,
 )
@@ -13,9 +19,15 @@ from fedexp.objective.module import ModuleObjective
 __all__ = [
     "BatchedObjective",
     "Buffers",
+    "CopyableObjective",
+    "DenseObjective",
+    "DeviceObjective",
     "LeastSquares",
+    "LoadableObjective",
     "ModuleObjective",
     "Objective",
+    "QuadraticObjective",
+    "StackedObjective",
     "buffer_changes",
     "changed_buffers",
 ]

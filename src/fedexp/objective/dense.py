@@ -1,14 +1,9 @@
-"""Dense networks of many clients, with the gradient written out: what suits a CPU.
+"""Dense networks of many clients with the gradient written out, for a CPU.
 
 Autograd takes longer over a small network than the arithmetic does. Here a gradient is left in its
-two factors, the inputs of a layer and the errors at its outputs, so that an update can add their
-product to the weights where they lie.
-
-A local step of many dense networks, straight from the factors of their gradients.
-
-    w ← (1 - η λ) w - η c (g + pull (w - w⁰) + push),    c = min(1, bound / norm)
-
-Without clipping g is never written down: its factors are multiplied into the weights.
+two factors, the inputs of a layer and the errors at its outputs, and a local step multiplies them
+straight into the weights. The gradient itself is never written down, so the step here is not
+`fedexp.local.local_step`, which takes a gradient.
 """
 
 from __future__ import annotations
@@ -22,37 +17,36 @@ from torch import Tensor, nn
 
 from fedexp.aggregate import norms
 from fedexp.client import LinearCorrection
-from fedexp.local import LocalTraining
-from fedexp.objective.module import ModuleObjective
+from fedexp.local import LocalTraining, clip_to
 
 
 class Activation(NamedTuple):
-    """What a layer does to its sums, and to the errors on their way back, both in place.
+    """An activation and its derivative, both in place.
 
-    The way back is given what the layer returned.
+    `forward` takes the sums of a layer, `backward` the errors at its outputs and the outputs.
     """
 
     forward: Callable[[Tensor], Tensor]
     backward: Callable[[Tensor, Tensor], Tensor]
 
 
-_AT = torch.ops.aten
+_ATEN = torch.ops.aten
 ACTIVATIONS: dict[type[nn.Module], Activation] = {
     nn.ReLU: Activation(
         torch.relu_,
-        lambda e, out: _AT.threshold_backward.grad_input(e, out, 0, grad_input=e),
+        lambda e, out: _ATEN.threshold_backward.grad_input(e, out, 0, grad_input=e),
     ),
     nn.Tanh: Activation(
-        torch.tanh_, lambda e, out: _AT.tanh_backward.grad_input(e, out, grad_input=e)
+        torch.tanh_, lambda e, out: _ATEN.tanh_backward.grad_input(e, out, grad_input=e)
     ),
     nn.Sigmoid: Activation(
-        torch.sigmoid_, lambda e, out: _AT.sigmoid_backward.grad_input(e, out, grad_input=e)
+        torch.sigmoid_, lambda e, out: _ATEN.sigmoid_backward.grad_input(e, out, grad_input=e)
     ),
 }
 
 
 class Layer(NamedTuple):
-    """A linear layer and what follows it."""
+    """A linear layer and the activation that follows it."""
 
     inputs: int
     outputs: int
@@ -75,7 +69,7 @@ class DenseNetwork:
         layers: in their order.
         flattens: examples may have any shape, and are flattened first.
 
-    >>> network = dense_network(ModuleObjective(nn.Linear(2, 3)))
+    >>> network = dense_network(nn.Linear(2, 3), nn.CrossEntropyLoss(reduction="none"))
     >>> [tuple(w.shape) for w in network.split(torch.zeros(5, 9))]
     [(5, 3, 2), (5, 3, 1)]
     """
@@ -85,11 +79,11 @@ class DenseNetwork:
 
     @property
     def width(self) -> int:
-        """Numbers that an example takes on its way through all layers."""
+        """Numbers that all layers compute for one example, its inputs included."""
         return self.layers[0].inputs + sum(layer.outputs for layer in self.layers)
 
     def split(self, vectors: Tensor) -> list[Tensor]:
-        """The weights in vectors [..., d], each of them contiguous in memory."""
+        """Return the weights in vectors [..., d], each of them contiguous in memory."""
         shapes = [
             (layer.outputs, columns)
             for layer in self.layers
@@ -100,17 +94,19 @@ class DenseNetwork:
         return [part.unflatten(-1, shape).contiguous() for part, shape in each]
 
     def join(self, weights: Sequence[Tensor]) -> Tensor:
-        """The inverse of `split`: vectors [K, d]."""
+        """Return vectors [K, d]: the inverse of `split`."""
         return torch.cat([weight.flatten(1) for weight in weights], dim=1)
 
     def factors(
         self, weights: Sequence[Tensor], x: Tensor, y: Tensor, counted: Tensor
     ) -> list[Factors]:
-        """The gradients of all weights, for examples [K, B, F] and labels [K, B].
+        """Return the gradients of all weights, for examples [K, B, F] and labels [K, B].
 
         `counted` [K, B] weighs the examples.
         """
-        pairs, inputs = self._pairs(weights), [x]
+        remaining = iter(weights)
+        pairs = [(next(remaining), next(remaining) if each.bias else None) for each in self.layers]
+        inputs = [x]
         for layer, (weight, bias) in zip(self.layers, pairs, strict=True):
             inputs.append(_outputs(layer, weight, bias, inputs[-1]))
         errors = _output_errors(inputs.pop(), y, counted)
@@ -124,29 +120,20 @@ class DenseNetwork:
             ]
             if at:
                 errors = torch.bmm(errors, pairs[at][0])
-                errors = _through(self.layers[at - 1], errors, inputs[at])
+                activation = self.layers[at - 1].activation
+                if activation is not None:
+                    errors = ACTIVATIONS[activation].backward(errors, inputs[at])
         return found
-
-    def _pairs(self, weights: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-        waiting = iter(weights)
-        return [(next(waiting), next(waiting) if layer.bias else None) for layer in self.layers]
 
 
 def _outputs(layer: Layer, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
-    turned = weight.mT
-    sums = torch.bmm(x, turned) if bias is None else torch.baddbmm(bias.mT, x, turned)
+    columns = weight.mT
+    sums = torch.bmm(x, columns) if bias is None else torch.baddbmm(bias.mT, x, columns)
     return sums if layer.activation is None else ACTIVATIONS[layer.activation].forward(sums)
 
 
-def _through(layer: Layer, errors: Tensor, outputs: Tensor) -> Tensor:
-    """From the outputs of a layer to its sums."""
-    if layer.activation is None:
-        return errors
-    return ACTIVATIONS[layer.activation].backward(errors, outputs)
-
-
 def _output_errors(outputs: Tensor, y: Tensor, counted: Tensor) -> Tensor:
-    """The gradient of the cross entropy: softmax less the label, [K, B, O]."""
+    """Return the gradient of the cross entropy: softmax minus the label, [K, B, O]."""
     # classes first: a softmax over ten neighbours in memory takes ten times as long
     shares = torch.softmax(outputs.mT.contiguous(), dim=1)
     labels = y[:, None, :]
@@ -154,63 +141,17 @@ def _output_errors(outputs: Tensor, y: Tensor, counted: Tensor) -> Tensor:
     return shares.mul_(counted[:, None, :]).mT
 
 
-def dense_network(objective: ModuleObjective) -> DenseNetwork | None:
-    """The network of an objective, if it is a plain sequence of dense layers that classifies."""
-    loss, module = objective.loss, objective.module
-    if not isinstance(loss, nn.CrossEntropyLoss) or not _is_plain(loss):
-        return None
-    modules = list(module) if type(module) is nn.Sequential else [module]
-    if any(_is_changed(each) for each in (module, *modules)):
-        return None
-    flattens = bool(modules) and _flattens(modules[0])
-    layers = _layers(modules[flattens:])
-    trained = sum(p.numel() for p in objective.params)
-    known = sum(layer.outputs * (layer.inputs + layer.bias) for layer in layers or ())
-    # they differ where layers share weights or keep some frozen
-    return DenseNetwork(tuple(layers), flattens) if layers and known == trained else None
-
-
-def _is_plain(loss: nn.CrossEntropyLoss) -> bool:
-    weighs = loss.weight is not None or loss.label_smoothing or loss.ignore_index >= 0
-    return type(loss) is nn.CrossEntropyLoss and loss.reduction == "none" and not weighs
-
-
-def _layers(modules: Sequence[nn.Module]) -> list[Layer] | None:
-    layers: list[Layer] = []
-    for each in modules:
-        if type(each) is nn.Linear:
-            layers.append(Layer(each.in_features, each.out_features, each.bias is not None))
-        elif type(each) in ACTIVATIONS and layers and layers[-1].activation is None:
-            layers[-1] = layers[-1]._replace(activation=type(each))
-        else:
-            return None
-    return layers if layers and layers[-1].activation is None else None
-
-
-def _flattens(layer: nn.Module) -> bool:
-    return type(layer) is nn.Flatten and (layer.start_dim, layer.end_dim) == (1, -1)
-
-
-def _is_changed(module: nn.Module) -> bool:
-    """Whether calling the module does more than its class says: hooks, or a forward of its own."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(hooks) or "forward" in vars(module)
-
-
 @dataclass(frozen=True, eq=False)
 class DenseStep:
-    """Moves weights in place.
+    """A local step of many dense networks, in place, from the factors of their gradients.
+
+        w ← (1 - η λ) w - η c (g + prox (w - w⁰) + offset),    c = min(1, bound / norm)
 
     Attributes:
         lr: η.
         local: the weight decay λ and the bound of clipping.
-        pull: of the client rule's correction.
-        constant: push - pull w⁰ for each of the weights, or nothing.
+        prox: of the client rule's correction.
+        constant: offset - prox w⁰ for each of the weights, or nothing.
     """
 
     lr: float
@@ -227,7 +168,7 @@ class DenseStep:
         local: LocalTraining,
         correction: LinearCorrection,
     ) -> DenseStep:
-        """The step of clients that begin at `start` [d] and add `drift`."""
+        """Return the step of clients that start at `start` [d] and add `correction`."""
         constant = correction.offset
         if correction.prox:
             behind = -correction.prox * start
@@ -235,39 +176,84 @@ class DenseStep:
         return cls(lr, local, correction.prox, [] if constant is None else network.split(constant))
 
     def __call__(self, weights: Sequence[Tensor], factors: Sequence[Factors]) -> None:
-        """Move the weights, [K, O, F] each, of the first K clients."""
+        """Update the weights, [K, O, F] each, of the first K clients."""
         constant = [c[: len(weights[0])] if c.ndim == 3 else c for c in self.constant]
         if self.local.clip_norm is None:
-            self._move(weights, factors, constant)
+            self._multiply_into(weights, factors, constant)
         else:
-            self._move_clipped(weights, factors, constant, self.local.clip_norm)
+            self._clipped(weights, factors, constant, self.local.clip_norm)
 
-    def _move(
+    def _multiply_into(
         self, weights: Sequence[Tensor], factors: Sequence[Factors], constant: Sequence[Tensor]
     ) -> None:
-        keep = 1 - self.lr * (self.local.weight_decay + self.prox)
+        shrink = 1 - self.lr * (self.local.weight_decay + self.prox)
         for weight, (inputs, errors) in zip(weights, factors, strict=True):
-            weight.baddbmm_(errors.mT, inputs, beta=keep, alpha=-self.lr)
+            weight.baddbmm_(errors.mT, inputs, beta=shrink, alpha=-self.lr)
         for weight, shift in zip(weights, constant, strict=False):
             weight.sub_(shift, alpha=self.lr)
 
-    def _move_clipped(
+    def _clipped(
         self,
         weights: Sequence[Tensor],
         factors: Sequence[Factors],
         constant: Sequence[Tensor],
         bound: float,
     ) -> None:
+        """Write the gradients down, because their norm is needed before they are used."""
         grads = [torch.bmm(errors.mT, inputs) for inputs, errors in factors]
-        for weight, grad in zip(weights, grads, strict=True):
-            if self.prox:
+        if self.prox:
+            for weight, grad in zip(weights, grads, strict=True):
                 grad.add_(weight, alpha=self.prox)
         for grad, shift in zip(grads, constant, strict=False):
             grad.add_(shift)
-        norm = torch.linalg.vector_norm(torch.stack([norms(g.flatten(1)) for g in grads]), dim=0)
-        rate = self.lr * (bound / norm).clamp(max=1.0)
-        rate = rate.to(grads[0].dtype)[:, None, None]
+        each = list(map(norms, [grad.flatten(1) for grad in grads]))
+        norm = torch.linalg.vector_norm(torch.stack(each), dim=0)
+        rate = (self.lr * clip_to(norm, bound)).to(grads[0].dtype)[:, None, None]
         for weight, grad in zip(weights, grads, strict=True):
             if self.local.weight_decay:
                 weight.mul_(1 - self.lr * self.local.weight_decay)
             weight.addcmul_(grad, rate, value=-1)
+
+
+def dense_network(module: nn.Module, loss: object) -> DenseNetwork | None:
+    """Return the network of a module; None where it is not a plain sequence of dense layers.
+
+    The loss must be torch's plain cross entropy per example.
+    """
+    if type(loss) is not nn.CrossEntropyLoss or loss.reduction != "none":
+        return None
+    if loss.weight is not None or loss.label_smoothing or loss.ignore_index >= 0:
+        return None
+    modules = list(module) if type(module) is nn.Sequential else [module]
+    if any(_is_modified(each) for each in (module, *modules)):
+        return None
+    first = modules[0] if modules else None
+    flattens = type(first) is nn.Flatten and (first.start_dim, first.end_dim) == (1, -1)
+    layers = _layers(modules[flattens:])
+    trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    known = sum(layer.outputs * (layer.inputs + layer.bias) for layer in layers or ())
+    # they differ where layers share weights or some are frozen
+    return DenseNetwork(tuple(layers), flattens) if layers and known == trained else None
+
+
+def _layers(modules: Sequence[nn.Module]) -> list[Layer] | None:
+    layers: list[Layer] = []
+    for each in modules:
+        if type(each) is nn.Linear:
+            layers.append(Layer(each.in_features, each.out_features, each.bias is not None))
+        elif type(each) in ACTIVATIONS and layers and layers[-1].activation is None:
+            layers[-1] = layers[-1]._replace(activation=type(each))
+        else:
+            return None
+    return layers if layers and layers[-1].activation is None else None
+
+
+def _is_modified(module: nn.Module) -> bool:
+    """Return whether a call does more than the class defines: hooks, or a replaced forward."""
+    hooks = (
+        module._forward_hooks,
+        module._forward_pre_hooks,
+        module._backward_hooks,
+        module._backward_pre_hooks,
+    )
+    return any(hooks) or "forward" in vars(module)

@@ -1,9 +1,9 @@
-"""The loss of one client as a pure function of its tensors: what `torch.func.vmap` batches.
+"""A module as a pure function of its parameters and buffers, which `torch.func.vmap` can batch.
 
 The module's own forward is called with other tensors in the slots of its parameters and buffers,
-so every model that torch can trace through is covered: shared weights, modules that have two names
-and buffers that forward replaces included. Fused recurrent layers, which vmap does not know, are
-unrolled step by step, and normalisation over examples is written out for half precision.
+so every model that torch can trace is covered, with shared weights, modules that have two names and
+buffers that forward replaces. Fused recurrent layers, which vmap does not support, are unrolled
+step by step, and normalisation over examples is written out for half precision.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class FunctionalModule:
 
     Args:
         module: the model; it is left as it is after every call.
-        parameters: those that are arguments, in their order; others stay as they are.
+        parameters: those that are arguments, in their order; the rest does not change.
         buffers: names of the buffers that are arguments, in their order.
-        mixed: whether layers compute in half precision beside weights of full precision.
+        mixed: whether layers compute in half precision with weights of full precision.
     """
 
     def __init__(
@@ -59,34 +59,34 @@ class FunctionalModule:
             return output, [read(own) for own in self._buffers]
 
     def _attention(self) -> AbstractContextManager[None]:
-        """Take attention in plain operations, since vmap runs fused ones client by client.
+        """Select attention in plain operations, since vmap runs fused ones client by client.
 
-        Not beside half precision, which those do not convert.
+        Not with half precision, which those do not convert.
         """
         return nullcontext() if self._mixed else sdpa_kernel(SDPBackend.MATH)
 
 
 def slots_of(module: nn.Module, tensor: Tensor) -> list[Slot]:
-    """Return every place of a module that holds a tensor, once, whatever names lead there."""
+    """Return every slot of a module that holds a tensor, once, whatever its names."""
     homes = [home for each in module.modules() for home in (each._parameters, each._buffers)]
     return [(home, name) for home in homes for name, held in home.items() if held is tensor]
 
 
 def put(slots: Sequence[Slot], value: Tensor | None) -> None:
-    """Let all places hold one tensor."""
+    """Put one tensor into all slots."""
     for home, name in slots:
         home[name] = value
 
 
 def read(slots: Sequence[Slot]) -> Tensor:
-    """Return the tensor that places hold."""
+    """Return the tensor in the slots."""
     home, name = slots[0]
     return home[name]
 
 
 @contextmanager
 def _swapped(slots: Sequence[Sequence[Slot]], values: Sequence[Tensor]) -> Iterator[None]:
-    """Put tensors into their places, and put back what was there."""
+    """Put tensors into their slots, and restore the previous ones at the end."""
     before = [read(own) for own in slots]
     try:
         for own, value in zip(slots, values, strict=True):
@@ -98,7 +98,7 @@ def _swapped(slots: Sequence[Sequence[Slot]], values: Sequence[Tensor]) -> Itera
 
 
 def in_plain_operations(module: nn.Module, mixed: bool = False) -> nn.Module:
-    """Return the module itself, or a copy without the layers that vmap does not know.
+    """Return the module itself, or a copy without the layers that vmap does not support.
 
     Args:
         module: the model.
@@ -166,9 +166,12 @@ class _Unrolled(nn.RNNBase):
         states = self._states(x, hx, batched)
         ends: list[Hidden] = []
         for layer in range(self.num_layers):
-            ways = [self._way(x, layer, back, states[len(ends) + back]) for back in self._ways]
-            x = torch.cat([out for out, _ in ways], dim=-1)
-            ends += [end for _, end in ways]
+            results = [
+                self._direction(x, layer, reverse, states[len(ends) + reverse])
+                for reverse in self._directions
+            ]
+            x = torch.cat([out for out, _ in results], dim=-1)
+            ends += [end for _, end in results]
             if self.dropout and layer + 1 < self.num_layers:
                 x = F.dropout(x, self.dropout, self.training)
         last = tuple(torch.stack(each) for each in zip(*ends, strict=True))
@@ -183,12 +186,12 @@ class _Unrolled(nn.RNNBase):
         return 2 if isinstance(self, nn.LSTM) else 1
 
     @property
-    def _ways(self) -> range:
+    def _directions(self) -> range:
         return range(2 if self.bidirectional else 1)
 
     def _states(self, x: Tensor, hx: Any, batched: bool) -> list[Hidden]:
         """Return the hidden state of each layer and direction before the first step."""
-        count = self.num_layers * len(self._ways)
+        count = self.num_layers * len(self._directions)
         if hx is None:
             sizes = (self.proj_size or self.hidden_size, self.hidden_size)[: self._parts]
             given = tuple(x.new_zeros(count, x.shape[1], size) for size in sizes)
@@ -197,19 +200,21 @@ class _Unrolled(nn.RNNBase):
             given = given if batched else tuple(each.unsqueeze(1) for each in given)
         return list(zip(*(each.unbind(0) for each in given), strict=True))
 
-    def _way(self, x: Tensor, layer: int, back: int, hidden: Hidden) -> tuple[Tensor, Hidden]:
+    def _direction(
+        self, x: Tensor, layer: int, reverse: int, hidden: Hidden
+    ) -> tuple[Tensor, Hidden]:
         """Return the outputs of one layer in one direction, and its last hidden state."""
-        end = f"l{layer}" + ("_reverse" if back else "")
+        end = f"l{layer}" + ("_reverse" if reverse else "")
         w_ih, b_ih, w_hh, b_hh, w_hr = (
             self._parameters.get(f"{name}_{end}")
             for name in ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
         )
         gates = F.linear(x, _not_none(w_ih), b_ih).unbind(0)
         outputs = []
-        for gate in reversed(gates) if back else gates:
+        for gate in reversed(gates) if reverse else gates:
             hidden = self._cell(gate, (w_hh, b_hh, w_hr), hidden)
             outputs.append(hidden[0])
-        return torch.stack(outputs[::-1] if back else outputs), hidden
+        return torch.stack(outputs[::-1] if reverse else outputs), hidden
 
     @property
     def _cell(self) -> Callable[[Tensor, Sequence[Tensor | None], Hidden], Hidden]:
@@ -251,7 +256,7 @@ class _PlainBatchNorm(_BatchNorm):
         wide = input.float()
         if own:
             var, mean = torch.var_mean(wide, axes, correction=0)
-            self._remember(mean, var, input.numel() // input.shape[1])
+            self._update_statistics(mean, var, input.numel() // input.shape[1])
         else:
             assert self.running_mean is not None
             assert self.running_var is not None
@@ -263,7 +268,7 @@ class _PlainBatchNorm(_BatchNorm):
             normal = normal * self.weight.view(shape) + self.bias.view(shape)
         return normal.to(input.dtype)
 
-    def _remember(self, mean: Tensor, var: Tensor, count: int) -> None:
+    def _update_statistics(self, mean: Tensor, var: Tensor, count: int) -> None:
         """Update the running statistics as torch does: the variance without its bias."""
         if not self.training or not self.track_running_stats or self.running_mean is None:
             return

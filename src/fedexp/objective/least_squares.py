@@ -1,14 +1,4 @@
-"""Least squares: the paper's convex problems.
-
-Many steps of gradient descent on least-squares problems, for the price of about two.
-
-Gradient descent on a quadratic is a linear iteration. With H = s AᵀA, steps along
-s Aᵀ(A w - b) + pull (w - w⁰) + push, and g the first of these, τ steps of η lead to
-
-    w⁰ - w^τ = η φ(H) g,    φ(λ) = sum over j < τ of (1 - η (pull + λ))^j.
-
-So the eigenvalues of the smaller of A Aᵀ and AᵀA, found once, replace the steps.
-"""
+"""Least squares, the paper's convex problems, with any number of local steps in closed form."""
 
 from __future__ import annotations
 
@@ -27,7 +17,8 @@ from fedexp.precision import Precision
 class LeastSquares:
     """F_i(w) = ||A_i w - b_i||², with the local gradient A_iᵀ(A_i w - b_i).
 
-    The gradient is half of the true one: the paper's tuned step sizes hold for that (audit B24).
+    The gradient is half of the true one: the paper's tuned step sizes hold for that
+    (docs/paper.md#half-gradient).
     """
 
     def __init__(self, start: Tensor, gradient_scale: float = 1.0) -> None:
@@ -39,7 +30,7 @@ class LeastSquares:
         return LeastSquares(self.start.to(device), self.gradient_scale)
 
     def batching_pays(self, device: torch.device) -> bool:
-        """On a CPU one client's matrix stays in a core's cache over all steps; twenty do not."""
+        """Return False for a CPU: one client's matrix stays in a core's cache, twenty do not."""
         return device.type != "cpu"
 
     def initial(self, seed: int) -> tuple[Tensor, Buffers]:
@@ -60,23 +51,22 @@ class LeastSquares:
         return torch.bmm(counted, x).squeeze(1), buffers
 
     def linear_steps(self, batch: Batch) -> LinearSteps:
-        """Any number of steps on the whole data of K clients, as one map."""
         return LinearSteps(batch["x"], batch["y"], self.gradient_scale)
 
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
         return {"loss": torch.mv(batch["x"], params).sub_(batch["y"]).square_()}
 
 
-class Coefficients(NamedTuple):
-    """η φ(sλ) at the eigenvalues λ (times s where A is wide), η φ(0), η (φ(sλ) - φ(0)) / λ."""
-
-    phi: Tensor
-    at_zero: float
-    slope: Tensor
-
-
 class LinearSteps:
-    """Local training of K clients, each on all of its data.
+    """Local training of K clients, each on all of its data, for the price of about two steps.
+
+    Gradient descent on a quadratic is a linear iteration, so that `fedexp.local.local_step` is
+    never taken. With H = s AᵀA, steps along s Aᵀ(A w - b) + prox (w - w⁰) + offset, and g the first
+    of these, τ steps of η lead to
+
+        w⁰ - w^τ = η φ(H) g,    φ(λ) = sum over j < τ of (1 - η (prox + λ))^j.
+
+    The eigenvalues of the smaller of A Aᵀ and AᵀA, found once, replace the steps.
 
     Args:
         x: their features A, [K, n, d].
@@ -89,42 +79,50 @@ class LinearSteps:
         self.rows = x.flatten(0, 1)
         self.wide = x.shape[1] <= x.shape[2]
         self.values, self.vectors = torch.linalg.eigh(x @ x.mT if self.wide else x.mT @ x)
-        self._asked: tuple[int, float, float] | None = None
+        self._settings: tuple[int, float, float] | None = None
 
     def updates(self, start: Tensor, steps: int, lr: float, correction: LinearCorrection) -> Tensor:
-        """w⁰ - w^τ of each client, [K, d], when all begin at `start` and add `drift`."""
+        """Return w⁰ - w^τ of each client, [K, d], when all start at `start` [d]."""
         phi, at_zero, slope = self._coefficients(steps, lr, correction.prox)
         residual = torch.mv(self.rows, start).view_as(self.y).sub_(self.y)
         offset = None if correction.offset is None else correction.offset.expand(len(self.x), -1)
         if not self.wide:
-            first = self._back(residual).mul_(self.scale)
+            first = self._transposed(residual).mul_(self.scale)
             return self._apply(phi, first if offset is None else first.add_(offset))
         # φ(H) Aᵀ = Aᵀ φ(s A Aᵀ), and on what is not a row of A: φ(H) = φ(0) + Aᵀ slope(A Aᵀ) A
         inner = self._apply(phi, residual)
         if offset is None:
-            return self._back(inner)
+            return self._transposed(inner)
         inner += self._apply(slope, torch.bmm(self.x, offset[:, :, None]).squeeze(2))
-        return self._back(inner).add_(offset, alpha=at_zero)
+        return self._transposed(inner).add_(offset, alpha=at_zero)
 
     def _apply(self, function: Tensor, vectors: Tensor) -> Tensor:
-        """A function of the Gram matrices, given at their eigenvalues, times vectors."""
+        """Return a function of the Gram matrices, given at their eigenvalues, times vectors."""
         rotated = torch.bmm(self.vectors.mT, vectors[:, :, None])
         return torch.bmm(self.vectors, rotated.mul_(function[:, :, None])).squeeze(2)
 
-    def _back(self, inner: Tensor) -> Tensor:
-        """Aᵀ times a vector for each client: [K, n] to [K, d]."""
+    def _transposed(self, inner: Tensor) -> Tensor:
+        """Return Aᵀ times a vector for each client: [K, n] to [K, d]."""
         return torch.bmm(inner[:, None, :], self.x).squeeze(1)
 
     def _coefficients(self, steps: int, lr: float, prox: float) -> Coefficients:
-        """By Horner's rule, so that nothing cancels, at λ = 0 or anywhere else."""
-        if self._asked != (steps, lr, prox):
+        """Return them by Horner's rule, so that nothing cancels, at λ = 0 or anywhere else."""
+        if self._settings != (steps, lr, prox):
             keep, shrink = 1 - lr * prox, lr * self.scale
             ratio, at_zero = keep - shrink * self.values, 0.0
             phi, slope = torch.zeros_like(self.values), torch.zeros_like(self.values)
             for _ in range(steps):
                 slope = (keep * slope).sub_(phi, alpha=shrink)
                 phi, at_zero = phi * ratio + 1, 1 + keep * at_zero
-            self._asked = (steps, lr, prox)
+            self._settings = (steps, lr, prox)
             factor = shrink if self.wide else lr
-            self._known = Coefficients(factor * phi, lr * at_zero, lr * slope)
-        return self._known
+            self._cached = Coefficients(factor * phi, lr * at_zero, lr * slope)
+        return self._cached
+
+
+class Coefficients(NamedTuple):
+    """η φ(sλ) at the eigenvalues λ (times s where A is wide), η φ(0), η (φ(sλ) - φ(0)) / λ."""
+
+    phi: Tensor
+    at_zero: float
+    slope: Tensor

@@ -1,4 +1,9 @@
-"""The loss of any `nn.Module`."""
+"""`ModuleObjective`: the loss of any `nn.Module` as a function of a flat parameter vector.
+
+The module is called as it is, by `torch.func.vmap` (`functional.py`) or by stacked layers
+(`stack.py`). Models that torch would fail on in the middle of a round are refused when the
+objective is built, and models that `deepcopy` does not reproduce are built anew for every copy.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +25,16 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fedexp.data.federation import Batch
 from fedexp.errors import require
-from fedexp.objective.base import Buffers, flatten, pieces, unflatten_into
+from fedexp.objective.base import Buffers, flatten, pieces
+from fedexp.objective.dense import DenseNetwork, dense_network
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
-from fedexp.objective.stack import CannotStackError, LayeredStack, Stack
+from fedexp.objective.stack import CannotStackError, Stack, StackedClients
 from fedexp.precision import Precision
 from fedexp.seeding import seeded_torch
 
 FUSED_WEIGHTS = 16  # compiling a model of more takes longer than it saves
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-OLD_NORMS = (WeightNorm, SpectralNorm)  # hooks that keep a weight which is no parameter
+OLD_NORMS = (WeightNorm, SpectralNorm)  # hooks with a weight that is not a parameter
 
 
 class ModuleObjective:
@@ -86,35 +92,35 @@ class ModuleObjective:
         self.names = [n for n, p in self.module.named_parameters() if p.requires_grad]
         buffers = dict(self.module.named_buffers())
         averaged = [name for name, b in buffers.items() if b.is_floating_point()]
-        # complex ones stay as the first module has them: they are tables, not statistics
+        # complex ones stay as in the first module: they are tables, not statistics
         kept = [n for n, b in buffers.items() if not (b.is_floating_point() or b.is_complex())]
         self.averaged = [buffers[name] for name in averaged]
         self.kept = [buffers[name] for name in kept]
         self.buffer_names = [*averaged, *kept]
-        # a forward pass may write to its buffers, or put others in their place: both are followed
+        # a forward pass may write to its buffers or replace them: both are followed
         self.slots = [slots_of(self.module, buffers[name]) for name in self.buffer_names]
         self._evaluated: tuple[Tensor, Tensor] | None = None  # parameters, and a copy of them
         self.stack: Stack | None = None
         self._functional: FunctionalModule | None = None
-        self.evaluates_layers = False  # set once stacked layers are known to give the same values
+        self._evaluates_stacked = False
         self._compiled = False  # the kernels of the stack
-        self._laid_out: tuple[Tensor, LayeredStack] | None = None  # for one evaluation
+        self._evaluated_stacked: tuple[Tensor, StackedClients] | None = None
 
     def on(self, device: torch.device, precision: Precision) -> ModuleObjective:
         """Return a copy on the device; with bf16, layers compute in it and weights do not."""
-        moved = self.copy()
-        moved.device = device
-        _convert(moved.module, device)
-        moved.compute_type = torch.bfloat16 if precision == "bf16" else None
-        moved._list_tensors()
-        return moved
+        copied = self.copy()
+        copied.device = device
+        _convert(copied.module, device)
+        copied.compute_type = torch.bfloat16 if precision == "bf16" else None
+        copied._list_tensors()
+        return copied
 
     def copy(self, dtype: torch.dtype | None = None, dropout: bool = True) -> ModuleObjective:
         """Return an objective with a module of its own.
 
         Args:
-            dtype: what its parameters are, and what its layers compute in; None for no change.
-            dropout: whether dropout layers drop anything.
+            dtype: type of its parameters, in which its layers compute; None for no change.
+            dropout: whether dropout layers are active.
         """
         other = copy(self)
         other.loss = _copied(self.loss)
@@ -132,18 +138,8 @@ class ModuleObjective:
         other._list_tensors()
         return other
 
-    @property
-    def mixes_examples(self) -> bool:
-        """Whether layers normalise over the batch, so that padding would enter the statistics."""
-        return any(isinstance(m, _BatchNorm) for m in self.module.modules())
-
-    @property
-    def aligned(self) -> int:
-        """What the length of `gradients`' rows should be a multiple of; what is behind is kept."""
-        return 16 if self.device.type == "cuda" else 1
-
     def batching_pays(self, device: torch.device) -> bool:
-        """On a CPU for dense layers only: two to four times there, less than once for others."""
+        """Return True on a GPU; on a CPU for dense layers only, two to four times faster there."""
         slow = (_ConvNd, nn.RNNBase)
         return device.type != "cpu" or not any(isinstance(m, slow) for m in self.module.modules())
 
@@ -180,7 +176,7 @@ class ModuleObjective:
     def gradients(
         self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor
     ) -> tuple[Tensor, Buffers]:
-        """By `torch.func.vmap`: slower than stacked layers, but it knows nearly every layer."""
+        """Use `torch.func.vmap`: slower than stacked layers, but it supports nearly every layer."""
         counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
         one_client = torch.func.grad(self._functional_loss, has_aux=True)
         each = torch.func.vmap(one_client, randomness="different")
@@ -191,19 +187,20 @@ class ModuleObjective:
     def _functional_loss(
         self, params: Tensor, buffers: Buffers, x: Tensor, y: Tensor, weights: Tensor
     ) -> tuple[Tensor, Buffers]:
-        """The loss of one client without touching the module, for `torch.func`."""
+        """Return the loss of one client without touching the module, for `torch.func`."""
         self._functional = self._functional or FunctionalModule(
             self.module, self.params, self.buffer_names, mixed=self.compute_type is not None
         )
-        # vmap knows no other order of memory than the plain one
+        # vmap supports the contiguous memory format only
         plain = torch.contiguous_format
-        mine = [piece.clone(memory_format=plain) for piece in pieces(params, self.params)]
+        client_params = [piece.clone(memory_format=plain) for piece in pieces(params, self.params)]
         # BatchNorm writes to its buffers, and under vmap only contiguous ones remember it
         pairs = zip(pieces(buffers.averaged, self.averaged), self.averaged, strict=True)
         averaged = [p.to(t.dtype, copy=True) for p, t in pairs]
-        kept = [p.to(t.dtype, copy=True) for p, t in self._typed(buffers.kept)]
+        pairs = zip(pieces(buffers.kept, self.kept), self.kept, strict=True)
+        kept = [p.to(t.dtype, copy=True) for p, t in pairs]
         with self._autocast():
-            output, after = self._functional(mine, [*averaged, *kept], x)
+            output, after = self._functional(client_params, [*averaged, *kept], x)
         losses = self._losses(output.to(params.dtype), y)
         return (losses * weights).sum(), self._gathered(after) if self.slots else buffers
 
@@ -218,25 +215,34 @@ class ModuleObjective:
             self.stack = Stack(self.module, self._losses, self.compute_type, fuse)
         return self.stack
 
-    @property
-    def has_layers(self) -> bool:
-        """Whether every layer has a stacked implementation."""
+    def mixes_examples(self) -> bool:
+        return any(isinstance(m, _BatchNorm) for m in self.module.modules())
+
+    def has_stacked_layers(self) -> bool:
         try:
             return bool(self.stacked())
         except CannotStackError:
             return False
 
-    def layered(
+    def row_multiple(self) -> int:
+        return 16 if self.device.type == "cuda" else 1
+
+    def evaluate_stacked(self, enabled: bool) -> None:
+        self._evaluates_stacked = enabled
+
+    def dense_network(self) -> DenseNetwork | None:
+        return None if self.compute_type is not None else dense_network(self.module, self.loss)
+
+    def stacked_clients(
         self, params: Tensor, batch: Batch, valid: Tensor, fuse: bool = False
-    ) -> LayeredStack:
-        """Return K clients whose parameters are stored layer by layer."""
+    ) -> StackedClients:
         stack = self.stacked(fuse)
         stack.module.train()
         if not self._compiled:
             counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
             stack.compile(params, batch["x"], batch["y"], counted)
             self._compiled = True
-        return LayeredStack(stack, params)
+        return StackedClients(stack, params)
 
     @torch.no_grad()
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
@@ -255,16 +261,16 @@ class ModuleObjective:
         return values
 
     def _predictions(self, params: Tensor, buffers: Buffers, x: Tensor) -> Tensor:
-        if self.evaluates_layers and self.stack is not None:
+        if self._evaluates_stacked and self.stack is not None:
             self.stack.module.eval()
-            if self._laid_out is None or self._laid_out[0] is not params:
-                self._laid_out = params, LayeredStack(self.stack, params[None])
-            return self._laid_out[1].outputs(x)
+            if self._evaluated_stacked is None or self._evaluated_stacked[0] is not params:
+                self._evaluated_stacked = params, StackedClients(self.stack, params[None])
+            return self._evaluated_stacked[1].outputs(x)
         self.module.eval()
         return self._forward(params, buffers, x)
 
     def _forward(self, params: Tensor, buffers: Buffers, x: Tensor) -> Tensor:
-        """Call the module. What it may write to (`x.mul_()`, `max_norm`) is a copy.
+        """Call the module on copies of what it may write to (`x.mul_()`, `max_norm`).
 
         In training mode the parameters are the caller's copy, and a step continues from what
         forward makes of them.
@@ -287,13 +293,13 @@ class ModuleObjective:
         module = self.build()
         require(
             module is not self.module,
-            "the function that builds the model returns one model again and again; return a new "
-            "one at every call, or pass the model itself",
+            "the function that builds the model returns the same model at every call; return a new "
+            "one, or pass the model itself",
         )
         return module
 
     def load(self, params: Tensor, buffers: Buffers) -> nn.Module:
-        """A module of its own with these parameters and buffers: the trained model."""
+        """Return a new module with these parameters and buffers: the trained model."""
         self._bind(params.clone(), buffers)
         return deepcopy(self.module)
 
@@ -304,7 +310,7 @@ class ModuleObjective:
 
     @contextmanager
     def _quiet(self) -> Iterator[None]:
-        """Let cuDNN compact the weights of recurrent layers at every call, and not warn of it."""
+        """Let cuDNN compact the weights of recurrent layers at every call without a warning."""
         if self.device.type == "cpu":
             yield
             return
@@ -330,15 +336,14 @@ class ModuleObjective:
         return losses.flatten(1).mean(dim=1)
 
     def _bind(self, params: Tensor, buffers: Buffers) -> None:
-        unflatten_into(self.params, params)
+        for target, piece in zip(self.params, pieces(params, self.params), strict=True):
+            target.data = piece  # a view, without a copy
         pairs = zip(pieces(buffers.averaged, self.averaged), self.averaged, strict=True)
         averaged = [p.to(t.dtype, copy=True) for p, t in pairs]  # forward writes to them
-        kept = [piece.to(t.dtype, copy=True) for piece, t in self._typed(buffers.kept)]
+        pairs = zip(pieces(buffers.kept, self.kept), self.kept, strict=True)
+        kept = [p.to(t.dtype, copy=True) for p, t in pairs]
         for own, value in zip(self.slots, [*averaged, *kept], strict=True):
             put(own, value)
-
-    def _typed(self, kept: Tensor) -> list[tuple[Tensor, Tensor]]:
-        return list(zip(pieces(kept, self.kept), self.kept, strict=True))
 
     def _buffers(self) -> Buffers:
         return self._gathered([read(own).detach() for own in self.slots])
@@ -350,7 +355,7 @@ class ModuleObjective:
 
 
 def _convert(module: nn.Module, target: torch.device | torch.dtype) -> None:
-    """Move or convert a module in place; a buffer in two places stays one."""
+    """Move or convert a module in place; a buffer in two places stays a single tensor."""
     shared = [slots_of(module, each) for each in module.buffers()]
     if isinstance(target, torch.device):
         module.to(target)
@@ -433,7 +438,7 @@ def _refers_to_model(function: Any) -> bool:
 
 
 def _held_by(function: Any) -> list[Any]:
-    """Return what a function finds in its closure, its defaults and the globals it names."""
+    """Return the objects in a function's closure, its defaults and the globals it names."""
     if isinstance(function, partial):
         return [*function.args, *function.keywords.values(), *_held_by(function.func)]
     if not isinstance(function, FunctionType):
@@ -459,10 +464,10 @@ def _trains(loss: Any) -> bool:
 
 
 def _copied(loss: Any) -> Any:
-    """Return a copy of a loss, which may keep numbers of its own; itself where it has none."""
+    """Return a copy of a loss, which may have state; the loss itself where it cannot be copied."""
     try:
         return deepcopy(loss)
-    except Exception:  # a handle or whatever else cannot be copied
+    except Exception:  # it may hold a handle or anything else that cannot be copied
         return loss
 
 

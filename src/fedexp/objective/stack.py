@@ -1,13 +1,12 @@
-"""A module for many clients at once: every layer takes the weights of all of them.
+"""A module with the weights of many clients: every layer takes the weights of all of them.
 
 The examples of all clients form one batch, client after client. Layers without weights work on
 that as they are; layers with weights are replaced by ones that know which rows are whose. What
 remains is an ordinary model: its gradient with respect to the stacked weights is every client's own
-gradient, and no transformation of functions is involved.
+gradient, and no function transform is involved.
 
-`Stack`: the loss of a module for many clients at once, by way of its stacked layers.
-
-`LayeredStack`: gradients of many clients whose parameters lie layer by layer.
+`Stack` is the model, `StackedClients` the model with the parameters of K clients during local
+training. Parameters are stored layer by layer, as `fedexp.kernels.layers` describes.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from fedexp.objective.base import pieces, shaped
 
 
 class CannotStackError(Exception):
-    """Why a module has no stacked form."""
+    """Why a module has no stacked implementation."""
 
 
 class StackedLinear(nn.Linear):
@@ -41,7 +40,7 @@ class StackedLinear(nn.Linear):
             rows = input.reshape(len(self.weight), -1, input.shape[-1])
             return products(rows, self.weight, self.bias).view(*input.shape[:-1], -1)
         columns = input.reshape(len(self.weight), -1, input.shape[-1]).transpose(1, 2)
-        # weights first: so their gradient comes in the order in which they lie in memory
+        # weights first: so their gradient has the order of memory in which they are stored
         if self.bias is None:
             product = torch.bmm(self.weight, columns)
         else:
@@ -75,7 +74,7 @@ class StackedGroupNormReLU(GroupNormReLU):
 
 
 class StackedFlatten(nn.Flatten):
-    """Nothing of it is a client's own; on a GPU, images are turned round by an operator."""
+    """On a GPU, images are permuted by a custom op; no weights."""
 
     def forward(self, input: Tensor) -> Tensor:
         whole = self.start_dim == 1 and self.end_dim == -1 and input.ndim == 4
@@ -92,11 +91,11 @@ NORMS = (nn.GroupNorm,)
 
 
 def stacked(module: nn.Module) -> nn.Module:
-    """A copy whose layers take stacked weights, by the names of the module's own.
+    """Return a copy whose layers take stacked weights, by the names of the module's own.
 
     >>> layer = stacked(nn.Linear(2, 1, bias=False))
     >>> weight = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
-    >>> rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])  # one of either client
+    >>> rows = torch.tensor([[1.0, 2.0], [3.0, 4.0]])  # one per client
     >>> torch.func.functional_call(layer, {"weight": weight}, (rows,)).flatten().tolist()
     [1.0, 4.0]
     """
@@ -109,14 +108,14 @@ def stacked(module: nn.Module) -> nn.Module:
         if type(layer) is nn.Flatten:
             layer.__class__ = StackedFlatten
         if list(layer.parameters(recurse=False)):
-            _check(type(layer) in STACKED, f"{type(layer).__name__} has weights of its own kind")
+            _check(type(layer) in STACKED, f"{type(layer).__name__} cannot be stacked")
             _check_settings(layer)
             layer.__class__ = STACKED[type(layer)]
     return copy
 
 
 def computes_exactly(module: nn.Module, name: str) -> bool:
-    """Whether a weight stays in full precision beside bf16: those of normalisations do."""
+    """Return whether a weight stays in full precision beside bf16: those of normalisations do."""
     return isinstance(module.get_submodule(name.rpartition(".")[0]), NORMS)
 
 
@@ -138,13 +137,14 @@ Losses = Callable[[Tensor, Tensor], Tensor]
 
 
 class Stack:
-    """Parameters are [K, d], examples [K, B, ...].
+    """The loss of a module for many clients. Parameters are [K, d], examples [K, B, ...].
 
     Args:
         module: the model of one client.
         losses: a loss for every example of (outputs, y).
-        compute_type: what layers compute in; normalisations keep their weights in full precision.
-        fuse: let `torch.compile` merge what lies between the layers.
+        compute_type: type in which layers compute; weights of normalisations stay in full
+            precision.
+        fuse: let `torch.compile` merge what is between the layers.
     """
 
     def __init__(
@@ -161,19 +161,19 @@ class Stack:
         self.losses_of = fused(self._losses_of) if fuse else self._losses_of
 
     def compile(self, params: Tensor, x: Tensor, y: Tensor, counted: Tensor) -> None:
-        """Have the kernels of `gradients` compiled, all at once, where there are any."""
+        """Compile the kernels of the gradients, all at once, where there are any."""
         if params.is_cuda and has_triton():
             with compile_in_parallel() as able:
                 if able:
                     compiled, self.losses_of = self.losses_of, self._losses_of
                     weights = [w.detach().requires_grad_() for w in self._weights(params)]
-                    self.slopes(weights, x, y, counted)
+                    self.gradients(weights, x, y, counted)
                     self.losses_of = compiled
 
-    def slopes(
+    def gradients(
         self, weights: Sequence[Tensor], x: Tensor, y: Tensor, counted: Tensor
     ) -> tuple[Tensor | None, ...]:
-        """The gradient for each weight; none where the loss does not depend on it."""
+        """Return the gradient for each weight; None where the loss does not depend on it."""
         with torch.enable_grad():
             losses = self.losses_of(weights, x, y, counted.dtype)
             return torch.autograd.grad(losses, weights, counted.flatten(), allow_unused=True)
@@ -181,11 +181,11 @@ class Stack:
     def _losses_of(
         self, weights: Sequence[Tensor], x: Tensor, y: Tensor, kind: torch.dtype
     ) -> Tensor:
-        """The loss of every example, client after client, [K * B]."""
+        """Return the loss of every example, client after client, [K * B]."""
         return self.losses(self.forward(weights, x.flatten(0, 1)).to(kind), y.flatten(0, 1))
 
     def forward(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
-        """The outputs of K models on K times as many examples, [K * B]."""
+        """Return the outputs of K models on K times as many examples, [K * B]."""
         if self.compute_type is not None and x.is_floating_point():
             x = x.to(self.compute_type)
         out: Tensor = functional_call(
@@ -194,7 +194,7 @@ class Stack:
         return out
 
     def _weights(self, params: Tensor) -> list[Tensor]:
-        """Views of the parameters, of a copy in the type layers compute in where that differs."""
+        """Return views of the parameters, or of a copy in the type in which layers compute."""
         views = pieces(params.to(self.compute_type or params.dtype), self.like)
         if self.compute_type is None:
             return views
@@ -202,15 +202,15 @@ class Stack:
         return [w if e else v for v, w, e in zip(views, whole, self.exact, strict=True)]
 
 
-class LayeredStack:
-    """A stack with memory of its own for one local training of K clients.
+class StackedClients:
+    """K clients during local training: their parameters and gradients, layer by layer.
 
-    Layers read the parameters where they are, or a copy in the type they compute in, and write
-    gradients where the step wants them: nothing is gathered in between.
+    Layers read the parameters in place, or a copy in the type in which they compute, and write
+    gradients into the buffers from which the step reads them: nothing is gathered in between.
 
     Args:
         stack: the model of K clients.
-        rows: the parameters that the clients begin with, [K, d], maybe with zeros behind them.
+        rows: the initial parameters of the clients, [K, d], maybe with zeros behind them.
     """
 
     def __init__(self, stack: Stack, rows: Tensor) -> None:
@@ -222,22 +222,22 @@ class LayeredStack:
         self.grads = torch.zeros_like(self.params if self.copy is None else self.copy)
 
     def gradients(self, x: Tensor, y: Tensor, counted: Tensor) -> Tensor:
-        """The gradients layer by layer, overwritten by the next call; `counted` [K, B]."""
+        """Return the gradients layer by layer, overwritten by the next call; `counted` [K, B]."""
         weights = [w.detach().requires_grad_() for w in self._weights()]
-        rooms = self._views(self.grads)
-        # a compiler relies on gradients without gaps, as they are where nobody offers a room
+        buffers = self._views(self.grads)
+        # a compiler relies on gradients without gaps, as they are where no buffer is offered
         dense = [s == n for s, n in zip(self.layers.strides, self.layers.sizes, strict=True)]
-        with gradient_buffers(list(compress(weights, dense)), list(compress(rooms, dense))):
-            grads = self.stack.slopes(weights, x, y, counted)
-        _settle(grads, rooms)
+        with gradient_buffers(list(compress(weights, dense)), list(compress(buffers, dense))):
+            grads = self.stack.gradients(weights, x, y, counted)
+        _copy_into(buffers, grads)
         return self.grads
 
     def outputs(self, x: Tensor) -> Tensor:
-        """The outputs of the K models on K times as many examples, [K * B]."""
+        """Return the outputs of the K models on K times as many examples, [K * B]."""
         return self.stack.forward(self._weights(), x)
 
     def rows(self) -> Tensor:
-        """The parameters as a vector for each client."""
+        """Return the parameters as a vector for each client, [K, d]."""
         return self.layers.unpack(self.params)
 
     def _weights(self) -> list[Tensor]:
@@ -252,16 +252,13 @@ class LayeredStack:
         return [shaped(piece, like.shape) for piece, like in pieces]
 
 
-def _settle(grads: Sequence[Tensor | None], rooms: Sequence[Tensor]) -> None:
-    """Copy the gradients that are not where they were wanted."""
-    elsewhere = [(g, room) for g, room in zip(grads, rooms, strict=True) if not _same(g, room)]
-    for grad, room in elsewhere:
+def _copy_into(buffers: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    """Copy the gradients that a kernel did not write into their buffers."""
+    copied = []
+    for grad, buffer in zip(grads, buffers, strict=True):
         if grad is None:
-            room.zero_()
-    moved = [(g, room) for g, room in elsewhere if g is not None]
-    if moved:
-        torch._foreach_copy_([room for _, room in moved], [g for g, _ in moved])
-
-
-def _same(grad: Tensor | None, room: Tensor) -> bool:
-    return grad is not None and grad.data_ptr() == room.data_ptr()
+            buffer.zero_()
+        elif grad.data_ptr() != buffer.data_ptr():
+            copied.append((buffer, grad))
+    if copied:
+        torch._foreach_copy_([buffer for buffer, _ in copied], [grad for _, grad in copied])

@@ -135,8 +135,8 @@ def _receive_state(
     """Return the state that the first rank sends; client state comes in blocks."""
     state = state_from(message.round, message.steps, from_bytes(model, run.device), {})
     fresh = run.setup.algorithm.client.init_client_state(state.params)
-    placed = store.placed({}, fresh, run.task.train.clients, process_group.local_world_size)
-    clients = ClientStates.of(placed)
+    stored = store.store({}, fresh, run.task.train.clients, process_group.local_world_size)
+    clients = ClientStates.of(stored)
     while (block := process_group.ranks.receive()) is not None:
         clients = clients.updated(clients_from(from_bytes(block[1], run.device), block[0]))
     return replace(state, clients=clients)

@@ -27,7 +27,7 @@ from fedexp.distributed import DistributedGroup, Ranks, launched
 from fedexp.engine import Record, SimulationState
 from fedexp.engine.client_store import ClientStore, Where
 from fedexp.errors import DivergedError, UsageError, require, warn_deprecated
-from fedexp.objective import Buffers, ModuleObjective
+from fedexp.objective import Buffers, LoadableObjective
 from fedexp.runs.checkpoint import SLOTS, make_private, to_bytes
 from fedexp.runs.distributed_run import Leader, follow, join_ranks
 from fedexp.runs.files import disk_errors
@@ -243,7 +243,7 @@ def model_bytes(run: Run, state: SimulationState) -> bytes:
     """
     params, buffers = state.output()
     named: dict[str, Tensor] = {"params": params}
-    if isinstance(run.task.objective, ModuleObjective):
+    if isinstance(run.task.objective, LoadableObjective):
         on_host = Buffers(*(each.cpu() for each in buffers))
         named = run.task.objective.load(params.cpu(), on_host).state_dict()
     return to_bytes(named)

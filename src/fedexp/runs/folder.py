@@ -155,8 +155,7 @@ class RunFolder:
     def note_engine(self, record: Record) -> None:
         """Store the engine that trained a round, with its reason, unless that is stored already."""
         known = read_environment(self.path)
-        choice = getattr(record, "engine_choice", None)  # a dataclass of text
-        engine = {"name": record.engine} if choice is None else asdict(choice)
+        engine = asdict(record.engine_choice) if record.engine_choice else None
         if known.get("engine") != engine:
             with disk_errors(self.path):
                 self._write_environment({**known, "engine": engine})

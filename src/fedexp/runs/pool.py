@@ -1,11 +1,18 @@
-"""Shares of many runs: each job of an array runs its own, and all keep them in one folder.
+"""Many runs: in worker processes, over the ranks of a torchrun job, or one share per array job.
 
-Runs over worker processes, with word of every round, and an end that does not hang.
+`run_all` executes a list of specs and returns their outcomes. `run_queue` executes runs that a
+`RunQueue` hands out one at a time and may stop early: trials of `fedexp.tune` are such runs.
+Both call `execute` for every run, in one of three ways:
 
-Many runs over the ranks of a job: whole runs where there are enough, else the clients of each.
+- in this process, one run after another;
+- in worker processes, one thread each. A worker sends every row and the result over a pipe, and
+  looks there for a request to stop after every round. Only the parent decides which runs to start
+  and to stop;
+- over ranks: whole runs on each rank if there are at least as many runs as ranks. Otherwise the
+  runs are executed one after another and all ranks share the clients of each.
 
-Whole runs need no word between ranks until all are over, so they come first. Where there are fewer
-runs than ranks, all ranks share the cohort of one run after another.
+Ctrl-C and SIGTERM reach the parent alone, which passes them on as a request to stop. Workers are
+killed when the parent stops using them, and exit by themselves if it is killed.
 """
 
 from __future__ import annotations
@@ -13,18 +20,20 @@ from __future__ import annotations
 import math
 import multiprocessing
 import os
-import queue
+import pickle
 import re
 import signal
 import threading
+import time
+import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 
@@ -33,23 +42,180 @@ from fedexp.errors import FedExPError, UsageError
 from fedexp.runs.execute import execute, stored_outcome
 from fedexp.runs.files import Row
 from fedexp.runs.folder import RESULT, BusyError, OtherContentError, RunWarning
-from fedexp.runs.journal import CHECKPOINT_EVERY, Stopped
+from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
 from fedexp.runs.options import build_task, split_task_options
-from fedexp.runs.spec import OnRound, Outcome, Spec, folder_of
+from fedexp.runs.spec import OnRound, Outcome, Run, Spec, folder_of
 from fedexp.tasks import Task
 
+POLL = 0.1  # seconds between looks at the request to stop while workers are silent
+RETRY = 0.3  # seconds before a queue that had no run to start is asked again
+
 T = TypeVar("T")
+Stop = Callable[[], bool]
+Result = Outcome | Literal["busy", "stopped"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """A run to execute, and the name that its queue gave it."""
+
+    key: Any
+    spec: Spec
+
+
+class RunQueue(Protocol):
+    """Runs to execute, handed out one at a time; used by one process only."""
+
+    def take(self) -> Job | None:
+        """Return the next run, or None if none can start at the moment."""
+
+    def is_done(self) -> bool:
+        """Return whether no run is left to start, and none that another process executes."""
+
+    def on_round(self, job: Job, row: Row) -> bool:
+        """Handle the row of a round; return False to stop the run, which ends its rows."""
+
+    def on_result(self, job: Job, result: Result) -> None:
+        """Handle the end of a run: "stopped" if `on_round` asked for it, "busy" if skipped."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How the runs of a queue are executed.
+
+    Attributes:
+        prepare: makes a run from a spec and its task; a function that can be pickled.
+        root: folder of all runs; None stores nothing.
+        checkpoint_every: seconds between checkpoints.
+        restart: discard what is stored of the runs.
+        skip_busy: skip a run that another process is executing instead of raising.
+    """
+
+    prepare: Callable[[Spec, Task], Run] = Spec.prepare
+    root: Path | None = None
+    checkpoint_every: float = CHECKPOINT_EVERY
+    restart: bool = False
+    skip_busy: bool = False
+
+
+def run_all(
+    specs: Sequence[Spec],
+    jobs: int,
+    on_round: OnRound,
+    root: Path | None = None,
+    *,
+    ranks: Ranks | None = None,
+    checkpoint_every: float = CHECKPOINT_EVERY,
+    stop: Stop = lambda: False,
+    on_busy: Callable[[Spec], None] | None = None,
+    restart: bool = False,
+) -> list[Outcome]:
+    """Execute the specs and return their outcomes, in the order of the specs.
+
+    A run that fails ends all others at once.
+
+    Args:
+        specs: the runs.
+        jobs: runs at a time, each in a process with one thread if there are several.
+        on_round: called with every row. With ranks, only with rows of new rounds, and only on the
+            rank that executes the run (the first if they share it).
+        root: folder of all runs: finished runs are returned, interrupted ones resume. None stores
+            nothing.
+        ranks: the ranks of a job, which all call this function and get all outcomes; `jobs` is not
+            used then.
+        checkpoint_every: seconds between checkpoints.
+        stop: called after every round; True stops all runs after their round and raises
+            `RunInterrupted`.
+        on_busy: called with a run that another process is executing, which is left out of the
+            outcomes; None raises `BusyError`.
+        restart: discard what is stored of the specs.
+    """
+    done: dict[int, Outcome] = {}
+    if root is not None and not restart:
+        if ranks is None:
+            done = dict(stored_outcomes(specs, root, on_round))
+        else:
+            done = ranks.compute_on_first(lambda: dict(stored_outcomes(specs, root)))
+    waiting = [Job(k, spec) for k, spec in enumerate(specs) if k not in done]
+    mine = waiting
+    if ranks is not None and len(waiting) >= ranks.world_size:
+        mine = Shard(ranks.rank + 1, ranks.world_size).of(waiting)
+    listed = _ListQueue(mine, on_round, on_busy)
+    how = Execution(Spec.prepare, root, checkpoint_every, restart, on_busy is not None)
+    run_queue(listed, len(waiting), jobs, how, ranks=ranks, stop=stop)
+    done |= listed.outcomes
+    if ranks is not None:
+        with _stopped_if_lost(stop):
+            ranks.barrier()  # a rank may have to wait long for the last run
+        for outcomes in ranks.all_gather_object(listed.outcomes):
+            done |= outcomes
+    return [done[k] for k in sorted(done)]
+
+
+class _ListQueue:
+    """A list of runs; collects their outcomes."""
+
+    def __init__(
+        self, jobs: Sequence[Job], on_round: OnRound, on_busy: Callable[[Spec], None] | None
+    ) -> None:
+        self.outcomes: dict[int, Outcome] = {}
+        self._left, self._on_round, self._on_busy = list(jobs), on_round, on_busy
+
+    def take(self) -> Job | None:
+        return self._left.pop(0) if self._left else None
+
+    def is_done(self) -> bool:
+        return not self._left
+
+    def on_round(self, job: Job, row: Row) -> bool:
+        self._on_round(job.spec, row)
+        return True
+
+    def on_result(self, job: Job, result: Result) -> None:
+        if isinstance(result, Outcome):
+            self.outcomes[job.key] = result
+        elif self._on_busy is not None:
+            self._on_busy(job.spec)
+
+
+def stored_outcomes(
+    specs: Sequence[Spec],
+    root: Path,
+    on_round: OnRound = lambda spec, row: None,
+    skip_others: bool = False,
+) -> Iterator[tuple[int, Outcome]]:
+    """Yield the position and the outcome of every spec whose run is finished; start no process.
+
+    A run's id and fingerprint depend on its task, which is built once for all that share it. A
+    stored run of other data, model or code is an error, or left out if `skip_others`.
+    """
+    prepare = _SharedTask(Spec.prepare)
+    for k in sorted(range(len(specs)), key=lambda k: specs[k].seed):
+        spec = specs[k]
+        if not any(root.glob(f"{spec.task}-{spec.algorithm}-s{spec.seed}-*/{RESULT}")):
+            continue
+        run = prepare(spec)
+        try:
+            outcome = stored_outcome(run, folder_of(run, root))
+        except OtherContentError:
+            if not skip_others:
+                raise
+            outcome = None
+        if outcome is not None:
+            for row in outcome.rows:
+                on_round(spec, row)
+            yield k, outcome
 
 
 @dataclass(frozen=True)
 class Shard:
-    """One share of the work, counted from 1.
+    """One share of a list of runs, for one job of an array.
 
-    Which runs are whose follows from their order alone, so jobs need not know of each other.
+    A share depends only on the order of the runs, so jobs need not communicate.
 
     Args:
         index: which share, from 1 to `count`.
-        count: how many there are.
+        count: number of shares.
     """
 
     index: int
@@ -59,10 +225,10 @@ class Shard:
         return f"{self.index}/{self.count}"
 
     def of(self, items: Sequence[T]) -> list[T]:
-        """This share of the items, dealt as cards are.
+        """Return every `count`-th item.
 
-        Runs that stand beside each other cost alike (the seeds of an algorithm, the algorithms of a
-        task), so every share gets as many of each kind as any other, but for one.
+        Neighbours in a list of runs cost about the same (the seeds of an algorithm, the algorithms
+        of a task), so all shares get equally many of each kind, up to one.
 
         >>> Shard(2, 3).of("abcdefgh")
         ['b', 'e', 'h']
@@ -71,7 +237,7 @@ class Shard:
 
 
 def parse_shard(text: str) -> Shard:
-    """A share as people write it.
+    """Return the shard of a text.
 
     >>> parse_shard("2/4")
     Shard(index=2, count=4)
@@ -86,245 +252,10 @@ def parse_shard(text: str) -> Shard:
     return shard
 
 
-# A worker's way to tell of its rounds, and its parent's to ask it to stop: these pass to a process
-# when it starts, and only then.
-_to_parent: Any = None
-_asked_to_stop: Any = None
+def runs_per_rank(runs: int, ranks: Ranks | None) -> int:
+    """Return how many runs one rank reports at most: its share, or all that ranks share.
 
-OnBusy = Callable[[Spec], None]
-Answer = Outcome | Literal["busy", "stopped"]
-
-
-class _Keeping(NamedTuple):
-    """Where runs are kept, and whether one that another process holds is left to it."""
-
-    root: Path | None
-    checkpoint_every: float
-    skip_busy: bool
-    restart: bool
-
-
-def run_all(
-    specs: Sequence[Spec],
-    jobs: int,
-    on_round: OnRound,
-    root: Path | None = None,
-    *,
-    checkpoint_every: float = CHECKPOINT_EVERY,
-    stop: Callable[[], bool] = lambda: False,
-    on_busy: OnBusy | None = None,
-    restart: bool = False,
-) -> list[Outcome]:
-    """Run the specs, `jobs` at a time, one thread each; outcomes are in the order of the specs.
-
-    With a `root` every run is kept in it: what is there is returned at once, what was interrupted
-    resumes. Where `stop` returns True, all stop after their round and `Stopped` is raised. A run
-    that fails ends the others at once; so does one that another process holds, unless there is an
-    `on_busy` to call: then it is left to the other process and not returned. `restart` discards
-    what is stored of the specs.
-    """
-    done = {} if root is None or restart else dict(stored(specs, root, on_round))
-    waiting = [k for k in range(len(specs)) if k not in done]
-    todo = [specs[k] for k in waiting]
-    keeping = _Keeping(root, checkpoint_every, on_busy is not None, restart)
-    answers: Iterable[Answer]
-    if jobs <= 1 or len(waiting) <= 1:
-        answers = (_unless_busy(spec, on_round, stop, keeping) for spec in todo)
-    else:
-        answers = _in_workers(todo, jobs, on_round, stop, keeping)
-    for k, answer in zip(waiting, answers, strict=True):
-        if isinstance(answer, Outcome):
-            done[k] = answer
-        elif on_busy is not None:
-            on_busy(specs[k])
-    return [done[k] for k in sorted(done)]
-
-
-def _unless_busy(
-    spec: Spec, on_round: OnRound, stop: Callable[[], bool], keeping: _Keeping
-) -> Answer:
-    """The outcome of a run, unless it is left to another process."""
-    how: dict[str, Any] = {"checkpoint_every": keeping.checkpoint_every, "stop": stop}
-    try:
-        return execute(spec, keeping.root, on_round, restart=keeping.restart, **how)
-    except BusyError:
-        if not keeping.skip_busy:
-            raise
-        return "busy"
-
-
-def stored(
-    specs: Sequence[Spec], root: Path, on_round: OnRound, skip_others: bool = False
-) -> Iterator[tuple[int, Outcome]]:
-    """The runs that are over, by their place; no worker needs to start for them.
-
-    A run's id and fingerprint follow from its task, so that is built, once for all that share it.
-    Runs that are made from something else are refused, or left out by `skip_others`.
-    """
-    built: tuple[Any, Task] | None = None
-    for k in sorted(range(len(specs)), key=lambda k: specs[k].seed):
-        spec = specs[k]
-        if not any(root.glob(f"{spec.task}-{spec.algorithm}-s{spec.seed}-*/{RESULT}")):
-            continue
-        of_task, _ = split_task_options(dict(spec.options))
-        key = spec.task, spec.seed, spec.mode, of_task
-        if built is None or built[0] != key:
-            built = key, build_task(spec.task, of_task, spec.seed, spec.mode)
-        run = spec.prepare(built[1])
-        try:
-            outcome = stored_outcome(run, folder_of(run, root))
-        except OtherContentError:
-            if not skip_others:
-                raise
-            outcome = None
-        if outcome is not None:
-            for row in outcome.rows:
-                on_round(spec, row)
-            yield k, outcome
-
-
-def _in_workers(
-    specs: Sequence[Spec],
-    jobs: int,
-    on_round: OnRound,
-    stop: Callable[[], bool],
-    keeping: _Keeping,
-) -> list[Answer]:
-    context = multiprocessing.get_context("spawn")
-    events, asked = context.Queue(), context.Event()
-    others = set(multiprocessing.active_children())
-    pool = ProcessPoolExecutor(min(jobs, len(specs)), context, _init_worker, (events, asked))
-    try:
-        with deaf_to_interrupts():
-            futures = [pool.submit(_run_in_worker, spec, keeping) for spec in specs]
-        for spec, row in _events(events, futures, lambda: asked.set() if stop() else None):
-            on_round(spec, row)
-        answers = [future.result() for future in futures]
-        if "stopped" in answers:
-            raise Stopped(keeping.root, 0)
-        return answers
-    except BrokenProcessPool:
-        raise FedExPError("a worker process died, perhaps of memory; try --jobs 1") from None
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        for worker in set(multiprocessing.active_children()) - others:
-            worker.kill()  # deaf to less; a run that is killed loses nothing
-
-
-@contextmanager
-def deaf_to_interrupts() -> Iterator[None]:
-    """Processes started in here never hear Ctrl-C or a request to end: those are the parent's.
-
-    Not even while they import. The parent hears of them on leaving, so that none is lost.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()  # where it started in here, it would unblock the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _init_worker(events: Any, asked: Any) -> None:
-    global _to_parent, _asked_to_stop
-    _to_parent, _asked_to_stop = events, asked
-    events.cancel_join_thread()  # a parent that has stopped reading must not keep a worker alive
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # dropped clients are counted in the rows
-    warnings.simplefilter("always", RunWarning)
-    warnings.showwarning = _tell_of_warning
-
-
-def _tell_of_warning(message: Warning | str, *where: Any, **more: Any) -> None:
-    _to_parent.put(message)
-
-
-def end_with_parent() -> None:
-    """A parent that was killed cannot end its workers: they watch for it themselves."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-def _run_in_worker(spec: Spec, keeping: _Keeping) -> Answer:
-    """The outcome of a run, unless it was asked to stop."""
-    if _asked_to_stop.is_set():
-        return "stopped"
-    tell: Callable[[Spec, Row], None] = lambda spec, row: _to_parent.put((spec, row))  # noqa: E731
-    try:
-        return _unless_busy(spec, tell, _asked_to_stop.is_set, keeping)
-    except Stopped:
-        return "stopped"
-
-
-def _events(
-    events: Any, futures: Sequence[Future[Answer]], between: Callable[[], None]
-) -> Iterator[tuple[Spec, Row]]:
-    """Rounds as they happen in the workers, until all are done; raises what one of them does.
-
-    What a worker warns of is warned of here.
-    """
-    while True:
-        between()
-        over = [future.result() for future in futures if future.done()]  # or what one raised
-        try:
-            event = events.get(timeout=0.1)
-        except queue.Empty:
-            if len(over) == len(futures):
-                return
-            continue
-        if isinstance(event, Warning):
-            warnings.warn(event, stacklevel=2)
-        else:
-            yield event
-
-
-def run_spread(
-    specs: Sequence[Spec],
-    ranks: Ranks,
-    on_round: OnRound,
-    root: Path | None = None,
-    *,
-    checkpoint_every: float = CHECKPOINT_EVERY,
-    stop: Callable[[], bool] = lambda: False,
-    on_busy: OnBusy | None = None,
-    restart: bool = False,
-) -> list[Outcome]:
-    """Run the specs, as `run_all` does; every rank calls it, and gets all outcomes.
-
-    What is stored already is for the first rank to say, of a folder that all ranks see. `on_round`
-    and `on_busy` are told on each rank of what that rank does.
-    """
-    found = {} if restart else _over(specs, ranks, root)
-    left = [spec for spec in specs if spec not in found]
-    keeping: dict[str, Any] = {"checkpoint_every": checkpoint_every, "stop": stop}
-    keeping["restart"] = restart
-    if len(left) >= ranks.world_size:
-        mine = Shard(ranks.rank + 1, ranks.world_size).of(left)
-        own = run_all(mine, 1, on_round, root, on_busy=on_busy, **keeping)
-        found |= {each.spec: each for part in _gathered(own, ranks, stop) for each in part}
-    else:
-        for spec in left:
-            try:
-                found[spec] = execute(spec, root, on_round, ranks=ranks, **keeping)
-            except BusyError:  # on every rank
-                if on_busy is None:
-                    raise
-                on_busy(spec)
-    return [found[spec] for spec in specs if spec in found]
-
-
-def told_of(runs: int, ranks: Ranks | None) -> int:
-    """Of how many runs this rank hears, at most: its share of whole ones, or each that all share.
-
-    >>> told_of(10, None)
+    >>> runs_per_rank(10, None)
     10
     """
     if ranks is None or runs < ranks.world_size:
@@ -332,22 +263,325 @@ def told_of(runs: int, ranks: Ranks | None) -> int:
     return math.ceil(runs / ranks.world_size)
 
 
-def _over(specs: Sequence[Spec], ranks: Ranks, root: Path | None) -> dict[Spec, Outcome]:
-    """The runs that were over before."""
-    found = {}
-    if root is not None and ranks.is_first:
-        found = {specs[k]: outcome for k, outcome in stored(specs, root, lambda spec, row: None)}
-    return ranks.broadcast(found)
+def run_queue(
+    queue: RunQueue,
+    left: int,
+    jobs: int,
+    how: Execution,
+    *,
+    ranks: Ranks | None = None,
+    stop: Stop = lambda: False,
+    on_wait: Callable[[], None] = lambda: None,
+) -> None:
+    """Execute runs until the queue is done.
+
+    Args:
+        queue: hands out the runs and receives their rows and results.
+        left: number of runs to execute, the same on all ranks: decides how they are spread.
+        jobs: runs at a time, each in a process with one thread if there are several.
+        how: options of every run.
+        ranks: the ranks of a job, which all call this function, each with a queue of its own; only
+            the first rank's is used if there are fewer runs than ranks. `jobs` is not used.
+        stop: called after every round; True stops all runs after their round and raises
+            `RunInterrupted` unless nothing was left to do.
+        on_wait: called when the queue is not done but all its runs are with other processes.
+    """
+    run = _Executor(how)
+    if ranks is not None and left < ranks.world_size:
+        _on_all_ranks(queue, run, ranks, stop, on_wait)
+    elif ranks is None and min(jobs, left) > 1:
+        _in_workers(queue, min(jobs, left), how, stop, on_wait)
+    else:
+        _in_this_process(queue, run, stop, on_wait)
 
 
-def _gathered(
-    own: list[Outcome], ranks: Ranks, stop: Callable[[], bool]
-) -> Sequence[list[Outcome]]:
-    """Everyone's outcomes, when the last rank is ready, which may take long."""
+class _SharedTask:
+    """Prepares specs; builds a task once for consecutive specs that share it."""
+
+    def __init__(self, prepare: Callable[[Spec, Task], Run]) -> None:
+        self._prepare = prepare
+        self._key: Any = None
+        self._task: Task | None = None
+
+    def __call__(self, spec: Spec) -> Run:
+        of_task, _ = split_task_options(dict(spec.options))
+        key = spec.task, spec.seed, spec.mode, of_task
+        if self._task is None or key != self._key:
+            self._task = None  # before the next is built: data may fit in memory only once
+            self._task, self._key = build_task(spec.task, of_task, spec.seed, spec.mode), key
+        return self._prepare(spec, self._task)
+
+
+class _Executor:
+    """Executes one spec after another in this process."""
+
+    def __init__(self, how: Execution) -> None:
+        self._how, self._prepare = how, _SharedTask(how.prepare)
+
+    def __call__(
+        self, spec: Spec, on_round: Callable[[Row], bool], stop: Stop, ranks: Ranks | None = None
+    ) -> Result:
+        """Return the result; raise `RunInterrupted` if `stop` asked for it, not `on_round`."""
+        how, wanted = self._how, True
+
+        def handle(spec: Spec, row: Row) -> None:
+            nonlocal wanted
+            wanted = wanted and on_round(row)
+
+        try:
+            outcome = execute(
+                spec,
+                how.root,
+                handle,
+                run=self._prepare(spec),
+                ranks=ranks,
+                checkpoint_every=how.checkpoint_every,
+                restart=how.restart,
+                stop=lambda: not wanted or stop(),
+            )
+        except BusyError:
+            if not how.skip_busy:
+                raise
+            return "busy"
+        except RunInterrupted:
+            if wanted:
+                raise
+        return outcome if wanted else "stopped"
+
+
+def _in_this_process(
+    queue: RunQueue, run: Callable[..., Result], stop: Stop, on_wait: Callable[[], None]
+) -> None:
+    while True:
+        asked = stop()
+        if not asked and (job := queue.take()):
+            queue.on_result(job, run(job.spec, partial(queue.on_round, job), stop))
+        elif queue.is_done():
+            return
+        elif asked:
+            raise RunInterrupted(None, 0)
+        else:
+            on_wait()
+            time.sleep(RETRY)
+
+
+STOPPED = "stopped"  # what the first rank broadcasts instead of the next spec
+
+
+def _on_all_ranks(
+    queue: RunQueue, run: _Executor, ranks: Ranks, stop: Stop, on_wait: Callable[[], None]
+) -> None:
+    """Execute one run after another on all ranks; the first broadcasts every spec, and the end.
+
+    A run that is stopped stops on all ranks after the same round (`execute`), and the others learn
+    from the next message whether all runs stop or only this one.
+    """
+
+    def lead(spec: Spec, on_round: Callable[[Row], bool], stop: Stop) -> Result:
+        ranks.broadcast(spec)
+        return run(spec, on_round, stop, ranks)
+
+    if ranks.is_first:
+        try:
+            _in_this_process(queue, lead, stop, on_wait)
+        except RunInterrupted:
+            with suppress(RankLostError):
+                ranks.broadcast(STOPPED)
+            raise
+        ranks.broadcast(None)
+        return
+    while True:
+        with _stopped_if_lost(stop):
+            spec = ranks.receive()
+        if spec is None:
+            return
+        if spec == STOPPED:
+            raise RunInterrupted(None, 0)
+        with suppress(RunInterrupted):
+            run(spec, lambda row: True, stop, ranks)
+
+
+@contextmanager
+def _stopped_if_lost(stop: Stop) -> Iterator[None]:
+    """Raise `RunInterrupted`, not `RankLostError`, if this rank is to stop as the others did."""
     try:
-        ranks.barrier()
+        yield
     except RankLostError:
         if stop():
-            raise Stopped(None, 0) from None  # as the others did
+            raise RunInterrupted(None, 0) from None
         raise
-    return ranks.all_gather_object(own)
+
+
+def _in_workers(
+    queue: RunQueue, count: int, how: Execution, stop: Stop, on_wait: Callable[[], None]
+) -> None:
+    stopping = interrupted = False
+    retry_at = 0.0
+    with worker_processes(count, how) as workers:
+        while True:
+            stopping = stopping or stop()
+            idle = [worker for worker in workers if worker.job is None]
+            if stopping:
+                for worker in workers:
+                    worker.request_stop()
+            elif idle and time.monotonic() >= retry_at:
+                while idle and (job := queue.take()):
+                    idle.pop(0).start(job)
+                retry_at = time.monotonic() + RETRY
+            running = [worker for worker in workers if worker.job is not None]
+            if not running:
+                if queue.is_done() and not interrupted:
+                    return
+                if stopping:
+                    raise RunInterrupted(how.root, 0)
+                on_wait()
+                time.sleep(RETRY)
+                continue
+            ready = wait([worker.connection for worker in running], POLL)
+            for worker in running:
+                if worker.connection in ready and (end := worker.handle_message(queue)):
+                    interrupted = interrupted or end == "interrupted"
+                    retry_at = 0.0
+
+
+@contextmanager
+def worker_processes(count: int, how: Execution) -> Iterator[list[_Worker]]:
+    """Start worker processes; kill them at the end of the block."""
+    workers: list[_Worker] = []
+    try:
+        with interrupts_blocked():
+            workers.extend(_Worker(how) for _ in range(count))
+        yield workers
+    finally:
+        with interrupts_blocked():
+            for worker in workers:
+                worker.kill()  # workers ignore milder signals; a stored run loses nothing
+
+
+class _Worker:
+    """A worker process as its parent sees it."""
+
+    def __init__(self, how: Execution) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, how), daemon=True)
+        self._process.start()
+        theirs.close()  # so that either side notices the end of the other
+        self.job: Job | None = None
+        self._asked = self._wanted = False
+
+    def start(self, job: Job) -> None:
+        self.job, self._asked, self._wanted = job, False, True
+        self._send(job.spec)
+
+    def request_stop(self) -> None:
+        """Ask the worker to stop its run after the round, once."""
+        if self.job is not None and not self._asked:
+            self._asked = True
+            self._send(None)
+
+    def handle_message(self, queue: RunQueue) -> Literal["done", "interrupted"] | None:
+        """Receive one message and pass it to the queue; return how the run ended if it did."""
+        assert self.job is not None
+        try:
+            kind, content, *more = self.connection.recv()
+        except (EOFError, OSError):
+            raise FedExPError("a worker process died, perhaps of memory; try --jobs 1") from None
+        if kind == "error":
+            if not isinstance(content, FedExPError):
+                content.add_note(f"in a worker process:\n{more[0]}")
+            raise content
+        if kind == "warning":
+            warnings.warn(content, stacklevel=2)
+            return None
+        if kind == "row":
+            if self._wanted and not queue.on_round(self.job, content):
+                self._wanted = False
+                self.request_stop()
+            return None
+        job, self.job = self.job, None
+        if content == "stopped" and self._wanted:
+            return "interrupted"
+        queue.on_result(job, content if self._wanted else "stopped")
+        return "done"
+
+    def kill(self) -> None:
+        self._process.kill()
+        self._process.join()
+        self.connection.close()
+
+    def _send(self, message: Spec | None) -> None:
+        with suppress(OSError):  # the worker has died, which `handle_message` reports
+            self.connection.send(message)
+
+
+def _serve(connection: Connection, how: Execution) -> None:
+    """Execute the specs that the parent sends, until it ends. None asks for a stop."""
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    torch.set_num_threads(1)
+    run, asked, sending = _Executor(how), False, threading.Lock()
+
+    def send(*message: Any) -> None:
+        with sending:
+            connection.send(message)
+
+    def on_round(row: Row) -> bool:
+        send("row", row)
+        return True
+
+    def stop() -> bool:
+        nonlocal asked
+        asked = asked or (connection.poll() and connection.recv() is None)
+        return asked
+
+    warnings.simplefilter("ignore")  # dropped clients are counted in the rows
+    warnings.simplefilter("always", RunWarning)
+    warnings.showwarning = lambda message, *args, **more: send("warning", message)
+    with suppress(EOFError, OSError):  # the parent has ended
+        while True:
+            spec = connection.recv()
+            if spec is None:  # a request that arrived after the end of its run
+                continue
+            asked = False
+            try:
+                send("result", run(spec, on_round, stop))
+            except RunInterrupted:
+                send("result", "stopped")
+            except Exception as error:
+                send("error", _picklable(error), traceback.format_exc())
+
+
+def _picklable(error: Exception) -> Exception:
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return FedExPError(f"{type(error).__name__}: {error}")
+    return error
+
+
+def _exit_with_parent() -> None:
+    """Exit when the parent does: one that was killed cannot end its workers."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """Block SIGINT and SIGTERM in this block, and for good in processes started in it.
+
+    This process receives on leaving what arrived meanwhile. A worker never does, not even while it
+    imports: its parent asks it to stop.
+    """
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    from multiprocessing import resource_tracker
+
+    resource_tracker.ensure_running()  # started later, it would unblock the signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -14,7 +14,7 @@ from fedexp.data.streaming import on_device
 from fedexp.data.transforms import Transform
 from fedexp.errors import UsageError, require
 from fedexp.local import LocalTraining
-from fedexp.objective import Buffers, ModuleObjective, Objective
+from fedexp.objective import Buffers, DeviceObjective, ModuleObjective, Objective
 from fedexp.precision import Precision
 from fedexp.tasks.recipe import PAPER_TRAINING, Options
 
@@ -62,12 +62,12 @@ class Task:
 
     def to(self, device: torch.device, precision: Precision) -> Task:
         """Return the task with its data and objective on a device, computing in a precision."""
-        move = getattr(self.objective, "on", None)
-        require(move is not None, "this objective cannot change devices; give it a method `on`")
-        assert move is not None
+        objective = self.objective
+        if not isinstance(objective, DeviceObjective):
+            raise UsageError("this objective cannot change devices; give it a method `on`")
         test = self.test and {name: value.to(device) for name, value in self.test.items()}
         train = on_device(self.train, device)
-        return replace(self, objective=move(device, precision), train=train, test=test)
+        return replace(self, objective=objective.on(device, precision), train=train, test=test)
 
     def evaluate(
         self, params: Tensor, buffers: Buffers, share: tuple[int, int] = (0, 1)

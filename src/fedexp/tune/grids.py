@@ -1,9 +1,9 @@
-"""What is searched: the paper's grids as data, and the ranges of a free search (audit A4).
+"""Search spaces: the paper's grids as data (docs/paper.md#grids), and ranges of a free search.
 
 Which options an algorithm is tuned over follows from the options it has:
 
-    client.mu     FedProx: mu alone, the step sizes stay as FedAvg has them (App. D.4)
-    server.eps    FedExP and its kin: eps and local.lr; on least squares eps = 0 and local.lr alone
+    client.mu     FedProx: mu alone, with the step sizes of FedAvg (App. D.5)
+    server.eps    FedExP and variants: eps and local.lr; on least squares eps = 0 and local.lr alone
     server.tau    FedAdagrad, FedAdam, FedYogi: server.lr and local.lr
     otherwise     FedAvg, SCAFFOLD, FedAvg-M: server.lr and local.lr
 
@@ -22,19 +22,19 @@ from fedexp.runs.options import Setup
 Point = dict[str, float]
 Values = Mapping[str, tuple[float, ...]]
 
-# Base-10 logarithms, as printed in App. D.2; for least squares the paper prints 0.5 twice.
+# Base-10 logarithms, as printed in App. D.3; for least squares the paper prints 0.5 twice.
 LOCAL_LR = (-2, -1.5, -1, -0.5, 0)
 EPS = (-3, -2.5, -2, -1.5, -1)
 MU = (-3, -2, -1, 0)
 AVERAGE_LR = {"least squares": (0, 0.5, 0.5, 1, 2), "networks": (-1, -0.5, 0, 0.5, 1)}
 ADAPTIVE_LR = {"least squares": (-1, -0.5, 0, 0.5, 1), "networks": (-2, -1.5, -1, -0.5, 0)}
-# A free search goes half a decade beyond the grids, and turns what the paper leaves alone.
-BEYOND = 0.5
+# A free search extends half a decade beyond the grids, and also tunes tau.
+BEYOND = 0.5  # decades
 TAU = (-5, -1)
 
 
 def paper_grid(setup: Setup, least_squares: bool) -> Values:
-    """The values of each option that the paper's grid search has for an algorithm.
+    """Return the values per option of the paper's grid search for an algorithm.
 
     >>> from fedexp.algorithms import fedavg
     >>> from fedexp.local import LocalTraining
@@ -52,7 +52,7 @@ def paper_grid(setup: Setup, least_squares: bool) -> Values:
 
 
 def free_ranges(setup: Setup, least_squares: bool) -> Values:
-    """Smallest and largest value of each option that a free search turns, on a log scale."""
+    """Return the smallest and largest value per option of a free search, on a log scale."""
     options = setup.options()
     grid = {"local.lr": powers(LOCAL_LR)}
     if "server.lr" in options:
@@ -68,30 +68,30 @@ def free_ranges(setup: Setup, least_squares: bool) -> Values:
 
 
 def points(values: Values) -> list[Point]:
-    """Every combination, the last option turning fastest."""
+    """Return every combination; the last option varies fastest."""
     return [dict(zip(values, each, strict=True)) for each in itertools.product(*values.values())]
 
 
 def without_fixed(values: Values, fixed: Collection[str]) -> Values:
-    """The search without the options that the user has set: those stay as they are.
+    """Return the search space without the options that the user has set.
 
     >>> list(without_fixed({"server.lr": (1.0,), "local.lr": (0.1,)}, ["lr"]))
     ['local.lr']
     """
-    kept = {name: v for name, v in values.items() if not any(_names(key, name) for key in fixed)}
-    require(bool(kept), f"nothing is left to tune: take {', '.join(values)} out of --set")
-    return kept
+    left = {name: v for name, v in values.items() if not any(_names(key, name) for key in fixed)}
+    require(bool(left), f"nothing is left to tune: take {', '.join(values)} out of --set")
+    return left
 
 
-def none_fixed(values: Values, fixed: Collection[str]) -> Values:
-    """A search that the user has named himself: what is both searched and set is a mistake."""
+def check_none_fixed(values: Values, fixed: Collection[str]) -> Values:
+    """Return a search space of the user's own; raise `UsageError` if an option is set as well."""
     twice = [name for name in values if any(_names(key, name) for key in fixed)]
     require(not twice, f"{', '.join(twice)} cannot be both searched and set; take it out of --set")
     return values
 
 
 def parse_grid(assignments: Sequence[str], setup: Setup) -> Values:
-    """A grid of the user's own, from texts such as `local.lr=0.01,0.1,1`."""
+    """Return a grid of the user's own, from texts such as `local.lr=0.01,0.1,1`."""
     grid: dict[str, tuple[float, ...]] = {}
     for text in assignments:
         key, equals, listed = text.partition("=")
@@ -99,14 +99,14 @@ def parse_grid(assignments: Sequence[str], setup: Setup) -> Values:
             raise UsageError(f"--grid takes key=value,value,..., not {text!r}")
         name = key.strip()
         for value in listed.split(","):
-            setup.with_option(name, value.strip())  # a mistake shows here
+            setup.with_option(name, value.strip())  # raises for an unknown option or value
         full = next(option for option in setup.options() if _names(name, option))
         grid[full] = _floats(name, listed)
     return grid
 
 
 def powers(exponents: Sequence[float]) -> tuple[float, ...]:
-    """Powers of ten, each once."""
+    """Return powers of ten, each once."""
     return tuple(dict.fromkeys(10.0**exponent for exponent in exponents))
 
 
@@ -123,5 +123,5 @@ def _floats(name: str, listed: str) -> tuple[float, ...]:
 
 
 def _names(key: str, full: str) -> bool:
-    """Whether `--set key` sets the option `full`; a plain `lr` is the server's."""
+    """Return whether `--set key` sets the option `full`; a plain `lr` is the server's."""
     return key == full or (key == full.rpartition(".")[2] and (key, full) != ("lr", "local.lr"))

@@ -1,7 +1,4 @@
-"""The outcome of a search for people and programs: tables, the next command, plain values.
-
-The heat-map of Figure 1: what every pair of values comes to.
-"""
+"""The results of a search: tables, JSON, the command to run next, and the heat map of Figure 1."""
 
 from __future__ import annotations
 
@@ -15,40 +12,52 @@ import numpy as np
 from fedexp.analysis.plots import NAMES, entitle, new_figure
 from fedexp.analysis.tables import format_value
 from fedexp.runs.spec import is_better_higher
-from fedexp.tune.epsilon import EPS, Found
+from fedexp.tune.epsilon import EPS, EpsilonResult
 from fedexp.tune.grids import Point
-from fedexp.tune.ledger import Tried
 from fedexp.tune.search import Study
-from fedexp.tune.trial import Scored, window_of
+from fedexp.tune.store import Trial
+from fedexp.tune.trial import TrialResult, window_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-TOP = 10
 Table = tuple[list[str], list[list[str]]]
+Cells = np.ndarray[Any, np.dtype[np.float64]]
+TOP = 10  # trials in the table of a single algorithm
+SYMBOLS = {
+    "local.lr": r"client step size $\eta_l$",
+    "server.lr": r"server step size $\eta_g$",
+    "server.eps": r"$\epsilon$",
+    "client.mu": r"$\mu$",
+    "server.tau": r"$\tau$",
+}
+DIVERGED = "#BBBBBB"
+SPAN = 1e4  # ratio of the largest to the smallest loss on the colour scale
 
 
-def best_table(studies: Sequence[tuple[Study, list[Tried]]], exact: bool = False) -> Table:
-    """The best values of each algorithm; of a single one, its ten best points, or all if exact.
+def best_table(studies: Sequence[tuple[Study, list[Trial]]], exact: bool = False) -> Table:
+    """Return the best values of each algorithm; of a single one, its ten best, or all if exact.
 
-    `exact` is for programs: numbers in full, and nothing where there is none.
+    Args:
+        studies: each study and its trials, best first.
+        exact: write numbers in full, for programs, and empty cells for failed trials.
     """
     metric = studies[0][0].metric
     single = len(studies) == 1
     names = list(dict.fromkeys(name for study, _ in studies for name in study.values))
     test = metric.replace("train", "test")
     cells = []
-    for study, tried in studies:
-        for each in tried[: (len(tried) if exact else TOP) if single else 1]:
-            turned = [_number(each.point.get(name), exact) for name in names]
-            results = [_result(each.scored, metric, exact), _test(each.scored, test, exact)]
-            cells.append([study.run.spec.algorithm, *turned, *results])
+    for study, trials in studies:
+        for each in trials[: (len(trials) if exact else TOP) if single else 1]:
+            point = [_number(each.point.get(name), exact) for name in names]
+            results = [_result(each.result, metric, exact), _test(each.result, test, exact)]
+            cells.append([study.run.spec.algorithm, *point, *results])
     return _without_empty(["algorithm", *names, _words(metric), f"last {_words(test)}"], cells)
 
 
-def epsilon_table(study: Study, found: Found, exact: bool = False) -> Table:
-    """The values that the rule of thumb went through."""
+def epsilon_table(study: Study, found: EpsilonResult, exact: bool = False) -> Table:
+    """Return the values that the rule of thumb tried."""
     test = study.metric.replace("train", "test")
     results = [_words(study.metric), f"last {_words(test)}"]
     cells = [
@@ -64,7 +73,7 @@ def epsilon_table(study: Study, found: Found, exact: bool = False) -> Table:
 
 
 def heading(study: Study, count: int) -> str:
-    """What was searched, and what the score is."""
+    """Return one line: what was searched, and what the score is."""
     spec = study.run.spec
     first, last = window_of(study.run.rounds)
     kinds = {"paper": "grid", "free": "free search", "epsilon": "rule of thumb"}
@@ -74,7 +83,7 @@ def heading(study: Study, count: int) -> str:
 
 
 def next_command(study: Study, point: Point) -> str:
-    """The command that trains with these values; the rounds are those of the task."""
+    """Return the command that trains with these values, for the task's own number of rounds."""
     spec = study.run.spec
     words = ["fedexp", "run", spec.task, "--algorithm", spec.algorithm]
     for flag, value, usual in (("--mode", spec.mode, "paper"), ("--seed", str(spec.seed), "0")):
@@ -85,13 +94,13 @@ def next_command(study: Study, point: Point) -> str:
     return shlex.join(words)
 
 
-def remarks(study: Study, tried: Sequence[Tried]) -> list[str]:
-    """What a reader of the best values should know: how many failed, and where the grid ends."""
-    diverged = sum(each.scored.diverged_at is not None for each in tried)
-    pruned = sum(each.scored.pruned for each in tried)
-    lines = [f"{diverged} of {len(tried)} trials diverged"] if diverged else []
-    lines += [f"{pruned} of {len(tried)} trials were given up early"] if pruned else []
-    for name, value in tried[0].point.items():
+def remarks(study: Study, trials: Sequence[Trial]) -> list[str]:
+    """Return notes on the best values: how many trials failed, and whether the grid ends there."""
+    diverged = sum(each.result.diverged_at is not None for each in trials)
+    pruned = sum(each.result.pruned for each in trials)
+    lines = [f"{diverged} of {len(trials)} trials diverged"] if diverged else []
+    lines += [f"{pruned} of {len(trials)} trials were pruned"] if pruned else []
+    for name, value in trials[0].point.items():
         ends = study.values[name]
         if study.protocol == "paper" and len(ends) > 1 and value in (min(ends), max(ends)):
             side = "smallest" if value == min(ends) else "largest"
@@ -99,46 +108,46 @@ def remarks(study: Study, tried: Sequence[Tried]) -> list[str]:
     return lines
 
 
-def as_json(study: Study, tried: Sequence[Tried], best: Point) -> dict[str, Any]:
-    """Everything, as plain values."""
+def as_json(study: Study, trials: Sequence[Trial], best: Point) -> dict[str, Any]:
+    """Return everything as plain values."""
     return {
         "algorithm": study.run.spec.algorithm,
         "best": best,
         "next": next_command(study, best),
-        "trials": [{"values": each.point, **_plain(each.scored)} for each in tried],
+        "trials": [{"values": each.point, **_plain(each.result)} for each in trials],
     }
 
 
-def epsilon_trials(found: Found) -> list[Tried]:
-    """What the rule of thumb tried, as points."""
-    return [Tried({EPS: eps}, scored) for eps, scored in found.tried]
+def epsilon_trials(found: EpsilonResult) -> list[Trial]:
+    """Return the trials of the rule of thumb."""
+    return [Trial({EPS: eps}, result) for eps, result in found.tried]
 
 
 def _without_empty(headers: list[str], cells: list[list[str]]) -> Table:
-    """A task without test data needs no column for it."""
-    kept = [k for k in range(len(headers)) if any(row[k] != "-" for row in cells)]
-    return [headers[k] for k in kept], [[row[k] for k in kept] for row in cells]
+    """Leave out columns without values: a task may have no test data."""
+    filled = [k for k in range(len(headers)) if any(row[k] != "-" for row in cells)]
+    return [headers[k] for k in filled], [[row[k] for k in filled] for row in cells]
 
 
 def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _plain(scored: Scored) -> dict[str, Any]:
+def _plain(result: TrialResult) -> dict[str, Any]:
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in vars(scored).items()}  # fmt: skip
+            for k, v in vars(result).items()}  # fmt: skip
 
 
-def _result(scored: Scored, metric: str, exact: bool) -> str:
-    if scored.diverged_at is not None or scored.pruned:
-        return "" if exact else "given up" if scored.pruned else "diverged"
-    return _exact(scored.score) if exact else format_value(scored.score, metric)
+def _result(result: TrialResult, metric: str, exact: bool) -> str:
+    if result.diverged_at is not None or result.pruned:
+        return "" if exact else "pruned" if result.pruned else "diverged"
+    return _exact(result.score) if exact else format_value(result.score, metric)
 
 
-def _test(scored: Scored, metric: str, exact: bool) -> str:
-    if scored.test is None or scored.diverged_at is not None:
+def _test(result: TrialResult, metric: str, exact: bool) -> str:
+    if result.test is None or result.diverged_at is not None:
         return "-"
-    return _exact(scored.test) if exact else format_value(scored.test, metric)
+    return _exact(result.test) if exact else format_value(result.test, metric)
 
 
 def _number(value: float | None, exact: bool = False) -> str:
@@ -146,38 +155,26 @@ def _number(value: float | None, exact: bool = False) -> str:
 
 
 def _exact(value: float) -> str:
-    """As short as it can be said without becoming another number."""
+    """Return the shortest text that reads back as the same number."""
     short = f"{value:g}"
     return short if float(short) == value else repr(value)
 
 
-Cells = np.ndarray[Any, np.dtype[np.float64]]
-SYMBOLS = {
-    "local.lr": r"client step size $\eta_l$",
-    "server.lr": r"server step size $\eta_g$",
-    "server.eps": r"$\epsilon$",
-    "client.mu": r"$\mu$",
-    "server.tau": r"$\tau$",
-}
-DIVERGED = "#BBBBBB"
-SPAN = 1e4  # of the losses that have colours of their own
+def tuning_figure(study: Study, trials: Sequence[Trial]) -> Figure:
+    """Draw the score of every trial, and the test accuracy beside it, as in Figure 1.
 
-
-def tuning_figure(study: Study, tried: Sequence[Tried]) -> Figure:
-    """The score of every trial, and beside it the test accuracy, as Figure 1 shows it.
-
-    A grid is drawn as a heat-map, a free search as points. The search has two dimensions, and the
-    best trial comes first: it is framed in both, though only the score chose it.
+    A grid is drawn as a heat map, a free search as a scatter plot. The study has two options, and
+    `trials` are sorted: the best, which only the score decides, is framed in both panels.
     """
     (down, across), spec = _axes_of(study), study.run.spec
-    tests = any(each.scored.test is not None for each in tried)
+    tests = any(each.result.test is not None for each in trials)
     figure, panels = new_figure(2 if tests else 1, width=5.2, height=4.2)
     first, last = window_of(study.run.rounds)
-    _panel(study, tried, panels[0], "score", study.metric)
+    _panel(study, trials, panels[0], "score", study.metric)
     panels[0].set_title(f"{NAMES[study.metric]}, rounds {first} to {last}", fontsize=11)
     if tests:
         metric = study.metric.replace("train", "test")
-        _panel(study, tried, panels[1], "test", metric)
+        _panel(study, trials, panels[1], "test", metric)
         panels[1].set_title(f"{NAMES[metric]} after {last} rounds", fontsize=11)
     for each in panels:
         each.set_xlabel(SYMBOLS.get(across, across))
@@ -194,15 +191,15 @@ def draw_heatmap(
     metric: str,
     frame: tuple[int, int] | None = None,
 ) -> None:
-    """A table in colours, small values at the bottom left; NaN is drawn grey.
+    """Draw a heat map with small values at the bottom left; NaN is grey.
 
     Args:
         axes: where to draw.
-        across: the values along the horizontal axis.
-        down: the values along the vertical axis.
-        cells: one number for each pair, shape [down, across].
-        metric: what the numbers are; accuracies are shown in percent, losses on a log scale.
-        frame: row and column of the cell that was chosen.
+        across: values along the horizontal axis.
+        down: values along the vertical axis.
+        cells: one number per pair, shape [down, across].
+        metric: name of the metric; accuracies are shown in percent, losses on a log scale.
+        frame: row and column of the cell to frame.
     """
     from matplotlib.patches import Rectangle
 
@@ -214,34 +211,34 @@ def draw_heatmap(
     axes.set_yticks(range(len(down)), [f"{value:.3g}" for value in down])
     dark = _is_dark(cells, colours)
     for (row, column), value in np.ndenumerate(cells):
-        ink = "white" if dark[row, column] else "black"
-        axes.text(column, row, _short(value, metric), ha="center", va="center", color=ink)
+        colour = "white" if dark[row, column] else "black"
+        axes.text(column, row, _short(value, metric), ha="center", va="center", color=colour)
     if frame is not None:
         corner = (frame[1] - 0.5, frame[0] - 0.5)
         box = Rectangle(corner, 1, 1, fill=False, edgecolor="#D55E00", linewidth=3, clip_on=False)
         axes.add_patch(box)
 
 
-def _panel(study: Study, tried: Sequence[Tried], axes: Axes, field: str, metric: str) -> None:
+def _panel(study: Study, trials: Sequence[Trial], axes: Axes, field: str, metric: str) -> None:
     down, across = _axes_of(study)
-    value = {(each.point[down], each.point[across]): _value(each, field) for each in tried}
+    value = {(each.point[down], each.point[across]): _value(each, field) for each in trials}
     if study.protocol == "free":
         _scatter(axes, value, metric)
         return
     rows, columns = sorted(study.values[down]), sorted(study.values[across])
     cells = np.array([[value.get((y, x), np.nan) for x in columns] for y in rows])
-    best = tried[0].point
+    best = trials[0].point
     chosen = (rows.index(best[down]), columns.index(best[across]))
     draw_heatmap(axes, columns, rows, cells, metric, chosen)
 
 
 def _scatter(axes: Axes, value: dict[tuple[float, float], float], metric: str) -> None:
-    """Points on log scales; those that diverged or were given up are crosses."""
+    """Draw points on log scales; trials that diverged or were pruned are crosses."""
     known = {at: number for at, number in value.items() if np.isfinite(number)}
-    given_up = [at for at in value if at not in known]
+    failed = [at for at in value if at not in known]
     axes.set_xscale("log")
     axes.set_yscale("log")
-    axes.scatter([x for _, x in given_up], [y for y, _ in given_up], c=DIVERGED, marker="x")
+    axes.scatter([x for _, x in failed], [y for y, _ in failed], c=DIVERGED, marker="x")
     if not known:
         return
     numbers = np.array(list(known.values()))
@@ -252,15 +249,15 @@ def _scatter(axes: Axes, value: dict[tuple[float, float], float], metric: str) -
 
 
 def _axes_of(study: Study) -> tuple[str, str]:
-    """Which option goes up and which goes across: the clients' step size goes across."""
+    """Return the options of the vertical and the horizontal axis; `local.lr` is horizontal."""
     first, second = study.values
     return (second, first) if first == "local.lr" else (first, second)
 
 
-def _value(tried: Tried, field: str) -> float:
-    value = getattr(tried.scored, field)
-    lost = tried.scored.diverged_at is not None or tried.scored.pruned
-    return float("nan") if lost or value is None else float(value)
+def _value(trial: Trial, field: str) -> float:
+    value = getattr(trial.result, field)
+    failed = trial.result.diverged_at is not None or trial.result.pruned
+    return float("nan") if failed or value is None else float(value)
 
 
 def _colours(cells: Cells, metric: str) -> dict[str, Any]:
@@ -270,13 +267,13 @@ def _colours(cells: Cells, metric: str) -> dict[str, Any]:
     low, high = (known.min(), known.max()) if known.size else (0.0, 1.0)
     if is_better_higher(metric):
         return {"cmap": "viridis", "norm": Normalize(low, high)}
-    # a loss on its way to infinity would leave one colour for all the others
+    # a loss close to divergence would leave one colour for all others
     scale = LogNorm(low, min(high, SPAN * low)) if low > 0 else Normalize(low, high)
     return {"cmap": "viridis_r", "norm": scale}
 
 
 def _is_dark(cells: Cells, colours: dict[str, Any]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Where the ink has to be white."""
+    """Return where text has to be white."""
     from matplotlib import colormaps
 
     known = np.where(np.isfinite(cells), cells, colours["norm"].vmin)

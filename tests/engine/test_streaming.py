@@ -1,4 +1,4 @@
-"""Examples that travel, and pages that are read ahead, change no number."""
+"""Streamed examples, and pages that are read ahead, change no number."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from fedexp.engine import simulation
 from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import StoredStates
 from fedexp.engine.plan import Work, sample_cohort
+from fedexp.engine.select import Selected
 from fedexp.engine.state import SimulationState
 from fedexp.tasks import Task
+from tests.engine.helpers import needs_cuda
 from tests.helpers.problems import BatchNormNet, classes_task
 
 SIZES = (10, 6, 14, 7, 8, 11)
@@ -33,7 +35,7 @@ def streamed(task: Task, device: str = "cpu") -> Task:
 
 @pytest.mark.parametrize("engine", ["loop", "batched"])
 @pytest.mark.parametrize("epochs", [None, 2])
-def test_examples_that_travel_train_the_same_model(engine: str, epochs: int | None) -> None:
+def test_streamed_examples_train_the_same_model(engine: str, epochs: int | None) -> None:
     task = classes_task(BatchNormNet, SIZES)
     local = replace(task.local, epochs=epochs)
     runs = [
@@ -45,7 +47,7 @@ def test_examples_that_travel_train_the_same_model(engine: str, epochs: int | No
     assert torch.equal(runs[0][-1].state.params, runs[1][-1].state.params)
 
 
-def test_the_batched_engine_reads_what_travels_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_batched_engine_reads_streamed_rows_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows of clients that are not in the cohort could be anything."""
     task = streamed(classes_task(BatchNormNet, SIZES))
     asked: list[list[int]] = []
@@ -56,14 +58,14 @@ def test_the_batched_engine_reads_what_travels_alone(monkeypatch: pytest.MonkeyP
         return cohort_rows(self, who)
 
     monkeypatch.setattr(StreamedFederation, "cohort_rows", noted)
-    monkeypatch.setattr(simulation, "select_engine", lambda *_: Batched())
+    monkeypatch.setattr(simulation, "select_engine", lambda *_: Selected(Batched(), ""))
     for _ in fx.simulate(task, fx.fedexp(), 4, 3):
         pass
     assert asked == [sample_cohort(0, r, 6, 3).tolist() for r in (1, 2, 3, 4)]
 
 
 class AtOnce:
-    """An executor that does at once what it is given."""
+    """An executor that runs a task when it is submitted."""
 
     def __init__(self, threads: int) -> None: ...
 
@@ -99,10 +101,10 @@ def test_a_rank_reads_ahead_for_its_own_clients(monkeypatch: pytest.MonkeyPatch)
     assert asked == [shard_cohort(work, 2)[1].tolist() for work in (first, first.after())]
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@needs_cuda
 @pytest.mark.parametrize("make", [fx.fedexp, fx.scaffold_exp], ids=lambda make: make.__name__)
 def test_a_federation_larger_than_a_gpu(make, monkeypatch: pytest.MonkeyPatch) -> None:  # type: ignore[no-untyped-def]
-    """The rows travel from the host, and what clients keep comes from a file."""
+    """Rows are copied from the host, and client states read from a file."""
     task = classes_task(BatchNormNet, SIZES)
     whole = list(fx.simulate(task, make(), 5, 3, device="cuda"))
     monkeypatch.setattr(streamed_data, "free_bytes", lambda device: 0)

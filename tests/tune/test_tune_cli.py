@@ -1,4 +1,4 @@
-"""`fedexp tune` as a user meets it: tables, pictures, the next command, one line a mistake."""
+"""`fedexp tune` on the command line: tables, pictures, the next command, one line per mistake."""
 
 from __future__ import annotations
 
@@ -10,21 +10,16 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from fedexp.analysis.plots import new_figure
 from fedexp.cli.main import main
-from fedexp.tune.results import draw_heatmap, remarks, tuning_figure
-from fedexp.tune.search import tune
-from tests.studies.problems import SMALL, small_study
+from tests.helpers.tuning import OPTIONS
 
-OPTIONS = [word for pair in SMALL.items() for word in ("--set", "=".join(pair))]
 BRIEF = ["--rounds", "4", "--jobs", "1", *OPTIONS]
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _in_tmp_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -54,7 +49,7 @@ def test_the_best_of_several_algorithms_in_every_format(capfd: pytest.CaptureFix
         assert capfd.readouterr().out.startswith(first)
 
 
-def test_the_rule_of_thumb_explains_itself(capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_rule_of_thumb_explains_its_choice(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "synthetic", "--epsilon", *BRIEF]) == 0
     *table, explained, command = capfd.readouterr().out.splitlines()
     assert table[0].split() == ["eps", "train", "loss", "median", "step", "size"]
@@ -63,7 +58,7 @@ def test_the_rule_of_thumb_explains_itself(capfd: pytest.CaptureFixture[str]) ->
     assert "--set server.eps=" in command
 
 
-def test_a_grid_of_ones_own_and_options_that_stay(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_grid_of_ones_own_and_options_that_are_set(capfd: pytest.CaptureFixture[str]) -> None:
     command = ["tune", "synthetic", "--json", *BRIEF]
     assert main([*command, "--grid", "local.lr=0.1,0.01", "--grid", "steps=3,5"]) == 0
     own = json.loads(capfd.readouterr().out)["algorithms"][0]["trials"]
@@ -73,34 +68,6 @@ def test_a_grid_of_ones_own_and_options_that_stay(capfd: pytest.CaptureFixture[s
     (only,) = json.loads(capfd.readouterr().out)["algorithms"]
     assert [list(trial["values"]) for trial in only["trials"]] == [["server.lr"]] * 4
     assert "--set local.lr=0.1" in only["next"]
-
-
-def test_a_heat_map_shows_every_number_and_frames_the_chosen() -> None:
-    _, (axes,) = new_figure(1)
-    cells = np.array([[0.5, 0.25], [np.nan, 0.75]])
-    draw_heatmap(axes, [0.01, 0.1], [1.0, 10.0], cells, "train_accuracy", frame=(1, 1))
-    assert [text.get_text() for text in axes.texts] == ["50.0", "25.0", "div.", "75.0"]
-    assert [label.get_text() for label in axes.get_xticklabels()] == ["0.01", "0.1"]
-    (frame,) = axes.patches
-    assert frame.get_xy() == (0.5, 0.5)  # type: ignore[attr-defined]
-
-
-def test_what_diverged_everywhere_can_be_drawn(tmp_path: Path) -> None:
-    values = {"server.lr": (1.0, 2.0), "local.lr": (5.0, 9.0)}
-    study = small_study(tmp_path / "s.db", values=values, rounds=30)
-    tried = tune(study)
-    figure = tuning_figure(study, tried)
-    assert [text.get_text() for text in figure.axes[0].texts] == ["div."] * 4
-    assert remarks(study, tried)[0] == "4 of 4 trials diverged"
-
-
-def test_a_free_search_is_drawn_as_points(tmp_path: Path) -> None:
-    values = {"server.lr": (1.0, 30.0), "local.lr": (0.01, 0.1)}
-    study = small_study(tmp_path / "s.db", protocol="free", values=values, trials=5)
-    figure = tuning_figure(study, tune(study))
-    assert figure.axes[0].get_xscale() == "log"
-    drawn = [np.asarray(each.get_offsets()) for each in figure.axes[0].collections]
-    assert sum(map(len, drawn)) == 5
 
 
 @pytest.mark.parametrize(
@@ -143,12 +110,13 @@ def test_a_mistake_gets_one_line_and_status_2(
     assert list(tmp_path.iterdir()) == []  # a mistake leaves nothing behind
 
 
-def test_ctrl_c_stops_in_order_and_the_same_command_continues(tmp_path: Path) -> None:
+@pytest.mark.parametrize("jobs", ["1", "2"])
+def test_ctrl_c_stops_after_the_round_and_the_same_command_continues(jobs: str) -> None:
     command = [sys.executable, "-m", "fedexp", "tune", "synthetic", "--algorithm", "fedavg"]
-    command += ["--rounds", "400", "--jobs", "1", "--quiet", *OPTIONS]
+    command += ["--rounds", "400", "--jobs", jobs, "--quiet", *OPTIONS]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr is not None
-    process.stderr.readline()  # the first word of a round
+    process.stderr.readline()  # the line of the first round
     os.killpg(process.pid, signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130

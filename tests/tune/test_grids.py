@@ -1,4 +1,4 @@
-"""The grids are those of the paper (audit A4), and the user's own where given."""
+"""The grids are those of the paper (docs/paper.md#grids), or the user's own."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_the_grids_are_those_of_the_paper(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", BEST)
-def test_the_grids_hold_the_best_values_of_the_paper(kind: str) -> None:
+def test_the_grids_contain_the_best_values_of_the_paper(kind: str) -> None:
     for algorithm, found in BEST[kind].items():
         grid = logs(paper_grid(setup(algorithm), kind == "synthetic"))
         assert set(found) <= {tuple(point.values()) for point in points(grid)}  # type: ignore[arg-type]
@@ -73,7 +73,7 @@ def test_every_algorithm_has_a_grid_of_its_own_options(algorithm: str) -> None:
             assert all(value > 0 for each in values.values() for value in each)
 
 
-def test_free_ranges_hold_the_grid() -> None:
+def test_free_ranges_contain_the_grid() -> None:
     grid, ranges = (search(setup("fedadam"), False) for search in (paper_grid, free_ranges))
     assert set(ranges) == {"local.lr", "server.lr", "server.tau"}
     for name, values in grid.items():
@@ -87,7 +87,7 @@ def test_points_are_every_combination() -> None:
     assert points({"a": (1.0, 2.0), "b": (3.0,)}) == [{"a": 1.0, "b": 3.0}, {"a": 2.0, "b": 3.0}]
 
 
-def test_what_the_user_sets_is_not_searched() -> None:
+def test_options_that_the_user_sets_are_not_searched() -> None:
     grid = paper_grid(setup("fedavg"), False)
     assert list(without_fixed(grid, ["local.lr", "clip_norm"])) == ["server.lr"]
     assert list(without_fixed(grid, ["lr"])) == ["local.lr"]
@@ -110,6 +110,6 @@ def test_a_grid_of_the_users_own() -> None:
         ("weighting=size", "takes numbers"),
     ],
 )
-def test_a_grid_that_cannot_be(text: str, message: str) -> None:
+def test_a_grid_with_a_mistake(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         parse_grid([text], setup("fedavg"))

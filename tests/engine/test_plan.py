@@ -13,7 +13,15 @@ from numpy.typing import NDArray
 from fedexp.algorithms import fedavg
 from fedexp.data.federation import Federation
 from fedexp.data.transforms import Images
-from fedexp.engine.plan import EPOCH_BITS, Work, batch_key, plan_batches, plan_cohort, step_rows
+from fedexp.engine.plan import (
+    EPOCH_BITS,
+    Work,
+    batch_key,
+    device_rows,
+    host_rows,
+    plan_batches,
+    plan_cohort,
+)
 from fedexp.local import LocalTraining
 from fedexp.models import logistic
 from fedexp.seeding import generator, torch_seed
@@ -92,15 +100,20 @@ def test_equals_a_restarted_shuffling_loader(
 def test_a_cohort_is_planned_as_its_clients_are(
     sizes: list[int], batch: int | None, steps: int, epochs: int | None, seed: int
 ) -> None:
-    """What the batched engine works out all at once, filled up with each client's first row."""
+    """By numpy and by torch, all clients at once, padded with each client's first row."""
     local = LocalTraining(steps=steps, epochs=epochs, batch_size=batch)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     rows = {"x": torch.zeros(offsets[-1], 1), "y": torch.zeros(offsets[-1], dtype=torch.int64)}
-    task = classification("mine", lambda: logistic(1, 2), Federation(rows, offsets))
+    task = classification("task", lambda: logistic(1, 2), Federation(rows, offsets))
     clients = list(range(len(sizes)))
     plan = plan_cohort(Work(task, fedavg(), local, "uniform", seed, 3, np.array(clients)), clients)
-    key, who = torch.tensor(batch_key(seed, 3)), torch.from_numpy(plan.who)
-    seen = step_rows(key, who, len(plan.lengths), plan.width, plan.reach, batch).numpy()
+    key, steps = batch_key(seed, 3), len(plan.lengths)
+    on_host = host_rows(key, plan.who, steps, plan.width, batch)
+    seen = np.broadcast_to(on_host, (steps, *on_host.shape[1:]))  # one for all on whole batches
+    on_device = device_rows(
+        torch.tensor(key), torch.from_numpy(plan.who), steps, plan.width, plan.reach, batch
+    )
+    assert np.array_equal(on_device.numpy(), seen)
     for client in clients:
         one = plan_batches(seed, 3, client, sizes[client], local)
         assert plan.lengths[:, client].tolist()[: len(one)] == [len(each) for each in one]
@@ -161,6 +174,14 @@ def test_without_a_batch_size_a_step_is_all_of_the_data(
     assert [each.tolist() for each in plan] == [[0, 1, 2, 3, 4]] * expected
 
 
+def test_a_client_of_more_examples_than_a_key_has_bits_for() -> None:
+    """Positions no longer fit the low bits of the keys, and a stable sort gives the same order."""
+    size = 2**EPOCH_BITS + 1
+    (epoch,) = plan_batches(0, 1, 0, size, LocalTraining(epochs=1, batch_size=size))
+    key, who = torch.tensor(batch_key(0, 1)), torch.tensor([[0], [size], [0]])
+    assert np.array_equal(epoch, device_rows(key, who, 1, size, 2 * size, size)[0, 0].numpy())
+
+
 def test_every_order_is_as_likely() -> None:
     """Three examples, one epoch: the six orders come up about as often."""
     local = LocalTraining(epochs=1, batch_size=1)
@@ -176,7 +197,7 @@ def test_augmentation_is_a_function_of_seed_round_client_and_step() -> None:
     fields = {"x": torch.from_numpy(pixels), "y": torch.arange(30) % 2}
     images, local = Images((0.5,), (0.25,)), LocalTraining(steps=5, batch_size=4)
     federation = Federation(fields, np.array([0, 10, 19, 30]))
-    task = classification("mine", lambda: logistic(36, 2), federation, transform=images)
+    task = classification("task", lambda: logistic(36, 2), federation, transform=images)
     plan = plan_batches(3, 7, 1, 9, local)
     for cohort in ([1], [0, 1, 2]):
         work = Work(task, fedavg(), local, "uniform", 3, 7, np.array(cohort))

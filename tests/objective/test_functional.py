@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fedexp.objective.functional import FunctionalModule, in_plain_operations
-from tests.engine.test_zoo import BY_NAME, run
 
 
 @pytest.mark.parametrize(
@@ -89,9 +88,3 @@ def test_a_module_is_as_it_was_after_a_call() -> None:
     assert output.tolist() == [[1.0, 1.0]]
     assert inner.weight is before[0]
     assert inner.bias is before[1]
-
-
-@pytest.mark.parametrize("name", ["conv-batch-norm", "conv-instance-norm", "lstm"])
-def test_bf16_is_batched_and_its_noise_no_alarm(name: str) -> None:
-    _, record = run(BY_NAME[name], torch.float32, "batched", precision="bf16")
-    assert record.engine.startswith("batched (vmap")

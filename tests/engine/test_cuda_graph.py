@@ -1,0 +1,104 @@
+"""A whole round as one program: the same numbers, and what cannot be captured runs without.
+
+Here programs are called as they are where a GPU would replay a graph; `test_cuda.py` replays them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import fedexp as fx
+from fedexp.engine.batched import Batched, Implementation
+from fedexp.engine.cuda_graph import Program
+from fedexp.errors import EngineWarning
+from fedexp.tasks import Task
+from tests.engine.helpers import (
+    assert_same_state,
+    double_batch_norm,
+    images,
+    run_rounds,
+    unequal,
+)
+from tests.helpers.rules import ALGORITHMS, rule_id
+
+
+def as_it_is(program: Program, inputs: Any) -> Program:
+    return program
+
+
+def captured(implementation: Implementation = "vmap", padded: bool = True) -> Batched:
+    """Return an engine that takes programs as they are instead of capturing them."""
+    return Batched(implementation, padded, graphs=True, capture=as_it_is)
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)
+def test_a_whole_round_is_local_training_and_server_step(algorithm: fx.Algorithm) -> None:
+    layers, alike = images(), unequal(double_batch_norm, (7, 7, 7))
+    cases: list[tuple[Task, Implementation, bool]] = [
+        (layers, "layers", True),
+        (alike, "vmap", False),
+    ]
+    for task, implementation, padded in cases:
+        engine = captured(implementation, padded)
+        pairs = zip(
+            run_rounds(engine, task, algorithm, weighting="size"),
+            run_rounds(Batched(implementation, padded), task, algorithm, weighting="size"),
+            strict=True,
+        )
+        for one, other in pairs:
+            assert_same_state(one.state, other.state)
+            assert one.metrics.keys() == other.metrics.keys()
+            assert (one.clients, one.dropped) == (other.clients, other.dropped)
+            assert one.server_lr == pytest.approx(other.server_lr, rel=1e-9)
+        assert engine.cuda_graph == "round"
+
+
+def test_a_round_without_any_client_changes_nothing() -> None:
+    task = images()
+    task = replace(task, local=replace(task.local, lr=1e300))
+    engine = captured()
+    first, *_ = run_rounds(engine, task, fx.fedexp())
+    assert engine.cuda_graph == "round"
+    assert (first.clients, first.dropped, first.server_lr) == (0, 3, None)
+    assert torch.equal(first.state.params, fx.SimulationState.initial(task, fx.fedexp(), 0).params)
+
+
+def test_unequal_batches_that_are_not_padded_are_not_captured() -> None:
+    engine = captured("vmap", False)
+    run_rounds(engine, unequal(double_batch_norm, (4, 10, 30, 2)), fx.fedexp())
+    assert engine.cuda_graph is None
+
+
+class Refusing:
+    """Captures nothing, or local training alone."""
+
+    def __init__(self, rounds_only: bool) -> None:
+        self.rounds_only, self.calls = rounds_only, 0
+
+    def __call__(self, program: Program, inputs: Any) -> Program:
+        self.calls += 1
+        if self.calls == 1 or not self.rounds_only:
+            raise RuntimeError("operation not permitted when stream is capturing")
+        return program
+
+
+@pytest.mark.parametrize(
+    ("rounds_only", "graph", "warnings"),
+    [(True, "local training", ["rounds are"]), (False, None, ["rounds are", "local training is"])],
+)
+def test_what_cannot_be_captured_is_warned_about_once_and_runs(
+    rounds_only: bool, graph: str | None, warnings: list[str]
+) -> None:
+    capture = Refusing(rounds_only)
+    engine = Batched(graphs=True, capture=capture)
+    with pytest.warns(EngineWarning, match="not captured") as caught:
+        records = run_rounds(engine, images(), fx.fedexp())
+    assert [str(each.message).split(" not captured")[0] for each in caught] == warnings
+    assert capture.calls == 2
+    assert engine.cuda_graph == graph
+    plain = run_rounds(Batched(), images(), fx.fedexp())
+    assert_same_state(records[-1].state, plain[-1].state)
