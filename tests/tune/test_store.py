@@ -8,8 +8,10 @@ import sys
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import sqlalchemy
 
 from fedexp.errors import UsageError
 from fedexp.runs import RunWarning
@@ -95,6 +97,28 @@ def test_a_file_that_is_not_a_study(tmp_path: Path) -> None:
         tune(study)
     with pytest.raises(UsageError, match="cannot write"):
         tune(replace(study, path=Path("/proc/nothing/s.db")))
+
+
+def test_a_creation_that_was_interrupted_leaves_no_study(tmp_path: Path) -> None:
+    """A table without its index would accept two studies of one name, and then none."""
+    index = "ix_studies_study_name"
+
+    def interrupt(*execution: Any) -> None:
+        if index in execution[2]:
+            raise KeyboardInterrupt
+
+    study = small_study(tmp_path / "s.db", values={"local.lr": (0.1,)})
+    sqlalchemy.event.listen(sqlalchemy.Engine, "before_cursor_execute", interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tune(study)
+    finally:
+        sqlalchemy.event.remove(sqlalchemy.Engine, "before_cursor_execute", interrupt)
+    assert len(tune(study)) == 1
+    with closing(sqlite3.connect(study.path)) as file:
+        found = file.execute("SELECT name FROM sqlite_master WHERE name = ?", (index,))
+        assert found.fetchall() == [(index,)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".s.db.lock", "s.db"]
 
 
 def test_a_missing_library_names_its_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -64,6 +64,8 @@ def open_study(
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     with _storage_errors(path), closing(StudyLocks(path)) as locks:
         with locks.study():
+            if not path.exists():
+                _create_tables(path)
             storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
         try:
             with locks.study():
@@ -79,6 +81,21 @@ def open_study(
         finally:
             storage.remove_session()
             storage.engine.dispose()
+
+
+def _create_tables(path: Path) -> None:
+    """Create an empty storage under a temporary name and move it into place when it is complete.
+
+    SQLite commits each CREATE on its own: a process killed between two of them would leave a file
+    without the index that makes names of studies unique.
+    """
+    optuna = extra("optuna", "tuning", group="tune")
+    unfinished = path.with_name(f".{path.name}.new")
+    unfinished.unlink(missing_ok=True)
+    storage = optuna.storages.RDBStorage(f"sqlite:///{unfinished}")
+    storage.remove_session()
+    storage.engine.dispose()
+    unfinished.replace(path)
 
 
 class StudyStore:
