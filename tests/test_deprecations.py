@@ -102,6 +102,8 @@ def test_renamed_functions_and_arguments_of_flower_warn() -> None:
 def test_the_former_names_of_run_options_warn() -> None:
     with pytest.warns(DeprecationWarning, match=r"use fedexp\.runs\.RunOptions"):
         assert runs.Keeping is runs.RunOptions
+    with pytest.warns(DeprecationWarning, match=r"use fedexp\.runs\.RunInterrupted"):
+        assert runs.Stopped is runs.RunInterrupted
     spec = Spec("toy", "fedavg", rounds=1)
     with pytest.warns(DeprecationWarning, match=r"use execute\(loggers=...\)"):
         runs.execute(spec, None, lambda spec, row: None, consumers=[])

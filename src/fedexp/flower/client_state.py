@@ -26,7 +26,7 @@ from flwr.clientapp import ClientApp
 from fedexp.client import Tensors
 from fedexp.errors import UsageError, require
 from fedexp.runs.checkpoint import from_bytes, to_bytes
-from fedexp.runs.files import telling, write_bytes
+from fedexp.runs.files import disk_errors, write_bytes
 
 PARTITION = "partition-id"
 QUERY = "fedexp"  # the server queries nodes by messages of type "query.fedexp"
@@ -130,7 +130,7 @@ class ClientStore:
         Of earlier rounds only `base` can still be needed; the others are removed. Later rounds are
         not: a slow client may still be training in a round that is long over.
         """
-        with telling(self.folder):
+        with disk_errors(self.folder):
             self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             write_bytes(self._path(round), to_bytes(state), mode=0o600)
             for other in self.rounds():

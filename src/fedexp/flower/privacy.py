@@ -26,7 +26,7 @@ from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.request import read_ties
 from fedexp.privacy import Ledger, LocalMechanism, LocalPrivacy, Release, clip
 from fedexp.privacy.mechanism import Normals, normals
-from fedexp.runs.files import is_count, parse_json, sync_folder, telling, write_bytes
+from fedexp.runs.files import disk_errors, is_count, parse_json, sync_folder, write_bytes
 
 Releases = Mapping[Release, int]
 FILE = "released.json"
@@ -177,7 +177,7 @@ class Budget:
         Gaussian releases compose by adding 1 / z², so releases with other noise count as well.
         Where the count is missing or cannot be read, the budget counts as spent.
         """
-        with telling(self.folder), _locked(self.folder.parent.parent):
+        with disk_errors(self.folder), _locked(self.folder.parent.parent):
             spent = self._spent()
             after = sum(count * _cost(each) for each, count in spent.items()) + _cost(self.release)
             require(
@@ -259,7 +259,7 @@ def _cost(release: Release) -> float:
 def _write(path: Path, releases: Releases) -> None:
     rows = [{**asdict(release), "count": count} for release, count in releases.items()]
     data = json.dumps({"releases": rows}, indent=2, allow_nan=False) + "\n"
-    with telling(path.parent):
+    with disk_errors(path.parent):
         write_bytes(path, data.encode(), mode=0o600)
 
 

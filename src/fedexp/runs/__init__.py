@@ -28,11 +28,11 @@ __all__ = [
     "stored_outcome",
 ]
 
-Stopped = RunInterrupted  # the former name
+_FORMER = {"Keeping": "RunOptions", "Stopped": "RunInterrupted"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "Keeping":
-        warn_deprecated("fedexp.runs.Keeping", "fedexp.runs.RunOptions")
-        return RunOptions
+    if name in _FORMER:
+        warn_deprecated(f"fedexp.runs.{name}", f"fedexp.runs.{_FORMER[name]}")
+        return globals()[_FORMER[name]]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

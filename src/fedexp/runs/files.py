@@ -79,8 +79,6 @@ def disk_errors(folder: Path) -> Iterator[None]:
         ) from error
 
 
-telling = disk_errors  # the former name
-
 LARGEST = 2**63  # integers beyond do not fit the types that hold them
 PART_NAME = re.compile(r"checkpoint-[A-Za-z0-9-]{1,80}\.safetensors")
 

@@ -39,9 +39,6 @@ class RunInterrupted(FedExPError):
         self.folder, self.round = folder, round
 
 
-Stopped = RunInterrupted  # the former name
-
-
 class Journal:
     """The rows and the state of a run, in its folder or in memory only.
 

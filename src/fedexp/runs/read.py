@@ -239,7 +239,12 @@ def _same(values: Sequence[Any]) -> bool:
 
 
 def _known(values: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+    """Return a table without nulls, which TOML does not have, at any depth."""
+    return {
+        name: _known(value) if isinstance(value, Mapping) else value
+        for name, value in values.items()
+        if value is not None
+    }
 
 
 def _rounded(name: str, value: Any) -> Any:
