@@ -111,7 +111,7 @@ def joined_ranks() -> Iterator[Ranks | None]:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with monitored(among), _silenced() if among.rank else nullcontext():
         yield among
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # this rank has finished: nothing is left to print
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # finished: nothing is left to print
 
 
 @contextmanager
