@@ -38,7 +38,10 @@ def test_renamed_arguments_of_simulate_warn() -> None:
     old: Any = {"keep_clients": "memory"}
     with pytest.warns(DeprecationWarning, match=r"simulate\(keep_clients=...\) .* client_store"):
         records = fx.simulate(fx.tasks.toy(), fx.scaffold(), 1, **old)
-    assert next(iter(records)).round == 1
+    record = next(iter(records))
+    assert record.round == 1
+    with pytest.warns(DeprecationWarning, match=r"use SimulationState\.broadcast"):
+        assert record.state.shared is record.state.broadcast
 
 
 def test_renamed_classes_warn_and_are_the_new_ones() -> None:

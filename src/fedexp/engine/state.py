@@ -15,7 +15,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
-from fedexp.errors import DivergedError
+from fedexp.errors import DivergedError, warn_deprecated
 from fedexp.objective import Buffers, changed_buffers
 from fedexp.server import State as ServerState
 from fedexp.tasks.task import Task
@@ -44,6 +44,12 @@ class SimulationState:
     server: ServerState
     broadcast: Tensors
     clients: Mapping[int, Tensors]
+
+    @property
+    def shared(self) -> Tensors:
+        """Return `broadcast` by its former name."""
+        warn_deprecated("SimulationState.shared", "SimulationState.broadcast")
+        return self.broadcast
 
     @classmethod
     def initial(cls, task: Task, algorithm: Algorithm, seed: int) -> SimulationState:
