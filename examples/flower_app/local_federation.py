@@ -88,18 +88,18 @@ class LocalFederation:
     def start_node(self, number: int) -> None:
         """Start SuperNode `number`, whose partition has the same number."""
         state = self.folder / f"node-{number}" / "state"
-        told = f'partition-id={number} num-partitions={self.nodes} fedexp-state="{state}"'
+        config = f'partition-id={number} num-partitions={self.nodes} fedexp-state="{state}"'
         command = [
             "flower-supernode",
             *("--superlink", f"{HOST}:{self.port}"),
             *("--root-certificates", str(self.certificates.authority)),
             *("--host", HOST, "--port", str(free_port())),
-            *("--node-config", told),
+            *("--node-config", config),
         ]
         self.processes.start(f"node-{number}", command)
 
     def run(self, app: Path, config: Mapping[str, Any], timeout: float) -> RunOutcome:
-        """Submit an app, wait for its end, and say how it ended."""
+        """Submit an app, wait until it ends, and return how it ended."""
         return self.wait(self.submit(app, config), timeout)
 
     def submit(self, app: Path, config: Mapping[str, Any]) -> subprocess.Popen[bytes]:
@@ -108,8 +108,8 @@ class LocalFederation:
         for key, value in config.items():
             command += ["-c", f"{key}={json.dumps(value)}"]
         if self.simulation:
-            told = f"num-supernodes={self.nodes} client-resources-num-cpus=1"
-            command += ["--federation-config", told]
+            config = f"num-supernodes={self.nodes} client-resources-num-cpus=1"
+            command += ["--federation-config", config]
         return self.processes.start(USER, command, fresh_log=True)
 
     def wait(self, stream: subprocess.Popen[bytes], timeout: float) -> RunOutcome:
@@ -133,7 +133,7 @@ class LocalFederation:
             raise FederationError(f"`flwr list` failed: {done.stdout}{done.stderr}") from None
 
     def _write_connection(self) -> None:
-        """Tell `flwr` where the SuperLink is, in its home and not in the user's."""
+        """Configure the address of the SuperLink for `flwr`, in its home and not in the user's."""
         authority = json.dumps(str(self.certificates.authority))
         trust = "insecure = true" if self.simulation else f"root-certificates = {authority}"
         home = self.folder / USER

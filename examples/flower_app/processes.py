@@ -24,7 +24,7 @@ class Processes:
     """Flower's commands as processes, each with a log and a home of its own under `folder`.
 
     Args:
-        folder: `NAME.log` is what the process says, `NAME` its FLWR_HOME.
+        folder: `NAME.log` is what the process prints, `NAME` its FLWR_HOME.
         threads: threads of each process, since several share this machine.
     """
 
@@ -106,6 +106,6 @@ class Processes:
 
 
 def program(name: str) -> str:
-    """Flower's commands lie beside the interpreter that has it installed."""
+    """Flower's commands are installed beside the interpreter that has it installed."""
     beside = Path(sys.executable).parent / name
     return str(beside) if beside.exists() else name

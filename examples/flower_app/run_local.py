@@ -38,7 +38,7 @@ def main(arguments: list[str] | None = None) -> int:
             raise UsageError(f"{out} would be sent to the nodes with the app; choose another --out")
         check_writable(picture)
         names = args.algorithms.split(",")
-        for name in names:  # a mistake is told before anything starts
+        for name in names:  # report mistakes before anything starts
             if name not in ALGORITHMS:
                 raise unknown_name("algorithm", name, ALGORITHMS)
         task = load_task(args.task, args.nodes, args.seed)
@@ -78,8 +78,8 @@ def follow(stream: Popen[bytes], folder: Path, end: float) -> None:
         rows = load_run(folder).rows if is_run(folder) else []
         for row in rows[shown:]:
             accuracy = row["test_accuracy"]
-            told = "" if accuracy is None else f"  test accuracy {accuracy:.1%}"
-            print(f"  round {row['round']}{told}  server step {row['server_lr'] or 0:.2f}")
+            score = "" if accuracy is None else f"  test accuracy {accuracy:.1%}"
+            print(f"  round {row['round']}{score}  server step {row['server_lr'] or 0:.2f}")
         shown = len(rows)
         if over:
             return

@@ -62,7 +62,7 @@ HUGE = replies(with_array("w", np.full(DIM, 1e12, np.float32)))
 
 
 def run(folder: Path, grid: FakeGrid, **options: Any) -> Result:
-    """SCAFFOLD-ExP, two of four clients a round: all the state there is."""
+    """SCAFFOLD-ExP, two of four clients per round: all the state there is."""
     strategy = ScaffoldExP(0.5, 0.5, min_available_nodes=4, checkpoint=folder, **options)
     evaluate = central_evaluation(TASK)
     return strategy.start(grid, initial_arrays(TASK), ROUNDS, evaluate_fn=evaluate)

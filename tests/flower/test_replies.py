@@ -136,7 +136,7 @@ def check_left_out(fault: Fault, pattern: str, lines: list[str], weighting: Any)
     metrics = result.train_metrics_clientapp[2]
     assert (metrics["clients"], metrics["dropped"], metrics["unanswered"]) == (3, 1, 0)
     named = [line for line in lines if str(grid.nodes[BAD].node_id) in line]
-    assert len(named) == 2  # one a round
+    assert len(named) == 2  # one per round
     assert re.search(pattern, named[0]), named[0]
 
 
