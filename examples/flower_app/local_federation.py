@@ -108,8 +108,8 @@ class LocalFederation:
         for key, value in config.items():
             command += ["-c", f"{key}={json.dumps(value)}"]
         if self.simulation:
-            config = f"num-supernodes={self.nodes} client-resources-num-cpus=1"
-            command += ["--federation-config", config]
+            resources = f"num-supernodes={self.nodes} client-resources-num-cpus=1"
+            command += ["--federation-config", resources]
         return self.processes.start(USER, command, fresh_log=True)
 
     def wait(self, stream: subprocess.Popen[bytes], timeout: float) -> RunOutcome:
