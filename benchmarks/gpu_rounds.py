@@ -1,8 +1,8 @@
-"""Whole rounds on an H200, bf16: MLP 1.3 ms, pfl's CNN 7.3, EMNIST CNN 18, ResNet-18 236.
+"""Whole rounds on an H200, bf16, in ms: MLP 1.4, pfl's CNN 7.6, EMNIST CNN 17.8, ResNet-18 233.
 
-Engine batched (layers) with CUDA graphs, torch 2.11.0, CUDA 13, median of 7 rounds, 2026-11-15; the
-spread was not recorded (ResNet-18: 235.4 and 236.2 in two runs). The rows are in `records/`. A
-round is planning, local training, sums, server step and record.
+Engine batched (layers) with CUDA graphs, torch 2.11.0, CUDA 13, median of 7 rounds, 2026-11-16;
+ranges: 1.38-1.45, 7.4-7.9, 17.7-17.9, 231-236 (`records/2026-11-16-h200-rounds.json`). A round is
+planning, local training, sums, server step and record.
 
 Four pieces of work on generated data, by several variants (eager, one CUDA graph per round,
 SCAFFOLD, the loop) and in bf16 and tf32. Prints a table with the range and, with --out, writes it
