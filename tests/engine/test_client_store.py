@@ -228,7 +228,7 @@ def test_slots_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     states = empty().updated({c: state_of(c) for c in range(6)}).updated({2: state_of(9)})
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "posix_fadvise", lambda file, at, size, how: asked.append((at, size)))
-    states.expect(np.array([1, 2, 7]))
+    states.prefetch(np.array([1, 2, 7]))
     size = states.store.file.layout.bytes
     assert asked == [(slot * size, size) for slot in states.find(np.array([1, 2])).slots]
     assert states.find(np.array([2])).slots[0] >= 6  # the newest

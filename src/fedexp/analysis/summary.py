@@ -83,8 +83,8 @@ def summarise(
     if reference is None:
         return lines
     ended = [each for each in by_name["fedavg"] if each.diverged_at is None] or outcomes
-    asked = max(len(outcome.rows) for outcome in ended)
-    return [_speedup(each, reference, asked) for each in lines]
+    rounds = max(len(outcome.rows) for outcome in ended)
+    return [_speedup(each, reference, rounds) for each in lines]
 
 
 def spread_of(values: np.ndarray[Any, Any]) -> float | None:
@@ -101,12 +101,12 @@ def _end(outcome: Outcome, curve: Curve, window: int) -> Curve:
     return last[~np.isnan(last)] if not np.isnan(last).all() else known[-1:]
 
 
-def _speedup(line: Line, reference: Line, asked: int) -> Line:
-    """Add the speed-up; a seed of FedAvg that missed the target counts with its `asked` rounds."""
+def _speedup(line: Line, reference: Line, rounds: int) -> Line:
+    """Add the speed-up; a seed of FedAvg that missed the target counts with all `rounds`."""
     if line.mean_rounds is None:
         return line
     missing = reference.seeds - len(reference.rounds)
-    theirs = (sum(reference.rounds) + missing * asked) / reference.seeds
+    theirs = (sum(reference.rounds) + missing * rounds) / reference.seeds
     return replace(line, speedup=theirs / line.mean_rounds, at_least=missing > 0)
 
 

@@ -264,10 +264,10 @@ class StoredStates(ClientStates):
         back = np.argsort(order, kind="stable")
         return Found(found.slots[back], found.checks[back])
 
-    def expect(self, clients: Numbers) -> None:
-        """Have the system read the states of these clients ahead."""
+    def prefetch(self, clients: Numbers) -> None:
+        """Ask the system to read the states of these clients ahead."""
         slots = self.find(clients).slots
-        self.store.file.expect(slots[slots >= 0])
+        self.store.file.prefetch(slots[slots >= 0])
 
     def layer_sizes(self) -> list[int]:
         return [len(layer) for layer in self.layers]

@@ -63,7 +63,7 @@ class ProcessGroup(Protocol):
         ...
 
     def engine(self, engine: Engine) -> Run:
-        """Return what trains this process's part of a cohort and returns the sums of all parts."""
+        """Return a function that trains this process's part and returns the sums of all parts."""
         ...
 
     def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
@@ -327,7 +327,7 @@ class ReadAhead:
         self._started = False
 
     def __call__(self, work: Work, state: SimulationState) -> None:
-        """Start to read what follows `work`, which is about to be done."""
+        """Start to read the examples and client states of the round after `work`."""
         states = state.clients if isinstance(state.clients, StoredStates) else None
         if self._examples or states is not None:
             train, work = work.task.train if self._examples else None, self._shard(work)
@@ -343,4 +343,4 @@ def _read(
     if train is not None:
         prefetch_pages(train, clients)
     if states is not None:
-        states.expect(clients)
+        states.prefetch(clients)

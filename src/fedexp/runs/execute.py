@@ -1,10 +1,10 @@
 """`execute`: run or resume a spec, or return its stored result.
 
-One way for all runs: the spec is resolved, a finished run is returned from its folder, any other
-one trains from where it is (`_train`): one call of `simulate`, whose records go to the `Journal`,
-to the caller and to the loggers, in this order. Threads and torch's deterministic mode, which
-decide the last bits of a sum, are set for the time of the run. Ctrl-C and SIGTERM finish the round
-first (`stop_request`).
+All runs take the same path. The spec is resolved; a finished run is returned from its folder, any
+other one trains from its last checkpoint (`_train`): one call of `simulate`, whose records go to
+the `Journal`, to the caller and to the loggers, in this order. Threads and torch's deterministic
+mode, which decide the last bits of a sum, are set for the time of the run. Ctrl-C and SIGTERM
+finish the round first (`stop_request`).
 """
 
 from __future__ import annotations
