@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedexp.runs.spec import Outcome, allow_rounding
+from fedexp.runs.spec import Outcome, allow_rounding, is_better_higher
 
 Curve = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -67,7 +67,7 @@ def summarise(
     The final metric is the mean over the last `smooth` rounds (20 in the paper's table of 2,000
     rounds). Rounds to the target are those of the unsmoothed curve, as in the paper's Table 1.
     """
-    higher = metric.endswith("accuracy")
+    higher = is_better_higher(metric)
     by_name: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_name.setdefault(outcome.spec.algorithm, []).append(outcome)

@@ -77,7 +77,7 @@ def refuse_if_lost(group: Ranks | None) -> None:
 
 
 def shard_of(args: argparse.Namespace) -> Shard | None:
-    """Return the share that `--shard` names; None for all runs."""
+    """Return the shard that `--shard` selects; None for all runs."""
     if args.shard is None:
         return None
     require(

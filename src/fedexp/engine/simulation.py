@@ -26,7 +26,7 @@ from fedexp.client import Tensors
 from fedexp.data.federation import Federation
 from fedexp.data.streaming import prefetch_pages
 from fedexp.engine.batched import Batched
-from fedexp.engine.client_store import ClientStates, ClientStore, StoredStates, Where, shapes_of
+from fedexp.engine.client_store import ClientStates, ClientStore, Location, StoredStates, shapes_of
 from fedexp.engine.cuda_graph import RoundResult
 from fedexp.engine.loop import Engine, Loop, Run
 from fedexp.engine.plan import Work, sample_cohort, step_lengths
@@ -101,7 +101,7 @@ def simulate(
     device: str | torch.device | None = None,
     precision: Precision | None = None,
     start: SimulationState | None = None,
-    client_store: Where | ClientStore = "auto",
+    client_store: Location | ClientStore = "auto",
     process_group: ProcessGroup | None = None,
 ) -> Iterator[Record]:
     """Train, and yield one `Record` per round. Stop when you like: the consumer is in charge.

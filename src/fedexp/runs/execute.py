@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedexp.distributed import DistributedGroup, Ranks, launched
 from fedexp.engine import Record, SimulationState
-from fedexp.engine.client_store import ClientStore, Where
+from fedexp.engine.client_store import ClientStore, Location
 from fedexp.errors import DivergedError, UsageError, require, warn_deprecated
 from fedexp.objective import Buffers, LoadableObjective
 from fedexp.runs.checkpoint import SLOTS, make_private, to_bytes
@@ -61,7 +61,7 @@ class RunOptions:
     reopen: bool = False
     stop: Callable[[], bool] = lambda: False
     loggers: Sequence[Logger] = ()
-    client_store: Where = "auto"
+    client_store: Location = "auto"
     process_group: DistributedGroup | None = None
     on_open: Callable[[Path, int, bool], None] = lambda folder, rounds, over: None
 

@@ -88,7 +88,7 @@ class Journal:
             self.checkpoint()
 
     def checkpoint(self, final: bool = False) -> None:
-        """Write the state as it is.
+        """Write a checkpoint of the current state.
 
         A state that is not finite cannot be continued: the checkpoint before it stays.
         """
