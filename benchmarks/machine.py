@@ -60,7 +60,7 @@ class Rounds:
     """A simulation run round by round.
 
     Attributes:
-        engine: the engine of the last record, e.g. "dense": what ran, not what was asked for.
+        engine: the engine of the last record, e.g. "dense": what ran, not what was requested.
     """
 
     def __init__(

@@ -58,8 +58,8 @@ class Timed(FedAvg):
 
 
 def main() -> None:
-    asked = assignment()
-    work = asked.work
+    job = assignment()
+    work = job.work
     os.environ["PEER_WORK"] = next(name for name, each in WORKS.items() if each is work)
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
     client, server = ClientApp(), ServerApp()
@@ -70,7 +70,7 @@ def main() -> None:
         share = work.cohort / work.clients
         strategy = Timed(fraction_train=share, fraction_evaluate=0.0)
         start = ArrayRecord(work.build().state_dict())
-        strategy.start(grid, start, num_rounds=asked.rounds + 1)
+        strategy.start(grid, start, num_rounds=job.rounds + 1)
 
     each: Any = {"num_cpus": 1, "num_gpus": 0.0}
     run_simulation(server, client, work.clients, backend_config={"client_resources": each})

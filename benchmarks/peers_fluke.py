@@ -40,8 +40,8 @@ def splitter_of(work: PeerWork) -> DataSplitter:
 
 
 def main() -> None:
-    asked = assignment()
-    work = asked.work
+    job = assignment()
+    work = job.work
     environment = FlukeENV()
     environment.set_seed(0)
     environment.set_eval_cfg(server=False, locals=False, pre_fit=False, post_fit=False)
@@ -58,7 +58,7 @@ def main() -> None:
     options = DDict(client=client, server={"weighted": False}, model=work.build())
     algorithm, watch = FedAVG(work.clients, splitter_of(work), options), Stopwatch()
     algorithm.set_callbacks([watch])
-    algorithm.run(asked.rounds, work.cohort / work.clients, finalize=False)
+    algorithm.run(job.rounds, work.cohort / work.clients, finalize=False)
     report(watch.times, "fluke-fl", "numpy")
 
 

@@ -14,9 +14,9 @@ from peers_work import LR, assignment, report
 
 
 def main() -> None:
-    asked = assignment()
-    engine, _, precision = asked.engine.partition("/")
-    work, (x, y) = asked.work, asked.work.data()
+    job = assignment()
+    engine, _, precision = job.engine.partition("/")
+    work, (x, y) = job.work, job.work.data()
     offsets = np.arange(work.clients + 1) * work.each
     train = Federation({"x": x.flatten(0, 1), "y": y.flatten()}, offsets)
     local = fx.LocalTraining(lr=LR, epochs=work.epochs, batch_size=work.batch)
@@ -24,14 +24,14 @@ def main() -> None:
     run = fx.simulate(
         task,
         fx.fedavg(),
-        asked.rounds + 1,  # the last round, which is evaluated, is left out
+        job.rounds + 1,  # the last round, which is evaluated, is left out
         work.cohort,
         engine=cast(EngineName, engine),
-        device=asked.device,
+        device=job.device,
         precision=cast(Precision, precision) if precision else None,
         evaluate_every=10**9,
     )
-    records = [next(run) for _ in range(asked.rounds)]
+    records = [next(run) for _ in range(job.rounds)]
     name = records[-1].engine + (f", {precision}" if precision else "")
     report([1e3 * record.seconds for record in records], "numpy", engine=name)
 

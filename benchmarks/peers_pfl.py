@@ -62,12 +62,12 @@ def federation_of(work: PeerWork, device: str) -> FederatedDataset:
 
 
 def main() -> None:
-    asked = assignment()
-    work = asked.work
+    job = assignment()
+    work = job.work
     np.random.seed(0)  # noqa: NPY002  its samplers draw from numpy's global generator
-    data, watch = federation_of(work, asked.device), Stopwatch()
+    data, watch = federation_of(work, job.device), Stopwatch()
     params = NNAlgorithmParams(
-        central_num_iterations=asked.rounds + 1,
+        central_num_iterations=job.rounds + 1,
         evaluation_frequency=10**9,  # evaluates in the first round alone
         train_cohort_size=work.cohort,
         val_cohort_size=0,
@@ -76,7 +76,7 @@ def main() -> None:
         local_num_epochs=work.epochs, local_learning_rate=LR, local_batch_size=work.batch
     )
     FederatedAveraging().run(
-        params, SimulatedBackend(data, data), model_of(work, asked.device), local, callbacks=[watch]
+        params, SimulatedBackend(data, data), model_of(work, job.device), local, callbacks=[watch]
     )
     if os.environ.get("RANK", "0") == "0":
         report(watch.times[1:], "pfl", "numpy")

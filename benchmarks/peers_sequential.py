@@ -51,16 +51,16 @@ def one_round(
 
 
 def main() -> None:
-    asked = assignment()
-    work, (x, y) = asked.work, asked.work.data()
+    job = assignment()
+    work, (x, y) = job.work, job.work.data()
     loaders = [
         DataLoader(TensorDataset(x[c], y[c]), work.batch, shuffle=True) for c in range(work.clients)
     ]
     torch.manual_seed(0)
-    model, rng, times = work.build().to(asked.device), np.random.default_rng(0), []
-    for _ in range(asked.rounds):
+    model, rng, times = work.build().to(job.device), np.random.default_rng(0), []
+    for _ in range(job.rounds):
         began = time.perf_counter()
-        one_round(model, work, loaders, rng, asked.device)
+        one_round(model, work, loaders, rng, job.device)
         times.append(1e3 * (time.perf_counter() - began))
     report(times)
 

@@ -62,6 +62,15 @@ def shown(value: object, longest: int = 80) -> str:
     return text if len(text) <= longest else f"{text[: longest - 3]}..."
 
 
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's message, or its type where it has none.
+
+    >>> first_line(ValueError("no\\nyes")), first_line(ValueError())
+    ('no', 'ValueError')
+    """
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
 def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     """Return the error for an unknown name, with the nearest known names, or else all of them.
 

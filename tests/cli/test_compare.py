@@ -79,7 +79,7 @@ def test_runs_of_other_data_are_refused_until_they_are_restarted(
 
 
 def test_a_gpu_gets_one_run_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedexp.cli.many.cores", lambda: 8)
+    monkeypatch.setattr("fedexp.cli.many.available_cores", lambda: 8)
     runs = [Spec("digits", "fedexp", device=device).prepare() for device in (None, "cuda", "cpu")]
     assert [workers_for(run) for run in runs] == [8, 1, 8]
 

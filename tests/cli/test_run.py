@@ -22,8 +22,8 @@ def test_runs_are_stored_where_options_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     assert main(RUN) == 0
-    (mine,) = find_runs([tmp_path / "runs"])
-    assert mine.name.startswith("synthetic-fedexp-s0-")
+    (folder,) = find_runs([tmp_path / "runs"])
+    assert folder.name.startswith("synthetic-fedexp-s0-")
     monkeypatch.setenv("FEDEXP_RUNS", "by-variable")
     assert main(RUN) == 0
     assert main([*RUN, "--runs", "by-option"]) == 0

@@ -9,7 +9,7 @@ import torch
 import fedexp as fx
 from fedexp.aggregate import Aggregate
 from fedexp.engine import EngineName
-from fedexp.engine.client_store import Where
+from fedexp.engine.client_store import Location
 from tests.engine.helpers import peak, toward
 
 torch.set_num_threads(1)
@@ -39,7 +39,7 @@ def hoarding_round(engine: EngineName, clients: int) -> None:
     one_round(engine, clients)
 
 
-def growth(where: Where, dim: int, clients: int, cohort: int) -> None:
+def growth(where: Location, dim: int, clients: int, cohort: int) -> None:
     """Run ten rounds of SCAFFOLD; print by how many MB the peak grows after the third."""
     early, task = 0.0, toward(dim, clients)
     run = fx.simulate(task, fx.scaffold(), 10, cohort, engine="loop", client_store=where)

@@ -206,12 +206,12 @@ def test_auto_takes_a_file_where_states_may_outgrow_the_memory(
 ) -> None:
     task = TASKS["dense"]
     size = 4 * task.objective.initial(0)[0].numel()
-    for room, rounds, stored in [
+    for memory, rounds, stored in [
         (4 * 6 * size, 9, False),
         (4 * 6 * size - 1, 9, True),
         (4 * 3 * size, 1, False),  # three clients are all that can take part in a round of three
     ]:
-        monkeypatch.setattr(client_store, "memory_bytes", lambda device, room=room: room)
+        monkeypatch.setattr(client_store, "memory_bytes", lambda device, memory=memory: memory)
         state = next(fx.simulate(task, fx.scaffold(), rounds, 3)).state
         assert isinstance(state.clients, StoredStates) == stored
         monkeypatch.setattr(
@@ -226,11 +226,11 @@ def test_auto_takes_a_file_where_states_may_outgrow_the_memory(
 
 def test_slots_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     states = empty().updated({c: state_of(c) for c in range(6)}).updated({2: state_of(9)})
-    asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(os, "posix_fadvise", lambda file, at, size, how: asked.append((at, size)))
-    states.expect(np.array([1, 2, 7]))
+    advised: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, at, size, how: advised.append((at, size)))
+    states.prefetch(np.array([1, 2, 7]))
     size = states.store.file.layout.bytes
-    assert asked == [(slot * size, size) for slot in states.find(np.array([1, 2])).slots]
+    assert advised == [(slot * size, size) for slot in states.find(np.array([1, 2])).slots]
     assert states.find(np.array([2])).slots[0] >= 6  # the newest
 
 

@@ -22,7 +22,7 @@ from fedexp.data.federation import Batch
 from fedexp.engine.plan import sample_cohort
 from fedexp.errors import UsageError
 from fedexp.flower import LocalRule, initial_arrays
-from fedexp.flower.client_state import ClientStore
+from fedexp.flower.client_state import ClientStateFolder
 from fedexp.flower.request import BROADCAST, EXTRAS
 from fedexp.flower.simulated_client import from_arrays
 from fedexp.tasks import Task
@@ -254,7 +254,7 @@ def test_no_step_at_all_changes_nothing(state_folder: Path) -> None:
     second = train_message(model, **STUDY | {"server-round": 2, "fedexp.accepted": 1})
     reply = LocalRule(*second, model, optimizer).reply({"num-examples": 0})
     assert not extras_of(reply).any()
-    store = ClientStore.of(state_folder, "study", "0")
+    store = ClientStateFolder.of(state_folder, "study", "0")
     first, later = store.load(1), store.load(2)
     assert first is not None
     assert later is not None

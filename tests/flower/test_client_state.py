@@ -17,7 +17,7 @@ from torch import Tensor
 import fedexp as fx
 from fedexp.errors import UsageError
 from fedexp.flower import initial_arrays, report_client_id
-from fedexp.flower.client_state import ClientStore, client_name, state_root
+from fedexp.flower.client_state import ClientStateFolder, client_name, state_root
 from tests.flower.helpers.fake_grid import FakeGrid
 from tests.flower.helpers.rounds import Rounds
 from tests.flower.helpers.user_app import simulated_app, user_app
@@ -112,7 +112,7 @@ def test_a_server_that_names_no_round_gets_the_newest_earlier_state() -> None:
 
 def test_a_damaged_file_is_as_good_as_none(state_folder: Path) -> None:
     run(scaffold_rounds(), 2)
-    store = ClientStore.of(state_folder, "study", "0")
+    store = ClientStateFolder.of(state_folder, "study", "0")
     path = store.folder / "2.safetensors"
     path.write_bytes(path.read_bytes()[:-3])
     assert store.load(2) is None
@@ -128,7 +128,7 @@ def test_two_files_a_client_for_their_owner_only(state_folder: Path) -> None:
 
 
 def test_a_slow_round_does_not_remove_a_later_one(state_folder: Path) -> None:
-    store = ClientStore.of(state_folder, "study", "0")
+    store = ClientStateFolder.of(state_folder, "study", "0")
     for round, base in ((5, 0), (7, 5), (6, 5)):
         store.save({"control": torch.full((1,), float(round))}, round, base)
     assert store.rounds() == [5, 6, 7]
@@ -138,7 +138,7 @@ def test_a_slow_round_does_not_remove_a_later_one(state_folder: Path) -> None:
 
 def test_names_from_a_server_stay_inside_the_folder(state_folder: Path) -> None:
     for name in ("../../x", "/etc", "..", "", "a/b", "x" * 300):
-        folder = ClientStore.of(state_folder, name, name).folder
+        folder = ClientStateFolder.of(state_folder, name, name).folder
         assert folder.resolve().is_relative_to(state_folder.resolve())
         assert len(folder.relative_to(state_folder).parts) == 2
 
@@ -164,13 +164,13 @@ def test_states_of_another_model_are_refused() -> None:
 
 def test_a_folder_that_cannot_be_written_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    store = ClientStore.of(tmp_path / "file", "study", "0")
+    store = ClientStateFolder.of(tmp_path / "file", "study", "0")
     with pytest.raises(UsageError, match="cannot write to"):
         store.save({"control": torch.zeros(1)}, 1, 0)
 
 
 def test_a_file_that_cannot_be_read_raises(tmp_path: Path) -> None:
-    store = ClientStore.of(tmp_path, "study", "0")
+    store = ClientStateFolder.of(tmp_path, "study", "0")
     (store.folder / "1.safetensors").mkdir(parents=True)
     with pytest.raises(UsageError, match="cannot read"):
         store.load(1)
@@ -181,7 +181,7 @@ def test_a_state_that_is_not_finite_is_not_stored(state_folder: Path) -> None:
     model = rounds.server.state
     model.params[0] = torch.inf
     rounds.run([0], accepted=[])
-    assert ClientStore.of(state_folder, "study", "0").rounds() == [1]
+    assert ClientStateFolder.of(state_folder, "study", "0").rounds() == [1]
 
 
 def test_plain_rules_write_nothing(state_folder: Path) -> None:

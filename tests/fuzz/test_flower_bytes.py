@@ -15,7 +15,7 @@ from flwr.common.serde import message_from_proto, message_to_proto
 from flwr.proto.message_pb2 import Message as ProtoMessage
 
 import fedexp as fx
-from fedexp.flower.client_state import ClientStore
+from fedexp.flower.client_state import ClientStateFolder
 from fedexp.flower.metrics import aggregate_evaluations
 from fedexp.flower.replies import ReplyReader, aggregate_replies
 from fedexp.flower.request import EXTRAS
@@ -118,7 +118,7 @@ def test_an_extra_of_any_precision_and_byte_order_is_read(kind: str) -> None:
 @fuzz(100)
 def test_damaged_client_state(tmp_path_factory: pytest.TempPathFactory, draw: Random) -> None:
     """Unreadable state is treated as absent."""
-    store = ClientStore(tmp_path_factory.getbasetemp() / "client")
+    store = ClientStateFolder(tmp_path_factory.getbasetemp() / "client")
     store.folder.mkdir(exist_ok=True)
     store.save({"control": fx.tasks.toy().objective.initial(0)[0]}, 1, 0)
     whole = (store.folder / "1.safetensors").read_bytes()

@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from fedexp.engine.client_store import Where
+from fedexp.engine.client_store import Location
 from fedexp.runs import execute
 from fedexp.runs.spec import Spec
 
@@ -31,7 +31,7 @@ def nobody(spec: Spec, row: dict[str, Any]) -> None:
     """Ignore the row."""
 
 
-def start(folder: Path, where: Where = "memory") -> int:
+def start(folder: Path, where: Location = "memory") -> int:
     """Start the run in a process of its own; return its id."""
     child = os.fork()
     if child == 0:
@@ -46,7 +46,7 @@ def lines(folder: Path) -> int:
 
 
 def kill_at_a_random_moment(
-    folder: Path, rng: random.Random, round_seconds: float, where: Where
+    folder: Path, rng: random.Random, round_seconds: float, where: Location
 ) -> int:
     """Wait for some rows, then for a random part of a round; kill; return the number of rows."""
     wanted = rng.choice([0, 0, 1, 2, 3])
@@ -61,7 +61,7 @@ def kill_at_a_random_moment(
     return lines(folder)
 
 
-def main(folder: Path, kills: int, seed: int, where: Where) -> None:
+def main(folder: Path, kills: int, seed: int, where: Location) -> None:
     torch.set_num_threads(1)
     began = time.monotonic()
     assert os.waitpid(start(folder / "whole"), 0)[1] == 0
@@ -88,4 +88,4 @@ if __name__ == "__main__":
     if sys.argv[1] == "hold":
         hold(Path(sys.argv[2]))
     else:
-        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), cast(Where, sys.argv[4]))
+        main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), cast(Location, sys.argv[4]))

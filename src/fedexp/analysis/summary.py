@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from fedexp.runs.spec import Outcome, allow_rounding
+from fedexp.runs.spec import Outcome, allow_rounding, is_better_higher
 
 Curve = np.ndarray[Any, np.dtype[np.float64]]
 
@@ -67,7 +67,7 @@ def summarise(
     The final metric is the mean over the last `smooth` rounds (20 in the paper's table of 2,000
     rounds). Rounds to the target are those of the unsmoothed curve, as in the paper's Table 1.
     """
-    higher = metric.endswith("accuracy")
+    higher = is_better_higher(metric)
     by_name: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_name.setdefault(outcome.spec.algorithm, []).append(outcome)
@@ -83,8 +83,8 @@ def summarise(
     if reference is None:
         return lines
     ended = [each for each in by_name["fedavg"] if each.diverged_at is None] or outcomes
-    asked = max(len(outcome.rows) for outcome in ended)
-    return [_speedup(each, reference, asked) for each in lines]
+    rounds = max(len(outcome.rows) for outcome in ended)
+    return [_speedup(each, reference, rounds) for each in lines]
 
 
 def spread_of(values: np.ndarray[Any, Any]) -> float | None:
@@ -101,12 +101,12 @@ def _end(outcome: Outcome, curve: Curve, window: int) -> Curve:
     return last[~np.isnan(last)] if not np.isnan(last).all() else known[-1:]
 
 
-def _speedup(line: Line, reference: Line, asked: int) -> Line:
-    """Add the speed-up; a seed of FedAvg that missed the target counts with its `asked` rounds."""
+def _speedup(line: Line, reference: Line, rounds: int) -> Line:
+    """Add the speed-up; a seed of FedAvg that missed the target counts with all `rounds`."""
     if line.mean_rounds is None:
         return line
     missing = reference.seeds - len(reference.rounds)
-    theirs = (sum(reference.rounds) + missing * asked) / reference.seeds
+    theirs = (sum(reference.rounds) + missing * rounds) / reference.seeds
     return replace(line, speedup=theirs / line.mean_rounds, at_least=missing > 0)
 
 

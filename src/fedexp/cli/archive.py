@@ -79,7 +79,7 @@ def _is_new(run: StoredRun, folder: Path) -> bool:
         return True
     if _computed(load_run(path)) != _computed(run):
         raise UsageError(
-            f"{path} holds another making of the same run; nothing was written; leave the new one "
+            f"{path} holds the same run with other results; nothing was written; leave the new one "
             "out, or take it with --replace"
         )
     return False

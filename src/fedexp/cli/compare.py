@@ -34,12 +34,12 @@ from fedexp.cli.options import (
     add_run_options,
     add_watch_options,
     check_format,
+    listed,
     positive,
-    spec_of,
+    runs_of,
 )
 from fedexp.errors import require
 from fedexp.objective import LeastSquares
-from fedexp.runs.options import build_task, parse_assignments, share_options, split_task_options
 from fedexp.runs.spec import Outcome, Run, Spec, checked_target
 
 DEFAULT = "fedexp,scaffold,fedadagrad,fedprox,fedavg"
@@ -96,19 +96,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _prepare(args: argparse.Namespace) -> list[Run]:
-    """Return runs of seed 0 of all algorithms, over one task; find mistakes before training."""
-    names = list(dict.fromkeys(name.strip() for name in args.algorithms.split(",") if name.strip()))
+    """Return runs of seed 0 of all algorithms, over one task."""
+    names = listed(args.algorithms)
     require(bool(names), "--algorithms needs at least one name; `fedexp algorithms` lists them")
-    of_task, others = split_task_options(parse_assignments(args.set))
-    typed = tuple((f"task.{key}", value) for key, value in of_task.items())
-    bare = replace(spec_of(args, names[0], seed=0), options=typed)
-    for name in names:
-        replace(bare, algorithm=name).check()  # before any data are read
-    task = build_task(bare.task, of_task, bare.seed, bare.mode)
-    setups = {name: replace(bare, algorithm=name).prepare(task).setup for name in names}
-    shared = share_options(setups, others)
-    specs = [replace(bare, algorithm=n, options=(*typed, *shared[n].items())) for n in names]
-    return [spec.prepare(task) for spec in specs]
+    return runs_of(args, names, seed=0)
 
 
 def _label(spec: Spec) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from pathlib import Path
 
 from fedexp.cli.options import positive, root_of
 from fedexp.cli.progress import watch
+from fedexp.data.sources.image_folder import available_cores
 from fedexp.distributed import RankLostError, Ranks, check_device, ranks
 from fedexp.distributed.failure import another_failed
 from fedexp.errors import require
@@ -58,15 +58,10 @@ def check_jobs(jobs: int | None, device: str | None) -> None:
 def workers_on(device: str | None) -> int:
     """Return how many processes suit a device: one per core of a CPU, one on a GPU.
 
-    >>> workers_on("cuda"), workers_on("cuda:1"), workers_on("cpu") == workers_on(None) == cores()
+    >>> workers_on("cuda"), workers_on("cuda:1"), workers_on("cpu") == available_cores()
     (1, 1, True)
     """
-    return cores() if device in (None, "cpu") else 1
-
-
-def cores() -> int:
-    """Return how many cores this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return available_cores() if device in (None, "cpu") else 1
 
 
 def is_silent() -> bool:
@@ -82,7 +77,7 @@ def refuse_if_lost(group: Ranks | None) -> None:
 
 
 def shard_of(args: argparse.Namespace) -> Shard | None:
-    """Return the share that `--shard` names; None for all runs."""
+    """Return the shard that `--shard` selects; None for all runs."""
     if args.shard is None:
         return None
     require(
@@ -118,12 +113,12 @@ def run_many(args: argparse.Namespace, many: Many) -> tuple[list[Outcome] | None
     ranks other than the first.
     """
     shard, group = shard_of(args), ranks()
-    mine = shard.of(many.specs) if shard else list(many.specs)
+    own = shard.of(many.specs) if shard else list(many.specs)
     if shard:
-        _print(f"shard {shard}: {len(mine)} of {len(many.specs)} runs")
+        _print(f"shard {shard}: {len(own)} of {len(many.specs)} runs")
     with stop_request(listen=root_of(args) is not None) as request:
         try:
-            outcomes = _run(args, many, mine, request, group)
+            outcomes = _run(args, many, own, request, group)
         except RunInterrupted:
             refuse_if_lost(group)
             _print("stopped; the same command continues")
@@ -139,21 +134,21 @@ def run_many(args: argparse.Namespace, many: Many) -> tuple[list[Outcome] | None
 def _run(
     args: argparse.Namespace,
     many: Many,
-    mine: Sequence[Spec],
+    specs: Sequence[Spec],
     stop: Callable[[], bool],
     group: Ranks | None,
 ) -> list[Outcome]:
     def on_busy(spec: Spec) -> None:
         _print(f"{many.label(spec)} is left to another process, which is working on it")
 
-    title, shown = f"{many.title}, {len(mine)} runs", runs_per_rank(len(mine), group)
+    title, shown = f"{many.title}, {len(specs)} runs", runs_per_rank(len(specs), group)
     with watch(title, many.rounds, shown, args.quiet) as bar:
 
         def on_round(spec: Spec, row: Row) -> None:
             bar(row, many.label(spec))
 
         return run_all(
-            mine,
+            specs,
             many.jobs,
             on_round,
             root_of(args),

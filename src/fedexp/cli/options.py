@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import math
 import os
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fedexp.engine.select import ENGINES, check_engine_name
 from fedexp.errors import UsageError, require
 from fedexp.runs.journal import CHECKPOINT_EVERY
-from fedexp.runs.options import parse_assignments
-from fedexp.runs.spec import Spec
+from fedexp.runs.options import build_task, parse_assignments, share_options, split_task_options
+from fedexp.runs.spec import Run, Spec
 
 
 class Parser(argparse.ArgumentParser):
@@ -128,6 +130,28 @@ def spec_of(args: argparse.Namespace, algorithm: str, seed: int) -> Spec:
         deterministic=args.deterministic,
         options=tuple(parse_assignments(args.set).items()),
     )
+
+
+def runs_of(args: argparse.Namespace, names: Sequence[str], seed: int) -> list[Run]:
+    """Return a run of each algorithm over one task; raise `UsageError` before data are read.
+
+    `--set key=value` is for all algorithms that have the option, `--set name:key=value` for one.
+    """
+    of_task, others = split_task_options(parse_assignments(args.set))
+    typed = tuple((f"task.{key}", value) for key, value in of_task.items())
+    bare = replace(spec_of(args, names[0], seed), options=typed)
+    for name in names:
+        replace(bare, algorithm=name).check()
+    task = build_task(bare.task, of_task, bare.seed, bare.mode)
+    setups = {name: replace(bare, algorithm=name).prepare(task).setup for name in names}
+    shared = share_options(setups, others)
+    specs = [replace(bare, algorithm=n, options=(*typed, *shared[n].items())) for n in names]
+    return [spec.prepare(task) for spec in specs]
+
+
+def listed(names: str) -> list[str]:
+    """Return the names in a text such as `fedexp,fedavg`, each once."""
+    return list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
 
 
 def positive(text: str) -> int:

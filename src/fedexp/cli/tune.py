@@ -7,21 +7,28 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from fedexp.analysis.plots import check_writable, save
 from fedexp.analysis.tables import FORMATS, render_table
 from fedexp.cli.many import add_jobs_option, check_jobs, is_silent, refuse_if_lost, workers_on
-from fedexp.cli.options import add_out, add_run_options, check_format, positive, seed, spec_of
+from fedexp.cli.options import (
+    add_out,
+    add_run_options,
+    check_format,
+    listed,
+    positive,
+    runs_of,
+    seed,
+)
 from fedexp.cli.progress import watch
 from fedexp.distributed import ranks
 from fedexp.errors import require
 from fedexp.runs import RunInterrupted
 from fedexp.runs.execute import StopRequest, stop_request
 from fedexp.runs.files import Row
-from fedexp.runs.options import build_task, parse_assignments, share_options, split_task_options
+from fedexp.runs.options import split_task_options
 from fedexp.runs.spec import Run
 from fedexp.tune import results
 from fedexp.tune.epsilon import EPS, epsilon_values, explain, tune_epsilon
@@ -118,19 +125,10 @@ def _check(args: argparse.Namespace) -> None:
 
 def _runs(args: argparse.Namespace) -> list[Run]:
     """Return what all trials of each algorithm have in common, over one task."""
-    names = list(dict.fromkeys(name.strip() for name in args.algorithm.split(",") if name.strip()))
+    names = listed(args.algorithm)
     require(bool(names), "--algorithm needs a name; `fedexp algorithms` lists them")
     require(len(names) == 1 or not args.epsilon, "--epsilon takes one --algorithm at a time")
-    of_task, rest = split_task_options(parse_assignments(args.set))
-    mine = tuple((f"task.{key}", value) for key, value in of_task.items())
-    bare = replace(spec_of(args, names[0], args.seed), options=mine)
-    task = build_task(bare.task, of_task, bare.seed, bare.mode)
-    setups = {name: replace(bare, algorithm=name).prepare(task).setup for name in names}
-    shared = share_options(setups, rest)
-    return [
-        replace(bare, algorithm=name, options=(*mine, *shared[name].items())).prepare(task)
-        for name in names
-    ]
+    return runs_of(args, names, args.seed)
 
 
 def _study(args: argparse.Namespace, run: Run) -> Study:
@@ -166,7 +164,7 @@ def _runner(args: argparse.Namespace, study: Study, stop: StopRequest) -> TrialR
 
 
 def _progress(study: Study, quiet: bool) -> Progress:
-    """A bar, or lines, over the remaining trials."""
+    """Return a context manager that shows a bar, or lines, over the remaining trials."""
 
     @contextmanager
     def show(left: int) -> Iterator[OnRow]:

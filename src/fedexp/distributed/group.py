@@ -19,7 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fedexp.errors import FedExPError, UsageError, require, warn_deprecated
+from fedexp.errors import FedExPError, UsageError, first_line, require, warn_deprecated
 
 T = TypeVar("T")
 
@@ -236,5 +236,4 @@ def _collective(call: Callable[[], T]) -> T:
     try:
         return call()
     except (RuntimeError, ConnectionError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise RankLostError(reason) from error
+        raise RankLostError(first_line(error)) from error

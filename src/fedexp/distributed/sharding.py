@@ -22,7 +22,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
 from fedexp.distributed.group import Ranks, local_world_size
-from fedexp.engine.loop import Engine, Run
+from fedexp.engine.loop import Engine, Run, Sums
 from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.errors import FedExPError
@@ -31,7 +31,6 @@ from fedexp.objective import Buffers
 from fedexp.tasks.task import Task
 
 Clients = NDArray[np.int64]
-Sums = tuple[Aggregate, dict[int, Tensors]]
 # Extra sums of the all-reduce, under names that no client rule uses: ranks that want to stop, norms
 # of the models, and the clients with new states.
 STOP, NORM, CHANGED = "ranks.stop", "ranks.norm", "ranks.changed"
@@ -124,8 +123,8 @@ class CohortShard(Work):
     @classmethod
     def of(cls, work: Work, shards: Sequence[Clients], rank: int) -> CohortShard:
         """Return the shard of a rank, given the shards of all ranks."""
-        shared = {**_work_fields(work), "cohort": shards[rank]}
-        return cls(**shared, cohort_size=len(work.cohort), rank=rank, world_size=len(shards))
+        common = {**_work_fields(work), "cohort": shards[rank]}
+        return cls(**common, cohort_size=len(work.cohort), rank=rank, world_size=len(shards))
 
     def after(self) -> Work:
         """Return this rank's shard of the next round, so that an engine can prefetch it."""

@@ -42,7 +42,7 @@ Capture = Callable[[Program, Tensors], Program]
 
 
 class Batched:
-    """The engine; it holds the CUDA graphs of one run.
+    """Trains the clients of a cohort together; holds the CUDA graphs of one run.
 
     Args:
         implementation: "layers" where all layers of the model have a stacked implementation and the
@@ -171,7 +171,7 @@ class Batched:
         """Run a program by its CUDA graph, captured the first time; return None where that fails.
 
         A rule or a model that reads numbers on the host cannot be captured, and a whole round may
-        be too large: then local training alone is tried, and no graph at last.
+        be too large: then a graph of local training alone is tried, then none.
         """
         key = (*kind, signature(inputs))
         try:

@@ -264,10 +264,10 @@ class StoredStates(ClientStates):
         back = np.argsort(order, kind="stable")
         return Found(found.slots[back], found.checks[back])
 
-    def expect(self, clients: Numbers) -> None:
-        """Have the system read the states of these clients ahead."""
+    def prefetch(self, clients: Numbers) -> None:
+        """Ask the system to read the states of these clients ahead."""
         slots = self.find(clients).slots
-        self.store.file.expect(slots[slots >= 0])
+        self.store.file.prefetch(slots[slots >= 0])
 
     def layer_sizes(self) -> list[int]:
         return [len(layer) for layer in self.layers]
@@ -299,7 +299,7 @@ class StoredStates(ClientStates):
         return np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)
 
 
-Where = Literal["auto", "memory", "disk"]
+Location = Literal["auto", "memory", "disk"]
 SHARE = 4  # client states may take a quarter of the memory
 UNKNOWN = 2**62  # bytes of memory where the system does not report it
 COPIED_AT_A_TIME = 1024  # states
@@ -316,11 +316,11 @@ class ClientStore:
         file: the file on disk; None for a temporary one.
     """
 
-    where: Where = "auto"
+    where: Location = "auto"
     file: Path | None = None
 
     def __post_init__(self) -> None:
-        known = get_args(Where)
+        known = get_args(Location)
         require(self.where in known, f"client_store is auto, memory or disk, not {self.where!r}")
 
     def store(

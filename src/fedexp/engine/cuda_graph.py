@@ -9,7 +9,7 @@ handful of numbers.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -20,13 +20,13 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate, usable
 from fedexp.algorithms import Algorithm
+from fedexp.client import Tensors
 from fedexp.engine.local_steps import LocalProgram, part
 from fedexp.engine.loop import unstacked
 from fedexp.engine.plan import CohortPlan, Numbers
 from fedexp.engine.state import ServerModel, SimulationState, model_step, with_model
 from fedexp.objective import buffer_changes
 
-Tensors = Mapping[str, Tensor]
 Program = Callable[[Tensors], Tensors]
 
 

@@ -51,7 +51,7 @@ def dense_network_of(work: Work, state: SimulationState) -> DenseNetwork | None:
 
 
 class Dense:
-    """The engine; it has as many threads as torch would use for one operation."""
+    """Trains blocks of clients, on as many threads as torch would use for one operation."""
 
     name = "dense"
 

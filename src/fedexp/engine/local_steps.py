@@ -8,7 +8,7 @@ faster on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import repeat
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedexp.client import ClientRule
+from fedexp.client import ClientRule, Tensors
 from fedexp.data.federation import Batch
 from fedexp.data.transforms import Transform
 from fedexp.engine.plan import Numbers, device_rows
@@ -29,7 +29,6 @@ from fedexp.local import LocalTraining, clip_to, local_step
 from fedexp.objective import BatchedObjective, Buffers, StackedObjective
 from fedexp.objective.stack import StackedClients
 
-Tensors = Mapping[str, Tensor]
 AT_ONCE = 2**28  # bytes of examples that are fetched for all steps together
 
 
@@ -237,7 +236,7 @@ class LayerSteps:
         by_layer = None if offset is None else clients.layers.pack(offset)
         self.correction = Correction(prox, inputs["params"], by_layer)
         self.lr = inputs["lr"]
-        # for all steps at once and in the type of the parameters: a small model is all launches
+        # computed once for all steps, since kernel launches dominate the time of a small model
         self.counted = valid / valid.sum(dim=2, keepdim=True)
         self.active = valid[:, :, 0] > 0
         self.rates = self.lr.to(clients.params.dtype).repeat(valid.shape[1])

@@ -43,17 +43,14 @@ class Engine(Protocol):
 
 
 class Loop:
-    """The engine."""
+    """Trains one client after another."""
 
     name = "loop"
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
         total: Sums | None = None
         for clients in cohort_parts(work, state):
-            trained = []
-            for client in clients:
-                with seeded_torch(work.seed, "layers", work.round, client):
-                    trained.append(train(work, state, client, work.task.objective))
+            trained = [train_client(work, state, client) for client in clients]
             total = add_sums(total, sum_trained(work, clients, trained))
         assert total is not None
         return total
@@ -156,7 +153,7 @@ class Trained(NamedTuple):
 
 
 def train_client(work: Work, state: SimulationState, client: int) -> Trained:
-    """Train one client, whose layers draw from torch's generator."""
+    """Train one client; torch's global generator, from which dropout draws, is seeded for it."""
     with seeded_torch(work.seed, "layers", work.round, client):
         return train(work, state, client, work.task.objective)
 

@@ -2,7 +2,7 @@
 
 Everything is a pure function of (seed, round, client), so that every engine trains on the same
 examples, whatever the device, the order of the cohort and the number of processes. Step lengths are
-computed on the host. Examples are shuffled twice over: by numpy for a CPU, and by torch on a GPU,
+computed on the host. The shuffle is implemented twice, by numpy for a CPU and by torch for a GPU,
 where the host would otherwise have to wait; both give the same rows.
 """
 

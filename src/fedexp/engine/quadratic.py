@@ -48,7 +48,7 @@ def suits_quadratic(work: Work, state: SimulationState) -> bool:
 
 
 class Quadratic:
-    """The engine; it caches the eigenvectors of the clients' data."""
+    """Trains clients in closed form; caches the eigenvectors of their data."""
 
     name = "quadratic"
 

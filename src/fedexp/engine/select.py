@@ -1,4 +1,4 @@
-"""Selection of the engine: the one that was asked for, or the fastest that suits the work.
+"""Selection of the engine: the requested one, or the fastest that suits the work.
 
 An engine other than the loop is used only after it agreed with the loop on the user's own model
 (`trial.py`). `select_engine` returns the engine with the reason for it.
@@ -22,7 +22,7 @@ from fedexp.engine.quadratic import Quadratic, suits_quadratic
 from fedexp.engine.state import EngineChoice, SimulationState
 from fedexp.engine.threads import Threads, check_draws, threads_pay
 from fedexp.engine.trial import Trials
-from fedexp.errors import EngineWarning, UsageError, require
+from fedexp.errors import EngineWarning, UsageError, first_line, require
 from fedexp.objective import (
     BatchedObjective,
     CopyableObjective,
@@ -44,7 +44,7 @@ class Selected(NamedTuple):
 
     @property
     def choice(self) -> EngineChoice:
-        """What a record holds about it; the CUDA graph is known once a round is over."""
+        """The engine as a record stores it; the CUDA graph is known once a round is over."""
         if isinstance(self.engine, Batched):
             variant, graph = self.engine.variant, self.engine.cuda_graph
             return EngineChoice("batched", self.reason, variant, graph)
@@ -118,7 +118,7 @@ def select_engine(
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torch.func refuses models with errors of many types
-            failure, mistake = _first_line(error), isinstance(error, UsageError)
+            failure, mistake = first_line(error), isinstance(error, UsageError)
     if mistake and name != "auto":
         raise UsageError(failure)
     if name != "auto":
@@ -194,8 +194,3 @@ def _batching_pays(objective: BatchedObjective, work: Work, state: SimulationSta
     steps = client_steps(sizes, work.local)
     padded = len(sizes) * widths.max() * steps.max()
     return bool(padded <= MOST_PADDING * (widths * steps).sum())
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

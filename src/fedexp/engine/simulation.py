@@ -26,7 +26,7 @@ from fedexp.client import Tensors
 from fedexp.data.federation import Federation
 from fedexp.data.streaming import prefetch_pages
 from fedexp.engine.batched import Batched
-from fedexp.engine.client_store import ClientStates, ClientStore, StoredStates, Where, shapes_of
+from fedexp.engine.client_store import ClientStates, ClientStore, Location, StoredStates, shapes_of
 from fedexp.engine.cuda_graph import RoundResult
 from fedexp.engine.loop import Engine, Loop, Run
 from fedexp.engine.plan import Work, sample_cohort, step_lengths
@@ -63,7 +63,7 @@ class ProcessGroup(Protocol):
         ...
 
     def engine(self, engine: Engine) -> Run:
-        """Return what trains this process's part of a cohort and returns the sums of all parts."""
+        """Return a function that trains this process's part and returns the sums of all parts."""
         ...
 
     def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
@@ -101,7 +101,7 @@ def simulate(
     device: str | torch.device | None = None,
     precision: Precision | None = None,
     start: SimulationState | None = None,
-    client_store: Where | ClientStore = "auto",
+    client_store: Location | ClientStore = "auto",
     process_group: ProcessGroup | None = None,
 ) -> Iterator[Record]:
     """Train, and yield one `Record` per round. Stop when you like: the consumer is in charge.
@@ -327,7 +327,7 @@ class ReadAhead:
         self._started = False
 
     def __call__(self, work: Work, state: SimulationState) -> None:
-        """Start to read what follows `work`, which is about to be done."""
+        """Start to read the examples and client states of the round after `work`."""
         states = state.clients if isinstance(state.clients, StoredStates) else None
         if self._examples or states is not None:
             train, work = work.task.train if self._examples else None, self._shard(work)
@@ -343,4 +343,4 @@ def _read(
     if train is not None:
         prefetch_pages(train, clients)
     if states is not None:
-        states.expect(clients)
+        states.prefetch(clients)

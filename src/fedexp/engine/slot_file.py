@@ -137,7 +137,7 @@ class SlotFile:
         self, slots: NDArray[np.int64], checks: NDArray[np.uint32], into: NDArray[np.uint8]
     ) -> None:
         """Copy slots to rows of `into` [K, bytes]; raises where a checksum does not match."""
-        self.expect(slots)  # all at once, so that the reads overlap
+        self.prefetch(slots)  # all at once, so that the reads overlap
         np.take(self._slots, slots, axis=0, out=into, mode="clip")  # other modes copy twice
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
@@ -147,8 +147,8 @@ class SlotFile:
                 "--restart"
             )
 
-    def expect(self, slots: NDArray[np.int64]) -> None:
-        """Have the system read slots ahead."""
+    def prefetch(self, slots: NDArray[np.int64]) -> None:
+        """Ask the system to read slots ahead."""
         if self._file is None or not hasattr(os, "posix_fadvise"):
             return
         size = self.layout.bytes

@@ -67,7 +67,7 @@ def threads_pay(work: Work, state: SimulationState) -> bool:
 
 
 class Threads:
-    """The engine; as many threads as torch would use for one operation.
+    """Trains one client per thread, on as many threads as torch would use for one operation.
 
     Args:
         objective: the local loss; every thread has a copy of it.

@@ -98,13 +98,13 @@ def partition_of(context: Context, clients: int) -> int:
 
 
 @dataclass(frozen=True)
-class ClientStore:
-    """The stored states of one client in one study, one per round."""
+class ClientStateFolder:
+    """The folder with the states of one client in one study, one file per round."""
 
     folder: Path
 
     @classmethod
-    def of(cls, root: Path, study: str, client: str) -> ClientStore:
+    def of(cls, root: Path, study: str, client: str) -> ClientStateFolder:
         return cls(root / file_name(study) / file_name(client))
 
     def rounds(self) -> list[int]:

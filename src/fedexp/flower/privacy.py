@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -26,11 +25,19 @@ from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.request import read_ties
 from fedexp.privacy import Ledger, LocalMechanism, LocalPrivacy, Release, clip
 from fedexp.privacy.mechanism import Normals, normals
-from fedexp.runs.files import disk_errors, is_count, parse_json, sync_folder, write_bytes
+from fedexp.runs.files import (
+    disk_errors,
+    is_count,
+    lock_file,
+    parse_json,
+    sync_folder,
+    write_bytes,
+)
 
 Releases = Mapping[Release, int]
 FILE = "released.json"
 FOLDER = ".privacy"  # no study can have this name: names of studies begin with a letter or digit
+NO_LOCKS = "a privacy budget needs file locks; put fedexp-state on a disk that has them"
 NO_EVALUATION = (
     "local privacy does not cover evaluation metrics, so this client answers no evaluation; set "
     "fraction_evaluate=0.0, and evaluate on the server by evaluate_fn"
@@ -177,7 +184,10 @@ class Budget:
         Gaussian releases compose by adding 1 / z², so releases with other noise count as well.
         Where the count is missing or cannot be read, the budget counts as spent.
         """
-        with disk_errors(self.folder), _locked(self.folder.parent.parent):
+        accounts = self.folder.parent.parent  # one lock for all, so that processes take turns
+        with disk_errors(self.folder):
+            accounts.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with disk_errors(self.folder), lock_file(accounts / "lock", NO_LOCKS, wait=True):
             spent = self._spent()
             after = sum(count * _cost(each) for each, count in spent.items()) + _cost(self.release)
             require(
@@ -261,16 +271,3 @@ def _write(path: Path, releases: Releases) -> None:
     data = json.dumps({"releases": rows}, indent=2, allow_nan=False) + "\n"
     with disk_errors(path.parent):
         write_bytes(path, data.encode(), mode=0o600)
-
-
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold the lock of all accounts in a folder, so that processes of one client take turns."""
-    try:
-        import fcntl
-    except ImportError:
-        raise UsageError("a privacy budget needs a system with file locks; use another") from None
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with (folder / "lock").open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedexp.client import SGD, ClientRule, Prox, Scaffold, Tensors
 from fedexp.errors import UsageError, require, shown, unknown_name
-from fedexp.flower.client_state import ClientStore, client_name, state_root
+from fedexp.flower.client_state import ClientStateFolder, client_name, state_root
 from fedexp.flower.layout import Layout, loaded, named_parts
 
 # records of messages and replies, beside the model, the config and the metrics
@@ -59,7 +59,7 @@ class TrainRequest:
     round: int
     base: int
     client_state: Tensors
-    store: ClientStore
+    store: ClientStateFolder
     reply_info: Mapping[str, Any]
 
     @classmethod
@@ -79,7 +79,7 @@ class TrainRequest:
         layout = reported or Layout.of(loaded(arrays), _names(buffers), read_ties(config))
         start = layout.flat(arrays)
         broadcast = _broadcast_state(content, rule, start, undecided=reported is not None)
-        store = ClientStore.of(
+        store = ClientStateFolder.of(
             state_root(context),
             str(config.get("fedexp.study", context.run_id)),
             client_name(context),
@@ -174,7 +174,7 @@ def _reply_info(config: ConfigRecord, reported: Layout | None) -> dict[str, Any]
 
 
 def _initial_state(
-    store: ClientStore, fresh: Tensors, round: int, accepted: int | None
+    store: ClientStateFolder, fresh: Tensors, round: int, accepted: int | None
 ) -> tuple[int, Tensors]:
     """Return the state to start from, and its round: the last that the server accepted.
 

@@ -122,7 +122,7 @@ class Server:
         if aggregate.count > 0:
             after, of_rule = server_step(self.algorithm, after, aggregate, total_weight)
             self._check(after)
-            metrics = norms(aggregate) | of_rule | metrics
+            metrics = norm_metrics(aggregate) | of_rule | metrics
         self.state = after
         return metrics
 
@@ -145,7 +145,7 @@ def _is_finite(state: SimulationState) -> bool:
     return all(bool(torch.isfinite(value).all()) for value in stored)
 
 
-def norms(aggregate: Aggregate) -> dict[str, float]:
+def norm_metrics(aggregate: Aggregate) -> dict[str, float]:
     """Return the norms that determine FedExP's step, also for rules that do not report them."""
     mean_sq_norm, sq_norm_of_mean = aggregate.mean_sq_norm, aggregate.sq_norm_of_mean
     return {

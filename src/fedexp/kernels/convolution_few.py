@@ -62,7 +62,7 @@ def _weight_gradient_few(
     S: tl.constexpr, P: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BQ: tl.constexpr,
 ):  # fmt: skip
-    """Axis 2 of the grid splits the pixels into parts, which are summed afterwards."""
+    """Compute the weight gradient of a part of the pixels (axis 2 of the grid), to be summed."""
     client = tl.program_id(1).to(tl.int64)
     x += client * (B * H * W * C)
     dy += client * (B * OH * OW * OC)

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedexp.errors import EngineWarning
+from fedexp.errors import EngineWarning, first_line
 
 RECOMPILE_LIMIT = 64  # every combination of rule, settings and shapes is one program
 
@@ -40,8 +40,9 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
                     return compiled(*args, **kwargs)
             except torch._dynamo.exc.TorchDynamoException as error:
                 broken = True
-                reason = str(error).strip().splitlines()[0]
-                warnings.warn(f"torch.compile failed: {reason}", EngineWarning, stacklevel=2)
+                warnings.warn(
+                    f"torch.compile failed: {first_line(error)}", EngineWarning, stacklevel=2
+                )
         return function(*args, **kwargs)
 
     return call

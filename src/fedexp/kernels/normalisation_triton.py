@@ -164,7 +164,7 @@ def forward(
     x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, residual: Tensor | None,
     relu: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The result, and what the backward pass needs: mean and 1/deviation of each image's groups."""
+    """Return the result, and for the backward pass mean and 1/deviation of each image's groups."""
     y = torch.empty_like(x)
     mean, rstd = (torch.empty(len(x), groups, device=x.device) for _ in range(2))
     launch(

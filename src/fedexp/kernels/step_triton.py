@@ -95,7 +95,7 @@ def sgd_step(
     active: Tensor,
     copy: Tensor | None,
 ) -> None:
-    """Do what `step.sgd_step` does."""
+    """Take the step of `step.sgd_step`."""
     table = _table(layers, params.device)
     operands, known = _settings(params, grads, correction)
     launch(

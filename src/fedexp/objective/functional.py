@@ -124,7 +124,10 @@ Hidden = tuple[Tensor, ...]
 
 
 def lstm_cell(gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
-    """One step; `gates` [B, 4 H] is the input's part, `weights` are W_hh, b_hh and a projection."""
+    """Return (h, c) after one step of an LSTM.
+
+    `gates` [B, 4 H] is the input's part; `weights` are W_hh, b_hh and a projection.
+    """
     h, c = hidden
     gates = gates + F.linear(h, _not_none(weights[0]), weights[1])
     i, f, g, o = gates.chunk(4, dim=-1)
@@ -134,7 +137,10 @@ def lstm_cell(gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -
 
 
 def gru_cell(gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
-    """One step; the reset gate applies to the hidden state's part, its bias included."""
+    """Return (h,) after one step of a GRU.
+
+    The reset gate applies to the hidden state's part, its bias included.
+    """
     (h,) = hidden
     inner = F.linear(h, _not_none(weights[0]), weights[1])
     (xr, xz, xn), (hr, hz, hn) = gates.chunk(3, dim=-1), inner.chunk(3, dim=-1)
@@ -146,7 +152,7 @@ def gru_cell(gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) ->
 def rnn_cell(
     gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden, relu: bool = False
 ) -> Hidden:
-    """One step of an Elman network."""
+    """Return (h,) after one step of an Elman network."""
     summed = gates + F.linear(hidden[0], _not_none(weights[0]), weights[1])
     return (summed.relu() if relu else summed.tanh(),)
 

@@ -194,13 +194,8 @@ class ModuleObjective:
         # vmap supports the contiguous memory format only
         plain = torch.contiguous_format
         client_params = [piece.clone(memory_format=plain) for piece in pieces(params, self.params)]
-        # BatchNorm writes to its buffers, and under vmap only contiguous ones remember it
-        pairs = zip(pieces(buffers.averaged, self.averaged), self.averaged, strict=True)
-        averaged = [p.to(t.dtype, copy=True) for p, t in pairs]
-        pairs = zip(pieces(buffers.kept, self.kept), self.kept, strict=True)
-        kept = [p.to(t.dtype, copy=True) for p, t in pairs]
         with self._autocast():
-            output, after = self._functional(client_params, [*averaged, *kept], x)
+            output, after = self._functional(client_params, self._copies_of(buffers), x)
         losses = self._losses(output.to(params.dtype), y)
         return (losses * weights).sum(), self._gathered(after) if self.slots else buffers
 
@@ -338,12 +333,17 @@ class ModuleObjective:
     def _bind(self, params: Tensor, buffers: Buffers) -> None:
         for target, piece in zip(self.params, pieces(params, self.params), strict=True):
             target.data = piece  # a view, without a copy
-        pairs = zip(pieces(buffers.averaged, self.averaged), self.averaged, strict=True)
-        averaged = [p.to(t.dtype, copy=True) for p, t in pairs]  # forward writes to them
-        pairs = zip(pieces(buffers.kept, self.kept), self.kept, strict=True)
-        kept = [p.to(t.dtype, copy=True) for p, t in pairs]
-        for own, value in zip(self.slots, [*averaged, *kept], strict=True):
+        for own, value in zip(self.slots, self._copies_of(buffers), strict=True):
             put(own, value)
+
+    def _copies_of(self, buffers: Buffers) -> list[Tensor]:
+        """Return the module's buffers in their shapes and types.
+
+        Copies, because forward writes to them, and under vmap only contiguous ones remember it.
+        """
+        vectors = ((buffers.averaged, self.averaged), (buffers.kept, self.kept))
+        pairs = [pair for v, like in vectors for pair in zip(pieces(v, like), like, strict=True)]
+        return [piece.to(like.dtype, copy=True) for piece, like in pairs]
 
     def _buffers(self) -> Buffers:
         return self._gathered([read(own).detach() for own in self.slots])

@@ -145,11 +145,11 @@ def reach(reference: str, times: str) -> Measure:
         }
         both = {run.spec.seed for run in runs} & {run.spec.seed for run in others}
         if both and name != reference:
-            mine, theirs = (
+            ours, theirs = (
                 rounds_to_target([run for run in x if run.spec.seed in both], target(task), rounds)
                 for x in (runs, others)
             )
-            if (factor := ratio(mine, theirs)) is not None:
+            if (factor := ratio(ours, theirs)) is not None:
                 own[times] = factor
         return own
 
@@ -196,10 +196,10 @@ def compares(
     """Test a relation between the numbers of two series."""
 
     def decide(values: Values) -> Verdict:
-        mine, theirs = (values.get(each, Value(None)).mean for each in (name, other))
-        if mine is None or theirs is None:
+        first, second = (values.get(each, Value(None)).mean for each in (name, other))
+        if first is None or second is None:
             return None, "no number"
-        return holds(mine, theirs), f"{shown.format(mine)} and {shown.format(theirs)}"
+        return holds(first, second), f"{shown.format(first)} and {shown.format(second)}"
 
     return decide
 

@@ -57,19 +57,19 @@ def plan_from(
 
     Args:
         study: the study.
-        request: what is asked for.
+        request: rounds, tasks and scale.
         runs: candidates; those of other studies are ignored.
         count_superseded: whether to use superseded runs; otherwise they are listed as missing.
     """
     for name in request.tasks:
         if name not in study.tasks:
             raise unknown_name(f"task of {study.name}", name, study.tasks)
-    asked = Plan(study, request, request.tasks or study.tasks, rounds_of(study, request))
+    requested = Plan(study, request, request.tasks or study.tasks, rounds_of(study, request))
     finished = [run for run in runs if run.result is not None]
     current = [run for run in finished if count_superseded or not is_superseded(run)]
     old = [run for run in finished if is_superseded(run)]
-    found = {task: _runs_of(asked, task, current) for task in asked.tasks}
-    superseded = {task: _series_of(asked, task, old) for task in asked.tasks}
+    found = {task: _runs_of(requested, task, current) for task in requested.tasks}
+    superseded = {task: _series_of(requested, task, old) for task in requested.tasks}
     reasons = {task: _left_out(study, task, own, superseded[task]) for task, own in found.items()}
     used = {task: own for task, own in found.items() if not reasons[task]}
     results = [
@@ -80,12 +80,12 @@ def plan_from(
     ]
     partial = _partial(used)
     plan = replace(
-        asked,
+        requested,
         tasks=tuple(used),
         jobs=tuple(result.job for result in results),
-        shrunk=(*_shrunk(asked, used, superseded), *partial),
+        shrunk=(*_shrunk(requested, used, superseded), *partial),
         left_out=tuple(line for line in reasons.values() if line),
-        comparable=asked.rounds == study.rounds and not request.small,
+        comparable=requested.rounds == study.rounds and not request.small,
         partial=("emnist",) if partial else (),
     )
     return plan, results
@@ -115,7 +115,7 @@ def _series_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> list[str]:
 
 
 def _fits(run: StoredRun, wanted: Spec, request: Request) -> bool:
-    """Compare a run with the wanted one, except for its seed and for hardware not asked for."""
+    """Compare a run with the wanted one; seeds may differ, and hardware that is left open."""
     spec = run.spec
     return (
         (spec["task"], spec["algorithm"]) == (wanted.task, wanted.algorithm)
@@ -137,13 +137,13 @@ def _has_options(spec: Mapping[str, Any], wanted: Spec) -> bool:
     if spec.get("format") == 1:
         return bool(spec.get("set") == dict(wanted.options))
     own, setup = spec["options"], Setup(ALGORITHMS[wanted.algorithm](), LocalTraining())
-    asked: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for name, text in wanted.options:
         full = setup.full_name(name)
-        asked[full] = setup.with_option(name, text).options()[full]
-    return set(spec["changed"]) <= asked.keys() and all(
+        changed[full] = setup.with_option(name, text).options()[full]
+    return set(spec["changed"]) <= changed.keys() and all(
         str(own.get(name)) == ("none" if value is None else str(value))
-        for name, value in asked.items()
+        for name, value in changed.items()
     )
 
 

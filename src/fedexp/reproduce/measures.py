@@ -25,10 +25,10 @@ def grouped(results: Sequence[Result]) -> dict[str, dict[str, list[Outcome]]]:
     return groups
 
 
-def rounds_to_target(outcomes: Sequence[Outcome], target: float, asked: int) -> Value:
+def rounds_to_target(outcomes: Sequence[Outcome], target: float, rounds: int) -> Value:
     """Return the mean over seeds of the first round at the target test accuracy.
 
-    A seed that does not reach it counts with the `asked` rounds of the run, and the value is then
+    A seed that does not reach it counts with all `rounds` of the run, and the value is then
     marked "more than".
 
     The mean of first rounds, and not the first round of the mean curve: the latter would always
@@ -39,7 +39,7 @@ def rounds_to_target(outcomes: Sequence[Outcome], target: float, asked: int) -> 
     if len(reached) == len(hits):
         return Value(float(np.mean(reached)), spread_of(np.array(reached)))
     remark = f"{len(reached)}/{len(hits)} seeds" if len(hits) > 1 else ""
-    at_least = [asked if hit is None else hit for hit in hits]
+    at_least = [rounds if hit is None else hit for hit in hits]
     return Value(float(np.mean(at_least)), more=True, remark=remark)
 
 

@@ -83,7 +83,7 @@ class Study:
 
 @dataclass(frozen=True)
 class Request:
-    """What the user asks for; None takes the study's own value.
+    """What the user requests; None takes the study's own value.
 
     Attributes:
         rounds: rounds of every run.
@@ -127,7 +127,7 @@ class Plan:
 
     Attributes:
         study: the study.
-        request: what was asked for.
+        request: what the user requested.
         tasks: the tasks to run.
         rounds: rounds of every run.
         jobs: the runs, in order.
@@ -260,7 +260,7 @@ def spec_of(plan: Plan, task: str, arm: Arm) -> Spec:
 
 
 def arithmetic_of(spec: Spec) -> str:
-    """Return the precision of a run: as asked for, or the default of its device."""
+    """Return the precision of a run: as requested, or the default of its device."""
     there = torch.device(spec.device or "cpu")
     own = "the type of the weights" if there.type == "cpu" else default_precision(there)
     return spec.precision or own

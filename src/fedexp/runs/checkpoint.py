@@ -2,7 +2,7 @@
 
 Tensors are written to files of new names; then `checkpoint.json`, which lists them with their
 digests and a digest of itself, is replaced atomically; then files that nothing refers to are
-removed. The checkpoint before it is kept, should the newest be damaged.
+removed. The checkpoint before it stays on the disk, in case the newest is damaged.
 
 Client state (SCAFFOLD's control variates) can be gigabytes, and a round changes little of it, so
 each checkpoint adds a file of what changed and refers to older files for the rest. Where more than
@@ -129,7 +129,7 @@ class Checkpoints:
         final: bool = False,
         records_sha256: str | None = None,
     ) -> None:
-        """Make the state the newest checkpoint, and the newest the one before.
+        """Write the state as the newest checkpoint; the one that was newest becomes the one before.
 
         Args:
             state: the state.
@@ -230,14 +230,14 @@ def _before(folder: Path, newest: Mapping[int, Tensors]) -> Mapping[int, Tensors
 def _groups(state: SimulationState, clients: Iterable[int]) -> Iterator[list[int]]:
     """Yield groups of clients whose state fits one file."""
     group: list[int] = []
-    room = PART_BYTES
+    bytes_left = PART_BYTES
     for client in clients:
         size = sum(value.nbytes for value in state.clients[client].values())
-        if group and size > room:
+        if group and size > bytes_left:
             yield group
-            group, room = [], PART_BYTES
+            group, bytes_left = [], PART_BYTES
         group.append(client)
-        room -= size
+        bytes_left -= size
     if group:
         yield group
 

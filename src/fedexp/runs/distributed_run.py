@@ -12,7 +12,7 @@ import torch
 from fedexp import __version__
 from fedexp.distributed import DistributedGroup, Ranks, check_device
 from fedexp.engine import SimulationState
-from fedexp.engine.client_store import ClientStates, ClientStore, Where
+from fedexp.engine.client_store import ClientStates, ClientStore, Location
 from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.runs.checkpoint import (
     client_tensors,
@@ -100,7 +100,7 @@ class Leader:
         return self._ranks.broadcast(outcome)
 
 
-def follow(run: Run, folder: Path, where: Where, process_group: DistributedGroup) -> Outcome:
+def follow(run: Run, folder: Path, where: Location, process_group: DistributedGroup) -> Outcome:
     """Train with the first rank, which alone accesses the folder.
 
     Args:

@@ -1,10 +1,10 @@
 """`execute`: run or resume a spec, or return its stored result.
 
-One way for all runs: the spec is resolved, a finished run is returned from its folder, any other
-one trains from where it is (`_train`): one call of `simulate`, whose records go to the `Journal`,
-to the caller and to the loggers, in this order. Threads and torch's deterministic mode, which
-decide the last bits of a sum, are set for the time of the run. Ctrl-C and SIGTERM finish the round
-first (`stop_request`).
+All runs take the same path. The spec is resolved; a finished run is returned from its folder, any
+other one trains from its last checkpoint (`_train`): one call of `simulate`, whose records go to
+the `Journal`, to the caller and to the loggers, in this order. Threads and torch's deterministic
+mode, which decide the last bits of a sum, are set for the time of the run. Ctrl-C and SIGTERM
+finish the round first (`stop_request`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from fedexp.distributed import DistributedGroup, Ranks, launched
 from fedexp.engine import Record, SimulationState
-from fedexp.engine.client_store import ClientStore, Where
+from fedexp.engine.client_store import ClientStore, Location
 from fedexp.errors import DivergedError, UsageError, require, warn_deprecated
 from fedexp.objective import Buffers, LoadableObjective
 from fedexp.runs.checkpoint import SLOTS, make_private, to_bytes
@@ -61,7 +61,7 @@ class RunOptions:
     reopen: bool = False
     stop: Callable[[], bool] = lambda: False
     loggers: Sequence[Logger] = ()
-    client_store: Where = "auto"
+    client_store: Location = "auto"
     process_group: DistributedGroup | None = None
     on_open: Callable[[Path, int, bool], None] = lambda folder, rounds, over: None
 

@@ -45,7 +45,7 @@ class Journal:
     Args:
         folder: the run's own, locked by this process; None stores nothing.
         every: seconds between checkpoints; 0 for one per round.
-        device: where the tensors of a state that is read are placed.
+        device: of the tensors of a state that is restored.
 
     Attributes:
         rows: one per round.
@@ -88,7 +88,7 @@ class Journal:
             self.checkpoint()
 
     def checkpoint(self, final: bool = False) -> None:
-        """Write the state as it is.
+        """Write a checkpoint of the current state.
 
         A state that is not finite cannot be continued: the checkpoint before it stays.
         """

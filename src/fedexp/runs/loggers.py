@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from fedexp.errors import UsageError, unknown_name
+from fedexp.errors import UsageError, first_line, unknown_name
 from fedexp.optional import extra
 
 PROJECT = "fedexp"
@@ -28,13 +28,13 @@ class Logger(Protocol):
     """Receives the rounds of a run as it trains."""
 
     def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
-        """Start: `spec` as in spec.toml, after `resumed_from` rounds of earlier processes."""
+        """Open the log; `spec` is as in spec.toml, and `resumed_from` rounds were logged before."""
 
     def on_round(self, row: Mapping[str, Any]) -> None:
         """Log the row of a round."""
 
     def end(self, result: Mapping[str, Any] | None) -> None:
-        """Finish; `result` is None where the run was interrupted and can be resumed."""
+        """Close the log; `result` is None where the run was interrupted and can be resumed."""
 
 
 class TensorBoard:
@@ -132,7 +132,7 @@ class GuardedLogger:
         try:
             self._logger.begin(spec, resumed_from)
         except Exception as error:
-            raise UsageError(f"cannot log to {self._name}: {_first_line(error)}") from error
+            raise UsageError(f"cannot log to {self._name}: {first_line(error)}") from error
 
     def on_round(self, row: Mapping[str, Any]) -> None:
         self._try(lambda: self._logger.on_round(row))
@@ -148,7 +148,7 @@ class GuardedLogger:
         except Exception as error:
             self._failed = True
             warnings.warn(
-                f"logging to {self._name} failed and is now off: {_first_line(error)}; training "
+                f"logging to {self._name} failed and is now off: {first_line(error)}; training "
                 "continues, and the run folder has every round",
                 LoggerWarning,
                 stacklevel=3,
@@ -216,7 +216,3 @@ def _grouped(name: str) -> str:
 def _as_markdown(pairs: Mapping[str, Any]) -> str:
     lines = [f"| {name} | {value} |" for name, value in pairs.items()]
     return "\n".join(["| option | value |", "| --- | --- |", *lines])
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -48,7 +48,7 @@ from fedexp.runs.spec import OnRound, Outcome, Run, Spec, folder_of
 from fedexp.tasks import Task
 
 POLL = 0.1  # seconds between looks at the request to stop while workers are silent
-RETRY = 0.3  # seconds before a queue that had no run to start is asked again
+RETRY = 0.3  # seconds before the next call of `take` on a queue that had no run to start
 
 T = TypeVar("T")
 Stop = Callable[[], bool]
@@ -76,7 +76,7 @@ class RunQueue(Protocol):
         """Handle the row of a round; return False to stop the run, which ends its rows."""
 
     def on_result(self, job: Job, result: Result) -> None:
-        """Handle the end of a run: "stopped" if `on_round` asked for it, "busy" if skipped."""
+        """Handle the end of a run: "stopped" if `on_round` returned False, "busy" if skipped."""
 
 
 @dataclass(frozen=True)
@@ -137,10 +137,10 @@ def run_all(
         else:
             done = ranks.compute_on_first(lambda: dict(stored_outcomes(specs, root)))
     waiting = [Job(k, spec) for k, spec in enumerate(specs) if k not in done]
-    mine = waiting
+    own = waiting
     if ranks is not None and len(waiting) >= ranks.world_size:
-        mine = Shard(ranks.rank + 1, ranks.world_size).of(waiting)
-    listed = _ListQueue(mine, on_round, on_busy)
+        own = Shard(ranks.rank + 1, ranks.world_size).of(waiting)
+    listed = _ListQueue(own, on_round, on_busy)
     how = Execution(Spec.prepare, root, checkpoint_every, restart, on_busy is not None)
     run_queue(listed, len(waiting), jobs, how, ranks=ranks, stop=stop)
     done |= listed.outcomes
@@ -321,7 +321,7 @@ class _Executor:
     def __call__(
         self, spec: Spec, on_round: Callable[[Row], bool], stop: Stop, ranks: Ranks | None = None
     ) -> Result:
-        """Return the result; raise `RunInterrupted` if `stop` asked for it, not `on_round`."""
+        """Return the result; raise `RunInterrupted` if `stop`, not `on_round`, ended the run."""
         how, wanted = self._how, True
 
         def handle(spec: Spec, row: Row) -> None:
@@ -353,12 +353,12 @@ def _in_this_process(
     queue: RunQueue, run: Callable[..., Result], stop: Stop, on_wait: Callable[[], None]
 ) -> None:
     while True:
-        asked = stop()
-        if not asked and (job := queue.take()):
+        stopping = stop()
+        if not stopping and (job := queue.take()):
             queue.on_result(job, run(job.spec, partial(queue.on_round, job), stop))
         elif queue.is_done():
             return
-        elif asked:
+        elif stopping:
             raise RunInterrupted(None, 0)
         else:
             on_wait()
@@ -468,16 +468,16 @@ class _Worker:
         self._process.start()
         theirs.close()  # so that either side notices the end of the other
         self.job: Job | None = None
-        self._asked = self._wanted = False
+        self._stop_sent = self._wanted = False
 
     def start(self, job: Job) -> None:
-        self.job, self._asked, self._wanted = job, False, True
+        self.job, self._stop_sent, self._wanted = job, False, True
         self._send(job.spec)
 
     def request_stop(self) -> None:
         """Ask the worker to stop its run after the round, once."""
-        if self.job is not None and not self._asked:
-            self._asked = True
+        if self.job is not None and not self._stop_sent:
+            self._stop_sent = True
             self._send(None)
 
     def handle_message(self, queue: RunQueue) -> Literal["done", "interrupted"] | None:
@@ -516,10 +516,10 @@ class _Worker:
 
 
 def _serve(connection: Connection, how: Execution) -> None:
-    """Execute the specs that the parent sends, until it ends. None asks for a stop."""
+    """Execute the specs that the parent sends, until it ends. None requests a stop."""
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    run, asked, sending = _Executor(how), False, threading.Lock()
+    run, stopping, sending = _Executor(how), False, threading.Lock()
 
     def send(*message: Any) -> None:
         with sending:
@@ -530,9 +530,9 @@ def _serve(connection: Connection, how: Execution) -> None:
         return True
 
     def stop() -> bool:
-        nonlocal asked
-        asked = asked or (connection.poll() and connection.recv() is None)
-        return asked
+        nonlocal stopping
+        stopping = stopping or (connection.poll() and connection.recv() is None)
+        return stopping
 
     warnings.simplefilter("ignore")  # dropped clients are counted in the rows
     warnings.simplefilter("always", RunWarning)
@@ -542,7 +542,7 @@ def _serve(connection: Connection, how: Execution) -> None:
             spec = connection.recv()
             if spec is None:  # a request that arrived after the end of its run
                 continue
-            asked = False
+            stopping = False
             try:
                 send("result", run(spec, on_round, stop))
             except RunInterrupted:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.streaming import on_device
 from fedexp.data.transforms import Transform
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, first_line, require
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers, DeviceObjective, ModuleObjective, Objective
 from fedexp.precision import Precision
@@ -212,8 +212,9 @@ def _outputs(module: nn.Module, client: Batch, transform: Transform | None) -> i
     try:
         scores = module(one["x"])
     except (RuntimeError, TypeError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
-        raise UsageError(f"the model does not accept these examples: {reason}") from error
+        raise UsageError(
+            f"the model does not accept these examples: {first_line(error)}"
+        ) from error
     require(
         isinstance(scores, Tensor) and scores.ndim == 2 and len(scores) == 1,
         f"the model must return class scores of shape [examples, classes], not {_kind(scores)}",

@@ -124,7 +124,7 @@ def epsilon_trials(found: EpsilonResult) -> list[Trial]:
 
 
 def _without_empty(headers: list[str], cells: list[list[str]]) -> Table:
-    """Leave out columns without values: a task may have no test data."""
+    """Return the table without empty columns: a task may have no test data."""
     filled = [k for k in range(len(headers)) if any(row[k] != "-" for row in cells)]
     return [headers[k] for k in filled], [[row[k] for k in filled] for row in cells]
 

@@ -166,8 +166,10 @@ def _section(at: int, section: Section, wanted: Sequence[str], targets: Targets)
 
 def _summary(section: Section) -> str:
     spec = section.runs[0].spec
-    asked = sorted({run.spec["rounds"] for run in section.runs})
-    rounds = count(asked[-1], "round") if len(asked) == 1 else f"{asked[0]} to {asked[-1]} rounds"
+    numbers = sorted({run.spec["rounds"] for run in section.runs})
+    rounds = f"{numbers[0]} to {numbers[-1]} rounds"
+    if len(numbers) == 1:
+        rounds = count(numbers[0], "round")
     seeds = max(len(series.runs) for series in section.series)
     clients = "clients on Flower"  # their number is not fixed
     if "clients" in spec:
