@@ -12,6 +12,7 @@ from torch import Tensor
 import fedexp as fx
 from fedexp import client, distributed, runs
 from fedexp.client import Tensors
+from fedexp.runs.fingerprint import digest_of
 from fedexp.runs.spec import Spec
 
 
@@ -57,6 +58,18 @@ def test_a_rule_that_extends_scaffold_by_the_old_names_trains_as_before() -> Non
         old = [r.train_loss for r in fx.simulate(task, fx.Algorithm("old", Old()), 3, cohort=2)]
     new = [r.train_loss for r in fx.simulate(task, fx.Algorithm("new", fx.Scaffold()), 3, cohort=2)]
     assert old == new
+
+
+def test_the_digest_of_a_rule_with_old_names_is_that_of_its_own_methods() -> None:
+    def rule(base: Any) -> Any:
+        class Old(base):  # type: ignore[misc]
+            def drift(self, shared: Tensors, local: Tensors) -> None: ...
+
+        return Old
+
+    with pytest.warns(DeprecationWarning, match=r"Old\.drift is deprecated"):
+        old = rule(fx.ClientRule)
+    assert digest_of(old) == digest_of(rule(object))
 
 
 def test_renamed_methods_of_rules_warn_when_called() -> None:

@@ -167,6 +167,8 @@ class Scaffold(ClientRule):
 class _Drift(LinearCorrection):
     """Deprecated: `LinearCorrection` with its arguments of version 0.1."""
 
+    __qualname__ = "Drift"  # in the digests of rules that import it
+
     def __new__(cls, pull: float = 0.0, push: Tensor | None = None) -> Self:
         return super().__new__(cls, pull, push)
 
