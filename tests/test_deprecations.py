@@ -12,6 +12,7 @@ from torch import Tensor
 import fedexp as fx
 from fedexp import client, distributed, runs
 from fedexp.client import Tensors
+from fedexp.runs.fingerprint import digest_of
 from fedexp.runs.spec import Spec
 
 
@@ -32,6 +33,54 @@ def test_a_rule_with_the_old_method_names_trains_as_before() -> None:
     )
     plain = [r.train_loss for r in fx.simulate(task, fx.fedavg(), 3)]
     assert old == new != plain
+
+
+def test_a_rule_that_extends_scaffold_by_the_old_names_trains_as_before() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Old\.(drift|finish) is deprecated: use Old"):
+
+        @dataclass(frozen=True)
+        class Old(fx.Scaffold):
+            def drift(self, shared: Tensors, local: Tensors) -> client.LinearCorrection:
+                pull, push = super().drift(shared, local)  # type: ignore[misc]
+                correction: client.LinearCorrection = client.Drift(pull=pull, push=push)
+                return correction
+
+            def finish(
+                self, delta: Tensor, travel: Tensor | float, shared: Tensors, local: Tensors
+            ) -> tuple[Tensors, Tensors]:
+                result: tuple[Tensors, Tensors] = super().finish(  # type: ignore[misc]
+                    delta, travel, shared, local
+                )
+                return result
+
+    task = fx.tasks.synthetic(clients=4, rows=3, dim=8)
+    with pytest.warns(DeprecationWarning, match=r"(Drift|Old\.\w+) is deprecated"):
+        old = [r.train_loss for r in fx.simulate(task, fx.Algorithm("old", Old()), 3, cohort=2)]
+    new = [r.train_loss for r in fx.simulate(task, fx.Algorithm("new", fx.Scaffold()), 3, cohort=2)]
+    assert old == new
+
+
+def test_the_digest_of_a_rule_with_old_names_is_that_of_its_own_methods() -> None:
+    def rule(base: Any) -> Any:
+        class Old(base):  # type: ignore[misc]
+            def drift(self, shared: Tensors, local: Tensors) -> None: ...
+
+        return Old
+
+    with pytest.warns(DeprecationWarning, match=r"Old\.drift is deprecated"):
+        old = rule(fx.ClientRule)
+    assert digest_of(old) == digest_of(rule(object))
+
+
+def test_renamed_methods_of_rules_warn_when_called() -> None:
+    with pytest.warns(DeprecationWarning, match=r"Prox\.drift is .* use Prox\.linear_correction"):
+        correction = fx.Prox(0.1).drift({}, {})  # type: ignore[attr-defined]
+    with pytest.warns(DeprecationWarning, match=r"use LinearCorrection\.prox"):
+        assert correction.pull == 0.1
+    with pytest.warns(DeprecationWarning, match=r"use LinearCorrection\.offset"):
+        assert correction.push is None
+    with pytest.warns(DeprecationWarning, match=r"use SGD\.update_broadcast"):
+        assert fx.SGD().update_shared({}, None, 1.0) == {}  # type: ignore[attr-defined]
 
 
 def test_renamed_arguments_of_simulate_warn() -> None:
@@ -97,7 +146,9 @@ def test_renamed_functions_and_arguments_of_flower_warn() -> None:
         (flower.FedExP, {}),
         (flower.RuleStrategy, {"algorithm": fx.fedavg()}),
     ):
-        with pytest.warns(DeprecationWarning, match=r"identify=...\) .* query_client_ids="):
+        with pytest.warns(
+            DeprecationWarning, match=r"Strategy\(identify=...\) .* query_client_ids="
+        ):
             made = strategy(identify=True, **options)
         assert made.settings.query_client_ids is True
 

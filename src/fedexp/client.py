@@ -8,9 +8,9 @@ and a batched program.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -33,6 +33,18 @@ class LinearCorrection(NamedTuple):
 
     prox: float = 0.0
     offset: Tensor | None = None
+
+    @property
+    def pull(self) -> float:
+        """Deprecated: use `prox`."""
+        warn_deprecated("Drift.pull", "LinearCorrection.prox")
+        return self.prox
+
+    @property
+    def push(self) -> Tensor | None:
+        """Deprecated: use `offset`."""
+        warn_deprecated("Drift.push", "LinearCorrection.offset")
+        return self.offset
 
 
 @dataclass(frozen=True)
@@ -152,8 +164,39 @@ class Scaffold(ClientRule):
         return {"control": broadcast["control"] - change.to(broadcast["control"].dtype)}
 
 
+class _Drift(LinearCorrection):
+    """Deprecated: `LinearCorrection` with its arguments of version 0.1."""
+
+    __qualname__ = "Drift"  # in the digests of rules that import it
+
+    def __new__(cls, pull: float = 0.0, push: Tensor | None = None) -> Self:
+        return super().__new__(cls, pull, push)
+
+
+def _former_method(old: str, new: str) -> Callable[..., Any]:
+    """Return a method that warns and calls `new` of the nearest class that does not define `old`.
+
+    The class that defines `old` may be the caller, by `super().old(...)`.
+    """
+
+    def call(self: ClientRule, *args: Any) -> Any:
+        warn_deprecated(f"{type(self).__name__}.{old}", f"{type(self).__name__}.{new}")
+        owner = next(
+            c
+            for c in type(self).__mro__
+            if new in vars(c) and (c is ClientRule or old not in vars(c))
+        )
+        return vars(owner)[new](self, *args)
+
+    return call
+
+
+for _old, _new in RENAMED_METHODS.items():
+    setattr(ClientRule, _old, _former_method(_old, _new))
+
+
 def __getattr__(name: str) -> Any:
     if name == "Drift":
         warn_deprecated("fedexp.client.Drift", "fedexp.client.LinearCorrection(prox, offset)")
-        return LinearCorrection
+        return _Drift
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

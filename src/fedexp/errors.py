@@ -99,11 +99,13 @@ def renamed_arguments(**renamed: str) -> Callable[[Callable[P, T]], Callable[P, 
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
+        name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
+
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> T:
             given: dict[str, Any] = dict(kwargs)
             for old in given.keys() & renamed.keys():
-                warn_deprecated(f"{function.__name__}({old}=...)", f"{renamed[old]}=...")
+                warn_deprecated(f"{name}({old}=...)", f"{renamed[old]}=...")
                 given[renamed[old]] = given.pop(old)
             return function(*args, **given)
 

@@ -125,6 +125,7 @@ def test_lists(command: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([command]) == 0
     out = capfd.readouterr().out
     assert ("scaffold-exp" if command == "algorithms" else "digits-mlp") in out
+    assert "Return " not in out  # descriptions, not the first lines of docstrings
 
 
 @pytest.mark.parametrize(
@@ -139,7 +140,7 @@ def test_lists(command: str, capfd: pytest.CaptureFixture[str]) -> None:
         (["run", "synthetic", "--set", "eps"], "key=value"),
         (["run", "synthetic", "--set", "local.lr=0"], "local.lr must be"),
         (["run", "synthetic", "--set", "task.clients=0"], "at least 1"),
-        (["run", "synthetic", "--cohort", "21"], "larger than the federation of 20 clients"),
+        (["run", "synthetic", "--cohort", "21"], "20 clients; take 20 at most"),
         (["run", "synthetic", "--cohort", "none"], "--cohort"),
         (["run", "synthetic", "--rounds", "0"], "--rounds: must be a whole number from 1"),
         (["run", "synthetic", "--seed", "-1"], "--seed"),
@@ -172,7 +173,7 @@ def test_lists(command: str, capfd: pytest.CaptureFixture[str]) -> None:
         (["run", "digits", "--stop-at", "101"], "--stop-at must be"),
         (["compare", "toy", "--smooth", "0"], "--smooth"),
         (["compare", "toy", "--format", "word"], "invalid choice: 'word'"),
-        (["resume", "nothing"], "nothing is not a run"),
+        (["resume", "nothing"], "No such file or directory; name a run folder"),
         ([], "COMMAND"),
         (["fly"], "invalid choice: 'fly'"),
     ],

@@ -41,7 +41,8 @@ def sample_cohort(seed: int, round: int, clients: int, cohort: int | None) -> Nu
     require(cohort >= 1, f"the cohort must be at least 1, not {cohort}")
     require(
         cohort <= clients,
-        f"the cohort of {cohort} is larger than the federation of {clients} clients",
+        f"the cohort of {cohort} is larger than the federation of {clients} clients; "
+        f"take {clients} at most",
     )
     chosen = generator(seed, "cohort", round).choice(clients, cohort, replace=False, shuffle=False)
     return np.sort(chosen)

@@ -44,6 +44,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedexp.algorithms import Algorithm
+from fedexp.client import RENAMED_METHODS
 from fedexp.data.federation import Batch, Federation
 from fedexp.objective import ModuleObjective, Objective
 from fedexp.server import Adagrad, Adam
@@ -469,7 +470,11 @@ class _Reader:
         if not own:
             self._put(_module(kind))
         self._each("bases", [each for each in kind.__mro__[1:] if not is_library(each.__module__)])
-        for name, value in sorted(vars(kind).items()) if own else []:
+        of_class = vars(kind)
+        former = {n for o, n in RENAMED_METHODS.items() if of_class.get(o) is of_class.get(n)}
+        for name, value in sorted(of_class.items()) if own else []:
+            if name in former:  # set by ClientRule, not by the user: digests stay as stored
+                continue
             dunder = name.startswith("__") and name.endswith("__")
             if not name.startswith("_abc_") and (
                 not dunder or isinstance(value, types.FunctionType)

@@ -121,8 +121,9 @@ def check_options(task: str, algorithm: str, options: Mapping[str, str], mode: s
 
 
 def summary(function: Callable[..., Any]) -> str:
-    """Return the first line of a function's docstring."""
-    return (function.__doc__ or "").strip().splitlines()[0]
+    """Return the first line of a function's docstring, without the leading "Return"."""
+    line = (function.__doc__ or "").strip().splitlines()[0].removeprefix("Return ")
+    return line[:1].upper() + line[1:]
 
 
 SECTIONS = ("server", "client", "local")

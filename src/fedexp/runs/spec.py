@@ -339,7 +339,9 @@ def read_spec(folder: Path) -> dict[str, Any]:
     try:
         spec = parse_toml(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise UsageError(f"{folder} is not a run: cannot read {SPEC}: {error.strerror}") from None
+        raise UsageError(
+            f"{folder} is not a run: cannot read {SPEC}: {error.strerror}; name a run folder"
+        ) from None
     except ValueError as error:
         raise UsageError(
             f"{path} is damaged: {shown(error)}; remove {folder}, and run it again"
