@@ -50,7 +50,10 @@ class Loop:
     def __call__(self, work: Work, state: SimulationState) -> Sums:
         total: Sums | None = None
         for clients in cohort_parts(work, state):
-            trained = [train_client(work, state, client) for client in clients]
+            trained = []
+            for client in clients:
+                with seeded_torch(work.seed, "layers", work.round, client):
+                    trained.append(train(work, state, client, work.task.objective))
             total = add_sums(total, sum_trained(work, clients, trained))
         assert total is not None
         return total

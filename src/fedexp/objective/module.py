@@ -194,8 +194,9 @@ class ModuleObjective:
         # vmap supports the contiguous memory format only
         plain = torch.contiguous_format
         client_params = [piece.clone(memory_format=plain) for piece in pieces(params, self.params)]
+        values = pieces(buffers.averaged, self.averaged) + pieces(buffers.kept, self.kept)
         with self._autocast():
-            output, after = self._functional(client_params, self._copies_of(buffers), x)
+            output, after = self._functional(client_params, self._copies_of(values), x)
         losses = self._losses(output.to(params.dtype), y)
         return (losses * weights).sum(), self._gathered(after) if self.slots else buffers
 
@@ -333,17 +334,17 @@ class ModuleObjective:
     def _bind(self, params: Tensor, buffers: Buffers) -> None:
         for target, piece in zip(self.params, pieces(params, self.params), strict=True):
             target.data = piece  # a view, without a copy
-        for own, value in zip(self.slots, self._copies_of(buffers), strict=True):
+        values = pieces(buffers.averaged, self.averaged) + pieces(buffers.kept, self.kept)
+        for own, value in zip(self.slots, self._copies_of(values), strict=True):
             put(own, value)
 
-    def _copies_of(self, buffers: Buffers) -> list[Tensor]:
-        """Return the module's buffers in their shapes and types.
+    def _copies_of(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Return values of the module's buffers in their types.
 
         Copies, because forward writes to them, and under vmap only contiguous ones remember it.
         """
-        vectors = ((buffers.averaged, self.averaged), (buffers.kept, self.kept))
-        pairs = [pair for v, like in vectors for pair in zip(pieces(v, like), like, strict=True)]
-        return [piece.to(like.dtype, copy=True) for piece, like in pairs]
+        like = [*self.averaged, *self.kept]
+        return [v.to(own.dtype, copy=True) for v, own in zip(values, like, strict=True)]
 
     def _buffers(self) -> Buffers:
         return self._gathered([read(own).detach() for own in self.slots])
