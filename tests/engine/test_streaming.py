@@ -79,7 +79,7 @@ def test_the_next_cohort_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulation, "ThreadPoolExecutor", AtOnce)
     monkeypatch.setattr(simulation, "prefetch_pages", lambda train, who: asked.append(who.tolist()))
     states: list[list[int]] = []
-    monkeypatch.setattr(StoredStates, "expect", lambda self, who: states.append(who.tolist()))
+    monkeypatch.setattr(StoredStates, "prefetch", lambda self, who: states.append(who.tolist()))
     task = classes_task(lambda: nn.Linear(4, 3), SIZES)
     for _ in fx.simulate(task, fx.scaffold(), 4, 3, client_store="disk"):
         pass
