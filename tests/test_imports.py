@@ -24,6 +24,8 @@ LAYERS = [
     {"models"},
     {"objective"},
     {"tasks"},
+    {"references"},
+    {"options"},
     {"engine"},
     {"distributed"},
     {"runs"},

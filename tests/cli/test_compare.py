@@ -15,9 +15,9 @@ import pytest
 from fedexp import __version__
 from fedexp.cli.compare import workers_for
 from fedexp.cli.main import main
+from fedexp.options import TASKS
 from fedexp.runs import find_runs, load_run
 from fedexp.runs.execute import stop_request
-from fedexp.runs.options import TASKS
 from fedexp.runs.pool import interrupts_blocked
 from fedexp.runs.spec import Spec
 from fedexp.tasks import Task, synthetic

@@ -13,8 +13,8 @@ from flwr.app import Context, Message, RecordDict
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError
+from fedexp.options import paper_setup
 from fedexp.runs import load_run
-from fedexp.runs.options import paper_setup
 from tests.flower.helpers.fake_grid import FakeGrid
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "flower_app"

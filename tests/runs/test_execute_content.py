@@ -13,11 +13,11 @@ import pytest
 
 import fedexp as fx
 from fedexp.distributed import Ranks
+from fedexp.options import TASKS
 from fedexp.runs import RunWarning, execute, folder_of, load_run, read_spec, run_all, run_id
 from fedexp.runs.distributed_run import check_same_content
 from fedexp.runs.fingerprint import Fingerprint, fingerprint
 from fedexp.runs.folder import FINGERPRINT
-from fedexp.runs.options import TASKS
 from fedexp.runs.spec import SPEC, Run, Spec, frozen, id_of
 from fedexp.tasks import Task
 from tests.helpers.studies import STUDY, imported, task_of

@@ -10,9 +10,9 @@ import torch
 
 import fedexp as fx
 from fedexp.models import resnet18
+from fedexp.options import TASKS
 from fedexp.precision import Precision
 from fedexp.runs import RunInterrupted, execute
-from fedexp.runs.options import TASKS
 from fedexp.runs.spec import Spec
 from fedexp.tasks import Task
 from tests.runs.helpers import essence, nobody, stop_after

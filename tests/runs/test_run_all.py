@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import fedexp as fx
-from fedexp.runs.options import build_task
+from fedexp.options import build_task
 from fedexp.runs.pool import run_all
 from fedexp.runs.spec import Outcome, Spec
 

@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedexp as fx
+from fedexp.options import TASKS, build_task
 from fedexp.runs import frozen, read_spec, run_id, spec_from
-from fedexp.runs.options import TASKS, build_task
 from fedexp.runs.spec import Spec, spec_text
 from fedexp.tasks import Task
 from tests.runs.helpers import tiny

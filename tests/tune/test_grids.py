@@ -8,7 +8,7 @@ import pytest
 from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
-from fedexp.runs.options import Setup
+from fedexp.options import Setup
 from fedexp.tune.grids import Values, free_ranges, paper_grid, parse_grid, points, without_fixed
 
 # Copied by hand from the appendix: base-10 logarithms, by algorithm, for networks and synthetic.

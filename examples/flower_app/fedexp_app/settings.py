@@ -16,7 +16,7 @@ from fedexp.data.federation import Batch
 from fedexp.engine.plan import Work
 from fedexp.errors import UsageError, unknown_name
 from fedexp.objective import ModuleObjective
-from fedexp.runs.options import TASKS, Setup, build_task, paper_setup, parse_assignments
+from fedexp.options import TASKS, Setup, build_task, paper_setup, parse_assignments
 from fedexp.tasks.task import Task
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
 from fedexp.local import LocalTraining
-from fedexp.runs.options import TASKS, Setup, summary
+from fedexp.options import TASKS, Setup, summary
 
 
 def add_parser(subparsers: Any) -> None:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from fedexp.engine.select import ENGINES, check_engine_name
 from fedexp.errors import UsageError, require
+from fedexp.options import build_task, parse_assignments, share_options, split_task_options
 from fedexp.runs.journal import CHECKPOINT_EVERY
-from fedexp.runs.options import build_task, parse_assignments, share_options, split_task_options
 from fedexp.runs.spec import Run, Spec
 
 

@@ -10,8 +10,8 @@ from typing import Any
 from fedexp.analysis.plots import check_writable, save
 from fedexp.analysis.tables import text_table
 from fedexp.cli.options import add_out, positive
+from fedexp.options import convert
 from fedexp.reproduce.toy import toy_figure, toy_paths
-from fedexp.runs.options import convert
 
 
 def add_parser(subparsers: Any) -> None:

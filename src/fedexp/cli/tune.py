@@ -25,10 +25,10 @@ from fedexp.cli.options import (
 from fedexp.cli.progress import watch
 from fedexp.distributed import ranks
 from fedexp.errors import require
+from fedexp.options import split_task_options
 from fedexp.runs import RunInterrupted
 from fedexp.runs.execute import StopRequest, stop_request
 from fedexp.runs.files import Row
-from fedexp.runs.options import split_task_options
 from fedexp.runs.spec import Run
 from fedexp.tune import results
 from fedexp.tune.epsilon import EPS, epsilon_values, explain, tune_epsilon

@@ -14,6 +14,7 @@ from typing import Any
 from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError, unknown_name
 from fedexp.local import LocalTraining
+from fedexp.options import Setup
 from fedexp.reproduce.accuracy_studies import SEEDS
 from fedexp.reproduce.study import (
     ALL_WRITERS,
@@ -28,7 +29,6 @@ from fedexp.reproduce.study import (
     spec_of,
 )
 from fedexp.runs import StoredRun, spec_from
-from fedexp.runs.options import Setup
 from fedexp.runs.spec import Spec
 from fedexp.tasks.images import COHORT
 

@@ -39,11 +39,11 @@ import torch
 
 from fedexp.distributed import RankLostError, Ranks
 from fedexp.errors import FedExPError, UsageError
+from fedexp.options import build_task, split_task_options
 from fedexp.runs.execute import execute, stored_outcome
 from fedexp.runs.files import Row
 from fedexp.runs.folder import RESULT, BusyError, OtherContentError, RunWarning
 from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
-from fedexp.runs.options import build_task, split_task_options
 from fedexp.runs.spec import OnRound, Outcome, Run, Spec, folder_of
 from fedexp.tasks import Task
 

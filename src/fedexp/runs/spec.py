@@ -27,10 +27,7 @@ from fedexp.engine.plan import sample_cohort
 from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.state import SimulationState
 from fedexp.errors import UsageError, require, shown
-from fedexp.precision import Precision, checked_device
-from fedexp.runs.files import Row, parse_toml, spec_fault
-from fedexp.runs.fingerprint import Fingerprint, fingerprint
-from fedexp.runs.options import (
+from fedexp.options import (
     Setup,
     build_algorithm,
     build_task,
@@ -39,6 +36,9 @@ from fedexp.runs.options import (
     split_task_options,
     task_arguments,
 )
+from fedexp.precision import Precision, checked_device
+from fedexp.runs.files import Row, parse_toml, spec_fault
+from fedexp.runs.fingerprint import Fingerprint, fingerprint
 from fedexp.tasks import Task
 
 SMALL_MODEL = 100_000  # parameters

@@ -17,7 +17,7 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 
 from fedexp.errors import UsageError, require
-from fedexp.runs.options import Setup
+from fedexp.options import Setup
 
 Point = dict[str, float]
 Values = Mapping[str, tuple[float, ...]]

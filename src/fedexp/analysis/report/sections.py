@@ -18,8 +18,8 @@ from fedexp.analysis.plots import COLOURS
 from fedexp.analysis.summary import Band, Curve, pool_seeds
 from fedexp.errors import FedExPError, UsageError, unknown_name
 from fedexp.local import LocalTraining
+from fedexp.options import Setup, convert
 from fedexp.runs import StoredRun, find_runs, load_run
-from fedexp.runs.options import Setup, convert
 from fedexp.runs.spec import Outcome, checked_target
 
 WINDOW = 20  # rounds of the moving average, as in the paper

@@ -9,7 +9,7 @@ import pytest
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
-from fedexp.runs.options import Setup, convert, parse_assignments, setup_for
+from fedexp.options import Setup, convert, parse_assignments, setup_for
 from tests.helpers.problems import classes_task
 
 
