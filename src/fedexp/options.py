@@ -16,8 +16,9 @@ from inspect import Parameter, signature
 from typing import Any, Literal
 
 from fedexp.algorithms import ALGORITHMS, Algorithm
-from fedexp.errors import UsageError, unknown_name
+from fedexp.errors import UsageError, require, unknown_name
 from fedexp.local import LocalTraining
+from fedexp.references import is_reference, load_object, reference_to
 from fedexp.server import Adagrad, Adam, ExP, MomentumExP, ServerRule, Yogi
 from fedexp.tasks import (
     cifar10,
@@ -57,33 +58,59 @@ TASKS: dict[str, Callable[..., Task]] = {
 RELEASED_ARGUMENTS = {"pool": "avg3", "augment": "batch"}
 
 
-def build_task(name: str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper") -> Task:
-    """Return the task of that name.
+def build_task(
+    name: str,
+    options: Mapping[str, Any],
+    seed: int = 0,
+    mode: str = "paper",
+    source: str | None = None,
+) -> Task:
+    """Return the task of that name, or the user's own.
 
     Args:
         name: one of `TASKS`.
         options: arguments of its function, as text or values.
         seed: seed of the data (generation, partition) where the task draws any.
         mode: "authors-code" for the arguments of the released code.
+        source: reference to a `Task`, or to a function that returns one (`study.py:task`).
     """
-    if name not in TASKS:
-        raise unknown_name("task", name, TASKS)
-    return TASKS[name](**task_arguments(name, options, seed, mode))
+    found = _task_or_function(name, source)
+    if isinstance(found, Task):
+        task_arguments(name, options, seed, mode, source)
+        return found
+    task = found(**task_arguments(name, options, seed, mode, source))
+    require(
+        isinstance(task, Task),
+        f"{source or name} returns {type(task).__name__}, not a Task; return the result of "
+        "fedexp.supervised or fedexp.classification",
+    )
+    return task
 
 
 def task_arguments(
-    name: str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper"
+    name: str,
+    options: Mapping[str, Any],
+    seed: int = 0,
+    mode: str = "paper",
+    source: str | None = None,
 ) -> dict[str, Any]:
     """Return every argument of a task's function with its value, defaults included.
 
-    A task that is not in the catalogue has the options that it was given.
+    A task that is not in the catalogue and has no source has the options that it was given.
 
     >>> task_arguments("synthetic", {"clients": "4"}, seed=7)
     {'clients': 4, 'rows': 30, 'dim': 1000, 'seed': 7, 'normalize': True}
     """
-    if name not in TASKS:
+    if source is None and name not in TASKS:
         return dict(options)
-    factory = TASKS[name]
+    factory = _task_or_function(name, source)
+    if isinstance(factory, Task):
+        require(
+            not options,
+            f"{source} is a task, which has no arguments (task.{next(iter(options), '')}); let a "
+            "function return it, and name the function",
+        )
+        return {}
     known = signature(factory).parameters
     given = {"seed": seed, **(RELEASED_ARGUMENTS if mode == "authors-code" else {})}
     chosen = {key: parameter.default for key, parameter in known.items()}
@@ -93,29 +120,67 @@ def task_arguments(
             raise unknown_name(
                 f"option of task {name}", f"task.{key}", [f"task.{k}" for k in known]
             )
-        chosen[key] = convert(value, hints_of(factory)[key], f"task.{key}")
+        chosen[key] = convert(value, hints_of(factory).get(key, Any), f"task.{key}")
+    missing = [k for k, v in chosen.items() if v is Parameter.empty and source is not None]
+    require(not missing, f"{source} needs --set task.{(missing or [''])[0]}=..., or a default")
     return {key: value for key, value in chosen.items() if value is not Parameter.empty}
 
 
-def build_algorithm(name: str) -> Algorithm:
-    """Return the algorithm of that name, with its defaults."""
-    if name not in ALGORITHMS:
-        raise unknown_name("algorithm", name, ALGORITHMS)
-    return ALGORITHMS[name]()
+def _task_or_function(name: str, source: str | None) -> Task | Callable[..., Task]:
+    if source is None:
+        if name not in TASKS:
+            raise unknown_name("task", name, TASKS)
+        return TASKS[name]
+    found = load_object(source)
+    require(
+        isinstance(found, Task) or (callable(found) and not isinstance(found, type)),
+        f"{source} is {type(found).__name__}, not a Task or a function that returns one",
+    )
+    own: Task | Callable[..., Task] = found
+    return own
 
 
-def check_options(task: str, algorithm: str, options: Mapping[str, str], mode: str) -> None:
+def build_algorithm(name: str, source: str | None = None) -> Algorithm:
+    """Return the algorithm of that name, with its defaults, or the user's own.
+
+    Args:
+        name: one of `ALGORITHMS`.
+        source: reference to an `Algorithm`, or to a function that returns one (`study.py:mine`).
+    """
+    if source is None:
+        if name not in ALGORITHMS:
+            raise unknown_name("algorithm", name, ALGORITHMS)
+        return ALGORITHMS[name]()
+    found = load_object(source)
+    found = found() if callable(found) and not isinstance(found, type) else found
+    require(
+        isinstance(found, Algorithm),
+        f"{source} is {type(found).__name__}, not an Algorithm or a function that returns one; "
+        'make it with fedexp.Algorithm("name", client=..., server=...)',
+    )
+    own: Algorithm = found
+    return own
+
+
+def check_options(
+    task: str,
+    algorithm: str,
+    options: Mapping[str, str],
+    mode: str,
+    task_source: str | None = None,
+    algorithm_source: str | None = None,
+) -> None:
     """Raise `UsageError` for an unknown name or an option of the wrong type.
 
-    Needs neither data nor model. The range of a value is checked where it is set.
+    Needs neither data nor model of a task of the package. The range of a value is checked where it
+    is set.
     """
-    setup = Setup(build_algorithm(algorithm), LocalTraining())
-    if task not in TASKS:
-        raise unknown_name("task", task, TASKS)
+    setup = Setup(build_algorithm(algorithm, algorithm_source), LocalTraining())
+    _task_or_function(task, task_source)
     if mode not in MODES:
         raise unknown_name("mode", mode, MODES)
     of_task, others = split_task_options(options)
-    task_arguments(task, of_task, mode=mode)
+    task_arguments(task, of_task, mode=mode, source=task_source)
     for key, value in others.items():
         setup.parse(key, value)
 
@@ -242,6 +307,23 @@ def setup_for(task: Task, algorithm: Algorithm, mode: str) -> Setup:
     return MODES[mode](task, algorithm)
 
 
+def option_text(value: Any) -> str:
+    """Return the value of an option as `--set` takes it: the inverse of `convert`.
+
+    >>> option_text(0.1), option_text(None), option_text((1, 2)), option_text("size")
+    ('0.1', 'none', '1,2', 'size')
+    """
+    if value is None:
+        return "none"
+    if isinstance(value, tuple | list):
+        return ",".join(map(option_text, value))
+    if isinstance(value, str):
+        return value
+    if callable(value):
+        return reference_to(value, getattr(value, "__name__", "function"))
+    return repr(value)
+
+
 def _released_rule(server: ServerRule, lr_decay: float) -> ServerRule:
     if isinstance(server, ExP):
         server = replace(
@@ -329,9 +411,16 @@ def convert(value: Any, hint: Any, name: str) -> Any:
 
 
 def _convert_optional(value: Any, choices: tuple[Any, ...], name: str) -> Any:
-    if value is None or (isinstance(value, str) and value.lower() == "none"):
+    """Convert to one of several types: None, a function (by reference), or one other."""
+    nothing = value is None or (isinstance(value, str) and value.lower() == "none")
+    if nothing and type(None) in choices:
         return None
-    (kind,) = (choice for choice in choices if choice is not type(None))
+    functions = [each for each in choices if typing.get_origin(each) is Callable]
+    if functions and isinstance(value, str) and is_reference(value):
+        value = load_object(value)
+    if functions and callable(value):
+        return value
+    (kind,) = (each for each in choices if each not in (type(None), *functions))
     return convert(value, kind, name)
 
 

@@ -221,6 +221,7 @@ def _train(
         result.get("reason", ""),
         path,
         journal.resumed_from,
+        journal.state if held is None else None,
     )
 
 

@@ -102,6 +102,8 @@ OPTIONAL_FIELDS: dict[str, type | tuple[type, ...]] = {
     "device": str,
     "precision": str,
     "stop_at": NUMBER,
+    "task_source": str,
+    "algorithm_source": str,
 }
 COLUMNS = ("server_lr", "local_lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
 

@@ -29,6 +29,7 @@ import torch
 from fedexp import __version__
 from fedexp.engine import Record
 from fedexp.errors import UsageError, require, shown
+from fedexp.references import in_session, name_in
 from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.files import (
     PRIVATE,
@@ -423,7 +424,11 @@ def rerun(spec: Mapping[str, Any]) -> str:
     """
     if spec.get("engine") == "flower":
         return "flwr run ."
-    words = ["fedexp", "run", spec["task"], "--algorithm", spec["algorithm"]]
+    sources = {name: spec.get(f"{name}_source") or spec[name] for name in ("task", "algorithm")}
+    if any(in_session(source) for source in sources.values()):
+        named = ", ".join(name_in(source) for source in sources.values())
+        return f"# from Python, with the same objects: fedexp.run({named}, seed={spec['seed']}, ...)"
+    words = ["fedexp", "run", sources["task"], "--algorithm", sources["algorithm"]]
     words += ["--seed", spec["seed"], "--rounds", spec["rounds"]]
     words += ["--cohort", spec.get("cohort") or "all", "--evaluate-every", spec["evaluate_every"]]
     for name, default in DEFAULTS.items():

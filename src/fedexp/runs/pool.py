@@ -23,13 +23,14 @@ import os
 import pickle
 import re
 import signal
+import sys
 import threading
 import time
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -40,11 +41,12 @@ import torch
 from fedexp.distributed import RankLostError, Ranks
 from fedexp.errors import FedExPError, UsageError
 from fedexp.options import build_task, split_task_options
+from fedexp.references import in_session
 from fedexp.runs.execute import execute, stored_outcome
 from fedexp.runs.files import Row
 from fedexp.runs.folder import RESULT, BusyError, OtherContentError, RunWarning
 from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
-from fedexp.runs.spec import OnRound, Outcome, Run, Spec, folder_of
+from fedexp.runs.spec import OnRound, Outcome, Run, Spec, folder_of, id_stem
 from fedexp.tasks import Task
 
 POLL = 0.1  # seconds between looks at the request to stop while workers are silent
@@ -142,6 +144,7 @@ def run_all(
         own = Shard(ranks.rank + 1, ranks.world_size).of(waiting)
     listed = _ListQueue(own, on_round, on_busy)
     how = Execution(Spec.prepare, root, checkpoint_every, restart, on_busy is not None)
+    jobs = jobs_for(specs, jobs)
     run_queue(listed, len(waiting), jobs, how, ranks=ranks, stop=stop)
     done |= listed.outcomes
     if ranks is not None:
@@ -150,6 +153,21 @@ def run_all(
         for outcomes in ranks.all_gather_object(listed.outcomes):
             done |= outcomes
     return [done[k] for k in sorted(done)]
+
+
+def jobs_for(specs: Sequence[Spec], jobs: int) -> int:
+    """Return how many runs to execute at a time: one if workers cannot import what they need."""
+    own = next((spec for spec in specs if spec.in_session), None)
+    if own is None or jobs == 1:
+        return jobs
+    what = f"task {own.task!r}" if in_session(own.task_source) else f"algorithm {own.algorithm!r}"
+    warnings.warn(
+        f"{what} was made in this session, so that other processes cannot import it: all runs are "
+        "executed in this process; define it in a file to use jobs",
+        RunWarning,
+        stacklevel=3,
+    )
+    return 1
 
 
 class _ListQueue:
@@ -192,7 +210,7 @@ def stored_outcomes(
     prepare = _SharedTask(Spec.prepare)
     for k in sorted(range(len(specs)), key=lambda k: specs[k].seed):
         spec = specs[k]
-        if not any(root.glob(f"{spec.task}-{spec.algorithm}-s{spec.seed}-*/{RESULT}")):
+        if not any(root.glob(f"{id_stem(spec.task, spec.algorithm, spec.seed)}-*/{RESULT}")):
             continue
         run = prepare(spec)
         try:
@@ -305,10 +323,11 @@ class _SharedTask:
 
     def __call__(self, spec: Spec) -> Run:
         of_task, _ = split_task_options(dict(spec.options))
-        key = spec.task, spec.seed, spec.mode, of_task
+        key = spec.task, spec.task_source, spec.seed, spec.mode, of_task
         if self._task is None or key != self._key:
             self._task = None  # before the next is built: data may fit in memory only once
-            self._task, self._key = build_task(spec.task, of_task, spec.seed, spec.mode), key
+            self._task = build_task(spec.task, of_task, spec.seed, spec.mode, spec.task_source)
+            self._key = key
         return self._prepare(spec, self._task)
 
 
@@ -346,7 +365,7 @@ class _Executor:
         except RunInterrupted:
             if wanted:
                 raise
-        return outcome if wanted else "stopped"
+        return replace(outcome, state=None) if wanted else "stopped"  # too large for a pipe
 
 
 def _in_this_process(
@@ -465,7 +484,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")
         self.connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, how), daemon=True)
-        self._process.start()
+        with _main_not_imported():
+            self._process.start()
         theirs.close()  # so that either side notices the end of the other
         self.job: Job | None = None
         self._stop_sent = self._wanted = False
@@ -549,6 +569,21 @@ def _serve(connection: Connection, how: Execution) -> None:
                 send("result", "stopped")
             except Exception as error:
                 send("error", _picklable(error), traceback.format_exc())
+
+
+@contextmanager
+def _main_not_imported() -> Iterator[None]:
+    """Start processes in this block that do not import the main module: a user's script.
+
+    They import the files that specs refer to, and report an error there in one line.
+    """
+    main = sys.modules["__main__"]
+    hidden = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        vars(main).update(hidden)
 
 
 def _picklable(error: Exception) -> Exception:

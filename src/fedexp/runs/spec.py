@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,6 +38,7 @@ from fedexp.options import (
     task_arguments,
 )
 from fedexp.precision import Precision, checked_device
+from fedexp.references import in_session
 from fedexp.runs.files import Row, parse_toml, spec_fault
 from fedexp.runs.fingerprint import Fingerprint, fingerprint
 from fedexp.tasks import Task
@@ -63,6 +65,9 @@ class Spec:
         stop_at: value of the task's metric at which the run ends early; accuracies may be percent.
         deterministic: use deterministic torch operations only, on a GPU too.
         options: pairs of dotted names and values; `task.*` are arguments of the task.
+        task_source: reference to a task of the user's own, e.g. `study.py:task`.
+        algorithm_source: reference to an algorithm of the user's own; it is taken as it is, without
+            the task's tuned values.
     """
 
     task: str
@@ -78,13 +83,22 @@ class Spec:
     stop_at: float | None = None
     deterministic: bool = False
     options: tuple[tuple[str, str], ...] = ()
+    task_source: str | None = None
+    algorithm_source: str | None = None
+
+    @property
+    def in_session(self) -> bool:
+        """Whether the task or the algorithm exists in this process only."""
+        return in_session(self.task_source) or in_session(self.algorithm_source)
 
     def check(self) -> None:
         """Raise `UsageError` for an unknown name or an option of the wrong type.
 
-        Reads no data and builds no model. What depends on them is checked by `prepare`.
+        Reads no data and builds no model. What depends on them is checked by `prepare`. A file of
+        the user's own is imported.
         """
-        check_options(self.task, self.algorithm, dict(self.options), self.mode)
+        sources = self.task_source, self.algorithm_source
+        check_options(self.task, self.algorithm, dict(self.options), self.mode, *sources)
 
     def prepare(self, task: Task | None = None) -> Run:
         """Resolve every name; raise `UsageError` for what does not exist or does not fit.
@@ -95,8 +109,13 @@ class Spec:
         of_task, others = split_task_options(dict(self.options))
         if task is None:
             self.check()
-            task = build_task(self.task, of_task, self.seed, self.mode)
-        setup = setup_for(task, build_algorithm(self.algorithm), self.mode).with_options(others)
+            task = build_task(self.task, of_task, self.seed, self.mode, self.task_source)
+        algorithm = build_algorithm(self.algorithm, self.algorithm_source)
+        if self.algorithm_source is None:
+            setup = setup_for(task, algorithm, self.mode)
+        else:
+            setup = Setup(algorithm, task.local)
+        setup = setup.with_options(others)
         cohort = task.cohort if self.cohort is None else self.cohort or None
         sample_cohort(self.seed, 0, task.train.clients, cohort)  # raises where it does not fit
         stop_at = checked_target(self.stop_at, task.metric, "--stop-at")
@@ -204,6 +223,8 @@ class Run:
             "precision": self.spec.precision,
             "stop_at": self.stop_at,
             "deterministic": self.spec.deterministic,
+            "task_source": self.spec.task_source,
+            "algorithm_source": self.spec.algorithm_source,
             "set": dict(self.spec.options),
             "changed": [n for n in resolved if n not in before or resolved[n] != before[n]],
             "arguments": self._arguments(),
@@ -213,7 +234,8 @@ class Run:
     def _arguments(self) -> dict[str, Any]:
         """Return the arguments of the task, resolved; its seed only where it is not the run's."""
         of_task, _ = split_task_options(dict(self.spec.options))
-        found = task_arguments(self.spec.task, of_task, self.spec.seed, self.spec.mode)
+        spec = self.spec
+        found = task_arguments(spec.task, of_task, spec.seed, spec.mode, spec.task_source)
         if found.get("seed") == self.spec.seed:
             del found["seed"]
         return {name: _json_value(value) for name, value in found.items()}
@@ -250,6 +272,7 @@ class Outcome:
         reason: what diverged.
         folder: the run folder; None where nothing is stored.
         stored: number of rounds that were stored before.
+        state: the last state of a run that is not stored; None otherwise.
     """
 
     spec: Spec
@@ -260,6 +283,7 @@ class Outcome:
     reason: str = ""
     folder: Path | None = None
     stored: int = 0
+    state: SimulationState | None = field(default=None, repr=False, compare=False)
 
     def curve(self, name: str) -> np.ndarray[Any, np.dtype[np.float64]]:
         """Return one number per round, NaN where it was not evaluated."""
@@ -303,7 +327,8 @@ def checked_target(value: float | None, metric: str, option: str) -> float | Non
 FORMAT = 2  # 1: the id covered options as they were typed, and no arguments of the task
 SPEC = "spec.toml"
 HEAD = "# A run of fedexp, frozen. Continue it with: fedexp resume THIS-FOLDER\n"
-TYPED = ("set", "changed")  # options as they were typed; not part of the id
+# Options as they were typed, and where objects of the user's own are; not part of the id.
+TYPED = ("set", "changed", "task_source", "algorithm_source")
 
 
 def frozen(run: Run) -> dict[str, Any]:
@@ -383,6 +408,8 @@ def spec_from(spec: Mapping[str, Any]) -> Spec:
         stop_at=spec.get("stop_at"),
         deterministic=spec["deterministic"],
         options=tuple(spec["set"].items()),
+        task_source=spec.get("task_source"),
+        algorithm_source=spec.get("algorithm_source"),
     )
 
 
@@ -412,7 +439,17 @@ def id_of(spec: Mapping[str, Any], format: int = FORMAT) -> str:
     counted = spec if format == 1 else _canonical(resolved)
     text = json.dumps(counted, sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
-    return f"{spec['task']}-{spec['algorithm']}-s{spec['seed']}-{digest}"
+    return f"{id_stem(spec['task'], spec['algorithm'], spec['seed'])}-{digest}"
+
+
+def id_stem(task: str, algorithm: str, seed: int) -> str:
+    """Return the readable part of a run's id; characters that paths cannot have are replaced.
+
+    >>> id_stem("my task", "fedexp", 0)
+    'my_task-fedexp-s0'
+    """
+    names = (re.sub(r"[^\w.+-]+", "_", name) for name in (task, algorithm))
+    return f"{'-'.join(names)}-s{seed}"
 
 
 def _canonical(value: Any) -> Any:

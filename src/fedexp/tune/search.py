@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 from fedexp.distributed import Ranks
 from fedexp.errors import NonFiniteUpdateWarning, require
 from fedexp.runs.files import Row
-from fedexp.runs.pool import Execution, Job, Result, run_queue, runs_per_rank
+from fedexp.runs.pool import Execution, Job, Result, jobs_for, run_queue, runs_per_rank
 from fedexp.runs.spec import Outcome, Run, Spec, is_better_higher
 from fedexp.tune.grids import Point, Values, points
 from fedexp.tune.store import FINGERPRINT, StudyStore, Trial, open_study
@@ -130,6 +130,7 @@ def tune(study: Study, runner: TrialRunner = TrialRunner()) -> list[Trial]:  # n
     return when the last trial has finished.
     """
     kind = FreeSearch if study.protocol == "free" else GridSearch
+    runner = replace(runner, jobs=jobs_for([study.run.spec], runner.jobs))
     with study.open() as store:
         left: int = runner.agree(study.size - len(store.trials()))
         if left > 0:
