@@ -26,7 +26,7 @@ from fedexp.analysis.report.page import render, write_page
 from fedexp.analysis.report.sections import Targets, load_all, sections
 from fedexp.analysis.summary import Line, summarise
 from fedexp.analysis.tables import comparison_numbers, comparison_table, render_table
-from fedexp.distributed import Ranks, ranks
+from fedexp.distributed import ranks
 from fedexp.engine import EngineName, SimulationState
 from fedexp.engine.client_store import Location
 from fedexp.errors import DivergedError, UsageError, require
@@ -37,11 +37,16 @@ from fedexp.options import (
     build_algorithm,
     build_task,
     option_text,
-    setup_for,
     split_task_options,
 )
 from fedexp.precision import Precision
-from fedexp.references import is_reference, load_object, name_in, reference_to, refuse_while_importing
+from fedexp.references import (
+    is_reference,
+    load_object,
+    name_in,
+    reference_to,
+    refuse_while_importing,
+)
 from fedexp.runs.checkpoint import (
     client_tensors,
     clients_from,
@@ -56,7 +61,6 @@ from fedexp.runs.folder import MODEL
 from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
 from fedexp.runs.loggers import Logger
 from fedexp.runs.pool import run_all
-from fedexp.runs.read import load_run
 from fedexp.runs.spec import Outcome, Run, Spec, checked_target, read_spec, spec_from
 from fedexp.tasks.task import Task, Weighting
 
