@@ -30,8 +30,9 @@ LAYERS = [
     {"distributed"},
     {"runs"},
     {"analysis", "flower"},
-    {"tune"},
+    {"tuning"},
     {"reproduce"},
+    {"study"},
     {"cli"},
     {"__init__", "__main__"},
 ]

@@ -7,6 +7,8 @@
 True
 """
 
+from typing import TYPE_CHECKING, Any
+
 from fedexp import data, models, projections, tasks
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import (
@@ -24,6 +26,7 @@ from fedexp.algorithms import (
     scaffold_exp,
 )
 from fedexp.client import SGD, ClientRule, Prox, Scaffold
+from fedexp.data import Federation
 from fedexp.engine import Record, SimulationState, simulate
 from fedexp.errors import DivergedError, FedExPError, NonFiniteUpdateWarning, UsageError
 from fedexp.local import LocalTraining
@@ -38,6 +41,20 @@ from fedexp.server import (
     Yogi,
     exp_step_size,
 )
+from fedexp.tasks import classification
+
+if TYPE_CHECKING:
+    from fedexp.study import (
+        Comparison,
+        RunResult,
+        Tuning,
+        compare,
+        load_model,
+        load_state,
+        run,
+        save_state,
+        tune,
+    )
 
 __version__ = "0.1.0"
 
@@ -49,20 +66,26 @@ __all__ = [
     "Algorithm",
     "Average",
     "ClientRule",
+    "Comparison",
     "DivergedError",
     "ExP",
     "FedExPError",
+    "Federation",
     "LocalTraining",
     "Momentum",
     "MomentumExP",
     "NonFiniteUpdateWarning",
     "Prox",
     "Record",
+    "RunResult",
     "Scaffold",
     "ServerRule",
     "SimulationState",
+    "Tuning",
     "UsageError",
     "Yogi",
+    "classification",
+    "compare",
     "data",
     "exp_step_size",
     "fedadagrad",
@@ -74,10 +97,33 @@ __all__ = [
     "fedprox",
     "fedprox_exp",
     "fedyogi",
+    "load_model",
+    "load_state",
     "models",
     "projections",
+    "run",
+    "save_state",
     "scaffold",
     "scaffold_exp",
     "simulate",
     "tasks",
+    "tune",
 ]
+
+# Imported at first use: they need packages that the simulator does not.
+_STUDY = (
+    *("Comparison", "RunResult", "Tuning", "compare", "load_model", "load_state", "run"),
+    *("save_state", "tune"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    if name in _STUDY:
+        from fedexp import study
+
+        return getattr(study, name)
+    raise AttributeError(f"module 'fedexp' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_STUDY})

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.errors import UsageError, require, unknown_name
 from fedexp.local import LocalTraining
-from fedexp.references import is_reference, load_object, reference_to
+from fedexp.references import is_reference, load_object, name_in, reference_to
 from fedexp.server import Adagrad, Adam, ExP, MomentumExP, ServerRule, Yogi
 from fedexp.tasks import (
     cifar10,
@@ -160,6 +160,25 @@ def build_algorithm(name: str, source: str | None = None) -> Algorithm:
     )
     own: Algorithm = found
     return own
+
+
+def split_task(text: str) -> tuple[str, str | None]:
+    """Return the name of a task in records, and its reference if it is the user's own.
+
+    >>> split_task("digits")
+    ('digits', None)
+    """
+    if not is_reference(text):
+        return text, None
+    found = load_object(text)
+    return (found.name if isinstance(found, Task) else name_in(text)), text
+
+
+def split_algorithm(text: str) -> tuple[str, str | None]:
+    """Return the name of an algorithm in records, and its reference if it is the user's own."""
+    if not is_reference(text):
+        return text, None
+    return build_algorithm(text, text).name, text
 
 
 def check_options(

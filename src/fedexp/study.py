@@ -37,13 +37,12 @@ from fedexp.options import (
     build_algorithm,
     build_task,
     option_text,
+    split_algorithm,
+    split_task,
     split_task_options,
 )
 from fedexp.precision import Precision
 from fedexp.references import (
-    is_reference,
-    load_object,
-    name_in,
     reference_to,
     refuse_while_importing,
 )
@@ -61,7 +60,15 @@ from fedexp.runs.folder import MODEL
 from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
 from fedexp.runs.loggers import Logger
 from fedexp.runs.pool import run_all
-from fedexp.runs.spec import Outcome, Run, Spec, checked_target, read_spec, spec_from
+from fedexp.runs.spec import (
+    Outcome,
+    Run,
+    Spec,
+    checked_target,
+    file_name,
+    read_spec,
+    spec_from,
+)
 from fedexp.tasks.task import Task, Weighting
 
 if TYPE_CHECKING:
@@ -94,7 +101,7 @@ class Settings(TypedDict, total=False):
     """
 
     rounds: int | None
-    cohort: int | str | None
+    cohort: int | Literal["all"] | None
     local: LocalTraining | None
     weighting: Weighting | None
     options: Mapping[str, Any] | None
@@ -317,7 +324,7 @@ def compare(
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     require(bool(numbers), "compare needs at least one seed")
     firsts = _prepared(task, chosen, numbers[0], settings)
-    wanted = checked_target(target, firsts[0].task.goal, "target")
+    wanted = checked_target(target, firsts[0].task.metric, "target")
     specs = [replace(first.spec, seed=seed) for first in firsts for seed in numbers]
     root = None if runs is None else Path(runs)
     with stop_request(listen=root is not None) as request:
@@ -351,7 +358,8 @@ class Tuning:
 
     def __repr__(self) -> str:
         spec = self.study.run.spec
-        return f"Tuning({spec.algorithm} on {spec.task}: {len(self.trials)} trials, best {self.best})"
+        count = f"{len(self.trials)} trials"
+        return f"Tuning({spec.algorithm} on {spec.task}: {count}, best {self.best})"
 
     @property
     def best(self) -> dict[str, float]:
@@ -422,9 +430,8 @@ def tune(
         paper_grid,
         without_fixed,
     )
-    from fedexp.tuning.search import Study, TrialRunner, check_study
+    from fedexp.tuning.search import ROUNDS, Study, TrialRunner, check_study
     from fedexp.tuning.search import tune as search
-    from fedexp.tuning.trial import ROUNDS
 
     refuse_while_importing("fedexp.tune")
     require(grid is None or protocol == "paper", "give a grid, or protocol='free', not both")
@@ -436,13 +443,11 @@ def tune(
     else:
         ranges = free_ranges if protocol == "free" else paper_grid
         values = without_fixed(ranges(prepared.setup, prepared.task.sums), fixed)
-    path = Path(f"tune-{prepared.spec.task}.db" if store is None else store)
+    path = Path(f"tune-{file_name(prepared.spec.task)}.db" if store is None else store)
     study = Study(prepared, protocol, values, path, trials)
     check_study(study)
     with stop_request() as request:
-        runner = TrialRunner(
-            jobs, ranks(), lambda left: nullcontext(on_round), stop=request
-        )
+        runner = TrialRunner(jobs, ranks(), lambda left: nullcontext(on_round), stop=request)
         try:
             return Tuning(study, search(study, runner))
         except RunInterrupted:
@@ -534,19 +539,19 @@ def _prepared(
 def _spec(task: Task | str, algorithm: Algorithm | str, seed: int, settings: Settings) -> Spec:
     """Return the spec of a run of these objects."""
     if isinstance(task, str):
-        source = task if is_reference(task) else None
-        name = _task_name(task)
+        task_name, task_source = split_task(task)
     else:
         require(
             isinstance(task, Task),
             f"the task is {type(task).__name__}, not a Task; make one with fedexp.supervised, or "
             'give the name of one, e.g. "digits"',
         )
-        source, name = reference_to(task, task.name), task.name
+        task_name, task_source = task.name, reference_to(task, task.name)
+    name, source = _named_algorithm(algorithm)
     cohort = settings.get("cohort")
     bare = Spec(
-        task=name,
-        algorithm=_algorithm_name(algorithm),
+        task=task_name,
+        algorithm=name,
         seed=seed,
         rounds=settings.get("rounds"),
         cohort=0 if cohort == "all" else cohort,
@@ -557,8 +562,8 @@ def _spec(task: Task | str, algorithm: Algorithm | str, seed: int, settings: Set
         precision=settings.get("precision"),
         stop_at=settings.get("stop_at"),
         deterministic=settings.get("deterministic", False),
-        task_source=source,
-        algorithm_source=_algorithm_source(algorithm),
+        task_source=task_source,
+        algorithm_source=source,
     )
     local, weighting = settings.get("local"), settings.get("weighting")
     given = dict(settings.get("options") or {})
@@ -584,14 +589,6 @@ def _of_task(options: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in options.items() if name.startswith("task.")}
 
 
-def _task_name(text: str) -> str:
-    """Return the name of a task in records: of a reference to a task its own, else the text's."""
-    if not is_reference(text):
-        return text
-    found = load_object(text)
-    return found.name if isinstance(found, Task) else name_in(text)
-
-
 def _is_registered(algorithm: Algorithm) -> bool:
     """Return whether an algorithm is one of the package, perhaps with other values."""
     if algorithm.name not in ALGORITHMS:
@@ -600,21 +597,17 @@ def _is_registered(algorithm: Algorithm) -> bool:
     return type(own.client) is type(algorithm.client) and type(own.server) is type(algorithm.server)
 
 
-def _algorithm_name(algorithm: Algorithm | str) -> str:
+def _named_algorithm(algorithm: Algorithm | str) -> tuple[str, str | None]:
+    """Return the name of an algorithm, and its reference if it is the user's own."""
     if isinstance(algorithm, str):
-        return build_algorithm(algorithm, algorithm).name if is_reference(algorithm) else algorithm
+        return split_algorithm(algorithm)
     require(
         isinstance(algorithm, Algorithm),
         f"the algorithm is {algorithm!r}, not an Algorithm; call it, e.g. fedexp.fedavg(), or give "
         'its name, e.g. "fedavg"',
     )
-    return algorithm.name
-
-
-def _algorithm_source(algorithm: Algorithm | str) -> str | None:
-    if isinstance(algorithm, str):
-        return algorithm if is_reference(algorithm) else None
-    return None if _is_registered(algorithm) else reference_to(algorithm, algorithm.name)
+    source = None if _is_registered(algorithm) else reference_to(algorithm, algorithm.name)
+    return algorithm.name, source
 
 
 def _weights(folder: Path) -> dict[str, Tensor]:

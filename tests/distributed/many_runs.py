@@ -24,7 +24,7 @@ from fedexp.runs import RunInterrupted, run_all
 from fedexp.runs.files import Row
 from fedexp.runs.pool import Execution, Job, Result, run_queue
 from fedexp.runs.spec import Spec
-from fedexp.tune.search import EPS, EPS_VALUES, TrialRunner, tune, tune_epsilon
+from fedexp.tuning.search import EPS, EPS_VALUES, TrialRunner, tune, tune_epsilon
 from tests.distributed.launch import joined, on_ranks
 from tests.helpers.tuning import StartedTrials, small_study
 from tests.runs.helpers import tiny, untimed

@@ -11,7 +11,7 @@ import pytest
 
 from fedexp.cli.main import main
 from fedexp.runs import find_runs
-from fedexp.tune.grids import points
+from fedexp.tuning.grids import points
 from tests.cli.helpers import SMALL
 from tests.distributed import many_runs
 from tests.distributed.many_runs import CASES, FEW, GRID, WORLD

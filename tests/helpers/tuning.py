@@ -9,8 +9,8 @@ from typing import Any
 
 from fedexp.runs.files import Row
 from fedexp.runs.spec import Spec
-from fedexp.tune.grids import Point, Values, paper_grid
-from fedexp.tune.search import OnRow, Protocol, Study
+from fedexp.tuning.grids import Point, Values, paper_grid
+from fedexp.tuning.search import OnRow, Protocol, Study
 
 SMALL = {"task.clients": "4", "task.rows": "3", "task.dim": "20"}
 OPTIONS = [word for pair in SMALL.items() for word in ("--set", "=".join(pair))]

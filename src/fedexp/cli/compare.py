@@ -40,7 +40,7 @@ from fedexp.cli.options import (
 )
 from fedexp.errors import require
 from fedexp.objective import LeastSquares
-from fedexp.runs.spec import Outcome, Run, Spec, checked_target
+from fedexp.runs.spec import Outcome, Run, Spec, checked_target, file_name
 
 DEFAULT = "fedexp,scaffold,fedadagrad,fedprox,fedavg"
 QUICK_ROUNDS = 1000
@@ -76,15 +76,16 @@ def run(args: argparse.Namespace) -> int:
     """Run all algorithms and seeds; print the table and draw the figure."""
     check_many(args)
     check_format(args)
-    picture = args.out or Path(f"compare-{args.task}.png")
     firsts = _prepare(args)
+    task = firsts[0].spec.task
+    picture = args.out or Path(f"compare-{file_name(task)}.png")
     first, metric = firsts[0], firsts[0].task.metric
     target = checked_target(args.target, metric, "--target")
     target = first.task.target if target is None else target
     check_writable(picture)
     specs = [replace(run.spec, seed=seed) for run in firsts for seed in range(args.seeds)]
     jobs = args.jobs or workers_for(first)
-    outcomes, status = run_many(args, Many(specs, args.task, first.rounds, _label, jobs))
+    outcomes, status = run_many(args, Many(specs, task, first.rounds, _label, jobs))
     if outcomes is None:
         return status
     lines = summarise(outcomes, metric, target, args.smooth)
@@ -118,7 +119,7 @@ def _report(
         print(f"fedexp: warning: {line}", file=sys.stderr)
     if args.json:
         rows = [_as_json(line) for line in lines]
-        head = {"task": args.task, "metric": metric, "target": target, "rounds": first.rounds}
+        head = {"task": first.spec.task, "metric": metric, "target": target, "rounds": first.rounds}
         print(json.dumps({**head, "seeds": args.seeds, "algorithms": rows}, allow_nan=False))
         return
     if args.format == "text":

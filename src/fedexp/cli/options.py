@@ -11,7 +11,14 @@ from pathlib import Path
 
 from fedexp.engine.select import ENGINES, check_engine_name
 from fedexp.errors import UsageError, require
-from fedexp.options import build_task, parse_assignments, share_options, split_task_options
+from fedexp.options import (
+    build_task,
+    parse_assignments,
+    share_options,
+    split_algorithm,
+    split_task,
+    split_task_options,
+)
 from fedexp.runs.journal import CHECKPOINT_EVERY
 from fedexp.runs.spec import Run, Spec
 
@@ -25,7 +32,11 @@ class Parser(argparse.ArgumentParser):
 
 def add_run_options(parser: argparse.ArgumentParser, rounds: str = "the task's own") -> None:
     """Add the options that decide what a run computes."""
-    parser.add_argument("task", metavar="TASK", help="a task; `fedexp tasks` lists them")
+    parser.add_argument(
+        "task",
+        metavar="TASK",
+        help="a task (`fedexp tasks` lists them), or your own: study.py:NAME",
+    )
     parser.add_argument("--rounds", type=positive, metavar="N", help=f"rounds ({rounds})")
     parser.add_argument(
         "--cohort", type=_cohort, metavar="K", help="clients per round, or all (the task's own)"
@@ -114,10 +125,15 @@ def root_of(args: argparse.Namespace) -> Path | None:
 
 
 def spec_of(args: argparse.Namespace, algorithm: str, seed: int) -> Spec:
-    """Return the spec that the options of `add_run_options` describe."""
+    """Return the spec that the options of `add_run_options` describe.
+
+    Task and algorithm are names, or references to the user's own (`study.py:task`).
+    """
+    task_name, task_source = split_task(args.task)
+    name, source = split_algorithm(algorithm)
     return Spec(
-        task=args.task,
-        algorithm=algorithm,
+        task=task_name,
+        algorithm=name,
         seed=seed,
         rounds=args.rounds,
         cohort=args.cohort,
@@ -129,6 +145,8 @@ def spec_of(args: argparse.Namespace, algorithm: str, seed: int) -> Spec:
         stop_at=args.stop_at,
         deterministic=args.deterministic,
         options=tuple(parse_assignments(args.set).items()),
+        task_source=task_source,
+        algorithm_source=source,
     )
 
 
@@ -139,13 +157,16 @@ def runs_of(args: argparse.Namespace, names: Sequence[str], seed: int) -> list[R
     """
     of_task, others = split_task_options(parse_assignments(args.set))
     typed = tuple((f"task.{key}", value) for key, value in of_task.items())
-    bare = replace(spec_of(args, names[0], seed), options=typed)
-    for name in names:
-        replace(bare, algorithm=name).check()
-    task = build_task(bare.task, of_task, bare.seed, bare.mode)
-    setups = {name: replace(bare, algorithm=name).prepare(task).setup for name in names}
+    bare = {spec.algorithm: spec for spec in (spec_of(args, name, seed) for name in names)}
+    require(len(bare) == len(names), "two algorithms have the same name; give one another")
+    bare = {name: replace(spec, options=typed) for name, spec in bare.items()}
+    for spec in bare.values():
+        spec.check()
+    first = next(iter(bare.values()))
+    task = build_task(first.task, of_task, seed, first.mode, first.task_source)
+    setups = {name: spec.prepare(task).setup for name, spec in bare.items()}
     shared = share_options(setups, others)
-    specs = [replace(bare, algorithm=n, options=(*typed, *shared[n].items())) for n in names]
+    specs = [replace(s, options=(*typed, *shared[name].items())) for name, s in bare.items()]
     return [spec.prepare(task) for spec in specs]
 
 

@@ -34,7 +34,12 @@ def add_parser(subparsers: Any) -> None:
     """Add both commands to the sub-parsers of the command line."""
     parser = subparsers.add_parser("run", help="train with one algorithm")
     add_run_options(parser)
-    parser.add_argument("--algorithm", default="fedexp", metavar="A", help="default: fedexp")
+    parser.add_argument(
+        "--algorithm",
+        default="fedexp",
+        metavar="A",
+        help="default: fedexp; your own: study.py:NAME",
+    )
     parser.add_argument("--seed", type=seed, default=0, metavar="S")
     add_root_options(parser)
     add_out(parser, "the run's own folder, instead of one in ROOT")

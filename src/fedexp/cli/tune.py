@@ -25,13 +25,13 @@ from fedexp.cli.options import (
 from fedexp.cli.progress import watch
 from fedexp.distributed import ranks
 from fedexp.errors import require
-from fedexp.options import split_task_options
+from fedexp.options import split_task, split_task_options
 from fedexp.runs import RunInterrupted
 from fedexp.runs.execute import StopRequest, stop_request
 from fedexp.runs.files import Row
-from fedexp.runs.spec import Run
-from fedexp.tune import results
-from fedexp.tune.grids import (
+from fedexp.runs.spec import Run, file_name
+from fedexp.tuning import results
+from fedexp.tuning.grids import (
     Point,
     Values,
     check_none_fixed,
@@ -40,8 +40,8 @@ from fedexp.tune.grids import (
     parse_grid,
     without_fixed,
 )
-from fedexp.tune.results import tuning_figure
-from fedexp.tune.search import (
+from fedexp.tuning.results import tuning_figure
+from fedexp.tuning.search import (
     EPS,
     ROUNDS,
     OnRow,
@@ -55,7 +55,7 @@ from fedexp.tune.search import (
     tune,
     tune_epsilon,
 )
-from fedexp.tune.store import Trial
+from fedexp.tuning.store import Trial
 
 TRIALS = 30  # of a free search
 
@@ -64,7 +64,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("tune", help="search for the best step sizes, or for eps")
     add_run_options(parser, rounds=str(ROUNDS))
     parser.set_defaults(rounds=ROUNDS)
-    parser.add_argument("--algorithm", default="fedexp", metavar="A,B,...", help="default: fedexp")
+    parser.add_argument(
+        "--algorithm",
+        default="fedexp",
+        metavar="A,B,...",
+        help="default: fedexp; your own: study.py:NAME",
+    )
     parser.add_argument(
         "--protocol",
         choices=["paper", "free"],
@@ -143,7 +148,7 @@ def _runs(args: argparse.Namespace) -> list[Run]:
 
 
 def _study(args: argparse.Namespace, run: Run) -> Study:
-    values, path = _values(args, run), args.study or Path(f"tune-{args.task}.db")
+    values, path = _values(args, run), args.study or Path(f"tune-{file_name(run.spec.task)}.db")
     protocol: Protocol = "epsilon" if args.epsilon else args.protocol
     study = Study(run, protocol, values, path, args.trials or TRIALS)
     check_study(study)
@@ -164,7 +169,9 @@ def _picture(args: argparse.Namespace, study: Study) -> Path | None:
     if len(study.values) != 2:
         require(args.out is None, "a picture needs a search over two options; leave --out out")
         return None
-    path: Path = args.out or Path(f"tune-{args.task}-{study.run.spec.algorithm}.png")
+    path: Path = args.out or Path(
+        f"tune-{file_name(study.run.spec.task)}-{file_name(study.run.spec.algorithm)}.png"
+    )
     check_writable(path)
     return path
 
@@ -230,5 +237,5 @@ def _epsilon(args: argparse.Namespace, study: Study, request: StopRequest) -> in
 
 
 def _print_json(args: argparse.Namespace, algorithms: list[dict[str, Any]]) -> None:
-    head = {"task": args.task, "rounds": args.rounds, "seed": args.seed}
+    head = {"task": split_task(args.task)[0], "rounds": args.rounds, "seed": args.seed}
     print(json.dumps({**head, "algorithms": algorithms}, allow_nan=False))

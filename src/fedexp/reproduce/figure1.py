@@ -15,7 +15,7 @@ from fedexp.reproduce.measures import final, grouped
 from fedexp.reproduce.output import figure_title
 from fedexp.reproduce.published import Column, Line, Table, Value, best, claim, quantity
 from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study
-from fedexp.tune.results import SYMBOLS, draw_heatmap
+from fedexp.tuning.results import SYMBOLS, draw_heatmap
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -136,7 +136,7 @@ class Fingerprint:
 def fingerprint(task: Task, algorithm: Algorithm, seed: int) -> Fingerprint:
     """Digest the content of a run: its data, its initial model and the code behind it."""
     digests = {
-        **_data(task),
+        **data_digests(task),
         **_objective(task.objective, seed),
         "the transform": digest_of(task.transform),
         "the evaluation": digest_of(task.sums),
@@ -212,7 +212,7 @@ def _hash(data: bytes | memoryview = b"") -> hashlib.blake2b:
     return hashlib.blake2b(data, digest_size=BYTES)
 
 
-def _data(task: Task) -> dict[str, Digest]:
+def data_digests(task: Task) -> dict[str, Digest]:
     """Digest training and test data, once for all runs of this process that share them.
 
     Tensors have a version counter, so data that were changed in place are read again.

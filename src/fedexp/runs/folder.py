@@ -427,7 +427,7 @@ def rerun(spec: Mapping[str, Any]) -> str:
     sources = {name: spec.get(f"{name}_source") or spec[name] for name in ("task", "algorithm")}
     if any(in_session(source) for source in sources.values()):
         named = ", ".join(name_in(source) for source in sources.values())
-        return f"# from Python, with the same objects: fedexp.run({named}, seed={spec['seed']}, ...)"
+        return f"# in Python, with the same objects: fedexp.run({named}, seed={spec['seed']})"
     words = ["fedexp", "run", sources["task"], "--algorithm", sources["algorithm"]]
     words += ["--seed", spec["seed"], "--rounds", spec["rounds"]]
     words += ["--cohort", spec.get("cohort") or "all", "--evaluate-every", spec["evaluate_every"]]

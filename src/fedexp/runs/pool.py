@@ -1,7 +1,7 @@
 """Many runs: in worker processes, over the ranks of a torchrun job, or one share per array job.
 
 `run_all` executes a list of specs and returns their outcomes. `run_queue` executes runs that a
-`RunQueue` hands out one at a time and may stop early: trials of `fedexp.tune` are such runs.
+`RunQueue` hands out one at a time and may stop early: trials of `fedexp.tuning` are such runs.
 Both call `execute` for every run, in one of three ways:
 
 - in this process, one run after another;
@@ -28,12 +28,13 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal, Protocol, TypeVar
 
 import torch
@@ -41,9 +42,10 @@ import torch
 from fedexp.distributed import RankLostError, Ranks
 from fedexp.errors import FedExPError, UsageError
 from fedexp.options import build_task, split_task_options
-from fedexp.references import in_session
+from fedexp.references import in_session, load_object
 from fedexp.runs.execute import execute, stored_outcome
 from fedexp.runs.files import Row
+from fedexp.runs.fingerprint import Digest, data_digests
 from fedexp.runs.folder import RESULT, BusyError, OtherContentError, RunWarning
 from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
 from fedexp.runs.spec import OnRound, Outcome, Run, Spec, folder_of, id_stem
@@ -91,6 +93,8 @@ class Execution:
         checkpoint_every: seconds between checkpoints.
         restart: discard what is stored of the runs.
         skip_busy: skip a run that another process is executing instead of raising.
+        data: digests of the data of the user's own tasks by reference, which those that a worker
+            imports must have.
     """
 
     prepare: Callable[[Spec, Task], Run] = Spec.prepare
@@ -98,6 +102,7 @@ class Execution:
     checkpoint_every: float = CHECKPOINT_EVERY
     restart: bool = False
     skip_busy: bool = False
+    data: Mapping[str, Mapping[str, Digest]] = field(default_factory=dict)
 
 
 def run_all(
@@ -145,7 +150,8 @@ def run_all(
     listed = _ListQueue(own, on_round, on_busy)
     how = Execution(Spec.prepare, root, checkpoint_every, restart, on_busy is not None)
     jobs = jobs_for(specs, jobs)
-    run_queue(listed, len(waiting), jobs, how, ranks=ranks, stop=stop)
+    sources = {job.spec.task_source for job in waiting}
+    run_queue(listed, len(waiting), jobs, how, ranks=ranks, stop=stop, sources=sources)
     done |= listed.outcomes
     if ranks is not None:
         with _stopped_if_lost(stop):
@@ -290,6 +296,7 @@ def run_queue(
     ranks: Ranks | None = None,
     stop: Stop = lambda: False,
     on_wait: Callable[[], None] = lambda: None,
+    sources: Iterable[str | None] = (),
 ) -> None:
     """Execute runs until the queue is done.
 
@@ -303,21 +310,33 @@ def run_queue(
         stop: called after every round; True stops all runs after their round and raises
             `RunInterrupted` unless nothing was left to do.
         on_wait: called when the queue is not done but all its runs are with other processes.
+        sources: references to the user's own tasks among the runs; workers import them.
     """
     run = _Executor(how)
     if ranks is not None and left < ranks.world_size:
         _on_all_ranks(queue, run, ranks, stop, on_wait)
     elif ranks is None and min(jobs, left) > 1:
+        how = replace(how, data=_digests_of(sources))
         _in_workers(queue, min(jobs, left), how, stop, on_wait)
     else:
         _in_this_process(queue, run, stop, on_wait)
 
 
+def _digests_of(sources: Iterable[str | None]) -> dict[str, Mapping[str, Digest]]:
+    """Digest the data of the user's own tasks; a function's task depends on its arguments."""
+    tasks = {source: load_object(source) for source in sources if source is not None}
+    return {s: data_digests(task) for s, task in tasks.items() if isinstance(task, Task)}
+
+
 class _SharedTask:
     """Prepares specs; builds a task once for consecutive specs that share it."""
 
-    def __init__(self, prepare: Callable[[Spec, Task], Run]) -> None:
-        self._prepare = prepare
+    def __init__(
+        self,
+        prepare: Callable[[Spec, Task], Run],
+        data: Mapping[str, Mapping[str, Digest]] = MappingProxyType({}),
+    ) -> None:
+        self._prepare, self._data = prepare, data
         self._key: Any = None
         self._task: Task | None = None
 
@@ -328,6 +347,12 @@ class _SharedTask:
             self._task = None  # before the next is built: data may fit in memory only once
             self._task = build_task(spec.task, of_task, spec.seed, spec.mode, spec.task_source)
             self._key = key
+            wanted = self._data.get(spec.task_source or "")
+            if wanted is not None and data_digests(self._task) != wanted:
+                raise UsageError(
+                    f"{spec.task_source} has other data in every process that imports it; fix its "
+                    "random seed, e.g. torch.manual_seed(0) where the file begins"
+                )
         return self._prepare(spec, self._task)
 
 
@@ -335,7 +360,7 @@ class _Executor:
     """Executes one spec after another in this process."""
 
     def __init__(self, how: Execution) -> None:
-        self._how, self._prepare = how, _SharedTask(how.prepare)
+        self._how, self._prepare = how, _SharedTask(how.prepare, how.data)
 
     def __call__(
         self, spec: Spec, on_round: Callable[[Row], bool], stop: Stop, ranks: Ranks | None = None
@@ -578,12 +603,14 @@ def _main_not_imported() -> Iterator[None]:
     They import the files that specs refer to, and report an error there in one line.
     """
     main = sys.modules["__main__"]
-    hidden = {name: vars(main).pop(name) for name in ("__file__", "__spec__") if name in vars(main)}
+    named: dict[str, Any] = vars(main)
+    names: tuple[str, ...] = ("__file__", "__spec__")
+    hidden = {name: named.pop(name) for name in names if name in named}
     main.__spec__ = None
     try:
         yield
     finally:
-        vars(main).update(hidden)
+        named.update(hidden)
 
 
 def _picklable(error: Exception) -> Exception:

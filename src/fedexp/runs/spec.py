@@ -448,8 +448,16 @@ def id_stem(task: str, algorithm: str, seed: int) -> str:
     >>> id_stem("my task", "fedexp", 0)
     'my_task-fedexp-s0'
     """
-    names = (re.sub(r"[^\w.+-]+", "_", name) for name in (task, algorithm))
-    return f"{'-'.join(names)}-s{seed}"
+    return f"{file_name(task)}-{file_name(algorithm)}-s{seed}"
+
+
+def file_name(name: str) -> str:
+    """Return a name as a part of a file name.
+
+    >>> file_name("a/b c")
+    'a_b_c'
+    """
+    return re.sub(r"[^\w.+-]+", "_", name)
 
 
 def _canonical(value: Any) -> Any:

@@ -33,8 +33,8 @@ from fedexp.runs.files import Row
 from fedexp.runs.pool import Execution, Job, Result, jobs_for, run_queue, runs_per_rank
 from fedexp.runs.spec import Outcome, Run, Spec, is_better_higher
 from fedexp.tasks import Task
-from fedexp.tune.grids import Point, Values, points, powers
-from fedexp.tune.store import FINGERPRINT, StudyStore, Trial, TrialResult, open_study
+from fedexp.tuning.grids import Point, Values, points, powers
+from fedexp.tuning.store import FINGERPRINT, StudyStore, Trial, TrialResult, open_study
 
 ROUNDS, WINDOW = 50, 10
 EARLY_EVALUATIONS = 4  # before the window, for pruning
@@ -81,7 +81,8 @@ class Study:
     def settings(self) -> dict[str, Any]:
         """Return all that decides the scores; a study resumes with the same settings only."""
         described = self.run.describe()
-        described.pop("evaluate_every")  # trials have their own
+        for name in ("evaluate_every", "task_source", "algorithm_source"):
+            described.pop(name)  # trials have their own evaluations, and files may move
         return {
             "protocol": self.protocol,
             **described,
@@ -130,14 +131,16 @@ class TrialRunner:
         """
         with self.progress(runs_per_rank(left, self.ranks)) as on_row, warnings.catch_warnings():
             warnings.simplefilter("ignore", NonFiniteUpdateWarning)
+            queue = search(on_row)
             run_queue(
-                search(on_row),
+                queue,
                 left,
                 self.jobs,
                 Execution(prepare_trial),
                 ranks=self.ranks,
                 stop=self.stop,
                 on_wait=self.on_wait,
+                sources=[queue.task_source],
             )
 
 
@@ -287,6 +290,7 @@ class Search(ABC):
 
     def __init__(self, study: Study, store: StudyStore, on_row: OnRow) -> None:
         self._study, self._store, self._on_row = study, store, on_row
+        self.task_source = study.run.spec.task_source
 
     @abstractmethod
     def take(self) -> Job | None: ...

@@ -23,8 +23,8 @@ from fedexp.errors import UsageError
 from fedexp.runs import RunInterrupted, execute
 from fedexp.runs.files import Row
 from fedexp.runs.spec import Spec
-from fedexp.tune.grids import Point, points
-from fedexp.tune.search import (
+from fedexp.tuning.grids import Point, points
+from fedexp.tuning.search import (
     EPS,
     EPS_VALUES,
     OnRow,
@@ -42,7 +42,7 @@ from fedexp.tune.search import (
     window_of,
     worst_score,
 )
-from fedexp.tune.store import TrialResult
+from fedexp.tuning.store import TrialResult
 from tests.helpers.tuning import OPTIONS, StartedTrials, small_study
 
 

@@ -25,7 +25,7 @@ from fedexp.optional import extra
 from fedexp.runs import RunWarning
 from fedexp.runs.files import lock_file
 from fedexp.runs.fingerprint import Fingerprint, joined
-from fedexp.tune.grids import Point, Values
+from fedexp.tuning.grids import Point, Values
 
 if TYPE_CHECKING:
     import optuna

@@ -15,8 +15,8 @@ import sqlalchemy
 
 from fedexp.errors import UsageError
 from fedexp.runs import RunWarning
-from fedexp.tune.search import Study, tune
-from fedexp.tune.store import StudyLocks
+from fedexp.tuning.search import Study, tune
+from fedexp.tuning.store import StudyLocks
 from tests.helpers.tuning import small_study
 
 

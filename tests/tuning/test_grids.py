@@ -9,7 +9,7 @@ from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
-from fedexp.tune.grids import Values, free_ranges, paper_grid, parse_grid, points, without_fixed
+from fedexp.tuning.grids import Values, free_ranges, paper_grid, parse_grid, points, without_fixed
 
 # Copied by hand from the appendix: base-10 logarithms, by algorithm, for networks and synthetic.
 HALVES: list[float] = [-2, -1.5, -1, -0.5, 0]

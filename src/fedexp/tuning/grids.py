@@ -105,6 +105,22 @@ def parse_grid(assignments: Sequence[str], setup: Setup) -> Values:
     return grid
 
 
+def checked_grid(values: Mapping[str, Sequence[float]], setup: Setup) -> Values:
+    """Return a grid of the user's own with dotted names.
+
+    >>> from fedexp.algorithms import fedexp
+    >>> from fedexp.local import LocalTraining
+    >>> checked_grid({"eps": [0.1, 1]}, Setup(fedexp(), LocalTraining()))
+    {'server.eps': (0.1, 1.0)}
+    """
+    require(bool(values), 'the grid is empty; give values, e.g. {"eps": [1e-3, 1e-2]}')
+    for name, own in values.items():
+        require(len(own) > 0, f"the grid has no value for {name}; give some, or leave it out")
+        for value in own:
+            setup.with_option(name, value)  # raises for an unknown option or value
+    return {setup.full_name(n): tuple(dict.fromkeys(map(float, v))) for n, v in values.items()}
+
+
 def powers(exponents: Sequence[float]) -> tuple[float, ...]:
     """Return powers of ten, each once."""
     return tuple(dict.fromkeys(10.0**exponent for exponent in exponents))

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 
 from fedexp.analysis.plots import new_figure
-from fedexp.tune.results import draw_heatmap, remarks, tuning_figure
-from fedexp.tune.search import tune
+from fedexp.tuning.results import draw_heatmap, remarks, tuning_figure
+from fedexp.tuning.search import tune
 from tests.helpers.tuning import small_study
 
 

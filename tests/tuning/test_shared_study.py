@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from fedexp.tune.grids import points
-from fedexp.tune.search import tune
+from fedexp.tuning.grids import points
+from fedexp.tuning.search import tune
 from tests.helpers.tuning import OPTIONS, small_study
-from tests.tune import shared_study
+from tests.tuning import shared_study
 
 
 @pytest.mark.parametrize("protocol", ["paper", "free"])

@@ -12,9 +12,9 @@ import numpy as np
 from fedexp.analysis.plots import NAMES, entitle, new_figure
 from fedexp.analysis.tables import format_value
 from fedexp.runs.spec import is_better_higher
-from fedexp.tune.grids import Point
-from fedexp.tune.search import EPS, EpsilonResult, Study, window_of
-from fedexp.tune.store import Trial, TrialResult
+from fedexp.tuning.grids import Point
+from fedexp.tuning.search import EPS, EpsilonResult, Study, window_of
+from fedexp.tuning.store import Trial, TrialResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -83,7 +83,8 @@ def heading(study: Study, count: int) -> str:
 def next_command(study: Study, point: Point) -> str:
     """Return the command that trains with these values, for the task's own number of rounds."""
     spec = study.run.spec
-    words = ["fedexp", "run", spec.task, "--algorithm", spec.algorithm]
+    task, algorithm = spec.task_source or spec.task, spec.algorithm_source or spec.algorithm
+    words = ["fedexp", "run", task, "--algorithm", algorithm]
     for flag, value, usual in (("--mode", spec.mode, "paper"), ("--seed", str(spec.seed), "0")):
         words += [flag, value] if value != usual else []
     pairs = {**dict(spec.options), **{name: _exact(value) for name, value in point.items()}}

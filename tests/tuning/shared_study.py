@@ -20,7 +20,7 @@ import torch
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
-from fedexp.tune.search import Protocol, Study, TrialRunner, tune
+from fedexp.tuning.search import Protocol, Study, TrialRunner, tune
 from tests.helpers.tuning import StartedTrials, small_study
 
 PROCESSES = 3
