@@ -119,7 +119,9 @@ class Spec:
         cohort = task.cohort if self.cohort is None else self.cohort or None
         sample_cohort(self.seed, 0, task.train.clients, cohort)  # raises where it does not fit
         stop_at = checked_target(self.stop_at, task.metric, "--stop-at")
-        return Run(self, task, setup, self.rounds or task.rounds, cohort, stop_at)
+        rounds = task.rounds if self.rounds is None else self.rounds
+        require(rounds >= 1, f"rounds must be at least 1, not {rounds}")
+        return Run(self, task, setup, rounds, cohort, stop_at)
 
 
 @dataclass(frozen=True, eq=False)
