@@ -2,11 +2,15 @@
 
 from fedexp.tasks.digits import digits, digits_mlp
 from fedexp.tasks.images import cifar10, cifar10_cnn, cifar100, cinic10, emnist
+from fedexp.tasks.metrics import Goal, Mean, Metric, parse_goal
 from fedexp.tasks.regression import linear_regression, synthetic, toy
 from fedexp.tasks.small import cifar10_small, cifar100_small, cinic10_small, emnist_small
-from fedexp.tasks.task import Task, classification
+from fedexp.tasks.task import Task, classification, supervised
 
 __all__ = [
+    "Goal",
+    "Mean",
+    "Metric",
     "Task",
     "cifar10",
     "cifar10_cnn",
@@ -21,6 +25,8 @@ __all__ = [
     "emnist",
     "emnist_small",
     "linear_regression",
+    "parse_goal",
+    "supervised",
     "synthetic",
     "toy",
 ]
