@@ -31,7 +31,7 @@ from fedexp.engine.cuda_graph import RoundResult
 from fedexp.engine.loop import Engine, Loop, Run
 from fedexp.engine.plan import Work, sample_cohort, step_lengths
 from fedexp.engine.select import EngineName, Selected, check_engine_name, select_engine
-from fedexp.engine.state import Record, SimulationState, check_range, server_step
+from fedexp.engine.state import EVALUATED, Record, SimulationState, check_range, server_step
 from fedexp.errors import (
     DivergedError,
     NonFiniteUpdateWarning,
@@ -270,6 +270,7 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
         seconds=time.perf_counter() - began,
         metrics=metrics,
         state=replace(result.state, round=work.round, clients=clients),
+        task=work.task,
     )
 
 
@@ -299,7 +300,8 @@ def _evaluated(work: Work, record: Record, process_group: ProcessGroup) -> Recor
         values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output())
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
-    return replace(record, **values)
+    further = {name: values.pop(name) for name in list(values) if name not in EVALUATED}
+    return replace(record, **values, metrics={**record.metrics, **further})
 
 
 def _warn_dropped(record: Record) -> None:
