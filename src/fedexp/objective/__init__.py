@@ -10,6 +10,7 @@ from fedexp.objective.base import (
     Objective,
     QuadraticObjective,
     StackedObjective,
+    StartableObjective,
     buffer_changes,
     changed_buffers,
 )
@@ -28,6 +29,7 @@ __all__ = [
     "Objective",
     "QuadraticObjective",
     "StackedObjective",
+    "StartableObjective",
     "buffer_changes",
     "changed_buffers",
 ]

@@ -15,12 +15,12 @@ from fedexp.data.transforms import Transform
 from fedexp.errors import UsageError, first_line, require
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers, DeviceObjective, ModuleObjective, Objective
-from fedexp.precision import Precision
+from fedexp.precision import Precision, widest
 from fedexp.tasks.recipe import PAPER_TRAINING, Options
 
 Weighting = Literal["uniform", "size"]
 # Examples per batch. On more, activations of a convolutional network do not fit a CPU's cache.
-EVALUATION_ROWS = {"cpu": 512, "cuda": 2048}
+EVALUATION_ROWS = {"cpu": 512, "cuda": 2048, "mps": 512}
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,13 +80,13 @@ class Task:
         """
         if self.sums:
             rows = len(self.train.fields["y"])
-            weights = torch.full((rows,), 1 / self.train.clients, dtype=torch.float64)
+            weights = torch.full((rows,), 1 / self.train.clients, dtype=widest(params.device))
         else:
             weights = self.train.example_weights(by_size=False)
         values = self._weighted(params, buffers, self.train.fields, weights, "train", share)
         if self.test is not None:
             rows = len(self.test["y"])
-            even = torch.full((rows,), 1 / rows, dtype=torch.float64)
+            even = torch.full((rows,), 1 / rows, dtype=widest(params.device))
             values |= self._weighted(params, buffers, self.test, even, "test", share)
         return values
 
@@ -100,7 +100,7 @@ class Task:
         share: tuple[int, int],
     ) -> dict[str, float]:
         totals: dict[str, Tensor] = {}
-        weights = weights.to(params.device)
+        weights = weights.to(widest(params.device)).to(params.device)
         together = EVALUATION_ROWS[params.device.type]
         first, last = (len(weights) * each // share[1] for each in (share[0], share[0] + 1))
         for start in range(first, last, together):
@@ -109,7 +109,7 @@ class Task:
             if self.transform is not None:
                 piece = dict(self.transform.evaluate(piece))
             for name, value in self.objective.measure(params, buffers, piece).items():
-                weighted = value.to(torch.float64) @ weights[rows]
+                weighted = value.to(weights.dtype) @ weights[rows]
                 key = f"{split}_{name}"
                 totals[key] = totals[key] + weighted if key in totals else weighted
         return {name: value.item() for name, value in totals.items()}
