@@ -14,11 +14,11 @@ PACKAGE = Path(fedexp.__file__).parent
 LAYERS = [
     {"errors"},
     {"optional"},
-    {"seeding"},
+    {"seeding", "precision"},
     {"aggregate"},
     {"server", "client", "local"},
     {"algorithms", "projections"},
-    {"data", "precision"},
+    {"data"},
     {"privacy"},
     {"kernels"},
     {"models"},

@@ -378,6 +378,15 @@ class ModuleObjective:
         )
         return module
 
+    def starting_at(self, params: Tensor, buffers: Buffers) -> ModuleObjective:
+        """Return a copy whose initial model is this one, whatever the seed."""
+        self._bind(params.clone(), buffers)
+        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        values = {name: value.detach().cpu().clone() for name, value in tensors.items()}
+        other = self.copy()
+        other.build, other._initial = partial(_filled, self.build, values), None
+        return other
+
     def load(self, params: Tensor, buffers: Buffers) -> nn.Module:
         """Return a new module with these parameters and buffers: the trained model."""
         self._bind(params.clone(), buffers)
@@ -439,6 +448,15 @@ class ModuleObjective:
         averaged, kept = values[: len(self.averaged)], values[len(self.averaged) :]
         integers = flatten([value.long() for value in kept]).long()
         return Buffers(flatten(averaged).to(self.device), integers.to(self.device))
+
+
+@torch.no_grad()
+def _filled(build: Callable[[], nn.Module], values: Mapping[str, Tensor]) -> nn.Module:
+    """Return a new module with given parameters and buffers, by name."""
+    module = build()
+    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
+        tensor.copy_(values[name])
+    return module
 
 
 def _convert(module: nn.Module, target: torch.device | torch.dtype) -> None:

@@ -188,7 +188,7 @@ class Run:
             self.task,
             self.setup.algorithm,
             self.rounds,
-            self.cohort,
+            self.cohort or "all",
             self.spec.seed,
             local=self.setup.local,
             weighting=self.setup.weighting,
@@ -230,7 +230,7 @@ class Run:
             "set": dict(self.spec.options),
             "changed": [n for n in resolved if n not in before or resolved[n] != before[n]],
             "arguments": self._arguments(),
-            "options": {k: _json_value(v) for k, v in self.setup.options().items()},
+            "options": {k: _json_value(v) for k, v in self.setup.stored_options().items()},
         }
 
     def _arguments(self) -> dict[str, Any]:
