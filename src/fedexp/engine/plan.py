@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -25,6 +25,9 @@ from fedexp.errors import require
 from fedexp.local import LocalTraining
 from fedexp.seeding import generator, hashed, torch_seed
 from fedexp.tasks.task import Task, Weighting
+
+if TYPE_CHECKING:  # only private runs import it
+    from fedexp.privacy.simulated import SimulatedPrivacy
 
 EPOCH_BITS = 20  # of a sort key, for the epoch; the other 43 are random
 Numbers = NDArray[np.int64]
@@ -50,7 +53,11 @@ def sample_cohort(seed: int, round: int, clients: int, cohort: int | None) -> Nu
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The work of one round: what an engine is given."""
+    """The work of one round: what an engine is given.
+
+    With `privacy` every update is clipped (and noised) before it is summed, by `sum_trained` and
+    `sum_updates`, and the sums are noised before the server step.
+    """
 
     task: Task
     algorithm: Algorithm
@@ -59,6 +66,7 @@ class Work:
     seed: int
     round: int
     cohort: Numbers
+    privacy: SimulatedPrivacy | None = None
 
     @property
     def lr(self) -> float:

@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.data.federation import Federation
@@ -44,6 +45,9 @@ from fedexp.objective import Buffers
 from fedexp.precision import Precision, arithmetic, check_precision, default_precision
 from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import Task, Weighting
+
+if TYPE_CHECKING:  # only private runs import it
+    from fedexp.privacy import CentralPrivacy, LocalPrivacy
 
 LEAST_BYTES = 2**26  # of examples to read ahead; less is in memory anyway
 
@@ -103,6 +107,7 @@ def simulate(
     start: SimulationState | None = None,
     client_store: Location | ClientStore = "auto",
     process_group: ProcessGroup | None = None,
+    privacy: CentralPrivacy | LocalPrivacy | None = None,
 ) -> Iterator[Record]:
     """Train, and yield one `Record` per round. Stop when you like: the consumer is in charge.
 
@@ -128,6 +133,9 @@ def simulate(
         client_store: where client state (SCAFFOLD's) is stored: "memory", "disk", or "auto" for a
             file if it could exceed a quarter of the memory. Does not affect results.
         process_group: the processes that share the run, e.g. `fedexp.distributed.DistributedGroup`.
+        privacy: clip and noise updates as on Flower, and report ε in `record.metrics`
+            (docs/privacy.md). The noise follows from the seed: it shows what a private deployment
+            would reach, and protects nobody.
 
     A record holds its state, so a list of all records holds all models in memory.
 
@@ -160,9 +168,12 @@ def simulate(
         task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
     )
     engine = check_engine_name(engine)
+    # without privacy: noise would hide that an engine disagrees with the loop
     first = replace(work, round=1, cohort=sample_cohort(seed, 1, task.train.clients, cohort))
     # By the first round even where a run continues, so that a resumed run has the same engine.
     select = partial(select_engine, engine, first, initial, precision)
+    if privacy is not None:
+        work = _private(work, privacy, rounds, cohort, initial)
     return _rounds(work, state, rounds, cohort, evaluate_every, select, precision, group)
 
 
@@ -180,13 +191,16 @@ def _rounds(
     selected: Selected | None = None
     for round in range(state.round + 1, rounds + 1):
         clients = sample_cohort(work.seed, round, work.task.train.clients, cohort)
+        if work.privacy is not None:
+            clients = work.privacy.cohort(round, clients)
         work = replace(work, round=round, cohort=clients)
         with arithmetic(precision):
             if selected is None:
                 with seeded_torch(work.seed, "trial"):
                     selected = select()
                 engine = process_group.engine(selected.engine)
-            read_ahead(work, state)
+            if len(clients):
+                read_ahead(work, state)
             record = replace(run_round(work, state, engine), engine_choice=selected.choice)
         state = record.state
         if record.dropped and not warned:
@@ -197,6 +211,32 @@ def _rounds(
             with arithmetic(precision):
                 record = _evaluated(work, record, process_group)
         yield record
+
+
+def _private(
+    work: Work,
+    privacy: CentralPrivacy | LocalPrivacy,
+    rounds: int,
+    cohort: int | None,
+    initial: SimulationState,
+) -> Work:
+    """Return the work with privacy; refuse what privacy does not cover, or a budget too small."""
+    from fedexp.privacy.simulated import SimulatedPrivacy
+
+    clients = work.task.train.clients
+    found = SimulatedPrivacy.of(
+        privacy,
+        clients=clients,
+        cohort=clients if cohort is None else cohort,
+        rounds=rounds,
+        algorithm=work.algorithm,
+        weighting=work.weighting,
+        buffers=bool(initial.buffers.averaged.numel()),
+        seed=work.seed,
+    )
+    cohort_of = partial(sample_cohort, work.seed, clients=clients, cohort=cohort)
+    found.require_budget(privacy, rounds, cohort_of)
+    return replace(work, privacy=found)
 
 
 def _on_device(
@@ -252,7 +292,9 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     began = time.perf_counter()
     engine = engine or Loop()
     try:
-        result = engine.run_round(work, state) if isinstance(engine, Batched) else None
+        result = None
+        if isinstance(engine, Batched) and work.privacy is None:
+            result = engine.run_round(work, state)
         if result is None:
             result = _local_then_server(work, state, engine)
     except ValueError as error:
@@ -286,11 +328,19 @@ def _batch_of_one(work: Work) -> UsageError:
 
 def _local_then_server(work: Work, state: SimulationState, engine: Run) -> RoundResult:
     """Return the result of a round whose sums and server step are computed one after the other."""
-    aggregate, changed = engine(work, state)
+    params, changed = state.params, dict[int, Tensors]()
+    if len(work.cohort):
+        aggregate, changed = engine(work, state)
+    else:  # a secret cohort may be empty
+        aggregate = Aggregate.zero(params.numel(), params.dtype, params.device)
     count, dropped = int(aggregate.count), int(aggregate.dropped)
-    if not count:
+    if work.privacy is not None:  # also without a usable update: an unchanged model reveals that
+        aggregate = work.privacy.release(aggregate, work.round)
+    elif not count:
         return RoundResult(state, 0, dropped, {}, {})
     after, metrics = server_step(work.algorithm, state, aggregate, work.total_weight)
+    if work.privacy is not None:
+        metrics |= work.privacy.metrics(work.round, aggregate)
     return RoundResult(after, count, dropped, metrics, changed)
 
 
