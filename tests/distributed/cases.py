@@ -26,6 +26,7 @@ import fedexp as fx
 from fedexp.data import Federation
 from fedexp.distributed import DistributedGroup, Ranks
 from fedexp.objective import ModuleObjective
+from fedexp.privacy import CentralPrivacy, LocalPrivacy
 from fedexp.tasks import Task
 from tests.distributed.launch import joined, on_ranks
 from tests.helpers.problems import BatchNormNet, Net, dropout_net, least_squares
@@ -102,6 +103,24 @@ CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
         unequal(lambda: Net().double(), (1, 4)),
         fx.scaffold_exp(),
         {"engine": "batched"},
+    ),
+    "central-privacy": lambda: (
+        net(),
+        fx.fedexp(),
+        {"cohort": 5, "privacy": CentralPrivacy(0.5, 1e-2, noise_multiplier=0.1)},
+    ),
+    "local-privacy": lambda: (
+        net(),
+        fx.fedexp(),
+        {"cohort": 5, "privacy": LocalPrivacy(0.5, 1e-2, noise_multiplier=0.1)},
+    ),
+    "poisson-cohorts": lambda: (
+        net(),
+        fx.fedexp(),
+        {
+            "cohort": 1,
+            "privacy": CentralPrivacy(0.5, 1e-2, noise_multiplier=0.5, sampling="poisson"),
+        },
     ),
     "all-broken": lambda: (
         unequal(lambda: Net().double(), tuple(range(len(SIZES)))),

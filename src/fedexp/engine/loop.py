@@ -88,6 +88,8 @@ def sum_trained(work: Work, clients: list[int], trained: list[Trained]) -> Sums:
     if trained[0].state:
         good = usable(deltas, extras).tolist()
         states = {c: one.state for c, one, ok in zip(clients, trained, good, strict=True) if ok}
+    if work.privacy is not None:
+        deltas = work.privacy.protected(deltas, clients, work.round)
     return Aggregate.of(deltas, weights, extras), states
 
 
@@ -122,6 +124,8 @@ def sum_updates(
     states: dict[int, Tensors] = {
         c: {name: value.clone() for name, value in row.items()} for c, row in rows.items()
     }
+    if work.privacy is not None:
+        deltas = work.privacy.protected(deltas, clients, work.round)
     return Aggregate.of(deltas, weights, extras), states
 
 

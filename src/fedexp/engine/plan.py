@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Integral, Real
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -26,6 +26,9 @@ from fedexp.errors import UsageError, require
 from fedexp.local import LocalTraining
 from fedexp.seeding import generator, hashed, torch_seed
 from fedexp.tasks.task import Task, Weighting
+
+if TYPE_CHECKING:  # only private runs import it
+    from fedexp.privacy.simulated import SimulatedPrivacy
 
 EPOCH_BITS = 20  # of a sort key, for the epoch; the other 43 are random
 Numbers = NDArray[np.int64]
@@ -135,6 +138,9 @@ def _checked_cohort(chosen: Any, clients: int, what: str) -> Numbers:
 class Work:
     """The work of one round: what an engine is given.
 
+    With `privacy` every update is clipped (and noised) before it is summed, by `sum_trained` and
+    `sum_updates`, and the sums are noised before the server step.
+
     Attributes:
         cohort_rule: chooses the cohorts of later rounds; None for cohorts of the same size.
         rounds: of the whole run, for schedules that depend on it; None where it is not known.
@@ -149,6 +155,7 @@ class Work:
     cohort: Numbers
     cohort_rule: CohortRule | None = None
     rounds: int | None = None
+    privacy: SimulatedPrivacy | None = None
 
     @property
     def lr(self) -> float:

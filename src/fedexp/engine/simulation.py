@@ -16,7 +16,7 @@ from dataclasses import replace
 from functools import partial
 from numbers import Integral
 from types import FunctionType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +24,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import fedexp.tasks
-from fedexp.algorithms import ALGORITHMS, Algorithm
+from fedexp.aggregate import Aggregate
+from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.data.federation import Federation
 from fedexp.data.streaming import prefetch_pages
@@ -52,6 +53,7 @@ from fedexp.errors import (
 )
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers
+from fedexp.options import build_algorithm, paper_setup
 from fedexp.precision import (
     NO_FLOAT64,
     Precision,
@@ -62,6 +64,9 @@ from fedexp.precision import (
 )
 from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import Task, Weighting
+
+if TYPE_CHECKING:  # only private runs import it
+    from fedexp.privacy import CentralPrivacy, LocalPrivacy
 
 LEAST_BYTES = 2**26  # of examples to read ahead; less is in memory anyway
 
@@ -107,7 +112,7 @@ class SingleProcess:
 @renamed_arguments(keep_clients="client_store", sharing="process_group")
 def simulate(
     task: Task,
-    algorithm: Algorithm,
+    algorithm: Algorithm | str,
     rounds: int | None = None,
     cohort: Cohort | None = None,
     seed: int = 0,
@@ -121,6 +126,7 @@ def simulate(
     start: SimulationState | Record | nn.Module | Mapping[str, Tensor] | None = None,
     client_store: Location | ClientStore = "auto",
     process_group: ProcessGroup | None = None,
+    privacy: CentralPrivacy | LocalPrivacy | None = None,
 ) -> Iterator[Record]:
     """Train, and yield one `Record` per round. Stop when you like: the consumer is in charge.
 
@@ -128,7 +134,8 @@ def simulate(
 
     Args:
         task: the problem and its data.
-        algorithm: e.g. `fedexp(eps=1e-3)`.
+        algorithm: e.g. `fedexp(eps=1e-3)`, which is taken as it is; or a name, e.g. "fedexp", which
+            takes the values that are tuned for the task, as the command line does.
         rounds: rounds in all, counted from the very first; the task's own number when None.
         cohort: clients per round: a number or a fraction of all, drawn without replacement; "all";
             a list of clients for every round; or a pure function `choose(rng, round, federation)`
@@ -151,6 +158,9 @@ def simulate(
         client_store: where client state (SCAFFOLD's) is stored: "memory", "disk", or "auto" for a
             file if it could exceed a quarter of the memory. Does not affect results.
         process_group: the processes that share the run, e.g. `fedexp.distributed.DistributedGroup`.
+        privacy: clip and noise updates as on Flower, and report ε in `record.metrics`
+            (docs/privacy.md). The noise follows from the seed: it shows what a private deployment
+            would reach, and protects nobody.
 
     A record holds its state, so a list of all records holds all models in memory.
 
@@ -160,6 +170,9 @@ def simulate(
     [1.2, 6.0, 1.2, 6.0]
     """
     _check_kinds(task, algorithm, local)
+    if isinstance(algorithm, str):
+        named = paper_setup(task, build_algorithm(algorithm))
+        algorithm, local = named.algorithm, local or named.local
     rounds = _whole("rounds", task.rounds if rounds is None else rounds, 1)
     every = _whole(
         "evaluate_every", task.evaluate_every if evaluate_every is None else evaluate_every, 1
@@ -190,6 +203,8 @@ def simulate(
     chosen = rule.sample(seed, 1, task.train)
     first = Work(task, algorithm, local, weighting, seed, 1, chosen, rule, rounds)
     select = partial(select_engine, engine, first, initial, precision)
+    if privacy is not None:  # the trial is without: noise would hide that engines disagree
+        first = _private(first, privacy, rounds, initial)
     return _rounds(first, state, rounds, every, select, precision, group)
 
 
@@ -208,13 +223,16 @@ def _rounds(
     up, down = message_bytes(work.algorithm, state)
     for round in range(state.round + 1, rounds + 1):
         clients = rule.sample(work.seed, round, train)
+        if work.privacy is not None:
+            clients = work.privacy.cohort(round, clients)
         work = replace(work, round=round, cohort=clients)
         with arithmetic(precision):
             if selected is None:
                 with seeded_torch(work.seed, "trial"):
                     selected = select()
                 engine = process_group.engine(selected.engine)
-            read_ahead(work, state)
+            if len(clients):
+                read_ahead(work, state)
             record = replace(
                 run_round(work, state, engine),
                 engine_choice=selected.choice,
@@ -244,18 +262,13 @@ def _check_kinds(task: Any, algorithm: Any, local: Any) -> None:
             f"{task.__name__} is no Task until it is called; pass fx.tasks.{example}()"
         )
     require(isinstance(task, Task), f"simulate takes a Task, not {type(task).__name__}")
-    if isinstance(algorithm, str):
-        example = algorithm.replace("-", "_") if algorithm in ALGORITHMS else "fedexp"
-        raise UsageError(
-            f"simulate takes an Algorithm, not the name {algorithm!r}; pass fx.{example}()"
-        )
     if isinstance(algorithm, type | FunctionType):
         example = "fedexp" if isinstance(algorithm, type) else algorithm.__name__
         raise UsageError(
             f"{algorithm.__name__} is no Algorithm until it is called; pass fx.{example}()"
         )
     require(
-        isinstance(algorithm, Algorithm),
+        isinstance(algorithm, Algorithm | str),
         f"simulate takes an Algorithm, not {type(algorithm).__name__}; a rule of your own is "
         'fx.Algorithm("name", client=..., server=...)',
     )
@@ -271,6 +284,35 @@ def _whole(name: str, value: Any, least: int) -> int:
     require(whole, f"{name} must be a whole number: {value!r}")
     require(value >= least, f"{name} must be at least {least}, not {value}")
     return int(value)
+
+
+def _private(
+    work: Work,
+    privacy: CentralPrivacy | LocalPrivacy,
+    rounds: int,
+    initial: SimulationState,
+) -> Work:
+    """Return the work with privacy; refuse what privacy does not cover, or a budget too small."""
+    from fedexp.privacy.simulated import SimulatedPrivacy
+
+    train, rule = work.task.train, work.cohort_rule or CohortRule()
+    require(
+        rule.clients is None and rule.choose is None,
+        "privacy is accounted for cohorts that are drawn uniformly; give a cohort by number, by "
+        'fraction or "all"',
+    )
+    found = SimulatedPrivacy.of(
+        privacy,
+        clients=train.clients,
+        cohort=train.clients if rule.size is None else rule.size,
+        rounds=rounds,
+        algorithm=work.algorithm,
+        weighting=work.weighting,
+        buffers=bool(initial.buffers.averaged.numel()),
+        seed=work.seed,
+    )
+    found.require_budget(privacy, rounds, lambda round: rule.sample(work.seed, round, train))
+    return replace(work, privacy=found)
 
 
 def _on_device(
@@ -326,7 +368,9 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     began = time.perf_counter()
     engine = engine or Loop()
     try:
-        result = engine.run_round(work, state) if isinstance(engine, Batched) else None
+        result = None
+        if isinstance(engine, Batched) and work.privacy is None:
+            result = engine.run_round(work, state)
         if result is None:
             result = _local_then_server(work, state, engine)
     except ValueError as error:
@@ -361,11 +405,19 @@ def _batch_of_one(work: Work) -> UsageError:
 
 def _local_then_server(work: Work, state: SimulationState, engine: Run) -> RoundResult:
     """Return the result of a round whose sums and server step are computed one after the other."""
-    aggregate, changed = engine(work, state)
+    params, changed = state.params, dict[int, Tensors]()
+    if len(work.cohort):
+        aggregate, changed = engine(work, state)
+    else:  # a secret cohort may be empty
+        aggregate = Aggregate.zero(params.numel(), params.dtype, params.device)
     count, dropped = int(aggregate.count), int(aggregate.dropped)
-    if not count:
+    if work.privacy is not None:  # also without a usable update: an unchanged model reveals that
+        aggregate = work.privacy.release(aggregate, work.round)
+    elif not count:
         return RoundResult(state, 0, dropped, {}, {})
     after, metrics = server_step(work.algorithm, state, aggregate, work.total_weight)
+    if work.privacy is not None:
+        metrics |= work.privacy.metrics(work.round, aggregate)
     return RoundResult(after, count, dropped, metrics, changed)
 
 

@@ -11,13 +11,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from fedexp.engine.state import Record
 from fedexp.errors import UsageError, require
 from fedexp.objective import Buffers, ModuleObjective, StartableObjective
-from fedexp.objective.base import flatten
 from fedexp.tasks.task import Task
 
 Weights = Record | nn.Module | Mapping[str, Tensor]
@@ -37,25 +35,21 @@ def starting_from(task: Task, start: Weights, seed: int) -> Task:
         raise UsageError(
             "this objective cannot start from given weights; give it a method `starting_at`"
         )
-    initial = objective.initial(seed)
     if isinstance(start, Record):
-        params, buffers = start.state.output()
-        check_layout((params, *buffers), (initial[0], *initial[1]))
-    elif isinstance(start, nn.Module | Mapping):
-        require(
-            isinstance(objective, ModuleObjective),
-            f"task {task.name} trains no torch module; start from a record of it",
-        )
-        assert isinstance(objective, ModuleObjective)
-        params, buffers = from_state_dict(objective, start)
-    else:
+        initial, found = objective.initial(seed), start.state.output()
+        check_layout((found[0], *found[1]), (initial[0], *initial[1]))
+        params = found[0].to(initial[0])
+        buffers = Buffers(*(b.to(like) for b, like in zip(found[1], initial[1], strict=True)))
+        return replace(task, objective=objective.starting_at(params, buffers))
+    if not isinstance(start, nn.Module | Mapping):
         raise UsageError(
             "start is a state or a record of simulate, a module or a state_dict, not "
             f"{type(start).__name__}; load a file first, e.g. by torch.load"
         )
-    params = params.to(initial[0])
-    buffers = Buffers(*(b.to(like) for b, like in zip(buffers, initial[1], strict=True)))
-    return replace(task, objective=objective.starting_at(params, buffers))
+    if not isinstance(objective, ModuleObjective):
+        raise UsageError(f"task {task.name} trains no torch module; start from a record of it")
+    check_names(objective.module, start)
+    return replace(task, objective=objective.starting_from(start))
 
 
 def check_layout(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
@@ -69,21 +63,17 @@ def check_layout(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
         )
 
 
-def from_state_dict(
-    objective: ModuleObjective, start: nn.Module | Mapping[str, Any]
-) -> tuple[Tensor, Buffers]:
-    """Return parameters and buffers as vectors; refuse other names, shapes or frozen values."""
-    module, given = objective.module, _named_tensors(start)
+def check_names(module: nn.Module, start: nn.Module | Mapping[str, Any]) -> None:
+    """Refuse weights of other names or shapes than those of the task's model."""
+    given = _named_tensors(start)
     wanted: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     stored = module.state_dict().keys()  # tied weights have a second name, some buffers none
     for name, value in wanted.items():
-        if name not in given:
-            require(
-                name not in stored,
-                f"start has no {name}, which the task's model has; give all of its state_dict",
-            )
-            given[name] = value
-        shapes = [list(each.shape) for each in (given[name], value)]
+        require(
+            name in given or name not in stored,
+            f"start has no {name}, which the task's model has; give all of its state_dict",
+        )
+        shapes = [list(each.shape) for each in (given.get(name, value), value)]
         require(
             shapes[0] == shapes[1],
             f"{name} of start has shape {shapes[0]} where the task's model has {shapes[1]}; start "
@@ -94,17 +84,6 @@ def from_state_dict(
         not unknown,
         f"start has {(unknown or [''])[0]}, which the task's model has not; leave it out",
     )
-    trained = set(objective.names)
-    for name, value in module.named_parameters():
-        require(
-            name in trained or torch.equal(given[name].to(value), value),
-            f"{name} is frozen and differs from that of start; build the task's model with it",
-        )
-    count = len(objective.averaged)
-    params = flatten([given[name].detach() for name in objective.names])
-    averaged = flatten([given[name].detach() for name in objective.buffer_names[:count]])
-    kept = flatten([given[name].detach().long() for name in objective.buffer_names[count:]])
-    return params, Buffers(averaged, kept.long())
 
 
 def _named_tensors(start: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:

@@ -153,15 +153,6 @@ class LoadableObjective(Objective, Protocol):
 
 
 @runtime_checkable
-class StartableObjective(Objective, Protocol):
-    """An objective that can start from given weights."""
-
-    def starting_at(self, params: Tensor, buffers: Buffers) -> Objective:
-        """Return a copy whose `initial` returns this model, whatever the seed."""
-        ...
-
-
-@runtime_checkable
 class CopyableObjective(Objective, Protocol):
     """An objective with a module as scratch space: what one copy per thread needs."""
 

@@ -378,15 +378,6 @@ class ModuleObjective:
         )
         return module
 
-    def starting_at(self, params: Tensor, buffers: Buffers) -> ModuleObjective:
-        """Return a copy whose initial model is this one, whatever the seed."""
-        self._bind(params.clone(), buffers)
-        tensors = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
-        values = {name: value.detach().cpu().clone() for name, value in tensors.items()}
-        other = self.copy()
-        other.build, other._initial = partial(_filled, self.build, values), None
-        return other
-
     def load(self, params: Tensor, buffers: Buffers) -> nn.Module:
         """Return a new module with these parameters and buffers: the trained model."""
         self._bind(params.clone(), buffers)
@@ -451,14 +442,6 @@ class ModuleObjective:
 
 
 @torch.no_grad()
-def _filled(build: Callable[[], nn.Module], values: Mapping[str, Tensor]) -> nn.Module:
-    """Return a new module with given parameters and buffers, by name."""
-    module = build()
-    for name, tensor in [*module.named_parameters(), *module.named_buffers()]:
-        tensor.copy_(values[name])
-    return module
-
-
 def _convert(module: nn.Module, target: torch.device | torch.dtype) -> None:
     """Move or convert a module in place; a buffer in two places stays a single tensor."""
     shared = [slots_of(module, each) for each in module.buffers()]

@@ -260,6 +260,15 @@ class LocalMechanism:
     def clipped(self, updates: Tensor) -> Tensor:
         return updates
 
+    def noised(self, update: Tensor, draw: Normals) -> Tensor:
+        """Return what a client sends: its update [d] clipped and noised, in float64.
+
+        An update that is not finite counts as zero.
+        """
+        finite = bool(update.isfinite().all())
+        clipped = clip(update, self.clip) if finite else torch.zeros_like(update)
+        return clipped + self.sigma * draw(update.numel()).to(update.device)
+
     def release(self, aggregate: Aggregate, round: int) -> Aggregate:
         """Return the sums with a lower bound of the squared norms.
 
