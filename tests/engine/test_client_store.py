@@ -225,7 +225,7 @@ def test_auto_decides_again_where_a_run_continues(monkeypatch: pytest.MonkeyPatc
     """By the size of the states, wherever they were before."""
     task = TASKS["dense"]
     for first in ("memory", "disk"):
-        start = list(fx.simulate(task, fx.scaffold(), 2, 3, client_store=first))[-1].state  # type: ignore[arg-type]
+        start = list(fx.simulate(task, fx.scaffold(), 2, 3, client_store=first))[-1].state
         for memory in (0, 2**40):
             monkeypatch.setattr(client_store, "memory_bytes", lambda device, memory=memory: memory)
             state = next(fx.simulate(task, fx.scaffold(), 3, 3, start=start)).state

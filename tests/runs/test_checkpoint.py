@@ -490,4 +490,5 @@ def test_states_come_back_on_the_device_they_are_wanted_on(tmp_path: Path) -> No
     store.write(state, 0, 0.0)
     meta = read_checkpoint(tmp_path, NEWEST, torch.device("meta"))[1].clients
     assert isinstance(meta, StoredStates)
-    assert {found["control"].device.type for found in meta.values()} == {"meta"}
+    for states in (meta, meta.in_memory()):
+        assert {found["control"].device.type for found in states.values()} == {"meta"}

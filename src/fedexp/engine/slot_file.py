@@ -69,17 +69,17 @@ class Layout:
 
     def join(self, rows: Sequence[Tensors]) -> Tensor:
         """Return states as bytes, [K, bytes] on the host."""
-        wanted = set(self.tensors)
-        for found in map(Layout.of, rows):
+        distinct = {tuple((n, v.shape, v.dtype) for n, v in row.items()): row for row in rows}
+        for found in map(Layout.of, distinct.values()):
             require(
-                set(found.tensors) == wanted,
+                set(found.tensors) == set(self.tensors),
                 f"client states of different shapes or types, {self.tensors} and {found.tensors}, "
                 "cannot be stored in a file; let end_round return tensors like those of "
                 "init_client_state",
             )
         block = torch.zeros(len(rows), self.bytes, dtype=torch.uint8)
         for name, (begin, end) in self.offsets[0].items():
-            value = torch.stack([row[name].detach() for row in rows])
+            value = torch.stack([row[name] for row in rows]).detach()
             into = block[:, begin:end].view(value.dtype)
             into.copy_(value.reshape(into.shape))
         return block
