@@ -8,7 +8,7 @@ Client state (SCAFFOLD's control variates) can be gigabytes, and a round changes
 in a slot file (`engine/slot_file.py`): a checkpoint writes the states that changed to free slots,
 unless the run stores client state there itself, syncs the file, and stores which client has which
 slot. The writer holds references to the states of both checkpoints, so that their slots are not
-reused. Earlier versions wrote client state in memory to parts of its own, which are still read.
+reused. Earlier versions wrote client state in memory to files of tensors, which are still read.
 """
 
 from __future__ import annotations
