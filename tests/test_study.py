@@ -263,3 +263,96 @@ def test_a_changed_file_is_named_and_reports_import_nothing(tmp_path: Path) -> N
     del sys.modules["study"]
     with pytest.raises(UsageError, match=r"load_model\(folder, model=Net\)"):
         fx.load_model(folder)
+
+
+def test_a_run_can_be_given_more_rounds(
+    study: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, whole = (
+        fx.run(study.task, "fedexp"),
+        fx.run(study.task, "fedexp", rounds=6, runs="whole"),
+    )
+    assert short.folder is not None
+    assert whole.folder is not None
+    assert main(["resume", str(short.folder), "--rounds", "6", "--json"]) == 0
+    longer = Path(json.loads(capsys.readouterr().out)["folder"])
+    assert longer.name == whole.folder.name
+    assert untimed(read_rows(longer)) == untimed(read_rows(whole.folder))
+    assert (longer / "model.safetensors").read_bytes() == (
+        whole.folder / "model.safetensors"
+    ).read_bytes()
+    assert untimed(read_rows(short.folder)) == untimed(short.rows)
+    assert fx.run(study.task, "fedexp", rounds=6).outcome.stored == 6
+    assert main(["resume", str(short.folder), "--rounds", "4"]) == 2
+    assert "has 4 rounds; give --rounds a larger number" in capsys.readouterr().err
+    stateful = fx.run(study.task, "scaffold")
+    assert main(["resume", str(stateful.folder), "--rounds", "6"]) == 2
+    assert "client state of scaffold is removed then; start a new run" in capsys.readouterr().err
+
+
+def test_a_run_starts_from_the_weights_of_another(study: Any) -> None:
+    first = fx.run(study.task, "fedavg")
+    model = first.model()
+    straight = list(fx.simulate(study.task, fx.fedexp(eps=0.1), start=model))
+    for start in (model, model.state_dict(), first.folder):
+        warm = fx.run(study.task, fx.fedexp(eps=0.1), start=start, runs="warm")
+        assert [row["train_loss"] for row in warm.rows] == [r.train_loss for r in straight]
+    assert first.last["train_loss"] > straight[0].train_loss
+    assert len(list(Path("warm").glob("mine-*"))) == 1  # the same weights are the same run
+    cold = fx.run(study.task, fx.fedexp(eps=0.1), runs="warm")
+    assert cold.folder != warm.folder
+    assert main(["resume", str(warm.folder), "--restart"]) == 0
+    with pytest.raises(UsageError, match="there are no weights in"):
+        fx.run(study.task, "fedexp", start="nothing")
+
+
+def choose(rng: Any, round: int, federation: fx.Federation) -> list[int]:
+    """Return two clients, in turn."""
+    return [(2 * round + k) % federation.clients for k in range(2)]
+
+
+@pytest.mark.parametrize("cohort", [3, 0.5, "all", [0, 5], choose])
+def test_cohorts_of_every_kind_are_stored_and_resumed(study: Any, cohort: Any) -> None:
+    expected = [r.train_loss for r in fx.simulate(study.task, "fedexp", cohort=cohort)]
+    stored = fx.run(study.task, "fedexp", cohort=cohort)
+    assert [row["train_loss"] for row in stored.rows] == expected
+    assert main(["resume", str(stored.folder), "--restart"]) == 0
+    again = fx.run(study.task, "fedexp", cohort=cohort)
+    assert again.folder == stored.folder
+    assert untimed(again.rows) == untimed(stored.rows)
+
+
+def test_none_is_the_tasks_own_everywhere(study: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    records = list(fx.simulate(study.task, "fedexp"))
+    assert len(records) == 4
+    assert {record.clients for record in records} == {3}
+    assert main(["run", "study.py:task", "--algorithm", "fedexp", "--json"]) == 0
+    final = json.loads(capsys.readouterr().out)["final"]
+    assert final["train_loss"] == records[-1].train_loss
+    assert final["test_accuracy"] == records[-1].test_accuracy
+    everyone = next(iter(fx.simulate(study.task, "fedexp", cohort="all")))
+    assert everyone.clients == study.train.clients
+
+
+def test_privacy_is_part_of_a_stored_run(study: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedexp.privacy import CentralPrivacy
+
+    privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
+    records = list(fx.simulate(study.task, "fedexp", privacy=privacy))
+    stored = fx.run(study.task, "fedexp", privacy=privacy)
+    assert stored.last["epsilon"] == records[-1].metrics["epsilon"] > 0
+    assert stored.last["train_loss"] == records[-1].train_loss
+    text = "central:clip=1,delta=1e-5,noise_multiplier=1"
+    command = ["run", "study.py:task", "--algorithm", "fedexp", "--privacy", text, "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["folder"] == str(stored.folder)
+    assert main(["resume", str(stored.folder), "--restart"]) == 0
+    assert main([*command[:5], "centrl:clip=1"]) == 2
+    assert "did you mean central" in capsys.readouterr().err
+
+
+def test_every_client_is_evaluated_where_asked_for(study: Any) -> None:
+    result = fx.run(study.task, "fedexp", by_client=True, runs=None)
+    last = result.last
+    assert last["train_accuracy_worst_decile"] <= last["train_accuracy"]
+    assert "train_accuracy_worst_decile" not in fx.run(study.task, "fedexp", runs=None).last

@@ -373,7 +373,7 @@ def test_run_round_alone_applies_privacy_of_its_work() -> None:
         buffers=False,
         seed=0,
     )
-    work = Work(task, algorithm, task.local, "uniform", 0, 1, np.arange(20), privacy)
+    work = Work(task, algorithm, task.local, "uniform", 0, 1, np.arange(20), privacy=privacy)
     record = run_round(work, fx.SimulationState.initial(task, algorithm, 0))
     first = records(task, algorithm, privacy=central())[0]
     assert torch.equal(record.state.params, first.state.params)

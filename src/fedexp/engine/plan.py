@@ -85,11 +85,12 @@ class CohortRule:
             sample_cohort(0, 0, clients, int(cohort))  # raises where it does not fit
             return cls(size=int(cohort))
         if isinstance(cohort, Real) and not isinstance(cohort, bool):
+            fraction = float(cohort)
             require(
-                0 < cohort <= 1,
+                0 < fraction <= 1,
                 f"the cohort is a fraction in (0, 1], a whole number or a list, not {cohort}",
             )
-            return cls(size=max(1, round(float(cohort) * clients)))
+            return cls(size=max(1, round(fraction * clients)))
         require(
             isinstance(cohort, Sequence | np.ndarray) and not isinstance(cohort, str),
             f'the cohort is a number, a fraction, "all", a list of clients or a function, not '
