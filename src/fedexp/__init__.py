@@ -7,7 +7,7 @@
 True
 """
 
-from fedexp import data, models, projections, tasks
+from fedexp import cohorts, data, models, projections, tasks
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import (
     Algorithm,
@@ -63,6 +63,7 @@ __all__ = [
     "SimulationState",
     "UsageError",
     "Yogi",
+    "cohorts",
     "data",
     "exp_step_size",
     "fedadagrad",
