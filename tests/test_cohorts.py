@@ -118,7 +118,7 @@ def test_closed_forms_agree_on_cohorts_of_varying_size() -> None:
 
 def test_client_states_on_disk_have_room_for_every_chosen_client() -> None:
     runs = [
-        list(fx.simulate(unequal(), fx.scaffold(), 4, varying, client_store=where))  # type: ignore[arg-type]
+        list(fx.simulate(unequal(), fx.scaffold(), 4, varying, client_store=where))
         for where in ("memory", "disk")
     ]
     for one, other in zip(*runs, strict=True):

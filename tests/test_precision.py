@@ -57,7 +57,7 @@ class NoFloat64(TorchDispatchMode):
 @pytest.fixture
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> NoFloat64:
     monkeypatch.setattr(precision, "NO_FLOAT64", {"mps", "cpu"})
-    mode = NoFloat64()
+    mode = NoFloat64()  # type: ignore[no-untyped-call]
     monkeypatch.setattr(Federation, "example_weights", mode.exempt(Federation.example_weights))
     return mode
 
@@ -118,7 +118,7 @@ def test_float64_is_refused_where_there_is_none(forbidden: NoFloat64) -> None:
 
 
 def test_the_stand_in_notices_float64() -> None:
-    with pytest.raises(TypeError, match="returns float64"), NoFloat64():
+    with pytest.raises(TypeError, match="returns float64"), NoFloat64():  # type: ignore[no-untyped-call]
         list(fx.simulate(classes_task(), fx.fedavg(), 1, engine="loop"))
 
 

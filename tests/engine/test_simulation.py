@@ -277,7 +277,7 @@ def test_bytes_are_those_of_trained_parameters_buffers_and_states() -> None:
     task = classes_task(Frozen)
     for engine in ("loop", "batched", "threads"):
         for algorithm, control in ((fx.fedexp(), 0), (fx.scaffold_exp(), trained)):
-            record = next(fx.simulate(task, algorithm, 1, 3, engine=engine))  # type: ignore[arg-type]
+            record = next(fx.simulate(task, algorithm, 1, 3, engine=engine))
             assert record.bytes_up == 3 * (trained + floats + control)
             assert record.bytes_down == 3 * (trained + floats + counter + control)
             assert record.to_json()["bytes_up"] == record.bytes_up
@@ -323,7 +323,7 @@ def test_whole_numbers_of_numpy() -> None:
     numbers = {"rounds": np.int64(2), "seed": np.int64(3), "evaluate_every": np.int32(1)}
     plain = {"rounds": 2, "seed": 3, "evaluate_every": 1}
     one, other = (
-        list(fx.simulate(classes_task(), fx.fedexp(), cohort=2, **each))  # type: ignore[arg-type]
+        list(fx.simulate(classes_task(), fx.fedexp(), cohort=2, **each))
         for each in (numbers, plain)
     )
     assert [r.state.params.tolist() for r in one] == [r.state.params.tolist() for r in other]
