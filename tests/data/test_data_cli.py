@@ -5,10 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
-from fedexp.cli.data import add_parser
+from fedexp.cli.data import add_parser, class_counts, draw
 from fedexp.cli.main import main
+from fedexp.data import Federation
+from fedexp.errors import UsageError
 from tests.helpers.errors import assert_refused
 
 Write = Callable[[Path], dict[str, Any]]
@@ -183,3 +186,16 @@ def test_the_real_data(
     args = parser.parse_args(["data", "show", "cifar10", *options])
     assert args.run(args) == 0
     assert "min 500, median 500, max 500" in capsys.readouterr().out
+
+
+def test_many_clients_are_drawn_as_a_heat_map(tmp_path: Path) -> None:
+    counts = np.random.default_rng(0).integers(1, 9, (300, 10))
+    draw(counts, tmp_path / "a.png", "many")
+    assert (tmp_path / "a.png").stat().st_size > 1000
+    with pytest.raises(UsageError, match="cannot write"):
+        draw(counts, tmp_path / "a.nothing", "many")
+
+
+def test_class_counts() -> None:
+    federation = Federation.from_ids({"y": np.array([2, 0, 2, 1])}, ["b", "a", "b", "a"])
+    assert class_counts(federation, 4).tolist() == [[1, 1, 0, 0], [0, 0, 2, 0]]

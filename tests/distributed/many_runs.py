@@ -24,8 +24,7 @@ from fedexp.runs import RunInterrupted, run_all
 from fedexp.runs.files import Row
 from fedexp.runs.pool import Execution, Job, Result, run_queue
 from fedexp.runs.spec import Spec
-from fedexp.tune.epsilon import EPS, VALUES, tune_epsilon
-from fedexp.tune.search import TrialRunner, tune
+from fedexp.tune.search import EPS, EPS_VALUES, TrialRunner, tune, tune_epsilon
 from tests.distributed.launch import joined, on_ranks
 from tests.helpers.tuning import StartedTrials, small_study
 from tests.runs.helpers import tiny, untimed
@@ -89,7 +88,7 @@ def free(folder: Path, group: Ranks | None) -> Case:
 
 
 def rule(folder: Path, group: Ranks | None) -> Case:
-    study = small_study(folder / "eps.db", "fedexp", "epsilon", {EPS: VALUES})
+    study = small_study(folder / "eps.db", "fedexp", "epsilon", {EPS: EPS_VALUES})
     started = StartedOnRank()
     found = tune_epsilon(study, TrialRunner(ranks=group, progress=started))
     return started.texts, [found.chosen, found.ended, [[e, s.score] for e, s in found.tried]]

@@ -20,12 +20,12 @@ import pytest
 from PIL import Image
 
 from fedexp.data import Federation
+from fedexp.data.datasets import RawSplits
 from fedexp.data.sources import cache, cifar, emnist, image_file
 from fedexp.data.sources.download import unpack
 from fedexp.data.sources.emnist import EMNIST
 from fedexp.data.sources.image_folder import decode
 from fedexp.data.sources.safe_pickle import read_pickle
-from fedexp.data.sources.splits import RawSplits
 from fedexp.errors import UsageError
 from tests.fuzz.hostile import Files, contents, forged, fuzz, harmless, mutated
 

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 
-from fedexp.tune.store import Trial, open_study
-from fedexp.tune.trial import TrialResult
+from fedexp.tune.store import Trial, TrialResult, open_study
 from tests.fuzz.hostile import VALUES, Files, fuzz, harmless, mutated
 
 TERMS: dict[str, Any] = {"task": "toy", "values": {"server.lr": [0.1, 1.0]}}

@@ -12,9 +12,8 @@ from torch import nn
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
 from fedexp.data import partition
-from fedexp.data.datasets import load
+from fedexp.data.datasets import RawSplits, load
 from fedexp.data.federation import Batch, Federation
-from fedexp.data.sources.splits import RawSplits
 from fedexp.data.transforms import Images
 from fedexp.errors import UsageError
 from fedexp.local import LocalTraining

@@ -8,16 +8,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from fedexp.cli.options import seed
 from fedexp.errors import UsageError
 
 if TYPE_CHECKING:
-    from fedexp.data.datasets import Dataset
+    from fedexp.data.datasets import Dataset, RawSplits
+    from fedexp.data.federation import Federation
     from fedexp.data.partition import Parts
-    from fedexp.data.sources.splits import RawSplits
 
 PARTITIONS = ("dirichlet", "dirichlet-unequal", "shards", "iid", "natural")
+SHADES = " .:-=+*#%@"  # ASCII, for any terminal and log
+TEXT_CLIENTS = 100
+TEXT_ROWS = 20
+BUBBLES = 100  # clients above which bubbles would overlap, and a heat map is drawn instead
+
+Counts = NDArray[np.int64]
 
 
 def add_parser(subparsers: Any) -> None:
@@ -136,7 +143,6 @@ def _check_files(dataset: Dataset, files: list[Path]) -> str:
 def show_dataset(args: argparse.Namespace) -> int:
     """Print statistics and a text heat map of clients x classes, and draw them to a file."""
     from fedexp.analysis.plots import check_writable
-    from fedexp.data import summary
     from fedexp.data.datasets import find
 
     dataset = find(args.name)
@@ -145,13 +151,13 @@ def show_dataset(args: argparse.Namespace) -> int:
     kind = args.partition or ("natural" if dataset.natural else "dirichlet")
     raw = dataset.load(args.folder)
     federation = raw.federation(partition_by(raw, kind, args))
-    counts = summary.class_counts(federation, raw.classes)
+    counts = class_counts(federation, raw.classes)
     title = f"{raw.name}, {kind} partition" + (
         f", alpha {args.alpha:g}" if kind.startswith("dirichlet") else ""
     )
-    print(title, *summary.describe(counts), *summary.text_heat_map(counts), sep="\n")
+    print(title, *describe(counts), *text_heat_map(counts), sep="\n")
     if args.out:
-        summary.draw(counts, args.out, title)
+        draw(counts, args.out, title)
         print(f"drawn to {args.out}")
     return 0
 
@@ -172,3 +178,77 @@ def partition_by(raw: RawSplits, kind: str, args: argparse.Namespace) -> Parts |
     if kind == "dirichlet-unequal":
         return partition.dirichlet_unequal(labels, args.clients, args.alpha, rng)
     return None
+
+
+def class_counts(federation: Federation, classes: int) -> Counts:
+    """Return the number of examples per client (row) and class (column)."""
+    labels = federation.fields["y"].numpy()
+    owner = np.repeat(np.arange(federation.clients), federation.sizes)
+    flat = np.bincount(owner * classes + labels, minlength=federation.clients * classes)
+    return flat.reshape(federation.clients, classes)
+
+
+def describe(counts: Counts) -> list[str]:
+    """Return summary statistics of a federation, one per line.
+
+    >>> print(*describe(np.array([[3, 0], [1, 1]])), sep="\\n")
+    clients             2
+    examples            5
+    classes             2
+    client size         min 2, median 2.5, max 3
+    classes per client  mean 1.50
+    """
+    sizes = counts.sum(axis=1)
+    spread = f"min {sizes.min():,}, median {np.median(sizes):,.1f}, max {sizes.max():,}"
+    values = {
+        "clients": f"{len(counts):,}",
+        "examples": f"{counts.sum():,}",
+        "classes": str(counts.shape[1]),
+        "client size": spread.replace(".0,", ","),
+        "classes per client": f"mean {np.count_nonzero(counts, axis=1).mean():.2f}",
+    }
+    return [f"{name:<20}{value}" for name, value in values.items()]
+
+
+def text_heat_map(counts: Counts) -> list[str]:
+    """Return a text heat map: one column per client, one line per class or group of classes.
+
+    At most 100 clients are shown. A darker character means more examples.
+
+    >>> print(*text_heat_map(np.array([[9, 0], [0, 9], [5, 4]])), sep="\\n")
+     0 |@ +|
+     1 | @=|
+    """
+    per_line = -(-counts.shape[1] // TEXT_ROWS)
+    starts = np.arange(0, counts.shape[1], per_line)
+    grouped = np.add.reduceat(counts[:TEXT_CLIENTS], starts, axis=1)
+    share = grouped / max(1, grouped.max())
+    # A class that occurs at a client is never blank.
+    shade = np.ceil(share * (len(SHADES) - 1)).astype(int)
+    lines = ("".join(SHADES[level] for level in row) for row in shade.T)
+    return [f"{start:>2} |{line}|" for start, line in zip(starts, lines, strict=True)]
+
+
+def draw(counts: Counts, path: Path, title: str) -> None:
+    """Draw clients x classes to an image file, in the format of its suffix."""
+    from fedexp.analysis.plots import label, new_figure, save
+
+    clients, classes = counts.shape
+    figure, (axes,) = new_figure(1, 12.0, min(12.0, 2 + 0.22 * classes))
+    (_draw_bubbles if clients <= BUBBLES else _draw_heat_map)(axes, counts)
+    label(axes, "client", "class", title)
+    save(figure, path)
+
+
+def _draw_bubbles(axes: Any, counts: Counts) -> None:
+    client, label = np.nonzero(counts)
+    share = counts[client, label] / counts.max()
+    axes.scatter(client, label, s=120 * share, alpha=0.8, linewidths=0)
+    axes.set(xlim=(-1, len(counts)), ylim=(counts.shape[1] - 0.4, -0.6))
+
+
+def _draw_heat_map(axes: Any, counts: Counts) -> None:
+    share = counts / counts.sum(axis=1, keepdims=True)
+    image = axes.imshow(share.T, aspect="auto", interpolation="nearest", cmap="magma_r")
+    axes.grid(False)
+    axes.figure.colorbar(image, label="share of the client's examples")

@@ -1,10 +1,13 @@
 """The command `fedexp`. Mistakes get one line on stderr and exit status 2, never a traceback.
 
-On many ranks (torchrun) only the first one prints, and exactly one reports why the job failed.
+Commands are in modules of this package, imported when they are called; `fedexp algorithms` and
+`fedexp tasks`, which only print lists, are here. On many ranks (torchrun) only the first one
+prints, and exactly one reports why the job failed.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -12,30 +15,34 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout, suppress
 from importlib import import_module
+from inspect import signature
 from typing import Any
 
 from fedexp import __version__
+from fedexp.algorithms import ALGORITHMS
 from fedexp.cli.options import Parser
-from fedexp.distributed import RankLostError, Ranks, current, leave, ranks
+from fedexp.distributed import AgentLostError, RankLostError, Ranks, current, leave, ranks
 from fedexp.distributed.failure import REMEDY, failure_report, monitored
 from fedexp.errors import EngineWarning, FedExPError, NonFiniteUpdateWarning, UsageError
+from fedexp.local import LocalTraining
 from fedexp.runs import RunWarning
 from fedexp.runs.loggers import LoggerWarning
+from fedexp.runs.options import TASKS, Setup, summary
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 SHOWN = (NonFiniteUpdateWarning, EngineWarning, RunWarning, LoggerWarning)
 COMMANDS = {  # and their modules in this package
     "run": "run",
-    "resume": "resume",
+    "resume": "run",
     "compare": "compare",
     "tune": "tune",
     "reproduce": "reproduce",
+    "toy": "reproduce",
     "report": "report",
-    "archive": "archive",
-    "toy": "toy",
+    "archive": "report",
     "data": "data",
-    "algorithms": "listing",
-    "tasks": "listing",
+    "algorithms": "main",
+    "tasks": "main",
 }
 
 
@@ -77,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     return status
             except RankLostError:
                 return failure(None, FAILED)
+            except AgentLostError as error:  # one line per machine: ranks cannot agree without it
+                return failure(str(error), FAILED) if os.environ["LOCAL_RANK"] == "0" else FAILED
             except UsageError as error:
                 return failure(str(error), MISUSED)
             except FedExPError as error:
@@ -152,6 +161,38 @@ def failure(message: str | None, status: int) -> int:
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(status)  # a group that has lost a rank cannot be closed properly
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add `fedexp algorithms` and `fedexp tasks` to the sub-parsers of the command line."""
+    algorithms = subparsers.add_parser("algorithms", help="list the algorithms and their options")
+    algorithms.set_defaults(run=list_algorithms)
+    tasks = subparsers.add_parser("tasks", help="list the tasks and their options")
+    tasks.set_defaults(run=list_tasks)
+
+
+def list_algorithms(args: argparse.Namespace) -> int:
+    """Print every algorithm with the options that --set can change."""
+    for name, build in ALGORITHMS.items():
+        options = Setup(build(), LocalTraining()).options().items()
+        own = [f"{k.rpartition('.')[2]}={v}" for k, v in options if not k.startswith("local.")]
+        _print_entry(name, summary(build), own)
+    local = Setup(ALGORITHMS["fedavg"](), LocalTraining()).options().items()
+    _print_entry("any", "Local training.", [f"{k}={v}" for k, v in local if k.startswith("local.")])
+    return 0
+
+
+def list_tasks(args: argparse.Namespace) -> int:
+    """Print every task with the options that --set can change."""
+    for name, build in TASKS.items():
+        defaults = signature(build).parameters.values()
+        _print_entry(name, summary(build), [f"task.{p.name}={p.default}" for p in defaults])
+    return 0
+
+
+def _print_entry(name: str, what: str, options: list[str]) -> None:
+    print(f"{name:<14} {what}")
+    print(f"{'':<14} --set {' '.join(options)}")
 
 
 if __name__ == "__main__":

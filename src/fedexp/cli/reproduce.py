@@ -1,4 +1,7 @@
-"""`fedexp reproduce`: a table or figure of the paper, with our numbers next to the published."""
+"""`fedexp reproduce`: a table or figure of the paper, with our numbers next to the published.
+
+`fedexp toy` draws one of them, Figure 2, from any first model.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from fedexp.analysis.tables import FORMATS
+from fedexp.analysis.plots import check_writable, save
+from fedexp.analysis.tables import FORMATS, text_table
 from fedexp.cli.many import (
     Many,
     add_jobs_option,
@@ -23,10 +27,13 @@ from fedexp.reproduce import STUDIES
 from fedexp.reproduce.from_runs import plan_from
 from fedexp.reproduce.output import check_folder, head_lines, render, write_all
 from fedexp.reproduce.study import Plan, Request, Result, make_plan
+from fedexp.reproduce.toy import toy_figure, toy_paths
 from fedexp.runs import find_runs, load_run
+from fedexp.runs.options import convert
 
 
 def add_parser(subparsers: Any) -> None:
+    """Add both commands to the sub-parsers of the command line."""
     parser = subparsers.add_parser("reproduce", help="reproduce the paper's tables and figures")
     parser.add_argument("what", nargs="?", metavar="WHAT", help="a study; see --list")
     parser.add_argument("--list", action="store_true", help="list the studies and their cost")
@@ -66,6 +73,14 @@ def add_parser(subparsers: Any) -> None:
         "--precision", choices=["float32", "tf32", "bf16"], help="arithmetic inside the model"
     )
     parser.set_defaults(run=run, many=True)
+
+    parser = subparsers.add_parser("toy", help="draw why extrapolation helps, in two dimensions")
+    parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="default: 30")
+    parser.add_argument(
+        "--start", default="0,0", metavar="W1,W2", help="first model, e.g. --start=-1,2 (0,0)"
+    )
+    add_out(parser, "the figure (toy.png)")
+    parser.set_defaults(run=draw_toy)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -155,4 +170,22 @@ def _list() -> int:
         tasks = f"tasks {', '.join(study.tasks)}; " if len(study.tasks) > 1 else ""
         print(f"{'':<18} {tasks}{study.cost()}")
     print("\n--scale small shrinks a study to minutes on a CPU; the output states how")
+    return 0
+
+
+def draw_toy(args: argparse.Namespace) -> int:
+    """Draw the iterates of the toy problem; print their distance to the optimum."""
+    figure = args.out or Path("toy.png")
+    check_writable(figure)
+    start = convert(args.start, tuple[float, float], "--start")
+    paths = toy_paths(start, args.rounds)
+    save(toy_figure(paths), figure)
+    shown = sorted({0, *(args.rounds * k // 3 for k in (1, 2, 3))})
+    cells = [
+        [name, *(f"{path.sq_distance[at]:.2g}" for at in shown), f"{path.loss[-1]:.2g}"]
+        for name, path in paths.items()
+    ]
+    print("squared distance to the optimum, by round")
+    print(text_table(["", *(f"{at}" for at in shown), "loss at the end"], cells))
+    print(f"wrote {figure}", file=sys.stderr)
     return 0

@@ -1,10 +1,11 @@
-"""`fedexp run`: one algorithm on one task. `fedexp resume` trains in the same way."""
+"""`fedexp run`: one algorithm on one task. `fedexp resume`: continue a run from its folder."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
+from functools import partial
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -21,27 +22,40 @@ from fedexp.cli.options import (
 )
 from fedexp.cli.progress import Bar, Diagnostics, describe, watch
 from fedexp.errors import DivergedError, FedExPError, require
-from fedexp.runs import RunInterrupted, execute, folder_of
+from fedexp.runs import RunInterrupted, execute, folder_of, read_spec, spec_from
 from fedexp.runs.execute import stop_request
 from fedexp.runs.files import Row
+from fedexp.runs.folder import RunFolder
 from fedexp.runs.loggers import logger_named
 from fedexp.runs.spec import Outcome, Run, Spec
 
 
 def add_parser(subparsers: Any) -> None:
-    """Add the command to the sub-parsers of the command line."""
+    """Add both commands to the sub-parsers of the command line."""
     parser = subparsers.add_parser("run", help="train with one algorithm")
     add_run_options(parser)
     parser.add_argument("--algorithm", default="fedexp", metavar="A", help="default: fedexp")
     parser.add_argument("--seed", type=seed, default=0, metavar="S")
     add_root_options(parser)
     add_out(parser, "the run's own folder, instead of one in ROOT")
-    add_training_options(parser)
-    parser.set_defaults(run=train, prepare=_prepare, many=True, reopen=False)
+    _add_training_options(parser)
+    parser.set_defaults(run=train, prepare=_from_options, many=True, reopen=False)
+
+    parser = subparsers.add_parser("resume", help="continue a run that was interrupted")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the run")
+    _add_training_options(parser)
+    parser.add_argument(
+        "--reopen",
+        action="store_true",
+        help="continue a run that diverged from its last checkpoint (a run on Flower does so "
+        "without it, when its app starts again)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+    parser.set_defaults(run=resume, prepare=_from_folder, many=True)
 
 
-def add_training_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `fedexp run` and `fedexp resume` share."""
+def _add_training_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options that both commands share."""
     add_watch_options(parser)
     add_restart(parser, "discard what is stored of this run, and run it again")
     parser.add_argument(
@@ -59,12 +73,17 @@ def add_training_options(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _prepare(args: argparse.Namespace) -> tuple[Run, Path | None]:
+def _from_options(args: argparse.Namespace) -> tuple[Run, Path | None]:
     """Return the run that the options describe, and its folder."""
     require(not (args.out and args.no_save), "--out and --no-save exclude each other; choose one")
     root = root_of(args)
     run = spec_of(args, args.algorithm, args.seed).prepare()
     return run, args.out or (root and folder_of(run, root))
+
+
+def _from_folder(args: argparse.Namespace) -> tuple[Run, Path]:
+    """Return the run whose spec is stored in the folder."""
+    return spec_from(args.spec).prepare(), args.folder
 
 
 def train(args: argparse.Namespace) -> int:
@@ -109,6 +128,28 @@ def train(args: argparse.Namespace) -> int:
     if not any(row["clients"] for row in outcome.rows):
         raise FedExPError("no client update was finite in any round; lower local.lr or clip")
     _report(args.json, run, outcome)
+    return 0
+
+
+def resume(args: argparse.Namespace) -> int:
+    """Continue a run; one on Flower is reopened here, and trained by its app."""
+    read = partial(read_spec, args.folder)
+    args.spec = read() if args.ranks is None else args.ranks.compute_on_first(read)
+    require(not (args.reopen and args.restart), "--reopen and --restart exclude each other")
+    if args.spec["engine"] != "flower":
+        return train(args)
+    require(
+        args.reopen,
+        f"{args.folder} is a run on Flower; start its app again, with the same checkpoint",
+    )
+    own = {name: value for name, value in args.spec.items() if name not in ("format", "id")}
+    with RunFolder(args.folder, own, {}) as held:
+        round = held.reopen()
+    require(
+        round is not None, f"{args.folder} has not diverged; start its app again to continue it"
+    )
+    again = "start its app again, with the same checkpoint"
+    _print_note(f"{args.folder} continues after round {round}: {again}")
     return 0
 
 

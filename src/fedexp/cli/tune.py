@@ -31,7 +31,6 @@ from fedexp.runs.files import Row
 from fedexp.runs.options import split_task_options
 from fedexp.runs.spec import Run
 from fedexp.tune import results
-from fedexp.tune.epsilon import EPS, epsilon_values, explain, tune_epsilon
 from fedexp.tune.grids import (
     Point,
     Values,
@@ -42,9 +41,21 @@ from fedexp.tune.grids import (
     without_fixed,
 )
 from fedexp.tune.results import tuning_figure
-from fedexp.tune.search import OnRow, Progress, Protocol, Study, TrialRunner, check_study, tune
+from fedexp.tune.search import (
+    EPS,
+    ROUNDS,
+    OnRow,
+    Progress,
+    Protocol,
+    Study,
+    TrialRunner,
+    check_study,
+    epsilon_values,
+    explain,
+    tune,
+    tune_epsilon,
+)
 from fedexp.tune.store import Trial
-from fedexp.tune.trial import ROUNDS
 
 TRIALS = 30  # of a free search
 

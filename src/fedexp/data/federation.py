@@ -244,6 +244,19 @@ def check_finite(fields: Mapping[str, Tensor]) -> None:
         require(finite, f"field {name!r} holds values that are not finite; clean the data")
 
 
+def check_labels(labels: NDArray[Any], classes: int, where: object) -> NDArray[np.int64]:
+    """Return the labels as int64; refuse any that is not an integer from 0 to classes - 1."""
+    if labels.ndim != 1 or labels.dtype.kind not in "iu":
+        raise UsageError(f"{where}: labels are not a list of whole numbers")
+    wrong = np.flatnonzero((labels < 0) | (labels >= classes))
+    if len(wrong):
+        raise UsageError(
+            f"{where}: label {labels[wrong[0]]} of example {wrong[0]} is out of range; "
+            f"labels are 0 to {classes - 1}"
+        )
+    return labels.astype(np.int64)
+
+
 def as_tensors(fields: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the fields as tensors that share the memory of arrays."""
     tensors = {}

@@ -24,7 +24,7 @@ from fedexp.data.federation import Batch
 from fedexp.data.transforms import Transform
 from fedexp.engine.plan import Numbers, device_rows
 from fedexp.kernels.launch import fused
-from fedexp.kernels.step import Correction, sgd_step, sq_norms
+from fedexp.kernels.layers import Correction, sgd_step, sq_norms
 from fedexp.local import LocalTraining, clip_to, init_moments, local_step, optimizer_step
 from fedexp.objective import BatchedObjective, Buffers, StackedObjective
 from fedexp.objective.stack import StackedClients
@@ -238,7 +238,7 @@ def corrected_step(
 
 
 class LayerSteps:
-    """Parameters layer by layer, updated in place by the kernels of `fedexp.kernels.step`.
+    """Parameters layer by layer, updated in place by the kernels of `fedexp.kernels.layers`.
 
     For models without buffers and rules with a linear correction. On a CPU the plain twin of the
     kernels runs, so that this path can be tested without a GPU.

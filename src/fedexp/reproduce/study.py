@@ -20,7 +20,7 @@ from fedexp.errors import UsageError, unknown_name
 from fedexp.precision import Precision, default_precision
 from fedexp.reproduce.published import Claim, Table
 from fedexp.runs.spec import Outcome, Spec
-from fedexp.tasks.small import BATCH, CLIENTS, COHORT, STEPS, TEST_IMAGES, TRAIN_IMAGES, WRITERS
+from fedexp.tasks import images
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -347,16 +347,17 @@ class Small:
     cohort: int | None = None
 
 
-_LOCAL = f"{STEPS} local steps of batches of {BATCH}"
-_IMAGES = f"{TRAIN_IMAGES:,} training and {TEST_IMAGES:,} test images"
+_LOCAL = f"{images.SMALL_STEPS} local steps of batches of {images.SMALL_BATCH}"
+_IMAGES = f"{images.SMALL_TRAIN_IMAGES:,} training and {images.SMALL_TEST_IMAGES:,} test images"
 _CNN = (
     f"a small CNN instead of ResNet-18, {_IMAGES}, "
-    f"{COHORT} of {CLIENTS} clients per round, {_LOCAL}"
+    f"{images.SMALL_COHORT} of {images.SMALL_CLIENTS} clients per round, {_LOCAL}"
 )
 SMALL = {
     "emnist": Small(
         "emnist-small",
-        f"{WRITERS} writers, {TEST_IMAGES:,} test images, {COHORT} clients per round, {_LOCAL}",
+        f"{images.SMALL_WRITERS} writers, {images.SMALL_TEST_IMAGES:,} test images, "
+        f"{images.SMALL_COHORT} clients per round, {_LOCAL}",
     ),
     "cifar10": Small("cifar10-small", _CNN),
     "cifar100": Small("cifar100-small", _CNN),

@@ -28,7 +28,7 @@ from fedexp.engine import Record, SimulationState
 from fedexp.engine.client_store import ClientStore, Location
 from fedexp.errors import DivergedError, UsageError, require, warn_deprecated
 from fedexp.objective import Buffers, LoadableObjective
-from fedexp.runs.checkpoint import SLOTS, make_private, to_bytes
+from fedexp.runs.checkpoint import SLOTS, to_bytes
 from fedexp.runs.distributed_run import Leader, follow, join_ranks
 from fedexp.runs.files import disk_errors
 from fedexp.runs.folder import RESULT, RunFolder, check_content, warn_of_version
@@ -166,8 +166,10 @@ def _train(
     number = torch.get_num_threads()
     if held is not None and how.process_group is None:  # ranks share the cores of a machine
         number = held.threads()
-    with threads(number), closing(_journal(run, held, how)) as journal:
-        store = ClientStore(how.client_store, None if path is None else path / SLOTS)
+    clients = run.task.train.clients
+    most = min(clients, run.rounds * (run.cohort or clients))
+    store = ClientStore(how.client_store, None if path is None else path / SLOTS, most)
+    with threads(number), closing(_journal(run, held, how, store)) as journal:
         left = not run.is_over(journal.rows)
         records = run.records(journal.state, store, how.process_group) if left else iter(())
         if held is not None and journal.resumed_from:
@@ -224,16 +226,17 @@ def _train(
     )
 
 
-def _journal(run: Run, held: RunFolder | None, how: RunOptions) -> Journal:
-    """Open the journal, with client state readable by the owner only."""
-    if held is None:
-        return Journal(None, how.checkpoint_every, run.device)
-    with disk_errors(held.path):
-        journal = Journal(held, how.checkpoint_every, run.device)
-        has_state = bool(run.setup.algorithm.client.init_client_state(torch.zeros(1)))
-        if how.client_store != "memory" and has_state:
-            make_private(held.path / SLOTS)
-    return journal
+def _journal(run: Run, held: RunFolder | None, how: RunOptions, store: ClientStore) -> Journal:
+    """Open the journal, with restored client state where the run stores it."""
+
+    def load(state: SimulationState) -> SimulationState:
+        initial = run.setup.algorithm.client.init_client_state(state.params)
+        processes = 1 if how.process_group is None else how.process_group.local_world_size
+        clients = store.store(state.clients, initial, run.task.train.clients, processes)
+        return replace(state, clients=clients)
+
+    with nullcontext() if held is None else disk_errors(held.path):
+        return Journal(held, how.checkpoint_every, run.device, load)
 
 
 def model_bytes(run: Run, state: SimulationState) -> bytes:

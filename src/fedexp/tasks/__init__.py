@@ -1,9 +1,18 @@
 """Tasks: each is a function that returns a `Task`."""
 
 from fedexp.tasks.digits import digits, digits_mlp
-from fedexp.tasks.images import cifar10, cifar10_cnn, cifar100, cinic10, emnist
+from fedexp.tasks.images import (
+    cifar10,
+    cifar10_cnn,
+    cifar10_small,
+    cifar100,
+    cifar100_small,
+    cinic10,
+    cinic10_small,
+    emnist,
+    emnist_small,
+)
 from fedexp.tasks.regression import linear_regression, synthetic, toy
-from fedexp.tasks.small import cifar10_small, cifar100_small, cinic10_small, emnist_small
 from fedexp.tasks.task import Task, classification
 
 __all__ = [

@@ -1,9 +1,12 @@
-"""The paper's tasks on images: EMNIST, CIFAR-10, CIFAR-100, CINIC-10, with the paper's settings.
+"""The paper's tasks on images: EMNIST, CIFAR-10, CIFAR-100 and CINIC-10, full-size and small.
 
 20 clients per round, 20 local steps of batches of 50, weight decay 1e-4, gradients clipped at 10,
 client step size decayed by 0.998 per round, 500 rounds (sec. 6, App. D;
 docs/paper.md#training-settings, docs/paper.md#experimental-settings). The data must be in the data
 folder: `fedexp data fetch NAME` downloads them.
+
+The small tasks take minutes on a CPU: fewer images, fewer steps, a small model. They are for
+experiments and for `--scale small`; the figures of the paper do not apply to them.
 """
 
 from __future__ import annotations
@@ -13,20 +16,27 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+import torch
 from torch import nn
 
 from fedexp.data import partition
+from fedexp.data.federation import Batch, Federation
 from fedexp.data.transforms import Augment, Images
+from fedexp.errors import require
 from fedexp.models import Pool, cifar_cnn, emnist_cnn, resnet18
 from fedexp.seeding import generator
 from fedexp.tasks.recipe import PAPER_TRAINING, RECIPES
 from fedexp.tasks.task import Task, classification
 
 if TYPE_CHECKING:
-    from fedexp.data.sources.splits import RawSplits
+    from fedexp.data.datasets import RawSplits
 
 COHORT, ROUNDS, ALPHA = 20, 500, 0.3
 EVALUATE_EVERY = 5  # docs/paper.md#released-evaluation; EMNIST, with 671,585 images, less often
+SMALL_WRITERS, SMALL_CLIENTS, SMALL_COHORT = 20, 10, 5
+SMALL_TRAIN_IMAGES, SMALL_TEST_IMAGES = 1000, 500
+SMALL_STEPS, SMALL_BATCH = 10, 10
 
 # Mean and standard deviation of the training images per channel, pixels in [0, 1]. EMNIST is as in
 # TensorFlow Federated: grey values over 255, background 1.
@@ -132,6 +142,65 @@ def cifar10_cnn(
     return replace(task, name="cifar10-cnn", cohort=None, metric="train_accuracy", target=None)
 
 
+def emnist_small(writers: int = SMALL_WRITERS, folder: str | None = None) -> Task:
+    """Return EMNIST with its first 20 writers, 5 of them per round, 10 steps of 10 images.
+
+    Args:
+        writers: number of clients.
+        folder: the data folder; by default the one that `FEDEXP_DATA` names.
+    """
+    require(writers >= 1, f"writers must be at least 1, not {writers}")
+    whole = emnist(folder)
+    ends = whole.train.offsets[: writers + 1]
+    fields = {name: value[: ends[-1]] for name, value in whole.train.fields.items()}
+    assert whole.test is not None
+    task = replace(
+        whole, train=Federation(fields, ends), test=_thinned(whole.test, SMALL_TEST_IMAGES)
+    )
+    return _reduced("emnist-small", task)
+
+
+def cifar10_small(
+    clients: int = SMALL_CLIENTS,
+    alpha: float = ALPHA,
+    seed: int = 0,
+    augment: Augment | None = "example",
+    folder: str | None = None,
+) -> Task:
+    """Return 1,000 images of CIFAR-10 over 10 clients, Dirichlet(0.3), with a small CNN.
+
+    Args:
+        clients: number of clients.
+        alpha: heterogeneity; the smaller, the fewer classes a client has.
+        seed: seed of the partition.
+        augment: "batch" for one crop and flip per batch, as in the authors' code.
+        folder: the data folder; by default the one that `FEDEXP_DATA` names.
+    """
+    return _small_images("cifar10", folder, clients, alpha, seed, augment)
+
+
+def cifar100_small(
+    clients: int = SMALL_CLIENTS,
+    alpha: float = ALPHA,
+    seed: int = 0,
+    augment: Augment | None = "example",
+    folder: str | None = None,
+) -> Task:
+    """Return 1,000 images of CIFAR-100 over 10 clients. Arguments as for `cifar10_small`."""
+    return _small_images("cifar100", folder, clients, alpha, seed, augment)
+
+
+def cinic10_small(
+    clients: int = SMALL_CLIENTS,
+    alpha: float = ALPHA,
+    seed: int = 0,
+    augment: Augment | None = "example",
+    folder: str | None = None,
+) -> Task:
+    """Return 1,000 images of CINIC-10 over 10 clients. Arguments as for `cifar10_small`."""
+    return _small_images("cinic10", folder, clients, alpha, seed, augment)
+
+
 def dirichlet_images(
     data: RawSplits,
     build: Callable[[], nn.Module],
@@ -173,3 +242,36 @@ def load_splits(name: str, folder: str | None) -> RawSplits:
     from fedexp.data.datasets import load
 
     return load(name, folder)
+
+
+def _small_images(
+    name: str, folder: str | None, clients: int, alpha: float, seed: int, augment: Augment | None
+) -> Task:
+    data = load_splits(name, folder)
+    few = replace(
+        data,
+        train=_thinned(data.train, SMALL_TRAIN_IMAGES),
+        test=_thinned(data.test, SMALL_TEST_IMAGES),
+    )
+    build = partial(cifar_cnn, data.classes)
+    task = dirichlet_images(few, build, clients, alpha, seed, augment)
+    return _reduced(f"{name}-small", task)
+
+
+def _thinned(batch: Batch, count: int) -> Batch:
+    """Return a fixed random subset; the first examples of a file may not cover all classes."""
+    order = generator(0, "small task").permutation(len(batch["y"]))
+    chosen = torch.from_numpy(np.sort(order[:count]))
+    return {name: value[chosen] for name, value in batch.items()}
+
+
+def _reduced(name: str, task: Task) -> Task:
+    return replace(
+        task,
+        name=name,
+        local=replace(task.local, steps=SMALL_STEPS, batch_size=SMALL_BATCH),
+        rounds=20,
+        cohort=min(SMALL_COHORT, task.train.clients),
+        evaluate_every=4,
+        target=None,
+    )

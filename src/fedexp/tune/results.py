@@ -12,11 +12,9 @@ import numpy as np
 from fedexp.analysis.plots import NAMES, entitle, new_figure
 from fedexp.analysis.tables import format_value
 from fedexp.runs.spec import is_better_higher
-from fedexp.tune.epsilon import EPS, EpsilonResult
 from fedexp.tune.grids import Point
-from fedexp.tune.search import Study
-from fedexp.tune.store import Trial
-from fedexp.tune.trial import TrialResult, window_of
+from fedexp.tune.search import EPS, EpsilonResult, Study, window_of
+from fedexp.tune.store import Trial, TrialResult
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

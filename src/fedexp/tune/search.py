@@ -1,27 +1,45 @@
-"""Searches: which trials of a study to run. A grid, point by point, or Optuna's TPE with pruning.
+"""Searches: which trials of a study to run, and how a trial is run and scored.
 
-A search is a queue of runs (`fedexp.runs.pool.RunQueue`): the pool executes its trials in this
-process, in worker processes or over ranks, and the search alone reads and writes the study.
+A study is searched point by point over a grid, by Optuna's TPE with pruning, or by the paper's rule
+of thumb for eps. A search is a queue of runs (`fedexp.runs.pool.RunQueue`): the pool executes its
+trials in this process, in worker processes or over ranks, and the search alone reads and writes the
+study.
+
+A trial is a short run. The paper runs 50 rounds and takes the training accuracy, averaged over the
+last 10 (App. D.3, docs/paper.md#tuning-protocol). A task without accuracies is judged by its
+training loss, averaged in the same way.
 """
 
 from __future__ import annotations
 
+import math
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
+from statistics import mean, median
 from typing import Any, Literal, NamedTuple
 
+from fedexp.analysis.tables import format_value
 from fedexp.distributed import Ranks
+from fedexp.engine import Record
+from fedexp.engine.client_store import ClientStore
+from fedexp.engine.simulation import ProcessGroup
+from fedexp.engine.state import SimulationState
 from fedexp.errors import NonFiniteUpdateWarning, require
 from fedexp.runs.files import Row
 from fedexp.runs.pool import Execution, Job, Result, run_queue, runs_per_rank
 from fedexp.runs.spec import Outcome, Run, Spec, is_better_higher
-from fedexp.tune.grids import Point, Values, points
-from fedexp.tune.store import FINGERPRINT, StudyStore, Trial, open_study
-from fedexp.tune.trial import WINDOW, TrialResult, metric_of, prepare_trial, result_of
+from fedexp.tasks import Task
+from fedexp.tune.grids import Point, Values, points, powers
+from fedexp.tune.store import FINGERPRINT, StudyStore, Trial, TrialResult, open_study
+
+ROUNDS, WINDOW = 50, 10
+EARLY_EVALUATIONS = 4  # before the window, for pruning
+EPS = "server.eps"
+EPS_VALUES = powers([-3 + step / 2 for step in range(9)])  # half decades, as in the paper's grid
 
 Protocol = Literal["paper", "free", "epsilon"]
 OnRow = Callable[[Point, Row], None]
@@ -160,6 +178,101 @@ def check_study(study: Study) -> None:
     require(study.size >= 1, "a search needs at least one trial; see --trials")
 
 
+@dataclass(frozen=True)
+class EpsilonResult:
+    """The eps that the rule of thumb chose.
+
+    Attributes:
+        chosen: last value before the drop.
+        tried: every value up to the end of the search, with its result.
+        ended: "drop", "average" if every step size was 1, or "edge" after the last value.
+    """
+
+    chosen: float
+    tried: list[tuple[float, TrialResult]]
+    ended: Literal["drop", "average", "edge"]
+
+
+def tune_epsilon(
+    study: Study,
+    runner: TrialRunner = TrialRunner(),  # noqa: B008 (frozen)
+) -> EpsilonResult:
+    """Apply the rule of thumb; trials that the study holds already are not run again."""
+    at_a_time, ranks = runner.jobs, runner.ranks
+    if ranks is not None:  # more ranks than values share the clients of one trial after another
+        at_a_time = ranks.world_size if ranks.world_size <= len(EPS_VALUES) else 1
+    with study.open() as store:
+
+        def evaluate(values: Sequence[float]) -> list[TrialResult]:
+            known = [each.point for each in store.trials()]
+            wanted: list[Point] = [{EPS: value} for value in values]
+            left: list[Point] = runner.agree([point for point in wanted if point not in known])
+            if left:
+                runner.run(len(left), lambda on_row: GridSearch(study, store, on_row, only=left))
+            results = {each.point[EPS]: each.result for each in store.trials()}
+            return [results[value] for value in values]
+
+        return raise_until_drop(evaluate, is_better_higher(study.metric), at_a_time)
+
+
+def raise_until_drop(
+    evaluate: Callable[[Sequence[float]], list[TrialResult]], higher: bool, at_a_time: int = 1
+) -> EpsilonResult:
+    """Raise eps until the score drops (App. D.4, docs/paper.md#epsilon-rule-of-thumb).
+
+    The search also ends where every server step size is 1, because a larger eps changes nothing
+    from there on, and at 10.
+
+    Args:
+        evaluate: returns the results of some values.
+        higher: whether larger scores are better.
+        at_a_time: number of values to evaluate at a time.
+
+    >>> scores = {1e-3: 0.7, 10**-2.5: 0.8, 1e-2: 0.75}
+    >>> found = raise_until_drop(lambda values: [TrialResult(scores[v]) for v in values], True)
+    >>> round(found.chosen, 5), found.ended, len(found.tried)
+    (0.00316, 'drop', 3)
+    """
+    tried: list[tuple[float, TrialResult]] = []
+    for first in range(0, len(EPS_VALUES), at_a_time):
+        batch = EPS_VALUES[first : first + at_a_time]
+        for value, result in zip(batch, evaluate(batch), strict=True):
+            tried.append((value, result))
+            if len(tried) > 1:
+                before, last = tried[-2][1].score, result.score
+                if last < before if higher else last > before:
+                    return EpsilonResult(tried[-2][0], tried, "drop")
+            if result.averages:
+                return EpsilonResult(value, tried, "average")
+    return EpsilonResult(EPS_VALUES[-1], tried, "edge")
+
+
+def epsilon_values(run: Run) -> Values:
+    """Return the values that the rule tries; raise `UsageError` if the algorithm has no eps."""
+    require(
+        EPS in run.setup.options(),
+        f"{run.spec.algorithm} has no eps; choose an algorithm that extrapolates, e.g. fedexp",
+    )
+    return {EPS: EPS_VALUES}
+
+
+def explain(found: EpsilonResult, study: Study) -> str:
+    """Return one line: what was chosen, and why the search ended."""
+    first, last = window_of(study.run.rounds)
+    what = f"{study.metric.replace('train_', 'training ')} (mean of rounds {first} to {last})"
+    value = {eps: format_value(result.score, study.metric) for eps, result in found.tried}
+    head = f"eps {found.chosen:.3g}: {what} is {value[found.chosen]}"
+    end, result = found.tried[-1]
+    if found.ended == "average":
+        return f"{head}, and every step size is 1 from here on: larger eps is FedAvg as well"
+    if found.ended == "edge":
+        return f"{head} and has not dropped up to here, the largest value tried"
+    low = " (smaller values are not part of the rule)" if found.chosen == EPS_VALUES[0] else ""
+    verb = "drops" if is_better_higher(study.metric) else "rises"
+    fell = "diverges" if result.diverged_at is not None else f"{verb} to {value[end]}"
+    return f"{head} and {fell} at {end:.3g}{low}"
+
+
 class _Running(NamedTuple):
     """A trial that runs: its number or Optuna trial, its values, and the rows so far."""
 
@@ -258,3 +371,75 @@ class FreeSearch(Search):
 
     def _store_result(self, running: _Running, result: TrialResult) -> None:
         self._store.tell(running.id, result)
+
+
+def metric_of(task: Task) -> str:
+    """Return the name of the metric that trials of a task are judged by."""
+    return "train_accuracy" if is_better_higher(task.metric) else "train_loss"
+
+
+def worst_score(metric: str) -> float:
+    """Return the score of a trial that diverged or was pruned."""
+    return 0.0 if is_better_higher(metric) else math.inf
+
+
+def score_of(rows: Sequence[Row], metric: str) -> float:
+    """Return the metric averaged over the last `WINDOW` rounds, all of which are evaluated.
+
+    >>> score_of([{"train_loss": float(k)} for k in range(20)], "train_loss")
+    14.5
+    """
+    return mean(row[metric] for row in rows[-WINDOW:])
+
+
+def window_of(rounds: int) -> tuple[int, int]:
+    """Return the first and the last round of the window.
+
+    >>> window_of(50)
+    (41, 50)
+    """
+    return max(1, rounds - WINDOW + 1), rounds
+
+
+def result_of(
+    rows: Sequence[Row], metric: str, diverged_at: int | None = None, pruned: bool = False
+) -> TrialResult:
+    """Return the result of a trial with these rows."""
+    failed = pruned or diverged_at is not None
+    steps = [row["server_lr"] for row in rows if row["server_lr"] is not None]
+    last = rows[-1] if rows else {}
+    test = last.get("test_accuracy")
+    return TrialResult(
+        worst_score(metric) if failed else score_of(rows, metric),
+        diverged_at,
+        pruned,
+        test=last.get("test_loss") if test is None else test,
+        step=median(steps) if steps else None,
+        averages=bool(steps) and all(step == 1 for step in steps),
+    )
+
+
+class TrialRun(Run):
+    """A run that is evaluated a few times, and then in every round of the window."""
+
+    def records(
+        self,
+        start: SimulationState | None = None,
+        client_store: ClientStore | None = None,
+        process_group: ProcessGroup | None = None,
+    ) -> Iterator[Record]:
+        early = window_of(self.rounds)[0] - 1
+        if (0 if start is None else start.round) < early:
+            sparse = replace(self.spec, evaluate_every=max(1, early // EARLY_EVALUATIONS))
+            before = replace(self, spec=sparse, rounds=early)
+            for record in Run.records(before, start, client_store, process_group):
+                yield record
+                start = record.state
+        window = replace(self, spec=replace(self.spec, evaluate_every=1))
+        yield from Run.records(window, start, client_store, process_group)
+
+
+def prepare_trial(spec: Spec, task: Task | None = None) -> TrialRun:
+    """Return the run of a trial; `task` is the spec's own if it has been built before."""
+    run = spec.prepare(task)
+    return TrialRun(**{each.name: getattr(run, each.name) for each in fields(run)})

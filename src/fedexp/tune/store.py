@@ -26,7 +26,6 @@ from fedexp.runs import RunWarning
 from fedexp.runs.files import lock_file
 from fedexp.runs.fingerprint import Fingerprint, joined
 from fedexp.tune.grids import Point, Values
-from fedexp.tune.trial import TrialResult
 
 if TYPE_CHECKING:
     import optuna
@@ -36,6 +35,29 @@ FINGERPRINT = "fingerprint"  # key of the settings: digests of the data, the mod
 REMEDY = "choose another --study, or delete it"
 WARMUP_ROUNDS = 10  # of a trial before it can be pruned
 STARTUP_TRIALS = 5  # finished before one can be pruned
+
+
+@dataclass(frozen=True)
+class TrialResult:
+    """The score of a trial and how it came about.
+
+    Attributes:
+        score: metric averaged over the window; the worst possible value if the trial diverged or
+            was pruned.
+        diverged_at: round in which it diverged, if it did.
+        pruned: whether it was stopped early.
+        test: test accuracy (or loss) after the last round, not used for selection; None without
+            test data.
+        step: median server step size.
+        averages: whether every server step size was 1, that of FedAvg.
+    """
+
+    score: float
+    diverged_at: int | None = None
+    pruned: bool = False
+    test: float | None = None
+    step: float | None = None
+    averages: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from fedexp.analysis.report.figures import curves_figure
+from fedexp.analysis.report.charts import curves_figure
 from fedexp.analysis.report.sections import sections
 from fedexp.cli.main import main
 from tests.helpers.stored_runs import stored, write

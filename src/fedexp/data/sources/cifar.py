@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from fedexp.data.federation import check_labels
 from fedexp.data.sources.cache import Arrays
 from fedexp.data.sources.download import Source
 from fedexp.data.sources.safe_pickle import read_pickle
-from fedexp.data.sources.splits import check_labels
 from fedexp.errors import UsageError
 
 Examples = tuple[NDArray[np.uint8], NDArray[np.int64]]

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from fedexp.data.federation import check_labels
 from fedexp.data.sources.cache import Arrays, Stream
 from fedexp.data.sources.download import Source, progress
-from fedexp.data.sources.splits import check_labels
 from fedexp.errors import UsageError, shown
 from fedexp.optional import extra
 
