@@ -19,6 +19,7 @@ LAYERS = [
     {"server", "client", "local"},
     {"algorithms", "projections"},
     {"data"},
+    {"cohorts"},
     {"privacy"},
     {"kernels"},
     {"models"},

@@ -86,6 +86,21 @@ CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
     "fedadagrad": lambda: (net(), fx.fedadagrad(), {"cohort": 5, "weighting": "size"}),
     "dense-engine": lambda: (unequal(plain), fx.scaffold_exp(), {"cohort": 6}),
     "linear-engine": lambda: (least_squares(clients=7), fx.scaffold_exp(), {"cohort": 5}),
+    "chosen-cohorts": lambda: (
+        net(),
+        fx.scaffold_exp(),
+        {"engine": "batched", "cohort": fx.cohorts.available(lambda round, federation: 0.5)},
+    ),
+    "adam": lambda: (
+        net(),
+        fx.fedexp(),
+        {
+            "cohort": 5,
+            "local": fx.LocalTraining(
+                lr=0.01, epochs=2, batch_size=8, optimizer="adam", lr_schedule="cosine"
+            ),
+        },
+    ),
     "batch-norm-loop": lambda: (batch_norm(), fx.scaffold(), {"engine": "loop", "cohort": 3}),
     "batch-norm": lambda: (batch_norm(), fx.fedexp(), {"engine": "batched", "cohort": 3}),
     "more-ranks-than-clients": lambda: (few_test_examples(), fx.scaffold_exp(), {"cohort": 1}),

@@ -9,7 +9,7 @@ where the host would otherwise have to wait; both give the same rows.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Integral, Real
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.algorithms import Algorithm
+from fedexp.cohorts import Choose
 from fedexp.data.federation import Batch, Federation
 from fedexp.errors import UsageError, require
 from fedexp.local import LocalTraining
@@ -32,7 +33,6 @@ if TYPE_CHECKING:  # only private runs import it
 
 EPOCH_BITS = 20  # of a sort key, for the epoch; the other 43 are random
 Numbers = NDArray[np.int64]
-Choose = Callable[[np.random.Generator, int, Federation], Any]
 Cohort = int | float | Literal["all"] | Sequence[int] | Numbers | Choose
 
 

@@ -55,12 +55,12 @@ from fedexp.local import LocalTraining
 from fedexp.objective import Buffers
 from fedexp.options import build_algorithm, paper_setup
 from fedexp.precision import (
-    NO_FLOAT64,
     Precision,
     arithmetic,
     check_precision,
     checked_device,
     default_precision,
+    widest,
 )
 from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import Task, Weighting
@@ -321,7 +321,7 @@ def _on_device(
     """Return the task on the device it is trained on, and the precision of its arithmetic."""
     current = next(iter(task.train.fields.values())).device
     target = checked_device(current if device is None else device)
-    if target.type in NO_FLOAT64:
+    if widest(target) != torch.float64:
         tensors = [*task.train.fields.values(), *(task.test or {}).values()]
         tensors.append(task.objective.initial(0)[0])
         require(

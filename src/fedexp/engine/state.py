@@ -129,7 +129,8 @@ class Record:
             and of the task, e.g. `test_f1`.
         engine_choice: the engine that ran, and why; None where the caller gave one to `run_round`.
         bytes_up: bytes that all clients of the cohort send: trained parameters, floating-point
-            buffers and the client rule's extras, in their types; those of dropped clients too.
+            buffers and the client rule's extras, in their types; those of dropped clients too. None
+            in a record of `run_round`, as is `bytes_down`.
         bytes_down: bytes that the server sends to them: trained parameters, all buffers and the
             broadcast state. Frozen parameters are not sent, and a few numbers per client (the size
             of its data, the round) are not counted.
