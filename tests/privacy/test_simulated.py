@@ -191,6 +191,22 @@ def test_engines_agree_with_the_loop(make: Any, engine: Any, privacy: Privacy) -
         assert two.server_lr == pytest.approx(one.server_lr, rel=1e-3)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("privacy", [central(0.2), local(0.2), central(0.2, sampling="poisson")])
+def test_a_gpu_has_the_noise_of_the_cpu(privacy: Privacy) -> None:
+    task = classes_task(Net)
+    loop, other = (
+        records(task, cohort=3, engine=engine, device=device, precision="float32", privacy=privacy)
+        for engine, device in (("loop", "cpu"), ("batched", "cuda"))
+    )
+    for one, two in zip(loop, other, strict=True):
+        ours, theirs = two.state.params.cpu(), one.state.params
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert two.metrics["epsilon"] == one.metrics["epsilon"]
+    assert other[0].engine_choice is not None
+    assert other[0].engine_choice.cuda_graph != "round"
+
+
 def test_the_trial_of_an_engine_sees_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
     """Noise would hide that an engine disagrees with the loop."""
     seen = []
