@@ -22,7 +22,7 @@ from tests.flower.helpers.fake_grid import FakeGrid
 from tests.flower.helpers.plain_app import first_model, plain_app
 
 PRIVACY = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
-TEN: Any = range(10)  # FedAvg's arguments
+ELEVEN: Any = range(11)  # FedAvg's arguments, and the one of Flower's FedProx
 SECURE = SecureAggregation(clip=20.0, extras_bound=20.0)
 
 
@@ -36,7 +36,7 @@ SECURE = SecureAggregation(clip=20.0, extras_bound=20.0)
         (lambda: FedExP(2.0), "fraction_train must be in"),
         (lambda: FedExP(*range(11)), "by name"),
         (lambda: FedAvgM(*range(13)), "by name"),
-        (lambda: FedProx(*TEN, 0.1, proximal_mu=0.1), "given twice"),
+        (lambda: FedProx(*ELEVEN, proximal_mu=0.1), "given twice"),  # type: ignore[misc]
         (lambda: FedProx(mu=0.1, proximal_mu=0.1), "proximal_mu and mu are one option"),
         (lambda: FedExP(max_norm=0.0), "max_norm must be positive"),
         (lambda: FedExP(min_replies=0), "min_replies must be a whole number"),
