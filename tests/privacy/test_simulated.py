@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,16 @@ def test_no_privacy_is_the_default_and_changes_nothing() -> None:
         assert replace(a, seconds=0.0) == replace(b, seconds=0.0)
         assert torch.equal(a.state.params, b.state.params)
         assert not a.metrics.keys() & {"epsilon", "delta", "noise_share"}
+
+
+def test_a_run_without_privacy_imports_nothing_of_it() -> None:
+    program = """
+import sys
+import fedexp as fx
+list(fx.simulate(fx.tasks.toy(), fx.fedexp(), 2))
+assert not [name for name in sys.modules if name.startswith("fedexp.privacy")]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("privacy", [central(1e-6), local(1e-6)])
