@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -78,6 +79,16 @@ def test_no_privacy_is_the_default_and_changes_nothing() -> None:
         assert replace(a, seconds=0.0) == replace(b, seconds=0.0)
         assert torch.equal(a.state.params, b.state.params)
         assert not a.metrics.keys() & {"epsilon", "delta", "noise_share"}
+
+
+def test_a_run_without_privacy_imports_nothing_of_it() -> None:
+    program = """
+import sys
+import fedexp as fx
+list(fx.simulate(fx.tasks.toy(), fx.fedexp(), 2))
+assert not [name for name in sys.modules if name.startswith("fedexp.privacy")]
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 @pytest.mark.parametrize("privacy", [central(1e-6), local(1e-6)])
@@ -189,6 +200,22 @@ def test_engines_agree_with_the_loop(make: Any, engine: Any, privacy: Privacy) -
         assert two.metrics["epsilon"] == one.metrics["epsilon"]
         assert two.clients == one.clients
         assert two.server_lr == pytest.approx(one.server_lr, rel=1e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("privacy", [central(0.2), local(0.2), central(0.2, sampling="poisson")])
+def test_a_gpu_has_the_noise_of_the_cpu(privacy: Privacy) -> None:
+    task = classes_task(Net)
+    loop, other = (
+        records(task, cohort=3, engine=engine, device=device, precision="float32", privacy=privacy)
+        for engine, device in (("loop", "cpu"), ("batched", "cuda"))
+    )
+    for one, two in zip(loop, other, strict=True):
+        ours, theirs = two.state.params.cpu(), one.state.params
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+        assert two.metrics["epsilon"] == one.metrics["epsilon"]
+    assert other[0].engine_choice is not None
+    assert other[0].engine_choice.cuda_graph != "round"
 
 
 def test_the_trial_of_an_engine_sees_no_noise(monkeypatch: pytest.MonkeyPatch) -> None:
