@@ -5,7 +5,8 @@ from fedexp.tasks.images import cifar10, cifar10_cnn, cifar100, cinic10, emnist
 from fedexp.tasks.metrics import Goal, Mean, Metric, parse_goal
 from fedexp.tasks.regression import linear_regression, synthetic, toy
 from fedexp.tasks.small import cifar10_small, cifar100_small, cinic10_small, emnist_small
-from fedexp.tasks.task import Task, classification, supervised
+from fedexp.tasks.supervised import classification, supervised
+from fedexp.tasks.task import Task
 
 __all__ = [
     "Goal",

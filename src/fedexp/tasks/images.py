@@ -20,7 +20,8 @@ from fedexp.data.transforms import Augment, Images
 from fedexp.models import Pool, cifar_cnn, emnist_cnn, resnet18
 from fedexp.seeding import generator
 from fedexp.tasks.recipe import PAPER_TRAINING, RECIPES
-from fedexp.tasks.task import Task, classification
+from fedexp.tasks.supervised import classification
+from fedexp.tasks.task import Task
 
 if TYPE_CHECKING:
     from fedexp.data.sources.splits import RawSplits

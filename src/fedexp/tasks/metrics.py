@@ -222,10 +222,10 @@ def _fresh_copy(metric: M, outputs: Any) -> M:
     return own
 
 
-def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Metric]:
+def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Metric]:
     """Return metrics by name, those that are functions or objects with state adapted."""
     found: dict[str, Metric] = {}
-    for name, value in (metrics or {}).items():
+    for name, value in metrics.items():
         require(
             isinstance(name, str) and name.isidentifier() and name != "loss",
             f"a metric cannot be called {name!r}; take a name of letters, digits and underscores, "
