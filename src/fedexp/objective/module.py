@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
+from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -287,8 +288,12 @@ class ModuleObjective:
         self._evaluates_stacked = enabled
 
     def dense_network(self) -> DenseNetwork | None:
-        plain = self.compute_type is None and self.per_example and self.fields == DEFAULT_FIELDS
-        return dense_network(self.module, self.loss) if plain else None
+        inputs, label = self.fields.inputs, self.fields.label
+        named = isinstance(inputs, tuple) and len(inputs) == 1 and isinstance(label, str)
+        if self.compute_type is not None or not self.per_example or not named:
+            return None
+        network = dense_network(self.module, self.loss)
+        return network and replace(network, x=self.fields.input_names[0], y=label)
 
     def stacked_clients(
         self, params: Tensor, batch: Batch, valid: Tensor, fuse: bool = False

@@ -100,7 +100,7 @@ def supervised(
     fields = _named_fields(inputs, label)
     test_offsets = test.offsets if isinstance(test, Federation) else None
     test = test.fields if isinstance(test, Federation) else test
-    held_out = None if test is None else as_tensors(test)
+    held_out: Batch | None = None if test is None else as_tensors(test)
     parts = {"training": train.fields} | ({} if held_out is None else {"test": held_out})
     for what, batch in parts.items():
         _check_fields(f"the {what} data", batch, fields)
