@@ -15,7 +15,7 @@ import fedexp as fx
 from fedexp.client import Tensors
 from fedexp.engine.batched import Batched
 from fedexp.local import ADDED, clip_factor, init_moments, optimizer_step
-from fedexp.runs.options import Setup
+from fedexp.options import Setup
 from fedexp.runs.spec import Spec
 from tests.engine.helpers import EXACT, assert_agree, assert_same_state, run_rounds, unequal
 from tests.helpers.problems import least_squares

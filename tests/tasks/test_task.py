@@ -11,7 +11,7 @@ import fedexp as fx
 from fedexp.data import partition
 from fedexp.data.federation import Federation
 from fedexp.errors import UsageError
-from fedexp.tasks.task import classification
+from fedexp.tasks.supervised import classification
 
 
 def test_your_own_data_in_five_lines() -> None:

@@ -77,7 +77,7 @@ class Federation:
         return cls(columns, offsets_of(map(len, parts)))
 
     @classmethod
-    def from_ids(cls, fields: Mapping[str, Any], ids: Sequence[Any]) -> Federation:
+    def from_ids(cls, fields: Mapping[str, Any], ids: Sequence[Any] | NDArray[Any]) -> Federation:
         """Give each example to the client with its id; clients are sorted by id."""
         tensors = as_tensors(fields)
         rows = check_fields(tensors)

@@ -45,6 +45,7 @@ from fedexp.engine.state import (
 )
 from fedexp.engine.warm_start import starting_from
 from fedexp.errors import (
+    DataNote,
     DivergedError,
     NonFiniteUpdateWarning,
     UsageError,
@@ -221,6 +222,7 @@ def _rounds(
     selected: Selected | None = None
     rule, train = work.cohort_rule or CohortRule(), work.task.train
     up, down = message_bytes(work.algorithm, state)
+    noted: set[str] = set()
     for round in range(state.round + 1, rounds + 1):
         clients = rule.sample(work.seed, round, train)
         if work.privacy is not None:
@@ -246,7 +248,7 @@ def _rounds(
         check_range(state)
         if round % evaluate_every == 0 or round == rounds:
             with arithmetic(precision):
-                record = _evaluated(work, record, process_group)
+                record = _evaluated(work, record, process_group, noted)
         yield record
 
 
@@ -421,12 +423,18 @@ def _local_then_server(work: Work, state: SimulationState, engine: Run) -> Round
     return RoundResult(after, count, dropped, metrics, changed)
 
 
-def _evaluated(work: Work, record: Record, process_group: ProcessGroup) -> Record:
+def _evaluated(work: Work, record: Record, process_group: ProcessGroup, noted: set[str]) -> Record:
+    """Return the record with the values of its output model; metrics in `noted` were warned of."""
     with seeded_torch(work.seed, "evaluation", work.round):  # in case the model draws
         values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output())
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
     further = {name: values.pop(name) for name in list(values) if name not in EVALUATED}
+    for name in {name for name, value in further.items() if math.isnan(value)} - noted:
+        noted.add(name)
+        warnings.warn(
+            f"round {record.round}: {name} is not a number; it is stored as null", DataNote, 3
+        )
     return replace(record, **values, metrics={**record.metrics, **further})
 
 

@@ -156,9 +156,10 @@ class Record:
     task: Task | None = field(default=None, repr=False, compare=False, kw_only=True)
 
     def __repr__(self) -> str:
-        values = {name: getattr(self, name) for name in EVALUATED} | dict(self.metrics)
+        values = {name: getattr(self, name) for name in ("server_lr", *EVALUATED)}
+        values |= {n: v for n, v in self.metrics.items() if n.startswith(("train_", "test_"))}
         numbers = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
-        return f"Record(round {self.round}: {', '.join(numbers or ['not evaluated'])})"
+        return f"Record({', '.join([f'round {self.round}', *numbers])})"
 
     def model(self) -> nn.Module:
         """Return the output model as a new module, on the CPU and in evaluation mode."""

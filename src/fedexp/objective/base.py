@@ -311,11 +311,11 @@ def map_tensors(function: Callable[..., Any], first: Any, *others: Any) -> Any:
         values = [map_tensors(function, *each) for each in zip(first, *others, strict=True)]
         return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
     if is_dataclass(first) and not isinstance(first, type):
-        mapped = copy(first)
+        same = copy(first)
         for name in (field.name for field in fields(first)):
             parts = [getattr(each, name) for each in (first, *others)]
-            object.__setattr__(mapped, name, map_tensors(function, *parts))
-        return mapped
+            object.__setattr__(same, name, map_tensors(function, *parts))
+        return same
     return first
 
 

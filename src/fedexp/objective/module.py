@@ -7,17 +7,16 @@ objective is built, and models that `deepcopy` does not reproduce are built anew
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
+from dataclasses import replace
 from functools import partial
 from types import FunctionType
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
@@ -289,8 +288,12 @@ class ModuleObjective:
         self._evaluates_stacked = enabled
 
     def dense_network(self) -> DenseNetwork | None:
-        plain = self.compute_type is None and self.per_example and self.fields == DEFAULT_FIELDS
-        return dense_network(self.module, self.loss) if plain else None
+        inputs, label = self.fields.inputs, self.fields.label
+        named = isinstance(inputs, tuple) and len(inputs) == 1 and isinstance(label, str)
+        if self.compute_type is not None or not self.per_example or not named:
+            return None
+        network = dense_network(self.module, self.loss)
+        return network and replace(network, x=self.fields.input_names[0], y=label)
 
     def stacked_clients(
         self, params: Tensor, batch: Batch, valid: Tensor, fuse: bool = False
@@ -543,106 +546,6 @@ def _is_set(cell: Any) -> bool:
         return False
 
 
-class ClassLoss(NamedTuple):
-    """A cross entropy or negative log-likelihood, torch's own, of targets that are class numbers.
-
-    Attributes:
-        ignore_index: target that does not count.
-        weighted: whether classes have weights.
-    """
-
-    ignore_index: int
-    weighted: bool
-
-
-def class_loss(loss: Any) -> ClassLoss | None:
-    """Return the settings of torch's cross entropy or negative log-likelihood; None for others.
-
-    >>> class_loss(F.cross_entropy), class_loss(nn.MSELoss())
-    (ClassLoss(ignore_index=-100, weighted=False), None)
-    """
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        return ClassLoss(loss.ignore_index, loss.weight is not None)
-    settings = loss.keywords if isinstance(loss, partial) else {}
-    if (loss.func if isinstance(loss, partial) else loss) not in (F.cross_entropy, F.nll_loss):
-        return None
-    return ClassLoss(settings.get("ignore_index", -100), settings.get("weight") is not None)
-
-
-def takes_numbers(loss: Any) -> bool:
-    """Return whether a loss is one of torch's for targets that are floating-point numbers."""
-    function = loss.func if isinstance(loss, partial) else loss
-    return type(loss) in NUMBER_LOSSES or any(function is each for each in NUMBER_FUNCTIONS)
-
-
-NUMBER_LOSSES = (
-    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss,
-)  # fmt: skip
-NUMBER_FUNCTIONS = (
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-)  # fmt: skip
-
-
-class ResolvedLoss(NamedTuple):
-    """How a loss is used.
-
-    Attributes:
-        loss: the function that is called.
-        per_example: whether it returns a value for each example, or one for a batch.
-        note: why a loss that could be used per example is not; else None.
-    """
-
-    loss: Loss
-    per_example: bool
-    note: str | None = None
-
-
-def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -> ResolvedLoss:
-    """Return a loss per example where it can be had, else the loss of a batch as it is.
-
-    Args:
-        loss: of (outputs, targets): one of torch's, or any function.
-        outputs: of the model, for a few examples.
-        targets: their targets.
-        ignored: whether some targets of the data are those that the loss ignores.
-
-    >>> outputs, y = torch.zeros(2, 3), torch.tensor([0, 1])
-    >>> resolve_loss(F.cross_entropy, outputs, y)
-    ResolvedLoss(loss=CrossEntropyLoss(), per_example=True, note=None)
-    >>> resolve_loss(lambda out, y: F.cross_entropy(out, y), outputs, y).per_example
-    False
-    """
-    require(callable(loss), f"the loss is {type(loss).__name__}, not a function or a torch loss")
-    rows = len(targets if isinstance(targets, Tensor) else targets[0])
-    reduction = _reduction(loss)
-    require(
-        reduction != "sum",
-        'the loss sums over a batch; use reduction="mean", so that batches of any size count alike',
-    )
-    if reduction in (None, "none"):
-        values = _tried(loss, outputs, targets)
-        require(
-            values.ndim == 0 or len(values) == rows,
-            f"the loss of {rows} examples has the shape {list(values.shape)}; return a value for "
-            "each example, or one number",
-        )
-        return ResolvedLoss(loss, values.ndim > 0)
-    plain = _unreduced(loss)
-    settings = class_loss(loss)
-    weighted = settings is not None and settings.weighted
-    values, whole = _tried(plain, outputs, targets), _tried(loss, outputs, targets)
-    check_shapes(outputs, targets, values)
-    if not weighted and not ignored and values.ndim and len(values) == rows:
-        mean = values.flatten(1).mean(dim=1).mean() if values.ndim > 1 else values.mean()
-        if torch.allclose(mean, whole, rtol=1e-4, atol=1e-6, equal_nan=True):
-            return ResolvedLoss(plain, True)
-    why = "classes have weights" if weighted else "some targets are ignored" if ignored else "it"
-    rest = "so its mean" if weighted or ignored else "averages in its own way: the mean"
-    note = f"the loss is used as the mean over a batch: {why}, {rest} is not that of the examples"
-    return ResolvedLoss(loss, False, note)
-
-
 def check_shapes(outputs: Any, targets: Any, losses: Tensor) -> None:
     """Refuse losses of outputs and labels whose shapes were broadcast."""
     if losses.ndim < 2 or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
@@ -653,57 +556,6 @@ def check_shapes(outputs: Any, targets: Any, losses: Tensor) -> None:
         f"the loss of outputs {list(outputs.shape)} and labels {list(targets.shape)} has the shape "
         f"{list(losses.shape)}; give outputs and labels one shape, e.g. output.squeeze(1)",
     )
-
-
-def _reduction(loss: Any) -> str | None:
-    """Return the reduction that a loss applies, if it has such a setting."""
-    if isinstance(loss, nn.Module):
-        own = vars(loss).get("reduction")
-        return own if isinstance(own, str) else None
-    try:
-        setting = inspect.signature(loss).parameters.get("reduction")
-    except (TypeError, ValueError):
-        return None
-    return setting.default if setting is not None and isinstance(setting.default, str) else None
-
-
-def _unreduced(loss: Any) -> Loss:
-    """Return a loss that has a `reduction` without it."""
-    if loss is F.cross_entropy:
-        return nn.CrossEntropyLoss(reduction="none")
-    if isinstance(loss, nn.Module):
-        other = deepcopy(loss)
-        other.reduction = "none"  # type: ignore[assignment]
-        return other
-    return partial(loss, reduction="none")
-
-
-def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
-    """Return the loss of a few examples; raises where it rejects them or broadcasts the targets."""
-    shapes = [list(each.shape) for each in (outputs, targets) if isinstance(each, Tensor)]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Using a target size", UserWarning)
-        try:
-            value = loss(outputs, targets)
-        except UserWarning as error:
-            raise UsageError(
-                f"outputs {shapes[0]} and labels {shapes[-1]} differ in shape, and the loss would "
-                "compare each with each; give them one shape, e.g. output.squeeze(1)"
-            ) from error
-        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
-            kinds = " and ".join(map(_described, (outputs, targets)))
-            raise UsageError(f"the loss does not accept {kinds}: {first_line(error)}") from error
-    require(
-        isinstance(value, Tensor) and value.is_floating_point(),
-        f"the loss returns {_described(value)}; return a tensor of floating-point numbers",
-    )
-    return cast(Tensor, value)
-
-
-def _described(value: Any) -> str:
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
 
 
 def _trains(loss: Any) -> bool:

@@ -14,7 +14,8 @@ from fedexp.tasks.images import (
 )
 from fedexp.tasks.metrics import Goal, Mean, Metric, parse_goal
 from fedexp.tasks.regression import linear_regression, synthetic, toy
-from fedexp.tasks.task import Task, classification, supervised
+from fedexp.tasks.supervised import classification, supervised
+from fedexp.tasks.task import Task
 
 __all__ = [
     "Goal",

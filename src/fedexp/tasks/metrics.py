@@ -168,8 +168,14 @@ class PooledFunction:
         return (*total, map_tensors(lambda t: t.detach().to("cpu", copy=True), (outputs, targets)))
 
     def finish(self, total: tuple[Any, ...]) -> Any:
-        outputs, targets = map_tensors(lambda *parts: torch.cat(parts), *total)
+        outputs, targets = map_tensors(_concatenated, *total)
         return self.function(outputs, targets)
+
+
+def _concatenated(*parts: Tensor) -> Any:
+    """Return one tensor of all examples; a tuple where they are not along the first dimension."""
+    alike = len({part.shape[1:] for part in parts}) == 1 and parts[0].ndim > 0
+    return torch.cat(parts) if alike else parts
 
 
 @dataclass(frozen=True)
@@ -222,10 +228,10 @@ def _fresh_copy(metric: M, outputs: Any) -> M:
     return own
 
 
-def as_metrics(metrics: Mapping[str, Any] | None) -> dict[str, Metric]:
+def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Metric]:
     """Return metrics by name, those that are functions or objects with state adapted."""
     found: dict[str, Metric] = {}
-    for name, value in (metrics or {}).items():
+    for name, value in metrics.items():
         require(
             isinstance(name, str) and name.isidentifier() and name != "loss",
             f"a metric cannot be called {name!r}; take a name of letters, digits and underscores, "
@@ -277,9 +283,7 @@ def finish_metric(name: str, metric: Metric, total: Any) -> float:
         raise
     except Exception as error:  # of a function of the user's
         raise UsageError(f"metric {name!r} fails: {first_line(error)}") from error
-    if isinstance(value, Tensor) and value.numel() == 1:
-        return float(value)
-    if isinstance(value, numbers.Real):
+    if isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(value)
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
     raise UsageError(f"metric {name!r} returns {what[:80]}; return one number")
