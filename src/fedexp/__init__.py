@@ -7,6 +7,7 @@
 True
 """
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from fedexp import cohorts, data, models, projections, tasks
@@ -41,20 +42,12 @@ from fedexp.server import (
     Yogi,
     exp_step_size,
 )
-from fedexp.tasks import classification
+from fedexp.tasks import Goal, Metric, Task, classification, supervised
 
 if TYPE_CHECKING:
-    from fedexp.study import (
-        Comparison,
-        RunResult,
-        Tuning,
-        compare,
-        load_model,
-        load_state,
-        run,
-        save_state,
-        tune,
-    )
+    from fedexp import privacy
+    from fedexp.runs.weights import load_model, load_state, save_state
+    from fedexp.study import Comparison, RunResult, Tuning, compare, run, tune
 
 __version__ = "0.1.0"
 
@@ -71,7 +64,9 @@ __all__ = [
     "ExP",
     "FedExPError",
     "Federation",
+    "Goal",
     "LocalTraining",
+    "Metric",
     "Momentum",
     "MomentumExP",
     "NonFiniteUpdateWarning",
@@ -81,6 +76,7 @@ __all__ = [
     "Scaffold",
     "ServerRule",
     "SimulationState",
+    "Task",
     "Tuning",
     "UsageError",
     "Yogi",
@@ -101,30 +97,32 @@ __all__ = [
     "load_model",
     "load_state",
     "models",
+    "privacy",
     "projections",
     "run",
     "save_state",
     "scaffold",
     "scaffold_exp",
     "simulate",
+    "supervised",
     "tasks",
     "tune",
 ]
 
 # Imported at first use: they need packages that the simulator does not.
-_STUDY = (
-    *("Comparison", "RunResult", "Tuning", "compare", "load_model", "load_state", "run"),
-    *("save_state", "tune"),
-)
+_LATER = {
+    **dict.fromkeys(("Comparison", "RunResult", "Tuning", "compare", "run", "tune"), "study"),
+    **dict.fromkeys(("load_model", "load_state", "save_state"), "runs.weights"),
+}
 
 
 def __getattr__(name: str) -> Any:
-    if name in _STUDY:
-        from fedexp import study
-
-        return getattr(study, name)
+    if name in _LATER:
+        return getattr(import_module(f"fedexp.{_LATER[name]}"), name)
+    if name == "privacy":
+        return import_module("fedexp.privacy")
     raise AttributeError(f"module 'fedexp' has no attribute {name!r}")
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_STUDY})
+    return sorted({*globals(), *__all__})

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import fedexp as fx
 from fedexp.data import Federation
 from fedexp.engine import EngineName, loop
-from fedexp.engine.loop import Engine
+from fedexp.engine.loop import Engine, Pool
 from fedexp.engine.select import select_engine
-from fedexp.engine.threads import OwnDropout, Pool, Threads
+from fedexp.engine.threads import OwnDropout, Threads
 from fedexp.errors import EngineWarning
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import fedexp as fx
 from fedexp.data import Federation
 from fedexp.engine import Record
-from fedexp.engine.threads import SMALL_MODEL
+from fedexp.engine.select import SMALL_MODEL
 from fedexp.errors import EngineWarning, UsageError
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedexp.client import LinearCorrection
 from fedexp.engine.loop import (
+    Pool,
     Sums,
     add_sums,
     cohort_parts,
@@ -26,7 +27,6 @@ from fedexp.engine.loop import (
 )
 from fedexp.engine.plan import Numbers, Work, batch_key, client_steps, host_rows, plan_cohort
 from fedexp.engine.state import SimulationState
-from fedexp.engine.threads import Pool
 from fedexp.objective import DenseObjective
 from fedexp.objective.dense import DenseNetwork, DenseStep
 

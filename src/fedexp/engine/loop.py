@@ -1,13 +1,14 @@
 """The loop: one client after another. The reference that faster engines must equal.
 
 It also holds what the engines share: the parts of a cohort that are summed at a time, the sums of
-trained clients, and the states of a cohort, stacked and unstacked.
+trained clients, the states of a cohort, stacked and unstacked, and a pool of threads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -193,3 +194,29 @@ def train(work: Work, state: SimulationState, client: int, objective: Objective)
         changes = buffer_changes(buffers.averaged, state.buffers.averaged)
         extras = {**extras, "buffers": changes}
     return Trained(delta, extras, new_state)
+
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Pool:
+    """As many threads as torch would use for one operation; each runs its operations alone."""
+
+    def __init__(self) -> None:
+        self.count = torch.get_num_threads()
+        self._threads = ThreadPoolExecutor(
+            self.count, initializer=torch.set_num_threads, initargs=(1,)
+        )
+
+    def map(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
+        """Return the results for all items, in their order."""
+        if self.count == 1:
+            return list(map(function, items))
+        before = torch.get_num_threads()
+        # libraries have one setting for all threads, of which the last assignment counts
+        torch.set_num_threads(1)
+        try:
+            return list(self._threads.map(function, items))
+        finally:
+            torch.set_num_threads(before)

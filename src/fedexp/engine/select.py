@@ -20,7 +20,7 @@ from fedexp.engine.loop import Engine, Loop
 from fedexp.engine.plan import Work, client_steps
 from fedexp.engine.quadratic import Quadratic, suits_quadratic
 from fedexp.engine.state import EngineChoice, SimulationState
-from fedexp.engine.threads import Threads, check_draws, threads_pay
+from fedexp.engine.threads import Threads, check_draws
 from fedexp.engine.trial import Trials
 from fedexp.errors import EngineWarning, UsageError, first_line, require
 from fedexp.objective import (
@@ -31,6 +31,7 @@ from fedexp.objective import (
 )
 from fedexp.precision import Precision
 
+SMALL_MODEL = 100_000  # parameters; below, most of the time is the interpreter's, in one thread
 EngineName = Literal["auto", "loop", "threads", "batched", "dense", "quadratic"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
 MOST_PADDING = 4  # computing this many times too much costs what batching gains
@@ -154,6 +155,16 @@ def _candidates(name: EngineName, work: Work, state: SimulationState) -> list[Ca
         reason = "every client is trained by one thread on a CPU"
         found.append(Candidate(reason, _threads, draws=True))
     return found
+
+
+def threads_pay(work: Work, state: SimulationState) -> bool:
+    """Return whether clients gain by threads: a large model on a CPU with several cores."""
+    return (
+        isinstance(work.task.objective, CopyableObjective)
+        and state.params.device.type == "cpu"
+        and state.params.numel() >= SMALL_MODEL
+        and min(torch.get_num_threads(), len(work.cohort)) > 1
+    )
 
 
 def _threads(work: Work) -> Engine:

@@ -8,8 +8,6 @@ on a CPU.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from queue import SimpleQueue
 from typing import TypeVar
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedexp.data.federation import Batch
-from fedexp.engine.loop import Sums, Trained, add_sums, cohort_parts, sum_trained, train
+from fedexp.engine.loop import Pool, Sums, Trained, add_sums, cohort_parts, sum_trained, train
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineError
@@ -30,40 +28,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 
-class Pool:
-    """As many threads as torch would use for one operation; each runs its operations alone."""
-
-    def __init__(self) -> None:
-        self.count = torch.get_num_threads()
-        self._threads = ThreadPoolExecutor(
-            self.count, initializer=torch.set_num_threads, initargs=(1,)
-        )
-
-    def map(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
-        """Return the results for all items, in their order."""
-        if self.count == 1:
-            return list(map(function, items))
-        before = torch.get_num_threads()
-        # libraries have one setting for all threads, of which the last assignment counts
-        torch.set_num_threads(1)
-        try:
-            return list(self._threads.map(function, items))
-        finally:
-            torch.set_num_threads(before)
-
-
-SMALL_MODEL = 100_000  # parameters; below, most of the time is the interpreter's, in one thread
 LEVELS = 2**16  # an element takes 16 of the 64 bits of a draw
-
-
-def threads_pay(work: Work, state: SimulationState) -> bool:
-    """Return whether clients gain by threads: a large model on a CPU with several cores."""
-    return (
-        isinstance(work.task.objective, CopyableObjective)
-        and state.params.device.type == "cpu"
-        and state.params.numel() >= SMALL_MODEL
-        and min(torch.get_num_threads(), len(work.cohort)) > 1
-    )
 
 
 class Threads:

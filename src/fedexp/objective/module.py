@@ -289,8 +289,9 @@ class ModuleObjective:
 
     def dense_network(self) -> DenseNetwork | None:
         inputs, label = self.fields.inputs, self.fields.label
-        named = isinstance(inputs, tuple) and len(inputs) == 1 and isinstance(label, str)
-        if self.compute_type is not None or not self.per_example or not named:
+        if not isinstance(inputs, tuple) or len(inputs) != 1 or not isinstance(label, str):
+            return None
+        if self.compute_type is not None or not self.per_example:
             return None
         network = dense_network(self.module, self.loss)
         return network and replace(network, x=self.fields.input_names[0], y=label)

@@ -35,6 +35,7 @@ from fedexp.engine.client_store import (
     copy_states,
 )
 from fedexp.engine.slot_file import Layout, SlotFile
+from fedexp.errors import UsageError
 from fedexp.objective import Buffers
 from fedexp.runs.files import (
     PRIVATE,
@@ -46,6 +47,7 @@ from fedexp.runs.files import (
     write_bytes,
     write_json,
 )
+from fedexp.runs.fingerprint import tensor_bytes
 
 FORMAT = 1
 NEWEST, BEFORE = "checkpoint.json", "checkpoint-before.json"
@@ -421,6 +423,26 @@ def from_bytes(data: bytes, device: torch.device) -> dict[str, Tensor]:
     except (SafetensorError, LookupError, TypeError, RuntimeError) as error:
         raise ValueError(f"not a file of tensors ({type(error).__name__})") from error
     return {name: value.to(device) for name, value in named.items()}
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the weights in a safetensors file, or in a run folder, by name."""
+    file = path / "model.safetensors" if path.is_dir() else path
+    try:
+        return from_bytes(file.read_bytes(), CPU)
+    except (OSError, ValueError):
+        raise UsageError(
+            f"there are no weights in {file}; give a finished run or a safetensors file"
+        ) from None
+
+
+def weights_digest(path: Path) -> str:
+    """Return a digest of the weights in a file or a run folder, whatever its name."""
+    digest = hashlib.sha256()
+    for name, value in sorted(read_weights(path).items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(tensor_bytes(value))
+    return digest.hexdigest()[:16]
 
 
 def _named_buffers(prefix: str, buffers: Buffers) -> dict[str, Tensor]:

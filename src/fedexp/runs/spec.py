@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 import tomli_w
 import torch
-from torch import Tensor
 
 from fedexp.engine import EngineName, Record, simulate
 from fedexp.engine.client_store import ClientStore
@@ -29,14 +28,14 @@ from fedexp.engine.plan import Cohort, CohortRule
 from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.state import SimulationState
 from fedexp.engine.warm_start import starting_from
-from fedexp.errors import UsageError, require, shown, unknown_name
+from fedexp.errors import UsageError, require, shown
 from fedexp.options import (
     Setup,
     build_algorithm,
     build_task,
     check_options,
-    convert,
-    hints_of,
+    privacy_from,
+    privacy_table,
     setup_for,
     split_task_options,
     task_arguments,
@@ -44,14 +43,11 @@ from fedexp.options import (
 from fedexp.precision import Precision, checked_device
 from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
 from fedexp.references import in_session, is_reference, load_object
+from fedexp.runs.checkpoint import read_weights, weights_digest
 from fedexp.runs.files import Row, parse_toml, spec_fault
-from fedexp.runs.fingerprint import Fingerprint, fingerprint, tensor_bytes
+from fedexp.runs.fingerprint import Fingerprint, fingerprint
 from fedexp.tasks import Task
 
-PRIVACY: dict[str, type[CentralPrivacy] | type[LocalPrivacy]] = {
-    "central": CentralPrivacy,
-    "local": LocalPrivacy,
-}
 SMALL_MODEL = 100_000  # parameters
 ROUNDING = 1e-9  # relative to a target
 
@@ -471,69 +467,6 @@ def spec_from(spec: Mapping[str, Any]) -> Spec:
 
 def _cohort(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
-
-
-def privacy_table(privacy: CentralPrivacy | LocalPrivacy) -> dict[str, Any]:
-    """Return privacy settings as TOML holds them, without those that are not set.
-
-    >>> privacy_table(LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0))
-    {'kind': 'local', 'clip': 1.0, 'delta': 1e-05, 'noise_multiplier': 2.0}
-    """
-    kind = "central" if isinstance(privacy, CentralPrivacy) else "local"
-    fields = {n: v for n, v in vars(privacy).items() if v is not None}
-    return {"kind": kind, **fields}
-
-
-def privacy_from(table: Mapping[str, Any]) -> CentralPrivacy | LocalPrivacy:
-    """Return the privacy settings of a table; the inverse of `privacy_table`."""
-    fields = {name: value for name, value in table.items() if name != "kind"}
-    return PRIVACY[table["kind"]](**fields)
-
-
-def parse_privacy(text: str) -> CentralPrivacy | LocalPrivacy:
-    """Return the privacy settings of a text such as `central:clip=1,delta=1e-5,epsilon=8`.
-
-    >>> parse_privacy("local:clip=1,delta=1e-5,noise_multiplier=2").clip
-    1.0
-    """
-    kind, _, listed = text.partition(":")
-    if kind not in PRIVACY:
-        raise unknown_name("kind of privacy", kind, PRIVACY)
-    hints, given = hints_of(PRIVACY[kind]), {}
-    for pair in filter(None, listed.split(",")):
-        name, equals, value = (each.strip() for each in pair.partition("="))
-        if name not in hints or not equals:
-            raise unknown_name(f"setting of {kind} privacy", name, hints)
-        given[name] = convert(value, hints[name], name)
-    missing = [name for name in ("clip", "delta") if name not in given]
-    require(
-        not missing,
-        f"privacy needs {' and '.join(missing)}, e.g. {kind}:clip=1,delta=1e-5,noise_multiplier=1",
-    )
-    return PRIVACY[kind](**given)
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the weights in a safetensors file, or in a run folder, by name."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    file = path / "model.safetensors" if path.is_dir() else path
-    try:
-        return load_file(file)
-    except (OSError, SafetensorError):
-        raise UsageError(
-            f"there are no weights in {file}; give a finished run or a safetensors file"
-        ) from None
-
-
-def weights_digest(path: Path) -> str:
-    """Return a digest of the weights in a file or a run folder, whatever its name."""
-    digest = hashlib.sha256()
-    for name, value in sorted(read_weights(path).items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(tensor_bytes(value))
-    return digest.hexdigest()[:16]
 
 
 def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:

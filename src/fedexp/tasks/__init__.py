@@ -12,7 +12,8 @@ from fedexp.tasks.images import (
     emnist,
     emnist_small,
 )
-from fedexp.tasks.metrics import Goal, Mean, Metric, parse_goal
+from fedexp.tasks.metrics import Mean, Metric
+from fedexp.tasks.recipe import Goal, parse_goal
 from fedexp.tasks.regression import linear_regression, synthetic, toy
 from fedexp.tasks.supervised import classification, supervised
 from fedexp.tasks.task import Task

@@ -1,4 +1,4 @@
-"""Metrics of a task, and the goal that decides: `Goal`, `Metric`, and adapters for functions.
+"""Metrics of a task: the protocol `Metric`, and adapters for functions and torchmetrics.
 
 A metric is computed on pooled examples, batch by batch. Its totals add, so batches and the
 processes of a run are sums. Functions of all outputs and targets (F1 of scikit-learn) and objects
@@ -20,51 +20,6 @@ from fedexp.errors import UsageError, first_line, require
 from fedexp.objective import map_tensors
 
 Function = Callable[[Any, Any], Any]  # of (outputs, targets)
-
-
-@dataclass(frozen=True)
-class Goal:
-    """The record field that decides, and which way is up.
-
-    Attributes:
-        metric: a record field, e.g. `test_f1`.
-        higher: whether larger values are better.
-
-    >>> str(Goal("test_f1", higher=True))
-    'max:test_f1'
-    """
-
-    metric: str
-    higher: bool
-
-    def __str__(self) -> str:
-        return f"{'max' if self.higher else 'min'}:{self.metric}"
-
-    def is_better(self, value: float, other: float) -> bool:
-        """Return whether a value is better than another."""
-        return value > other if self.higher else value < other
-
-
-def parse_goal(text: str) -> Goal:
-    """Return the goal that a text names: "max:test_f1", "min:...", or a loss or an accuracy.
-
-    >>> parse_goal("max:test_f1"), parse_goal("train_loss")
-    (Goal(metric='test_f1', higher=True), Goal(metric='train_loss', higher=False))
-    """
-    direction, colon, metric = text.strip().rpartition(":")
-    require(
-        direction in ("min", "max") if colon else bool(metric),
-        f"goal {text!r} is not understood; write max:test_f1 or min:test_loss",
-    )
-    if colon:
-        require(bool(metric), f"goal {text!r} names no metric; write e.g. {direction}:test_f1")
-        return Goal(metric, direction == "max")
-    if metric.endswith("loss") or metric.endswith("accuracy"):
-        return Goal(metric, metric.endswith("accuracy"))
-    raise UsageError(
-        f"goal {metric!r} does not state whether larger is better; write max:{metric} or "
-        f"min:{metric}"
-    )
 
 
 @runtime_checkable

@@ -1,4 +1,4 @@
-"""Tuned values and targets: the paper's tables as data, and the values of the digits.
+"""Goals, targets and tuned values: the paper's tables as data, and the values of the digits.
 
 Options are named as `--set` takes them. `tuned` are the best values of the paper's grid search
 (App. D.3, docs/paper.md#tuned-values); `released` are those of the authors' code where they differ
@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedexp.errors import UsageError, require
 from fedexp.local import LocalTraining
 
 Options = Mapping[str, Mapping[str, Any]]  # by algorithm
@@ -20,6 +21,51 @@ Options = Mapping[str, Mapping[str, Any]]  # by algorithm
 PAPER_TRAINING = LocalTraining(
     lr=0.01, steps=20, batch_size=50, weight_decay=1e-4, clip_norm=10.0, lr_decay=0.998
 )
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The record field that decides, and which way is up.
+
+    Attributes:
+        metric: a record field, e.g. `test_f1`.
+        higher: whether larger values are better.
+
+    >>> str(Goal("test_f1", higher=True))
+    'max:test_f1'
+    """
+
+    metric: str
+    higher: bool
+
+    def __str__(self) -> str:
+        return f"{'max' if self.higher else 'min'}:{self.metric}"
+
+    def is_better(self, value: float, other: float) -> bool:
+        """Return whether a value is better than another."""
+        return value > other if self.higher else value < other
+
+
+def parse_goal(text: str) -> Goal:
+    """Return the goal that a text names: "max:test_f1", "min:...", or a loss or an accuracy.
+
+    >>> parse_goal("max:test_f1"), parse_goal("train_loss")
+    (Goal(metric='test_f1', higher=True), Goal(metric='train_loss', higher=False))
+    """
+    direction, colon, metric = text.strip().rpartition(":")
+    require(
+        direction in ("min", "max") if colon else bool(metric),
+        f"goal {text!r} is not understood; write max:test_f1 or min:test_loss",
+    )
+    if colon:
+        require(bool(metric), f"goal {text!r} names no metric; write e.g. {direction}:test_f1")
+        return Goal(metric, direction == "max")
+    if metric.endswith("loss") or metric.endswith("accuracy"):
+        return Goal(metric, metric.endswith("accuracy"))
+    raise UsageError(
+        f"goal {metric!r} does not state whether larger is better; write max:{metric} or "
+        f"min:{metric}"
+    )
 
 
 @dataclass(frozen=True)

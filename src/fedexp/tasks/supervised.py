@@ -27,8 +27,8 @@ from fedexp.errors import DataNote, UsageError, first_line, require, unknown_nam
 from fedexp.local import LocalTraining
 from fedexp.objective import Fields, ModuleObjective
 from fedexp.objective.module import Loss, check_shapes
-from fedexp.tasks.metrics import Goal, as_metrics, parse_goal
-from fedexp.tasks.recipe import PAPER_TRAINING, Options, Recipe
+from fedexp.tasks.metrics import as_metrics
+from fedexp.tasks.recipe import PAPER_TRAINING, Goal, Options, Recipe, parse_goal
 from fedexp.tasks.task import Task, TrainMetrics
 
 PROBED = 2  # examples on which a model is tried: with one, shapes that differ may look alike

@@ -30,14 +30,12 @@ from fedexp.objective import (
 )
 from fedexp.precision import Precision, widest
 from fedexp.tasks.metrics import (
-    Goal,
     Metric,
     add_batch,
     add_totals,
     finish_metric,
-    parse_goal,
 )
-from fedexp.tasks.recipe import Options
+from fedexp.tasks.recipe import Goal, Options, parse_goal
 
 Weighting = Literal["uniform", "size"]
 TrainMetrics = Literal["clients", "pooled"]

@@ -1,0 +1,141 @@
+"""Weights on the disk: the models of finished runs, weights to start from, and saved states."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fedexp.engine import Record, SimulationState
+from fedexp.errors import UsageError, require
+from fedexp.objective import ModuleObjective
+from fedexp.options import build_task, split_task_options
+from fedexp.runs.checkpoint import (
+    client_tensors,
+    clients_from,
+    from_bytes,
+    model_tensors,
+    state_from,
+    to_bytes,
+)
+from fedexp.runs.files import write_bytes
+from fedexp.runs.folder import MODEL
+from fedexp.runs.spec import read_spec, spec_from
+from fedexp.tasks.task import Task
+
+CPU = torch.device("cpu")
+PathLike = str | os.PathLike[str]
+
+
+def load_model(
+    folder: PathLike, model: Callable[[], nn.Module] | nn.Module | None = None
+) -> nn.Module:
+    """Return the trained model of a finished run, on the CPU.
+
+    Args:
+        folder: the run folder.
+        model: the class, a function or a module to load the weights into. When None the task of the
+            run is built again, which imports the file that defines it.
+    """
+    path = Path(folder)
+    weights = run_weights(path)
+    if model is None:
+        spec = spec_from(read_spec(path))
+        of_task, _ = split_task_options(dict(spec.options))
+        try:
+            task = build_task(spec.task, of_task, spec.seed, spec.mode, spec.task_source)
+        except UsageError as error:
+            raise UsageError(f"{error}; or pass the model: load_model(folder, model=Net)") from None
+        return module_with(weights, module_of(task, spec.seed))
+    return module_with(weights, deepcopy(model) if isinstance(model, nn.Module) else model())
+
+
+def save_state(state: SimulationState, path: PathLike) -> None:
+    """Write a state to a safetensors file, from which `load_state` continues.
+
+    It holds everything: model, server state and client state.
+    """
+    clients = client_tensors(state, state.clients)
+    counts = {"round": torch.tensor(state.round), "steps": torch.tensor(state.steps)}
+    named = {f"model/{name}": value for name, value in {**counts, **model_tensors(state)}.items()}
+    named |= {f"client/{name}": value for name, value in clients.items()}
+    write_bytes(Path(path), to_bytes(named))
+
+
+def load_state(path: PathLike, device: str | torch.device = "cpu") -> SimulationState:
+    """Return a state that `save_state` wrote; pass it to `simulate(start=...)`."""
+    try:
+        found = from_bytes(Path(path).read_bytes(), torch.device(device))
+        named = {n.removeprefix("model/"): v for n, v in found.items() if n.startswith("model/")}
+        own = {n.removeprefix("client/"): v for n, v in found.items() if n.startswith("client/")}
+        numbers = sorted({int(name.partition("/")[0]) for name in own})
+        counts = int(named.pop("round")), int(named.pop("steps"))
+        return state_from(*counts, named, clients_from(own, numbers))
+    except OSError as error:
+        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+    except (ValueError, KeyError):
+        raise UsageError(f"{path} is not a state; write it with fedexp.save_state") from None
+
+
+def run_weights(folder: Path) -> dict[str, Tensor]:
+    """Return the weights of a finished run by name."""
+    try:
+        return from_bytes((folder / MODEL).read_bytes(), CPU)
+    except FileNotFoundError:
+        read_spec(folder)  # raises where there is no run
+        raise UsageError(
+            f"{folder} has no model yet: the run is not finished; continue it with: "
+            f"fedexp resume {folder}"
+        ) from None
+    except (OSError, ValueError):
+        raise UsageError(f"{folder / MODEL} cannot be read; run it again with --restart") from None
+
+
+def module_of(task: Task, seed: int) -> nn.Module:
+    require(
+        isinstance(task.objective, ModuleObjective),
+        f"task {task.name} has no nn.Module; its weights are one vector, in model.safetensors",
+    )
+    assert isinstance(task.objective, ModuleObjective)
+    return deepcopy(task.objective.initial_module(seed))
+
+
+def module_with(weights: Mapping[str, Tensor], module: nn.Module) -> nn.Module:
+    try:
+        module.load_state_dict(dict(weights))
+    except RuntimeError as error:
+        lines = str(error).splitlines()
+        reason = (lines[1:] or lines)[0].strip()
+        raise UsageError(f"the weights do not fit {type(module).__name__}: {reason}") from None
+    return module.eval()
+
+
+def stored_start(start: Any, runs: PathLike | None) -> str:
+    """Return the file of weights to start from; those in memory are written beside the runs.
+
+    So that another process can resume the run.
+    """
+    if isinstance(start, str | os.PathLike):
+        return str(start)
+    weights = start.model() if isinstance(start, Record) else start
+    if isinstance(weights, nn.Module):
+        weights = weights.state_dict()
+    require(
+        isinstance(weights, Mapping),
+        "start is a record, a module, a state_dict, a run folder or a safetensors file, not "
+        f"{type(start).__name__}; to continue a run, call run again",
+    )
+    data = to_bytes(weights)
+    folder = Path(tempfile.gettempdir() if runs is None else runs) / "starts"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{hashlib.sha256(data).hexdigest()[:16]}.safetensors"
+    if not path.exists():
+        write_bytes(path, data)
+    return str(path)
