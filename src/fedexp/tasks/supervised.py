@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedexp.data.federation import Batch, Federation, as_tensors, check_fields
+from fedexp.data.federation import Batch, Federation, as_tensors
 from fedexp.data.transforms import Transform
 from fedexp.errors import DataNote, UsageError, first_line, require, unknown_name
 from fedexp.local import LocalTraining
@@ -271,6 +271,10 @@ def _check_fields(what: str, batch: Batch, fields: Fields) -> None:
         f"{what} has no field {' or '.join(missing)}; name its fields so, or pass inputs and label "
         f"(it has {known})",
     )
+    for each in fields.names:
+        require(
+            batch[each].ndim > 0, f"{each} of {what} is a single number; give one row per example"
+        )
     first, *others = fields.names
     require(
         len(batch[fields.names[-1]]) > 0, f"{what} holds no examples; pass None to leave it out"
@@ -281,7 +285,6 @@ def _check_fields(what: str, batch: Batch, fields: Fields) -> None:
             counts[0] == counts[1],
             f"{what} has {counts[0]} rows in {first} but {counts[1]} in {each}",
         )
-    check_fields(batch)
 
 
 def _check_labels(what: str, label: str, y: Tensor) -> None:
@@ -370,7 +373,8 @@ def _number_of_classes(outputs: Any, targets: Tensor) -> int:
 
 def _check_classes(what: str, y: Tensor, classes: int, ignore_index: int) -> bool:
     """Refuse labels that are no classes of the model; return whether some are ignored."""
-    counted = y[y != ignore_index]
+    ignored = y == ignore_index
+    counted = y[~ignored] if ignored.any() else y
     require(
         counted.numel() > 0, f"all labels of the {what} data are {ignore_index}, which is ignored"
     )
@@ -532,7 +536,12 @@ def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
             ) from error
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
             kinds = " and ".join(map(_kind, (outputs, targets)))
-            raise UsageError(f"the loss does not accept {kinds}: {first_line(error)}") from error
+            remedy = (
+                "; if it takes numbers, convert them to float32" if _are_integers(targets) else ""
+            )
+            raise UsageError(
+                f"the loss does not accept {kinds}: {first_line(error)}{remedy}"
+            ) from error
     require(
         isinstance(value, Tensor) and value.is_floating_point(),
         f"the loss returns {_kind(value)}; return a tensor of floating-point numbers",
