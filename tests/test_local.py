@@ -93,7 +93,9 @@ def test_a_client_that_is_written_out_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", TWINS)
-@pytest.mark.parametrize("more", [{}, SCHEDULED, {"step_schedule": halved}], ids=str)
+@pytest.mark.parametrize(
+    "more", [{}, SCHEDULED, {"step_schedule": halved}], ids=["plain", "named", "function"]
+)
 def test_engines_agree(name: str, more: dict[str, Any]) -> None:
     options = {**TWINS[name][0], **more, "clip_norm": 0.5}
     local = Local(lr=0.02, epochs=2, batch_size=8, **options)
@@ -101,7 +103,7 @@ def test_engines_agree(name: str, more: dict[str, Any]) -> None:
         assert_agree(unequal(), fx.fedexp(), engine, cohort=4, local=local)
 
 
-@pytest.mark.parametrize("more", [SCHEDULED, {"step_schedule": halved}], ids=str)
+@pytest.mark.parametrize("more", [SCHEDULED, {"step_schedule": halved}], ids=["named", "function"])
 def test_scaffold_divides_by_the_sum_of_the_step_sizes(more: dict[str, Any]) -> None:
     local = Local(lr=0.05, epochs=2, batch_size=8, **more)
     for engine in ("batched", "threads"):

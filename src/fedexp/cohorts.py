@@ -7,8 +7,8 @@ resumes, and by every process. `rng` is a numpy generator of the seed and the ro
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +18,7 @@ from fedexp.errors import require
 
 Clients = NDArray[np.int64]
 Choose = Callable[[np.random.Generator, int, Federation], Any]
+Cohort = int | float | Literal["all"] | Sequence[int] | Clients | Choose
 
 
 def weighted_by_size(size: int) -> Choose:

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 if __name__ == "__main__":
@@ -27,7 +28,7 @@ from fedexp.data import Federation
 from fedexp.distributed import DistributedGroup, Ranks
 from fedexp.objective import ModuleObjective
 from fedexp.privacy import CentralPrivacy, LocalPrivacy
-from fedexp.tasks import Task
+from fedexp.tasks import Mean, Task, supervised
 from tests.distributed.launch import joined, on_ranks
 from tests.helpers.problems import BatchNormNet, Net, dropout_net, least_squares
 
@@ -39,6 +40,32 @@ Result = tuple[list[dict[str, Any]], Tensor, dict[int, Tensor]]
 
 def plain() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)).double()
+
+
+def of_batch(output: Tensor, y: Tensor) -> Tensor:
+    """Return the loss of a batch, which is no mean over examples."""
+    return F.cross_entropy(output, y).square()
+
+
+class Spread:
+    """A metric with state, as torchmetrics has them: the range of all outputs."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self.low, self.high = torch.inf, -torch.inf
+
+    def update(self, outputs: Tensor, targets: Tensor) -> None:
+        self.low = min(self.low, outputs.min().item())
+        self.high = max(self.high, outputs.max().item())
+
+    def merge_state(self, incoming_state: Spread) -> None:
+        self.low = min(self.low, incoming_state.low)
+        self.high = max(self.high, incoming_state.high)
+
+    def compute(self) -> float:
+        return self.high - self.low
 
 
 def spiked_loss(output: Tensor, y: Tensor) -> Tensor:
@@ -78,6 +105,27 @@ def few_test_examples() -> Task:
     return replace(task, test={name: value[:2] for name, value in task.test.items()})
 
 
+def measured(loss: Any) -> Task:
+    """Build a task with metrics of every kind, on test examples of clients."""
+    plain = net()
+    metrics: dict[str, Any] = {
+        "largest": lambda outputs, y: outputs.abs().max(),
+        "margin": Mean(lambda outputs, y: outputs.max(dim=1).values),
+        "spread": Spread(),
+    }
+    return supervised(
+        "measured",
+        lambda: Net().double(),
+        plain.train,
+        plain.train,
+        loss,
+        metrics,
+        by_client=True,
+        train_metrics="clients",
+        local=plain.local,
+    )
+
+
 CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
     "fedexp-loop": lambda: (net(), fx.fedexp(), {"engine": "loop", "cohort": 5}),
     "fedexp-vectorized": lambda: (net(), fx.fedexp(), {"engine": "batched", "cohort": 5}),
@@ -103,6 +151,8 @@ CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
     ),
     "batch-norm-loop": lambda: (batch_norm(), fx.scaffold(), {"engine": "loop", "cohort": 3}),
     "batch-norm": lambda: (batch_norm(), fx.fedexp(), {"engine": "batched", "cohort": 3}),
+    "metrics": lambda: (measured(F.cross_entropy), fx.fedexp(), {"cohort": 5}),
+    "batch-loss": lambda: (measured(of_batch), fx.fedexp(), {"cohort": 5}),
     "more-ranks-than-clients": lambda: (few_test_examples(), fx.scaffold_exp(), {"cohort": 1}),
     "dropout-loop": lambda: (
         unequal(lambda: dropout_net().double()),

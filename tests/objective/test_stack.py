@@ -45,3 +45,17 @@ def test_a_model_that_cannot_be_stacked_gets_the_reason() -> None:
     ):
         with pytest.raises(CannotStackError, match=reason):
             stacked(module)
+
+
+def test_frozen_layers_are_common_to_all_clients() -> None:
+    model = nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 3)).requires_grad_(True)
+    model[0].requires_grad_(False)
+    copy = stacked(model)
+    weights = {"1.weight": torch.randn(2, 3, 4), "1.bias": torch.randn(2, 3)}
+    tokens = torch.tensor([0, 1, 2, 3])  # two of each client
+    rows = torch.func.functional_call(copy, weights, (tokens,))
+    for client in range(2):
+        own = slice(2 * client, 2 * client + 2)
+        weight, bias = weights["1.weight"][client], weights["1.bias"][client]
+        expected = nn.functional.linear(model[0](tokens[own]), weight, bias)
+        torch.testing.assert_close(rows[own], expected)

@@ -267,6 +267,16 @@ def test_a_batch_loss_is_evaluated_alike_for_every_number_of_processes() -> None
         assert task.finish(sum(others, first)) == pytest.approx(whole, rel=1e-12)
 
 
+@pytest.mark.parametrize(
+    ("make", "engine"), [(tagging, "batched (vmap, not padded)"), (next_token, "loop")]
+)
+def test_sequence_models_are_batched_on_a_cpu_where_that_is_faster(
+    make: Callable[[], Task], engine: str
+) -> None:
+    record = next(fx.simulate(quiet(make), ALGORITHM, rounds=1, local=LOCAL))
+    assert record.engine == engine
+
+
 def test_default_losses_are_those_of_classification() -> None:
     train = clients(x=X, y=CLASSES)
     build = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))  # noqa: E731

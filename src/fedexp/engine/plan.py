@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from numbers import Integral, Real
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.algorithms import Algorithm
-from fedexp.cohorts import Choose
+from fedexp.cohorts import Choose, Cohort
 from fedexp.data.federation import Batch, Federation
 from fedexp.errors import UsageError, require
 from fedexp.local import LocalTraining
@@ -33,7 +33,6 @@ if TYPE_CHECKING:  # only private runs import it
 
 EPOCH_BITS = 20  # of a sort key, for the epoch; the other 43 are random
 Numbers = NDArray[np.int64]
-Cohort = int | float | Literal["all"] | Sequence[int] | Numbers | Choose
 
 
 def sample_cohort(seed: int, round: int, clients: int, cohort: int | None) -> Numbers:

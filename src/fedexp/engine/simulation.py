@@ -27,13 +27,14 @@ import fedexp.tasks
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
+from fedexp.cohorts import Cohort
 from fedexp.data.federation import Federation
 from fedexp.data.streaming import prefetch_pages
 from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import ClientStates, ClientStore, Location, StoredStates, shapes_of
 from fedexp.engine.cuda_graph import RoundResult
 from fedexp.engine.loop import Engine, Loop, Run
-from fedexp.engine.plan import Cohort, CohortRule, Work, step_lengths
+from fedexp.engine.plan import CohortRule, Work, step_lengths
 from fedexp.engine.select import EngineName, Selected, check_engine_name, select_engine
 from fedexp.engine.state import (
     EVALUATED,

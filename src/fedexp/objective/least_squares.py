@@ -21,6 +21,8 @@ class LeastSquares:
     (docs/paper.md#half-gradient).
     """
 
+    per_example, classifies = True, False
+
     def __init__(self, start: Tensor, gradient_scale: float = 1.0) -> None:
         self.start = start
         self.gradient_scale = gradient_scale
@@ -57,7 +59,13 @@ class LeastSquares:
         return LinearSteps(batch["x"], batch["y"], self.gradient_scale)
 
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
-        return {"loss": torch.mv(batch["x"], params).sub_(batch["y"]).square_()}
+        return self.score(*self.predict(params, buffers, batch))
+
+    def predict(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Tensor]:
+        return torch.mv(batch["x"], params), batch["y"]
+
+    def score(self, outputs: Tensor, targets: Tensor) -> dict[str, Tensor]:
+        return {"loss": outputs.sub(targets).square_()}
 
 
 class LinearSteps:

@@ -193,7 +193,11 @@ class ModuleObjective:
         return other
 
     def batching_pays(self, device: torch.device) -> bool:
-        """Return True on a GPU; on a CPU for dense layers only, two to four times faster there."""
+        """Return True on a GPU; on a CPU unless there are convolutions or recurrent layers.
+
+        There dense layers are two to four times as fast, small transformers 1.4 to 3 times, a mean
+        of embeddings 5 times; an LSTM, which vmap unrolls, takes 1.4 times as long.
+        """
         slow = (_ConvNd, nn.RNNBase)
         return device.type != "cpu" or not any(isinstance(m, slow) for m in self.module.modules())
 
@@ -289,12 +293,12 @@ class ModuleObjective:
 
     def dense_network(self) -> DenseNetwork | None:
         inputs, label = self.fields.inputs, self.fields.label
-        if not isinstance(inputs, tuple) or len(inputs) != 1 or not isinstance(label, str):
-            return None
         if self.compute_type is not None or not self.per_example:
             return None
+        if not isinstance(inputs, tuple) or len(inputs) != 1 or not isinstance(label, str):
+            return None
         network = dense_network(self.module, self.loss)
-        return network and replace(network, x=self.fields.input_names[0], y=label)
+        return network and replace(network, x=inputs[0], y=label)
 
     def stacked_clients(
         self, params: Tensor, batch: Batch, valid: Tensor, fuse: bool = False

@@ -15,8 +15,8 @@ from typing import Any, TypedDict
 from torch import Tensor, nn
 
 from fedexp.algorithms import ALGORITHMS, Algorithm
+from fedexp.cohorts import Cohort
 from fedexp.engine import EngineName, Record
-from fedexp.engine.plan import Cohort
 from fedexp.errors import require
 from fedexp.local import LocalTraining
 from fedexp.options import Setup, build_algorithm, option_text, split_algorithm, split_task

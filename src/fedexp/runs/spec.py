@@ -22,9 +22,10 @@ import numpy as np
 import tomli_w
 import torch
 
+from fedexp.cohorts import Cohort
 from fedexp.engine import EngineName, Record, simulate
 from fedexp.engine.client_store import ClientStore
-from fedexp.engine.plan import Cohort, CohortRule
+from fedexp.engine.plan import CohortRule
 from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.state import SimulationState
 from fedexp.engine.warm_start import starting_from
@@ -45,7 +46,7 @@ from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
 from fedexp.references import in_session, is_reference, load_object
 from fedexp.runs.checkpoint import read_weights, weights_digest
 from fedexp.runs.files import Row, parse_toml, spec_fault
-from fedexp.runs.fingerprint import Fingerprint, fingerprint
+from fedexp.runs.fingerprint import SOURCE, Fingerprint, digest_of, fingerprint
 from fedexp.tasks import Task
 
 SMALL_MODEL = 100_000  # parameters
@@ -288,9 +289,10 @@ class Run:
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value as JSON holds it: infinity as `--set` takes it, a function by its name."""
+    """Return a value as JSON holds it: infinity as `--set` takes it, a function by its code."""
     if callable(value):
-        return getattr(value, "__name__", type(value).__name__)
+        name = getattr(value, "__name__", type(value).__name__)
+        return f"{name}-{digest_of(value)[SOURCE][:8]}"
     if isinstance(value, np.ndarray):
         return value.tolist()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fedexp.data.federation import Batch, Federation, as_tensors, check_fields
+from fedexp.cohorts import Cohort
+from fedexp.data.federation import Batch, Federation, as_tensors
 from fedexp.data.transforms import Transform
 from fedexp.errors import DataNote, UsageError, first_line, require, unknown_name
 from fedexp.local import LocalTraining
@@ -50,7 +51,7 @@ def supervised(
     evaluate_every: int = 1,
     recipe: Recipe | None = None,
     local: LocalTraining = PAPER_TRAINING,
-    cohort: int | None = None,
+    cohort: Cohort | None = None,
     rounds: int = 100,
     by_client: bool = False,
     train_metrics: TrainMetrics | None = None,
@@ -83,7 +84,8 @@ def supervised(
         evaluate_every: default number of rounds between evaluations.
         recipe: tuned options by algorithm, and a target.
         local: settings of local training; the paper's by default.
-        cohort: default number of clients per round; None for all.
+        cohort: who takes part by default: a number, a fraction, a list of clients or a function
+            (`fedexp.cohorts`); None for all.
         rounds: default number of rounds.
         by_client: add the worst decile of clients to records, as `train_loss_worst_decile`.
         train_metrics: compute the metrics on the training examples as well: "clients" for the mean
@@ -191,7 +193,7 @@ def classification(
     transform: Transform | None = None,
     local: LocalTraining = PAPER_TRAINING,
     rounds: int = 100,
-    cohort: int | None = None,
+    cohort: Cohort | None = None,
     evaluate_every: int = 1,
     target: float | None = None,
     tuned: Options | None = None,
@@ -212,7 +214,8 @@ def classification(
         transform: applied to each batch before the model, e.g. `Images`.
         local: settings of local training; the paper's by default.
         rounds: default number of rounds.
-        cohort: default number of clients per round; None for all.
+        cohort: who takes part by default: a number, a fraction, a list of clients or a function
+            (`fedexp.cohorts`); None for all.
         evaluate_every: default number of rounds between evaluations.
         target: accuracy that counts as reached.
         tuned: options by algorithm.
@@ -271,6 +274,10 @@ def _check_fields(what: str, batch: Batch, fields: Fields) -> None:
         f"{what} has no field {' or '.join(missing)}; name its fields so, or pass inputs and label "
         f"(it has {known})",
     )
+    for each in fields.names:
+        require(
+            batch[each].ndim > 0, f"{each} of {what} is a single number; give one row per example"
+        )
     first, *others = fields.names
     require(
         len(batch[fields.names[-1]]) > 0, f"{what} holds no examples; pass None to leave it out"
@@ -281,7 +288,6 @@ def _check_fields(what: str, batch: Batch, fields: Fields) -> None:
             counts[0] == counts[1],
             f"{what} has {counts[0]} rows in {first} but {counts[1]} in {each}",
         )
-    check_fields(batch)
 
 
 def _check_labels(what: str, label: str, y: Tensor) -> None:
@@ -370,7 +376,8 @@ def _number_of_classes(outputs: Any, targets: Tensor) -> int:
 
 def _check_classes(what: str, y: Tensor, classes: int, ignore_index: int) -> bool:
     """Refuse labels that are no classes of the model; return whether some are ignored."""
-    counted = y[y != ignore_index]
+    ignored = y == ignore_index
+    counted = y[~ignored] if ignored.any() else y
     require(
         counted.numel() > 0, f"all labels of the {what} data are {ignore_index}, which is ignored"
     )
@@ -532,7 +539,12 @@ def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
             ) from error
         except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
             kinds = " and ".join(map(_kind, (outputs, targets)))
-            raise UsageError(f"the loss does not accept {kinds}: {first_line(error)}") from error
+            remedy = (
+                "; if it takes numbers, convert them to float32" if _are_integers(targets) else ""
+            )
+            raise UsageError(
+                f"the loss does not accept {kinds}: {first_line(error)}{remedy}"
+            ) from error
     require(
         isinstance(value, Tensor) and value.is_floating_point(),
         f"the loss returns {_kind(value)}; return a tensor of floating-point numbers",

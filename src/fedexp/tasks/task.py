@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedexp.cohorts import Cohort
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.streaming import on_device
 from fedexp.data.transforms import Transform
@@ -60,7 +61,7 @@ class Task:
         metric: the record field that the task is judged by.
         target: value of `metric` that counts as reached.
         rounds: default number of rounds.
-        cohort: default number of clients per round; None for all.
+        cohort: who takes part by default, see `fedexp.cohorts`; None for all clients.
         evaluate_every: default number of rounds between evaluations, each a pass over the data of
             all clients.
         tuned: options by algorithm, as `--set` takes them (docs/paper.md#tuned-values).
@@ -85,7 +86,7 @@ class Task:
     metric: str = "test_accuracy"
     target: float | None = None
     rounds: int = 100
-    cohort: int | None = None
+    cohort: Cohort | None = None
     evaluate_every: int = 1
     tuned: Options = field(default_factory=dict)
     released: Options = field(default_factory=dict)
@@ -159,7 +160,7 @@ class Task:
         per_example = not isinstance(objective, PredictingObjective) or objective.per_example
         for split in self._splits():
             weights = split.weights().to(widest(device)).to(device)
-            owners = split.owners(device) if self.by_client else None
+            owners = split.owners() if self.by_client else None
             for rows in split.pieces(per_example, params.device.type, share):
                 piece = {n: value[rows].to(params.device) for n, value in split.fields.items()}
                 if self.transform is not None:
@@ -175,8 +176,11 @@ class Task:
                     own, key = value.to(weights.dtype), f"{split.name}_{name}"
                     totals.add("means", key, own @ weights[rows])
                     if owners is not None:
-                        zeros = own.new_zeros(split.clients)
-                        totals.add("clients", key, zeros.index_add_(0, owners[rows], own))
+                        # on the CPU: there the order of additions is always the same
+                        zeros = torch.zeros(split.clients, dtype=torch.float64)
+                        totals.add(
+                            "clients", key, zeros.index_add_(0, owners[rows], own.cpu().double())
+                        )
         return totals.on_host()
 
     def finish(self, totals: Totals) -> dict[str, float]:
@@ -241,12 +245,12 @@ class Split(NamedTuple):
     def clients(self) -> int:
         return 0 if self.offsets is None else len(self.offsets) - 1
 
-    def owners(self, device: torch.device) -> Tensor | None:
+    def owners(self) -> Tensor | None:
         """Return the client of each example, if any."""
         if self.offsets is None:
             return None
         sizes = torch.from_numpy(np.diff(self.offsets))
-        return torch.arange(self.clients).repeat_interleave(sizes).to(device)
+        return torch.arange(self.clients).repeat_interleave(sizes)
 
     def pieces(self, per_example: bool, device: str, share: Share) -> Iterator[slice]:
         """Yield the rows that are evaluated together, of the k-th of n parts.
@@ -327,7 +331,7 @@ class Totals:
         """Return the totals on the CPU, the means as numbers."""
         return Totals(
             {name: value.item() for name, value in self.means.items()},
-            {name: value.cpu() for name, value in self.clients.items()},
+            self.clients,
             {name: _on_cpu(value) for name, value in self.metrics.items()},
         )
 
