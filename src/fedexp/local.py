@@ -203,8 +203,10 @@ def local_step(
 
 def init_moments(params: Tensor, local: LocalTraining) -> dict[str, Tensor]:
     """Return the optimiser's state before a client's first step: zeros like its parameters."""
-    names = ("first", "second") if local.optimizer in ("adam", "adamw") else ("momentum",)
-    return {} if local.is_sgd else {name: torch.zeros_like(params) for name in names}
+    if local.is_sgd or callable(local.optimizer):  # a function's optimiser has its own state
+        return {}
+    names = ("momentum",) if local.optimizer == "sgd" else ("first", "second")
+    return {name: torch.zeros_like(params) for name in names}
 
 
 def optimizer_step(

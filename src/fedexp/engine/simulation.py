@@ -222,7 +222,8 @@ def _rounds(
     warned, read_ahead = False, ReadAhead(work.task.train, process_group.shard)
     selected: Selected | None = None
     rule, train = work.cohort_rule or CohortRule(), work.task.train
-    up, down = message_bytes(work.algorithm, state)
+    with seeded_torch(work.seed, "bytes"):  # in case the client rule draws
+        up, down = message_bytes(work.algorithm, state)
     noted: set[str] = set()
     for round in range(state.round + 1, rounds + 1):
         clients = rule.sample(work.seed, round, train)
