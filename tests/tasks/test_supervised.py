@@ -134,6 +134,11 @@ def tagging() -> Task:
     return supervised("tags", Tagger, train, inputs=("tokens", "mask"))
 
 
+def whole_sentences() -> Task:
+    train = clients(tokens=TOKENS, mask=np.zeros_like(PADDING), y=TOKENS)
+    return supervised("tags", Tagger, train, inputs={"tokens": "tokens", "mask": "mask"})
+
+
 def next_token() -> Task:
     return supervised("next", NextToken, clients(x=TOKENS, y=NEXT), loss=next_token_loss)
 
@@ -167,6 +172,7 @@ def weighted() -> Task:
 
 CASES: list[tuple[Callable[[], Task], bool, str]] = [
     (tagging, False, "batched (vmap, not padded)"),
+    (whole_sentences, True, "batched (vmap)"),
     (next_token, False, "batched (vmap, not padded)"),
     (multi_label, True, "batched (layers)"),
     (regression, True, "batched (layers)"),
