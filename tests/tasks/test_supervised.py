@@ -134,6 +134,11 @@ def tagging() -> Task:
     return supervised("tags", Tagger, train, inputs=("tokens", "mask"))
 
 
+def whole_sentences() -> Task:
+    train = clients(tokens=TOKENS, mask=np.zeros_like(PADDING), y=TOKENS)
+    return supervised("tags", Tagger, train, inputs={"tokens": "tokens", "mask": "mask"})
+
+
 def next_token() -> Task:
     return supervised("next", NextToken, clients(x=TOKENS, y=NEXT), loss=next_token_loss)
 
@@ -167,6 +172,7 @@ def weighted() -> Task:
 
 CASES: list[tuple[Callable[[], Task], bool, str]] = [
     (tagging, False, "batched (vmap, not padded)"),
+    (whole_sentences, True, "batched (vmap)"),
     (next_token, False, "batched (vmap, not padded)"),
     (multi_label, True, "batched (layers)"),
     (regression, True, "batched (layers)"),
@@ -399,6 +405,40 @@ def test_scores_of_tokens_with_classes_last_get_the_remedy() -> None:
     model = lambda: nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS))  # noqa: E731
     with pytest.raises(UsageError, match=r"takes scores of shape \[2, classes, 6\].*transpose"):
         supervised("mine", model, clients(x=TOKENS, y=TOKENS))
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        nn.CrossEntropyLoss(reduction="none"),
+        partial(F.cross_entropy, reduction="none"),
+        partial(F.cross_entropy, ignore_index=-100),
+    ],
+)
+def test_ignored_targets_count_nothing_whatever_the_reduction(loss: Any) -> None:
+    train = clients(tokens=TOKENS, mask=PADDING, y=NEXT)
+    with pytest.warns(DataNote, match="some targets are ignored"):
+        task = supervised("tags", Tagger, train, loss=loss, inputs=("tokens", "mask"))
+    same = quiet(tagging)
+    start = same.objective.initial(0)
+    assert task.evaluate(*start) == same.evaluate(*start)
+
+
+@pytest.mark.parametrize("as_function", [False, True])
+def test_the_tensors_of_a_loss_follow_the_model(as_function: bool) -> None:
+    weight = torch.tensor([1.0, 2.0, 5.0])
+    loss: Any = nn.CrossEntropyLoss(weight)
+    if as_function:
+        loss = partial(F.cross_entropy, weight=weight)
+    train = clients(x=X, y=CLASSES)
+    task = quiet(lambda: supervised("w", column(3), train, loss=loss))
+    assert isinstance(task.objective, ModuleObjective)
+    wide: Any = task.objective.copy(torch.float64).loss
+    moved: Any = task.objective.on(torch.device("meta"), "float32").loss
+    tensors = [each.keywords["weight"] if as_function else each.weight for each in (wide, moved)]
+    assert tensors[0].dtype == torch.float64
+    assert tensors[1].device.type == "meta"
+    assert weight.dtype == torch.float32
 
 
 def test_a_client_without_a_counted_target_is_refused() -> None:

@@ -164,6 +164,7 @@ class ModuleObjective:
         """Return a copy on the device; with bf16, layers compute in it and weights do not."""
         copied = self.copy()
         copied.device = device
+        copied.loss = _loss_on(copied.loss, device)
         _convert(copied.module, device)
         copied.compute_type = torch.bfloat16 if precision == "bf16" else None
         copied._list_tensors()
@@ -186,6 +187,7 @@ class ModuleObjective:
             other.module.load_state_dict(self.module.state_dict())
         if dtype is not None:
             _convert(other.module, dtype)
+            other.loss = _loss_on(other.loss, dtype)
             other.compute_type = None
         if not dropout:
             disable_dropout(other.module)
@@ -577,6 +579,22 @@ def _copied(loss: Any) -> Any:
         return deepcopy(loss)
     except Exception:  # it may hold a handle or anything else that cannot be copied
         return loss
+
+
+def _loss_on(loss: Any, target: torch.device | torch.dtype) -> Any:
+    """Return a loss with its tensors, e.g. weights of classes, moved or converted in place."""
+    if isinstance(loss, nn.Module):
+        return loss.to(target)
+    if not isinstance(loss, partial):
+        return loss
+    settings = {
+        name: value.to(target)
+        if isinstance(value, Tensor)
+        and (value.is_floating_point() or isinstance(target, torch.device))
+        else value
+        for name, value in loss.keywords.items()
+    }
+    return partial(loss.func, *loss.args, **settings)
 
 
 def disable_dropout(module: nn.Module) -> None:

@@ -479,6 +479,8 @@ def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -
         reduction != "sum",
         'the loss sums over a batch; use reduction="mean", so that batches of any size count alike',
     )
+    if reduction == "none" and ignored:  # zeros of ignored targets are no losses
+        return resolve_loss(_reduced(loss, "mean"), outputs, targets, ignored)
     if reduction in (None, "none"):
         values = _tried(loss, outputs, targets)
         require(
@@ -486,8 +488,9 @@ def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -
             f"the loss of {rows} examples has the shape {list(values.shape)}; return a value for "
             "each example, or one number",
         )
+        check_shapes(outputs, targets, values)
         return ResolvedLoss(loss, values.ndim > 0)
-    plain = _unreduced(loss)
+    plain = _reduced(loss, "none")
     settings = class_loss(loss)
     weighted = settings is not None and settings.weighted
     values, whole = _tried(plain, outputs, targets), _tried(loss, outputs, targets)
@@ -496,9 +499,10 @@ def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -
         mean = values.flatten(1).mean(dim=1).mean() if values.ndim > 1 else values.mean()
         if torch.allclose(mean, whole, rtol=1e-4, atol=1e-6, equal_nan=True):
             return ResolvedLoss(plain, True)
-    why = "classes have weights" if weighted else "some targets are ignored" if ignored else "it"
-    rest = "so its mean" if weighted or ignored else "averages in its own way: the mean"
-    note = f"the loss is used as the mean over a batch: {why}, {rest} is not that of the examples"
+    why = "it averages in its own way"
+    if weighted or ignored:
+        why = "classes have weights" if weighted else "some targets are ignored"
+    note = f"{why}, so the loss is used as the mean over a batch, not over examples"
     return ResolvedLoss(loss, False, note)
 
 
@@ -514,15 +518,15 @@ def _reduction(loss: Any) -> str | None:
     return setting.default if setting is not None and isinstance(setting.default, str) else None
 
 
-def _unreduced(loss: Any) -> Loss:
-    """Return a loss that has a `reduction` without it."""
+def _reduced(loss: Any, reduction: str) -> Loss:
+    """Return a loss that has a `reduction` with another one."""
     if loss is F.cross_entropy:
-        return nn.CrossEntropyLoss(reduction="none")
-    if isinstance(loss, nn.Module):
-        other = deepcopy(loss)
-        other.reduction = "none"  # type: ignore[assignment]
-        return other
-    return partial(loss, reduction="none")
+        return nn.CrossEntropyLoss(reduction=reduction)
+    if not isinstance(loss, nn.Module):
+        return partial(loss, reduction=reduction)
+    other: Any = deepcopy(loss)
+    other.reduction = reduction
+    return cast(Loss, other)
 
 
 def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:

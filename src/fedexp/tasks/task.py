@@ -20,7 +20,7 @@ from fedexp.cohorts import Cohort
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.streaming import on_device
 from fedexp.data.transforms import Transform
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, require
 from fedexp.local import LocalTraining
 from fedexp.objective import (
     Buffers,
@@ -44,6 +44,7 @@ Share = tuple[int, int]
 # Examples per batch. On more, activations of a convolutional network do not fit a CPU's cache.
 EVALUATION_ROWS = {"cpu": 512, "cuda": 2048, "mps": 512}
 BATCH_ROWS = 512  # where the loss is a function of a batch: the same on every device
+NO_OUTPUTS = "metrics need the outputs of the model; give the objective `predict` and `score`"
 WORST = 10  # the worst decile is one client in so many
 
 
@@ -171,6 +172,7 @@ class Task:
                     if split.metrics:
                         totals.add_metrics(split, rows, *predicted, device)
                 else:
+                    require(not split.metrics, NO_OUTPUTS)
                     values = objective.measure(params, buffers, piece)
                 for name, value in values.items():
                     own, key = value.to(weights.dtype), f"{split.name}_{name}"
