@@ -157,7 +157,7 @@ def test_lists(command: str, capfd: pytest.CaptureFixture[str]) -> None:
         (["run", "synthetic", "--set", "task.dim=1e15"], "out of memory"),
         (["compare", "digits", "--target", "1000"], "--target"),
         (["compare", "synthetic", "--target", "inf"], "--target"),
-        (["run", "synthetic", "--device", "mps"], "cannot train on mps"),
+        (["run", "synthetic", "--device", "xla"], "cannot train on xla"),
         (["run", "synthetic", "--device", "warp"], "unknown device"),
         (["run", "synthetic", "--precision", "bf16"], "solved in float64"),
         (["toy", "--start", "1"], "--start takes 2 numbers"),
