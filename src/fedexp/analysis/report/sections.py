@@ -6,7 +6,6 @@ algorithm with one choice of settings.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
@@ -15,7 +14,7 @@ from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
 from fedexp.analysis.plots import COLOURS
-from fedexp.analysis.summary import Band, Curve, pool_seeds
+from fedexp.analysis.summary import Band, Curve, metric_band
 from fedexp.errors import FedExPError, UsageError, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.options import Setup, convert
@@ -59,9 +58,8 @@ class Series:
         return [outcome.curve(name) for outcome in self.outcomes()]
 
     def band(self, name: str, window: int = 1) -> Band:
-        """Return mean and spread of the curves; an accuracy is at most 1."""
-        top = 1.0 if name.endswith("accuracy") else math.inf
-        return pool_seeds(self.curves(name), window, top)
+        """Return mean and spread of the curves, within the bounds of the metric."""
+        return metric_band(name, self.curves(name), window)
 
 
 @dataclass(frozen=True, eq=False)
