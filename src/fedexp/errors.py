@@ -42,6 +42,10 @@ class NonFiniteUpdateWarning(UserWarning):
     """A client's update was not finite and has been left out of the round."""
 
 
+class DataNote(UserWarning):
+    """Data were cast, or a loss is used in another way than expected; nothing has to be done."""
+
+
 class EngineWarning(UserWarning):
     """A faster engine is not used for this model, or for a part of it, for the reason given."""
 

@@ -25,7 +25,7 @@ from fedexp.engine.plan import (
 from fedexp.local import LocalTraining
 from fedexp.models import logistic
 from fedexp.seeding import generator, torch_seed
-from fedexp.tasks.task import classification
+from fedexp.tasks.supervised import classification
 
 Plan = list[NDArray[np.int64]]
 SIZES, BATCHES, STEPS = st.integers(1, 40), st.integers(1, 45), st.integers(1, 30)

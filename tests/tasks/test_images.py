@@ -21,7 +21,8 @@ from fedexp.models import cifar_cnn, emnist_cnn, logistic, mlp, resnet18
 from fedexp.options import setup_for
 from fedexp.seeding import generator
 from fedexp.tasks import images as tasks
-from fedexp.tasks.task import Task, classification
+from fedexp.tasks.supervised import classification
+from fedexp.tasks.task import Task
 
 CLASSES = {"emnist": 62, "cifar10": 10, "cifar100": 100, "cinic10": 10}
 TASKS: dict[str, Callable[..., Task]] = {

@@ -11,7 +11,7 @@ import fedexp as fx
 from fedexp.data import partition
 from fedexp.data.federation import Federation
 from fedexp.errors import UsageError
-from fedexp.tasks.task import classification
+from fedexp.tasks.supervised import classification
 
 
 def test_your_own_data_in_five_lines() -> None:
@@ -34,7 +34,6 @@ def federation(x: Any, y: Any) -> Federation:
     [
         ([0.0, 1.0], "float32 of shape .2., not int64 class numbers"),
         ([True, False], "bool of shape"),
-        (np.array([0, 1], dtype=np.int32), "int32 of shape"),
         ([[1, 0], [0, 1]], "int64 of shape .2, 2.*one per example"),
         ([1, 3], "go from 1 to 3, but the model has the classes 0 to 2.*4 classes"),
         ([-1, 0], "number the labels from 0"),

@@ -33,7 +33,7 @@ NO_CLIENTS = "a federation needs at least one client"
 ROWS_PER_CHECK = 2**16  # data may be larger than memory, so checks read them in blocks
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Federation:
     """All clients' examples, stored contiguously in client order.
 
@@ -52,6 +52,14 @@ class Federation:
     offsets: NDArray[np.int64]
     finite: bool = field(default=False, repr=False, kw_only=True)
 
+    def __repr__(self) -> str:
+        fields = ", ".join(
+            f"{name} {str(value.dtype).removeprefix('torch.')} {list(value.shape[1:])}"
+            for name, value in self.fields.items()
+        )
+        count = int(self.offsets[-1])
+        return f"{type(self).__name__}({self.clients:,} clients, {count:,} examples: {fields})"
+
     def __post_init__(self) -> None:
         check_offsets(self.offsets)
         check_fields(self.fields, total=int(self.offsets[-1]))
@@ -69,7 +77,7 @@ class Federation:
         return cls(columns, offsets_of(map(len, parts)))
 
     @classmethod
-    def from_ids(cls, fields: Mapping[str, Any], ids: Sequence[Any]) -> Federation:
+    def from_ids(cls, fields: Mapping[str, Any], ids: Sequence[Any] | NDArray[Any]) -> Federation:
         """Give each example to the client with its id; clients are sorted by id."""
         tensors = as_tensors(fields)
         rows = check_fields(tensors)

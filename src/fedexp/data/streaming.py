@@ -95,7 +95,7 @@ def free_bytes(device: torch.device) -> int:
     return free + unused
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class StreamedFederation(Federation):
     """A federation that resides on the host and returns batches on another device.
 

@@ -70,10 +70,9 @@ class DistributedGroup:
 
     def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
         """Evaluate with each rank on its part of the examples, which may be empty."""
-        own = task.evaluate(params, buffers, (self.ranks.rank, self.ranks.world_size))
-        results = self.ranks.all_gather_object(own)
-        names = dict.fromkeys(name for values in results for name in values)
-        return {name: sum(values.get(name, 0.0) for values in results) for name in names}
+        own = task.totals(params, buffers, (self.ranks.rank, self.ranks.world_size))
+        first, *others = self.ranks.all_gather_object(own)
+        return task.finish(sum(others, first))
 
     def _run(self, engine: Run, work: Work, state: SimulationState) -> Sums:
         shards = shard_cohort(work, self.ranks.world_size)

@@ -44,7 +44,7 @@ def dense_network_of(work: Work, state: SimulationState) -> DenseNetwork | None:
         return None
     batch = train.batch(int(work.cohort[0]), np.arange(1))
     batch = batch if work.task.transform is None else work.task.transform.evaluate(batch)
-    x, y = batch["x"], batch["y"]
+    x, y = batch[network.x], batch[network.y]
     row = x.flatten(1) if network.flattens else x
     fits = row.shape == (1, network.layers[0].inputs) and x.dtype == state.params.dtype
     return network if fits and y.shape == (1,) and y.dtype == torch.int64 else None
@@ -104,7 +104,7 @@ class Dense:
         own = part_of(correction, torch.from_numpy(positions))
         step = DenseStep.of(self.network, start, work.lr, work.local, own)
         weights = self.network.split(start.repeat(len(positions), 1))
-        for x, y, counted in block_batches(work, clients[positions], start.dtype):
+        for x, y, counted in block_batches(work, self.network, clients[positions], start.dtype):
             some = weights if len(x) == len(positions) else [w[: len(x)] for w in weights]
             step(some, self.network.factors(some, x.flatten(2), y, counted))
         params[torch.from_numpy(positions)] = self.network.join(weights)
@@ -123,7 +123,9 @@ class BlockBatch(NamedTuple):
     counted: Tensor
 
 
-def block_batches(work: Work, clients: Numbers, dtype: torch.dtype) -> Iterator[BlockBatch]:
+def block_batches(
+    work: Work, network: DenseNetwork, clients: Numbers, dtype: torch.dtype
+) -> Iterator[BlockBatch]:
     """Yield the batches of clients that are sorted by their number of steps, most steps first.
 
     A client takes part while it has steps left, and a batch is as wide as its widest.
@@ -138,14 +140,14 @@ def block_batches(work: Work, clients: Numbers, dtype: torch.dtype) -> Iterator[
     real = torch.arange(plan.width) < lengths[:, :, None]
     counted = real.to(dtype) / lengths.clamp(min=1)[:, :, None]
     # a few bytes per example, so those of all steps are read at once
-    labels = work.task.train.fields["y"].index_select(0, rows.flatten()).view(rows.shape)
+    labels = work.task.train.fields[network.y].index_select(0, rows.flatten()).view(rows.shape)
     plain = work.task.transform is None and bool(labels.amin() >= 0)
     changes, batch = len(rows) > 1 or plan.draws is not None, None
     for step, part in enumerate(_parts(plan.lengths)):
         if batch is None or changes:
             at = step % len(rows)
             draws = None if plan.draws is None else torch.from_numpy(plan.draws[step][part])
-            x, y = _examples(work, rows[at][part], labels[at][part], draws)
+            x, y = _examples(work, network, rows[at][part], labels[at][part], draws)
             weights = counted[step][part]
             if not plain:  # labels below 0 count nothing, as in torch's cross entropy
                 weights, y = weights * (y >= 0), y.clamp(min=0)
@@ -164,12 +166,12 @@ def _parts(lengths: Numbers) -> list[Any]:
 
 
 def _examples(
-    work: Work, rows: Tensor, labels: Tensor, draws: Tensor | None
+    work: Work, network: DenseNetwork, rows: Tensor, labels: Tensor, draws: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return examples and labels as the model sees them."""
     fields, transform, picked = work.task.train.fields, work.task.transform, rows.flatten()
     if transform is None:
-        return fields["x"].index_select(0, picked).unflatten(0, rows.shape), labels
+        return fields[network.x].index_select(0, picked).unflatten(0, rows.shape), labels
     batch = {n: v.index_select(0, picked).unflatten(0, rows.shape) for n, v in fields.items()}
     inputs = transform.train(batch, draws)
-    return inputs["x"], inputs["y"]
+    return inputs[network.x], inputs[network.y]

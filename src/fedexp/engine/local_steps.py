@@ -244,7 +244,7 @@ class LayerSteps:
 
     def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
         clients, rates, bound = self.clients, self.rates, self.local.clip_norm
-        grads = clients.gradients(batch["x"], batch["y"], self.counted[s])
+        grads = clients.gradients(batch, self.counted[s])
         if bound is not None:
             squared = sq_norms(clients.layers, clients.params, grads, self.correction)
             rates = self.lr * clip_to(squared.sqrt(), bound)

@@ -31,8 +31,9 @@ from fedexp.engine.cuda_graph import RoundResult
 from fedexp.engine.loop import Engine, Loop, Run
 from fedexp.engine.plan import Work, sample_cohort, step_lengths
 from fedexp.engine.select import EngineName, Selected, check_engine_name, select_engine
-from fedexp.engine.state import Record, SimulationState, check_range, server_step
+from fedexp.engine.state import EVALUATED, Record, SimulationState, check_range, server_step
 from fedexp.errors import (
+    DataNote,
     DivergedError,
     NonFiniteUpdateWarning,
     UsageError,
@@ -178,6 +179,7 @@ def _rounds(
 ) -> Iterator[Record]:
     warned, read_ahead = False, ReadAhead(work.task.train, process_group.shard)
     selected: Selected | None = None
+    noted: set[str] = set()
     for round in range(state.round + 1, rounds + 1):
         clients = sample_cohort(work.seed, round, work.task.train.clients, cohort)
         work = replace(work, round=round, cohort=clients)
@@ -195,7 +197,7 @@ def _rounds(
         check_range(state)
         if round % evaluate_every == 0 or round == rounds:
             with arithmetic(precision):
-                record = _evaluated(work, record, process_group)
+                record = _evaluated(work, record, process_group, noted)
         yield record
 
 
@@ -270,6 +272,7 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
         seconds=time.perf_counter() - began,
         metrics=metrics,
         state=replace(result.state, round=work.round, clients=clients),
+        task=work.task,
     )
 
 
@@ -294,12 +297,19 @@ def _local_then_server(work: Work, state: SimulationState, engine: Run) -> Round
     return RoundResult(after, count, dropped, metrics, changed)
 
 
-def _evaluated(work: Work, record: Record, process_group: ProcessGroup) -> Record:
+def _evaluated(work: Work, record: Record, process_group: ProcessGroup, noted: set[str]) -> Record:
+    """Return the record with the values of its output model; metrics in `noted` were warned of."""
     with seeded_torch(work.seed, "evaluation", work.round):  # in case the model draws
         values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output())
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
-    return replace(record, **values)
+    further = {name: values.pop(name) for name in list(values) if name not in EVALUATED}
+    for name in {name for name, value in further.items() if math.isnan(value)} - noted:
+        noted.add(name)
+        warnings.warn(
+            f"round {record.round}: {name} is not a number; it is stored as null", DataNote, 3
+        )
+    return replace(record, **values, metrics={**record.metrics, **further})
 
 
 def _warn_dropped(record: Record) -> None:

@@ -9,19 +9,23 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
-from torch import Tensor
+from numpy.typing import NDArray
+from torch import Tensor, nn
 
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
-from fedexp.errors import DivergedError, warn_deprecated
-from fedexp.objective import Buffers, changed_buffers
+from fedexp.errors import DivergedError, UsageError, warn_deprecated
+from fedexp.objective import Buffers, LoadableObjective, changed_buffers
 from fedexp.server import State as ServerState
 from fedexp.tasks.task import Task
 
+EVALUATED = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")  # fields of a record
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class SimulationState:
     """A snapshot after `round` rounds. Pass it as `start` to `simulate` to continue from it.
 
@@ -44,6 +48,10 @@ class SimulationState:
     server: ServerState
     broadcast: Tensors
     clients: Mapping[int, Tensors]
+
+    def __repr__(self) -> str:
+        states = f", {len(self.clients):,} client states" if self.clients else ""
+        return f"SimulationState(round {self.round}, {self.params.numel():,} parameters{states})"
 
     @property
     def shared(self) -> Tensors:
@@ -105,7 +113,7 @@ class EngineChoice:
         return f"{self.name} ({self.implementation})" if self.implementation else self.name
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Record:
     """One round. Losses and accuracies are those of the output model, None where not evaluated.
 
@@ -116,9 +124,11 @@ class Record:
         clients: clients whose update entered the model.
         dropped: clients left out because their update was not finite.
         seconds: time of the round, without evaluation.
-        metrics: further numbers of the server rule, e.g. `diversity` and `eps_share` of FedExP.
+        metrics: further numbers: of the server rule, e.g. `diversity` and `eps_share` of FedExP,
+            and of the task, e.g. `test_f1`.
         engine_choice: the engine that ran, and why; None where the caller gave one to `run_round`.
         state: everything needed to continue from here.
+        task: the task, on the device of the run.
     """
 
     round: int
@@ -134,6 +144,29 @@ class Record:
     metrics: Mapping[str, float] = field(default_factory=dict)
     engine_choice: EngineChoice | None = None
     state: SimulationState = field(repr=False, compare=False, kw_only=True)
+    task: Task | None = field(default=None, repr=False, compare=False, kw_only=True)
+
+    def __repr__(self) -> str:
+        values = {name: getattr(self, name) for name in ("server_lr", *EVALUATED)}
+        values |= {n: v for n, v in self.metrics.items() if n.startswith(("train_", "test_"))}
+        numbers = [f"{name} {value:.4g}" for name, value in values.items() if value is not None]
+        return f"Record({', '.join([f'round {self.round}', *numbers])})"
+
+    def model(self) -> nn.Module:
+        """Return the output model as a new module, on the CPU and in evaluation mode."""
+        objective = None if self.task is None else self.task.objective
+        if not isinstance(objective, LoadableObjective):
+            raise UsageError(
+                "there is no torch module for this objective; its weights are record.state.output()"
+            )
+        return objective.load(*self.state.output()).cpu().eval()
+
+    def evaluate_clients(self) -> dict[str, NDArray[np.float64]]:
+        """Return loss and accuracy of the output model for each client, e.g. `train_accuracy`."""
+        if self.task is None:
+            raise UsageError("this record has no task; use task.evaluate_clients(*state.output())")
+        values = self.task.evaluate_clients(*self.state.output())
+        return {name: value.numpy() for name, value in values.items()}
 
     @property
     def engine(self) -> str:
@@ -145,7 +178,7 @@ class Record:
         own = {
             name: value
             for name, value in vars(self).items()
-            if name not in ("metrics", "engine_choice", "state")
+            if name not in ("metrics", "engine_choice", "state", "task")
         }
         return {name: _jsonable(value) for name, value in {**own, **self.metrics}.items()}
 

@@ -294,11 +294,10 @@ class Trial:
         assert isinstance(objective, StackedObjective)
         batch = self.first_batch()
         both = {name: torch.stack([value, value]) for name, value in batch.items()}
-        valid = params.new_ones(2, len(batch["y"]))
+        valid = params.new_ones(2, len(next(iter(batch.values()))))
         clients = objective.stacked_clients(params.repeat(2, 1), both, valid)
         with torch.no_grad(), NoDataDependence():
-            outputs = clients.outputs(both["x"].flatten(0, 1)).to(params.dtype)
-            clients.stack.losses(outputs, both["y"].flatten(0, 1))
+            clients.losses(both)
 
     def _measured(self, stacked: bool) -> Tensor:
         """Return the losses in evaluation mode, by stacked layers or not."""

@@ -6,12 +6,16 @@ from fedexp.objective.base import (
     CopyableObjective,
     DenseObjective,
     DeviceObjective,
+    Fields,
     LoadableObjective,
     Objective,
+    PredictingObjective,
     QuadraticObjective,
     StackedObjective,
+    StartableObjective,
     buffer_changes,
     changed_buffers,
+    map_tensors,
 )
 from fedexp.objective.least_squares import LeastSquares
 from fedexp.objective.module import ModuleObjective
@@ -22,12 +26,16 @@ __all__ = [
     "CopyableObjective",
     "DenseObjective",
     "DeviceObjective",
+    "Fields",
     "LeastSquares",
     "LoadableObjective",
     "ModuleObjective",
     "Objective",
+    "PredictingObjective",
     "QuadraticObjective",
     "StackedObjective",
+    "StartableObjective",
     "buffer_changes",
     "changed_buffers",
+    "map_tensors",
 ]

@@ -12,8 +12,10 @@ has a property that computes something, which keeps that test cheap.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
+from copy import copy
+from dataclasses import dataclass, fields, is_dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -51,6 +53,84 @@ class Objective(Protocol):
 
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
         """Return per-example values in evaluation mode: `loss`, and `accuracy` of classifiers."""
+        ...
+
+
+@dataclass(frozen=True)
+class Fields:
+    """Which fields of a batch the model takes and which ones the loss compares its outputs with.
+
+    Attributes:
+        inputs: fields that are passed by position; or a mapping from keyword to field.
+        label: the field that is the target; several are passed to the loss as a tuple.
+
+    >>> fields = Fields(("tokens", "mask"), "y")
+    >>> fields.names, Fields({"ids": "tokens"}, ("y", "z")).names
+    (('tokens', 'mask', 'y'), ('tokens', 'y', 'z'))
+    """
+
+    inputs: tuple[str, ...] | Mapping[str, str] = ("x",)
+    label: str | tuple[str, ...] = "y"
+
+    @property
+    def input_names(self) -> tuple[str, ...]:
+        """The fields that the model takes."""
+        return tuple(self.inputs.values() if isinstance(self.inputs, Mapping) else self.inputs)
+
+    @property
+    def label_names(self) -> tuple[str, ...]:
+        """The fields that the loss takes."""
+        return (self.label,) if isinstance(self.label, str) else tuple(self.label)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All fields in use, each once."""
+        return tuple(dict.fromkeys((*self.input_names, *self.label_names)))
+
+    def arguments(self, batch: Batch) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+        """Return the positional and the keyword arguments of the model."""
+        if isinstance(self.inputs, Mapping):
+            return (), {keyword: batch[name] for keyword, name in self.inputs.items()}
+        return tuple(batch[name] for name in self.inputs), {}
+
+    def targets(self, batch: Batch) -> Any:
+        """Return the targets of the loss: a tensor, or a tuple of several."""
+        if isinstance(self.label, str):
+            return batch[self.label]
+        return tuple(batch[name] for name in self.label)
+
+
+DEFAULT_FIELDS = Fields()
+
+
+@runtime_checkable
+class PredictingObjective(Objective, Protocol):
+    """An objective whose outputs can be had, so that metrics and losses share a forward pass.
+
+    Attributes:
+        per_example: whether the loss has a value for each example. If not, it is a function of a
+            batch: batches cannot be padded, and evaluation never mixes the examples of clients.
+        classifies: whether `score` returns an accuracy.
+    """
+
+    per_example: bool
+    classifies: bool
+
+    def predict(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Any, Any]:
+        """Return outputs and targets of a batch, in evaluation mode."""
+        ...
+
+    def score(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        """Return what `measure` returns, from the results of `predict`."""
+        ...
+
+
+@runtime_checkable
+class StartableObjective(Objective, Protocol):
+    """An objective that can start at given weights."""
+
+    def starting_at(self, params: Tensor, buffers: Buffers) -> Objective:
+        """Return a copy whose initial model is this one, whatever the seed."""
         ...
 
 
@@ -112,7 +192,7 @@ class StackedObjective(BatchedObjective, Protocol):
     """An objective whose layers may have stacked implementations, with the weights of K clients."""
 
     def mixes_examples(self) -> bool:
-        """Return whether layers normalise over the batch, so that padding would be seen."""
+        """Return whether layers or the loss see more than one example, padding included."""
         ...
 
     def has_stacked_layers(self) -> bool:
@@ -207,3 +287,40 @@ def shaped(part: Tensor, shape: torch.Size) -> Tensor:
         return part.unflatten(-1, shape) if len(shape) else part.squeeze(-1)
     outputs, channels, *window = shape
     return part.unflatten(-1, (outputs, *window, channels)).movedim(-1, -3)
+
+
+def map_tensors(function: Callable[..., Any], first: Any, *others: Any) -> Any:
+    """Apply a function to the tensors of a model's output, and of outputs of the same structure.
+
+    Outputs are tensors, mappings, tuples, lists and dataclasses of them; other values are copied.
+
+    >>> map_tensors(torch.add, {"a": (torch.tensor(1), "b")}, {"a": (torch.tensor(2), "b")})
+    {'a': (tensor(3), 'b')}
+    """
+    if isinstance(first, Tensor):
+        return function(first, *others)
+    if isinstance(first, Mapping):
+        items = {k: map_tensors(function, v, *(o[k] for o in others)) for k, v in first.items()}
+        if not isinstance(first, MutableMapping):
+            return items
+        mapped = copy(first)
+        for key, value in items.items():
+            mapped[key] = value
+        return mapped
+    if isinstance(first, tuple | list):
+        values = [map_tensors(function, *each) for each in zip(first, *others, strict=True)]
+        return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
+    if is_dataclass(first) and not isinstance(first, type):
+        same = copy(first)
+        for name in (field.name for field in fields(first)):
+            parts = [getattr(each, name) for each in (first, *others)]
+            object.__setattr__(same, name, map_tensors(function, *parts))
+        return same
+    return first
+
+
+def as_type(outputs: Any, dtype: torch.dtype) -> Any:
+    """Return the outputs of a model in the type of its parameters; in a structure, floats only."""
+    if isinstance(outputs, Tensor):
+        return outputs.to(dtype)
+    return map_tensors(lambda t: t.to(dtype) if t.is_floating_point() else t, outputs)

@@ -68,6 +68,7 @@ class DenseNetwork:
     Attributes:
         layers: in their order.
         flattens: examples may have any shape, and are flattened first.
+        x, y: names of the fields of examples and labels.
 
     >>> network = dense_network(nn.Linear(2, 3), nn.CrossEntropyLoss(reduction="none"))
     >>> [tuple(w.shape) for w in network.split(torch.zeros(5, 9))]
@@ -76,6 +77,8 @@ class DenseNetwork:
 
     layers: tuple[Layer, ...]
     flattens: bool = False
+    x: str = "x"
+    y: str = "y"
 
     @property
     def width(self) -> int:

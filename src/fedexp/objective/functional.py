@@ -49,13 +49,17 @@ class FunctionalModule:
         self._mixed = mixed
 
     def __call__(
-        self, parameters: Sequence[Tensor], buffers: Sequence[Tensor], *inputs: Tensor
+        self,
+        parameters: Sequence[Tensor],
+        buffers: Sequence[Tensor],
+        *inputs: Tensor,
+        **keywords: Tensor,
     ) -> tuple[Any, list[Tensor]]:
         """Return the output in training mode, and the buffers after it."""
         self.module.train()
         slots = [*self._parameters, *self._buffers]
         with _swapped(slots, [*parameters, *buffers]), self._attention():
-            output = self.module(*inputs)
+            output = self.module(*inputs, **keywords)
             return output, [read(own) for own in self._buffers]
 
     def _attention(self) -> AbstractContextManager[None]:

@@ -8,9 +8,10 @@ objective is built, and models that `deepcopy` does not reproduce are built anew
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
+from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import Any
@@ -24,8 +25,8 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from fedexp.data.federation import Batch
-from fedexp.errors import require
-from fedexp.objective.base import Buffers, flatten, pieces
+from fedexp.errors import UsageError, first_line, require
+from fedexp.objective.base import DEFAULT_FIELDS, Buffers, Fields, as_type, flatten, pieces
 from fedexp.objective.dense import DenseNetwork, dense_network
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
 from fedexp.objective.stack import CannotStackError, Stack, StackedClients
@@ -33,12 +34,13 @@ from fedexp.precision import Precision
 from fedexp.seeding import seeded_torch
 
 FUSED_WEIGHTS = 16  # compiling a model of more takes longer than it saves
+Loss = Callable[[Any, Any], Tensor]  # of (outputs, targets)
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OLD_NORMS = (WeightNorm, SpectralNorm)  # hooks with a weight that is not a parameter
 
 
 class ModuleObjective:
-    """The loss of any `nn.Module` on batches of `x` and `y`.
+    """The loss of any `nn.Module` on batches of inputs and targets, `x` and `y` by default.
 
     The module is scratch space: parameters and buffers are set from the arguments at every call,
     so the methods are pure to their callers. Threads must not share one: give each its own copy.
@@ -47,15 +49,22 @@ class ModuleObjective:
     Args:
         build: makes a module; it is called under a seed, so the initial weights follow from it.
             Or a module, whose weights are the initial ones.
-        loss: per-example loss of (output, y), i.e. with `reduction="none"`.
+        loss: per-example loss of (outputs, targets), i.e. with `reduction="none"`.
         classifies: whether the largest output names the class, so that accuracy has a meaning.
+        fields: the inputs of the model and the targets of the loss, by the names of the data.
+        per_example: False for a loss that returns one number for a batch.
+        ignore_index: target that counts neither in the loss nor in the accuracy; for losses of a
+            batch only.
     """
 
     def __init__(
         self,
         build: Callable[[], nn.Module] | nn.Module,
-        loss: Callable[[Tensor, Tensor], Tensor] | None = None,
+        loss: Loss | None = None,
         classifies: bool = True,
+        fields: Fields = DEFAULT_FIELDS,
+        per_example: bool = True,
+        ignore_index: int | None = None,
     ) -> None:
         if isinstance(build, nn.Module):
             check_trainable(build)
@@ -65,17 +74,13 @@ class ModuleObjective:
                 "that builds it, e.g. lambda: MyModel()",
             )
         self.build = partial(deepcopy, build) if isinstance(build, nn.Module) else build
-        self.loss = loss or nn.CrossEntropyLoss(reduction="none")
-        self.classifies = classifies
-        require(
-            not _trains(self.loss),
-            "the loss has weights of its own or refers to a model's, which are not trained by it; "
-            "compute what needs them in the model's forward",
-        )
+        self.fields = fields
+        self._set_loss(loss, classifies, per_example, ignore_index)
         with seeded_torch(0, "initial weights"):
             module = self.build()
         check_trainable(module)
         self._initial: tuple[int, nn.Module] | None = (0, module)  # of a seed; never written to
+        self._start: nn.Module | None = None  # the initial model of every seed
         if _has_constants(module) or not is_copied_whole(module):
             with seeded_torch(0, "scratch"):
                 module = self.build()
@@ -86,6 +91,55 @@ class ModuleObjective:
         self.compute_type: torch.dtype | None = None
         self._list_tensors()
         require(bool(self.params), "the model has no trainable parameters")
+
+    def _set_loss(
+        self, loss: Loss | None, classifies: bool, per_example: bool, ignore_index: int | None
+    ) -> None:
+        self.loss: Loss = loss or nn.CrossEntropyLoss(reduction="none")
+        self.classifies, self.per_example = classifies, per_example
+        self.ignore_index = ignore_index
+        require(
+            not _trains(self.loss),
+            "the loss has weights of its own or refers to a model's, which are not trained by it; "
+            "compute what needs them in the model's forward",
+        )
+
+    def with_loss(
+        self,
+        loss: Loss,
+        classifies: bool,
+        per_example: bool = True,
+        ignore_index: int | None = None,
+    ) -> ModuleObjective:
+        """Return the objective with another loss; the model is shared, so use only one of them."""
+        other = copy(self)
+        other._set_loss(loss, classifies, per_example, ignore_index)
+        return other
+
+    def starting_at(self, params: Tensor, buffers: Buffers) -> ModuleObjective:
+        """Return a copy whose initial model has these weights, whatever the seed."""
+        other = self.copy()
+        other._start = self.load(
+            params.to(self.device), Buffers(*(b.to(self.device) for b in buffers))
+        )
+        return other
+
+    def starting_from(self, weights: nn.Module | Mapping[str, Tensor]) -> ModuleObjective:
+        """Return a copy that starts at the weights of a module or of its `state_dict`.
+
+        Frozen weights are taken from it as well.
+        """
+        state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+        other = self.copy()
+        try:
+            other.module.load_state_dict(state)
+        except (RuntimeError, TypeError, AttributeError) as error:
+            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+            reason = lines[1] if len(lines) > 1 else first_line(error)
+            raise UsageError(f"the weights are of another model: {reason}") from error
+        other._list_tensors()
+        other._start = other.copy().module
+        return other
 
     def _list_tensors(self) -> None:
         self.params = [p for p in self.module.parameters() if p.requires_grad]
@@ -145,6 +199,8 @@ class ModuleObjective:
 
     def initial_module(self, seed: int) -> nn.Module:
         """Return the module with the initial weights of a seed, built once; do not write to it."""
+        if self._start is not None:
+            return self._start
         if self._initial is None or self._initial[0] != seed:
             with seeded_torch(seed, "initial weights"):
                 self._initial = seed, self._built()
@@ -161,8 +217,8 @@ class ModuleObjective:
 
     def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         self.module.train()
-        output = self._forward(params, buffers, batch["x"])
-        loss = self._losses(output.to(params.dtype), batch["y"]).mean()
+        outputs = as_type(self._forward(params, buffers, batch), params.dtype)
+        loss = self._losses(outputs, self.fields.targets(batch)).mean()
         grads = torch.autograd.grad(loss, self.params, allow_unused=True)
         require(
             any(g is not None for g in grads),
@@ -182,10 +238,11 @@ class ModuleObjective:
         each = torch.func.vmap(one_client, randomness="different")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
-            return each(params, buffers, batch["x"], batch["y"], counted)
+            used = {name: batch[name] for name in self.fields.names}
+            return each(params, buffers, used, counted)
 
     def _functional_loss(
-        self, params: Tensor, buffers: Buffers, x: Tensor, y: Tensor, weights: Tensor
+        self, params: Tensor, buffers: Buffers, batch: Batch, weights: Tensor
     ) -> tuple[Tensor, Buffers]:
         """Return the loss of one client without touching the module, for `torch.func`."""
         self._functional = self._functional or FunctionalModule(
@@ -196,9 +253,12 @@ class ModuleObjective:
         client_params = [piece.clone(memory_format=plain) for piece in pieces(params, self.params)]
         values = pieces(buffers.averaged, self.averaged) + pieces(buffers.kept, self.kept)
         with self._autocast():
-            output, after = self._functional(client_params, self._copies_of(values), x)
-        losses = self._losses(output.to(params.dtype), y)
-        return (losses * weights).sum(), self._gathered(after) if self.slots else buffers
+            args, kwargs = self.fields.arguments(batch)
+            copies = self._copies_of(values)
+            outputs, after = self._functional(client_params, copies, *args, **kwargs)
+        losses = self._losses(as_type(outputs, params.dtype), self.fields.targets(batch))
+        loss = (losses * weights).sum() if self.per_example else losses
+        return loss, self._gathered(after) if self.slots else buffers
 
     def stacked(self, fuse: bool = False) -> Stack:
         """Return the model with stacked layers; raises `CannotStackError` where it has none.
@@ -208,11 +268,12 @@ class ModuleObjective:
         """
         if self.stack is None:
             fuse = fuse and len(self.params) <= FUSED_WEIGHTS
-            self.stack = Stack(self.module, self._losses, self.compute_type, fuse)
+            self.stack = Stack(self.module, self._losses, self.fields, self.compute_type, fuse)
         return self.stack
 
     def mixes_examples(self) -> bool:
-        return any(isinstance(m, _BatchNorm) for m in self.module.modules())
+        normalises = any(isinstance(m, _BatchNorm) for m in self.module.modules())
+        return normalises or not self.per_example
 
     def has_stacked_layers(self) -> bool:
         try:
@@ -227,7 +288,12 @@ class ModuleObjective:
         self._evaluates_stacked = enabled
 
     def dense_network(self) -> DenseNetwork | None:
-        return None if self.compute_type is not None else dense_network(self.module, self.loss)
+        inputs, label = self.fields.inputs, self.fields.label
+        named = isinstance(inputs, tuple) and len(inputs) == 1 and isinstance(label, str)
+        if self.compute_type is not None or not self.per_example or not named:
+            return None
+        network = dense_network(self.module, self.loss)
+        return network and replace(network, x=self.fields.input_names[0], y=label)
 
     def stacked_clients(
         self, params: Tensor, batch: Batch, valid: Tensor, fuse: bool = False
@@ -236,43 +302,64 @@ class ModuleObjective:
         stack.module.train()
         if not self._compiled:
             counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
-            stack.compile(params, batch["x"], batch["y"], counted)
+            stack.compile(params, batch, counted)
             self._compiled = True
         return StackedClients(stack, params)
 
-    @torch.no_grad()
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
-        output = self._predictions(params, buffers, batch["x"]).to(params.dtype)
-        values = {"loss": self._losses(output, batch["y"])}
-        if self.classifies:
-            found = output.argmax(dim=1)
-            y = batch["y"]
-            require(
-                found.numel() == y.numel(),
-                f"outputs {list(output.shape)} have no class for each of the labels "
-                f"{list(y.shape)}; pass classifies=False",
-            )
-            right = (found == y.view_as(found)).to(output.dtype)
-            values["accuracy"] = right if right.ndim == 1 else right.flatten(1).mean(dim=1)
-        return values
+        return self.score(*self.predict(params, buffers, batch))
 
-    def _predictions(self, params: Tensor, buffers: Buffers, x: Tensor) -> Tensor:
+    @torch.no_grad()
+    def predict(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Any, Any]:
+        """Return outputs, in the type of the parameters, and targets, in evaluation mode."""
         if self._evaluates_stacked and self.stack is not None:
             self.stack.module.eval()
             if self._evaluated_stacked is None or self._evaluated_stacked[0] is not params:
                 self._evaluated_stacked = params, StackedClients(self.stack, params[None])
-            return self._evaluated_stacked[1].outputs(x)
-        self.module.eval()
-        return self._forward(params, buffers, x)
+            outputs = self._evaluated_stacked[1].outputs(batch)
+        else:
+            self.module.eval()
+            outputs = self._forward(params, buffers, batch)
+        return as_type(outputs, params.dtype), self.fields.targets(batch)
 
-    def _forward(self, params: Tensor, buffers: Buffers, x: Tensor) -> Tensor:
+    @torch.no_grad()
+    def score(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
+        """Return loss and accuracy of each example.
+
+        Where the loss is one number for the batch, every example has that number, and the accuracy
+        of the batch without the targets that are ignored.
+        """
+        rows = len(targets if isinstance(targets, Tensor) else targets[0])
+        losses = self._losses(outputs, targets)
+        values = {"loss": losses if self.per_example else losses.expand(rows)}
+        if self.classifies:
+            found = outputs.argmax(dim=1)
+            require(
+                found.numel() == targets.numel(),
+                f"outputs {list(outputs.shape)} have no class for each of the labels "
+                f"{list(targets.shape)}; pass classifies=False",
+            )
+            right = (found == targets.view_as(found)).to(outputs.dtype)
+            if not self.per_example:
+                counted = torch.ones_like(right)
+                if self.ignore_index is not None:
+                    counted = (targets.view_as(found) != self.ignore_index).to(right)
+                mean = (right * counted).sum(dtype=torch.float64) / counted.sum()
+                values["accuracy"] = mean.expand(rows)
+            else:
+                values["accuracy"] = right if right.ndim == 1 else right.flatten(1).mean(dim=1)
+        return values
+
+    def _forward(self, params: Tensor, buffers: Buffers, batch: Batch) -> Any:
         """Call the module on copies of what it may write to (`x.mul_()`, `max_norm`).
 
         In training mode the parameters are the caller's copy, and a step continues from what
         forward makes of them.
         """
-        if x._base is not None:  # rows of the data themselves
-            x = x.clone()
+        args, kwargs = self.fields.arguments(batch)
+        # rows of the data themselves are views
+        args = tuple(x if x._base is None else x.clone() for x in args)
+        kwargs = {name: x if x._base is None else x.clone() for name, x in kwargs.items()}
         if not self.module.training:
             if self._evaluated is None or self._evaluated[0] is not params:
                 self._evaluated = params, params.clone()
@@ -280,10 +367,10 @@ class ModuleObjective:
         self._bind(params, buffers)
         before = [p._version for p in self.params]
         with self._autocast(), self._quiet():
-            output: Tensor = self.module(x)
+            outputs = self.module(*args, **kwargs)
         if not self.module.training and before != [p._version for p in self.params]:
             self._evaluated = None
-        return output
+        return outputs
 
     def _built(self) -> nn.Module:
         module = self.build()
@@ -297,7 +384,7 @@ class ModuleObjective:
     def load(self, params: Tensor, buffers: Buffers) -> nn.Module:
         """Return a new module with these parameters and buffers: the trained model."""
         self._bind(params.clone(), buffers)
-        return deepcopy(self.module)
+        return self.copy().module
 
     def _autocast(self) -> AbstractContextManager[None]:
         if self.compute_type is None:
@@ -314,21 +401,23 @@ class ModuleObjective:
             warnings.filterwarnings("ignore", "RNN module weights are not part", UserWarning)
             yield
 
-    def _losses(self, output: Tensor, y: Tensor) -> Tensor:
-        """Return a loss for every example; those of several outputs are averaged."""
-        losses = self.loss(output, y)
+    def _losses(self, outputs: Any, targets: Any) -> Tensor:
+        """Return a loss for every example, the mean of those of its outputs; or that of a batch."""
+        losses = self.loss(outputs, targets)
+        if not self.per_example:
+            require(
+                losses.ndim == 0,
+                f"the loss of a batch has the shape {list(losses.shape)}; return one number",
+            )
+            return losses
+        first = targets if isinstance(targets, Tensor) else targets[0]
         require(
-            losses.ndim >= 1 and len(losses) == len(y),
+            losses.ndim >= 1 and len(losses) == len(first),
             "the loss must give a value for every example; build it with reduction='none'",
         )
         if losses.ndim == 1:
             return losses
-        alike = output.ndim != y.ndim or output.shape == y.shape
-        require(
-            alike and losses.shape == y.shape[: losses.ndim],
-            f"the loss of outputs {list(output.shape)} and labels {list(y.shape)} has the shape "
-            f"{list(losses.shape)}; give outputs and labels one shape, e.g. output.squeeze(1)",
-        )
+        check_shapes(outputs, targets, losses)
         return losses.flatten(1).mean(dim=1)
 
     def _bind(self, params: Tensor, buffers: Buffers) -> None:
@@ -454,6 +543,18 @@ def _is_set(cell: Any) -> bool:
         return bool(cell.cell_contents is not None)
     except ValueError:  # not yet
         return False
+
+
+def check_shapes(outputs: Any, targets: Any, losses: Tensor) -> None:
+    """Refuse losses of outputs and labels whose shapes were broadcast."""
+    if losses.ndim < 2 or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return
+    alike = outputs.ndim != targets.ndim or outputs.shape == targets.shape
+    require(
+        alike and losses.shape == targets.shape[: losses.ndim],
+        f"the loss of outputs {list(outputs.shape)} and labels {list(targets.shape)} has the shape "
+        f"{list(losses.shape)}; give outputs and labels one shape, e.g. output.squeeze(1)",
+    )
 
 
 def _trains(loss: Any) -> bool:

@@ -14,18 +14,20 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import compress
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from fedexp.data.federation import Batch
 from fedexp.kernels.convolution import convolve
 from fedexp.kernels.dense import flatten_images, products
 from fedexp.kernels.launch import compile_in_parallel, fused, has_triton
 from fedexp.kernels.layers import Layers, gradient_buffers
 from fedexp.kernels.normalisation import group_norm
 from fedexp.models import GroupNormReLU
-from fedexp.objective.base import pieces, shaped
+from fedexp.objective.base import DEFAULT_FIELDS, Fields, as_type, pieces, shaped
 
 
 class CannotStackError(Exception):
@@ -91,7 +93,7 @@ NORMS = (nn.GroupNorm,)
 
 
 def stacked(module: nn.Module) -> nn.Module:
-    """Return a copy whose layers take stacked weights, by the names of the module's own.
+    """Return a copy whose trained layers take stacked weights, by the names of the module's own.
 
     >>> layer = stacked(nn.Linear(2, 1, bias=False))
     >>> weight = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
@@ -102,12 +104,13 @@ def stacked(module: nn.Module) -> nn.Module:
     copy = deepcopy(module)
     named = list(copy.named_parameters(remove_duplicate=False))
     _check(len({id(p) for _, p in named}) == len(named), "layers share weights")
-    _check(all(p.requires_grad for _, p in named), "some weights are frozen")
     _check(not list(copy.buffers()), "it has buffers")
     for layer in copy.modules():
         if type(layer) is nn.Flatten:
             layer.__class__ = StackedFlatten
-        if list(layer.parameters(recurse=False)):
+        own = [p.requires_grad for p in layer.parameters(recurse=False)]
+        if any(own):  # a frozen layer is the same for all clients, and works on all rows as it is
+            _check(all(own), "some weights of a layer are frozen")
             _check(type(layer) in STACKED, f"{type(layer).__name__} cannot be stacked")
             _check_settings(layer)
             layer.__class__ = STACKED[type(layer)]
@@ -133,15 +136,16 @@ def _check(holds: bool, reason: str) -> None:
         raise CannotStackError(reason)
 
 
-Losses = Callable[[Tensor, Tensor], Tensor]
+Losses = Callable[[Any, Any], Tensor]
 
 
 class Stack:
-    """The loss of a module for many clients. Parameters are [K, d], examples [K, B, ...].
+    """The loss of a module for many clients. Parameters are [K, d], fields of a batch [K, B, ...].
 
     Args:
         module: the model of one client.
-        losses: a loss for every example of (outputs, y).
+        losses: a loss for every example of (outputs, targets).
+        fields: the inputs and targets of a batch.
         compute_type: type in which layers compute; weights of normalisations stay in full
             precision.
         fuse: let `torch.compile` merge what is between the layers.
@@ -151,47 +155,53 @@ class Stack:
         self,
         module: nn.Module,
         losses: Losses,
+        fields: Fields = DEFAULT_FIELDS,
         compute_type: torch.dtype | None = None,
         fuse: bool = False,
     ) -> None:
         self.module, self.losses, self.compute_type = stacked(module), losses, compute_type
-        self.names = [name for name, _ in module.named_parameters()]
-        self.like = list(module.parameters())
+        self.fields = fields
+        trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+        self.names, self.like = [name for name, _ in trained], [p for _, p in trained]
+        if compute_type is not None:
+            for name, weight in self.module.named_parameters():
+                if not weight.requires_grad and not computes_exactly(module, name):
+                    weight.data = weight.data.to(compute_type)
         self.exact = [computes_exactly(module, name) for name in self.names]
         self.losses_of = fused(self._losses_of) if fuse else self._losses_of
 
-    def compile(self, params: Tensor, x: Tensor, y: Tensor, counted: Tensor) -> None:
+    def compile(self, params: Tensor, batch: Batch, counted: Tensor) -> None:
         """Compile the kernels of the gradients, all at once, where there are any."""
         if params.is_cuda and has_triton():
             with compile_in_parallel() as able:
                 if able:
                     compiled, self.losses_of = self.losses_of, self._losses_of
                     weights = [w.detach().requires_grad_() for w in self._weights(params)]
-                    self.gradients(weights, x, y, counted)
+                    self.gradients(weights, batch, counted)
                     self.losses_of = compiled
 
     def gradients(
-        self, weights: Sequence[Tensor], x: Tensor, y: Tensor, counted: Tensor
+        self, weights: Sequence[Tensor], batch: Batch, counted: Tensor
     ) -> tuple[Tensor | None, ...]:
         """Return the gradient for each weight; None where the loss does not depend on it."""
+        used = {name: batch[name] for name in self.fields.names}
         with torch.enable_grad():
-            losses = self.losses_of(weights, x, y, counted.dtype)
+            losses = self.losses_of(weights, used, counted.dtype)
             return torch.autograd.grad(losses, weights, counted.flatten(), allow_unused=True)
 
-    def _losses_of(
-        self, weights: Sequence[Tensor], x: Tensor, y: Tensor, kind: torch.dtype
-    ) -> Tensor:
+    def _losses_of(self, weights: Sequence[Tensor], batch: Batch, kind: torch.dtype) -> Tensor:
         """Return the loss of every example, client after client, [K * B]."""
-        return self.losses(self.forward(weights, x.flatten(0, 1)).to(kind), y.flatten(0, 1))
+        rows = {name: value.flatten(0, 1) for name, value in batch.items()}
+        return self.losses(as_type(self.forward(weights, rows), kind), self.fields.targets(rows))
 
-    def forward(self, weights: Sequence[Tensor], x: Tensor) -> Tensor:
+    def forward(self, weights: Sequence[Tensor], rows: Batch) -> Any:
         """Return the outputs of K models on K times as many examples, [K * B]."""
-        if self.compute_type is not None and x.is_floating_point():
-            x = x.to(self.compute_type)
-        out: Tensor = functional_call(
-            self.module, dict(zip(self.names, weights, strict=True)), (x,)
+        if self.compute_type is not None:
+            kind = self.compute_type
+            rows = {n: v.to(kind) if v.is_floating_point() else v for n, v in rows.items()}
+        return functional_call(
+            self.module, dict(zip(self.names, weights, strict=True)), *self.fields.arguments(rows)
         )
-        return out
 
     def _weights(self, params: Tensor) -> list[Tensor]:
         """Return views of the parameters, or of a copy in the type in which layers compute."""
@@ -221,20 +231,24 @@ class StackedClients:
         self.copy = None if kind is None else self.params.to(kind)
         self.grads = torch.zeros_like(self.params if self.copy is None else self.copy)
 
-    def gradients(self, x: Tensor, y: Tensor, counted: Tensor) -> Tensor:
+    def gradients(self, batch: Batch, counted: Tensor) -> Tensor:
         """Return the gradients layer by layer, overwritten by the next call; `counted` [K, B]."""
         weights = [w.detach().requires_grad_() for w in self._weights()]
         buffers = self._views(self.grads)
         # a compiler relies on gradients without gaps, as they are where no buffer is offered
         dense = [s == n for s, n in zip(self.layers.strides, self.layers.sizes, strict=True)]
         with gradient_buffers(list(compress(weights, dense)), list(compress(buffers, dense))):
-            grads = self.stack.gradients(weights, x, y, counted)
+            grads = self.stack.gradients(weights, batch, counted)
         _copy_into(buffers, grads)
         return self.grads
 
-    def outputs(self, x: Tensor) -> Tensor:
+    def outputs(self, rows: Batch) -> Any:
         """Return the outputs of the K models on K times as many examples, [K * B]."""
-        return self.stack.forward(self._weights(), x)
+        return self.stack.forward(self._weights(), rows)
+
+    def losses(self, batch: Batch) -> Tensor:
+        """Return the loss of every example of a batch [K, B, ...], client after client."""
+        return self.stack._losses_of(self._weights(), batch, self.params.dtype)
 
     def rows(self) -> Tensor:
         """Return the parameters as a vector for each client, [K, d]."""

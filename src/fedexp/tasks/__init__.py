@@ -12,10 +12,15 @@ from fedexp.tasks.images import (
     emnist,
     emnist_small,
 )
+from fedexp.tasks.metrics import Goal, Mean, Metric, parse_goal
 from fedexp.tasks.regression import linear_regression, synthetic, toy
-from fedexp.tasks.task import Task, classification
+from fedexp.tasks.supervised import classification, supervised
+from fedexp.tasks.task import Task
 
 __all__ = [
+    "Goal",
+    "Mean",
+    "Metric",
     "Task",
     "cifar10",
     "cifar10_cnn",
@@ -30,6 +35,8 @@ __all__ = [
     "emnist",
     "emnist_small",
     "linear_regression",
+    "parse_goal",
+    "supervised",
     "synthetic",
     "toy",
 ]

@@ -16,7 +16,8 @@ from fedexp.errors import UsageError, require
 from fedexp.models import mlp
 from fedexp.seeding import generator
 from fedexp.tasks.recipe import PAPER_TRAINING, RECIPES
-from fedexp.tasks.task import Task, classification
+from fedexp.tasks.supervised import classification
+from fedexp.tasks.task import Task
 
 Model = Literal["logistic", "mlp"]
 CLASSES = 10

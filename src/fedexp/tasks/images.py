@@ -27,7 +27,8 @@ from fedexp.errors import require
 from fedexp.models import Pool, cifar_cnn, emnist_cnn, resnet18
 from fedexp.seeding import generator
 from fedexp.tasks.recipe import PAPER_TRAINING, RECIPES
-from fedexp.tasks.task import Task, classification
+from fedexp.tasks.supervised import classification
+from fedexp.tasks.task import Task
 
 if TYPE_CHECKING:
     from fedexp.data.datasets import RawSplits

@@ -1,29 +1,54 @@
-"""`Task`: a federated problem, its data and its default settings; `classification` makes one."""
+"""`Task`: a federated problem, its data, its default settings, and the evaluation of a model.
+
+An evaluation is a sum over examples, `Totals`, so that processes can share it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from functools import partial
+from itertools import pairwise
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.streaming import on_device
 from fedexp.data.transforms import Transform
-from fedexp.errors import UsageError, first_line, require
+from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
-from fedexp.objective import Buffers, DeviceObjective, ModuleObjective, Objective
+from fedexp.objective import (
+    Buffers,
+    DeviceObjective,
+    Objective,
+    PredictingObjective,
+    map_tensors,
+)
 from fedexp.precision import Precision
-from fedexp.tasks.recipe import PAPER_TRAINING, Options
+from fedexp.tasks.metrics import (
+    Goal,
+    Metric,
+    add_batch,
+    add_totals,
+    finish_metric,
+    parse_goal,
+)
+from fedexp.tasks.recipe import Options
 
 Weighting = Literal["uniform", "size"]
+TrainMetrics = Literal["clients", "pooled"]
+Share = tuple[int, int]
 # Examples per batch. On more, activations of a convolutional network do not fit a CPU's cache.
 EVALUATION_ROWS = {"cpu": 512, "cuda": 2048}
+BATCH_ROWS = 512  # where the loss is a function of a batch: the same on every device
+WORST = 10  # the worst decile is one client in so many
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Task:
     """A federated problem: objective, data and default settings.
 
@@ -43,6 +68,14 @@ class Task:
         tuned: options by algorithm, as `--set` takes them (docs/paper.md#tuned-values).
         released: the same for the authors' code, where it differs (docs/paper.md#released-code).
         sums: whether F_i sums over examples (least squares) instead of averaging.
+        higher: whether larger values of `metric` are better; None to infer it from its name.
+        metrics: further metrics of the test examples, or of the training examples if there are
+            none; in records as `test_<name>` or `train_<name>`.
+        train_metrics: also compute `metrics` on the training examples: "clients" for the mean over
+            clients of the value on each one's examples, "pooled" for that of all of them.
+        by_client: whether records have the values of the worst decile of clients.
+        test_offsets: client i has the test rows test_offsets[i] to test_offsets[i + 1]; None where
+            test examples belong to no client.
     """
 
     name: str
@@ -59,6 +92,40 @@ class Task:
     tuned: Options = field(default_factory=dict)
     released: Options = field(default_factory=dict)
     sums: bool = False
+    higher: bool | None = None
+    metrics: Mapping[str, Metric] = field(default_factory=dict)
+    train_metrics: TrainMetrics | None = None
+    by_client: bool = False
+    test_offsets: NDArray[np.int64] | None = None
+
+    def __repr__(self) -> str:
+        test = "" if self.test is None else f", {_rows(self.test):,} test examples"
+        return (
+            f"Task({self.name!r}: {self.train.clients:,} clients, "
+            f"{_rows(self.train.fields):,} examples{test}, {self._shown_goal})"
+        )
+
+    @property
+    def _shown_goal(self) -> str:
+        return self.metric if self.higher is None else str(self.goal)
+
+    @property
+    def goal(self) -> Goal:
+        """The record field that decides, and which way is up."""
+        return parse_goal(self.metric) if self.higher is None else Goal(self.metric, self.higher)
+
+    @property
+    def measured(self) -> tuple[str, ...]:
+        """The record fields that an evaluation fills."""
+        own = ["loss", "accuracy"]
+        if isinstance(self.objective, PredictingObjective) and not self.objective.classifies:
+            own.remove("accuracy")
+        found = []
+        for split in self._splits():
+            worst = self.by_client and split.offsets is not None
+            names = (*own, *split.metrics, *(f"{name}_worst_decile" for name in own if worst))
+            found += [f"{split.name}_{name}" for name in names]
+        return tuple(found)
 
     def to(self, device: torch.device, precision: Precision) -> Task:
         """Return the task with its data and objective on a device, computing in a precision."""
@@ -69,172 +136,233 @@ class Task:
         train = on_device(self.train, device)
         return replace(self, objective=objective.on(device, precision), train=train, test=test)
 
-    def evaluate(
-        self, params: Tensor, buffers: Buffers, share: tuple[int, int] = (0, 1)
-    ) -> dict[str, float]:
-        """Return training loss F(w), the mean over all clients; test loss; accuracies if any.
+    def evaluate(self, params: Tensor, buffers: Buffers) -> dict[str, float]:
+        """Return training loss F(w), the mean over all clients; test loss; accuracies and metrics.
 
         All clients have the same weight in F whatever their weights in training, as in the paper
-        (eq. 1). With share (k, n) only the k-th of n parts of the examples is evaluated; the values
-        of the n parts add up to the whole.
+        (eq. 1). Loss, accuracy and metrics share one forward pass.
         """
-        if self.sums:
-            rows = len(self.train.fields["y"])
-            weights = torch.full((rows,), 1 / self.train.clients, dtype=torch.float64)
-        else:
-            weights = self.train.example_weights(by_size=False)
-        values = self._weighted(params, buffers, self.train.fields, weights, "train", share)
-        if self.test is not None:
-            rows = len(self.test["y"])
-            even = torch.full((rows,), 1 / rows, dtype=torch.float64)
-            values |= self._weighted(params, buffers, self.test, even, "test", share)
+        return self.finish(self.totals(params, buffers))
+
+    def evaluate_clients(self, params: Tensor, buffers: Buffers) -> dict[str, Tensor]:
+        """Return loss and accuracy of each client, [clients] each, as `train_loss` and so on.
+
+        Those of the test examples are included where these belong to clients.
+        """
+        task = replace(self, by_client=True, metrics={})
+        return task._by_client(task.totals(params, buffers))
+
+    def totals(self, params: Tensor, buffers: Buffers, share: Share = (0, 1)) -> Totals:
+        """Return sums over the k-th of n parts of the examples, for share (k, n).
+
+        The totals of n parts add up to those of all examples, which `finish` turns into values.
+        """
+        totals, objective = Totals(), self.objective
+        # a device without float64 leaves the sums to the CPU
+        device = params.device if params.device.type in EVALUATION_ROWS else torch.device("cpu")
+        per_example = not isinstance(objective, PredictingObjective) or objective.per_example
+        for split in self._splits():
+            weights = split.weights().to(device)
+            owners = split.owners(device) if self.by_client else None
+            for rows in split.pieces(per_example, params.device.type, share):
+                piece = {n: value[rows].to(params.device) for n, value in split.fields.items()}
+                if self.transform is not None:
+                    piece = dict(self.transform.evaluate(piece))
+                if isinstance(objective, PredictingObjective):
+                    predicted = objective.predict(params, buffers, piece)
+                    values = objective.score(*predicted)
+                    if split.metrics:
+                        totals.add_metrics(split, rows, *predicted, device)
+                else:
+                    values = objective.measure(params, buffers, piece)
+                for name, value in values.items():
+                    own, key = value.to(device).to(torch.float64), f"{split.name}_{name}"
+                    totals.add("means", key, own @ weights[rows])
+                    if owners is not None:
+                        zeros = own.new_zeros(split.clients)
+                        totals.add("clients", key, zeros.index_add_(0, owners[rows], own))
+        return totals.on_host()
+
+    def finish(self, totals: Totals) -> dict[str, float]:
+        """Return the values of an evaluation, given the totals of all examples."""
+        values: dict[str, float] = dict(totals.means)
+        for name, each in self._by_client(totals).items():
+            values[f"{name}_worst_decile"] = worst_decile(each, highest=name.endswith("loss"))
+        for split in self._splits():
+            for name, metric in split.metrics.items():
+                total = totals.metrics[f"{split.name}_{name}"]
+                sets = list(total.values()) if split.metrics_by_client else [total]
+                found = [finish_metric(name, metric, each) for each in sets]
+                values[f"{split.name}_{name}"] = sum(found) / len(found)
         return values
 
-    def _weighted(
-        self,
-        params: Tensor,
-        buffers: Buffers,
-        batch: Batch,
-        weights: Tensor,
-        split: str,
-        share: tuple[int, int],
-    ) -> dict[str, float]:
-        totals: dict[str, Tensor] = {}
-        weights = weights.to(params.device)
-        together = EVALUATION_ROWS[params.device.type]
-        first, last = (len(weights) * each // share[1] for each in (share[0], share[0] + 1))
-        for start in range(first, last, together):
-            rows = slice(start, min(start + together, last))
-            piece = {name: value[rows].to(params.device) for name, value in batch.items()}
-            if self.transform is not None:
-                piece = dict(self.transform.evaluate(piece))
-            for name, value in self.objective.measure(params, buffers, piece).items():
-                weighted = value.to(torch.float64) @ weights[rows]
-                key = f"{split}_{name}"
-                totals[key] = totals[key] + weighted if key in totals else weighted
-        return {name: value.item() for name, value in totals.items()}
+    def _by_client(self, totals: Totals) -> dict[str, Tensor]:
+        """Return the mean, or the sum where F_i is one, over the examples of each client."""
+        if self.sums:
+            return totals.clients
+        sizes = {
+            split.name: torch.from_numpy(np.diff(split.offsets))
+            for split in self._splits()
+            if split.offsets is not None
+        }
+        return {n: value / sizes[n.partition("_")[0]] for n, value in totals.clients.items()}
+
+    def _splits(self) -> list[Split]:
+        """Return the sets of examples of an evaluation."""
+        train, rows = self.train, int(self.train.offsets[-1])
+        uniform = partial(torch.full, (rows,), 1 / train.clients, dtype=torch.float64)
+        weights = uniform if self.sums else partial(train.example_weights, by_size=False)
+        where = self.train_metrics or ("pooled" if self.test is None else None)
+        metrics, by_client = (self.metrics if where else {}), where == "clients"
+        found = [Split("train", train.fields, weights, train.offsets, metrics, by_client)]
+        if self.test is not None:
+            rows = _rows(self.test)
+            even = partial(torch.full, (rows,), 1 / rows, dtype=torch.float64)
+            found.append(Split("test", self.test, even, self.test_offsets, self.metrics))
+        return found
 
 
-def classification(
-    name: str,
-    build: Callable[[], nn.Module] | nn.Module,
-    train: Federation,
-    test: Batch | None = None,
-    *,
-    transform: Transform | None = None,
-    local: LocalTraining = PAPER_TRAINING,
-    rounds: int = 100,
-    cohort: int | None = None,
-    evaluate_every: int = 1,
-    target: float | None = None,
-    tuned: Options | None = None,
-    released: Options | None = None,
-) -> Task:
-    """Return a task with the cross-entropy loss, judged by its accuracy on the test examples.
+class Split(NamedTuple):
+    """A set of examples to evaluate.
 
-    The model is tried on one example, so that a mismatch with the data is reported now and not in
-    the first round.
+    Attributes:
+        name: "train" or "test".
+        fields: the examples.
+        weights: returns the weight of each example in the means, float64.
+        offsets: of the clients' examples; None where they belong to none.
+        metrics: to compute.
+        metrics_by_client: for each client, instead of for all examples.
+    """
+
+    name: str
+    fields: Batch
+    weights: Callable[[], Tensor]
+    offsets: NDArray[np.int64] | None
+    metrics: Mapping[str, Metric]
+    metrics_by_client: bool = False
+
+    @property
+    def clients(self) -> int:
+        return 0 if self.offsets is None else len(self.offsets) - 1
+
+    def owners(self, device: torch.device) -> Tensor | None:
+        """Return the client of each example, if any."""
+        if self.offsets is None:
+            return None
+        sizes = torch.from_numpy(np.diff(self.offsets))
+        return torch.arange(self.clients).repeat_interleave(sizes).to(device)
+
+    def pieces(self, per_example: bool, device: str, share: Share) -> Iterator[slice]:
+        """Yield the rows that are evaluated together, of the k-th of n parts.
+
+        Where the loss is a function of a batch, they belong to one client, and do not depend on the
+        device or on n.
+        """
+        part, parts = share
+        if per_example:
+            together = EVALUATION_ROWS.get(device, EVALUATION_ROWS["cuda"])
+            first, last = (_rows(self.fields) * each // parts for each in (part, part + 1))
+            for start in range(first, last, together):
+                yield slice(start, min(start + together, last))
+            return
+        ends = [0, _rows(self.fields)] if self.offsets is None else self.offsets.tolist()
+        cut = [
+            slice(start, min(start + BATCH_ROWS, end))
+            for begin, end in pairwise(ends)
+            for start in range(begin, end, BATCH_ROWS)
+        ]
+        yield from cut[len(cut) * part // parts : len(cut) * (part + 1) // parts]
+
+    def clients_of(self, rows: slice) -> Iterator[tuple[int, slice]]:
+        """Yield the clients of some rows, with their places among these rows."""
+        assert self.offsets is not None
+        client = int(np.searchsorted(self.offsets, rows.start, side="right")) - 1
+        start = rows.start
+        while start < rows.stop:
+            end = min(rows.stop, int(self.offsets[client + 1]))
+            yield client, slice(start - rows.start, end - rows.start)
+            client, start = client + 1, end
+
+
+@dataclass(frozen=True)
+class Totals:
+    """Sums of an evaluation, by record field; they add over parts of the examples.
+
+    Attributes:
+        means: weighted sums of values.
+        clients: sums of values by client, [clients] each.
+        metrics: totals of metrics; dicts by client where they are computed for each.
+    """
+
+    means: dict[str, Any] = field(default_factory=dict)
+    clients: dict[str, Tensor] = field(default_factory=dict)
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    def __add__(self, other: Totals) -> Totals:
+        mine, theirs = vars(self), vars(other)
+        return Totals(**{name: add_totals(mine[name], theirs[name]) for name in mine})
+
+    def add(self, kind: Literal["means", "clients"], key: str, value: Tensor) -> None:
+        """Add a value in place."""
+        sums = getattr(self, kind)
+        sums[key] = sums[key] + value if key in sums else value
+
+    def add_metrics(
+        self, split: Split, rows: slice, outputs: Any, targets: Any, device: torch.device
+    ) -> None:
+        """Add the outputs of some rows to the totals of a split's metrics, in place."""
+        count = rows.stop - rows.start
+        whole = map_tensors(lambda t: t.to(device), (outputs, targets))
+        for name, metric in split.metrics.items():
+            key = f"{split.name}_{name}"
+            if not split.metrics_by_client:
+                before = self.metrics[key] if key in self.metrics else _zero(metric, device)
+                self.metrics[key] = add_batch(name, metric, before, *whole)
+                continue
+            clients = self.metrics.setdefault(key, {})
+            for client, own in split.clients_of(rows):
+                some = map_tensors(
+                    lambda t, own=own: t[own] if t.ndim and len(t) == count else t, whole
+                )
+                before = clients[client] if client in clients else _zero(metric, device)
+                clients[client] = add_batch(name, metric, before, *some)
+
+    def on_host(self) -> Totals:
+        """Return the totals on the CPU, the means as numbers."""
+        return Totals(
+            {name: value.item() for name, value in self.means.items()},
+            {name: value.cpu() for name, value in self.clients.items()},
+            {name: _on_cpu(value) for name, value in self.metrics.items()},
+        )
+
+
+def _zero(metric: Metric, device: torch.device) -> Any:
+    return map_tensors(lambda t: t.to(device), metric.zero())
+
+
+def _on_cpu(total: Any) -> Any:
+    if isinstance(total, nn.Module):
+        return total.cpu()
+    if isinstance(total, tuple):
+        return tuple(map(_on_cpu, total))
+    if isinstance(total, dict):
+        return {key: _on_cpu(value) for key, value in total.items()}
+    return total.cpu() if isinstance(total, Tensor) else total
+
+
+def worst_decile(values: Tensor, highest: bool) -> float:
+    """Return the mean of the worst tenth of clients, rounded down, at least one.
 
     Args:
-        name: name of the task in records.
-        build: returns a new model, e.g. `lambda: MyModel(classes=10)`, which maps `x` to class
-            scores; or a model, from whose weights every run starts, whatever the seed.
-        train: the clients' examples: `x`, and `y` of int64 class numbers that start at 0.
-        test: held-out examples with the same two fields; judged on the training data when None.
-        transform: applied to each batch before the model, e.g. `Images`.
-        local: settings of local training; the paper's by default.
-        rounds: default number of rounds.
-        cohort: default number of clients per round; None for all.
-        evaluate_every: default number of rounds between evaluations.
-        target: accuracy that counts as reached.
-        tuned: options by algorithm.
-        released: options by algorithm in the authors' code, where they differ.
+        values: one per client.
+        highest: whether the highest values are the worst.
 
-    >>> import numpy as np
-    >>> x, y = torch.eye(60, 8), torch.arange(60) % 3
-    >>> from fedexp.data import partition
-    >>> parts = partition.dirichlet(y, clients=5, alpha=0.3, rng=np.random.default_rng(0))
-    >>> mine = Federation.from_parts({"x": x, "y": y}, parts)
-    >>> task = classification("mine", lambda: nn.Linear(8, 3), mine)
-    >>> task.train.clients, task.metric
-    (5, 'train_accuracy')
+    >>> worst_decile(torch.arange(25.0), highest=False)
+    0.5
     """
-    _check_fields("the training data", train.fields)
-    if test is not None:
-        _check_fields("the test data", test)
-    objective = ModuleObjective(build)
-    outputs = _outputs(objective.module, train.client(0), transform)
-    for what, batch in {"training": train.fields, "test": test or {}}.items():
-        _check_classes(what, batch, outputs)
-    return Task(
-        name=name,
-        objective=objective,
-        train=train,
-        local=local,
-        test=test,
-        transform=transform,
-        metric="train_accuracy" if test is None else "test_accuracy",
-        target=target,
-        rounds=rounds,
-        cohort=cohort,
-        evaluate_every=evaluate_every,
-        tuned=tuned or {},
-        released=released or {},
-    )
+    count = max(1, len(values) // WORST)
+    return values.topk(count, largest=highest).values.mean().item()
 
 
-def _check_fields(what: str, batch: Batch) -> None:
-    """Raise `UsageError` unless the data are examples `x` with int64 class numbers `y`."""
-    missing = {"x", "y"} - set(batch)
-    require(not missing, f"{what} has no field {' or '.join(sorted(missing))}; name its fields so")
-    y = batch["y"]
-    require(
-        y.dtype == torch.int64 and y.ndim == 1,
-        f"the labels y of {what} are {_kind(y)}, not int64 class numbers, one per example; "
-        "convert them with numpy.unique(y, return_inverse=True)",
-    )
-    require(len(y) > 0, f"{what} holds no examples; pass None to leave it out")
-    require(len(batch["x"]) == len(y), f"{what} has {len(batch['x'])} rows in x but {len(y)} in y")
-
-
-@torch.no_grad()
-def _outputs(module: nn.Module, client: Batch, transform: Transform | None) -> int:
-    """Return the number of classes of the model, found by calling it on one example."""
-    one: Batch = {name: value[:1] for name, value in client.items()}
-    if transform is not None:
-        one = transform.evaluate(one)
-    require(
-        one["x"].dtype != torch.uint8,
-        "the examples x are bytes, which models reject; pass transform=Images(mean, std), or "
-        "convert them to float",
-    )
-    module.eval()
-    try:
-        scores = module(one["x"])
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise UsageError(
-            f"the model does not accept these examples: {first_line(error)}"
-        ) from error
-    require(
-        isinstance(scores, Tensor) and scores.ndim == 2 and len(scores) == 1,
-        f"the model must return class scores of shape [examples, classes], not {_kind(scores)}",
-    )
-    return int(scores.shape[1])
-
-
-def _check_classes(what: str, batch: Batch, outputs: int) -> None:
-    if "y" not in batch:
-        return
-    low, high = int(batch["y"].min()), int(batch["y"].max())
-    require(
-        low >= 0 and high < outputs,
-        f"the {what} labels go from {low} to {high}, but the model has the classes 0 to "
-        f"{outputs - 1}; number the labels from 0, or build a model with {high + 1} classes",
-    )
-
-
-def _kind(value: Any) -> str:
-    """Return the type and shape of a value, for an error message."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"
+def _rows(fields: Batch) -> int:
+    return len(next(iter(fields.values())))

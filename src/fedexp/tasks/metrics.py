@@ -1,0 +1,295 @@
+"""Metrics of a task, and the goal that decides: `Goal`, `Metric`, and adapters for functions.
+
+A metric is computed on pooled examples, batch by batch. Its totals add, so batches and the
+processes of a run are sums. Functions of all outputs and targets (F1 of scikit-learn) and objects
+of torchmetrics are adapted: their totals are tuples, which add by concatenation.
+"""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Callable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from fedexp.errors import UsageError, first_line, require
+from fedexp.objective import map_tensors
+
+Function = Callable[[Any, Any], Any]  # of (outputs, targets)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """The record field that decides, and which way is up.
+
+    Attributes:
+        metric: a record field, e.g. `test_f1`.
+        higher: whether larger values are better.
+
+    >>> str(Goal("test_f1", higher=True))
+    'max:test_f1'
+    """
+
+    metric: str
+    higher: bool
+
+    def __str__(self) -> str:
+        return f"{'max' if self.higher else 'min'}:{self.metric}"
+
+    def is_better(self, value: float, other: float) -> bool:
+        """Return whether a value is better than another."""
+        return value > other if self.higher else value < other
+
+
+def parse_goal(text: str) -> Goal:
+    """Return the goal that a text names: "max:test_f1", "min:...", or a loss or an accuracy.
+
+    >>> parse_goal("max:test_f1"), parse_goal("train_loss")
+    (Goal(metric='test_f1', higher=True), Goal(metric='train_loss', higher=False))
+    """
+    direction, colon, metric = text.strip().rpartition(":")
+    require(
+        direction in ("min", "max") if colon else bool(metric),
+        f"goal {text!r} is not understood; write max:test_f1 or min:test_loss",
+    )
+    if colon:
+        require(bool(metric), f"goal {text!r} names no metric; write e.g. {direction}:test_f1")
+        return Goal(metric, direction == "max")
+    if metric.endswith("loss") or metric.endswith("accuracy"):
+        return Goal(metric, metric.endswith("accuracy"))
+    raise UsageError(
+        f"goal {metric!r} does not state whether larger is better; write max:{metric} or "
+        f"min:{metric}"
+    )
+
+
+@runtime_checkable
+class Metric(Protocol):
+    """A metric that is computed batch by batch.
+
+    Totals are tensors, or dicts of tensors, that add: the total of two sets of examples is the sum
+    of their totals. Implement the three methods for a metric that need not hold all outputs.
+
+    >>> class WithinOne:
+    ...     def zero(self):
+    ...         return torch.zeros(2)
+    ...
+    ...     def add(self, total, outputs, targets):
+    ...         close = (outputs - targets).abs() <= 1
+    ...         return total + torch.stack([close.sum(), torch.tensor(close.numel())])
+    ...
+    ...     def finish(self, total):
+    ...         return total[0] / total[1]
+    >>> isinstance(WithinOne(), Metric)
+    True
+    >>> evaluate_metric(WithinOne(), torch.tensor([1.0, 5.0]), torch.tensor([2.0, 2.0]))
+    0.5
+    """
+
+    def zero(self) -> Any:
+        """Return the total of no examples."""
+        ...
+
+    def add(self, total: Any, outputs: Any, targets: Any) -> Any:
+        """Return the total with a batch added, given the model's outputs and the targets."""
+        ...
+
+    def finish(self, total: Any) -> Any:
+        """Return the value of the metric: one number."""
+        ...
+
+
+@runtime_checkable
+class UpdatingMetric(Protocol):
+    """A metric with state, as those of torchmetrics are."""
+
+    def update(self, outputs: Any, targets: Any) -> None: ...
+
+    def compute(self) -> Any: ...
+
+    def reset(self) -> None: ...
+
+
+@runtime_checkable
+class MergingMetric(UpdatingMetric, Protocol):
+    """A metric with state that can add the state of another one."""
+
+    def merge_state(self, incoming_state: Any) -> None: ...
+
+
+M = TypeVar("M", bound=UpdatingMetric)
+
+
+@dataclass(frozen=True)
+class Mean:
+    """The mean over examples of a function's values, one per example.
+
+    Args:
+        function: maps outputs and targets to [B].
+
+    >>> error = Mean(lambda outputs, targets: (outputs - targets).abs())
+    >>> evaluate_metric(error, torch.tensor([1.0, 2.0]), torch.tensor([2.0, 5.0]))
+    2.0
+    """
+
+    function: Function
+
+    def zero(self) -> Tensor:
+        return torch.zeros(2, dtype=torch.float64)
+
+    def add(self, total: Tensor, outputs: Any, targets: Any) -> Tensor:
+        values = torch.as_tensor(self.function(outputs, targets)).detach()
+        require(values.ndim == 1, f"Mean needs [examples], not the shape {list(values.shape)}")
+        values = values.cpu().to(torch.float64)
+        return total + torch.stack([values.sum(), values.new_tensor(float(len(values)))])
+
+    def finish(self, total: Tensor) -> float:
+        return (total[0] / total[1]).item()
+
+
+@dataclass(frozen=True)
+class PooledFunction:
+    """A function of the outputs and targets of all examples, which it gets on the CPU.
+
+    Its total is a tuple of batches, so all outputs are held until it is called.
+    """
+
+    function: Function
+
+    def zero(self) -> tuple[Any, ...]:
+        return ()
+
+    def add(self, total: tuple[Any, ...], outputs: Any, targets: Any) -> tuple[Any, ...]:
+        # copies: outputs may be views of what the next batch overwrites
+        return (*total, map_tensors(lambda t: t.detach().to("cpu", copy=True), (outputs, targets)))
+
+    def finish(self, total: tuple[Any, ...]) -> Any:
+        outputs, targets = map_tensors(_concatenated, *total)
+        return self.function(outputs, targets)
+
+
+def _concatenated(*parts: Tensor) -> Any:
+    """Return one tensor of all examples; a tuple where they are not along the first dimension."""
+    alike = len({part.shape[1:] for part in parts}) == 1 and parts[0].ndim > 0
+    return torch.cat(parts) if alike else parts
+
+
+@dataclass(frozen=True)
+class UpdatedMetric:
+    """A metric of torchmetrics; its total is a tuple of copies, one per process.
+
+    The object itself is never updated.
+    """
+
+    metric: MergingMetric
+
+    def zero(self) -> tuple[MergingMetric, ...]:
+        return ()
+
+    def add(
+        self, total: tuple[MergingMetric, ...], outputs: Any, targets: Any
+    ) -> tuple[MergingMetric, ...]:
+        if not total:
+            total = (_fresh_copy(self.metric, outputs),)
+        total[-1].update(outputs, targets)
+        return total
+
+    def finish(self, total: tuple[MergingMetric, ...]) -> Any:
+        merged = total[0]
+        if len(total) > 1:
+            merged = deepcopy(merged)
+            for other in total[1:]:
+                merged.merge_state(other)
+        return merged.compute()
+
+
+@dataclass(frozen=True)
+class ComputedOnce:
+    """A function of (outputs, targets): a metric with state, updated once."""
+
+    metric: UpdatingMetric
+
+    def __call__(self, outputs: Any, targets: Any) -> Any:
+        own = _fresh_copy(self.metric, outputs)
+        own.update(outputs, targets)
+        return own.compute()
+
+
+def _fresh_copy(metric: M, outputs: Any) -> M:
+    """Return a copy without state, on the device of the outputs."""
+    own = deepcopy(metric)
+    own.reset()
+    if isinstance(own, nn.Module) and isinstance(outputs, Tensor):
+        own.to(outputs.device)
+    return own
+
+
+def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Metric]:
+    """Return metrics by name, those that are functions or objects with state adapted."""
+    found: dict[str, Metric] = {}
+    for name, value in metrics.items():
+        require(
+            isinstance(name, str) and name.isidentifier() and name != "loss",
+            f"a metric cannot be called {name!r}; take a name of letters, digits and underscores, "
+            "other than loss",
+        )
+        if isinstance(value, Metric):
+            found[name] = value
+        elif isinstance(value, MergingMetric):
+            found[name] = UpdatedMetric(value)
+        elif isinstance(value, UpdatingMetric):
+            found[name] = PooledFunction(ComputedOnce(value))
+        else:
+            require(
+                callable(value),
+                f"metric {name!r} is {type(value).__name__}; give a function of (outputs, targets),"
+                " a torchmetrics object or a fedexp.tasks.Metric",
+            )
+            found[name] = PooledFunction(value)
+    return found
+
+
+def add_totals(total: Any, other: Any) -> Any:
+    """Return the sum of two totals; dicts are added key by key."""
+    if not isinstance(total, dict):
+        return total + other
+    missing = object()
+    sums = dict(total)
+    for key, value in other.items():
+        before = sums.get(key, missing)
+        sums[key] = value if before is missing else add_totals(before, value)
+    return sums
+
+
+def add_batch(name: str, metric: Metric, total: Any, outputs: Any, targets: Any) -> Any:
+    """Return a metric's total with a batch added; an error names the metric."""
+    try:
+        return metric.add(total, outputs, targets)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a function of the user's
+        raise UsageError(f"metric {name!r} fails: {first_line(error)}") from error
+
+
+def finish_metric(name: str, metric: Metric, total: Any) -> float:
+    """Return the value of a metric; an error names it."""
+    try:
+        value = metric.finish(total)
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # of a function of the user's
+        raise UsageError(f"metric {name!r} fails: {first_line(error)}") from error
+    if isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1):
+        return float(value)
+    what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    raise UsageError(f"metric {name!r} returns {what[:80]}; return one number")
+
+
+def evaluate_metric(metric: Any, outputs: Any, targets: Any) -> float:
+    """Return the value of a metric, or of what can be adapted to one, on one batch."""
+    name, adapted = next(iter(as_metrics({"metric": metric}).items()))
+    return finish_metric(name, adapted, add_batch(name, adapted, adapted.zero(), outputs, targets))

@@ -1,0 +1,547 @@
+"""`supervised`: a task from a model, data and any torch loss; `classification` for class numbers.
+
+The model, the loss and the data are tried on two examples when the task is made, so that a mismatch
+is reported then and not in the first round. Data are cast to the types that the model and the loss
+take, with a `DataNote`. `resolve_loss` decides whether a loss is used per example or as the mean
+over a batch.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import replace
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedexp.data.federation import Batch, Federation, as_tensors, check_fields
+from fedexp.data.transforms import Transform
+from fedexp.errors import DataNote, UsageError, first_line, require, unknown_name
+from fedexp.local import LocalTraining
+from fedexp.objective import Fields, ModuleObjective
+from fedexp.objective.module import Loss, check_shapes
+from fedexp.tasks.metrics import Goal, as_metrics, parse_goal
+from fedexp.tasks.recipe import PAPER_TRAINING, Options, Recipe
+from fedexp.tasks.task import Task, TrainMetrics
+
+PROBED = 2  # examples on which a model is tried: with one, shapes that differ may look alike
+
+
+def supervised(
+    name: str,
+    model: Callable[[], nn.Module] | nn.Module,
+    train: Federation,
+    test: Mapping[str, Any] | Federation | None = None,
+    loss: Loss = F.cross_entropy,
+    metrics: Mapping[str, Any] | None = None,
+    inputs: str | Sequence[str] | Mapping[str, str] = ("x",),
+    label: str | Sequence[str] = "y",
+    *,
+    goal: str | Goal | None = None,
+    target: float | None = None,
+    transform: Transform | None = None,
+    evaluate_every: int = 1,
+    recipe: Recipe | None = None,
+    local: LocalTraining = PAPER_TRAINING,
+    cohort: int | None = None,
+    rounds: int = 100,
+    by_client: bool = False,
+    train_metrics: TrainMetrics | None = None,
+) -> Task:
+    """Return a task from a model, data, and any loss of the model's outputs.
+
+    The loss is used per example where it can be: torch's losses are, by `reduction="none"`, and so
+    is a function that returns a value for each example. A function that returns one number is the
+    loss of a batch; so is a cross entropy with class weights or with ignored targets, whose mean
+    over a batch is not that of its examples. Such a loss cannot be padded, so fewer engines suit.
+
+    Args:
+        name: name of the task in records.
+        model: returns a new model, e.g. `lambda: Net(classes=10)`; or a model, from whose weights
+            every run starts, whatever the seed.
+        train: the clients' examples.
+        test: held-out examples, by field: arrays, tensors or lists; or a federation with the same
+            clients, whose examples are pooled for `test_loss` and all metrics.
+        loss: function of (outputs, targets), e.g. `F.cross_entropy`, `nn.MSELoss()` or your own.
+        metrics: by name, functions of (outputs, targets) of all examples, torchmetrics objects, or
+            `fedexp.tasks.Metric`; in records as `test_<name>`, or `train_<name>` without a test
+            set. Accuracy is measured without asking where the loss is a cross entropy of class
+            numbers.
+        inputs: fields that the model takes, by position; or a mapping from keyword to field.
+        label: field of the targets; several are given to the loss as a tuple.
+        goal: the record field that decides, "max:test_f1" or "min:test_loss"; by default accuracy
+            if it is measured, else the loss, on the test examples if there are any.
+        target: value of the goal that counts as reached.
+        transform: applied to each batch before the model, e.g. `Images`.
+        evaluate_every: default number of rounds between evaluations.
+        recipe: tuned options by algorithm, and a target.
+        local: settings of local training; the paper's by default.
+        cohort: default number of clients per round; None for all.
+        rounds: default number of rounds.
+        by_client: add the worst decile of clients to records, as `train_loss_worst_decile`.
+        train_metrics: compute the metrics on the training examples as well: "clients" for the mean
+            over clients, "pooled" for the value of all examples.
+
+    >>> x = np.linspace(0, 1, 60).reshape(20, 3)
+    >>> mine = Federation.from_ids({"x": x.astype("float32"), "y": x[:, :1].astype("float32")},
+    ...                            ids=np.arange(20) % 4)
+    >>> worst = lambda outputs, targets: (outputs - targets).abs().max()
+    >>> supervised("mine", lambda: nn.Linear(3, 1), mine, loss=F.mse_loss, metrics={"worst": worst},
+    ...            goal="min:train_worst")
+    Task('mine': 4 clients, 20 examples, min:train_worst)
+    """
+    fields = _named_fields(inputs, label)
+    test_offsets = test.offsets if isinstance(test, Federation) else None
+    test = test.fields if isinstance(test, Federation) else test
+    held_out: Batch | None = None if test is None else as_tensors(test)
+    parts = {"training": train.fields} | ({} if held_out is None else {"test": held_out})
+    for what, batch in parts.items():
+        _check_fields(f"the {what} data", batch, fields)
+    require(
+        test_offsets is None or len(test_offsets) == len(train.offsets),
+        f"the test data has {len(test_offsets) - 1 if test_offsets is not None else 0} clients, the"
+        f" training data {train.clients}; give both the same ones, or pool the test data in a dict",
+    )
+    objective = ModuleObjective(model, fields=fields)
+    notes: dict[str, None] = {}
+    cast = partial(_cast, fields=fields, loss=loss, dtype=objective.params[0].dtype, notes=notes)
+    casted = cast(train.fields)
+    train = train if casted is train.fields else replace(train, fields=casted, finite=True)
+    held_out = None if held_out is None else cast(held_out)
+    outputs, targets = _probe(objective, train, transform, fields)
+    of_classes = class_loss(loss) if _are_integers(targets) else None
+    ignored = False
+    if of_classes is not None:
+        classes = _number_of_classes(outputs, targets)
+        for what, batch in {"training": train.fields, "test": held_out or {}}.items():
+            for each in (n for n in fields.label_names if n in batch):
+                ignored |= _check_classes(what, batch[each], classes, of_classes.ignore_index)
+    resolved = resolve_loss(loss, outputs, targets, ignored)
+    if resolved.note:
+        notes[resolved.note] = None
+    objective = objective.with_loss(
+        resolved.loss,
+        classifies=of_classes is not None,
+        per_example=resolved.per_example,
+        ignore_index=of_classes.ignore_index if of_classes is not None and ignored else None,
+    )
+    if ignored:
+        assert of_classes is not None
+        _check_counted(train, fields.label_names[0], of_classes.ignore_index)
+    adapted = as_metrics(metrics) if metrics else {}
+    require(
+        not (objective.classifies and "accuracy" in adapted),
+        "accuracy is measured without asking for this loss; give the metric another name",
+    )
+    require(
+        train_metrics in ("clients", "pooled", None),
+        f"train_metrics is clients, pooled or None, not {train_metrics!r}",
+    )
+    recipe = recipe or Recipe()
+    task = Task(
+        name=name,
+        objective=objective,
+        train=train,
+        local=local,
+        test=held_out,
+        transform=transform,
+        target=recipe.target if target is None else target,
+        rounds=rounds,
+        cohort=cohort,
+        evaluate_every=evaluate_every,
+        tuned=recipe.tuned,
+        released=recipe.released,
+        metrics=adapted,
+        train_metrics=train_metrics,
+        by_client=by_client,
+        test_offsets=test_offsets,
+    )
+    for note in notes:
+        warnings.warn(f"task {name!r}: {note}", DataNote, stacklevel=2)
+    return _with_goal(task, goal)
+
+
+def _with_goal(task: Task, goal: str | Goal | None) -> Task:
+    """Return the task with the goal, or with the default one."""
+    known = task.measured
+    if goal is None:
+        split = "train" if task.test is None else "test"
+        accuracy = f"{split}_accuracy"
+        return replace(task, metric=accuracy if accuracy in known else f"{split}_loss")
+    parsed = parse_goal(goal) if isinstance(goal, str) else goal
+    if parsed.metric not in known:
+        raise unknown_name("record field", parsed.metric, known)
+    return replace(task, metric=parsed.metric, higher=parsed.higher)
+
+
+def classification(
+    name: str,
+    model: Callable[[], nn.Module] | nn.Module | None = None,
+    train: Federation | None = None,
+    test: Mapping[str, Any] | Federation | None = None,
+    *,
+    build: Callable[[], nn.Module] | nn.Module | None = None,
+    transform: Transform | None = None,
+    local: LocalTraining = PAPER_TRAINING,
+    rounds: int = 100,
+    cohort: int | None = None,
+    evaluate_every: int = 1,
+    target: float | None = None,
+    tuned: Options | None = None,
+    released: Options | None = None,
+    **settings: Any,
+) -> Task:
+    """Return a task with the cross-entropy loss, judged by its accuracy on the test examples.
+
+    It is `supervised` for labels that are class numbers, one per example.
+
+    Args:
+        name: name of the task in records.
+        model: returns a new model, e.g. `lambda: MyModel(classes=10)`, which maps `x` to class
+            scores; or a model, from whose weights every run starts, whatever the seed.
+        train: the clients' examples: `x`, and `y` of class numbers that start at 0.
+        test: held-out examples with the same two fields; judged on the training data when None.
+        build: another name of `model`.
+        transform: applied to each batch before the model, e.g. `Images`.
+        local: settings of local training; the paper's by default.
+        rounds: default number of rounds.
+        cohort: default number of clients per round; None for all.
+        evaluate_every: default number of rounds between evaluations.
+        target: accuracy that counts as reached.
+        tuned: options by algorithm.
+        released: options by algorithm in the authors' code, where they differ.
+        settings: further arguments of `supervised`, e.g. `metrics` and `goal`.
+
+    >>> x, y = torch.eye(60, 8), torch.arange(60) % 3
+    >>> from fedexp.data import partition
+    >>> parts = partition.dirichlet(y, clients=5, alpha=0.3, rng=np.random.default_rng(0))
+    >>> mine = Federation.from_parts({"x": x, "y": y}, parts)
+    >>> task = classification("mine", lambda: nn.Linear(8, 3), mine)
+    >>> task.train.clients, task.metric
+    (5, 'train_accuracy')
+    """
+    model = build if model is None else model
+    if model is None or train is None:
+        raise UsageError("classification needs a model and training data: name, model, train")
+    label = settings.get("label", "y")
+    fields = test.fields if isinstance(test, Federation) else test
+    for what, batch in {"training": train.fields, "test": fields or {}}.items():
+        if label in batch:
+            _check_labels(f"the {what} data", label, torch.as_tensor(batch[label]))
+    return supervised(
+        name,
+        model,
+        train,
+        test,
+        transform=transform,
+        evaluate_every=evaluate_every,
+        recipe=Recipe(target, tuned or {}, released or {}),
+        local=local,
+        cohort=cohort,
+        rounds=rounds,
+        **settings,
+    )
+
+
+def _named_fields(
+    inputs: str | Sequence[str] | Mapping[str, str], label: str | Sequence[str]
+) -> Fields:
+    if isinstance(inputs, str):
+        inputs = (inputs,)
+    named = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
+    fields = Fields(named, label if isinstance(label, str) else tuple(label))
+    require(len(fields.input_names) > 0, "inputs names no field; name what the model takes")
+    require(len(fields.label_names) > 0, "label names no field; name what the loss takes")
+    return fields
+
+
+def _check_fields(what: str, batch: Batch, fields: Fields) -> None:
+    """Refuse data without the fields, without examples, or with fields of different lengths."""
+    missing = sorted(set(fields.names) - set(batch))
+    known = ", ".join(sorted(batch))
+    require(
+        not missing,
+        f"{what} has no field {' or '.join(missing)}; name its fields so, or pass inputs and label "
+        f"(it has {known})",
+    )
+    first, *others = fields.names
+    require(
+        len(batch[fields.names[-1]]) > 0, f"{what} holds no examples; pass None to leave it out"
+    )
+    for each in others:
+        counts = len(batch[first]), len(batch[each])
+        require(
+            counts[0] == counts[1],
+            f"{what} has {counts[0]} rows in {first} but {counts[1]} in {each}",
+        )
+    check_fields(batch)
+
+
+def _check_labels(what: str, label: str, y: Tensor) -> None:
+    """Refuse labels that are not class numbers, one per example."""
+    require(
+        _are_integers(y) and y.ndim == 1,
+        f"the labels {label} of {what} are {_kind(y)}, not int64 class numbers, one per example; "
+        "convert them with numpy.unique(y, return_inverse=True)",
+    )
+
+
+def _are_integers(value: Any) -> bool:
+    if not isinstance(value, Tensor) or value.dtype == torch.bool:
+        return False
+    return not (value.is_floating_point() or value.is_complex())
+
+
+def _cast(
+    batch: Batch, fields: Fields, loss: Loss, dtype: torch.dtype, notes: dict[str, None]
+) -> Batch:
+    """Return the fields in the types that model and loss take; `notes` names what was cast."""
+    casted: dict[str, Tensor] = {}
+    for name in fields.names:
+        value, kind, is_label = batch[name], dtype, name in fields.label_names
+        if is_label and _are_integers(value) and not takes_numbers(loss):
+            kind = torch.int64
+        elif not value.is_floating_point() and not (is_label and takes_numbers(loss)):
+            continue
+        if value.dtype == kind:
+            continue
+        casted[name] = value.to(kind)
+        what, why = ("labels", "") if is_label else ("inputs", ", the type of the model")
+        before, after = (str(each).removeprefix("torch.") for each in (value.dtype, kind))
+        notes[f"{what} {name!r} are cast from {before} to {after}{why}"] = None
+    return {**batch, **casted} if casted else batch
+
+
+@torch.no_grad()
+def _probe(
+    objective: ModuleObjective, train: Federation, transform: Transform | None, fields: Fields
+) -> tuple[Any, Any]:
+    """Return outputs and targets of the first examples; raises where the model rejects them."""
+    some: Batch = {name: value[:PROBED].clone() for name, value in train.fields.items()}
+    if transform is not None:
+        some = transform.evaluate(some)
+    arguments, keywords = fields.arguments(some)
+    objective.module.eval()
+    try:
+        return objective.module(*arguments, **keywords), fields.targets(some)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        of_bytes = [name for name in fields.input_names if some[name].dtype == torch.uint8]
+        if of_bytes:
+            raise UsageError(
+                f"the examples {of_bytes[0]} are bytes, which the model rejects; pass "
+                "transform=Images(mean, std), or convert them to float"
+            ) from error
+        raise UsageError(
+            f"the model does not accept these examples: {first_line(error)}"
+        ) from error
+
+
+def _number_of_classes(outputs: Any, targets: Tensor) -> int:
+    """Return the number of classes; refuse outputs that are no scores of the targets' classes."""
+    require(
+        isinstance(outputs, Tensor),
+        f"the model returns {type(outputs).__name__}, not class scores; give a loss that takes it, "
+        'e.g. loss=lambda out, y: F.cross_entropy(out["logits"], y)',
+    )
+    if targets.ndim == 1:
+        require(
+            outputs.ndim == 2 and len(outputs) == len(targets),
+            "the model must return class scores of shape [examples, classes], not "
+            f"{_kind(outputs[:1] if outputs.ndim else outputs)}",
+        )
+    else:
+        expected = [len(targets), "classes", *targets.shape[1:]]
+        found = [n for i, n in enumerate(outputs.shape) if i != 1]
+        require(
+            outputs.ndim == targets.ndim + 1 and found == list(targets.shape),
+            f"the cross entropy of labels {list(targets.shape)} takes scores of shape "
+            f"{str(expected).replace(chr(39), '')}, not {list(outputs.shape)}; return e.g. "
+            "output.transpose(1, 2)",
+        )
+    return int(outputs.shape[1])
+
+
+def _check_classes(what: str, y: Tensor, classes: int, ignore_index: int) -> bool:
+    """Refuse labels that are no classes of the model; return whether some are ignored."""
+    counted = y[y != ignore_index]
+    require(
+        counted.numel() > 0, f"all labels of the {what} data are {ignore_index}, which is ignored"
+    )
+    low, high = int(counted.min()), int(counted.max())
+    require(
+        low >= 0 and high < classes,
+        f"the {what} labels go from {low} to {high}, but the model has the classes 0 to "
+        f"{classes - 1}; number the labels from 0, or build a model with {high + 1} classes",
+    )
+    return counted.numel() < y.numel()
+
+
+def _check_counted(train: Federation, label: str, ignore_index: int) -> None:
+    """Refuse clients all of whose targets are ignored, whose loss is not a number."""
+    counted = (train.fields[label] != ignore_index).flatten(1).any(dim=1).cpu().numpy()
+    per_client = np.add.reduceat(counted, train.offsets[:-1].astype(np.int64))
+    empty = np.flatnonzero(per_client == 0)
+    if len(empty):
+        raise UsageError(
+            f"all targets of client {empty[0]} are {ignore_index}, which is ignored; leave such "
+            "clients out"
+        )
+
+
+class ClassLoss(NamedTuple):
+    """A cross entropy or negative log-likelihood, torch's own, of targets that are class numbers.
+
+    Attributes:
+        ignore_index: target that does not count.
+        weighted: whether classes have weights.
+    """
+
+    ignore_index: int
+    weighted: bool
+
+
+def class_loss(loss: Any) -> ClassLoss | None:
+    """Return the settings of torch's cross entropy or negative log-likelihood; None for others.
+
+    >>> class_loss(F.cross_entropy), class_loss(nn.MSELoss())
+    (ClassLoss(ignore_index=-100, weighted=False), None)
+    """
+    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
+        return ClassLoss(loss.ignore_index, loss.weight is not None)
+    settings = loss.keywords if isinstance(loss, partial) else {}
+    if (loss.func if isinstance(loss, partial) else loss) not in (F.cross_entropy, F.nll_loss):
+        return None
+    return ClassLoss(settings.get("ignore_index", -100), settings.get("weight") is not None)
+
+
+def takes_numbers(loss: Any) -> bool:
+    """Return whether a loss is one of torch's for targets that are floating-point numbers."""
+    function = loss.func if isinstance(loss, partial) else loss
+    return type(loss) in NUMBER_LOSSES or any(function is each for each in NUMBER_FUNCTIONS)
+
+
+NUMBER_LOSSES = (
+    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss,
+)  # fmt: skip
+NUMBER_FUNCTIONS = (
+    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
+    F.binary_cross_entropy_with_logits,
+)  # fmt: skip
+
+
+class ResolvedLoss(NamedTuple):
+    """How a loss is used.
+
+    Attributes:
+        loss: the function that is called.
+        per_example: whether it returns a value for each example, or one for a batch.
+        note: why a loss that could be used per example is not; else None.
+    """
+
+    loss: Loss
+    per_example: bool
+    note: str | None = None
+
+
+def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -> ResolvedLoss:
+    """Return a loss per example where it can be had, else the loss of a batch as it is.
+
+    Args:
+        loss: of (outputs, targets): one of torch's, or any function.
+        outputs: of the model, for a few examples.
+        targets: their targets.
+        ignored: whether some targets of the data are those that the loss ignores.
+
+    >>> outputs, y = torch.zeros(2, 3), torch.tensor([0, 1])
+    >>> resolve_loss(F.cross_entropy, outputs, y)
+    ResolvedLoss(loss=CrossEntropyLoss(), per_example=True, note=None)
+    >>> resolve_loss(lambda out, y: F.cross_entropy(out, y), outputs, y).per_example
+    False
+    """
+    require(callable(loss), f"the loss is {type(loss).__name__}, not a function or a torch loss")
+    rows = len(targets if isinstance(targets, Tensor) else targets[0])
+    reduction = _reduction(loss)
+    require(
+        reduction != "sum",
+        'the loss sums over a batch; use reduction="mean", so that batches of any size count alike',
+    )
+    if reduction in (None, "none"):
+        values = _tried(loss, outputs, targets)
+        require(
+            values.ndim == 0 or len(values) == rows,
+            f"the loss of {rows} examples has the shape {list(values.shape)}; return a value for "
+            "each example, or one number",
+        )
+        return ResolvedLoss(loss, values.ndim > 0)
+    plain = _unreduced(loss)
+    settings = class_loss(loss)
+    weighted = settings is not None and settings.weighted
+    values, whole = _tried(plain, outputs, targets), _tried(loss, outputs, targets)
+    check_shapes(outputs, targets, values)
+    if not weighted and not ignored and values.ndim and len(values) == rows:
+        mean = values.flatten(1).mean(dim=1).mean() if values.ndim > 1 else values.mean()
+        if torch.allclose(mean, whole, rtol=1e-4, atol=1e-6, equal_nan=True):
+            return ResolvedLoss(plain, True)
+    why = "classes have weights" if weighted else "some targets are ignored" if ignored else "it"
+    rest = "so its mean" if weighted or ignored else "averages in its own way: the mean"
+    note = f"the loss is used as the mean over a batch: {why}, {rest} is not that of the examples"
+    return ResolvedLoss(loss, False, note)
+
+
+def _reduction(loss: Any) -> str | None:
+    """Return the reduction that a loss applies, if it has such a setting."""
+    if isinstance(loss, nn.Module):
+        own = vars(loss).get("reduction")
+        return own if isinstance(own, str) else None
+    try:
+        setting = inspect.signature(loss).parameters.get("reduction")
+    except (TypeError, ValueError):
+        return None
+    return setting.default if setting is not None and isinstance(setting.default, str) else None
+
+
+def _unreduced(loss: Any) -> Loss:
+    """Return a loss that has a `reduction` without it."""
+    if loss is F.cross_entropy:
+        return nn.CrossEntropyLoss(reduction="none")
+    if isinstance(loss, nn.Module):
+        other = deepcopy(loss)
+        other.reduction = "none"  # type: ignore[assignment]
+        return other
+    return partial(loss, reduction="none")
+
+
+def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
+    """Return the loss of a few examples; raises where it rejects them or broadcasts the targets."""
+    shapes = [list(each.shape) for each in (outputs, targets) if isinstance(each, Tensor)]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "Using a target size", UserWarning)
+        try:
+            value = loss(outputs, targets)
+        except UserWarning as error:
+            raise UsageError(
+                f"outputs {shapes[0]} and labels {shapes[-1]} differ in shape, and the loss would "
+                "compare each with each; give them one shape, e.g. output.squeeze(1)"
+            ) from error
+        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+            kinds = " and ".join(map(_kind, (outputs, targets)))
+            raise UsageError(f"the loss does not accept {kinds}: {first_line(error)}") from error
+    require(
+        isinstance(value, Tensor) and value.is_floating_point(),
+        f"the loss returns {_kind(value)}; return a tensor of floating-point numbers",
+    )
+    return cast(Tensor, value)
+
+
+def _kind(value: Any) -> str:
+    """Return the type and shape of a value, for an error message."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"

@@ -1,0 +1,478 @@
+"""`supervised`: tasks of any model, loss and data, proven in every engine that suits them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedexp as fx
+from fedexp.data import Federation
+from fedexp.engine.select import EngineName
+from fedexp.errors import DataNote, UsageError
+from fedexp.objective import ModuleObjective
+from fedexp.tasks import Task, classification, supervised
+
+RNG = np.random.default_rng(0)
+CLIENTS, ROWS, WORDS, LENGTH = 5, 60, 11, 6
+IDS = np.sort(RNG.integers(0, CLIENTS, ROWS))
+X = RNG.normal(size=(ROWS, 4)).astype(np.float32)
+CLASSES = RNG.integers(0, 3, ROWS)
+TOKENS = RNG.integers(0, WORDS, (ROWS, LENGTH))
+LENGTHS = RNG.integers(3, LENGTH + 1, ROWS)
+PADDING = np.arange(LENGTH)[None] >= LENGTHS[:, None]
+NEXT = np.where(PADDING, -100, np.roll(TOKENS, -1, axis=1))
+LOCAL = fx.LocalTraining(lr=0.1, steps=3, batch_size=4)
+ALGORITHM = fx.fedexp(eps=1e-3)
+
+
+def clients(**fields: Any) -> Federation:
+    return Federation.from_ids(fields, IDS)
+
+
+class Tagger(nn.Module):
+    """A transformer of tokens and a mask, with class scores for each token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.scores = nn.Linear(8, WORDS)
+
+    def forward(self, tokens: Tensor, mask: Tensor) -> Tensor:
+        hidden = self.layer(self.words(tokens), src_key_padding_mask=mask)
+        scores: Tensor = self.scores(hidden).transpose(1, 2)
+        return scores
+
+
+class NextToken(nn.Module):
+    """An LSTM that returns scores and its last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(WORDS, 8)
+        self.lstm = nn.LSTM(8, 8, batch_first=True)
+        self.scores = nn.Linear(8, WORDS)
+
+    def forward(self, tokens: Tensor) -> tuple[Tensor, Any]:
+        hidden, state = self.lstm(self.words(tokens))
+        return self.scores(hidden), state
+
+
+class Pair(nn.Module):
+    """Two inputs by keyword, and a dict of outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left, self.right = nn.Linear(4, 5), nn.Linear(2, 5)
+        self.last = nn.Linear(5, 2)
+
+    def forward(self, *, a: Tensor, b: Tensor) -> dict[str, Tensor]:
+        mean, spread = self.last(torch.tanh(self.left(a) + self.right(b))).unbind(1)
+        return {"mean": mean, "spread": F.softplus(spread) + 0.1}
+
+
+@dataclass
+class Output:
+    logits: Tensor
+    hidden: Tensor
+
+
+class WithDataclass(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 5), nn.Linear(5, 3)
+
+    def forward(self, x: Tensor) -> Output:
+        hidden = torch.relu(self.first(x))
+        return Output(self.last(hidden), hidden)
+
+
+class LowRank(nn.Module):
+    """A frozen layer with a trained update of low rank, as a plain module."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base = base.requires_grad_(False)
+        self.down = nn.Linear(base.in_features, rank, bias=False)
+        self.up = nn.Linear(rank, base.out_features, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.base(x) + self.up(self.down(x))
+        return out
+
+
+def adapted() -> nn.Module:
+    return nn.Sequential(LowRank(nn.Linear(4, 16)), nn.ReLU(), LowRank(nn.Linear(16, 3)))
+
+
+def gaussian(outputs: dict[str, Tensor], targets: tuple[Tensor, Tensor]) -> Tensor:
+    y, weight = targets
+    return weight * F.gaussian_nll_loss(outputs["mean"], y, outputs["spread"], reduction="none")
+
+
+def next_token_loss(outputs: tuple[Tensor, Any], targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs[0].transpose(1, 2), targets)
+
+
+def quiet(make: Callable[[], Task]) -> Task:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataNote)
+        return make()
+
+
+def tagging() -> Task:
+    train = clients(tokens=TOKENS, mask=PADDING, y=NEXT)
+    return supervised("tags", Tagger, train, inputs=("tokens", "mask"))
+
+
+def next_token() -> Task:
+    return supervised("next", NextToken, clients(x=TOKENS, y=NEXT), loss=next_token_loss)
+
+
+def multi_label() -> Task:
+    labels = np.stack([X[:, 0] > 0, X[:, 1] > 0], axis=1)
+    return supervised(
+        "labels", lambda: nn.Linear(4, 2), clients(x=X, y=labels), loss=nn.BCEWithLogitsLoss()
+    )
+
+
+def regression() -> Task:
+    train = clients(a=X, b=X[:, :2], y=X.sum(axis=1), w=np.ones(ROWS, np.float32))
+    inputs = {"a": "a", "b": "b"}
+    return supervised("pair", Pair, train, loss=gaussian, inputs=inputs, label=("y", "w"))
+
+
+def with_dataclass() -> Task:
+    loss = lambda out, y: F.cross_entropy(out.logits, y, reduction="none")  # noqa: E731
+    return supervised("object", WithDataclass, clients(x=X, y=CLASSES), loss=loss)
+
+
+def low_rank() -> Task:
+    return supervised("adapters", adapted, clients(x=X, y=CLASSES))
+
+
+def weighted() -> Task:
+    loss = nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))
+    return supervised("weighted", lambda: nn.Linear(4, 3), clients(x=X, y=CLASSES), loss=loss)
+
+
+CASES: list[tuple[Callable[[], Task], bool, str]] = [
+    (tagging, False, "batched (vmap, not padded)"),
+    (next_token, False, "batched (vmap, not padded)"),
+    (multi_label, True, "batched (layers)"),
+    (regression, True, "batched (layers)"),
+    (with_dataclass, True, "batched (layers)"),
+    (low_rank, True, "batched (layers)"),
+    (weighted, False, "batched (vmap, not padded)"),
+]
+TASKS = pytest.mark.parametrize(
+    ("make", "per_example", "batched"), CASES, ids=[case[0].__name__ for case in CASES]
+)
+
+
+@TASKS
+def test_every_engine_agrees_with_the_loop(
+    make: Callable[[], Task], per_example: bool, batched: str
+) -> None:
+    task = quiet(make)
+    assert isinstance(task.objective, ModuleObjective)
+    assert task.objective.per_example == per_example
+    run = partial(fx.simulate, task, ALGORITHM, rounds=2, local=LOCAL)
+    loop = list(run(engine="loop"))[-1]
+    names: dict[EngineName, str] = {"batched": batched, "threads": "threads"}
+    for engine, name in names.items():
+        other = list(run(engine=engine))[-1]
+        assert other.engine == name
+        torch.testing.assert_close(other.state.params, loop.state.params, rtol=1e-4, atol=1e-5)
+        assert other.train_loss == pytest.approx(loop.train_loss, rel=1e-4)
+
+
+def reference_loss(task: Task, loss: Callable[[Any, Any], Tensor]) -> float:
+    """Return F of the initial model by torch alone: the mean over clients of a client's loss."""
+    objective = task.objective
+    assert isinstance(objective, ModuleObjective)
+    module, values = objective.initial_module(0).eval(), []
+    for client in range(task.train.clients):
+        batch = task.train.client(client)
+        args, keywords = objective.fields.arguments(batch)
+        with torch.no_grad():
+            value = loss(module(*args, **keywords), objective.fields.targets(batch))
+        values.append(value.mean().item())
+    return float(np.mean(values))
+
+
+@pytest.mark.parametrize(
+    ("make", "loss"),
+    [
+        (tagging, F.cross_entropy),
+        (next_token, next_token_loss),
+        (multi_label, F.binary_cross_entropy_with_logits),
+        (regression, gaussian),
+        (weighted, nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 5.0]))),
+    ],
+)
+def test_the_training_loss_is_the_mean_of_torchs_own_over_clients(
+    make: Callable[[], Task], loss: Callable[[Any, Any], Tensor]
+) -> None:
+    task = quiet(make)
+    found = task.evaluate(*task.objective.initial(0))["train_loss"]
+    assert found == pytest.approx(reference_loss(task, loss), rel=1e-5)
+
+
+@pytest.mark.parametrize("make", [tagging, weighted])
+def test_a_loss_of_a_batch_has_torchs_own_gradient(make: Callable[[], Task]) -> None:
+    task = quiet(make)
+    objective = task.objective
+    assert isinstance(objective, ModuleObjective)
+    params, buffers = objective.initial(0)
+    batch = task.train.client(0)
+    grad, _ = objective.gradient(params.clone(), buffers, batch)
+    module = objective.load(params, buffers)
+    loss = F.cross_entropy if make is tagging else nn.CrossEntropyLoss(torch.tensor([1.0, 2, 5]))
+    loss(module(*objective.fields.arguments(batch)[0]), batch["y"]).backward()
+    expected = torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+    torch.testing.assert_close(grad, expected)
+
+
+def test_accuracy_per_token_leaves_padding_out() -> None:
+    task = quiet(tagging)
+    objective = task.objective
+    assert isinstance(objective, ModuleObjective)
+    params, buffers = objective.initial(0)
+    each = []
+    for client in range(CLIENTS):
+        batch = task.train.client(client)
+        scores = objective.load(params, buffers).eval()(batch["tokens"], batch["mask"])
+        counted = batch["y"] != -100
+        each.append((scores.argmax(1) == batch["y"])[counted].double().mean().item())
+    assert task.evaluate(params, buffers)["train_accuracy"] == pytest.approx(np.mean(each))
+    assert task.metric == "train_accuracy"
+
+
+def test_a_batch_loss_is_evaluated_alike_for_every_number_of_processes() -> None:
+    task = quiet(tagging)
+    start = task.objective.initial(0)
+    whole = task.evaluate(*start)
+    for parts in (2, 3, 11):
+        first, *others = (task.totals(*start, (part, parts)) for part in range(parts))
+        assert task.finish(sum(others, first)) == pytest.approx(whole, rel=1e-12)
+
+
+def test_default_losses_are_those_of_classification() -> None:
+    train = clients(x=X, y=CLASSES)
+    build = lambda: nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))  # noqa: E731
+    tasks = [
+        classification("a", build, train),
+        classification("a", build=build, train=train),
+        supervised("a", build, train),
+        supervised("a", build, train, loss=nn.CrossEntropyLoss()),
+    ]
+    ends = [list(fx.simulate(task, ALGORITHM, rounds=2))[-1] for task in tasks]
+    for task, end in zip(tasks, ends, strict=True):
+        assert end.engine == "dense"
+        assert torch.equal(end.state.params, ends[0].state.params)
+        assert end.train_accuracy == ends[0].train_accuracy
+        assert task.metric == "train_accuracy"
+        assert isinstance(task.objective, ModuleObjective)
+        assert type(task.objective.loss) is nn.CrossEntropyLoss
+
+
+def test_data_are_cast_with_one_note_each() -> None:
+    x, y = X.astype(np.float64), CLASSES.astype(np.int16)
+    with pytest.warns(DataNote) as notes:
+        task = supervised(
+            "mine", lambda: nn.Linear(4, 3), clients(x=x, y=y), test={"x": x.tolist(), "y": y}
+        )
+    assert [str(note.message) for note in notes] == [
+        "task 'mine': inputs 'x' are cast from float64 to float32, the type of the model",
+        "task 'mine': labels 'y' are cast from int16 to int64",
+    ]
+    assert notes[0].filename == __file__
+    assert task.test is not None
+    for fields in (task.train.fields, task.test):
+        assert (fields["x"].dtype, fields["y"].dtype) == (torch.float32, torch.int64)
+    with pytest.warns(DataNote, match="labels 'y' are cast from int64 to float32"):
+        supervised("b", lambda: nn.Linear(4, 2), clients(x=X, y=TOKENS[:, :2]), loss=F.mse_loss)
+
+
+def test_a_loss_that_cannot_be_used_per_example_gets_a_note() -> None:
+    with pytest.warns(DataNote, match="some targets are ignored"):
+        tagging()
+    with pytest.warns(DataNote, match="classes have weights"):
+        weighted()
+
+    def root(outputs: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+        squares = (outputs - targets).square().flatten(1)
+        return squares.mean(1) if reduction == "none" else squares.mean().sqrt()
+
+    with pytest.warns(DataNote, match="averages in its own way"):
+        task = supervised("c", lambda: nn.Linear(4, 4), clients(x=X, y=X), loss=root)
+    assert isinstance(task.objective, ModuleObjective)
+    assert not task.objective.per_example
+
+
+@pytest.mark.parametrize(
+    ("loss", "per_example"),
+    [
+        (F.mse_loss, True),
+        (nn.MSELoss(), True),
+        (nn.MSELoss(reduction="none"), True),
+        (F.huber_loss, True),
+        (partial(F.huber_loss, delta=0.5), True),
+        (lambda out, y: F.mse_loss(out, y), False),
+        (lambda out, y: (out - y).square().mean(1), True),
+    ],
+)
+def test_losses_are_used_per_example_where_they_can_be(loss: Any, per_example: bool) -> None:
+    task = supervised("mine", lambda: nn.Linear(4, 4), clients(x=X, y=X), loss=loss)
+    assert isinstance(task.objective, ModuleObjective)
+    assert task.objective.per_example == per_example
+    assert task.metric == "train_loss"
+    assert list(fx.simulate(task, ALGORITHM, rounds=1))[-1].train_loss is not None
+
+
+def column(width: int) -> Callable[[], nn.Module]:
+    return lambda: nn.Linear(4, width)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"loss": F.mse_loss, "model": column(1), "label": "z"}, r"one shape, e.g. output.squeeze"),
+        (
+            {"loss": lambda o, y: F.mse_loss(o, y), "model": column(1), "label": "z"},
+            "compare each with each.*output.squeeze",
+        ),
+        ({"loss": nn.MSELoss(reduction="sum"), "label": "x"}, 'use reduction="mean"'),
+        ({"loss": "mse"}, "the loss is str, not a function"),
+        ({"loss": lambda o, y: 1.0}, "the loss returns float; return a tensor"),
+        ({"loss": lambda o, y: o.sum(0)}, "has the shape .3.; return a value for each example"),
+        (
+            {"loss": lambda o, y: o @ y},
+            "the loss does not accept float32 of shape .2, 3. and int64 of shape .2.",
+        ),
+        ({"model": column(2)}, "labels go from 0 to 2, but the model has the classes 0 to 1"),
+        ({"model": nn.Linear(5, 3)}, "the model does not accept these examples"),
+        ({"model": WithDataclass}, "returns Output, not class scores; give a loss that takes it"),
+        ({"inputs": ("x", "mask")}, "the training data has no field mask"),
+        ({"inputs": ()}, "inputs names no field"),
+        ({"label": "target"}, "has no field target; name its fields so, or pass inputs and label"),
+        ({"goal": "max:test_f1"}, "unknown record field 'test_f1'; "),
+        ({"goal": "min:trian_loss"}, "unknown record field 'trian_loss'; did you mean train_loss"),
+        ({"goal": "f1"}, "write max:f1 or min:f1"),
+        ({"goal": "up:train_loss"}, "write max:test_f1 or min:test_loss"),
+        ({"metrics": {"accuracy": len}}, "accuracy is measured without asking"),
+        ({"metrics": {"loss": len}}, "a metric cannot be called 'loss'"),
+        ({"metrics": {"f1": 3}}, "metric 'f1' is int; give a function of"),
+        ({"train_metrics": "all"}, "train_metrics is clients, pooled or None"),
+    ],
+)
+def test_mistakes_get_one_line_when_the_task_is_made(
+    arguments: dict[str, Any], message: str
+) -> None:
+    settings = {"model": column(3), "train": clients(x=X, y=CLASSES, z=X[:, 0]), **arguments}
+    with pytest.raises(UsageError, match=message) as caught:
+        supervised("mine", **settings)
+    assert "\n" not in str(caught.value)
+
+
+def test_scores_of_tokens_with_classes_last_get_the_remedy() -> None:
+    model = lambda: nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS))  # noqa: E731
+    with pytest.raises(UsageError, match=r"takes scores of shape \[2, classes, 6\].*transpose"):
+        supervised("mine", model, clients(x=TOKENS, y=TOKENS))
+
+
+def test_a_client_without_a_counted_target_is_refused() -> None:
+    y = np.where(IDS[:, None] == 2, -100, NEXT)
+    with pytest.raises(UsageError, match="all targets of client 2 are -100"):
+        supervised(
+            "mine", Tagger, clients(tokens=TOKENS, mask=PADDING, y=y), inputs=("tokens", "mask")
+        )
+
+
+def test_adapters_send_only_what_they_train() -> None:
+    task = low_rank()
+    trained = 2 * (4 + 16) + 2 * (16 + 3)
+    record = list(fx.simulate(task, ALGORITHM, rounds=2, local=LOCAL))[-1]
+    assert record.engine == "batched (layers)"
+    assert record.state.params.numel() == trained
+    model, objective = record.model(), task.objective
+    assert isinstance(objective, ModuleObjective)
+    start = objective.load(*objective.initial(0)).state_dict()
+    changed = {n for n, value in model.state_dict().items() if not torch.equal(value, start[n])}
+    assert changed == {f"{layer}.{name}.weight" for layer in "02" for name in ("down", "up")}
+
+
+def test_fields_may_have_any_name_in_every_engine() -> None:
+    named = supervised(
+        "a", column(3), clients(features=X, kind=CLASSES), inputs="features", label="kind"
+    )
+    plain = supervised("a", column(3), clients(x=X, y=CLASSES))
+    engines: tuple[EngineName, ...] = ("loop", "batched", "auto")
+    for engine in engines:
+        a, b = (
+            list(fx.simulate(t, ALGORITHM, rounds=2, engine=engine))[-1] for t in (named, plain)
+        )
+        assert a.engine == b.engine
+        assert torch.equal(a.state.params, b.state.params)
+
+
+def test_a_test_federation_is_pooled_and_evaluated_by_client() -> None:
+    train = clients(x=X, y=CLASSES)
+    held_out = Federation.from_ids({"x": X[::2], "y": CLASSES[::2]}, IDS[::2])
+    task = supervised("mine", column(3), train, test=held_out, by_client=True)
+    pooled = supervised("mine", column(3), train, test=dict(held_out.fields))
+    record = list(fx.simulate(task, ALGORITHM, rounds=1))[-1]
+    other = list(fx.simulate(pooled, ALGORITHM, rounds=1))[-1]
+    assert (record.test_loss, record.test_accuracy) == (other.test_loss, other.test_accuracy)
+    by_client = record.evaluate_clients()
+    model = record.model()
+    for split, data in (("train", train), ("test", held_out)):
+        for client in range(CLIENTS):
+            batch = data.client(client)
+            scores = model(batch["x"])
+            right = (scores.argmax(1) == batch["y"]).double().mean().item()
+            loss = F.cross_entropy(scores, batch["y"]).item()
+            assert by_client[f"{split}_accuracy"][client] == pytest.approx(right)
+            assert by_client[f"{split}_loss"][client] == pytest.approx(loss, rel=1e-5)
+        worst = record.metrics[f"{split}_accuracy_worst_decile"]
+        assert worst == pytest.approx(by_client[f"{split}_accuracy"].min())
+        highest = record.metrics[f"{split}_loss_worst_decile"]
+        assert highest == pytest.approx(by_client[f"{split}_loss"].max())
+    assert by_client["train_loss"].mean() == pytest.approx(record.train_loss)
+    few = Federation.from_parts({"x": X, "y": CLASSES}, [np.arange(ROWS)])
+    with pytest.raises(UsageError, match="the test data has 1 clients, the training data 5"):
+        supervised("mine", column(3), train, test=few)
+
+
+def test_a_record_gives_the_output_model() -> None:
+    task = supervised("mine", column(3), clients(x=X, y=CLASSES))
+    record = list(fx.simulate(task, ALGORITHM, rounds=3))[-1]
+    model = record.model()
+    assert not model.training
+    loss = task.evaluate(*record.state.output())["train_loss"]
+    assert record.train_loss == loss
+    flat = torch.cat([p.detach().flatten() for p in model.parameters()])
+    assert torch.equal(flat, record.state.output()[0])
+    least = list(fx.simulate(fx.tasks.toy(), ALGORITHM, rounds=1))[-1]
+    with pytest.raises(UsageError, match="no torch module for this objective"):
+        least.model()
+
+
+def test_nothing_prints_its_data() -> None:
+    task = supervised("mine", column(3), clients(x=X, y=CLASSES), test={"x": X, "y": CLASSES})
+    record = list(fx.simulate(task, ALGORITHM, rounds=1))[-1]
+    assert repr(task) == "Task('mine': 5 clients, 60 examples, 60 test examples, test_accuracy)"
+    assert repr(task.train) == "Federation(5 clients, 60 examples: x float32 [4], y int64 [])"
+    assert repr(record.state) == "SimulationState(round 1, 15 parameters)"
+    assert repr(record).startswith("Record(round 1, server_lr ")
+    assert all(len(repr(each).splitlines()) == 1 for each in (task, task.train, record))
