@@ -17,7 +17,7 @@ def test_seeds_are_one_series_and_settings_are_not() -> None:
     many = [stored(seed=0, options={"server.eps": "0.2"}), stored("fedavg")]
     (section,) = sections(few + many)
     labels = [series.label for series in section.series]
-    assert labels == ["fedexp (eps=0.1)", "fedexp (eps=0.2)", "fedavg"]
+    assert labels == ["fedexp eps=0.1", "fedexp eps=0.2", "fedavg"]
     assert [run.spec["seed"] for run in section.series[0].runs] == [0, 1]
 
 
@@ -27,7 +27,7 @@ def test_settings_that_differ_in_a_late_digit_have_different_names() -> None:
     for run, options in zip(runs, close, strict=True):
         run.spec["options"] |= options
     (section,) = sections(runs)
-    assert [s.label for s in section.series] == ["fedexp (eps=0.100001)", "fedexp (eps=0.100002)"]
+    assert [s.label for s in section.series] == ["fedexp eps=0.100001", "fedexp eps=0.100002"]
 
 
 def test_a_task_with_other_options_is_another_task() -> None:
@@ -81,4 +81,4 @@ def test_no_runs_is_a_mistake() -> None:
 def test_another_device_is_another_setting() -> None:
     there = stored()
     (section,) = sections([there, replace(there, spec={**there.spec, "device": "cuda"})])
-    assert [s.label for s in section.series] == ["fedexp (device=cuda)", "fedexp (device=none)"]
+    assert [s.label for s in section.series] == ["fedexp device=cuda", "fedexp device=none"]

@@ -64,11 +64,13 @@ function lines(points, curve, key, colour, chart) {
   return [pale, { ...strong, hoverinfo: "skip" }];
 }
 
-function endMarkers(curve, key, colour) {
+// A run that diverged may have left the axis: its cross stays at the edge.
+function endMarkers(curve, key, colour, chart) {
   const diverged = (end) => end.status.startsWith("diverged");
+  const [low, high] = chart.range ?? [-Infinity, Infinity];
   return {
     x: curve.ends.map((end) => end.round),
-    y: curve.ends.map((end) => end.value),
+    y: curve.ends.map((end) => Math.min(Math.max(end.value, low), high)),
     mode: "markers",
     marker: {
       symbol: curve.ends.map((end) => (diverged(end) ? "x" : "circle-open")),
@@ -90,7 +92,7 @@ function traces(section, chart, state) {
     const drawn = [
       band(points, colour),
       ...lines(points, curve, key, colour, chart),
-      endMarkers(curve, key, colour),
+      endMarkers(curve, key, colour, chart),
     ];
     const visible = !state.hidden.has(curve.series);
     return drawn.map((trace) => ({ ...trace, type: "scatter", name: escapeHtml(key.name), visible }));
@@ -116,10 +118,16 @@ function targetLine(chart) {
 function ticks(chart, scale) {
   if (chart.percent) return { tickformat: ".0%" };
   if (scale === "linear") return { exponentformat: "e" };
-  const values = chart.curves.flatMap((curve) => curve.raw.mean).filter((value) => value > 0);
+  const values = chart.range ?? chart.curves.flatMap((curve) => curve.raw.mean).filter((value) => value > 0);
   const decades = Math.log10(Math.max(...values) / Math.min(...values));
   const dtick = decades > 1 && decades < 8 ? 1 : undefined;
   return { exponentformat: "power", tickfont: { size: 10 }, dtick };
+}
+
+// Without runs that diverged, which would flatten all others.
+function range(chart, scale) {
+  if (chart.range === null || (scale === "log" && chart.range[0] <= 0)) return {};
+  return { range: scale === "log" ? chart.range.map(Math.log10) : chart.range };
 }
 
 function layout(chart, scale) {
@@ -153,7 +161,7 @@ function layout(chart, scale) {
       spikecolor: css("--quiet"),
       spikethickness: 1,
     },
-    yaxis: { ...axis, type: scale, ...ticks(chart, scale) },
+    yaxis: { ...axis, type: scale, ...ticks(chart, scale), ...range(chart, scale) },
   };
 }
 
