@@ -230,6 +230,7 @@ def draw_band(
     style: Style,
     smooth: int = 1,
     variant: int = 0,
+    seeds: int | None = None,
     text: str | None = None,
 ) -> Any:
     """Draw the mean, pale where some seeds have ended, in a band of one standard deviation.
@@ -241,6 +242,7 @@ def draw_band(
         style: of the algorithm.
         smooth: rounds of the moving average.
         variant: index of the series among those of its algorithm, for the dash pattern.
+        seeds: how many seeds make the mean complete; all when None.
         text: the label in the legend.
 
     Returns:
@@ -253,7 +255,7 @@ def draw_band(
         "color": style.light,
         "linestyle": DASHES[(style.dash + variant) % len(DASHES)],
     }
-    complete = np.where(band.seeds == len(curves), band.mean, np.nan)
+    complete = np.where(band.seeds >= (seeds or len(curves)), band.mean, np.nan)
     if np.isnan(complete).any():
         axes.plot(band.rounds, band.mean, linewidth=1.0, alpha=0.5, **look)
     (line,) = axes.plot(band.rounds, complete, linewidth=1.6, label=text, **look)

@@ -137,7 +137,7 @@ def _line(
     curves = [outcome.curve(metric) for outcome in group]
     hits = [rounds_to(c, target, higher) if target is not None else None for c in curves]
     counted = _long_enough(group, hits) if target is not None else list(range(len(group)))
-    final_round = _final_round(group)
+    final_round = common_length([_length(each) for each in group if each.diverged_at is None])
     ends = [
         _end(outcome, curve[:final_round], smooth)
         for outcome, curve in zip(group, curves, strict=True)
@@ -179,12 +179,15 @@ def _long_enough(group: Sequence[Outcome], hits: Sequence[int | None]) -> list[i
     return [at for at, o in enumerate(group) if o.diverged_at is not None or _length(o) > cutoff]
 
 
-def _final_round(group: Sequence[Outcome]) -> int:
-    """Return the round to compare final values at: where rounds times seeds is largest.
+def common_length(lengths: Sequence[int]) -> int:
+    """Return the number of rounds at which runs of unequal length are compared.
 
-    So that neither a trial of 5 rounds nor a single long run replaces several seeds of 500.
+    It is where rounds times seeds is largest, so that neither a trial of 5 rounds nor a single long
+    run replaces several seeds of 500.
+
+    >>> common_length([5, 500, 500]), common_length([500, 500, 500, 1200])
+    (500, 500)
     """
-    lengths = [_length(outcome) for outcome in group if outcome.diverged_at is None]
     return max(lengths, default=0, key=lambda n: (n * sum(each >= n for each in lengths), n))
 
 

@@ -8,6 +8,7 @@ each of its settings. Runs that diverged do not decide the range of an axis.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -110,8 +111,13 @@ def describe(section: Section, name: str) -> str:
 
 
 def title(name: str) -> str:
-    """Return the title of a metric's chart."""
-    return TITLES.get(name, name.replace("_", " "))
+    """Return the title of a metric's chart.
+
+    >>> title("server_lr"), title("train_accuracy_worst_decile")
+    ('server step size', 'training accuracy, worst decile')
+    """
+    plain = re.sub(r"^train ", "training ", name.replace("_", " "))
+    return TITLES.get(name, plain.replace(" worst decile", ", worst decile"))
 
 
 def _chart(section: Section, name: str, target: float | None) -> Payload:
@@ -140,6 +146,7 @@ def _curve(at: int, series: Series, name: str) -> Payload:
     return {
         "series": at,
         "runs": len(series.runs),
+        "seeds": series.seeds,
         "raw": _points(series.band(name)),
         "smooth": _points(series.band(name, WINDOW)),
         "ends": _ends(series, name),
@@ -224,7 +231,8 @@ def _draw_panel(axes: Axes, section: Section, name: str) -> dict[str, Any]:
     lines = {}
     for series in section.series:
         curves = series.curves(name)
-        line = draw_band(axes, curves, name, series.style, variant=series.variant)
+        look = {"variant": series.variant, "seeds": series.seeds}
+        line = draw_band(axes, curves, name, series.style, **look)
         if line is not None:
             lines[series.label] = line
     fit_axis(axes, *_every_curve(section, name), name)

@@ -44,9 +44,9 @@ function band(points, colour) {
   };
 }
 
-// Pale where some seeds have ended, strong where the mean is over all of them.
+// Pale where some seeds have ended early, strong where the mean is over all that were given as many rounds.
 function lines(points, curve, key, colour, chart) {
-  const complete = points.mean.map((mean, at) => (points.seeds[at] === curve.runs ? mean : null));
+  const complete = points.mean.map((mean, at) => (points.seeds[at] >= curve.seeds ? mean : null));
   const strong = {
     x: points.rounds,
     y: complete,

@@ -536,7 +536,7 @@ def table(
     ]
     element = tag(
         "table",
-        tag("caption", caption),
+        tag("caption", tag("span", caption)),
         tag("thead", head),
         tag("tbody", *body),
         class_=style,

@@ -16,7 +16,14 @@ from typing import Any
 from fedexp.algorithms import ALGORITHMS
 from fedexp.analysis.plots import COLOURS, Style, styles
 from fedexp.analysis.report.filters import Filters
-from fedexp.analysis.summary import REFERENCE, Band, Curve, is_accuracy, metric_band
+from fedexp.analysis.summary import (
+    REFERENCE,
+    Band,
+    Curve,
+    common_length,
+    is_accuracy,
+    metric_band,
+)
 from fedexp.errors import FedExPError, UsageError, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.options import Setup, convert
@@ -57,6 +64,12 @@ class Series:
         numbers = sorted({run.spec["rounds"] for run in self.runs})
         rounds = numbers[0] if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
         return {**settings(self.runs[0]), "rounds": rounds}
+
+    @property
+    def seeds(self) -> int:
+        """The number of seeds whose mean is complete: without runs that were given fewer rounds."""
+        usual = common_length([run.spec["rounds"] for run in self.runs])
+        return sum(run.spec["rounds"] >= usual for run in self.runs)
 
     def outcomes(self) -> list[Outcome]:
         return [run.outcome() for run in self.runs]
