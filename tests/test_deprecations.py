@@ -142,14 +142,11 @@ def test_renamed_functions_and_arguments_of_flower_warn() -> None:
     }.items():
         with pytest.warns(DeprecationWarning, match=rf"flower\.{old} is .* fedexp\.flower\.{new}"):
             assert getattr(flower, old) is getattr(flower, new)
-    for strategy, options in (
-        (flower.FedExP, {}),
-        (flower.RuleStrategy, {"algorithm": fx.fedavg()}),
-    ):
+    for name, options in {"FedExP": {}, "RuleStrategy": {"algorithm": fx.fedavg()}}.items():
         with pytest.warns(
-            DeprecationWarning, match=r"Strategy\(identify=...\) .* query_client_ids="
+            DeprecationWarning, match=rf"{name}\(identify=...\) .* query_client_ids="
         ):
-            made = strategy(identify=True, **options)
+            made = getattr(flower, name)(identify=True, **options)
         assert made.settings.query_client_ids is True
 
 

@@ -9,7 +9,7 @@ True
 
 from typing import TYPE_CHECKING, Any
 
-from fedexp import data, models, projections, tasks
+from fedexp import cohorts, data, models, projections, tasks
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import (
     Algorithm,
@@ -85,6 +85,7 @@ __all__ = [
     "UsageError",
     "Yogi",
     "classification",
+    "cohorts",
     "compare",
     "data",
     "exp_step_size",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedexp.errors import require
+from fedexp.precision import widest
 
 SCALARS = ("weight", "sq_norm", "count", "dropped")
 CACHED_COLUMNS = 2**16  # columns converted to float64 at a time: a block that fits a CPU's cache
@@ -30,7 +31,7 @@ class Aggregate:
     Attributes:
         weight: sum of the client weights p_i.
         update: sum of p_i Δ_i, a vector in float32 or wider; Δ_i = w - w_i as in the paper (eq. 3).
-        sq_norm: sum of p_i ||Δ_i||², over the whole vector, in float64.
+        sq_norm: sum of p_i ||Δ_i||², over the whole vector, in float64 where the device has it.
         count: number of clients in the sums.
         dropped: number of clients left out because their update was not finite.
         extras: named sums that a client rule or a model adds, weighted by p_i as well.
@@ -69,7 +70,8 @@ class Aggregate:
         """
         deltas = _matrix(deltas)
         if weights is not None:
-            weights = torch.as_tensor(weights, dtype=torch.float64, device=deltas.device)
+            dtype = widest(deltas.device)
+            weights = torch.as_tensor(weights, dtype=dtype, device=deltas.device)
             weights = _checked_weights(weights, len(deltas))
         return cls.of_checked(deltas, weights, extras or {})
 
@@ -77,7 +79,7 @@ class Aggregate:
     def of_checked(
         cls, deltas: Tensor, weights: Tensor | None, extras: Mapping[str, Tensor]
     ) -> Aggregate:
-        """Sum the updates with float64 weights that are known to be valid.
+        """Sum the updates with weights that are known to be valid, of the type `widest`.
 
         Nothing is checked, so that a GPU need not wait for the host.
         """
@@ -85,13 +87,14 @@ class Aggregate:
         sq_norms = norms(deltas).square()
         extras = {name: _accumulable(value) for name, value in extras.items()}
         finite = _finite(sq_norms, extras)
-        weights = finite.to(torch.float64) if weights is None else finite * weights
+        dtype = widest(deltas.device)
+        weights = finite.to(dtype) if weights is None else finite * weights
         return cls(
             weight=weights.sum(),
             update=_weighted_sum(weights, finite, deltas),
             sq_norm=torch.where(finite, weights * sq_norms, 0.0).sum(),
-            count=finite.sum(dtype=torch.float64),
-            dropped=(~finite).sum(dtype=torch.float64),
+            count=finite.sum(dtype=dtype),
+            dropped=(~finite).sum(dtype=dtype),
             extras={name: _weighted_sum(weights, finite, v) for name, v in extras.items()},
         )
 
@@ -103,7 +106,7 @@ class Aggregate:
         device: torch.device | str = "cpu",
     ) -> Aggregate:
         """Return the neutral element: no clients. A missing extra counts as zero."""
-        nothing = torch.zeros((), dtype=torch.float64, device=device)
+        nothing = torch.zeros((), dtype=widest(torch.device(device)), device=device)
         update = _accumulable(torch.zeros(dim, dtype=dtype, device=device))
         return cls(nothing, update, nothing, nothing, nothing)
 
@@ -146,13 +149,13 @@ class Aggregate:
         return self._over_weight(self.extras[name])
 
     def pack(self) -> Tensor:
-        """Return all sums in one flat float64 buffer, for a single all-reduce.
+        """Return all sums in one flat buffer of float64 (`widest`), for a single all-reduce.
 
         The sum of packed buffers is the packed sum (for aggregates with the same extras).
         """
         scalars = torch.stack([getattr(self, name) for name in SCALARS])
         vectors = [self.update, *(self.extras[name].flatten() for name in sorted(self.extras))]
-        return torch.cat([scalars, *(vector.to(torch.float64) for vector in vectors)])
+        return torch.cat([scalars, *(vector.to(scalars.dtype) for vector in vectors)])
 
     def unpack(self, buffer: Tensor) -> Aggregate:
         """Return the aggregate in `buffer`, with the layout of this one; the inverse of `pack`."""
@@ -181,9 +184,10 @@ def usable(deltas: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
 
 
 def norms(rows: Tensor) -> Tensor:
-    """Return the norms of the rows of [M, d] in float64, shape [M]."""
-    if rows.device.type != "cpu" or rows.dtype == torch.float64:
-        return torch.linalg.vector_norm(rows, dim=1, dtype=torch.float64)
+    """Return the norms of the rows of [M, d] in float64 where the device has it, shape [M]."""
+    dtype = widest(rows.device)
+    if rows.device.type != "cpu" or rows.dtype == dtype:
+        return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
     # on a CPU, float64 copies of blocks that fit its cache are four times as fast as dtype=float64
     if rows.shape[1] > CACHED_COLUMNS and len(rows) > 1:
         return torch.cat([norms(row[None]) for row in rows])

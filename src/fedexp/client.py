@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -53,7 +53,12 @@ class ClientRule:
 
     A rule overrides `linear_correction` if its correction is linear in the parameters, which lets
     engines solve quadratic problems in closed form, and `correct` otherwise.
+
+    `needs_sgd` states that `end_round` takes Δ / total_lr for a mean of gradients, which it is
+    for SGD without momentum only; `simulate` refuses such a rule with another local optimiser.
     """
+
+    needs_sgd: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Accept the method names of version 0.1, with a deprecation warning."""
@@ -99,7 +104,7 @@ class ClientRule:
 
         Args:
             delta: Δ_i = w - w_i.
-            total_lr: the number of local steps times their learning rate, τ η_l.
+            total_lr: the sum of the step sizes: τ η_l where all are alike.
         """
         return {}, {}
 
@@ -139,8 +144,12 @@ class Scaffold(ClientRule):
     Locally w ← w - η_l (g - c_i + c). After τ steps Ψ_i = c - Δ_i / (τ η_l), c_i ← c_i - Ψ_i, and
     the server takes c ← c - sum_S p_i Ψ_i / sum_all p_i. With uniform weights that is
     c - (|S|/N) mean Ψ, so c stays the mean of all c_i under partial participation too
-    (docs/paper.md#scaffold-partial-participation).
+    (docs/paper.md#scaffold-partial-participation). Where step sizes change over the local steps,
+    τ η_l is their sum. With momentum or Adam Δ_i / (τ η_l) would be no mean of gradients, and the
+    combination is refused.
     """
+
+    needs_sgd: ClassVar[bool] = True
 
     def init_broadcast(self, params: Tensor) -> Tensors:
         return {"control": torch.zeros_like(params)}

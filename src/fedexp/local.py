@@ -1,32 +1,64 @@
-"""Local training: the settings of local SGD, and one step of it, shared by all algorithms."""
+"""Local training: the settings of local optimisation, and one step of it, shared by all algorithms.
+
+`local_step` is plain SGD. `optimizer_step` is every other optimiser that has a name: SGD with
+momentum, Adam and AdamW, by the formulas of `torch.optim`. Both work on parameters [..., d], so
+that the loop, the threads and the batched engine take the same step. A function in the style of
+`torch.optim` is called for one client at a time (`TorchOptimizer`).
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from fedexp.aggregate import norms
 from fedexp.errors import require
+from fedexp.precision import widest
+
+MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
+Schedule = Literal["constant", "linear", "cosine"]
+OPTIMIZERS, SCHEDULES = ("sgd", "adam", "adamw"), ("constant", "linear", "cosine")
+# Fields that specs of version 0.1 do not have: left out of options where they have their default.
+ADDED = frozenset(
+    {"optimizer", "momentum", "nesterov", "betas", "adam_eps", "lr_schedule", "step_schedule"}
+)
 
 
 @dataclass(frozen=True)
 class LocalTraining:
-    """Settings of local SGD. The paper's are 20 steps of batches of 50, decay 0.998, clip 10.
+    """Settings of local training. The paper's are 20 steps of SGD on batches of 50, decay 0.998,
+    clip 10.
+
+    The state of an optimiser (momentum, moments) starts at zero in every round on every client.
+    The gradient is corrected by the client rule, then clipped; then weight decay is added.
 
     Args:
         lr: the client step size η_l > 0.
         steps: local steps τ; ignored when `epochs` is given.
         epochs: passes over the client's data instead of a number of steps.
         batch_size: examples per batch; None trains on all of the client's data at once.
-        weight_decay: λ >= 0; λ w is added after clipping, as in torch
-            (docs/paper.md#released-clipping).
+        weight_decay: λ >= 0; λ w is added to the gradient after clipping, as in torch
+            (docs/paper.md#released-clipping). "adamw" decouples it: w shrinks by 1 - η_l λ.
         clip_norm: bound on the norm of the corrected gradient, over the whole vector.
         lr_decay: factor on lr after every round.
         decay_before_first_round: decay before the first round as well
             (docs/paper.md#released-decay-timing).
+        optimizer: "sgd", "adam", "adamw", or a function in the style of `torch.optim`, e.g.
+            `lambda params, lr: torch.optim.RMSprop(params, lr)`, called for every client and round
+            with one vector of all parameters. A function runs in the loop and in threads only.
+        momentum: of "sgd", in [0, 1).
+        nesterov: Nesterov's momentum.
+        betas: decay of the two moments of "adam" and "adamw".
+        adam_eps: added to the root of their second moment.
+        lr_schedule: factor on lr in round t of T: "constant"; "linear", 1 - (t-1)/T; "cosine",
+            (1 + cos(π (t-1)/T)) / 2; or a function of the round. `lr_decay` multiplies it.
+        step_schedule: the same over the local steps, from step 0: a function has the arguments
+            (step, steps).
     """
 
     lr: float = 0.01
@@ -37,6 +69,13 @@ class LocalTraining:
     clip_norm: float | None = None
     lr_decay: float = 1.0
     decay_before_first_round: bool = False
+    optimizer: Literal["sgd", "adam", "adamw"] | MakeOptimizer = "sgd"
+    momentum: float = 0.0
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    adam_eps: float = 1e-8
+    lr_schedule: Schedule | Callable[[int], float] = "constant"
+    step_schedule: Schedule | Callable[[int, int], float] = "constant"
 
     def __post_init__(self) -> None:
         require(math.isfinite(self.lr) and self.lr > 0, f"local.lr must be > 0, not {self.lr}")
@@ -47,20 +86,98 @@ class LocalTraining:
         clip = self.clip_norm
         require(clip is None or clip > 0, f"local.clip_norm must be positive, not {clip}")
         require(0 < self.lr_decay <= 1, f"local.lr_decay must be in (0, 1], not {self.lr_decay}")
+        self._check_added()
 
-    def lr_at(self, round: int) -> float:
-        """Return η_l in a round; rounds are counted from 1.
+    def _check_added(self) -> None:
+        optimizer, momentum = self.optimizer, self.momentum
+        require(
+            callable(optimizer) or optimizer in OPTIMIZERS,
+            f"local.optimizer is sgd, adam, adamw or a function, not {optimizer!r}",
+        )
+        require(0 <= momentum < 1, f"local.momentum must be in [0, 1), not {momentum}")
+        require(
+            not momentum or optimizer == "sgd",
+            "local.momentum belongs to sgd; set local.betas of adam, or the momentum in your "
+            "function",
+        )
+        require(not self.nesterov or momentum > 0, "local.nesterov needs local.momentum > 0")
+        good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        require(good, f"local.betas must be two numbers in [0, 1), not {self.betas}")
+        require(self.adam_eps >= 0, f"local.adam_eps must be >= 0, not {self.adam_eps}")
+        for name in ("lr_schedule", "step_schedule"):
+            value = getattr(self, name)
+            require(
+                callable(value) or value in SCHEDULES,
+                f"local.{name} is {', '.join(SCHEDULES)} or a function, not {value!r}",
+            )
+
+    @property
+    def is_sgd(self) -> bool:
+        """Whether a step is w - η g: then Δ is a sum of gradients times step sizes."""
+        return self.optimizer == "sgd" and not self.momentum
+
+    @property
+    def is_plain_sgd(self) -> bool:
+        """Whether all steps are SGD without momentum, with one step size."""
+        return self.is_sgd and self.step_schedule == "constant"
+
+    def lr_at(self, round: int, rounds: int | None = None) -> float:
+        """Return η_l in a round; rounds are counted from 1, `rounds` is their number.
 
         >>> LocalTraining(lr=1.0, lr_decay=0.5).lr_at(2)
         0.5
+        >>> LocalTraining(lr=1.0, lr_schedule="linear").lr_at(3, rounds=4)
+        0.5
         """
-        return self.lr * self.lr_decay ** (round - 1 + self.decay_before_first_round)
+        lr = self.lr * self.lr_decay ** (round - 1 + self.decay_before_first_round)
+        if self.lr_schedule == "constant":
+            return lr
+        if callable(self.lr_schedule):
+            return lr * _checked(self.lr_schedule(round), f"lr_schedule({round})")
+        require(
+            rounds is not None,
+            f"local.lr_schedule {self.lr_schedule!r} needs the number of rounds, which is not "
+            "known here; pass a function of the round",
+        )
+        assert rounds is not None
+        return lr * _factor(self.lr_schedule, round - 1, rounds)
+
+    def step_factors(self, steps: int) -> list[float]:
+        """Return the factor on η_l in each of a client's steps.
+
+        >>> LocalTraining(step_schedule="linear").step_factors(4)
+        [1.0, 0.75, 0.5, 0.25]
+        """
+        schedule = self.step_schedule
+        if callable(schedule):
+            return [
+                _checked(schedule(s, steps), f"step_schedule({s}, {steps})") for s in range(steps)
+            ]
+        return [_factor(schedule, s, steps) for s in range(steps)]
+
+    def total_factor(self, steps: int) -> float:
+        """Return the sum of `step_factors`: total_lr over η_l."""
+        return steps if self.step_schedule == "constant" else math.fsum(self.step_factors(steps))
 
     def steps_for(self, size: int) -> int:
         """Return the number of local steps of a client with `size` examples."""
         if self.epochs is None:
             return self.steps
         return self.epochs * math.ceil(size / (self.batch_size or size))
+
+
+def _factor(schedule: str, done: int, total: int) -> float:
+    """Return the factor of a schedule after `done` of `total` rounds or steps."""
+    if schedule == "constant":
+        return 1.0
+    part = min(done / total, 1.0)
+    return 1 - part if schedule == "linear" else (1 + math.cos(math.pi * part)) / 2
+
+
+def _checked(factor: Any, what: str) -> float:
+    value = float(factor)
+    require(math.isfinite(value) and value > 0, f"local.{what} must be positive, not {value}")
+    return value
 
 
 def local_step(
@@ -71,7 +188,7 @@ def local_step(
     w - η (c g + λ w) with the clipping factor c, computed as (1 - η λ) w - (η c) g: fewer passes
     over the memory of a large model, and fewer still where `params` may be overwritten.
     """
-    rate = torch.as_tensor(lr, dtype=torch.float64)
+    rate = torch.as_tensor(lr, dtype=widest(grad.device))
     if local.clip_norm is not None:
         rate = rate * clip_factor(grad, local.clip_norm)
     rate = rate.to(grad)
@@ -84,6 +201,96 @@ def local_step(
     return shrunk.addcmul_(grad, rate, value=-1)
 
 
+def init_moments(params: Tensor, local: LocalTraining) -> dict[str, Tensor]:
+    """Return the optimiser's state before a client's first step: zeros like its parameters."""
+    names = ("first", "second") if local.optimizer in ("adam", "adamw") else ("momentum",)
+    return {} if local.is_sgd else {name: torch.zeros_like(params) for name in names}
+
+
+def optimizer_step(
+    params: Tensor,
+    grad: Tensor,
+    moments: Mapping[str, Tensor],
+    step: int | Tensor,
+    lr: float | Tensor,
+    local: LocalTraining,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Take one step of the optimiser on parameters [..., d]; return them and its state.
+
+    With the clipped gradient g, plus λ w except for AdamW:
+
+        SGD     m ← μ m + g;  w ← w - η m, or w - η (g + μ m) by Nesterov
+        Adam    m ← β₁ m + (1-β₁) g;  v ← β₂ v + (1-β₂) g²;
+                w ← w - η / (1-β₁ᵗ) · m / (√v / √(1-β₂ᵗ) + eps)
+        AdamW   w ← (1 - η λ) w first, then as Adam
+
+    Args:
+        params: w.
+        grad: the gradient, corrected by the client rule.
+        moments: the state, zero before the first step.
+        step: t, from 1.
+        lr: η of this step, a number or a tensor that broadcasts to [..., 1].
+        local: the settings.
+    """
+    grad = clipped(grad, local)
+    if local.optimizer == "adamw":
+        params = params * (1 - _like(lr, params) * local.weight_decay)
+    elif local.weight_decay:
+        grad = grad.add(params, alpha=local.weight_decay)
+    if local.is_sgd:
+        return params - _like(lr, params) * grad, {}
+    if local.optimizer == "sgd":
+        momentum = grad.add(moments["momentum"], alpha=local.momentum)
+        ahead = grad.add(momentum, alpha=local.momentum) if local.nesterov else momentum
+        return params - _like(lr, params) * ahead, {"momentum": momentum}
+    beta1, beta2 = local.betas
+    first = moments["first"].lerp(grad, 1 - beta1)
+    second = (moments["second"] * beta2).addcmul_(grad, grad, value=1 - beta2)
+    rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
+    scale = (second.sqrt() / _like(root, params)).add_(local.adam_eps)
+    return params - _like(rate, params) * (first / scale), {"first": first, "second": second}
+
+
+def _like(value: float | Tensor, params: Tensor) -> float | Tensor:
+    """Return a number, or a tensor in the type of the parameters."""
+    return value.to(params.dtype) if isinstance(value, Tensor) else value
+
+
+class TorchOptimizer:
+    """One client's optimiser, made by a function in the style of `torch.optim`.
+
+    Args:
+        make: the function; it has the parameters [one vector] and the step size of the round.
+        params: the vector, which the steps overwrite.
+        lr: the step size.
+    """
+
+    def __init__(self, make: MakeOptimizer, params: Tensor, lr: float) -> None:
+        self.vector = nn.Parameter(params)  # shares the memory of `params`
+        self.optimizer = make([self.vector], lr)
+        require(
+            isinstance(self.optimizer, torch.optim.Optimizer),
+            "local.optimizer must return a torch.optim.Optimizer, e.g. lambda params, lr: "
+            "torch.optim.RMSprop(params, lr)",
+        )
+        self.rates = [group["lr"] for group in self.optimizer.param_groups]
+
+    def step(self, params: Tensor, grad: Tensor, factor: float, local: LocalTraining) -> None:
+        """Take one step, with the optimiser's own step sizes times `factor`; writes `params`."""
+        grad = clipped(grad, local)
+        self.vector.grad = grad.add(params, alpha=local.weight_decay)  # a copy
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        self.optimizer.step()
+
+
+def clipped(grad: Tensor, local: LocalTraining) -> Tensor:
+    """Return gradients [..., d] whose norms are at most `clip_norm`, if there is a bound."""
+    if local.clip_norm is None:
+        return grad
+    return grad * clip_factor(grad, local.clip_norm).to(grad)
+
+
 def clip_factor(grad: Tensor, bound: float) -> Tensor:
     """Return the clipping factors min(1, bound / norm) of vectors [..., d], shape [..., 1].
 
@@ -92,7 +299,7 @@ def clip_factor(grad: Tensor, bound: float) -> Tensor:
     """
     rows = grad.reshape(-1, grad.shape[-1])
     if _surely_within(rows, bound):
-        return torch.ones(*grad.shape[:-1], 1, dtype=torch.float64)
+        return torch.ones(*grad.shape[:-1], 1, dtype=widest(grad.device))
     # in float64, because the square of a large float32 overflows and the factor would be 0
     return clip_to(norms(rows).view(*grad.shape[:-1], 1), bound)
 

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.errors import UsageError, require, unknown_name
-from fedexp.local import LocalTraining
+from fedexp.local import ADDED, LocalTraining
 from fedexp.references import is_reference, load_object, name_in, reference_to
 from fedexp.server import Adagrad, Adam, ExP, MomentumExP, ServerRule, Yogi
 from fedexp.tasks import (
@@ -238,6 +238,13 @@ class Setup:
             for field in dataclasses.fields(self.section(section))
         }
         return {**found, "average_last": self.algorithm.iterates, "weighting": self.weighting}
+
+    def stored_options(self) -> dict[str, Any]:
+        """Return the options of a spec: those that older specs lack only where they are set."""
+        fields = dataclasses.fields(LocalTraining)
+        added = {f"local.{field.name}": field.default for field in fields if field.name in ADDED}
+        found = self.options().items()
+        return {name: value for name, value in found if name not in added or value != added[name]}
 
     def with_option(self, key: str, value: Any) -> Setup:
         """Return a copy with one option changed; text is converted to the option's type.

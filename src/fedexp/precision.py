@@ -7,24 +7,36 @@ from contextlib import contextmanager
 from typing import Literal
 
 import torch
+from torch.backends import mps
 
 from fedexp.errors import UsageError, require
 
 Precision = Literal["float32", "tf32", "bf16"]
+NO_FLOAT64 = {"mps"}  # types of devices without float64
 
 
 def checked_device(device: str | torch.device) -> torch.device:
-    """Return the device to train on; refuse one that does not exist here."""
+    """Return the device to train on; refuse one that does not exist here.
+
+    "mps" (Apple silicon) runs in the loop. No such machine was at hand: it is tested on a CPU that
+    is not allowed float64 (`NO_FLOAT64`).
+    """
     try:
         found = torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"unknown device {device!r}; use cpu or cuda") from None
-    require(found.type in ("cpu", "cuda"), f"cannot train on {found.type}; use cpu or cuda")
+    except (RuntimeError, TypeError):
+        raise UsageError(f"unknown device {device!r}; use cpu, cuda or mps") from None
+    known = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": mps.is_available()}
+    require(found.type in known, f"cannot train on {found.type}; use cpu, cuda or mps")
     require(
-        found.type != "cuda" or torch.cuda.is_available(),
-        "there is no CUDA device here; leave device out to use the CPU",
+        known[found.type],
+        f"there is no {found.type.upper()} device here; leave device out to use the CPU",
     )
     return found
+
+
+def widest(device: torch.device) -> torch.dtype:
+    """Return the type of norms and sums: float64, where the device has it."""
+    return torch.float32 if device.type in NO_FLOAT64 else torch.float64
 
 
 def default_precision(device: torch.device) -> Precision:

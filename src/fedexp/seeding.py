@@ -77,6 +77,8 @@ def seeded_torch(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    if torch.backends.mps.is_available():
+        generators.append(torch.mps._get_default_mps_generator())
     before = [g.get_state() for g in generators]
     derived = torch_seed(seed, purpose, *numbers)
     try:

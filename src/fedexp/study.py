@@ -8,12 +8,15 @@ a function) runs in this process.
 
 from __future__ import annotations
 
+import hashlib
 import os
+import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import deepcopy
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypedDict, Unpack
 
@@ -27,8 +30,9 @@ from fedexp.analysis.report.sections import Targets, load_all, sections
 from fedexp.analysis.summary import Line, summarise
 from fedexp.analysis.tables import comparison_numbers, comparison_table, render_table
 from fedexp.distributed import ranks
-from fedexp.engine import EngineName, SimulationState
+from fedexp.engine import EngineName, Record, SimulationState
 from fedexp.engine.client_store import Location
+from fedexp.engine.plan import Cohort
 from fedexp.errors import DivergedError, UsageError, require
 from fedexp.local import LocalTraining
 from fedexp.objective import ModuleObjective
@@ -42,6 +46,7 @@ from fedexp.options import (
     split_task_options,
 )
 from fedexp.precision import Precision
+from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
 from fedexp.references import (
     reference_to,
     refuse_while_importing,
@@ -87,7 +92,8 @@ class Settings(TypedDict, total=False):
 
     Attributes:
         rounds: number of rounds.
-        cohort: clients per round; "all" for all of them.
+        cohort: clients per round: a number, a fraction, "all", a list of clients, or a function
+            (rng, round, federation) that returns them.
         local: local training, instead of the task's.
         weighting: "uniform", or "size" to weigh clients by their examples.
         options: single options by name, as `--set` takes them: {"eps": 0.01, "local.lr": 0.1}.
@@ -98,10 +104,14 @@ class Settings(TypedDict, total=False):
         precision: "float32", "tf32" or "bf16".
         stop_at: value of the task's metric at which a run ends early.
         deterministic: use deterministic torch operations only.
+        start: weights that training begins with: a record, a module, a state_dict, a run folder or
+            a safetensors file.
+        privacy: simulated differential privacy, see docs/privacy.md.
+        by_client: also evaluate every client, for the worst decile.
     """
 
     rounds: int | None
-    cohort: int | Literal["all"] | None
+    cohort: Cohort | None
     local: LocalTraining | None
     weighting: Weighting | None
     options: Mapping[str, Any] | None
@@ -112,6 +122,9 @@ class Settings(TypedDict, total=False):
     precision: Precision | None
     stop_at: float | None
     deterministic: bool
+    start: Record | nn.Module | Mapping[str, Tensor] | PathLike | None
+    privacy: CentralPrivacy | LocalPrivacy | None
+    by_client: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -195,7 +208,7 @@ def run(
     True
     """
     refuse_while_importing("fedexp.run")
-    prepared = _spec(task, algorithm, seed, settings).prepare()
+    prepared = _spec(task, algorithm, seed, settings, runs).prepare()
     with stop_request(listen=runs is not None) as request:
         try:
             outcome = execute(
@@ -323,7 +336,7 @@ def compare(
     require(bool(chosen), "compare needs at least one algorithm, e.g. ['fedavg', 'fedexp']")
     numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
     require(bool(numbers), "compare needs at least one seed")
-    firsts = _prepared(task, chosen, numbers[0], settings)
+    firsts = _prepared(task, chosen, numbers[0], settings, runs)
     wanted = checked_target(target, firsts[0].task.metric, "target")
     specs = [replace(first.spec, seed=seed) for first in firsts for seed in numbers]
     root = None if runs is None else Path(runs)
@@ -505,14 +518,18 @@ def load_state(path: PathLike, device: str | torch.device = "cpu") -> Simulation
 
 
 def _prepared(
-    task: Task | str, algorithms: Sequence[Algorithm | str], seed: int, settings: Settings
+    task: Task | str,
+    algorithms: Sequence[Algorithm | str],
+    seed: int,
+    settings: Settings,
+    runs: PathLike | None,
 ) -> list[Run]:
     """Return a run of each algorithm over one task; `name:key` options are for one algorithm."""
     options = dict(settings.get("options") or {})
     general = {key: value for key, value in options.items() if ":" not in key}
     firsts: list[Run] = []
     for algorithm in algorithms:
-        bare = _spec(task, algorithm, seed, {**settings, "options": {}})
+        bare = _spec(task, algorithm, seed, {**settings, "options": {}}, runs)
         built = firsts[0].task if firsts else None
         setup = bare.prepare(built).setup
         own = {k: v for k, v in general.items() if k.startswith("task.") or setup.has_option(k)}
@@ -536,7 +553,13 @@ def _prepared(
     return firsts
 
 
-def _spec(task: Task | str, algorithm: Algorithm | str, seed: int, settings: Settings) -> Spec:
+def _spec(
+    task: Task | str,
+    algorithm: Algorithm | str,
+    seed: int,
+    settings: Settings,
+    runs: PathLike | None = None,
+) -> Spec:
     """Return the spec of a run of these objects."""
     if isinstance(task, str):
         task_name, task_source = split_task(task)
@@ -548,15 +571,15 @@ def _spec(task: Task | str, algorithm: Algorithm | str, seed: int, settings: Set
         )
         task_name, task_source = task.name, reference_to(task, task.name)
     name, source = _named_algorithm(algorithm)
-    cohort = settings.get("cohort")
+    start = settings.get("start")
     bare = Spec(
         task=task_name,
         algorithm=name,
-        seed=seed,
-        rounds=settings.get("rounds"),
-        cohort=0 if cohort == "all" else cohort,
+        seed=_whole(seed, "seed"),
+        rounds=_whole(settings.get("rounds"), "rounds"),
+        cohort=_cohort(settings.get("cohort")),
         mode=settings.get("mode", "paper"),
-        evaluate_every=settings.get("evaluate_every"),
+        evaluate_every=_whole(settings.get("evaluate_every"), "evaluate_every"),
         engine=settings.get("engine", "auto"),
         device=settings.get("device"),
         precision=settings.get("precision"),
@@ -564,6 +587,9 @@ def _spec(task: Task | str, algorithm: Algorithm | str, seed: int, settings: Set
         deterministic=settings.get("deterministic", False),
         task_source=task_source,
         algorithm_source=source,
+        start=None if start is None else _stored_start(start, runs),
+        privacy=settings.get("privacy"),
+        by_client=settings.get("by_client", False),
     )
     local, weighting = settings.get("local"), settings.get("weighting")
     given = dict(settings.get("options") or {})
@@ -578,6 +604,50 @@ def _spec(task: Task | str, algorithm: Algorithm | str, seed: int, settings: Set
         before = named.options()
         given = {**{k: v for k, v in wanted.items() if before.get(k) != v}, **given}
     return _with_options(bare, given)
+
+
+def _whole(value: Any, name: str) -> Any:
+    """Return a whole number of numpy as one of Python, and anything else as it is."""
+    if value is not None:
+        whole = isinstance(value, Integral) and not isinstance(value, bool)
+        require(whole, f"{name} must be a whole number: {value!r}")
+    return None if value is None else int(value)
+
+
+def _cohort(cohort: Any) -> int | float | tuple[int, ...] | str | None:
+    """Return a cohort as a spec has it: a function by its reference."""
+    if cohort is None or isinstance(cohort, str):
+        return cohort
+    if callable(cohort):
+        return reference_to(cohort, getattr(cohort, "__name__", "choose"))
+    if isinstance(cohort, Integral):
+        require(int(cohort) >= 1, f"the cohort must be at least 1, not {cohort}")
+        return int(cohort)
+    return float(cohort) if isinstance(cohort, Real) else tuple(map(int, cohort))
+
+
+def _stored_start(start: Any, runs: PathLike | None) -> str:
+    """Return the file of weights to start from; those in memory are written beside the runs.
+
+    So that another process can resume the run.
+    """
+    if isinstance(start, str | os.PathLike):
+        return str(start)
+    weights = start.model() if isinstance(start, Record) else start
+    if isinstance(weights, nn.Module):
+        weights = weights.state_dict()
+    require(
+        isinstance(weights, Mapping),
+        "start is a record, a module, a state_dict, a run folder or a safetensors file, not "
+        f"{type(start).__name__}; to continue a run, call run again",
+    )
+    data = to_bytes(weights)
+    folder = Path(tempfile.gettempdir() if runs is None else runs) / "starts"
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{hashlib.sha256(data).hexdigest()[:16]}.safetensors"
+    if not path.exists():
+        write_bytes(path, data)
+    return str(path)
 
 
 def _with_options(spec: Spec, options: Mapping[str, Any]) -> Spec:

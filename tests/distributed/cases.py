@@ -26,6 +26,7 @@ import fedexp as fx
 from fedexp.data import Federation
 from fedexp.distributed import DistributedGroup, Ranks
 from fedexp.objective import ModuleObjective
+from fedexp.privacy import CentralPrivacy, LocalPrivacy
 from fedexp.tasks import Task
 from tests.distributed.launch import joined, on_ranks
 from tests.helpers.problems import BatchNormNet, Net, dropout_net, least_squares
@@ -85,6 +86,21 @@ CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
     "fedadagrad": lambda: (net(), fx.fedadagrad(), {"cohort": 5, "weighting": "size"}),
     "dense-engine": lambda: (unequal(plain), fx.scaffold_exp(), {"cohort": 6}),
     "linear-engine": lambda: (least_squares(clients=7), fx.scaffold_exp(), {"cohort": 5}),
+    "chosen-cohorts": lambda: (
+        net(),
+        fx.scaffold_exp(),
+        {"engine": "batched", "cohort": fx.cohorts.available(lambda round, federation: 0.5)},
+    ),
+    "adam": lambda: (
+        net(),
+        fx.fedexp(),
+        {
+            "cohort": 5,
+            "local": fx.LocalTraining(
+                lr=0.01, epochs=2, batch_size=8, optimizer="adam", lr_schedule="cosine"
+            ),
+        },
+    ),
     "batch-norm-loop": lambda: (batch_norm(), fx.scaffold(), {"engine": "loop", "cohort": 3}),
     "batch-norm": lambda: (batch_norm(), fx.fedexp(), {"engine": "batched", "cohort": 3}),
     "more-ranks-than-clients": lambda: (few_test_examples(), fx.scaffold_exp(), {"cohort": 1}),
@@ -102,6 +118,24 @@ CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
         unequal(lambda: Net().double(), (1, 4)),
         fx.scaffold_exp(),
         {"engine": "batched"},
+    ),
+    "central-privacy": lambda: (
+        net(),
+        fx.fedexp(),
+        {"cohort": 5, "privacy": CentralPrivacy(0.5, 1e-2, noise_multiplier=0.1)},
+    ),
+    "local-privacy": lambda: (
+        net(),
+        fx.fedexp(),
+        {"cohort": 5, "privacy": LocalPrivacy(0.5, 1e-2, noise_multiplier=0.1)},
+    ),
+    "poisson-cohorts": lambda: (
+        net(),
+        fx.fedexp(),
+        {
+            "cohort": 1,
+            "privacy": CentralPrivacy(0.5, 1e-2, noise_multiplier=0.5, sampling="poisson"),
+        },
     ),
     "all-broken": lambda: (
         unequal(lambda: Net().double(), tuple(range(len(SIZES)))),

@@ -71,3 +71,30 @@ def test_a_rank_that_does_not_answer_counts_as_failed(three: list[Ranks]) -> Non
     assert another_failed(three[0])
     assert another_failed(three[1])  # the third rank is still missing
     assert not another_failed(three[2])
+
+
+class LostStore:
+    """A store whose host has ended."""
+
+    def set(self, key: str, value: str) -> None:
+        raise RuntimeError("connection closed")
+
+
+@pytest.mark.parametrize(
+    ("agent", "expected"),
+    [
+        ("True", ["torchrun ended", None, None, "torchrun ended"]),
+        ("False", [None, "rank 0 ended", None, "rank 0 ended"]),
+    ],
+)
+def test_a_lost_store_is_reported_once_per_machine(
+    monkeypatch: pytest.MonkeyPatch, agent: str, expected: list[str | None]
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", agent)
+    first, others = 1 if agent == "False" else 0, 3  # rank 3 is on a machine of its own
+    lines: list[str | None] = [None] * first
+    for rank in range(first, others + 1):
+        ranks = Ranks(rank, 4, rank % others, CPU, LostStore(), gloo_group=None)
+        line = failure_report(ranks, None)
+        lines.append(line and line.partition(";")[0])
+    assert lines == expected

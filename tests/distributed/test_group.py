@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 import torch
 
-from fedexp.distributed import check_device, current, launched
-from fedexp.distributed.group import FORCED, VARIABLES, local_world_size
+from fedexp.distributed import AgentLostError, check_device, current, group, launched
+from fedexp.distributed.group import FORCED, VARIABLES, check_agent, local_world_size
 from fedexp.errors import UsageError
 
 
@@ -59,3 +61,16 @@ def test_ranks_do_not_share_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
         check_device("cuda")
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     check_device("cuda")
+
+
+def test_an_agent_whose_port_is_closed_has_ended(environment: pytest.MonkeyPatch) -> None:
+    environment.setattr(group, "AGENT_TIMEOUT", 0.2)
+    environment.setenv("MASTER_ADDR", "127.0.0.1")
+    environment.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    with socket.create_server(("127.0.0.1", 0)) as agent:
+        environment.setenv("MASTER_PORT", str(agent.getsockname()[1]))
+        check_agent()
+    with pytest.raises(AgentLostError, match="start the same command again"):
+        check_agent()
+    environment.delenv("TORCHELASTIC_USE_AGENT_STORE")
+    check_agent()  # rank 0 hosts the store, and may not have started yet

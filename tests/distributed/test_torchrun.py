@@ -1,14 +1,18 @@
-"""Jobs that torchrun starts: stopped, killed, and resumed with another number of ranks."""
+"""Jobs that torchrun starts: stopped, killed, and resumed with another number of ranks.
+
+Also jobs whose ranks are started by hand.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
@@ -53,7 +57,12 @@ def fedexp_lines(process: subprocess.Popen[str]) -> list[str]:
     return [line for line in errors.splitlines() if line.startswith("fedexp:")]
 
 
-@pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="looks for ranks in /proc")
+NEEDS_PROC = pytest.mark.skipif(
+    not Path("/proc/self/environ").exists(), reason="looks for ranks in /proc"
+)
+
+
+@NEEDS_PROC
 def test_a_stopped_and_killed_job_is_resumed(tmp_path: Path) -> None:
     with torchrun(2, tmp_path / "ranks") as process:
         folder = wait_for_rows(tmp_path / "ranks", process)
@@ -74,6 +83,36 @@ def test_a_stopped_and_killed_job_is_resumed(tmp_path: Path) -> None:
     assert main(["resume", str(folder), "--quiet"]) == 0
     assert main([*COMMAND, "--quiet", "--runs", str(tmp_path / "alone")]) == 0
     assert_same(folder, tmp_path / "alone" / folder.name)
+
+
+@NEEDS_PROC
+def test_ranks_end_if_torchrun_is_killed_before_they_have_joined(tmp_path: Path) -> None:
+    with torchrun(2, tmp_path) as process:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+        wait_until(lambda: len(children.read_text().split()) == 2, process)
+        process.kill()
+        (line,) = fedexp_lines(process)  # returns when the ranks have closed their output
+    assert "torchrun does not answer at" in line
+    assert "start the same command again" in line
+
+
+def test_ranks_started_by_hand_report_an_error_once() -> None:
+    """Rank 0 hosts the store: its end must not be an error of its own to rank 1."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    command = [sys.executable, "-m", "fedexp", "run", "synthetic", "--algorithm", "fedxp"]
+    with ExitStack() as stack:
+        ranks = [
+            stack.enter_context(started(command, env={**common, "RANK": rank, "LOCAL_RANK": rank}))
+            for rank in "01"
+        ]
+        lines = [fedexp_lines(process) for process in ranks]
+        statuses = [process.returncode for process in ranks]
+    assert [len(each) for each in lines] == [1, 0]
+    assert "fedxp" in lines[0][0]
+    assert statuses == [2, 2]
 
 
 def assert_same(folder: Path, other: Path) -> None:

@@ -99,6 +99,15 @@ def test_clients_without_a_state_are_stacked_with_the_initial_one() -> None:
     assert number_of({name: value[0] for name, value in begun.items()}) == 7
 
 
+def test_states_are_read_into_memory_some_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    states = empty().updated({c: state_of(c) for c in range(9)}).updated({2: state_of(20)})
+    monkeypatch.setattr(client_store, "COPIED_BYTES", 2 * states.store.file.layout.bytes)
+    memory = states.in_memory()
+    assert not isinstance(memory, StoredStates)
+    assert {c: number_of(s) for c, s in memory.items()} == {**{c: c for c in range(9)}, 2: 20}
+    assert not list(empty().in_memory())
+
+
 def test_slots_are_reused_once_nothing_refers_to_them() -> None:
     rng = np.random.default_rng(0)
     states = empty()
@@ -132,6 +141,17 @@ def test_changed_since() -> None:
     assert second.changed_since(first) == {3, 20}
     assert second.changed_since({}) == {*range(9), 20}
     assert first.changed_since(first) == set()
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_only_the_owner_can_read_the_file(exists: bool, tmp_path: Path) -> None:
+    path = tmp_path / "slots"
+    states = empty(path).updated({1: state_of(1)})
+    assert path.stat().st_mode & 0o777 == 0o600
+    path.chmod(0o644)
+    file = SlotFile(states.store.file.layout, path, exists)
+    StoredStates(StateStore(file, CPU)).updated({2: state_of(2)})
+    assert path.stat().st_mode & 0o777 == 0o600
 
 
 def test_damage_is_noticed_when_a_state_is_read(tmp_path: Path) -> None:
@@ -201,6 +221,28 @@ def test_a_run_continues_with_its_states_elsewhere(first: Any) -> None:
     assert torch.equal(last.state.params, whole.state.params)
 
 
+def test_auto_decides_again_where_a_run_continues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the size of the states, wherever they were before."""
+    task = TASKS["dense"]
+    for first in ("memory", "disk"):
+        start = list(fx.simulate(task, fx.scaffold(), 2, 3, client_store=first))[-1].state
+        for memory in (0, 2**40):
+            monkeypatch.setattr(client_store, "memory_bytes", lambda device, memory=memory: memory)
+            state = next(fx.simulate(task, fx.scaffold(), 3, 3, start=start)).state
+            assert isinstance(state.clients, StoredStates) == (memory == 0)
+
+
+def test_calls_that_share_a_file_decide_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second call that decided otherwise would overwrite the states that the first one wrote."""
+    task = TASKS["dense"]
+    size = 4 * task.objective.initial(0)[0].numel()
+    monkeypatch.setattr(client_store, "memory_bytes", lambda device: 4 * 6 * size - 1)
+    for clients, stored in ((None, False), (6, True)):
+        store = ClientStore("auto", clients=clients)
+        state = next(fx.simulate(task, fx.scaffold(), 1, 3, client_store=store)).state
+        assert isinstance(state.clients, StoredStates) == stored
+
+
 def test_auto_takes_a_file_where_states_may_outgrow_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -235,8 +277,9 @@ def test_slots_are_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_state_that_changes_its_shape_is_refused() -> None:
-    with pytest.raises(fx.UsageError, match="starts as"):
-        empty().updated({1: {**state_of(1), "a": torch.zeros(4)}})
+    for other in (torch.zeros(4), torch.zeros(3, dtype=torch.float64)):
+        with pytest.raises(fx.UsageError, match=r"different shapes or types.*; let end_round"):
+            empty().updated({1: state_of(1), 2: {**state_of(2), "a": other}})
 
 
 def test_the_kind_of_store_is_checked_at_the_call() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,3 +120,43 @@ def test_unequal_writers_are_batched_in_bf16() -> None:
     with arithmetic("bf16"):
         selected = select_engine("auto", work_of(task, fx.fedexp()), state, "bf16")
     assert str(selected.choice) == "batched (layers)"
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"momentum": 0.9, "nesterov": True},
+        {"optimizer": "adam", "weight_decay": 0.01},
+        {"optimizer": "adamw", "weight_decay": 0.01, "step_schedule": "linear"},
+        {"step_schedule": "cosine", "lr_schedule": "cosine"},
+    ],
+    ids=str,
+)
+def test_local_optimisers_and_schedules_are_captured(options: dict[str, Any]) -> None:
+    task = unequal()
+    local = fx.LocalTraining(lr=0.02, epochs=2, batch_size=8, clip_norm=0.5, **options)
+    both: list[tuple[EngineName, str]] = [("loop", "cpu"), ("batched", "cuda")]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", EngineWarning)
+        here, there = (
+            list(fx.simulate(task, fx.fedexp(), 4, 3, local=local, engine=e, device=d))
+            for e, d in both
+        )
+    for one, other in zip(here, there, strict=True):
+        torch.testing.assert_close(one.state.params, other.state.params.cpu(), **EXACT)
+        assert other.engine_choice is not None
+        assert other.engine_choice.cuda_graph == "round"
+
+
+@pytest.mark.parametrize("algorithm", [fx.fedexp(), fx.scaffold_exp()], ids=lambda a: a.name)
+def test_cohorts_of_varying_size_have_a_graph_each(algorithm: fx.Algorithm) -> None:
+    def choose(rng: np.random.Generator, round: int, federation: Federation) -> Any:
+        return rng.permutation(federation.clients)[: (3, 1, 4, 3)[round - 1]]
+
+    for task in (unequal(), pictures()):
+        tolerance = EXACT if task.name == "unequal" else {"rtol": 1e-3, "atol": 1e-4}
+        here = list(fx.simulate(task, algorithm, 4, choose, engine="loop"))
+        there = list(fx.simulate(task, algorithm, 4, choose, engine="batched", device="cuda"))
+        for one, other in zip(here, there, strict=True):
+            torch.testing.assert_close(one.state.params, other.state.params.cpu(), **tolerance)
+            assert (one.clients, one.bytes_up) == (other.clients, other.bytes_up)

@@ -263,3 +263,68 @@ def test_sums_in_pieces_give_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(
         whole[-1].state.params, pieces[-1].state.params, rtol=1e-12, atol=1e-14
     )
+
+
+def test_bytes_are_those_of_trained_parameters_buffers_and_states() -> None:
+    """A linear layer is frozen; every client of the cohort sends, the dropped ones too."""
+
+    class Frozen(BatchNormNet):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first.requires_grad_(False)
+
+    trained, floats, counter = 4 * (12 + 21), 4 * 12, 8
+    task = classes_task(Frozen)
+    for engine in ("loop", "batched", "threads"):
+        for algorithm, control in ((fx.fedexp(), 0), (fx.scaffold_exp(), trained)):
+            record = next(fx.simulate(task, algorithm, 1, 3, engine=engine))
+            assert record.bytes_up == 3 * (trained + floats + control)
+            assert record.bytes_down == 3 * (trained + floats + counter + control)
+            assert record.to_json()["bytes_up"] == record.bytes_up
+    with pytest.warns(fx.NonFiniteUpdateWarning):
+        record = next(fx.simulate(sabotaged({2}), fx.fedavg(), 1, engine="loop"))
+    assert (record.clients, record.bytes_up, record.bytes_down) == (3, 4 * 160, 4 * 160)
+
+
+def test_bytes_follow_the_cohort() -> None:
+    sizes = [3, 1, 4]
+    run = fx.simulate(least_squares(), fx.fedavg(), 3, lambda rng, t, _: range(sizes[t - 1]))
+    assert [record.bytes_up for record in run] == [160 * size for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("digits", fx.fedavg()), r"not the name 'digits'; pass fx\.tasks\.digits\(\)"),
+        (("digits-mlp", fx.fedavg()), r"pass fx\.tasks\.digits_mlp\(\)"),
+        (("mine", fx.fedavg()), r"pass fx\.tasks\.digits\(\)"),
+        (
+            (fx.tasks.toy, fx.fedavg()),
+            r"toy is no Task until it is called; pass fx\.tasks\.toy\(\)",
+        ),
+        ((fx.tasks.Task, fx.fedavg()), "Task is no Task until it is called"),
+        ((3, fx.fedavg()), "simulate takes a Task, not int"),
+        ((fx.tasks.toy(), fx.fedavg), r"fedavg is no Algorithm until .*; pass fx\.fedavg\(\)"),
+        ((fx.tasks.toy(), fx.ExP), "ExP is no Algorithm until it is called"),
+        ((fx.tasks.toy(), fx.ExP()), r'not ExP; a rule of your own is fx\.Algorithm\("name"'),
+        ((fx.tasks.toy(), fx.fedavg(), 2.5), "rounds must be a whole number: 2.5"),
+        ((fx.tasks.toy(), fx.fedavg(), 0), "rounds must be at least 1, not 0"),
+        ((fx.tasks.toy(), fx.fedavg(), 1, None, "a"), "seed must be a whole number: 'a'"),
+    ],
+)
+def test_mistakes_get_one_line_with_a_remedy(arguments: tuple, message: str) -> None:
+    with pytest.raises(fx.UsageError, match=message):
+        fx.simulate(*arguments)
+    with pytest.raises(fx.UsageError, match=r"pass fx\.LocalTraining"):
+        fx.simulate(fx.tasks.toy(), fx.fedavg(), local={"lr": 0.1})  # type: ignore[arg-type]
+
+
+def test_whole_numbers_of_numpy() -> None:
+    numbers = {"rounds": np.int64(2), "seed": np.int64(3), "evaluate_every": np.int32(1)}
+    plain = {"rounds": 2, "seed": 3, "evaluate_every": 1}
+    one, other = (
+        list(fx.simulate(classes_task(), fx.fedexp(), cohort=2, **each))
+        for each in (numbers, plain)
+    )
+    assert [r.state.params.tolist() for r in one] == [r.state.params.tolist() for r in other]
+    json.dumps(one[-1].to_json())

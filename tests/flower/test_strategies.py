@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import fields
 from inspect import signature
 from typing import Any
 
@@ -24,6 +25,7 @@ from fedexp.flower import (
     FedAvg,
     FedAvgM,
     FedExP,
+    RuleStrategy,
     Scaffold,
     initial_arrays,
 )
@@ -144,6 +146,24 @@ def test_strategies_take_fedavgs_arguments_first_and_in_order() -> None:
             == signature(Strategy.start).parameters.keys()
         )
     assert STRATEGIES.keys() == ALGORITHMS.keys()
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_signatures_are_written_out_and_have_the_defaults_of_the_rules(name: str) -> None:
+    strategy, algorithm = STRATEGIES[name], ALGORITHMS[name]()
+    found = signature(strategy).parameters
+    assert all(each.kind is not each.VAR_KEYWORD for each in found.values())
+    assert all(each.kind is not each.VAR_POSITIONAL for each in found.values())
+    assert all(each.annotation is not each.empty for each in found.values())
+    rules: list[Any] = [algorithm.client, algorithm.server]
+    options = {each.name: getattr(rule, each.name) for rule in rules for each in fields(rule)}
+    options["average_last"] = algorithm.average_last
+    common = {n: p for n, p in signature(RuleStrategy).parameters.items() if n != "algorithm"}
+    theirs = {n for n in strategy.flower_arguments if n not in options}
+    assert found.keys() == {*common, *options, *theirs}
+    assert {option: found[option].default for option in options} == options
+    assert {each: found[each] for each in common} == common
+    assert all(found[each].default is None for each in theirs)
 
 
 CALLS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

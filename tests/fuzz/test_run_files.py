@@ -20,6 +20,7 @@ import torch
 
 from fedexp.algorithms import fedadam
 from fedexp.engine import SimulationState
+from fedexp.engine.client_store import StoredStates
 from fedexp.errors import DivergedError, UsageError
 from fedexp.objective import Buffers
 from fedexp.runs import RunInterrupted, execute, load_run
@@ -40,7 +41,7 @@ from fedexp.runs.journal import Journal
 from fedexp.runs.read import HEAD, Parts, texts
 from fedexp.runs.spec import SPEC, id_of, read_spec
 from tests.fuzz.hostile import Files, contents, forged, fuzz, harmless, mutated
-from tests.runs.helpers import nobody, stop_after, tiny
+from tests.runs.helpers import in_old_format, nobody, stop_after, tiny
 
 CPU = torch.device("cpu")
 FLOWER_SPEC = {
@@ -53,7 +54,7 @@ Run = Files  # of a run folder
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """A finished run, a stopped one, and a stopped one with client state on disk.
+    """A finished run, a stopped one, and a stopped one with checkpoints of earlier versions.
 
     The clock is fixed, so that the files are the same in every session.
     """
@@ -64,11 +65,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         patch.setattr(time, "strftime", lambda *_: "2026-01-02T03:04:05+0000")
         patch.setattr(sys, "argv", ["fedexp"])
         execute(spec, None, nobody, folder=root / "finished")
-        for name, store in (("stopped", "memory"), ("slots", "disk")):
+        for name in ("stopped", "parts"):
             listen, wish = stop_after(4)
             with suppress(RunInterrupted):
-                more: Any = {"client_store": store, "stop": wish, "checkpoint_every": 0}
-                execute(spec, None, listen, folder=root / name, **more)
+                execute(spec, None, listen, folder=root / name, stop=wish, checkpoint_every=0)
+        in_old_format(root / "parts")
     return {path.name: contents(path) for path in root.iterdir()}
 
 
@@ -97,13 +98,21 @@ def is_refused_or_read(folder: Path) -> None:
     assert contents(folder) == before
 
 
+def in_memory(state: SimulationState) -> SimulationState:
+    """Read client state, as a run does that stores it in memory."""
+    clients = state.clients
+    return replace(
+        state, clients=clients.in_memory() if isinstance(clients, StoredStates) else clients
+    )
+
+
 def is_refused_or_resumed(folder: Path) -> None:
     """Open a run folder to resume it; if that is refused, no file has changed."""
 
     def opened() -> str:
         spec = {k: v for k, v in read_spec(folder).items() if k not in ("format", "id")}
         with RunFolder(folder, spec, ABOUT) as held:
-            journal = Journal(held, 0.0, CPU)
+            journal = Journal(held, 0.0, CPU, in_memory)
             journal.close()
             held.threads()
             held.note_resumed(journal.resumed_from)
@@ -179,7 +188,7 @@ def test_forged_files_of_a_finished_run(
 def test_damaged_files_of_a_resumed_run(
     runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
-    files = runs[draw.choice(["stopped", "slots"])]
+    files = runs[draw.choice(["stopped", "parts"])]
     names = [name for name in files if name.startswith("checkpoint") or name in FILES]
     name = draw.choice(sorted(names))
     folder = tmp_path_factory.getbasetemp() / "resumed"
@@ -191,7 +200,7 @@ def test_forged_checkpoints(
     runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
     """The parts of a checkpoint are forged with it, so that their digests match."""
-    files = runs[draw.choice(["stopped", "slots"])]
+    files = runs[draw.choice(["stopped", "parts"])]
     listed = json.loads(files[NEWEST])
     damaged: dict[str, bytes] = {}
     if draw.random() < 0.5:
@@ -292,10 +301,10 @@ def test_a_forged_file_list_cannot_leave_the_folder(
 ) -> None:
     """Slots are opened for writing, so a forged list could overwrite any file of the user."""
     other = tmp_path / "precious"
-    listed = json.loads(runs["slots"][NEWEST])
-    other.write_bytes(runs["slots"][listed[kind]["file"]])
+    listed = json.loads(runs["stopped"][NEWEST])
+    other.write_bytes(runs["stopped"][listed[kind]["file"]])
     listed[kind]["file"] = "../precious"
-    files = {k: v for k, v in runs["slots"].items() if k != BEFORE}
+    files = {k: v for k, v in runs["stopped"].items() if k != BEFORE}
     folder = put(tmp_path / "run", files, {NEWEST: signed_checkpoint(listed)})
     before = other.read_bytes()
     with pytest.raises(UsageError, match=r"checkpoint\.json cannot be read \(ValueError\)"):

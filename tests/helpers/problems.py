@@ -64,3 +64,36 @@ def classes_task(
 def least_squares(clients: int = 4, rows: int = 3, dim: int = 20, seed: int = 0) -> Task:
     """Build the synthetic least-squares task, by default with 4 clients of 3 rows."""
     return fx.tasks.synthetic(clients=clients, rows=rows, dim=dim, seed=seed)
+
+
+class LinearModel(nn.Module):
+    """f(x) = <x, w> with w = 0 at the start."""
+
+    def __init__(self, dim: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.zeros(dim, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w
+
+
+def vectors_task(updates: torch.Tensor, broken: tuple[int, ...] = ()) -> Task:
+    """Build a task of K clients whose updates are the rows of `updates` [K, d] in every round.
+
+    The loss of a client is <Δ_i, w>, of which it takes one step of length 1. Updates of `broken`
+    clients are not finite.
+    """
+    y = torch.zeros(len(updates), dtype=updates.dtype)
+    y[list(broken)] = 1.0
+    fields = {"x": updates, "y": y}
+    return Task(
+        name="vectors",
+        objective=ModuleObjective(
+            lambda: LinearModel(updates.shape[1], updates.dtype),
+            loss=lambda output, y: output / (1 - y),
+            classifies=False,
+        ),
+        train=Federation(fields, np.arange(len(updates) + 1)),
+        test=None,
+        local=fx.LocalTraining(lr=1.0, steps=1, batch_size=None),
+    )

@@ -1,13 +1,28 @@
-"""Gradient buffers and the memory layout of parameters stored layer by layer."""
+"""Parameters stored layer by layer: their layout, gradient buffers and SGD step.
+
+The step is compared with the step on one vector per client.
+"""
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
 
-from fedexp.kernels.layers import Layers, gradient_buffer, gradient_buffers
+from fedexp.kernels.layers import (
+    Correction,
+    Layers,
+    gradient_buffer,
+    gradient_buffers,
+    sgd_step,
+    sq_norms,
+)
+from fedexp.local import LocalTraining, clip_to, local_step
+from tests.helpers.kernels import DEVICES
 
 LAYERS = Layers(3, (7, 9000, 16, 1))
 SIZE = sum(LAYERS.sizes)
+CLIP = 1.5
 
 
 def test_blocks_cover_every_parameter_once() -> None:
@@ -28,3 +43,47 @@ def test_buffers_are_offered_inside_the_block_only() -> None:
         assert gradient_buffer(weights[1].detach()) is buffers[1]
         assert gradient_buffer(buffers[0]) is None
     assert gradient_buffer(weights[0]) is None
+
+
+def drawn(*shape: int, device: str, seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(*shape, generator=generator, dtype=torch.float64).to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("prox", [0.0, 0.3])
+@pytest.mark.parametrize("has_offset", [False, True])
+def test_step_equals_the_step_on_one_vector_per_client(
+    prox: float, has_offset: bool, device: str
+) -> None:
+    params, grads, offset = (drawn(3, SIZE, device=device, seed=seed) for seed in range(3))
+    start = drawn(SIZE, device=device, seed=4)
+    local = LocalTraining(weight_decay=0.1, clip_norm=CLIP)
+    lr = torch.tensor(0.05, dtype=torch.float64, device=device)
+    corrected = grads + prox * (params - start) + (offset if has_offset else 0)
+    active = torch.tensor([True, False, True], device=device)
+    expected = torch.where(active[:, None], local_step(params, corrected, lr, local), params)
+
+    flat, flat_grads = LAYERS.pack(params), LAYERS.pack(grads)
+    correction = Correction(prox, start, LAYERS.pack(offset) if has_offset else None)
+    squared = sq_norms(LAYERS, flat, flat_grads, correction)
+    torch.testing.assert_close(squared, corrected.square().sum(dim=1))
+    lrs, decay = lr * clip_to(squared.sqrt(), CLIP), 1 - lr * local.weight_decay
+    copy = flat.to(torch.bfloat16)
+    sgd_step(LAYERS, flat, flat_grads, correction, lrs, decay, active, copy)
+    torch.testing.assert_close(LAYERS.unpack(flat), expected, rtol=1e-12, atol=1e-12)
+    assert torch.equal(copy, flat.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_nan_gradients_do_not_reach_inactive_clients(device: str) -> None:
+    params = drawn(3, SIZE, device=device, seed=0)
+    grads = torch.full_like(params, torch.nan)
+    flat = LAYERS.pack(params)
+    lrs = torch.ones(3, dtype=torch.float64, device=device)
+    active = torch.tensor([False, True, False], device=device)
+    none = Correction(0.0, params[0])
+    sgd_step(LAYERS, flat, LAYERS.pack(grads), none, lrs, lrs[0], active)
+    after = LAYERS.unpack(flat)
+    assert torch.equal(after[[0, 2]], params[[0, 2]])
+    assert after[1].isnan().all()

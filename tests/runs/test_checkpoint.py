@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from itertools import pairwise
@@ -16,7 +18,7 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.cli.main import main
-from fedexp.engine import SimulationState
+from fedexp.engine import SimulationState, client_store
 from fedexp.engine.client_store import ClientStates, ClientStore, StoredStates
 from fedexp.engine.slot_file import SlotFile
 from fedexp.runs import RunInterrupted, checkpoint, execute
@@ -28,11 +30,13 @@ from fedexp.runs.checkpoint import (
     Checkpoints,
     model_tensors,
     read_checkpoint,
+    stored_in,
 )
 from fedexp.runs.files import DamagedError, write_json
+from fedexp.runs.folder import RunWarning
 from fedexp.runs.spec import Spec
 from tests.cli.helpers import RUN
-from tests.runs.helpers import essence, nobody, stop_after, tiny
+from tests.runs.helpers import essence, in_old_format, nobody, stop_after, tiny
 
 CPU = torch.device("cpu")
 
@@ -75,9 +79,7 @@ def test_a_run_resumes_from_the_disk_bit_for_bit(
 ) -> None:
     algorithm = make()
     through = list(fx.simulate(task, algorithm, 6, cohort=3))
-    store = Checkpoints(tmp_path, None, None)
-    for record in through[:3]:
-        store.saw(record.state)
+    store = Checkpoints(tmp_path)
     store.write(through[2].state, 0, 0.0)
     _, state = read_checkpoint(tmp_path, NEWEST, CPU)
     assert_same_state(state, through[2].state)
@@ -87,63 +89,133 @@ def test_a_run_resumes_from_the_disk_bit_for_bit(
         assert replace(a, seconds=0.0) == replace(b, seconds=0.0)
 
 
-def walk(store: Checkpoints, rounds: int, cohort: int = 2) -> list[SimulationState]:
-    """A SCAFFOLD run that checkpoints every round."""
+def checkpointed(store: Checkpoints, rounds: int, cohort: int = 2) -> list[SimulationState]:
+    """A SCAFFOLD run with client state in memory that checkpoints every round."""
     task = fx.tasks.synthetic(clients=12, rows=3, dim=20)
     states = []
     for record in fx.simulate(task, fx.scaffold(), rounds, cohort=cohort):
-        store.saw(record.state)
         store.write(record.state, 10 * record.round, 0.0)
         states.append(record.state)
     return states
 
 
-def test_only_changed_clients_are_written_and_stale_ones_do_not_pile_up(tmp_path: Path) -> None:
-    store = Checkpoints(tmp_path, None, None)
-    states = walk(store, 40)
+def slot_numbers(stored: StoredStates) -> dict[int, int]:
+    clients = np.array(list(stored))
+    return dict(zip(clients.tolist(), stored.find(clients).slots.tolist(), strict=True))
+
+
+def stored(folder: Path, name: str = NEWEST) -> StoredStates:
+    found = read_checkpoint(folder, name, CPU)[1].clients
+    assert isinstance(found, StoredStates)
+    return found
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The number of states in every write to a slot file."""
+    found: list[int] = []
+    write = SlotFile.write
+
+    def noted(self: SlotFile, slots: Any, rows: Any) -> Any:
+        found.append(len(rows))
+        return write(self, slots, rows)
+
+    monkeypatch.setattr(SlotFile, "write", noted)
+    return found
+
+
+def test_only_changed_clients_are_written_and_stale_ones_do_not_pile_up(
+    tmp_path: Path, writes: list[int]
+) -> None:
+    store = Checkpoints(tmp_path)
+    states = checkpointed(store, 40)
     assert store.last is not None
     assert len(states[-1].clients) == 12
-    newest = max(store.last.clients, key=lambda part: int(part.file.split("-")[1]))
-    assert newest.clients  # what the last rounds changed is in files of their own
-    assert len(store.last.clients) > 1
-    assert sum(part.held for part in store.last.clients) <= 2 * 12
-    assert sorted(c for part in store.last.clients for c in part.clients) == list(range(12))
+    assert writes == [2] * 40  # the cohort
     _, state = read_checkpoint(tmp_path, NEWEST, CPU)
     assert_same_state(state, states[-1])
     _, before = read_checkpoint(tmp_path, BEFORE, CPU)
     assert_same_state(before, states[-2])
+    now, then = slot_numbers(stored(tmp_path)), slot_numbers(stored(tmp_path, BEFORE))
+    assert sum(now[client] != then[client] for client in now) == 2
+    assert max(now.values()) < 4 * 12
     found = [store.last, Checkpoint.from_json(json.loads((tmp_path / BEFORE).read_text()))]
     on_disk = {path.name for path in tmp_path.glob("*.safetensors")}
-    assert on_disk == found[0].files | found[1].files
+    assert on_disk | {SLOTS} == found[0].files | found[1].files
 
 
-def test_a_checkpoint_after_a_quiet_round_writes_no_client_again(tmp_path: Path) -> None:
-    store = Checkpoints(tmp_path, None, None)
-    last = walk(store, 3, cohort=12)[-1]
-    store.saw(last)
+def test_a_checkpoint_after_a_quiet_round_writes_no_client_again(
+    tmp_path: Path, writes: list[int]
+) -> None:
+    store = Checkpoints(tmp_path)
+    last = checkpointed(store, 3, cohort=12)[-1]
+    del writes[:]
     store.write(replace(last, round=4), 40, 0.0)
-    assert not list(tmp_path.glob("checkpoint-4-clients-*"))
+    assert not writes
+    assert not list(tmp_path.glob("checkpoint-4-slots-*"))
     _, state = read_checkpoint(tmp_path, NEWEST, CPU)
     assert_same_state(state, replace(last, round=4))
 
 
-def test_large_client_states_are_spread_over_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_large_client_states_are_copied_some_at_a_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writes: list[int]
 ) -> None:
-    monkeypatch.setattr(checkpoint, "PART_BYTES", 500)  # a state has 160 bytes
-    store = Checkpoints(tmp_path, None, None)
-    last = walk(store, 1, cohort=12)[-1]
-    assert store.last is not None
-    assert [part.held for part in store.last.clients] == [3, 3, 3, 3]
+    monkeypatch.setattr(client_store, "COPIED_BYTES", 500)  # a state has 160 bytes
+    store = Checkpoints(tmp_path)
+    last = checkpointed(store, 1, cohort=12)[-1]
+    assert writes == [3, 3, 3, 3]
     assert_same_state(read_checkpoint(tmp_path, NEWEST, CPU)[1], last)
+    assert_same_state(replace(last, clients=stored(tmp_path).in_memory()), last)
+
+
+def test_no_state_of_an_earlier_round_stays_in_memory(tmp_path: Path) -> None:
+    """Client state may fill a quarter of the memory; a second copy of it would fill another."""
+    store = Checkpoints(tmp_path)
+    seen: list[weakref.ref[Tensor]] = []
+    task = fx.tasks.synthetic(clients=4, rows=3, dim=20)
+    for record in fx.simulate(task, fx.scaffold(), 6, engine="loop"):
+        seen += [weakref.ref(found["control"]) for found in record.state.clients.values()]
+        store.saw(record.state)
+        if record.round % 2:
+            store.write(record.state, 0, 0.0)
+    gc.collect()
+    assert sum(found() is not None for found in seen) <= 2 * 4
+
+
+ODD_TYPES = {
+    "half": torch.arange(3).to(torch.bfloat16),
+    "flag": torch.tensor(True),
+    "wide": torch.tensor([1.5 + 2j], dtype=torch.complex128),
+    "none": torch.zeros(0, 4),
+    "count": torch.tensor([[7]]),
+}
+
+
+def test_states_of_any_type_come_back(tmp_path: Path) -> None:
+    start = next(iter(fx.simulate(float64_task(), fx.fedavg(), 1))).state
+    grown = {
+        name: value.clone().requires_grad_(name == "half") for name, value in ODD_TYPES.items()
+    }
+    state = replace(start, clients={3: grown, 5: ODD_TYPES})
+    Checkpoints(tmp_path).write(state, 0, 0.0)
+    assert_same_state(read_checkpoint(tmp_path, NEWEST, CPU)[1], state)
+
+
+@pytest.mark.parametrize("other", [torch.zeros(4), torch.zeros(3, dtype=torch.float64)])
+def test_states_of_several_shapes_are_refused_in_one_line(other: Tensor, tmp_path: Path) -> None:
+    start = next(iter(fx.simulate(float64_task(), fx.fedavg(), 1))).state
+    clients = {1: {"control": torch.zeros(3)}, 2: {"control": other}}
+    with pytest.raises(fx.UsageError, match=r"different shapes or types.*; let end_round return"):
+        Checkpoints(tmp_path).write(replace(start, clients=clients), 0, 0.0)
 
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "empty json", "other json"])
 def test_damage_is_noticed(harm: str, tmp_path: Path) -> None:
-    store = Checkpoints(tmp_path, None, None)
-    walk(store, 2)
+    store = Checkpoints(tmp_path)
+    checkpointed(store, 2)
     assert store.last is not None
-    file = tmp_path / store.last.clients[-1].file
+    assert store.last.slots is not None
+    file = tmp_path / store.last.slots.layers[0].file
     data = file.read_bytes()
     if harm == "truncate":
         file.write_bytes(data[:-1])
@@ -160,8 +232,8 @@ def test_damage_is_noticed(harm: str, tmp_path: Path) -> None:
 
 def test_every_byte_of_the_list_of_files_matters(tmp_path: Path) -> None:
     """A flipped digit is still JSON, and would resume from another round."""
-    store = Checkpoints(tmp_path, None, None)
-    walk(store, 2)
+    store = Checkpoints(tmp_path)
+    checkpointed(store, 2)
     whole = (tmp_path / NEWEST).read_bytes()
     for at in range(len(whole) - 1):  # all but the line's end
         (tmp_path / NEWEST).write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
@@ -183,14 +255,14 @@ def test_only_what_changed_is_looked_at() -> None:
             assert now.changed_since(before) == plain == now.changed_since(dict(before))
 
 
-def run(spec: Spec, folder: Path, where: Any = "disk", **more: Any) -> None:
-    execute(spec, None, nobody, folder=folder, client_store=where, **more)
+def run(spec: Spec, folder: Path, where: Any = "disk", on_round: Any = nobody, **more: Any) -> None:
+    execute(spec, None, on_round, folder=folder, client_store=where, **more)
 
 
 def stop_at(round: int, spec: Spec, folder: Path, where: Any = "disk") -> None:
     listen, stop = stop_after(round)
     with pytest.raises(RunInterrupted):
-        execute(spec, None, listen, folder=folder, stop=stop, client_store=where)
+        run(spec, folder, where, on_round=listen, stop=stop)
 
 
 def states_in(folder: Path, rounds: int) -> Iterator[SimulationState]:
@@ -206,14 +278,13 @@ def in_memory(state: SimulationState) -> SimulationState:
 
 
 @pytest.mark.parametrize("before", ["memory", "disk"])
-@pytest.mark.parametrize("after", ["memory", "disk"])
+@pytest.mark.parametrize("after", ["memory", "disk", "auto"])
 def test_a_run_is_the_same_wherever_client_state_is_stored(
     before: str, after: str, tmp_path: Path
 ) -> None:
     spec = tiny("scaffold-exp", 9)
     run(spec, tmp_path / "whole", where="memory")
     stop_at(4, spec, tmp_path / "a", before)
-    assert (tmp_path / "a" / SLOTS).exists() == (before == "disk")
     stop_at(7, spec, tmp_path / "a", after)
     run(spec, tmp_path / "a", after)
     assert essence(tmp_path / "a") == essence(tmp_path / "whole")
@@ -222,7 +293,7 @@ def test_a_run_is_the_same_wherever_client_state_is_stored(
 
 def test_no_slot_of_the_two_checkpoints_is_used_again(tmp_path: Path) -> None:
     """However many rounds come after them; and what is no longer referred to is."""
-    store = Checkpoints(tmp_path, None, None)
+    store = Checkpoints(tmp_path)
     written: list[SimulationState] = []
     for state in states_in(tmp_path, 60):
         if state.round % 7 == 0:
@@ -239,23 +310,26 @@ def test_no_slot_of_the_two_checkpoints_is_used_again(tmp_path: Path) -> None:
 def test_a_resumed_run_spares_the_checkpoint_before(tmp_path: Path) -> None:
     """It is what is left should the newest be damaged."""
     *_, first = states_in(tmp_path, 3)
-    store = Checkpoints(tmp_path, None, None)
+    store = Checkpoints(tmp_path)
     store.write(first, 0, 0.0)
     task = fx.tasks.synthetic(clients=12, rows=3, dim=20)
-    second = list(fx.simulate(task, fx.scaffold(), 8, cohort=3, start=first))[-1].state
+    second = list(fx.simulate(task, fx.scaffold(), 8, cohort=3, start=first, client_store="disk"))[
+        -1
+    ].state
     store.write(second, 0, 0.0)
     expected = [in_memory(second), in_memory(first)]
     del store, first, second
     last, state = read_checkpoint(tmp_path, NEWEST, CPU)
-    store = Checkpoints(tmp_path, last, state)
-    for record in fx.simulate(task, fx.scaffold(), 30, cohort=3, start=state):
+    store = Checkpoints(tmp_path, last, stored_in(state.clients, tmp_path))
+    how: Any = {"start": state, "client_store": "disk"}
+    for record in fx.simulate(task, fx.scaffold(), 30, cohort=3, **how):
         store.saw(record.state)
     for name, before in zip((NEWEST, BEFORE), expected, strict=True):
         assert_same_state(in_memory(read_checkpoint(tmp_path, name, CPU)[1]), before)
 
 
 def test_a_checkpoint_writes_what_is_new_about_the_slots_only(tmp_path: Path) -> None:
-    store = Checkpoints(tmp_path, None, None)
+    store = Checkpoints(tmp_path)
     parts = []
     for state in states_in(tmp_path, 20):
         store.write(state, 0, 0.0)
@@ -287,7 +361,7 @@ def test_states_are_on_the_disk_before_anything_refers_to_them(
 
     monkeypatch.setattr(SlotFile, "sync", lambda self: events.append("slots"))
     monkeypatch.setattr(checkpoint, "write_json", noted)
-    store = Checkpoints(tmp_path, None, None)
+    store = Checkpoints(tmp_path)
     for state in states_in(tmp_path, 2):
         store.write(state, 0, 0.0)
     assert events == ["slots", NEWEST, "slots", BEFORE, NEWEST]
@@ -312,7 +386,7 @@ def test_the_command_line_names_the_store(tmp_path: Path, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize("harm", ["cut", "remove"])
 def test_slots_that_are_gone_are_noticed(harm: str, tmp_path: Path) -> None:
-    store = Checkpoints(tmp_path, None, None)
+    store = Checkpoints(tmp_path)
     for state in states_in(tmp_path, 2):
         store.write(state, 0, 0.0)
     assert isinstance(state.clients, StoredStates)
@@ -324,22 +398,97 @@ def test_slots_that_are_gone_are_noticed(harm: str, tmp_path: Path) -> None:
         read_checkpoint(tmp_path, NEWEST, CPU)
 
 
-def test_a_flipped_bit_ends_the_run_in_one_line(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("where", "message"),
+    [
+        ("disk", r"is damaged .* start over with --restart"),
+        ("memory", r"slots is not as it was written, and .* start over with --restart"),
+    ],
+)
+def test_flipped_bits_end_the_run_in_one_line(where: str, message: str, tmp_path: Path) -> None:
     spec = tiny("scaffold", 40)
-    stop_at(20, spec, tmp_path / "a")
+    stop_at(20, spec, tmp_path / "a", where)
     path = tmp_path / "a" / SLOTS
     path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
-    with pytest.raises(fx.UsageError, match=r"is damaged .* start over with"):
-        run(spec, tmp_path / "a")
-    run(spec, tmp_path / "a", restart=True)
+    with pytest.raises(fx.UsageError, match=message):
+        run(spec, tmp_path / "a", where)
+    run(spec, tmp_path / "a", where, restart=True)
     run(spec, tmp_path / "whole")
     assert essence(tmp_path / "a") == essence(tmp_path / "whole")
 
 
+@pytest.mark.parametrize("where", ["memory", "auto"])
+def test_a_damaged_state_resumes_from_the_checkpoint_before(where: str, tmp_path: Path) -> None:
+    """Where states are read into memory, all are checked before the first round."""
+    spec, folder = tiny("scaffold-exp", 9), tmp_path / "a"
+    run(spec, tmp_path / "whole")
+    listen, stop = stop_after(5)
+    with pytest.raises(RunInterrupted):
+        run(spec, folder, where, on_round=listen, stop=stop, checkpoint_every=0)
+    now, then = slot_numbers(stored(folder)), slot_numbers(stored(folder, BEFORE))
+    changed = next(slot for client, slot in now.items() if then.get(client) != slot)
+    data = bytearray((folder / SLOTS).read_bytes())
+    data[changed * stored(folder).store.file.layout.bytes] ^= 1
+    (folder / SLOTS).write_bytes(data)
+    with pytest.warns(RunWarning, match=rf"{SLOTS} is not as it was written.*of round 4"):
+        run(spec, folder, where)
+    assert essence(folder) == essence(tmp_path / "whole")
+
+
+@pytest.mark.parametrize(
+    ("where", "memory", "resident"),
+    [("memory", 0, True), ("auto", 2**40, True), ("auto", 0, False), ("disk", 2**40, False)],
+)
+def test_resuming_decides_where_states_are_stored_and_writes_none_again(
+    where: str,
+    memory: int,
+    resident: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    writes: list[int],
+) -> None:
+    """As at the start of a run, whatever the run before decided."""
+    spec, folder = tiny("scaffold", 9), tmp_path / "a"
+    stop_at(4, spec, folder, "memory" if not resident else "disk")
+    assert len(stored(folder)) == 4
+    del writes[:]
+    monkeypatch.setattr(client_store, "memory_bytes", lambda device: memory)
+    found: list[bool] = []
+    store = ClientStore.store
+
+    def noted(self: ClientStore, *arguments: Any) -> Any:
+        states = store(self, *arguments)
+        found.append(not isinstance(states, StoredStates))
+        return states
+
+    monkeypatch.setattr(ClientStore, "store", noted)
+    stop_at(5, spec, folder, where)
+    assert set(found) == {resident}
+    assert writes == [3]  # the cohort of the one round
+
+
+@pytest.mark.parametrize("where", ["memory", "disk", "auto"])
+def test_checkpoints_of_earlier_versions_are_resumed(where: str, tmp_path: Path) -> None:
+    spec, folder = tiny("scaffold-exp", 9), tmp_path / "a"
+    run(spec, tmp_path / "whole")
+    listen, stop = stop_after(5)
+    with pytest.raises(RunInterrupted):
+        run(spec, folder, on_round=listen, stop=stop, checkpoint_every=0)
+    in_old_format(folder)
+    stop_at(7, spec, folder, where)
+    assert (folder / SLOTS).exists()
+    assert len(list(folder.glob("checkpoint-5-clients-*"))) == 2  # of the checkpoint before
+    assert not list(folder.glob("checkpoint-4-*"))
+    assert isinstance(stored(folder), StoredStates)
+    run(spec, folder, where)
+    assert essence(folder) == essence(tmp_path / "whole")
+
+
 def test_states_come_back_on_the_device_they_are_wanted_on(tmp_path: Path) -> None:
-    store = Checkpoints(tmp_path, None, None)
+    store = Checkpoints(tmp_path)
     *_, state = states_in(tmp_path, 2)
     store.write(state, 0, 0.0)
     meta = read_checkpoint(tmp_path, NEWEST, torch.device("meta"))[1].clients
     assert isinstance(meta, StoredStates)
-    assert {found["control"].device.type for found in meta.values()} == {"meta"}
+    for states in (meta, meta.in_memory()):
+        assert {found["control"].device.type for found in states.values()} == {"meta"}

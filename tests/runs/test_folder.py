@@ -51,7 +51,7 @@ def test_states_and_the_environment_are_the_owners_alone(
     execute(spec, None, look, folder=folder, client_store=states, checkpoint_every=0)
     private = {name for name in seen if name.startswith("checkpoint")} | {ENVIRONMENT}
     assert len(private) > 4
-    assert ("checkpoint-clients.slots" in private) == (states == "disk")
+    assert "checkpoint-clients.slots" in private
     assert {name: seen[name] for name in private} == dict.fromkeys(private, PRIVATE)
     for name in ("records.jsonl", "spec.toml", "fingerprint.json"):
         assert seen[name] == 0o666 & ~umask

@@ -137,13 +137,13 @@ def test_metrics_do_not_depend_on_the_number_of_processes(metric: Any) -> None:
 
 
 def test_training_metrics_are_pooled_or_means_over_clients() -> None:
-    expected = {}
+    expected: dict[str, float] = {}
     pooled, clients = (task({"f1": f1}, train_metrics=kind) for kind in ("pooled", "clients"))
     start = pooled.objective.initial(0)
     assert isinstance(pooled.objective, fx.objective.ModuleObjective)
     model = pooled.objective.load(*start)
     each = [pooled.train.client(client) for client in range(CLIENTS)]
-    expected["clients"] = np.mean([f1(model(batch["x"]), batch["y"]) for batch in each])
+    expected["clients"] = float(np.mean([f1(model(batch["x"]), batch["y"]) for batch in each]))
     fields = pooled.train.fields
     expected["pooled"] = f1(model(fields["x"]), fields["y"])
     assert clients.evaluate(*start)["train_f1"] == pytest.approx(expected["clients"])

@@ -23,6 +23,7 @@ from fedexp.errors import UsageError
 from fedexp.runs import RunInterrupted, execute
 from fedexp.runs.files import Row
 from fedexp.runs.spec import Spec
+from fedexp.tasks import Goal
 from fedexp.tuning.grids import Point, points
 from fedexp.tuning.search import (
     EPS,
@@ -32,7 +33,7 @@ from fedexp.tuning.search import (
     TrialRunner,
     epsilon_values,
     explain,
-    metric_of,
+    goal_of,
     prepare_trial,
     raise_until_drop,
     result_of,
@@ -44,6 +45,8 @@ from fedexp.tuning.search import (
 )
 from fedexp.tuning.store import TrialResult
 from tests.helpers.tuning import OPTIONS, StartedTrials, small_study
+
+LOSS = Goal("train_loss", higher=False)
 
 
 def test_the_score_is_the_mean_of_the_last_ten_rounds() -> None:
@@ -68,7 +71,7 @@ def test_a_trial_is_a_run_that_is_evaluated_in_its_window(tmp_path: Path, rounds
     assert [row["round"] for row in rows] == list(range(1, rounds + 1))
     losses = [row["train_loss"] for row in whole[-10:]]
     assert [row["train_loss"] for row in rows[-10:]] == losses  # bit for bit
-    assert result_of(rows, "train_loss").score == score_of(whole, "train_loss")
+    assert result_of(rows, LOSS).score == score_of(whole, "train_loss")
     evaluated = [row["round"] for row in rows[:-10] if row["train_loss"] is not None]
     assert len(evaluated) <= 6  # a few before the window
 
@@ -86,19 +89,19 @@ def test_divergence_is_the_worst_score_and_no_error(tmp_path: Path) -> None:
     study = small_study(tmp_path / "s.db", values={"local.lr": (5.0,)}, rounds=30)
     (trial,) = tune(study)
     assert trial.result.diverged_at is not None
-    assert trial.result.score == math.inf == worst_score("train_loss")
-    assert worst_score("train_accuracy") == 0.0
+    assert trial.result.score == math.inf == worst_score(LOSS)
+    assert worst_score(Goal("train_accuracy", higher=True)) == 0.0
 
 
 def test_a_pruned_trial_is_judged_by_its_rounds_so_far() -> None:
     rows = [{"train_loss": 1.0, "server_lr": float(k), "test_loss": 2.0} for k in (1, 2, 3)]
-    result = result_of(rows, "train_loss", pruned=True)
+    result = result_of(rows, LOSS, pruned=True)
     assert (result.pruned, result.score, result.step, result.test) == (True, math.inf, 2.0, 2.0)
 
 
 def test_accuracy_if_the_task_has_one() -> None:
-    assert metric_of(Spec("digits", "fedavg").prepare().task) == "train_accuracy"
-    assert metric_of(Spec("toy", "fedavg").prepare().task) == "train_loss"
+    assert goal_of(Spec("digits", "fedavg").prepare().task).metric == "train_accuracy"
+    assert goal_of(Spec("toy", "fedavg").prepare().task) == LOSS
 
 
 def stored_points(study: Study) -> list[Point]:

@@ -38,6 +38,7 @@ from fedexp.cli.options import (
     positive,
     runs_of,
 )
+from fedexp.engine.plan import CohortRule
 from fedexp.errors import require
 from fedexp.objective import LeastSquares
 from fedexp.runs.spec import Outcome, Run, Spec, checked_target, file_name
@@ -137,7 +138,8 @@ def _as_json(line: Line) -> dict[str, Any]:
 
 def _title(first: Run, seeds: int) -> str:
     clients = first.task.train.clients
-    cohort = first.cohort or clients
+    size = CohortRule.of(first.cohort, clients).sample(0, 1, first.task.train).size
+    cohort = "some" if callable(first.cohort) else size
     plural = "seed" if seeds == 1 else "seeds"
     return (
         f"{first.spec.task}: {first.rounds} rounds, {cohort} of {clients} clients per round, "

@@ -21,7 +21,7 @@ from typing import Any
 from fedexp import __version__
 from fedexp.algorithms import ALGORITHMS
 from fedexp.cli.options import Parser
-from fedexp.distributed import RankLostError, Ranks, current, leave, ranks
+from fedexp.distributed import AgentLostError, RankLostError, Ranks, current, leave, ranks
 from fedexp.distributed.failure import REMEDY, failure_report, monitored
 from fedexp.errors import EngineWarning, FedExPError, NonFiniteUpdateWarning, UsageError
 from fedexp.local import LocalTraining
@@ -84,6 +84,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     return status
             except RankLostError:
                 return failure(None, FAILED)
+            except AgentLostError as error:  # one line per machine: ranks cannot agree without it
+                return failure(str(error), FAILED) if os.environ["LOCAL_RANK"] == "0" else FAILED
             except UsageError as error:
                 return failure(str(error), MISUSED)
             except FedExPError as error:

@@ -19,8 +19,9 @@ from fedexp.options import (
     split_task,
     split_task_options,
 )
+from fedexp.references import is_reference
 from fedexp.runs.journal import CHECKPOINT_EVERY
-from fedexp.runs.spec import Run, Spec
+from fedexp.runs.spec import Run, Spec, parse_privacy
 
 
 class Parser(argparse.ArgumentParser):
@@ -39,7 +40,11 @@ def add_run_options(parser: argparse.ArgumentParser, rounds: str = "the task's o
     )
     parser.add_argument("--rounds", type=positive, metavar="N", help=f"rounds ({rounds})")
     parser.add_argument(
-        "--cohort", type=_cohort, metavar="K", help="clients per round, or all (the task's own)"
+        "--cohort",
+        type=parse_cohort,
+        metavar="K",
+        help="clients per round: a number, a fraction (0.1), all, clients (3,7,9) or a function "
+        "(study.py:choose); the task's own by default",
     )
     parser.add_argument(
         "--mode",
@@ -74,6 +79,17 @@ def add_run_options(parser: argparse.ArgumentParser, rounds: str = "the task's o
     )
     parser.add_argument(
         "--deterministic", action="store_true", help="the same bits every time, on a GPU too"
+    )
+    parser.add_argument(
+        "--start", metavar="RUN", help="begin with the weights of a run or a safetensors file"
+    )
+    parser.add_argument(
+        "--privacy",
+        metavar="KIND:...",
+        help="simulate differential privacy, e.g. central:clip=1,delta=1e-5,epsilon=8",
+    )
+    parser.add_argument(
+        "--by-client", action="store_true", help="evaluate every client; adds the worst decile"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
 
@@ -147,6 +163,9 @@ def spec_of(args: argparse.Namespace, algorithm: str, seed: int) -> Spec:
         options=tuple(parse_assignments(args.set).items()),
         task_source=task_source,
         algorithm_source=source,
+        privacy=None if args.privacy is None else parse_privacy(args.privacy),
+        start=args.start,
+        by_client=args.by_client,
     )
 
 
@@ -180,8 +199,29 @@ def positive(text: str) -> int:
     return _at_least(1, text)
 
 
-def _cohort(text: str) -> int:
-    return 0 if text == "all" else positive(text)
+def parse_cohort(text: str) -> int | float | tuple[int, ...] | str:
+    """Parse a number, a fraction, a list of clients, `all`, or a reference to a function.
+
+    >>> parse_cohort("10"), parse_cohort("0.1"), parse_cohort("3,7"), parse_cohort("all")
+    (10, 0.1, (3, 7), 0)
+    """
+    if text == "all":
+        return 0
+    if is_reference(text):
+        return text
+    if "," in text:
+        return tuple(_at_least(0, each.strip()) for each in text.split(",") if each.strip())
+    if text.lstrip("-").isdecimal():
+        return positive(text)
+    try:
+        fraction = float(text)
+    except ValueError:
+        fraction = math.nan
+    if not 0 < fraction <= 1:
+        raise argparse.ArgumentTypeError(
+            f"must be a number, a fraction up to 1, all, or clients such as 3,7, not {text!r}"
+        )
+    return fraction
 
 
 def seed(text: str) -> int:

@@ -16,6 +16,7 @@ from fedexp.cli.options import (
     add_root_options,
     add_run_options,
     add_watch_options,
+    positive,
     root_of,
     seed,
     spec_of,
@@ -23,7 +24,7 @@ from fedexp.cli.options import (
 from fedexp.cli.progress import Bar, Diagnostics, describe, watch
 from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.runs import RunInterrupted, execute, folder_of, read_spec, spec_from
-from fedexp.runs.execute import stop_request
+from fedexp.runs.execute import extend_run, stop_request
 from fedexp.runs.files import Row
 from fedexp.runs.folder import RunFolder
 from fedexp.runs.loggers import logger_named
@@ -49,6 +50,12 @@ def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("resume", help="continue a run that was interrupted")
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the run")
     _add_training_options(parser)
+    parser.add_argument(
+        "--rounds",
+        type=positive,
+        metavar="N",
+        help="more rounds than the run has: it continues in a folder of its own",
+    )
     parser.add_argument(
         "--reopen",
         action="store_true",
@@ -138,6 +145,10 @@ def train(args: argparse.Namespace) -> int:
 
 def resume(args: argparse.Namespace) -> int:
     """Continue a run; one on Flower is reopened here, and trained by its app."""
+    if args.rounds is not None:
+        require(not (args.reopen or args.restart), "--rounds excludes --reopen and --restart")
+        extend = partial(extend_run, args.folder, args.rounds)
+        args.folder = extend() if args.ranks is None else args.ranks.compute_on_first(extend)
     read = partial(read_spec, args.folder)
     args.spec = read() if args.ranks is None else args.ranks.compute_on_first(read)
     require(not (args.reopen and args.restart), "--reopen and --restart exclude each other")

@@ -156,6 +156,6 @@ def _per_channel(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return mean and std times 255, cached on the device to avoid a copy per step."""
-    rows = 255 * torch.tensor([mean, std], dtype=torch.float64)
-    centre, scale = rows.to(device, torch.float32)[:, :, None, None]
+    rows = [[255 * value for value in each] for each in (mean, std)]
+    centre, scale = torch.tensor(rows, dtype=torch.float32).to(device)[:, :, None, None]
     return centre, scale

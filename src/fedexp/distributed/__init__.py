@@ -3,6 +3,7 @@
 from typing import Any
 
 from fedexp.distributed.group import (
+    AgentLostError,
     RankLostError,
     Ranks,
     check_device,
@@ -15,6 +16,7 @@ from fedexp.distributed.sharding import DistributedGroup
 from fedexp.errors import warn_deprecated
 
 __all__ = [
+    "AgentLostError",
     "DistributedGroup",
     "RankLostError",
     "Ranks",

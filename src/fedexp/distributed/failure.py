@@ -9,6 +9,9 @@ and ranks exchange a few keys through the job's store, which torchrun hosts and 
 - each monitor answers `FAILED` (or `PING`) by writing `ALIVE`, so a rank without answer is dead;
 - the rank that knows the cause claims `REPORTER` and prints one line; all others stay silent;
 - a rank that is still blocked `EXIT_TIMEOUT` seconds after `FAILED` is ended by its monitor.
+
+For ranks that are started without torchrun, rank 0 hosts the store. It then waits until the others
+have set `LEFT`, as they would otherwise report the end of the store beside the cause.
 """
 
 from __future__ import annotations
@@ -22,13 +25,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from fedexp.distributed.group import Ranks
+from fedexp.distributed.group import Ranks, agent_hosts_store
 
 POLL_INTERVAL = 0.25  # seconds between reads of the store
 REPLY_TIMEOUT = 3.0  # seconds for other ranks to answer
 EXIT_TIMEOUT = 10.0  # seconds for a rank to end by itself
 FAILED, PING, REPORTER = "fedexp/failed", "fedexp/ping", "fedexp/reporter"
 ENDED, ALIVE, DONE = "fedexp/ended/{}", "fedexp/alive/{}", "fedexp/done/{}"
+LEFT = "fedexp/left/{}"
 REMEDY = (
     "start the same command again, with any number of ranks: stored runs resume from their last "
     "checkpoint"
@@ -111,9 +115,22 @@ def failure_report(ranks: Ranks, reason: str | None) -> str | None:
         ranks.store.set(ENDED.format(ranks.rank), reason or "")
         ranks.store.set(FAILED, "")
         line = _own_failure(ranks, reason) if reason else _other_failure(ranks)
-        return line if line and _claim_report(ranks) else None
-    except RuntimeError:  # the store is gone
-        return f"torchrun, or the first rank, ended; {REMEDY}" if ranks.rank <= 1 else None
+        line = line if line and _claim_report(ranks) else None
+    except RuntimeError:
+        return _lost_store(ranks)
+    with suppress(RuntimeError):
+        ranks.store.set(LEFT.format(ranks.rank), "")
+        if ranks.is_first and not agent_hosts_store():
+            _wait_for(ranks, list(range(ranks.world_size)), (LEFT, DONE))
+    return line
+
+
+def _lost_store(ranks: Ranks) -> str | None:
+    """Return the report of a lost store, by one rank per machine: ranks cannot agree without it."""
+    if agent_hosts_store():
+        return f"torchrun ended; {REMEDY}" if ranks.local_rank == 0 else None
+    reports = ranks.local_rank == 0 or ranks.rank == 1  # rank 0, which hosted it, is dead
+    return f"rank 0 ended; {REMEDY}" if reports else None
 
 
 def another_failed(ranks: Ranks) -> bool:

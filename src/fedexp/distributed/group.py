@@ -4,11 +4,17 @@
 size, and the collectives that the package uses. Tensors go over NCCL (GPU) or Gloo (CPU), Python
 objects always over Gloo. A collective that fails means that another rank has ended: it raises
 `RankLostError`.
+
+Ranks find each other through a key-value store. torchrun's agent, the process that starts the
+ranks, hosts it: it listens before the first rank starts, so if nobody listens, the agent has ended,
+and nobody will terminate its ranks; `ranks()` then raises `AgentLostError`. For ranks that are
+started by hand, rank 0 hosts the store.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -28,12 +34,18 @@ VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 # Torchrun and closed connections reveal a dead rank at once; timeouts only catch one that is stuck.
 # Collectives on objects wait longer: between rounds a rank may have other work.
 INIT_TIMEOUT = timedelta(minutes=15)
+CONNECT_TIMEOUT = timedelta(seconds=5)  # of one attempt to reach the store of torchrun's agent
+AGENT_TIMEOUT = 5.0  # seconds for which the agent's port may refuse connections
 TENSOR_TIMEOUT = timedelta(hours=1)
 OBJECT_TIMEOUT = timedelta(days=7)
 
 
 class RankLostError(FedExPError):
     """Another rank has ended, so this one cannot continue."""
+
+
+class AgentLostError(FedExPError):
+    """torchrun's agent ended before its ranks were connected."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,6 +172,7 @@ def _join(rank: int, world_size: int) -> Ranks:
     try:
         store, gloo_group = _collective(lambda: _init_process_group(rank, world_size))
     except RankLostError as error:
+        check_agent()
         raise UsageError(
             f"rank {rank} cannot reach the other ranks ({error}); check the addresses given to "
             "torchrun, and set GLOO_SOCKET_IFNAME if a machine has several networks"
@@ -172,10 +185,9 @@ def _join(rank: int, world_size: int) -> Ranks:
 def _init_process_group(rank: int, world_size: int) -> tuple[Any, Any]:
     """Return the store and the Gloo group of the job."""
     from torch.distributed.distributed_c10d import PrefixStore
-    from torch.distributed.rendezvous import rendezvous
 
     nccl = torch.cuda.is_available() and torch.distributed.is_nccl_available()
-    shared, _, _ = next(iter(rendezvous("env://", timeout=INIT_TIMEOUT)))
+    shared = _connect_store()
     # when torchrun restarts all ranks, its store may still hold keys of the previous attempt
     store: Any = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", shared)
     torch.distributed.init_process_group(
@@ -187,6 +199,51 @@ def _init_process_group(rank: int, world_size: int) -> tuple[Any, Any]:
     )
     gloo_group = torch.distributed.new_group(backend="gloo", timeout=OBJECT_TIMEOUT)
     return store.clone(), gloo_group  # a connection of its own: NCCL may block the other one
+
+
+def _connect_store() -> Any:
+    """Return the store of the job; while the agent is alive, retry for `INIT_TIMEOUT`."""
+    from torch.distributed.rendezvous import rendezvous
+
+    retry = agent_hosts_store()
+    deadline = time.monotonic() + INIT_TIMEOUT.total_seconds()
+    while True:
+        check_agent()
+        try:
+            store, _, _ = next(
+                iter(rendezvous("env://", timeout=CONNECT_TIMEOUT if retry else INIT_TIMEOUT))
+            )
+            store.set_timeout(INIT_TIMEOUT)
+            return store
+        except RuntimeError:
+            if not retry or time.monotonic() > deadline:
+                raise
+
+
+def agent_hosts_store() -> bool:
+    """Return whether torchrun's agent hosts the store of the job, and not rank 0."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+def check_agent() -> None:
+    """Raise `AgentLostError` if the port of the agent's store refuses connections."""
+    if not agent_hosts_store():
+        return
+    host, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    deadline = time.monotonic() + AGENT_TIMEOUT
+    while True:
+        try:
+            socket.create_connection((host, int(port)), timeout=AGENT_TIMEOUT).close()
+            return
+        except ConnectionRefusedError:
+            if time.monotonic() > deadline:
+                raise AgentLostError(
+                    f"torchrun does not answer at {host}:{port}: it ended before its ranks were "
+                    "connected, or a firewall closes the port; start the same command again"
+                ) from None
+        except OSError:  # a slow or misconfigured network: torch retries, and names the cause
+            return
+        time.sleep(0.1)
 
 
 def current() -> Ranks | None:

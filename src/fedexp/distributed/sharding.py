@@ -129,8 +129,9 @@ class CohortShard(Work):
         """Return this rank's shard of the next round, so that an engine can prefetch it."""
         whole = Work(**{**_work_fields(self), "cohort": np.arange(self.cohort_size)})
         following = whole.after()
-        shards = shard_cohort(following, self.world_size)
-        return replace(self, round=following.round, cohort=shards[self.rank])
+        size = len(following.cohort)
+        own = shard_cohort(following, self.world_size)[self.rank] if size else following.cohort
+        return replace(self, round=following.round, cohort=own, cohort_size=size)
 
 
 def _work_fields(work: Work) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from fedexp.objective import BatchedObjective
 from fedexp.seeding import seeded_torch
 
 COHORT_BYTES = {"cpu": 2**25, "cuda": 2**34}  # models trained together; one, where one is larger
+MOST_GRAPHS = 32  # captured for cohorts of different sizes; further ones run without a graph
 
 Implementation = Literal["layers", "vmap"]
 Capture = Callable[[Program, Tensors], Program]
@@ -149,7 +150,7 @@ class Batched:
         if state.params.is_cuda and len(clients) == len(work.cohort):
             self._plan_ahead(work)
         deltas = state.params - outputs["params"]
-        total_lr = _to_device(plan.steps * work.lr, device)[:, None].to(deltas.dtype)
+        total_lr = _to_device(plan.total_factors * work.lr, device)[:, None].to(deltas.dtype)
         buffers = outputs["averaged"]
         return sum_updates(work, state, list(clients), deltas, total_lr, client_state, buffers)
 
@@ -176,6 +177,8 @@ class Batched:
         key = (*kind, signature(inputs))
         try:
             if key not in self._captured:
+                if len(self._captured) >= MOST_GRAPHS:
+                    return None
                 self._captured[key] = self.capture(program, inputs)
             return self._captured[key](inputs)
         except RuntimeError as error:
@@ -232,6 +235,8 @@ def _inputs(
         **{f"client_state.{name}": value for name, value in client_state.items()},
         **{f"data.{name}": value for name, value in rows.items()},
     }
+    if plan.factors is not None:
+        inputs["factors"] = _to_device(plan.factors, device)
     return inputs if plan.draws is None else {**inputs, "draws": _to_device(plan.draws, device)}
 
 

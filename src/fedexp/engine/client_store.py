@@ -269,6 +269,16 @@ class StoredStates(ClientStates):
         slots = self.find(clients).slots
         self.store.file.prefetch(slots[slots >= 0])
 
+    def in_memory(self) -> ClientStates:
+        """Return the states in memory, on the device of the store."""
+        found: dict[int, Tensors] = {}
+        for clients in blocks(self._clients().tolist(), self.store.file.layout.bytes):
+            rows = self.store.read(self.find(np.array(clients)))
+            for k, client in enumerate(clients):
+                # copies: a view would hold the memory of the whole block
+                found[client] = {name: value[k].clone() for name, value in rows.items()}
+        return ClientStates.of(found)
+
     def layer_sizes(self) -> list[int]:
         return [len(layer) for layer in self.layers]
 
@@ -302,7 +312,7 @@ class StoredStates(ClientStates):
 Location = Literal["auto", "memory", "disk"]
 SHARE = 4  # client states may take a quarter of the memory
 UNKNOWN = 2**62  # bytes of memory where the system does not report it
-COPIED_AT_A_TIME = 1024  # states
+COPIED_BYTES = 2**26  # of client state at a time
 LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -314,10 +324,13 @@ class ClientStore:
         where: "memory", "disk", or "auto" for memory where a quarter of it would hold the states
             of all clients that can take part.
         file: the file on disk; None for a temporary one.
+        clients: how many clients can take part, at most, in all calls of `simulate` that share the
+            file: they all decide alike; None for those of the call.
     """
 
     where: Location = "auto"
     file: Path | None = None
+    clients: int | None = None
 
     def __post_init__(self) -> None:
         known = get_args(Location)
@@ -335,27 +348,36 @@ class ClientStore:
             processes: how many processes of this machine store all states, each on its own GPU if
                 any.
         """
-        if not initial or (self.where == "auto" and isinstance(states, StoredStates)):
+        if not initial:
             return states
         device = next(iter(initial.values())).device
         size = sum(value.nbytes for value in initial.values())
         available = memory_bytes(device) // (processes if device.type == "cpu" else 1)
-        fits = SHARE * size * clients <= available
+        fits = SHARE * size * (self.clients or clients) <= available
         if self.where == "memory" or (self.where == "auto" and fits):
-            return ClientStates.of(dict(states) if isinstance(states, StoredStates) else states)
+            return ClientStates.of(
+                states.in_memory() if isinstance(states, StoredStates) else states
+            )
         if isinstance(states, StoredStates) and self.file in (None, states.store.file.path):
             return states
         empty = StoredStates(StateStore(SlotFile(Layout.of(initial), self.file), device))
-        return copy_states(states, empty)
+        return copy_states(states, list(states), empty)
 
 
-def copy_states(states: Mapping[int, Tensors], stored: StoredStates) -> StoredStates:
-    """Return `stored` with the states of another mapping added, some at a time."""
-    clients = list(states)
-    for at in range(0, len(clients), COPIED_AT_A_TIME):
-        some = clients[at : at + COPIED_AT_A_TIME]
+def copy_states(
+    states: Mapping[int, Tensors], clients: Sequence[int], stored: StoredStates
+) -> StoredStates:
+    """Return `stored` with the states of some clients of another mapping, a block at a time."""
+    for some in blocks(clients, stored.store.file.layout.bytes):
         stored = stored.updated({client: states[client] for client in some})
     return stored
+
+
+def blocks(clients: Sequence[int], size: int) -> Iterator[Sequence[int]]:
+    """Yield clients whose states, of `size` bytes each, are copied at a time."""
+    together = max(1, COPIED_BYTES // max(size, 1))
+    for at in range(0, len(clients), together):
+        yield clients[at : at + together]
 
 
 def memory_bytes(device: torch.device) -> int:

@@ -146,7 +146,7 @@ def round_result(
 
 def pack_inputs(key: int, lr: float, plan: CohortPlan, weights: list[float]) -> Numbers:
     """Return the small inputs as one array of 64-bit words, because every transfer takes time."""
-    numbers = np.concatenate([[lr], plan.steps * lr, weights]).view(np.int64)
+    numbers = np.concatenate([[lr], plan.total_factors * lr, weights]).view(np.int64)
     return np.concatenate([[key], plan.table.ravel(), numbers])
 
 

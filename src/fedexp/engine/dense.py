@@ -35,12 +35,13 @@ MOST_PADDING = 2  # how many times wider a block's widest batch may be than its 
 
 
 def dense_network_of(work: Work, state: SimulationState) -> DenseNetwork | None:
-    """Return the network where this engine suits: a plain dense classifier, a linear correction."""
+    """Return the network where this engine suits: a dense classifier, plain SGD, a linear rule."""
     objective, train = work.task.objective, work.task.train
     if not isinstance(objective, DenseObjective) or state.params.device.type != "cpu":
         return None
     network = objective.dense_network()
-    if network is None or not work.algorithm.client.is_linear:
+    linear = work.algorithm.client.is_linear and work.local.is_plain_sgd
+    if network is None or not linear:
         return None
     batch = train.batch(int(work.cohort[0]), np.arange(1))
     batch = batch if work.task.transform is None else work.task.transform.evaluate(batch)

@@ -24,8 +24,8 @@ from fedexp.data.federation import Batch
 from fedexp.data.transforms import Transform
 from fedexp.engine.plan import Numbers, device_rows
 from fedexp.kernels.launch import fused
-from fedexp.kernels.step import Correction, sgd_step, sq_norms
-from fedexp.local import LocalTraining, clip_to, local_step
+from fedexp.kernels.layers import Correction, sgd_step, sq_norms
+from fedexp.local import LocalTraining, clip_to, init_moments, local_step, optimizer_step
 from fedexp.objective import BatchedObjective, Buffers, StackedObjective
 from fedexp.objective.stack import StackedClients
 
@@ -38,9 +38,10 @@ class LocalProgram:
 
     Inputs: `params` [d], `averaged` and `kept` buffers, `broadcast.*` [d] and `client_state.*`
     [K, d] of the client rule, the plan's `table` [3 + S, K], `lr`, `draws` where there are any,
-    `data.*` for examples that are not those of `fields`, and either the rows of the plan, `rows`
-    [S, K, B], or the round's `key` to compute them on the device. Outputs: `params` [K, d],
-    `averaged` and `kept` [K, ...].
+    `data.*` for examples that are not those of `fields`, `factors` [S, K] on the learning rate
+    where it changes from step to step, and either the rows of the plan, `rows` [S, K, B], or the
+    round's `key` to compute them on the device. Outputs: `params` [K, d], `averaged` and `kept`
+    [K, ...].
 
     Attributes:
         steps, width, reach: of the plan.
@@ -107,7 +108,8 @@ class LocalProgram:
             return LayerSteps(stacked, buffers, valid, rule, local, inputs)
         step = fused(corrected_step) if self.fuse else corrected_step
         step = partial(step, inputs=inputs, rule=rule, local=local, all_active=all_active)
-        return RowSteps(self.objective, params, buffers, valid, step, all_active)
+        rates = inputs["lr"] * inputs["factors"] if "factors" in inputs else inputs["lr"]
+        return RowSteps(self.objective, params, buffers, valid, step, all_active, local, rates)
 
     def _aligned(self, inputs: Tensors) -> Tensors:
         """Return the inputs with zeros behind vectors, so that rows start at aligned addresses."""
@@ -160,7 +162,11 @@ class LocalSteps(Protocol):
 
 
 class RowSteps:
-    """A vector for each client. `update(params, grads, active)` is `corrected_step`."""
+    """A vector for each client.
+
+    `update(params, grads, active, lr, moments, number)` is `corrected_step`; `rates` is the
+    learning rate of all steps, or of each, [S, K].
+    """
 
     def __init__(
         self,
@@ -168,11 +174,15 @@ class RowSteps:
         params: Tensor,
         buffers: Buffers,
         valid: Tensor,
-        update: Callable[[Tensor, Tensor, Tensor], Tensor],
+        update: Callable[..., tuple[Tensor, Tensors]],
         all_active: bool,
+        local: LocalTraining,
+        rates: Tensor,
     ) -> None:
         self.objective, self.update, self.all_active = objective, update, all_active
         self.params, self.buffers, self.valid = params, buffers, valid
+        self.rates = rates
+        self.moments: Tensors = init_moments(params, local)
 
     def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
         objective, params, buffers = self.objective, self.params, self.buffers
@@ -182,7 +192,10 @@ class RowSteps:
         else:
             grads, after = _by_length(objective, params, buffers, batch, valid, lengths)
         active = valid[:, :1] > 0
-        self.params = self.update(params, grads, active)
+        lr, number = self.rates[s, :, None] if self.rates.ndim else self.rates, None
+        if self.moments:  # a tensor, so that a compiled step serves all of them
+            number = torch.full((), s + 1.0, dtype=self.rates.dtype, device=self.rates.device)
+        self.params, self.moments = self.update(params, grads, active, lr, self.moments, number)
         if not self.all_active and after is not buffers:
             pairs = zip(after, buffers, strict=True)
             after = Buffers(*(torch.where(active, new, old) for new, old in pairs))
@@ -196,12 +209,18 @@ def corrected_step(
     params: Tensor,
     grads: Tensor,
     active: Tensor,
+    lr: Tensor,
+    moments: Tensors,
+    number: Tensor | None,
     inputs: Tensors,
     rule: ClientRule,
     local: LocalTraining,
     all_active: bool,
-) -> Tensor:
-    """Return the parameters [K, d] after a step; clients that are not active do not change."""
+) -> tuple[Tensor, Tensors]:
+    """Return parameters [K, d] and moments after a step; clients that are not active do not change.
+
+    Their moments may: a client that is not active has taken its last step.
+    """
     broadcast, client_state = part(inputs, "broadcast."), part(inputs, "client_state.")
     grads, start = grads.to(params.dtype), inputs["params"]
     if rule.is_linear:
@@ -209,12 +228,17 @@ def corrected_step(
     else:  # a rule of the user's own may look at all of its client's gradient
         each = torch.func.vmap(rule.correct, in_dims=(0, 0, None, None, 0), randomness="different")
         grads = each(grads, params, start, broadcast, client_state)
-    after = local_step(params, grads, inputs["lr"], local)
-    return after if all_active else torch.where(active, after, params)
+    if local.is_plain_sgd:
+        after = local_step(params, grads, lr, local)
+    else:
+        after, moments = optimizer_step(
+            params, grads, moments, 1 if number is None else number, lr, local
+        )
+    return (after if all_active else torch.where(active, after, params)), moments
 
 
 class LayerSteps:
-    """Parameters layer by layer, updated in place by the kernels of `fedexp.kernels.step`.
+    """Parameters layer by layer, updated in place by the kernels of `fedexp.kernels.layers`.
 
     For models without buffers and rules with a linear correction. On a CPU the plain twin of the
     kernels runs, so that this path can be tested without a GPU.

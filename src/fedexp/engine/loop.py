@@ -17,7 +17,7 @@ from fedexp.client import LinearCorrection, Tensors
 from fedexp.engine.client_store import ClientStates
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
-from fedexp.local import local_step
+from fedexp.local import TorchOptimizer, init_moments, local_step, optimizer_step
 from fedexp.objective import Objective, buffer_changes
 from fedexp.seeding import seeded_torch
 
@@ -88,6 +88,8 @@ def sum_trained(work: Work, clients: list[int], trained: list[Trained]) -> Sums:
     if trained[0].state:
         good = usable(deltas, extras).tolist()
         states = {c: one.state for c, one, ok in zip(clients, trained, good, strict=True) if ok}
+    if work.privacy is not None:
+        deltas = work.privacy.protected(deltas, clients, work.round)
     return Aggregate.of(deltas, weights, extras), states
 
 
@@ -122,6 +124,8 @@ def sum_updates(
     states: dict[int, Tensors] = {
         c: {name: value.clone() for name, value in row.items()} for c, row in rows.items()
     }
+    if work.privacy is not None:
+        deltas = work.privacy.protected(deltas, clients, work.round)
     return Aggregate.of(deltas, weights, extras), states
 
 
@@ -162,19 +166,29 @@ def train_client(work: Work, state: SimulationState, client: int) -> Trained:
 
 
 def train(work: Work, state: SimulationState, client: int, objective: Objective) -> Trained:
-    """Train one client (eq. 2 and 3)."""
-    rule, lr = work.algorithm.client, work.lr
+    """Train one client (eq. 2 and 3), with the local optimiser's state at zero before it."""
+    rule, local, lr = work.algorithm.client, work.local, work.lr
     client_state = state.clients.get(client) or rule.init_client_state(state.params)
     # a copy: the steps write to it, and so do some layers (an embedding with max_norm)
     params, buffers, steps = state.params.clone(), state.buffers, 0
+    moments = init_moments(params, local)
+    make = local.optimizer
+    optimizer = TorchOptimizer(make, params, lr) if callable(make) else None
+    factors = local.step_factors(local.steps_for(int(work.task.train.sizes[client])))
     for batch in work.batches(client):
         grad, buffers = objective.gradient(params, buffers, batch)
         grad = rule.correct(grad, params, state.params, state.broadcast, client_state)
-        apart = grad.data_ptr() != params.data_ptr()  # the gradient of ||w||²/2 may be w itself
-        params = local_step(params, grad, lr, work.local, in_place=apart)
-        steps += 1
+        step_lr, steps = lr * factors[steps], steps + 1
+        if local.is_sgd:
+            apart = grad.data_ptr() != params.data_ptr()  # the gradient of ||w||²/2 may be w itself
+            params = local_step(params, grad, step_lr, local, in_place=apart)
+        elif optimizer is not None:
+            optimizer.step(params, grad, factors[steps - 1], local)
+        else:
+            params, moments = optimizer_step(params, grad, moments, steps, step_lr, local)
     delta = state.params - params
-    new_state, extras = rule.end_round(delta, steps * lr, state.broadcast, client_state)
+    total_lr = local.total_factor(steps) * lr
+    new_state, extras = rule.end_round(delta, total_lr, state.broadcast, client_state)
     if buffers.averaged.numel():
         changes = buffer_changes(buffers.averaged, state.buffers.averaged)
         extras = {**extras, "buffers": changes}

@@ -12,7 +12,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from numbers import Integral, Real
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -20,14 +21,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.algorithms import Algorithm
-from fedexp.data.federation import Batch
-from fedexp.errors import require
+from fedexp.cohorts import Choose
+from fedexp.data.federation import Batch, Federation
+from fedexp.errors import UsageError, require
 from fedexp.local import LocalTraining
 from fedexp.seeding import generator, hashed, torch_seed
 from fedexp.tasks.task import Task, Weighting
 
+if TYPE_CHECKING:  # only private runs import it
+    from fedexp.privacy.simulated import SimulatedPrivacy
+
 EPOCH_BITS = 20  # of a sort key, for the epoch; the other 43 are random
 Numbers = NDArray[np.int64]
+Cohort = int | float | Literal["all"] | Sequence[int] | Numbers | Choose
 
 
 def sample_cohort(seed: int, round: int, clients: int, cohort: int | None) -> Numbers:
@@ -48,9 +54,98 @@ def sample_cohort(seed: int, round: int, clients: int, cohort: int | None) -> Nu
     return np.sort(chosen)
 
 
+@dataclass(frozen=True)
+class CohortRule:
+    """Which clients take part in a round; by default all of them.
+
+    Attributes:
+        size: clients drawn per round, without replacement; None for all.
+        clients: the clients of every round, in increasing order, instead of a draw.
+        choose: a function (rng, round, federation) of the user that returns the clients of a
+            round, instead of a draw. `rng` depends on the seed and the round alone. It must be a
+            pure function: a round's clients are also asked for ahead of it, and by every process.
+    """
+
+    size: int | None = None
+    clients: tuple[int, ...] | None = None
+    choose: Choose | None = None
+
+    @classmethod
+    def of(cls, cohort: Cohort | None, clients: int) -> CohortRule:
+        """Return the rule for an argument `cohort`, in a federation of so many clients.
+
+        >>> CohortRule.of(0.25, clients=10).size, CohortRule.of([3, 1], clients=10).clients
+        (2, (1, 3))
+        """
+        if cohort is None or (isinstance(cohort, str) and cohort == "all"):
+            return cls()
+        if callable(cohort):
+            return cls(choose=cohort)
+        if isinstance(cohort, Integral) and not isinstance(cohort, bool):
+            sample_cohort(0, 0, clients, int(cohort))  # raises where it does not fit
+            return cls(size=int(cohort))
+        if isinstance(cohort, Real) and not isinstance(cohort, bool):
+            fraction = float(cohort)
+            require(
+                0 < fraction <= 1,
+                f"the cohort is a fraction in (0, 1], a whole number or a list, not {cohort}",
+            )
+            return cls(size=max(1, round(fraction * clients)))
+        require(
+            isinstance(cohort, Sequence | np.ndarray) and not isinstance(cohort, str),
+            f'the cohort is a number, a fraction, "all", a list of clients or a function, not '
+            f"{cohort!r}",
+        )
+        return cls(clients=tuple(_checked_cohort(cohort, clients, "the cohort").tolist()))
+
+    def sample(self, seed: int, round: int, train: Federation) -> Numbers:
+        """Return the clients of a round, in increasing order."""
+        if self.choose is not None:
+            chosen = self.choose(generator(seed, "choose", round), round, train)
+            return _checked_cohort(chosen, train.clients, f"the cohort of round {round}")
+        if self.clients is not None:
+            return np.array(self.clients)
+        return sample_cohort(seed, round, train.clients, self.size)
+
+    def most(self, clients: int, rounds: int) -> int:
+        """Return how many of all clients may take part in so many rounds."""
+        if self.clients is not None:
+            return len(self.clients)
+        per_round = clients if self.choose or self.size is None else self.size
+        return min(clients, rounds * per_round)
+
+
+def _checked_cohort(chosen: Any, clients: int, what: str) -> Numbers:
+    """Return chosen clients as a sorted array; refuse none, doubles and numbers out of range."""
+    try:
+        array = np.asarray(chosen)
+        found = np.sort(array.astype(np.int64).ravel())
+    except (TypeError, ValueError):
+        raise UsageError(f"{what} must be a list of client numbers, not {chosen!r}") from None
+    whole = array.dtype.kind in "iu" and array.ndim == 1
+    require(array.size > 0, f"{what} is empty; choose at least one client")
+    require(whole, f"{what} must be a list of client numbers, not {chosen!r}")
+    require(
+        found[0] >= 0 and found[-1] < clients,
+        f"{what} has client {found[0] if found[0] < 0 else found[-1]}; clients are numbered from "
+        f"0 to {clients - 1}",
+    )
+    twice = found[1:][found[1:] == found[:-1]]
+    require(not len(twice), f"{what} has client {twice[:1].sum()} twice; name each client once")
+    return found
+
+
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The work of one round: what an engine is given."""
+    """The work of one round: what an engine is given.
+
+    With `privacy` every update is clipped (and noised) before it is summed, by `sum_trained` and
+    `sum_updates`, and the sums are noised before the server step.
+
+    Attributes:
+        cohort_rule: chooses the cohorts of later rounds; None for cohorts of the same size.
+        rounds: of the whole run, for schedules that depend on it; None where it is not known.
+    """
 
     task: Task
     algorithm: Algorithm
@@ -59,10 +154,13 @@ class Work:
     seed: int
     round: int
     cohort: Numbers
+    cohort_rule: CohortRule | None = None
+    rounds: int | None = None
+    privacy: SimulatedPrivacy | None = None
 
     @property
     def lr(self) -> float:
-        return self.local.lr_at(self.round)
+        return self.local.lr_at(self.round, self.rounds)
 
     def weight(self, client: int) -> float:
         return float(self.task.train.sizes[client]) if self.weighting == "size" else 1.0
@@ -74,9 +172,11 @@ class Work:
         return float(train.offsets[-1] if self.weighting == "size" else train.clients)
 
     def after(self) -> Work:
-        """Return the work of the next round, with a cohort of the same size."""
-        number = self.round + 1
-        cohort = sample_cohort(self.seed, number, self.task.train.clients, len(self.cohort))
+        """Return the work of the next round; its cohort is empty after the last one, if chosen."""
+        number, rule = self.round + 1, self.cohort_rule or CohortRule(len(self.cohort))
+        if rule.choose is not None and number > (self.rounds or number):
+            return replace(self, round=number, cohort=self.cohort[:0])
+        cohort = rule.sample(self.seed, number, self.task.train)
         return replace(self, round=number, cohort=cohort)
 
     def batches(self, client: int) -> Iterator[Batch]:
@@ -235,6 +335,7 @@ class CohortPlan:
         width: examples of a padded batch.
         reach: examples that any client passes over at most, epoch after epoch.
         draws: random numbers of the transform, [S, K, width, ...], or None.
+        factors: on the learning rate of each step, [S, K], or None where all are 1.
     """
 
     who: Numbers
@@ -242,6 +343,7 @@ class CohortPlan:
     width: int
     reach: int
     draws: NDArray[Any] | None
+    factors: NDArray[np.float64] | None = None
 
     @property
     def table(self) -> Numbers:
@@ -252,6 +354,11 @@ class CohortPlan:
     def steps(self) -> Numbers:
         """The number of steps of each client, [K]."""
         return (self.lengths > 0).sum(axis=0)
+
+    @property
+    def total_factors(self) -> NDArray[Any]:
+        """The sum of each client's step sizes over the learning rate, [K]: its steps, mostly."""
+        return self.steps if self.factors is None else self.factors.sum(axis=0)
 
 
 def plan_cohort(work: Work, clients: Sequence[int]) -> CohortPlan:
@@ -265,7 +372,12 @@ def plan_cohort(work: Work, clients: Sequence[int]) -> CohortPlan:
     farthest = train.largest if train.device.type == "cuda" else largest
     reach = farthest + len(lengths) * (batch or 0)
     who = np.stack([chosen, sizes, train.first_rows(chosen)])
-    return CohortPlan(who, lengths, width, reach, _draws(work, clients, lengths, width))
+    draws, factors = _draws(work, clients, lengths, width), None
+    if local.step_schedule != "constant":
+        factors = np.zeros(lengths.shape)
+        for k, steps in enumerate(client_steps(sizes, local).tolist()):
+            factors[:steps, k] = local.step_factors(steps)
+    return CohortPlan(who, lengths, width, reach, draws, factors)
 
 
 def _draws(work: Work, clients: Sequence[int], lengths: Numbers, width: int) -> NDArray[Any] | None:

@@ -33,13 +33,14 @@ MOST_DIRECTIONS = 4  # per local step: finding more eigenvalues takes longer tha
 
 
 def suits_quadratic(work: Work, state: SimulationState) -> bool:
-    """Return whether this engine suits: whole batches, no clipping, a linear correction."""
+    """Return whether this engine suits: plain SGD on whole batches, no clipping, a linear rule."""
     local, objective = work.local, work.task.objective
     if not isinstance(objective, QuadraticObjective) or state.params.device.type != "cpu":
         return False
     largest = int(work.task.train.sizes[work.cohort].max())
     return (
-        local.batch_size is None
+        local.is_plain_sgd
+        and local.batch_size is None
         and local.clip_norm is None
         and work.task.transform is None
         and work.algorithm.client.is_linear

@@ -103,7 +103,8 @@ def select_engine(
     """
     if name == "loop":
         return Selected(Loop(), "asked for by name")
-    failure, mistake = "this engine does not suit the model, the rule or the device", False
+    failure = "this engine does not suit the model, the rule, the local optimiser or the device"
+    mistake = False
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     for candidate in candidates:
         try:
@@ -133,13 +134,18 @@ def select_engine(
 def _candidates(name: EngineName, work: Work, state: SimulationState) -> list[Candidate]:
     """Return the engines that may run the work, best first; for "auto" those that pay."""
     auto, found, objective = name == "auto", [], work.task.objective
+    if state.params.device.type == "mps":
+        return []
     quadratic = isinstance(objective, QuadraticObjective) and name in ("auto", "quadratic")
     if quadratic and suits_quadratic(work, state):
         found.append(Candidate("least squares on whole batches on a CPU", lambda _: Quadratic()))
     if name in ("auto", "dense") and (dense := dense_network_of(work, state)) is not None:
         found.append(Candidate("a plain dense classifier on a CPU", lambda _: Dense(dense)))
-    if isinstance(objective, BatchedObjective) and (
-        name == "batched" or (auto and not found and _batching_pays(objective, work, state))
+    by_name = not callable(work.local.optimizer)
+    if (
+        isinstance(objective, BatchedObjective)
+        and by_name
+        and (name == "batched" or (auto and not found and _batching_pays(objective, work, state)))
     ):
         found += _batched(objective, work, state)
     if isinstance(objective, CopyableObjective) and (
@@ -160,7 +166,11 @@ def _batched(objective: BatchedObjective, work: Work, state: SimulationState) ->
     if isinstance(objective, StackedObjective):
         if objective.mixes_examples():
             variants = [("vmap", False)]
-        elif work.algorithm.client.is_linear and objective.has_stacked_layers():
+        elif (
+            work.local.is_plain_sgd
+            and work.algorithm.client.is_linear
+            and objective.has_stacked_layers()
+        ):
             variants = [("layers", True), *variants]
     return [_batched_candidate(*variant, state.params.device.type) for variant in variants]
 

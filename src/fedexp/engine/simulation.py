@@ -10,17 +10,21 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from typing import Any, Protocol
+from numbers import Integral
+from types import FunctionType
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 
+import fedexp.tasks
+from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.data.federation import Federation
@@ -29,9 +33,17 @@ from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import ClientStates, ClientStore, Location, StoredStates, shapes_of
 from fedexp.engine.cuda_graph import RoundResult
 from fedexp.engine.loop import Engine, Loop, Run
-from fedexp.engine.plan import Work, sample_cohort, step_lengths
+from fedexp.engine.plan import Cohort, CohortRule, Work, step_lengths
 from fedexp.engine.select import EngineName, Selected, check_engine_name, select_engine
-from fedexp.engine.state import EVALUATED, Record, SimulationState, check_range, server_step
+from fedexp.engine.state import (
+    EVALUATED,
+    Record,
+    SimulationState,
+    check_range,
+    message_bytes,
+    server_step,
+)
+from fedexp.engine.warm_start import starting_from
 from fedexp.errors import (
     DataNote,
     DivergedError,
@@ -42,9 +54,20 @@ from fedexp.errors import (
 )
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers
-from fedexp.precision import Precision, arithmetic, check_precision, default_precision
+from fedexp.options import build_algorithm, paper_setup
+from fedexp.precision import (
+    Precision,
+    arithmetic,
+    check_precision,
+    checked_device,
+    default_precision,
+    widest,
+)
 from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import Task, Weighting
+
+if TYPE_CHECKING:  # only private runs import it
+    from fedexp.privacy import CentralPrivacy, LocalPrivacy
 
 LEAST_BYTES = 2**26  # of examples to read ahead; less is in memory anyway
 
@@ -90,9 +113,9 @@ class SingleProcess:
 @renamed_arguments(keep_clients="client_store", sharing="process_group")
 def simulate(
     task: Task,
-    algorithm: Algorithm,
+    algorithm: Algorithm | str,
     rounds: int | None = None,
-    cohort: int | None = None,
+    cohort: Cohort | None = None,
     seed: int = 0,
     *,
     local: LocalTraining | None = None,
@@ -101,9 +124,10 @@ def simulate(
     engine: EngineName = "auto",
     device: str | torch.device | None = None,
     precision: Precision | None = None,
-    start: SimulationState | None = None,
+    start: SimulationState | Record | nn.Module | Mapping[str, Tensor] | None = None,
     client_store: Location | ClientStore = "auto",
     process_group: ProcessGroup | None = None,
+    privacy: CentralPrivacy | LocalPrivacy | None = None,
 ) -> Iterator[Record]:
     """Train, and yield one `Record` per round. Stop when you like: the consumer is in charge.
 
@@ -111,9 +135,13 @@ def simulate(
 
     Args:
         task: the problem and its data.
-        algorithm: e.g. `fedexp(eps=1e-3)`.
+        algorithm: e.g. `fedexp(eps=1e-3)`, which is taken as it is; or a name, e.g. "fedexp", which
+            takes the values that are tuned for the task, as the command line does.
         rounds: rounds in all, counted from the very first; the task's own number when None.
-        cohort: clients per round, drawn without replacement; None for all.
+        cohort: clients per round: a number or a fraction of all, drawn without replacement; "all";
+            a list of clients for every round; or a pure function `choose(rng, round, federation)`
+            that returns the clients of a round, whose numpy generator depends on the seed and the
+            round alone. The task's own when None.
         seed: fixes the initial weights, the cohorts and the batches.
         local: local training; the task's own when None.
         weighting: "uniform" as in the paper, or "size" to weigh clients by their examples.
@@ -122,13 +150,18 @@ def simulate(
             "batched" all at once; "dense" (plain dense networks on a CPU) and "quadratic" (least
             squares) are faster for what they suit. "auto" takes the fastest of them that agrees
             with the loop on this model. They agree up to rounding; for the same bits, name one.
-        device: where to train, e.g. "cuda"; all data are copied there, if they fit. By default
-            where they are.
+        device: where to train, "cpu", "cuda" or "mps" (by the loop, all in float32); all data are
+            copied there, if they fit. By default where they are.
         precision: "float32", "tf32" or "bf16" inside the model; by default tf32 on a GPU.
-        start: continue from the state of an earlier record, of the same task and algorithm.
+        start: a state (`record.state`) to continue from, of the same task and algorithm. A record,
+            a module or a state_dict is a warm start instead: round 0 and fresh states of server and
+            clients, from these weights; of a record those of its output model.
         client_store: where client state (SCAFFOLD's) is stored: "memory", "disk", or "auto" for a
             file if it could exceed a quarter of the memory. Does not affect results.
         process_group: the processes that share the run, e.g. `fedexp.distributed.DistributedGroup`.
+        privacy: clip and noise updates as on Flower, and report ε in `record.metrics`
+            (docs/privacy.md). The noise follows from the seed: it shows what a private deployment
+            would reach, and protects nobody.
 
     A record holds its state, so a list of all records holds all models in memory.
 
@@ -137,41 +170,49 @@ def simulate(
     >>> [round(r.server_lr, 6) for r in simulate(toy(), fedexp(eps=0, factor=1), rounds=4)]
     [1.2, 6.0, 1.2, 6.0]
     """
-    rounds = task.rounds if rounds is None else rounds
-    for name, value in {"rounds": rounds, "cohort": cohort, "seed": seed}.items():
-        require(value is None or isinstance(value, int), f"{name} must be a whole number: {value}")
-    require(rounds >= 1, f"rounds must be at least 1, not {rounds}")
-    evaluate_every = task.evaluate_every if evaluate_every is None else evaluate_every
-    require(evaluate_every >= 1, f"evaluate_every must be at least 1, not {evaluate_every}")
+    _check_kinds(task, algorithm, local)
+    if isinstance(algorithm, str):
+        named = paper_setup(task, build_algorithm(algorithm))
+        algorithm, local = named.algorithm, local or named.local
+    rounds = _whole("rounds", task.rounds if rounds is None else rounds, 1)
+    every = _whole(
+        "evaluate_every", task.evaluate_every if evaluate_every is None else evaluate_every, 1
+    )
+    seed, local = _whole("seed", seed, 0), local or task.local
     require(weighting in ("uniform", "size"), f"weighting is uniform or size, not {weighting!r}")
-    require(seed >= 0, f"the seed must not be negative, but is {seed}")
-    sample_cohort(seed, 0, task.train.clients, cohort)
+    require(
+        local.is_sgd or not algorithm.client.needs_sgd,
+        f"{type(algorithm.client).__name__} takes local updates for sums of gradients, which "
+        "momentum and Adam are not; use local.optimizer sgd and momentum 0 with it",
+    )
+    rule = CohortRule.of(task.cohort if cohort is None else cohort, task.train.clients)
     task, precision = _on_device(task, device, precision)
+    if start is not None and not isinstance(start, SimulationState):
+        task, start = starting_from(task, start, seed), None
     initial = SimulationState.initial(task, algorithm, seed)
     client_state = algorithm.client.init_client_state(initial.params)
     state = initial if start is None else _checked_start(start, initial, client_state, rounds)
     store = client_store if isinstance(client_store, ClientStore) else ClientStore(client_store)
-    most = min(task.train.clients, rounds * (cohort or task.train.clients))
+    most = rule.most(task.train.clients, rounds)
     group = process_group or SingleProcess()
     client_state = algorithm.client.init_client_state(state.params)
     state = replace(
         state, clients=store.store(state.clients, client_state, most, group.local_world_size)
     )
-    work = Work(
-        task, algorithm, local or task.local, weighting, seed, 0, sample_cohort(0, 0, 1, None)
-    )
     engine = check_engine_name(engine)
-    first = replace(work, round=1, cohort=sample_cohort(seed, 1, task.train.clients, cohort))
     # By the first round even where a run continues, so that a resumed run has the same engine.
+    chosen = rule.sample(seed, 1, task.train)
+    first = Work(task, algorithm, local, weighting, seed, 1, chosen, rule, rounds)
     select = partial(select_engine, engine, first, initial, precision)
-    return _rounds(work, state, rounds, cohort, evaluate_every, select, precision, group)
+    if privacy is not None:  # the trial is without: noise would hide that engines disagree
+        first = _private(first, privacy, rounds, initial)
+    return _rounds(first, state, rounds, every, select, precision, group)
 
 
 def _rounds(
     work: Work,
     state: SimulationState,
     rounds: int,
-    cohort: int | None,
     evaluate_every: int,
     select: Callable[[], Selected],
     precision: Precision,
@@ -179,17 +220,27 @@ def _rounds(
 ) -> Iterator[Record]:
     warned, read_ahead = False, ReadAhead(work.task.train, process_group.shard)
     selected: Selected | None = None
+    rule, train = work.cohort_rule or CohortRule(), work.task.train
+    up, down = message_bytes(work.algorithm, state)
     noted: set[str] = set()
     for round in range(state.round + 1, rounds + 1):
-        clients = sample_cohort(work.seed, round, work.task.train.clients, cohort)
+        clients = rule.sample(work.seed, round, train)
+        if work.privacy is not None:
+            clients = work.privacy.cohort(round, clients)
         work = replace(work, round=round, cohort=clients)
         with arithmetic(precision):
             if selected is None:
                 with seeded_torch(work.seed, "trial"):
                     selected = select()
                 engine = process_group.engine(selected.engine)
-            read_ahead(work, state)
-            record = replace(run_round(work, state, engine), engine_choice=selected.choice)
+            if len(clients):
+                read_ahead(work, state)
+            record = replace(
+                run_round(work, state, engine),
+                engine_choice=selected.choice,
+                bytes_up=up * len(clients),
+                bytes_down=down * len(clients),
+            )
         state = record.state
         if record.dropped and not warned:
             warned = True
@@ -201,20 +252,85 @@ def _rounds(
         yield record
 
 
+def _check_kinds(task: Any, algorithm: Any, local: Any) -> None:
+    """Raise `UsageError` for a name, a class or a function in the place of what it stands for."""
+    if isinstance(task, str):
+        name = task.replace("-", "_")
+        example = name if name in fedexp.tasks.__all__ else "digits"
+        raise UsageError(f"simulate takes a Task, not the name {task!r}; pass fx.tasks.{example}()")
+    if isinstance(task, type | FunctionType):
+        example = "digits" if isinstance(task, type) else task.__name__
+        raise UsageError(
+            f"{task.__name__} is no Task until it is called; pass fx.tasks.{example}()"
+        )
+    require(isinstance(task, Task), f"simulate takes a Task, not {type(task).__name__}")
+    if isinstance(algorithm, type | FunctionType):
+        example = "fedexp" if isinstance(algorithm, type) else algorithm.__name__
+        raise UsageError(
+            f"{algorithm.__name__} is no Algorithm until it is called; pass fx.{example}()"
+        )
+    require(
+        isinstance(algorithm, Algorithm | str),
+        f"simulate takes an Algorithm, not {type(algorithm).__name__}; a rule of your own is "
+        'fx.Algorithm("name", client=..., server=...)',
+    )
+    require(
+        local is None or isinstance(local, LocalTraining),
+        f"local is a LocalTraining, not {type(local).__name__}; pass fx.LocalTraining(lr=0.1)",
+    )
+
+
+def _whole(name: str, value: Any, least: int) -> int:
+    """Return a whole number, of numpy or not, that is at least `least`."""
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    require(whole, f"{name} must be a whole number: {value!r}")
+    require(value >= least, f"{name} must be at least {least}, not {value}")
+    return int(value)
+
+
+def _private(
+    work: Work,
+    privacy: CentralPrivacy | LocalPrivacy,
+    rounds: int,
+    initial: SimulationState,
+) -> Work:
+    """Return the work with privacy; refuse what privacy does not cover, or a budget too small."""
+    from fedexp.privacy.simulated import SimulatedPrivacy
+
+    train, rule = work.task.train, work.cohort_rule or CohortRule()
+    require(
+        rule.clients is None and rule.choose is None,
+        "privacy is accounted for cohorts that are drawn uniformly; give a cohort by number, by "
+        'fraction or "all"',
+    )
+    found = SimulatedPrivacy.of(
+        privacy,
+        clients=train.clients,
+        cohort=train.clients if rule.size is None else rule.size,
+        rounds=rounds,
+        algorithm=work.algorithm,
+        weighting=work.weighting,
+        buffers=bool(initial.buffers.averaged.numel()),
+        seed=work.seed,
+    )
+    found.require_budget(privacy, rounds, lambda round: rule.sample(work.seed, round, train))
+    return replace(work, privacy=found)
+
+
 def _on_device(
     task: Task, device: str | torch.device | None, precision: Precision | None
 ) -> tuple[Task, Precision]:
     """Return the task on the device it is trained on, and the precision of its arithmetic."""
     current = next(iter(task.train.fields.values())).device
-    try:
-        target = current if device is None else torch.device(device)
-    except RuntimeError:
-        raise UsageError(f"unknown device {device!r}; use cpu or cuda") from None
-    require(target.type in ("cpu", "cuda"), f"cannot train on {target.type}; use cpu or cuda")
-    require(
-        target.type != "cuda" or torch.cuda.is_available(),
-        "there is no CUDA device here; leave device out to use the CPU",
-    )
+    target = checked_device(current if device is None else device)
+    if widest(target) != torch.float64:
+        tensors = [*task.train.fields.values(), *(task.test or {}).values()]
+        tensors.append(task.objective.initial(0)[0])
+        require(
+            all(each.dtype != torch.float64 for each in tensors),
+            f"{target.type} has no float64; convert the data and the model to float32, or train on "
+            "the CPU",
+        )
     chosen = precision or default_precision(target)
     check_precision(chosen, target)
     unchanged = device is None and precision is None
@@ -254,7 +370,9 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     began = time.perf_counter()
     engine = engine or Loop()
     try:
-        result = engine.run_round(work, state) if isinstance(engine, Batched) else None
+        result = None
+        if isinstance(engine, Batched) and work.privacy is None:
+            result = engine.run_round(work, state)
         if result is None:
             result = _local_then_server(work, state, engine)
     except ValueError as error:
@@ -289,11 +407,19 @@ def _batch_of_one(work: Work) -> UsageError:
 
 def _local_then_server(work: Work, state: SimulationState, engine: Run) -> RoundResult:
     """Return the result of a round whose sums and server step are computed one after the other."""
-    aggregate, changed = engine(work, state)
+    params, changed = state.params, dict[int, Tensors]()
+    if len(work.cohort):
+        aggregate, changed = engine(work, state)
+    else:  # a secret cohort may be empty
+        aggregate = Aggregate.zero(params.numel(), params.dtype, params.device)
     count, dropped = int(aggregate.count), int(aggregate.dropped)
-    if not count:
+    if work.privacy is not None:  # also without a usable update: an unchanged model reveals that
+        aggregate = work.privacy.release(aggregate, work.round)
+    elif not count:
         return RoundResult(state, 0, dropped, {}, {})
     after, metrics = server_step(work.algorithm, state, aggregate, work.total_weight)
+    if work.privacy is not None:
+        metrics |= work.privacy.metrics(work.round, aggregate)
     return RoundResult(after, count, dropped, metrics, changed)
 
 

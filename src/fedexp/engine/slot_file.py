@@ -27,9 +27,10 @@ from torch import Tensor
 from fedexp.client import Tensors
 from fedexp.errors import UsageError, require
 
-ALIGNMENT = 8  # of every tensor in a slot: no type needs more
+ALIGNMENT = 8  # of every tensor in a slot, or the size of its type where that is more
 BLOCK_BYTES = 2**22  # written at a time
 GROWTH = 8  # the file grows by an eighth, or by a block where that is more
+PRIVATE = 0o600  # mode of the file: client state is for the owner only
 
 
 @dataclass(frozen=True)
@@ -53,12 +54,14 @@ class Layout:
     @cached_property
     def offsets(self) -> tuple[dict[str, tuple[int, int]], int]:
         """The first byte and the end of every tensor, and the bytes of a slot."""
-        found, at = {}, 0
+        found, at, widest = {}, 0, ALIGNMENT
         for name, shape, kind in self.tensors:
-            size = math.prod(shape) * _type(kind).itemsize
-            found[name] = (at, at + size)
-            at += size + -size % ALIGNMENT
-        return found, max(at, ALIGNMENT)
+            unit = _type(kind).itemsize
+            widest = max(widest, unit)
+            at += -at % max(unit, ALIGNMENT)
+            found[name] = (at, at + math.prod(shape) * unit)
+            at = found[name][1]
+        return found, max(at + -at % widest, widest)
 
     @property
     def bytes(self) -> int:
@@ -66,16 +69,19 @@ class Layout:
 
     def join(self, rows: Sequence[Tensors]) -> Tensor:
         """Return states as bytes, [K, bytes] on the host."""
-        found = Layout.of(rows[0])
-        require(
-            set(found.tensors) == set(self.tensors),
-            f"a client rule whose state is {found.tensors} but starts as {self.tensors} cannot be "
-            "stored in a file; start with tensors of that shape and type",
-        )
+        distinct = {tuple((n, v.shape, v.dtype) for n, v in row.items()): row for row in rows}
+        for found in map(Layout.of, distinct.values()):
+            require(
+                set(found.tensors) == set(self.tensors),
+                f"client states of different shapes or types, {self.tensors} and {found.tensors}, "
+                "cannot be stored in a file; let end_round return tensors like those of "
+                "init_client_state",
+            )
         block = torch.zeros(len(rows), self.bytes, dtype=torch.uint8)
         for name, (begin, end) in self.offsets[0].items():
-            value = torch.stack([row[name] for row in rows]).reshape(len(rows), -1)
-            block[:, begin:end].view(value.dtype).copy_(value)
+            value = torch.stack([row[name] for row in rows]).detach()
+            into = block[:, begin:end].view(value.dtype)
+            into.copy_(value.reshape(into.shape))
         return block
 
     def split(self, block: Tensor) -> dict[str, Tensor]:
@@ -93,12 +99,17 @@ def _type(name: str) -> torch.dtype:
     return found
 
 
+class DamagedSlotError(UsageError):
+    """A slot is not as it was written."""
+
+
 class SlotFile:
     """The file; it is created by the first write.
 
     Args:
         layout: of a slot.
-        path: of the file; None for a temporary one, which is deleted with the process.
+        path: of the file, which only its owner can read; None for a temporary one, which is deleted
+            with the process.
         exists: continue an existing file; else it starts empty.
     """
 
@@ -110,6 +121,7 @@ class SlotFile:
         if exists:
             assert path is not None
             self._file = self._closed_at_exit(os.open(path, os.O_RDWR))
+            os.fchmod(self._file, PRIVATE)
             self._remap(os.fstat(self._file).st_size // layout.bytes)
 
     def __len__(self) -> int:
@@ -127,9 +139,10 @@ class SlotFile:
                 for first, last in _runs(slots[at : at + together]):
                     self._put(int(slots[at + first]), block[first:last])
         except OSError as error:
+            memory = "" if self.path else ", or store them in memory (--client-states memory)"
             raise UsageError(
                 f"cannot write client states to {self._name}: {error.strerror or error}; free "
-                "space, or store them in memory (--client-states memory)"
+                f"space{memory}"
             ) from error
         return np.concatenate(checks)
 
@@ -142,7 +155,7 @@ class SlotFile:
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
         if not np.array_equal(_checksums(into), checks):
-            raise UsageError(
+            raise DamagedSlotError(
                 f"a client state in {self._name} is damaged (checksum mismatch); start over with "
                 "--restart"
             )
@@ -182,7 +195,9 @@ class SlotFile:
 
     def _created(self) -> int:
         if self.path is not None:
-            return os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o666)
+            file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_TRUNC, PRIVATE)
+            os.fchmod(file, PRIVATE)  # it may have existed
+            return file
         file, name = tempfile.mkstemp(prefix="fedexp-clients-")
         os.unlink(name)  # so that it is deleted however the process ends
         return file

@@ -19,6 +19,7 @@ from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.errors import DivergedError, UsageError, warn_deprecated
 from fedexp.objective import Buffers, LoadableObjective, changed_buffers
+from fedexp.precision import widest
 from fedexp.server import State as ServerState
 from fedexp.tasks.task import Task
 
@@ -127,6 +128,12 @@ class Record:
         metrics: further numbers: of the server rule, e.g. `diversity` and `eps_share` of FedExP,
             and of the task, e.g. `test_f1`.
         engine_choice: the engine that ran, and why; None where the caller gave one to `run_round`.
+        bytes_up: bytes that all clients of the cohort send: trained parameters, floating-point
+            buffers and the client rule's extras, in their types; those of dropped clients too. None
+            in a record of `run_round`, as is `bytes_down`.
+        bytes_down: bytes that the server sends to them: trained parameters, all buffers and the
+            broadcast state. Frozen parameters are not sent, and a few numbers per client (the size
+            of its data, the round) are not counted.
         state: everything needed to continue from here.
         task: the task, on the device of the run.
     """
@@ -143,6 +150,8 @@ class Record:
     test_accuracy: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     engine_choice: EngineChoice | None = None
+    bytes_up: int | None = None
+    bytes_down: int | None = None
     state: SimulationState = field(repr=False, compare=False, kw_only=True)
     task: Task | None = field(default=None, repr=False, compare=False, kw_only=True)
 
@@ -181,6 +190,16 @@ class Record:
             if name not in ("metrics", "engine_choice", "state", "task")
         }
         return {name: _jsonable(value) for name, value in {**own, **self.metrics}.items()}
+
+
+def message_bytes(algorithm: Algorithm, state: SimulationState) -> tuple[int, int]:
+    """Return the bytes that one client sends and receives in a round, by the shapes of a state."""
+    rule, params, buffers = algorithm.client, state.params, state.buffers
+    client_state = rule.init_client_state(params)
+    _, extras = rule.end_round(torch.zeros_like(params), 1.0, state.broadcast, client_state)
+    up = (params, buffers.averaged, *extras.values())
+    down = (params, *buffers, *state.broadcast.values())
+    return sum(each.nbytes for each in up), sum(each.nbytes for each in down)
 
 
 def _jsonable(value: Any) -> Any:
@@ -246,7 +265,8 @@ def with_model(state: SimulationState, model: ServerModel, algorithm: Algorithm)
 
 def check_range(state: SimulationState) -> None:
     """Raise `DivergedError` before squares overflow, after which every update is dropped."""
-    norm = torch.linalg.vector_norm(state.params, dtype=torch.float64).item()
+    params = state.params
+    norm = torch.linalg.vector_norm(params, dtype=widest(params.device)).item()
     largest = max(torch.finfo(kind).max for kind in (state.params.dtype, torch.float32))
     if not norm < largest**0.25:
         raise DivergedError(state.round, f"the norm of the model is {norm:.1e}")

@@ -363,6 +363,7 @@ def _small_work(
         epochs=None if local.epochs is None else 1 if large else 2,
         batch_size=local.batch_size and batch,
         lr_decay=1.0,
+        lr_schedule="constant",
     )
     task = replace(
         work.task, train=Federation(examples, offsets, finite=True), test=None, objective=objective
@@ -422,7 +423,9 @@ def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, 
     local = work.local
     if norm and size and math.isfinite(norm):
         clip = None if local.clip_norm is None else CLIPPED * norm
-        local = replace(local, lr=attempt.step * size / norm, clip_norm=clip)
+        # Adam's steps are as long as if every entry of the gradient were 1
+        first = norm if local.optimizer == "sgd" else math.sqrt(params.numel())
+        local = replace(local, lr=attempt.step * size / first, clip_norm=clip)
     scale = norm / math.sqrt(params.numel()) if math.isfinite(norm) else 0.0
 
     def perturbed(tensors: Mapping[str, Tensor]) -> Named:

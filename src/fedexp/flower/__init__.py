@@ -11,6 +11,7 @@ from fedexp.flower.client import LocalRule  # noqa: E402
 from fedexp.flower.client_state import report_client_id  # noqa: E402
 from fedexp.flower.layout import Layout  # noqa: E402
 from fedexp.flower.privacy import local_privacy  # noqa: E402
+from fedexp.flower.rule_strategy import RuleStrategy  # noqa: E402
 from fedexp.flower.secure_payload import SecureAggregation  # noqa: E402
 from fedexp.flower.server import Server  # noqa: E402
 from fedexp.flower.simulated_client import (  # noqa: E402
@@ -30,7 +31,6 @@ from fedexp.flower.strategies import (  # noqa: E402
     FedProx,
     FedProxExP,
     FedYogi,
-    RuleStrategy,
     Scaffold,
     ScaffoldExP,
 )

@@ -40,7 +40,7 @@ from fedexp.runs.folder import RELEASES, BusyError, RunFolder, machine
 from fedexp.runs.journal import Journal
 
 if TYPE_CHECKING:
-    from fedexp.flower.strategies import RuleStrategy
+    from fedexp.flower.rule_strategy import RuleStrategy
 
 Row = dict[str, Any]
 SCORES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")

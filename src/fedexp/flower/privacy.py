@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
@@ -23,7 +22,7 @@ from fedexp.errors import UsageError, require
 from fedexp.flower.client_state import configured_name, file_name, state_root
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.request import read_ties
-from fedexp.privacy import Ledger, LocalMechanism, LocalPrivacy, Release, clip
+from fedexp.privacy import Ledger, LocalMechanism, LocalPrivacy, Release
 from fedexp.privacy.mechanism import Normals, normals
 from fedexp.runs.files import (
     disk_errors,
@@ -112,10 +111,7 @@ def _noised(
     misfit = layout.misfit(trained)
     require(misfit is None, f"the reply does not fit the model: {misfit}")
     start = layout.flat(sent)
-    update = start - layout.flat(trained)
-    finite = bool(update.isfinite().all())  # an update that is not finite counts as zero
-    clipped = clip(update, mechanism.clip) if finite else torch.zeros_like(update)
-    private = clipped + mechanism.sigma * draw(update.numel())  # in float64
+    private = mechanism.noised(start - layout.flat(trained), draw)
     arrays = layout.arrays((start - private).to(start.dtype), layout.buffers(sent))
     key = next(iter(content.array_records))
     metrics = next(iter(content.metric_records), "metrics")

@@ -1,8 +1,8 @@
-"""Triton kernels of the local SGD step; `step` dispatches to them and has their plain twin."""
+"""Triton kernels of the local SGD step; `layers` dispatches to them and has their plain twin."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -10,10 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fedexp.kernels.launch import launch
-from fedexp.kernels.layers import Layers
-
-if TYPE_CHECKING:
-    from fedexp.kernels.step import Correction
+from fedexp.kernels.layers import Correction, Layers
 
 LENGTH = 4096  # numbers per program
 # No kernel has an argument called `params`: Triton reserves that name.
@@ -77,7 +74,7 @@ def sgd_step_kernel(
 
 
 def sq_norms(layers: Layers, params: Tensor, grads: Tensor, correction: Correction) -> Tensor:
-    """Return what `step.sq_norms` does."""
+    """Return what `layers.sq_norms` does."""
     table = _table(layers, params.device)
     sums = torch.empty(len(table), dtype=torch.float64, device=params.device)
     operands, known = _settings(params, grads, correction)
@@ -95,7 +92,7 @@ def sgd_step(
     active: Tensor,
     copy: Tensor | None,
 ) -> None:
-    """Take the step of `step.sgd_step`."""
+    """Take the step of `layers.sgd_step`."""
     table = _table(layers, params.device)
     operands, known = _settings(params, grads, correction)
     launch(

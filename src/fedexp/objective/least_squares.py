@@ -29,6 +29,9 @@ class LeastSquares:
         require(precision != "bf16", "least squares are solved in float64; leave precision out")
         return LeastSquares(self.start.to(device), self.gradient_scale)
 
+    def starting_at(self, params: Tensor, buffers: Buffers) -> LeastSquares:
+        return LeastSquares(params.clone(), self.gradient_scale)
+
     def batching_pays(self, device: torch.device) -> bool:
         """Return False for a CPU: one client's matrix stays in a core's cache, twenty do not."""
         return device.type != "cpu"

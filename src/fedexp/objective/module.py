@@ -444,6 +444,7 @@ class ModuleObjective:
         return Buffers(flatten(averaged).to(self.device), integers.to(self.device))
 
 
+@torch.no_grad()
 def _convert(module: nn.Module, target: torch.device | torch.dtype) -> None:
     """Move or convert a module in place; a buffer in two places stays a single tensor."""
     shared = [slots_of(module, each) for each in module.buffers()]

@@ -3,7 +3,7 @@
 Server rules need no change. They read the mean update and the mean squared norm from the sums.
 A mechanism releases the first unbiased, the second as a lower bound that noise does not inflate;
 ||mean||² is that of the noised mean, the step actually taken. docs/privacy.md derives all three.
-Noise comes from the entropy of the operating system, or from a seed in tests.
+Noise comes from the entropy of the operating system, or from a seed in tests and simulations.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def system_uniforms(count: int) -> NDArray[np.float64]:
 
 
 def seeded_normals(seed: int, *numbers: int) -> Normals:
-    """Return a reproducible source of normals for tests; a release with it is not private.
+    """Return a reproducible source of normals; a release with it is not private.
 
     >>> bool((seeded_normals(0, 1)(4) == seeded_normals(0, 1)(4)).all())
     True
@@ -259,6 +259,15 @@ class LocalMechanism:
 
     def clipped(self, updates: Tensor) -> Tensor:
         return updates
+
+    def noised(self, update: Tensor, draw: Normals) -> Tensor:
+        """Return what a client sends: its update [d] clipped and noised, in float64.
+
+        An update that is not finite counts as zero.
+        """
+        finite = bool(update.isfinite().all())
+        clipped = clip(update, self.clip) if finite else torch.zeros_like(update)
+        return clipped + self.sigma * draw(update.numel()).to(update.device)
 
     def release(self, aggregate: Aggregate, round: int) -> Aggregate:
         """Return the sums with a lower bound of the squared norms.

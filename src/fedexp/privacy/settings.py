@@ -75,7 +75,8 @@ class CentralPrivacy:
         clients: N, of which "poisson" draws M on average, and for which z is computed; the number
             at the start when None.
         norm_weight: κ, the weight of the squared norms in the release; 2 √(z / M) when None.
-        noise_seed: for tests only: noise that can be reproduced can be subtracted.
+        noise_seed: for tests and simulations only: noise that can be reproduced can be subtracted.
+            In `simulate` the seed of the run when None; elsewhere the system's entropy.
 
     >>> CentralPrivacy(clip=1.0, delta=1e-5)
     Traceback (most recent call last):
@@ -155,7 +156,7 @@ class LocalPrivacy:
             epsilon.
         epsilon: limit on ε over `rounds`, which determines z.
         rounds: the most rounds that a client takes part in; it refuses more. Required with epsilon.
-        noise_seed: for tests only.
+        noise_seed: as in `CentralPrivacy`.
     """
 
     clip: float

@@ -4,20 +4,18 @@ Tensors are written to files of new names; then `checkpoint.json`, which lists t
 digests and a digest of itself, is replaced atomically; then files that nothing refers to are
 removed. The checkpoint before it stays on the disk, in case the newest is damaged.
 
-Client state (SCAFFOLD's control variates) can be gigabytes, and a round changes little of it, so
-each checkpoint adds a file of what changed and refers to older files for the rest. Where more than
-half of what is stored is stale, everything is rewritten: that bounds the space to twice the live
-state, for at most twice the writing. Client state in a slot file (`engine/slot_file.py`) is never
-copied: a checkpoint syncs the slots and stores which client has which slot. The writer holds
-references to the states of both checkpoints, so that their slots are not reused.
+Client state (SCAFFOLD's control variates) can be gigabytes, and a round changes little of it. It is
+in a slot file (`engine/slot_file.py`): a checkpoint writes the states that changed to free slots,
+unless the run stores client state there itself, syncs the file, and stores which client has which
+slot. The writer holds references to the states of both checkpoints, so that their slots are not
+reused. Earlier versions wrote client state in memory to files of tensors, which are still read.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -29,7 +27,13 @@ from torch import Tensor
 
 from fedexp.client import Tensors
 from fedexp.engine import SimulationState
-from fedexp.engine.client_store import ClientStates, Layer, StateStore, StoredStates
+from fedexp.engine.client_store import (
+    ClientStates,
+    Layer,
+    StateStore,
+    StoredStates,
+    copy_states,
+)
 from fedexp.engine.slot_file import Layout, SlotFile
 from fedexp.objective import Buffers
 from fedexp.runs.files import (
@@ -46,7 +50,6 @@ from fedexp.runs.files import (
 FORMAT = 1
 NEWEST, BEFORE = "checkpoint.json", "checkpoint-before.json"
 SLOTS = "checkpoint-clients.slots"
-PART_BYTES = 2**28  # of client state per file, since a file passes through memory
 CPU = torch.device("cpu")
 
 
@@ -101,25 +104,34 @@ class Checkpoints:
     Args:
         folder: the run folder.
         last: the checkpoint that is there; None without one.
-        state: its state.
+        stored: its client state in the folder's slot file, if any.
+        clients: the same where the run stores it, in memory or in that file.
     """
 
     def __init__(
-        self, folder: Path, last: Checkpoint | None, state: SimulationState | None
+        self,
+        folder: Path,
+        last: Checkpoint | None = None,
+        stored: StoredStates | None = None,
+        clients: Mapping[int, Tensors] | None = None,
     ) -> None:
         self.folder, self.last = folder, last
-        self._clients: Mapping[int, Tensors] = {} if state is None else state.clients
-        self._changed: set[int] = set()
         # the states of both checkpoints on the disk, so that their slots are not reused
-        self._newest, self._before = self._clients, _before(folder, self._clients)
+        self._newest, self._before = stored, _before(folder, stored)
+        self._clients = (stored or {}) if clients is None else clients
+        self._changed: set[int] = set()
 
     def saw(self, state: SimulationState) -> None:
-        """Track which clients have a new state after a round: a new one is another object."""
-        if stored_in(state.clients, self.folder) is not None:
+        """Track which clients have a new state after a round: a new one is another object.
+
+        Called every round, since comparing with the last checkpoint would hold its states in
+        memory.
+        """
+        if state.clients is self._clients:
             return
-        if state.clients is not self._clients:
+        if stored_in(state.clients, self.folder) is None:
             self._changed |= ClientStates.of(state.clients).changed_since(self._clients)
-            self._clients = state.clients
+        self._clients = state.clients
 
     def write(
         self,
@@ -140,17 +152,18 @@ class Checkpoints:
         """
         if self.last is not None and self.last.round == state.round:
             return
+        self.saw(state)
         model = self._write_part(f"checkpoint-{state.round}", model_tensors(state))
-        slots = None if final else self._slots(state)
-        clients = () if final or slots else tuple(self._client_parts(state))
+        stored = None if final else self._stored(state.clients)
+        slots = None if stored is None else self._slots(stored, state.round)
         ends = (state.round, state.steps, seconds, records_bytes)
-        written = Checkpoint(*ends, model, clients, slots, records_sha256)
+        written = Checkpoint(*ends, model, (), slots, records_sha256)
         if self.last is not None:
             write_json(self.folder / BEFORE, self.last.to_json(), indent=None, mode=PRIVATE)
         write_json(self.folder / NEWEST, written.to_json(), indent=None, mode=PRIVATE)
         self._remove_unless(written.files | (self.last.files if self.last else set()))
         self.last, self._changed = written, set()
-        self._newest, self._before = state.clients, self._newest
+        self._newest, self._before = stored, self._newest
 
     def settle(self, rounds: int) -> None:
         """Remove all but the newest checkpoint, and client state, as the run is over.
@@ -167,40 +180,31 @@ class Checkpoints:
             write_json(self.folder / NEWEST, self.last.to_json(), indent=None, mode=PRIVATE)
         self._remove_unless(self.last.files)
 
-    def _slots(self, state: SimulationState) -> Slots | None:
-        """Write new layers of client state in a slot file; return all, or None without such a file.
-
-        The slots are synced before anything refers to them.
-        """
-        states = stored_in(state.clients, self.folder)
-        if states is None or not states.layers:
+    def _stored(self, clients: Mapping[int, Tensors]) -> StoredStates | None:
+        """Return the states in the folder's slot file, with those that changed written to it."""
+        if not clients:
             return None
-        states.store.file.sync()
-        known: dict[int, Part] = {}
-        before = stored_in(self._newest, self.folder)
-        if before is not None and self.last is not None and self.last.slots is not None:
-            ids = (id(layer) for layer in before.layers)
-            known = dict(zip(ids, self.last.slots.layers, strict=True))
-        stem = f"checkpoint-{state.round}-slots"
-        layers = tuple(
-            known.get(id(layer)) or self._write_part(f"{stem}-{k}", layer_tensors(layer))
-            for k, layer in enumerate(states.layers)
-        )
-        return Slots(SLOTS, states.store.file.layout.tensors, layers)
+        if (stored := stored_in(clients, self.folder)) is not None:
+            return stored
+        if self._newest is not None:
+            return copy_states(clients, sorted(self._changed), self._newest)
+        layout = Layout.of(clients[next(iter(clients))])
+        empty = StoredStates(StateStore(SlotFile(layout, self.folder / SLOTS), CPU))
+        return copy_states(clients, list(clients), empty)
 
-    def _client_parts(self, state: SimulationState) -> Iterator[Part]:
-        older = self.last.clients if self.last else ()
-        rewrite = sum(part.held for part in older) + len(self._changed) > 2 * len(state.clients)
-        changed = sorted(state.clients if rewrite else self._changed)
-        for part in older:
-            alive = tuple(c for c in part.clients if not rewrite and c not in self._changed)
-            if alive:
-                yield replace(part, clients=alive)
-        for k, group in enumerate(_groups(state, changed)):
-            part = self._write_part(
-                f"checkpoint-{state.round}-clients-{k}", client_tensors(state, group)
-            )
-            yield replace(part, clients=tuple(group), held=len(group))
+    def _slots(self, stored: StoredStates, round: int) -> Slots:
+        """Sync the slots, then write the layers that are new; return all of them."""
+        stored.store.file.sync()
+        known: dict[int, Part] = {}
+        if self._newest is not None and self.last is not None and self.last.slots is not None:
+            ids = (id(layer) for layer in self._newest.layers)
+            known = dict(zip(ids, self.last.slots.layers, strict=True))
+        layers = tuple(
+            known.get(id(layer))
+            or self._write_part(f"checkpoint-{round}-slots-{k}", layer_tensors(layer))
+            for k, layer in enumerate(stored.layers)
+        )
+        return Slots(SLOTS, stored.store.file.layout.tensors, layers)
 
     def _write_part(self, stem: str, named: dict[str, torch.Tensor]) -> Part:
         data = to_bytes(named)
@@ -215,36 +219,27 @@ class Checkpoints:
                     path.unlink()
 
 
-def _before(folder: Path, newest: Mapping[int, Tensors]) -> Mapping[int, Tensors]:
+def _before(folder: Path, newest: StoredStates | None) -> StoredStates | None:
     """Return the client state of the checkpoint before, where it shares the store of the newest."""
-    states = stored_in(newest, folder)
-    if states is None:
-        return {}
+    if newest is None:
+        return None
     with suppress(OSError, DamagedError, ValueError, KeyError, TypeError):
         found = Checkpoint.from_json(parse_json((folder / BEFORE).read_bytes()))
         if found.slots is not None:
-            return _read_slots(folder, found.slots, states.store)
-    return {}
-
-
-def _groups(state: SimulationState, clients: Iterable[int]) -> Iterator[list[int]]:
-    """Yield groups of clients whose state fits one file."""
-    group: list[int] = []
-    bytes_left = PART_BYTES
-    for client in clients:
-        size = sum(value.nbytes for value in state.clients[client].values())
-        if group and size > bytes_left:
-            yield group
-            group, bytes_left = [], PART_BYTES
-        group.append(client)
-        bytes_left -= size
-    if group:
-        yield group
+            return _read_slots(folder, found.slots, newest.store)
+    return None
 
 
 @dataclass(frozen=True)
 class Part:
-    """A file of tensors; `clients` have their newest state in it, of `held` clients in all."""
+    """A file of tensors.
+
+    Attributes:
+        file: its name.
+        sha256: its digest.
+        clients: those with their newest state in it, in checkpoints of earlier versions.
+        held: how many clients' states it has.
+    """
 
     file: str
     sha256: str
@@ -254,7 +249,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Slots:
-    """Client state in a slot file, which is never copied.
+    """Client state in a slot file.
 
     Attributes:
         file: name of the slot file.
@@ -269,7 +264,10 @@ class Slots:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of `checkpoint.json`: a round, where its records end, and its files."""
+    """The content of `checkpoint.json`: a round, where its records end, and its files.
+
+    Client state is in `slots`; checkpoints of earlier versions may have it in the parts `clients`.
+    """
 
     round: int
     steps: int
@@ -332,12 +330,6 @@ def _slots(value: dict[str, Any]) -> Slots:
 
 def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def make_private(path: Path) -> None:
-    """Create the file, or restrict an existing one, so that only the owner can read it."""
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT, PRIVATE))
-    os.chmod(path, PRIVATE)
 
 
 def stored_in(states: Mapping[int, Tensors], folder: Path) -> StoredStates | None:

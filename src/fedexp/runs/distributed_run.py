@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,7 +12,7 @@ import torch
 from fedexp import __version__
 from fedexp.distributed import DistributedGroup, Ranks, check_device
 from fedexp.engine import SimulationState
-from fedexp.engine.client_store import ClientStates, ClientStore, Location
+from fedexp.engine.client_store import ClientStates, ClientStore, Location, blocks
 from fedexp.errors import DivergedError, FedExPError, require
 from fedexp.runs.checkpoint import (
     client_tensors,
@@ -26,8 +26,6 @@ from fedexp.runs.files import Row
 from fedexp.runs.fingerprint import joined
 from fedexp.runs.journal import RunInterrupted
 from fedexp.runs.spec import Outcome, Run, run_id
-
-SENT_BYTES = 2**26  # of client state per message
 
 
 def join_ranks(run: Run, ranks: Ranks, stop: Callable[[], bool]) -> DistributedGroup:
@@ -91,8 +89,10 @@ class Leader:
             return
         model = to_bytes(model_tensors(state))
         self._ranks.broadcast(Opened(rows, state.round, state.steps, model))
-        for clients in _blocks(state):
-            self._ranks.broadcast((clients, to_bytes(client_tensors(state, clients))))
+        clients = list(state.clients)
+        first = state.clients[clients[0]] if clients else {}
+        for some in blocks(clients, sum(value.nbytes for value in first.values())):
+            self._ranks.broadcast((some, to_bytes(client_tensors(state, some))))
         self._ranks.broadcast(None)
 
     def finish(self, outcome: Outcome) -> Outcome:
@@ -140,14 +140,3 @@ def _receive_state(
     while (block := process_group.ranks.receive()) is not None:
         clients = clients.updated(clients_from(from_bytes(block[1], run.device), block[0]))
     return replace(state, clients=clients)
-
-
-def _blocks(state: SimulationState) -> Iterator[list[int]]:
-    """Yield the clients that have state, as many at a time as fit one message."""
-    clients = list(state.clients)
-    if not clients:
-        return
-    size = sum(value.nbytes for value in state.clients[clients[0]].values())
-    together = max(1, SENT_BYTES // max(size, 1))
-    for at in range(0, len(clients), together):
-        yield clients[at : at + together]

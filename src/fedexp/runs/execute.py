@@ -10,6 +10,7 @@ finish the round first (`stop_request`).
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import threading
@@ -26,16 +27,31 @@ from torch import Tensor
 from fedexp.distributed import DistributedGroup, Ranks, launched
 from fedexp.engine import Record, SimulationState
 from fedexp.engine.client_store import ClientStore, Location
+from fedexp.engine.plan import CohortRule
 from fedexp.errors import DivergedError, UsageError, require, warn_deprecated
 from fedexp.objective import Buffers, LoadableObjective
-from fedexp.runs.checkpoint import SLOTS, make_private, to_bytes
+from fedexp.runs.checkpoint import SLOTS, to_bytes
 from fedexp.runs.distributed_run import Leader, follow, join_ranks
-from fedexp.runs.files import disk_errors
-from fedexp.runs.folder import RESULT, RunFolder, check_content, warn_of_version
+from fedexp.runs.files import disk_errors, write_bytes
+from fedexp.runs.folder import LOCK, MODEL, RESULT, RunFolder, check_content, warn_of_version
 from fedexp.runs.journal import CHECKPOINT_EVERY, Journal, RunInterrupted
 from fedexp.runs.loggers import GuardedLogger, Logger
 from fedexp.runs.read import load_run
-from fedexp.runs.spec import OnRound, Outcome, Run, Spec, check_same, folder_of, is_run, read_spec
+from fedexp.runs.spec import (
+    FORMAT,
+    SPEC,
+    OnRound,
+    Outcome,
+    Run,
+    Spec,
+    check_same,
+    folder_of,
+    id_of,
+    is_run,
+    read_spec,
+    spec_from,
+    spec_text,
+)
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
@@ -166,8 +182,10 @@ def _train(
     number = torch.get_num_threads()
     if held is not None and how.process_group is None:  # ranks share the cores of a machine
         number = held.threads()
-    with threads(number), closing(_journal(run, held, how)) as journal:
-        store = ClientStore(how.client_store, None if path is None else path / SLOTS)
+    clients = run.task.train.clients
+    most = CohortRule.of(run.cohort, clients).most(clients, run.rounds)
+    store = ClientStore(how.client_store, None if path is None else path / SLOTS, most)
+    with threads(number), closing(_journal(run, held, how, store)) as journal:
         left = not run.is_over(journal.rows)
         records = run.records(journal.state, store, how.process_group) if left else iter(())
         if held is not None and journal.resumed_from:
@@ -225,16 +243,17 @@ def _train(
     )
 
 
-def _journal(run: Run, held: RunFolder | None, how: RunOptions) -> Journal:
-    """Open the journal, with client state readable by the owner only."""
-    if held is None:
-        return Journal(None, how.checkpoint_every, run.device)
-    with disk_errors(held.path):
-        journal = Journal(held, how.checkpoint_every, run.device)
-        has_state = bool(run.setup.algorithm.client.init_client_state(torch.zeros(1)))
-        if how.client_store != "memory" and has_state:
-            make_private(held.path / SLOTS)
-    return journal
+def _journal(run: Run, held: RunFolder | None, how: RunOptions, store: ClientStore) -> Journal:
+    """Open the journal, with restored client state where the run stores it."""
+
+    def load(state: SimulationState) -> SimulationState:
+        initial = run.setup.algorithm.client.init_client_state(state.params)
+        processes = 1 if how.process_group is None else how.process_group.local_world_size
+        clients = store.store(state.clients, initial, run.task.train.clients, processes)
+        return replace(state, clients=clients)
+
+    with nullcontext() if held is None else disk_errors(held.path):
+        return Journal(held, how.checkpoint_every, run.device, load)
 
 
 def model_bytes(run: Run, state: SimulationState) -> bytes:
@@ -248,6 +267,59 @@ def model_bytes(run: Run, state: SimulationState) -> bytes:
         on_host = Buffers(*(each.cpu() for each in buffers))
         named = run.task.objective.load(params.cpu(), on_host).state_dict()
     return to_bytes(named)
+
+
+NOT_COPIED = (RESULT, MODEL, LOCK, SPEC)
+
+
+def extend_run(folder: Path, rounds: int) -> Path:
+    """Return the folder of a run with more rounds, which continues where this one ended.
+
+    The stored rows and the last checkpoint are copied; the run itself is left as it is. The rounds
+    are those of a run of so many rounds from the beginning, except that the last round of this one
+    is evaluated.
+
+    Args:
+        folder: a run, finished or not.
+        rounds: rounds in total.
+    """
+    found = read_spec(folder)
+    own = {name: value for name, value in found.items() if name not in ("format", "id")}
+    require(
+        found["format"] == FORMAT and own["engine"] != "flower",
+        f"{folder} cannot be extended: it was run on Flower, or by an older version",
+    )
+    require(
+        rounds > own["rounds"],
+        f"{folder} has {own['rounds']} rounds; give --rounds a larger number",
+    )
+    require(
+        "stop_at" not in own, f"{folder} stops at {own.get('stop_at')}; run it without --stop-at"
+    )
+    own["rounds"] = rounds
+    named = folder.name == found["id"]
+    longer = folder.with_name(id_of(own) if named else f"{folder.name}-{rounds}-rounds")
+    if is_run(longer):
+        return longer
+    run = spec_from(found).prepare()
+    require(
+        run.setup.local.lr_schedule == "constant" or callable(run.setup.local.lr_schedule),
+        f"local.lr_schedule {run.setup.local.lr_schedule!r} depends on the number of rounds, so "
+        "that a longer run has other step sizes from the first; start a new one",
+    )
+    state = run.setup.algorithm.client.init_client_state(torch.zeros(1))
+    require(
+        not state or not (folder / RESULT).exists(),
+        f"{folder} is finished, and the client state of {own['algorithm']} is removed then; start "
+        f"a new run with --rounds {rounds}",
+    )
+    partial_copy = folder.with_name(f".{longer.name}.tmp")
+    with disk_errors(longer):
+        shutil.rmtree(partial_copy, ignore_errors=True)
+        shutil.copytree(folder, partial_copy, ignore=lambda _, names: set(names) & set(NOT_COPIED))
+        write_bytes(partial_copy / SPEC, spec_text(own).encode())
+        os.rename(partial_copy, longer)
+    return longer
 
 
 class StopRequest:

@@ -97,13 +97,18 @@ SPEC_FIELDS: dict[str, type | tuple[type, ...]] = {
     "options": dict,
 }
 OPTIONAL_FIELDS: dict[str, type | tuple[type, ...]] = {
-    "cohort": int,
+    "cohort": (int, float, list, str),
     "clients": int,
     "device": str,
     "precision": str,
     "stop_at": NUMBER,
     "task_source": str,
     "algorithm_source": str,
+    "cohort_source": str,
+    "by_client": bool,
+    "start": str,
+    "start_source": str,
+    "privacy": dict,
 }
 COLUMNS = ("server_lr", "local_lr", "train_loss", "train_accuracy", "test_loss", "test_accuracy")
 

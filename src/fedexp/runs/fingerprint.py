@@ -35,6 +35,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,6 +48,7 @@ from fedexp.algorithms import Algorithm
 from fedexp.client import RENAMED_METHODS
 from fedexp.data.federation import Batch, Federation
 from fedexp.objective import ModuleObjective, Objective
+from fedexp.objective.base import DEFAULT_FIELDS
 from fedexp.server import Adagrad, Adam
 from fedexp.tasks import Task
 
@@ -133,14 +135,30 @@ class Fingerprint:
         return cls(digests, numerics)
 
 
-def fingerprint(task: Task, algorithm: Algorithm, seed: int) -> Fingerprint:
-    """Digest the content of a run: its data, its initial model and the code behind it."""
+def fingerprint(
+    task: Task,
+    algorithm: Algorithm,
+    seed: int,
+    functions: Mapping[str, Any] = MappingProxyType({}),
+) -> Fingerprint:
+    """Digest the content of a run: its data, its initial model and the code behind it.
+
+    Args:
+        task: the task.
+        algorithm: the rules.
+        seed: of the run.
+        functions: the user's own among the options, by the name of the option.
+    """
     digests = {
         **data_digests(task),
         **_objective(task.objective, seed),
         "the transform": digest_of(task.transform),
         "the evaluation": digest_of(task.sums),
     }
+    if task.metrics:
+        digests["the metrics"] = digest_of(dict(task.metrics), task.train_metrics)
+    for name, function in functions.items():
+        digests[f"the function {name}"] = digest_of(function)
     of_rules = fingerprint_of_rules(algorithm)
     return replace(of_rules, digests={**digests, **of_rules.digests})
 
@@ -169,7 +187,11 @@ def joined(names: list[str]) -> str:
 def _objective(objective: Objective, seed: int) -> dict[str, Digest]:
     if isinstance(objective, ModuleObjective):
         module = objective.initial_module(seed)
+        fields = (
+            {} if objective.fields == DEFAULT_FIELDS else {"the inputs": vars(objective.fields)}
+        )
         return {
+            **{name: digest_of(value) for name, value in fields.items()},
             "the initial weights": _tensors(dict(module.named_parameters())),
             "the initial buffers": _tensors(dict(module.named_buffers())),
             "the code or the layers of the model": digest_of(objective.build, module),

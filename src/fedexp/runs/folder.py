@@ -255,6 +255,7 @@ def environment(run: Run) -> dict[str, Any]:
     return {
         **machine(run.device.type == "cuda"),
         "metric": run.task.metric,
+        "goal": str(run.task.goal),
         "target": run.task.target,
     }
 
@@ -430,7 +431,9 @@ def rerun(spec: Mapping[str, Any]) -> str:
         return f"# in Python, with the same objects: fedexp.run({named}, seed={spec['seed']})"
     words = ["fedexp", "run", sources["task"], "--algorithm", sources["algorithm"]]
     words += ["--seed", spec["seed"], "--rounds", spec["rounds"]]
-    words += ["--cohort", spec.get("cohort") or "all", "--evaluate-every", spec["evaluate_every"]]
+    cohort = spec.get("cohort_source") or spec.get("cohort") or "all"
+    cohort = ",".join(map(str, cohort)) if isinstance(cohort, list) else cohort
+    words += ["--cohort", cohort, "--evaluate-every", spec["evaluate_every"]]
     for name, default in DEFAULTS.items():
         if spec.get(name, default) != default:
             words += [f"--{name}", spec[name]]
@@ -438,6 +441,13 @@ def rerun(spec: Mapping[str, Any]) -> str:
         words += ["--stop-at", spec["stop_at"]]
     if spec.get("deterministic"):
         words += ["--deterministic"]
+    if spec.get("by_client"):
+        words += ["--by-client"]
+    if "start_source" in spec:
+        words += ["--start", spec["start_source"]]
+    if "privacy" in spec:
+        given = [f"{name}={value}" for name, value in spec["privacy"].items() if name != "kind"]
+        words += ["--privacy", f"{spec['privacy']['kind']}:{','.join(given)}"]
     for key, value in spec.get("set", {}).items():
         words += ["--set", f"{key}={value}"]
     return shlex.join(map(str, words))

@@ -8,14 +8,24 @@ from __future__ import annotations
 
 import time
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fedexp.engine import SimulationState
+from fedexp.engine.slot_file import DamagedSlotError
 from fedexp.errors import DivergedError, FedExPError, UsageError
-from fedexp.runs.checkpoint import BEFORE, NEWEST, Checkpoint, Checkpoints, read_checkpoint
+from fedexp.runs.checkpoint import (
+    BEFORE,
+    NEWEST,
+    SLOTS,
+    Checkpoint,
+    Checkpoints,
+    read_checkpoint,
+    stored_in,
+)
 from fedexp.runs.files import (
     DamagedError,
     RecordFile,
@@ -29,6 +39,7 @@ from fedexp.runs.folder import MODEL, RESULT, RunFolder, RunWarning
 
 CHECKPOINT_EVERY = 10.0  # seconds
 COST_RATIO = 10  # a checkpoint may take a tenth of the time, whatever the interval
+Load = Callable[[SimulationState], SimulationState]
 
 
 class RunInterrupted(FedExPError):
@@ -46,6 +57,7 @@ class Journal:
         folder: the run's own, locked by this process; None stores nothing.
         every: seconds between checkpoints; 0 for one per round.
         device: of the tensors of a state that is restored.
+        load: returns a restored state with its client state where the run stores it.
 
     Attributes:
         rows: one per round.
@@ -53,16 +65,23 @@ class Journal:
         resumed_from: number of rounds that were stored before.
     """
 
-    def __init__(self, folder: RunFolder | None, every: float, device: torch.device) -> None:
+    def __init__(
+        self,
+        folder: RunFolder | None,
+        every: float,
+        device: torch.device,
+        load: Load = lambda state: state,
+    ) -> None:
         self.folder, self.every = folder, every
         last: Checkpoint | None = None
         self.state: SimulationState | None = None
         self.rows: list[Row] = []
         self._files: tuple[Path, RecordFile, Checkpoints] | None = None
         if folder is not None:
-            last, self.state, self.rows = _restore(folder.path, device)
+            checkpoints, self.state, self.rows = _restore(folder.path, device, load)
+            last = checkpoints.last
             records = RecordFile(folder.path, last.records_bytes if last else 0)
-            self._files = folder.path, records, Checkpoints(folder.path, last, self.state)
+            self._files = folder.path, records, checkpoints
         self.resumed_from = len(self.rows)
         self._began = self._checked = time.perf_counter()
         self._cost, self._before = 0.0, last.seconds if last else 0.0
@@ -148,19 +167,19 @@ def is_finite(state: SimulationState) -> bool:
     return all(bool(value.isfinite().all()) for value in (state.params, *recent, *rules))
 
 
-Restored = tuple[Checkpoint | None, SimulationState | None, list[Row]]
+Restored = tuple[Checkpoints, SimulationState | None, list[Row]]
 
 
-def _restore(folder: Path, device: torch.device) -> Restored:
+def _restore(folder: Path, device: torch.device, load: Load) -> Restored:
     """Read the newest checkpoint and its rows; the one before where either is damaged."""
     if not any((folder / name).exists() for name in (NEWEST, BEFORE)):
-        return None, None, []
+        return Checkpoints(folder), None, []
     try:
-        return _checkpoint_and_rows(folder, NEWEST, device)
+        return _checkpoint_and_rows(folder, NEWEST, device, load)
     except DamagedError as error:
         reason = error.what
     try:
-        found = _checkpoint_and_rows(folder, BEFORE, device)
+        found = _checkpoint_and_rows(folder, BEFORE, device, load)
     except DamagedError:
         raise UsageError(
             f"{folder} cannot be resumed: {reason}, and there is no intact checkpoint before it; "
@@ -175,9 +194,14 @@ def _restore(folder: Path, device: torch.device) -> Restored:
     return found
 
 
-def _checkpoint_and_rows(folder: Path, name: str, device: torch.device) -> Restored:
+def _checkpoint_and_rows(folder: Path, name: str, device: torch.device, load: Load) -> Restored:
     checkpoint, state = read_checkpoint(folder, name, device)
     rows = read_rows(folder, checkpoint.records_bytes, checkpoint.records_sha256)
     if len(rows) != checkpoint.round:
         raise DamagedError(f"{name} is of round {checkpoint.round}, its rows are {len(rows)}")
-    return checkpoint, state, rows
+    try:
+        loaded = load(state)
+    except DamagedSlotError:
+        raise DamagedError(f"{SLOTS} is not as it was written") from None
+    stored = stored_in(state.clients, folder)
+    return Checkpoints(folder, checkpoint, stored, loaded.clients), loaded, rows

@@ -21,28 +21,37 @@ from typing import Any
 import numpy as np
 import tomli_w
 import torch
+from torch import Tensor
 
 from fedexp.engine import EngineName, Record, simulate
 from fedexp.engine.client_store import ClientStore
-from fedexp.engine.plan import sample_cohort
+from fedexp.engine.plan import Cohort, CohortRule
 from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.state import SimulationState
-from fedexp.errors import UsageError, require, shown
+from fedexp.engine.warm_start import starting_from
+from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.options import (
     Setup,
     build_algorithm,
     build_task,
     check_options,
+    convert,
+    hints_of,
     setup_for,
     split_task_options,
     task_arguments,
 )
 from fedexp.precision import Precision, checked_device
-from fedexp.references import in_session
+from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
+from fedexp.references import in_session, is_reference, load_object
 from fedexp.runs.files import Row, parse_toml, spec_fault
-from fedexp.runs.fingerprint import Fingerprint, fingerprint
+from fedexp.runs.fingerprint import Fingerprint, fingerprint, tensor_bytes
 from fedexp.tasks import Task
 
+PRIVACY: dict[str, type[CentralPrivacy] | type[LocalPrivacy]] = {
+    "central": CentralPrivacy,
+    "local": LocalPrivacy,
+}
 SMALL_MODEL = 100_000  # parameters
 ROUNDING = 1e-9  # relative to a target
 
@@ -56,7 +65,8 @@ class Spec:
         algorithm: name of the algorithm.
         seed: seed of the data, the initial weights, the cohorts and the batches.
         rounds: number of rounds; None for the task's default.
-        cohort: clients per round; None for the task's default, 0 for all clients.
+        cohort: clients per round: a number, a fraction, a list of clients, a function by its
+            reference (`study.py:choose`), 0 or "all" for all; None for the task's default.
         mode: "paper", or "authors-code" for what the released code does.
         evaluate_every: rounds between evaluations; None for the task's default.
         engine: "auto", or the name of one: "loop", "threads", "batched", "dense", "quadratic".
@@ -68,13 +78,17 @@ class Spec:
         task_source: reference to a task of the user's own, e.g. `study.py:task`.
         algorithm_source: reference to an algorithm of the user's own; it is taken as it is, without
             the task's tuned values.
+        privacy: differential privacy, simulated; None for none.
+        start: safetensors file or run folder whose weights training begins with; None for the
+            task's own initial weights.
+        by_client: also evaluate every client, for the worst decile.
     """
 
     task: str
     algorithm: str
     seed: int = 0
     rounds: int | None = None
-    cohort: int | None = None
+    cohort: int | float | tuple[int, ...] | str | None = None
     mode: str = "paper"
     evaluate_every: int | None = None
     engine: EngineName = "auto"
@@ -85,11 +99,20 @@ class Spec:
     options: tuple[tuple[str, str], ...] = ()
     task_source: str | None = None
     algorithm_source: str | None = None
+    privacy: CentralPrivacy | LocalPrivacy | None = None
+    start: str | None = None
+    by_client: bool = False
 
     @property
     def in_session(self) -> bool:
-        """Whether the task or the algorithm exists in this process only."""
-        return in_session(self.task_source) or in_session(self.algorithm_source)
+        """Whether the task, the algorithm or a function exists in this process only."""
+        texts = (
+            self.task_source,
+            self.algorithm_source,
+            str(self.cohort),
+            *dict(self.options).values(),
+        )
+        return any(in_session(text) for text in texts)
 
     def check(self) -> None:
         """Raise `UsageError` for an unknown name or an option of the wrong type.
@@ -116,10 +139,22 @@ class Spec:
         else:
             setup = Setup(algorithm, task.local)
         setup = setup.with_options(others)
-        cohort = task.cohort if self.cohort is None else self.cohort or None
-        sample_cohort(self.seed, 0, task.train.clients, cohort)  # raises where it does not fit
+        if self.by_client and not task.by_client:
+            task = replace(task, by_client=True)
+        if self.start is not None:
+            task = starting_from(task, read_weights(Path(self.start)), self.seed)
+        chosen = task.cohort if self.cohort is None else self.cohort
+        cohort: Cohort | None = None  # all
+        if isinstance(chosen, str) and chosen != "all":
+            require(is_reference(chosen), f"cohort {chosen!r} is no number, no list and not all")
+            cohort = load_object(chosen)
+        elif chosen != 0 and not isinstance(chosen, str):
+            cohort = chosen
+        CohortRule.of(cohort, task.train.clients)  # raises where it does not fit
         stop_at = checked_target(self.stop_at, task.metric, "--stop-at")
-        return Run(self, task, setup, self.rounds or task.rounds, cohort, stop_at)
+        rounds = task.rounds if self.rounds is None else self.rounds
+        require(rounds >= 1, f"rounds must be at least 1, not {rounds}")
+        return Run(self, task, setup, rounds, cohort, stop_at)
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +165,7 @@ class Run:
     task: Task
     setup: Setup
     rounds: int
-    cohort: int | None
+    cohort: Cohort | None  # None for all clients
     stop_at: float | None = None
 
     @property
@@ -147,7 +182,10 @@ class Run:
     @cached_property
     def fingerprint(self) -> Fingerprint:
         """Digests of the data, the initial model and the code, computed at first use."""
-        return fingerprint(self.task, self.setup.algorithm, self.spec.seed)
+        functions = {f"local.{n}": v for n, v in vars(self.setup.local).items() if callable(v)}
+        if callable(self.cohort):
+            functions["cohort"] = self.cohort
+        return fingerprint(self.task, self.setup.algorithm, self.spec.seed, functions)
 
     @cached_property
     def frozen(self) -> dict[str, Any]:
@@ -164,7 +202,7 @@ class Run:
         value = row.get(self.task.metric)
         if self.stop_at is None or value is None:
             return False
-        higher = is_better_higher(self.task.metric)
+        higher = self.task.goal.higher
         goal = allow_rounding(self.stop_at, higher)
         return bool(value >= goal if higher else value <= goal)
 
@@ -186,7 +224,7 @@ class Run:
             self.task,
             self.setup.algorithm,
             self.rounds,
-            self.cohort,
+            "all" if self.cohort is None else self.cohort,
             self.spec.seed,
             local=self.setup.local,
             weighting=self.setup.weighting,
@@ -197,6 +235,7 @@ class Run:
             start=start,
             client_store=client_store or ClientStore(),
             process_group=process_group,
+            privacy=self.spec.privacy,
         )
 
     def describe(self) -> dict[str, Any]:
@@ -209,13 +248,15 @@ class Run:
         before: dict[str, Any] = resolved
         if self.spec.options:
             before = replace(self.spec, options=()).prepare(self.task)._resolved()
+        spec, cohort = self.spec, self.cohort
+        by_reference = isinstance(spec.cohort, str) and is_reference(spec.cohort)
         return {
             "task": self.spec.task,
             "algorithm": self.spec.algorithm,
             "mode": self.spec.mode,
             "seed": self.spec.seed,
             "rounds": self.rounds,
-            "cohort": self.cohort,
+            "cohort": _json_value(cohort),
             "clients": self.task.train.clients,
             "evaluate_every": self.spec.evaluate_every or self.task.evaluate_every,
             "engine": self.spec.engine,
@@ -225,10 +266,15 @@ class Run:
             "deterministic": self.spec.deterministic,
             "task_source": self.spec.task_source,
             "algorithm_source": self.spec.algorithm_source,
+            "cohort_source": spec.cohort if by_reference else None,
+            "by_client": spec.by_client or None,
+            "start": None if spec.start is None else weights_digest(Path(spec.start)),
+            "start_source": spec.start,
+            "privacy": None if spec.privacy is None else privacy_table(spec.privacy),
             "set": dict(self.spec.options),
             "changed": [n for n in resolved if n not in before or resolved[n] != before[n]],
             "arguments": self._arguments(),
-            "options": {k: _json_value(v) for k, v in self.setup.options().items()},
+            "options": {k: _json_value(v) for k, v in self.setup.stored_options().items()},
         }
 
     def _arguments(self) -> dict[str, Any]:
@@ -246,7 +292,11 @@ class Run:
 
 
 def _json_value(value: Any) -> Any:
-    """Return a value as JSON holds it; infinity as the text that `--set` takes."""
+    """Return a value as JSON holds it: infinity as `--set` takes it, a function by its name."""
+    if callable(value):
+        return getattr(value, "__name__", type(value).__name__)
+    if isinstance(value, np.ndarray):
+        return value.tolist()
     return str(value) if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -317,10 +367,12 @@ def checked_target(value: float | None, metric: str, option: str) -> float | Non
     """
     if value is None:
         return None
-    rises = is_better_higher(metric)
-    value = value / 100 if rises and value > 1 else value
-    if not 0 < value < math.inf or (rises and value > 1):
-        raise UsageError(f"{option} must be a positive loss, or an accuracy up to 1 (or 100 %)")
+    require(math.isfinite(value), f"{option} must be a finite number, not {value}")
+    if metric.endswith("accuracy"):
+        value = value / 100 if value > 1 else value
+        require(0 < value <= 1, f"{option} must be an accuracy up to 1 (or 100 %), not {value}")
+    elif metric.endswith("loss"):
+        require(value > 0, f"{option} must be a positive loss, not {value}")
     return value
 
 
@@ -328,7 +380,8 @@ FORMAT = 2  # 1: the id covered options as they were typed, and no arguments of 
 SPEC = "spec.toml"
 HEAD = "# A run of fedexp, frozen. Continue it with: fedexp resume THIS-FOLDER\n"
 # Options as they were typed, and where objects of the user's own are; not part of the id.
-TYPED = ("set", "changed", "task_source", "algorithm_source")
+SOURCES = ("task_source", "algorithm_source", "cohort_source", "start_source")
+TYPED = ("set", "changed", *SOURCES)
 
 
 def frozen(run: Run) -> dict[str, Any]:
@@ -399,7 +452,7 @@ def spec_from(spec: Mapping[str, Any]) -> Spec:
         algorithm=spec["algorithm"],
         seed=spec["seed"],
         rounds=spec["rounds"],
-        cohort=spec.get("cohort", 0),
+        cohort=spec.get("cohort_source") or _cohort(spec.get("cohort", 0)),
         mode=spec["mode"],
         evaluate_every=spec["evaluate_every"],
         engine=spec["engine"],
@@ -410,7 +463,77 @@ def spec_from(spec: Mapping[str, Any]) -> Spec:
         options=tuple(spec["set"].items()),
         task_source=spec.get("task_source"),
         algorithm_source=spec.get("algorithm_source"),
+        privacy=privacy_from(spec["privacy"]) if "privacy" in spec else None,
+        start=spec.get("start_source"),
+        by_client=spec.get("by_client", False),
     )
+
+
+def _cohort(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def privacy_table(privacy: CentralPrivacy | LocalPrivacy) -> dict[str, Any]:
+    """Return privacy settings as TOML holds them, without those that are not set.
+
+    >>> privacy_table(LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0))
+    {'kind': 'local', 'clip': 1.0, 'delta': 1e-05, 'noise_multiplier': 2.0}
+    """
+    kind = "central" if isinstance(privacy, CentralPrivacy) else "local"
+    fields = {n: v for n, v in vars(privacy).items() if v is not None}
+    return {"kind": kind, **fields}
+
+
+def privacy_from(table: Mapping[str, Any]) -> CentralPrivacy | LocalPrivacy:
+    """Return the privacy settings of a table; the inverse of `privacy_table`."""
+    fields = {name: value for name, value in table.items() if name != "kind"}
+    return PRIVACY[table["kind"]](**fields)
+
+
+def parse_privacy(text: str) -> CentralPrivacy | LocalPrivacy:
+    """Return the privacy settings of a text such as `central:clip=1,delta=1e-5,epsilon=8`.
+
+    >>> parse_privacy("local:clip=1,delta=1e-5,noise_multiplier=2").clip
+    1.0
+    """
+    kind, _, listed = text.partition(":")
+    if kind not in PRIVACY:
+        raise unknown_name("kind of privacy", kind, PRIVACY)
+    hints, given = hints_of(PRIVACY[kind]), {}
+    for pair in filter(None, listed.split(",")):
+        name, equals, value = (each.strip() for each in pair.partition("="))
+        if name not in hints or not equals:
+            raise unknown_name(f"setting of {kind} privacy", name, hints)
+        given[name] = convert(value, hints[name], name)
+    missing = [name for name in ("clip", "delta") if name not in given]
+    require(
+        not missing,
+        f"privacy needs {' and '.join(missing)}, e.g. {kind}:clip=1,delta=1e-5,noise_multiplier=1",
+    )
+    return PRIVACY[kind](**given)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Return the weights in a safetensors file, or in a run folder, by name."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    file = path / "model.safetensors" if path.is_dir() else path
+    try:
+        return load_file(file)
+    except (OSError, SafetensorError):
+        raise UsageError(
+            f"there are no weights in {file}; give a finished run or a safetensors file"
+        ) from None
+
+
+def weights_digest(path: Path) -> str:
+    """Return a digest of the weights in a file or a run folder, whatever its name."""
+    digest = hashlib.sha256()
+    for name, value in sorted(read_weights(path).items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(tensor_bytes(value))
+    return digest.hexdigest()[:16]
 
 
 def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.errors import require
+from fedexp.precision import widest
 
 State = Mapping[str, Tensor]
 Metrics = Mapping[str, Tensor]
@@ -55,9 +56,10 @@ def vector(params: Any) -> Tensor:
 
 
 def scalar(value: float, like: Any) -> Tensor:
-    """Return a float64 scalar on the device of `like`."""
+    """Return a scalar on the device of `like`, in float64 where the device has it."""
     # filled on the device: copies from the host are not allowed while a CUDA graph is captured
-    return torch.full((), value, dtype=torch.float64, device=vector(like).device)
+    device = vector(like).device
+    return torch.full((), value, dtype=widest(device), device=device)
 
 
 def require_positive(name: str, value: float) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.errors import require
+from fedexp.precision import widest
 from fedexp.server.averaging import accumulate
 from fedexp.server.base import (
     Metrics,
@@ -57,7 +58,8 @@ def exp_step_size(
     (1.0, 1.0)
     """
     given = (mean_sq_norm, sq_norm_of_mean, eps)
-    numerator, denominator, eps = (torch.as_tensor(x, dtype=torch.float64) for x in given)
+    dtype = widest(next((x.device for x in given if isinstance(x, Tensor)), torch.device("cpu")))
+    numerator, denominator, eps = (torch.as_tensor(x, dtype=dtype) for x in given)
     ratio = numerator / (factor * (denominator + eps))
     step = ratio.clamp(min=1.0 if clamp else None, max=max_step)
     step = torch.where((denominator > 0) & step.isfinite(), step, 1.0)
@@ -140,7 +142,7 @@ class ExP(ServerRule):
             "diversity": diversity(aggregate.mean_sq_norm, aggregate.sq_norm_of_mean),
             "mean_sq_norm": mean_sq_norm,
             "sq_norm_of_mean": sq_norm_of_mean,
-            "clamped": (eta > free).to(torch.float64),
+            "clamped": (eta > free).to(eta.dtype),
             "eps_share": _share(eps, sq_norm_of_mean),
         }
 
@@ -179,7 +181,8 @@ class MomentumExP(ExP):
         numerator = aggregate.mean_sq_norm + 0.5 * self.beta * state["sq"]
         beta = self.beta if self.apply_momentum else 0.0
         momentum = accumulate(state["momentum"], aggregate.mean, beta)
-        sq_norm = torch.linalg.vector_norm(momentum, dtype=torch.float64).square()
+        dtype = widest(momentum.device)
+        sq_norm = torch.linalg.vector_norm(momentum, dtype=dtype).square()
         eta, metrics = self._extrapolate(numerator, sq_norm, aggregate, state["eps"])
         next_params = descend(params, momentum, eta)
         after = {"eps": state["eps"] * self.eps_decay, "momentum": momentum, "sq": numerator}

@@ -28,7 +28,7 @@ from fedexp.objective import (
     PredictingObjective,
     map_tensors,
 )
-from fedexp.precision import Precision
+from fedexp.precision import Precision, widest
 from fedexp.tasks.metrics import (
     Goal,
     Metric,
@@ -43,7 +43,7 @@ Weighting = Literal["uniform", "size"]
 TrainMetrics = Literal["clients", "pooled"]
 Share = tuple[int, int]
 # Examples per batch. On more, activations of a convolutional network do not fit a CPU's cache.
-EVALUATION_ROWS = {"cpu": 512, "cuda": 2048}
+EVALUATION_ROWS = {"cpu": 512, "cuda": 2048, "mps": 512}
 BATCH_ROWS = 512  # where the loss is a function of a batch: the same on every device
 WORST = 10  # the worst decile is one client in so many
 
@@ -157,12 +157,10 @@ class Task:
 
         The totals of n parts add up to those of all examples, which `finish` turns into values.
         """
-        totals, objective = Totals(), self.objective
-        # a device without float64 leaves the sums to the CPU
-        device = params.device if params.device.type in EVALUATION_ROWS else torch.device("cpu")
+        totals, objective, device = Totals(), self.objective, params.device
         per_example = not isinstance(objective, PredictingObjective) or objective.per_example
         for split in self._splits():
-            weights = split.weights().to(device)
+            weights = split.weights().to(widest(device)).to(device)
             owners = split.owners(device) if self.by_client else None
             for rows in split.pieces(per_example, params.device.type, share):
                 piece = {n: value[rows].to(params.device) for n, value in split.fields.items()}
@@ -176,7 +174,7 @@ class Task:
                 else:
                     values = objective.measure(params, buffers, piece)
                 for name, value in values.items():
-                    own, key = value.to(device).to(torch.float64), f"{split.name}_{name}"
+                    own, key = value.to(weights.dtype), f"{split.name}_{name}"
                     totals.add("means", key, own @ weights[rows])
                     if owners is not None:
                         zeros = own.new_zeros(split.clients)

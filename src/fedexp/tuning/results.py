@@ -11,7 +11,6 @@ import numpy as np
 
 from fedexp.analysis.plots import NAMES, entitle, new_figure
 from fedexp.analysis.tables import format_value
-from fedexp.runs.spec import is_better_higher
 from fedexp.tuning.grids import Point
 from fedexp.tuning.search import EPS, EpsilonResult, Study, window_of
 from fedexp.tuning.store import Trial, TrialResult
@@ -166,15 +165,19 @@ def tuning_figure(study: Study, trials: Sequence[Trial]) -> Figure:
     `trials` are sorted: the best, which only the score decides, is framed in both panels.
     """
     (down, across), spec = _axes_of(study), study.run.spec
-    tests = any(each.result.test is not None for each in trials)
+    tests = study.metric.startswith("train_") and any(
+        each.result.test is not None for each in trials
+    )
     figure, panels = new_figure(2 if tests else 1, width=5.2, height=4.2)
     first, last = window_of(study.run.rounds)
     _panel(study, trials, panels[0], "score", study.metric)
-    panels[0].set_title(f"{NAMES[study.metric]}, rounds {first} to {last}", fontsize=11)
+    panels[0].set_title(
+        f"{NAMES.get(study.metric, _words(study.metric))}, rounds {first} to {last}", fontsize=11
+    )
     if tests:
         metric = study.metric.replace("train", "test")
         _panel(study, trials, panels[1], "test", metric)
-        panels[1].set_title(f"{NAMES[metric]} after {last} rounds", fontsize=11)
+        panels[1].set_title(f"{NAMES.get(metric, _words(metric))} after {last} rounds", fontsize=11)
     for each in panels:
         each.set_xlabel(SYMBOLS.get(across, across))
         each.set_ylabel(SYMBOLS.get(down, down))
@@ -189,6 +192,7 @@ def draw_heatmap(
     cells: Cells,
     metric: str,
     frame: tuple[int, int] | None = None,
+    higher: bool | None = None,
 ) -> None:
     """Draw a heat map with small values at the bottom left; NaN is grey.
 
@@ -199,10 +203,11 @@ def draw_heatmap(
         cells: one number per pair, shape [down, across].
         metric: name of the metric; accuracies are shown in percent, losses on a log scale.
         frame: row and column of the cell to frame.
+        higher: whether larger values are better; None for accuracies only.
     """
     from matplotlib.patches import Rectangle
 
-    colours = _colours(cells, metric)
+    colours = _colours(cells, _rises(metric, higher))
     axes.grid(False)
     axes.set_facecolor(DIVERGED)
     axes.imshow(cells, origin="lower", aspect="auto", **colours)
@@ -222,16 +227,16 @@ def _panel(study: Study, trials: Sequence[Trial], axes: Axes, field: str, metric
     down, across = _axes_of(study)
     value = {(each.point[down], each.point[across]): _value(each, field) for each in trials}
     if study.protocol == "free":
-        _scatter(axes, value, metric)
+        _scatter(axes, value, study.goal.higher)
         return
     rows, columns = sorted(study.values[down]), sorted(study.values[across])
     cells = np.array([[value.get((y, x), np.nan) for x in columns] for y in rows])
     best = trials[0].point
     chosen = (rows.index(best[down]), columns.index(best[across]))
-    draw_heatmap(axes, columns, rows, cells, metric, chosen)
+    draw_heatmap(axes, columns, rows, cells, metric, chosen, study.goal.higher)
 
 
-def _scatter(axes: Axes, value: dict[tuple[float, float], float], metric: str) -> None:
+def _scatter(axes: Axes, value: dict[tuple[float, float], float], higher: bool) -> None:
     """Draw points on log scales; trials that diverged or were pruned are crosses."""
     known = {at: number for at, number in value.items() if np.isfinite(number)}
     failed = [at for at in value if at not in known]
@@ -242,7 +247,7 @@ def _scatter(axes: Axes, value: dict[tuple[float, float], float], metric: str) -
         return
     numbers = np.array(list(known.values()))
     x, y = [at[1] for at in known], [at[0] for at in known]
-    drawn = axes.scatter(x, y, c=numbers, s=60, edgecolors="#555555", **_colours(numbers, metric))
+    drawn = axes.scatter(x, y, c=numbers, s=60, edgecolors="#555555", **_colours(numbers, higher))
     assert axes.figure is not None
     axes.figure.colorbar(drawn, ax=axes)
 
@@ -259,12 +264,16 @@ def _value(trial: Trial, field: str) -> float:
     return float("nan") if failed or value is None else float(value)
 
 
-def _colours(cells: Cells, metric: str) -> dict[str, Any]:
+def _rises(metric: str, higher: bool | None) -> bool:
+    return metric.endswith("accuracy") if higher is None else higher
+
+
+def _colours(cells: Cells, higher: bool) -> dict[str, Any]:
     from matplotlib.colors import LogNorm, Normalize
 
     known = cells[np.isfinite(cells)]
     low, high = (known.min(), known.max()) if known.size else (0.0, 1.0)
-    if is_better_higher(metric):
+    if higher:
         return {"cmap": "viridis", "norm": Normalize(low, high)}
     # a loss close to divergence would leave one colour for all others
     scale = LogNorm(low, min(high, SPAN * low)) if low > 0 else Normalize(low, high)
@@ -283,4 +292,5 @@ def _is_dark(cells: Cells, colours: dict[str, Any]) -> np.ndarray[Any, np.dtype[
 def _short(value: float, metric: str) -> str:
     if not np.isfinite(value):
         return "div."
-    return f"{100 * value:.1f}" if is_better_higher(metric) else format_value(value, metric)
+    percent = metric.endswith("accuracy")
+    return f"{100 * value:.1f}" if percent else format_value(value, metric)

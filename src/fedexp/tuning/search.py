@@ -31,8 +31,8 @@ from fedexp.engine.state import SimulationState
 from fedexp.errors import NonFiniteUpdateWarning, require
 from fedexp.runs.files import Row
 from fedexp.runs.pool import Execution, Job, Result, jobs_for, run_queue, runs_per_rank
-from fedexp.runs.spec import Outcome, Run, Spec, is_better_higher
-from fedexp.tasks import Task
+from fedexp.runs.spec import SOURCES, Outcome, Run, Spec
+from fedexp.tasks import Goal, Task
 from fedexp.tuning.grids import Point, Values, points, powers
 from fedexp.tuning.store import FINGERPRINT, StudyStore, Trial, TrialResult, open_study
 
@@ -65,8 +65,13 @@ class Study:
     trials: int = 0
 
     @property
+    def goal(self) -> Goal:
+        """What trials are judged by."""
+        return goal_of(self.run.task)
+
+    @property
     def metric(self) -> str:
-        return metric_of(self.run.task)
+        return self.goal.metric
 
     @property
     def size(self) -> int:
@@ -81,8 +86,11 @@ class Study:
     def settings(self) -> dict[str, Any]:
         """Return all that decides the scores; a study resumes with the same settings only."""
         described = self.run.describe()
-        for name in ("evaluate_every", "task_source", "algorithm_source"):
+        for name in ("evaluate_every", *SOURCES):
             described.pop(name)  # trials have their own evaluations, and files may move
+        for name in ("by_client", "start", "privacy"):
+            if described[name] is None:
+                described.pop(name)
         return {
             "protocol": self.protocol,
             **described,
@@ -96,7 +104,7 @@ class Study:
         """Create or open the stored study, for a `with` block."""
         spec = self.run.spec
         name = f"{spec.task} {spec.algorithm} {self.protocol}"
-        higher = is_better_higher(self.metric)
+        higher = self.goal.higher
         return open_study(self.path, name, self.settings(), self.values, higher, spec.seed)
 
 
@@ -162,7 +170,7 @@ def tune(study: Study, runner: TrialRunner = TrialRunner()) -> list[Trial]:  # n
 def ranked(study: Study, trials: list[Trial]) -> list[Trial]:
     """Return the trials, best first; equal ones in the order of the grid."""
     order = points(study.values) if study.protocol != "free" else [each.point for each in trials]
-    sign = -1 if is_better_higher(study.metric) else 1
+    sign = -1 if study.goal.higher else 1
     return sorted(
         trials,
         key=lambda each: (
@@ -216,7 +224,7 @@ def tune_epsilon(
             results = {each.point[EPS]: each.result for each in store.trials()}
             return [results[value] for value in values]
 
-        return raise_until_drop(evaluate, is_better_higher(study.metric), at_a_time)
+        return raise_until_drop(evaluate, study.goal.higher, at_a_time)
 
 
 def raise_until_drop(
@@ -272,7 +280,7 @@ def explain(found: EpsilonResult, study: Study) -> str:
     if found.ended == "edge":
         return f"{head} and has not dropped up to here, the largest value tried"
     low = " (smaller values are not part of the rule)" if found.chosen == EPS_VALUES[0] else ""
-    verb = "drops" if is_better_higher(study.metric) else "rises"
+    verb = "drops" if study.goal.higher else "rises"
     fell = "diverges" if result.diverged_at is not None else f"{verb} to {value[end]}"
     return f"{head} and {fell} at {end:.3g}{low}"
 
@@ -307,7 +315,7 @@ class Search(ABC):
     def on_result(self, job: Job, result: Result) -> None:
         running: _Running = job.key
         diverged_at = result.diverged_at if isinstance(result, Outcome) else None
-        found = result_of(running.rows, self._study.metric, diverged_at, result == "stopped")
+        found = result_of(running.rows, self._study.goal, diverged_at, result == "stopped")
         self._store_result(running, found)
 
     def _job(self, id: Any, point: Point) -> Job:
@@ -378,14 +386,21 @@ class FreeSearch(Search):
         self._store.tell(running.id, result)
 
 
-def metric_of(task: Task) -> str:
-    """Return the name of the metric that trials of a task are judged by."""
-    return "train_accuracy" if is_better_higher(task.metric) else "train_loss"
+def goal_of(task: Task) -> Goal:
+    """Return what trials of a task are judged by: training accuracy or loss, as in the paper.
+
+    A task whose goal is another metric is judged by that one.
+    """
+    if task.metric.endswith("accuracy"):
+        return Goal("train_accuracy", higher=True)
+    return Goal("train_loss", higher=False) if task.metric.endswith("loss") else task.goal
 
 
-def worst_score(metric: str) -> float:
+def worst_score(goal: Goal) -> float:
     """Return the score of a trial that diverged or was pruned."""
-    return 0.0 if is_better_higher(metric) else math.inf
+    if goal.higher:
+        return 0.0 if goal.metric.endswith("accuracy") else -math.inf
+    return math.inf
 
 
 def score_of(rows: Sequence[Row], metric: str) -> float:
@@ -407,18 +422,17 @@ def window_of(rounds: int) -> tuple[int, int]:
 
 
 def result_of(
-    rows: Sequence[Row], metric: str, diverged_at: int | None = None, pruned: bool = False
+    rows: Sequence[Row], goal: Goal, diverged_at: int | None = None, pruned: bool = False
 ) -> TrialResult:
     """Return the result of a trial with these rows."""
     failed = pruned or diverged_at is not None
     steps = [row["server_lr"] for row in rows if row["server_lr"] is not None]
     last = rows[-1] if rows else {}
-    test = last.get("test_accuracy")
     return TrialResult(
-        worst_score(metric) if failed else score_of(rows, metric),
+        worst_score(goal) if failed else score_of(rows, goal.metric),
         diverged_at,
         pruned,
-        test=last.get("test_loss") if test is None else test,
+        test=last.get(goal.metric.replace("train_", "test_")),
         step=median(steps) if steps else None,
         averages=bool(steps) and all(step == 1 for step in steps),
     )

@@ -1,0 +1,75 @@
+"""Ready-made functions for `simulate(cohort=...)`: who takes part in a round.
+
+Each returns a function `choose(rng, round, federation)` that returns client numbers. Write your own
+in the same way; it must be pure, since a round's clients are also asked for ahead of it, when a run
+resumes, and by every process. `rng` is a numpy generator of the seed and the round.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedexp.data.federation import Federation
+from fedexp.errors import require
+
+Clients = NDArray[np.int64]
+Choose = Callable[[np.random.Generator, int, Federation], Any]
+
+
+def weighted_by_size(size: int) -> Choose:
+    """Return a function that draws clients in proportion to their examples, without replacement."""
+
+    def choose(rng: np.random.Generator, round: int, federation: Federation) -> Clients:
+        _check(size, federation)
+        odds = federation.sizes / federation.sizes.sum()
+        return rng.choice(federation.clients, size, replace=False, p=odds)
+
+    return choose
+
+
+def cyclic(size: int) -> Choose:
+    """Return a function that takes the clients in turn, `size` of them per round.
+
+    >>> import torch
+    >>> federation = Federation({"x": torch.zeros(5)}, np.arange(6))
+    >>> rng = np.random.default_rng(0)
+    >>> [cyclic(2)(rng, round, federation).tolist() for round in (1, 2, 3)]
+    [[0, 1], [2, 3], [4, 0]]
+    """
+
+    def choose(rng: np.random.Generator, round: int, federation: Federation) -> Clients:
+        _check(size, federation)
+        return np.arange((round - 1) * size, round * size) % federation.clients
+
+    return choose
+
+
+def available(probability: Callable[[int, Federation], Any], size: int | None = None) -> Choose:
+    """Return a function that draws among the clients that are available in a round.
+
+    Cohorts differ in size. Where no client is available, the likeliest one takes part.
+
+    Args:
+        probability: returns, for a round, the probability that a client is available: a number for
+            all or one per client, e.g. `lambda round, federation: 0.1`.
+        size: clients per round at most; None for all that are available.
+    """
+
+    def choose(rng: np.random.Generator, round: int, federation: Federation) -> Clients:
+        odds = np.broadcast_to(probability(round, federation), federation.clients)
+        here = np.flatnonzero(rng.random(federation.clients) < odds)
+        here = here if len(here) else np.array([odds.argmax()])
+        return here if size is None else rng.permutation(here)[:size]
+
+    return choose
+
+
+def _check(size: int, federation: Federation) -> None:
+    require(
+        1 <= size <= federation.clients,
+        f"cannot choose {size} of {federation.clients} clients; take 1 to {federation.clients}",
+    )

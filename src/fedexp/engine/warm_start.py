@@ -1,0 +1,100 @@
+"""Warm start: a task whose runs begin with given weights, at round 0 and with fresh state.
+
+The weights come from a record (its output model), a module or a state_dict. They become the initial
+model of the task's objective, so that everything which depends on that, such as the fingerprint of
+a run, covers them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from fedexp.engine.state import Record
+from fedexp.errors import UsageError, require
+from fedexp.objective import Buffers, ModuleObjective, StartableObjective
+from fedexp.tasks.task import Task
+
+Weights = Record | nn.Module | Mapping[str, Tensor]
+
+
+def starting_from(task: Task, start: Weights, seed: int) -> Task:
+    """Return the task with these weights as its initial model, whatever the seed.
+
+    Args:
+        task: the task.
+        start: a record, of any algorithm; a module or a state_dict with the names and shapes of
+            the task's model.
+        seed: of the run; decides which model the weights are checked against.
+    """
+    objective = task.objective
+    if not isinstance(objective, StartableObjective):
+        raise UsageError(
+            "this objective cannot start from given weights; give it a method `starting_at`"
+        )
+    if isinstance(start, Record):
+        initial, found = objective.initial(seed), start.state.output()
+        check_layout((found[0], *found[1]), (initial[0], *initial[1]))
+        params = found[0].to(initial[0])
+        buffers = Buffers(*(b.to(like) for b, like in zip(found[1], initial[1], strict=True)))
+        return replace(task, objective=objective.starting_at(params, buffers))
+    if not isinstance(start, nn.Module | Mapping):
+        raise UsageError(
+            "start is a state or a record of simulate, a module or a state_dict, not "
+            f"{type(start).__name__}; load a file first, e.g. by torch.load"
+        )
+    if not isinstance(objective, ModuleObjective):
+        raise UsageError(f"task {task.name} trains no torch module; start from a record of it")
+    check_names(objective.module, start)
+    return replace(task, objective=objective.starting_from(start))
+
+
+def check_layout(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+    """Refuse the output model of a record that has other sizes than the task's model."""
+    names = ("parameters", "floating-point buffers", "integer buffers")
+    for name, one, other in zip(names, found, wanted, strict=True):
+        require(
+            one.shape == other.shape,
+            f"start has {one.numel()} values of {name} where the task's model has "
+            f"{other.numel()}; start from a record of the same model",
+        )
+
+
+def check_names(module: nn.Module, start: nn.Module | Mapping[str, Any]) -> None:
+    """Refuse weights of other names or shapes than those of the task's model."""
+    given = _named_tensors(start)
+    wanted: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    stored = module.state_dict().keys()  # tied weights have a second name, some buffers none
+    for name, value in wanted.items():
+        require(
+            name in given or name not in stored,
+            f"start has no {name}, which the task's model has; give all of its state_dict",
+        )
+        shapes = [list(each.shape) for each in (given.get(name, value), value)]
+        require(
+            shapes[0] == shapes[1],
+            f"{name} of start has shape {shapes[0]} where the task's model has {shapes[1]}; start "
+            "from a model of the same shapes",
+        )
+    unknown = [name for name in given if name not in wanted and name not in stored]
+    require(
+        not unknown,
+        f"start has {(unknown or [''])[0]}, which the task's model has not; leave it out",
+    )
+
+
+def _named_tensors(start: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
+    found: dict[str, Any] = (
+        {**dict(start.named_parameters()), **dict(start.named_buffers())}
+        if isinstance(start, nn.Module)
+        else dict(start)
+    )
+    for name, value in found.items():
+        require(
+            isinstance(value, Tensor),
+            f"{name} of start is no tensor but {type(value).__name__}; pass a state_dict",
+        )
+    return found

@@ -1,0 +1,201 @@
+"""Cohorts by number, fraction, list and function, in all engines, and the ready-made functions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+
+import fedexp as fx
+from fedexp.data import Federation
+from fedexp.distributed.sharding import CohortShard, shard_cohort
+from fedexp.engine.batched import Batched
+from fedexp.engine.plan import CohortRule, Work, sample_cohort
+from fedexp.engine.simulation import run_round
+from tests.engine.helpers import assert_agree, assert_same_state, unequal
+from tests.helpers.problems import classes_task, least_squares
+
+RNG = np.random.default_rng(0)
+
+
+def varying(rng: np.random.Generator, round: int, federation: Federation) -> NDArray[np.int64]:
+    """Return one to four clients, in any order; there is no fifth round."""
+    assert 1 <= round <= 4
+    return rng.permutation(federation.clients)[: (3, 1, 4, 2)[round - 1]]
+
+
+def clients_of(cohort: Any, rounds: int = 4, **options: Any) -> list[int]:
+    task = unequal()
+    return [r.clients for r in fx.simulate(task, fx.fedavg(), rounds, cohort, **options)]
+
+
+def test_none_is_the_tasks_own_and_all_is_all() -> None:
+    task = replace(classes_task(), cohort=2)
+    (own,), (every,) = (fx.simulate(task, fx.fedavg(), 1, cohort) for cohort in (None, "all"))
+    assert (own.clients, every.clients) == (2, 4)
+    (record,) = fx.simulate(classes_task(), fx.fedavg(), 1)
+    assert record.clients == 4  # a task that names no cohort trains all clients
+
+
+def test_numbers_and_fractions() -> None:
+    assert clients_of(np.int64(3)) == clients_of(3) == clients_of(0.5) == [3] * 4
+    assert clients_of(np.float32(0.5)) == [3] * 4
+    assert clients_of(0.01) == [1] * 4  # at least one
+    assert clients_of(1.0) == [6] * 4
+    one, other = (
+        next(fx.simulate(unequal(), fx.fedexp(), 1, cohort)).state.params for cohort in (3, 0.5)
+    )
+    assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("cohort", [[4, 1], (1, 4), np.array([4, 1]), lambda *_: {4: 0, 1: 0}])
+def test_a_list_of_clients_is_the_cohort_of_every_round(cohort: Any) -> None:
+    if callable(cohort):
+        chosen = cohort
+        cohort = lambda *each: list(chosen(*each))  # noqa: E731
+    *_, last = fx.simulate(unequal(), fx.scaffold(), 3, cohort, engine="loop")
+    assert sorted(last.state.clients) == [1, 4]
+
+
+@pytest.mark.parametrize(
+    ("cohort", "message"),
+    [
+        (7, "larger than the federation of 6 clients; take 6 at most"),
+        (0, "at least 1"),
+        (1.5, r"a fraction in \(0, 1\]"),
+        (0.0, r"a fraction in \(0, 1\]"),
+        ([], "is empty"),
+        ([1, 1], "has client 1 twice"),
+        ([0, 6], "has client 6; clients are numbered from 0 to 5"),
+        ([-1], "has client -1"),
+        ([0.5], "list of client numbers"),
+        ("some", 'a number, a fraction, "all", a list'),
+        (True, "a number, a fraction"),
+        (lambda rng, round, federation: [], "the cohort of round 1 is empty"),
+        (lambda rng, round, federation: [9], "the cohort of round 1 has client 9"),
+        (lambda rng, round, federation: None, "the cohort of round 1 must be a list"),
+    ],
+)
+def test_what_is_no_cohort_is_refused_at_the_call(cohort: Any, message: str) -> None:
+    with pytest.raises(fx.UsageError, match=message):
+        fx.simulate(unequal(), fx.fedavg(), 2, cohort)
+
+
+def test_a_function_sees_the_seed_and_the_round_alone() -> None:
+    drawn: dict[tuple[int, int], set[float]] = {}
+
+    def choose(rng: np.random.Generator, round: int, federation: Federation) -> list[int]:
+        drawn.setdefault((len(drawn) // 100, round), set()).add(rng.random())
+        return [0, 2]
+
+    whole = list(fx.simulate(unequal(), fx.scaffold(), 4, choose))
+    list(fx.simulate(unequal(), fx.scaffold(), 4, choose, start=whole[1].state))
+    assert all(len(values) == 1 for values in drawn.values())
+    assert len(set.union(*drawn.values())) == 4
+    list(fx.simulate(unequal(), fx.scaffold(), 4, choose, seed=1))
+    assert len(set.union(*drawn.values())) == 8
+
+
+@pytest.mark.parametrize("engine", ["batched", "threads"])
+@pytest.mark.parametrize("algorithm", [fx.fedexp(), fx.scaffold_exp()], ids=lambda a: a.name)
+def test_engines_agree_on_cohorts_of_varying_size(engine: str, algorithm: fx.Algorithm) -> None:
+    assert clients_of(varying) == [3, 1, 4, 2]
+    assert_agree(unequal(), algorithm, engine, cohort=varying)
+    assert_agree(unequal(), algorithm, engine, cohort=[0, 3, 5])
+
+
+def test_closed_forms_agree_on_cohorts_of_varying_size() -> None:
+    assert_agree(least_squares(clients=6), fx.scaffold_exp(), "quadratic", cohort=varying)
+    dense = fx.tasks.digits(clients=6)
+    *_, one = fx.simulate(dense, fx.fedexp(), 4, varying, engine="dense")
+    *_, other = fx.simulate(dense, fx.fedexp(), 4, varying, engine="loop")
+    torch.testing.assert_close(one.state.params, other.state.params, rtol=1e-3, atol=1e-4)
+
+
+def test_client_states_on_disk_have_room_for_every_chosen_client() -> None:
+    runs = [
+        list(fx.simulate(unequal(), fx.scaffold(), 4, varying, client_store=where))
+        for where in ("memory", "disk")
+    ]
+    for one, other in zip(*runs, strict=True):
+        assert_same_state(one.state, other.state)
+    assert CohortRule.of(varying, 6).most(6, 4) == 6
+    assert CohortRule.of([1, 2], 6).most(6, 4) == 2
+    assert CohortRule.of(2, 60).most(60, 4) == 8
+
+
+def test_a_resumed_run_has_the_same_cohorts() -> None:
+    whole = list(fx.simulate(unequal(), fx.scaffold(), 4, varying))
+    rest = list(fx.simulate(unequal(), fx.scaffold(), 4, varying, start=whole[1].state))
+    assert torch.equal(whole[-1].state.params, rest[-1].state.params)
+
+
+def test_the_next_round_is_that_of_the_rule() -> None:
+    task = unequal()
+    rule, local = CohortRule(choose=varying), task.local
+    cohorts = [rule.sample(0, round, task.train).tolist() for round in (1, 2, 3, 4)]
+    work = Work(task, fx.fedavg(), local, "uniform", 0, 1, np.array(cohorts[0]), rule, 4)
+    found = [work.cohort.tolist()]
+    while len(work.cohort):
+        work = work.after()
+        found.append(work.cohort.tolist())
+    assert found == [*cohorts, []]  # a function is not asked for a round after the last
+    drawn = Work(task, fx.fedavg(), local, "uniform", 0, 1, np.arange(3), rounds=1).after()
+    assert drawn.cohort.tolist() == sample_cohort(0, 2, 6, 3).tolist()
+
+
+def test_shards_follow_the_rule() -> None:
+    task, rule = unequal(), CohortRule(choose=varying)
+    first = Work(task, fx.fedavg(), task.local, "uniform", 0, 2, np.array([1]), rule, 4)
+    for rank in range(2):
+        shard: Work = CohortShard.of(first, shard_cohort(first, 2), rank)
+        for round in (3, 4):
+            shard = shard.after()
+            whole = replace(first, round=round, cohort=rule.sample(0, round, task.train))
+            assert shard.cohort.tolist() == shard_cohort(whole, 2)[rank].tolist()
+        assert not len(shard.after().cohort)
+
+
+def test_graphs_are_captured_for_some_sizes_of_cohorts(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[object] = []
+
+    def capture(program: Any, inputs: Any) -> Any:
+        captured.append(program)
+        return program
+
+    monkeypatch.setattr("fedexp.engine.batched.MOST_GRAPHS", 2)
+    task, algorithm, rule = unequal(), fx.scaffold_exp(), CohortRule(choose=varying)
+    engines = (Batched(graphs=False), Batched(graphs=True, capture=capture))
+    states = [fx.SimulationState.initial(task, algorithm, 0)] * 2
+    for round in (1, 2, 3, 4):
+        cohort = rule.sample(0, round, task.train)
+        work = Work(task, algorithm, task.local, "uniform", 0, round, cohort, rule, 4)
+        states = [run_round(work, s, e).state for s, e in zip(states, engines, strict=True)]
+        assert_same_state(*states)
+        assert engines[1].cuda_graph == ("round" if round <= 2 else None)
+    assert len(captured) == 2
+
+
+def test_ready_made_functions() -> None:
+    task = unequal()
+    heavy = fx.cohorts.weighted_by_size(2)
+    counts = np.zeros(6)
+    for round in range(1, 400):
+        counts[CohortRule(choose=heavy).sample(0, round, task.train)] += 1
+    assert counts[1] > counts[2] > counts[0] > counts[4]  # 40, 17, 3 and 1 examples
+    assert clients_of(heavy, 2) == [2, 2]
+    turns = CohortRule(choose=fx.cohorts.cyclic(4))
+    found = [turns.sample(0, round, task.train).tolist() for round in (1, 2, 3)]
+    assert found == [[0, 1, 2, 3], [0, 1, 4, 5], [2, 3, 4, 5]]
+    nobody = CohortRule(choose=fx.cohorts.available(lambda round, train: [0, 0, 0, 1e-9, 0, 0]))
+    assert nobody.sample(0, 1, task.train).tolist() == [3]
+    some = CohortRule(choose=fx.cohorts.available(lambda round, train: 0.8, size=3))
+    sizes = [len(some.sample(0, round, task.train)) for round in range(1, 30)]
+    assert set(sizes) <= {1, 2, 3}
+    assert 3 in sizes
+    with pytest.raises(fx.UsageError, match="cannot choose 7 of 6 clients"):
+        fx.simulate(task, fx.fedavg(), 1, fx.cohorts.cyclic(7))

@@ -1,0 +1,238 @@
+"""Local optimisers against torch.optim, schedules, and which engines take them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedexp as fx
+from fedexp.client import Tensors
+from fedexp.engine.batched import Batched
+from fedexp.local import ADDED, clip_factor, init_moments, optimizer_step
+from fedexp.options import Setup
+from fedexp.runs.spec import Spec
+from tests.engine.helpers import EXACT, assert_agree, assert_same_state, run_rounds, unequal
+from tests.helpers.problems import least_squares
+
+Local = fx.LocalTraining
+TWINS: dict[str, tuple[dict[str, Any], Callable[..., torch.optim.Optimizer]]] = {
+    "momentum": (
+        {"momentum": 0.9, "weight_decay": 0.01},
+        lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9, weight_decay=0.01),
+    ),
+    "nesterov": (
+        {"momentum": 0.8, "nesterov": True},
+        lambda params, lr: torch.optim.SGD(params, lr, momentum=0.8, nesterov=True),
+    ),
+    "adam": (
+        {"optimizer": "adam", "weight_decay": 0.1, "betas": (0.8, 0.95)},
+        lambda params, lr: torch.optim.Adam(params, lr, (0.8, 0.95), weight_decay=0.1),
+    ),
+    "adamw": (
+        {"optimizer": "adamw", "weight_decay": 0.1, "adam_eps": 1e-4},
+        lambda params, lr: torch.optim.AdamW(params, lr, eps=1e-4, weight_decay=0.1),
+    ),
+}
+SCHEDULED = {"step_schedule": "linear"}
+
+
+def halved(step: int, steps: int) -> float:
+    return 1.0 if step < steps / 2 else 0.5
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_steps_are_those_of_torch_optim(name: str) -> None:
+    options, make = TWINS[name]
+    local, draw = Local(lr=0.05, **options), torch.Generator().manual_seed(0)
+    start = torch.randn(3, 7, generator=draw, dtype=torch.float64)  # of three clients
+    twins = [nn.Parameter(row.clone()) for row in start]
+    optimizers = [make([twin], local.lr) for twin in twins]
+    params, moments = start, init_moments(start, local)
+    for step in range(1, 8):
+        grads = torch.randn(3, 7, generator=draw, dtype=torch.float64)
+        number = step if step % 2 else torch.tensor(float(step), dtype=torch.float64)
+        params, moments = optimizer_step(params, grads, moments, number, local.lr, local)
+        for twin, grad, optimizer in zip(twins, grads, optimizers, strict=True):
+            twin.grad = grad.clone()
+            optimizer.step()
+        torch.testing.assert_close(params, torch.stack(list(twins)).data, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_a_function_of_torch_optim_trains_as_its_name_does(name: str) -> None:
+    """With clipping, which comes first; the state of the optimiser starts anew in every round."""
+    options, make = TWINS[name]
+    named = Local(lr=0.02, steps=5, batch_size=8, clip_norm=0.5, **options)
+    own = Local(lr=0.02, steps=5, batch_size=8, clip_norm=0.5, optimizer=make)
+    runs = [
+        list(fx.simulate(unequal(), fx.fedexp(), 3, 3, local=local, engine="loop"))
+        for local in (named, own)
+    ]
+    for one, other in zip(*runs, strict=True):
+        assert_same_state(one.state, other.state)
+
+
+def test_a_client_that_is_written_out_by_hand() -> None:
+    task, local = unequal(), Local(lr=0.1, steps=4, batch_size=None, momentum=0.9, clip_norm=0.3)
+    local = replace(local, weight_decay=0.05, step_schedule=halved)
+    record = next(fx.simulate(task, fx.fedavg(), 1, [3], local=local, engine="loop"))
+    w, buffers = task.objective.initial(0)
+    start, m = w, torch.zeros_like(w)
+    for step in range(4):
+        grad = task.objective.gradient(w.clone(), buffers, task.train.client(3))[0]
+        m = 0.9 * m + grad * clip_factor(grad, 0.3) + 0.05 * w
+        w = w - 0.1 * halved(step, 4) * m
+    torch.testing.assert_close(record.state.params, w, **EXACT)
+    assert (w - start).norm() > 0.01
+
+
+@pytest.mark.parametrize("name", TWINS)
+@pytest.mark.parametrize("more", [{}, SCHEDULED, {"step_schedule": halved}], ids=str)
+def test_engines_agree(name: str, more: dict[str, Any]) -> None:
+    options = {**TWINS[name][0], **more, "clip_norm": 0.5}
+    local = Local(lr=0.02, epochs=2, batch_size=8, **options)
+    for engine in ("batched", "threads"):
+        assert_agree(unequal(), fx.fedexp(), engine, cohort=4, local=local)
+
+
+@pytest.mark.parametrize("more", [SCHEDULED, {"step_schedule": halved}], ids=str)
+def test_scaffold_divides_by_the_sum_of_the_step_sizes(more: dict[str, Any]) -> None:
+    local = Local(lr=0.05, epochs=2, batch_size=8, **more)
+    for engine in ("batched", "threads"):
+        assert_agree(unequal(), fx.scaffold_exp(), engine, cohort=4, local=local)
+    quick = Local(lr=0.05, steps=2, batch_size=None, **more)
+    task = least_squares()
+    state = next(fx.simulate(task, fx.scaffold(), 1, local=quick, engine="loop")).state
+    w, buffers = task.objective.initial(0)
+    first = task.objective.gradient(w, buffers, task.train.client(1))[0]
+    factors = quick.step_factors(2)
+    second = task.objective.gradient(w - 0.05 * factors[0] * first, buffers, task.train.client(1))
+    mean = (factors[0] * first + factors[1] * second[0]) / sum(factors)
+    torch.testing.assert_close(state.clients[1]["control"], mean, **EXACT)
+
+
+def test_a_whole_round_as_one_program_has_the_same_steps() -> None:
+    for options in (TWINS["adam"][0], SCHEDULED, {"momentum": 0.9, "step_schedule": halved}):
+        task = unequal()
+        task = replace(task, local=replace(task.local, **options))
+        one = run_rounds(Batched(graphs=False), task, fx.fedexp())
+        whole = Batched(graphs=True, capture=lambda program, inputs: program)
+        for plain, other in zip(one, run_rounds(whole, task, fx.fedexp()), strict=True):
+            assert_same_state(plain.state, other.state)
+        assert whole.cuda_graph == "round"
+
+
+@pytest.mark.parametrize("make", [fx.scaffold, fx.scaffold_exp])
+@pytest.mark.parametrize("options", [TWINS["momentum"][0], TWINS["adam"][0]], ids=str)
+def test_scaffold_refuses_other_optimisers(make: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(fx.UsageError, match=r"momentum and Adam are not; use local.optimizer sgd"):
+        fx.simulate(unequal(), make(), 1, local=Local(**options))
+    with pytest.raises(fx.UsageError, match="Scaffold takes local updates"):
+        fx.simulate(unequal(), make(), 1, local=Local(optimizer=TWINS["adam"][1]))
+
+
+def test_engines_of_plain_sgd_take_nothing_else() -> None:
+    dense = unequal(lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double())
+    assert next(fx.simulate(dense, fx.fedexp(), 1)).engine == "dense"
+    for options in (TWINS["momentum"][0], TWINS["adam"][0], SCHEDULED):
+        local = replace(dense.local, **options)
+        assert next(fx.simulate(dense, fx.fedexp(), 1, local=local)).engine.startswith("batched")
+        with pytest.raises(fx.UsageError, match="the local optimiser"):
+            next(fx.simulate(dense, fx.fedexp(), 1, local=local, engine="dense"))
+    squares = least_squares()
+    assert next(fx.simulate(squares, fx.fedexp(), 1)).engine == "quadratic"
+    local = replace(squares.local, momentum=0.5)
+    assert next(fx.simulate(squares, fx.fedexp(), 1, local=local)).engine == "loop"
+
+
+def test_a_function_runs_in_the_loop_and_in_threads_only() -> None:
+    local = Local(lr=0.01, steps=3, optimizer=lambda p, lr: torch.optim.RMSprop(p, lr))
+    assert next(fx.simulate(unequal(), fx.fedexp(), 1, local=local)).engine == "loop"
+    assert_agree(unequal(), fx.fedexp(), "threads", local=local)
+    with pytest.raises(fx.UsageError, match=r"'batched' cannot be used.*the local optimiser"):
+        next(fx.simulate(unequal(), fx.fedexp(), 1, local=local, engine="batched"))
+    wrong: Any = lambda params, lr: None  # noqa: E731
+    with pytest.raises(fx.UsageError, match=r"must return a torch\.optim\.Optimizer"):
+        next(fx.simulate(unequal(), fx.fedexp(), 1, local=Local(optimizer=wrong), engine="loop"))
+
+
+def test_schedules_over_rounds() -> None:
+    def lrs(**options: Any) -> list[float]:
+        local = Local(lr=0.4, steps=2, **options)
+        return [r.local_lr for r in fx.simulate(unequal(), fx.fedavg(), 4, local=local)]
+
+    assert lrs() == [0.4] * 4
+    assert lrs(lr_schedule="linear") == pytest.approx([0.4, 0.3, 0.2, 0.1])
+    cosine = [0.2 * (1 + math.cos(math.pi * t / 4)) for t in range(4)]
+    assert lrs(lr_schedule="cosine") == pytest.approx(cosine)
+    decayed = lrs(lr_schedule=lambda round: min(1, round / 2), lr_decay=0.5)
+    assert decayed == pytest.approx([0.2, 0.2, 0.1, 0.05])
+    for engine in ("batched", "threads"):
+        local = replace(unequal().local, lr_schedule="cosine", lr_decay=0.9)
+        assert_agree(unequal(), fx.scaffold_exp(), engine, cohort=4, local=local)
+    with pytest.raises(fx.UsageError, match="needs the number of rounds"):
+        Local(lr_schedule="cosine").lr_at(1)
+    with pytest.raises(fx.UsageError, match=r"lr_schedule\(1\) must be positive, not 0"):
+        next(fx.simulate(unequal(), fx.fedavg(), 1, local=Local(lr_schedule=lambda t: 0.0)))
+
+
+def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
+    seen: list[float] = []
+
+    class Watched(fx.ClientRule):
+        def end_round(
+            self, delta: Tensor, total_lr: Tensor | float, broadcast: Tensors, client_state: Tensors
+        ) -> tuple[Tensors, Tensors]:
+            seen.append(float(total_lr))
+            return {}, {}
+
+    local = Local(lr=0.1, steps=4, step_schedule="linear")
+    rule = fx.Algorithm("watched", client=Watched())
+    next(fx.simulate(unequal(), rule, 1, [2], local=local, engine="loop"))
+    assert seen[-1] == pytest.approx(0.1 * (1 + 0.75 + 0.5 + 0.25))
+    assert Local(steps=7).total_factor(7) == 7
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"optimizer": "lion"}, "local.optimizer is sgd, adam, adamw or a function, not 'lion'"),
+        ({"momentum": 1.0}, r"local.momentum must be in \[0, 1\)"),
+        ({"optimizer": "adam", "momentum": 0.9}, "local.momentum belongs to sgd"),
+        ({"nesterov": True}, "local.nesterov needs local.momentum > 0"),
+        ({"betas": (0.9, 1.0)}, "local.betas must be two numbers"),
+        ({"adam_eps": -1.0}, "local.adam_eps"),
+        ({"lr_schedule": "step"}, "local.lr_schedule is constant, linear, cosine or a function"),
+        ({"step_schedule": "step"}, "local.step_schedule is constant"),
+    ],
+)
+def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(fx.UsageError, match=message):
+        Local(**options)
+
+
+def test_options_by_name_and_stored_options() -> None:
+    setup = Setup(fx.fedavg(), Local())
+    changed = setup.with_options(
+        {"local.optimizer": "adam", "betas": "0.8,0.9", "local.lr_schedule": "cosine"}
+    )
+    assert changed.local == Local(optimizer="adam", betas=(0.8, 0.9), lr_schedule="cosine")
+    with pytest.raises(fx.UsageError, match=r"local.optimizer must be one of sgd, adam, adamw"):
+        setup.with_option("local.optimizer", "lion")
+    assert {name.removeprefix("local.") for name in setup.options()} >= ADDED
+    added = {f"local.{name}" for name in ADDED}
+    assert not added & setup.stored_options().keys()
+    assert added & changed.stored_options().keys() == {
+        "local.optimizer",
+        "local.betas",
+        "local.lr_schedule",
+    }
+    spec = Spec("toy", "fedavg", options=(("local.momentum", "0.5"),)).prepare().frozen
+    assert spec["options"]["local.momentum"] == 0.5
+    assert "local.nesterov" not in spec["options"]

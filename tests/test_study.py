@@ -1,0 +1,358 @@
+"""`fx.run`, `fx.compare` and `fx.tune`: any task and algorithm, stored, resumed, in workers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, cast
+
+import pandas
+import pytest
+import torch
+from torch import nn
+
+import fedexp as fx
+from fedexp.cli.main import main
+from fedexp.errors import UsageError
+from fedexp.references import load_object
+from fedexp.runs.files import read_rows
+from fedexp.runs.folder import RunWarning
+from tests.helpers.own_study import write_study
+from tests.runs.helpers import untimed
+
+
+@pytest.fixture(autouse=True)
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The objects of a user's file, imported."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDEXP_RUNS", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    write_study(tmp_path)
+    load_object("study.py:task")
+    yield sys.modules["study"]
+    sys.modules.pop("study", None)
+
+
+def test_a_run_is_stored_and_returned_the_next_time(study: Any) -> None:
+    first = fx.run(study.task, "fedexp")
+    again = fx.run(study.task, "fedexp")
+    assert first.folder is not None
+    assert first.folder == again.folder
+    assert again.outcome.stored == 4
+    assert again.rows == first.rows
+    assert "fedexp on mine, seed 0: 4 rounds, finished" in repr(first)
+
+
+def test_python_and_the_command_line_share_their_runs(
+    study: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, own in (("fedexp", "fedexp"), ("study.py:mine", study.mine)):
+        assert main(["run", "study.py:task", "--algorithm", name, "--json"]) == 0
+        printed = json.loads(capsys.readouterr().out)
+        result = fx.run(study.task, own)
+        assert str(result.folder) == printed["folder"]
+        assert result.outcome.stored == 4  # nothing was trained again
+
+
+def test_a_name_takes_the_tuned_values_and_an_algorithm_is_taken_as_it_is(study: Any) -> None:
+    named = fx.run(study.task, "fedexp", runs=None).run.setup
+    assert (named.options()["server.eps"], named.local.lr) == (0.01, 0.2)
+    given = fx.run(study.task, fx.fedexp(eps=0.3), runs=None).run.setup
+    assert (given.algorithm, given.local) == (fx.fedexp(eps=0.3), study.task.local)
+    local = fx.LocalTraining(lr=0.5, steps=1, batch_size=None)
+    assert fx.run(study.task, "fedexp", runs=None, local=local).run.setup.local == local
+    sized = fx.run(study.task, "fedexp", runs=None, weighting="size", options={"eps": 0.5})
+    assert sized.run.setup.weighting == "size"
+    assert sized.run.setup.options()["server.eps"] == 0.5
+
+
+def test_the_trained_model_can_be_had(study: Any) -> None:
+    stored, here = fx.run(study.task, "fedexp"), fx.run(study.task, "fedexp", runs=None)
+    batch = torch.tensor(study.x)
+    expected = here.model()(batch)
+    assert isinstance(here.model(), study.Net)
+    assert here.last["test_accuracy"] == pytest.approx(
+        (expected[160:].argmax(1) == torch.tensor(study.y[160:])).float().mean().item()
+    )
+    assert stored.folder is not None
+    for model in (
+        stored.model(),
+        fx.load_model(stored.folder),
+        fx.load_model(stored.folder, model=study.Net),
+        fx.load_model(stored.folder, model=study.Net()),
+    ):
+        assert torch.equal(model(batch), expected)
+        assert not model.training
+
+
+def test_a_model_that_cannot_be_loaded_gets_one_line(study: Any, tmp_path: Path) -> None:
+    stored = fx.run(study.task, "fedexp")
+    assert stored.folder is not None
+    with pytest.raises(UsageError, match=r"the weights do not fit Linear: Missing key"):
+        fx.load_model(stored.folder, model=nn.Linear(6, 2))
+    with pytest.raises(UsageError, match="is not a run"):
+        fx.load_model(tmp_path / "nothing")
+    (stored.folder / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="no model yet: the run is not finished"):
+        fx.load_model(stored.folder)
+
+
+def test_rows_are_a_frame(study: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = fx.run(study.task, "fedexp", runs=None)
+    frame = result.frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert frame["train_loss"].tolist() == [row["train_loss"] for row in result.rows]
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    assert result.frame() == result.rows
+
+
+def test_a_comparison_has_a_table_a_figure_and_a_report(study: Any, tmp_path: Path) -> None:
+    compared = fx.compare(study.task, ["fedavg", fx.fedexp(eps=0.3), study.mine], seeds=[1, 2])
+    assert [line.algorithm for line in compared.lines] == ["fedavg", "fedexp", "sign"]
+    assert "final test accuracy" in compared.table()
+    assert compared.table("csv").splitlines()[0].startswith("algorithm,seeds")
+    frame = compared.frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert set(frame["seed"]) == {1, 2}
+    assert len(frame) == 3 * 2 * 4
+    assert compared.plot(tmp_path / "out.png").stat().st_size > 10_000
+    page = compared.report(tmp_path / "out.html").read_text()
+    assert "fedexp run study.py:task --algorithm study.py:mine" in page
+    assert "fedavg, fedexp, sign on mine: 6 runs" in repr(compared)
+
+
+def test_workers_compute_the_same(study: Any) -> None:
+    chosen = ["fedexp", study.mine]
+    here = fx.compare(study.task, chosen, seeds=2, runs=None)
+    there = fx.compare(study.task, chosen, seeds=2, jobs=2, runs=None)
+    for one, other in zip(here.outcomes, there.outcomes, strict=True):
+        assert untimed(one.rows) == untimed(other.rows)
+
+
+def test_what_cannot_be_imported_runs_in_this_process(study: Any) -> None:
+    inline = fx.Algorithm("inline", server=study.SignAverage(0.02))
+    with pytest.warns(RunWarning, match="algorithm 'inline' was made in this session"):
+        compared = fx.compare(study.task, ["fedavg", inline], seeds=2, jobs=2, runs=None)
+    assert [line.algorithm for line in compared.lines] == ["fedavg", "inline"]
+    with pytest.warns(RunWarning, match="task 'mine' was made in this session"):
+        fx.compare(study.make(), ["fedavg"], seeds=2, jobs=2, runs=None)
+
+
+def test_data_that_differ_in_every_process_are_refused(tmp_path: Path) -> None:
+    path = write_study(tmp_path, name="unseeded.py")
+    path.write_text(path.read_text().replace("default_rng(0)", "default_rng()"))
+    own = load_object("unseeded.py:task")
+    with pytest.raises(UsageError, match=r"unseeded.py:task has other data in every process"):
+        fx.compare(own, ["fedavg"], seeds=2, jobs=2, runs=None)
+
+
+def test_a_search_over_a_grid_of_ones_own(study: Any, tmp_path: Path) -> None:
+    grid = {"lr": [0.001, 0.05], "factor": [0.5, 1.0]}
+    tuned = fx.tune(study.task, study.mine, grid, rounds=3, store="own.db")
+    assert len(tuned.trials) == 4
+    assert tuned.best.keys() == {"server.lr", "client.factor"}
+    assert tuned.score == max(trial.result.score for trial in tuned.trials)
+    assert tuned.table().splitlines()[2].split()[0] == "sign"
+    assert isinstance(tuned.frame(), pandas.DataFrame)
+    assert tuned.plot(tmp_path / "tune.png").exists()
+    best = fx.run(study.task, study.mine, options=tuned.best, runs=None)
+    assert best.run.setup.options()["server.lr"] == tuned.best["server.lr"]
+    before = (tmp_path / "own.db").stat().st_mtime_ns
+    assert fx.tune(study.task, study.mine, grid, rounds=3, store="own.db").best == tuned.best
+    assert (tmp_path / "own.db").stat().st_mtime_ns == before  # no trial was run again
+
+
+def test_options_are_for_all_or_for_one(study: Any) -> None:
+    compared = fx.compare(
+        study.task,
+        ["fedavg", "fedexp"],
+        runs=None,
+        rounds=2,
+        options={"local.lr": 0.3, "fedexp:eps": 0.7},
+    )
+    setups = {run.spec.algorithm: run.setup for run in compared.runs}
+    assert [setup.local.lr for setup in setups.values()] == [0.3, 0.3]
+    assert setups["fedexp"].options()["server.eps"] == 0.7
+    with pytest.raises(UsageError, match="no algorithm is called 'fedxp'"):
+        fx.compare(study.task, ["fedexp"], runs=None, options={"fedxp:eps": 1})
+    with pytest.raises(UsageError, match="unknown option of fedexp 'epps'; did you mean eps"):
+        fx.compare(study.task, ["fedexp"], runs=None, options={"epps": 1})
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (lambda s: fx.run("digts"), "unknown task 'digts'; did you mean digits"),
+        (lambda s: fx.run(s.task, cast(Any, fx.fedavg)), "call it, e.g. fedexp.fedavg()"),
+        (lambda s: fx.run(s.task, "fedxp"), "unknown algorithm 'fedxp'; did you mean fedexp"),
+        (lambda s: fx.run(s.train), "the task is Federation, not a Task"),
+        (lambda s: fx.compare(s.task, []), "needs at least one algorithm"),
+        (lambda s: fx.compare(s.task, ["fedavg"] * 2, runs=None), "two algorithms are called"),
+        (lambda s: fx.tune(s.task, "fedexp", {"epps": [1.0]}), "unknown option of fedexp 'epps'"),
+        (lambda s: fx.tune(s.task, "fedexp", {}), "the grid is empty"),
+        (lambda s: fx.run(s.task, "fedexp", rounds=0), "rounds must be at least 1"),
+    ],
+)
+def test_mistakes_get_one_line_that_names_the_remedy(study: Any, call: Any, line: str) -> None:
+    with pytest.raises(UsageError) as raised:
+        call(study)
+    assert line in str(raised.value)
+
+
+def test_a_state_can_be_saved_and_continued(study: Any, tmp_path: Path) -> None:
+    whole = list(fx.simulate(study.task, fx.scaffold(), rounds=4, cohort=3))
+    fx.save_state(whole[1].state, tmp_path / "state.safetensors")
+    state = fx.load_state(tmp_path / "state.safetensors")
+    rest = list(fx.simulate(study.task, fx.scaffold(), rounds=4, cohort=3, start=state))
+    assert [record.train_loss for record in rest] == [r.train_loss for r in whole[2:]]
+    assert torch.equal(rest[-1].state.params, whole[-1].state.params)
+    (tmp_path / "other").write_text("no")
+    with pytest.raises(UsageError, match="is not a state"):
+        fx.load_state(tmp_path / "other")
+
+
+def test_own_rules_run_through_every_command(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = ["study.py:task", "--rounds", "3"]
+    names = ["--algorithms", "fedavg,study.py:mine"]
+    assert main(["compare", *own, *names, "--seeds", "2", "--set", "sign:lr=0.02"]) == 0
+    assert (tmp_path / "compare-mine.png").exists()
+    grid = ["--grid", "lr=0.01,0.05", "--jobs", "1"]
+    assert main(["tune", *own, "--algorithm", "study.py:mine", *grid]) == 0
+    assert "fedexp run study.py:task --algorithm study.py:mine" in capsys.readouterr().out
+    assert main(["report", "runs", "-o", "report.html"]) == 0
+    (folder,) = (tmp_path / "runs").glob("mine-sign-s1-*")
+    expected = untimed(read_rows(folder))
+    assert main(["resume", str(folder), "--restart"]) == 0
+    assert untimed(read_rows(folder)) == expected
+
+
+def test_arguments_of_a_function_are_options(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["run", "study.py:make", "--rounds", "1", "--json"]
+    assert main([*command, "--set", "task.width=3"]) == 0
+    folder = json.loads(capsys.readouterr().out)["folder"]
+    assert fx.load_model(folder).get_parameter("hidden.weight").shape == (3, 6)
+    assert main([*command, "--set", "task.widht=3"]) == 2
+    assert "did you mean task.width" in capsys.readouterr().err
+
+
+def test_a_changed_file_is_named_and_reports_import_nothing(tmp_path: Path) -> None:
+    def fedexp(*words: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "fedexp", *words], capture_output=True, text=True, check=False
+        )
+        return done.returncode, done.stderr
+
+    assert fedexp("run", "study.py:task", "--rounds", "2")[0] == 0
+    path = tmp_path / "study.py"
+    path.write_text(path.read_text().replace("torch.tanh(", "torch.relu("))
+    status, error = fedexp("run", "study.py:task", "--rounds", "2")
+    assert status == 2
+    assert "the code or the layers of the model differs; --restart discards it" in error
+    path.write_text("raise RuntimeError('imported')\n")
+    assert fedexp("report", "runs")[0] == 0
+    (folder,) = (tmp_path / "runs").iterdir()
+    status, error = fedexp("resume", str(folder))
+    assert status == 2
+    assert "study.py, line 1 raised RuntimeError: imported" in error
+    assert "Traceback" not in error
+    del sys.modules["study"]
+    with pytest.raises(UsageError, match=r"load_model\(folder, model=Net\)"):
+        fx.load_model(folder)
+
+
+def test_a_run_can_be_given_more_rounds(
+    study: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    short, whole = (
+        fx.run(study.task, "fedexp"),
+        fx.run(study.task, "fedexp", rounds=6, runs="whole"),
+    )
+    assert short.folder is not None
+    assert whole.folder is not None
+    assert main(["resume", str(short.folder), "--rounds", "6", "--json"]) == 0
+    longer = Path(json.loads(capsys.readouterr().out)["folder"])
+    assert longer.name == whole.folder.name
+    assert untimed(read_rows(longer)) == untimed(read_rows(whole.folder))
+    assert (longer / "model.safetensors").read_bytes() == (
+        whole.folder / "model.safetensors"
+    ).read_bytes()
+    assert untimed(read_rows(short.folder)) == untimed(short.rows)
+    assert fx.run(study.task, "fedexp", rounds=6).outcome.stored == 6
+    assert main(["resume", str(short.folder), "--rounds", "4"]) == 2
+    assert "has 4 rounds; give --rounds a larger number" in capsys.readouterr().err
+    stateful = fx.run(study.task, "scaffold")
+    assert main(["resume", str(stateful.folder), "--rounds", "6"]) == 2
+    assert "client state of scaffold is removed then; start a new run" in capsys.readouterr().err
+
+
+def test_a_run_starts_from_the_weights_of_another(study: Any) -> None:
+    first = fx.run(study.task, "fedavg")
+    model = first.model()
+    straight = list(fx.simulate(study.task, fx.fedexp(eps=0.1), start=model))
+    for start in (model, model.state_dict(), first.folder):
+        warm = fx.run(study.task, fx.fedexp(eps=0.1), start=start, runs="warm")
+        assert [row["train_loss"] for row in warm.rows] == [r.train_loss for r in straight]
+    assert first.last["train_loss"] > straight[0].train_loss
+    assert len(list(Path("warm").glob("mine-*"))) == 1  # the same weights are the same run
+    cold = fx.run(study.task, fx.fedexp(eps=0.1), runs="warm")
+    assert cold.folder != warm.folder
+    assert main(["resume", str(warm.folder), "--restart"]) == 0
+    with pytest.raises(UsageError, match="there are no weights in"):
+        fx.run(study.task, "fedexp", start="nothing")
+
+
+def choose(rng: Any, round: int, federation: fx.Federation) -> list[int]:
+    """Return two clients, in turn."""
+    return [(2 * round + k) % federation.clients for k in range(2)]
+
+
+@pytest.mark.parametrize("cohort", [3, 0.5, "all", [0, 5], choose])
+def test_cohorts_of_every_kind_are_stored_and_resumed(study: Any, cohort: Any) -> None:
+    expected = [r.train_loss for r in fx.simulate(study.task, "fedexp", cohort=cohort)]
+    stored = fx.run(study.task, "fedexp", cohort=cohort)
+    assert [row["train_loss"] for row in stored.rows] == expected
+    assert main(["resume", str(stored.folder), "--restart"]) == 0
+    again = fx.run(study.task, "fedexp", cohort=cohort)
+    assert again.folder == stored.folder
+    assert untimed(again.rows) == untimed(stored.rows)
+
+
+def test_none_is_the_tasks_own_everywhere(study: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    records = list(fx.simulate(study.task, "fedexp"))
+    assert len(records) == 4
+    assert {record.clients for record in records} == {3}
+    assert main(["run", "study.py:task", "--algorithm", "fedexp", "--json"]) == 0
+    final = json.loads(capsys.readouterr().out)["final"]
+    assert final["train_loss"] == records[-1].train_loss
+    assert final["test_accuracy"] == records[-1].test_accuracy
+    everyone = next(iter(fx.simulate(study.task, "fedexp", cohort="all")))
+    assert everyone.clients == study.train.clients
+
+
+def test_privacy_is_part_of_a_stored_run(study: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedexp.privacy import CentralPrivacy
+
+    privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
+    records = list(fx.simulate(study.task, "fedexp", privacy=privacy))
+    stored = fx.run(study.task, "fedexp", privacy=privacy)
+    assert stored.last["epsilon"] == records[-1].metrics["epsilon"] > 0
+    assert stored.last["train_loss"] == records[-1].train_loss
+    text = "central:clip=1,delta=1e-5,noise_multiplier=1"
+    command = ["run", "study.py:task", "--algorithm", "fedexp", "--privacy", text, "--json"]
+    assert main(command) == 0
+    assert json.loads(capsys.readouterr().out)["folder"] == str(stored.folder)
+    assert main(["resume", str(stored.folder), "--restart"]) == 0
+    assert main([*command[:5], "centrl:clip=1"]) == 2
+    assert "did you mean central" in capsys.readouterr().err
+
+
+def test_every_client_is_evaluated_where_asked_for(study: Any) -> None:
+    result = fx.run(study.task, "fedexp", by_client=True, runs=None)
+    last = result.last
+    assert last["train_accuracy_worst_decile"] <= last["train_accuracy"]
+    assert "train_accuracy_worst_decile" not in fx.run(study.task, "fedexp", runs=None).last
