@@ -51,11 +51,11 @@ DARK = {
 # Of algorithms that are not of this package, on a light and a dark page, in their order.
 OWN = (
     ("#000000", "#F2F2F2"),
-    ("#AA3377", "#F06CB8"),
-    ("#999933", "#E6E65C"),
-    ("#332288", "#9C8CFF"),
-    ("#44AA99", "#7FF0DC"),
-    ("#882200", "#D9785A"),
+    ("#882255", "#F06CB8"),
+    ("#1B7837", "#7CE07C"),
+    ("#332288", "#CDBEFF"),
+    ("#888888", "#7C7C7C"),
+    ("#661100", "#E6E65C"),
 )
 DASHES = ("-", "--", ":", "-.", (0, (8, 2)), (0, (8, 2, 1, 2)))  # as matplotlib takes them
 
@@ -82,7 +82,7 @@ def styles(algorithms: Iterable[str]) -> dict[str, Style]:
     """Return a style for each algorithm; those of the user's own differ in colour and dashes.
 
     >>> styles(["fedexp", "mine", "yours"])["yours"]
-    Style(light='#AA3377', dark='#F06CB8', dash=2)
+    Style(light='#882255', dark='#F06CB8', dash=2)
     """
     names = list(dict.fromkeys(algorithms))
     own = [name for name in names if name not in COLOURS]
@@ -265,25 +265,13 @@ def draw_band(
 
 
 def fit_axis(axes: Axes, curves: Sequence[Curve], diverged: Sequence[bool], name: str) -> None:
-    """Make the vertical axis logarithmic where that helps, and fit it to runs that are over."""
+    """Make the vertical axis logarithmic where that helps, and leave out runs that diverged."""
     is_log = is_logarithmic(curves, diverged, name)
     if is_log:
         log_scale(axes)
-    limits = padded_range(curves, diverged, name)
-    if limits is not None:
-        axes.set_ylim(*limits)
-
-
-def padded_range(
-    curves: Sequence[Curve], diverged: Sequence[bool], name: str
-) -> tuple[float, float] | None:
-    """Return the limits of an axis with a margin; None to show all values."""
     found = shown_range(curves, diverged, name)
-    if found is None:
-        return None
-    low, high = found
-    if is_logarithmic(curves, diverged, name):
-        margin = (high / low) ** 0.05
-        return low / margin, high * margin
-    margin = 0.05 * (high - low or abs(high) or 1.0)
-    return low - margin, high + margin
+    if found is not None:
+        low, high = found
+        margin = 0.05 * (high - low or abs(high) or 1.0)
+        ratio = (high / low) ** 0.05 if is_log else 1.0
+        axes.set_ylim(*((low / ratio, high * ratio) if is_log else (low - margin, high + margin)))

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from fedexp.runs.spec import Outcome, allow_rounding, is_better_higher
+from fedexp.runs.spec import Outcome, allow_rounding
 
 Curve = np.ndarray[Any, np.dtype[np.float64]]
 AT_LEAST_ONE = ("server_lr", "diversity")  # fields that most rules never let fall below 1
@@ -106,10 +106,10 @@ def summarise_groups(
         metric: field of the records.
         target: value that counts as reached.
         smooth: window of the final metric, in rounds.
-        higher: whether larger values are better; None decides by the name of the metric.
+        higher: whether larger values are better; None for accuracies only.
         references: the group that the speed-up of a group is over; without one it has none.
     """
-    higher = is_better_higher(metric) if higher is None else higher
+    higher = is_accuracy(metric) if higher is None else higher
     lines = {
         label: _line(label, group, metric, target, smooth, higher)
         for label, group in groups.items()

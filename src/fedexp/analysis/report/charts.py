@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,11 +22,10 @@ from fedexp.analysis.plots import (
     fit_axis,
     label,
     new_figure,
-    padded_range,
     save,
 )
 from fedexp.analysis.report.sections import WINDOW, Section, Series, status
-from fedexp.analysis.summary import Band, Curve, is_accuracy, is_logarithmic
+from fedexp.analysis.summary import Band, Curve, is_accuracy, is_logarithmic, shown_range
 from fedexp.analysis.tables import format_value
 from fedexp.errors import UsageError, require, unknown_name
 
@@ -42,7 +42,7 @@ LAST = ("server_lr", "diversity")
 TITLES = {**NAMES, "diversity": "diversity ratio", "eps_share": "share of eps"}
 FORMATS = ("png", "svg", "pdf")
 PANEL = (3.3, 2.6)  # inches
-CHARACTERS_PER_INCH = 13  # of a figure's legend
+CHARACTERS_PER_INCH, TITLE_PER_INCH = 13, 10  # of a figure's legend, of a panel's title
 Payload = dict[str, Any]
 
 
@@ -127,7 +127,7 @@ def _chart(section: Section, name: str, target: float | None) -> Payload:
         "name": name,
         "percent": is_accuracy(name),
         "log": is_logarithmic(every, diverged, name),
-        "range": padded_range(every, diverged, name),
+        "range": shown_range(every, diverged, name),
         "target": target,
         "curves": [curve for curve in curves if curve["raw"]["rounds"]],
     }
@@ -210,10 +210,13 @@ def curves_figure(sections: Sequence[Section], wanted: Sequence[str] = ()) -> Fi
         panel.set_visible(name is not None)
         if name is not None:
             lines |= _draw_panel(panel, section, name)
-            label(panel, "round", title(name), section.title if row == 0 else "")
-    width = CHARACTERS_PER_INCH * PANEL[0] * len(sections) // (max(map(len, lines)) + 6)
+            heading = fill(section.title, int(TITLE_PER_INCH * PANEL[0])) if row == 0 else ""
+            label(panel, "round", title(name), heading)
+    most = int(CHARACTERS_PER_INCH * PANEL[0] * len(sections))
+    texts = [fill(text, most - 6) for text in lines]
+    width = most // (max(len(line) for text in texts for line in text.splitlines()) + 6)
     style: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "fontsize": 9}
-    figure.legend(lines.values(), lines.keys(), ncols=max(1, min(len(lines), int(width))), **style)
+    figure.legend(lines.values(), texts, ncols=max(1, min(len(lines), width)), **style)
     return figure
 
 

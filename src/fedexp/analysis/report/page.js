@@ -124,10 +124,12 @@ function ticks(chart, scale) {
   return { exponentformat: "power", tickfont: { size: 10 }, dtick };
 }
 
-// Without runs that diverged, which would flatten all others.
+// With a margin, and without runs that diverged, which would flatten all others.
 function range(chart, scale) {
   if (chart.range === null || (scale === "log" && chart.range[0] <= 0)) return {};
-  return { range: scale === "log" ? chart.range.map(Math.log10) : chart.range };
+  const [low, high] = scale === "log" ? chart.range.map(Math.log10) : chart.range;
+  const margin = 0.05 * (high - low || Math.abs(high) || 1);
+  return { range: [low - margin, high + margin] };
 }
 
 function layout(chart, scale) {

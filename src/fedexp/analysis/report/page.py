@@ -248,10 +248,23 @@ def _summary(section: Section) -> str:
     if len(numbers) == 1:
         rounds = count(numbers[0], "round")
     seeds = max(len(series.runs) for series in section.series)
-    clients = "clients on Flower"  # their number is not fixed
-    if "clients" in spec:
-        clients = f"{spec.get('cohort') or spec['clients']} of {spec['clients']} clients per round"
-    return f"{rounds}, {clients}, {count(seeds, 'seed')}"
+    return f"{rounds}, {_cohort(spec)}, {count(seeds, 'seed')}"
+
+
+def _cohort(spec: Mapping[str, Any]) -> str:
+    """Return which clients train in a round.
+
+    >>> _cohort({"cohort": 0.1, "clients": 50}), _cohort({"cohort": "nightly", "clients": 9})
+    ('10% of 50 clients per round', 'clients of 9 by nightly')
+    """
+    if "clients" not in spec:
+        return "clients on Flower"  # their number is not fixed
+    chosen, clients = spec.get("cohort") or spec["clients"], spec["clients"]
+    if isinstance(chosen, str):
+        return f"clients of {clients} by {chosen}"
+    size = f"{100 * chosen:g}%" if isinstance(chosen, float) else chosen
+    size = len(chosen) if isinstance(chosen, list) else size
+    return f"{size} of {clients} clients per round"
 
 
 def _toolbar(section: Section) -> Markup:

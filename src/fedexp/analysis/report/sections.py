@@ -28,15 +28,14 @@ from fedexp.errors import FedExPError, UsageError, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.options import Setup, convert
 from fedexp.runs import StoredRun, find_runs, load_run
-from fedexp.runs.spec import Outcome, checked_target
+from fedexp.runs.spec import TYPED, Outcome, checked_target
 from fedexp.tasks.metrics import Goal, parse_goal
 
 WINDOW = 20  # rounds of the moving average, as in the paper
 # Fields of a spec that are not settings of a series; options are, by their own names.
-NOT_SETTINGS = (
-    *("format", "id", "task", "algorithm", "seed"),
-    *("set", "changed", "arguments", "options"),
-)
+NOT_SETTINGS = ("format", "id", "task", "algorithm", "seed", "arguments", "options", *TYPED)
+# Schedules of the learning rate that depend on the number of rounds.
+OVER_ALL_ROUNDS = ("linear", "cosine")
 Settings = dict[str, Any]
 
 
@@ -208,8 +207,14 @@ def settings(run: StoredRun) -> Settings:
 
 
 def _identity(run: StoredRun) -> Settings:
-    """Return the settings that separate series: all but the number of rounds."""
-    return {name: value for name, value in settings(run).items() if name != "rounds"}
+    """Return the settings that separate series.
+
+    The number of rounds is one where it decides what happens in the first of them: a schedule over
+    all rounds, or the noise of a privacy budget.
+    """
+    own = settings(run)
+    decides = own.get("local.lr_schedule") in OVER_ALL_ROUNDS or "privacy" in own
+    return own if decides else {name: value for name, value in own.items() if name != "rounds"}
 
 
 def _distance(one: Series, other: Series) -> int:
@@ -386,11 +391,9 @@ class Targets:
         if named is None:
             known = section.runs[0].environment
             return known.get("target") if known.get("metric") == metric else None
-        if is_accuracy(metric) or metric.endswith("loss"):
-            return checked_target(named, metric, "--target")
         require(
             section.direction(metric) is not None,
             f"--target needs to know whether a larger {metric} is better; write --metric "
             f"max:{metric} or min:{metric}",
         )
-        return named
+        return checked_target(named, metric, "--target")
