@@ -81,7 +81,7 @@ def test_a_short_seed_does_not_end_the_line_of_its_algorithm() -> None:
     runs = [outcome("fedexp", 0, [0.1, 0.5, 0.6, 0.7]), outcome("fedexp", 1, [0.1])]
     axes = comparison_figure(runs, "test_accuracy", None, "title").axes[0]
     pale = axes.lines[0]
-    assert list(pale.get_xdata()) == [1, 2, 3, 4]
+    assert np.array_equal(pale.get_xdata(), [1, 2, 3, 4])
 
 
 def test_a_run_that_diverged_does_not_flatten_the_others() -> None:

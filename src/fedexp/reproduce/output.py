@@ -24,7 +24,7 @@ from fedexp.analysis.plots import (
     new_figure,
     save,
 )
-from fedexp.analysis.summary import is_accuracy, metric_band
+from fedexp.analysis.summary import AT_LEAST_ONE, Band, Curve, is_accuracy, metric_band
 from fedexp.analysis.tables import render_table
 from fedexp.errors import UsageError
 from fedexp.reproduce.study import Findings, Plan, count
@@ -241,11 +241,21 @@ def draw_panel(
         dot = "o" if len(rounds) == 1 else None
         axes.plot(rounds, mean, color=shade, linewidth=1.5, marker=dot, label=name)
         if band.std.any():
-            axes.fill_between(rounds, band.low, band.high, color=shade, alpha=0.15, lw=0)
+            axes.fill_between(rounds, *_edges(metric, band), color=shade, alpha=0.15, lw=0)
         lowest, highest = min(lowest, float(mean.min())), max(highest, float(mean.max()))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     if not is_accuracy(metric) and 0 < 100 * lowest < highest:
         log_scale(axes)
+
+
+def _edges(metric: str, band: Band) -> tuple[Curve, Curve]:
+    """Return the edges of a band: an accuracy is in [0, 1], a clamped step size at least 1."""
+    if metric in AT_LEAST_ONE:
+        return band.low, band.high
+    if is_accuracy(metric):
+        return np.maximum(band.mean - band.std, 0.0), np.minimum(band.mean + band.std, 1.0)
+    least = band.mean.min() / 2  # positive, for a log axis
+    return np.maximum(band.mean - band.std, least), band.mean + band.std
 
 
 def _colours(series: Mapping[str, Any]) -> list[str]:

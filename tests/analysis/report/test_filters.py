@@ -18,8 +18,8 @@ from tests.helpers.stored_runs import stored, write
 NOW = datetime.fromisoformat("2026-11-16T10:00:00+00:00")
 
 
-def started(when: str | None, **more: str) -> StoredRun:
-    run = stored(**more)
+def started(when: str | None) -> StoredRun:
+    run = stored()
     run.environment.pop("started")
     run.environment.update({} if when is None else {"started": when})
     return run

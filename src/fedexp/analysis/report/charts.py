@@ -234,8 +234,8 @@ def _draw_panel(axes: Axes, section: Section, name: str) -> dict[str, Any]:
     lines = {}
     for series in section.series:
         curves = series.curves(name)
-        look = {"variant": series.variant, "seeds": series.seeds}
-        line = draw_band(axes, curves, name, series.style, **look)
+        style, seeds = series.style, series.seeds
+        line = draw_band(axes, curves, name, style, variant=series.variant, seeds=seeds)
         if line is not None:
             lines[series.label] = line
     fit_axis(axes, *_every_curve(section, name), name)

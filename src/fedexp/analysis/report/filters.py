@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
 from fnmatch import fnmatchcase
+from functools import partial
 
 from fedexp.errors import UsageError, require, unknown_name
 from fedexp.runs import StoredRun
@@ -71,7 +72,7 @@ class Filters:
             earliest = parse_since(self.since)
             yield f"--since {self.since}", lambda run: _is_since(run, earliest)
         for pattern in self.exclude:
-            yield f"--exclude {pattern}", lambda run, pattern=pattern: not _matches(run, pattern)
+            yield f"--exclude {pattern}", partial(_differs, pattern)
 
     def _check_names(self, runs: Sequence[StoredRun]) -> None:
         for kind, wanted in (("task", self.tasks), ("algorithm", self.algorithms)):
@@ -157,7 +158,7 @@ def _is_since(run: StoredRun, earliest: datetime) -> bool:
         return False
 
 
-def _matches(run: StoredRun, pattern: str) -> bool:
-    return any(
-        fnmatchcase(name, pattern) for name in (str(run.spec.get("id", "")), run.folder.name)
-    )
+def _differs(pattern: str, run: StoredRun) -> bool:
+    """Return whether neither the id nor the folder of a run matches a pattern."""
+    names = (str(run.spec.get("id", "")), run.folder.name)
+    return not any(fnmatchcase(name, pattern) for name in names)

@@ -355,13 +355,12 @@ def _bytes_sent(line: Line, outcomes: Sequence[Outcome]) -> float | None:
     totals = []
     for outcome in outcomes:
         rows = outcome.rows[: line.final_round]
-        if outcome.diverged_at is None and (
-            len(rows) == line.final_round or outcome.status == "target"
-        ):
-            totals.append([(row.get("bytes_up"), row.get("bytes_down")) for row in rows])
-    if not totals or any(None in pair for run in totals for pair in run):
+        whole = len(rows) == line.final_round or outcome.status == "target"
+        if whole and outcome.diverged_at is None:
+            totals.append([row.get(name) for row in rows for name in ("bytes_up", "bytes_down")])
+    if not totals or any(number is None for numbers in totals for number in numbers):
         return None
-    return sum(up + down for run in totals for up, down in run) / len(totals)
+    return sum(number or 0.0 for numbers in totals for number in numbers) / len(totals)
 
 
 def settings_tables(section: Section) -> Markup:
