@@ -19,8 +19,7 @@ from torch import nn
 
 from fedexp.algorithms import Algorithm
 from fedexp.analysis.plots import check_writable, comparison_figure, save
-from fedexp.analysis.report.page import render, write_page
-from fedexp.analysis.report.sections import Targets, load_all, sections
+from fedexp.analysis.report import Filters, Targets, write_report
 from fedexp.analysis.summary import Line, summarise
 from fedexp.analysis.tables import comparison_numbers, comparison_table, render_table
 from fedexp.distributed import ranks
@@ -196,13 +195,13 @@ class Comparison:
     @cached_property
     def lines(self) -> list[Line]:
         """One line per algorithm: rounds to the target, final values, speed-up over FedAvg."""
-        return summarise(self.outcomes, self.metric, self.target, self.smooth)
+        higher = self._first.task.goal.higher
+        return summarise(self.outcomes, self.metric, self.target, self.smooth, higher)
 
     def table(self, format: str = "text") -> str:
         """Return the table of the comparison: "text", "markdown", "csv" or "latex"."""
-        cells = comparison_table(
-            self.lines, self.metric, self.target, self._first.rounds, self.smooth
-        )
+        rounds, higher = self._first.rounds, self._first.task.goal.higher
+        cells = comparison_table(self.lines, self.metric, self.target, rounds, self.smooth, higher)
         return render_table(format, *(comparison_numbers(self.lines) if format == "csv" else cells))
 
     def frame(self) -> pandas.DataFrame | list[Row]:
@@ -219,13 +218,26 @@ class Comparison:
         save(figure, picture)
         return picture
 
-    def report(self, path: PathLike = "report.html") -> Path:
-        """Write the runs as one HTML page that works offline."""
+    def report(
+        self,
+        path: PathLike = "report.html",
+        *,
+        metrics: Sequence[str] = (),
+        filters: Filters | None = None,
+    ) -> Path:
+        """Write the runs as one HTML page that works offline.
+
+        Args:
+            path: the page.
+            metrics: record fields to draw instead of the default ones.
+            filters: which of the runs to show, see `fedexp.analysis.report.Filters`.
+        """
         folders = [outcome.folder for outcome in self.outcomes if outcome.folder is not None]
         require(bool(folders), "a report needs stored runs; leave runs=None out")
-        found, _ = load_all(folders)
-        write_page(Path(path), render(sections(found), [], Targets(self.target)))
-        return Path(path)
+        targets = Targets(self.target)
+        return write_report(
+            folders, Path(path), metrics=metrics, targets=targets, filters=filters
+        ).page
 
     @property
     def _first(self) -> Run:

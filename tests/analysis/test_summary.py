@@ -6,9 +6,11 @@ import numpy as np
 import pytest
 
 from fedexp.analysis.summary import (
-    mean_and_spread,
+    is_logarithmic,
+    metric_band,
     pool_seeds,
     rounds_to,
+    shown_range,
     spans_decades,
     summarise,
 )
@@ -66,13 +68,18 @@ def test_losses_are_reached_from_above() -> None:
 
 def test_curves_are_pooled_over_seeds_and_the_window() -> None:
     curves = [np.array([1.0, 2.0, 6.0]), np.array([3.0, 4.0, 8.0])]
-    rounds, mean, spread = mean_and_spread(curves, smooth=2)
-    assert rounds.tolist() == [1, 2, 3]
-    assert mean == pytest.approx([2, 2.5, 5])
-    assert spread[2] == pytest.approx(np.std([2, 6, 4, 8], ddof=1))
-    sparse = np.array([np.nan, 2.0, np.nan, 6.0])
-    rounds, mean, spread = mean_and_spread([sparse], smooth=3)
-    assert (rounds.tolist(), mean.tolist()) == ([2, 4], [2.0, 4.0])
+    band = metric_band("train_loss", curves, 2, complete=True)
+    assert band.rounds.tolist() == [1, 2, 3]
+    assert band.mean == pytest.approx([2, 2.5, 5])
+    assert band.std[2] == pytest.approx(np.std([2, 6, 4, 8], ddof=1))
+    sparse = metric_band("train_loss", [np.array([np.nan, 2.0, np.nan, 6.0])], 3, complete=True)
+    assert (sparse.rounds.tolist(), sparse.mean.tolist()) == ([2, 4], [2.0, 4.0])
+
+
+def test_a_complete_band_ends_with_the_first_seed_that_ends() -> None:
+    curves = [np.array([1.0, 2.0, 9.0]), np.array([3.0, 4.0])]
+    band = metric_band("train_loss", curves, complete=True)
+    assert (band.rounds.tolist(), band.mean.tolist()) == ([1, 2], [2.0, 3.0])
 
 
 def test_after_a_seed_has_ended_the_mean_is_over_the_rest() -> None:
@@ -90,12 +97,11 @@ def test_a_window_pools_its_evaluations_over_all_seeds(window: int) -> None:
     curves[:, 1::2] = np.nan
     pools = [curves[:, max(0, at + 1 - window) : at + 1] for at in range(0, 40, 2)]
     band = pool_seeds(list(curves), window)
-    rounds, mean, std = mean_and_spread(list(curves), window)
-    assert rounds.tolist() == band.rounds.tolist() == list(range(1, 41, 2))
-    for values in (band.mean, mean):
-        assert values == pytest.approx([np.nanmean(pool) for pool in pools])
-    for values in (band.std, std):
-        assert values == pytest.approx([np.nanstd(pool, ddof=1) for pool in pools])
+    complete = metric_band("train_loss", list(curves), window, complete=True)
+    for each in (band, complete):
+        assert each.rounds.tolist() == list(range(1, 41, 2))
+        assert each.mean == pytest.approx([np.nanmean(pool) for pool in pools])
+        assert each.std == pytest.approx([np.nanstd(pool, ddof=1) for pool in pools])
 
 
 def test_a_window_leaves_out_a_seed_that_has_ended() -> None:
@@ -124,3 +130,78 @@ def test_a_log_axis_needs_positive_numbers_far_apart() -> None:
     assert spans_decades([np.array([1.0]), np.array([np.nan, 1e-3])])
     assert not spans_decades([np.array([1.0, 0.0])])
     assert not spans_decades([np.array([1.0, 0.1])])
+
+
+def test_seeds_too_short_to_tell_are_left_out_of_rounds_and_speed_up() -> None:
+    runs = [outcome("fedavg", seed, [0.1] * 7 + [0.7] * 3) for seed in (0, 1)]
+    runs += [outcome("fedexp", seed, [0.1] * 3 + [0.7] * 7) for seed in (0, 1)]
+    before = summarise(runs, "test_accuracy", 0.6)
+    runs += [outcome("fedavg", 2, [0.1, 0.1]), outcome("fedexp", 2, [0.1])]
+    after = summarise(runs, "test_accuracy", 0.6)
+    for old, new in zip(before, after, strict=True):
+        assert (new.speedup, new.rounds, new.finals) == (old.speedup, old.rounds, old.finals)
+        assert (new.seeds, new.short, new.final_round) == (2, 1, 10)
+
+
+def test_a_lucky_short_seed_does_not_count_where_an_unlucky_one_does_not() -> None:
+    long = [outcome("fedexp", seed, [0.1] * 5 + [0.7] * 5) for seed in (0, 1)]
+    lucky = outcome("fedexp", 2, [0.1, 0.7, 0.7])
+    (line,) = summarise([*long, lucky], "test_accuracy", 0.6)
+    assert (line.rounds, line.short) == ([6, 6, 2], 0)
+    (line,) = summarise([*long, lucky, outcome("fedexp", 3, [0.1] * 3)], "test_accuracy", 0.6)
+    assert (line.rounds, line.short) == ([6, 6], 2)
+
+
+def test_a_seed_that_had_enough_rounds_and_missed_counts_as_missing() -> None:
+    runs = [outcome("fedexp", 0, [0.1, 0.7] + [0.7] * 8), outcome("fedexp", 1, [0.1] * 5)]
+    (line,) = summarise(runs, "test_accuracy", 0.6)
+    assert (line.mean_rounds, line.missed, line.short) == (None, [5], 0)
+
+
+def test_one_long_run_does_not_replace_the_seeds_of_the_final_value() -> None:
+    runs = [outcome("fedexp", seed, [0.5] * 10) for seed in (0, 1, 2)]
+    (line,) = summarise(
+        [*runs, outcome("fedexp", 3, [0.5] * 10 + [0.9] * 5)], "test_accuracy", None
+    )
+    assert (line.finals, line.final_round) == ([0.5] * 4, 10)
+
+
+def test_a_lower_bound_under_one_is_no_speed_up() -> None:
+    runs = [outcome("fedavg", 0, [0.1] * 3), outcome("fedexp", 0, [0.1] * 8 + [0.7])]
+    assert summarise(runs, "test_accuracy", 0.6)[1].speedup is None
+
+
+def test_the_direction_of_a_metric_of_the_user() -> None:
+    rows = [{"test_f1": value} for value in (0.1, 0.5, 0.8)]
+    run = Outcome(Spec("digits", "fedexp"), rows, 1.0)
+    assert summarise([run], "test_f1", 0.5, higher=True)[0].rounds == [2]
+    assert summarise([run], "test_f1", 0.5, higher=False)[0].rounds == [1]
+
+
+def test_the_band_of_a_clamped_step_size_ends_at_one() -> None:
+    curves = [np.array([1.0, 1.0, 4.0]), np.array([1.0, 3.0, 5.0])]
+    assert metric_band("server_lr", curves).low.tolist() == [
+        1.0,
+        1.0,
+        pytest.approx(4.5 - 0.5**0.5),
+    ]
+    assert metric_band("train_loss", curves).low[1] == 1.0  # no curve has been lower
+    free = metric_band("server_lr", [np.array([0.5]), np.array([1.5])])
+    assert free.low[0] == 0.5  # a rule that does not clamp
+
+
+def test_the_band_of_an_accuracy_stays_within_its_bounds() -> None:
+    curves = [np.array([0.0, 0.5, 1.0]), np.array([0.2, 0.5, 0.8]), np.array([0.0, 0.5, 1.0])]
+    for name in ("test_accuracy", "train_accuracy_worst_decile"):
+        band = metric_band(name, curves)
+        assert (band.low >= 0).all()
+        assert (band.high <= 1).all()
+
+
+def test_runs_that_diverged_do_not_decide_the_axis() -> None:
+    good, gone = np.array([2.0, 1.0]), np.array([2.0, 1e15])
+    assert shown_range([good, gone], [False, True], "train_loss") == (1.0, 2.0)
+    assert not is_logarithmic([good, gone], [False, True], "train_loss")
+    assert shown_range([good, gone], [False, False], "train_loss") is None
+    assert shown_range([gone], [True], "train_loss") is None
+    assert shown_range([good, np.array([2.0, 2.5])], [False, True], "train_loss") is None

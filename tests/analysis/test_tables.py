@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import fedexp as fx
 from fedexp.analysis.summary import summarise
-from fedexp.analysis.tables import comparison_numbers, comparison_table, render_table, text_table
+from fedexp.analysis.tables import (
+    comparison_numbers,
+    comparison_table,
+    format_bytes,
+    format_value,
+    render_table,
+    text_table,
+)
 from tests.helpers.outcomes import outcome
 
 
@@ -63,3 +72,41 @@ def test_formats_of_the_comparison() -> None:
     assert "| 70.00% ± 0.00% |" in render_table("markdown", *table)
     with pytest.raises(fx.UsageError, match="did you mean markdown"):
         render_table("markdwon", *table)
+
+
+def test_cells_state_seeds_rounds_and_references_where_they_differ() -> None:
+    runs = [outcome("fedavg", seed, [0.1] * 7 + [0.7] * 3) for seed in (0, 1)]
+    runs += [outcome("fedavg", 2, [0.1, 0.1]), outcome("fedexp", 0, [0.1, 0.7])]
+    lines = summarise(runs, "test_accuracy", 0.6)
+    _, cells = comparison_table(lines, "test_accuracy", 0.6, 10)
+    assert cells[0][1] == "8.0 ± 0.0 (2 of 3 seeds)"
+    assert cells[0][3] == "70.00% ± 0.00% at round 10 (2 of 3 seeds)"
+    assert cells[1][1:] == ["2", "4.00x", "70.00% at round 2"]
+    other = replace(lines[1], reference="fedavg lr=1")
+    _, cells = comparison_table([lines[0], other], "test_accuracy", 0.6, 10)
+    assert [row[2] for row in cells] == ["1.00x over fedavg", "4.00x over fedavg lr=1"]
+
+
+def test_some_seeds_that_diverged_are_counted() -> None:
+    runs = [outcome("fedadam", 0, [0.1]), outcome("fedadam", 1, [0.1], diverged_at=2)]
+    _, cells = comparison_table(summarise(runs, "test_accuracy", 0.6), "test_accuracy", 0.6, 1)
+    assert cells[0][3] == "diverged (1 of 2 seeds)"
+
+
+def test_an_arrow_shows_which_way_is_better_where_the_name_does_not() -> None:
+    for metric, higher, end in [
+        ("test_f1", True, "f1 ↑"),
+        ("test_perplexity", False, "perplexity ↓"),
+        ("test_accuracy", True, "accuracy"),
+        ("test_loss", False, "loss"),
+    ]:
+        headers, _ = comparison_table([], metric, None, 1, higher=higher)
+        assert headers[3].endswith(end)
+    assert "$\\uparrow$" in render_table("latex", ["f1 ↑"], [])
+
+
+def test_numbers_of_all_kinds_of_metrics() -> None:
+    assert format_value(0.5, "train_accuracy_worst_decile") == "50.00%"
+    assert format_value(12.34567, "test_mae") == "12.35"
+    assert format_value(0.12345, "test_loss") == "0.123"
+    assert [format_bytes(n) for n in (0, 999.9, 1e6, 2.5e13)] == ["0 B", "1 kB", "1 MB", "25 TB"]

@@ -7,6 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+from fedexp.algorithms import ALGORITHMS
 from fedexp.runs import StoredRun, frozen, load_run
 from fedexp.runs.files import Row
 from fedexp.runs.folder import environment
@@ -45,8 +46,12 @@ def stored(
     speed: float = 0.1,
     **more: Any,
 ) -> StoredRun:
-    """Return a run of the toy task; `options` are its `--set` pairs and need not be valid."""
-    spec = frozen(Spec("toy", algorithm, seed, rounds=30).prepare())
+    """Return a run of the toy task; `options` are its `--set` pairs and need not be valid.
+
+    An algorithm that is not of the package has the options of FedExP.
+    """
+    base = algorithm if algorithm in ALGORITHMS else "fedexp"
+    spec = frozen(Spec("toy", base, seed, rounds=30).prepare()) | {"algorithm": algorithm}
     spec["set"] = dict(options or {})
     own = {key: value for key, value in (options or {}).items() if not key.startswith("task.")}
     spec["options"] |= own
@@ -58,11 +63,14 @@ def stored(
 
 def write(root: Path, algorithm: str, seed: int, count: int = 30, speed: float = 0.1) -> Path:
     """Write a run to disk, unfinished if it has fewer than 30 rounds; return its folder."""
-    run = Spec("toy", algorithm, seed, rounds=30).prepare()
+    base = algorithm if algorithm in ALGORITHMS else "fedexp"
+    run = Spec("toy", base, seed, rounds=30).prepare()
     folder = root / f"{algorithm}-{seed}"
     folder.mkdir(parents=True)
-    folder.joinpath("spec.toml").write_text(spec_text(frozen(run)))
+    spec = frozen(run) | {"algorithm": algorithm}
+    folder.joinpath("spec.toml").write_text(spec_text(spec))
     known = environment(run) | {"metric": "test_accuracy", "target": 0.9}
+    known["goal"] = "max:test_accuracy"
     folder.joinpath("environment.json").write_text(json.dumps(known))
     lines = "".join(json.dumps(row) + "\n" for row in rows(count, speed, seed))
     folder.joinpath("records.jsonl").write_text(lines)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.analysis.summary import Curve, mean_and_spread, spans_decades
+from fedexp.analysis.summary import Curve, is_logarithmic, metric_band, shown_range
 from fedexp.errors import UsageError
 from fedexp.runs.spec import Outcome
 
@@ -33,12 +34,66 @@ COLOURS = {
     "fedprox-exp": "#3B2F8F",
 }
 
+# The same, lightened for a dark page.
+DARK = {
+    "fedexp": "#F5843C",
+    "fedavg": "#4393DB",
+    "scaffold": "#2BC497",
+    "fedadagrad": "#E08FBE",
+    "fedprox": "#93D7FF",
+    "fedadam": "#F2B632",
+    "fedavgm": "#C9A866",
+    "fedyogi": "#A8A8A8",
+    "scaffold-exp": "#A4E8D4",
+    "fedexp-m": "#FF9C8F",
+    "fedprox-exp": "#B7ABFF",
+}
+# Of algorithms that are not of this package, on a light and a dark page, in their order.
+OWN = (
+    ("#000000", "#F2F2F2"),
+    ("#882255", "#F06CB8"),
+    ("#1B7837", "#7CE07C"),
+    ("#332288", "#CDBEFF"),
+    ("#888888", "#7C7C7C"),
+    ("#661100", "#E6E65C"),
+)
+DASHES = ("-", "--", ":", "-.", (0, (8, 2)), (0, (8, 2, 1, 2)))  # as matplotlib takes them
+
 CHARACTERS_PER_INCH = 11  # of a title
 SUPERSCRIPT = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 
+@dataclass(frozen=True)
+class Style:
+    """How the lines of an algorithm look.
+
+    Attributes:
+        light: colour on a light page.
+        dark: colour on a dark page.
+        dash: index of the dash pattern of its first series.
+    """
+
+    light: str
+    dark: str
+    dash: int = 0
+
+
+def styles(algorithms: Iterable[str]) -> dict[str, Style]:
+    """Return a style for each algorithm; those of the user's own differ in colour and dashes.
+
+    >>> styles(["fedexp", "mine", "yours"])["yours"]
+    Style(light='#882255', dark='#F06CB8', dash=2)
+    """
+    names = list(dict.fromkeys(algorithms))
+    own = [name for name in names if name not in COLOURS]
+    known = {name: Style(COLOURS[name], DARK[name]) for name in names if name in COLOURS}
+    return known | {
+        name: Style(*OWN[at % len(OWN)], dash=(at + 1) % len(DASHES)) for at, name in enumerate(own)
+    }
+
+
 def colour(name: str) -> str:
-    """Return the colour of an algorithm; black for an unknown one."""
+    """Return the colour of an algorithm of this package; black for an unknown one."""
     return COLOURS.get(name, "#000000")
 
 
@@ -148,12 +203,8 @@ def comparison_figure(
     panels = list(dict.fromkeys([metric, "train_loss", "server_lr"]))
     figure, axes = new_figure(len(panels))
     for name, panel in zip(panels, axes, strict=True):
-        for algorithm, own in _by_algorithm(outcomes, name).items():
-            _draw_band(panel, own, algorithm, smooth)
-        label(panel, "round", NAMES.get(name, name))
-        curves = [outcome.curve(name) for outcome in outcomes]
-        if not name.endswith("accuracy") and spans_decades(curves):
-            log_scale(panel)
+        _draw_comparison(panel, outcomes, name, smooth)
+        label(panel, "round", NAMES.get(name, name.replace("_", " ")))
     if target is not None:
         axes[0].axhline(target, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
     axes[0].legend(frameon=False, fontsize=9)
@@ -161,20 +212,66 @@ def comparison_figure(
     return figure
 
 
-def _by_algorithm(outcomes: Sequence[Outcome], name: str) -> dict[str, list[Curve]]:
-    """Return the curves of each algorithm, one per seed."""
+def _draw_comparison(axes: Axes, outcomes: Sequence[Outcome], name: str, smooth: int) -> None:
+    """Draw one line per algorithm, the mean over its seeds."""
     groups: dict[str, list[Curve]] = {}
     for outcome in outcomes:
         groups.setdefault(outcome.spec.algorithm, []).append(outcome.curve(name))
-    return groups
+    for algorithm, style in styles(groups).items():
+        draw_band(axes, groups[algorithm], name, style, smooth, text=algorithm)
+    curves = [outcome.curve(name) for outcome in outcomes]
+    fit_axis(axes, curves, [outcome.diverged_at is not None for outcome in outcomes], name)
 
 
-def _draw_band(axes: Axes, curves: Sequence[Curve], algorithm: str, smooth: int = 1) -> None:
-    """Draw the mean as a line and one standard deviation as a band."""
-    rounds, mean, spread = mean_and_spread(curves, smooth)
-    if not len(rounds):
-        return
-    axes.plot(rounds, mean, color=colour(algorithm), linewidth=1.6, label=algorithm)
-    if spread.any():
-        low = np.maximum(mean - spread, np.nanmin([np.nanmin(curve) for curve in curves]))
-        axes.fill_between(rounds, low, mean + spread, color=colour(algorithm), alpha=0.15, lw=0)
+def draw_band(
+    axes: Axes,
+    curves: Sequence[Curve],
+    name: str,
+    style: Style,
+    smooth: int = 1,
+    variant: int = 0,
+    seeds: int | None = None,
+    text: str | None = None,
+) -> Any:
+    """Draw the mean, pale where some seeds have ended, in a band of one standard deviation.
+
+    Args:
+        axes: the panel.
+        curves: one per seed.
+        name: of the metric.
+        style: of the algorithm.
+        smooth: rounds of the moving average.
+        variant: index of the series among those of its algorithm, for the dash pattern.
+        seeds: how many seeds make the mean complete; all when None.
+        text: the label in the legend.
+
+    Returns:
+        The line; None without a value.
+    """
+    band = metric_band(name, curves, smooth)
+    if not band.rounds.size:
+        return None
+    look: dict[str, Any] = {
+        "color": style.light,
+        "linestyle": DASHES[(style.dash + variant) % len(DASHES)],
+    }
+    complete = np.where(band.seeds >= (seeds or len(curves)), band.mean, np.nan)
+    if np.isnan(complete).any():
+        axes.plot(band.rounds, band.mean, linewidth=1.0, alpha=0.5, **look)
+    (line,) = axes.plot(band.rounds, complete, linewidth=1.6, label=text, **look)
+    if band.std.any():
+        axes.fill_between(band.rounds, band.low, band.high, color=style.light, alpha=0.15, lw=0)
+    return line
+
+
+def fit_axis(axes: Axes, curves: Sequence[Curve], diverged: Sequence[bool], name: str) -> None:
+    """Make the vertical axis logarithmic where that helps, and leave out runs that diverged."""
+    is_log = is_logarithmic(curves, diverged, name)
+    if is_log:
+        log_scale(axes)
+    found = shown_range(curves, diverged, name)
+    if found is not None:
+        low, high = found
+        margin = 0.05 * (high - low or abs(high) or 1.0)
+        ratio = (high / low) ** 0.05 if is_log else 1.0
+        axes.set_ylim(*((low / ratio, high * ratio) if is_log else (low - margin, high + margin)))

@@ -1,21 +1,25 @@
 """Statistics over the seeds of an algorithm.
 
 `summarise` gives a comparison its table: rounds to a target, speed-up over FedAvg, final metric.
-`pool_seeds` gives figures their curves: mean and standard deviation, round by round. A curve has
-one value per round and NaN where the model was not evaluated.
+`metric_band` gives figures their curves: mean and standard deviation, round by round. A curve has
+one value per round and NaN where the model was not evaluated. Seeds may have unequal numbers of
+rounds: one that is too short to tell whether it reaches the target is left out, and counted.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
-from fedexp.runs.spec import Outcome, allow_rounding, is_better_higher
+from fedexp.runs.spec import Outcome, allow_rounding
 
 Curve = np.ndarray[Any, np.dtype[np.float64]]
+AT_LEAST_ONE = ("server_lr", "diversity")  # fields that most rules never let fall below 1
+STRETCH = 3  # times the range of the other runs, above which those that diverged are cut off
+REFERENCE = "fedavg"  # the algorithm that speed-ups are over
 
 
 def rounds_to(curve: Curve, target: float, higher: bool) -> int | None:
@@ -37,12 +41,17 @@ class Line:
     Attributes:
         algorithm: its name.
         rounds: rounds to the target of each seed that reached it.
-        seeds: number of seeds.
+        seeds: number of seeds, without those in `short`.
         finals: the final metric of each seed; NaN if the run diverged.
         spread: standard deviation of the final metric over seeds and the window of rounds that
             `finals` average; None for a single value.
         speedup: FedAvg's mean rounds over this one's; None unless all seeds reached the target.
         at_least: whether a seed of FedAvg missed the target, so that the speed-up is a lower bound.
+        missed: number of rounds of each seed that missed the target and did not diverge.
+        diverged: number of seeds that diverged.
+        short: number of seeds that have too few rounds to tell; they count in no column but finals.
+        final_round: the round that `finals` are of; earlier for a run that stopped at its target.
+        reference: the line that the speed-up is over.
     """
 
     algorithm: str
@@ -52,6 +61,11 @@ class Line:
     spread: float | None = None
     speedup: float | None = None
     at_least: bool = False
+    missed: list[int] = field(default_factory=list)
+    diverged: int = 0
+    short: int = 0
+    final_round: int | None = None
+    reference: str | None = None
 
     @property
     def mean_rounds(self) -> float | None:
@@ -60,31 +74,121 @@ class Line:
 
 
 def summarise(
-    outcomes: Sequence[Outcome], metric: str, target: float | None, smooth: int = 1
+    outcomes: Sequence[Outcome],
+    metric: str,
+    target: float | None,
+    smooth: int = 1,
+    higher: bool | None = None,
 ) -> list[Line]:
-    """Return one line per algorithm, in the given order.
-
-    The final metric is the mean over the last `smooth` rounds (20 in the paper's table of 2,000
-    rounds). Rounds to the target are those of the unsmoothed curve, as in the paper's Table 1.
-    """
-    higher = is_better_higher(metric)
+    """Return one line per algorithm, in the given order; see `summarise_groups`."""
     by_name: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
         by_name.setdefault(outcome.spec.algorithm, []).append(outcome)
-    lines = []
-    for name, group in by_name.items():
-        curves = [outcome.curve(metric) for outcome in group]
-        hits = [rounds_to(c, target, higher) if target is not None else None for c in curves]
-        ends = [_end(o, c, smooth) for o, c in zip(group, curves, strict=True)]
-        finals = [float(np.mean(end)) for end in ends]
-        reached = [hit for hit in hits if hit is not None]
-        lines.append(Line(name, reached, len(group), finals, spread_of(np.concatenate(ends))))
-    reference = next((line for line in lines if line.algorithm == "fedavg"), None)
-    if reference is None:
-        return lines
-    ended = [each for each in by_name["fedavg"] if each.diverged_at is None] or outcomes
-    rounds = max(len(outcome.rows) for outcome in ended)
-    return [_speedup(each, reference, rounds) for each in lines]
+    references = dict.fromkeys(by_name, REFERENCE) if REFERENCE in by_name else {}
+    return summarise_groups(by_name, metric, target, smooth, higher, references)
+
+
+def summarise_groups(
+    groups: Mapping[str, Sequence[Outcome]],
+    metric: str,
+    target: float | None,
+    smooth: int = 1,
+    higher: bool | None = None,
+    references: Mapping[str, str] | None = None,
+) -> list[Line]:
+    """Return one line per group of seeds.
+
+    The final metric is the mean over the last `smooth` rounds (20 in the paper's table of 2,000
+    rounds). Rounds to the target are those of the unsmoothed curve, as in the paper's Table 1.
+
+    Args:
+        groups: outcomes by label, one per seed.
+        metric: field of the records.
+        target: value that counts as reached.
+        smooth: window of the final metric, in rounds.
+        higher: whether larger values are better; None for accuracies only.
+        references: the group that the speed-up of a group is over; without one it has none.
+    """
+    higher = is_accuracy(metric) if higher is None else higher
+    lines = {
+        label: _line(label, group, metric, target, smooth, higher)
+        for label, group in groups.items()
+    }
+    result = []
+    for label, line in lines.items():
+        reference = (references or {}).get(label)
+        if reference is not None:
+            ended = [o for o in groups[reference] if o.diverged_at is None]
+            every = ended or [o for group in groups.values() for o in group]
+            longest = max(len(outcome.rows) for outcome in every)
+            line = _speedup(line, lines[reference], longest)
+        result.append(line)
+    return result
+
+
+def _line(
+    label: str,
+    group: Sequence[Outcome],
+    metric: str,
+    target: float | None,
+    smooth: int,
+    higher: bool,
+) -> Line:
+    curves = [outcome.curve(metric) for outcome in group]
+    hits = [rounds_to(c, target, higher) if target is not None else None for c in curves]
+    counted = _long_enough(group, hits) if target is not None else list(range(len(group)))
+    final_round = common_length([_length(each) for each in group if each.diverged_at is None])
+    ends = [
+        _end(outcome, curve[:final_round], smooth)
+        for outcome, curve in zip(group, curves, strict=True)
+        if outcome.diverged_at is not None or _length(outcome) >= final_round
+    ]
+    missed = [
+        len(group[at].rows) for at in counted if hits[at] is None and group[at].diverged_at is None
+    ]
+    return Line(
+        label,
+        [hit for at in counted if (hit := hits[at]) is not None],
+        len(counted),
+        [float(np.mean(end)) for end in ends],
+        spread_of(np.concatenate(ends)),
+        missed=missed,
+        diverged=sum(outcome.diverged_at is not None for outcome in group),
+        short=len(group) - len(counted),
+        final_round=final_round,
+    )
+
+
+def _length(outcome: Outcome) -> int:
+    """Return the rounds that a run was given; a run that ended at its target has fewer rows."""
+    return max(outcome.spec.rounds or 0 if outcome.status == "target" else 0, len(outcome.rows))
+
+
+def _long_enough(group: Sequence[Outcome], hits: Sequence[int | None]) -> list[int]:
+    """Return the indices of the seeds that are long enough to tell whether they reach the target.
+
+    A seed that missed it is too short if it has fewer rounds than the slowest seed that reached
+    it, or, where none did, than the longest seed. So is then every seed of no more rounds, whether
+    it reached the target or not: to count only those that did would favour lucky seeds.
+    """
+    ended = [at for at, outcome in enumerate(group) if outcome.diverged_at is None]
+    longest = max((_length(group[at]) for at in ended), default=0)
+    slowest = max((hit for hit in hits if hit is not None), default=longest)
+    missed = [_length(group[at]) for at in ended if hits[at] is None]
+    cutoff = max((length for length in missed if length < slowest), default=-1)
+    return [at for at, o in enumerate(group) if o.diverged_at is not None or _length(o) > cutoff]
+
+
+def common_length(lengths: Sequence[int]) -> int:
+    """Return the number of rounds at which runs of unequal length are compared.
+
+    It is where rounds times seeds is largest, so that neither a trial of 5 rounds nor a single long
+    run replaces several seeds of 500.
+
+    >>> common_length([5, 500, 500]), common_length([500, 500, 500, 1200])
+    (500, 500)
+    """
+    return max(lengths, default=0, key=lambda n: (n * sum(each >= n for each in lengths), n))
 
 
 def spread_of(values: np.ndarray[Any, Any]) -> float | None:
@@ -101,13 +205,19 @@ def _end(outcome: Outcome, curve: Curve, window: int) -> Curve:
     return last[~np.isnan(last)] if not np.isnan(last).all() else known[-1:]
 
 
-def _speedup(line: Line, reference: Line, rounds: int) -> Line:
-    """Add the speed-up; a seed of FedAvg that missed the target counts with all `rounds`."""
+def _speedup(line: Line, reference: Line, longest: int) -> Line:
+    """Add the speed-up; a seed of FedAvg that missed the target counts with the rounds it had.
+
+    One that diverged counts with `longest`. A lower bound under 1 states nothing and is left out.
+    """
+    line = replace(line, reference=reference.algorithm)
     if line.mean_rounds is None:
         return line
     missing = reference.seeds - len(reference.rounds)
-    theirs = (sum(reference.rounds) + missing * rounds) / reference.seeds
-    return replace(line, speedup=theirs / line.mean_rounds, at_least=missing > 0)
+    diverged = missing - len(reference.missed)
+    total = sum(reference.rounds) + sum(reference.missed) + diverged * longest
+    speedup = total / reference.seeds / line.mean_rounds
+    return line if missing and speedup < 1 else replace(line, speedup=speedup, at_least=missing > 0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,8 +228,9 @@ class Band:
         rounds: counted from 1.
         mean: over the seeds that have a value.
         std: their standard deviation; 0 for one value.
-        low: mean - std; the least value if that is not positive but all values are, for log axes.
-        high: mean + std, or the upper bound of the metric.
+        low: mean - std; the least value of the round where that is below the lower bound of the
+            metric, and never below all values of a metric that is never negative.
+        high: mean + std; the greatest value where that is above the upper bound.
         seeds: how many seeds have a value.
     """
 
@@ -131,7 +242,41 @@ class Band:
     seeds: Curve
 
 
-def pool_seeds(curves: Sequence[Curve], window: int = 1, top: float = np.inf) -> Band:
+def is_accuracy(name: str) -> bool:
+    """Return whether a record field is a share between 0 and 1, shown in percent.
+
+    >>> is_accuracy("test_accuracy"), is_accuracy("train_accuracy_worst_decile")
+    (True, True)
+    """
+    return "accuracy" in name
+
+
+def metric_band(
+    name: str, curves: Sequence[Curve], window: int = 1, complete: bool = False
+) -> Band:
+    """Pool the curves of a metric within the bounds of its values.
+
+    `complete` selects the rounds at which every curve has a value.
+
+    Accuracies are in [0, 1]. The server step size is at least 1 if no value of these curves is
+    below: its rule clamps it. What is never negative, such as most losses, has a band that is not.
+
+    >>> low = metric_band("server_lr", [np.array([1.0]), np.array([3.0])]).low
+    >>> low.tolist()
+    [1.0]
+    """
+    least = min((float(_known(curve).min()) for curve in curves if _known(curve).size), default=0.0)
+    bottom = 1.0 if name in AT_LEAST_ONE and least >= 1 else None
+    band = pool_seeds(curves, window, 1.0 if is_accuracy(name) else np.inf, bottom)
+    if not complete:
+        return band
+    here = band.seeds == len(curves)
+    return Band(**{field: values[here] for field, values in vars(band).items()})
+
+
+def pool_seeds(
+    curves: Sequence[Curve], window: int = 1, top: float = np.inf, bottom: float | None = None
+) -> Band:
     """Pool curves round by round, also after the shorter ones have ended.
 
     Args:
@@ -139,6 +284,7 @@ def pool_seeds(curves: Sequence[Curve], window: int = 1, top: float = np.inf) ->
         window: each round pools the last `window` rounds of the seeds that have a value there, as
             in the paper's long runs (docs/paper.md#rounds-and-seeds).
         top: the largest possible value.
+        bottom: the smallest possible value; None for 0 where no value is negative.
 
     >>> band = pool_seeds([np.array([1.0, 2.0, 9.0]), np.array([3.0, np.nan])])
     >>> band.mean.tolist(), band.seeds.tolist()
@@ -153,28 +299,50 @@ def pool_seeds(curves: Sequence[Curve], window: int = 1, top: float = np.inf) ->
     mean = np.array([pool.mean() for pool in pools], dtype=np.float64)
     std = np.array([spread_of(pool) or 0.0 for pool in pools], dtype=np.float64)
     least = np.array([pool.min() for pool in pools], dtype=np.float64)
-    low = np.where((mean <= std) & (least > 0), least, mean - std)
+    most = np.array([pool.max() for pool in pools], dtype=np.float64)
+    low, high = mean - std, mean + std
+    outside = (low <= 0) & (least >= 0) if bottom is None else low < bottom
     rounds = (evaluated + 1).astype(np.float64)
     seeds = here.sum(axis=0)[evaluated].astype(np.float64)
-    return Band(rounds, mean, std, low, np.minimum(mean + std, top), seeds)
-
-
-def mean_and_spread(curves: Sequence[Curve], smooth: int = 1) -> tuple[Curve, Curve, Curve]:
-    """Return rounds, mean and standard deviation where every curve has a value.
-
-    >>> rounds, mean, spread = mean_and_spread([np.array([1.0, 2.0, 9.0]), np.array([3.0, 4.0])])
-    >>> rounds.tolist(), mean.tolist()
-    ([1.0, 2.0], [2.0, 3.0])
-    """
-    band = pool_seeds(curves, smooth)
-    complete = band.seeds == len(curves)
-    return band.rounds[complete], band.mean[complete], band.std[complete]
+    if least.size and least.min() >= 0:  # so that a log axis is not stretched
+        low = np.maximum(low, least.min())
+    low = np.where(outside, least, low)
+    return Band(rounds, mean, std, low, np.where(high > top, most, high), seeds)
 
 
 def spans_decades(curves: Sequence[Curve]) -> bool:
     """Return whether positive values differ by a factor above 100, so that a log axis helps."""
     known = _known(np.concatenate([*curves, np.empty(0)]))
     return bool(known.size and known.min() > 0 and known.max() / known.min() > 100)
+
+
+def shown_range(
+    curves: Sequence[Curve], diverged: Sequence[bool], name: str
+) -> tuple[float, float] | None:
+    """Return the range of an axis that runs which diverged would stretch; None to show all.
+
+    The range is that of the other runs. An accuracy has no such problem.
+    """
+    good = _known(np.concatenate([np.empty(0), *_without(curves, diverged)]))
+    every = _known(np.concatenate([np.empty(0), *curves]))
+    if is_accuracy(name) or not good.size or good.size == every.size:
+        return None
+    low, high = float(good.min()), float(good.max())
+    with np.errstate(over="ignore"):
+        stretched = every.max() - every.min() > STRETCH * (high - low or abs(high) or 1.0)
+    return (low, high) if stretched else None
+
+
+def is_logarithmic(curves: Sequence[Curve], diverged: Sequence[bool], name: str) -> bool:
+    """Return whether the axis of a metric is logarithmic: not for accuracies, nor for one value.
+
+    Runs that diverged do not decide it, unless all did.
+    """
+    return not is_accuracy(name) and spans_decades(_without(curves, diverged) or curves)
+
+
+def _without(curves: Sequence[Curve], diverged: Sequence[bool]) -> list[Curve]:
+    return [curve for curve, gone in zip(curves, diverged, strict=True) if not gone]
 
 
 def _known(values: Curve) -> Curve:

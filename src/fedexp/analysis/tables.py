@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from fedexp.analysis.summary import Line, spread_of
+from fedexp.analysis.summary import Line, is_accuracy, spread_of
 from fedexp.errors import unknown_name
 from fedexp.runs.spec import Outcome
 
@@ -16,23 +16,48 @@ Cells = Sequence[Sequence[str]]
 
 
 def comparison_table(
-    lines: Sequence[Line], metric: str, target: float | None, rounds: int, smooth: int = 1
+    lines: Sequence[Line],
+    metric: str,
+    target: float | None,
+    rounds: int,
+    smooth: int = 1,
+    higher: bool | None = None,
 ) -> tuple[list[str], list[list[str]]]:
-    """Return headers and cells: rounds to target, speed-up over FedAvg and final metric."""
+    """Return headers and cells: rounds to target, speed-up over FedAvg and final metric.
+
+    The final metric has the round in which it was measured where lines differ in it, and a cell has
+    the number of its seeds where some were left out. Speed-ups over different lines name them.
+
+    Args:
+        lines: one per algorithm.
+        metric: field of the records.
+        target: value that counts as reached.
+        rounds: of a line whose seeds have all diverged.
+        smooth: window of the final metric, in rounds.
+        higher: marks the metric by an arrow if its name does not show which way is better.
+    """
     reach = "target" if target is None else format_value(target, metric)
-    final = f"final {metric.replace('_', ' ')}"
     over = f" (last {smooth} rounds)" if smooth > 1 else ""
+    final = f"final {metric.replace('_', ' ')}{_arrow(metric, higher)}"
     headers = ["algorithm", f"rounds to {reach}", "speed-up", final + over]
+    several_ends = len({line.final_round for line in lines if line.final_round}) > 1
+    several_references = len({line.reference for line in lines if line.speedup is not None}) > 1
     cells = [
         [
             line.algorithm,
             "-" if target is None else _rounds_cell(line, rounds),
-            _speedup_cell(line),
-            _final_cell(line, metric),
+            _speedup_cell(line, several_references),
+            _final_cell(line, metric, several_ends),
         ]
         for line in lines
     ]
     return headers, cells
+
+
+def _arrow(metric: str, higher: bool | None) -> str:
+    if higher is None or is_accuracy(metric) or metric.endswith("loss"):
+        return ""
+    return " ↑" if higher else " ↓"
 
 
 def comparison_numbers(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
@@ -119,12 +144,29 @@ FORMATS: dict[str, Callable[[Sequence[str], Cells], str]] = {
 
 
 def format_value(value: float, metric: str) -> str:
-    """Format accuracies in percent, losses with three digits.
+    """Format accuracies in percent, losses with three digits, other metrics with four.
 
     >>> format_value(0.925, "test_accuracy"), format_value(2e-6, "train_loss")
     ('92.50%', '2e-06')
+    >>> format_value(0.87654, "test_f1"), format_value(123.456, "test_perplexity")
+    ('0.8765', '123.5')
     """
-    return f"{100 * value:.2f}%" if metric.endswith("accuracy") else f"{value:.3g}"
+    if is_accuracy(metric):
+        return f"{100 * value:.2f}%"
+    return f"{value:.3g}" if metric.endswith("loss") else f"{value:.4g}"
+
+
+def format_bytes(count: float) -> str:
+    """Format a number of bytes with three digits.
+
+    >>> format_bytes(999), format_bytes(12_345), format_bytes(4.2e9)
+    ('999 B', '12.3 kB', '4.2 GB')
+    """
+    units = ("B", "kB", "MB", "GB", "TB")
+    power = 0
+    while power < len(units) - 1 and float(f"{count / 1000**power:.3g}") >= 1000:
+        power += 1
+    return f"{float(f'{count / 1000**power:.3g}'):g} {units[power]}"
 
 
 def warning_lines(outcomes: Sequence[Outcome]) -> list[str]:
@@ -142,22 +184,34 @@ def warning_lines(outcomes: Sequence[Outcome]) -> list[str]:
 
 def _rounds_cell(line: Line, rounds: int) -> str:
     if line.mean_rounds is None:
-        return f">{rounds} ({len(line.rounds)}/{line.seeds} seeds)"
+        missed = min(line.missed, default=line.final_round or rounds)
+        return f">{missed} ({len(line.rounds)}/{line.seeds} seeds)"
     spread = f" ± {np.std(line.rounds, ddof=1):.1f}" if line.seeds > 1 else ""
-    return f"{line.mean_rounds:.1f}{spread}" if spread else f"{line.mean_rounds:.0f}"
+    mean = f"{line.mean_rounds:.1f}{spread}" if spread else f"{line.mean_rounds:.0f}"
+    return mean + _some(line.seeds, line.seeds + line.short)
 
 
-def _speedup_cell(line: Line) -> str:
+def _speedup_cell(line: Line, several: bool) -> str:
     if line.speedup is None:
         return "-"
-    return f"{'>' if line.at_least else ''}{line.speedup:.2f}x"
+    over = f" over {line.reference}" if several else ""
+    return f"{'>' if line.at_least else ''}{line.speedup:.2f}x{over}"
 
 
-def _final_cell(line: Line, metric: str) -> str:
+def _final_cell(line: Line, metric: str, several: bool) -> str:
+    if line.diverged:
+        return "diverged" + _some(line.diverged, line.seeds + line.short)
     if np.isnan(line.finals).any():
-        return "diverged"
+        return "-"
     mean = format_value(float(np.mean(line.finals)), metric)
-    return mean if line.spread is None else f"{mean} ± {format_value(line.spread, metric)}"
+    text = mean if line.spread is None else f"{mean} ± {format_value(line.spread, metric)}"
+    at = f" at round {line.final_round}" if several else ""
+    return text + at + _some(len(line.finals), line.seeds + line.short)
+
+
+def _some(number: int, seeds: int) -> str:
+    """Return how many seeds a cell is of, where it is not all."""
+    return f" ({number} of {seeds} seeds)" if number < seeds else ""
 
 
 def _justify(row: Sequence[str], widths: Sequence[int]) -> list[str]:
@@ -167,7 +221,8 @@ def _justify(row: Sequence[str], widths: Sequence[int]) -> list[str]:
 
 def _latex(cell: str) -> str:
     """Escape LaTeX's special characters."""
-    escaped = {"\\": r"\textbackslash{}", "±": r"$\pm$", "~": r"\textasciitilde{}"}
+    escaped = {"\\": r"\textbackslash{}", "±": r"$\pm$", "↑": r"$\uparrow$", "↓": r"$\downarrow$"}
+    escaped |= {"~": r"\textasciitilde{}"}
     escaped |= {c: rf"${c}$" for c in "<>"} | {c: rf"\{c}" for c in "&%$#_{}"}
     escaped["^"] = r"\textasciicircum{}"
     return "".join(escaped.get(character, character) for character in cell)

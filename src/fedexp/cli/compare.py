@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     outcomes, status = run_many(args, Many(specs, task, first.rounds, _label, jobs))
     if outcomes is None:
         return status
-    lines = summarise(outcomes, metric, target, args.smooth)
+    lines = summarise(outcomes, metric, target, args.smooth, first.task.goal.higher)
     title = _title(first, args.seeds)
     save(comparison_figure(outcomes, metric, target, title, args.smooth), picture)
     _report(args, first, lines, outcomes, target)
@@ -125,7 +125,8 @@ def _report(
         return
     if args.format == "text":
         print(_title(first, args.seeds))
-    readable = comparison_table(lines, metric, target, first.rounds, args.smooth)
+    higher = first.task.goal.higher
+    readable = comparison_table(lines, metric, target, first.rounds, args.smooth, higher)
     table = comparison_numbers(lines) if args.format == "csv" else readable
     print(render_table(args.format, *table))
 

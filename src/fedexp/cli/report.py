@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from fedexp.analysis.plots import check_writable
-from fedexp.analysis.report.charts import check_metrics, write_figures
-from fedexp.analysis.report.page import count, render, write_page
-from fedexp.analysis.report.sections import Targets, load_all, sections
+from fedexp.analysis.report.filters import Filters
+from fedexp.analysis.report.page import count, write_report
+from fedexp.analysis.report.sections import Targets
+from fedexp.cli.options import listed
 from fedexp.errors import UsageError, require
 from fedexp.runs import StoredRun, find_runs, load_run
 from fedexp.runs.files import disk_errors, write_bytes
@@ -44,7 +44,8 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         default=[],
         metavar="M",
-        help="draw this, e.g. test_accuracy or eps_share, instead of the defaults; may be repeated",
+        help="draw this, e.g. test_accuracy or max:test_f1, instead of the defaults; "
+        "may be repeated",
     )
     parser.add_argument(
         "--target",
@@ -53,6 +54,7 @@ def add_parser(subparsers: Any) -> None:
         metavar="[TASK=]X",
         help="accuracy (or loss) to reach; may be repeated",
     )
+    _add_filters(parser)
     parser.set_defaults(run=report)
 
     parser = subparsers.add_parser(
@@ -77,6 +79,27 @@ def _add_runs(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("filters", "only runs that all of them accept are shown")
+    group.add_argument("--algorithm", default="", metavar="A,B,...", help="of these algorithms")
+    group.add_argument("--task", default="", metavar="T,...", help="of these tasks")
+    group.add_argument(
+        "--rounds", default="", metavar="N,M-K,...", help="with this many rounds, or in a range"
+    )
+    group.add_argument(
+        "--since",
+        metavar="WHEN",
+        help="started in the last 2h or 3d, or since 2026-11-01 or another ISO time",
+    )
+    group.add_argument(
+        "--exclude",
+        action="append",
+        default=[],
+        metavar="PATTERN",
+        help="without those whose id or folder matches, e.g. '*-s3-*'; may be repeated",
+    )
+
+
 def _check_runs(args: argparse.Namespace) -> None:
     for path in args.runs:
         require(path.is_dir(), f"{path}: no such folder; name a run folder, or a folder of runs")
@@ -85,21 +108,26 @@ def _check_runs(args: argparse.Namespace) -> None:
 def report(args: argparse.Namespace) -> int:
     """Write the page, and the figures if they are wanted."""
     _check_runs(args)
-    targets = Targets.parse(args.target)
-    runs, problems = load_all(args.runs)
-    for line in problems:
-        print(f"fedexp: warning: {line}", file=sys.stderr)
-    found = sections(runs)
-    check_metrics(found, args.metric)
-    targets.check(found)
-    if args.figures:
-        check_writable(args.figures / "curves.png", "--figures")
-    write_page(args.out, render(found, args.metric, targets))
-    size = f"{count(len(runs), 'run')}, {count(len(found), 'task')}"
-    print(f"wrote {args.out} ({size})", file=sys.stderr)
-    if args.figures:
-        for path in write_figures(found, args.metric, args.figures):
-            print(f"wrote {path}", file=sys.stderr)
+    written = write_report(
+        args.runs,
+        args.out,
+        metrics=args.metric,
+        targets=Targets.parse(args.target),
+        filters=Filters(
+            tuple(listed(args.algorithm)),
+            tuple(listed(args.task)),
+            tuple(listed(args.rounds)),
+            args.since,
+            tuple(args.exclude),
+        ),
+        figures=args.figures,
+        on_problem=lambda line: print(f"fedexp: warning: {line}", file=sys.stderr),
+    )
+    size = f"{count(written.runs, 'run')}, {count(written.tasks, 'task')}"
+    left_out = f"; {written.left_out}" if written.left_out else ""
+    print(f"wrote {args.out} ({size}{left_out})", file=sys.stderr)
+    for path in written.figures:
+        print(f"wrote {path}", file=sys.stderr)
     return 0
 
 

@@ -24,7 +24,7 @@ from fedexp.analysis.plots import (
     new_figure,
     save,
 )
-from fedexp.analysis.summary import mean_and_spread
+from fedexp.analysis.summary import AT_LEAST_ONE, Band, Curve, is_accuracy, metric_band
 from fedexp.analysis.tables import render_table
 from fedexp.errors import UsageError
 from fedexp.reproduce.study import Findings, Plan, count
@@ -233,21 +233,29 @@ def draw_panel(
 
     lowest, highest = np.inf, 0.0
     for name, shade in zip(series, _colours(series), strict=True):
-        rounds, mean, spread = mean_and_spread([o.curve(metric) for o in series[name]], window)
+        curves = [outcome.curve(metric) for outcome in series[name]]
+        band = metric_band(metric, curves, window, complete=True)
+        rounds, mean = band.rounds, band.mean
         if not len(rounds):
             continue
         dot = "o" if len(rounds) == 1 else None
         axes.plot(rounds, mean, color=shade, linewidth=1.5, marker=dot, label=name)
-        if spread.any():
-            least = (
-                0.0 if metric.endswith("accuracy") else mean.min() / 2
-            )  # positive, for a log axis
-            low = np.maximum(mean - spread, least)
-            axes.fill_between(rounds, low, mean + spread, color=shade, alpha=0.15, lw=0)
+        if band.std.any():
+            axes.fill_between(rounds, *_edges(metric, band), color=shade, alpha=0.15, lw=0)
         lowest, highest = min(lowest, float(mean.min())), max(highest, float(mean.max()))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    if not metric.endswith("accuracy") and 0 < 100 * lowest < highest:
+    if not is_accuracy(metric) and 0 < 100 * lowest < highest:
         log_scale(axes)
+
+
+def _edges(metric: str, band: Band) -> tuple[Curve, Curve]:
+    """Return the edges of a band: an accuracy is in [0, 1], a clamped step size at least 1."""
+    if metric in AT_LEAST_ONE:
+        return band.low, band.high
+    if is_accuracy(metric):
+        return np.maximum(band.mean - band.std, 0.0), np.minimum(band.mean + band.std, 1.0)
+    least = band.mean.min() / 2  # positive, for a log axis
+    return np.maximum(band.mean - band.std, least), band.mean + band.std
 
 
 def _colours(series: Mapping[str, Any]) -> list[str]:

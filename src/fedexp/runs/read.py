@@ -46,7 +46,8 @@ DIGITS = 7  # significant digits of a 32-bit float
 TIME_DIGITS = 4
 # Of the environment, without command and platform, which name folders and machines.
 ARCHIVED = (
-    *("fedexp", "python", "torch", "numpy", "device", "threads", "started", "metric", "target"),
+    *("fedexp", "python", "torch", "numpy", "device", "threads", "started"),
+    *("metric", "goal", "target"),
     "git",  # commits of the code
     "engine",  # the engine that trained, and why
     "note",  # remark of whoever archives the run

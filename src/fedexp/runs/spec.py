@@ -340,11 +340,6 @@ class Outcome:
         return np.array(known, dtype=np.float64)
 
 
-def is_better_higher(metric: str) -> bool:
-    """Return whether larger values of a metric are better: of accuracies, not of losses."""
-    return metric.endswith("accuracy")
-
-
 def allow_rounding(target: float, higher: bool) -> float:
     """Return the target less the rounding error of a metric that is a mean of fractions.
 

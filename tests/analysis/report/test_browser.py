@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.sync_api import Browser, Locator, Page, sync_playwright
 
-from fedexp.analysis.report.page import render, write_page
+from fedexp.analysis.report.page import render, write_page, write_report
 from fedexp.analysis.report.sections import Targets, load_all, sections
 from tests.helpers.stored_runs import write
 
@@ -192,3 +194,50 @@ def test_dark_mode_applies_while_the_page_is_open(visit: Visit) -> None:
     visit.page.wait_for_function(text_has_changed, arg=day[2])
     assert all(before != after for before, after in zip(day, colours(), strict=True))
     visit.page.emulate_media(color_scheme="light")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_long_names_and_many_columns_fit_a_small_phone(
+    browser: Browser, tmp_path: Path, scheme: str
+) -> None:
+    for name in ("fedavg", "fedexp", "a_rule_of_my_own_whose_name_is_longer_than_a_telephone"):
+        folder = write(tmp_path / "runs", name, 0)
+        rows = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+        more = {"test_a_metric_with_a_rather_long_name": 0.5, "bytes_up": 9, "bytes_down": 9}
+        text = "".join(json.dumps(row | more) + "\n" for row in rows)
+        (folder / "records.jsonl").write_text(text)
+    page = write_report([tmp_path / "runs"], tmp_path / "report.html").page
+    size = {"width": 360, "height": 740}
+    options = {"viewport": size, "is_mobile": True, "has_touch": True, "color_scheme": scheme}
+    visit = Visit(browser, page.as_uri(), **options)
+    assert visit.page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert visit.page.evaluate("innerWidth") == 360
+    buttons = "[...document.querySelectorAll('button, h2, h3, caption span, .goal')]"
+    right = f"Math.max(...{buttons}.map((e) => e.getBoundingClientRect().right))"
+    assert visit.page.evaluate(right) <= 360
+    visit.check()
+    visit.context.close()
+
+
+def test_the_axis_is_that_of_the_runs_that_did_not_diverge(
+    browser: Browser, tmp_path: Path
+) -> None:
+    write(tmp_path / "runs", "fedexp", 0)
+    folder = write(tmp_path / "runs", "fedadam", 0, count=9)
+    rows = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    rows[-1]["train_loss"] = 1e20
+    (folder / "records.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    result = {"status": "diverged", "rounds": 9, "diverged_at": 9, "seconds": 1.0}
+    (folder / "result.json").write_text(json.dumps(result))
+    page = write_report([tmp_path / "runs"], tmp_path / "report.html").page
+    visit = Visit(browser, page.as_uri())
+    plot = visit.page.locator("figure[data-chart=train_loss] .plot")
+    assert plot.evaluate("(plot) => plot._fullLayout.yaxis.range[1]") < 2
+    cross = "(plot) => plot.data.find((t) => t.name === 'fedadam' && t.mode === 'markers').y[0]"
+    assert plot.evaluate(cross) < 2
+    visit.page.locator("figure[data-chart=train_loss]").get_by_role(
+        "button", name="log axis"
+    ).click()
+    assert plot.evaluate("(plot) => 10 ** plot._fullLayout.yaxis.range[1]") < 2
+    visit.check()
+    visit.context.close()

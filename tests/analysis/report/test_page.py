@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import sys
+import tomllib
 from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +17,8 @@ from fedexp.analysis.report.charts import chart_names, main_metric
 from fedexp.analysis.report.sections import Targets, sections
 from fedexp.errors import UsageError
 from fedexp.runs import StoredRun
-from tests.helpers.stored_runs import stored
+from fedexp.runs.spec import spec_text
+from tests.helpers.stored_runs import stored, write
 
 plotly_source = page.plotly_source
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&{{data}}"
@@ -170,3 +174,108 @@ def test_the_engine_is_shown_where_it_is_recorded() -> None:
     for entry in ("engine reason", "auto: on a GPU", "engine implementation", "CUDA graph"):
         assert entry in text
     assert "engine reason" not in Elements(made(stored())).text
+
+
+def with_f1(algorithm: str = "fedexp", **more: Any) -> StoredRun:
+    """Return a run of a task whose goal is a metric of the user's."""
+    run = stored(algorithm, **more)
+    run.environment.update(metric="test_f1", goal="max:test_f1", target=0.5)
+    for row in run.rows:
+        row |= {"test_f1": row["round"] / 40, "test_perplexity": 1e5 / row["round"] ** 4}
+        row |= {"train_accuracy_worst_decile": 0.25, "bytes_up": 1000, "bytes_down": 3000}
+    return run
+
+
+def test_the_goal_comes_first_and_every_metric_is_drawn() -> None:
+    text = made(with_f1(), with_f1("fedavg"))
+    elements = Elements(text)
+    charts = [figure["data-chart"] for figure in elements.all("figure")]
+    assert charts[:3] == ["test_f1", "test_accuracy", "train_loss"]
+    assert set(charts) > {"test_perplexity", "train_accuracy_worst_decile", "server_lr"}
+    assert "↑ higher is better" in elements.text
+    for cell in ("rounds to 0.5", "final test f1 ↑", "0.75", "last test f1"):
+        assert cell in elements.text
+    numbers = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert numbers is not None
+    by_name = {chart["name"]: chart for chart in json.loads(numbers[1])[0]["charts"]}
+    assert by_name["test_perplexity"]["log"]
+    assert by_name["train_accuracy_worst_decile"]["percent"]
+    assert by_name["test_f1"]["target"] == 0.5
+
+
+def test_any_number_of_the_records_is_drawn_where_asked_for() -> None:
+    elements = Elements(made(with_f1(), wanted=("bytes_up", "clients")))
+    assert [figure["data-chart"] for figure in elements.all("figure")] == ["bytes_up", "clients"]
+
+
+def test_a_target_needs_a_direction() -> None:
+    with pytest.raises(UsageError, match="write --metric max:test_perplexity or min:"):
+        made(with_f1(), wanted=("test_perplexity",), target=("3",))
+
+
+def test_a_metric_may_state_its_direction(tmp_path: Path) -> None:
+    folder = write(tmp_path / "runs", "fedexp", 0)
+    lines = [json.loads(line) for line in (folder / "records.jsonl").read_text().splitlines()]
+    more = "".join(json.dumps(row | {"test_mae": 9 / row["round"]}) + "\n" for row in lines)
+    (folder / "records.jsonl").write_text(more)
+    out = tmp_path / "report.html"
+    page.write_report([folder], out, metrics=["min:test_mae"], targets=Targets(1.0))
+    text = Elements(out.read_text()).text
+    assert "rounds to 1speed-upfinal test mae ↓" in text
+    assert "fedexp9-0.3" in text
+
+
+def test_the_bytes_that_were_sent() -> None:
+    assert "sent per runfedexp" in (text := Elements(made(with_f1())).text)
+    assert "120 kB" in text  # 30 rounds of 4 kB
+    assert "sent per run" not in made(stored())
+
+
+def test_unequal_lengths_leave_speed_ups_and_say_so() -> None:
+    runs = [stored("fedavg", seed, speed=0.08) for seed in (0, 1)]
+    runs += [stored("fedexp", seed, speed=0.2) for seed in (0, 1)]
+    result = {"status": "finished", "rounds": 3, "diverged_at": None, "seconds": 1.0}
+    runs.append(stored("fedavg", 2, count=3, rounds=3, result=result))
+    text = Elements(made(*runs)).text
+    assert "(2 of 3 seeds)" in text
+    assert re.search(r"fedexp\d+\.\d ± \d+\.\d[2-9]\.\d\dx", text)
+    assert "too few rounds to reach the target do not count" in text
+
+
+def test_a_run_that_diverged_leaves_the_axis_to_the_others() -> None:
+    result = {"status": "diverged", "rounds": 9, "diverged_at": 9, "seconds": 1.0}
+    gone = stored("fedadam", count=9, result=result)
+    gone.rows[-1]["train_loss"] = 1e20
+    text = made(stored(), gone)
+    numbers = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert numbers is not None
+    by_name = {chart["name"]: chart for chart in json.loads(numbers[1])[0]["charts"]}
+    assert by_name["train_loss"]["range"][1] < 2
+    assert by_name["test_accuracy"]["range"] is None
+
+
+@pytest.mark.parametrize(
+    ("cohort", "words"),
+    [
+        (1, "1 of 2 clients per round"),
+        (0.5, "50% of 2 clients per round"),
+        ([0], "1 of 2 clients per round"),
+        ("night", "clients of 2 by night"),
+    ],
+)
+def test_cohorts_of_every_kind(cohort: Any, words: str) -> None:
+    assert words in made(stored(cohort=cohort))
+
+
+def test_own_files_are_in_the_commands_and_are_never_imported(tmp_path: Path) -> None:
+    study = tmp_path / "study.py"
+    study.write_text("raise RuntimeError('imported')\n")
+    folder = write(tmp_path / "runs", "mine", 0)
+    spec = tomllib.loads((folder / "spec.toml").read_text())
+    own = {name: value for name, value in spec.items() if name not in ("format", "id")}
+    own |= {"task_source": f"{study}:task", "algorithm_source": f"{study}:mine"}
+    (folder / "spec.toml").write_text(spec_text(own | {"task": "own"}))
+    out = tmp_path / "report.html"
+    page.write_report([folder], out, figures=tmp_path / "figures")
+    assert f"fedexp run {study}:task --algorithm {study}:mine --seed 0" in out.read_text()
+    assert "study" not in sys.modules

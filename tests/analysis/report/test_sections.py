@@ -4,10 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fedexp.analysis.report.sections import common_and_differing, load_all, sections, status
+from fedexp.analysis.report.sections import (
+    common_and_differing,
+    distinct,
+    load_all,
+    sections,
+    status,
+)
 from fedexp.errors import UsageError
 from tests.helpers.stored_runs import stored, write
 
@@ -17,7 +24,7 @@ def test_seeds_are_one_series_and_settings_are_not() -> None:
     many = [stored(seed=0, options={"server.eps": "0.2"}), stored("fedavg")]
     (section,) = sections(few + many)
     labels = [series.label for series in section.series]
-    assert labels == ["fedexp (eps=0.1)", "fedexp (eps=0.2)", "fedavg"]
+    assert labels == ["fedexp eps=0.1", "fedexp eps=0.2", "fedavg"]
     assert [run.spec["seed"] for run in section.series[0].runs] == [0, 1]
 
 
@@ -27,7 +34,7 @@ def test_settings_that_differ_in_a_late_digit_have_different_names() -> None:
     for run, options in zip(runs, close, strict=True):
         run.spec["options"] |= options
     (section,) = sections(runs)
-    assert [s.label for s in section.series] == ["fedexp (eps=0.100001)", "fedexp (eps=0.100002)"]
+    assert [s.label for s in section.series] == ["fedexp eps=0.100001", "fedexp eps=0.100002"]
 
 
 def test_a_task_with_other_options_is_another_task() -> None:
@@ -81,4 +88,68 @@ def test_no_runs_is_a_mistake() -> None:
 def test_another_device_is_another_setting() -> None:
     there = stored()
     (section,) = sections([there, replace(there, spec={**there.spec, "device": "cuda"})])
-    assert [s.label for s in section.series] == ["fedexp (device=cuda)", "fedexp (device=none)"]
+    assert [s.label for s in section.series] == ["fedexp device=cuda", "fedexp device=none"]
+
+
+def test_the_number_of_rounds_does_not_split_a_series(tmp_path: Path) -> None:
+    runs = [stored(seed=0), stored(seed=1), stored(seed=2, count=5, rounds=5)]
+    (section,) = sections(runs)
+    (series,) = section.series
+    assert (series.label, len(series.runs), series.seeds) == ("fedexp", 3, 2)
+    assert series.settings["rounds"] == "5 to 30"
+    short = replace(stored(seed=0, count=5, rounds=5), folder=tmp_path / "trial")
+    left, problems = distinct([short, *runs])
+    assert left[0] is runs[0]
+    assert problems == ["trial is the beginning of a longer run; the longer one counts"]
+
+
+@pytest.mark.parametrize(
+    "settings", [{"options": {"local.lr_schedule": "cosine"}}, {"privacy": {"kind": "central"}}]
+)
+def test_rounds_split_a_series_where_they_decide_its_first_round(settings: Any) -> None:
+    (section,) = sections([stored(**settings), stored(rounds=60, **settings)])
+    assert [s.label for s in section.series] == ["fedexp rounds=30", "fedexp rounds=60"]
+
+
+def test_a_label_has_what_the_user_has_set_and_not_what_follows() -> None:
+    modes = [stored(mode=mode) for mode in ("paper", "authors-code")]
+    modes[1].spec["options"] |= {"average_last": 1, "local.lr_decay": 0.9, "server.factor": 3}
+    assert [s.label for s in sections(modes)[0].series] == [
+        "fedexp mode=authors-code",
+        "fedexp mode=paper",
+    ]
+    for run, eps, lr in zip(modes, (0.1, 0.2), (1.0, 2.0), strict=True):
+        run.spec.update(mode="paper", changed=["server.eps", "local.lr"])
+        run.spec["options"] |= {"server.eps": eps, "local.lr": lr}
+    labels = [s.label for s in sections(modes)[0].series]
+    assert all("eps=" in label and "local.lr=" in label for label in labels)
+    assert all("factor" not in label for label in labels)
+
+
+def test_where_a_file_is_does_not_matter() -> None:
+    here, there = (stored("mine", seed) for seed in (0, 1))
+    here.spec["task_source"], there.spec["task_source"] = "a/study.py:task", "b/study.py:task"
+    assert [s.label for s in sections([here, there])[0].series] == ["mine"]
+
+
+def test_speed_ups_are_over_fedavg_with_the_nearest_settings() -> None:
+    runs = [stored(name, options={"local.lr": lr}) for name in ("fedavg", "fedexp") for lr in "12"]
+    (section,) = sections(runs)
+    assert section.references == {
+        f"{name} local.lr={lr}": f"fedavg local.lr={lr}"
+        for name in ("fedavg", "fedexp")
+        for lr in "12"
+    }
+    assert sections([stored()])[0].references == {}
+
+
+def test_the_goal_is_recorded_or_follows_from_the_name_of_the_metric() -> None:
+    run = stored()
+    (old,) = sections([run])
+    assert str(old.goal) == "max:test_accuracy"
+    assert (old.direction("train_loss"), old.direction("test_f1")) == (False, None)
+    run.environment.update(goal="min:test_perplexity", metric="test_perplexity")
+    (new,) = sections([run])
+    assert new.direction("test_perplexity") is False
+    run.environment.pop("goal")
+    assert sections([run])[0].goal is None  # neither recorded nor clear from the name

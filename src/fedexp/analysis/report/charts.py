@@ -2,21 +2,30 @@
 
 page.js draws what `section_payload` returns; `write_figures` draws the same curves with matplotlib,
 one column per task and one row per metric. An algorithm has one colour, and one dash pattern for
-each of its settings.
+each of its settings. Runs that diverged do not decide the range of an axis.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.analysis.plots import NAMES, colour, label, new_figure, save
+from fedexp.analysis.plots import (
+    NAMES,
+    draw_band,
+    fit_axis,
+    label,
+    new_figure,
+    save,
+)
 from fedexp.analysis.report.sections import WINDOW, Section, Series, status
-from fedexp.analysis.summary import Band, Curve, spans_decades
+from fedexp.analysis.summary import Band, Curve, is_accuracy, is_logarithmic, shown_range
 from fedexp.analysis.tables import format_value
 from fedexp.errors import UsageError, require, unknown_name
 
@@ -24,41 +33,35 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The colours of `fedexp.analysis.plots`, lightened for a dark page.
-DARK = {
-    "fedexp": "#F5843C",
-    "fedavg": "#4393DB",
-    "scaffold": "#2BC497",
-    "fedadagrad": "#E08FBE",
-    "fedprox": "#93D7FF",
-    "fedadam": "#F2B632",
-    "fedavgm": "#C9A866",
-    "fedyogi": "#A8A8A8",
-    "scaffold-exp": "#A4E8D4",
-    "fedexp-m": "#FF9C8F",
-    "fedprox-exp": "#B7ABFF",
-}
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 SVG_DASHES = ("none", "7 4", "2 3", "7 3 2 3", "11 4", "11 3 2 3")
-MPL_DASHES = ("-", "--", ":", "-.", (0, (8, 2)), (0, (8, 2, 1, 2)))
 
 DEFAULT_METRICS = ("test_accuracy", "train_accuracy", "train_loss")  # the first that a task has
-CHARTS = ("test_accuracy", "train_accuracy", "test_loss", "train_loss", "server_lr", "diversity")
+FIRST = ("test_accuracy", "train_accuracy", "test_loss", "train_loss")  # charts, after the goal
+LAST = ("server_lr", "diversity")
 TITLES = {**NAMES, "diversity": "diversity ratio", "eps_share": "share of eps"}
 FORMATS = ("png", "svg", "pdf")
 PANEL = (3.3, 2.6)  # inches
-CHARACTERS_PER_INCH = 13  # of a figure's legend
+CHARACTERS_PER_INCH, TITLE_PER_INCH = 13, 10  # of a figure's legend, of a panel's title
 Payload = dict[str, Any]
 
 
-def dark_colour(algorithm: str) -> str:
-    """Return the colour of an algorithm on a dark page; white for an unknown one."""
-    return DARK.get(algorithm, "#F2F2F2")
+def dash(series: Series) -> int:
+    """Return the index of the dash pattern of a series."""
+    return (series.style.dash + series.variant) % len(DASHES)
 
 
 def chart_names(section: Section, wanted: Sequence[str]) -> list[str]:
-    """Return the charts of a section: the wanted or the default ones that it has data for."""
-    return [name for name in wanted or CHARTS if name in section.names]
+    """Return the charts of a section: the wanted or the default ones that it has data for.
+
+    The default is the goal, accuracies and losses, all other metrics of the task, and the server.
+    """
+    if wanted:
+        return [name for name in wanted if name in section.names]
+    goal = [section.goal.metric] if section.goal else []
+    own = sorted(name for name in section.names if name.startswith(("test_", "train_")))
+    ordered = dict.fromkeys([*goal, *FIRST, *own, *LAST])
+    return [name for name in ordered if name in section.names]
 
 
 def check_metrics(sections: Sequence[Section], wanted: Sequence[str]) -> None:
@@ -70,10 +73,12 @@ def check_metrics(sections: Sequence[Section], wanted: Sequence[str]) -> None:
 
 
 def main_metric(section: Section, wanted: Sequence[str]) -> str:
-    """Return the metric that the table compares: a wanted one, the task's own, or a default."""
-    for name in (*wanted, section.runs[0].environment.get("metric"), *DEFAULT_METRICS):
-        if name in section.names and str(name).endswith(("accuracy", "loss")):
-            return str(name)
+    """Return the metric that the table compares: a wanted one, the task's goal, or a default."""
+    goal = [section.goal.metric] if section.goal else []
+    for name in (*wanted, *goal, *DEFAULT_METRICS):
+        is_metric = name.startswith(("test_", "train_")) or section.direction(name) is not None
+        if name in section.names and is_metric:
+            return name
     return DEFAULT_METRICS[-1]
 
 
@@ -84,9 +89,9 @@ def section_payload(
     keys = [
         {
             "name": series.label,
-            "light": colour(series.algorithm),
-            "dark": dark_colour(series.algorithm),
-            "dash": DASHES[series.variant % len(DASHES)],
+            "light": series.style.light,
+            "dark": series.style.dark,
+            "dash": DASHES[dash(series)],
         }
         for series in section.series
     ]
@@ -106,26 +111,42 @@ def describe(section: Section, name: str) -> str:
 
 
 def title(name: str) -> str:
-    """Return the title of a metric's chart."""
-    return TITLES.get(name, name.replace("_", " "))
+    """Return the title of a metric's chart.
+
+    >>> title("server_lr"), title("train_accuracy_worst_decile")
+    ('server step size', 'training accuracy, worst decile')
+    """
+    plain = re.sub(r"^train ", "training ", name.replace("_", " "))
+    return TITLES.get(name, plain.replace(" worst decile", ", worst decile"))
 
 
 def _chart(section: Section, name: str, target: float | None) -> Payload:
     curves = [_curve(at, series, name) for at, series in enumerate(section.series)]
-    every = [curve for series in section.series for curve in series.curves(name)]
+    every, diverged = _every_curve(section, name)
     return {
         "name": name,
-        "percent": name.endswith("accuracy"),
-        "log": not name.endswith("accuracy") and spans_decades(every),
+        "percent": is_accuracy(name),
+        "log": is_logarithmic(every, diverged, name),
+        "range": shown_range(every, diverged, name),
         "target": target,
         "curves": [curve for curve in curves if curve["raw"]["rounds"]],
     }
+
+
+def _every_curve(section: Section, name: str) -> tuple[list[Curve], list[bool]]:
+    """Return the curves of all runs, and which of the runs diverged."""
+    outcomes = [outcome for series in section.series for outcome in series.outcomes()]
+    return (
+        [outcome.curve(name) for outcome in outcomes],
+        [outcome.diverged_at is not None for outcome in outcomes],
+    )
 
 
 def _curve(at: int, series: Series, name: str) -> Payload:
     return {
         "series": at,
         "runs": len(series.runs),
+        "seeds": series.seeds,
         "raw": _points(series.band(name)),
         "smooth": _points(series.band(name, WINDOW)),
         "ends": _ends(series, name),
@@ -189,10 +210,13 @@ def curves_figure(sections: Sequence[Section], wanted: Sequence[str] = ()) -> Fi
         panel.set_visible(name is not None)
         if name is not None:
             lines |= _draw_panel(panel, section, name)
-            label(panel, "round", title(name), section.title if row == 0 else "")
-    width = CHARACTERS_PER_INCH * PANEL[0] * len(sections) // (max(map(len, lines)) + 6)
+            heading = fill(section.title, int(TITLE_PER_INCH * PANEL[0])) if row == 0 else ""
+            label(panel, "round", title(name), heading)
+    most = int(CHARACTERS_PER_INCH * PANEL[0] * len(sections))
+    texts = [fill(text, most - 6) for text in lines]
+    width = most // (max(len(line) for text in texts for line in text.splitlines()) + 6)
     style: dict[str, Any] = {"loc": "outside upper center", "frameon": False, "fontsize": 9}
-    figure.legend(lines.values(), lines.keys(), ncols=max(1, min(len(lines), int(width))), **style)
+    figure.legend(lines.values(), texts, ncols=max(1, min(len(lines), width)), **style)
     return figure
 
 
@@ -209,29 +233,12 @@ def _rows(sections: Sequence[Section], wanted: Sequence[str]) -> list[list[str |
 def _draw_panel(axes: Axes, section: Section, name: str) -> dict[str, Any]:
     lines = {}
     for series in section.series:
-        line = _draw_series(axes, series, name)
+        curves = series.curves(name)
+        style, seeds = series.style, series.seeds
+        line = draw_band(axes, curves, name, style, variant=series.variant, seeds=seeds)
         if line is not None:
             lines[series.label] = line
-    every = [curve for series in section.series for curve in series.curves(name)]
-    if spans_decades(every) and not name.endswith("accuracy"):
-        axes.set_yscale("log")
-    if name.endswith("accuracy"):
+    fit_axis(axes, *_every_curve(section, name), name)
+    if is_accuracy(name):
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:.0f}%")
     return lines
-
-
-def _draw_series(axes: Axes, series: Series, name: str) -> Any:
-    """Draw the mean, pale where some seeds have ended, and a band of one standard deviation."""
-    band = series.band(name)
-    if not band.rounds.size:
-        return None
-    style: dict[str, Any] = {
-        "color": colour(series.algorithm),
-        "linestyle": MPL_DASHES[series.variant % len(MPL_DASHES)],
-    }
-    axes.plot(band.rounds, band.mean, linewidth=1.0, alpha=0.5, **style)
-    complete = np.where(band.seeds == len(series.runs), band.mean, np.nan)
-    (line,) = axes.plot(band.rounds, complete, linewidth=1.6, **style)
-    if band.std.any():
-        axes.fill_between(band.rounds, band.low, band.high, color=style["color"], alpha=0.15, lw=0)
-    return line

@@ -44,9 +44,9 @@ function band(points, colour) {
   };
 }
 
-// Pale where some seeds have ended, strong where the mean is over all of them.
+// Pale where some seeds have ended early, strong where the mean is over all that were given as many rounds.
 function lines(points, curve, key, colour, chart) {
-  const complete = points.mean.map((mean, at) => (points.seeds[at] === curve.runs ? mean : null));
+  const complete = points.mean.map((mean, at) => (points.seeds[at] >= curve.seeds ? mean : null));
   const strong = {
     x: points.rounds,
     y: complete,
@@ -64,11 +64,13 @@ function lines(points, curve, key, colour, chart) {
   return [pale, { ...strong, hoverinfo: "skip" }];
 }
 
-function endMarkers(curve, key, colour) {
+// A run that diverged may have left the axis: its cross stays at the edge.
+function endMarkers(curve, key, colour, chart) {
   const diverged = (end) => end.status.startsWith("diverged");
+  const [low, high] = chart.range ?? [-Infinity, Infinity];
   return {
     x: curve.ends.map((end) => end.round),
-    y: curve.ends.map((end) => end.value),
+    y: curve.ends.map((end) => Math.min(Math.max(end.value, low), high)),
     mode: "markers",
     marker: {
       symbol: curve.ends.map((end) => (diverged(end) ? "x" : "circle-open")),
@@ -90,7 +92,7 @@ function traces(section, chart, state) {
     const drawn = [
       band(points, colour),
       ...lines(points, curve, key, colour, chart),
-      endMarkers(curve, key, colour),
+      endMarkers(curve, key, colour, chart),
     ];
     const visible = !state.hidden.has(curve.series);
     return drawn.map((trace) => ({ ...trace, type: "scatter", name: escapeHtml(key.name), visible }));
@@ -116,10 +118,18 @@ function targetLine(chart) {
 function ticks(chart, scale) {
   if (chart.percent) return { tickformat: ".0%" };
   if (scale === "linear") return { exponentformat: "e" };
-  const values = chart.curves.flatMap((curve) => curve.raw.mean).filter((value) => value > 0);
+  const values = chart.range ?? chart.curves.flatMap((curve) => curve.raw.mean).filter((value) => value > 0);
   const decades = Math.log10(Math.max(...values) / Math.min(...values));
   const dtick = decades > 1 && decades < 8 ? 1 : undefined;
   return { exponentformat: "power", tickfont: { size: 10 }, dtick };
+}
+
+// With a margin, and without runs that diverged, which would flatten all others.
+function range(chart, scale) {
+  if (chart.range === null || (scale === "log" && chart.range[0] <= 0)) return {};
+  const [low, high] = scale === "log" ? chart.range.map(Math.log10) : chart.range;
+  const margin = 0.05 * (high - low || Math.abs(high) || 1);
+  return { range: [low - margin, high + margin] };
 }
 
 function layout(chart, scale) {
@@ -153,7 +163,7 @@ function layout(chart, scale) {
       spikecolor: css("--quiet"),
       spikethickness: 1,
     },
-    yaxis: { ...axis, type: scale, ...ticks(chart, scale) },
+    yaxis: { ...axis, type: scale, ...ticks(chart, scale), ...range(chart, scale) },
   };
 }
 

@@ -12,58 +12,134 @@ import hashlib
 import html
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
 from fedexp import __version__
-from fedexp.analysis.plots import colour
+from fedexp.analysis.plots import check_writable
 from fedexp.analysis.report.charts import (
     SVG_DASHES,
     Payload,
     chart_names,
-    dark_colour,
+    check_metrics,
+    dash,
     describe,
     main_metric,
     section_payload,
     title,
+    write_figures,
 )
+from fedexp.analysis.report.filters import Filters, Selection
 from fedexp.analysis.report.sections import (
     WINDOW,
     Section,
     Series,
     Targets,
     common_and_differing,
+    distinct,
+    load_runs,
     status,
     value_text,
 )
-from fedexp.analysis.summary import summarise
-from fedexp.analysis.tables import comparison_table, format_value, warning_lines
+from fedexp.analysis.report.sections import sections as sections_of
+from fedexp.analysis.summary import Line, summarise_groups
+from fedexp.analysis.tables import comparison_table, format_bytes, format_value, warning_lines
 from fedexp.errors import UsageError
 from fedexp.optional import extra
 from fedexp.runs import StoredRun
 from fedexp.runs.files import write_bytes
 from fedexp.runs.folder import rerun
+from fedexp.runs.spec import Outcome
+from fedexp.tasks.metrics import parse_goal
 
 NOTHING = "-"
 
 
-def render(sections: Sequence[Section], wanted: Sequence[str], targets: Targets) -> str:
+@dataclass(frozen=True)
+class Report:
+    """What `write_report` wrote.
+
+    Attributes:
+        page: the HTML file.
+        figures: static figures, if they were wanted.
+        runs: number of runs on the page.
+        tasks: number of its sections.
+        left_out: what filters removed; empty if nothing.
+    """
+
+    page: Path
+    figures: list[Path]
+    runs: int
+    tasks: int
+    left_out: str
+
+
+def write_report(
+    paths: Iterable[Path],
+    page: Path,
+    *,
+    metrics: Sequence[str] = (),
+    targets: Targets | None = None,
+    filters: Filters | None = None,
+    figures: Path | None = None,
+    on_problem: Callable[[str], None] = lambda line: None,
+) -> Report:
+    """Write the runs in some folders as one page, and as figures.
+
+    Args:
+        paths: run folders, or folders of them.
+        page: the HTML file.
+        metrics: record fields to draw instead of the default ones; "max:test_f1" or "min:..." also
+            judges by it.
+        targets: values to reach; by default those of the tasks.
+        filters: which runs to show.
+        figures: folder for PNG, SVG and PDF.
+        on_problem: called with a line for each run that is unreadable or a duplicate, and for
+            each pattern that matches no run.
+    """
+    goals = [parse_goal(text) for text in metrics if ":" in text]
+    wanted = [text.rpartition(":")[2] for text in metrics]
+    loaded, problems = load_runs(paths)
+    for line in problems:
+        on_problem(line)
+    selection = (filters or Filters()).select(loaded)
+    runs, repeated = distinct(selection.runs)
+    for line in (*repeated, *(f"{text} matches no run" for text in selection.idle)):
+        on_problem(line)
+    sections = sections_of(runs, goals[0] if goals else None)
+    targets = targets or Targets()
+    check_metrics(sections, wanted)
+    targets.check(sections)
+    if figures:
+        check_writable(figures / "curves.png", "--figures")
+    write_page(page, render(sections, wanted, targets, selection))
+    drawn = write_figures(sections, wanted, figures) if figures else []
+    return Report(page, drawn, len(runs), len(sections), str(selection))
+
+
+def render(
+    sections: Sequence[Section],
+    wanted: Sequence[str],
+    targets: Targets,
+    selection: Selection | None = None,
+) -> str:
     """Return the page.
 
     Args:
         sections: in order.
         wanted: the metrics to draw; empty for the default ones.
         targets: the values to reach, by task.
+        selection: what filters left out.
     """
     plotly, script = plotly_source(), _file("page.js")
     values = {
         "policy": escape(_policy(plotly, script)),
         "style": _file("page.css"),
         "title": escape(_title(sections)),
-        "lead": escape(_lead(sections)),
+        "lead": escape(_lead(sections, str(selection or ""))),
         "contents": _contents(sections),
         "sections": join(_section(i, s, wanted, targets) for i, s in enumerate(sections)),
         "environments": environments([run for s in sections for run in s.runs]),
@@ -131,11 +207,12 @@ def _title(sections: Sequence[Section]) -> str:
     return "FedExP report: " + ", ".join(dict.fromkeys(section.task for section in sections))
 
 
-def _lead(sections: Sequence[Section]) -> str:
+def _lead(sections: Sequence[Section], left_out: str) -> str:
     runs = [run for section in sections for run in section.runs]
     days = sorted({str(run.environment.get("started", ""))[:10] for run in runs} - {""})
     when = f", run {days[0]}" + (f" to {days[-1]}" if len(days) > 1 else "") if days else ""
-    return f"{count(len(runs), 'run')} on {count(len(sections), 'task')}{when}."
+    without = f" ({left_out})" if left_out else ""
+    return f"{count(len(runs), 'run')} on {count(len(sections), 'task')}{when}{without}."
 
 
 def _contents(sections: Sequence[Section]) -> Markup:
@@ -171,10 +248,23 @@ def _summary(section: Section) -> str:
     if len(numbers) == 1:
         rounds = count(numbers[0], "round")
     seeds = max(len(series.runs) for series in section.series)
-    clients = "clients on Flower"  # their number is not fixed
-    if "clients" in spec:
-        clients = f"{spec.get('cohort') or spec['clients']} of {spec['clients']} clients per round"
-    return f"{rounds}, {clients}, {count(seeds, 'seed')}"
+    return f"{rounds}, {_cohort(spec)}, {count(seeds, 'seed')}"
+
+
+def _cohort(spec: Mapping[str, Any]) -> str:
+    """Return which clients train in a round.
+
+    >>> _cohort({"cohort": 0.1, "clients": 50}), _cohort({"cohort": "nightly", "clients": 9})
+    ('10% of 50 clients per round', 'clients of 9 by nightly')
+    """
+    if "clients" not in spec:
+        return "clients on Flower"  # their number is not fixed
+    chosen, clients = spec.get("cohort") or spec["clients"], spec["clients"]
+    if isinstance(chosen, str):
+        return f"clients of {clients} by {chosen}"
+    size = f"{100 * chosen:g}%" if isinstance(chosen, float) else chosen
+    size = len(chosen) if isinstance(chosen, list) else size
+    return f"{size} of {clients} clients per round"
 
 
 def _toolbar(section: Section) -> Markup:
@@ -199,11 +289,15 @@ def _chart(section: Section, name: str) -> Markup:
         for scale in ("linear", "log")
     ]  # fmt: skip
     symbols = {"server_lr": Markup("η<sub>g</sub>"), "diversity": Markup("<i>r</i>")}
+    goal = section.goal
+    judged = tag("span", "↑ higher is better" if goal and goal.higher else "↓ lower is better",
+                 class_="goal", title="the goal of the task")  # fmt: skip
     return tag(
         "figure",
         tag(
             "div",
             tag("h3", title(name), " ", symbols.get(name, "")),
+            judged if goal and goal.metric == name else "",
             tag("div", *scales, class_="scale", role="group", aria_label="Vertical axis"),
             class_="head",
         ),
@@ -217,13 +311,13 @@ def _chart(section: Section, name: str) -> Markup:
 
 def comparison(section: Section, metric: str, target: float | None) -> Markup:
     """Return rounds to the target, speed-up and final metric of finished runs, with warnings."""
-    finished, outcomes, unfinished = [], [], []
+    finished: dict[str, list[Outcome]] = {}
+    outcomes, unfinished = [], []
     for series in section.series:
         for run, outcome in zip(series.runs, series.outcomes(), strict=True):
-            labelled = replace(outcome, spec=replace(outcome.spec, algorithm=series.label))
-            outcomes.append(labelled)
+            outcomes.append(replace(outcome, spec=replace(outcome.spec, algorithm=series.label)))
             if run.result is not None:
-                finished.append(labelled)
+                finished.setdefault(series.label, []).append(outcome)
             else:
                 name = f"{series.label} (seed {run.spec['seed']})"
                 unfinished.append(f"{name} is {status(run)}; in the curves, not in the table")
@@ -231,15 +325,42 @@ def comparison(section: Section, metric: str, target: float | None) -> Markup:
     notices = tag("ul", *warnings, class_="notices")
     if not finished:
         return join([tag("p", "No run has finished yet, so there is nothing to compare."), notices])
+    higher = section.direction(metric)
+    references = {a: b for a, b in section.references.items() if a in finished and b in finished}
+    lines = summarise_groups(finished, metric, target, 1, higher, references)
+    longest = max(run.spec["rounds"] for run in section.runs)
+    headers, cells = comparison_table(lines, metric, target, longest, higher=higher)
     by_label = {series.label: series for series in section.series}
-    rows: list[list[object]] = []
-    headers: list[str] = []
-    for line in summarise(finished, metric, target):
-        series = by_label[line.algorithm]
-        rounds = series.runs[0].spec["rounds"]
-        headers, ((_, *cells),) = comparison_table([line], metric, target, rounds)
-        rows.append([with_swatch(series), *cells])
-    return join([table("Mean and standard deviation over seeds", headers, rows), notices])
+    rows = [[with_swatch(by_label[name]), *rest] for name, *rest in cells]
+    sent = [_bytes_sent(line, finished[line.algorithm]) for line in lines]
+    if any(number is not None for number in sent):
+        headers = [*headers, "sent per run"]
+        texts = [NOTHING if number is None else format_bytes(number) for number in sent]
+        rows = [[*row, text] for row, text in zip(rows, texts, strict=True)]
+    return join([table(_caption(lines), headers, rows), notices])
+
+
+def _caption(lines: Sequence[Line]) -> str:
+    """Return the caption of the comparison, with what its cells leave out."""
+    parts = ["Mean and standard deviation over seeds"]
+    if any(line.short for line in lines):
+        parts.append("seeds with too few rounds to reach the target do not count")
+    if len({line.reference for line in lines if line.speedup is not None}) > 1:
+        parts.append("speed-ups are over FedAvg with the nearest settings")
+    return "; ".join(parts)
+
+
+def _bytes_sent(line: Line, outcomes: Sequence[Outcome]) -> float | None:
+    """Return the mean bytes up and down until the round of the final values; None if unknown."""
+    totals = []
+    for outcome in outcomes:
+        rows = outcome.rows[: line.final_round]
+        whole = len(rows) == line.final_round or outcome.status == "target"
+        if whole and outcome.diverged_at is None:
+            totals.append([row.get(name) for row in rows for name in ("bytes_up", "bytes_down")])
+    if not totals or any(number is None for numbers in totals for number in numbers):
+        return None
+    return sum(number or 0.0 for numbers in totals for number in numbers) / len(totals)
 
 
 def settings_tables(section: Section) -> Markup:
@@ -335,7 +456,7 @@ def duration(seconds: float) -> str:
 # Environments.
 
 # What differs from run to run, or is shown elsewhere.
-NOT_SHOWN = ("command", "started", "resumed", "metric", "target", "engine")
+NOT_SHOWN = ("command", "started", "resumed", "metric", "goal", "target", "engine")
 
 
 def environments(runs: Sequence[StoredRun]) -> Markup:
@@ -427,7 +548,7 @@ def table(
     ]
     element = tag(
         "table",
-        tag("caption", caption),
+        tag("caption", tag("span", caption)),
         tag("thead", head),
         tag("tbody", *body),
         class_=style,
@@ -442,9 +563,9 @@ def definitions(pairs: Iterable[tuple[str, object]]) -> Markup:
 
 def swatch(series: Series) -> Markup:
     """Return a short line in the colour and dash pattern of a series."""
-    dashes = SVG_DASHES[series.variant % len(SVG_DASHES)]
+    dashes = SVG_DASHES[dash(series)]
     line = tag("line", x1=1, y1=5, x2=25, y2=5, stroke_dasharray=dashes)
-    colours = f"--light: {colour(series.algorithm)}; --dark: {dark_colour(series.algorithm)}"
+    colours = f"--light: {series.style.light}; --dark: {series.style.dark}"
     return tag("svg", line, class_="swatch", viewBox="0 0 26 10", style=colours, aria_hidden="true")
 
 

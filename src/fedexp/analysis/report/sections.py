@@ -1,33 +1,41 @@
-"""The content of a report: stored runs as sections and series, their settings and targets.
+"""The content of a report: stored runs as sections and series, their settings, goals and targets.
 
 A `Section` holds the runs of one task. A `Series` is one line of its charts: the seeds of one
-algorithm with one choice of settings.
+algorithm with one choice of settings, whatever their number of rounds.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.analysis.plots import COLOURS
-from fedexp.analysis.summary import Band, Curve, pool_seeds
-from fedexp.errors import FedExPError, UsageError, unknown_name
+from fedexp.analysis.plots import COLOURS, Style, styles
+from fedexp.analysis.report.filters import Filters
+from fedexp.analysis.summary import (
+    REFERENCE,
+    Band,
+    Curve,
+    common_length,
+    is_accuracy,
+    metric_band,
+)
+from fedexp.errors import FedExPError, UsageError, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.options import Setup, convert
 from fedexp.runs import StoredRun, find_runs, load_run
-from fedexp.runs.spec import Outcome, checked_target
+from fedexp.runs.spec import TYPED, Outcome, checked_target
+from fedexp.tasks.metrics import Goal, parse_goal
 
 WINDOW = 20  # rounds of the moving average, as in the paper
 # Fields of a spec that are not settings of a series; options are, by their own names.
-NOT_SETTINGS = (
-    *("format", "id", "task", "algorithm", "seed"),
-    *("set", "changed", "arguments", "options"),
-)
+NOT_SETTINGS = ("format", "id", "task", "algorithm", "seed", "arguments", "options", *TYPED)
+# Schedules of the learning rate that depend on the number of rounds.
+OVER_ALL_ROUNDS = ("linear", "cosine")
 Settings = dict[str, Any]
 
 
@@ -39,17 +47,28 @@ class Series:
         label: the algorithm, with its settings where it has several series.
         algorithm: its name alone.
         variant: index among the series of its algorithm.
-        runs: one per seed.
+        runs: one per seed; their numbers of rounds may differ.
+        style: colours and dashes of the algorithm, the same in all sections.
     """
 
     label: str
     algorithm: str
     variant: int
     runs: tuple[StoredRun, ...]
+    style: Style
 
     @property
     def settings(self) -> Settings:
-        return settings(self.runs[0])
+        """The settings of its runs; the number of rounds as a range where it differs."""
+        numbers = sorted({run.spec["rounds"] for run in self.runs})
+        rounds = numbers[0] if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]}"
+        return {**settings(self.runs[0]), "rounds": rounds}
+
+    @property
+    def seeds(self) -> int:
+        """The number of seeds whose mean is complete: without runs that were given fewer rounds."""
+        usual = common_length([run.spec["rounds"] for run in self.runs])
+        return sum(run.spec["rounds"] >= usual for run in self.runs)
 
     def outcomes(self) -> list[Outcome]:
         return [run.outcome() for run in self.runs]
@@ -59,22 +78,63 @@ class Series:
         return [outcome.curve(name) for outcome in self.outcomes()]
 
     def band(self, name: str, window: int = 1) -> Band:
-        """Return mean and spread of the curves; an accuracy is at most 1."""
-        top = 1.0 if name.endswith("accuracy") else math.inf
-        return pool_seeds(self.curves(name), window, top)
+        """Return mean and spread of the curves, within the bounds of the metric."""
+        return metric_band(name, self.curves(name), window)
 
 
 @dataclass(frozen=True, eq=False)
 class Section:
-    """A task with its options, and the series of its runs."""
+    """A task with its options, and the series of its runs.
+
+    Attributes:
+        title: the task, with its options.
+        task: its name.
+        series: in the order of the palette.
+        chosen: what to judge by, instead of the task's goal.
+    """
 
     title: str
     task: str
     series: tuple[Series, ...]
+    chosen: Goal | None = None
 
     @property
     def runs(self) -> list[StoredRun]:
         return [run for series in self.series for run in series.runs]
+
+    @cached_property
+    def goal(self) -> Goal | None:
+        """What the runs are judged by; None where neither they nor the user state it."""
+        if self.chosen is not None and self.chosen.metric in self.names:
+            return self.chosen
+        known = [run.environment.get("goal") for run in self.runs]
+        known += [run.environment.get("metric") for run in self.runs]
+        for text in known:
+            with suppress(UsageError):
+                return parse_goal(str(text))
+        return None
+
+    def direction(self, metric: str) -> bool | None:
+        """Return whether larger values are better; None where neither goal nor name show it."""
+        if self.goal is not None and self.goal.metric == metric:
+            return self.goal.higher
+        if is_accuracy(metric):
+            return True
+        return False if metric.endswith("loss") else None
+
+    @cached_property
+    def references(self) -> dict[str, str]:
+        """For each series the one of FedAvg that speed-ups are over: that of the nearest settings.
+
+        By label; empty without a run of FedAvg.
+        """
+        candidates = [series for series in self.series if series.algorithm == REFERENCE]
+        if not candidates:
+            return {}
+        return {
+            series.label: min(candidates, key=lambda each: _distance(series, each)).label
+            for series in self.series
+        }
 
     @cached_property
     def names(self) -> set[str]:
@@ -83,39 +143,84 @@ class Section:
         return {name for row in rows for name, value in row.items() if _is_number(value)}
 
 
-def load_all(paths: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
+def load_all(
+    paths: Iterable[Path], filters: Filters | None = None
+) -> tuple[list[StoredRun], list[str]]:
     """Return the runs in the folders, and a line for each that is unreadable or a duplicate."""
-    runs: dict[str, StoredRun] = {}
-    problems = []
+    runs, problems = load_runs(paths)
+    chosen, repeated = distinct((filters or Filters()).select(runs).runs)
+    return chosen, [*problems, *repeated]
+
+
+def load_runs(paths: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
+    """Return all runs in the folders, and a line for each that is unreadable."""
+    runs, problems = [], []
     for folder in dict.fromkeys(path.resolve() for path in find_runs(paths)):
         try:
-            run = load_run(folder)
+            runs.append(load_run(folder))
         except FedExPError as error:
             problems.append(f"left out: {error}")
-            continue
-        key = repr((_task_key(run), run.spec["algorithm"], run.spec["seed"], settings(run)))
-        other = runs.get(key)
-        if other is not None:
-            problems.append(f"{folder}: the same run as {other.folder}; the longer one counts")
+    return runs, problems
+
+
+def distinct(runs: Iterable[StoredRun]) -> tuple[list[StoredRun], list[str]]:
+    """Return the runs without repetitions, and a line for what is left out.
+
+    Of the same task, algorithm, seed and settings the longest run counts: a run of fewer rounds is
+    the beginning of the longer one.
+    """
+    found: dict[str, StoredRun] = {}
+    problems, parts = [], []
+    for run in runs:
+        key = repr((_task_key(run), run.spec["algorithm"], run.spec["seed"], _identity(run)))
+        other = found.get(key)
+        if other is not None and run.spec["rounds"] == other.spec["rounds"]:
+            problems.append(f"{run.folder}: the same run as {other.folder}; the longer one counts")
+        elif other is not None:
+            parts.append(min(run, other, key=lambda each: len(each.rows)).folder.name)
         if other is None or len(run.rows) > len(other.rows):
-            runs[key] = run
-    return list(runs.values()), problems
+            found[key] = run
+    if parts:
+        verb = "is the beginning of a longer run" if len(parts) == 1 else "are parts of longer runs"
+        problems.append(f"{', '.join(parts)} {verb}; the longer one counts")
+    return list(found.values()), problems
 
 
-def sections(runs: Sequence[StoredRun]) -> list[Section]:
-    """Return one section per task, its series in the order of the palette."""
+def sections(runs: Sequence[StoredRun], chosen: Goal | None = None) -> list[Section]:
+    """Return one section per task; `chosen` is what to judge by, instead of the tasks' goals."""
     if not runs:
         raise UsageError("no runs found; name folders that `fedexp run` or `compare` wrote")
     by_task: dict[str, list[StoredRun]] = {}
     for run in runs:
         by_task.setdefault(_task_title(run), []).append(run)
-    return [Section(title, own[0].spec["task"], _series(own)) for title, own in by_task.items()]
+    looks = styles(sorted({run.spec["algorithm"] for run in runs}))
+    return [
+        Section(title, own[0].spec["task"], _series(own, looks), chosen)
+        for title, own in by_task.items()
+    ]
 
 
 def settings(run: StoredRun) -> Settings:
     """Return everything that determines a run except task, algorithm and seed, by dotted name."""
     plain = {name: value for name, value in run.spec.items() if name not in NOT_SETTINGS}
     return {**plain, **run.spec.get("options", {})}
+
+
+def _identity(run: StoredRun) -> Settings:
+    """Return the settings that separate series.
+
+    The number of rounds is one where it decides what happens in the first of them: a schedule over
+    all rounds, or the noise of a privacy budget.
+    """
+    own = settings(run)
+    decides = own.get("local.lr_schedule") in OVER_ALL_ROUNDS or "privacy" in own
+    return own if decides else {name: value for name, value in own.items() if name != "rounds"}
+
+
+def _distance(one: Series, other: Series) -> int:
+    """Return the number of settings that both series have, with other values."""
+    ours, theirs = _identity(one.runs[0]), _identity(other.runs[0])
+    return sum(ours[name] != theirs[name] for name in ours.keys() & theirs.keys())
 
 
 def status(run: StoredRun) -> str:
@@ -148,25 +253,52 @@ def differing(variants: Sequence[Mapping[str, Any]]) -> list[str]:
     return [n for n in names if len({repr(variant.get(n)) for variant in variants}) > 1]
 
 
-def _series(runs: Sequence[StoredRun]) -> tuple[Series, ...]:
+def _series(runs: Sequence[StoredRun], looks: Mapping[str, Style]) -> tuple[Series, ...]:
     by_algorithm: dict[str, dict[str, list[StoredRun]]] = {}
     for run in runs:
         variants = by_algorithm.setdefault(run.spec["algorithm"], {})
-        variants.setdefault(repr(settings(run)), []).append(run)
+        variants.setdefault(repr(_identity(run)), []).append(run)
     order = list(COLOURS)
     known = sorted(by_algorithm, key=lambda n: (order.index(n) if n in order else len(order), n))
-    return tuple(series for name in known for series in _variants(name, by_algorithm[name]))
+    return tuple(
+        series for name in known for series in _variants(name, by_algorithm[name], looks[name])
+    )
 
 
-def _variants(algorithm: str, variants: Mapping[str, list[StoredRun]]) -> list[Series]:
-    each = [settings(group[0]) for group in variants.values()]
-    names = differing(each)
+def _variants(
+    algorithm: str, variants: Mapping[str, list[StoredRun]], style: Style
+) -> list[Series]:
+    names = _telling([group[0] for group in variants.values()])
+    each = [_identity(group[0]) for group in variants.values()]
     labels = _labels(algorithm, [{name: own.get(name) for name in names} for own in each])
     groups = sorted(zip(labels, variants.values(), strict=True), key=lambda pair: pair[0])
     return [
-        Series(label, algorithm, at, tuple(sorted(runs, key=lambda run: run.spec["seed"])))
+        Series(label, algorithm, at, tuple(sorted(runs, key=lambda run: run.spec["seed"])), style)
         for at, (label, runs) in enumerate(groups)
     ]
+
+
+def _telling(runs: Sequence[StoredRun]) -> list[str]:
+    """Return the settings that a label needs: those that differ and that a user has set.
+
+    Others are in it only where they separate runs that are the same without them: a mode, for
+    instance, but not the ten options that it changes.
+    """
+    every = [_identity(run) for run in runs]
+    typed = {name for run in runs for name in run.spec.get("changed", run.spec.get("set", {}))}
+    names = differing(every)
+    names.sort(key=lambda name: name not in typed and name.partition(".")[2] not in typed)
+    chosen: list[str] = []
+    for name in names:
+        is_typed = name in typed or name.partition(".")[2] in typed
+        if is_typed or _parts(every, [*chosen, name]) > _parts(every, chosen):
+            chosen.append(name)
+    return [name for name in differing(every) if name in chosen]
+
+
+def _parts(every: Sequence[Settings], names: Sequence[str]) -> int:
+    """Return how many of the settings can be told apart by these names."""
+    return len({repr([own.get(name) for name in names]) for own in every})
 
 
 def _labels(algorithm: str, variants: Sequence[Settings]) -> list[str]:
@@ -177,7 +309,7 @@ def _labels(algorithm: str, variants: Sequence[Settings]) -> list[str]:
             [f"{name.removeprefix('server.')}={value_text(v, digits)}" for name, v in own.items()]
             for own in variants
         ]
-        labels = [f"{algorithm} ({', '.join(pairs)})" if pairs else algorithm for pairs in texts]
+        labels = [f"{algorithm} {', '.join(pairs)}" if pairs else algorithm for pairs in texts]
         if len(set(labels)) == len(labels):
             break
     return labels
@@ -256,7 +388,12 @@ class Targets:
     def of(self, section: Section, metric: str) -> float | None:
         """Return the target of a section's metric, or None."""
         named = self.by_task.get(section.task, self.general)
-        if named is not None:
-            return checked_target(named, metric, "--target")
-        known = section.runs[0].environment
-        return known.get("target") if known.get("metric") == metric else None
+        if named is None:
+            known = section.runs[0].environment
+            return known.get("target") if known.get("metric") == metric else None
+        require(
+            section.direction(metric) is not None,
+            f"--target needs to know whether a larger {metric} is better; write --metric "
+            f"max:{metric} or min:{metric}",
+        )
+        return checked_target(named, metric, "--target")
