@@ -155,6 +155,9 @@ def fingerprint(
         "the transform": digest_of(task.transform),
         "the evaluation": digest_of(task.sums),
     }
+    if task.test_offsets is not None:
+        shares = {"offsets": torch.from_numpy(task.test_offsets)}
+        digests["the clients' shares of the test data"] = _tensors(shares)
     if task.metrics:
         digests["the metrics"] = digest_of(dict(task.metrics), task.train_metrics)
     for name, function in functions.items():

@@ -53,7 +53,7 @@ from fedexp.runs import StoredRun
 from fedexp.runs.files import write_bytes
 from fedexp.runs.folder import rerun
 from fedexp.runs.spec import Outcome
-from fedexp.tasks.metrics import parse_goal
+from fedexp.tasks.recipe import parse_goal
 
 NOTHING = "-"
 

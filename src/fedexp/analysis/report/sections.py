@@ -29,7 +29,7 @@ from fedexp.local import LocalTraining
 from fedexp.options import Setup, convert
 from fedexp.runs import StoredRun, find_runs, load_run
 from fedexp.runs.spec import TYPED, Outcome, checked_target
-from fedexp.tasks.metrics import Goal, parse_goal
+from fedexp.tasks.recipe import Goal, parse_goal
 
 WINDOW = 20  # rounds of the moving average, as in the paper
 # Fields of a spec that are not settings of a series; options are, by their own names.
