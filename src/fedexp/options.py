@@ -18,7 +18,6 @@ from typing import Any, Literal
 from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.errors import UsageError, require, unknown_name
 from fedexp.local import ADDED, LocalTraining
-from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
 from fedexp.references import is_reference, load_object, name_in, reference_to
 from fedexp.server import Adagrad, Adam, ExP, MomentumExP, ServerRule, Yogi
 from fedexp.tasks import (
@@ -483,49 +482,3 @@ def _convert_number(value: Any, kind: type, name: str) -> Any:
     if math.isnan(number) or (kind is int and not whole):
         raise UsageError(f"{name} must be {what}, not {value!r}")
     return kind(number)
-
-
-PRIVACY: dict[str, type[CentralPrivacy] | type[LocalPrivacy]] = {
-    "central": CentralPrivacy,
-    "local": LocalPrivacy,
-}
-
-
-def privacy_table(privacy: CentralPrivacy | LocalPrivacy) -> dict[str, Any]:
-    """Return privacy settings as TOML holds them, without those that are not set.
-
-    >>> privacy_table(LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0))
-    {'kind': 'local', 'clip': 1.0, 'delta': 1e-05, 'noise_multiplier': 2.0}
-    """
-    kind = "central" if isinstance(privacy, CentralPrivacy) else "local"
-    fields = {n: v for n, v in vars(privacy).items() if v is not None}
-    return {"kind": kind, **fields}
-
-
-def privacy_from(table: Mapping[str, Any]) -> CentralPrivacy | LocalPrivacy:
-    """Return the privacy settings of a table; the inverse of `privacy_table`."""
-    fields = {name: value for name, value in table.items() if name != "kind"}
-    return PRIVACY[table["kind"]](**fields)
-
-
-def parse_privacy(text: str) -> CentralPrivacy | LocalPrivacy:
-    """Return the privacy settings of a text such as `central:clip=1,delta=1e-5,epsilon=8`.
-
-    >>> parse_privacy("local:clip=1,delta=1e-5,noise_multiplier=2").clip
-    1.0
-    """
-    kind, _, listed = text.partition(":")
-    if kind not in PRIVACY:
-        raise unknown_name("kind of privacy", kind, PRIVACY)
-    hints, given = hints_of(PRIVACY[kind]), {}
-    for pair in filter(None, listed.split(",")):
-        name, equals, value = (each.strip() for each in pair.partition("="))
-        if name not in hints or not equals:
-            raise unknown_name(f"setting of {kind} privacy", name, hints)
-        given[name] = convert(value, hints[name], name)
-    missing = [name for name in ("clip", "delta") if name not in given]
-    require(
-        not missing,
-        f"privacy needs {' and '.join(missing)}, e.g. {kind}:clip=1,delta=1e-5,noise_multiplier=1",
-    )
-    return PRIVACY[kind](**given)

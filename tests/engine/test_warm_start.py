@@ -132,9 +132,15 @@ def test_weights_that_do_not_fit_are_refused(change: Callable[..., Any], message
         fx.simulate(task, fx.fedavg(), 1, start=change(Net().state_dict()))
 
 
-def test_records_of_other_models_and_other_frozen_weights_are_refused() -> None:
+def test_a_record_of_another_model_is_refused() -> None:
     record = trained(classes_task(BatchNormNet))
     with pytest.raises(fx.UsageError, match=r"63 values of parameters where .* has 51; start from"):
         fx.simulate(classes_task(Net), fx.fedavg(), 1, start=record)
-    with pytest.raises(fx.UsageError, match=r"frozen\.weight is frozen and differs .*; build"):
-        fx.simulate(classes_task(Tied), fx.fedavg(), 1, start=Tied(seed=1))
+
+
+def test_frozen_weights_are_those_of_the_start() -> None:
+    start = Tied(seed=1)
+    (record,) = fx.simulate(classes_task(Tied), fx.fedavg(), 1, start=start)
+    found = dict(record.model().named_parameters())
+    assert torch.equal(found["frozen.weight"], start.frozen.weight)
+    assert not torch.equal(found["last.weight"], start.last.weight)

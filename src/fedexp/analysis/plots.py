@@ -266,6 +266,9 @@ def draw_band(
 
 def fit_axis(axes: Axes, curves: Sequence[Curve], diverged: Sequence[bool], name: str) -> None:
     """Make the vertical axis logarithmic where that helps, and leave out runs that diverged."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))  # rounds
     is_log = is_logarithmic(curves, diverged, name)
     if is_log:
         log_scale(axes)

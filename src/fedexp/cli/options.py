@@ -14,7 +14,6 @@ from fedexp.errors import UsageError, require
 from fedexp.options import (
     build_task,
     parse_assignments,
-    parse_privacy,
     share_options,
     split_algorithm,
     split_task,
@@ -22,7 +21,7 @@ from fedexp.options import (
 )
 from fedexp.references import is_reference
 from fedexp.runs.journal import CHECKPOINT_EVERY
-from fedexp.runs.spec import Run, Spec
+from fedexp.runs.spec import Run, Spec, parse_privacy
 
 
 class Parser(argparse.ArgumentParser):

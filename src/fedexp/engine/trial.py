@@ -369,7 +369,13 @@ def _small_work(
         work.task, train=Federation(examples, offsets, finite=True), test=None, objective=objective
     )
     return replace(
-        work, task=task, local=shorter, weighting="size", round=1, cohort=np.arange(clients)
+        work,
+        task=task,
+        local=shorter,
+        weighting="size",
+        round=1,
+        cohort=np.arange(clients),
+        cohort_rule=None,
     )
 
 

@@ -29,14 +29,14 @@ from fedexp.engine.plan import CohortRule
 from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.state import SimulationState
 from fedexp.engine.warm_start import starting_from
-from fedexp.errors import UsageError, require, shown
+from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.options import (
     Setup,
     build_algorithm,
     build_task,
     check_options,
-    privacy_from,
-    privacy_table,
+    convert,
+    hints_of,
     setup_for,
     split_task_options,
     task_arguments,
@@ -49,6 +49,10 @@ from fedexp.runs.files import Row, parse_toml, spec_fault
 from fedexp.runs.fingerprint import SOURCE, Fingerprint, digest_of, fingerprint
 from fedexp.tasks import Task
 
+PRIVACY: dict[str, type[CentralPrivacy] | type[LocalPrivacy]] = {
+    "central": CentralPrivacy,
+    "local": LocalPrivacy,
+}
 SMALL_MODEL = 100_000  # parameters
 ROUNDING = 1e-9  # relative to a target
 
@@ -464,6 +468,46 @@ def spec_from(spec: Mapping[str, Any]) -> Spec:
 
 def _cohort(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
+
+
+def privacy_table(privacy: CentralPrivacy | LocalPrivacy) -> dict[str, Any]:
+    """Return privacy settings as TOML holds them, without those that are not set.
+
+    >>> privacy_table(LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0))
+    {'kind': 'local', 'clip': 1.0, 'delta': 1e-05, 'noise_multiplier': 2.0}
+    """
+    kind = "central" if isinstance(privacy, CentralPrivacy) else "local"
+    fields = {n: v for n, v in vars(privacy).items() if v is not None}
+    return {"kind": kind, **fields}
+
+
+def privacy_from(table: Mapping[str, Any]) -> CentralPrivacy | LocalPrivacy:
+    """Return the privacy settings of a table; the inverse of `privacy_table`."""
+    fields = {name: value for name, value in table.items() if name != "kind"}
+    return PRIVACY[table["kind"]](**fields)
+
+
+def parse_privacy(text: str) -> CentralPrivacy | LocalPrivacy:
+    """Return the privacy settings of a text such as `central:clip=1,delta=1e-5,epsilon=8`.
+
+    >>> parse_privacy("local:clip=1,delta=1e-5,noise_multiplier=2").clip
+    1.0
+    """
+    kind, _, listed = text.partition(":")
+    if kind not in PRIVACY:
+        raise unknown_name("kind of privacy", kind, PRIVACY)
+    hints, given = hints_of(PRIVACY[kind]), {}
+    for pair in filter(None, listed.split(",")):
+        name, equals, value = (each.strip() for each in pair.partition("="))
+        if name not in hints or not equals:
+            raise unknown_name(f"setting of {kind} privacy", name, hints)
+        given[name] = convert(value, hints[name], name)
+    missing = [name for name in ("clip", "delta") if name not in given]
+    require(
+        not missing,
+        f"privacy needs {' and '.join(missing)}, e.g. {kind}:clip=1,delta=1e-5,noise_multiplier=1",
+    )
+    return PRIVACY[kind](**given)
 
 
 def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -160,7 +159,7 @@ class Task:
         totals, objective, device = Totals(), self.objective, params.device
         per_example = not isinstance(objective, PredictingObjective) or objective.per_example
         for split in self._splits():
-            weights = split.weights().to(widest(device)).to(device)
+            weights = split.weights(widest(device)).to(device)
             owners = split.owners() if self.by_client else None
             for rows in split.pieces(per_example, params.device.type, share):
                 piece = {n: value[rows].to(params.device) for n, value in split.fields.items()}
@@ -212,16 +211,22 @@ class Task:
     def _splits(self) -> list[Split]:
         """Return the sets of examples of an evaluation."""
         train, rows = self.train, int(self.train.offsets[-1])
-        uniform = partial(torch.full, (rows,), 1 / train.clients, dtype=torch.float64)
-        weights = uniform if self.sums else partial(train.example_weights, by_size=False)
+        weights = uniform(rows, 1 / train.clients)
+        if not self.sums:
+            weights = lambda kind: train.example_weights(by_size=False).to(kind)  # noqa: E731
         where = self.train_metrics or ("pooled" if self.test is None else None)
         metrics, by_client = (self.metrics if where else {}), where == "clients"
         found = [Split("train", train.fields, weights, train.offsets, metrics, by_client)]
         if self.test is not None:
             rows = _rows(self.test)
-            even = partial(torch.full, (rows,), 1 / rows, dtype=torch.float64)
+            even = uniform(rows, 1 / rows)
             found.append(Split("test", self.test, even, self.test_offsets, self.metrics))
         return found
+
+
+def uniform(rows: int, weight: float) -> Callable[[torch.dtype], Tensor]:
+    """Return a function that gives every example the same weight, in a type."""
+    return lambda kind: torch.full((rows,), weight, dtype=kind)
 
 
 class Split(NamedTuple):
@@ -230,7 +235,7 @@ class Split(NamedTuple):
     Attributes:
         name: "train" or "test".
         fields: the examples.
-        weights: returns the weight of each example in the means, float64.
+        weights: returns the weight of each example in the means, in a type.
         offsets: of the clients' examples; None where they belong to none.
         metrics: to compute.
         metrics_by_client: for each client, instead of for all examples.
@@ -238,7 +243,7 @@ class Split(NamedTuple):
 
     name: str
     fields: Batch
-    weights: Callable[[], Tensor]
+    weights: Callable[[torch.dtype], Tensor]
     offsets: NDArray[np.int64] | None
     metrics: Mapping[str, Metric]
     metrics_by_client: bool = False

@@ -11,6 +11,7 @@ import base64
 import hashlib
 import html
 import json
+import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -78,13 +79,13 @@ class Report:
 
 
 def write_report(
-    paths: Iterable[Path],
-    page: Path,
+    paths: Iterable[str | os.PathLike[str]],
+    page: str | os.PathLike[str],
     *,
     metrics: Sequence[str] = (),
     targets: Targets | None = None,
     filters: Filters | None = None,
-    figures: Path | None = None,
+    figures: str | os.PathLike[str] | None = None,
     on_problem: Callable[[str], None] = lambda line: None,
 ) -> Report:
     """Write the runs in some folders as one page, and as figures.
@@ -102,7 +103,7 @@ def write_report(
     """
     goals = [parse_goal(text) for text in metrics if ":" in text]
     wanted = [text.rpartition(":")[2] for text in metrics]
-    loaded, problems = load_runs(paths)
+    loaded, problems = load_runs(map(Path, paths))
     for line in problems:
         on_problem(line)
     selection = (filters or Filters()).select(loaded)
@@ -113,11 +114,11 @@ def write_report(
     targets = targets or Targets()
     check_metrics(sections, wanted)
     targets.check(sections)
-    if figures:
-        check_writable(figures / "curves.png", "--figures")
-    write_page(page, render(sections, wanted, targets, selection))
-    drawn = write_figures(sections, wanted, figures) if figures else []
-    return Report(page, drawn, len(runs), len(sections), str(selection))
+    if figures is not None:
+        check_writable(Path(figures, "curves.png"), "--figures")
+    write_page(Path(page), render(sections, wanted, targets, selection))
+    drawn = [] if figures is None else write_figures(sections, wanted, Path(figures))
+    return Report(Path(page), drawn, len(runs), len(sections), str(selection))
 
 
 def render(
