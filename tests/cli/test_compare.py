@@ -18,8 +18,8 @@ from fedexp.cli.main import main
 from fedexp.options import TASKS
 from fedexp.runs import find_runs, load_run
 from fedexp.runs.execute import stop_request
-from fedexp.runs.pool import interrupts_blocked
 from fedexp.runs.spec import Spec
+from fedexp.runs.workers import interrupts_blocked
 from fedexp.tasks import Task, synthetic
 from tests.cli.helpers import FEDEXP, RUN, SMALL, begin, checkpointed, wait_for_rows
 
@@ -40,7 +40,7 @@ def test_a_comparison_stores_its_runs_and_returns_at_once(
     def no_workers(*arguments: Any, **more: Any) -> None:
         raise AssertionError("nothing should run")
 
-    monkeypatch.setattr("fedexp.runs.pool.worker_processes", no_workers)
+    monkeypatch.setattr("fedexp.runs.workers.worker_processes", no_workers)
     monkeypatch.setattr("fedexp.runs.spec.simulate", no_workers)
     assert main([*command, "--jobs", "2"]) == 0
     assert capfd.readouterr().out == first

@@ -22,8 +22,9 @@ if __name__ == "__main__":
 from fedexp.distributed import Ranks
 from fedexp.runs import RunInterrupted, run_all
 from fedexp.runs.files import Row
-from fedexp.runs.pool import Execution, Job, Result, run_queue
+from fedexp.runs.pool import run_queue
 from fedexp.runs.spec import Spec
+from fedexp.runs.workers import Execution, Job, Result
 from fedexp.tuning.search import EPS, EPS_VALUES, TrialRunner, tune, tune_epsilon
 from tests.distributed.launch import joined, on_ranks
 from tests.helpers.tuning import StartedTrials, small_study

@@ -20,7 +20,10 @@ from torch.utils.checkpoint import checkpoint
 import fedexp as fx
 from fedexp.data import Federation
 from fedexp.engine import Record
+from fedexp.engine.loop import Loop, Sums
+from fedexp.engine.plan import CohortRule, Work
 from fedexp.engine.select import SMALL_MODEL
+from fedexp.engine.trial import Trials
 from fedexp.errors import EngineWarning, UsageError
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
@@ -384,3 +387,23 @@ def test_an_old_name_of_an_engine_is_taken_with_a_warning() -> None:
         assert run(Two, "vectorized")[1].engine == "batched (layers)"
     with pytest.raises(UsageError, match="engine is one of auto, loop, threads, batched"):
         run(Two, "fast")
+
+
+class Ahead(Loop):
+    """Looks at the cohort of the next round, as engines do that plan ahead."""
+
+    def __call__(self, work: Work, state: fx.SimulationState) -> Sums:
+        assert (work.after().cohort < work.task.train.clients).all()
+        return super().__call__(work, state)
+
+
+def test_a_trial_has_cohorts_of_its_own() -> None:
+    """Its federation is smaller than the cohort of the run."""
+    x, y = examples((5,) * 8)
+    train = Federation({"x": x, "y": y}, np.arange(9) * 5)
+    task = fx.classification("t", lambda: nn.Linear(6, 3), train, cohort=6)
+    rule = CohortRule.of(6, train.clients)
+    algorithm = fx.fedexp()
+    work = Work(task, algorithm, task.local, "uniform", 0, 1, rule.sample(0, 1, train), rule)
+    state = fx.SimulationState.initial(task, algorithm, 0)
+    Trials(work, state, "float32").check(lambda work: Ahead())

@@ -15,8 +15,9 @@ from fedexp.errors import FedExPError, UsageError
 from fedexp.runs import RunInterrupted, find_runs, load_run, run_all, run_id
 from fedexp.runs.files import Row
 from fedexp.runs.folder import BusyError, RunFolder
-from fedexp.runs.pool import Execution, Job, Result, Shard, parse_shard, run_queue
+from fedexp.runs.pool import Shard, parse_shard, run_queue
 from fedexp.runs.spec import Outcome, Run, Spec
+from fedexp.runs.workers import Execution, Job, Result
 from fedexp.tasks import Task
 from tests.runs.helpers import nobody, tiny, untimed
 

@@ -18,91 +18,38 @@ killed when the parent stops using them, and exit by themselves if it is killed.
 from __future__ import annotations
 
 import math
-import multiprocessing
-import os
-import pickle
 import re
-import signal
-import sys
-import threading
 import time
-import traceback
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeVar
-
-import torch
+from typing import TypeVar
 
 from fedexp.distributed import RankLostError, Ranks
-from fedexp.errors import FedExPError, UsageError
-from fedexp.options import build_task, split_task_options
-from fedexp.references import in_session, load_object
-from fedexp.runs.execute import execute, stored_outcome
+from fedexp.errors import UsageError
+from fedexp.references import in_session
+from fedexp.runs.execute import stored_outcome
 from fedexp.runs.files import Row
-from fedexp.runs.fingerprint import Digest, data_digests
-from fedexp.runs.folder import RESULT, BusyError, OtherContentError, RunWarning
+from fedexp.runs.folder import RESULT, OtherContentError, RunWarning
 from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
-from fedexp.runs.spec import OnRound, Outcome, Run, Spec, folder_of, id_stem
-from fedexp.tasks import Task
-
-POLL = 0.1  # seconds between looks at the request to stop while workers are silent
-RETRY = 0.3  # seconds before the next call of `take` on a queue that had no run to start
+from fedexp.runs.spec import OnRound, Outcome, Spec, folder_of, id_stem
+from fedexp.runs.workers import (
+    RETRY,
+    Execution,
+    Executor,
+    Job,
+    Result,
+    RunQueue,
+    SharedTask,
+    Stop,
+    digests_of,
+    run_in_workers,
+)
 
 T = TypeVar("T")
-Stop = Callable[[], bool]
-Result = Outcome | Literal["busy", "stopped"]
-
-
-@dataclass(frozen=True)
-class Job:
-    """A run to execute, and the name that its queue gave it."""
-
-    key: Any
-    spec: Spec
-
-
-class RunQueue(Protocol):
-    """Runs to execute, handed out one at a time; used by one process only."""
-
-    def take(self) -> Job | None:
-        """Return the next run, or None if none can start at the moment."""
-
-    def is_done(self) -> bool:
-        """Return whether no run is left to start, and none that another process executes."""
-
-    def on_round(self, job: Job, row: Row) -> bool:
-        """Handle the row of a round; return False to stop the run, which ends its rows."""
-
-    def on_result(self, job: Job, result: Result) -> None:
-        """Handle the end of a run: "stopped" if `on_round` returned False, "busy" if skipped."""
-
-
-@dataclass(frozen=True)
-class Execution:
-    """How the runs of a queue are executed.
-
-    Attributes:
-        prepare: makes a run from a spec and its task; a function that can be pickled.
-        root: folder of all runs; None stores nothing.
-        checkpoint_every: seconds between checkpoints.
-        restart: discard what is stored of the runs.
-        skip_busy: skip a run that another process is executing instead of raising.
-        data: digests of the data of the user's own tasks by reference, which those that a worker
-            imports must have.
-    """
-
-    prepare: Callable[[Spec, Task], Run] = Spec.prepare
-    root: Path | None = None
-    checkpoint_every: float = CHECKPOINT_EVERY
-    restart: bool = False
-    skip_busy: bool = False
-    data: Mapping[str, Mapping[str, Digest]] = field(default_factory=dict)
 
 
 def run_all(
@@ -213,7 +160,7 @@ def stored_outcomes(
     A run's id and fingerprint depend on its task, which is built once for all that share it. A
     stored run of other data, model or code is an error, or left out if `skip_others`.
     """
-    prepare = _SharedTask(Spec.prepare)
+    prepare = SharedTask(Spec.prepare)
     for k in sorted(range(len(specs)), key=lambda k: specs[k].seed):
         spec = specs[k]
         if not any(root.glob(f"{id_stem(spec.task, spec.algorithm, spec.seed)}-*/{RESULT}")):
@@ -312,85 +259,14 @@ def run_queue(
         on_wait: called when the queue is not done but all its runs are with other processes.
         sources: references to the user's own tasks among the runs; workers import them.
     """
-    run = _Executor(how)
+    run = Executor(how)
     if ranks is not None and left < ranks.world_size:
         _on_all_ranks(queue, run, ranks, stop, on_wait)
     elif ranks is None and min(jobs, left) > 1:
-        how = replace(how, data=_digests_of(sources))
-        _in_workers(queue, min(jobs, left), how, stop, on_wait)
+        how = replace(how, data=digests_of(sources))
+        run_in_workers(queue, min(jobs, left), how, stop, on_wait)
     else:
         _in_this_process(queue, run, stop, on_wait)
-
-
-def _digests_of(sources: Iterable[str | None]) -> dict[str, Mapping[str, Digest]]:
-    """Digest the data of the user's own tasks; a function's task depends on its arguments."""
-    tasks = {source: load_object(source) for source in sources if source is not None}
-    return {s: data_digests(task) for s, task in tasks.items() if isinstance(task, Task)}
-
-
-class _SharedTask:
-    """Prepares specs; builds a task once for consecutive specs that share it."""
-
-    def __init__(
-        self,
-        prepare: Callable[[Spec, Task], Run],
-        data: Mapping[str, Mapping[str, Digest]] = MappingProxyType({}),
-    ) -> None:
-        self._prepare, self._data = prepare, data
-        self._key: Any = None
-        self._task: Task | None = None
-
-    def __call__(self, spec: Spec) -> Run:
-        of_task, _ = split_task_options(dict(spec.options))
-        key = spec.task, spec.task_source, spec.seed, spec.mode, of_task
-        if self._task is None or key != self._key:
-            self._task = None  # before the next is built: data may fit in memory only once
-            self._task = build_task(spec.task, of_task, spec.seed, spec.mode, spec.task_source)
-            self._key = key
-            wanted = self._data.get(spec.task_source or "")
-            if wanted is not None and data_digests(self._task) != wanted:
-                raise UsageError(
-                    f"{spec.task_source} has other data in every process that imports it; fix its "
-                    "random seed, e.g. torch.manual_seed(0) where the file begins"
-                )
-        return self._prepare(spec, self._task)
-
-
-class _Executor:
-    """Executes one spec after another in this process."""
-
-    def __init__(self, how: Execution) -> None:
-        self._how, self._prepare = how, _SharedTask(how.prepare, how.data)
-
-    def __call__(
-        self, spec: Spec, on_round: Callable[[Row], bool], stop: Stop, ranks: Ranks | None = None
-    ) -> Result:
-        """Return the result; raise `RunInterrupted` if `stop`, not `on_round`, ended the run."""
-        how, wanted = self._how, True
-
-        def handle(spec: Spec, row: Row) -> None:
-            nonlocal wanted
-            wanted = wanted and on_round(row)
-
-        try:
-            outcome = execute(
-                spec,
-                how.root,
-                handle,
-                run=self._prepare(spec),
-                ranks=ranks,
-                checkpoint_every=how.checkpoint_every,
-                restart=how.restart,
-                stop=lambda: not wanted or stop(),
-            )
-        except BusyError:
-            if not how.skip_busy:
-                raise
-            return "busy"
-        except RunInterrupted:
-            if wanted:
-                raise
-        return replace(outcome, state=None) if wanted else "stopped"  # too large for a pipe
 
 
 def _in_this_process(
@@ -413,7 +289,7 @@ STOPPED = "stopped"  # what the first rank broadcasts instead of the next spec
 
 
 def _on_all_ranks(
-    queue: RunQueue, run: _Executor, ranks: Ranks, stop: Stop, on_wait: Callable[[], None]
+    queue: RunQueue, run: Executor, ranks: Ranks, stop: Stop, on_wait: Callable[[], None]
 ) -> None:
     """Execute one run after another on all ranks; the first broadcasts every spec, and the end.
 
@@ -454,196 +330,3 @@ def _stopped_if_lost(stop: Stop) -> Iterator[None]:
         if stop():
             raise RunInterrupted(None, 0) from None
         raise
-
-
-def _in_workers(
-    queue: RunQueue, count: int, how: Execution, stop: Stop, on_wait: Callable[[], None]
-) -> None:
-    stopping = interrupted = False
-    retry_at = 0.0
-    with worker_processes(count, how) as workers:
-        while True:
-            stopping = stopping or stop()
-            idle = [worker for worker in workers if worker.job is None]
-            if stopping:
-                for worker in workers:
-                    worker.request_stop()
-            elif idle and time.monotonic() >= retry_at:
-                while idle and (job := queue.take()):
-                    idle.pop(0).start(job)
-                retry_at = time.monotonic() + RETRY
-            running = [worker for worker in workers if worker.job is not None]
-            if not running:
-                if queue.is_done() and not interrupted:
-                    return
-                if stopping:
-                    raise RunInterrupted(how.root, 0)
-                on_wait()
-                time.sleep(RETRY)
-                continue
-            ready = wait([worker.connection for worker in running], POLL)
-            for worker in running:
-                if worker.connection in ready and (end := worker.handle_message(queue)):
-                    interrupted = interrupted or end == "interrupted"
-                    retry_at = 0.0
-
-
-@contextmanager
-def worker_processes(count: int, how: Execution) -> Iterator[list[_Worker]]:
-    """Start worker processes; kill them at the end of the block."""
-    workers: list[_Worker] = []
-    try:
-        with interrupts_blocked():
-            workers.extend(_Worker(how) for _ in range(count))
-        yield workers
-    finally:
-        with interrupts_blocked():
-            for worker in workers:
-                worker.kill()  # workers ignore milder signals; a stored run loses nothing
-
-
-class _Worker:
-    """A worker process as its parent sees it."""
-
-    def __init__(self, how: Execution) -> None:
-        context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, how), daemon=True)
-        with _main_not_imported():
-            self._process.start()
-        theirs.close()  # so that either side notices the end of the other
-        self.job: Job | None = None
-        self._stop_sent = self._wanted = False
-
-    def start(self, job: Job) -> None:
-        self.job, self._stop_sent, self._wanted = job, False, True
-        self._send(job.spec)
-
-    def request_stop(self) -> None:
-        """Ask the worker to stop its run after the round, once."""
-        if self.job is not None and not self._stop_sent:
-            self._stop_sent = True
-            self._send(None)
-
-    def handle_message(self, queue: RunQueue) -> Literal["done", "interrupted"] | None:
-        """Receive one message and pass it to the queue; return how the run ended if it did."""
-        assert self.job is not None
-        try:
-            kind, content, *more = self.connection.recv()
-        except (EOFError, OSError):
-            raise FedExPError("a worker process died, perhaps of memory; try --jobs 1") from None
-        if kind == "error":
-            if not isinstance(content, FedExPError):
-                content.add_note(f"in a worker process:\n{more[0]}")
-            raise content
-        if kind == "warning":
-            warnings.warn(content, stacklevel=2)
-            return None
-        if kind == "row":
-            if self._wanted and not queue.on_round(self.job, content):
-                self._wanted = False
-                self.request_stop()
-            return None
-        job, self.job = self.job, None
-        if content == "stopped" and self._wanted:
-            return "interrupted"
-        queue.on_result(job, content if self._wanted else "stopped")
-        return "done"
-
-    def kill(self) -> None:
-        self._process.kill()
-        self._process.join()
-        self.connection.close()
-
-    def _send(self, message: Spec | None) -> None:
-        with suppress(OSError):  # the worker has died, which `handle_message` reports
-            self.connection.send(message)
-
-
-def _serve(connection: Connection, how: Execution) -> None:
-    """Execute the specs that the parent sends, until it ends. None requests a stop."""
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    torch.set_num_threads(1)
-    run, stopping, sending = _Executor(how), False, threading.Lock()
-
-    def send(*message: Any) -> None:
-        with sending:
-            connection.send(message)
-
-    def on_round(row: Row) -> bool:
-        send("row", row)
-        return True
-
-    def stop() -> bool:
-        nonlocal stopping
-        stopping = stopping or (connection.poll() and connection.recv() is None)
-        return stopping
-
-    warnings.simplefilter("ignore")  # dropped clients are counted in the rows
-    warnings.simplefilter("always", RunWarning)
-    warnings.showwarning = lambda message, *args, **more: send("warning", message)
-    with suppress(EOFError, OSError):  # the parent has ended
-        while True:
-            spec = connection.recv()
-            if spec is None:  # a request that arrived after the end of its run
-                continue
-            stopping = False
-            try:
-                send("result", run(spec, on_round, stop))
-            except RunInterrupted:
-                send("result", "stopped")
-            except Exception as error:
-                send("error", _picklable(error), traceback.format_exc())
-
-
-@contextmanager
-def _main_not_imported() -> Iterator[None]:
-    """Start processes in this block that do not import the main module: a user's script.
-
-    They import the files that specs refer to, and report an error there in one line.
-    """
-    main = sys.modules["__main__"]
-    named: dict[str, Any] = vars(main)
-    names: tuple[str, ...] = ("__file__", "__spec__")
-    hidden = {name: named.pop(name) for name in names if name in named}
-    main.__spec__ = None
-    try:
-        yield
-    finally:
-        named.update(hidden)
-
-
-def _picklable(error: Exception) -> Exception:
-    try:
-        pickle.loads(pickle.dumps(error))
-    except Exception:
-        return FedExPError(f"{type(error).__name__}: {error}")
-    return error
-
-
-def _exit_with_parent() -> None:
-    """Exit when the parent does: one that was killed cannot end its workers."""
-    parent = multiprocessing.parent_process()
-    if parent is not None:
-        parent.join()
-        os._exit(1)
-
-
-@contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """Block SIGINT and SIGTERM in this block, and for good in processes started in it.
-
-    This process receives on leaving what arrived meanwhile. A worker never does, not even while it
-    imports: its parent asks it to stop.
-    """
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    from multiprocessing import resource_tracker
-
-    resource_tracker.ensure_running()  # started later, it would unblock the signals
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -30,8 +30,9 @@ from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.state import SimulationState
 from fedexp.errors import NonFiniteUpdateWarning, require
 from fedexp.runs.files import Row
-from fedexp.runs.pool import Execution, Job, Result, jobs_for, run_queue, runs_per_rank
+from fedexp.runs.pool import jobs_for, run_queue, runs_per_rank
 from fedexp.runs.spec import SOURCES, Outcome, Run, Spec
+from fedexp.runs.workers import Execution, Job, Result
 from fedexp.tasks import Goal, Task
 from fedexp.tuning.grids import Point, Values, points, powers
 from fedexp.tuning.store import FINGERPRINT, StudyStore, Trial, TrialResult, open_study
