@@ -54,3 +54,13 @@ def test_a_command_does_not_import_the_others(command: str, spared: list[str]) -
     modules = printed.stderr.splitlines()[-1].split()
     assert f"fedexp.cli.{command}" in modules
     assert not {f"fedexp.{name}" for name in spared} & set(modules)
+
+
+@pytest.mark.parametrize("flag", ["--help", "-h"])
+def test_help_needs_no_torch_and_is_that_of_the_parser(flag: str) -> None:
+    begin = f"{BEGIN[: BEGIN.index('sys.exit')]} fedexp_command.main(); print(*sys.modules)"
+    ended = python(begin, flag, COLUMNS="80")
+    *shown, modules = ended.stdout.splitlines()
+    assert not {"torch", "fedexp", "numpy"} & set(modules.split())
+    whole = python("from fedexp.cli.main import main; main(['--help'])", COLUMNS="80")
+    assert shown == whole.stdout.splitlines()

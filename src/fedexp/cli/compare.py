@@ -42,6 +42,7 @@ from fedexp.engine.plan import CohortRule
 from fedexp.errors import require
 from fedexp.objective import LeastSquares
 from fedexp.runs.spec import Outcome, Run, Spec, checked_target, file_name
+from fedexp_command import COMMANDS
 
 DEFAULT = "fedexp,scaffold,fedadagrad,fedprox,fedavg"
 QUICK_ROUNDS = 1000
@@ -49,7 +50,7 @@ QUICK_ROUNDS = 1000
 
 def add_parser(subparsers: Any) -> None:
     """Add the command to the sub-parsers of the command line."""
-    parser = subparsers.add_parser("compare", help="compare algorithms over seeds")
+    parser = subparsers.add_parser("compare", help=COMMANDS["compare"])
     add_run_options(parser)
     parser.add_argument(
         "--algorithms", default=DEFAULT, metavar="A,B,...", help=f"default: {DEFAULT}"

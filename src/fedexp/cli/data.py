@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from fedexp.cli.options import seed
 from fedexp.errors import UsageError
+from fedexp_command import COMMANDS
 
 if TYPE_CHECKING:
     from fedexp.data.datasets import Dataset, RawSplits
@@ -31,7 +32,7 @@ def add_parser(subparsers: Any) -> None:
     """Add `data` and its sub-commands to the command line."""
     parser = subparsers.add_parser(
         "data",
-        help="list, fetch, verify and show data sets",
+        help=COMMANDS["data"],
         description="List, fetch, verify and show data sets. They are stored in the folder that "
         "the environment variable FEDEXP_DATA names.",
     )

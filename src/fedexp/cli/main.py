@@ -28,10 +28,11 @@ from fedexp.local import LocalTraining
 from fedexp.options import TASKS, Setup, summary
 from fedexp.runs import RunWarning
 from fedexp.runs.loggers import LoggerWarning
+from fedexp_command import COMMANDS, DESCRIPTION
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 SHOWN = (NonFiniteUpdateWarning, EngineWarning, RunWarning, LoggerWarning)
-COMMANDS = {  # and their modules in this package
+MODULES = {  # of the commands, in this package
     "run": "run",
     "resume": "run",
     "compare": "compare",
@@ -50,11 +51,11 @@ def build_parser(command: str | None = None) -> Parser:
     """Return the parser of one command, so that the others are not imported, or of all."""
     parser = Parser(
         prog="fedexp",
-        description="Federated optimisation that converges in half the rounds.",
+        description=DESCRIPTION,
     )
     parser.add_argument("--version", action="version", version=f"fedexp {__version__}")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    modules = [COMMANDS[command]] if command in COMMANDS else dict.fromkeys(COMMANDS.values())
+    modules = [MODULES[command]] if command in MODULES else dict.fromkeys(MODULES.values())
     for name in modules:
         import_module(f"fedexp.cli.{name}").add_parser(subparsers)
     return parser
@@ -165,9 +166,9 @@ def failure(message: str | None, status: int) -> int:
 
 def add_parser(subparsers: Any) -> None:
     """Add `fedexp algorithms` and `fedexp tasks` to the sub-parsers of the command line."""
-    algorithms = subparsers.add_parser("algorithms", help="list the algorithms and their options")
+    algorithms = subparsers.add_parser("algorithms", help=COMMANDS["algorithms"])
     algorithms.set_defaults(run=list_algorithms)
-    tasks = subparsers.add_parser("tasks", help="list the tasks and their options")
+    tasks = subparsers.add_parser("tasks", help=COMMANDS["tasks"])
     tasks.set_defaults(run=list_tasks)
 
 

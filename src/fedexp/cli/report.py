@@ -20,13 +20,14 @@ from fedexp.errors import UsageError, require
 from fedexp.runs import StoredRun, find_runs, load_run
 from fedexp.runs.files import disk_errors, write_bytes
 from fedexp.runs.read import Parts, texts
+from fedexp_command import COMMANDS
 
 FOLDER = "runs"  # in the archive
 
 
 def add_parser(subparsers: Any) -> None:
     """Add both commands to the sub-parsers of the command line."""
-    parser = subparsers.add_parser("report", help="show runs as one HTML page that works offline")
+    parser = subparsers.add_parser("report", help=COMMANDS["report"])
     _add_runs(parser)
     parser.add_argument(
         "-o",
@@ -57,9 +58,7 @@ def add_parser(subparsers: Any) -> None:
     _add_filters(parser)
     parser.set_defaults(run=report)
 
-    parser = subparsers.add_parser(
-        "archive", help="store finished runs for good: a small CSV and TOML each"
-    )
+    parser = subparsers.add_parser("archive", help=COMMANDS["archive"])
     _add_runs(parser)
     parser.add_argument(
         "--to", type=Path, default=Path("results"), metavar="DIR", help="the archive (results)"

@@ -30,11 +30,12 @@ from fedexp.reproduce.output import check_folder, head_lines, render, write_all
 from fedexp.reproduce.study import Plan, Request, Result, make_plan
 from fedexp.reproduce.toy import toy_figure, toy_paths
 from fedexp.runs import find_runs, load_run
+from fedexp_command import COMMANDS
 
 
 def add_parser(subparsers: Any) -> None:
     """Add both commands to the sub-parsers of the command line."""
-    parser = subparsers.add_parser("reproduce", help="reproduce the paper's tables and figures")
+    parser = subparsers.add_parser("reproduce", help=COMMANDS["reproduce"])
     parser.add_argument("what", nargs="?", metavar="WHAT", help="a study; see --list")
     parser.add_argument("--list", action="store_true", help="list the studies and their cost")
     parser.add_argument(
@@ -74,7 +75,7 @@ def add_parser(subparsers: Any) -> None:
     )
     parser.set_defaults(run=run, many=True)
 
-    parser = subparsers.add_parser("toy", help="draw why extrapolation helps, in two dimensions")
+    parser = subparsers.add_parser("toy", help=COMMANDS["toy"])
     parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="default: 30")
     parser.add_argument(
         "--start", default="0,0", metavar="W1,W2", help="first model, e.g. --start=-1,2 (0,0)"

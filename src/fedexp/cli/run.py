@@ -29,11 +29,12 @@ from fedexp.runs.files import Row
 from fedexp.runs.folder import RunFolder
 from fedexp.runs.loggers import logger_named
 from fedexp.runs.spec import Outcome, Run, Spec
+from fedexp_command import COMMANDS
 
 
 def add_parser(subparsers: Any) -> None:
     """Add both commands to the sub-parsers of the command line."""
-    parser = subparsers.add_parser("run", help="train with one algorithm")
+    parser = subparsers.add_parser("run", help=COMMANDS["run"])
     add_run_options(parser)
     parser.add_argument(
         "--algorithm",
@@ -47,7 +48,7 @@ def add_parser(subparsers: Any) -> None:
     _add_training_options(parser)
     parser.set_defaults(run=train, prepare=_from_options, many=True, reopen=False)
 
-    parser = subparsers.add_parser("resume", help="continue a run that was interrupted")
+    parser = subparsers.add_parser("resume", help=COMMANDS["resume"])
     parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the run")
     _add_training_options(parser)
     parser.add_argument(

@@ -56,12 +56,13 @@ from fedexp.tuning.search import (
     tune_epsilon,
 )
 from fedexp.tuning.store import Trial
+from fedexp_command import COMMANDS
 
 TRIALS = 30  # of a free search
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("tune", help="search for the best step sizes, or for eps")
+    parser = subparsers.add_parser("tune", help=COMMANDS["tune"])
     add_run_options(parser, rounds=str(ROUNDS))
     parser.set_defaults(rounds=ROUNDS)
     parser.add_argument(
