@@ -1,7 +1,7 @@
 """Entry point of the command `fedexp`, outside the package, whose import takes seconds (torch).
 
-`fedexp --help` is answered without that import. Ctrl-C during the import ends the command as it does
-later, without a traceback.
+`fedexp --help` is answered without that import. Ctrl-C during the import ends the command as it
+does later, without a traceback.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedexp.kernels.launch import has_triton
+from fedexp.kernels.launch import has_triton, operator
 
 
 def group_norm(
@@ -58,7 +58,7 @@ def plain_group_norm(
     return (y.relu() if relu else y).to(x.dtype)
 
 
-@torch.library.custom_op("fedexp::group_norm", mutates_args=())
+@operator("fedexp::group_norm")
 def _fused(
     x: Tensor,
     weight: Tensor,
@@ -76,7 +76,7 @@ def _fused(
     )
 
 
-@torch.library.custom_op("fedexp::group_norm_gradients", mutates_args=())
+@operator("fedexp::group_norm_gradients")
 def _gradients(
     dy: Tensor,
     x: Tensor,

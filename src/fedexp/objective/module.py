@@ -272,8 +272,8 @@ class ModuleObjective:
         Args:
             fuse: let `torch.compile` merge what is between the layers of a small model.
         """
-        if self.stack is None:
-            fuse = fuse and len(self.params) <= FUSED_WEIGHTS
+        fuse = fuse and len(self.params) <= FUSED_WEIGHTS
+        if self.stack is None or self.stack.fuse != fuse:
             self.stack = Stack(self.module, self._losses, self.fields, self.compute_type, fuse)
         return self.stack
 

@@ -160,7 +160,7 @@ class Stack:
         fuse: bool = False,
     ) -> None:
         self.module, self.losses, self.compute_type = stacked(module), losses, compute_type
-        self.fields = fields
+        self.fields, self.fuse = fields, fuse
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.names, self.like = [name for name, _ in trained], [p for _, p in trained]
         if compute_type is not None:
