@@ -33,7 +33,7 @@ from fedexp.kernels.convolution_torch import (
     scaled_weights,
     takes_scaled,
 )
-from fedexp.kernels.launch import has_triton, is_compiling, operator
+from fedexp.kernels.launch import has_triton, is_compiling
 from fedexp.kernels.layers import gradient_buffer
 
 Direction = Literal["forward", "input_gradient", "weight_gradient"]
@@ -61,7 +61,7 @@ def convolve(
     return y + bias.repeat_interleave(len(x) // len(weight), dim=0)[:, :, None, None]
 
 
-@operator("fedexp::convolution")
+@torch.library.custom_op("fedexp::convolution", mutates_args=())
 def _convolution(
     x: Tensor, w: Tensor, stride: int, padding: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -74,7 +74,7 @@ def _convolution(
     return y, images, weights, torch.stack([unit_x, unit_w])
 
 
-@operator("fedexp::convolution_gradients")
+@torch.library.custom_op("fedexp::convolution_gradients", mutates_args=())
 def _gradients(
     dy: Tensor, images: Tensor, weights: Tensor, units: Tensor, w: Tensor, stride: int,
     padding: int, input_needed: bool,

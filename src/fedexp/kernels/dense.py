@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fedexp.kernels.launch import has_triton, operator
+from fedexp.kernels.launch import has_triton
 from fedexp.kernels.layers import gradient_buffer
 
 
@@ -29,17 +29,17 @@ def products(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return y if bias is None else y + bias[:, None]
 
 
-@operator("fedexp::products")
+@torch.library.custom_op("fedexp::products", mutates_args=())
 def _products(x: Tensor, w: Tensor) -> Tensor:
     return torch.bmm(x, w.transpose(1, 2))
 
 
-@operator("fedexp::products_input_gradient")
+@torch.library.custom_op("fedexp::products_input_gradient", mutates_args=())
 def _input_gradient(dy: Tensor, w: Tensor) -> Tensor:
     return torch.bmm(dy, w)
 
 
-@operator("fedexp::products_weight_gradient")
+@torch.library.custom_op("fedexp::products_weight_gradient", mutates_args=())
 def _weight_gradient(dy: Tensor, x: Tensor, w: Tensor) -> Tensor:
     buffer = gradient_buffer(w)
     if buffer is None or buffer.dtype != x.dtype:
@@ -85,7 +85,7 @@ def flatten_images(x: Tensor) -> Tensor:
     return y.flatten(1)
 
 
-@operator("fedexp::transpose")
+@torch.library.custom_op("fedexp::transpose", mutates_args=())
 def _transpose(x: Tensor) -> Tensor:
     """Return matrices [N, A, B] as [N, B, A], contiguous."""
     if not (x.is_cuda and has_triton()):

@@ -48,43 +48,6 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-class Operator:
-    """A function with a gradient of its own: a custom op for `torch.compile`, plain outside of it.
-
-    The first call of a custom op imports `torch._dynamo`, which takes seconds, so that outside of
-    compiled code the function is called by a `torch.autograd.Function`.
-
-    Args:
-        name: of the op, e.g. "fedexp::products".
-        function: computes it.
-    """
-
-    def __init__(self, name: str, function: Callable[..., Any]) -> None:
-        self._op = torch.library.custom_op(name, function, mutates_args=())
-        self._function = function
-        self.register_fake = self._op.register_fake
-
-    def register_autograd(
-        self,
-        backward: Callable[..., Any],
-        setup_context: Callable[..., None] = lambda ctx, inputs, output: None,
-    ) -> None:
-        """Set the gradient, as of `torch.library.CustomOpDef`."""
-        self._op.register_autograd(backward, setup_context=setup_context)
-        methods = {"forward": self._function, "backward": backward, "setup_context": setup_context}
-        static = {name: staticmethod(each) for name, each in methods.items()}
-        made: Any = type("OperatorFunction", (torch.autograd.Function,), static)
-        self._function = made.apply
-
-    def __call__(self, *args: Any) -> Any:
-        return self._op(*args) if torch.compiler.is_compiling() else self._function(*args)
-
-
-def operator(name: str) -> Callable[[Callable[..., Any]], Operator]:
-    """Return a decorator that makes a function an `Operator`."""
-    return lambda function: Operator(name, function)
-
-
 # Not a context variable: on a GPU the backward pass runs in its own thread.
 _compiling: Any = None
 

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedexp.kernels.launch import has_triton, operator
+from fedexp.kernels.launch import has_triton
 
 
 def group_norm(
@@ -58,7 +58,7 @@ def plain_group_norm(
     return (y.relu() if relu else y).to(x.dtype)
 
 
-@operator("fedexp::group_norm")
+@torch.library.custom_op("fedexp::group_norm", mutates_args=())
 def _fused(
     x: Tensor,
     weight: Tensor,
@@ -76,7 +76,7 @@ def _fused(
     )
 
 
-@operator("fedexp::group_norm_gradients")
+@torch.library.custom_op("fedexp::group_norm_gradients", mutates_args=())
 def _gradients(
     dy: Tensor,
     x: Tensor,
