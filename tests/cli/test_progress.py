@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
 
-from fedexp.cli.progress import FIRST_ROUNDS, Diagnostics
+import fedexp as fx
+from fedexp.cli.progress import FIRST_ROUNDS, Diagnostics, LiveBar
 from fedexp.runs.execute import execute
 from fedexp.runs.spec import Spec
 
@@ -104,3 +106,34 @@ def test_real_runs_that_need_it() -> None:
         "digits", "fedexp", cohort=2, task__alpha=100, local__batch_size="none", local__lr=0.1
     )
     assert "the clients agree" in agree
+
+
+class Shown:
+    """Stands for the progress bars of rich: records what is beside the bar."""
+
+    def __init__(self) -> None:
+        self.numbers: list[str] = []
+
+    def add_task(self, title: str, total: int, numbers: str) -> int:
+        return 0
+
+    def update(self, task: int, **fields: Any) -> None:
+        self.numbers.append(fields.get("numbers", ""))
+
+
+def test_the_bar_shows_what_is_waited_for_until_the_first_round() -> None:
+    shown = Shown()
+    bar, log = LiveBar(shown, "t", 10, "test_f1"), logging.getLogger("fedexp")
+    log.addHandler(bar)
+    log.setLevel(logging.INFO)
+    try:
+        records = fx.simulate(fx.tasks.digits(), fx.fedexp(), 1, engine="auto")
+        for _ in records:
+            pass
+        assert shown.numbers[0].startswith("trying an engine: a plain dense classifier")
+        bar({"round": 1, "test_f1": 0.5, "train_loss": 2.0})
+        log.info("later")
+    finally:
+        log.removeHandler(bar)
+        log.setLevel(logging.NOTSET)
+    assert shown.numbers[-1] == "test f1 0.5  loss 2"

@@ -9,6 +9,7 @@ near its first value.
 
 from __future__ import annotations
 
+import logging
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,57 +47,76 @@ class Bar(Protocol):
 
 
 @contextmanager
-def watch(title: str, rounds: int, runs: int = 1, quiet: bool = False) -> Iterator[Bar]:
+def watch(
+    title: str, rounds: int, runs: int = 1, quiet: bool = False, metric: str = ""
+) -> Iterator[Bar]:
     """Show a bar over all rounds of all runs, or print lines if `quiet`.
 
-    Where stderr is not a terminal the bar is not drawn.
+    Before the first round the bar shows what is being waited for. Where stderr is not a terminal it
+    is not drawn.
+
+    Args:
+        title: of the bar.
+        rounds: of each run.
+        runs: how many.
+        quiet: print lines.
+        metric: of the task's goal, shown besides loss and accuracy.
     """
     if quiet:
-        yield LogLines(rounds)
+        yield LogLines(rounds, metric)
         return
-    with progress_bar(title, rounds * runs) as bar:
+    with progress_bar(title, rounds * runs, metric) as bar:
         yield bar
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe(row: dict[str, Any], metric: str = "") -> str:
     """Return the main numbers of a row as text.
 
-    >>> describe({"round": 3, "train_loss": 0.25, "server_lr": 1.5})
-    'loss 0.25  step 1.5'
+    >>> describe({"round": 3, "train_loss": 0.25, "server_lr": 1.5, "test_f1": 0.9}, "test_f1")
+    'test f1 0.9  loss 0.25  step 1.5'
     """
     known = {name: value for name, value in row.items() if value is not None}
     first = ((next((n for n in names if n in known), None), text) for names, text in SHOWN.items())
-    return "  ".join(text.format(known[name]) for name, text in first if name)
+    shown = [text.format(known[name]) for name, text in first if name]
+    if metric in known and not metric.endswith(("loss", "accuracy")):
+        shown.insert(0, f"{metric.replace('_', ' ')} {known[metric]:.4g}")
+    return "  ".join(shown)
 
 
 class LogLines:
     """Prints about twenty lines per run, and one for its last round."""
 
-    def __init__(self, rounds: int) -> None:
-        self._rounds, self._every = rounds, max(1, rounds // LINES)
+    def __init__(self, rounds: int, metric: str = "") -> None:
+        self._rounds, self._every, self._metric = rounds, max(1, rounds // LINES), metric
         self._latest: dict[str, Row] = {}
 
     def __call__(self, row: Row, name: str = "") -> None:
         known = _updated(self._latest.setdefault(name, {}), row)
         if row["round"] % self._every == 0 or row["round"] == self._rounds:
             head = f"{name} " if name else ""
-            line = f"{head}round {row['round']}/{self._rounds}  {describe(known)}"
+            line = f"{head}round {row['round']}/{self._rounds}  {describe(known, self._metric)}"
             print(line.rstrip(), file=sys.stderr, flush=True)
 
     def skip(self, rounds: int) -> None:
         """Do nothing: lines have no estimate."""
 
 
-class LiveBar:
-    """A progress bar of rich; one task for all runs."""
+class LiveBar(logging.Handler):
+    """A progress bar of rich, one task for all runs; until the first round it shows messages."""
 
-    def __init__(self, progress: Any, title: str, total: int) -> None:
-        self._progress, self._latest = progress, dict[str, Any]()
+    def __init__(self, progress: Any, title: str, total: int, metric: str = "") -> None:
+        super().__init__(logging.INFO)
+        self._progress, self._latest, self._metric = progress, dict[str, Any](), metric
         self._task = progress.add_task(title, total=total, numbers="")
 
     def __call__(self, row: Row, name: str = "") -> None:
-        numbers = describe(_updated(self._latest, row))
+        numbers = describe(_updated(self._latest, row), self._metric)
         self._progress.update(self._task, advance=1, numbers=numbers)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Show what is being waited for."""
+        if not self._latest:
+            self._progress.update(self._task, numbers=f"{record.getMessage()} ...")
 
     def skip(self, rounds: int) -> None:
         self._progress.update(self._task, completed=rounds)
@@ -109,7 +129,7 @@ def _updated(latest: Row, row: Row) -> Row:
 
 
 @contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Bar]:
+def progress_bar(title: str, total: int, metric: str = "") -> Iterator[Bar]:
     """Show a bar over `total` rounds; draws nothing where stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import (
@@ -129,7 +149,15 @@ def progress_bar(title: str, total: int) -> Iterator[Bar]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as p:
-        yield LiveBar(p, title, total)
+        bar, log = LiveBar(p, title, total, metric), logging.getLogger("fedexp")
+        level = log.level
+        log.addHandler(bar)
+        log.setLevel(logging.INFO)
+        try:
+            yield bar
+        finally:
+            log.removeHandler(bar)
+            log.setLevel(level)
 
 
 class Diagnostics:

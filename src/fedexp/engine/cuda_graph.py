@@ -8,6 +8,7 @@ handful of numbers.
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -29,6 +30,8 @@ from fedexp.objective import buffer_changes
 
 Program = Callable[[Tensors], Tensors]
 
+log = logging.getLogger("fedexp")
+
 
 class CapturedGraph:
     """A program as one CUDA graph: a call copies its inputs into place and replays it.
@@ -37,6 +40,7 @@ class CapturedGraph:
     """
 
     def __init__(self, program: Program, inputs: Tensors) -> None:
+        log.info("capturing a CUDA graph")
         self.inputs = {name: value.clone() for name, value in inputs.items()}
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())

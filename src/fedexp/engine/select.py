@@ -6,6 +6,7 @@ An engine other than the loop is used only after it agreed with the loop on the 
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,6 +32,7 @@ from fedexp.objective import (
 )
 from fedexp.precision import Precision
 
+log = logging.getLogger("fedexp")
 # From so many rounds on, what torch.compile saves exceeds the seconds that it takes to start: on an
 # H200 about 10 against 13 of 31 ms per round of the EMNIST CNN.
 FUSED_ROUNDS = 800
@@ -112,6 +114,7 @@ def select_engine(
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     for candidate in candidates:
         try:
+            log.info("trying an engine: %s", candidate.reason)
             make_tried = candidate.make_tried or candidate.make
             trials.check(make_tried, candidate.layers, candidate.make_plain)
             if candidate.draws:

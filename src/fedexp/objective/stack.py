@@ -11,6 +11,7 @@ training. Parameters are stored layer by layer, as `fedexp.kernels.layers` descr
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import compress
@@ -28,6 +29,8 @@ from fedexp.kernels.layers import Layers, gradient_buffers
 from fedexp.kernels.normalisation import group_norm
 from fedexp.models import GroupNormReLU
 from fedexp.objective.base import DEFAULT_FIELDS, Fields, as_type, pieces, shaped
+
+log = logging.getLogger("fedexp")
 
 
 class CannotStackError(Exception):
@@ -173,6 +176,7 @@ class Stack:
     def compile(self, params: Tensor, batch: Batch, counted: Tensor) -> None:
         """Compile the kernels of the gradients, all at once, where there are any."""
         if params.is_cuda and has_triton():
+            log.info("compiling kernels")
             with compile_in_parallel() as able:
                 if able:
                     compiled, self.losses_of = self.losses_of, self._losses_of
