@@ -1,5 +1,8 @@
 """Seconds from the start of `fedexp run` to its first record, beyond those of `import torch`.
 
+On an H200 with warm caches, one turn each (2026-11-16): digits MLP 8.2, EMNIST CNN 5.0, ResNet-18
+7.5; with empty ones 6.1, 11.0 and 19.2 (`records/2026-11-16-h200-startup.json`).
+
 Three pieces of work on generated data (digits MLP, EMNIST CNN, ResNet-18 with GroupNorm), each in
 processes of their own: with empty caches of Triton and torch, with warm ones, and both without
 cached bytecode where `--no-bytecode` is given. Also `import fedexp` and `fedexp --help`. Prints a
