@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pandas
 import pytest
 import torch
@@ -19,7 +21,8 @@ from fedexp.cli.main import main
 from fedexp.errors import UsageError
 from fedexp.references import load_object
 from fedexp.runs.files import read_rows
-from fedexp.runs.folder import RunWarning
+from fedexp.runs.folder import RunWarning, rerun
+from fedexp.runs.spec import read_spec
 from tests.helpers.own_study import write_study
 from tests.runs.helpers import untimed
 
@@ -320,6 +323,70 @@ def test_cohorts_of_every_kind_are_stored_and_resumed(study: Any, cohort: Any) -
     again = fx.run(study.task, "fedexp", cohort=cohort)
     assert again.folder == stored.folder
     assert untimed(again.rows) == untimed(stored.rows)
+
+
+COHORTS = """
+def choose(rng, round, federation):
+    return [0, round]
+
+from dataclasses import replace
+chosen = replace(task, cohort=choose)
+listed = replace(task, cohort=np.array([1, 2]))
+counted = replace(task, cohort=np.int64(2), rounds=np.int64(4), evaluate_every=np.int64(2))
+"""
+
+
+@pytest.mark.parametrize("name", ["chosen", "listed", "counted"])
+def test_the_cohort_of_a_task_may_be_of_every_kind(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_study(tmp_path, COHORTS, "cohorts.py")
+    task = load_object(f"cohorts.py:{name}")
+    stored = fx.run(task, "fedexp")
+    assert {row["clients"] for row in stored.rows} == {2}
+    assert main(["resume", str(stored.folder), "--restart"]) == 0
+    assert untimed(fx.run(task, "fedexp").rows) == untimed(stored.rows)
+    capsys.readouterr()
+    again = shlex.split(rerun(read_spec(cast(Path, stored.folder))))
+    assert main([*again[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["folder"] == str(stored.folder)
+
+
+def test_numbers_of_numpy_are_numbers(study: Any) -> None:
+    given = fx.run(study.task, fx.fedexp(eps=np.float64(0.5)), stop_at=np.float32(0.99))
+    named = fx.run(study.task, "fedexp", options={"eps": np.float32(0.5), "local.lr": 0.1})
+    assert given.run.setup.options()["server.eps"] == 0.5
+    assert named.run.setup.options()["server.eps"] == 0.5
+    seeds = fx.compare(study.task, ["fedavg"], seeds=np.int64(2))
+    assert [outcome.spec.seed for outcome in seeds.outcomes] == [0, 1]
+    one = fx.compare(study.task, ["fedavg"], seeds=cast(Any, np.array([1])))
+    assert one.outcomes[0].stored == 4
+
+
+ARGUMENTS = """
+from pathlib import Path
+
+def required(width):
+    return make(int(width))
+
+def untyped(width=2):
+    return make(width)
+
+def several(width: str | int | None = None, folder=Path("here"), table={"a": (1, None)}):
+    return make(2 if width is None else width)
+"""
+
+
+@pytest.mark.parametrize("name", ["required", "untyped", "several"])
+def test_functions_of_any_signature_make_tasks(name: str, tmp_path: Path) -> None:
+    write_study(tmp_path, ARGUMENTS, "functions.py")
+    reference = f"functions.py:{name}"
+    stored = fx.run(reference, "fedavg", options={"task.width": 3})
+    assert cast(Any, stored.model()).hidden.out_features == 3
+    assert main(["resume", str(stored.folder), "--restart"]) == 0
+    if name == "required":
+        with pytest.raises(UsageError, match=r"needs --set task\.width"):
+            fx.run(reference, "fedavg")
 
 
 def test_none_is_the_tasks_own_everywhere(study: Any, capsys: pytest.CaptureFixture[str]) -> None:

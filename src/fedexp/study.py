@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
@@ -284,7 +285,7 @@ def compare(
     refuse_while_importing("fedexp.compare")
     chosen = list(algorithms)
     require(bool(chosen), "compare needs at least one algorithm, e.g. ['fedavg', 'fedexp']")
-    numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    numbers = list(range(int(seeds))) if isinstance(seeds, Integral) else [int(s) for s in seeds]
     require(bool(numbers), "compare needs at least one seed")
     firsts = prepared_runs(task, chosen, numbers[0], settings, runs)
     wanted = checked_target(target, firsts[0].task.metric, "target")

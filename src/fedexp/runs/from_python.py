@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral, Real
+from numbers import Integral
 from typing import Any, TypedDict
 
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from fedexp.options import Setup, build_algorithm, option_text, split_algorithm,
 from fedexp.precision import Precision
 from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
 from fedexp.references import reference_to
-from fedexp.runs.spec import Run, Spec
+from fedexp.runs.spec import Run, Spec, plain_cohort
 from fedexp.runs.weights import stored_start
 from fedexp.tasks.task import Task, Weighting
 
@@ -169,14 +169,13 @@ def _whole(value: Any, name: str) -> Any:
 
 def _cohort(cohort: Any) -> int | float | tuple[int, ...] | str | None:
     """Return a cohort as a spec has it: a function by its reference."""
-    if cohort is None or isinstance(cohort, str):
-        return cohort
     if callable(cohort):
         return reference_to(cohort, getattr(cohort, "__name__", "choose"))
-    if isinstance(cohort, Integral):
-        require(int(cohort) >= 1, f"the cohort must be at least 1, not {cohort}")
-        return int(cohort)
-    return float(cohort) if isinstance(cohort, Real) else tuple(map(int, cohort))
+    found: int | float | tuple[int, ...] | str | None = plain_cohort(cohort)
+    require(
+        not isinstance(found, int) or found >= 1, f"the cohort must be at least 1, not {cohort}"
+    )
+    return found
 
 
 def _with_options(spec: Spec, options: Mapping[str, Any]) -> Spec:
