@@ -179,7 +179,7 @@ def test_options_are_for_all_or_for_one(study: Any) -> None:
     setups = {run.spec.algorithm: run.setup for run in compared.runs}
     assert [setup.local.lr for setup in setups.values()] == [0.3, 0.3]
     assert setups["fedexp"].options()["server.eps"] == 0.7
-    with pytest.raises(UsageError, match="no algorithm is called 'fedxp'"):
+    with pytest.raises(UsageError, match="unknown algorithm in option fedxp:eps"):
         fx.compare(study.task, ["fedexp"], runs=None, options={"fedxp:eps": 1})
     with pytest.raises(UsageError, match="unknown option of fedexp 'epps'; did you mean eps"):
         fx.compare(study.task, ["fedexp"], runs=None, options={"epps": 1})
@@ -293,6 +293,24 @@ def test_a_run_can_be_given_more_rounds(
     assert "client state of scaffold is removed then; start a new run" in capsys.readouterr().err
 
 
+def test_a_private_run_has_more_rounds_only_with_the_same_noise(
+    study: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedexp.privacy import CentralPrivacy
+
+    by_epsilon = CentralPrivacy(clip=1.0, delta=1e-5, epsilon=20.0)
+    stored = fx.run(study.task, "fedavg", privacy=by_epsilon)
+    assert main(["resume", str(stored.folder), "--rounds", "6"]) == 2
+    assert "computed for epsilon over 4 rounds" in capsys.readouterr().err
+    fixed = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
+    short = fx.run(study.task, "fedavg", privacy=fixed)
+    assert main(["resume", str(short.folder), "--rounds", "6"]) == 0
+    whole = fx.run(study.task, "fedavg", privacy=fixed, rounds=6, runs="whole")
+    longer = fx.run(study.task, "fedavg", privacy=fixed, rounds=6)
+    assert longer.outcome.stored == 6
+    assert untimed(longer.rows) == untimed(whole.rows)
+
+
 def test_a_run_starts_from_the_weights_of_another(study: Any) -> None:
     first = fx.run(study.task, "fedavg")
     model = first.model()
@@ -302,6 +320,7 @@ def test_a_run_starts_from_the_weights_of_another(study: Any) -> None:
         assert [row["train_loss"] for row in warm.rows] == [r.train_loss for r in straight]
     assert first.last["train_loss"] > straight[0].train_loss
     assert len(list(Path("warm").glob("mine-*"))) == 1  # the same weights are the same run
+    assert len(list(Path("warm/starts").iterdir())) == 1
     cold = fx.run(study.task, fx.fedexp(eps=0.1), runs="warm")
     assert cold.folder != warm.folder
     assert main(["resume", str(warm.folder), "--restart"]) == 0
@@ -353,11 +372,11 @@ def test_the_cohort_of_a_task_may_be_of_every_kind(
 
 
 def test_numbers_of_numpy_are_numbers(study: Any) -> None:
-    given = fx.run(study.task, fx.fedexp(eps=np.float64(0.5)), stop_at=np.float32(0.99))
+    given = fx.run(study.task, fx.fedexp(eps=np.float64(0.5)), stop_at=cast(Any, np.float32(0.99)))
     named = fx.run(study.task, "fedexp", options={"eps": np.float32(0.5), "local.lr": 0.1})
     assert given.run.setup.options()["server.eps"] == 0.5
     assert named.run.setup.options()["server.eps"] == 0.5
-    seeds = fx.compare(study.task, ["fedavg"], seeds=np.int64(2))
+    seeds = fx.compare(study.task, ["fedavg"], seeds=cast(Any, np.int64(2)))
     assert [outcome.spec.seed for outcome in seeds.outcomes] == [0, 1]
     one = fx.compare(study.task, ["fedavg"], seeds=cast(Any, np.array([1])))
     assert one.outcomes[0].stored == 4

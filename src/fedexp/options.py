@@ -386,18 +386,18 @@ def _released_rule(server: ServerRule, lr_decay: float) -> ServerRule:
 
 
 def share_options(
-    setups: Mapping[str, Setup], options: Mapping[str, str]
-) -> dict[str, dict[str, str]]:
+    setups: Mapping[str, Setup], options: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """Return the options of each algorithm: `name:key` is for one, `key` for all that have it.
 
     A name that no algorithm has raises the error of the first algorithm.
     """
-    shared: dict[str, dict[str, str]] = {name: {} for name in setups}
+    shared: dict[str, dict[str, Any]] = {name: {} for name in setups}
     general_first = sorted(options.items(), key=lambda option: ":" in option[0])
     for key, value in general_first:
         name, colon, own = key.partition(":")
         if colon and name not in setups:
-            raise unknown_name("algorithm in --set", name, setups)
+            raise unknown_name(f"algorithm in option {key}", name, setups)
         takers = [name] if colon else [n for n, s in setups.items() if s.has_option(key)]
         for taker in takers or list(setups)[:1]:
             setups[taker].with_option(own if colon else key, value)  # raises for a mistake
@@ -405,7 +405,7 @@ def share_options(
     return shared
 
 
-def split_task_options(options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def split_task_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate `task.*` options (arguments of the task) from all others."""
     prefix = "task."
     of_task = {k.removeprefix(prefix): v for k, v in options.items() if k.startswith(prefix)}

@@ -227,14 +227,16 @@ def test_all_values_of_a_loss_and_of_a_metric_count(
 
 
 def test_what_decides_which_values_are_recorded_counts() -> None:
-    def found(stops: bool = True, **more: Any) -> Fingerprint:
-        task = fx.supervised("own", lambda: nn.Linear(3, 2), federation(), **more)
+    def found(goal: str | None = None, stops: bool = True, by_client: bool = False) -> Fingerprint:
+        task = fx.supervised(
+            "own", lambda: nn.Linear(3, 2), federation(), goal=goal, by_client=by_client
+        )
         return fingerprint(task, fx.fedavg(), 0, stops=stops)
 
     assert found().differences(found(by_client=True)) == ["the evaluation of every client"]
-    goals = [{"goal": "max:train_accuracy"}, {"goal": "min:train_loss"}]
-    assert found(**goals[0]).differences(found(**goals[1])) == ["the goal"]
-    assert found(False, **goals[0]).differences(found(False, **goals[1])) == []
+    goals = "max:train_accuracy", "min:train_loss"
+    assert found(goals[0]).differences(found(goals[1])) == ["the goal"]
+    assert found(goals[0], stops=False).differences(found(goals[1], stops=False)) == []
 
 
 def test_what_refers_to_itself_has_a_digest() -> None:

@@ -116,6 +116,11 @@ class ModuleObjective:
         other._set_loss(loss, classifies, per_example, ignore_index)
         return other
 
+    @property
+    def has_constants(self) -> bool:
+        """Whether the module has tensors that are neither trained nor averaged."""
+        return _has_constants(self.module)
+
     def starting_at(self, params: Tensor, buffers: Buffers) -> ModuleObjective:
         """Return a copy whose initial model has these weights, whatever the seed."""
         other = self.copy()

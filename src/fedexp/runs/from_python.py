@@ -17,9 +17,18 @@ from torch import Tensor, nn
 from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.cohorts import Cohort
 from fedexp.engine import EngineName, Record
+from fedexp.engine.select import check_engine_name
 from fedexp.errors import require
 from fedexp.local import LocalTraining
-from fedexp.options import Setup, build_algorithm, option_text, split_algorithm, split_task
+from fedexp.options import (
+    Setup,
+    build_algorithm,
+    option_text,
+    share_options,
+    split_algorithm,
+    split_task,
+    split_task_options,
+)
 from fedexp.precision import Precision
 from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
 from fedexp.references import reference_to
@@ -78,42 +87,41 @@ def prepared_runs(
     runs: PathLike | None,
 ) -> list[Run]:
     """Return a run of each algorithm over one task; `name:key` options are for one algorithm."""
-    options = dict(settings.get("options") or {})
-    general = {key: value for key, value in options.items() if ":" not in key}
-    firsts: list[Run] = []
+    of_task, others = split_task_options(settings.get("options") or {})
+    common: Settings = {**settings, "options": {f"task.{k}": v for k, v in of_task.items()}}
+    bare: dict[str, Run] = {}
     for algorithm in algorithms:
-        bare = spec_for(task, algorithm, seed, {**settings, "options": {}}, runs)
-        built = firsts[0].task if firsts else None
-        setup = bare.prepare(built).setup
-        own = {k: v for k, v in general.items() if k.startswith("task.") or setup.has_option(k)}
-        prefix = f"{bare.algorithm}:"
-        own |= {k.removeprefix(prefix): v for k, v in options.items() if k.startswith(prefix)}
-        firsts.append(_with_options(bare, own).prepare(None if _of_task(own) else built))
-    names = [first.spec.algorithm for first in firsts]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    require(
-        twice is None,
-        f"two algorithms are called {twice!r}; give one another name, e.g. "
-        'dataclasses.replace(algorithm, name="...")',
-    )
-    known = {key for first in firsts for key in general if first.setup.has_option(key)}
-    for key in general:
-        if key not in known and not key.startswith("task."):
-            firsts[0].setup.full_name(key)  # raises, naming the nearest option
-    for key in options.keys() - general.keys():
-        name = key.partition(":")[0]
-        require(name in names, f"options has {key!r}, but no algorithm is called {name!r}")
-    return firsts
+        built = next(iter(bare.values())).task if bare else None
+        run = prepared_run(task, algorithm, seed, common, runs, built)
+        name = run.spec.algorithm
+        require(
+            name not in bare,
+            f"two algorithms are called {name!r}; give one another name, e.g. "
+            'dataclasses.replace(algorithm, name="...")',
+        )
+        bare[name] = run
+    shared = share_options({name: run.setup for name, run in bare.items()}, others)
+    return [_with_options(run.spec, shared[name]).prepare(run.task) for name, run in bare.items()]
 
 
-def spec_for(
+def prepared_run(
     task: Task | str,
     algorithm: Algorithm | str,
     seed: int,
     settings: Settings,
     runs: PathLike | None = None,
-) -> Spec:
-    """Return the spec of a run of these objects."""
+    built: Task | None = None,
+) -> Run:
+    """Return the run of these objects.
+
+    Args:
+        task: a task, its name or a reference.
+        algorithm: an algorithm, its name or a reference.
+        seed: of the run.
+        settings: see `Settings`.
+        runs: folder of all runs, beside which weights to start from are stored.
+        built: the task, where another run has built it from its name and the same options.
+    """
     if isinstance(task, str):
         task_name, task_source = split_task(task)
     else:
@@ -133,7 +141,7 @@ def spec_for(
         cohort=_cohort(settings.get("cohort")),
         mode=settings.get("mode", "paper"),
         evaluate_every=_whole(settings.get("evaluate_every"), "evaluate_every"),
-        engine=settings.get("engine", "auto"),
+        engine=check_engine_name(settings.get("engine", "auto")),
         device=settings.get("device"),
         precision=settings.get("precision"),
         stop_at=settings.get("stop_at"),
@@ -147,16 +155,16 @@ def spec_for(
     local, weighting = settings.get("local"), settings.get("weighting")
     given = dict(settings.get("options") or {})
     if isinstance(algorithm, Algorithm) or local is not None or weighting is not None:
-        built = _with_options(bare, _of_task(given)).prepare()
-        named = built.setup
+        run = _with_options(bare, _of_task(given)).prepare(built)
+        named, built = run.setup, run.task
         wanted = Setup(
             algorithm if isinstance(algorithm, Algorithm) else named.algorithm,
-            local or (built.task.local if isinstance(algorithm, Algorithm) else named.local),
+            local or (built.local if isinstance(algorithm, Algorithm) else named.local),
             weighting or ("uniform" if isinstance(algorithm, Algorithm) else named.weighting),
         ).options()
         before = named.options()
         given = {**{k: v for k, v in wanted.items() if before.get(k) != v}, **given}
-    return _with_options(bare, given)
+    return _with_options(bare, given).prepare(built)
 
 
 def _whole(value: Any, name: str) -> Any:
