@@ -140,6 +140,9 @@ def test_what_cannot_be_imported_runs_in_this_process(study: Any) -> None:
     with pytest.warns(RunWarning, match="algorithm 'inline' was made in this session"):
         compared = fx.compare(study.task, ["fedavg", inline], seeds=2, jobs=2, runs=None)
     assert [line.algorithm for line in compared.lines] == ["fedavg", "inline"]
+    cyclic = fx.cohorts.cyclic(2)
+    with pytest.warns(RunWarning, match="a function among the options was made in this session"):
+        fx.compare(study.task, ["fedavg", "fedexp"], jobs=2, runs=None, rounds=2, cohort=cyclic)
     with pytest.warns(RunWarning, match="task 'mine' was made in this session"):
         fx.compare(study.make(), ["fedavg"], seeds=2, jobs=2, runs=None)
 

@@ -77,6 +77,16 @@ def objective() -> ModuleObjective:
     return ModuleObjective(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
 
 
+def test_parameters_that_were_written_to_are_evaluated_anew() -> None:
+    objective = ModuleObjective(lambda: nn.Linear(3, 2))
+    params, buffers = objective.initial(0)
+    batch = {"x": torch.eye(3), "y": torch.tensor([0, 1, 0])}
+    objective.measure(params, buffers, batch)
+    params.mul_(2)
+    found, expected = (objective.measure(p, buffers, batch) for p in (params, params.clone()))
+    assert torch.equal(found["loss"], expected["loss"])
+
+
 def test_a_warm_start_is_the_initial_model_of_every_seed() -> None:
     first = objective()
     assert isinstance(first, StartableObjective)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral
 from typing import Any, TypedDict
 
 from torch import Tensor, nn
@@ -18,7 +17,7 @@ from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.cohorts import Cohort
 from fedexp.engine import EngineName, Record
 from fedexp.engine.select import check_engine_name
-from fedexp.errors import require
+from fedexp.errors import require, whole_number
 from fedexp.local import LocalTraining
 from fedexp.options import (
     Setup,
@@ -132,15 +131,16 @@ def prepared_run(
         )
         task_name, task_source = task.name, reference_to(task, task.name)
     name, source = _named_algorithm(algorithm)
-    start = settings.get("start")
+    start, rounds = settings.get("start"), settings.get("rounds")
+    every = settings.get("evaluate_every")
     bare = Spec(
         task=task_name,
         algorithm=name,
-        seed=_whole(seed, "seed"),
-        rounds=_whole(settings.get("rounds"), "rounds"),
+        seed=whole_number("seed", seed, 0),
+        rounds=None if rounds is None else whole_number("rounds", rounds, 1),
         cohort=_cohort(settings.get("cohort")),
         mode=settings.get("mode", "paper"),
-        evaluate_every=_whole(settings.get("evaluate_every"), "evaluate_every"),
+        evaluate_every=None if every is None else whole_number("evaluate_every", every, 1),
         engine=check_engine_name(settings.get("engine", "auto")),
         device=settings.get("device"),
         precision=settings.get("precision"),
@@ -165,14 +165,6 @@ def prepared_run(
         before = named.options()
         given = {**{k: v for k, v in wanted.items() if before.get(k) != v}, **given}
     return _with_options(bare, given).prepare(built)
-
-
-def _whole(value: Any, name: str) -> Any:
-    """Return a whole number of numpy as one of Python, and anything else as it is."""
-    if value is not None:
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        require(whole, f"{name} must be a whole number: {value!r}")
-    return None if value is None else int(value)
 
 
 def _cohort(cohort: Any) -> int | float | tuple[int, ...] | str | None:
