@@ -164,6 +164,8 @@ def test_a_search_over_a_grid_of_ones_own(study: Any, tmp_path: Path) -> None:
     assert tuned.table().splitlines()[2].split()[0] == "sign"
     assert isinstance(tuned.frame(), pandas.DataFrame)
     assert tuned.plot(tmp_path / "tune.png").exists()
+    with pytest.raises(UsageError, match="takes numbers; set 'adam' with options="):
+        fx.tune(study.task, "fedavg", {"local.optimizer": cast(Any, ["adam"])})
     best = fx.run(study.task, study.mine, options=tuned.best, runs=None)
     assert best.run.setup.options()["server.lr"] == tuned.best["server.lr"]
     before = (tmp_path / "own.db").stat().st_mtime_ns
