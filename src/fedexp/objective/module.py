@@ -132,10 +132,16 @@ class ModuleObjective:
     def starting_from(self, weights: nn.Module | Mapping[str, Tensor]) -> ModuleObjective:
         """Return a copy that starts at the weights of a module or of its `state_dict`.
 
-        Frozen weights are taken from it as well.
+        Frozen weights are taken from it as well. Buffers that are in no `state_dict` are those of
+        the module, or else of the initial model.
         """
         state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+        given = dict(weights.named_buffers()) if isinstance(weights, nn.Module) else {}
         other = self.copy()
+        other._bind(*self.initial(0))  # over what the last evaluation left in the module
+        for name, own in zip(other.buffer_names, other.slots, strict=True):
+            if name not in state and name in given:
+                put(own, given[name].detach().to(read(own), copy=True))
         try:
             other.module.load_state_dict(state)
         except (RuntimeError, TypeError, AttributeError) as error:
