@@ -7,6 +7,8 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -347,6 +349,20 @@ def test_cohorts_of_every_kind_are_stored_and_resumed(study: Any, cohort: Any) -
     again = fx.run(study.task, "fedexp", cohort=cohort)
     assert again.folder == stored.folder
     assert untimed(again.rows) == untimed(stored.rows)
+
+
+@pytest.mark.parametrize("cohort", [[1.5, 2.5], ["a"], {1, 2}, True])
+def test_cohorts_that_are_none_are_refused_as_in_simulate(study: Any, cohort: Any) -> None:
+    for call in (fx.simulate, partial(fx.run, runs=None)):
+        with pytest.raises(UsageError, match="the cohort"):
+            call(study.task, "fedexp", cohort=cohort)
+
+
+def test_a_task_made_here_may_have_any_name(study: Any) -> None:
+    own = replace(study.make(), name="a/b: c")
+    assert fx.run(own, "fedavg", rounds=1).folder == Path("runs") / next(
+        path.name for path in Path("runs").iterdir() if path.name.startswith("a_b_c-fedavg")
+    )
 
 
 COHORTS = """

@@ -100,10 +100,11 @@ def reference_to(value: Any, name: str) -> str:
     for known, each in _session.items():
         if each is value:
             return known
-    text, count = f"{SESSION}:{name}", 1
+    plain, count = name.replace(":", "-"), 1
+    text = f"{SESSION}:{plain}"
     while text in _session:
         count += 1
-        text = f"{SESSION}:{name}-{count}"
+        text = f"{SESSION}:{plain}-{count}"
     _session[text] = value
     return text
 

@@ -206,6 +206,11 @@ class Tupled:
         return total[0] / total[1]
 
 
+@pytest.mark.parametrize("value", [0.5, np.float32(0.5), np.array(0.5), torch.tensor([0.5])])
+def test_a_metric_may_return_a_number_of_any_library(value: Any) -> None:
+    assert evaluate_metric(lambda out, y: value, torch.eye(2), torch.tensor([0, 1])) == 0.5
+
+
 def test_totals_that_do_not_add_are_refused() -> None:
     with pytest.raises(UsageError, match="metric 'm' has totals of type tuple"):
         task({"m": Tupled()})

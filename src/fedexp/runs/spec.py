@@ -150,8 +150,8 @@ class Spec:
         if isinstance(cohort, str) and cohort != "all":
             require(is_reference(cohort), f"cohort {cohort!r} is no number, no list and not all")
             cohort = load_object(cohort)
-        whole = isinstance(cohort, str) or (isinstance(cohort, Integral) and cohort == 0)
-        cohort = None if whole else cohort
+        zero = isinstance(cohort, Integral) and not isinstance(cohort, bool) and cohort == 0
+        cohort = None if zero or isinstance(cohort, str) else cohort
         CohortRule.of(cohort, task.train.clients)  # raises where it does not fit
         stop_at = checked_target(self.stop_at, task.metric, "--stop-at")
         rounds = task.rounds if self.rounds is None else self.rounds
@@ -300,11 +300,14 @@ def plain_cohort(cohort: Any) -> Any:
     >>> plain_cohort(np.array([3, 1])), plain_cohort(np.int64(4)), plain_cohort("all")
     ((3, 1), 4, 'all')
     """
-    if cohort is None or isinstance(cohort, str) or callable(cohort):
+    if cohort is None or isinstance(cohort, str | bool) or callable(cohort):
         return cohort
     if isinstance(cohort, Integral):
         return int(cohort)
-    return float(cohort) if isinstance(cohort, Real) else tuple(map(int, cohort))
+    if isinstance(cohort, Real):
+        return float(cohort)
+    is_list = isinstance(cohort, Sequence | np.ndarray)
+    return tuple(np.asarray(cohort).tolist()) if is_list else cohort
 
 
 def _json_value(value: Any) -> Any:

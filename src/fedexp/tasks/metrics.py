@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -245,6 +246,7 @@ def finish_metric(name: str, metric: Metric, total: Any) -> float:
         raise
     except Exception as error:  # of a function of the user's
         raise UsageError(f"metric {name!r} fails: {first_line(error)}") from error
+    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     if isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(value)
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
