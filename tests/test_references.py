@@ -51,6 +51,15 @@ def test_a_file_imports_its_neighbours(tmp_path: Path) -> None:
     assert load_object("deep/own.py:late")() == 3
 
 
+def test_a_name_of_a_script_alone_gets_the_remedy(tmp_path: Path) -> None:
+    guarded = 'if __name__ == "__main__":\n    own_task = make()\n'
+    write_study(tmp_path, guarded, "guarded.py")
+    with pytest.raises(UsageError, match=r"guarded\.py does not define own_task.*move it out"):
+        load_object("guarded.py:own_task")
+    with pytest.raises(UsageError, match=r"unknown name in guarded\.py 'own_tas'"):
+        load_object("guarded.py:own_tas")
+
+
 def test_what_no_other_process_can_import_is_of_this_session() -> None:
     here = fx.Algorithm("here", server=fx.Average(0.5))
     other = fx.Algorithm("here", server=fx.Average(0.25))

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
+import numpy as np
 import pandas
 import pytest
 import torch
@@ -19,7 +23,8 @@ from fedexp.cli.main import main
 from fedexp.errors import UsageError
 from fedexp.references import load_object
 from fedexp.runs.files import read_rows
-from fedexp.runs.folder import RunWarning
+from fedexp.runs.folder import RunWarning, rerun
+from fedexp.runs.spec import read_spec
 from tests.helpers.own_study import write_study
 from tests.runs.helpers import untimed
 
@@ -137,6 +142,9 @@ def test_what_cannot_be_imported_runs_in_this_process(study: Any) -> None:
     with pytest.warns(RunWarning, match="algorithm 'inline' was made in this session"):
         compared = fx.compare(study.task, ["fedavg", inline], seeds=2, jobs=2, runs=None)
     assert [line.algorithm for line in compared.lines] == ["fedavg", "inline"]
+    cyclic = fx.cohorts.cyclic(2)
+    with pytest.warns(RunWarning, match="a function among the options was made in this session"):
+        fx.compare(study.task, ["fedavg", "fedexp"], jobs=2, runs=None, rounds=2, cohort=cyclic)
     with pytest.warns(RunWarning, match="task 'mine' was made in this session"):
         fx.compare(study.make(), ["fedavg"], seeds=2, jobs=2, runs=None)
 
@@ -158,6 +166,8 @@ def test_a_search_over_a_grid_of_ones_own(study: Any, tmp_path: Path) -> None:
     assert tuned.table().splitlines()[2].split()[0] == "sign"
     assert isinstance(tuned.frame(), pandas.DataFrame)
     assert tuned.plot(tmp_path / "tune.png").exists()
+    with pytest.raises(UsageError, match="takes numbers; set 'adam' with options="):
+        fx.tune(study.task, "fedavg", {"local.optimizer": cast(Any, ["adam"])})
     best = fx.run(study.task, study.mine, options=tuned.best, runs=None)
     assert best.run.setup.options()["server.lr"] == tuned.best["server.lr"]
     before = (tmp_path / "own.db").stat().st_mtime_ns
@@ -176,7 +186,7 @@ def test_options_are_for_all_or_for_one(study: Any) -> None:
     setups = {run.spec.algorithm: run.setup for run in compared.runs}
     assert [setup.local.lr for setup in setups.values()] == [0.3, 0.3]
     assert setups["fedexp"].options()["server.eps"] == 0.7
-    with pytest.raises(UsageError, match="no algorithm is called 'fedxp'"):
+    with pytest.raises(UsageError, match="unknown algorithm in option fedxp:eps"):
         fx.compare(study.task, ["fedexp"], runs=None, options={"fedxp:eps": 1})
     with pytest.raises(UsageError, match="unknown option of fedexp 'epps'; did you mean eps"):
         fx.compare(study.task, ["fedexp"], runs=None, options={"epps": 1})
@@ -290,6 +300,24 @@ def test_a_run_can_be_given_more_rounds(
     assert "client state of scaffold is removed then; start a new run" in capsys.readouterr().err
 
 
+def test_a_private_run_has_more_rounds_only_with_the_same_noise(
+    study: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from fedexp.privacy import CentralPrivacy
+
+    by_epsilon = CentralPrivacy(clip=1.0, delta=1e-5, epsilon=20.0)
+    stored = fx.run(study.task, "fedavg", privacy=by_epsilon)
+    assert main(["resume", str(stored.folder), "--rounds", "6"]) == 2
+    assert "computed for epsilon over 4 rounds" in capsys.readouterr().err
+    fixed = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
+    short = fx.run(study.task, "fedavg", privacy=fixed)
+    assert main(["resume", str(short.folder), "--rounds", "6"]) == 0
+    whole = fx.run(study.task, "fedavg", privacy=fixed, rounds=6, runs="whole")
+    longer = fx.run(study.task, "fedavg", privacy=fixed, rounds=6)
+    assert longer.outcome.stored == 6
+    assert untimed(longer.rows) == untimed(whole.rows)
+
+
 def test_a_run_starts_from_the_weights_of_another(study: Any) -> None:
     first = fx.run(study.task, "fedavg")
     model = first.model()
@@ -299,6 +327,7 @@ def test_a_run_starts_from_the_weights_of_another(study: Any) -> None:
         assert [row["train_loss"] for row in warm.rows] == [r.train_loss for r in straight]
     assert first.last["train_loss"] > straight[0].train_loss
     assert len(list(Path("warm").glob("mine-*"))) == 1  # the same weights are the same run
+    assert len(list(Path("warm/starts").iterdir())) == 1
     cold = fx.run(study.task, fx.fedexp(eps=0.1), runs="warm")
     assert cold.folder != warm.folder
     assert main(["resume", str(warm.folder), "--restart"]) == 0
@@ -320,6 +349,84 @@ def test_cohorts_of_every_kind_are_stored_and_resumed(study: Any, cohort: Any) -
     again = fx.run(study.task, "fedexp", cohort=cohort)
     assert again.folder == stored.folder
     assert untimed(again.rows) == untimed(stored.rows)
+
+
+@pytest.mark.parametrize("cohort", [[1.5, 2.5], ["a"], {1, 2}, True])
+def test_cohorts_that_are_none_are_refused_as_in_simulate(study: Any, cohort: Any) -> None:
+    for call in (fx.simulate, partial(fx.run, runs=None)):
+        with pytest.raises(UsageError, match="the cohort"):
+            call(study.task, "fedexp", cohort=cohort)
+
+
+def test_a_task_made_here_may_have_any_name(study: Any) -> None:
+    own = replace(study.make(), name="a/b: c")
+    assert fx.run(own, "fedavg", rounds=1).folder == Path("runs") / next(
+        path.name for path in Path("runs").iterdir() if path.name.startswith("a_b_c-fedavg")
+    )
+
+
+COHORTS = """
+def choose(rng, round, federation):
+    return [0, round]
+
+from dataclasses import replace
+chosen = replace(task, cohort=choose)
+listed = replace(task, cohort=np.array([1, 2]))
+counted = replace(task, cohort=np.int64(2), rounds=np.int64(4), evaluate_every=np.int64(2))
+"""
+
+
+@pytest.mark.parametrize("name", ["chosen", "listed", "counted"])
+def test_the_cohort_of_a_task_may_be_of_every_kind(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_study(tmp_path, COHORTS, "cohorts.py")
+    task = load_object(f"cohorts.py:{name}")
+    stored = fx.run(task, "fedexp")
+    assert {row["clients"] for row in stored.rows} == {2}
+    assert main(["resume", str(stored.folder), "--restart"]) == 0
+    assert untimed(fx.run(task, "fedexp").rows) == untimed(stored.rows)
+    capsys.readouterr()
+    again = shlex.split(rerun(read_spec(cast(Path, stored.folder))))
+    assert main([*again[1:], "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["folder"] == str(stored.folder)
+
+
+def test_numbers_of_numpy_are_numbers(study: Any) -> None:
+    given = fx.run(study.task, fx.fedexp(eps=np.float64(0.5)), stop_at=cast(Any, np.float32(0.99)))
+    named = fx.run(study.task, "fedexp", options={"eps": np.float32(0.5), "local.lr": 0.1})
+    assert given.run.setup.options()["server.eps"] == 0.5
+    assert named.run.setup.options()["server.eps"] == 0.5
+    seeds = fx.compare(study.task, ["fedavg"], seeds=cast(Any, np.int64(2)))
+    assert [outcome.spec.seed for outcome in seeds.outcomes] == [0, 1]
+    one = fx.compare(study.task, ["fedavg"], seeds=cast(Any, np.array([1])))
+    assert one.outcomes[0].stored == 4
+
+
+ARGUMENTS = """
+from pathlib import Path
+
+def required(width):
+    return make(int(width))
+
+def untyped(width=2):
+    return make(width)
+
+def several(width: str | int | None = None, folder=Path("here"), table={"a": (1, None)}):
+    return make(2 if width is None else width)
+"""
+
+
+@pytest.mark.parametrize("name", ["required", "untyped", "several"])
+def test_functions_of_any_signature_make_tasks(name: str, tmp_path: Path) -> None:
+    write_study(tmp_path, ARGUMENTS, "functions.py")
+    reference = f"functions.py:{name}"
+    stored = fx.run(reference, "fedavg", options={"task.width": 3})
+    assert cast(Any, stored.model()).hidden.out_features == 3
+    assert main(["resume", str(stored.folder), "--restart"]) == 0
+    if name == "required":
+        with pytest.raises(UsageError, match=r"needs --set task\.width"):
+            fx.run(reference, "fedavg")
 
 
 def test_none_is_the_tasks_own_everywhere(study: Any, capsys: pytest.CaptureFixture[str]) -> None:

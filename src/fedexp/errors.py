@@ -6,6 +6,7 @@ import difflib
 import functools
 import warnings
 from collections.abc import Callable, Iterable
+from numbers import Integral
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -48,6 +49,18 @@ class DataNote(UserWarning):
 
 class EngineWarning(UserWarning):
     """A faster engine is not used for this model, or for a part of it, for the reason given."""
+
+
+def whole_number(name: str, value: Any, least: int) -> int:
+    """Return a whole number, of numpy or not, that is at least `least`; refuse anything else.
+
+    >>> whole_number("rounds", 3, least=1)
+    3
+    """
+    whole = isinstance(value, Integral) and not isinstance(value, bool)
+    require(whole, f"{name} must be a whole number: {value!r}")
+    require(value >= least, f"{name} must be at least {least}, not {value}")
+    return int(value)
 
 
 def require(condition: bool, message: str) -> None:

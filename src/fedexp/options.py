@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any, Literal
+
+import numpy as np
 
 from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.errors import UsageError, require, unknown_name
@@ -37,6 +41,7 @@ from fedexp.tasks import (
 )
 from fedexp.tasks.task import Task, Weighting
 
+VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 TRUE, FALSE = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 TASKS: dict[str, Callable[..., Task]] = {
     "toy": toy,
@@ -78,7 +83,11 @@ def build_task(
     if isinstance(found, Task):
         task_arguments(name, options, seed, mode, source)
         return found
-    task = found(**task_arguments(name, options, seed, mode, source))
+    arguments = task_arguments(name, options, seed, mode, source)
+    named = [each for each in signature(found).parameters.values() if each.kind not in VARIADIC]
+    missing = next((each.name for each in named if each.name not in arguments), None)
+    require(missing is None, f"{source or name} needs --set task.{missing}=..., or a default")
+    task = found(**arguments)
     require(
         isinstance(task, Task),
         f"{source or name} returns {type(task).__name__}, not a Task; return the result of "
@@ -94,7 +103,7 @@ def task_arguments(
     mode: str = "paper",
     source: str | None = None,
 ) -> dict[str, Any]:
-    """Return every argument of a task's function with its value, defaults included.
+    """Return every argument of a task's function that has a value, defaults included.
 
     A task that is not in the catalogue and has no source has the options that it was given.
 
@@ -120,10 +129,15 @@ def task_arguments(
             raise unknown_name(
                 f"option of task {name}", f"task.{key}", [f"task.{k}" for k in known]
             )
-        chosen[key] = convert(value, hints_of(factory).get(key, Any), f"task.{key}")
-    missing = [k for k, v in chosen.items() if v is Parameter.empty and source is not None]
-    require(not missing, f"{source} needs --set task.{(missing or [''])[0]}=..., or a default")
+        hint = hints_of(factory).get(key, _hint_from(known[key].default))
+        chosen[key] = convert(value, hint, f"task.{key}")
     return {key: value for key, value in chosen.items() if value is not Parameter.empty}
+
+
+def _hint_from(default: Any) -> Any:
+    """Return the type of an argument without a type hint; whole numbers may become fractions."""
+    numbers = {bool: bool, int: int | float, float: float}
+    return numbers.get(type(default), Any)
 
 
 def _task_or_function(name: str, source: str | None) -> Task | Callable[..., Task]:
@@ -343,8 +357,10 @@ def option_text(value: Any) -> str:
         return "none"
     if isinstance(value, tuple | list):
         return ",".join(map(option_text, value))
-    if isinstance(value, str):
-        return value
+    if isinstance(value, str | os.PathLike):
+        return os.fspath(value)
+    if isinstance(value, np.generic):
+        return option_text(value.item())
     if callable(value):
         return reference_to(value, getattr(value, "__name__", "function"))
     return repr(value)
@@ -370,18 +386,18 @@ def _released_rule(server: ServerRule, lr_decay: float) -> ServerRule:
 
 
 def share_options(
-    setups: Mapping[str, Setup], options: Mapping[str, str]
-) -> dict[str, dict[str, str]]:
+    setups: Mapping[str, Setup], options: Mapping[str, Any]
+) -> dict[str, dict[str, Any]]:
     """Return the options of each algorithm: `name:key` is for one, `key` for all that have it.
 
     A name that no algorithm has raises the error of the first algorithm.
     """
-    shared: dict[str, dict[str, str]] = {name: {} for name in setups}
+    shared: dict[str, dict[str, Any]] = {name: {} for name in setups}
     general_first = sorted(options.items(), key=lambda option: ":" in option[0])
     for key, value in general_first:
         name, colon, own = key.partition(":")
         if colon and name not in setups:
-            raise unknown_name("algorithm in --set", name, setups)
+            raise unknown_name(f"algorithm in option {key}", name, setups)
         takers = [name] if colon else [n for n, s in setups.items() if s.has_option(key)]
         for taker in takers or list(setups)[:1]:
             setups[taker].with_option(own if colon else key, value)  # raises for a mistake
@@ -389,7 +405,7 @@ def share_options(
     return shared
 
 
-def split_task_options(options: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
+def split_task_options(options: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Separate `task.*` options (arguments of the task) from all others."""
     prefix = "task."
     of_task = {k.removeprefix(prefix): v for k, v in options.items() if k.startswith(prefix)}
@@ -433,11 +449,11 @@ def convert(value: Any, hint: Any, name: str) -> Any:
         return _convert_tuple(value, typing.get_args(hint), name)
     if hint in (int, float):
         return _convert_number(value, hint, name)
-    return value
+    return Path(value) if hint is Path and isinstance(value, str) else value
 
 
 def _convert_optional(value: Any, choices: tuple[Any, ...], name: str) -> Any:
-    """Convert to one of several types: None, a function (by reference), or one other."""
+    """Convert to one of several types: None, a function (by reference), or the first that fits."""
     nothing = value is None or (isinstance(value, str) and value.lower() == "none")
     if nothing and type(None) in choices:
         return None
@@ -446,8 +462,15 @@ def _convert_optional(value: Any, choices: tuple[Any, ...], name: str) -> Any:
         value = load_object(value)
     if functions and callable(value):
         return value
-    (kind,) = (each for each in choices if each not in (type(None), *functions))
-    return convert(value, kind, name)
+    kinds = [each for each in choices if each not in (type(None), *functions)]
+    kinds.sort(key=lambda each: each in (str, Path))  # which take every text
+    errors: list[UsageError] = []
+    for kind in kinds:
+        try:
+            return convert(value, kind, name)
+        except UsageError as error:
+            errors.append(error)
+    raise errors[0]
 
 
 def _convert_choice(value: Any, choices: tuple[Any, ...], name: str) -> Any:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import re
 import sys
 import traceback
 from collections.abc import Iterator
@@ -68,6 +69,12 @@ def load_object(reference: str) -> Any:
     found: Any = module
     for part in name.split("."):
         if not hasattr(found, part):
+            indented = rf"^[ \t]+(?:(?:def|class) +)?{re.escape(part)}\b *[=:(]"
+            if place.endswith(".py") and re.search(indented, _text(place), re.MULTILINE):
+                raise UsageError(
+                    f"{place} does not define {part} when it is imported; move it out of the "
+                    'function, or of if __name__ == "__main__":'
+                )
             public = [each for each in vars(module) if not each.startswith("_")]
             raise unknown_name(f"name in {place}", name, public)
         found = getattr(found, part)
@@ -93,10 +100,11 @@ def reference_to(value: Any, name: str) -> str:
     for known, each in _session.items():
         if each is value:
             return known
-    text, count = f"{SESSION}:{name}", 1
+    plain, count = name.replace(":", "-"), 1
+    text = f"{SESSION}:{plain}"
     while text in _session:
         count += 1
-        text = f"{SESSION}:{name}-{count}"
+        text = f"{SESSION}:{plain}-{count}"
     _session[text] = value
     return text
 
@@ -181,6 +189,10 @@ def _import_errors(place: str) -> Iterator[None]:
         ) from error
     finally:
         _importing.pop()
+
+
+def _text(place: str) -> str:
+    return Path(place).read_text(encoding="utf-8", errors="replace")
 
 
 def _is_user(frame: traceback.FrameSummary, place: str) -> bool:

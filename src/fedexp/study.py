@@ -25,34 +25,17 @@ from fedexp.analysis.tables import comparison_numbers, comparison_table, render_
 from fedexp.distributed import ranks
 from fedexp.engine.client_store import Location
 from fedexp.errors import DivergedError, require
-from fedexp.options import (
-    split_task_options,
-)
-from fedexp.references import (
-    refuse_while_importing,
-)
-from fedexp.runs.checkpoint import (
-    from_bytes,
-)
+from fedexp.options import split_task_options
+from fedexp.references import refuse_while_importing
+from fedexp.runs.checkpoint import from_bytes
 from fedexp.runs.execute import execute, model_bytes, stop_request
 from fedexp.runs.files import Row
-from fedexp.runs.from_python import PathLike, Settings, prepared_runs, spec_for
+from fedexp.runs.from_python import PathLike, Settings, prepared_run, prepared_runs
 from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
 from fedexp.runs.loggers import Logger
 from fedexp.runs.pool import run_all
-from fedexp.runs.spec import (
-    Outcome,
-    Run,
-    Spec,
-    checked_target,
-    file_name,
-)
-from fedexp.runs.weights import (
-    CPU,
-    module_of,
-    module_with,
-    run_weights,
-)
+from fedexp.runs.spec import Outcome, Run, Spec, checked_target, file_name
+from fedexp.runs.weights import CPU, module_of, module_with, run_weights
 from fedexp.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -145,7 +128,7 @@ def run(
     True
     """
     refuse_while_importing("fedexp.run")
-    prepared = spec_for(task, algorithm, seed, settings, runs).prepare()
+    prepared = prepared_run(task, algorithm, seed, settings, runs)
     with stop_request(listen=runs is not None) as request:
         try:
             outcome = execute(
@@ -284,7 +267,7 @@ def compare(
     refuse_while_importing("fedexp.compare")
     chosen = list(algorithms)
     require(bool(chosen), "compare needs at least one algorithm, e.g. ['fedavg', 'fedexp']")
-    numbers = list(range(seeds)) if isinstance(seeds, int) else list(seeds)
+    numbers = list(map(int, seeds if isinstance(seeds, Iterable) else range(seeds)))
     require(bool(numbers), "compare needs at least one seed")
     firsts = prepared_runs(task, chosen, numbers[0], settings, runs)
     wanted = checked_target(target, firsts[0].task.metric, "target")
@@ -399,7 +382,7 @@ def tune(
     refuse_while_importing("fedexp.tune")
     require(grid is None or protocol == "paper", "give a grid, or protocol='free', not both")
     own: Settings = {**settings, "rounds": settings.get("rounds") or ROUNDS}
-    prepared = spec_for(task, algorithm, seed, own).prepare()
+    prepared = prepared_run(task, algorithm, seed, own)
     _, fixed = split_task_options(dict(prepared.spec.options))
     if grid is not None:
         values = check_none_fixed(checked_grid(grid, prepared.setup), dict(fixed))

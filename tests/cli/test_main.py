@@ -149,7 +149,10 @@ def test_lists(command: str, capfd: pytest.CaptureFixture[str]) -> None:
         (["run", "digits", "--set", "task.clients=5000"], "use fewer clients"),
         (["compare", "synthetic", "--seeds", "0"], "--seeds"),
         (["compare", "synthetic", "--set", "esp=1"], "did you mean eps"),
-        (["compare", "synthetic", "--set", "fedyogi:lr=1"], "unknown algorithm in --set"),
+        (
+            ["compare", "synthetic", "--set", "fedyogi:lr=1"],
+            "unknown algorithm in option fedyogi:lr",
+        ),
         (["compare", "synthetic", "--set", "fedexp:mu=1"], "unknown option of fedexp"),
         (["compare", "synthetic", "--out", "x.foo"], "end its name in one of"),
         (["run", "synthetic", "--set", "lr=10"], "fedexp has no server lr"),

@@ -138,6 +138,16 @@ def test_a_record_of_another_model_is_refused() -> None:
         fx.simulate(classes_task(Net), fx.fedavg(), 1, start=record)
 
 
+def test_frozen_weights_of_a_record_are_those_that_it_was_trained_with() -> None:
+    task, start = classes_task(Tied), Tied(seed=1)
+    *_, first = fx.simulate(task, fx.fedavg(), 2, start=start)
+    (second,) = fx.simulate(task, fx.fedexp(), 1, start=first)
+    found = dict(second.model().named_parameters())
+    assert torch.equal(found["frozen.weight"], start.frozen.weight)
+    (same,) = fx.simulate(task, fx.fedexp(), 1, start=first.model())
+    assert torch.equal(second.state.params, same.state.params)
+
+
 def test_frozen_weights_are_those_of_the_start() -> None:
     start = Tied(seed=1)
     (record,) = fx.simulate(classes_task(Tied), fx.fedavg(), 1, start=start)

@@ -77,6 +77,16 @@ def objective() -> ModuleObjective:
     return ModuleObjective(lambda: nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)))
 
 
+def test_parameters_that_were_written_to_are_evaluated_anew() -> None:
+    objective = ModuleObjective(lambda: nn.Linear(3, 2))
+    params, buffers = objective.initial(0)
+    batch = {"x": torch.eye(3), "y": torch.tensor([0, 1, 0])}
+    objective.measure(params, buffers, batch)
+    params.mul_(2)
+    found, expected = (objective.measure(p, buffers, batch) for p in (params, params.clone()))
+    assert torch.equal(found["loss"], expected["loss"])
+
+
 def test_a_warm_start_is_the_initial_model_of_every_seed() -> None:
     first = objective()
     assert isinstance(first, StartableObjective)
@@ -93,6 +103,35 @@ def test_a_warm_start_is_the_initial_model_of_every_seed() -> None:
     assert torch.equal(moved.initial(1)[0], params + 1)
     weights = dict(warm.initial_module(0).named_parameters())  # what a fingerprint digests
     assert torch.equal(weights["0.bias"], first.load(params + 1, buffers).state_dict()["0.bias"])
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean, which no state_dict has."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 2)
+        self.register_buffer("mean", torch.zeros(3), persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * x.mean(dim=0)
+        out: Tensor = self.linear(x - self.mean)
+        return out
+
+
+def test_a_warm_start_does_not_depend_on_earlier_calls() -> None:
+    objective, given = ModuleObjective(Centred), Centred()
+    given.mean += 1
+    before = objective.starting_from(given.state_dict()).initial(0)
+    batch = {"x": torch.ones(4, 3), "y": torch.zeros(4, dtype=torch.int64)}
+    objective.gradient(*objective.initial(0), batch)  # leaves another mean in the module
+    after = objective.starting_from(given.state_dict()).initial(0)
+    assert after[1].averaged.tolist() == before[1].averaged.tolist() == [0, 0, 0]
+    assert torch.equal(after[0], before[0])
+    assert objective.starting_from(given).initial(0)[1].averaged.tolist() == [1, 1, 1]
 
 
 def test_a_warm_start_from_a_module_takes_its_frozen_weights() -> None:

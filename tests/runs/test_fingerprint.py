@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedexp as fx
@@ -170,6 +171,72 @@ def test_values_that_differ_have_digests_that_differ(pair: tuple[Any, Any]) -> N
     one, other = pair
     assert not same(digest_of(one), digest_of(other))
     assert same(digest_of(one), digest_of(one))
+
+
+class Scaled:
+    """A loss whose factor is private."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._factor * F.cross_entropy(outputs, targets)
+
+
+class Slotted:
+    """A metric whose threshold is in a slot."""
+
+    __slots__ = ("threshold",)
+
+    def __init__(self, threshold: float) -> None:
+        self.threshold = threshold
+
+    def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs[:, 0] > self.threshold).float().mean()
+
+
+def weighted(weight: float) -> nn.Module:
+    return nn.CrossEntropyLoss(weight=torch.tensor([1.0, weight]))
+
+
+def calling(loss: nn.Module) -> Callable[[Tensor, Tensor], Any]:
+    return lambda outputs, targets: loss(outputs, targets)
+
+
+LOSSES: dict[str, Callable[[float], Any]] = {
+    "weights of classes": weighted,
+    "weights of classes in a closure": lambda value: calling(weighted(value)),
+    "private attribute": Scaled,
+    "slot": Slotted,
+}
+
+
+@pytest.mark.parametrize("make", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("what", ["loss", "metrics"])
+@pytest.mark.filterwarnings("ignore:.*classes have weights")
+def test_all_values_of_a_loss_and_of_a_metric_count(
+    what: str, make: Callable[[float], Any]
+) -> None:
+    def found(value: float) -> Fingerprint:
+        given = {"loss": make(value)} if what == "loss" else {"metrics": {"own": make(value)}}
+        task = fx.supervised("own", lambda: nn.Linear(3, 2), federation(), **given)
+        return fingerprint(task, fx.fedavg(), 0)
+
+    assert found(0.5).differences(found(0.5)) == []
+    assert found(0.5).differences(found(0.25)) == [f"the {what}"]
+
+
+def test_what_decides_which_values_are_recorded_counts() -> None:
+    def found(goal: str | None = None, stops: bool = True, by_client: bool = False) -> Fingerprint:
+        task = fx.supervised(
+            "own", lambda: nn.Linear(3, 2), federation(), goal=goal, by_client=by_client
+        )
+        return fingerprint(task, fx.fedavg(), 0, stops=stops)
+
+    assert found().differences(found(by_client=True)) == ["the evaluation of every client"]
+    goals = "max:train_accuracy", "min:train_loss"
+    assert found(goals[0]).differences(found(goals[1])) == ["the goal"]
+    assert found(goals[0], stops=False).differences(found(goals[1], stops=False)) == []
 
 
 def test_what_refers_to_itself_has_a_digest() -> None:

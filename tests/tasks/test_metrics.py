@@ -193,6 +193,40 @@ def test_a_metric_that_is_not_a_number_is_null_and_warned_about_once() -> None:
     assert records[-1].to_json()["test_accuracy"] is not None
 
 
+class Tupled:
+    """A metric whose totals are joined, not added, over processes."""
+
+    def zero(self) -> tuple[int, int]:
+        return 0, 0
+
+    def add(self, total: tuple[int, int], outputs: Tensor, targets: Tensor) -> tuple[int, int]:
+        return total[0] + int((outputs.argmax(1) == targets).sum()), total[1] + len(targets)
+
+    def finish(self, total: tuple[int, int]) -> float:
+        return total[0] / total[1]
+
+
+@pytest.mark.parametrize("value", [0.5, np.float32(0.5), np.array(0.5), torch.tensor([0.5])])
+def test_a_metric_may_return_a_number_of_any_library(value: Any) -> None:
+    assert evaluate_metric(lambda out, y: value, torch.eye(2), torch.tensor([0, 1])) == 0.5
+
+
+def test_totals_that_do_not_add_are_refused() -> None:
+    with pytest.raises(UsageError, match="metric 'm' has totals of type tuple"):
+        task({"m": Tupled()})
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_metrics_on_a_gpu_are_those_on_the_cpu() -> None:
+    metrics = {"f1": f1, "own": F1(), "mean": Mean(lambda out, y: (out.argmax(1) == y).float())}
+    here, there = (
+        next(iter(fx.simulate(task(metrics), fx.fedavg(), 1, device=device, precision="float32")))
+        for device in ("cpu", "cuda")
+    )
+    for name in ("test_f1", "test_own", "test_mean"):
+        assert there.metrics[name] == pytest.approx(here.metrics[name], abs=2 / ROWS)
+
+
 def test_totals_add() -> None:
     one, two = {"a": torch.tensor(1), "b": (1,)}, {"a": torch.tensor(2), "b": (2,), "c": 3.0}
     assert add_totals(one, two) == {"a": torch.tensor(3), "b": (1, 2), "c": 3.0}

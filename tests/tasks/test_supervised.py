@@ -424,6 +424,23 @@ def test_ignored_targets_count_nothing_whatever_the_reduction(loss: Any) -> None
     assert task.evaluate(*start) == same.evaluate(*start)
 
 
+def test_single_labels_may_be_ignored() -> None:
+    labels = CLASSES.clone() if isinstance(CLASSES, torch.Tensor) else torch.tensor(CLASSES)
+    labels[::5] = -100
+    with pytest.warns(DataNote, match="some targets are ignored"):
+        task = supervised("some", column(3), clients(x=X, y=labels))
+    values = task.evaluate_clients(*task.objective.initial(0))
+    ends = task.train.offsets.tolist()
+    outputs, _ = task.objective.predict(  # type: ignore[attr-defined]
+        *task.objective.initial(0), task.train.fields
+    )
+    y = task.train.fields["y"]
+    for client in range(task.train.clients):
+        own = slice(ends[client], ends[client + 1])
+        expected = F.cross_entropy(outputs[own], y[own])
+        assert values["train_loss"][client].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
 @pytest.mark.parametrize("as_function", [False, True])
 def test_the_tensors_of_a_loss_follow_the_model(as_function: bool) -> None:
     weight = torch.tensor([1.0, 2.0, 5.0])

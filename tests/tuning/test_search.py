@@ -18,8 +18,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 from fedexp.errors import UsageError
+from fedexp.privacy import CentralPrivacy
 from fedexp.runs import RunInterrupted, execute
 from fedexp.runs.files import Row
 from fedexp.runs.spec import Spec
@@ -74,6 +76,22 @@ def test_a_trial_is_a_run_that_is_evaluated_in_its_window(tmp_path: Path, rounds
     assert result_of(rows, LOSS).score == score_of(whole, "train_loss")
     evaluated = [row["round"] for row in rows[:-10] if row["train_loss"] is not None]
     assert len(evaluated) <= 6  # a few before the window
+
+
+@pytest.mark.parametrize("privacy", [None, CentralPrivacy(clip=1.0, delta=1e-5, epsilon=50.0)])
+def test_a_trial_takes_the_steps_of_a_run_of_all_its_rounds(privacy: CentralPrivacy | None) -> None:
+    """Schedules and the noise for an epsilon depend on the number of rounds."""
+    options = (("local.lr_schedule", "cosine"), ("task.clients", "8"))
+    spec = Spec("digits", "fedavg", rounds=14, cohort=4, options=options, privacy=privacy)
+    trial, run = prepare_trial(spec).records(), spec.prepare().records()
+    for one, other in zip(trial, run, strict=True):
+        assert one.local_lr == other.local_lr
+        assert torch.equal(one.state.params, other.state.params)
+
+
+def test_a_metric_that_is_not_a_number_is_the_worst_score() -> None:
+    rows = [{"test_f1": value, "server_lr": 1.0} for value in (0.5, None)]
+    assert result_of(rows, Goal("test_f1", higher=True)).score == -math.inf
 
 
 def test_a_trial_resumes_from_any_state(tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from numbers import Integral
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -52,6 +51,7 @@ from fedexp.errors import (
     UsageError,
     renamed_arguments,
     require,
+    whole_number,
 )
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers
@@ -175,11 +175,11 @@ def simulate(
     if isinstance(algorithm, str):
         named = paper_setup(task, build_algorithm(algorithm))
         algorithm, local = named.algorithm, local or named.local
-    rounds = _whole("rounds", task.rounds if rounds is None else rounds, 1)
-    every = _whole(
+    rounds = whole_number("rounds", task.rounds if rounds is None else rounds, 1)
+    every = whole_number(
         "evaluate_every", task.evaluate_every if evaluate_every is None else evaluate_every, 1
     )
-    seed, local = _whole("seed", seed, 0), local or task.local
+    seed, local = whole_number("seed", seed, 0), local or task.local
     require(weighting in ("uniform", "size"), f"weighting is uniform or size, not {weighting!r}")
     require(
         local.is_sgd or not algorithm.client.needs_sgd,
@@ -280,14 +280,6 @@ def _check_kinds(task: Any, algorithm: Any, local: Any) -> None:
         local is None or isinstance(local, LocalTraining),
         f"local is a LocalTraining, not {type(local).__name__}; pass fx.LocalTraining(lr=0.1)",
     )
-
-
-def _whole(name: str, value: Any, least: int) -> int:
-    """Return a whole number, of numpy or not, that is at least `least`."""
-    whole = isinstance(value, Integral) and not isinstance(value, bool)
-    require(whole, f"{name} must be a whole number: {value!r}")
-    require(value >= least, f"{name} must be at least {least}, not {value}")
-    return int(value)
 
 
 def _private(

@@ -40,6 +40,15 @@ def starting_from(task: Task, start: Weights, seed: int) -> Task:
         check_layout((found[0], *found[1]), (initial[0], *initial[1]))
         params = found[0].to(initial[0])
         buffers = Buffers(*(b.to(like) for b, like in zip(found[1], initial[1], strict=True)))
+        trained = None if start.task is None else start.task.objective
+        if (
+            isinstance(objective, ModuleObjective)
+            and objective.has_constants
+            and isinstance(trained, ModuleObjective)
+        ):
+            model = start.model()  # its frozen weights may be those of an earlier warm start
+            check_names(objective.module, model)
+            objective = objective.starting_from(model)
         return replace(task, objective=objective.starting_at(params, buffers))
     if not isinstance(start, nn.Module | Mapping):
         raise UsageError(

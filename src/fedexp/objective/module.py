@@ -116,6 +116,11 @@ class ModuleObjective:
         other._set_loss(loss, classifies, per_example, ignore_index)
         return other
 
+    @property
+    def has_constants(self) -> bool:
+        """Whether the module has tensors that are neither trained nor averaged."""
+        return _has_constants(self.module)
+
     def starting_at(self, params: Tensor, buffers: Buffers) -> ModuleObjective:
         """Return a copy whose initial model has these weights, whatever the seed."""
         other = self.copy()
@@ -127,10 +132,16 @@ class ModuleObjective:
     def starting_from(self, weights: nn.Module | Mapping[str, Tensor]) -> ModuleObjective:
         """Return a copy that starts at the weights of a module or of its `state_dict`.
 
-        Frozen weights are taken from it as well.
+        Frozen weights are taken from it as well. Buffers that are in no `state_dict` are those of
+        the module, or else of the initial model.
         """
         state = weights.state_dict() if isinstance(weights, nn.Module) else weights
+        given = dict(weights.named_buffers()) if isinstance(weights, nn.Module) else {}
         other = self.copy()
+        other._bind(*self.initial(0))  # over what the last evaluation left in the module
+        for name, own in zip(other.buffer_names, other.slots, strict=True):
+            if name not in state and name in given:
+                put(own, given[name].detach().to(read(own), copy=True))
         try:
             other.module.load_state_dict(state)
         except (RuntimeError, TypeError, AttributeError) as error:
@@ -153,12 +164,13 @@ class ModuleObjective:
         self.buffer_names = [*averaged, *kept]
         # a forward pass may write to its buffers or replace them: both are followed
         self.slots = [slots_of(self.module, buffers[name]) for name in self.buffer_names]
-        self._evaluated: tuple[Tensor, Tensor] | None = None  # parameters, and a copy of them
+        # parameters with their version, and a copy of them
+        self._evaluated: tuple[Tensor, int, Tensor] | None = None
         self.stack: Stack | None = None
         self._functional: FunctionalModule | None = None
         self._evaluates_stacked = False
         self._compiled = False  # the kernels of the stack
-        self._evaluated_stacked: tuple[Tensor, StackedClients] | None = None
+        self._evaluated_stacked: tuple[Tensor, int, StackedClients] | None = None
 
     def on(self, device: torch.device, precision: Precision) -> ModuleObjective:
         """Return a copy on the device; with bf16, layers compute in it and weights do not."""
@@ -321,9 +333,11 @@ class ModuleObjective:
         """Return outputs, in the type of the parameters, and targets, in evaluation mode."""
         if self._evaluates_stacked and self.stack is not None:
             self.stack.module.eval()
-            if self._evaluated_stacked is None or self._evaluated_stacked[0] is not params:
-                self._evaluated_stacked = params, StackedClients(self.stack, params[None])
-            outputs = self._evaluated_stacked[1].outputs(batch)
+            held = self._evaluated_stacked
+            if held is None or held[0] is not params or held[1] != _version(params):
+                clients = StackedClients(self.stack, params[None])
+                self._evaluated_stacked = held = params, _version(params), clients
+            outputs = held[2].outputs(batch)
         else:
             self.module.eval()
             outputs = self._forward(params, buffers, batch)
@@ -368,9 +382,10 @@ class ModuleObjective:
         args = tuple(x if x._base is None else x.clone() for x in args)
         kwargs = {name: x if x._base is None else x.clone() for name, x in kwargs.items()}
         if not self.module.training:
-            if self._evaluated is None or self._evaluated[0] is not params:
-                self._evaluated = params, params.clone()
-            params = self._evaluated[1]
+            held = self._evaluated
+            if held is None or held[0] is not params or held[1] != _version(params):
+                self._evaluated = held = params, _version(params), params.clone()
+            params = held[2]
         self._bind(params, buffers)
         before = [p._version for p in self.params]
         with self._autocast(), self._quiet():
@@ -449,6 +464,11 @@ class ModuleObjective:
         averaged, kept = values[: len(self.averaged)], values[len(self.averaged) :]
         integers = flatten([value.long() for value in kept]).long()
         return Buffers(flatten(averaged).to(self.device), integers.to(self.device))
+
+
+def _version(params: Tensor) -> int:
+    """Return how often a tensor was written to; inference tensors do not count."""
+    return 0 if params.is_inference() else params._version
 
 
 @torch.no_grad()

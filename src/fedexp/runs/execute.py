@@ -30,6 +30,7 @@ from fedexp.engine.client_store import ClientStore, Location
 from fedexp.engine.plan import CohortRule
 from fedexp.errors import DivergedError, UsageError, require, warn_deprecated
 from fedexp.objective import Buffers, LoadableObjective
+from fedexp.privacy.settings import CentralPrivacy
 from fedexp.runs.checkpoint import SLOTS, to_bytes
 from fedexp.runs.distributed_run import Leader, follow, join_ranks
 from fedexp.runs.files import disk_errors, write_bytes
@@ -306,6 +307,12 @@ def extend_run(folder: Path, rounds: int) -> Path:
         run.setup.local.lr_schedule == "constant" or callable(run.setup.local.lr_schedule),
         f"local.lr_schedule {run.setup.local.lr_schedule!r} depends on the number of rounds, so "
         "that a longer run has other step sizes from the first; start a new one",
+    )
+    privacy = run.spec.privacy
+    require(
+        not isinstance(privacy, CentralPrivacy) or privacy.epsilon is None,
+        f"the noise of {folder} was computed for epsilon over {found['rounds']} rounds, so that a "
+        "longer run has more noise from the first; start a new one",
     )
     state = run.setup.algorithm.client.init_client_state(torch.zeros(1))
     require(

@@ -7,8 +7,9 @@ digests of its content, and a stored run is reused only if they agree.
 Code of fedexp, torch, numpy and the standard library is identified by its name; all other code is
 the user's and is read, with the functions, classes and constants of its modules that it refers to
 (for installed packages, of its own module only). A user's object is digested with its attributes, a
-torch module with its layers and their settings. Nothing depends on addresses, on comments, or on
-the position in a file.
+torch module with its layers and their settings. Of losses, metrics and functions among the options
+tensors of modules (weights of classes) and private attributes count as well. Nothing depends on
+addresses, on comments, or on the position in a file.
 
 There are two views of a function. Its bytecode is what runs, but another version of Python compiles
 it differently. Its source is the same for all versions, but the file may have been edited since it
@@ -140,6 +141,7 @@ def fingerprint(
     algorithm: Algorithm,
     seed: int,
     functions: Mapping[str, Any] = MappingProxyType({}),
+    stops: bool = False,
 ) -> Fingerprint:
     """Digest the content of a run: its data, its initial model and the code behind it.
 
@@ -148,6 +150,7 @@ def fingerprint(
         algorithm: the rules.
         seed: of the run.
         functions: the user's own among the options, by the name of the option.
+        stops: whether the run ends early by the task's goal.
     """
     digests = {
         **data_digests(task),
@@ -159,9 +162,13 @@ def fingerprint(
         shares = {"offsets": torch.from_numpy(task.test_offsets)}
         digests["the clients' shares of the test data"] = _tensors(shares)
     if task.metrics:
-        digests["the metrics"] = digest_of(dict(task.metrics), task.train_metrics)
+        digests["the metrics"] = digest_of(dict(task.metrics), task.train_metrics, whole=True)
+    if stops and task.higher is not None:  # a goal of the user's own
+        digests["the goal"] = digest_of(str(task.goal))
+    if task.by_client:
+        digests["the evaluation of every client"] = digest_of(task.by_client)
     for name, function in functions.items():
-        digests[f"the function {name}"] = digest_of(function)
+        digests[f"the function {name}"] = digest_of(function, whole=True)
     of_rules = fingerprint_of_rules(algorithm)
     return replace(of_rules, digests={**digests, **of_rules.digests})
 
@@ -198,7 +205,7 @@ def _objective(objective: Objective, seed: int) -> dict[str, Digest]:
             "the initial weights": _tensors(dict(module.named_parameters())),
             "the initial buffers": _tensors(dict(module.named_buffers())),
             "the code or the layers of the model": digest_of(objective.build, module),
-            "the loss": digest_of(objective.loss, objective.classifies),
+            "the loss": digest_of(objective.loss, objective.classifies, whole=True),
         }
     params, buffers = objective.initial(seed)
     settings = {
@@ -303,8 +310,12 @@ def _sample(ends: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     return np.repeat(ends[:-1], counts) + within
 
 
-def digest_of(*values: Any) -> Digest:
+def digest_of(*values: Any, whole: bool = False) -> Digest:
     """Digest values and the code behind them, by source and by bytecode.
+
+    Args:
+        values: anything.
+        whole: read tensors of torch modules and private attributes of objects as well.
 
     >>> same(digest_of(nn.LeakyReLU(0.1)), digest_of(nn.LeakyReLU(0.1)))
     True
@@ -313,7 +324,7 @@ def digest_of(*values: Any) -> Digest:
     """
     digests = {}
     for view in (SOURCE, BYTECODE):
-        reader = _Reader(view)
+        reader = _Reader(view, whole)
         for value in values:
             reader.add(value)
         reader.read_code()
@@ -369,8 +380,8 @@ class _Reader:
     than Python's stack.
     """
 
-    def __init__(self, view: str) -> None:
-        self.view = view
+    def __init__(self, view: str, whole: bool) -> None:
+        self.view, self.whole = view, whole
         self.hash = hashlib.blake2b(digest_size=BYTES)
         self._seen: dict[int, tuple[int, Any]] = {}  # holds the values, so that ids stay unique
         self._unread: deque[types.FunctionType | type] = deque()
@@ -400,7 +411,9 @@ class _Reader:
         elif isinstance(value, tuple):  # whether equal ones are one object is an accident
             self._each("tuple", value)
         elif isinstance(value, set | frozenset):
-            self._put("set", *sorted(digest_of(each)[self.view] for each in value))
+            self._put(
+                "set", *sorted(digest_of(each, whole=self.whole)[self.view] for each in value)
+            )
         else:
             known = id(value) in self._seen
             at, _ = self._seen.setdefault(id(value), (len(self._seen), value))
@@ -508,7 +521,7 @@ class _Reader:
                 self.add(value)
 
     def _layers(self, module: nn.Module) -> None:
-        """Read a tree of layers: classes, settings and hooks; weights are digested elsewhere."""
+        """Read a tree of layers: classes, settings and hooks; weights only if `whole`."""
         for name, each in module.named_modules():
             self._put("layer", name)
             self.add(type(each))
@@ -516,17 +529,29 @@ class _Reader:
             self._pairs("settings", sorted(own, key=lambda pair: pair[0]))
             for kind in HOOKS:
                 self._each(kind, vars(each).get(kind, {}).values())
+        if self.whole and (tensors := [*module.parameters(), *module.buffers()]):
+            self._each("tensors", tensors)
 
     def _instance(self, value: Any) -> None:
         kind, own = type(value), getattr(value, "__dict__", {})
+        if self.whole:
+            own = {**{name: getattr(value, name, None) for name in _slots(kind)}, **own}
         self.add(kind)
         if dataclasses.is_dataclass(value):
             names = [field.name for field in dataclasses.fields(value)]
             self._pairs("fields", [(name, getattr(value, name, None)) for name in names])
         elif isinstance(value, NAMESPACES) or not is_library(kind.__module__):
-            public = [(name, each) for name, each in own.items() if name[:1] != "_"]
-            self._pairs("attributes", sorted(public, key=lambda pair: pair[0]))
+            private = self.whole and not _is_installed(kind.__module__)
+            read = [(name, each) for name, each in own.items() if private or name[:1] != "_"]
+            self._pairs("attributes", sorted(read, key=lambda pair: pair[0]))
         self.add(own.get("__wrapped__"))  # a cache around a function, for one
+
+
+def _slots(kind: type) -> list[str]:
+    """Return the attributes of a class that are in slots."""
+    named = [vars(each).get("__slots__", ()) for each in kind.__mro__]
+    slots = [name for each in named for name in ((each,) if isinstance(each, str) else each)]
+    return [name for name in slots if name not in ("__dict__", "__weakref__")]
 
 
 def _module(value: types.FunctionType | type) -> str:

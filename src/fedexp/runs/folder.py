@@ -426,14 +426,18 @@ def rerun(spec: Mapping[str, Any]) -> str:
     if spec.get("engine") == "flower":
         return "flwr run ."
     sources = {name: spec.get(f"{name}_source") or spec[name] for name in ("task", "algorithm")}
-    if any(in_session(source) for source in sources.values()):
+    functions = (spec.get("cohort_source"), *spec.get("set", {}).values())
+    if any(in_session(source) for source in (*sources.values(), *functions)):
         named = ", ".join(name_in(source) for source in sources.values())
         return f"# in Python, with the same objects: fedexp.run({named}, seed={spec['seed']})"
     words = ["fedexp", "run", sources["task"], "--algorithm", sources["algorithm"]]
     words += ["--seed", spec["seed"], "--rounds", spec["rounds"]]
-    cohort = spec.get("cohort_source") or spec.get("cohort") or "all"
-    cohort = ",".join(map(str, cohort)) if isinstance(cohort, list) else cohort
-    words += ["--cohort", cohort, "--evaluate-every", spec["evaluate_every"]]
+    cohort = spec.get("cohort") or "all"
+    if isinstance(cohort, str) and cohort != "all":  # a function; without a source the task's own
+        cohort = spec.get("cohort_source")
+    if cohort is not None:
+        words += ["--cohort", ",".join(map(str, cohort)) if isinstance(cohort, list) else cohort]
+    words += ["--evaluate-every", spec["evaluate_every"]]
     for name, default in DEFAULTS.items():
         if spec.get(name, default) != default:
             words += [f"--{name}", spec[name]]

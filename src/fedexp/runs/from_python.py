@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from numbers import Integral, Real
 from typing import Any, TypedDict
 
 from torch import Tensor, nn
@@ -17,13 +16,22 @@ from torch import Tensor, nn
 from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.cohorts import Cohort
 from fedexp.engine import EngineName, Record
-from fedexp.errors import require
+from fedexp.engine.select import check_engine_name
+from fedexp.errors import require, whole_number
 from fedexp.local import LocalTraining
-from fedexp.options import Setup, build_algorithm, option_text, split_algorithm, split_task
+from fedexp.options import (
+    Setup,
+    build_algorithm,
+    option_text,
+    share_options,
+    split_algorithm,
+    split_task,
+    split_task_options,
+)
 from fedexp.precision import Precision
 from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
 from fedexp.references import reference_to
-from fedexp.runs.spec import Run, Spec
+from fedexp.runs.spec import Run, Spec, plain_cohort
 from fedexp.runs.weights import stored_start
 from fedexp.tasks.task import Task, Weighting
 
@@ -78,42 +86,41 @@ def prepared_runs(
     runs: PathLike | None,
 ) -> list[Run]:
     """Return a run of each algorithm over one task; `name:key` options are for one algorithm."""
-    options = dict(settings.get("options") or {})
-    general = {key: value for key, value in options.items() if ":" not in key}
-    firsts: list[Run] = []
+    of_task, others = split_task_options(settings.get("options") or {})
+    common: Settings = {**settings, "options": {f"task.{k}": v for k, v in of_task.items()}}
+    bare: dict[str, Run] = {}
     for algorithm in algorithms:
-        bare = spec_for(task, algorithm, seed, {**settings, "options": {}}, runs)
-        built = firsts[0].task if firsts else None
-        setup = bare.prepare(built).setup
-        own = {k: v for k, v in general.items() if k.startswith("task.") or setup.has_option(k)}
-        prefix = f"{bare.algorithm}:"
-        own |= {k.removeprefix(prefix): v for k, v in options.items() if k.startswith(prefix)}
-        firsts.append(_with_options(bare, own).prepare(None if _of_task(own) else built))
-    names = [first.spec.algorithm for first in firsts]
-    twice = next((name for name in names if names.count(name) > 1), None)
-    require(
-        twice is None,
-        f"two algorithms are called {twice!r}; give one another name, e.g. "
-        'dataclasses.replace(algorithm, name="...")',
-    )
-    known = {key for first in firsts for key in general if first.setup.has_option(key)}
-    for key in general:
-        if key not in known and not key.startswith("task."):
-            firsts[0].setup.full_name(key)  # raises, naming the nearest option
-    for key in options.keys() - general.keys():
-        name = key.partition(":")[0]
-        require(name in names, f"options has {key!r}, but no algorithm is called {name!r}")
-    return firsts
+        built = next(iter(bare.values())).task if bare else None
+        run = prepared_run(task, algorithm, seed, common, runs, built)
+        name = run.spec.algorithm
+        require(
+            name not in bare,
+            f"two algorithms are called {name!r}; give one another name, e.g. "
+            'dataclasses.replace(algorithm, name="...")',
+        )
+        bare[name] = run
+    shared = share_options({name: run.setup for name, run in bare.items()}, others)
+    return [_with_options(run.spec, shared[name]).prepare(run.task) for name, run in bare.items()]
 
 
-def spec_for(
+def prepared_run(
     task: Task | str,
     algorithm: Algorithm | str,
     seed: int,
     settings: Settings,
     runs: PathLike | None = None,
-) -> Spec:
-    """Return the spec of a run of these objects."""
+    built: Task | None = None,
+) -> Run:
+    """Return the run of these objects.
+
+    Args:
+        task: a task, its name or a reference.
+        algorithm: an algorithm, its name or a reference.
+        seed: of the run.
+        settings: see `Settings`.
+        runs: folder of all runs, beside which weights to start from are stored.
+        built: the task, where another run has built it from its name and the same options.
+    """
     if isinstance(task, str):
         task_name, task_source = split_task(task)
     else:
@@ -124,16 +131,17 @@ def spec_for(
         )
         task_name, task_source = task.name, reference_to(task, task.name)
     name, source = _named_algorithm(algorithm)
-    start = settings.get("start")
+    start, rounds = settings.get("start"), settings.get("rounds")
+    every = settings.get("evaluate_every")
     bare = Spec(
         task=task_name,
         algorithm=name,
-        seed=_whole(seed, "seed"),
-        rounds=_whole(settings.get("rounds"), "rounds"),
+        seed=whole_number("seed", seed, 0),
+        rounds=None if rounds is None else whole_number("rounds", rounds, 1),
         cohort=_cohort(settings.get("cohort")),
         mode=settings.get("mode", "paper"),
-        evaluate_every=_whole(settings.get("evaluate_every"), "evaluate_every"),
-        engine=settings.get("engine", "auto"),
+        evaluate_every=None if every is None else whole_number("evaluate_every", every, 1),
+        engine=check_engine_name(settings.get("engine", "auto")),
         device=settings.get("device"),
         precision=settings.get("precision"),
         stop_at=settings.get("stop_at"),
@@ -147,36 +155,27 @@ def spec_for(
     local, weighting = settings.get("local"), settings.get("weighting")
     given = dict(settings.get("options") or {})
     if isinstance(algorithm, Algorithm) or local is not None or weighting is not None:
-        built = _with_options(bare, _of_task(given)).prepare()
-        named = built.setup
+        run = _with_options(bare, _of_task(given)).prepare(built)
+        named, built = run.setup, run.task
         wanted = Setup(
             algorithm if isinstance(algorithm, Algorithm) else named.algorithm,
-            local or (built.task.local if isinstance(algorithm, Algorithm) else named.local),
+            local or (built.local if isinstance(algorithm, Algorithm) else named.local),
             weighting or ("uniform" if isinstance(algorithm, Algorithm) else named.weighting),
         ).options()
         before = named.options()
         given = {**{k: v for k, v in wanted.items() if before.get(k) != v}, **given}
-    return _with_options(bare, given)
-
-
-def _whole(value: Any, name: str) -> Any:
-    """Return a whole number of numpy as one of Python, and anything else as it is."""
-    if value is not None:
-        whole = isinstance(value, Integral) and not isinstance(value, bool)
-        require(whole, f"{name} must be a whole number: {value!r}")
-    return None if value is None else int(value)
+    return _with_options(bare, given).prepare(built)
 
 
 def _cohort(cohort: Any) -> int | float | tuple[int, ...] | str | None:
     """Return a cohort as a spec has it: a function by its reference."""
-    if cohort is None or isinstance(cohort, str):
-        return cohort
     if callable(cohort):
         return reference_to(cohort, getattr(cohort, "__name__", "choose"))
-    if isinstance(cohort, Integral):
-        require(int(cohort) >= 1, f"the cohort must be at least 1, not {cohort}")
-        return int(cohort)
-    return float(cohort) if isinstance(cohort, Real) else tuple(map(int, cohort))
+    found: int | float | tuple[int, ...] | str | None = plain_cohort(cohort)
+    require(
+        not isinstance(found, int) or found >= 1, f"the cohort must be at least 1, not {cohort}"
+    )
+    return found
 
 
 def _with_options(spec: Spec, options: Mapping[str, Any]) -> Spec:

@@ -113,7 +113,10 @@ def jobs_for(specs: Sequence[Spec], jobs: int) -> int:
     own = next((spec for spec in specs if spec.in_session), None)
     if own is None or jobs == 1:
         return jobs
-    what = f"task {own.task!r}" if in_session(own.task_source) else f"algorithm {own.algorithm!r}"
+    what = "a function among the options"
+    if in_session(own.task_source) or in_session(own.algorithm_source):
+        is_task = in_session(own.task_source)
+        what = f"task {own.task!r}" if is_task else f"algorithm {own.algorithm!r}"
     warnings.warn(
         f"{what} was made in this session, so that other processes cannot import it: all runs are "
         "executed in this process; define it in a file to use jobs",

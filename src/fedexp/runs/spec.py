@@ -10,11 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from numbers import Integral, Real
 from pathlib import Path
 from typing import Any
 
@@ -144,18 +146,17 @@ class Spec:
             task = replace(task, by_client=True)
         if self.start is not None:
             task = starting_from(task, read_weights(Path(self.start)), self.seed)
-        chosen = task.cohort if self.cohort is None else self.cohort
-        cohort: Cohort | None = None  # all
-        if isinstance(chosen, str) and chosen != "all":
-            require(is_reference(chosen), f"cohort {chosen!r} is no number, no list and not all")
-            cohort = load_object(chosen)
-        elif chosen != 0 and not isinstance(chosen, str):
-            cohort = chosen
+        cohort: Any = task.cohort if self.cohort is None else self.cohort
+        if isinstance(cohort, str) and cohort != "all":
+            require(is_reference(cohort), f"cohort {cohort!r} is no number, no list and not all")
+            cohort = load_object(cohort)
+        zero = isinstance(cohort, Integral) and not isinstance(cohort, bool) and cohort == 0
+        cohort = None if zero or isinstance(cohort, str) else cohort
         CohortRule.of(cohort, task.train.clients)  # raises where it does not fit
         stop_at = checked_target(self.stop_at, task.metric, "--stop-at")
         rounds = task.rounds if self.rounds is None else self.rounds
         require(rounds >= 1, f"rounds must be at least 1, not {rounds}")
-        return Run(self, task, setup, rounds, cohort, stop_at)
+        return Run(self, task, setup, rounds, plain_cohort(cohort), stop_at)
 
 
 @dataclass(frozen=True, eq=False)
@@ -186,7 +187,8 @@ class Run:
         functions = {f"local.{n}": v for n, v in vars(self.setup.local).items() if callable(v)}
         if callable(self.cohort):
             functions["cohort"] = self.cohort
-        return fingerprint(self.task, self.setup.algorithm, self.spec.seed, functions)
+        stops = self.stop_at is not None
+        return fingerprint(self.task, self.setup.algorithm, self.spec.seed, functions, stops)
 
     @cached_property
     def frozen(self) -> dict[str, Any]:
@@ -256,14 +258,14 @@ class Run:
             "algorithm": self.spec.algorithm,
             "mode": self.spec.mode,
             "seed": self.spec.seed,
-            "rounds": self.rounds,
+            "rounds": _json_value(self.rounds),
             "cohort": _json_value(cohort),
             "clients": self.task.train.clients,
-            "evaluate_every": self.spec.evaluate_every or self.task.evaluate_every,
+            "evaluate_every": _json_value(spec.evaluate_every or self.task.evaluate_every),
             "engine": self.spec.engine,
             "device": self.spec.device,
             "precision": self.spec.precision,
-            "stop_at": self.stop_at,
+            "stop_at": _json_value(self.stop_at),
             "deterministic": self.spec.deterministic,
             "task_source": self.spec.task_source,
             "algorithm_source": self.spec.algorithm_source,
@@ -292,20 +294,46 @@ class Run:
         return of_task | self.setup.options()
 
 
+def plain_cohort(cohort: Any) -> Any:
+    """Return a cohort in plain values: numbers of numpy as Python's, a list of clients as a tuple.
+
+    >>> plain_cohort(np.array([3, 1])), plain_cohort(np.int64(4)), plain_cohort("all")
+    ((3, 1), 4, 'all')
+    """
+    if cohort is None or isinstance(cohort, str | bool) or callable(cohort):
+        return cohort
+    if isinstance(cohort, Integral):
+        return int(cohort)
+    if isinstance(cohort, Real):
+        return float(cohort)
+    is_list = isinstance(cohort, Sequence | np.ndarray)
+    return tuple(np.asarray(cohort).tolist()) if is_list else cohort
+
+
 def _json_value(value: Any) -> Any:
-    """Return a value as JSON holds it: infinity as `--set` takes it, a function by its code."""
-    if callable(value):
-        name = getattr(value, "__name__", type(value).__name__)
-        return f"{name}-{digest_of(value)[SOURCE][:8]}"
-    if isinstance(value, np.ndarray):
-        return value.tolist()
-    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+    """Return a value as JSON holds it: infinity as `--set` takes it, an object by its digest."""
+    if isinstance(value, np.ndarray | np.generic):
+        return _json_value(value.tolist())
+    if isinstance(value, Mapping):
+        return {str(name): _json_value(each) for name, each in value.items()}
+    if isinstance(value, list | tuple):
+        return list(map(_json_value, value))
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    name = getattr(value, "__name__", type(value).__name__)
+    return f"{name}-{digest_of(value)[SOURCE][:8]}"
 
 
 def _toml_value(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {name: _toml_value(each) for name, each in value.items()}
-    return "none" if value is None else list(value) if isinstance(value, tuple) else value
+    if isinstance(value, list):
+        return list(map(_toml_value, value))
+    return "none" if value is None else value
 
 
 OnRound = Callable[[Spec, Row], None]
@@ -467,7 +495,8 @@ def spec_from(spec: Mapping[str, Any]) -> Spec:
 
 
 def _cohort(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
+    """Return the cohort of a spec; None where it is a function of the task's own."""
+    return None if isinstance(value, str) else tuple(value) if isinstance(value, list) else value
 
 
 def privacy_table(privacy: CentralPrivacy | LocalPrivacy) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
@@ -133,9 +134,13 @@ def stored_start(start: Any, runs: PathLike | None) -> str:
         f"{type(start).__name__}; to continue a run, call run again",
     )
     data = to_bytes(weights)
-    folder = Path(tempfile.gettempdir() if runs is None else runs) / "starts"
-    folder.mkdir(parents=True, exist_ok=True)
+    # the same path in every process of a job, also where nothing is stored; other users have theirs
+    temporary = Path(tempfile.gettempdir()) / f"fedexp-starts-{os.getuid()}"
+    folder = temporary if runs is None else Path(runs) / "starts"
+    folder.mkdir(mode=0o700 if runs is None else 0o777, parents=True, exist_ok=True)
     path = folder / f"{hashlib.sha256(data).hexdigest()[:16]}.safetensors"
-    if not path.exists():
-        write_bytes(path, data)
+    if not path.exists():  # other processes may write it at the same time
+        own = path.with_name(f".{uuid4().hex}")
+        write_bytes(own, data)
+        os.replace(own, path)
     return str(path)

@@ -13,6 +13,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -27,15 +28,16 @@ class Metric(Protocol):
     """A metric that is computed batch by batch.
 
     Totals are tensors, or dicts of tensors, that add: the total of two sets of examples is the sum
-    of their totals. Implement the three methods for a metric that need not hold all outputs.
+    of their totals. Outputs, targets and totals are on the device of the run. Implement the three
+    methods for a metric that need not hold all outputs.
 
     >>> class WithinOne:
     ...     def zero(self):
     ...         return torch.zeros(2)
     ...
     ...     def add(self, total, outputs, targets):
-    ...         close = (outputs - targets).abs() <= 1
-    ...         return total + torch.stack([close.sum(), torch.tensor(close.numel())])
+    ...         close = ((outputs - targets).abs() <= 1).float()
+    ...         return total + torch.stack([close.sum(), torch.ones_like(close).sum()])
     ...
     ...     def finish(self, total):
     ...         return total[0] / total[1]
@@ -99,7 +101,7 @@ class Mean:
     def add(self, total: Tensor, outputs: Any, targets: Any) -> Tensor:
         values = torch.as_tensor(self.function(outputs, targets)).detach()
         require(values.ndim == 1, f"Mean needs [examples], not the shape {list(values.shape)}")
-        values = values.cpu().to(torch.float64)
+        values = values.to(total)
         return total + torch.stack([values.sum(), values.new_tensor(float(len(values)))])
 
     def finish(self, total: Tensor) -> float:
@@ -193,6 +195,12 @@ def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Metric]:
             "other than loss",
         )
         if isinstance(value, Metric):
+            adapted, zero = isinstance(value, PooledFunction | UpdatedMetric), value.zero()
+            require(
+                adapted or not isinstance(zero, tuple | list),
+                f"metric {name!r} has totals of type {type(zero).__name__}, which do not add up "
+                "over processes; make them a tensor, or a dict of tensors",
+            )
             found[name] = value
         elif isinstance(value, MergingMetric):
             found[name] = UpdatedMetric(value)
@@ -238,6 +246,7 @@ def finish_metric(name: str, metric: Metric, total: Any) -> float:
         raise
     except Exception as error:  # of a function of the user's
         raise UsageError(f"metric {name!r} fails: {first_line(error)}") from error
+    value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     if isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1):
         return float(value)
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)

@@ -392,7 +392,8 @@ def _check_classes(what: str, y: Tensor, classes: int, ignore_index: int) -> boo
 
 def _check_counted(train: Federation, label: str, ignore_index: int) -> None:
     """Refuse clients all of whose targets are ignored, whose loss is not a number."""
-    counted = (train.fields[label] != ignore_index).flatten(1).any(dim=1).cpu().numpy()
+    y = train.fields[label]
+    counted = (y != ignore_index).reshape(len(y), -1).any(dim=1).cpu().numpy()
     per_client = np.add.reduceat(counted, train.offsets[:-1].astype(np.int64))
     empty = np.flatnonzero(per_client == 0)
     if len(empty):

@@ -344,7 +344,10 @@ class Totals:
 
 
 def _zero(metric: Metric, device: torch.device) -> Any:
-    return map_tensors(lambda t: t.to(device), metric.zero())
+    def move(total: Tensor) -> Tensor:
+        return total.to(device, widest(device) if total.dtype == torch.float64 else total.dtype)
+
+    return map_tensors(move, metric.zero())
 
 
 def _on_cpu(total: Any) -> Any:

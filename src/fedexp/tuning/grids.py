@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Collection, Mapping, Sequence
+from numbers import Real
 
 from fedexp.errors import UsageError, require
 from fedexp.options import Setup
@@ -118,6 +119,8 @@ def checked_grid(values: Mapping[str, Sequence[float]], setup: Setup) -> Values:
         require(len(own) > 0, f"the grid has no value for {name}; give some, or leave it out")
         for value in own:
             setup.with_option(name, value)  # raises for an unknown option or value
+            number = isinstance(value, Real) and not isinstance(value, bool)
+            require(number, f"the grid of {name} takes numbers; set {value!r} with options=")
     return {setup.full_name(n): tuple(dict.fromkeys(map(float, v))) for n, v in values.items()}
 
 

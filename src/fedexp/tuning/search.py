@@ -398,7 +398,7 @@ def goal_of(task: Task) -> Goal:
 
 
 def worst_score(goal: Goal) -> float:
-    """Return the score of a trial that diverged or was pruned."""
+    """Return the score of a trial that diverged, was pruned, or whose metric is not a number."""
     if goal.higher:
         return 0.0 if goal.metric.endswith("accuracy") else -math.inf
     return math.inf
@@ -407,10 +407,13 @@ def worst_score(goal: Goal) -> float:
 def score_of(rows: Sequence[Row], metric: str) -> float:
     """Return the metric averaged over the last `WINDOW` rounds, all of which are evaluated.
 
+    NaN where it is not a number in one of them.
+
     >>> score_of([{"train_loss": float(k)} for k in range(20)], "train_loss")
     14.5
     """
-    return mean(row[metric] for row in rows[-WINDOW:])
+    values = [row[metric] for row in rows[-WINDOW:]]
+    return math.nan if None in values else mean(values)
 
 
 def window_of(rounds: int) -> tuple[int, int]:
@@ -426,11 +429,11 @@ def result_of(
     rows: Sequence[Row], goal: Goal, diverged_at: int | None = None, pruned: bool = False
 ) -> TrialResult:
     """Return the result of a trial with these rows."""
-    failed = pruned or diverged_at is not None
+    score = math.nan if pruned or diverged_at is not None else score_of(rows, goal.metric)
     steps = [row["server_lr"] for row in rows if row["server_lr"] is not None]
     last = rows[-1] if rows else {}
     return TrialResult(
-        worst_score(goal) if failed else score_of(rows, goal.metric),
+        worst_score(goal) if math.isnan(score) else score,
         diverged_at,
         pruned,
         test=last.get(goal.metric.replace("train_", "test_")),
@@ -451,10 +454,13 @@ class TrialRun(Run):
         early = window_of(self.rounds)[0] - 1
         if (0 if start is None else start.round) < early:
             sparse = replace(self.spec, evaluate_every=max(1, early // EARLY_EVALUATIONS))
-            before = replace(self, spec=sparse, rounds=early)
+            # with all rounds, on which schedules and the noise of privacy depend
+            before = replace(self, spec=sparse)
             for record in Run.records(before, start, client_store, process_group):
                 yield record
                 start = record.state
+                if record.round == early:
+                    break
         window = replace(self, spec=replace(self.spec, evaluate_every=1))
         yield from Run.records(window, start, client_store, process_group)
 
