@@ -194,12 +194,30 @@ def test_options_are_for_all_or_for_one(study: Any) -> None:
         (lambda s: fx.tune(s.task, "fedexp", {"epps": [1.0]}), "unknown option of fedexp 'epps'"),
         (lambda s: fx.tune(s.task, "fedexp", {}), "the grid is empty"),
         (lambda s: fx.run(s.task, "fedexp", rounds=0), "rounds must be at least 1"),
+        (lambda s: fx.run(s.task, round=3), "unknown argument 'round'; did you mean rounds"),
+        (lambda s: fx.compare(s.task, cohrt=3), "unknown argument 'cohrt'; did you mean cohort"),
+        (lambda s: fx.tune(s.task, metric="x"), "unknown argument 'metric'; choose from by_client"),
+        (lambda s: fx.compare(s.task, "fedavg"), "a list of algorithms, e.g. ['fedavg', 'fedexp']"),
+        (lambda s: fx.compare(s.task, seeds=1.5), "seeds must be a whole number, not 1.5"),
+        (lambda s: fx.compare(s.task, jobs="2"), "jobs must be a whole number, not '2'"),
+        (lambda s: fx.compare(s.task, jobs=0), "jobs must be at least 1, not 0"),
+        (lambda s: fx.compare(s.task, target="a"), "target must be a finite number, not 'a'"),
+        (lambda s: fx.tune(s.task, "fedexp", {"eps": 0.1}), "0.1 for eps; give a list of values"),
+        (lambda s: fx.run("study.py"), "study.py is a file; name a task in it, e.g. study.py:task"),
+        (lambda s: fx.save_state(s.task, "s"), "save_state takes record.state, not Task"),
     ],
 )
 def test_mistakes_get_one_line_that_names_the_remedy(study: Any, call: Any, line: str) -> None:
     with pytest.raises(UsageError) as raised:
         call(study)
     assert line in str(raised.value)
+
+
+@pytest.mark.parametrize("method", ["init_client_state", "init_broadcast"])
+def test_the_state_of_an_own_rule_must_be_named_tensors(study: Any, method: str) -> None:
+    rule = type("Own", (fx.ClientRule,), {method: lambda self, params: (params,)})
+    with pytest.raises(UsageError, match=f"{method} of Own returns tuple; return tensors by name"):
+        fx.simulate(study.task, fx.Algorithm("own", client=rule()))
 
 
 def test_a_state_can_be_saved_and_continued(study: Any, tmp_path: Path) -> None:

@@ -128,6 +128,7 @@ def task_arguments(
 
 def _task_or_function(name: str, source: str | None) -> Task | Callable[..., Task]:
     if source is None:
+        require(not name.endswith(".py"), f"{name} is a file; name a task in it, e.g. {name}:task")
         if name not in TASKS:
             raise unknown_name("task", name, TASKS)
         return TASKS[name]

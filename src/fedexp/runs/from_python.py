@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.cohorts import Cohort
 from fedexp.engine import EngineName, Record
-from fedexp.errors import require
+from fedexp.errors import require, shown, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.options import Setup, build_algorithm, option_text, split_algorithm, split_task
 from fedexp.precision import Precision
@@ -114,6 +114,9 @@ def spec_for(
     runs: PathLike | None = None,
 ) -> Spec:
     """Return the spec of a run of these objects."""
+    unknown = next((key for key in settings if key not in Settings.__annotations__), None)
+    if unknown is not None:
+        raise unknown_name("argument", unknown, Settings.__annotations__)
     if isinstance(task, str):
         task_name, task_source = split_task(task)
     else:
@@ -202,8 +205,8 @@ def _named_algorithm(algorithm: Algorithm | str) -> tuple[str, str | None]:
         return split_algorithm(algorithm)
     require(
         isinstance(algorithm, Algorithm),
-        f"the algorithm is {algorithm!r}, not an Algorithm; call it, e.g. fedexp.fedavg(), or give "
-        'its name, e.g. "fedavg"',
+        f"the algorithm is {shown(algorithm, 40)}, not an Algorithm; call it, e.g. "
+        'fedexp.fedavg(), or give its name, e.g. "fedavg"',
     )
     source = None if _is_registered(algorithm) else reference_to(algorithm, algorithm.name)
     return algorithm.name, source
