@@ -57,6 +57,17 @@ def test_python_and_the_command_line_share_their_runs(
         assert result.outcome.stored == 4  # nothing was trained again
 
 
+def test_progress_shows_the_goal(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path("study.py")
+    own = 'metrics={"calm": lambda outputs, targets: 0.25}, goal="max:test_calm",'
+    path.write_text(path.read_text().replace("rounds=4,", f"rounds=4, {own}"))
+    Path("calm.py").write_text(path.read_text())
+    assert main(["run", "calm.py:task", "--rounds", "2", "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert printed.out.rstrip().endswith("test_calm 0.25")
+    assert printed.err.count("test_calm 0.25") == 2
+
+
 def test_a_name_takes_the_tuned_values_and_an_algorithm_is_taken_as_it_is(study: Any) -> None:
     named = fx.run(study.task, "fedexp", runs=None).run.setup
     assert (named.options()["server.eps"], named.local.lr) == (0.01, 0.2)

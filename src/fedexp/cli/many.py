@@ -97,6 +97,7 @@ class Many:
         rounds: rounds of each run.
         label: returns a short name of a run.
         jobs: runs at a time if there are no ranks.
+        metric: record field that is shown beside the bar with the main numbers.
     """
 
     specs: Sequence[Spec]
@@ -104,6 +105,7 @@ class Many:
     rounds: int
     label: Callable[[Spec], str]
     jobs: int
+    metric: str = ""
 
 
 def run_many(args: argparse.Namespace, many: Many) -> tuple[list[Outcome] | None, int]:
@@ -142,7 +144,7 @@ def _run(
         _print(f"{many.label(spec)} is left to another process, which is working on it")
 
     title, shown = f"{many.title}, {len(specs)} runs", runs_per_rank(len(specs), group)
-    with watch(title, many.rounds, shown, args.quiet) as bar:
+    with watch(title, many.rounds, shown, args.quiet, many.metric) as bar:
 
         def on_round(spec: Spec, row: Row) -> None:
             bar(row, many.label(spec))

@@ -46,41 +46,46 @@ class Bar(Protocol):
 
 
 @contextmanager
-def watch(title: str, rounds: int, runs: int = 1, quiet: bool = False) -> Iterator[Bar]:
+def watch(
+    title: str, rounds: int, runs: int = 1, quiet: bool = False, metric: str = ""
+) -> Iterator[Bar]:
     """Show a bar over all rounds of all runs, or print lines if `quiet`.
 
-    Where stderr is not a terminal the bar is not drawn.
+    Where stderr is not a terminal the bar is not drawn. `metric` is shown with the main numbers.
     """
     if quiet:
-        yield LogLines(rounds)
+        yield LogLines(rounds, metric)
         return
-    with progress_bar(title, rounds * runs) as bar:
+    with progress_bar(title, rounds * runs, metric) as bar:
         yield bar
 
 
-def describe(row: dict[str, Any]) -> str:
-    """Return the main numbers of a row as text.
+def describe(row: dict[str, Any], metric: str = "") -> str:
+    """Return the main numbers of a row as text, and the metric of the task if it is another one.
 
-    >>> describe({"round": 3, "train_loss": 0.25, "server_lr": 1.5})
-    'loss 0.25  step 1.5'
+    >>> describe({"round": 3, "train_loss": 0.25, "server_lr": 1.5, "test_f1": 0.5}, "test_f1")
+    'loss 0.25  step 1.5  test_f1 0.5'
     """
     known = {name: value for name, value in row.items() if value is not None}
-    first = ((next((n for n in names if n in known), None), text) for names, text in SHOWN.items())
-    return "  ".join(text.format(known[name]) for name, text in first if name)
+    first = [(next((n for n in names if n in known), None), text) for names, text in SHOWN.items()]
+    parts = [text.format(known[name]) for name, text in first if name]
+    if metric in known and metric not in [name for name, _ in first]:
+        parts.append(f"{metric} {known[metric]:.4g}")
+    return "  ".join(parts)
 
 
 class LogLines:
     """Prints about twenty lines per run, and one for its last round."""
 
-    def __init__(self, rounds: int) -> None:
-        self._rounds, self._every = rounds, max(1, rounds // LINES)
+    def __init__(self, rounds: int, metric: str = "") -> None:
+        self._rounds, self._every, self._metric = rounds, max(1, rounds // LINES), metric
         self._latest: dict[str, Row] = {}
 
     def __call__(self, row: Row, name: str = "") -> None:
         known = _updated(self._latest.setdefault(name, {}), row)
         if row["round"] % self._every == 0 or row["round"] == self._rounds:
             head = f"{name} " if name else ""
-            line = f"{head}round {row['round']}/{self._rounds}  {describe(known)}"
+            line = f"{head}round {row['round']}/{self._rounds}  {describe(known, self._metric)}"
             print(line.rstrip(), file=sys.stderr, flush=True)
 
     def skip(self, rounds: int) -> None:
@@ -90,12 +95,12 @@ class LogLines:
 class LiveBar:
     """A progress bar of rich; one task for all runs."""
 
-    def __init__(self, progress: Any, title: str, total: int) -> None:
-        self._progress, self._latest = progress, dict[str, Any]()
+    def __init__(self, progress: Any, title: str, total: int, metric: str = "") -> None:
+        self._progress, self._latest, self._metric = progress, dict[str, Any](), metric
         self._task = progress.add_task(title, total=total, numbers="")
 
     def __call__(self, row: Row, name: str = "") -> None:
-        numbers = describe(_updated(self._latest, row))
+        numbers = describe(_updated(self._latest, row), self._metric)
         self._progress.update(self._task, advance=1, numbers=numbers)
 
     def skip(self, rounds: int) -> None:
@@ -109,7 +114,7 @@ def _updated(latest: Row, row: Row) -> Row:
 
 
 @contextmanager
-def progress_bar(title: str, total: int) -> Iterator[Bar]:
+def progress_bar(title: str, total: int, metric: str = "") -> Iterator[Bar]:
     """Show a bar over `total` rounds; draws nothing where stderr is not a terminal."""
     from rich.console import Console
     from rich.progress import (
@@ -129,7 +134,7 @@ def progress_bar(title: str, total: int) -> Iterator[Bar]:
         TimeRemainingColumn(),
     )
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as p:
-        yield LiveBar(p, title, total)
+        yield LiveBar(p, title, total, metric)
 
 
 class Diagnostics:

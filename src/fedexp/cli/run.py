@@ -114,7 +114,7 @@ def train(args: argparse.Namespace) -> int:
     title = f"{run.spec.task} {run.spec.algorithm}"
     with stop_request(listen=folder is not None) as request:
         try:
-            with watch(title, run.rounds, quiet=args.quiet) as bar:
+            with watch(title, run.rounds, quiet=args.quiet, metric=run.task.metric) as bar:
                 progress = _Progress(run, bar)
                 outcome = execute(
                     run.spec,
@@ -199,7 +199,7 @@ def _report(as_json: bool, run: Run, outcome: Outcome) -> None:
         print(json.dumps({**head, **ended, **place, "final": last}))
         return
     took = f"{last['round']} rounds in {outcome.seconds:.1f} s"
-    print(f"{spec.algorithm} on {spec.task}: {took}  {describe(last)}")
+    print(f"{spec.algorithm} on {spec.task}: {took}  {describe(last, run.task.metric)}")
     if outcome.status == "target":
         _print_note(f"stopped at the target {run.stop_at:g}")
     if last["dropped"]:
