@@ -229,7 +229,13 @@ class Setup:
 
     def section(self, name: str) -> Any:
         """Return the dataclass that holds the options of a section."""
-        return self.local if name == "local" else getattr(self.algorithm, name)
+        found = self.local if name == "local" else getattr(self.algorithm, name)
+        require(
+            dataclasses.is_dataclass(found),
+            f"{type(found).__name__} is no dataclass; put @dataclass(frozen=True) above it, its "
+            "fields are its options",
+        )
+        return found
 
     def options(self) -> dict[str, Any]:
         """Return every option with its value, by dotted name."""

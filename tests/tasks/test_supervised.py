@@ -392,6 +392,7 @@ def column(width: int) -> Callable[[], nn.Module]:
         ({"train_metrics": "all"}, "train_metrics is clients, pooled or None"),
         ({"train": {"x": X, "y": CLASSES}}, "train is dict, not a Federation; make one with"),
         ({"test": (X, CLASSES)}, "test is tuple; give its fields by name"),
+        ({"name": 3}, "the name of a task is text, not 3"),
         ({"test": {"x": X * np.nan, "y": CLASSES}}, "field 'x' of the test data holds values"),
         ({"test": {"x": X[:1], "y": ["cat"]}}, r"number texts with numpy.unique"),
         ({"local": {"lr": 0.1}}, "local is dict; give fedexp.LocalTraining"),
@@ -411,9 +412,10 @@ def column(width: int) -> Callable[[], nn.Module]:
 def test_mistakes_get_one_line_when_the_task_is_made(
     arguments: dict[str, Any], message: str
 ) -> None:
-    settings = {"model": column(3), "train": clients(x=X, y=CLASSES, z=X[:, 0]), **arguments}
+    train = clients(x=X, y=CLASSES, z=X[:, 0])
+    settings = {"name": "mine", "model": column(3), "train": train, **arguments}
     with pytest.raises(UsageError, match=message) as caught:
-        supervised("mine", **settings)
+        supervised(**settings)
     assert "\n" not in str(caught.value)
 
 
@@ -430,6 +432,7 @@ def test_a_loss_of_a_batch_that_compares_each_with_each_is_refused() -> None:
         "mine", lambda: nn.Sequential(column(1)(), nn.Flatten(0)), train, loss=squares
     )
     for each in (task, flat):
+        assert isinstance(each.objective, ModuleObjective)
         assert not each.objective.per_example
 
 

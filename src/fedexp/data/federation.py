@@ -81,6 +81,7 @@ class Federation:
         """Give each example to the client with its id; clients are sorted by id."""
         tensors = as_tensors(fields)
         rows = check_fields(tensors)
+        require(hasattr(ids, "__len__"), f"ids is {type(ids).__name__}; give one id per example")
         require(len(ids) == rows, f"there are {len(ids)} ids for {rows} examples; give each one")
         return cls.from_parts(tensors, by_id(ids))
 
@@ -269,6 +270,10 @@ def check_labels(labels: NDArray[Any], classes: int, where: object) -> NDArray[n
 def as_tensors(fields: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the fields as tensors that share the memory of arrays."""
     tensors = {}
+    require(
+        isinstance(fields, Mapping),
+        f'the fields are {type(fields).__name__}; give arrays by name, e.g. {{"x": x, "y": y}}',
+    )
     for name, value in fields.items():
         try:
             tensors[name] = torch.as_tensor(value)

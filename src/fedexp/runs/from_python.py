@@ -10,6 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from numbers import Integral, Real
+from operator import index
 from typing import Any, TypedDict
 
 from torch import Tensor, nn
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.cohorts import Cohort
 from fedexp.engine import EngineName, Record
-from fedexp.errors import require, shown, unknown_name
+from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.options import Setup, build_algorithm, option_text, split_algorithm, split_task
 from fedexp.precision import Precision
@@ -70,6 +71,17 @@ class Settings(TypedDict, total=False):
     by_client: bool
 
 
+KINDS: tuple[tuple[str, Any, str], ...] = (  # of settings whose type would fail later
+    ("local", LocalTraining, "fedexp.LocalTraining(lr=...)"),
+    ("options", Mapping, 'values by name, e.g. {"eps": 0.01}'),
+    (
+        "privacy",
+        CentralPrivacy | LocalPrivacy,
+        "fedexp.privacy.CentralPrivacy(...) or LocalPrivacy(...)",
+    ),
+)
+
+
 def prepared_runs(
     task: Task | str,
     algorithms: Sequence[Algorithm | str],
@@ -117,6 +129,12 @@ def spec_for(
     unknown = next((key for key in settings if key not in Settings.__annotations__), None)
     if unknown is not None:
         raise unknown_name("argument", unknown, Settings.__annotations__)
+    for key, kinds, example in KINDS:
+        value: Any = settings.get(key)
+        require(
+            value is None or isinstance(value, kinds),
+            f"{key} is {type(value).__name__}; give {example}",
+        )
     if isinstance(task, str):
         task_name, task_source = split_task(task)
     else:
@@ -134,18 +152,18 @@ def spec_for(
         seed=_whole(seed, "seed"),
         rounds=_whole(settings.get("rounds"), "rounds"),
         cohort=_cohort(settings.get("cohort")),
-        mode=settings.get("mode", "paper"),
+        mode=settings.get("mode") or "paper",
         evaluate_every=_whole(settings.get("evaluate_every"), "evaluate_every"),
-        engine=settings.get("engine", "auto"),
+        engine=settings.get("engine") or "auto",
         device=settings.get("device"),
         precision=settings.get("precision"),
         stop_at=settings.get("stop_at"),
-        deterministic=settings.get("deterministic", False),
+        deterministic=settings.get("deterministic") or False,
         task_source=task_source,
         algorithm_source=source,
         start=None if start is None else stored_start(start, runs),
         privacy=settings.get("privacy"),
-        by_client=settings.get("by_client", False),
+        by_client=settings.get("by_client") or False,
     )
     local, weighting = settings.get("local"), settings.get("weighting")
     given = dict(settings.get("options") or {})
@@ -179,7 +197,14 @@ def _cohort(cohort: Any) -> int | float | tuple[int, ...] | str | None:
     if isinstance(cohort, Integral):
         require(int(cohort) >= 1, f"the cohort must be at least 1, not {cohort}")
         return int(cohort)
-    return float(cohort) if isinstance(cohort, Real) else tuple(map(int, cohort))
+    if isinstance(cohort, Real):
+        return float(cohort)
+    try:
+        return tuple(map(index, cohort))
+    except TypeError:
+        raise UsageError(
+            f"the cohort must be a list of client numbers, not {shown(repr(cohort), 40)}"
+        ) from None
 
 
 def _with_options(spec: Spec, options: Mapping[str, Any]) -> Spec:

@@ -100,6 +100,7 @@ def supervised(
     ...            goal="min:train_worst")
     Task('mine': 4 clients, 20 examples, min:train_worst)
     """
+    require(isinstance(name, str) and name != "", f"the name of a task is text, not {name!r}")
     _check_kinds(train, test, local, metrics, target)
     fields = _named_fields(inputs, label)
     test_offsets = test.offsets if isinstance(test, Federation) else None
