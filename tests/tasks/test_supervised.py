@@ -368,6 +368,10 @@ def column(width: int) -> Callable[[], nn.Module]:
             {"loss": lambda o, y: F.mse_loss(o, y), "model": column(1), "label": "z"},
             "compare each with each.*output.squeeze",
         ),
+        (
+            {"loss": nn.BCEWithLogitsLoss(), "model": column(1), "label": "y"},
+            "the loss does not accept .*; give them one shape, e.g. output.squeeze",
+        ),
         ({"loss": nn.MSELoss(reduction="sum"), "label": "x"}, 'use reduction="mean"'),
         ({"loss": "mse"}, "the loss is str, not a function"),
         ({"loss": lambda o, y: 1.0}, "the loss returns float; return a tensor"),

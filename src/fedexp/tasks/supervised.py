@@ -592,6 +592,8 @@ def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
                 remedy = "; if it takes numbers, convert them to float32"
             if class_loss(loss) is not None and isinstance(targets, Tensor) and targets.ndim == 1:
                 remedy = "; convert class numbers to integers, e.g. y.astype(int)"
+            elif takes_numbers(loss) and len(shapes) == 2 and shapes[0] != shapes[1]:
+                remedy = "; give them one shape, e.g. output.squeeze(1)"
             raise UsageError(
                 f"the loss does not accept {kinds}: {first_line(error)}{remedy}"
             ) from error
