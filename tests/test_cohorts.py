@@ -78,6 +78,8 @@ def test_a_list_of_clients_is_the_cohort_of_every_round(cohort: Any) -> None:
         (lambda rng, round, federation: [], "the cohort of round 1 is empty"),
         (lambda rng, round, federation: [9], "the cohort of round 1 has client 9"),
         (lambda rng, round, federation: None, "the cohort of round 1 must be a list"),
+        (lambda rng: [0], r"no function of \(rng, round, federation\); take these arguments"),
+        (fx.cohorts.cyclic, r"cyclic is no function of .*call it if it returns such a function"),
     ],
 )
 def test_what_is_no_cohort_is_refused_at_the_call(cohort: Any, message: str) -> None:
@@ -197,5 +199,7 @@ def test_ready_made_functions() -> None:
     sizes = [len(some.sample(0, round, task.train)) for round in range(1, 30)]
     assert set(sizes) <= {1, 2, 3}
     assert 3 in sizes
+    same = CohortRule(choose=fx.cohorts.available(0.8, size=3))
+    assert [len(same.sample(0, round, task.train)) for round in range(1, 30)] == sizes
     with pytest.raises(fx.UsageError, match="cannot choose 7 of 6 clients"):
         fx.simulate(task, fx.fedavg(), 1, fx.cohorts.cyclic(7))

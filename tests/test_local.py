@@ -204,7 +204,12 @@ def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"optimizer": "lion"}, "local.optimizer is sgd, adam, adamw or a function, not 'lion'"),
+        (
+            {"optimizer": "lion"},
+            "local.optimizer is sgd, adam, adamw or a function, .*, not 'lion'",
+        ),
+        ({"lr": "0.1"}, "local.lr must be a number, not '0.1'"),
+        ({"steps": [2]}, "local.steps must be a number"),
         ({"momentum": 1.0}, r"local.momentum must be in \[0, 1\)"),
         ({"optimizer": "adam", "momentum": 0.9}, "local.momentum belongs to sgd"),
         ({"nesterov": True}, "local.nesterov needs local.momentum > 0"),

@@ -28,6 +28,8 @@ from fedexp.runs.spec import read_spec
 from tests.helpers.own_study import write_study
 from tests.runs.helpers import untimed
 
+UNTYPED: Any = fx  # for calls that mypy refuses
+
 
 @pytest.fixture(autouse=True)
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
@@ -60,6 +62,17 @@ def test_python_and_the_command_line_share_their_runs(
         result = fx.run(study.task, own)
         assert str(result.folder) == printed["folder"]
         assert result.outcome.stored == 4  # nothing was trained again
+
+
+def test_progress_shows_the_goal(capsys: pytest.CaptureFixture[str]) -> None:
+    path = Path("study.py")
+    own = 'metrics={"calm": lambda outputs, targets: 0.25}, goal="max:test_calm",'
+    path.write_text(path.read_text().replace("rounds=4,", f"rounds=4, {own}"))
+    Path("calm.py").write_text(path.read_text())
+    assert main(["run", "calm.py:task", "--rounds", "2", "--quiet"]) == 0
+    printed = capsys.readouterr()
+    assert "  test calm 0.25  loss " in printed.out
+    assert printed.err.count("test calm 0.25") == 2
 
 
 def test_a_name_takes_the_tuned_values_and_an_algorithm_is_taken_as_it_is(study: Any) -> None:
@@ -204,12 +217,63 @@ def test_options_are_for_all_or_for_one(study: Any) -> None:
         (lambda s: fx.tune(s.task, "fedexp", {"epps": [1.0]}), "unknown option of fedexp 'epps'"),
         (lambda s: fx.tune(s.task, "fedexp", {}), "the grid is empty"),
         (lambda s: fx.run(s.task, "fedexp", rounds=0), "rounds must be at least 1"),
+        (lambda s: UNTYPED.run(s.task, round=3), "unknown argument 'round'; did you mean rounds"),
+        (
+            lambda s: UNTYPED.compare(s.task, cohrt=3),
+            "unknown argument 'cohrt'; did you mean cohort",
+        ),
+        (
+            lambda s: UNTYPED.tune(s.task, metric="x"),
+            "unknown argument 'metric'; choose from by_client",
+        ),
+        (lambda s: fx.compare(s.task, "fedavg"), "a list of algorithms, e.g. ['fedavg', 'fedexp']"),
+        (lambda s: UNTYPED.compare(s.task, seeds=1.5), "seeds must be a whole number, not 1.5"),
+        (lambda s: UNTYPED.compare(s.task, jobs="2"), "jobs must be a whole number, not '2'"),
+        (lambda s: UNTYPED.compare(s.task, jobs=0), "jobs must be at least 1, not 0"),
+        (lambda s: UNTYPED.compare(s.task, target="a"), "target must be a finite number, not 'a'"),
+        (
+            lambda s: UNTYPED.tune(s.task, "fedexp", {"eps": 0.1}),
+            "0.1 for eps; give a list of values",
+        ),
+        (lambda s: fx.run("study.py"), "study.py is a file; name a task in it, e.g. study.py:task"),
+        (lambda s: fx.save_state(s.task, "s"), "save_state takes record.state, not Task"),
+        (
+            lambda s: UNTYPED.run(s.task, local={"lr": 1}),
+            "local is dict; give fedexp.LocalTraining",
+        ),
+        (lambda s: UNTYPED.run(s.task, options=["eps"]), "options is list; give values by name"),
+        (lambda s: UNTYPED.run(s.task, privacy=8), "privacy is int; give fedexp.privacy.Central"),
+        (
+            lambda s: UNTYPED.run(s.task, cohort=["a"]),
+            "the cohort must be a list of client numbers",
+        ),
+        (lambda s: fx.Algorithm("a", server=cast(Any, fx.ExP)), "is ExP, not a fedexp.ServerRule;"),
+        (lambda s: fx.Algorithm("a", client=cast(Any, fx.ExP())), "not a fedexp.ClientRule; give"),
     ],
 )
 def test_mistakes_get_one_line_that_names_the_remedy(study: Any, call: Any, line: str) -> None:
     with pytest.raises(UsageError) as raised:
         call(study)
     assert line in str(raised.value)
+
+
+def test_server_rules_of_the_wrong_shape_get_one_line(study: Any) -> None:
+    class Plain(fx.ServerRule):
+        def step(self, params: Any, aggregate: Any, state: Any) -> Any:
+            return params - aggregate.mean
+
+    plain = fx.Algorithm("plain", server=Plain())
+    with pytest.raises(UsageError, match="step of Plain returns Tensor; return the next param"):
+        list(fx.simulate(study.task, plain, engine="loop"))
+    with pytest.raises(UsageError, match=r"Plain is no dataclass; put @dataclass\(frozen=True\)"):
+        fx.run(study.task, plain)
+
+
+@pytest.mark.parametrize("method", ["init_client_state", "init_broadcast"])
+def test_the_state_of_an_own_rule_must_be_named_tensors(study: Any, method: str) -> None:
+    rule = type("Own", (fx.ClientRule,), {method: lambda self, params: (params,)})
+    with pytest.raises(UsageError, match=f"{method} of Own returns tuple; return tensors by name"):
+        fx.simulate(study.task, fx.Algorithm("own", client=rule()))
 
 
 def test_a_state_can_be_saved_and_continued(study: Any, tmp_path: Path) -> None:
@@ -427,6 +491,12 @@ def test_functions_of_any_signature_make_tasks(name: str, tmp_path: Path) -> Non
     if name == "required":
         with pytest.raises(UsageError, match=r"needs --set task\.width"):
             fx.run(reference, "fedavg")
+
+
+def test_none_is_the_default_of_every_setting(study: Any) -> None:
+    unset = {"engine": None, "mode": None, "deterministic": None, "by_client": None}
+    given = fx.run(study.task, runs=None, rounds=1, **cast(Any, unset))
+    assert given.run.spec == fx.run(study.task, runs=None, rounds=1).run.spec
 
 
 def test_none_is_the_tasks_own_everywhere(study: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,17 @@ class Algorithm:
     average_last: int | None = None
 
     def __post_init__(self) -> None:
+        for what, rule, base in (
+            ("client", self.client, ClientRule),
+            ("server", self.server, ServerRule),
+        ):
+            given = rule.__name__ if isinstance(rule, type) else type(rule).__name__
+            remedy = f"call it: {given}(...)" if isinstance(rule, type) else "give an instance"
+            require(
+                isinstance(rule, base),
+                f"the {what} rule of {self.name!r} is {given}, not a fedexp.{base.__name__}; "
+                f"{remedy}",
+            )
         require(
             self.average_last is None or self.average_last >= 1,
             f"average_last must be at least 1, not {self.average_last}",

@@ -49,19 +49,22 @@ def cyclic(size: int) -> Choose:
     return choose
 
 
-def available(probability: Callable[[int, Federation], Any], size: int | None = None) -> Choose:
+def available(
+    probability: Callable[[int, Federation], Any] | Any, size: int | None = None
+) -> Choose:
     """Return a function that draws among the clients that are available in a round.
 
     Cohorts differ in size. Where no client is available, the likeliest one takes part.
 
     Args:
-        probability: returns, for a round, the probability that a client is available: a number for
-            all or one per client, e.g. `lambda round, federation: 0.1`.
+        probability: that a client is available: a number for all, or one per client; or a function
+            that returns them for a round, e.g. `lambda round, federation: 0.1`.
         size: clients per round at most; None for all that are available.
     """
 
     def choose(rng: np.random.Generator, round: int, federation: Federation) -> Clients:
-        odds = np.broadcast_to(probability(round, federation), federation.clients)
+        given = probability(round, federation) if callable(probability) else probability
+        odds = np.broadcast_to(given, federation.clients)
         here = np.flatnonzero(rng.random(federation.clients) < odds)
         here = here if len(here) else np.array([odds.argmax()])
         return here if size is None else rng.permutation(here)[:size]

@@ -11,18 +11,29 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from fedexp.aggregate import norms
-from fedexp.errors import require
+from fedexp.errors import require, shown
 from fedexp.precision import widest
 
 MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
 Schedule = Literal["constant", "linear", "cosine"]
 OPTIMIZERS, SCHEDULES = ("sgd", "adam", "adamw"), ("constant", "linear", "cosine")
+NUMBERS = (
+    "lr",
+    "steps",
+    "epochs",
+    "batch_size",
+    "weight_decay",
+    "clip_norm",
+    "lr_decay",
+    "momentum",
+)
 # Fields that specs of version 0.1 do not have: left out of options where they have their default.
 ADDED = frozenset(
     {"optimizer", "momentum", "nesterov", "betas", "adam_eps", "lr_schedule", "step_schedule"}
@@ -78,6 +89,12 @@ class LocalTraining:
     step_schedule: Schedule | Callable[[int, int], float] = "constant"
 
     def __post_init__(self) -> None:
+        for name in NUMBERS:
+            value = getattr(self, name)
+            require(
+                value is None or isinstance(value, Real),
+                f"local.{name} must be a number, not {value!r}",
+            )
         require(math.isfinite(self.lr) and self.lr > 0, f"local.lr must be > 0, not {self.lr}")
         for name in ("steps", "epochs", "batch_size"):
             value = getattr(self, name)
@@ -92,7 +109,8 @@ class LocalTraining:
         optimizer, momentum = self.optimizer, self.momentum
         require(
             callable(optimizer) or optimizer in OPTIMIZERS,
-            f"local.optimizer is sgd, adam, adamw or a function, not {optimizer!r}",
+            "local.optimizer is sgd, adam, adamw or a function, e.g. lambda params, lr: "
+            f"torch.optim.RMSprop(params, lr), not {shown(repr(optimizer), 40)}",
         )
         require(0 <= momentum < 1, f"local.momentum must be in [0, 1), not {momentum}")
         require(

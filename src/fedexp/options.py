@@ -142,6 +142,7 @@ def _hint_from(default: Any) -> Any:
 
 def _task_or_function(name: str, source: str | None) -> Task | Callable[..., Task]:
     if source is None:
+        require(not name.endswith(".py"), f"{name} is a file; name a task in it, e.g. {name}:task")
         if name not in TASKS:
             raise unknown_name("task", name, TASKS)
         return TASKS[name]
@@ -242,7 +243,13 @@ class Setup:
 
     def section(self, name: str) -> Any:
         """Return the dataclass that holds the options of a section."""
-        return self.local if name == "local" else getattr(self.algorithm, name)
+        found = self.local if name == "local" else getattr(self.algorithm, name)
+        require(
+            dataclasses.is_dataclass(found),
+            f"{type(found).__name__} is no dataclass; put @dataclass(frozen=True) above it, its "
+            "fields are its options",
+        )
+        return found
 
     def options(self) -> dict[str, Any]:
         """Return every option with its value, by dotted name."""

@@ -137,7 +137,10 @@ def _origin(module: ModuleType | None) -> str | None:
 def _file_module(path: Path) -> ModuleType:
     """Return the module of a file: the one that is running, one imported before, or a new one."""
     full = Path(os.path.abspath(path))
-    require(full.is_file(), f"there is no file {path}; give its path from this folder")
+    require(
+        full.is_file(),
+        f"there is no file {path}; give its path from this folder, or change to its folder",
+    )
     for module in [sys.modules.get("__main__"), *list(sys.modules.values())]:
         file = getattr(module, "__file__", None)
         if module is not None and isinstance(file, str) and os.path.abspath(file) == str(full):

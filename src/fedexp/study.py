@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
+from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Unpack
 
@@ -265,8 +266,16 @@ def compare(
     ['fedavg', 'fedexp']
     """
     refuse_while_importing("fedexp.compare")
+    require(
+        not isinstance(algorithms, str | Algorithm),
+        f"compare takes a list of algorithms, e.g. ['fedavg', 'fedexp'], not {algorithms!r}",
+    )
+    _check_count("jobs", jobs)
+    require(jobs >= 1, f"jobs must be at least 1, not {jobs}")
     chosen = list(algorithms)
     require(bool(chosen), "compare needs at least one algorithm, e.g. ['fedavg', 'fedexp']")
+    if not isinstance(seeds, Iterable):
+        _check_count("seeds", seeds)
     numbers = list(map(int, seeds if isinstance(seeds, Iterable) else range(seeds)))
     require(bool(numbers), "compare needs at least one seed")
     firsts = prepared_runs(task, chosen, numbers[0], settings, runs)
@@ -381,6 +390,8 @@ def tune(
 
     refuse_while_importing("fedexp.tune")
     require(grid is None or protocol == "paper", "give a grid, or protocol='free', not both")
+    _check_count("jobs", jobs)
+    require(jobs >= 1, f"jobs must be at least 1, not {jobs}")
     own: Settings = {**settings, "rounds": settings.get("rounds") or ROUNDS}
     prepared = prepared_run(task, algorithm, seed, own)
     _, fixed = split_task_options(dict(prepared.spec.options))
@@ -398,6 +409,11 @@ def tune(
             return Tuning(study, search(study, runner))
         except RunInterrupted:
             raise KeyboardInterrupt("stopped; the same call continues") from None
+
+
+def _check_count(name: str, count: object) -> None:
+    whole = isinstance(count, Integral) and not isinstance(count, bool)
+    require(whole, f"{name} must be a whole number, not {count!r}")
 
 
 def _frame(rows: Sequence[Row]) -> pandas.DataFrame | list[Row]:

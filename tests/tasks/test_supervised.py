@@ -368,6 +368,10 @@ def column(width: int) -> Callable[[], nn.Module]:
             {"loss": lambda o, y: F.mse_loss(o, y), "model": column(1), "label": "z"},
             "compare each with each.*output.squeeze",
         ),
+        (
+            {"loss": nn.BCEWithLogitsLoss(), "model": column(1), "label": "y"},
+            "the loss does not accept .*; give them one shape, e.g. output.squeeze",
+        ),
         ({"loss": nn.MSELoss(reduction="sum"), "label": "x"}, 'use reduction="mean"'),
         ({"loss": "mse"}, "the loss is str, not a function"),
         ({"loss": lambda o, y: 1.0}, "the loss returns float; return a tensor"),
@@ -390,15 +394,50 @@ def column(width: int) -> Callable[[], nn.Module]:
         ({"metrics": {"loss": len}}, "a metric cannot be called 'loss'"),
         ({"metrics": {"f1": 3}}, "metric 'f1' is int; give a function of"),
         ({"train_metrics": "all"}, "train_metrics is clients, pooled or None"),
+        ({"train": {"x": X, "y": CLASSES}}, "train is dict, not a Federation; make one with"),
+        ({"test": (X, CLASSES)}, "test is tuple; give its fields by name"),
+        ({"name": 3}, "the name of a task is text, not 3"),
+        ({"test": {"x": X * np.nan, "y": CLASSES}}, "field 'x' of the test data holds values"),
+        ({"test": {"x": X[:1], "y": ["cat"]}}, r"number texts with numpy.unique"),
+        ({"local": {"lr": 0.1}}, "local is dict; give fedexp.LocalTraining"),
+        ({"metrics": [len]}, "metrics is list; give metrics by name"),
+        ({"metrics": {"size": nn.Linear}}, "metric 'size' is the class Linear; call it"),
+        ({"target": "0.9"}, "target is '0.9'; give a number"),
+        ({"model": nn.Linear}, "cannot be built without arguments: .*; pass a function, e.g."),
+        ({"model": lambda: None}, "returns NoneType, not an nn.Module"),
+        ({"model": "resnet"}, "the model is str; pass a function that builds it"),
+        ({"loss": nn.CrossEntropyLoss}, "the loss is the class CrossEntropyLoss; call it"),
+        ({"loss": lambda o, y: 1 / 0}, "the loss does not accept .*: division by zero"),
+        ({"loss": lambda o, y: F.cross_entropy(o.detach(), y)}, "the loss has no gradient; "),
+        ({"train": clients(x=X, y=CLASSES[:, None])}, r"one class number per example.*y.squeeze"),
+        ({"label": "z"}, r"convert class numbers to integers, e.g. y.astype\(int\)"),
     ],
 )
 def test_mistakes_get_one_line_when_the_task_is_made(
     arguments: dict[str, Any], message: str
 ) -> None:
-    settings = {"model": column(3), "train": clients(x=X, y=CLASSES, z=X[:, 0]), **arguments}
+    train = clients(x=X, y=CLASSES, z=X[:, 0])
+    settings = {"name": "mine", "model": column(3), "train": train, **arguments}
     with pytest.raises(UsageError, match=message) as caught:
-        supervised("mine", **settings)
+        supervised(**settings)
     assert "\n" not in str(caught.value)
+
+
+def test_a_loss_of_a_batch_that_compares_each_with_each_is_refused() -> None:
+    train = clients(x=X, y=X[:, 0])
+
+    def squares(outputs: Tensor, targets: Tensor) -> Tensor:
+        return ((outputs - targets) ** 2).mean()
+
+    with pytest.raises(UsageError, match=r"outputs \[2, 1\] and labels \[2\] differ in shape, and"):
+        supervised("mine", column(1), train, loss=squares)
+    task = supervised("mine", column(1), train, loss=lambda o, y: squares(o.squeeze(1), y))
+    flat = supervised(
+        "mine", lambda: nn.Sequential(column(1)(), nn.Flatten(0)), train, loss=squares
+    )
+    for each in (task, flat):
+        assert isinstance(each.objective, ModuleObjective)
+        assert not each.objective.per_example
 
 
 def test_scores_of_tokens_with_classes_last_get_the_remedy() -> None:

@@ -192,8 +192,10 @@ def common_length(lengths: Sequence[int]) -> int:
 
 
 def spread_of(values: np.ndarray[Any, Any]) -> float | None:
-    """Return the standard deviation of a sample; None for a single value."""
-    return float(np.std(values, ddof=1)) if values.size > 1 else None
+    """Return the standard deviation of a sample, exactly 0 for equal values; None for one value."""
+    if values.size < 2:
+        return None
+    return 0.0 if (values == values[0]).all() else float(np.std(values, ddof=1))
 
 
 def _end(outcome: Outcome, curve: Curve, window: int) -> Curve:

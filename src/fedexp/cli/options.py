@@ -219,7 +219,8 @@ def parse_cohort(text: str) -> int | float | tuple[int, ...] | str:
         fraction = math.nan
     if not 0 < fraction <= 1:
         raise argparse.ArgumentTypeError(
-            f"must be a number, a fraction up to 1, all, or clients such as 3,7, not {text!r}"
+            "must be a number, a fraction up to 1, all, clients such as 3,7, or a function such as "
+            f"study.py:choose, not {text!r}"
         )
     return fraction
 

@@ -81,6 +81,7 @@ class Federation:
         """Give each example to the client with its id; clients are sorted by id."""
         tensors = as_tensors(fields)
         rows = check_fields(tensors)
+        require(hasattr(ids, "__len__"), f"ids is {type(ids).__name__}; give one id per example")
         require(len(ids) == rows, f"there are {len(ids)} ids for {rows} examples; give each one")
         return cls.from_parts(tensors, by_id(ids))
 
@@ -244,12 +245,13 @@ def check_fields(fields: Mapping[str, Tensor], total: int | None = None) -> int:
     return rows
 
 
-def check_finite(fields: Mapping[str, Tensor]) -> None:
+def check_finite(fields: Mapping[str, Tensor], where: str = "") -> None:
     """Refuse floating-point fields with infinite or NaN values."""
     for name, value in fields.items():
         blocks = value.split(ROWS_PER_CHECK) if value.is_floating_point() else ()
         finite = all(bool(block.isfinite().all()) for block in blocks)
-        require(finite, f"field {name!r} holds values that are not finite; clean the data")
+        what = f"field {name!r}{where and f' of {where}'}"
+        require(finite, f"{what} holds values that are not finite; clean the data")
 
 
 def check_labels(labels: NDArray[Any], classes: int, where: object) -> NDArray[np.int64]:
@@ -268,13 +270,25 @@ def check_labels(labels: NDArray[Any], classes: int, where: object) -> NDArray[n
 def as_tensors(fields: Mapping[str, Any]) -> dict[str, Tensor]:
     """Return the fields as tensors that share the memory of arrays."""
     tensors = {}
+    require(
+        isinstance(fields, Mapping),
+        f'the fields are {type(fields).__name__}; give arrays by name, e.g. {{"x": x, "y": y}}',
+    )
     for name, value in fields.items():
         try:
             tensors[name] = torch.as_tensor(value)
         except (TypeError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
+            if _are_texts(value):
+                reason = "number texts with numpy.unique(values, return_inverse=True)[1]"
             raise UsageError(f"field {name!r} is not an array of numbers: {reason}") from error
     return tensors
+
+
+def _are_texts(value: Any) -> bool:
+    """Return whether an array or list holds texts."""
+    array = np.asarray(value, dtype=object)
+    return array.size > 0 and isinstance(array.flat[0], str | bytes)
 
 
 def rows_of(parts: Sequence[Any], examples: int | None) -> NDArray[np.int64]:

@@ -100,7 +100,16 @@ class CohortRule:
     def sample(self, seed: int, round: int, train: Federation) -> Numbers:
         """Return the clients of a round, in increasing order."""
         if self.choose is not None:
-            chosen = self.choose(generator(seed, "choose", round), round, train)
+            try:
+                chosen = self.choose(generator(seed, "choose", round), round, train)
+            except TypeError as error:
+                if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                    raise  # inside the function, not for its arguments
+                name = getattr(self.choose, "__name__", "the cohort")
+                raise UsageError(
+                    f"{name} is no function of (rng, round, federation); take these arguments, or "
+                    "call it if it returns such a function, e.g. fedexp.cohorts.cyclic(10)"
+                ) from error
             return _checked_cohort(chosen, train.clients, f"the cohort of round {round}")
         if self.clients is not None:
             return np.array(self.clients)

@@ -192,6 +192,12 @@ def simulate(
         task, start = starting_from(task, start, seed), None
     initial = SimulationState.initial(task, algorithm, seed)
     client_state = algorithm.client.init_client_state(initial.params)
+    for method, value in {
+        "client.init_client_state": client_state,
+        "client.init_broadcast": initial.broadcast,
+        "server.init": initial.server,
+    }.items():
+        _check_rule_state(algorithm, method, value)
     state = initial if start is None else _checked_start(start, initial, client_state, rounds)
     store = client_store if isinstance(client_store, ClientStore) else ClientStore(client_store)
     most = rule.most(task.train.clients, rounds)
@@ -252,6 +258,17 @@ def _rounds(
             with arithmetic(precision):
                 record = _evaluated(work, record, process_group, noted)
         yield record
+
+
+def _check_rule_state(algorithm: Algorithm, method: str, value: Any) -> None:
+    """Refuse a state of a rule that is no dict of tensors."""
+    good = isinstance(value, Mapping) and all(isinstance(each, Tensor) for each in value.values())
+    side, name = method.split(".")
+    require(
+        good,
+        f"{name} of {type(getattr(algorithm, side)).__name__} returns {type(value).__name__}; "
+        'return tensors by name, e.g. {"momentum": torch.zeros_like(params)}',
+    )
 
 
 def _check_kinds(task: Any, algorithm: Any, local: Any) -> None:

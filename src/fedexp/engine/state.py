@@ -238,7 +238,13 @@ def model_step(
     algorithm: Algorithm, model: ServerModel, aggregate: Aggregate, total_weight: float
 ) -> tuple[ServerModel, Tensors]:
     """Return the model after a server step, and its metrics: a function of tensors alone."""
-    params, server, metrics = algorithm.server.step(model.params, aggregate, model.server)
+    stepped = algorithm.server.step(model.params, aggregate, model.server)
+    if not isinstance(stepped, tuple) or len(stepped) != 3:
+        raise UsageError(
+            f"step of {type(algorithm.server).__name__} returns {type(stepped).__name__}; return "
+            "the next parameters, the next state and a dict of metrics"
+        )
+    params, server, metrics = stepped
     averaged = model.averaged
     if "buffers" in aggregate.extras:
         change = aggregate.mean_extra("buffers").to(averaged.dtype)

@@ -14,7 +14,7 @@ from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -77,7 +77,7 @@ class ModuleObjective:
         self.fields = fields
         self._set_loss(loss, classifies, per_example, ignore_index)
         with seeded_torch(0, "initial weights"):
-            module = self.build()
+            module = built_model(self.build)
         check_trainable(module)
         self._initial: tuple[int, nn.Module] | None = (0, module)  # of a seed; never written to
         self._start: nn.Module | None = None  # the initial model of every seed
@@ -481,6 +481,28 @@ def _convert(module: nn.Module, target: torch.device | torch.dtype) -> None:
         module._apply(lambda t: t.to(target) if t.is_floating_point() else t)
     for own in shared:
         put(own, read(own))
+
+
+def built_model(build: Any) -> nn.Module:
+    """Return a model; refuse what is no function that builds one."""
+    require(
+        callable(build),
+        f"the model is {type(build).__name__}; pass a function that builds it, e.g. lambda: Net()",
+    )
+    try:
+        module = build()
+    except TypeError as error:
+        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+            raise  # inside the function, not for want of arguments
+        raise UsageError(
+            f"the model cannot be built without arguments: {first_line(error)}; pass a function, "
+            "e.g. lambda: Net(classes=10)"
+        ) from error
+    require(
+        isinstance(module, nn.Module),
+        f"the function that builds the model returns {type(module).__name__}, not an nn.Module",
+    )
+    return cast(nn.Module, module)
 
 
 def _has_constants(module: nn.Module) -> bool:

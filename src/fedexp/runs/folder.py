@@ -54,7 +54,7 @@ CHECKPOINT_FILES = (".json", ".safetensors", ".slots")
 ENVIRONMENT, RESULT, MODEL, LOCK = "environment.json", "result.json", "model.safetensors", ".lock"
 FINGERPRINT = "fingerprint.json"
 RELEASES = "checkpoint-releases.json"  # the privacy budget spent: never removed with the run
-RESTART = "--restart discards it and runs it again"
+RESTART = "--restart discards it and runs it again (restart=True in Python)"
 BY_HAND = "remove the folder to run it again"
 
 

@@ -17,7 +17,7 @@ from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.cohorts import Cohort
 from fedexp.engine import EngineName, Record
 from fedexp.engine.select import check_engine_name
-from fedexp.errors import require, whole_number
+from fedexp.errors import require, shown, unknown_name, whole_number
 from fedexp.local import LocalTraining
 from fedexp.options import (
     Setup,
@@ -78,6 +78,17 @@ class Settings(TypedDict, total=False):
     by_client: bool
 
 
+KINDS: tuple[tuple[str, Any, str], ...] = (  # of settings whose type would fail later
+    ("local", LocalTraining, "fedexp.LocalTraining(lr=...)"),
+    ("options", Mapping, 'values by name, e.g. {"eps": 0.01}'),
+    (
+        "privacy",
+        CentralPrivacy | LocalPrivacy,
+        "fedexp.privacy.CentralPrivacy(...) or LocalPrivacy(...)",
+    ),
+)
+
+
 def prepared_runs(
     task: Task | str,
     algorithms: Sequence[Algorithm | str],
@@ -121,6 +132,15 @@ def prepared_run(
         runs: folder of all runs, beside which weights to start from are stored.
         built: the task, where another run has built it from its name and the same options.
     """
+    unknown = next((key for key in settings if key not in Settings.__annotations__), None)
+    if unknown is not None:
+        raise unknown_name("argument", unknown, Settings.__annotations__)
+    for key, kinds, example in KINDS:
+        value: Any = settings.get(key)
+        require(
+            value is None or isinstance(value, kinds),
+            f"{key} is {type(value).__name__}; give {example}",
+        )
     if isinstance(task, str):
         task_name, task_source = split_task(task)
     else:
@@ -139,18 +159,18 @@ def prepared_run(
         seed=whole_number("seed", seed, 0),
         rounds=None if rounds is None else whole_number("rounds", rounds, 1),
         cohort=_cohort(settings.get("cohort")),
-        mode=settings.get("mode", "paper"),
+        mode=settings.get("mode") or "paper",
         evaluate_every=None if every is None else whole_number("evaluate_every", every, 1),
-        engine=check_engine_name(settings.get("engine", "auto")),
+        engine=check_engine_name(settings.get("engine") or "auto"),
         device=settings.get("device"),
         precision=settings.get("precision"),
         stop_at=settings.get("stop_at"),
-        deterministic=settings.get("deterministic", False),
+        deterministic=settings.get("deterministic") or False,
         task_source=task_source,
         algorithm_source=source,
         start=None if start is None else stored_start(start, runs),
         privacy=settings.get("privacy"),
-        by_client=settings.get("by_client", False),
+        by_client=settings.get("by_client") or False,
     )
     local, weighting = settings.get("local"), settings.get("weighting")
     given = dict(settings.get("options") or {})
@@ -201,8 +221,8 @@ def _named_algorithm(algorithm: Algorithm | str) -> tuple[str, str | None]:
         return split_algorithm(algorithm)
     require(
         isinstance(algorithm, Algorithm),
-        f"the algorithm is {algorithm!r}, not an Algorithm; call it, e.g. fedexp.fedavg(), or give "
-        'its name, e.g. "fedavg"',
+        f"the algorithm is {shown(algorithm, 40)}, not an Algorithm; call it, e.g. "
+        'fedexp.fedavg(), or give its name, e.g. "fedavg"',
     )
     source = None if _is_registered(algorithm) else reference_to(algorithm, algorithm.name)
     return algorithm.name, source

@@ -392,7 +392,8 @@ def checked_target(value: float | None, metric: str, option: str) -> float | Non
     """
     if value is None:
         return None
-    require(math.isfinite(value), f"{option} must be a finite number, not {value}")
+    finite = isinstance(value, Real) and math.isfinite(value)
+    require(finite, f"{option} must be a finite number, not {value!r}")
     if metric.endswith("accuracy"):
         value = value / 100 if value > 1 else value
         require(0 < value <= 1, f"{option} must be an accuracy up to 1 (or 100 %), not {value}")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from fedexp.engine import Record, SimulationState
 from fedexp.errors import UsageError, require
 from fedexp.objective import ModuleObjective
+from fedexp.objective.module import built_model
 from fedexp.options import build_task, split_task_options
 from fedexp.runs.checkpoint import (
     client_tensors,
@@ -55,7 +56,9 @@ def load_model(
         except UsageError as error:
             raise UsageError(f"{error}; or pass the model: load_model(folder, model=Net)") from None
         return module_with(weights, module_of(task, spec.seed))
-    return module_with(weights, deepcopy(model) if isinstance(model, nn.Module) else model())
+    return module_with(
+        weights, deepcopy(model) if isinstance(model, nn.Module) else built_model(model)
+    )
 
 
 def save_state(state: SimulationState, path: PathLike) -> None:
@@ -63,6 +66,10 @@ def save_state(state: SimulationState, path: PathLike) -> None:
 
     It holds everything: model, server state and client state.
     """
+    require(
+        isinstance(state, SimulationState),
+        f"save_state takes record.state, not {type(state).__name__}",
+    )
     clients = client_tensors(state, state.clients)
     counts = {"round": torch.tensor(state.round), "steps": torch.tensor(state.steps)}
     named = {f"model/{name}": value for name, value in {**counts, **model_tensors(state)}.items()}

@@ -194,6 +194,11 @@ def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Metric]:
             f"a metric cannot be called {name!r}; take a name of letters, digits and underscores, "
             "other than loss",
         )
+        require(
+            not isinstance(value, type),
+            f"metric {name!r} is the class {getattr(value, '__name__', '')}; call it with its "
+            "arguments",
+        )
         if isinstance(value, Metric):
             adapted, zero = isinstance(value, PooledFunction | UpdatedMetric), value.zero()
             require(

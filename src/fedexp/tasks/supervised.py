@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
+from numbers import Real
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -22,7 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from fedexp.cohorts import Cohort
-from fedexp.data.federation import Batch, Federation, as_tensors
+from fedexp.data.federation import Batch, Federation, as_tensors, check_finite
 from fedexp.data.transforms import Transform
 from fedexp.errors import DataNote, UsageError, first_line, require, unknown_name
 from fedexp.local import LocalTraining
@@ -99,10 +100,13 @@ def supervised(
     ...            goal="min:train_worst")
     Task('mine': 4 clients, 20 examples, min:train_worst)
     """
+    require(isinstance(name, str) and name != "", f"the name of a task is text, not {name!r}")
+    _check_kinds(train, test, local, metrics, target)
     fields = _named_fields(inputs, label)
     test_offsets = test.offsets if isinstance(test, Federation) else None
     test = test.fields if isinstance(test, Federation) else test
     held_out: Batch | None = None if test is None else as_tensors(test)
+    check_finite({} if held_out is None else held_out, "the test data")
     parts = {"training": train.fields} | ({} if held_out is None else {"test": held_out})
     for what, batch in parts.items():
         _check_fields(f"the {what} data", batch, fields)
@@ -126,6 +130,7 @@ def supervised(
             for each in (n for n in fields.label_names if n in batch):
                 ignored |= _check_classes(what, batch[each], classes, of_classes.ignore_index)
     resolved = resolve_loss(loss, outputs, targets, ignored)
+    _check_differentiable(resolved.loss, outputs, targets)
     if resolved.note:
         notes[resolved.note] = None
     objective = objective.with_loss(
@@ -233,6 +238,7 @@ def classification(
     model = build if model is None else model
     if model is None or train is None:
         raise UsageError("classification needs a model and training data: name, model, train")
+    _check_kinds(train, test, local, settings.get("metrics"), target)
     label = settings.get("label", "y")
     fields = test.fields if isinstance(test, Federation) else test
     for what, batch in {"training": train.fields, "test": fields or {}}.items():
@@ -250,6 +256,31 @@ def classification(
         cohort=cohort,
         rounds=rounds,
         **settings,
+    )
+
+
+def _check_kinds(train: Any, test: Any, local: Any, metrics: Any, target: Any) -> None:
+    """Refuse arguments of another type than the one they stand for."""
+    require(
+        isinstance(train, Federation),
+        f"train is {type(train).__name__}, not a Federation; make one with "
+        'fedexp.Federation.from_ids({"x": x, "y": y}, ids)',
+    )
+    require(
+        test is None or isinstance(test, Mapping | Federation),
+        f'test is {type(test).__name__}; give its fields by name, e.g. {{"x": x, "y": y}}',
+    )
+    require(
+        isinstance(local, LocalTraining),
+        f"local is {type(local).__name__}; give fedexp.LocalTraining(lr=...)",
+    )
+    require(
+        metrics is None or isinstance(metrics, Mapping),
+        f'metrics is {type(metrics).__name__}; give metrics by name, e.g. {{"f1": f1}}',
+    )
+    require(
+        target is None or (isinstance(target, Real) and not isinstance(target, bool)),
+        f"target is {target!r}; give a number, the value of the goal that counts as reached",
     )
 
 
@@ -355,6 +386,11 @@ def _number_of_classes(outputs: Any, targets: Tensor) -> int:
         isinstance(outputs, Tensor),
         f"the model returns {type(outputs).__name__}, not class scores; give a loss that takes it, "
         'e.g. loss=lambda out, y: F.cross_entropy(out["logits"], y)',
+    )
+    require(
+        outputs.ndim != 2 or targets.shape != (len(outputs), 1),
+        f"the labels have the shape {list(targets.shape)}; give one class number per example, of "
+        f"shape {list(targets.shape[:1])}, e.g. y.squeeze(1)",
     )
     if targets.ndim == 1:
         require(
@@ -474,6 +510,10 @@ def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -
     False
     """
     require(callable(loss), f"the loss is {type(loss).__name__}, not a function or a torch loss")
+    require(
+        not isinstance(loss, type),
+        f"the loss is the class {getattr(loss, '__name__', '')}; call it, e.g. nn.MSELoss()",
+    )
     rows = len(targets if isinstance(targets, Tensor) else targets[0])
     reduction = _reduction(loss)
     require(
@@ -490,6 +530,8 @@ def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -
             "each example, or one number",
         )
         check_shapes(outputs, targets, values)
+        if values.ndim == 0:
+            _check_pairs(loss, outputs, targets)
         return ResolvedLoss(loss, values.ndim > 0)
     plain = _reduced(loss, "none")
     settings = class_loss(loss)
@@ -542,11 +584,17 @@ def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
                 f"outputs {shapes[0]} and labels {shapes[-1]} differ in shape, and the loss would "
                 "compare each with each; give them one shape, e.g. output.squeeze(1)"
             ) from error
-        except (RuntimeError, TypeError, ValueError, IndexError, KeyError, AttributeError) as error:
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # of a function of the user's
             kinds = " and ".join(map(_kind, (outputs, targets)))
-            remedy = (
-                "; if it takes numbers, convert them to float32" if _are_integers(targets) else ""
-            )
+            remedy = ""
+            if isinstance(error, RuntimeError) and _are_integers(targets):
+                remedy = "; if it takes numbers, convert them to float32"
+            if class_loss(loss) is not None and isinstance(targets, Tensor) and targets.ndim == 1:
+                remedy = "; convert class numbers to integers, e.g. y.astype(int)"
+            elif takes_numbers(loss) and len(shapes) == 2 and shapes[0] != shapes[1]:
+                remedy = "; give them one shape, e.g. output.squeeze(1)"
             raise UsageError(
                 f"the loss does not accept {kinds}: {first_line(error)}{remedy}"
             ) from error
@@ -555,6 +603,44 @@ def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
         f"the loss returns {_kind(value)}; return a tensor of floating-point numbers",
     )
     return cast(Tensor, value)
+
+
+def _check_differentiable(loss: Any, outputs: Any, targets: Any) -> None:
+    """Refuse a loss without a gradient."""
+    if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
+        return
+    with torch.enable_grad():
+        value = _tried(loss, outputs.detach().clone().requires_grad_(), targets)
+    require(
+        value.requires_grad,
+        "the loss has no gradient; compute it from the outputs by torch, without detach, item, "
+        "numpy or argmax",
+    )
+
+
+def _check_pairs(loss: Any, outputs: Any, targets: Any) -> None:
+    """Refuse a loss of a batch that compares each output with each target, e.g. [2, 1] with [2].
+
+    Such a loss is the same for targets in another order.
+    """
+    if not all(
+        isinstance(each, Tensor) and each.is_floating_point() for each in (outputs, targets)
+    ):
+        return
+    shapes = list(outputs.shape), list(targets.shape)
+    if len(shapes[0]) == len(shapes[1]) or not shapes[0] or outputs.numel() != targets.numel():
+        return
+    values = torch.linspace(0.2, 0.8, outputs.numel())
+    own, target = values.view_as(outputs).to(outputs), values.view_as(targets).to(targets)
+    try:
+        ordered, reversed_ = loss(own, target), loss(own, target.flip(0))
+    except Exception:  # it accepts other values only
+        return
+    require(
+        len(targets) < 2 or not torch.allclose(ordered, reversed_, rtol=1e-5, atol=0.0),
+        f"outputs {shapes[0]} and labels {shapes[1]} differ in shape, and the loss compares each "
+        "with each; give them one shape, e.g. output.squeeze(1)",
+    )
 
 
 def _kind(value: Any) -> str:

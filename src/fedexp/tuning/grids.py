@@ -17,6 +17,8 @@ import itertools
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 
+import numpy as np
+
 from fedexp.errors import UsageError, require
 from fedexp.options import Setup
 
@@ -116,6 +118,10 @@ def checked_grid(values: Mapping[str, Sequence[float]], setup: Setup) -> Values:
     """
     require(bool(values), 'the grid is empty; give values, e.g. {"eps": [1e-3, 1e-2]}')
     for name, own in values.items():
+        require(
+            isinstance(own, Sequence | np.ndarray) and not isinstance(own, str),
+            f"the grid has {own!r} for {name}; give a list of values",
+        )
         require(len(own) > 0, f"the grid has no value for {name}; give some, or leave it out")
         for value in own:
             setup.with_option(name, value)  # raises for an unknown option or value
