@@ -192,7 +192,15 @@ def _pip_download(source: Source, target: Path) -> None:
     checksum. Setuptools of this environment is used for that, or else pip downloads it.
     """
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
-    command += ["--no-input", "--no-deps", "--no-binary", ":all:", "--require-hashes"]
+    command += [
+        "--no-input",
+        "--retries",
+        "1",
+        "--no-deps",
+        "--no-binary",
+        ":all:",
+        "--require-hashes",
+    ]
     reason = ""
     try:
         target.parent.mkdir(parents=True, exist_ok=True)

