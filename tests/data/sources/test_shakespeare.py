@@ -198,6 +198,11 @@ def test_a_text_without_speeches_has_no_roles(text: str) -> None:
     assert parse_play(text) == {}
 
 
+@pytest.mark.parametrize("line", ["'" * 5000, "AB " * 3000 + "x", "[" * 3000, "A" * 5000 + "a"])
+def test_no_line_takes_long(line: str) -> None:
+    parse_play(f"ACT I.\n\n{line}\n\nKING.\n{line}")  # exponential in a careless expression
+
+
 def test_the_vocabulary() -> None:
     assert len(set(CHARACTERS)) == len(CHARACTERS) == 86
     assert (PAD, UNKNOWN, BEGIN, END, TOKENS) == (0, 87, 88, 89, 90)

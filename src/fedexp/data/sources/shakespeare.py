@@ -55,7 +55,8 @@ TOKENS = END + 1
 LENGTH = 80  # tokens of a sequence
 TEST_FRACTION = 0.2
 MAX_SPEECHES = 100_000  # of a role; the largest role has a few hundred
-MAX_TEXT = 2**26  # bytes of a role, a speech or a play
+MAX_TEXT = 2**26  # bytes of a role's strings in HDF5
+MAX_PLAY = 2**20  # bytes; the longest has 175,659
 POEMS = {
     *("lovers_complaint", "passionate_pilgrim", "phoenix_and_the_turtle"),
     *("rape_of_lucrece", "sonnets", "venus_and_adonis"),
@@ -242,7 +243,7 @@ def _plays(path: Path) -> Iterator[tuple[str, str]]:
                 if not name or not member.isfile() or name[1] in POEMS:
                     continue
                 file = archive.extractfile(member)
-                if file is None or member.size > MAX_TEXT:
+                if file is None or member.size > MAX_PLAY:
                     raise UsageError(f"{path}: {shown(member.name)} is too large; fetch it again")
                 yield name[1], file.read().decode("latin-1")
     except UsageError:  # a ValueError
@@ -264,11 +265,12 @@ HEADING = re.compile(
 NUMERAL = r"(?:[1-9I]\.? )?"
 TITLE = r"(?:MRS\. |A )?"
 CAPITALS = re.compile(  # "FIRST LORD", "1. CAR", "MRS. PAGE", "PRINCE OF Morocco", "A and B"
-    rf"({NUMERAL}{TITLE}[A-Z][A-Z]+(?:[ ,'&-]+(?:and |of )?[A-Z]?[A-Za-z]*[A-Z'][A-Za-z]*)*)"
+    rf"({NUMERAL}{TITLE}[A-Z][A-Z']+(?:[ ,&-]+(?:and |of )?[a-z']*[A-Z][A-Za-z']*)*)"
 )
 CAPITALISED = re.compile(rf"({NUMERAL}[A-Z][a-z]+(?:\.? and)?(?: +[A-Z][a-z]+){{0,2}})\.")
 GROUP = re.compile(r"\b(ALL|BOTH|SOME|OTHERS)\b|[,&]| AND ")  # several roles at once
 IN_SPEECH = re.compile(r"(SONG|DUMB SHOW|LETTER|[IVX]+)")  # titles inside a speech
+HEAD = "\0"  # replaces a heading
 ORDINALS = {"1": "FIRST", "I": "FIRST", "2": "SECOND", "3": "THIRD", "4": "FOURTH"}
 
 
@@ -313,9 +315,6 @@ def parse_play(text: str) -> Roles:
         if not GROUP.search(role)
     }
     return {r: [_latin(s) for s in texts if s] for r, texts in joined.items() if any(texts)}
-
-
-HEAD = "\0"  # replaces a heading
 
 
 def _without_headings(lines: Sequence[str]) -> list[str]:
@@ -388,9 +387,8 @@ def _complete(speakers: set[str], persons: str) -> dict[str, str]:
             longer = {name for name in names if _abbreviates(speaker, name)}
             longer -= {f"{name}S" for name in longer}
             if speaker in listed or longer:
-                full[speaker] = (
-                    longer.pop() if len(longer) == 1 and speaker not in listed else speaker
-                )
+                if len(longer) == 1 and speaker not in listed:
+                    full[speaker] = longer.pop()
                 break
     return {speaker: full.get(name, name) for speaker, name in full.items()}
 
