@@ -35,7 +35,7 @@ def test_list_shows_what_the_folder_has(
     data: Callable[..., str], tmp_path: Path, write_cifar10: Write
 ) -> None:
     lines = {line.split()[0]: line for line in data("list").splitlines()[2:]}
-    assert lines.keys() == {"cifar10", "cifar100", "cinic10", "emnist"}
+    assert lines.keys() == {"cifar10", "cifar100", "cinic10", "emnist", "shakespeare"}
     assert lines["cifar10"].endswith(" no")
     write_cifar10(tmp_path)
     data("show", "cifar10", "--clients", "5")

@@ -23,6 +23,7 @@ PARTITIONS = ("dirichlet", "dirichlet-unequal", "shards", "iid", "natural")
 SHADES = " .:-=+*#%@"  # ASCII, for any terminal and log
 TEXT_CLIENTS = 100
 TEXT_ROWS = 20
+LARGEST = 5  # clients of a text data set that are listed
 BUBBLES = 100  # clients above which bubbles would overlap, and a heat map is drawn instead
 
 Counts = NDArray[np.int64]
@@ -44,7 +45,7 @@ def add_parser(subparsers: Any) -> None:
     fetch.add_argument("--mirror", metavar="URL", help="URL of the folder to download from")
     verify = _command(commands, "verify", verify_dataset, "verify a data set's files")
     verify.add_argument("name", help="data set, e.g. cifar10")
-    text = "show the number of examples per client and class"
+    text = "show the number of examples per client and class, or clients and a sample of a text"
     show = _command(commands, "show", show_dataset, text)
     show.add_argument("name", help="data set, e.g. cifar10")
     text = "default: natural if the data set has clients, else dirichlet"
@@ -72,13 +73,13 @@ def list_datasets(args: argparse.Namespace) -> int:
 
     folder = data_folder(args.folder)
     print(f"data folder: {folder}")
-    print(f"{'name':<10}{'classes':>8}{'train':>9}{'test':>8}  {'download':>9}  here")
+    print(f"{'name':<12}{'classes':>8}{'train':>9}{'test':>8}  {'download':>9}  here")
     for name, dataset in DATASETS.items():
         source = dataset.source
         train, test = source.examples
         size = "?" if source.size is None else f"{source.size / 1e6:,.0f} MB"
         here = ", ".join(_present(dataset, folder)) or "no"
-        print(f"{name:<10}{source.classes:>8}{train:>9,}{test:>8,}  {size:>9}  {here}")
+        print(f"{name:<12}{source.classes:>8}{train:>9,}{test:>8,}  {size:>9}  {here}")
     return 0
 
 
@@ -138,11 +139,19 @@ def _check_files(dataset: Dataset, files: list[Path]) -> str:
         rows[name] = sum(len(block) for block in blocks)
     found, official = (rows["train_x"], rows["test_x"]), dataset.source.examples
     text = "{:,} training and {:,} test examples".format(*found)
-    return text if found == official else text + " (officially {:,} and {:,})".format(*official)
+    other = dataset.text and files[0].name not in dataset.source.entries  # of other size
+    return (
+        text
+        if found == official or other
+        else text + " (officially {:,} and {:,})".format(*official)
+    )
 
 
 def show_dataset(args: argparse.Namespace) -> int:
-    """Print statistics and a text heat map of clients x classes, and draw them to a file."""
+    """Print statistics and a text heat map of clients x classes, and draw them to a file.
+
+    Of a text, the largest clients and a sample are printed instead of the heat map.
+    """
     from fedexp.analysis.plots import check_writable
     from fedexp.data.datasets import find
 
@@ -156,7 +165,10 @@ def show_dataset(args: argparse.Namespace) -> int:
     title = f"{raw.name}, {kind} partition" + (
         f", alpha {args.alpha:g}" if kind.startswith("dirichlet") else ""
     )
-    print(title, *describe(counts), *text_heat_map(counts), sep="\n")
+    if raw.is_text:
+        print(title, *describe_text(raw, federation), sep="\n")
+    else:
+        print(title, *describe(counts), *text_heat_map(counts), sep="\n")
     if args.out:
         draw(counts, args.out, title)
         print(f"drawn to {args.out}")
@@ -169,6 +181,10 @@ def partition_by(raw: RawSplits, kind: str, args: argparse.Namespace) -> Parts |
     from fedexp.seeding import generator
 
     labels = np.asarray(raw.train["y"])
+    if raw.is_text and kind not in ("natural", "iid"):
+        raise UsageError(
+            f"{raw.name} is text, without a label per example; use --partition natural or iid"
+        )
     rng = generator(args.seed, f"{raw.name} partition")  # as in the task of that name
     if kind == "iid":
         return partition.iid(len(labels), args.clients, rng)
@@ -182,9 +198,11 @@ def partition_by(raw: RawSplits, kind: str, args: argparse.Namespace) -> Parts |
 
 
 def class_counts(federation: Federation, classes: int) -> Counts:
-    """Return the number of examples per client (row) and class (column)."""
+    """Return the number of labels per client (row) and class (column); of text, of tokens."""
     labels = federation.fields["y"].numpy()
-    owner = np.repeat(np.arange(federation.clients), federation.sizes)
+    per_example = labels[0].size
+    labels = labels.reshape(-1)
+    owner = np.repeat(np.arange(federation.clients), federation.sizes * per_example)
     flat = np.bincount(owner * classes + labels, minlength=federation.clients * classes)
     return flat.reshape(federation.clients, classes)
 
@@ -209,6 +227,29 @@ def describe(counts: Counts) -> list[str]:
         "classes per client": f"mean {np.count_nonzero(counts, axis=1).mean():.2f}",
     }
     return [f"{name:<20}{value}" for name, value in values.items()]
+
+
+def describe_text(raw: RawSplits, federation: Federation) -> list[str]:
+    """Return statistics of a text data set, its largest clients and a sample, one per line."""
+    from fedexp.data.sources.shakespeare import PAD, decode
+
+    sizes = federation.sizes
+    spread = f"min {sizes.min():,}, median {np.median(sizes):,.1f}, max {sizes.max():,}"
+    tokens = [int((split["y"] != PAD).sum()) for split in (raw.train, raw.test)]
+    values = {
+        "clients": f"{federation.clients:,}",
+        "sequences": f"{len(raw.train['y']):,} training, {len(raw.test['y']):,} test",
+        "tokens": "{:,} training, {:,} test, without padding".format(*tokens),
+        "vocabulary": f"{raw.classes} tokens",
+        "client size": f"{spread.replace('.0,', ',')} sequences",
+    }
+    lines = [f"{name:<20}{value}" for name, value in values.items()]
+    order = np.argsort(-sizes, kind="stable")[:LARGEST]
+    named = raw.clients if len(raw.clients) == federation.clients else range(federation.clients)
+    lines += ["", "largest clients     sequences"]
+    lines += [f"{sizes[i]:>29,}  {named[i]}" for i in order]
+    sample = decode(federation.client(int(order[0]))["x"][:4].flatten().tolist())
+    return [*lines, "", f"sample of {named[order[0]]}:", *sample.splitlines()]
 
 
 def text_heat_map(counts: Counts) -> list[str]:

@@ -1,4 +1,4 @@
-"""Published image data sets by name: `load("cifar10")`, or one function each.
+"""Published data sets by name: `load("cifar10")`, or one function each.
 
 A data set is loaded as `RawSplits`: its training and test examples before partitioning, of which
 `RawSplits.federation` makes clients.
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fedexp.data.federation import Batch, Federation, check_labels
 from fedexp.data.sources import cifar, cinic
 from fedexp.data.sources import emnist as femnist
+from fedexp.data.sources import shakespeare as plays
 from fedexp.data.sources.cache import Arrays, Mapped, cached, without_sources
 from fedexp.data.sources.download import Source, cache_path, data_folder, unpack
 from fedexp.errors import UsageError, require, unknown_name
@@ -30,15 +31,18 @@ Folder = str | os.PathLike[str] | None
 class RawSplits:
     """Training and test examples before partitioning: the fields `x` and `y`.
 
-    `x` is uint8 [examples, channels, height, width] and `y` the int64 labels.
+    Of images, `x` is uint8 [examples, channels, height, width] and `y` the int64 labels. Of text,
+    both are int64 tokens [sequences, length]; `y` holds the token after each of `x`, and 0 is
+    padding.
 
     Attributes:
         name: name of the data set on the command line.
-        classes: number of classes; labels are 0 to classes - 1.
+        classes: number of classes, of text the number of tokens; labels are 0 to classes - 1.
         train: training examples, in the order of the files.
         test: test examples.
         offsets: for a data set with natural clients, client i owns the training rows offsets[i] to
             offsets[i + 1]; else None.
+        clients: names of the natural clients, where the data set has them.
     """
 
     name: str
@@ -46,10 +50,16 @@ class RawSplits:
     train: Batch
     test: Batch
     offsets: NDArray[np.int64] | None = None
+    clients: tuple[str, ...] = ()
+
+    @property
+    def is_text(self) -> bool:
+        """Whether an example is a sequence of tokens, with one label per token."""
+        return self.train["y"].ndim > 1
 
     @classmethod
     def of(cls, name: str, classes: int, arrays: Mapping[str, NDArray[Any]]) -> RawSplits:
-        """Wrap the arrays of a cache file, without a copy."""
+        """Wrap the arrays of a cache file of images, without a copy."""
         check_arrays(arrays, ("train", "test"))
         for split in ("train", "test"):
             check_labels(arrays[f"{split}_y"], classes, f"the {split} images of {name}")
@@ -59,6 +69,17 @@ class RawSplits:
         )
         natural = np.array(arrays["offsets"]) if "offsets" in arrays else None
         return cls(name, classes, train, test, natural)
+
+    @classmethod
+    def of_text(cls, name: str, tokens: int, arrays: Mapping[str, NDArray[Any]]) -> RawSplits:
+        """Convert the uint8 tokens of a cache file to int64, as embeddings and losses take them."""
+        check_text(arrays, tokens)
+        train, test = (
+            {f: torch.from_numpy(arrays[f"{split}_{f}"].astype(np.int64)) for f in ("x", "y")}
+            for split in ("train", "test")
+        )
+        names = tuple(bytes(each).decode("utf-8", "replace") for each in arrays["clients"])
+        return cls(name, tokens, train, test, np.array(arrays["offsets"]), names)
 
     def federation(self, parts: Sequence[NDArray[np.int64]] | None = None) -> Federation:
         """Return the training examples by client: by a partition, or by natural clients.
@@ -93,6 +114,19 @@ def check_arrays(
     require(not natural or "offsets" in arrays, "it does not hold the offsets of the clients")
 
 
+def check_text(arrays: Mapping[str, NDArray[Any]], tokens: int) -> None:
+    """Refuse arrays that are not sequences of tokens below `tokens`, with named clients."""
+    for split in ("train", "test"):
+        x, y = (arrays.get(f"{split}_{field}", np.empty(())) for field in ("x", "y"))
+        good = x.ndim == 2 and x.shape == y.shape and x.dtype == y.dtype == np.uint8
+        require(good, f"it does not hold the {split} sequences")
+        known = x.size == 0 or max(int(x.max()), int(y.max())) < tokens
+        require(known, f"it holds {split} tokens that are not below {tokens}")
+    offsets, clients = (arrays.get(name, np.empty(())) for name in ("offsets", "clients"))
+    good = offsets.ndim == clients.ndim == 1 and len(offsets) == len(clients) + 1
+    require(good and clients.dtype.kind == "S", "it does not hold the names of the clients")
+
+
 @dataclass(frozen=True)
 class Dataset:
     """A data set that can be loaded.
@@ -102,12 +136,14 @@ class Dataset:
         locate: returns the files to read in a data folder; none if they are absent.
         build: reads the arrays from these files.
         natural: whether the data set has natural clients.
+        text: whether it is text, which is split into sequences of tokens.
     """
 
     source: Source
     locate: Callable[[Path], list[Path]]
     build: Callable[[list[Path]], Arrays]
     natural: bool = False
+    text: bool = False
 
     @property
     def name(self) -> str:
@@ -131,9 +167,13 @@ class Dataset:
             arrays = self._from_cache(cache)
         else:
             raise self.source.missing(root)
-        return RawSplits.of(self.name, self.source.classes, arrays)
+        wrap = RawSplits.of_text if self.text else RawSplits.of
+        return wrap(self.name, self.source.classes, arrays)
 
     def _check(self, arrays: Mapped) -> None:
+        if self.text:
+            check_text(arrays, self.source.classes)
+            return
         check_arrays(arrays, ("train", "test"), self.natural)
 
     def _from_cache(self, path: Path) -> Mapped:
@@ -149,6 +189,7 @@ DATASETS = {
     "cifar10": Dataset(cifar.CIFAR10, cifar.locate10, cifar.build10),
     "cifar100": Dataset(cifar.CIFAR100, cifar.locate100, cifar.build100),
     "cinic10": Dataset(cinic.CINIC10, cinic.locate, cinic.build),
+    "shakespeare": Dataset(plays.SHAKESPEARE, plays.locate, plays.build, natural=True, text=True),
 }
 
 
@@ -182,6 +223,11 @@ def cifar100(folder: Folder = None) -> RawSplits:
 def cinic10(folder: Folder = None) -> RawSplits:
     """Load the official training and test splits of CINIC-10, 90,000 images each."""
     return load("cinic10", folder)
+
+
+def shakespeare(folder: Folder = None) -> RawSplits:
+    """Load Shakespeare by role; `shakespeare().federation()` has one client per role."""
+    return load("shakespeare", folder)
 
 
 def cinic10_valid(folder: Folder = None) -> Batch:

