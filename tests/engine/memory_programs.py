@@ -40,10 +40,14 @@ def hoarding_round(engine: EngineName, clients: int) -> None:
 
 
 def growth(where: Location, dim: int, clients: int, cohort: int) -> None:
-    """Run ten rounds of SCAFFOLD; print by how many MB the peak grows after the third."""
-    early, task = 0.0, toward(dim, clients)
+    """Run ten rounds of SCAFFOLD; print the growth of the peak after the third, and of the state.
+
+    Both in MB; the latter is the state of the clients that took part after it for the first time.
+    """
+    early, known, task = 0.0, 0, toward(dim, clients)
     run = fx.simulate(task, fx.scaffold(), 10, cohort, engine="loop", client_store=where)
     for record in run:
-        early = peak() if record.round == 3 else early
+        if record.round == 3:
+            early, known = peak(), len(record.state.clients)
     assert len(record.state.clients) > clients / 2
-    print(peak() - early)
+    print(peak() - early, (len(record.state.clients) - known) * dim * 4 / 1e6)

@@ -36,12 +36,13 @@ def test_a_server_that_stores_updates_would_be_seen() -> None:
 def test_memory_does_not_grow_with_the_clients_that_took_part() -> None:
     """With states on disk; in memory it does, and would be seen."""
     dim, clients, cohort = 200_000, 200, 20
-    on_disk, in_memory = (
-        float(in_child(f"growth({where!r}, {dim}, {clients}, {cohort})"))
+    (on_disk, _), (in_memory, state) = (
+        map(float, in_child(f"growth({where!r}, {dim}, {clients}, {cohort})").split())
         for where in ("disk", "memory")
     )
-    assert on_disk < 3 * cohort * dim * 4 / 1e6  # a cohort or two that is still being trained
-    assert in_memory > clients * dim * 4 / 1e6 / 2
+    bound = 3 * cohort * dim * 4 / 1e6  # a cohort or two that is still being trained
+    assert on_disk < bound < state
+    assert in_memory > 0.9 * state  # the allocator may have some space left from before
 
 
 @needs_proc

@@ -192,7 +192,7 @@ class Slotted:
         self.threshold = threshold
 
     def __call__(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return (outputs[:, 0] > self.threshold).float().mean()
+        return (outputs[:, 0] - self.threshold).relu().mean()
 
 
 def weighted(weight: float) -> nn.Module:
