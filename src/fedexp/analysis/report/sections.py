@@ -297,7 +297,7 @@ def _telling(runs: Sequence[StoredRun]) -> list[str]:
 
 
 def _parts(every: Sequence[Settings], names: Sequence[str]) -> int:
-    """Return how many of the settings can be told apart by these names."""
+    """Return how many of the settings these names distinguish."""
     return len({repr([own.get(name) for name in names]) for own in every})
 
 
