@@ -147,7 +147,7 @@ class Batched:
             outputs = program(inputs) if outputs is None else outputs
         if state.params.is_cuda and len(clients) == len(work.cohort):
             self._plan_ahead(work)
-        deltas = state.params - outputs["params"]
+        deltas = outputs["deltas"]
         total_lr = _to_device(plan.total_factors * work.lr, device)[:, None].to(deltas.dtype)
         buffers = outputs["averaged"]
         return sum_updates(work, state, list(clients), deltas, total_lr, client_state, buffers)

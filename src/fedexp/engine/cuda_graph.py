@@ -147,7 +147,7 @@ class CudaGraphRound:
     def _run(self, local: LocalProgram, inputs: Tensors) -> dict[str, Tensor]:
         trained = local(inputs)
         broadcast, client_state = part(inputs, "broadcast."), part(inputs, "client_state.")
-        deltas = inputs["params"] - trained["params"]
+        deltas = trained["deltas"]
         total_lr = inputs["total_lr"].to(deltas.dtype)
         rule = self.algorithm.client
         new_states, extras = rule.end_round(deltas, total_lr, broadcast, client_state)

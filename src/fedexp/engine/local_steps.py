@@ -39,8 +39,8 @@ class LocalProgram:
     [K, d] of the client rule, the plan's `table` [3 + S, K], `lr`, `draws` where there are any,
     `data.*` for examples that are not those of `fields`, `factors` [S, K] on the learning rate
     where it changes from step to step, and either the rows of the plan, `rows` [S, K, B], or the
-    round's `key` to compute them on the device. Outputs: `params` [K, d], `averaged` and `kept`
-    [K, ...].
+    round's `key` to compute them on the device. Outputs: `deltas` [K, d], the start of all clients
+    minus their parameters, `averaged` and `kept` [K, ...].
 
     Attributes:
         steps, width, reach: of the plan.
@@ -87,8 +87,8 @@ class LocalProgram:
             steps = steps or self._init(inputs, batch, valid)
             steps.step(s, batch, None if self.lengths is None else self.lengths[s])
         assert steps is not None  # S is at least 1
-        params, buffers = steps.result()
-        return {"params": params[:, :size], "averaged": buffers.averaged, "kept": buffers.kept}
+        deltas, buffers = steps.result()
+        return {"deltas": deltas[:, :size], "averaged": buffers.averaged, "kept": buffers.kept}
 
     def first_step(self, inputs: Tensors) -> tuple[LocalProgram, Tensors]:
         """Return the program of the first step alone, which prepares all that the others need."""
@@ -170,7 +170,7 @@ class LocalSteps(Protocol):
         ...
 
     def result(self) -> tuple[Tensor, Buffers]:
-        """Return the parameters, a vector for each client, and the buffers."""
+        """Return the start minus the parameters, a vector for each client, and the buffers."""
         ...
 
 
@@ -196,6 +196,7 @@ class RowSteps:
         self.params, self.buffers, self.valid = params, buffers, valid
         self.rates = rates
         self.moments: Tensors = init_moments(params, local)
+        self.start = params[0].clone()
         self.sgd: InPlaceSgd | None = None
 
     def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
@@ -223,7 +224,7 @@ class RowSteps:
         self.params, self.moments = self.update(*args)
 
     def result(self) -> tuple[Tensor, Buffers]:
-        return self.params, self.buffers
+        return self.start - self.params, self.buffers
 
 
 def corrected_step(
@@ -284,14 +285,21 @@ class InPlaceSgd:
         self.rates = self.lr.to(valid.dtype).repeat(valid.shape[1])
         self.shrink = (1 - self.lr * local.weight_decay).to(valid.dtype)
 
-    def __call__(self, s: int, params: Tensor, grads: Tensor, copy: Tensor | None = None) -> None:
-        """Take step s; `params`, `grads` and `copy` are layer by layer."""
+    def __call__(
+        self,
+        s: int,
+        params: Tensor,
+        grads: Tensor,
+        copy: Tensor | None = None,
+        deltas: Tensor | None = None,
+    ) -> None:
+        """Take step s; `params`, `grads` and `copy` are layer by layer, `deltas` is [K, d]."""
         rates = self.rates
         if self.bound is not None:
             squared = sq_norms(self.layers, params, grads, self.correction)
             rates = self.lr * clip_to(squared.sqrt(), self.bound)
         settings = (self.correction, rates, self.shrink, self.active[s])
-        sgd_step(self.layers, params, grads, *settings, copy)
+        sgd_step(self.layers, params, grads, *settings, copy, deltas)
 
 
 class LayerSteps:
@@ -302,14 +310,17 @@ class LayerSteps:
     ) -> None:
         self.clients, self.buffers, self.sgd = clients, buffers, sgd
         self.counted = valid / valid.sum(dim=2, keepdim=True)
+        layers, params = clients.layers, clients.params
+        self.deltas = params.new_empty(layers.clients, sum(layers.sizes))
 
     def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
         clients = self.clients
         grads = clients.gradients(batch, self.counted[s])
-        self.sgd(s, clients.params, grads, clients.copy)
+        is_last = s == len(self.counted) - 1
+        self.sgd(s, clients.params, grads, clients.copy, self.deltas if is_last else None)
 
     def result(self) -> tuple[Tensor, Buffers]:
-        return self.clients.rows(), self.buffers
+        return self.deltas, self.buffers
 
 
 def part(inputs: Tensors, prefix: str) -> dict[str, Tensor]:

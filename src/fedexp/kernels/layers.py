@@ -188,6 +188,7 @@ def sgd_step(
     decay: Tensor,
     active: Tensor,
     copy: Tensor | None = None,
+    deltas: Tensor | None = None,
 ) -> None:
     """Update w to decay * w - lr * (corrected gradient) in place, for the active clients.
 
@@ -196,16 +197,22 @@ def sgd_step(
         decay: 1 minus learning rate times weight decay, a scalar.
         active: whether a client takes this step, [K].
         copy: the parameters in another type, updated as well.
+        deltas: where to write the start of all clients minus their parameters, a vector per client
+            [K, d], in the last step; parameters and copy are undefined after it.
     """
     if params.is_cuda and has_triton():
         from fedexp.kernels import step_triton
 
-        step_triton.sgd_step(layers, params, grads, correction, lrs, decay, active, copy)
+        step_triton.sgd_step(layers, params, grads, correction, lrs, decay, active, copy, deltas)
         return
     corrected = layers.unpack(_corrected(layers, params, grads, correction))
     rows = layers.unpack(params)
     updated = rows * decay.to(rows) - corrected * lrs[:, None].to(rows)
-    params.copy_(layers.pack(torch.where(active[:, None], updated, rows)))
+    updated = torch.where(active[:, None], updated, rows)
+    if deltas is not None:
+        torch.sub(correction.start[: rows.shape[1]], updated, out=deltas)
+        return
+    params.copy_(layers.pack(updated))
     if copy is not None:
         copy.copy_(params)
 

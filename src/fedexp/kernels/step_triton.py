@@ -59,21 +59,28 @@ def sq_norms_kernel(
 
 @triton.jit
 def sgd_step_kernel(
-    weights, grads, start, offset, table, lrs, decay, active, copy,
-    PROX: tl.constexpr, OFFSET: tl.constexpr, COPY: tl.constexpr, LENGTH: tl.constexpr,
+    weights, grads, start, offset, table, lrs, decay, active, copy, deltas, deltas_row,
+    PROX: tl.constexpr, OFFSET: tl.constexpr, COPY: tl.constexpr, DELTAS: tl.constexpr,
+    LENGTH: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     client = tl.load(table + 4 * block + 3)
-    if tl.load(active + client):
+    is_active = tl.load(active + client)
+    if is_active or DELTAS:
         at = tl.multiple_of(tl.load(table + 4 * block), 16)
         length, begin = tl.load(table + 4 * block + 1), tl.load(table + 4 * block + 2)
         p, g = _corrected(weights, grads, start, offset, at, begin, length, PROX, OFFSET, LENGTH)
-        p = p * tl.load(decay) - g * tl.load(lrs + client)
+        after = p * tl.load(decay) - g * tl.load(lrs + client)
         i = tl.arange(0, LENGTH)
-        real = i < (length + 15) // 16 * 16
-        tl.store(weights + at + i, p, mask=real)
-        if COPY:
-            tl.store(copy + at + i, p.to(copy.dtype.element_ty), mask=real)
+        if DELTAS:
+            after = tl.where(is_active, after, p)
+            first = tl.load(start + begin + i, mask=i < length, other=0.0)
+            tl.store(deltas + client * deltas_row + begin + i, first - after, mask=i < length)
+        else:
+            real = i < (length + 15) // 16 * 16
+            tl.store(weights + at + i, after, mask=real)
+            if COPY:
+                tl.store(copy + at + i, after.to(copy.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["parts"])
@@ -128,6 +135,7 @@ def sgd_step(
     decay: Tensor,
     active: Tensor,
     copy: Tensor | None,
+    deltas: Tensor | None,
 ) -> None:
     """Take the step of `layers.sgd_step`."""
     table = _table(layers, params.device)
@@ -141,7 +149,10 @@ def sgd_step(
         decay.to(params.dtype),
         active,
         params if copy is None else copy,
+        params if deltas is None else deltas,
+        0 if deltas is None else deltas.stride(0),
         COPY=copy is not None,
+        DELTAS=deltas is not None,
         **known,
     )
 

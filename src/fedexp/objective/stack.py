@@ -295,10 +295,6 @@ class StackedClients:
         """Return the loss of every example of a batch [K, B, ...], client after client."""
         return self.stack._losses_of(self._weights(), batch, self.params.dtype)
 
-    def rows(self) -> Tensor:
-        """Return the parameters as a vector for each client, [K, d]."""
-        return self.layers.unpack(self.params)
-
     def _weights(self) -> list[Tensor]:
         whole = self._views(self.params)
         if self.copy is None:

@@ -44,8 +44,9 @@ TrainMetrics = Literal["clients", "pooled"]
 Share = tuple[int, int]
 Program = Callable[[Tensors], Tensors]
 RunProgram = Callable[[Program, Tensors], Tensors]  # calls a program, or replays what it did before
-# Examples per batch. On more, activations of a convolutional network do not fit a CPU's cache.
-EVALUATION_ROWS = {"cpu": 512, "cuda": 2048, "mps": 512}
+# Examples per batch. On more, activations of a convolutional network do not fit a CPU's cache. A
+# GPU takes as many as have so many numbers, within bounds.
+EVALUATION_ROWS, EVALUATED_NUMBERS, FEWEST, MOST = 512, 2**24, 512, 8192
 BATCH_ROWS = 512  # where the loss is a function of a batch: the same on every device
 NO_OUTPUTS = "metrics need the outputs of the model; give the objective `predict` and `score`"
 WORST = 10  # the worst decile is one client in so many
@@ -311,7 +312,10 @@ class Split(NamedTuple):
         """
         part, parts = share
         if per_example:
-            together = EVALUATION_ROWS.get(device, EVALUATION_ROWS["cuda"])
+            together = EVALUATION_ROWS
+            if device == "cuda":
+                each = sum(value[:1].numel() for value in self.fields.values())
+                together = min(MOST, max(FEWEST, EVALUATED_NUMBERS // each))
             first, last = (_rows(self.fields) * each // parts for each in (part, part + 1))
             for start in range(first, last, together):
                 yield slice(start, min(start + together, last))
