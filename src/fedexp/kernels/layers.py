@@ -119,12 +119,15 @@ def gradient_buffers(weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> It
         yield
     finally:
         for address in offered:
-            del _buffers[address]
+            _buffers.pop(address, None)
 
 
 def gradient_buffer(weight: Tensor) -> Tensor | None:
-    """Return the buffer offered for the gradient of a weight, if any."""
-    return _buffers.get(weight.data_ptr()) if _buffers else None
+    """Return the buffer offered for the gradient of a weight, if any, once.
+
+    A layer that is called twice has two gradients, of which only one may be in the buffer.
+    """
+    return _buffers.pop(weight.data_ptr(), None) if _buffers else None
 
 
 @dataclass(frozen=True, eq=False)
