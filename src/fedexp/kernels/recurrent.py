@@ -58,8 +58,8 @@ def recurrent(
         t is not None and t.requires_grad for t in (x, *weights, h0, c0)
     )
     steps = Steps(cell, x.shape[1], reverse, differentiated)
-    y, h, c = _Recurrence.apply(steps, x, w_ih, w_hh, b_ih, b_hh, h0, c0)
-    return y, h, c
+    arguments = (steps, x, w_ih, w_hh, b_ih, b_hh, h0, c0)
+    return _Recurrence.apply(*arguments)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ class _Recurrence(torch.autograd.Function):
     """A layer in one direction; states, and for the backward pass gates, are stored."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any,
         steps: Steps,
         x: Tensor,
@@ -146,7 +146,7 @@ class _Recurrence(torch.autograd.Function):
         return steps.outputs(hs), hs[:, last], None if cs is None else cs[:, last].to(x.dtype)
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(
         ctx: Any, dy: Tensor | None, dh: Tensor | None, dc: Tensor | None
     ) -> tuple[Tensor | None, ...]:
@@ -254,7 +254,7 @@ def plain_backward(
     gates: Tensor | None,
     state: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return the gradients of all gates, of the input's part and of the hidden part, [K, T, B, G H].
+    """Return the gradients of all gates by their input and their hidden part, [K, T, B, G H].
 
     The two are one tensor except for a GRU.
 
@@ -274,7 +274,8 @@ def plain_backward(
         if later is not None:
             dh = dh + torch.bmm(later, w_hh)
         if cell == "lstm":
-            assert cs is not None and gates is not None
+            assert cs is not None
+            assert gates is not None
             i, f, g, o = gates[:, t].chunk(4, dim=-1)
             tanh = cs[:, after].tanh()
             state += dh * o * (1 - tanh * tanh)

@@ -249,18 +249,16 @@ def forward(
 ) -> None:  # fmt: skip
     """Compute all steps, as `recurrent.plain_forward` does."""
     w_hh = w_hh if w_hh[0].is_contiguous() else w_hh.contiguous()
-    has_bias = b_ih is not None and b_hh is not None
-    one, other = (b_ih, b_hh) if has_bias else (w_hh, w_hh)
-    assert one is not None and other is not None
+    biases = (w_hh, w_hh) if b_ih is None or b_hh is None else (b_ih, b_hh)
     grid, settings = _settings(hs, w_hh.shape[2], FORWARD_DEPTH)
     lstm = steps.cell == "lstm"
     states = (hs, cs) if lstm else (hs,)
     for t in steps:
         launch(
             _lstm_forward if lstm else _gru_forward, grid,
-            products, w_hh, one, other, *states, products if gates is None else gates,
-            w_hh.stride(0), one.stride(0), other.stride(0), t, steps.before(t), steps.after(t),
-            **settings, BIAS=has_bias, STORE=gates is not None,
+            products, w_hh, *biases, *states, products if gates is None else gates,
+            w_hh.stride(0), *(b.stride(0) for b in biases), t, steps.before(t), steps.after(t),
+            **settings, BIAS=b_ih is not None, STORE=gates is not None,
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ and LayerNorm take the batch first. `STACKED_SEQUENCE` maps layers to their stac
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import torch
@@ -47,7 +48,9 @@ class StackedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         indices = input.reshape(len(self.weight), -1)
-        rows = cast(Tensor, _Embedding.apply(indices, self.weight, self.padding_idx))
+        rows: Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
+            indices, self.weight, self.padding_idx
+        )
         return rows.view(*input.shape, -1)
 
 
@@ -55,15 +58,13 @@ class _Embedding(torch.autograd.Function):
     """Rows of [K, V, E] by indices [K, N]; a gradient without atomic additions."""
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any, indices: Tensor, weight: Tensor, padding: int | None
-    ) -> Tensor:
+    def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(indices, weight)
         ctx.padding = padding
         return weight[torch.arange(len(weight), device=weight.device)[:, None], indices]
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
         indices, weight = ctx.saved_tensors
         clients, words, _ = weight.shape
@@ -89,12 +90,8 @@ class StackedLayerNorm(nn.LayerNorm):
 
     def forward(self, input: Tensor) -> Tensor:
         y = F.layer_norm(input.to(wider(input.dtype)), self.normalized_shape, eps=self.eps)
-        rows = y.reshape(len(self.weight), -1, *self.normalized_shape)
-        scale = self.weight[:, None]
-        if self.bias is None:
-            rows = rows * scale
-        else:
-            rows = torch.addcmul(self.bias[:, None], rows, scale)
+        rows = y.reshape(len(self.weight), -1, *self.normalized_shape) * self.weight[:, None]
+        rows = rows if self.bias is None else rows + self.bias[:, None]
         return rows.view(input.shape).to(input.dtype)
 
 
@@ -111,37 +108,34 @@ def _forward_recurrent(
     if not isinstance(x, Tensor) or x.ndim != 3:
         raise TypeError("stacked recurrent layers take batches of sequences that are not packed")
     cell = cast(Cell, {"LSTM": "lstm", "GRU": "gru"}.get(layer.mode) or layer.mode[4:].lower())
-    weight = layer.weight_ih_l0
-    clients, directions = len(weight), 2 if layer.bidirectional else 1
-    x = x.to(weight.dtype)
-    if layer.batch_first:
-        x = x.unflatten(0, (clients, -1)).transpose(1, 2)
-    else:
-        x = x.unflatten(1, (clients, -1)).transpose(0, 1)
+    weights: list[list[Tensor]]  # of every layer and direction
+    weights = [[getattr(layer, name) for name in names] for names in layer._all_weights]
+    kind, clients, directions = weights[0][0].dtype, len(weights[0][0]), 1 + layer.bidirectional
+    # [K, T, B, F]
+    x = x.to(kind).unflatten(0 if layer.batch_first else 1, (clients, -1))
+    x = x.transpose(1, 2) if layer.batch_first else x.transpose(0, 1)
     if states is None:
         zeros = x.new_zeros(clients, x.shape[2], layer.hidden_size)
-        first = [[zeros] * layer.num_layers * directions for _ in range(1 + (cell == "lstm"))]
+        first = [[zeros] * len(weights) for _ in range(1 + (cell == "lstm"))]
     else:
-        first = [list(s.to(weight.dtype).unflatten(1, (clients, -1))) for s in states]
+        first = [list(state.to(kind).unflatten(1, (clients, -1))) for state in states]
     last: list[list[Tensor]] = [[] for _ in first]
-    for number in range(layer.num_layers):
+    x = x.contiguous()
+    for number in range(0, len(weights), directions):
         if number and layer.training and layer.dropout:
             x = F.dropout(x, layer.dropout)
-        x, outputs = x.contiguous() if number == 0 else x, []
-        for reverse in range(directions):
-            names = layer._all_weights[number * directions + reverse]
-            initial = [own[number * directions + reverse] for own in first]
-            weights = [getattr(layer, name) for name in names]
-            y, *after = recurrent(cell, x, weights, *initial, reverse=bool(reverse))
+        outputs = []
+        for at in range(number, number + directions):
+            c0 = first[1][at] if cell == "lstm" else None
+            y, h, c = recurrent(cell, x, weights[at], first[0][at], c0, reverse=at > number)
             outputs.append(y)
-            for own, state in zip(last, after, strict=False):
-                own.append(state)
+            for own, state in zip(last, (h, c), strict=False):
+                own.append(cast(Tensor, state))
         x = outputs[0] if directions == 1 else torch.cat(outputs, dim=-1)
-    if layer.batch_first:
-        y = x.transpose(1, 2).flatten(0, 1)
-    else:
-        y = x.transpose(0, 1).flatten(1, 2)
-    return y, [torch.stack(own).flatten(1, 2) for own in last]
+    x = x.transpose(1, 2) if layer.batch_first else x.transpose(0, 1)
+    # [K, B, T, H] or [T, K, B, H]
+    x = x.flatten(0, 1) if layer.batch_first else x.flatten(1, 2)
+    return x, [torch.stack(own).flatten(1, 2) for own in last]
 
 
 class StackedLSTM(nn.LSTM):
@@ -249,10 +243,10 @@ class StackedMultiheadAttention(nn.MultiheadAttention):
 
 def _attention(heads: Sequence[Tensor], mask: Tensor | None, dropout: float) -> Tensor:
     """Return the attention of q, k and v [N, heads, T, D]; plain where bits must repeat."""
-    if heads[0].is_cuda and torch.are_deterministic_algorithms_enabled():
-        with sdpa_kernel(SDPBackend.MATH):
-            return F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout)
-    return F.scaled_dot_product_attention(*heads, attn_mask=mask, dropout_p=dropout)
+    q, k, v = heads
+    plain = q.is_cuda and torch.are_deterministic_algorithms_enabled()
+    with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
