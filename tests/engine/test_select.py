@@ -106,6 +106,13 @@ def test_batching_pays_on_a_gpu_and_for_dense_layers() -> None:
     assert convolution.batching_pays(torch.device("cuda"))
 
 
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_layers_are_batched_on_a_gpu_only(layer: Callable[..., nn.Module]) -> None:
+    objective = ModuleObjective(lambda: layer(3, 4))
+    assert not objective.batching_pays(torch.device("cpu"))
+    assert objective.batching_pays(torch.device("cuda"))
+
+
 class Stubborn(nn.Module):
     """Control flow on values: torch.func cannot batch it."""
 

@@ -243,7 +243,7 @@ def in_steps() -> nn.Module:
     """Calls a recurrent layer step by step, with its own state."""
 
     def run(m: Any, x: Tensor) -> Tensor:
-        state = None
+        state: Any = None
         for t in range(x.shape[1]):
             _, state = m.cell(x[:, t : t + 1], state)
         return m.head(state[0])

@@ -68,21 +68,21 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[None, Tensor, None]:
         indices, weight = ctx.saved_tensors
         clients, words, _ = weight.shape
-        if weight.is_cuda and indices.numel() * words <= ONE_HOT:
-            one_hot = indices[:, :, None] == torch.arange(words, device=weight.device)
-            buffer = gradient_buffer(weight)
-            if buffer is not None and (buffer.dtype, buffer.shape) != (dy.dtype, weight.shape):
-                buffer = None
-            grad = torch.bmm(one_hot.to(dy.dtype).mT, dy, out=buffer)
+        one_hot = weight.is_cuda and indices.numel() * words <= ONE_HOT
+        kind = dy.dtype if one_hot else wider(dy.dtype)
+        buffer = gradient_buffer(weight)
+        if buffer is None or buffer.dtype != kind:
+            buffer = torch.empty(weight.shape, dtype=kind, device=weight.device)
+        if one_hot:
+            chosen = indices[:, :, None] == torch.arange(words, device=weight.device)
+            grad = torch.bmm(chosen.to(kind).mT, dy, out=buffer)
         else:
-            grad = weight.new_zeros(weight.shape, dtype=wider(dy.dtype))
             client = torch.arange(clients, device=weight.device)[:, None]
             # sorted, not atomic, on a GPU: the same bits every time
-            grad.index_put_((client, indices), dy.to(grad.dtype), accumulate=True)
-            grad = grad.to(weight.dtype)
+            grad = buffer.zero_().index_put_((client, indices), dy.to(kind), accumulate=True)
         if ctx.padding is not None:
             grad[:, ctx.padding] = 0
-        return None, grad, None
+        return None, grad.to(weight.dtype), None
 
 
 class StackedLayerNorm(nn.LayerNorm):
