@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -112,6 +113,13 @@ def test_recurrent_layers_are_batched_on_a_gpu_only(layer: Callable[..., nn.Modu
     objective = ModuleObjective(lambda: layer(3, 4))
     assert not objective.batching_pays(torch.device("cpu"))
     assert objective.batching_pays(torch.device("cuda"))
+
+
+def test_large_sequence_models_are_not_batched_on_a_cpu() -> None:
+    for words, pays in ((1_000, True), (10_000, False)):
+        objective = ModuleObjective(partial(nn.Embedding, words, 16))
+        assert objective.batching_pays(torch.device("cpu")) == pays
+        assert objective.batching_pays(torch.device("cuda"))
 
 
 class Stubborn(nn.Module):

@@ -178,10 +178,10 @@ def sgd_step(
 
         step_triton.sgd_step(layers, params, grads, correction, lrs, decay, active, copy)
         return
-    corrected = layers.unpack(_corrected(layers, params, grads, correction))
-    rows = layers.unpack(params)
-    updated = rows * decay.to(rows) - corrected * lrs[:, None].to(rows)
-    params.copy_(layers.pack(torch.where(active[:, None], updated, rows)))
+    corrected = _corrected(layers, params, grads, correction)
+    decay, rates = decay.to(params.dtype), lrs[:, None].to(params.dtype)
+    for rows, grad in zip(layers.views(params), layers.views(corrected), strict=True):
+        rows.copy_(torch.where(active[:, None], rows * decay - grad * rates, rows))
     if copy is not None:
         copy.copy_(params)
 
