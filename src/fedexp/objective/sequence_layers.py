@@ -2,7 +2,7 @@
 
 Each takes the weights of K clients, [K, ...], and the examples of all clients as one batch, client
 after client. Recurrent layers, attention and transformer layers take sequences with either the
-batch first, [K * B, T, ...], or the time, [T, K * B, ...], as their `batch_first` says; embeddings
+batch first, [K * B, T, ...], or the time, [T, K * B, ...], by their `batch_first`; embeddings
 and LayerNorm take the batch first. `STACKED_SEQUENCE` maps layers to their stacked versions, and
 `unsupported` names settings that have none.
 """
@@ -95,81 +95,88 @@ class StackedLayerNorm(nn.LayerNorm):
         return rows.view(input.shape).to(input.dtype)
 
 
-def _forward_recurrent(
-    layer: nn.RNNBase, x: Tensor, states: Sequence[Tensor] | None
-) -> tuple[Tensor, list[Tensor]]:
-    """Return the outputs and the last states [layers * directions, K * B, H], as the layer does.
+class _StackedRecurrent(nn.RNNBase):
+    """A recurrent layer with the weights of K clients, by the names of its own."""
 
-    Args:
-        layer: a recurrent layer with stacked weights.
-        x: the inputs, [K * B, T, F] or [T, K * B, F].
-        states: the initial hidden state and of an LSTM the initial cell state; None for zeros.
-    """
-    if not isinstance(x, Tensor) or x.ndim != 3:
-        raise TypeError("stacked recurrent layers take batches of sequences that are not packed")
-    cell = cast(Cell, {"LSTM": "lstm", "GRU": "gru"}.get(layer.mode) or layer.mode[4:].lower())
-    weights: list[list[Tensor]]  # of every layer and direction
-    weights = [[getattr(layer, name) for name in names] for names in layer._all_weights]
-    kind, clients, directions = weights[0][0].dtype, len(weights[0][0]), 1 + layer.bidirectional
-    # [K, T, B, F]
-    x = x.to(kind).unflatten(0 if layer.batch_first else 1, (clients, -1))
-    x = x.transpose(1, 2) if layer.batch_first else x.transpose(0, 1)
-    if states is None:
-        zeros = x.new_zeros(clients, x.shape[2], layer.hidden_size)
-        first = [[zeros] * len(weights) for _ in range(1 + (cell == "lstm"))]
-    else:
-        first = [list(state.to(kind).unflatten(1, (clients, -1))) for state in states]
-    last: list[list[Tensor]] = [[] for _ in first]
-    x = x.contiguous()
-    for number in range(0, len(weights), directions):
-        if number and layer.training and layer.dropout:
-            x = F.dropout(x, layer.dropout)
-        outputs = []
-        for at in range(number, number + directions):
-            c0 = first[1][at] if cell == "lstm" else None
-            y, h, c = recurrent(cell, x, weights[at], first[0][at], c0, reverse=at > number)
-            outputs.append(y)
-            for own, state in zip(last, (h, c), strict=False):
-                own.append(cast(Tensor, state))
-        x = outputs[0] if directions == 1 else torch.cat(outputs, dim=-1)
-    x = x.transpose(1, 2) if layer.batch_first else x.transpose(0, 1)
-    # [K, B, T, H] or [T, K, B, H]
-    x = x.flatten(0, 1) if layer.batch_first else x.flatten(1, 2)
-    return x, [torch.stack(own).flatten(1, 2) for own in last]
+    def flatten_parameters(self) -> None:
+        """Do nothing: cuDNN does not compute with these weights."""
+
+    def outputs_and_states(
+        self, x: Tensor, states: Sequence[Tensor] | None
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Return the outputs and the last states [layers * directions, K * B, H] of the layer.
+
+        Args:
+            x: the inputs, [K * B, T, F] or [T, K * B, F].
+            states: the initial hidden state and of an LSTM the initial cell state; None for zeros.
+        """
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            raise TypeError(
+                "stacked recurrent layers take batches of sequences that are not packed"
+            )
+        cell = cast(Cell, {"LSTM": "lstm", "GRU": "gru"}.get(self.mode) or self.mode[4:].lower())
+        weights: list[list[Tensor]]  # of every layer and direction
+        weights = [[getattr(self, name) for name in names] for names in self._all_weights]
+        kind, clients, directions = weights[0][0].dtype, len(weights[0][0]), 1 + self.bidirectional
+        # [K, T, B, F]
+        x = x.to(kind).unflatten(0 if self.batch_first else 1, (clients, -1))
+        x = x.transpose(1, 2) if self.batch_first else x.transpose(0, 1)
+        if states is None:
+            zeros = x.new_zeros(clients, x.shape[2], self.hidden_size)
+            first = [[zeros] * len(weights) for _ in range(1 + (cell == "lstm"))]
+        else:
+            first = [list(state.to(kind).unflatten(1, (clients, -1))) for state in states]
+        last: list[list[Tensor]] = [[] for _ in first]
+        x = x.contiguous()
+        for number in range(0, len(weights), directions):
+            if number and self.training and self.dropout:
+                x = F.dropout(x, self.dropout)
+            outputs = []
+            for at in range(number, number + directions):
+                c0 = first[1][at] if cell == "lstm" else None
+                y, h, c = recurrent(cell, x, weights[at], first[0][at], c0, reverse=at > number)
+                outputs.append(y)
+                for own, state in zip(last, (h, c), strict=False):
+                    own.append(cast(Tensor, state))
+            x = outputs[0] if directions == 1 else torch.cat(outputs, dim=-1)
+        x = x.transpose(1, 2) if self.batch_first else x.transpose(0, 1)
+        # [K, B, T, H] or [T, K, B, H]
+        x = x.flatten(0, 1) if self.batch_first else x.flatten(1, 2)
+        return x, [torch.stack(own).flatten(1, 2) for own in last]
 
 
-class StackedLSTM(nn.LSTM):
-    """Weights [K, ...] by the names of `nn.LSTM`."""
+class StackedLSTM(_StackedRecurrent, nn.LSTM):
+    """`nn.LSTM` with weights [K, ...]."""
 
     def forward(  # type: ignore[override]
         self, input: Tensor, hx: tuple[Tensor, Tensor] | None = None
     ) -> tuple[Tensor, tuple[Tensor, Tensor]]:
-        y, (h, c) = _forward_recurrent(self, input, hx)
+        y, (h, c) = self.outputs_and_states(input, hx)
         return y, (h, c)
 
 
-class StackedGRU(nn.GRU):
-    """Weights [K, ...] by the names of `nn.GRU`."""
+class StackedGRU(_StackedRecurrent, nn.GRU):
+    """`nn.GRU` with weights [K, ...]."""
 
     def forward(  # type: ignore[override]
         self, input: Tensor, hx: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        y, (h,) = _forward_recurrent(self, input, None if hx is None else (hx,))
+        y, (h,) = self.outputs_and_states(input, None if hx is None else (hx,))
         return y, h
 
 
-class StackedRNN(nn.RNN):
-    """Weights [K, ...] by the names of `nn.RNN`."""
+class StackedRNN(_StackedRecurrent, nn.RNN):
+    """`nn.RNN` with weights [K, ...]."""
 
     def forward(  # type: ignore[override]
         self, input: Tensor, hx: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        y, (h,) = _forward_recurrent(self, input, None if hx is None else (hx,))
+        y, (h,) = self.outputs_and_states(input, None if hx is None else (hx,))
         return y, h
 
 
 class StackedMultiheadAttention(nn.MultiheadAttention):
-    """Weights [K, ...] by the names of `nn.MultiheadAttention`; self or cross attention."""
+    """`nn.MultiheadAttention` with weights [K, ...]; self or cross attention."""
 
     def forward(
         self,
