@@ -218,7 +218,6 @@ def compare(
     size = task.objective.initial(0)[0].numel()
     threads = 1 if size < SMALL_MODEL else cores()
     torch.set_num_threads(threads)
-    torch._dynamo.reset()  # every case compiles its own programs
     runs, rows = dict[str, Rounds](), list[Row]()
     for path in case.paths:
         run = Rounds(training(path, task, case.cohort, device, precision), device, case.rounds)

@@ -139,7 +139,6 @@ def _row(
         "graph": Batched("layers"),
         "scaffold": Batched("layers"),
     }
-    torch._dynamo.reset()  # every row compiles its own program
     row: Row = {"work": name, "precision": precision, "variant": variant}
     row["algorithm"] = algorithm.name
     began = time.perf_counter()

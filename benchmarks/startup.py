@@ -65,6 +65,7 @@ def measure(names: list[str], device: str, precision: str, turns: int, bytecode:
         env = dict(os.environ)
         if bytecode:
             env["PYTHONPYCACHEPREFIX"] = str(Path(folder) / "bytecode")
+            env.pop("PYTHONDONTWRITEBYTECODE", None)
         else:
             env.pop("PYTHONPYCACHEPREFIX", None)
             env["PYTHONDONTWRITEBYTECODE"] = "1"

@@ -27,7 +27,7 @@ CLIP = 1.5
 
 def test_blocks_cover_every_parameter_once() -> None:
     flat = torch.zeros(LAYERS.offsets[-1], dtype=torch.int64)
-    for at, length, begin, client in LAYERS.blocks(torch.device("cpu"), 64).tolist():
+    for at, length, begin, client in LAYERS.blocks(64).tolist():
         assert length <= 64
         flat[at : at + length] += client * SIZE + torch.arange(begin, begin + length) + 1
     found = LAYERS.unpack(flat) - 1

@@ -28,7 +28,7 @@ from fedexp.engine.state import SimulationState
 from fedexp.errors import FedExPError
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers
-from fedexp.tasks.task import Task
+from fedexp.tasks.task import RunProgram, Task
 
 Clients = NDArray[np.int64]
 # Extra sums of the all-reduce, under names that no client rule uses: ranks that want to stop, norms
@@ -68,9 +68,11 @@ class DistributedGroup:
         """Return an engine for the whole cohort that trains this rank's shard with `engine`."""
         return partial(self._run, engine)
 
-    def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
+    def evaluate(
+        self, task: Task, params: Tensor, buffers: Buffers, run: RunProgram | None
+    ) -> dict[str, float]:
         """Evaluate with each rank on its part of the examples, which may be empty."""
-        own = task.totals(params, buffers, (self.ranks.rank, self.ranks.world_size))
+        own = task.totals(params, buffers, (self.ranks.rank, self.ranks.world_size), run)
         first, *others = self.ranks.all_gather_object(own)
         return task.finish(sum(others, first))
 

@@ -50,7 +50,6 @@ class Batched:
             client rule is linear; "vmap" asks the objective for the gradients of all clients.
         padded: pad short batches; False groups clients by the length of their batches.
         graphs: replay CUDA graphs; None for yes on a GPU.
-        fuse: let `torch.compile` merge the arithmetic of updates; None for yes on a GPU.
         capture: captures a program; returns what replays it.
     """
 
@@ -59,11 +58,10 @@ class Batched:
         implementation: Implementation = "vmap",
         padded: bool = True,
         graphs: bool | None = None,
-        fuse: bool | None = None,
         capture: Capture = CapturedGraph,
     ) -> None:
         self.implementation, self.padded = implementation, padded
-        self.graphs, self.fuse, self.capture = graphs, fuse, capture
+        self.graphs, self.capture = graphs, capture
         self.cuda_graph: Literal["round", "local training"] | None = None  # replayed last
         self._captured: dict[Any, Program] = {}
         self._captures_rounds = True
@@ -208,7 +206,6 @@ class Batched:
             reach=plan.reach,
             all_active=bool(lengths.all()),
             lengths=lengths if short else None,
-            fuse=state.params.is_cuda if self.fuse is None else self.fuse,
             layers=self.implementation == "layers",
         )
 

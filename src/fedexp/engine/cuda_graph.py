@@ -36,22 +36,31 @@ log = logging.getLogger("fedexp")
 class CapturedGraph:
     """A program as one CUDA graph: a call copies its inputs into place and replays it.
 
-    The next call overwrites the returned tensors.
+    The next call overwrites the returned tensors. `warm` is for a program that has been called
+    before, and did not wait for the device.
     """
 
-    def __init__(self, program: Program, inputs: Tensors) -> None:
+    def __init__(self, program: Program, inputs: Tensors, warm: bool = False) -> None:
         log.info("capturing a CUDA graph")
         self.inputs = {name: value.clone() for name, value in inputs.items()}
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compile and warm up before anything is recorded
-            program(self.inputs)
-            with _no_synchronization():
-                program(self.inputs)
-        torch.cuda.current_stream().wait_stream(side)
+        if not warm:
+            self._warm_up(program)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.outputs = program(self.inputs)
+
+    def _warm_up(self, program: Program) -> None:
+        side = torch.cuda.Stream()
+        side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(side):  # compile and warm up before anything is recorded
+            try:
+                with no_synchronization():
+                    program(self.inputs)
+            except RuntimeError:  # choosing a kernel waits for the device, but only once
+                program(self.inputs)
+                with no_synchronization():
+                    program(self.inputs)
+        torch.cuda.current_stream().wait_stream(side)
 
     def __call__(self, inputs: Tensors) -> Tensors:
         for name, value in inputs.items():
@@ -61,8 +70,38 @@ class CapturedGraph:
         return self.outputs
 
 
+class RepeatedProgram:
+    """Calls a program the first time, and replays it as a CUDA graph from the second time on.
+
+    The first call shows whether the program can be captured, and its result counts. Where it cannot
+    be, the program is called every time.
+    """
+
+    def __init__(self, capture: Callable[..., Program] = CapturedGraph) -> None:
+        self._capture = capture
+        self._graph: Program | None = None
+        self._calls, self._able = 0, True
+
+    def __call__(self, program: Program, inputs: Tensors) -> Tensors:
+        self._calls += 1
+        if not self._able:
+            return program(inputs)
+        try:
+            if self._calls == 1:
+                with no_synchronization():
+                    return program(inputs)
+            if self._graph is None:
+                self._graph = self._capture(program, inputs, warm=True)
+            return self._graph(inputs)
+        except RuntimeError as error:
+            if isinstance(error, torch.OutOfMemoryError) and self._calls == 1:
+                raise
+            self._able, self._graph = False, None
+            return program(inputs)
+
+
 @contextmanager
-def _no_synchronization() -> Iterator[None]:
+def no_synchronization() -> Iterator[None]:
     """Raise where the host waits for the device: after a failed capture, torch cannot seed."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():  # torch warns that it may miss some, which a user cannot fix

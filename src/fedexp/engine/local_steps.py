@@ -23,8 +23,7 @@ from fedexp.client import ClientRule, Tensors
 from fedexp.data.federation import Batch
 from fedexp.data.transforms import Transform
 from fedexp.engine.plan import Numbers, device_rows
-from fedexp.kernels.launch import fused
-from fedexp.kernels.layers import Correction, sgd_step, sq_norms
+from fedexp.kernels.layers import ALIGNMENT, Correction, Layers, sgd_step, sq_norms
 from fedexp.local import LocalTraining, clip_to, init_moments, local_step, optimizer_step
 from fedexp.objective import BatchedObjective, Buffers, StackedObjective
 from fedexp.objective.stack import StackedClients
@@ -47,7 +46,6 @@ class LocalProgram:
         steps, width, reach: of the plan.
         all_active: every client takes part in every step.
         lengths: of the batches, [S, K], where they must not be padded; else None.
-        fuse: whether `torch.compile` merges the arithmetic of an update.
         layers: whether parameters are stored layer by layer; model and rule must allow it.
     """
 
@@ -61,7 +59,6 @@ class LocalProgram:
     reach: int
     all_active: bool = True
     lengths: Numbers | None = None
-    fuse: bool = False
     layers: bool = False
 
     @property
@@ -99,17 +96,21 @@ class LocalProgram:
         `valid` [S, K, B] is 1 for an example and 0 for padding.
         """
         clients = valid.shape[1]
-        params = inputs["params"].repeat(clients, 1)
         buffers = Buffers(*(inputs[n].expand(clients, -1) for n in ("averaged", "kept")))
         rule, local, all_active = self.rule, self.local, self.all_active
         if self.layers:
             assert isinstance(self.objective, StackedObjective)
-            stacked = self.objective.stacked_clients(params, batch, valid[0], self.fuse)
-            return LayerSteps(stacked, buffers, valid, rule, local, inputs)
-        step = fused(corrected_step) if self.fuse else corrected_step
-        step = partial(step, inputs=inputs, rule=rule, local=local, all_active=all_active)
+            stacked = self.objective.stacked_clients(inputs["params"], batch, valid[0])
+            sgd = InPlaceSgd(stacked.layers, valid, rule, local, inputs)
+            return LayerSteps(stacked, buffers, valid, sgd)
+        params = inputs["params"].repeat(clients, 1)
+        step = partial(corrected_step, inputs=inputs, rule=rule, local=local, all_active=all_active)
         rates = inputs["lr"] * inputs["factors"] if "factors" in inputs else inputs["lr"]
-        return RowSteps(self.objective, params, buffers, valid, step, all_active, local, rates)
+        rows = RowSteps(self.objective, params, buffers, valid, step, all_active, local, rates)
+        size = params.shape[1]
+        if params.is_cuda and rule.is_linear and local.is_plain_sgd and not size % ALIGNMENT:
+            rows.sgd = InPlaceSgd(Layers(clients, (size,)), valid, rule, local, inputs)
+        return rows
 
     def _aligned(self, inputs: Tensors) -> Tensors:
         """Return the inputs with zeros behind vectors, so that rows start at aligned addresses."""
@@ -165,7 +166,7 @@ class RowSteps:
     """A vector for each client.
 
     `update(params, grads, active, lr, moments, number)` is `corrected_step`; `rates` is the
-    learning rate of all steps, or of each, [S, K].
+    learning rate of all steps, or of each, [S, K]. `sgd` replaces it where it is set.
     """
 
     def __init__(
@@ -183,6 +184,7 @@ class RowSteps:
         self.params, self.buffers, self.valid = params, buffers, valid
         self.rates = rates
         self.moments: Tensors = init_moments(params, local)
+        self.sgd: InPlaceSgd | None = None
 
     def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
         objective, params, buffers = self.objective, self.params, self.buffers
@@ -192,14 +194,21 @@ class RowSteps:
         else:
             grads, after = _by_length(objective, params, buffers, batch, valid, lengths)
         active = valid[:, :1] > 0
-        lr, number = self.rates[s, :, None] if self.rates.ndim else self.rates, None
-        if self.moments:  # a tensor, so that a compiled step serves all of them
-            number = torch.full((), s + 1.0, dtype=self.rates.dtype, device=self.rates.device)
-        self.params, self.moments = self.update(params, grads, active, lr, self.moments, number)
+        if self.sgd is not None:
+            self.sgd(s, params.view(-1), grads.to(params.dtype).contiguous().view(-1))
+        else:
+            self._update(s, grads, active)
         if not self.all_active and after is not buffers:
             pairs = zip(after, buffers, strict=True)
             after = Buffers(*(torch.where(active, new, old) for new, old in pairs))
         self.buffers = after
+
+    def _update(self, s: int, grads: Tensor, active: Tensor) -> None:
+        lr, number = self.rates[s, :, None] if self.rates.ndim else self.rates, None
+        if self.moments:
+            number = torch.full((), s + 1.0, dtype=self.rates.dtype, device=self.rates.device)
+        args = (self.params, grads, active, lr, self.moments, number)
+        self.params, self.moments = self.update(*args)
 
     def result(self) -> tuple[Tensor, Buffers]:
         return self.params, self.buffers
@@ -237,43 +246,55 @@ def corrected_step(
     return (after if all_active else torch.where(active, after, params)), moments
 
 
-class LayerSteps:
-    """Parameters layer by layer, updated in place by the kernels of `fedexp.kernels.layers`.
+class InPlaceSgd:
+    """The SGD step of all clients in place, by the kernels of `fedexp.kernels.layers`.
 
-    For models without buffers and rules with a linear correction. On a CPU the plain twin of the
-    kernels runs, so that this path can be tested without a GPU.
+    For rules with a linear correction and local SGD without momentum. On a CPU the plain twin of
+    the kernels runs, so that this path can be tested without a GPU.
     """
 
     def __init__(
         self,
-        clients: StackedClients,
-        buffers: Buffers,
+        layers: Layers,
         valid: Tensor,
         rule: ClientRule,
         local: LocalTraining,
         inputs: Tensors,
     ) -> None:
-        self.clients, self.buffers, self.local = clients, buffers, local
+        self.layers, self.lr, self.bound = layers, inputs["lr"], local.clip_norm
         prox, offset = rule.linear_correction(
             part(inputs, "broadcast."), part(inputs, "client_state.")
         )
-        by_layer = None if offset is None else clients.layers.pack(offset)
+        by_layer = None if offset is None else layers.pack(offset)
         self.correction = Correction(prox, inputs["params"], by_layer)
-        self.lr = inputs["lr"]
         # computed once for all steps, since kernel launches dominate the time of a small model
-        self.counted = valid / valid.sum(dim=2, keepdim=True)
         self.active = valid[:, :, 0] > 0
-        self.rates = self.lr.to(clients.params.dtype).repeat(valid.shape[1])
-        self.shrink = (1 - self.lr * local.weight_decay).to(clients.params.dtype)
+        self.rates = self.lr.to(valid.dtype).repeat(valid.shape[1])
+        self.shrink = (1 - self.lr * local.weight_decay).to(valid.dtype)
+
+    def __call__(self, s: int, params: Tensor, grads: Tensor, copy: Tensor | None = None) -> None:
+        """Take step s; `params`, `grads` and `copy` are layer by layer."""
+        rates = self.rates
+        if self.bound is not None:
+            squared = sq_norms(self.layers, params, grads, self.correction)
+            rates = self.lr * clip_to(squared.sqrt(), self.bound)
+        settings = (self.correction, rates, self.shrink, self.active[s])
+        sgd_step(self.layers, params, grads, *settings, copy)
+
+
+class LayerSteps:
+    """Parameters layer by layer, for models without buffers."""
+
+    def __init__(
+        self, clients: StackedClients, buffers: Buffers, valid: Tensor, sgd: InPlaceSgd
+    ) -> None:
+        self.clients, self.buffers, self.sgd = clients, buffers, sgd
+        self.counted = valid / valid.sum(dim=2, keepdim=True)
 
     def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
-        clients, rates, bound = self.clients, self.rates, self.local.clip_norm
+        clients = self.clients
         grads = clients.gradients(batch, self.counted[s])
-        if bound is not None:
-            squared = sq_norms(clients.layers, clients.params, grads, self.correction)
-            rates = self.lr * clip_to(squared.sqrt(), bound)
-        settings = (self.correction, rates, self.shrink, self.active[s])
-        sgd_step(clients.layers, clients.params, grads, *settings, clients.copy)
+        self.sgd(s, clients.params, grads, clients.copy)
 
     def result(self) -> tuple[Tensor, Buffers]:
         return self.clients.rows(), self.buffers

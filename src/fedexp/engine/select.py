@@ -33,9 +33,6 @@ from fedexp.objective import (
 from fedexp.precision import Precision
 
 log = logging.getLogger("fedexp")
-# From so many rounds on, what torch.compile saves exceeds the seconds that it takes to start: on an
-# H200 about 10 against 13 of 31 ms per round of the EMNIST CNN.
-FUSED_ROUNDS = 800
 SMALL_MODEL = 100_000  # parameters; below, most of the time is the interpreter's, in one thread
 EngineName = Literal["auto", "loop", "threads", "batched", "dense", "quadratic"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
@@ -66,8 +63,6 @@ class Candidate:
         make: returns it for a round's work.
         make_tried: returns it for the trial, without what takes long to prepare; None for `make`.
         layers: whether it replaces the model's layers by stacked ones.
-        make_plain: returns the engine that shows in plain arithmetic, without custom kernels, that
-            examples may be batched as it does; None for the engine itself.
         draws: whether dropout in training mode must be checked besides.
     """
 
@@ -75,7 +70,6 @@ class Candidate:
     make: Callable[[Work], Engine]
     make_tried: Callable[[Work], Engine] | None = None
     layers: bool = False
-    make_plain: Callable[[Work], Engine] | None = None
     draws: bool = False
 
 
@@ -116,7 +110,7 @@ def select_engine(
         try:
             log.info("trying an engine: %s", candidate.reason)
             make_tried = candidate.make_tried or candidate.make
-            trials.check(make_tried, candidate.layers, candidate.make_plain)
+            trials.check(make_tried, candidate.layers)
             if candidate.draws:
                 objective = cast(CopyableObjective, work.task.objective)
                 check_draws(objective, state, trials.batch())
@@ -197,17 +191,15 @@ def _batched_candidate(implementation: Implementation, padded: bool, device: str
         objective = work.task.objective
         if layers and isinstance(objective, StackedObjective):
             objective.evaluate_stacked(device == "cuda")
-        fuse = device == "cuda" and (work.rounds or 0) >= FUSED_ROUNDS
-        return Batched(implementation, padded, fuse=fuse)
+        return Batched(implementation, padded)
 
     layers = implementation == "layers"
     how = "every layer has a stacked implementation" if layers else "vmap batches the gradient"
     return Candidate(
         f"clients are trained together on {device}, {how}",
         make,
-        lambda _: Batched(implementation, padded, graphs=False, fuse=False),
+        lambda _: Batched(implementation, padded, graphs=False),
         layers,
-        (lambda _: Batched("vmap", graphs=False, fuse=False)) if layers else None,
     )
 
 

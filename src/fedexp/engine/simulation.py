@@ -31,7 +31,7 @@ from fedexp.data.federation import Federation
 from fedexp.data.streaming import prefetch_pages
 from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import ClientStates, ClientStore, Location, StoredStates, shapes_of
-from fedexp.engine.cuda_graph import RoundResult
+from fedexp.engine.cuda_graph import RepeatedProgram, RoundResult
 from fedexp.engine.loop import Engine, Loop, Run
 from fedexp.engine.plan import CohortRule, Work, step_lengths
 from fedexp.engine.select import EngineName, Selected, check_engine_name, select_engine
@@ -53,6 +53,7 @@ from fedexp.errors import (
     require,
     whole_number,
 )
+from fedexp.kernels.launch import load_triton
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers
 from fedexp.options import build_algorithm, paper_setup
@@ -65,7 +66,7 @@ from fedexp.precision import (
     widest,
 )
 from fedexp.seeding import seeded_torch
-from fedexp.tasks.task import Task, Weighting
+from fedexp.tasks.task import RunProgram, Task, Weighting
 
 if TYPE_CHECKING:  # only private runs import it
     from fedexp.privacy import CentralPrivacy, LocalPrivacy
@@ -91,7 +92,9 @@ class ProcessGroup(Protocol):
         """Return a function that trains this process's part and returns the sums of all parts."""
         ...
 
-    def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
+    def evaluate(
+        self, task: Task, params: Tensor, buffers: Buffers, run: RunProgram | None
+    ) -> dict[str, float]:
         """Return what `task.evaluate` returns, computed by all processes together."""
         ...
 
@@ -107,8 +110,10 @@ class SingleProcess:
     def engine(self, engine: Engine) -> Run:
         return engine
 
-    def evaluate(self, task: Task, params: Tensor, buffers: Buffers) -> dict[str, float]:
-        return task.evaluate(params, buffers)
+    def evaluate(
+        self, task: Task, params: Tensor, buffers: Buffers, run: RunProgram | None
+    ) -> dict[str, float]:
+        return task.evaluate(params, buffers, run)
 
 
 @renamed_arguments(keep_clients="client_store", sharing="process_group")
@@ -187,6 +192,8 @@ def simulate(
         "momentum and Adam are not; use local.optimizer sgd and momentum 0 with it",
     )
     rule = CohortRule.of(task.cohort if cohort is None else cohort, task.train.clients)
+    if str(device).startswith("cuda"):
+        load_triton()
     task, precision = _on_device(task, device, precision)
     if start is not None and not isinstance(start, SimulationState):
         task, start = starting_from(task, start, seed), None
@@ -231,6 +238,7 @@ def _rounds(
     with seeded_torch(work.seed, "bytes"):  # in case the client rule draws
         up, down = message_bytes(work.algorithm, state)
     noted: set[str] = set()
+    repeated = RepeatedProgram() if state.params.is_cuda else None
     for round in range(state.round + 1, rounds + 1):
         clients = rule.sample(work.seed, round, train)
         if work.privacy is not None:
@@ -256,7 +264,7 @@ def _rounds(
         check_range(state)
         if round % evaluate_every == 0 or round == rounds:
             with arithmetic(precision):
-                record = _evaluated(work, record, process_group, noted)
+                record = _evaluated(work, record, process_group, noted, repeated)
         yield record
 
 
@@ -434,10 +442,12 @@ def _local_then_server(work: Work, state: SimulationState, engine: Run) -> Round
     return RoundResult(after, count, dropped, metrics, changed)
 
 
-def _evaluated(work: Work, record: Record, process_group: ProcessGroup, noted: set[str]) -> Record:
+def _evaluated(
+    work: Work, record: Record, process_group: ProcessGroup, noted: set[str], run: RunProgram | None
+) -> Record:
     """Return the record with the values of its output model; metrics in `noted` were warned of."""
     with seeded_torch(work.seed, "evaluation", work.round):  # in case the model draws
-        values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output())
+        values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output(), run)
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
     further = {name: values.pop(name) for name in list(values) if name not in EVALUATED}

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -30,6 +31,7 @@ from fedexp.engine.loop import Engine, Loop, Sums, train
 from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineError
+from fedexp.kernels.launch import without_kernels
 from fedexp.objective import (
     Buffers,
     CopyableObjective,
@@ -104,19 +106,12 @@ class Trials:
         self._attempts = list(ATTEMPTS)
         self._failed: Exception = EngineError("it gives no finite numbers for a few examples")
 
-    def check(
-        self,
-        make: Callable[[Work], Engine],
-        layers: bool = False,
-        plain: Callable[[Work], Engine] | None = None,
-    ) -> None:
+    def check(self, make: Callable[[Work], Engine], layers: bool = False) -> None:
         """Raise `EngineError` where an engine fails, or what the model raises in every trial.
 
         Args:
             make: returns the engine for a trial.
             layers: whether to check what stacked layers need besides.
-            plain: returns the engine that stands in for it in plain arithmetic, where the run has
-                another arithmetic.
         """
         actual, done = self._is_special, 0
         while done < len(self._made) or self._attempts:
@@ -135,7 +130,7 @@ class Trials:
                     continue
                 self._made.append(trial)
             trial, done = self._made[done], done + 1
-            distance = trial.check(plain if plain is not None and actual else make)
+            distance = trial.check(make)
             if distance <= trial.least or trial.limit <= SENSITIVE:
                 break
         else:
@@ -184,7 +179,8 @@ class Trial:
     Attributes:
         work: the round; its objective is a copy, without dropout.
         state: the state before it.
-        precision: of the run; None for plain arithmetic in the type of the parameters.
+        precision: of the run; None for plain arithmetic in the type of the parameters, without
+            custom kernels.
         attempt: how it was made.
         expected: the loop's sums and client states, by name.
         least: an error that always passes: another order of additions, and in a run of half
@@ -248,7 +244,9 @@ class Trial:
     def check(self, make: Callable[[Work], Engine]) -> float:
         """Return the distance of an engine from the loop; raises `EngineError` beyond the limit."""
         engine, before = make(self.work), torch.get_rng_state()
-        with arithmetic(self.precision or "float32"):
+        special = self.precision is None and self.state.params.is_cuda
+        plain = without_kernels() if special else nullcontext()
+        with arithmetic(self.precision or "float32"), plain:
             found = _named(engine(self.work, self.state), self.state)
         if not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
@@ -295,7 +293,7 @@ class Trial:
         batch = self.first_batch()
         both = {name: torch.stack([value, value]) for name, value in batch.items()}
         valid = params.new_ones(2, len(next(iter(batch.values()))))
-        clients = objective.stacked_clients(params.repeat(2, 1), both, valid)
+        clients = objective.stacked_clients(params, both, valid)
         with torch.no_grad(), NoDataDependence():
             clients.losses(both)
 

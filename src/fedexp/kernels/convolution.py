@@ -1,8 +1,8 @@
 """`convolve`: a convolution in which every client has weights of its own.
 
-Forward and backward are custom ops, opaque to `torch.compile`, that dispatch to the fastest
-implementation for the sizes. Where tf32 would do, float32 operands are scaled to half precision
-first, once for all products they take part in (`convolution_torch`).
+Forward and backward dispatch to the fastest implementation for the sizes. Where tf32 would do,
+float32 operands are scaled to half precision first, once for all products they take part in
+(`convolution_torch`).
 
 Implementations are plain PyTorch (`convolution_torch`) or Triton kernels (`convolution_few`,
 `convolution_triton`, `convolution_tma`). On a GPU a few likely ones are timed, and the choice is
@@ -15,7 +15,9 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal
@@ -33,7 +35,7 @@ from fedexp.kernels.convolution_torch import (
     scaled_weights,
     takes_scaled,
 )
-from fedexp.kernels.launch import has_triton, is_compiling
+from fedexp.kernels.launch import differentiable, has_triton, is_compiling
 from fedexp.kernels.layers import gradient_buffer
 
 Direction = Literal["forward", "input_gradient", "weight_gradient"]
@@ -55,90 +57,73 @@ def convolve(
     >>> convolve(x, w)[:, 0, 0, 0].tolist()
     [1.0, 2.0]
     """
-    y: Tensor = _convolution(_images(x), weight, stride, padding)[0]
+    y = differentiable(_Convolution, _images(x), weight, stride, padding)
     if bias is None:
         return y
     return y + bias.repeat_interleave(len(x) // len(weight), dim=0)[:, :, None, None]
 
 
-@torch.library.custom_op("fedexp::convolution", mutates_args=())
-def _convolution(
-    x: Tensor, w: Tensor, stride: int, padding: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return the result, and the scaled images, weights and their units (empty if not scaled)."""
-    g = _geometry(x.shape, w.shape, stride, padding)
-    if not takes_scaled(x, g):
-        return dispatch("forward", x, w, g), x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    (images, unit_x), (weights, unit_w) = scaled_images(x, g.clients), scaled_weights(w)
-    y = dispatch("forward", images, weights, g, (unit_x, unit_w))
-    return y, images, weights, torch.stack([unit_x, unit_w])
+def convolve_relu(
+    x: Tensor, weight: Tensor, bias: Tensor, stride: int, padding: int
+) -> Tensor | None:
+    """Return relu(convolution + bias) in one pass; None where that is not faster.
 
-
-@torch.library.custom_op("fedexp::convolution_gradients", mutates_args=())
-def _gradients(
-    dy: Tensor, images: Tensor, weights: Tensor, units: Tensor, w: Tensor, stride: int,
-    padding: int, input_needed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of the images (empty unless needed) and of the weights.
-
-    `w` are the weights before scaling: their address identifies the gradient buffer.
+    It is for the first layer of a network, whose few channels make memory traffic most of the time.
     """
-    g = _geometry(images.shape, w.shape, stride, padding)
-    input_units, weight_units = None, None
-    if units.numel():
-        dy, unit = scaled_images(dy, g.clients)
-        input_units, weight_units = (unit, units[1]), (unit, units[0])
-    dw = dispatch("weight_gradient", dy, images, g, weight_units, gradient_buffer(w))
-    if not input_needed:
-        return dw.new_empty(0), dw
-    return dispatch("input_gradient", dy, weights, g, input_units), dw
+    g = _geometry(x.shape, weight.shape, stride, padding)
+    exact = x.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    if exact or x.dtype == torch.float64 or x.requires_grad or not has_few_channels(g):
+        return None
+    if not (x.is_cuda and has_triton()):
+        return None
+    return differentiable(_ConvolutionReLU, _images(x), weight, bias, g)
 
 
-@_convolution.register_fake
-def _(x: Tensor, w: Tensor, stride: int, padding: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    g = _geometry(x.shape, w.shape, stride, padding)
-    y = _images(x.new_empty(len(x), g.outputs, g.out_height, g.out_width))
-    if not takes_scaled(x, g):
-        return y, x.new_empty(0), x.new_empty(0), x.new_empty(0)
-    images = torch.empty_like(x, dtype=torch.float16, memory_format=torch.channels_last)
-    return y, images, _like_weights(w, torch.float16), x.new_empty(2, g.clients)
+class _ConvolutionReLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor, g: Geometry) -> Tensor:
+        from fedexp.kernels import convolution_few
+
+        y = convolution_few.forward(x, w, g, bias)
+        ctx.save_for_backward(x, w, bias, y)
+        ctx.geometry = g
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from fedexp.kernels import convolution_few
+
+        x, w, bias, y = ctx.saved_tensors
+        grads = convolution_few.relu_gradients(_images(dy), y, x, w, bias, ctx.geometry)
+        return None, *grads, None
 
 
-@_gradients.register_fake
-def _(
-    dy: Tensor, images: Tensor, weights: Tensor, units: Tensor, w: Tensor, stride: int,
-    padding: int, input_needed: bool,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    dx = _images(dy.new_empty(images.shape)) if input_needed else dy.new_empty(0)
-    return dx, _like_weights(w, dy.dtype)
+class _Convolution(torch.autograd.Function):
+    """Images and weights are saved for the backward pass as they were multiplied: maybe scaled."""
 
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, stride: int, padding: int) -> Tensor:
+        g = ctx.geometry = _geometry(x.shape, w.shape, stride, padding)
+        if not takes_scaled(x, g):
+            ctx.save_for_backward(x, w, w, None, None)
+            return dispatch("forward", x, w, g)
+        (images, unit_x), (weights, unit_w) = scaled_images(x, g.clients), scaled_weights(w)
+        ctx.save_for_backward(images, weights, w, unit_x, unit_w)
+        return dispatch("forward", images, weights, g, (unit_x, unit_w))
 
-def _like_weights(w: Tensor, dtype: torch.dtype) -> Tensor:
-    clients, outputs, channels, *window = w.shape
-    return w.new_empty(clients, outputs, *window, channels, dtype=dtype).movedim(-1, 2)
-
-
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-    x, w, ctx.stride, ctx.padding = inputs
-    _, images, weights, units = output
-    ctx.set_materialize_grads(False)  # no zero gradients for the outputs that are only saved
-    if units.numel():
-        ctx.save_for_backward(images, weights, units, w)
-    else:
-        ctx.save_for_backward(x, w, units, w)
-
-
-def _backward(
-    ctx: Any, dy: Tensor | None, *unused: Tensor | None
-) -> tuple[Tensor | None, Tensor | None, None, None]:
-    if dy is None:  # nothing depends on the result
-        return None, None, None, None
-    input_needed = ctx.needs_input_grad[0]
-    dx, dw = _gradients(_images(dy), *ctx.saved_tensors, ctx.stride, ctx.padding, input_needed)
-    return dx if input_needed else None, dw, None, None
-
-
-_convolution.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor, None, None]:
+        images, weights, w, unit_x, unit_w = ctx.saved_tensors
+        g, dy = ctx.geometry, _images(dy)
+        input_units, weight_units = None, None
+        if unit_x is not None:
+            dy, unit = scaled_images(dy, g.clients)
+            input_units, weight_units = (unit, unit_w), (unit, unit_x)
+        # the address of the weights before scaling identifies the gradient buffer
+        dw = dispatch("weight_gradient", dy, images, g, weight_units, gradient_buffer(w))
+        if not ctx.needs_input_grad[0]:
+            return None, dw, None, None
+        return dispatch("input_gradient", dy, weights, g, input_units), dw, None, None
 
 
 def _geometry(x: torch.Size, w: torch.Size, stride: int, padding: int) -> Geometry:
@@ -177,6 +162,9 @@ def _implementation(
     """Return the implementation for these sizes; `a`, `b` and `scales` are its arguments."""
     exact = a.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
     key = (direction, g, a.dtype, a.device, exact)
+    layer = (direction, replace(g, clients=0, batch=0), a.dtype, a.device, exact)
+    if g.clients == 1 and layer in _chosen:  # evaluation takes what training has
+        return _chosen[layer]
     if key in _chosen:
         return _chosen[key]
     if is_compiling():
@@ -185,6 +173,8 @@ def _implementation(
         names = [stored] if stored in names else names
         return partial(_compile_all, [implementation_named(name, direction) for name in names])
     _chosen[key] = _choose(direction, a, b, g, exact, scales)
+    if g.clients > 1:
+        _chosen[layer] = _chosen[key]
     return _chosen[key]
 
 
@@ -273,16 +263,28 @@ def _measure(
     longer than the kernel.
     """
     times = {}
-    for name, implementation in implementations.items():
-        implementation(a, b, g, **scales)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        # the backward pass has its own thread, and other threads may be using the GPU
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            for _ in range(5):
-                implementation(a, b, g, **scales)
-        times[name] = min(_milliseconds(graph) for _ in range(3)) / 5
+    with _synchronization():
+        for name, implementation in implementations.items():
+            implementation(a, b, g, **scales)
+            torch.cuda.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            # the backward pass has its own thread, and other threads may be using the GPU
+            with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                for _ in range(5):
+                    implementation(a, b, g, **scales)
+            times[name] = min(_milliseconds(graph) for _ in range(3)) / 5
     return times
+
+
+@contextmanager
+def _synchronization() -> Iterator[None]:
+    """Allow to wait for the device, also where a caller watches for it."""
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("default")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:

@@ -337,7 +337,8 @@ def likely_boxes(direction: str, g: Geometry, bytes_each: int) -> list[str]:
 def _image_boxes(wide: int, g: Geometry, depth: int) -> list[tuple[int, int, int, int, int]]:
     """Return pixels, channels, depth, warps and stages of the candidates."""
     if wide % 128:
-        return [(128, 64, depth, 4, 3), (128, 64, depth, 4, 4)]
+        return [(128, 64, depth, 4, 3), (128, 64, depth, 4, 4), (256, 64, depth, 4, 3),
+                (256, 64, depth, 8, 3)]  # fmt: skip
     if wide % 256:
         return [(128, 128, depth, 4, 3), (256, 128, depth, 8, 4)]
     if g.out_height * g.out_width <= 32:  # larger boxes would reach beyond the client's images

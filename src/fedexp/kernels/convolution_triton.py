@@ -411,7 +411,8 @@ def _image_tilings(columns: int, depth: int, g: Geometry, bytes_each: int) -> li
     deep = _power_of_two(16, depth, 128 // bytes_each)
     wide = _power_of_two(16, columns, 256)
     if wide <= 64:
-        return [Tiling(128, wide, deep, 4, 3), Tiling(128, wide, deep, 4, 4, swap=wide == 64)]
+        found = [Tiling(128, wide, deep, 4, 3), Tiling(128, wide, deep, 4, 4, swap=wide == 64)]
+        return [*found, Tiling(256, wide, deep, 8, 3), Tiling(256, wide, deep, 4, 3)]
     if wide == 128:
         return [Tiling(128, 128, deep, 4, 3), Tiling(128, 128, deep, 8, 3)]
     few = g.out_height * g.out_width * g.batch <= 1024  # large tiles would leave cores idle

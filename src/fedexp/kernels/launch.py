@@ -1,4 +1,4 @@
-"""Launching Triton kernels, compiling many of them at once, and fusing elementwise work.
+"""Launching Triton kernels, and compiling many of them at once.
 
 A Triton kernel is compiled at its first launch, which takes about a second, and a network has
 dozens of them. `compile_in_parallel` compiles them in threads before the first step, by a pass that
@@ -8,58 +8,57 @@ computes nothing.
 from __future__ import annotations
 
 import os
-import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
+from threading import Thread
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedexp.errors import EngineWarning, first_line
-
-RECOMPILE_LIMIT = 64  # every combination of rule, settings and shapes is one program
-
-
-def fused(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function compiled by `torch.compile`; unchanged, with a warning, if that fails.
-
-    A machine without a C compiler, for example, still trains: more slowly, with the same numbers.
-    """
-    compiled = torch.compile(function, dynamic=False)
-    limit = torch._dynamo.config.patch(recompile_limit=RECOMPILE_LIMIT)
-    broken = False
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal broken
-        if not broken:
-            try:
-                with limit:
-                    return compiled(*args, **kwargs)
-            except torch._dynamo.exc.TorchDynamoException as error:
-                broken = True
-                warnings.warn(
-                    f"torch.compile failed: {first_line(error)}", EngineWarning, stacklevel=2
-                )
-        return function(*args, **kwargs)
-
-    return call
-
-
-# Not a context variable: on a GPU the backward pass runs in its own thread.
+# Not context variables: on a GPU the backward pass runs in its own thread.
 _compiling: Any = None
+_disabled = False
+
+
+def has_triton() -> bool:
+    """Return whether kernels may be launched: Triton and a GPU are there, and none is disabled."""
+    return not _disabled and _is_supported()
+
+
+@contextmanager
+def without_kernels() -> Iterator[None]:
+    """Let every operation use its twin in plain PyTorch inside the block."""
+    global _disabled
+    before, _disabled = _disabled, True
+    try:
+        yield
+    finally:
+        _disabled = before
 
 
 @cache
-def has_triton() -> bool:
+def _is_supported() -> bool:
     """Return whether Triton is installed and the GPU has the tensor cores that our kernels use."""
     try:
         import triton  # noqa: F401
     except ImportError:
         return False
     return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def load_triton() -> None:
+    """Import Triton in a thread, which takes most of a second, while the caller does other work."""
+    Thread(target=_load_triton, daemon=True).start()
+
+
+def _load_triton() -> None:
+    with suppress(Exception):  # it may be missing, or of another version
+        from triton.runtime.cache import triton_key
+
+        triton_key()  # reads all of Triton once, to name what it compiles
 
 
 def is_compiling() -> bool:
@@ -106,3 +105,9 @@ def compile_in_parallel() -> Iterator[bool]:
 def new_images(shape: tuple[int, int, int, int], like: Tensor, dtype: torch.dtype) -> Tensor:
     """Return an uninitialised tensor for images, in channels-last memory format."""
     return torch.empty(shape, dtype=dtype, device=like.device, memory_format=torch.channels_last)
+
+
+def differentiable(function: type[torch.autograd.Function], *args: Any) -> Tensor:
+    """Return the result of an autograd function, which has no type of its own."""
+    result: Tensor = function.apply(*args)
+    return result

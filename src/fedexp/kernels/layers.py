@@ -73,13 +73,13 @@ class Layers:
         """Return one vector per client, [K, d]."""
         return torch.cat(self.views(flat), dim=1)
 
-    def blocks(self, device: torch.device, length: int) -> Tensor:
+    def blocks(self, length: int) -> Tensor:
         """Return a table of the blocks of at most `length` numbers, [K * n, 4], client by client.
 
         A row has the start of the block, its length, its start in the client's vector, and the
         client.
         """
-        return _blocks(self.clients, self.sizes, length).to(device)
+        return _blocks(self.clients, self.sizes, length)
 
 
 @cache
@@ -101,33 +101,57 @@ def _blocks(clients: int, sizes: Sequence[int], length: int) -> Tensor:
     return torch.stack(columns, dim=-1).reshape(-1, 4).contiguous()
 
 
-# Not a context variable: on a GPU the backward pass runs in its own thread.
+# Not context variables: on a GPU the backward pass runs in its own thread.
 _buffers: dict[int, Tensor] = {}
+_written: set[int] = set()
 
 
 @contextmanager
-def gradient_buffers(weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> Iterator[None]:
+def gradient_buffers(weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> Iterator[set[int]]:
     """Offer a buffer for the gradient of each weight, of its shape and memory order.
 
-    A kernel that cannot write to a buffer returns new memory, so the caller checks where each
-    gradient is stored. Buffers have no gaps: a compiled backward pass relies on its results'
-    strides.
+    Each is offered once, to the first gradient. A kernel that cannot write to a buffer returns new
+    memory, so the caller checks where each gradient is stored. Buffers have no gaps. Yields the
+    addresses of the weights whose gradient is in the buffer but was not returned (`sum_parts`).
     """
     offered = {w.data_ptr(): buffer for w, buffer in zip(weights, buffers, strict=True)}
     _buffers.update(offered)
     try:
-        yield
+        yield _written
     finally:
         for address in offered:
             _buffers.pop(address, None)
+        _written.clear()
 
 
 def gradient_buffer(weight: Tensor) -> Tensor | None:
-    """Return the buffer offered for the gradient of a weight, if any, once.
-
-    A layer that is called twice has two gradients, of which only one may be in the buffer.
-    """
+    """Return the buffer offered for the gradient of a weight, if any, the first time."""
     return _buffers.pop(weight.data_ptr(), None) if _buffers else None
+
+
+def sum_parts(parts: Tensor, *weights: Tensor) -> tuple[Tensor | None, ...]:
+    """Return the gradients of small weights from parts of them: the sums over the parts.
+
+    A sum is written to the buffer of its weight if there is one, in the type of the buffer, and
+    None is returned.
+
+    Args:
+        parts: [n, K, parts, size]; those of the i-th weight are parts[i].
+        weights: n weights of K clients with `size` numbers each.
+    """
+    buffers = [gradient_buffer(weight) for weight in weights]
+    results = [
+        w.new_empty(w.shape) if b is None else b for w, b in zip(weights, buffers, strict=True)
+    ]
+    if parts.is_cuda and has_triton():
+        from fedexp.kernels import step_triton
+
+        step_triton.sum_parts(parts, results)
+    else:
+        for total, result in zip(parts.sum(dim=2), results, strict=True):
+            result.copy_(total.view(result.shape))
+    _written.update(w.data_ptr() for w, b in zip(weights, buffers, strict=True) if b is not None)
+    return tuple(r if b is None else None for r, b in zip(results, buffers, strict=True))
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,7 +1,7 @@
 """`group_norm`: GroupNorm in which every client has its own scale and shift, fused with ReLU.
 
-On a GPU forward and backward are one Triton kernel each (`normalisation_triton`), behind custom ops
-that are opaque to `torch.compile`; `plain_group_norm` is their twin in plain PyTorch.
+On a GPU forward and backward are one Triton kernel each (`normalisation_triton`);
+`plain_group_norm` is their twin in plain PyTorch.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fedexp.kernels.launch import has_triton
+from fedexp.kernels.launch import differentiable, has_triton
 
 
 def group_norm(
@@ -34,8 +34,7 @@ def group_norm(
              [[ 1.0000]]]])
     """
     if x.is_cuda and x.ndim == 4 and x.dtype != torch.float64 and has_triton():
-        y: Tensor = _fused(x, weight, bias, residual, groups, eps, relu)[0]
-        return y
+        return differentiable(_GroupNorm, x, weight, bias, residual, groups, eps, relu)
     return plain_group_norm(x, weight, bias, groups, eps, residual, relu)
 
 
@@ -58,96 +57,38 @@ def plain_group_norm(
     return (y.relu() if relu else y).to(x.dtype)
 
 
-@torch.library.custom_op("fedexp::group_norm", mutates_args=())
-def _fused(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    groups: int,
-    eps: float,
-    relu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    from fedexp.kernels import normalisation_triton
+class _GroupNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor,
+        residual: Tensor | None,
+        groups: int,
+        eps: float,
+        relu: bool,
+    ) -> Tensor:
+        from fedexp.kernels import normalisation_triton
 
-    residual = None if residual is None else _channels_last(residual)
-    return normalisation_triton.forward(
-        _channels_last(x), weight, bias, groups, eps, residual, relu
-    )
+        x, residual = _channels_last(x), None if residual is None else _channels_last(residual)
+        y, mean, rstd = normalisation_triton.forward(x, weight, bias, groups, eps, residual, relu)
+        # backward needs the sign of y under ReLU; without a residual it is as cheap to recompute
+        saved = y if relu and residual is not None else None
+        ctx.save_for_backward(x, saved, weight, bias, mean, rstd)
+        ctx.groups, ctx.relu, ctx.has_residual = groups, relu, residual is not None
+        return y
 
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        from fedexp.kernels import normalisation_triton
 
-@torch.library.custom_op("fedexp::group_norm_gradients", mutates_args=())
-def _gradients(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    groups: int,
-    relu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    from fedexp.kernels import normalisation_triton
-
-    x = _channels_last(x)
-    return normalisation_triton.backward(
-        _channels_last(dy), x, y, weight, bias, mean, rstd, groups, relu
-    )
-
-
-@_fused.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    residual: Tensor | None,
-    groups: int,
-    eps: float,
-    relu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    statistics = x.new_empty(len(x), groups, dtype=torch.float32)
-    return _channels_last(torch.empty_like(x)), statistics, torch.empty_like(statistics)
-
-
-@_gradients.register_fake
-def _(
-    dy: Tensor,
-    x: Tensor,
-    y: Tensor | None,
-    weight: Tensor,
-    bias: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
-    groups: int,
-    relu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    dresidual = x.new_empty(0) if y is None else _channels_last(torch.empty_like(x))
-    scales = weight.new_empty(weight.shape), bias.new_empty(bias.shape)
-    return _channels_last(torch.empty_like(x)), *scales, dresidual
-
-
-def _setup_context(
-    ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]
-) -> None:
-    x, weight, bias, residual, ctx.groups, _, ctx.relu = inputs
-    y, mean, rstd = output
-    # backward needs the sign of y under ReLU; without a residual it is as cheap to recompute
-    saved = y if ctx.relu and residual is not None else None
-    ctx.save_for_backward(x, saved, weight, bias, mean, rstd)
-    ctx.has_residual = residual is not None
-
-
-def _backward(ctx: Any, dy: Tensor, *unused: Tensor) -> tuple[Tensor | None, ...]:
-    x, y, weight, bias, mean, rstd = ctx.saved_tensors
-    dx, dscale, dshift, masked = _gradients(
-        dy, x, y, weight, bias, mean, rstd, ctx.groups, ctx.relu
-    )
-    dresidual = None if not ctx.has_residual else masked if ctx.relu else dy
-    return dx, dscale, dshift, dresidual, None, None, None
-
-
-_fused.register_autograd(_backward, setup_context=_setup_context)
+        x, y, weight, bias, mean, rstd = ctx.saved_tensors
+        dx, dscale, dshift, masked = normalisation_triton.backward(
+            _channels_last(dy), x, y, weight, bias, mean, rstd, ctx.groups, ctx.relu
+        )
+        dresidual = None if not ctx.has_residual else masked if ctx.relu else dy
+        return dx, dscale, dshift, dresidual, None, None, None
 
 
 def _channels_last(x: Tensor) -> Tensor:

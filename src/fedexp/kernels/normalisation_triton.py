@@ -2,7 +2,8 @@
 
 Images are [N, C, H, W] in channels-last memory format; a client's scale and shift are a row of
 [K, C]. A program computes one group of one image: it reads the values once, or, where they do not
-fit the registers, twice, the second time from a cache.
+fit the registers, twice, the second time from a cache. Programs of the same image are neighbours,
+because they share lines of memory.
 """
 
 from __future__ import annotations
@@ -15,10 +16,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fedexp.kernels.launch import launch
+from fedexp.kernels.layers import sum_parts
 
-FORWARD_AT_ONCE, BACKWARD_AT_ONCE = 32768, 16384  # values of a group that fit into registers
+# From measurements on an H200: values of a group that are read at once; of larger groups, values
+# per iteration; values per warp.
+FORWARD_AT_ONCE, BACKWARD_AT_ONCE = 32768, 8192
+CHUNK, RESIDUAL_CHUNK, VALUES_PER_WARP = 8192, 16384, 2048
 STAGES = 3  # of the software pipeline
-CHUNK, VALUES_PER_WARP = 8192, 2048  # values of a larger group per iteration; values per warp
 
 
 @triton.jit
@@ -39,7 +43,7 @@ def _norm_forward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     RESIDUAL: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    image, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    image, group = (tl.program_id(0) // G).to(tl.int64), tl.program_id(0) % G
     width: tl.constexpr = C // G
     c = tl.arange(0, COLUMNS)
     start = image * (HW * C) + group * width
@@ -107,7 +111,7 @@ def _norm_backward(
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
     RESIDUAL: tl.constexpr, RELU: tl.constexpr,
 ):  # fmt: skip
-    image, group = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    image, group = (tl.program_id(0) // G).to(tl.int64), tl.program_id(0) % G
     width: tl.constexpr = C // G
     c = tl.arange(0, COLUMNS)
     start = image * (HW * C) + group * width
@@ -141,7 +145,9 @@ def _norm_backward(
         by_scale += tl.sum(dz.to(tl.float32) * (values.to(tl.float32) - mean) * rstd, axis=0)
         by_shift += tl.sum(dz.to(tl.float32), axis=0)
     tl.store(dscales + image * C + own_channels, by_scale, mask=c < width)
-    tl.store(dscales + (tl.num_programs(0) + image) * C + own_channels, by_shift, mask=c < width)
+    tl.store(
+        dscales + (tl.num_programs(0) // G + image) * C + own_channels, by_shift, mask=c < width
+    )
     along = tl.sum(by_scale * scale, axis=0) / (HW * width)
     level = tl.sum(by_shift * scale, axis=0) / (HW * width)
     for first in tl.range(0, HW, ROWS, num_stages=STAGES):
@@ -168,10 +174,11 @@ def forward(
     y = torch.empty_like(x)
     mean, rstd = (torch.empty(len(x), groups, device=x.device) for _ in range(2))
     launch(
-        _norm_forward, (len(x), groups),
+        _norm_forward, (len(x) * groups,),
         x, x if residual is None else residual, weight, bias, y, mean, rstd,
         weight.stride(0), bias.stride(0), eps,
-        **_sizes(x, weight, groups, FORWARD_AT_ONCE), RESIDUAL=residual is not None, RELU=relu,
+        **_sizes(x, weight, groups, FORWARD_AT_ONCE, CHUNK),
+        RESIDUAL=residual is not None, RELU=relu,
     )  # fmt: skip
     return y, mean, rstd
 
@@ -179,31 +186,33 @@ def forward(
 def backward(
     dy: Tensor, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor,
     rstd: Tensor, groups: int, relu: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
     """Return the gradients of x, of scale and shift, [K, C] each, and of a residual under a ReLU.
 
     `y` is the result, needed for a residual under a ReLU; otherwise it is None, and the last
-    gradient is empty.
+    gradient is empty. Those of scale and shift may be in their buffers instead (`sum_parts`).
     """
     dx, has_residual = torch.empty_like(x), y is not None
     dresidual = torch.empty_like(x) if has_residual else x.new_empty(0)
+    chunk = RESIDUAL_CHUNK if has_residual else CHUNK
     dscales = torch.empty(2, len(x), x.shape[1], device=x.device)
     launch(
-        _norm_backward, (len(x), groups),
+        _norm_backward, (len(x) * groups,),
         dy, x, y if has_residual else x, weight, bias, mean, rstd,
         dx, dresidual if has_residual else dx, dscales, weight.stride(0), bias.stride(0),
-        **_sizes(x, weight, groups, BACKWARD_AT_ONCE), RESIDUAL=has_residual, RELU=relu,
+        **_sizes(x, weight, groups, BACKWARD_AT_ONCE, chunk), RESIDUAL=has_residual, RELU=relu,
     )  # fmt: skip
-    dscale, dshift = dscales.view(2, len(weight), -1, x.shape[1]).sum(dim=2, dtype=weight.dtype)
-    return dx, dscale, dshift.clone(), dresidual  # an operator's results must not share memory
+    dscale, dshift = sum_parts(dscales.unflatten(1, (len(weight), -1)), weight, bias)
+    return dx, dscale, dshift, dresidual
 
 
-def _sizes(x: Tensor, weight: Tensor, groups: int, at_once: int) -> dict[str, Any]:
+def _sizes(x: Tensor, weight: Tensor, groups: int, at_once: int, chunk: int) -> dict[str, Any]:
     channels, pixels = x.shape[1], x.shape[2] * x.shape[3]
     columns = triton.next_power_of_2(channels // groups)
-    rows = min(triton.next_power_of_2(pixels), max(1, at_once // columns))
+    rows_of_all = triton.next_power_of_2(pixels)
+    rows = min(rows_of_all, max(1, at_once // columns))
     if rows < pixels:
-        rows = max(1, CHUNK // columns)
+        rows = min(rows_of_all, max(1, chunk // columns))
     values = rows * columns
     return {
         "B": len(x) // len(weight), "C": channels, "HW": pixels, "G": groups,

@@ -1,4 +1,7 @@
-"""Triton kernels of the local SGD step; `layers` dispatches to them and has their plain twin."""
+"""Triton kernels of the local SGD step and of sums of partial gradients.
+
+`layers` dispatches to them and has their plain twins.
+"""
 
 from __future__ import annotations
 
@@ -73,6 +76,40 @@ def sgd_step_kernel(
             tl.store(copy + at + i, p.to(copy.dtype.element_ty), mask=real)
 
 
+@triton.jit(do_not_specialize=["parts"])
+def sum_parts_kernel(
+    x, one, two, x_weight, x_client, x_part, one_client, two_client, parts,
+    SIZE: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, TWO: tl.constexpr,
+):  # fmt: skip
+    client, number = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    x += client * x_client + number * x_weight
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    for first in range(0, parts, ROWS):
+        row = first + tl.arange(0, ROWS)
+        real = (row < parts)[:, None] & (c < SIZE)[None, :]
+        at = row.to(tl.int64)[:, None] * x_part + c[None, :]
+        total += tl.sum(tl.load(x + at, mask=real, other=0.0), axis=0)
+    if number == 0:
+        tl.store(one + client * one_client + c, total.to(one.dtype.element_ty), mask=c < SIZE)
+    elif TWO:
+        tl.store(two + client * two_client + c, total.to(two.dtype.element_ty), mask=c < SIZE)
+
+
+def sum_parts(parts: Tensor, results: list[Tensor]) -> None:
+    """Write the sums over dimension 2 of [n, K, parts, size]; n is 1 or 2."""
+    number, clients, count, size = parts.shape
+    one, two = results[0], results[-1]
+    columns = min(128, triton.next_power_of_2(size))
+    launch(
+        sum_parts_kernel, (clients, triton.cdiv(size, columns), number),
+        parts, one, two, parts.stride(0), parts.stride(1), parts.stride(2),
+        one.stride(0), two.stride(0), count,
+        SIZE=size, ROWS=min(32, triton.next_power_of_2(count)), COLUMNS=columns, TWO=number == 2,
+        num_warps=4,
+    )  # fmt: skip
+
+
 def sq_norms(layers: Layers, params: Tensor, grads: Tensor, correction: Correction) -> Tensor:
     """Return what `layers.sq_norms` does."""
     table = _table(layers, params.device)
@@ -122,5 +159,6 @@ def _table(layers: Layers, device: torch.device) -> Tensor:
     """Return the table of blocks, cached: a captured graph must not copy it from the host."""
     key = (layers, device)
     if key not in _tables:
-        _tables[key] = layers.blocks(device, LENGTH)
+        table = layers.blocks(LENGTH)
+        _tables[key] = table.pin_memory().to(device, non_blocking=True)
     return _tables[key]

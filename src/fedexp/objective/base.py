@@ -199,16 +199,13 @@ class StackedObjective(BatchedObjective, Protocol):
         """Return whether every layer has a stacked implementation."""
         ...
 
-    def stacked_clients(
-        self, params: Tensor, batch: Batch, valid: Tensor, fuse: bool = False
-    ) -> StackedClients:
-        """Return K clients at `params` [K, d], stored layer by layer.
+    def stacked_clients(self, start: Tensor, batch: Batch, valid: Tensor) -> StackedClients:
+        """Return K clients with the parameters `start` [d], stored layer by layer.
 
         Args:
-            params: the parameters, maybe with zeros behind them.
+            start: the parameters, maybe with zeros behind them.
             batch: the first batch, from which kernels are compiled.
             valid: as in `gradients`.
-            fuse: let `torch.compile` merge what is between the layers of a small model.
         """
         ...
 

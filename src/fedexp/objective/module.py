@@ -33,7 +33,6 @@ from fedexp.objective.stack import CannotStackError, Stack, StackedClients
 from fedexp.precision import Precision
 from fedexp.seeding import seeded_torch
 
-FUSED_WEIGHTS = 16  # compiling a model of more takes longer than it saves
 Loss = Callable[[Any, Any], Tensor]  # of (outputs, targets)
 LARGE_SEQUENCE_MODEL = 100_000  # parameters from which clients are not batched on a CPU
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -287,15 +286,10 @@ class ModuleObjective:
         loss = (losses * weights).sum() if self.per_example else losses
         return loss, self._gathered(after) if self.slots else buffers
 
-    def stacked(self, fuse: bool = False) -> Stack:
-        """Return the model with stacked layers; raises `CannotStackError` where it has none.
-
-        Args:
-            fuse: let `torch.compile` merge what is between the layers of a small model.
-        """
-        fuse = fuse and len(self.params) <= FUSED_WEIGHTS
-        if self.stack is None or self.stack.fuse != fuse:
-            self.stack = Stack(self.module, self._losses, self.fields, self.compute_type, fuse)
+    def stacked(self) -> Stack:
+        """Return the model with stacked layers; raises `CannotStackError` where it has none."""
+        if self.stack is None:
+            self.stack = Stack(self.module, self._losses, self.fields, self.compute_type)
         return self.stack
 
     def mixes_examples(self) -> bool:
@@ -323,16 +317,15 @@ class ModuleObjective:
         network = dense_network(self.module, self.loss)
         return network and replace(network, x=inputs[0], y=label)
 
-    def stacked_clients(
-        self, params: Tensor, batch: Batch, valid: Tensor, fuse: bool = False
-    ) -> StackedClients:
-        stack = self.stacked(fuse)
+    def stacked_clients(self, start: Tensor, batch: Batch, valid: Tensor) -> StackedClients:
+        stack = self.stacked()
         stack.module.train()
+        clients = StackedClients(stack, start, len(valid))
         if not self._compiled:
-            counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
-            stack.compile(params, batch, counted)
+            counted = valid.to(start.dtype) / valid.sum(dim=1, keepdim=True)
+            stack.compile(clients, batch, counted)
             self._compiled = True
-        return StackedClients(stack, params)
+        return clients
 
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
         return self.score(*self.predict(params, buffers, batch))
@@ -344,7 +337,7 @@ class ModuleObjective:
             self.stack.module.eval()
             held = self._evaluated_stacked
             if held is None or held[0] is not params or held[1] != _version(params):
-                clients = StackedClients(self.stack, params[None])
+                clients = StackedClients(self.stack, params, 1)
                 self._evaluated_stacked = held = params, _version(params), clients
             outputs = held[2].outputs(batch)
         else:

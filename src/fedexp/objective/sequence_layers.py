@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from fedexp.kernels.dense import products
+from fedexp.kernels.launch import differentiable
 from fedexp.kernels.layers import gradient_buffer
 from fedexp.kernels.recurrent import Cell, recurrent, wider
 
@@ -48,9 +49,7 @@ class StackedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         indices = input.reshape(len(self.weight), -1)
-        rows: Tensor = _Embedding.apply(  # type: ignore[no-untyped-call]
-            indices, self.weight, self.padding_idx
-        )
+        rows = differentiable(_Embedding, indices, self.weight, self.padding_idx)
         return rows.view(*input.shape, -1)
 
 

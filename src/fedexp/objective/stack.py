@@ -22,13 +22,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from fedexp.data.federation import Batch
-from fedexp.kernels.convolution import convolve
+from fedexp.kernels.convolution import convolve, convolve_relu
 from fedexp.kernels.dense import flatten_images, products
-from fedexp.kernels.launch import compile_in_parallel, fused, has_triton
+from fedexp.kernels.epilogue import Epilogue, epilogue, epilogue_of, has_hooks
+from fedexp.kernels.launch import compile_in_parallel, differentiable, has_triton
 from fedexp.kernels.layers import Layers, gradient_buffers
 from fedexp.kernels.normalisation import group_norm
 from fedexp.models import GroupNormReLU
-from fedexp.objective.base import DEFAULT_FIELDS, Fields, as_type, pieces, shaped
+from fedexp.objective.base import DEFAULT_FIELDS, Fields, as_type, shaped
 from fedexp.objective.sequence_layers import STACKED_CONTAINERS, STACKED_SEQUENCE, unsupported
 
 log = logging.getLogger("fedexp")
@@ -41,26 +42,39 @@ class CannotStackError(Exception):
 class StackedLinear(nn.Linear):
     """Weights [K, O, F]; rows [K * B, ..., F]."""
 
+    epilogue = Epilogue()
+
     def forward(self, input: Tensor) -> Tensor:
+        rows = input.reshape(len(self.weight), -1, input.shape[-1])
         if input.is_cuda:
-            rows = input.reshape(len(self.weight), -1, input.shape[-1])
-            return products(rows, self.weight, self.bias).view(*input.shape[:-1], -1)
-        columns = input.reshape(len(self.weight), -1, input.shape[-1]).transpose(1, 2)
+            product = products(rows, self.weight)
+            result = epilogue(product, self.bias, self.epilogue, self.training)
+            return result.view(*input.shape[:-1], -1)
+        columns = rows.transpose(1, 2)
         # weights first: so their gradient has the order of memory in which they are stored
         if self.bias is None:
             product = torch.bmm(self.weight, columns)
         else:
             product = torch.baddbmm(self.bias[:, :, None], self.weight, columns)
-        return product.transpose(1, 2).reshape(*input.shape[:-1], -1)
+        result = epilogue(product.transpose(1, 2), None, self.epilogue, self.training)
+        return result.reshape(*input.shape[:-1], -1)
 
 
 class StackedConv2d(nn.Conv2d):
     """Weights [K, O, C, KH, KW]; images [K * B, C, H, W]."""
 
+    epilogue = Epilogue()
+
     def forward(self, input: Tensor) -> Tensor:
         padding = self.padding[0]
         assert isinstance(padding, int)
-        return convolve(input, self.weight, self.bias, self.stride[0], padding)
+        sizes = self.stride[0], padding
+        if self.epilogue.is_relu and self.bias is not None:
+            result = convolve_relu(input, self.weight, self.bias, *sizes)
+            if result is not None:
+                return result
+        product = convolve(input, self.weight, None, *sizes)
+        return epilogue(product, self.bias, self.epilogue, self.training)
 
 
 class StackedGroupNorm(nn.GroupNorm):
@@ -101,8 +115,11 @@ CONTAINERS |= STACKED_CONTAINERS
 NORMS = (nn.GroupNorm, nn.LayerNorm)
 
 
-def stacked(module: nn.Module) -> nn.Module:
+def stacked(module: nn.Module, epilogues: bool = False) -> nn.Module:
     """Return a copy whose trained layers take stacked weights, by the names of the module's own.
+
+    With `epilogues`, layers inside an `nn.Sequential` do the work of the ReLU, pooling and dropout
+    that follow them (`fedexp.kernels.epilogue`).
 
     >>> layer = stacked(nn.Linear(2, 1, bias=False))
     >>> weight = torch.tensor([[[1.0, 0.0]], [[0.0, 1.0]]])
@@ -124,7 +141,22 @@ def stacked(module: nn.Module) -> nn.Module:
             _check_settings(layer)
             _check((reason := unsupported(layer)) is None, str(reason))
             layer.__class__ = STACKED[type(layer)]
+    if epilogues:
+        for layer in copy.modules():
+            if type(layer) is nn.Sequential:
+                _take_over_epilogues(layer)
     return copy
+
+
+def _take_over_epilogues(sequence: nn.Sequential) -> None:
+    """Give every stacked layer the epilogue after it, and put identities in its place."""
+    modules = list(sequence)
+    for at, layer in enumerate(modules):
+        if isinstance(layer, StackedLinear | StackedConv2d) and not has_hooks(layer):
+            images = isinstance(layer, StackedConv2d)
+            layer.epilogue = epilogue_of(modules[at + 1 :], images)
+            for taken in range(at + 1, at + 1 + layer.epilogue.follows):
+                sequence[taken] = nn.Identity()
 
 
 def computes_exactly(module: nn.Module, name: str) -> bool:
@@ -158,7 +190,6 @@ class Stack:
         fields: the inputs and targets of a batch.
         compute_type: type in which layers compute; weights of normalisations stay in full
             precision.
-        fuse: let `torch.compile` merge what is between the layers.
     """
 
     def __init__(
@@ -167,10 +198,10 @@ class Stack:
         losses: Losses,
         fields: Fields = DEFAULT_FIELDS,
         compute_type: torch.dtype | None = None,
-        fuse: bool = False,
     ) -> None:
-        self.module, self.losses, self.compute_type = stacked(module), losses, compute_type
-        self.fields, self.fuse = fields, fuse
+        on_gpu = any(p.is_cuda for p in module.parameters())
+        self.module, self.losses = stacked(module, epilogues=on_gpu), losses
+        self.fields, self.compute_type = fields, compute_type
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
         self.names, self.like = [name for name, _ in trained], [p for _, p in trained]
         if compute_type is not None:
@@ -178,18 +209,14 @@ class Stack:
                 if not weight.requires_grad and not computes_exactly(module, name):
                     weight.data = weight.data.to(compute_type)
         self.exact = [computes_exactly(module, name) for name in self.names]
-        self.losses_of = fused(self._losses_of) if fuse else self._losses_of
 
-    def compile(self, params: Tensor, batch: Batch, counted: Tensor) -> None:
+    def compile(self, clients: StackedClients, batch: Batch, counted: Tensor) -> None:
         """Compile the kernels of the gradients, all at once, where there are any."""
-        if params.is_cuda and has_triton():
+        if clients.params.is_cuda and has_triton():
             log.info("compiling kernels")
             with compile_in_parallel() as able:
                 if able:
-                    compiled, self.losses_of = self.losses_of, self._losses_of
-                    weights = [w.detach().requires_grad_() for w in self._weights(params)]
-                    self.gradients(weights, batch, counted)
-                    self.losses_of = compiled
+                    clients.gradients(batch, counted)
 
     def gradients(
         self, weights: Sequence[Tensor], batch: Batch, counted: Tensor
@@ -197,8 +224,9 @@ class Stack:
         """Return the gradient for each weight; None where the loss does not depend on it."""
         used = {name: batch[name] for name in self.fields.names}
         with torch.enable_grad():
-            losses = self.losses_of(weights, used, counted.dtype)
-            return torch.autograd.grad(losses, weights, counted.flatten(), allow_unused=True)
+            losses = self._losses_of(weights, used, counted.dtype)
+            total = differentiable(_WeightedSum, losses, counted.flatten())
+            return torch.autograd.grad(total, weights, allow_unused=True)
 
     def _losses_of(self, weights: Sequence[Tensor], batch: Batch, kind: torch.dtype) -> Tensor:
         """Return the loss of every example, client after client, [K * B]."""
@@ -214,13 +242,23 @@ class Stack:
             self.module, dict(zip(self.names, weights, strict=True)), *self.fields.arguments(rows)
         )
 
-    def _weights(self, params: Tensor) -> list[Tensor]:
-        """Return views of the parameters, or of a copy in the type in which layers compute."""
-        views = pieces(params.to(self.compute_type or params.dtype), self.like)
-        if self.compute_type is None:
-            return views
-        whole = pieces(params, self.like)
-        return [w if e else v for v, w, e in zip(views, whole, self.exact, strict=True)]
+
+class _WeightedSum(torch.autograd.Function):
+    """A sum of losses of which only the gradient is used.
+
+    Giving `torch.autograd.grad` the weights instead would import torch's symbolic shapes, which
+    takes seconds.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, losses: Tensor, weights: Tensor) -> Tensor:
+        ctx.save_for_backward(weights)
+        return losses.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, ones: Tensor) -> tuple[Tensor, None]:
+        (weights,) = ctx.saved_tensors
+        return weights, None
 
 
 class StackedClients:
@@ -231,13 +269,14 @@ class StackedClients:
 
     Args:
         stack: the model of K clients.
-        rows: the initial parameters of the clients, [K, d], maybe with zeros behind them.
+        start: the initial parameters of all clients, [d], maybe with zeros behind them.
+        clients: the number of clients K.
     """
 
-    def __init__(self, stack: Stack, rows: Tensor) -> None:
+    def __init__(self, stack: Stack, start: Tensor, clients: int) -> None:
         self.stack = stack
-        self.layers = Layers(len(rows), tuple(each.numel() for each in stack.like))
-        self.params = self.layers.pack(rows)
+        self.layers = Layers(clients, tuple(each.numel() for each in stack.like))
+        self.params = self.layers.pack(start)
         kind = stack.compute_type
         self.copy = None if kind is None else self.params.to(kind)
         self.grads = torch.zeros_like(self.params if self.copy is None else self.copy)
@@ -246,11 +285,13 @@ class StackedClients:
         """Return the gradients layer by layer, overwritten by the next call; `counted` [K, B]."""
         weights = [w.detach().requires_grad_() for w in self._weights()]
         buffers = self._views(self.grads)
-        # a compiler relies on gradients without gaps, as they are where no buffer is offered
+        # kernels write gradients without gaps
         dense = [s == n for s, n in zip(self.layers.strides, self.layers.sizes, strict=True)]
-        with gradient_buffers(list(compress(weights, dense)), list(compress(buffers, dense))):
+        offered = (list(compress(each, dense)) for each in (weights, buffers))
+        with gradient_buffers(*offered) as written:
             grads = self.stack.gradients(weights, batch, counted)
-        _copy_into(buffers, grads)
+            is_written = [weight.data_ptr() in written for weight in weights]
+        _copy_into(buffers, grads, is_written)
         return self.grads
 
     def outputs(self, rows: Batch) -> Any:
@@ -277,13 +318,17 @@ class StackedClients:
         return [shaped(piece, like.shape) for piece, like in pieces]
 
 
-def _copy_into(buffers: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+def _copy_into(
+    buffers: Sequence[Tensor], grads: Sequence[Tensor | None], is_written: Sequence[bool]
+) -> None:
     """Copy the gradients that a kernel did not write into their buffers."""
     copied = []
-    for grad, buffer in zip(grads, buffers, strict=True):
-        if grad is None:
+    for grad, buffer, written in zip(grads, buffers, is_written, strict=True):
+        if written and grad is not None:  # of a layer that was called twice
+            buffer.add_(grad)
+        elif grad is None and not written:
             buffer.zero_()
-        elif grad.data_ptr() != buffer.data_ptr():
+        elif grad is not None and grad.data_ptr() != buffer.data_ptr():
             copied.append((buffer, grad))
     if copied:
         torch._foreach_copy_([buffer for buffer, _ in copied], [grad for _, grad in copied])

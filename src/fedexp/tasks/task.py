@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from itertools import pairwise
 from typing import Any, Literal, NamedTuple
 
@@ -15,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from fedexp.client import Tensors
 from fedexp.cohorts import Cohort
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.streaming import on_device
@@ -40,6 +42,8 @@ from fedexp.tasks.recipe import Goal, Options, parse_goal
 Weighting = Literal["uniform", "size"]
 TrainMetrics = Literal["clients", "pooled"]
 Share = tuple[int, int]
+Program = Callable[[Tensors], Tensors]
+RunProgram = Callable[[Program, Tensors], Tensors]  # calls a program, or replays what it did before
 # Examples per batch. On more, activations of a convolutional network do not fit a CPU's cache.
 EVALUATION_ROWS = {"cpu": 512, "cuda": 2048, "mps": 512}
 BATCH_ROWS = 512  # where the loss is a function of a batch: the same on every device
@@ -120,7 +124,7 @@ class Task:
         if isinstance(self.objective, PredictingObjective) and not self.objective.classifies:
             own.remove("accuracy")
         found = []
-        for split in self._splits():
+        for split in self._splits:
             worst = self.by_client and split.offsets is not None
             names = (*own, *split.metrics, *(f"{name}_worst_decile" for name in own if worst))
             found += [f"{split.name}_{name}" for name in names]
@@ -135,13 +139,15 @@ class Task:
         train = on_device(self.train, device)
         return replace(self, objective=objective.on(device, precision), train=train, test=test)
 
-    def evaluate(self, params: Tensor, buffers: Buffers) -> dict[str, float]:
+    def evaluate(
+        self, params: Tensor, buffers: Buffers, run: RunProgram | None = None
+    ) -> dict[str, float]:
         """Return training loss F(w), the mean over all clients; test loss; accuracies and metrics.
 
         All clients have the same weight in F whatever their weights in training, as in the paper
-        (eq. 1). Loss, accuracy and metrics share one forward pass.
+        (eq. 1). Loss, accuracy and metrics share one forward pass. `run` is for `totals`.
         """
-        return self.finish(self.totals(params, buffers))
+        return self.finish(self.totals(params, buffers, run=run))
 
     def evaluate_clients(self, params: Tensor, buffers: Buffers) -> dict[str, Tensor]:
         """Return loss and accuracy of each client, [clients] each, as `train_loss` and so on.
@@ -151,15 +157,38 @@ class Task:
         task = replace(self, by_client=True, metrics={})
         return task._by_client(task.totals(params, buffers))
 
-    def totals(self, params: Tensor, buffers: Buffers, share: Share = (0, 1)) -> Totals:
+    def totals(
+        self, params: Tensor, buffers: Buffers, share: Share = (0, 1), run: RunProgram | None = None
+    ) -> Totals:
         """Return sums over the k-th of n parts of the examples, for share (k, n).
 
         The totals of n parts add up to those of all examples, which `finish` turns into values.
+
+        Args:
+            params: the parameters, [d].
+            buffers: the buffers.
+            share: the part, and the number of parts.
+            run: calls the program of the sums, which is the same for all parameters: a CUDA graph
+                may replay it. Not used where metrics or sums by client are computed on the host.
         """
+        fields = [value for split in self._splits for value in split.fields.values()]
+        static = all(value.device == params.device for value in fields) and not self.by_client
+        if run is None or not static or any(split.metrics for split in self._splits):
+            return self._totals(params, buffers, share).on_host()
+        inputs = {"params": params, "averaged": buffers.averaged, "kept": buffers.kept}
+        return Totals(dict(run(partial(self._means, share=share), inputs))).on_host()
+
+    def _means(self, inputs: Tensors, share: Share) -> dict[str, Tensor]:
+        """Return the weighted sums of an evaluation, without waiting for the device."""
+        # a tensor object of its own, for which an objective prepares its layers anew
+        params = inputs["params"].detach()
+        return self._totals(params, Buffers(inputs["averaged"], inputs["kept"]), share).means
+
+    def _totals(self, params: Tensor, buffers: Buffers, share: Share) -> Totals:
         totals, objective, device = Totals(), self.objective, params.device
         per_example = not isinstance(objective, PredictingObjective) or objective.per_example
-        for split in self._splits():
-            weights = split.weights(widest(device)).to(device)
+        for split in self._splits:
+            weights = self._weights(split, device)
             owners = split.owners() if self.by_client else None
             for rows in split.pieces(per_example, params.device.type, share):
                 piece = {n: value[rows].to(params.device) for n, value in split.fields.items()}
@@ -182,14 +211,25 @@ class Task:
                         totals.add(
                             "clients", key, zeros.index_add_(0, owners[rows], own.cpu().double())
                         )
-        return totals.on_host()
+        return totals
+
+    def _weights(self, split: Split, device: torch.device) -> Tensor:
+        """Return the weight of each example in the means, in memory of the device."""
+        key = split.name, device
+        if key not in self._weights_on:
+            self._weights_on[key] = split.weights(widest(device)).to(device)
+        return self._weights_on[key]
+
+    @cached_property
+    def _weights_on(self) -> dict[tuple[str, torch.device], Tensor]:
+        return {}
 
     def finish(self, totals: Totals) -> dict[str, float]:
         """Return the values of an evaluation, given the totals of all examples."""
         values: dict[str, float] = dict(totals.means)
         for name, each in self._by_client(totals).items():
             values[f"{name}_worst_decile"] = worst_decile(each, highest=name.endswith("loss"))
-        for split in self._splits():
+        for split in self._splits:
             for name, metric in split.metrics.items():
                 total = totals.metrics[f"{split.name}_{name}"]
                 sets = list(total.values()) if split.metrics_by_client else [total]
@@ -203,13 +243,14 @@ class Task:
             return totals.clients
         sizes = {
             split.name: torch.from_numpy(np.diff(split.offsets))
-            for split in self._splits()
+            for split in self._splits
             if split.offsets is not None
         }
         return {n: value / sizes[n.partition("_")[0]] for n, value in totals.clients.items()}
 
+    @cached_property
     def _splits(self) -> list[Split]:
-        """Return the sets of examples of an evaluation."""
+        """The sets of examples of an evaluation."""
         train, rows = self.train, int(self.train.offsets[-1])
         weights = uniform(rows, 1 / train.clients)
         if not self.sums:
@@ -336,8 +377,9 @@ class Totals:
 
     def on_host(self) -> Totals:
         """Return the totals on the CPU, the means as numbers."""
+        numbers = torch.stack(list(self.means.values())).tolist() if self.means else []
         return Totals(
-            {name: value.item() for name, value in self.means.items()},
+            dict(zip(self.means, numbers, strict=True)),
             self.clients,
             {name: _on_cpu(value) for name, value in self.metrics.items()},
         )

@@ -1,0 +1,158 @@
+"""Triton kernels of the epilogue of a layer; `epilogue` dispatches to them and has their twin.
+
+A tensor is seen as pixels [K, P, C]: of images in channels-last memory format, or rows with one
+pixel each. A program computes a block of result pixels of one client, all of their channels or a
+block of them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from fedexp.kernels.launch import launch, new_images
+from fedexp.kernels.layers import sum_parts
+
+BLOCK = 4096  # numbers of the result per program
+MOST_CHANNELS = 256
+
+
+@triton.jit
+def _greatest(x, pixel, c, real, W: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+              HW: tl.constexpr, C: tl.constexpr, POOL: tl.constexpr):  # fmt: skip
+    """Return the greatest value of each window, and its place in the window."""
+    image, within = pixel // (OH * OW), pixel % (OH * OW)
+    corner = image * HW + (within // OW) * (POOL * W) + (within % OW) * POOL
+    at = corner[:, None] * C + c[None, :]
+    best = tl.load(x + at, mask=real, other=0.0).to(tl.float32)
+    place = tl.zeros(best.shape, dtype=tl.int32)
+    for tap in tl.static_range(1, POOL * POOL):
+        value = tl.load(x + at + ((tap // POOL) * W + tap % POOL) * C, mask=real, other=0.0).to(
+            tl.float32
+        )
+        better = (value > best) | (value != value)
+        best = tl.where(better, value, best)
+        place = tl.where(better, tap, place)
+    return best, place, at
+
+
+@triton.jit(do_not_specialize=["pixels", "images"])
+def epilogue_kernel(
+    x, bias, seed, y, bias_row, pixels, images,
+    C: tl.constexpr, W: tl.constexpr, HW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    POOL: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(1).to(tl.int64)
+    pixel = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    real = (pixel < pixels)[:, None] & (c < C)[None, :]
+    value, _, _ = _greatest(x + client * images * HW * C, pixel, c, real, W, OH, OW, HW, C, POOL)
+    if BIAS:
+        value += tl.load(bias + client * bias_row + c, mask=c < C, other=0.0).to(tl.float32)[
+            None, :
+        ]
+    if RELU:
+        value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    at = pixel[:, None] * C + c[None, :]
+    if DROPOUT > 0.0:
+        stays = tl.rand(tl.load(seed) + client, at) >= DROPOUT
+        value = tl.where(stays, value * (1.0 / (1.0 - DROPOUT)), 0.0)
+    tl.store(y + client * pixels * C + at, value.to(y.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["pixels", "images"])
+def epilogue_gradient_kernel(
+    dy, x, bias, seed, dx, sums, bias_row, pixels, images,
+    C: tl.constexpr, W: tl.constexpr, HW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
+    POOL: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, DROPOUT: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    client = tl.program_id(1).to(tl.int64)
+    pixel = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    real = (pixel < pixels)[:, None] & (c < C)[None, :]
+    at = pixel[:, None] * C + c[None, :]
+    gradient = tl.load(dy + client * pixels * C + at, mask=real, other=0.0).to(tl.float32)
+    if DROPOUT > 0.0:
+        stays = tl.rand(tl.load(seed) + client, at) >= DROPOUT
+        gradient = tl.where(stays, gradient * (1.0 / (1.0 - DROPOUT)), 0.0)
+    start = client * images * HW * C
+    if RELU or POOL > 1:
+        value, place, source = _greatest(x + start, pixel, c, real, W, OH, OW, HW, C, POOL)
+        if RELU:
+            if BIAS:
+                value += tl.load(bias + client * bias_row + c, mask=c < C, other=0.0).to(
+                    tl.float32
+                )[None, :]
+            gradient = tl.where(value <= 0.0, 0.0, gradient)
+        for tap in tl.static_range(POOL * POOL):
+            own = tl.where(place == tap, gradient, 0.0)
+            shift = ((tap // POOL) * W + tap % POOL) * C
+            tl.store(dx + start + source + shift, own.to(dx.dtype.element_ty), mask=real)
+    else:
+        tl.store(dx + start + at, gradient.to(dx.dtype.element_ty), mask=real)
+    if BIAS:
+        block = client * tl.num_programs(0) + tl.program_id(0)
+        tl.store(sums + block * C + c, tl.sum(gradient, axis=0), mask=c < C)
+
+
+def forward(
+    product: Tensor, bias: Tensor | None, seed: Tensor | None, relu: bool, pool: int,
+    dropout: float,
+) -> Tensor:  # fmt: skip
+    """Return the result; `seed` is that of the draws of the dropout."""
+    sizes, grid = _sizes(product, bias, relu, pool, dropout)
+    if product.ndim == 4:
+        shape = (*product.shape[:2], sizes["OH"], sizes["OW"])
+        y = new_images(shape, product, product.dtype)
+    else:
+        product = product.contiguous()
+        y = torch.empty_like(product)
+    row = 0 if bias is None else bias.stride(0)
+    others = product if bias is None else bias, product if seed is None else seed
+    launch(epilogue_kernel, grid, product, *others, y, row, **sizes)
+    return y
+
+
+def backward(
+    dy: Tensor, product: Tensor, bias: Tensor | None, seed: Tensor | None, relu: bool, pool: int,
+    dropout: float,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+    """Return the gradients of the product and of the bias, [K, C], if not in its buffer."""
+    sizes, grid = _sizes(product, bias, relu, pool, dropout)
+    product = product if product.ndim == 4 else product.contiguous()
+    covered = sizes["OH"] * sizes["OW"] * pool**2 == sizes["HW"]
+    dx = torch.empty_like(product) if covered else torch.zeros_like(product)
+    sums = torch.empty(grid[1], grid[0], sizes["C"], device=product.device)
+    row = 0 if bias is None else bias.stride(0)
+    others = product if bias is None else bias, product if seed is None else seed
+    launch(epilogue_gradient_kernel, grid, dy, product, *others, dx, sums, row, **sizes)
+    return dx, None if bias is None else sum_parts(sums[None], bias)[0]
+
+
+def _sizes(
+    product: Tensor, bias: Tensor | None, relu: bool, pool: int, dropout: float
+) -> tuple[dict[str, Any], tuple[int, int, int]]:
+    """Return the settings of the kernels, and their grid."""
+    if product.ndim == 4:
+        clients = 1 if bias is None else len(bias)
+        channels, height, width = product.shape[1:]
+        images = len(product) // clients
+    else:
+        clients, images, channels = product.shape
+        height = width = 1
+    tall, wide = height // pool, width // pool
+    columns = min(MOST_CHANNELS, triton.next_power_of_2(channels))
+    pixels = images * tall * wide
+    rows = min(BLOCK // columns, max(16, triton.next_power_of_2(pixels)))
+    sizes = {
+        "pixels": pixels, "images": images, "C": channels, "W": width, "HW": height * width,
+        "OH": tall, "OW": wide, "POOL": pool, "BIAS": bias is not None, "RELU": relu,
+        "DROPOUT": dropout, "ROWS": rows, "COLUMNS": columns, "num_warps": 4,
+    }  # fmt: skip
+    return sizes, (triton.cdiv(pixels, rows), clients, triton.cdiv(channels, columns))
