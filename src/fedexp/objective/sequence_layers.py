@@ -197,7 +197,9 @@ class StackedMultiheadAttention(nn.MultiheadAttention):
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         projected = self._project_self(query) if is_self else self._project(query, key, value)
         heads = [x.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for x in projected]
-        mask = self._mask(attn_mask, key_padding_mask, heads[0])
+        # as torch has it, the hint replaces the mask where nothing else needs one
+        causal = is_causal and key_padding_mask is None and not need_weights
+        mask = self._mask(None if causal else attn_mask, key_padding_mask, heads[0])
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:
@@ -208,7 +210,7 @@ class StackedMultiheadAttention(nn.MultiheadAttention):
             mixed = weights @ v
             weights = weights.mean(dim=1) if average_attn_weights else weights
         else:
-            mixed = _attention(heads, mask, dropout)
+            mixed = _attention(heads, mask, dropout, causal)
         y = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return (y if self.batch_first else y.transpose(0, 1)), weights
 
@@ -247,12 +249,14 @@ class StackedMultiheadAttention(nn.MultiheadAttention):
         return mask
 
 
-def _attention(heads: Sequence[Tensor], mask: Tensor | None, dropout: float) -> Tensor:
+def _attention(
+    heads: Sequence[Tensor], mask: Tensor | None, dropout: float, causal: bool
+) -> Tensor:
     """Return the attention of q, k and v [N, heads, T, D]; plain where bits must repeat."""
     q, k, v = heads
     plain = q.is_cuda and torch.are_deterministic_algorithms_enabled()
     with sdpa_kernel(SDPBackend.MATH) if plain else nullcontext():
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, causal)
 
 
 def _added(mask: Tensor, like: Tensor) -> Tensor:
@@ -292,7 +296,7 @@ class StackedTransformerEncoderLayer(nn.TransformerEncoderLayer):
 
 
 class StackedTransformerEncoder(nn.TransformerEncoder):
-    """A sequence of stacked layers; without nested tensors, and without looking into the mask."""
+    """A sequence of stacked layers; without nested tensors, and masks are not read on the host."""
 
     def forward(
         self,
@@ -303,7 +307,7 @@ class StackedTransformerEncoder(nn.TransformerEncoder):
     ) -> Tensor:
         time_first = False
         for layer in self.layers:
-            src = layer(src, mask, src_key_padding_mask=src_key_padding_mask)
+            src = layer(src, mask, src_key_padding_mask, is_causal=is_causal is True)
             time_first = not layer.self_attn.batch_first
         if self.norm is None:
             return src
