@@ -165,7 +165,7 @@ def test_shards_follow_the_rule() -> None:
 def test_graphs_are_captured_for_some_sizes_of_cohorts(monkeypatch: pytest.MonkeyPatch) -> None:
     captured: list[object] = []
 
-    def capture(program: Any, inputs: Any) -> Any:
+    def capture(program: Any, inputs: Any, warm_up: Any) -> Any:
         captured.append(program)
         return program
 

@@ -124,7 +124,7 @@ def test_a_whole_round_as_one_program_has_the_same_steps() -> None:
         task = unequal()
         task = replace(task, local=replace(task.local, **options))
         one = run_rounds(Batched(graphs=False), task, fx.fedexp())
-        whole = Batched(graphs=True, capture=lambda program, inputs: program)
+        whole = Batched(graphs=True, capture=lambda program, inputs, warm_up: program)
         for plain, other in zip(one, run_rounds(whole, task, fx.fedexp()), strict=True):
             assert_same_state(plain.state, other.state)
         assert whole.cuda_graph == "round"

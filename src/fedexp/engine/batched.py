@@ -39,7 +39,7 @@ COHORT_BYTES = {"cpu": 2**25, "cuda": 2**34}  # models trained together; one, wh
 MOST_GRAPHS = 32  # captured for cohorts of different sizes; further ones run without a graph
 
 Implementation = Literal["layers", "vmap"]
-Capture = Callable[[Program, Tensors], Program]
+Capture = Callable[[Program, Tensors, Program], Program]
 
 
 class Batched:
@@ -50,7 +50,7 @@ class Batched:
             client rule is linear; "vmap" asks the objective for the gradients of all clients.
         padded: pad short batches; False groups clients by the length of their batches.
         graphs: replay CUDA graphs; None for yes on a GPU.
-        capture: captures a program; returns what replays it.
+        capture: captures a program, after a call of what warms it up; returns what replays it.
     """
 
     def __init__(
@@ -166,7 +166,9 @@ class Batched:
     def _replays(self, state: SimulationState) -> bool:
         return state.params.is_cuda if self.graphs is None else self.graphs
 
-    def _replay(self, kind: tuple[Any, ...], program: Program, inputs: Tensors) -> Tensors | None:
+    def _replay(
+        self, kind: tuple[Any, ...], program: LocalProgram | CudaGraphRound, inputs: Tensors
+    ) -> Tensors | None:
         """Run a program by its CUDA graph, captured the first time; return None where that fails.
 
         A rule or a model that reads numbers on the host cannot be captured, and a whole round may
@@ -177,7 +179,7 @@ class Batched:
             if key not in self._captured:
                 if len(self._captured) >= MOST_GRAPHS:
                     return None
-                self._captured[key] = self.capture(program, inputs)
+                self._captured[key] = self.capture(program, inputs, program.warm_up)
             return self._captured[key](inputs)
         except RuntimeError as error:
             self._captured.clear()

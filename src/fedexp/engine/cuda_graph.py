@@ -36,15 +36,20 @@ log = logging.getLogger("fedexp")
 class CapturedGraph:
     """A program as one CUDA graph: a call copies its inputs into place and replays it.
 
-    The next call overwrites the returned tensors. `warm` is for a program that has been called
-    before, and did not wait for the device.
+    The next call overwrites the returned tensors.
+
+    Args:
+        program: maps tensors to tensors; a fixed sequence of operations.
+        inputs: of the first call.
+        warm_up: does the operations of the program once each, so that nothing is compiled or
+            allocated while it is captured; None where that has been done.
     """
 
-    def __init__(self, program: Program, inputs: Tensors, warm: bool = False) -> None:
+    def __init__(self, program: Program, inputs: Tensors, warm_up: Program | None = None) -> None:
         log.info("capturing a CUDA graph")
         self.inputs = {name: value.clone() for name, value in inputs.items()}
-        if not warm:
-            self._warm_up(program)
+        if warm_up is not None:
+            self._warm_up(warm_up)
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph):
             self.outputs = program(self.inputs)
@@ -52,11 +57,11 @@ class CapturedGraph:
     def _warm_up(self, program: Program) -> None:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):  # compile and warm up before anything is recorded
+        with torch.cuda.stream(side):
             try:
                 with no_synchronization():
                     program(self.inputs)
-            except RuntimeError:  # choosing a kernel waits for the device, but only once
+            except RuntimeError:  # preparing a kernel may wait for the device, but only once
                 program(self.inputs)
                 with no_synchronization():
                     program(self.inputs)
@@ -77,7 +82,7 @@ class RepeatedProgram:
     be, the program is called every time.
     """
 
-    def __init__(self, capture: Callable[..., Program] = CapturedGraph) -> None:
+    def __init__(self, capture: Callable[[Program, Tensors], Program] = CapturedGraph) -> None:
         self._capture = capture
         self._graph: Program | None = None
         self._calls, self._able = 0, True
@@ -91,7 +96,7 @@ class RepeatedProgram:
                 with no_synchronization():
                     return program(inputs)
             if self._graph is None:
-                self._graph = self._capture(program, inputs, warm=True)
+                self._graph = self._capture(program, inputs)
             return self._graph(inputs)
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) and self._calls == 1:
@@ -133,8 +138,14 @@ class CudaGraphRound:
     total_weight: float
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
-        inputs = unpack_inputs(inputs, self.local.steps)
-        trained = self.local(inputs)
+        return self._run(self.local, unpack_inputs(inputs, self.local.steps))
+
+    def warm_up(self, inputs: Tensors) -> dict[str, Tensor]:
+        """Run a round of one local step; return what a call returns."""
+        return self._run(*self.local.first_step(unpack_inputs(inputs, self.local.steps)))
+
+    def _run(self, local: LocalProgram, inputs: Tensors) -> dict[str, Tensor]:
+        trained = local(inputs)
         broadcast, client_state = part(inputs, "broadcast."), part(inputs, "client_state.")
         deltas = inputs["params"] - trained["params"]
         total_lr = inputs["total_lr"].to(deltas.dtype)

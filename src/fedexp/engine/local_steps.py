@@ -9,7 +9,7 @@ faster on a GPU.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import repeat
 from typing import Protocol
@@ -89,6 +89,18 @@ class LocalProgram:
         assert steps is not None  # S is at least 1
         params, buffers = steps.result()
         return {"params": params[:, :size], "averaged": buffers.averaged, "kept": buffers.kept}
+
+    def first_step(self, inputs: Tensors) -> tuple[LocalProgram, Tensors]:
+        """Return the program of the first step alone, which prepares all that the others need."""
+        rows = {"table": 4, "draws": 1, "factors": 1, "rows": 1}  # [3 + S, K] and [S, ...]
+        some = {n: v[: rows[n]] if n in rows else v for n, v in inputs.items()}
+        lengths = None if self.lengths is None else self.lengths[:1]
+        return replace(self, steps=1, lengths=lengths), some
+
+    def warm_up(self, inputs: Tensors) -> dict[str, Tensor]:
+        """Take the first step; return what a call returns."""
+        program, inputs = self.first_step(inputs)
+        return program(inputs)
 
     def _init(self, inputs: Tensors, batch: Batch, valid: Tensor) -> LocalSteps:
         """Return all clients at the model of the server; kernels are compiled for the first batch.

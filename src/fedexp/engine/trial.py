@@ -414,10 +414,11 @@ def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, 
     A step of the run's own size may lose all digits of the update, or diverge.
     """
     params, algorithm = state.params, work.algorithm
-    generator = torch.Generator().manual_seed(torch_seed(work.seed, "trial"))
+    where = params.device if params.is_cuda else torch.device("cpu")
+    generator = torch.Generator(where).manual_seed(torch_seed(work.seed, "trial"))
 
     def draw(like: Tensor) -> Tensor:
-        return torch.randn(like.shape, generator=generator).to(like)
+        return torch.randn(like.shape, generator=generator, device=where).to(like)
 
     width = params.square().mean().sqrt().item() or 1.0  # all weights may be zero
     params = params + attempt.perturbed * width * draw(params)

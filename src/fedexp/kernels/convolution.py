@@ -5,10 +5,11 @@ float32 operands are scaled to half precision first, once for all products they 
 (`convolution_torch`).
 
 Implementations are plain PyTorch (`convolution_torch`) or Triton kernels (`convolution_few`,
-`convolution_triton`, `convolution_tma`). On a GPU a few likely ones are timed, and the choice is
-stored for the process and, by card and versions, on disk. On a CPU, and with deterministic
-algorithms, nothing is timed: the first candidate is used, so that a run gives the same bits every
-time.
+`convolution_triton`, `convolution_tma`). On a GPU the choice for a layer comes from a table of
+known layers and cards (`choices.json`, written by `tools/kernel_choices.py`). For other layers a
+few likely implementations are timed, and the choice is stored for the process and, by card and
+versions, on disk. On a CPU, and with deterministic algorithms, nothing is timed: the first
+candidate is used, so that a run gives the same bits every time.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ Direction = Literal["forward", "input_gradient", "weight_gradient"]
 # Takes two tensors and a Geometry; some take a gradient `buffer` or the `units` of scaled operands.
 Implementation = Callable[..., Tensor]
 
+CHOICES = Path(__file__).with_name("choices.json")
 WORTH_MEASURING = 10**9  # operations; anything smaller takes too little time to measure
 _chosen: dict[tuple[object, ...], Implementation] = {}
 
@@ -169,8 +171,10 @@ def _implementation(
         return _chosen[key]
     if is_compiling():
         names = candidates(direction, a, g, exact)
-        stored = _read_cache().get(_key(direction, a, g)) if a.is_cuda and len(names) > 1 else None
-        names = [stored] if stored in names else names
+        if a.is_cuda and len(names) > 1:
+            known = known_choice(direction, g, a.dtype)
+            stored = _read_cache().get(_key(direction, a, g))
+            names = [known] if known else [stored] if stored in names else names
         return partial(_compile_all, [implementation_named(name, direction) for name in names])
     _chosen[key] = _choose(direction, a, b, g, exact, scales)
     if g.clients > 1:
@@ -237,6 +241,8 @@ def _choose(
     direction: Direction, a: Tensor, b: Tensor, g: Geometry, exact: bool, scales: dict[str, Any]
 ) -> Implementation:
     names = candidates(direction, a, g, exact)
+    if len(names) > 1 and a.is_cuda and (known := known_choice(direction, g, a.dtype)):
+        return implementation_named(known, direction)
     fixed = torch.are_deterministic_algorithms_enabled() or g.flops < WORTH_MEASURING
     if len(names) > 1 and a.is_cuda and not fixed:
         stored, key = _read_cache(), _key(direction, a, g)
@@ -295,6 +301,32 @@ def _milliseconds(graph: torch.cuda.CUDAGraph) -> float:
     end.record()
     end.synchronize()
     return begin.elapsed_time(end)
+
+
+def known_choice(direction: str, g: Geometry, dtype: torch.dtype) -> str | None:
+    """Return the name of the implementation in the table of known layers, for this card.
+
+    It does not depend on the number of clients and images, so that a trial compiles what the run
+    needs.
+    """
+    return _known_choices(torch.cuda.get_device_name()).get(layer_key(direction, g, dtype))
+
+
+def layer_key(direction: str, g: Geometry, dtype: torch.dtype) -> str:
+    """Return the key of a layer in the table.
+
+    >>> layer_key("forward", Geometry(20, 50, 64, 32, 32, 64, 3, 3, padding=1), torch.bfloat16)
+    'forward 64x32x32-64 3x3 stride 1 padding 1 bfloat16'
+    """
+    sizes = f"{g.channels}x{g.height}x{g.width}-{g.outputs} {g.kernel_height}x{g.kernel_width}"
+    kind = str(dtype).removeprefix("torch.")
+    return f"{direction} {sizes} stride {g.stride} padding {g.padding} {kind}"
+
+
+@cache
+def _known_choices(card: str) -> dict[str, str]:
+    table: dict[str, dict[str, str]] = json.loads(CHOICES.read_text())
+    return table.get(card, {})
 
 
 def _key(direction: Direction, a: Tensor, g: Geometry) -> str:

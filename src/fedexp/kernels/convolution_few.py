@@ -18,7 +18,7 @@ from fedexp.kernels.launch import launch, new_images
 from fedexp.kernels.layers import sum_parts
 
 PIXELS = 128
-PARTS = 16  # of the pixels of a client, whose weight gradients are summed
+PARTS = 48  # of the pixels of a client, whose weight gradients are summed
 
 
 @triton.jit

@@ -103,7 +103,9 @@ def epilogue(product: Tensor, bias: Tensor | None, what: Epilogue, training: boo
 
 
 def plain_epilogue(product: Tensor, bias: Tensor | None, what: Epilogue, training: bool) -> Tensor:
-    """Return what `epilogue` does, in plain PyTorch."""
+    """Return what `epilogue` does, in plain PyTorch; in float32 or wider, as the kernel does."""
+    dtype = product.dtype
+    product = product.to(torch.promote_types(dtype, torch.float32))
     if bias is not None and product.ndim == 4:
         each = len(product) // len(bias)
         product = product + bias.repeat_interleave(each, dim=0)[:, :, None, None]
@@ -111,7 +113,8 @@ def plain_epilogue(product: Tensor, bias: Tensor | None, what: Epilogue, trainin
         product = product + bias[:, None]
     product = product.relu() if what.relu else product
     product = F.max_pool2d(product, what.pool) if what.pool > 1 else product
-    return F.dropout(product, what.dropout, training) if what.dropout else product
+    product = F.dropout(product, what.dropout, training) if what.dropout else product
+    return product.to(dtype)
 
 
 class _Epilogue(torch.autograd.Function):

@@ -1,8 +1,8 @@
 """Triton kernels of the epilogue of a layer; `epilogue` dispatches to them and has their twin.
 
 A tensor is seen as pixels [K, P, C]: of images in channels-last memory format, or rows with one
-pixel each. A program computes a block of result pixels of one client, all of their channels or a
-block of them.
+pixel each. A program computes a few parts of the result pixels of one client, all of their channels
+or a block of them; the parts share a draw of random numbers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from torch import Tensor
 from fedexp.kernels.launch import launch, new_images
 from fedexp.kernels.layers import sum_parts
 
-BLOCK = 4096  # numbers of the result per program
+BLOCK = 1024  # numbers of the result per part of a program
+PARTS = 4  # as many as a draw of random numbers has
 MOST_CHANNELS = 256
 
 
@@ -40,29 +41,48 @@ def _greatest(x, pixel, c, real, W: tl.constexpr, OH: tl.constexpr, OW: tl.const
     return best, place, at
 
 
+@triton.jit
+def _draws(seed, client, c, C: tl.constexpr, ROWS: tl.constexpr):
+    """Return the random numbers of a program, one tensor per part: one call gives four."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    return tl.randint4x(tl.load(seed) + client, row[:, None] * C + c[None, :])
+
+
 @triton.jit(do_not_specialize=["pixels", "images"])
 def epilogue_kernel(
     x, bias, seed, y, bias_row, pixels, images,
     C: tl.constexpr, W: tl.constexpr, HW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
     POOL: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, DROPOUT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(1).to(tl.int64)
-    pixel = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    real = (pixel < pixels)[:, None] & (c < C)[None, :]
-    value, _, _ = _greatest(x + client * images * HW * C, pixel, c, real, W, OH, OW, HW, C, POOL)
+    x += client * images * HW * C
+    y += client * pixels * C
     if BIAS:
-        value += tl.load(bias + client * bias_row + c, mask=c < C, other=0.0).to(tl.float32)[
-            None, :
-        ]
-    if RELU:
-        value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
-    at = pixel[:, None] * C + c[None, :]
+        added = tl.load(bias + client * bias_row + c, mask=c < C, other=0.0).to(tl.float32)
     if DROPOUT > 0.0:
-        stays = tl.rand(tl.load(seed) + client, at) >= DROPOUT
-        value = tl.where(stays, value * (1.0 / (1.0 - DROPOUT)), 0.0)
-    tl.store(y + client * pixels * C + at, value.to(y.dtype.element_ty), mask=real)
+        one, two, three, four = _draws(seed, client, c, C, ROWS)
+    for part in tl.static_range(PARTS):
+        pixel = (tl.program_id(0) * PARTS + part) * ROWS + tl.arange(0, ROWS)
+        real = (pixel < pixels)[:, None] & (c < C)[None, :]
+        value, _, _ = _greatest(x, pixel, c, real, W, OH, OW, HW, C, POOL)
+        if BIAS:
+            value += added[None, :]
+        if RELU:
+            value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+        if DROPOUT > 0.0:
+            if part == 0:
+                draw = one
+            elif part == 1:
+                draw = two
+            elif part == 2:
+                draw = three
+            else:
+                draw = four
+            stays = tl.uint_to_uniform_float(draw) >= DROPOUT
+            value = tl.where(stays, value * (1.0 / (1.0 - DROPOUT)), 0.0)
+        tl.store(y + pixel[:, None] * C + c[None, :], value.to(y.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["pixels", "images"])
@@ -70,35 +90,50 @@ def epilogue_gradient_kernel(
     dy, x, bias, seed, dx, sums, bias_row, pixels, images,
     C: tl.constexpr, W: tl.constexpr, HW: tl.constexpr, OH: tl.constexpr, OW: tl.constexpr,
     POOL: tl.constexpr, BIAS: tl.constexpr, RELU: tl.constexpr, DROPOUT: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     client = tl.program_id(1).to(tl.int64)
-    pixel = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
-    real = (pixel < pixels)[:, None] & (c < C)[None, :]
-    at = pixel[:, None] * C + c[None, :]
-    gradient = tl.load(dy + client * pixels * C + at, mask=real, other=0.0).to(tl.float32)
+    x += client * images * HW * C
+    dx += client * images * HW * C
+    dy += client * pixels * C
+    total = tl.zeros((COLUMNS,), dtype=tl.float32)
+    if BIAS:
+        added = tl.load(bias + client * bias_row + c, mask=c < C, other=0.0).to(tl.float32)
     if DROPOUT > 0.0:
-        stays = tl.rand(tl.load(seed) + client, at) >= DROPOUT
-        gradient = tl.where(stays, gradient * (1.0 / (1.0 - DROPOUT)), 0.0)
-    start = client * images * HW * C
-    if RELU or POOL > 1:
-        value, place, source = _greatest(x + start, pixel, c, real, W, OH, OW, HW, C, POOL)
-        if RELU:
-            if BIAS:
-                value += tl.load(bias + client * bias_row + c, mask=c < C, other=0.0).to(
-                    tl.float32
-                )[None, :]
-            gradient = tl.where(value <= 0.0, 0.0, gradient)
-        for tap in tl.static_range(POOL * POOL):
-            own = tl.where(place == tap, gradient, 0.0)
-            shift = ((tap // POOL) * W + tap % POOL) * C
-            tl.store(dx + start + source + shift, own.to(dx.dtype.element_ty), mask=real)
-    else:
-        tl.store(dx + start + at, gradient.to(dx.dtype.element_ty), mask=real)
+        one, two, three, four = _draws(seed, client, c, C, ROWS)
+    for part in tl.static_range(PARTS):
+        pixel = (tl.program_id(0) * PARTS + part) * ROWS + tl.arange(0, ROWS)
+        real = (pixel < pixels)[:, None] & (c < C)[None, :]
+        at = pixel[:, None] * C + c[None, :]
+        gradient = tl.load(dy + at, mask=real, other=0.0).to(tl.float32)
+        if DROPOUT > 0.0:
+            if part == 0:
+                draw = one
+            elif part == 1:
+                draw = two
+            elif part == 2:
+                draw = three
+            else:
+                draw = four
+            stays = tl.uint_to_uniform_float(draw) >= DROPOUT
+            gradient = tl.where(stays, gradient * (1.0 / (1.0 - DROPOUT)), 0.0)
+        if RELU or POOL > 1:
+            value, place, source = _greatest(x, pixel, c, real, W, OH, OW, HW, C, POOL)
+            if RELU:
+                if BIAS:
+                    value += added[None, :]
+                gradient = tl.where(value <= 0.0, 0.0, gradient)
+            for tap in tl.static_range(POOL * POOL):
+                own = tl.where(place == tap, gradient, 0.0)
+                shift = ((tap // POOL) * W + tap % POOL) * C
+                tl.store(dx + source + shift, own.to(dx.dtype.element_ty), mask=real)
+        else:
+            tl.store(dx + at, gradient.to(dx.dtype.element_ty), mask=real)
+        total += tl.sum(gradient, axis=0)
     if BIAS:
         block = client * tl.num_programs(0) + tl.program_id(0)
-        tl.store(sums + block * C + c, tl.sum(gradient, axis=0), mask=c < C)
+        tl.store(sums + block * C + c, total, mask=c < C)
 
 
 def forward(
@@ -149,10 +184,10 @@ def _sizes(
     tall, wide = height // pool, width // pool
     columns = min(MOST_CHANNELS, triton.next_power_of_2(channels))
     pixels = images * tall * wide
-    rows = min(BLOCK // columns, max(16, triton.next_power_of_2(pixels)))
+    rows = BLOCK // columns
     sizes = {
         "pixels": pixels, "images": images, "C": channels, "W": width, "HW": height * width,
         "OH": tall, "OW": wide, "POOL": pool, "BIAS": bias is not None, "RELU": relu,
-        "DROPOUT": dropout, "ROWS": rows, "COLUMNS": columns, "num_warps": 4,
+        "DROPOUT": dropout, "ROWS": rows, "COLUMNS": columns, "PARTS": PARTS, "num_warps": 4,
     }  # fmt: skip
-    return sizes, (triton.cdiv(pixels, rows), clients, triton.cdiv(channels, columns))
+    return sizes, (triton.cdiv(pixels, rows * PARTS), clients, triton.cdiv(channels, columns))

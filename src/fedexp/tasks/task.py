@@ -217,7 +217,10 @@ class Task:
         """Return the weight of each example in the means, in memory of the device."""
         key = split.name, device
         if key not in self._weights_on:
-            self._weights_on[key] = split.weights(widest(device)).to(device)
+            weights = split.weights(widest(device))
+            if device.type == "cuda":  # a copy that the host does not wait for
+                weights = weights.pin_memory()
+            self._weights_on[key] = weights.to(device, non_blocking=True)
         return self._weights_on[key]
 
     @cached_property
