@@ -212,8 +212,8 @@ class ModuleObjective:
         There dense layers are two to four times as fast, small transformers 1.2 to 2 times, a mean
         of embeddings 5 times. An LSTM of 256 units takes 2.7 times as long, since torch has one
         kernel for its whole sequence, and recurrent cells of 256 units 1.5 times. Sequence models
-        of 650,000 parameters and more take 1 to 1.8 times as long, since the weights of all clients do not
-        fit the cache.
+        of 650,000 parameters and more take 1 to 1.8 times as long, since the weights of all clients
+        do not fit the cache.
         """
         if device.type != "cpu":
             return True
