@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 
 import pytest
 import torch
@@ -104,6 +106,20 @@ def test_batching_pays_on_a_gpu_and_for_dense_layers() -> None:
     assert ModuleObjective(lambda: nn.Linear(4, 3)).batching_pays(cpu)
     assert not convolution.batching_pays(cpu)
     assert convolution.batching_pays(torch.device("cuda"))
+
+
+@pytest.mark.parametrize("layer", [nn.LSTM, nn.GRU, nn.RNN, nn.LSTMCell, nn.GRUCell, nn.RNNCell])
+def test_recurrent_layers_are_batched_on_a_gpu_only(layer: Callable[..., nn.Module]) -> None:
+    objective = ModuleObjective(lambda: layer(3, 4))
+    assert not objective.batching_pays(torch.device("cpu"))
+    assert objective.batching_pays(torch.device("cuda"))
+
+
+def test_large_sequence_models_are_not_batched_on_a_cpu() -> None:
+    for words, pays in ((1_000, True), (10_000, False)):
+        objective = ModuleObjective(partial(nn.Embedding, words, 16))
+        assert objective.batching_pays(torch.device("cpu")) == pays
+        assert objective.batching_pays(torch.device("cuda"))
 
 
 class Stubborn(nn.Module):

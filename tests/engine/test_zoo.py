@@ -41,7 +41,10 @@ from tests.engine.zoo_runs import (
     run,
 )
 
-pytestmark = pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning"),
+    pytest.mark.filterwarnings("ignore:LSTM with projections is not supported:UserWarning"),
+]
 
 NAMED = ("threads", "batched", "dense", "quadratic")  # beside the loop and "auto"
 # torch has no Fourier transform in bf16, and its fused attention needs masks of aligned rows there
@@ -209,7 +212,27 @@ def test_the_quadratic_engine_is_plain_torch(recipe: Recipe) -> None:
         assert last.engine.startswith(engine)
 
 
-@pytest.mark.parametrize("name", ["conv-batch-norm", "conv-instance-norm", "lstm"])
+STACKED = (
+    "embedding", "embedding-padding", "lstm", "lstm-two-layers", "lstm-per-token", "gru",
+    "gru-per-token", "gru-in-steps", "rnn", "layer-norm", "multihead-attention", "attention-cross",
+    "transformer-norm-first", "transformer-norm-last", "transformer-time-first",
+    "transformer-causal", "attention-fused", "per-token-labels",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STACKED)
+def test_sequence_models_have_stacked_layers(name: str) -> None:
+    """In float64 to the loop's numbers; the noise of bf16 passes the trial."""
+    case = BY_NAME[name]
+    task, record = run(case, torch.float64, "batched")
+    assert record.engine == "batched (layers)"
+    found = gap(outcome(task, record), by_loop(name, torch.float64), case)
+    assert found.params <= EXACT
+    _, record = run(case, torch.float32, "batched", precision="bf16")
+    assert record.engine == "batched (layers)"
+
+
+@pytest.mark.parametrize("name", ["conv-batch-norm", "conv-instance-norm", "lstm-cell"])
 def test_bf16_is_batched_and_its_noise_passes_the_trial(name: str) -> None:
     _, record = run(BY_NAME[name], torch.float32, "batched", precision="bf16")
     assert record.engine.startswith("batched (vmap")

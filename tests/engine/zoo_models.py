@@ -101,7 +101,7 @@ def of_last(recurrent: Callable[..., nn.Module], **options: Any) -> Build:
     """Classify a series by the last output of a recurrent layer."""
 
     def build() -> nn.Module:
-        width = 6 * (2 if options.get("bidirectional") else 1)
+        width = options.get("proj_size", 6) * (2 if options.get("bidirectional") else 1)
         return Called(
             lambda m, x: m.head(m.cell(x)[0][:, -1]),
             cell=recurrent(4, 6, batch_first=True, **options),
@@ -185,6 +185,70 @@ def transformer(norm_first: bool) -> nn.Module:
         4, 2, dim_feedforward=8, dropout=0.0, batch_first=True, norm_first=norm_first
     )
     return Called(lambda m, x: m.head(m.layer(x).mean(1)), layer=layer, head=nn.Linear(4, CLASSES))
+
+
+def causal_transformer() -> nn.Module:
+    """Scores for every token by two layers that see no later one, [n, classes, tokens]."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        h = m.embed(x) + m.position(torch.arange(x.shape[1], device=x.device).expand_as(x))
+        mask = nn.Transformer.generate_square_subsequent_mask(x.shape[1], x.device, h.dtype)
+        return m.head(m.encoder(h, mask, is_causal=True)).mT
+
+    layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True, norm_first=True)
+    return Called(
+        run,
+        embed=nn.Embedding(WORDS, 8),
+        position=nn.Embedding(LENGTH, 8),
+        encoder=nn.TransformerEncoder(layer, 2, nn.LayerNorm(8), enable_nested_tensor=False),
+        head=nn.Linear(8, CLASSES),
+    )
+
+
+def time_first() -> nn.Module:
+    """Classify a series by a transformer layer that takes the time first."""
+    layer = nn.TransformerEncoderLayer(4, 2, dim_feedforward=8, dropout=0.0)
+    return Called(
+        lambda m, x: m.head(m.layer(x.transpose(0, 1))[-1]), layer=layer, head=nn.Linear(4, CLASSES)
+    )
+
+
+def crossing() -> nn.Module:
+    """The words of a text attend to embeddings of their own."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        memory = m.memory(x)
+        return m.head(m.attend(m.embed(x), memory, memory)[0].mean(1))
+
+    return Called(
+        run,
+        embed=nn.Embedding(WORDS, 8),
+        memory=nn.Embedding(WORDS, 8),
+        attend=nn.MultiheadAttention(8, 2, batch_first=True),
+        head=nn.Linear(8, CLASSES),
+    )
+
+
+def next_words(cell: Callable[..., nn.Module], **options: Any) -> Build:
+    """Scores for every token by a recurrent layer on embeddings, [n, classes, tokens]."""
+    return lambda: Called(
+        lambda m, x: m.head(m.cell(m.embed(x))[0]).mT,
+        embed=nn.Embedding(WORDS, 4),
+        cell=cell(4, 6, batch_first=True, **options),
+        head=nn.Linear(12 if options.get("bidirectional") else 6, CLASSES),
+    )
+
+
+def in_steps() -> nn.Module:
+    """Calls a recurrent layer step by step, with its own state."""
+
+    def run(m: Any, x: Tensor) -> Tensor:
+        state: Any = None
+        for t in range(x.shape[1]):
+            _, state = m.cell(x[:, t : t + 1], state)
+        return m.head(state[0])
+
+    return Called(run, cell=nn.GRU(4, 6, batch_first=True), head=nn.Linear(6, CLASSES))
 
 
 def multihead() -> nn.Module:

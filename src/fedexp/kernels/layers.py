@@ -205,14 +205,12 @@ def sgd_step(
 
         step_triton.sgd_step(layers, params, grads, correction, lrs, decay, active, copy, deltas)
         return
-    corrected = layers.unpack(_corrected(layers, params, grads, correction))
-    rows = layers.unpack(params)
-    updated = rows * decay.to(rows) - corrected * lrs[:, None].to(rows)
-    updated = torch.where(active[:, None], updated, rows)
+    corrected = _corrected(layers, params, grads, correction)
+    decay, rates = decay.to(params.dtype), lrs[:, None].to(params.dtype)
+    for rows, grad in zip(layers.views(params), layers.views(corrected), strict=True):
+        rows.copy_(torch.where(active[:, None], rows * decay - grad * rates, rows))
     if deltas is not None:
-        torch.sub(correction.start[: rows.shape[1]], updated, out=deltas)
-        return
-    params.copy_(layers.pack(updated))
+        torch.sub(correction.start[: deltas.shape[1]], layers.unpack(params), out=deltas)
     if copy is not None:
         copy.copy_(params)
 

@@ -30,6 +30,7 @@ from fedexp.kernels.layers import Layers, gradient_buffers
 from fedexp.kernels.normalisation import group_norm
 from fedexp.models import GroupNormReLU
 from fedexp.objective.base import DEFAULT_FIELDS, Fields, as_type, shaped
+from fedexp.objective.sequence_layers import STACKED_CONTAINERS, STACKED_SEQUENCE, unsupported
 
 log = logging.getLogger("fedexp")
 
@@ -105,8 +106,13 @@ STACKED: dict[type[nn.Module], type[nn.Module]] = {
     nn.Conv2d: StackedConv2d,
     nn.GroupNorm: StackedGroupNorm,
     GroupNormReLU: StackedGroupNormReLU,
+    nn.modules.linear.NonDynamicallyQuantizableLinear: StackedLinear,
+    **STACKED_SEQUENCE,
 }
-NORMS = (nn.GroupNorm,)
+# of layers without weights of their own
+CONTAINERS: dict[type[nn.Module], type[nn.Module]] = {nn.Flatten: StackedFlatten}
+CONTAINERS |= STACKED_CONTAINERS
+NORMS = (nn.GroupNorm, nn.LayerNorm)
 
 
 def stacked(module: nn.Module, epilogues: bool = False) -> nn.Module:
@@ -126,13 +132,14 @@ def stacked(module: nn.Module, epilogues: bool = False) -> nn.Module:
     _check(len({id(p) for _, p in named}) == len(named), "layers share weights")
     _check(not list(copy.buffers()), "it has buffers")
     for layer in copy.modules():
-        if type(layer) is nn.Flatten:
-            layer.__class__ = StackedFlatten
+        if type(layer) in CONTAINERS:
+            layer.__class__ = CONTAINERS[type(layer)]
         own = [p.requires_grad for p in layer.parameters(recurse=False)]
         if any(own):  # a frozen layer is the same for all clients, and works on all rows as it is
             _check(all(own), "some weights of a layer are frozen")
             _check(type(layer) in STACKED, f"{type(layer).__name__} cannot be stacked")
             _check_settings(layer)
+            _check((reason := unsupported(layer)) is None, str(reason))
             layer.__class__ = STACKED[type(layer)]
     if epilogues:
         for layer in copy.modules():
