@@ -36,6 +36,7 @@ from fedexp.tasks import (
     digits_mlp,
     emnist,
     emnist_small,
+    shakespeare,
     synthetic,
     toy,
 )
@@ -53,6 +54,7 @@ TASKS: dict[str, Callable[..., Task]] = {
     "cifar100": cifar100,
     "cinic10": cinic10,
     "cifar10-cnn": cifar10_cnn,
+    "shakespeare": shakespeare,
     "emnist-small": emnist_small,
     "cifar10-small": cifar10_small,
     "cifar100-small": cifar100_small,

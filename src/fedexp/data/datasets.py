@@ -43,6 +43,8 @@ class RawSplits:
         offsets: for a data set with natural clients, client i owns the training rows offsets[i] to
             offsets[i + 1]; else None.
         clients: names of the natural clients, where the data set has them.
+        test_offsets: natural client i owns the test rows test_offsets[i] to test_offsets[i + 1];
+            None where test examples belong to no client.
     """
 
     name: str
@@ -51,6 +53,7 @@ class RawSplits:
     test: Batch
     offsets: NDArray[np.int64] | None = None
     clients: tuple[str, ...] = ()
+    test_offsets: NDArray[np.int64] | None = None
 
     @property
     def is_text(self) -> bool:
@@ -79,7 +82,9 @@ class RawSplits:
             for split in ("train", "test")
         )
         names = tuple(bytes(each).decode("utf-8", "replace") for each in arrays["clients"])
-        return cls(name, tokens, train, test, np.array(arrays["offsets"]), names)
+        own = np.array(arrays["test_offsets"])
+        owned = own if len(own) else None
+        return cls(name, tokens, train, test, np.array(arrays["offsets"]), names, owned)
 
     def federation(self, parts: Sequence[NDArray[np.int64]] | None = None) -> Federation:
         """Return the training examples by client: by a partition, or by natural clients.
@@ -125,6 +130,11 @@ def check_text(arrays: Mapping[str, NDArray[Any]], tokens: int) -> None:
     offsets, clients = (arrays.get(name, np.empty(())) for name in ("offsets", "clients"))
     good = offsets.ndim == clients.ndim == 1 and len(offsets) == len(clients) + 1
     require(good and clients.dtype.kind == "S", "it does not hold the names of the clients")
+    own, rows = arrays.get("test_offsets", np.empty(())), len(arrays["test_x"])
+    good = own.ndim == 1 and own.dtype == np.int64 and len(own) in (0, len(offsets))
+    require(good, "it does not hold the test offsets of the clients")
+    good = not len(own) or (own[0] == 0 and own[-1] == rows and bool((np.diff(own) > 0).all()))
+    require(good, "the test offsets of its clients are not increasing")
 
 
 @dataclass(frozen=True)

@@ -15,6 +15,7 @@ from fedexp.tasks.images import (
 from fedexp.tasks.metrics import Mean, Metric
 from fedexp.tasks.recipe import Goal, parse_goal
 from fedexp.tasks.regression import linear_regression, synthetic, toy
+from fedexp.tasks.shakespeare import shakespeare
 from fedexp.tasks.supervised import classification, supervised
 from fedexp.tasks.task import Task
 
@@ -37,6 +38,7 @@ __all__ = [
     "emnist_small",
     "linear_regression",
     "parse_goal",
+    "shakespeare",
     "supervised",
     "synthetic",
     "toy",

@@ -1,4 +1,4 @@
-"""Goals, targets and tuned values: the paper's tables as data, and the values of the digits.
+"""Goals, targets and tuned values: the paper's tables as data, and values for other tasks.
 
 Options are named as `--set` takes them. `tuned` are the best values of the paper's grid search
 (App. D.3, docs/paper.md#tuned-values); `released` are those of the authors' code where they differ
@@ -114,6 +114,29 @@ def _cifar(mu: float) -> Options:
     return _images(lr=0.01, eps=1e-3, adagrad=0.1, tau=0.1, mu=mu)
 
 
+def _text(local_lr: float) -> Options:
+    """Return starting values for next-character prediction, not tuned by the paper's protocol.
+
+    Those of Reddi et al. (2021, App. D; docs/hyperparameters.md of google-research/federated) on
+    Shakespeare, whose client step size is 1 for every algorithm. FedExP and SCAFFOLD, which they
+    do not have, take FedAvg's, and the first eps of the paper's rule of thumb.
+    """
+    average = {"server.lr": 1.0, "local.lr": local_lr}
+    exp = {"server.eps": 1e-3, "local.lr": local_lr}
+    adam = {"server.lr": 0.01, "server.tau": 1e-3, "local.lr": local_lr}
+    return {
+        "fedavg": average,
+        "fedexp": exp,
+        "scaffold": average,
+        "scaffold-exp": exp,
+        "fedadagrad": {"server.lr": 10**-0.5, "server.tau": 0.1, "local.lr": local_lr},
+        "fedadam": adam,
+        "fedyogi": adam,
+        "fedavgm": {"server.lr": 10**-0.5, "server.beta": 0.9, "local.lr": local_lr},
+        "fedexp-m": {**exp, "server.beta": 0.9},
+    }
+
+
 def _digits(local_lr: float, **server: float) -> dict[str, float]:
     return {"local.lr": local_lr, **{f"server.{name}": value for name, value in server.items()}}
 
@@ -201,4 +224,6 @@ RECIPES = {
             "fedexp-m": _digits(1.0, eps=0.1),
         },
     ),
+    "shakespeare": Recipe(tuned=_text(local_lr=1.0)),
+    "shakespeare-transformer": Recipe(tuned=_text(local_lr=0.1)),
 }
