@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fedexp.data.federation import Batch, Federation, check_labels
 from fedexp.data.sources import cifar, cinic
 from fedexp.data.sources import emnist as femnist
+from fedexp.data.sources import mnist as mnist_files
 from fedexp.data.sources import shakespeare as plays
 from fedexp.data.sources.cache import Arrays, Mapped, cached, without_sources
 from fedexp.data.sources.download import Source, cache_path, data_folder, unpack
@@ -199,6 +200,7 @@ DATASETS = {
     "cifar10": Dataset(cifar.CIFAR10, cifar.locate10, cifar.build10),
     "cifar100": Dataset(cifar.CIFAR100, cifar.locate100, cifar.build100),
     "cinic10": Dataset(cinic.CINIC10, cinic.locate, cinic.build),
+    "mnist": Dataset(mnist_files.MNIST, mnist_files.locate, mnist_files.build),
     "shakespeare": Dataset(plays.SHAKESPEARE, plays.locate, plays.build, natural=True, text=True),
 }
 
@@ -233,6 +235,11 @@ def cifar100(folder: Folder = None) -> RawSplits:
 def cinic10(folder: Folder = None) -> RawSplits:
     """Load the official training and test splits of CINIC-10, 90,000 images each."""
     return load("cinic10", folder)
+
+
+def mnist(folder: Folder = None) -> RawSplits:
+    """Load MNIST: 60,000 training and 10,000 test images of 28x28 pixels."""
+    return load("mnist", folder)
 
 
 def shakespeare(folder: Folder = None) -> RawSplits:

@@ -114,26 +114,36 @@ def _cifar(mu: float) -> Options:
     return _images(lr=0.01, eps=1e-3, adagrad=0.1, tau=0.1, mu=mu)
 
 
-def _text(local_lr: float) -> Options:
-    """Return starting values for next-character prediction, not tuned by the paper's protocol.
+Logs = tuple[float, ...]
 
-    Those of Reddi et al. (2021, App. D; docs/hyperparameters.md of google-research/federated) on
-    Shakespeare, whose client step size is 1 for every algorithm. FedExP and SCAFFOLD, which they
-    do not have, take FedAvg's, and the first eps of the paper's rule of thumb.
+
+def _reddi(average: Logs, momentum: Logs, adagrad: Logs, adam: Logs) -> Options:
+    """Return starting values, not tuned by the paper's protocol: those of Reddi et al. (2021).
+
+    Arguments are base-10 logarithms of client step size, server step size and τ, from
+    `optimization/docs/hyperparameters.md` of google-research/federated. FedExP and SCAFFOLD, which
+    they do not have, take FedAvg's client step size, and the first eps of the paper's rule of
+    thumb.
     """
-    average = {"server.lr": 1.0, "local.lr": local_lr}
-    exp = {"server.eps": 1e-3, "local.lr": local_lr}
-    adam = {"server.lr": 0.01, "server.tau": 1e-3, "local.lr": local_lr}
+    client, server = (10.0**each for each in average)
+    exp = {"server.eps": 1e-3, "local.lr": client}
+    adaptive = {
+        name: {
+            "local.lr": 10.0 ** logs[0],
+            "server.lr": 10.0 ** logs[1],
+            "server.tau": 10.0 ** logs[2],
+        }
+        for name, logs in {"fedadagrad": adagrad, "fedadam": adam, "fedyogi": adam}.items()
+    }
+    beta = {"server.beta": 0.9}
     return {
-        "fedavg": average,
+        "fedavg": {"server.lr": server, "local.lr": client},
         "fedexp": exp,
-        "scaffold": average,
+        "scaffold": {"server.lr": 1.0, "local.lr": client},
         "scaffold-exp": exp,
-        "fedadagrad": {"server.lr": 10**-0.5, "server.tau": 0.1, "local.lr": local_lr},
-        "fedadam": adam,
-        "fedyogi": adam,
-        "fedavgm": {"server.lr": 10**-0.5, "server.beta": 0.9, "local.lr": local_lr},
-        "fedexp-m": {**exp, "server.beta": 0.9},
+        **adaptive,
+        "fedavgm": {"server.lr": 10.0 ** momentum[1], "local.lr": 10.0 ** momentum[0], **beta},
+        "fedexp-m": {**exp, **beta},
     }
 
 
@@ -224,6 +234,13 @@ RECIPES = {
             "fedexp-m": _digits(1.0, eps=0.1),
         },
     ),
-    "shakespeare": Recipe(tuned=_text(local_lr=1.0)),
-    "shakespeare-transformer": Recipe(tuned=_text(local_lr=0.1)),
+    # Not in the paper; to be tuned by its protocol.
+    "shakespeare": Recipe(tuned=_reddi((0, 0), (0, -0.5), (0, -0.5, -1), (0, -2, -3))),
+    "shakespeare-transformer": Recipe(  # the LSTM's, with a smaller client step size
+        tuned=_reddi((-1, 0), (-1, -0.5), (-1, -0.5, -1), (-1, -2, -3))
+    ),
+    "femnist": Recipe(tuned=_reddi((-1, 0), (-1.5, -0.5), (-1.5, -1, -2), (-1.5, -2.5, -4))),
+    # FedAvg's server step size is 1 as in FLUTE and FedML; Reddi et al. have 10^0.5.
+    "fed-cifar100": Recipe(tuned=_reddi((-1, 0), (-1.5, 0), (-1, -1, -2), (-1.5, 0, -1))),
+    "mnist": Recipe(tuned={"fedavg": {"server.lr": 1.0, "local.lr": 0.03}}),
 }
