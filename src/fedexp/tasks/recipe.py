@@ -237,7 +237,7 @@ RECIPES = {
     # Not in the paper; to be tuned by its protocol.
     "shakespeare": Recipe(tuned=_reddi((0, 0), (0, -0.5), (0, -0.5, -1), (0, -2, -3))),
     "shakespeare-transformer": Recipe(  # the LSTM's, with a smaller client step size
-        tuned=_reddi((-1, 0), (-1, -0.5), (-1, -0.5, -1), (-1, -2, -3))
+        tuned=_reddi((-0.5, 0), (-0.5, -0.5), (-0.5, -0.5, -1), (-0.5, -2, -3))
     ),
     "femnist": Recipe(tuned=_reddi((-1, 0), (-1.5, -0.5), (-1.5, -1, -2), (-1.5, -2.5, -4))),
     # FedAvg's server step size is 1 as in FLUTE and FedML; Reddi et al. have 10^0.5.

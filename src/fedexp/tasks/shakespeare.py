@@ -22,6 +22,7 @@ means over roles of these means.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -55,7 +56,7 @@ def shakespeare(model: Model = "lstm", folder: str | None = None) -> Task:
     data = load_splits("shakespeare", folder)
     train, test = (with_counted_targets(batch) for batch in (data.train, data.test))
     length = train["x"].shape[1]
-    build = partial(char_lstm, data.classes)
+    build: Callable[[], nn.Module] = partial(char_lstm, data.classes)
     if model == "transformer":
         build = partial(char_transformer, data.classes, length)
     assert data.offsets is not None
