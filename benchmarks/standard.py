@@ -25,7 +25,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, redirect_stdout
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
@@ -300,7 +300,8 @@ def measure(
 ) -> list[Row]:
     """Return one row per contestant."""
     actions = contestants(problem, device, precision, loop)
-    times = take_turns(actions, turns, WARM)
+    with redirect_stdout(sys.stderr):  # pfl prints the metrics of every round
+        times = take_turns(actions, turns, WARM)
     rows = []
     for name, timing in times.items():
         action = actions[name]

@@ -195,17 +195,14 @@ def test_models_do_not_see_later_characters(build: type[CharLSTM] | type[CharTra
 def test_a_run_learns(task: Task) -> None:
     task = replace(task, by_client=True)
     records = list(fx.simulate(task, "fedexp", rounds=3, evaluate_every=1))
-    losses = [record.train_loss for record in records]
-    assert losses[0] is not None
-    assert losses[-1] is not None
-    assert losses[-1] < losses[0]
-    assert records[-1].metrics["test_accuracy_worst_decile"] <= records[-1].test_accuracy
+    first, last = records[0].to_json(), records[-1].to_json()
+    assert last["train_loss"] < first["train_loss"]
+    assert last["test_accuracy_worst_decile"] <= last["test_accuracy"]
 
 
 def test_the_two_models_are_different_runs(folder: Path, tmp_path: Path) -> None:
     lstm, transformer = (
-        fx.tasks.shakespeare(model, str(folder))  # type: ignore[arg-type]
-        for model in ("lstm", "transformer")
+        fx.tasks.shakespeare(model, str(folder)) for model in ("lstm", "transformer")
     )
     assert (lstm.name, transformer.name) == ("shakespeare", "shakespeare-transformer")
     different = fingerprint(lstm, fx.fedavg(), 0).differences(
