@@ -283,7 +283,8 @@ def contestants(
     problem: Problem, device: str, precision: Precision, loop: bool
 ) -> dict[str, Callable[[], object]]:
     """Return an action per contestant that trains one round."""
-    found: dict[str, Callable[[], object]] = {"fedexp": ours(problem, device, precision, "auto")}
+    found: dict[str, Callable[[], object]] = {}
+    found["fedexp, auto"] = ours(problem, device, precision, "auto")
     if loop:
         found["fedexp, loop"] = ours(problem, device, precision, "loop")
     found["sequential PyTorch"] = partial(next, sequential(problem, device, precision))
@@ -306,7 +307,8 @@ def measure(
     for name, timing in times.items():
         action = actions[name]
         engine = action.engine if isinstance(action, Rounds) else ""
-        row = {"task": problem.name, "contestant": name.partition(",")[0], "engine": engine}
+        own, _, requested = name.partition(", ")
+        row = {"task": problem.name, "contestant": own, "engine": engine, "requested": requested}
         rows.append({**row, "precision": precision, **timing.row(), "all": list(timing.turns)})
     return rows
 
@@ -334,7 +336,7 @@ def main() -> None:
         "--precision", choices=("float32", "tf32", "bf16"), help="float32, or tf32 on a GPU"
     )
     parser.add_argument("--turns", type=int, default=TURNS, help=f"rounds counted ({TURNS})")
-    parser.add_argument("--loop", action="store_true", help="the loop of this package as well")
+    parser.add_argument("--loop", action="store_true", help="also time the loop of this package")
     parser.add_argument("--threads", type=int, help="of torch on a CPU; default: all cores")
     parser.add_argument("--out", type=Path, help="write all figures as JSON")
     args = parser.parse_args()
