@@ -80,8 +80,8 @@ class Published:
 
 
 SOURCE = (
-    "whole runs with evaluations, in 4 processes on GPUs that are not named; README of "
-    "microsoft/msrflute at 8bfe085, which timed both (FedML 0.7.303, MPI)"
+    "whole runs with evaluations, FLUTE's in 4 processes, on GPUs that are not named; README of "
+    "microsoft/msrflute at 8bfe085, which has both (FedML 0.7.303, MPI)"
 )
 PUBLISHED = {
     "mnist": Published("00:01:35", "00:03:09", 100),

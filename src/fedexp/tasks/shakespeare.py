@@ -13,9 +13,9 @@ certainty, and would raise the accuracy.
 
 **The loss of an example** is the sum over its counted tokens, divided by the 80 tokens of a
 sequence, so that every engine can pad batches. Within a batch each counted token has the same
-weight, as in the reference, which divides by the number of counted tokens: the gradients have the
-same direction, and the same length up to the fraction of tokens that count (98 % on average; less
-only in batches with the last sequence of a role). Evaluations divide by the tokens that count:
+weight, as in the mean over the counted tokens of a batch that FLUTE takes: the gradients have the
+same direction, and the same length up to the fraction of tokens that count (98 % on average, much
+less only in batches with the last sequence of a role). Evaluations divide by the tokens that count:
 `test_accuracy` and `test_loss` are means over all counted tokens of the test set, `train_*` the
 means over roles of these means.
 """
