@@ -45,6 +45,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/ranks.py
 	$(BIN)/python benchmarks/many_gpus.py
 	$(BIN)/python benchmarks/peers.py --turns 1
+	$(BIN)/python benchmarks/standard.py --generated --turns 1
 	$(BIN)/python benchmarks/data_loading.py
 
 # Tables, figures, docs/reproduction.md and README's block from the runs in results/, without data.

@@ -1,4 +1,4 @@
-"""The paper's models, as plain `nn.Module`s; any other module works as well.
+"""The paper's models, and two for text, as plain `nn.Module`s; any other module works as well.
 
 Weights are initialised by torch's defaults, as in the authors' code. ResNet-18 has group instead of
 batch normalisation: batch statistics of clients with different data do not average to anything
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Literal, get_args
 
+import torch
 from torch import Tensor, nn
 
 from fedexp.errors import require
@@ -121,11 +122,14 @@ def cifar_cnn(classes: int = 10) -> nn.Sequential:
 
 
 Pool = Literal["adaptive", "avg3"]
+Stem = Literal["small", "imagenet"]
 WIDTHS = (64, 128, 256, 512)
 
 
-def resnet18(classes: int = 10, pool: Pool = "adaptive", groups: int = 2) -> nn.Sequential:
-    """Return ResNet-18 (He et al., 2016) in the variant for small images [N, 3, 32, 32].
+def resnet18(
+    classes: int = 10, pool: Pool = "adaptive", groups: int = 2, stem: Stem = "small"
+) -> nn.Sequential:
+    """Return ResNet-18 (He et al., 2016), by default in the variant for images [N, 3, 32, 32].
 
     It begins with a 3x3 convolution and no pooling; four pairs of residual blocks follow, the
     last three pairs halving the resolution, down to 4x4. It has 11,173,962 parameters at 10
@@ -137,6 +141,8 @@ def resnet18(classes: int = 10, pool: Pool = "adaptive", groups: int = 2) -> nn.
             fits: the last row and column are ignored, as in the authors' code
             (docs/paper.md#released-resnet).
         groups: groups of each GroupNorm; a divisor of 64.
+        stem: "imagenet" begins with a 7x7 convolution and 3x3 max-pooling, each of stride 2, so
+            that the last map of a 32x32 image has one pixel.
 
     >>> sum(p.numel() for p in resnet18().parameters())
     11173962
@@ -146,13 +152,17 @@ def resnet18(classes: int = 10, pool: Pool = "adaptive", groups: int = 2) -> nn.
         groups >= 1 and WIDTHS[0] % groups == 0,
         f"groups must divide the {WIDTHS[0]} channels of the first layer, but is {groups}",
     )
+    require(stem in get_args(Stem), f"stem must be one of {', '.join(get_args(Stem))}: {stem!r}")
+    first: list[nn.Module] = [_convolution(3, WIDTHS[0]), GroupNormReLU(groups, WIDTHS[0])]
+    if stem == "imagenet":
+        first[0] = nn.Conv2d(3, WIDTHS[0], kernel_size=7, stride=2, padding=3, bias=False)
+        first.append(nn.MaxPool2d(kernel_size=3, stride=2, padding=1))
     blocks, channels = [], WIDTHS[0]
     for width in WIDTHS:
         blocks += [Residual(channels, width, groups), Residual(width, width, groups)]
         channels = width
     return nn.Sequential(
-        _convolution(3, WIDTHS[0]),
-        GroupNormReLU(groups, WIDTHS[0]),
+        *first,
         *blocks,
         nn.AdaptiveAvgPool2d(1) if pool == "adaptive" else nn.AvgPool2d(3),
         nn.Flatten(),
@@ -197,4 +207,102 @@ def _convolution(channels: int, width: int, stride: int = 1) -> nn.Conv2d:
     return nn.Conv2d(channels, width, kernel_size=3, stride=stride, padding=1, bias=False)
 
 
-__all__ = ["cifar_cnn", "emnist_cnn", "logistic", "mlp", "resnet18"]
+class CharLSTM(nn.Module):
+    """Embedding, LSTM layers and a dense layer; scores of the next token at each position.
+
+    Args:
+        tokens: size of the vocabulary.
+        embedding: width of the embedding.
+        hidden: units of each LSTM layer.
+        layers: number of LSTM layers.
+
+    >>> CharLSTM(10, 4, 8, 1)(torch.zeros(2, 5, dtype=torch.long)).shape  # [N, tokens, length]
+    torch.Size([2, 10, 5])
+    """
+
+    def __init__(self, tokens: int, embedding: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, embedding)
+        self.lstm = nn.LSTM(embedding, hidden, layers, batch_first=True)
+        self.head = nn.Linear(hidden, tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.lstm(self.embedding(x))
+        scores: Tensor = self.head(states)
+        return scores.transpose(1, 2)
+
+
+class CharTransformer(nn.Module):
+    """A causal transformer with learned positions; scores of the next token at each position.
+
+    Layers normalise first and have no dropout: a client sees each of its sequences once per round.
+
+    Args:
+        tokens: size of the vocabulary.
+        length: longest sequence.
+        width: width of the embedding and of the layers.
+        heads: attention heads; a divisor of the width.
+        layers: number of layers.
+
+    >>> CharTransformer(10, 5, 8, 2, 1)(torch.zeros(2, 5, dtype=torch.long)).shape
+    torch.Size([2, 10, 5])
+    """
+
+    def __init__(self, tokens: int, length: int, width: int, heads: int, layers: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(tokens, width)
+        self.position = nn.Embedding(length, width)
+        self.layers = nn.ModuleList(
+            nn.TransformerEncoderLayer(
+                width, heads, 4 * width, dropout=0.0, batch_first=True, norm_first=True
+            )
+            for _ in range(layers)
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, tokens)
+
+    def forward(self, x: Tensor) -> Tensor:
+        length = x.shape[1]
+        places = torch.arange(length, device=x.device).expand_as(x)
+        later = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
+        states = self.embedding(x) + self.position(places)
+        for layer in self.layers:
+            states = layer(states, src_mask=later, is_causal=True)
+        scores: Tensor = self.head(self.norm(states))
+        return scores.transpose(1, 2)
+
+
+def char_lstm(tokens: int = 90) -> CharLSTM:
+    """Return the Shakespeare network of Reddi et al. (2021), for sequences of tokens [N, length].
+
+    An embedding of width 8, two LSTM layers of 256 units and a dense layer. It has 822,570
+    parameters at 90 tokens: 2,048 more than in Keras, whose LSTM has one bias where torch has two.
+
+    >>> sum(p.numel() for p in char_lstm().parameters())
+    822570
+    """
+    return CharLSTM(tokens, embedding=8, hidden=256, layers=2)
+
+
+def char_transformer(tokens: int = 90, length: int = 80) -> CharTransformer:
+    """Return a causal transformer of about the size of `char_lstm`: 4 layers, width 128, 4 heads.
+
+    Args:
+        tokens: size of the vocabulary.
+        length: longest sequence.
+
+    >>> sum(p.numel() for p in char_transformer().parameters())
+    826714
+    """
+    return CharTransformer(tokens, length, width=128, heads=4, layers=4)
+
+
+__all__ = [
+    "char_lstm",
+    "char_transformer",
+    "cifar_cnn",
+    "emnist_cnn",
+    "logistic",
+    "mlp",
+    "resnet18",
+]

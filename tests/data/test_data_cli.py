@@ -35,7 +35,7 @@ def test_list_shows_what_the_folder_has(
     data: Callable[..., str], tmp_path: Path, write_cifar10: Write
 ) -> None:
     lines = {line.split()[0]: line for line in data("list").splitlines()[2:]}
-    assert lines.keys() == {"cifar10", "cifar100", "cinic10", "emnist", "shakespeare"}
+    assert lines.keys() == {"cifar10", "cifar100", "cinic10", "emnist", "mnist", "shakespeare"}
     assert lines["cifar10"].endswith(" no")
     write_cifar10(tmp_path)
     data("show", "cifar10", "--clients", "5")
@@ -163,7 +163,7 @@ def test_fetch_skips_existing_files(
 @pytest.mark.parametrize("command", ["fetch", "verify", "show"])
 def test_a_misspelt_name_gets_a_suggestion(data: Callable[..., str], command: str) -> None:
     assert_refused(
-        lambda: data(command, "emnits"), "unknown data set 'emnits'; did you mean emnist?"
+        lambda: data(command, "emnits"), "unknown data set 'emnits'; did you mean emnist or mnist?"
     )
 
 

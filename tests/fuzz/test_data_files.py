@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import json
 import os
@@ -21,7 +22,7 @@ from PIL import Image
 
 from fedexp.data import Federation
 from fedexp.data.datasets import RawSplits
-from fedexp.data.sources import cache, cifar, emnist, image_file
+from fedexp.data.sources import cache, cifar, emnist, image_file, mnist
 from fedexp.data.sources.download import unpack
 from fedexp.data.sources.emnist import EMNIST
 from fedexp.data.sources.image_folder import decode
@@ -80,6 +81,22 @@ PIECES = [
 
 def _program(draw: Random) -> bytes:
     return b"\x80\x05" + b"".join(draw.choices(PIECES, k=draw.randint(1, 40))) + b"."
+
+
+@pytest.fixture(scope="module")
+def idx_files() -> Seeds:
+    """Images in the IDX format, as they are and compressed."""
+    plain = bytes((0, 0, 8, 3)) + struct.pack(">3I", 2, 28, 28) + bytes(2 * 784)
+    return Files({"plain": plain, "gz": gzip.compress(plain, mtime=0)})
+
+
+@fuzz(200)
+def test_idx_files(
+    idx_files: Seeds, tmp_path_factory: pytest.TempPathFactory, draw: Random
+) -> None:
+    path = tmp_path_factory.getbasetemp() / draw.choice(["images", "images.gz"])
+    path.write_bytes(mutated(draw, *idx_files.values()))
+    harmless(lambda: mnist.read_idx(path, dimensions=3))
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from fedexp.data.federation import Batch, Federation, check_labels
 from fedexp.data.sources import cifar, cinic
 from fedexp.data.sources import emnist as femnist
+from fedexp.data.sources import mnist as mnist_files
 from fedexp.data.sources import shakespeare as plays
 from fedexp.data.sources.cache import Arrays, Mapped, cached, without_sources
 from fedexp.data.sources.download import Source, cache_path, data_folder, unpack
@@ -43,6 +44,8 @@ class RawSplits:
         offsets: for a data set with natural clients, client i owns the training rows offsets[i] to
             offsets[i + 1]; else None.
         clients: names of the natural clients, where the data set has them.
+        test_offsets: natural client i owns the test rows test_offsets[i] to test_offsets[i + 1];
+            None where test examples belong to no client.
     """
 
     name: str
@@ -51,6 +54,7 @@ class RawSplits:
     test: Batch
     offsets: NDArray[np.int64] | None = None
     clients: tuple[str, ...] = ()
+    test_offsets: NDArray[np.int64] | None = None
 
     @property
     def is_text(self) -> bool:
@@ -79,7 +83,9 @@ class RawSplits:
             for split in ("train", "test")
         )
         names = tuple(bytes(each).decode("utf-8", "replace") for each in arrays["clients"])
-        return cls(name, tokens, train, test, np.array(arrays["offsets"]), names)
+        own = np.array(arrays["test_offsets"])
+        owned = own if len(own) else None
+        return cls(name, tokens, train, test, np.array(arrays["offsets"]), names, owned)
 
     def federation(self, parts: Sequence[NDArray[np.int64]] | None = None) -> Federation:
         """Return the training examples by client: by a partition, or by natural clients.
@@ -125,6 +131,11 @@ def check_text(arrays: Mapping[str, NDArray[Any]], tokens: int) -> None:
     offsets, clients = (arrays.get(name, np.empty(())) for name in ("offsets", "clients"))
     good = offsets.ndim == clients.ndim == 1 and len(offsets) == len(clients) + 1
     require(good and clients.dtype.kind == "S", "it does not hold the names of the clients")
+    own, rows = arrays.get("test_offsets", np.empty(())), len(arrays["test_x"])
+    good = own.ndim == 1 and own.dtype == np.int64 and len(own) in (0, len(offsets))
+    require(good, "it does not hold the test offsets of the clients")
+    good = not len(own) or (own[0] == 0 and own[-1] == rows and bool((np.diff(own) > 0).all()))
+    require(good, "the test offsets of its clients are not increasing")
 
 
 @dataclass(frozen=True)
@@ -189,6 +200,7 @@ DATASETS = {
     "cifar10": Dataset(cifar.CIFAR10, cifar.locate10, cifar.build10),
     "cifar100": Dataset(cifar.CIFAR100, cifar.locate100, cifar.build100),
     "cinic10": Dataset(cinic.CINIC10, cinic.locate, cinic.build),
+    "mnist": Dataset(mnist_files.MNIST, mnist_files.locate, mnist_files.build),
     "shakespeare": Dataset(plays.SHAKESPEARE, plays.locate, plays.build, natural=True, text=True),
 }
 
@@ -223,6 +235,11 @@ def cifar100(folder: Folder = None) -> RawSplits:
 def cinic10(folder: Folder = None) -> RawSplits:
     """Load the official training and test splits of CINIC-10, 90,000 images each."""
     return load("cinic10", folder)
+
+
+def mnist(folder: Folder = None) -> RawSplits:
+    """Load MNIST: 60,000 training and 10,000 test images of 28x28 pixels."""
+    return load("mnist", folder)
 
 
 def shakespeare(folder: Folder = None) -> RawSplits:

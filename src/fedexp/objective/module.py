@@ -53,8 +53,9 @@ class ModuleObjective:
         classifies: whether the largest output names the class, so that accuracy has a meaning.
         fields: the inputs of the model and the targets of the loss, by the names of the data.
         per_example: False for a loss that returns one number for a batch.
-        ignore_index: target that counts neither in the loss nor in the accuracy; for losses of a
-            batch only.
+        ignore_index: target that counts neither in the loss nor in the accuracy. Where losses are
+            per example, such targets count as zeros in the mean over the targets of an example; an
+            evaluation divides by the part that counts (`Task.counted`).
     """
 
     def __init__(
@@ -363,11 +364,12 @@ class ModuleObjective:
                 f"{list(targets.shape)}; pass classifies=False",
             )
             right = (found == targets.view_as(found)).to(outputs.dtype)
+            counted = torch.ones_like(right)
+            if self.ignore_index is not None:
+                counted = (targets.view_as(found) != self.ignore_index).to(right)
+                right = right * counted
             if not self.per_example:
-                counted = torch.ones_like(right)
-                if self.ignore_index is not None:
-                    counted = (targets.view_as(found) != self.ignore_index).to(right)
-                mean = (right * counted).sum(dtype=torch.float64) / counted.sum()
+                mean = right.sum(dtype=torch.float64) / counted.sum()
                 values["accuracy"] = mean.expand(rows)
             else:
                 values["accuracy"] = right if right.ndim == 1 else right.flatten(1).mean(dim=1)

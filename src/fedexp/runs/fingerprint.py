@@ -161,6 +161,8 @@ def fingerprint(
     if task.test_offsets is not None:
         shares = {"offsets": torch.from_numpy(task.test_offsets)}
         digests["the clients' shares of the test data"] = _tensors(shares)
+    if task.counted is not None:
+        digests["the part of an example that counts"] = digest_of(task.counted)
     if task.metrics:
         digests["the metrics"] = digest_of(dict(task.metrics), task.train_metrics, whole=True)
     if stops and task.higher is not None:  # a goal of the user's own

@@ -15,6 +15,8 @@ from fedexp.tasks.images import (
 from fedexp.tasks.metrics import Mean, Metric
 from fedexp.tasks.recipe import Goal, parse_goal
 from fedexp.tasks.regression import linear_regression, synthetic, toy
+from fedexp.tasks.shakespeare import shakespeare
+from fedexp.tasks.standard import fed_cifar100, femnist, mnist
 from fedexp.tasks.supervised import classification, supervised
 from fedexp.tasks.task import Task
 
@@ -35,8 +37,12 @@ __all__ = [
     "digits_mlp",
     "emnist",
     "emnist_small",
+    "fed_cifar100",
+    "femnist",
     "linear_regression",
+    "mnist",
     "parse_goal",
+    "shakespeare",
     "supervised",
     "synthetic",
     "toy",

@@ -1,4 +1,4 @@
-"""Goals, targets and tuned values: the paper's tables as data, and the values of the digits.
+"""Goals, targets and tuned values: the paper's tables as data, and values for other tasks.
 
 Options are named as `--set` takes them. `tuned` are the best values of the paper's grid search
 (App. D.3, docs/paper.md#tuned-values); `released` are those of the authors' code where they differ
@@ -114,6 +114,39 @@ def _cifar(mu: float) -> Options:
     return _images(lr=0.01, eps=1e-3, adagrad=0.1, tau=0.1, mu=mu)
 
 
+Logs = tuple[float, ...]
+
+
+def _reddi(average: Logs, momentum: Logs, adagrad: Logs, adam: Logs) -> Options:
+    """Return starting values, not tuned by the paper's protocol: those of Reddi et al. (2021).
+
+    Arguments are base-10 logarithms of client step size, server step size and τ, from
+    `optimization/docs/hyperparameters.md` of google-research/federated. FedExP and SCAFFOLD, which
+    they do not have, take FedAvg's client step size, and the first eps of the paper's rule of
+    thumb.
+    """
+    client, server = (10.0**each for each in average)
+    exp = {"server.eps": 1e-3, "local.lr": client}
+    adaptive = {
+        name: {
+            "local.lr": 10.0 ** logs[0],
+            "server.lr": 10.0 ** logs[1],
+            "server.tau": 10.0 ** logs[2],
+        }
+        for name, logs in {"fedadagrad": adagrad, "fedadam": adam, "fedyogi": adam}.items()
+    }
+    beta = {"server.beta": 0.9}
+    return {
+        "fedavg": {"server.lr": server, "local.lr": client},
+        "fedexp": exp,
+        "scaffold": {"server.lr": 1.0, "local.lr": client},
+        "scaffold-exp": exp,
+        **adaptive,
+        "fedavgm": {"server.lr": 10.0 ** momentum[1], "local.lr": 10.0 ** momentum[0], **beta},
+        "fedexp-m": {**exp, **beta},
+    }
+
+
 def _digits(local_lr: float, **server: float) -> dict[str, float]:
     return {"local.lr": local_lr, **{f"server.{name}": value for name, value in server.items()}}
 
@@ -201,4 +234,13 @@ RECIPES = {
             "fedexp-m": _digits(1.0, eps=0.1),
         },
     ),
+    # Not in the paper; to be tuned by its protocol.
+    "shakespeare": Recipe(tuned=_reddi((0, 0), (0, -0.5), (0, -0.5, -1), (0, -2, -3))),
+    "shakespeare-transformer": Recipe(  # the LSTM's, with a smaller client step size
+        tuned=_reddi((-0.5, 0), (-0.5, -0.5), (-0.5, -0.5, -1), (-0.5, -2, -3))
+    ),
+    "femnist": Recipe(tuned=_reddi((-1, 0), (-1.5, -0.5), (-1.5, -1, -2), (-1.5, -2.5, -4))),
+    # FedAvg's server step size is 1 as in FLUTE and FedML; Reddi et al. have 10^0.5.
+    "fed-cifar100": Recipe(tuned=_reddi((-1, 0), (-1.5, 0), (-1, -1, -2), (-1.5, 0, -1))),
+    "mnist": Recipe(tuned={"fedavg": {"server.lr": 1.0, "local.lr": 0.03}}),
 }

@@ -42,6 +42,7 @@ from fedexp.tasks.recipe import Goal, Options, parse_goal
 Weighting = Literal["uniform", "size"]
 TrainMetrics = Literal["clients", "pooled"]
 Share = tuple[int, int]
+Counted = Callable[[Batch], Tensor]
 Program = Callable[[Tensors], Tensors]
 RunProgram = Callable[[Program, Tensors], Tensors]  # calls a program, or replays what it did before
 # Examples per batch. On more, activations of a convolutional network do not fit a CPU's cache. A
@@ -80,6 +81,9 @@ class Task:
         by_client: whether records have the values of the worst decile of clients.
         test_offsets: client i has the test rows test_offsets[i] to test_offsets[i + 1]; None where
             test examples belong to no client.
+        counted: returns the part of each example that counts, [n] in [0, 1], e.g. the fraction of a
+            sequence that is not padding; loss and accuracy of an evaluation are divided by the sum
+            of these parts. None where every example counts as one.
     """
 
     name: str
@@ -101,6 +105,7 @@ class Task:
     train_metrics: TrainMetrics | None = None
     by_client: bool = False
     test_offsets: NDArray[np.int64] | None = None
+    counted: Counted | None = None
 
     def __repr__(self) -> str:
         test = "" if self.test is None else f", {_rows(self.test):,} test examples"
@@ -245,11 +250,8 @@ class Task:
         """Return the mean, or the sum where F_i is one, over the examples of each client."""
         if self.sums:
             return totals.clients
-        sizes = {
-            split.name: torch.from_numpy(np.diff(split.offsets))
-            for split in self._splits
-            if split.offsets is not None
-        }
+        splits = [split for split in self._splits if split.offsets is not None]
+        sizes = {split.name: split.sizes() for split in splits}
         return {n: value / sizes[n.partition("_")[0]] for n, value in totals.clients.items()}
 
     @cached_property
@@ -259,19 +261,45 @@ class Task:
         weights = uniform(rows, 1 / train.clients)
         if not self.sums:
             weights = lambda kind: train.example_weights(by_size=False).to(kind)  # noqa: E731
+        if self.counted is not None:
+            weights = partial(_weights_of_clients, train, self.counted)
         where = self.train_metrics or ("pooled" if self.test is None else None)
         metrics, by_client = (self.metrics if where else {}), where == "clients"
-        found = [Split("train", train.fields, weights, train.offsets, metrics, by_client)]
+        found = [
+            Split("train", train.fields, weights, train.offsets, metrics, by_client, self.counted)
+        ]
         if self.test is not None:
-            rows = _rows(self.test)
+            test, rows = self.test, _rows(self.test)
             even = uniform(rows, 1 / rows)
-            found.append(Split("test", self.test, even, self.test_offsets, self.metrics))
+            if self.counted is not None:
+                even = partial(_weights_of_parts, test, self.counted)
+            found.append(
+                Split("test", test, even, self.test_offsets, self.metrics, counted=self.counted)
+            )
         return found
 
 
 def uniform(rows: int, weight: float) -> Callable[[torch.dtype], Tensor]:
     """Return a function that gives every example the same weight, in a type."""
     return lambda kind: torch.full((rows,), weight, dtype=kind)
+
+
+def _weights_of_clients(train: Federation, counted: Counted, kind: torch.dtype) -> Tensor:
+    """Return the weights of training examples of which a part counts; clients count alike."""
+    totals = _sums_by_client(counted(train.fields), train.offsets)
+    sizes = torch.from_numpy(np.diff(train.offsets))
+    return (1 / (train.clients * totals)).repeat_interleave(sizes).to(kind)
+
+
+def _weights_of_parts(fields: Batch, counted: Counted, kind: torch.dtype) -> Tensor:
+    """Return one weight for all examples: 1 over the sum of the parts that count."""
+    total = counted(fields).sum(dtype=torch.float64).item()
+    return torch.full((_rows(fields),), 1 / total, dtype=kind)
+
+
+def _sums_by_client(values: Tensor, offsets: NDArray[np.int64]) -> Tensor:
+    sums = np.add.reduceat(values.cpu().numpy().astype(np.float64), offsets[:-1].astype(np.int64))
+    return torch.from_numpy(sums)
 
 
 class Split(NamedTuple):
@@ -284,6 +312,7 @@ class Split(NamedTuple):
         offsets: of the clients' examples; None where they belong to none.
         metrics: to compute.
         metrics_by_client: for each client, instead of for all examples.
+        counted: returns the part of each example that counts, see `Task`.
     """
 
     name: str
@@ -292,10 +321,18 @@ class Split(NamedTuple):
     offsets: NDArray[np.int64] | None
     metrics: Mapping[str, Metric]
     metrics_by_client: bool = False
+    counted: Counted | None = None
 
     @property
     def clients(self) -> int:
         return 0 if self.offsets is None else len(self.offsets) - 1
+
+    def sizes(self) -> Tensor:
+        """Return the number of examples of each client, or the sum of the parts that count."""
+        assert self.offsets is not None
+        if self.counted is not None:
+            return _sums_by_client(self.counted(self.fields), self.offsets)
+        return torch.from_numpy(np.diff(self.offsets))
 
     def owners(self) -> Tensor | None:
         """Return the client of each example, if any."""

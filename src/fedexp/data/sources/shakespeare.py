@@ -83,7 +83,9 @@ def build(files: list[Path]) -> Arrays:
     """Read the arrays of any source, which the file names determine.
 
     They are the sequences `{train,test}_{x,y}`, uint8 [sequences, 80] in the order of the roles'
-    names, the `offsets` of the roles in the training sequences, and their names, `clients`.
+    names, the `offsets` of the roles in the training sequences, their names, `clients`, and the
+    `test_offsets` of the same roles in the test sequences, which are empty where a role is in one
+    split alone.
     """
     if files[0].suffix == ".h5":
         train, test = (hdf5_roles(path) for path in files)
@@ -101,9 +103,13 @@ def build(files: list[Path]) -> Arrays:
         arrays[f"{split}_x"], arrays[f"{split}_y"] = map(
             np.concatenate, zip(*parts.values(), strict=True)
         )
-        if split == "train":  # a role may be in the test data alone
-            arrays["offsets"] = np.cumsum([0, *(len(x) for x, _ in parts.values())], dtype=np.int64)
-            arrays["clients"] = np.array([role.encode("utf-8") for role in parts])
+        ends = np.cumsum([0, *(len(x) for x, _ in parts.values())], dtype=np.int64)
+        names = np.array([role.encode("utf-8") for role in parts])
+        if split == "train":
+            arrays["offsets"], arrays["clients"] = ends, names
+        else:  # a role may be in one split alone
+            same = np.array_equal(names, arrays["clients"])
+            arrays["test_offsets"] = ends if same else np.zeros(0, np.int64)
     return arrays
 
 

