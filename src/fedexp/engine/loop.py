@@ -6,8 +6,9 @@ trained clients, the states of a cohort, stacked and unstacked, and a pool of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -273,12 +274,32 @@ class Pool:
 
     def map(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Return the results for all items, in their order."""
+        (results,) = self.map_parts(function, [items])
+        return results
+
+    def map_parts(
+        self, function: Callable[[T], R], parts: Iterable[Sequence[T]]
+    ) -> Iterator[list[R]]:
+        """Yield the results of each part, in the order of its items.
+
+        While the caller uses the results of a part, the threads work on the next one, so that
+        results of two parts are in memory at a time.
+        """
         if self.count == 1:
-            return list(map(function, items))
+            yield from (list(map(function, items)) for items in parts)
+            return
         before = torch.get_num_threads()
         # libraries have one setting for all threads, of which the last assignment counts
         torch.set_num_threads(1)
+        submitted: deque[list[Future[R]]] = deque()
         try:
-            return list(self._threads.map(function, items))
+            for items in parts:
+                submitted.append([self._threads.submit(function, item) for item in items])
+                if len(submitted) > 1:
+                    yield [future.result() for future in submitted.popleft()]
+            while submitted:
+                yield [future.result() for future in submitted.popleft()]
         finally:
+            left = [future for part in submitted for future in part if not future.cancel()]
+            wait(left)
             torch.set_num_threads(before)

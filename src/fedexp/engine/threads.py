@@ -8,11 +8,12 @@ on a CPU.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from queue import SimpleQueue
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
@@ -45,24 +46,32 @@ class Threads:
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
         total: Sums | None = None
-        for clients in cohort_parts(work, state, least=self._pool.count):
-            deltas = state.params.new_empty(len(clients), len(state.params))
-            order = np.argsort(-work.task.train.sizes[clients], kind="stable")  # longest first
-            train_one = partial(self._train, work, state, clients, deltas)
-            trained = dict(zip(order, self._pool.map(train_one, order), strict=True))
-            part = sum_trained(work, clients, [trained[k] for k in range(len(clients))], deltas)
+        sizes = work.task.train.sizes
+        begun: deque[tuple[list[int], Tensor]] = deque()  # clients, and a matrix of their updates
+
+        def parts() -> Iterator[list[tuple[int, Tensor]]]:
+            for clients in cohort_parts(work, state, least=self._pool.count):
+                deltas = state.params.new_empty(len(clients), len(state.params))
+                begun.append((clients, deltas))
+                rows = zip(clients, deltas, strict=True)
+                yield sorted(rows, key=lambda row: -sizes[row[0]])  # the longest first
+
+        for results in self._pool.map_parts(partial(self._train, work, state), parts()):
+            (clients, deltas), trained = begun.popleft(), dict(results)
+            part = sum_trained(work, clients, [trained[client] for client in clients], deltas)
             total = add_sums(total, part)
         assert total is not None
         return total
 
     def _train(
-        self, work: Work, state: SimulationState, clients: list[int], deltas: Tensor, k: int
-    ) -> Trained:
-        """Train the client `clients[k]`, whose update becomes row k of `deltas`."""
+        self, work: Work, state: SimulationState, row: tuple[int, Tensor]
+    ) -> tuple[int, Trained]:
+        """Train a client, whose update is written to its row of a matrix."""
+        client, out = row
         copy = self._copies.get()
         try:
-            copy.seed(torch_seed(work.seed, "layers", work.round, clients[k]))
-            return train(work, state, clients[k], copy.objective, out=deltas[k])
+            copy.seed(torch_seed(work.seed, "layers", work.round, client))
+            return client, train(work, state, client, copy.objective, out=out)
         finally:
             self._copies.put(copy)
 
