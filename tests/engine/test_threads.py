@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import cast
 
 import numpy as np
 import pytest
@@ -17,7 +16,6 @@ import fedexp as fx
 from fedexp.data import Federation
 from fedexp.data.federation import Batch
 from fedexp.engine import EngineName, loop
-from fedexp.engine import threads as threads_module
 from fedexp.engine.loop import Engine, Pool
 from fedexp.engine.select import select_engine
 from fedexp.engine.threads import OwnDropout, Threads, keep_channels_last
@@ -139,7 +137,7 @@ def test_models_too_large_to_hold_many_updates_still_use_all_threads(
     updates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together: list[int] = []
-    real = threads_module.sum_trained
+    real = loop.sum_trained
 
     def counted(work, clients, *rest):  # type: ignore[no-untyped-def]
         together.append(len(clients))
@@ -148,7 +146,7 @@ def test_models_too_large_to_hold_many_updates_still_use_all_threads(
     task = task_of(network)
     size = task.objective.initial(0)[0].nbytes
     monkeypatch.setattr(loop, "SUMMED_BYTES", updates * size + 1)
-    monkeypatch.setattr(threads_module, "sum_trained", counted)
+    monkeypatch.setattr("fedexp.engine.threads.sum_trained", counted)
     list(fx.simulate(task, fx.fedavg(), 1, evaluate_every=9))
     assert together[-3:] == [2, 2, 1]  # never three, which would leave a thread without work
 
@@ -179,9 +177,8 @@ def test_a_step_in_parts_gives_the_same_bits(
         fields = {"x": task.train.fields["x"].float(), "y": task.train.fields["y"]}
         local = replace(task.local, clip_norm=clip_norm)
         train = Federation(fields, task.train.offsets)
-        for engine in ("loop", "threads"):
-            run = replace(task, train=train, local=local)
-            params.append(last(run, algorithm, cast(EngineName, engine)).params)
+        run = replace(task, train=train, local=local)
+        params += [last(run, algorithm, "loop").params, last(run, algorithm, "threads").params]
     assert torch.equal(params[0], params[2])
     assert torch.equal(params[1], params[3])
 
@@ -207,16 +204,17 @@ def test_an_overridden_gradient_is_used(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("window", "stride"), [(2, 2), (3, 1)], ids=["apart", "overlapping"])
 def test_the_layout_of_a_gradient_changes_no_number(window: int, stride: int) -> None:
-    layers = nn.Sequential(nn.MaxPool2d(window, stride), OwnDropout(0.0), nn.Flatten())
+    pool, dropout = nn.MaxPool2d(window, stride), OwnDropout(0.0)
     x = torch.randn(4, 8, 9, 9).to(memory_format=torch.channels_last).requires_grad_()
-    grads, strides = [], []
+    grads: list[Tensor] = []
+    strides: list[tuple[int, ...]] = []
     for hooked in (False, True):
         if hooked:
-            for layer in layers[:2]:
+            for layer in (pool, dropout):
                 layer.register_forward_hook(keep_channels_last)
-        y = layers[0](x)
+        y = pool(x)
         y.register_hook(lambda grad: strides.append(grad.stride()))
-        out = layers[2](layers[1](y))
+        out = dropout(y).flatten(1)
         grads += torch.autograd.grad((out * torch.arange(out.numel()).view_as(out)).sum(), x)
     assert torch.equal(*grads)
     assert strides[0][1] != 1
