@@ -48,10 +48,14 @@ class Threads:
         total: Sums | None = None
         sizes = work.task.train.sizes
         begun: deque[tuple[list[int], Tensor]] = deque()  # clients, and a matrix of their updates
+        free: list[Tensor] = []  # matrices to use again: new memory costs a page fault per 4 KiB
 
         def parts() -> Iterator[list[tuple[int, Tensor]]]:
             for clients in cohort_parts(work, state, least=self._pool.count):
-                deltas = state.params.new_empty(len(clients), len(state.params))
+                matrix = free.pop() if free else None
+                if matrix is None or len(matrix) < len(clients):
+                    matrix = state.params.new_empty(len(clients), len(state.params))
+                deltas = matrix[: len(clients)]
                 begun.append((clients, deltas))
                 rows = zip(clients, deltas, strict=True)
                 yield sorted(rows, key=lambda row: -sizes[row[0]])  # the longest first
@@ -60,6 +64,8 @@ class Threads:
             (clients, deltas), trained = begun.popleft(), dict(results)
             part = sum_trained(work, clients, [trained[client] for client in clients], deltas)
             total = add_sums(total, part)
+            if not part[1]:  # client states may be views of an update
+                free.append(deltas)
         assert total is not None
         return total
 
