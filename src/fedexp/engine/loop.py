@@ -274,6 +274,8 @@ class Pool:
 
     def map(self, function: Callable[[T], R], items: Sequence[T]) -> list[R]:
         """Return the results for all items, in their order."""
+        if self.count == 1:
+            return list(map(function, items))
         (results,) = self.map_parts(function, [items])
         return results
 
