@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test check soak bench results setup clean
+.PHONY: demo test check soak bench bench-gpu results setup clean
 
 setup: $(READY)
 
@@ -37,6 +37,7 @@ test: check
 soak: $(READY)
 	$(BIN)/python tools/soak.py $(SOAK)
 
+# Whatever this machine can measure, then one table of all records, which README's figures come from.
 bench: $(READY)
 	$(BIN)/python benchmarks/synthetic.py
 	$(BIN)/python benchmarks/engines.py
@@ -47,6 +48,15 @@ bench: $(READY)
 	$(BIN)/python benchmarks/peers.py --turns 1
 	$(BIN)/python benchmarks/standard.py --generated --turns 1
 	$(BIN)/python benchmarks/data_loading.py
+	$(BIN)/python benchmarks/startup.py --device cpu --precision float32 --works digits --turns 2
+	$(BIN)/python benchmarks/comparison.py --works digits --turns 1
+	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(MAKE) bench-gpu; fi
+	$(BIN)/python benchmarks/table.py
+
+bench-gpu: $(READY)
+	$(BIN)/python benchmarks/gpu_rounds.py
+	$(BIN)/python benchmarks/startup.py
+	$(BIN)/python benchmarks/comparison.py --device cuda --precision bf16
 
 # Tables, figures, docs/reproduction.md and README's block from the runs in results/, without data.
 results: $(READY)

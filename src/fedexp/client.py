@@ -34,6 +34,12 @@ class LinearCorrection(NamedTuple):
     prox: float = 0.0
     offset: Tensor | None = None
 
+    def apply(self, grad: Tensor, params: Tensor, start: Tensor) -> Tensor:
+        """Return the corrected gradient at `params`, for a client that started at `start`."""
+        if self.prox:
+            grad = grad.add(params - start, alpha=self.prox)
+        return grad if self.offset is None else grad + self.offset
+
     @property
     def pull(self) -> float:
         """Deprecated: use `prox`."""
@@ -92,10 +98,8 @@ class ClientRule:
 
         The next step may overwrite `grad`: copy what must outlive a step.
         """
-        prox, offset = self.linear_correction(broadcast, client_state)
-        if prox:
-            grad = grad.add(params - start, alpha=prox)
-        return grad if offset is None else grad + offset
+        correction = LinearCorrection(*self.linear_correction(broadcast, client_state))
+        return correction.apply(grad, params, start)
 
     def end_round(
         self, delta: Tensor, total_lr: Tensor | float, broadcast: Tensors, client_state: Tensors

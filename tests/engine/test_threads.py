@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,12 +14,13 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.data import Federation
+from fedexp.data.federation import Batch
 from fedexp.engine import EngineName, loop
 from fedexp.engine.loop import Engine, Pool
 from fedexp.engine.select import select_engine
-from fedexp.engine.threads import OwnDropout, Threads
+from fedexp.engine.threads import OwnDropout, Threads, keep_channels_last
 from fedexp.errors import EngineWarning
-from fedexp.objective import ModuleObjective
+from fedexp.objective import Buffers, ModuleObjective
 from fedexp.tasks import Task
 from tests.engine.helpers import assert_same_state, work_of
 
@@ -135,16 +137,16 @@ def test_models_too_large_to_hold_many_updates_still_use_all_threads(
     updates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together: list[int] = []
-    real = Pool.map
+    real = loop.sum_trained
 
-    def counted(self, function, items):  # type: ignore[no-untyped-def]
-        together.append(len(items))
-        return real(self, function, items)
+    def counted(work, clients, *rest):  # type: ignore[no-untyped-def]
+        together.append(len(clients))
+        return real(work, clients, *rest)
 
     task = task_of(network)
     size = task.objective.initial(0)[0].nbytes
     monkeypatch.setattr(loop, "SUMMED_BYTES", updates * size + 1)
-    monkeypatch.setattr(Pool, "map", counted)
+    monkeypatch.setattr("fedexp.engine.threads.sum_trained", counted)
     list(fx.simulate(task, fx.fedavg(), 1, evaluate_every=9))
     assert together[-3:] == [2, 2, 1]  # never three, which would leave a thread without work
 
@@ -159,3 +161,79 @@ def test_own_dropout_drops_and_scales(p: float) -> None:
     assert abs(1 - left.float().mean().item() - p) <= 4 * spread
     torch.testing.assert_close(y[left] * (1 - p), x[left])
     assert torch.equal(layer.eval()(x), x)
+
+
+@pytest.mark.parametrize(
+    "algorithm", [fx.fedexp(), fx.scaffold(), fx.fedprox(mu=0.3)], ids=lambda a: a.name
+)
+@pytest.mark.parametrize("clip_norm", [None, 0.05, 1e4], ids="clip {}".format)
+def test_a_step_in_parts_gives_the_same_bits(
+    algorithm: fx.Algorithm, clip_norm: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    params = []
+    for least in (0, 2**60):  # bytes of a model that takes its steps in parts
+        monkeypatch.setattr(loop, "LARGE_BYTES", least)
+        task = task_of(lambda: network().float())
+        fields = {"x": task.train.fields["x"].float(), "y": task.train.fields["y"]}
+        local = replace(task.local, clip_norm=clip_norm)
+        train = Federation(fields, task.train.offsets)
+        run = replace(task, train=train, local=local)
+        params += [last(run, algorithm, "loop").params, last(run, algorithm, "threads").params]
+    assert torch.equal(params[0], params[2])
+    assert torch.equal(params[1], params[3])
+
+
+class Doubled(ModuleObjective):
+    """Overrides the gradient alone."""
+
+    def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
+        grad, buffers = super().gradient(params, buffers, batch)
+        return 2 * grad, buffers
+
+
+def test_an_overridden_gradient_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "LARGE_BYTES", 0)
+    task = task_of(network)
+    local = replace(task.local, steps=1, clip_norm=None, weight_decay=0.0)
+    plain, doubled = (
+        last(replace(task, objective=objective, local=local), fx.fedavg(), "loop").params
+        for objective in (ModuleObjective(network), Doubled(network))
+    )
+    assert not torch.allclose(plain, doubled)
+
+
+@pytest.mark.parametrize(("window", "stride"), [(2, 2), (3, 1)], ids=["apart", "overlapping"])
+def test_the_layout_of_a_gradient_changes_no_number(window: int, stride: int) -> None:
+    pool, dropout = nn.MaxPool2d(window, stride), OwnDropout(0.0)
+    x = torch.randn(4, 8, 9, 9).to(memory_format=torch.channels_last).requires_grad_()
+    grads: list[Tensor] = []
+    strides: list[tuple[int, ...]] = []
+    for hooked in (False, True):
+        if hooked:
+            for layer in (pool, dropout):
+                layer.register_forward_hook(keep_channels_last)
+        y = pool(x)
+        y.register_hook(lambda grad: strides.append(grad.stride()))
+        out = dropout(y).flatten(1)
+        grads += torch.autograd.grad((out * torch.arange(out.numel()).view_as(out)).sum(), x)
+    assert torch.equal(*grads)
+    assert strides[0][1] != 1
+    assert strides[1][1] == 1
+
+
+def test_a_client_that_fails_leaves_no_thread_at_work() -> None:
+    pool, done = Pool(), []
+
+    def function(item: int) -> int:
+        if item == 2:
+            raise ValueError("client 2")
+        done.append(item)
+        return item
+
+    results = pool.map_parts(function, [[0, 1], [2, 3], [4, 5], [6, 7]])
+    assert next(results) == [0, 1]
+    with pytest.raises(ValueError, match="client 2"):
+        list(results)
+    assert torch.get_num_threads() == 2
+    assert pool.map(function, [8, 9]) == [8, 9]
+    assert not {6, 7} & set(done)  # the part after the next was not started

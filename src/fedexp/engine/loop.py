@@ -6,8 +6,9 @@ trained clients, the states of a cohort, stacked and unstacked, and a pool of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol, TypeVar
 
 import torch
@@ -18,11 +19,19 @@ from fedexp.client import LinearCorrection, Tensors
 from fedexp.engine.client_store import ClientStates
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
-from fedexp.local import TorchOptimizer, init_moments, local_step, optimizer_step
-from fedexp.objective import Objective, buffer_changes
+from fedexp.local import (
+    LocalTraining,
+    TorchOptimizer,
+    init_moments,
+    local_step,
+    local_step_in_parts,
+    optimizer_step,
+)
+from fedexp.objective import Objective, PartsObjective, buffer_changes
 from fedexp.seeding import seeded_torch
 
 SUMMED_BYTES = 32 * 2**20  # updates held at a time; one, where one is larger
+LARGE_BYTES = 2**20  # parameters that do not fit a core's cache with their gradient
 
 Sums = tuple[Aggregate, dict[int, Tensors]]
 Run = Callable[[Work, SimulationState], Sums]
@@ -78,9 +87,15 @@ def add_sums(total: Sums | None, part: Sums) -> Sums:
     return total[0] + part[0], {**total[1], **part[1]}
 
 
-def sum_trained(work: Work, clients: list[int], trained: list[Trained]) -> Sums:
-    """Return the sums of trained clients; one whose update is not finite changes no state."""
-    deltas = torch.stack([one.delta for one in trained])
+def sum_trained(
+    work: Work, clients: list[int], trained: list[Trained], deltas: Tensor | None = None
+) -> Sums:
+    """Return the sums of trained clients; one whose update is not finite changes no state.
+
+    `deltas` [K, d] are their updates, where `train` has written them to one matrix.
+    """
+    if deltas is None:
+        deltas = torch.stack([one.delta for one in trained])
     extras = {
         name: torch.stack([one.extras[name] for one in trained]) for name in trained[0].extras
     }
@@ -166,8 +181,17 @@ def train_client(work: Work, state: SimulationState, client: int) -> Trained:
         return train(work, state, client, work.task.objective)
 
 
-def train(work: Work, state: SimulationState, client: int, objective: Objective) -> Trained:
-    """Train one client (eq. 2 and 3), with the local optimiser's state at zero before it."""
+def train(
+    work: Work,
+    state: SimulationState,
+    client: int,
+    objective: Objective,
+    out: Tensor | None = None,
+) -> Trained:
+    """Train one client (eq. 2 and 3), with the local optimiser's state at zero before it.
+
+    The update is written to `out`, if given.
+    """
     rule, local, lr = work.algorithm.client, work.local, work.lr
     client_state = state.clients.get(client) or rule.init_client_state(state.params)
     # a copy: the steps write to it, and so do some layers (an embedding with max_norm)
@@ -176,10 +200,16 @@ def train(work: Work, state: SimulationState, client: int, objective: Objective)
     make = local.optimizer
     optimizer = TorchOptimizer(make, params, lr) if callable(make) else None
     factors = local.step_factors(local.steps_for(int(work.task.train.sizes[client])))
+    parts = _parts_objective(work, params, objective)
+    correction = rule.linear_correction(state.broadcast, client_state) if parts else None
     for batch in work.batches(client):
+        step_lr, steps = lr * factors[steps], steps + 1
+        if parts is not None and correction is not None:
+            grads, buffers = parts.gradient_parts(params, buffers, batch)
+            _step_in_parts(params, grads, state.params, correction, step_lr, local)
+            continue
         grad, buffers = objective.gradient(params, buffers, batch)
         grad = rule.correct(grad, params, state.params, state.broadcast, client_state)
-        step_lr, steps = lr * factors[steps], steps + 1
         if local.is_sgd:
             apart = grad.data_ptr() != params.data_ptr()  # the gradient of ||w||²/2 may be w itself
             params = local_step(params, grad, step_lr, local, in_place=apart)
@@ -187,13 +217,46 @@ def train(work: Work, state: SimulationState, client: int, objective: Objective)
             optimizer.step(params, grad, factors[steps - 1], local)
         else:
             params, moments = optimizer_step(params, grad, moments, steps, step_lr, local)
-    delta = state.params - params
+    delta = torch.sub(state.params, params, out=out)
     total_lr = local.total_factor(steps) * lr
     new_state, extras = rule.end_round(delta, total_lr, state.broadcast, client_state)
     if buffers.averaged.numel():
         changes = buffer_changes(buffers.averaged, state.buffers.averaged)
         extras = {**extras, "buffers": changes}
     return Trained(delta, extras, new_state)
+
+
+def _parts_objective(work: Work, params: Tensor, objective: Objective) -> PartsObjective | None:
+    """Return the objective if it should take steps of SGD tensor by tensor: large, on a CPU."""
+    suits = (
+        params.device.type == "cpu"
+        and params.nbytes >= LARGE_BYTES
+        and work.local.is_sgd
+        and work.algorithm.client.is_linear
+    )
+    if suits and isinstance(objective, PartsObjective) and objective.has_gradient_parts():
+        return objective
+    return None
+
+
+def _step_in_parts(
+    params: Tensor,
+    grads: list[Tensor],
+    start: Tensor,
+    correction: LinearCorrection,
+    lr: float,
+    local: LocalTraining,
+) -> None:
+    """Correct the parts of a gradient and take a step in place, with the bits of `local_step`."""
+    sizes = [len(grad) for grad in grads]
+    own, starts = params.split(sizes), start.split(sizes)
+    prox, offset = correction
+    offsets = [None] * len(sizes) if offset is None else offset.expand_as(params).split(sizes)
+    grads = [
+        LinearCorrection(prox, part).apply(grad, now, before)
+        for grad, now, before, part in zip(grads, own, starts, offsets, strict=True)
+    ]
+    local_step_in_parts(own, grads, lr, local)
 
 
 T = TypeVar("T")
@@ -213,10 +276,32 @@ class Pool:
         """Return the results for all items, in their order."""
         if self.count == 1:
             return list(map(function, items))
+        (results,) = self.map_parts(function, [items])
+        return results
+
+    def map_parts(
+        self, function: Callable[[T], R], parts: Iterable[Sequence[T]]
+    ) -> Iterator[list[R]]:
+        """Yield the results of each part, in the order of its items.
+
+        While the caller uses the results of a part, the threads work on the next one, so that
+        results of two parts are in memory at a time.
+        """
+        if self.count == 1:
+            yield from (list(map(function, items)) for items in parts)
+            return
         before = torch.get_num_threads()
         # libraries have one setting for all threads, of which the last assignment counts
         torch.set_num_threads(1)
+        submitted: deque[list[Future[R]]] = deque()
         try:
-            return list(self._threads.map(function, items))
+            for items in parts:
+                submitted.append([self._threads.submit(function, item) for item in items])
+                if len(submitted) > 1:
+                    yield [future.result() for future in submitted.popleft()]
+            while submitted:
+                yield [future.result() for future in submitted.popleft()]
         finally:
+            left = [future for part in submitted for future in part if not future.cancel()]
+            wait(left)
             torch.set_num_threads(before)

@@ -8,9 +8,11 @@ on a CPU.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from functools import partial
 from queue import SimpleQueue
-from typing import TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +25,6 @@ from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineError
 from fedexp.objective import CopyableObjective
 from fedexp.seeding import seeded_torch, torch_seed
-
-T = TypeVar("T")
-R = TypeVar("R")
-
 
 LEVELS = 2**16  # an element takes 16 of the 64 bits of a draw
 
@@ -48,18 +46,38 @@ class Threads:
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
         total: Sums | None = None
-        train_one = partial(self._train, work, state)
-        for clients in cohort_parts(work, state, least=self._pool.count):
-            part = sum_trained(work, clients, self._pool.map(train_one, clients))
+        sizes = work.task.train.sizes
+        begun: deque[tuple[list[int], Tensor]] = deque()  # clients, and a matrix of their updates
+        free: list[Tensor] = []  # matrices to use again: new memory costs a page fault per 4 KiB
+
+        def parts() -> Iterator[list[tuple[int, Tensor]]]:
+            for clients in cohort_parts(work, state, least=self._pool.count):
+                matrix = free.pop() if free else None
+                if matrix is None or len(matrix) < len(clients):
+                    matrix = state.params.new_empty(len(clients), len(state.params))
+                deltas = matrix[: len(clients)]
+                begun.append((clients, deltas))
+                rows = zip(clients, deltas, strict=True)
+                yield sorted(rows, key=lambda row: -sizes[row[0]])  # the longest first
+
+        for results in self._pool.map_parts(partial(self._train, work, state), parts()):
+            (clients, deltas), trained = begun.popleft(), dict(results)
+            part = sum_trained(work, clients, [trained[client] for client in clients], deltas)
             total = add_sums(total, part)
+            if not part[1]:  # client states may be views of an update
+                free.append(deltas)
         assert total is not None
         return total
 
-    def _train(self, work: Work, state: SimulationState, client: int) -> Trained:
+    def _train(
+        self, work: Work, state: SimulationState, row: tuple[int, Tensor]
+    ) -> tuple[int, Trained]:
+        """Train a client, whose update is written to its row of a matrix."""
+        client, out = row
         copy = self._copies.get()
         try:
             copy.seed(torch_seed(work.seed, "layers", work.round, client))
-            return train(work, state, client, copy.objective)
+            return client, train(work, state, client, copy.objective, out=out)
         finally:
             self._copies.put(copy)
 
@@ -70,6 +88,9 @@ class ThreadCopy:
     def __init__(self, objective: CopyableObjective) -> None:
         self.objective = objective.copy()
         self.dropouts = replace_dropouts(self.objective.module)
+        for layer in self.objective.module.modules():
+            if isinstance(layer, nn.MaxPool2d | OwnDropout):
+                layer.register_forward_hook(keep_channels_last)
         drawing = [type(m).__name__ for m in self.objective.module.modules() if _draws(m)]
         if drawing:
             raise EngineError(
@@ -107,6 +128,21 @@ class OwnDropout(nn.Dropout):
         # floating-point output: converting booleans would take as long as all the rest
         torch.ge(levels, round(self.p * LEVELS) - LEVELS // 2, out=scale)
         return input * scale.mul_(1 / (1 - self.p) if self.p < 1 else 0.0)
+
+
+def keep_channels_last(layer: nn.Module, inputs: Any, output: Tensor) -> None:
+    """Forward hook: let the gradient of an output with channels last have that layout, too.
+
+    Behind `nn.Flatten` it has another one, in which the backward pass of max-pooling takes ten
+    times as long. No number changes.
+    """
+    last = output.ndim == 4 and output.is_contiguous(memory_format=torch.channels_last)
+    if last and output.requires_grad and not output.is_contiguous():
+        output.register_hook(_with_channels_last)
+
+
+def _with_channels_last(grad: Tensor) -> Tensor:
+    return grad.contiguous(memory_format=torch.channels_last)
 
 
 def replace_dropouts(module: nn.Module) -> list[OwnDropout]:

@@ -170,6 +170,24 @@ class CopyableObjective(Objective, Protocol):
 
 
 @runtime_checkable
+class PartsObjective(Objective, Protocol):
+    """An objective that can return its gradient without joining it in one vector."""
+
+    def has_gradient_parts(self) -> bool:
+        """Return whether `gradient_parts` is the gradient; False in classes that override it."""
+        ...
+
+    def gradient_parts(
+        self, params: Tensor, buffers: Buffers, batch: Batch
+    ) -> tuple[list[Tensor], Buffers]:
+        """Return what `gradient` returns, with the vector in consecutive parts, [n] each.
+
+        The parts share no memory with `params`.
+        """
+        ...
+
+
+@runtime_checkable
 class BatchedObjective(Objective, Protocol):
     """An objective that computes the gradients of many clients at once."""
 
@@ -264,11 +282,13 @@ def flatten(tensors: Sequence[Tensor], lead: int = 0) -> Tensor:
     >>> flatten([torch.zeros(2, 3), torch.ones(1)]).tolist()
     [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0]
     """
-    if not tensors:
-        return torch.empty(0)
+    return torch.cat(flat_parts(tensors, lead), dim=lead) if tensors else torch.empty(0)
+
+
+def flat_parts(tensors: Sequence[Tensor], lead: int = 0) -> list[Tensor]:
+    """Return the parts that `flatten` joins: views of the tensors where possible."""
     channels_last = [t.movedim(lead + 1, -1) if t.ndim == lead + 4 else t for t in tensors]
-    flat = [t.flatten(lead) if t.ndim > lead else t[None] for t in channels_last]
-    return torch.cat(flat, dim=lead)
+    return [t.flatten(lead) if t.ndim > lead else t[None] for t in channels_last]
 
 
 def pieces(vector: Tensor, like: Sequence[Tensor]) -> list[Tensor]:

@@ -26,7 +26,15 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fedexp.data.federation import Batch
 from fedexp.errors import UsageError, first_line, require
-from fedexp.objective.base import DEFAULT_FIELDS, Buffers, Fields, as_type, flatten, pieces
+from fedexp.objective.base import (
+    DEFAULT_FIELDS,
+    Buffers,
+    Fields,
+    as_type,
+    flat_parts,
+    flatten,
+    pieces,
+)
 from fedexp.objective.dense import DenseNetwork, dense_network
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
 from fedexp.objective.stack import CannotStackError, Stack, StackedClients
@@ -243,6 +251,15 @@ class ModuleObjective:
         return params.to(self.device), buffers
 
     def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
+        parts, buffers = ModuleObjective.gradient_parts(self, params, buffers, batch)
+        return torch.cat(parts), buffers
+
+    def has_gradient_parts(self) -> bool:
+        return type(self).gradient is ModuleObjective.gradient
+
+    def gradient_parts(
+        self, params: Tensor, buffers: Buffers, batch: Batch
+    ) -> tuple[list[Tensor], Buffers]:
         self.module.train()
         outputs = as_type(self._forward(params, buffers, batch), params.dtype)
         loss = self._losses(outputs, self.fields.targets(batch)).mean()
@@ -254,7 +271,13 @@ class ModuleObjective:
         filled = [
             torch.zeros_like(p) if g is None else g for g, p in zip(grads, self.params, strict=True)
         ]
-        return flatten(filled), self._buffers() if self.slots else buffers
+        weights = params.untyped_storage().data_ptr()
+        # a backward function of the user may return a weight itself
+        parts = [
+            part.clone() if part.untyped_storage().data_ptr() == weights else part
+            for part in flat_parts(filled)
+        ]
+        return parts, self._buffers() if self.slots else buffers
 
     def gradients(
         self, params: Tensor, buffers: Buffers, batch: Batch, valid: Tensor

@@ -181,6 +181,8 @@ class Task:
         static = all(value.device == params.device for value in fields) and not self.by_client
         if run is None or not static or any(split.metrics for split in self._splits):
             return self._totals(params, buffers, share).on_host()
+        for split in self._splits:  # beforehand, since the host may wait for the device here
+            self._weights(split, params.device)
         inputs = {"params": params, "averaged": buffers.averaged, "kept": buffers.kept}
         return Totals(dict(run(partial(self._means, share=share), inputs))).on_host()
 

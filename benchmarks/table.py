@@ -1,0 +1,269 @@
+"""One table of all recorded times, and the performance figures of the documents.
+
+    python benchmarks/table.py            # print the table
+    python benchmarks/table.py --write    # and write it, and the figures of README
+
+Every row is the newest record of a piece of work on a device, in `records/*.json`: rounds on a GPU
+(`gpu_rounds.py`, `gpu_long.py`), start-up (`startup.py`), comparisons (`comparison.py`), peers
+(`peers.py`) and training paths (`engines.py`). Records of memory, ratios and cost models
+(`clients.py`, `million.py`, `ranks.py`, `scaling.py`, `many_gpus.py`, `synthetic.py`) and those
+before 2026-11-16 that have no engine are not in it. A test compares the documents with the records.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from fedexp.analysis.tables import markdown_table, text_table
+
+HERE = Path(__file__).resolve().parent
+README, BENCHMARKS = HERE.parent / "README.md", HERE / "README.md"
+WORKS = {"W1": "W1, small MLP, FedAvg", "W2": "W2, pfl's benchmark, FedAvg"}
+WORKS["W3"] = "W3, ResNet-18, FedAvg"
+HEAD = ["work", "device", "ms (min-max)", "turns", "compared with", "its ms", "its ms / ours"]
+HEAD += ["date", "hardware", "record"]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A time of this package, and one to compare it with.
+
+    Attributes:
+        kind: "round", "run", "start-up", "comparison", "peer" or "path".
+        work: what was timed.
+        device: e.g. "H200" or "2 cores".
+        ms: median, in milliseconds.
+        low: the fastest turn.
+        high: the slowest turn.
+        turns: their number.
+        other: what it is compared with, or "".
+        other_ms: its time, or None.
+        date: of the measurement.
+        hardware: processor or GPU, and versions.
+        record: name of the file.
+    """
+
+    kind: str
+    work: str
+    device: str
+    ms: float
+    low: float
+    high: float
+    turns: int
+    other: str
+    other_ms: float | None
+    date: str
+    hardware: str
+    record: str
+
+    @property
+    def ratio(self) -> float | None:
+        """The other's time over ours: above 1 where this package is faster."""
+        return None if self.other_ms is None else self.other_ms / self.ms
+
+    def cells(self) -> list[str]:
+        """Return the row of the table."""
+        spread = f" ({short(self.low)}-{short(self.high)})" if self.turns > 1 else ""
+        other = "-" if self.other_ms is None else short(self.other_ms)
+        ratio = "-" if self.ratio is None else f"{self.ratio:.3g}"
+        ours = [self.work, self.device, short(self.ms) + spread, str(self.turns)]
+        return [*ours, self.other or "-", other, ratio, self.date, self.hardware, self.record]
+
+
+def short(ms: float) -> str:
+    """Return milliseconds with three digits, and no fewer than those before the point.
+
+    >>> short(17.914), short(234.138), short(179490)
+    ('17.9', '234', '179,490')
+    """
+    return f"{ms:,.0f}" if ms >= 100 else f"{ms:.3g}"
+
+
+def measurements(folder: Path = HERE / "records") -> list[Measured]:
+    """Return the newest measurement of each piece of work, by kind."""
+    newest: dict[tuple[str, ...], Measured] = {}
+    for path in sorted(folder.glob("*.json")):  # the names begin with the date
+        record = json.loads(path.read_text())
+        if "superseded_by" in record:  # by another one of the same day
+            continue
+        for kind, read in READERS.items():
+            if "long" in record if kind == "run" else path.stem.endswith(SUFFIXES[kind]):
+                for one in read(record, path.name):
+                    newest[kind, one.device, one.work, one.other] = one
+    order = list(READERS)
+    return sorted(newest.values(), key=lambda one: (order.index(one.kind), one.device))
+
+
+def _measured(
+    record: dict[str, Any],
+    name: str,
+    kind: str,
+    work: str,
+    row: dict[str, Any],
+    other: str = "",
+    other_ms: float | None = None,
+) -> Measured:
+    """Return the measurement of a row that has a median and, in newer records, its range."""
+    taken = row["turns"] if isinstance(row.get("turns"), list) else [row["ms"]]
+    low, high = row.get("ms_min", min(taken)), row.get("ms_max", max(taken))
+    turns = row["turns"] if isinstance(row.get("turns"), int) else len(taken)
+    full = record.get("hardware") or f"{record['device']}, torch {record['torch']}"
+    hardware = re.sub(r", load [\d.]+", "", full)
+    cores = re.search(r"\d+ cores", full)
+    device = "H200" if "H200" in full else cores.group() if cores else full.split(",")[0]
+    return Measured(
+        kind, work, device, row["ms"], low, high, turns, other, other_ms, record["date"],
+        hardware, name,
+    )  # fmt: skip
+
+
+def _rounds(record: dict[str, Any], name: str) -> Iterator[Measured]:
+    for row in record["rows"]:
+        if "engine" in row and row["variant"] not in ("eager", "loop"):
+            rule = "" if row["algorithm"] == "fedexp" else f", {row['algorithm']}"
+            work = f"round, {row['work']}, {row['precision']}{rule}"
+            yield _measured(record, name, "round", work, row)
+
+
+def _long(record: dict[str, Any], name: str) -> Iterator[Measured]:
+    rounds = record["long"]["rounds"]
+    row = {"ms": 1e3 * record["long"]["seconds_at"][str(rounds)]}
+    yield _measured(record, name, "run", f"{rounds} rounds of ResNet-18 with evaluations", row)
+
+
+def _startup(record: dict[str, Any], name: str) -> Iterator[Measured]:
+    torch_ms = next(row["ms"] for row in record["rows"] if row["work"] == "import torch")
+    bytecode = "" if record.get("bytecode", True) else ", no bytecode"
+    for row in record["rows"]:
+        work = row["work"] + bytecode
+        if row["caches"]:
+            work = f"first record, {work}, {row['caches']} caches, beyond import torch"
+            yield _measured(record, name, "start-up", work, row)
+        elif row["work"] == "import fedexp":
+            yield _measured(record, name, "start-up", work, row, "import torch", torch_ms)
+        elif row["work"] != "import torch":
+            yield _measured(record, name, "start-up", work, row)
+
+
+def _comparison(record: dict[str, Any], name: str) -> Iterator[Measured]:
+    for row in record["rows"]:
+        other = f"{row['runs']} times one `fedexp run`"
+        yield _measured(record, name, "comparison", row["work"], row, other, row["separate_ms"])
+
+
+def _peers(record: dict[str, Any], name: str) -> Iterator[Measured]:
+    timed = [row for row in record["rows"] if "ms" in row]
+    for work in dict.fromkeys(row["work"] for row in timed):
+        rows = [row for row in timed if row["work"] == work]
+        ours = min((r for r in rows if "auto" in r.get("requested", "")), key=_ms, default=None)
+        if ours is None:
+            continue
+        for peer in dict.fromkeys(r["contestant"] for r in rows):
+            if not peer.startswith("fedexp"):
+                best = min((r for r in rows if r["contestant"] == peer), key=_ms)
+                yield _measured(record, name, "peer", WORKS[work], ours, peer, best["ms"])
+
+
+def _paths(record: dict[str, Any], name: str) -> Iterator[Measured]:
+    rows = record["rows"]
+    for row in rows:
+        if "simpler" not in row:
+            continue
+        same = [r for r in rows if r["case"] == row["case"] and r["path"] == row["simpler"]]
+        work = f"round, {row['case']}, path {row['path']}"
+        other = f"path {row['simpler']}"
+        yield _measured(record, name, "path", work, row, other, same[-1]["ms"] if same else None)
+
+
+def _ms(row: dict[str, Any]) -> float:
+    return float(row["ms"])
+
+
+READERS: dict[str, Callable[[dict[str, Any], str], Iterator[Measured]]] = {
+    "round": _rounds,
+    "run": _long,
+    "start-up": _startup,
+    "comparison": _comparison,
+    "peer": _peers,
+    "path": _paths,
+}
+SUFFIXES = {"round": "rounds", "start-up": "startup", "comparison": "comparison"}
+SUFFIXES |= {"peer": "peers", "path": "engines"}
+
+
+def table(rows: list[Measured], render: Callable[..., str] = text_table) -> str:
+    """Return all measurements; times are milliseconds."""
+    return render(HEAD, [row.cells() for row in rows])
+
+
+def figures(rows: list[Measured]) -> str:
+    """Return the paragraph of README, from rows of the table."""
+
+    def find(kind: str, work: str, device: str = "H200", other: str = "") -> Measured:
+        """Return the row of some work; of several processors the newest."""
+        found = [
+            row
+            for row in rows
+            if (row.kind, row.work, row.other) == (kind, work, other) and device in row.device
+        ]
+        return max(found, key=lambda row: (row.date, row.record))
+
+    resnet = find("round", "round, ResNet-18, bf16")
+    emnist = find("round", "round, EMNIST CNN, bf16")
+    whole = find("run", "500 rounds of ResNet-18 with evaluations")
+    small = find("peer", WORKS["W1"], "2 cores", "pfl")
+    pfl = find("peer", WORKS["W2"], "2 cores", "pfl")
+    assert small.ratio is not None
+    assert pfl.ratio is not None
+    return (
+        "**Speed.** A round of the paper's ResNet-18 (20 clients, 20 steps of 50) takes "
+        f"{short(resnet.ms)} ms on an\nH200 in bf16, one of the EMNIST CNN {short(emnist.ms)} ms, "
+        f"and 500 rounds of ResNet-18 with evaluations {whole.ms / 1e3:.0f} s, start-up "
+        "included.\nOn two CPU cores pfl-research 0.6 takes "
+        f"{small.ratio:.1f} times as long for a small MLP, and {pfl.ratio:.1f} times for its own\n"
+        "benchmark, in its best configuration. All times, with range and hardware: "
+        "[benchmarks](benchmarks/README.md)."
+    )
+
+
+def with_block(text: str, name: str, block: str) -> str:
+    """Return a document with new contents between the comments `begin` and `end` of a name.
+
+    >>> with_block("<!-- begin a -->\\nold\\n<!-- end a -->", "a", "new")
+    '<!-- begin a -->\\nnew\\n<!-- end a -->'
+    """
+    begin, end = f"<!-- begin {name} -->\n", f"\n<!-- end {name} -->"
+    before, _, rest = text.partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise ValueError(f"the document has no block {name!r}; add the comments around it")
+    return f"{before}{begin}{block}{end}{after}"
+
+
+def documents(rows: list[Measured]) -> dict[Path, str]:
+    """Return the documents with figures of these rows."""
+    return {
+        README: with_block(README.read_text(), "speed", figures(rows)),
+        BENCHMARKS: with_block(BENCHMARKS.read_text(), "table", table(rows, markdown_table)),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--write", action="store_true", help="write the figures of the documents")
+    args = parser.parse_args()
+    rows = measurements()
+    print(table(rows))
+    if args.write:
+        for path, text in documents(rows).items():
+            path.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
