@@ -200,6 +200,8 @@ class RowSteps:
         self.sgd: InPlaceSgd | None = None
 
     def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
+        if lengths is not None and not lengths.any():
+            return
         objective, params, buffers = self.objective, self.params, self.buffers
         valid = self.valid[s]
         if lengths is None:

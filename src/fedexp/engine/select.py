@@ -212,5 +212,7 @@ def _batching_pays(objective: BatchedObjective, work: Work, state: SimulationSta
     sizes = work.task.train.sizes[work.cohort]
     widths = np.minimum(sizes, work.local.batch_size or sizes.max())
     steps = client_steps(sizes, work.local)
-    padded = len(sizes) * widths.max() * steps.max()
-    return bool(padded <= MOST_PADDING * (widths * steps).sum())
+    padded, most = len(sizes) * widths.max() * steps.max(), MOST_PADDING
+    if state.params.is_cuda and isinstance(objective, StackedObjective):
+        most = len(sizes) if objective.has_sequence_layers() else most
+    return bool(padded <= most * (widths * steps).sum())

@@ -227,6 +227,10 @@ class StackedObjective(BatchedObjective, Protocol):
         """
         ...
 
+    def has_sequence_layers(self) -> bool:
+        """Return whether kernel launches dominate a step on a GPU: padding then costs little."""
+        ...
+
     def evaluate_stacked(self, enabled: bool) -> None:
         """Let `measure` use the stacked layers, once they are known to give the same values."""
         ...

@@ -229,8 +229,12 @@ class ModuleObjective:
         layers = list(self.module.modules())
         if any(isinstance(m, _ConvNd | nn.RNNBase | nn.RNNCellBase) for m in layers):
             return False
-        sequences = any(isinstance(m, nn.Embedding | nn.MultiheadAttention) for m in layers)
-        return not sequences or sum(p.numel() for p in self.params) < LARGE_SEQUENCE_MODEL
+        large = sum(p.numel() for p in self.params) >= LARGE_SEQUENCE_MODEL
+        return not (large and self.has_sequence_layers())
+
+    def has_sequence_layers(self) -> bool:
+        kinds = nn.RNNBase | nn.RNNCellBase | nn.Embedding | nn.MultiheadAttention
+        return any(isinstance(layer, kinds) for layer in self.module.modules())
 
     def initial_module(self, seed: int) -> nn.Module:
         """Return the module with the initial weights of a seed, built once; do not write to it."""
