@@ -172,7 +172,7 @@ def weighted() -> Task:
 
 CASES: list[tuple[Callable[[], Task], bool, str]] = [
     (tagging, False, "batched (vmap, not padded)"),
-    (whole_sentences, True, "batched (vmap)"),
+    (whole_sentences, True, "batched (layers)"),
     (next_token, False, "batched (vmap, not padded)"),
     (multi_label, True, "batched (layers)"),
     (regression, True, "batched (layers)"),
