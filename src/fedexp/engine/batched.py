@@ -43,7 +43,10 @@ Capture = Callable[[Program, Tensors], Program]
 
 
 class Batched:
-    """Trains the clients of a cohort together; holds the CUDA graphs of one run.
+    """Trains the clients of a cohort together; holds the CUDA graphs of their programs.
+
+    Runs may share an engine, one after another, if their programs have the same constants
+    (`SharedPrograms`); each calls `begin_run`.
 
     Args:
         implementation: "layers" where all layers of the model have a stacked implementation and the
@@ -66,8 +69,25 @@ class Batched:
         self.graphs, self.fuse, self.capture = graphs, fuse, capture
         self.cuda_graph: Literal["round", "local training"] | None = None  # replayed last
         self._captured: dict[Any, Program] = {}
-        self._captures_rounds = True
-        self._next_plan: dict[tuple[int, ...], CohortPlan] = {}
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Restart the decisions that a run takes as it meets cohorts; captured graphs stay."""
+        self._captures_rounds = self._captures_training = True
+        self._met: set[Any] = set()  # programs that this run asked for
+        self._next_plan: tuple[Work, CohortPlan] | None = None
+        self.cuda_graph = None
+
+    def release(self) -> bool:
+        """Drop all captured graphs; return whether there were any."""
+        had_any = bool(self._captured)
+        self._captured.clear()
+        return had_any
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """The arguments that decide what is computed."""
+        return self.implementation, self.padded, self.fuse
 
     @property
     def variant(self) -> str:
@@ -159,14 +179,22 @@ class Batched:
         following = work.after()
         clients: list[int] = following.cohort.tolist()
         if clients:
-            self._next_plan = {(following.round, *clients): plan_cohort(following, clients)}
+            self._next_plan = following, plan_cohort(following, clients)
             work.task.train.prefetch(clients)
 
     def _plan(self, work: Work, clients: Sequence[int]) -> CohortPlan:
-        return self._next_plan.pop((work.round, *clients), None) or plan_cohort(work, clients)
+        ahead, self._next_plan = self._next_plan, None
+        if (
+            ahead is not None
+            and ahead[0].is_same_round(work)
+            and ahead[0].cohort.tolist() == clients
+        ):
+            return ahead[1]
+        return plan_cohort(work, clients)
 
     def _replays(self, state: SimulationState) -> bool:
-        return state.params.is_cuda if self.graphs is None else self.graphs
+        wanted = state.params.is_cuda if self.graphs is None else self.graphs
+        return wanted and self._captures_training
 
     def _replay(self, kind: tuple[Any, ...], program: Program, inputs: Tensors) -> Tensors | None:
         """Run a program by its CUDA graph, captured the first time; return None where that fails.
@@ -176,13 +204,17 @@ class Batched:
         """
         key = (*kind, signature(inputs))
         try:
+            if key not in self._met and len(self._met) >= MOST_GRAPHS:
+                return None
+            self._met.add(key)
             if key not in self._captured:
-                if len(self._captured) >= MOST_GRAPHS:
-                    return None
+                if len(self._captured) >= MOST_GRAPHS:  # one that another run has captured
+                    del self._captured[next(k for k in self._captured if k not in self._met)]
                 self._captured[key] = self.capture(program, inputs)
             return self._captured[key](inputs)
         except RuntimeError as error:
             self._captured.clear()
+            self._met.clear()
             is_round = isinstance(program, CudaGraphRound)
             if isinstance(error, torch.OutOfMemoryError):
                 if not is_round:
@@ -191,7 +223,7 @@ class Batched:
                 subject = "rounds are" if is_round else "local training is"
                 warnings.warn(f"{subject} not captured: {error}", EngineWarning, stacklevel=2)
             self._captures_rounds = False
-            self.graphs = self.graphs if is_round else False
+            self._captures_training = is_round
             return None
 
     def _local_program(self, work: Work, plan: CohortPlan, state: SimulationState) -> LocalProgram:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,10 +36,15 @@ log = logging.getLogger("fedexp")
 class CapturedGraph:
     """A program as one CUDA graph: a call copies its inputs into place and replays it.
 
-    The next call overwrites the returned tensors.
+    The next call overwrites the returned tensors, and so does that of a graph of the same pool.
+
+    Args:
+        program: what to capture.
+        inputs: tensors to capture it with.
+        pool: memory that graphs share which are never replayed at the same time; None for its own.
     """
 
-    def __init__(self, program: Program, inputs: Tensors) -> None:
+    def __init__(self, program: Program, inputs: Tensors, pool: Any = None) -> None:
         log.info("capturing a CUDA graph")
         self.inputs = {name: value.clone() for name, value in inputs.items()}
         side = torch.cuda.Stream()
@@ -50,7 +55,7 @@ class CapturedGraph:
                 program(self.inputs)
         torch.cuda.current_stream().wait_stream(side)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.outputs = program(self.inputs)
 
     def __call__(self, inputs: Tensors) -> Tensors:

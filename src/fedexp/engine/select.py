@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -32,6 +32,9 @@ from fedexp.objective import (
 )
 from fedexp.precision import Precision
 
+if TYPE_CHECKING:
+    from fedexp.engine.programs import SharedPrograms
+
 log = logging.getLogger("fedexp")
 # From so many rounds on, what torch.compile saves exceeds the seconds that it takes to start: on an
 # H200 about 10 against 13 of 31 ms per round of the EMNIST CNN.
@@ -39,6 +42,8 @@ FUSED_ROUNDS = 800
 SMALL_MODEL = 100_000  # parameters; below, most of the time is the interpreter's, in one thread
 EngineName = Literal["auto", "loop", "threads", "batched", "dense", "quadratic"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
+AGREES = "it agrees with the loop on a few examples"
+AGREED = "an earlier run of this process has shown that it agrees with the loop on a few examples"
 MOST_PADDING = 4  # computing this many times too much costs what batching gains
 
 
@@ -69,6 +74,7 @@ class Candidate:
         make_plain: returns the engine that shows in plain arithmetic, without custom kernels, that
             examples may be batched as it does; None for the engine itself.
         draws: whether dropout in training mode must be checked besides.
+        variant: tells candidates with the same reason apart.
     """
 
     reason: str
@@ -77,6 +83,7 @@ class Candidate:
     layers: bool = False
     make_plain: Callable[[Work], Engine] | None = None
     draws: bool = False
+    variant: str = ""
 
 
 def check_engine_name(name: str) -> EngineName:
@@ -90,7 +97,11 @@ def check_engine_name(name: str) -> EngineName:
 
 
 def select_engine(
-    name: EngineName, work: Work, state: SimulationState, precision: Precision = "float32"
+    name: EngineName,
+    work: Work,
+    state: SimulationState,
+    precision: Precision = "float32",
+    programs: SharedPrograms | None = None,
 ) -> Selected:
     """Return the engine to use, and why.
 
@@ -106,6 +117,8 @@ def select_engine(
         work: the first round.
         state: the state before it.
         precision: of the run.
+        programs: what earlier runs of this process have prepared: trials that need not be made
+            again, and engines; `programs.prepared` returns the task for a selected engine.
     """
     if name == "loop":
         return Selected(Loop(), "asked for by name")
@@ -114,15 +127,17 @@ def select_engine(
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     for candidate in candidates:
         try:
-            log.info("trying an engine: %s", candidate.reason)
-            make_tried = candidate.make_tried or candidate.make
-            trials.check(make_tried, candidate.layers, candidate.make_plain)
-            if candidate.draws:
-                objective = cast(CopyableObjective, work.task.objective)
-                check_draws(objective, state, trials.batch())
             why = "auto" if name == "auto" else "asked for by name"
-            reason = f"{why}: {candidate.reason}; it agrees with the loop on a few examples"
-            return Selected(candidate.make(work), reason)
+            if programs is None:
+                _try(candidate, trials, work, state)
+                return Selected(candidate.make(work), f"{why}: {candidate.reason}; {AGREES}")
+            key = programs.trial_key((candidate.reason, candidate.variant), work, state, precision)
+            shown = AGREED if programs.has_agreed(key) else AGREES
+            if not programs.has_agreed(key):
+                _try(candidate, trials, work, state)
+                programs.note_agreement(key)
+            engine = programs.engine(key, candidate.make, candidate.layers, work)
+            return Selected(engine, f"{why}: {candidate.reason}; {shown}")
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torch.func refuses models with errors of many types
@@ -136,6 +151,14 @@ def select_engine(
     if not mistake:  # of the user's: the loop raises it too
         warnings.warn(f"clients run one after another: {failure}", EngineWarning, stacklevel=4)
     return Selected(Loop(), f"auto: no faster engine can be used: {failure}")
+
+
+def _try(candidate: Candidate, trials: Trials, work: Work, state: SimulationState) -> None:
+    """Raise whatever shows that an engine cannot be trusted with the model."""
+    log.info("trying an engine: %s", candidate.reason)
+    trials.check(candidate.make_tried or candidate.make, candidate.layers, candidate.make_plain)
+    if candidate.draws:
+        check_draws(cast(CopyableObjective, work.task.objective), state, trials.batch())
 
 
 def _candidates(name: EngineName, work: Work, state: SimulationState) -> list[Candidate]:
@@ -208,6 +231,7 @@ def _batched_candidate(implementation: Implementation, padded: bool, device: str
         lambda _: Batched(implementation, padded, graphs=False, fuse=False),
         layers,
         (lambda _: Batched("vmap", graphs=False, fuse=False)) if layers else None,
+        variant=f"{implementation}, {padded}",
     )
 
 

@@ -26,7 +26,15 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fedexp.data.federation import Batch
 from fedexp.errors import UsageError, first_line, require
-from fedexp.objective.base import DEFAULT_FIELDS, Buffers, Fields, as_type, flatten, pieces
+from fedexp.objective.base import (
+    DEFAULT_FIELDS,
+    Buffers,
+    Constants,
+    Fields,
+    as_type,
+    flatten,
+    pieces,
+)
 from fedexp.objective.dense import DenseNetwork, dense_network
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
 from fedexp.objective.stack import CannotStackError, Stack, StackedClients
@@ -205,6 +213,13 @@ class ModuleObjective:
             disable_dropout(other.module)
         other._list_tensors()
         return other
+
+    def constants(self) -> Constants:
+        if type(self) is not ModuleObjective or not is_copied_whole(self.module):
+            return Constants((self,))
+        settings = (self.compute_type, self.per_example, self.classifies, self.ignore_index)
+        values = (self.module, self.loss, self.fields, self.device, *settings)
+        return Constants(values, (*self.params, *map(read, self.slots)))
 
     def batching_pays(self, device: torch.device) -> bool:
         """Return True on a GPU; on a CPU unless there are convolutions or recurrent layers.
