@@ -33,7 +33,7 @@ from fedexp.engine.plan import CohortPlan, Work, batch_key, host_rows, plan_coho
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineWarning
 from fedexp.objective import BatchedObjective
-from fedexp.seeding import seeded_torch
+from fedexp.seeding import preserved_draws, seeded_torch
 
 COHORT_BYTES = {"cpu": 2**25, "cuda": 2**34}  # models trained together; one, where one is larger
 MOST_GRAPHS = 32  # captured for cohorts of different sizes; further ones run without a graph
@@ -210,7 +210,8 @@ class Batched:
             if key not in self._captured:
                 if len(self._captured) >= MOST_GRAPHS:  # one that another run has captured
                     del self._captured[next(k for k in self._captured if k not in self._met)]
-                self._captured[key] = self.capture(program, inputs)
+                with preserved_draws():  # a replay draws the same whether it was just captured
+                    self._captured[key] = self.capture(program, inputs)
             return self._captured[key](inputs)
         except RuntimeError as error:
             self._captured.clear()

@@ -39,7 +39,7 @@ from fedexp.objective.dense import DenseNetwork, dense_network
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
 from fedexp.objective.stack import CannotStackError, Stack, StackedClients
 from fedexp.precision import Precision
-from fedexp.seeding import seeded_torch
+from fedexp.seeding import preserved_draws, seeded_torch
 
 FUSED_WEIGHTS = 16  # compiling a model of more takes longer than it saves
 Loss = Callable[[Any, Any], Tensor]  # of (outputs, targets)
@@ -336,7 +336,8 @@ class ModuleObjective:
         stack.module.train()
         if not self._compiled:
             counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
-            stack.compile(params, batch, counted)
+            with preserved_draws():  # of a pass that not every run makes
+                stack.compile(params, batch, counted)
             self._compiled = True
         return StackedClients(stack, params)
 
