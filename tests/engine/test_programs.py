@@ -7,6 +7,8 @@ copied into place, and the next call overwrites the outputs.
 from __future__ import annotations
 
 import functools
+import gc
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import islice
@@ -370,6 +372,26 @@ def test_where_memory_runs_out_the_graphs_of_other_runs_are_dropped() -> None:
     assert programs.captures == 2
     list(one.records(programs))
     assert programs.captures == 3
+
+
+def test_dropped_programs_free_their_memory_at_once() -> None:
+    captured: list[weakref.ref[Replayed]] = []
+
+    def capture(program: Program, inputs: Tensors) -> Program:
+        replayed = Replayed(program, inputs)
+        captured.append(weakref.ref(replayed))
+        return replayed
+
+    programs = SharedPrograms(graphs=True, capture=capture, most=1)
+    gc.disable()
+    try:
+        for algorithm in (fx.fedavg(), fx.fedexp()):
+            list(Case(PICTURES, algorithm, {"cohort": 4}).records(programs))
+        assert [each() is None for each in captured] == [True, False]
+        programs.clear()
+        assert captured[1]() is None
+    finally:
+        gc.enable()
 
 
 # Keys -------------------------------------------------------------------------------------------

@@ -230,8 +230,7 @@ class SharedPrograms:
             if objective is not task.objective:
                 made = make(replace(work, task=replace(task, objective=objective)))
             if isinstance(made, Batched):
-                made.capture = partial(self._capture, made)
-                made.graphs = self._graphs
+                made.capture, made.graphs = self._capture, self._graphs
             held = _Held(made, objective, model, train)
             while len(self._engines) >= self._most:
                 self._engines.pop(next(iter(self._engines)))
@@ -249,15 +248,15 @@ class SharedPrograms:
 
     # CUDA graphs --------------------------------------------------------------------------------
 
-    def _capture(self, engine: Batched, program: Program, inputs: Tensors) -> Program:
+    def _capture(self, program: Program, inputs: Tensors) -> Program:
         """Capture a program; where memory runs out, once more without the graphs of other runs."""
         self.captures += 1
         try:
             return self._capture_graph(program, inputs)
         except torch.OutOfMemoryError:
-            others = [h.engine for h in self._engines.values() if h.engine is not engine]
-            held = [each for each in others if isinstance(each, Batched) and each.release()]
-            if not held:
+            others = [held.engine for held in self._engines.values()][:-1]  # the last one captures
+            released = [each.release() for each in others if isinstance(each, Batched)]
+            if not any(released):
                 raise
         torch.cuda.empty_cache()
         return self._capture_graph(program, inputs)

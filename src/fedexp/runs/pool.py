@@ -22,7 +22,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -102,10 +102,10 @@ def run_all(
     how = Execution(Spec.prepare, root, checkpoint_every, restart, on_busy is not None)
     jobs = jobs_for(specs, jobs)
     sources = {job.spec.task_source for job in waiting}
-    executor = Executor(how, built)
-    run_queue(
-        listed, len(waiting), jobs, how, ranks=ranks, stop=stop, sources=sources, executor=executor
-    )
+    with closing(Executor(how, built)) as run:
+        run_queue(
+            listed, len(waiting), jobs, how, ranks=ranks, stop=stop, sources=sources, executor=run
+        )
     done |= listed.outcomes
     if ranks is not None:
         with _stopped_if_lost(stop):
@@ -282,7 +282,7 @@ def run_queue(
             `RunInterrupted` unless nothing was left to do.
         on_wait: called when the queue is not done but all its runs are with other processes.
         sources: references to the user's own tasks among the runs; workers import them.
-        executor: executes the runs of this process, where it has executed others before.
+        executor: executes the runs of this process, which may share what earlier ones prepared.
     """
     run = executor or Executor(how)
     if ranks is not None and left < ranks.world_size:

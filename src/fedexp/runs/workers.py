@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import MappingProxyType
@@ -173,12 +174,12 @@ class Executor:
     def __init__(self, how: Execution, built: Run | None = None) -> None:
         self.programs = SharedPrograms()
         self._how = how
-        self._prepare = SharedTask(how.prepare, how.data, built, self._other_task)
+        on_other = partial(_drop_shared, self.programs)
+        self._prepare = SharedTask(how.prepare, how.data, built, on_other)
 
-    def _other_task(self, other_factory: bool) -> None:
-        if other_factory:
-            self.programs.clear()
-        self.programs.drop_data()
+    def close(self) -> None:
+        """Release what the runs shared, on a GPU too."""
+        self.programs.clear()
 
     def __call__(
         self, spec: Spec, on_round: Callable[[Row], bool], stop: Stop, ranks: Ranks | None = None
@@ -210,6 +211,13 @@ class Executor:
             if wanted:
                 raise
         return replace(outcome, state=None) if wanted else "stopped"  # too large for a pipe
+
+
+def _drop_shared(programs: SharedPrograms, other_factory: bool) -> None:
+    """Drop what the next task cannot use; all of it, if it is a task of another factory."""
+    if other_factory:
+        programs.clear()
+    programs.drop_data()
 
 
 def run_in_workers(

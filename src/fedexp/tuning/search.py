@@ -16,7 +16,7 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
@@ -135,13 +135,10 @@ class TrialRunner:
         """Return the first rank's value on all ranks: the study may change between two reads."""
         return value if self.ranks is None else self.ranks.broadcast(value)
 
-    def run(
-        self, left: int, search: Callable[[OnRow], Search], executor: Executor | None = None
-    ) -> None:
+    def run(self, left: int, search: Callable[[OnRow], Search], executor: Executor) -> None:
         """Run the `left` trials of a search, which is made from the function that `progress` gives.
 
-        That updates were not finite shows in the scores, and is not warned of. `executor` is given
-        where trials are run in several calls.
+        That updates were not finite shows in the scores, and is not warned of.
         """
         with self.progress(runs_per_rank(left, self.ranks)) as on_row, warnings.catch_warnings():
             warnings.simplefilter("ignore", NonFiniteUpdateWarning)
@@ -155,7 +152,7 @@ class TrialRunner:
                 stop=self.stop,
                 on_wait=self.on_wait,
                 sources=[queue.task_source],
-                executor=executor or Executor(TRIALS, queue.built),
+                executor=executor,
             )
 
 
@@ -170,7 +167,8 @@ def tune(study: Study, runner: TrialRunner = TrialRunner()) -> list[Trial]:  # n
     with study.open() as store:
         left: int = runner.agree(study.size - len(store.trials()))
         if left > 0:
-            runner.run(left, lambda on_row: kind(study, store, on_row))
+            with closing(Executor(TRIALS, study.run)) as executor:
+                runner.run(left, lambda on_row: kind(study, store, on_row), executor)
         return ranked(study, store.trials())
 
 
@@ -220,8 +218,7 @@ def tune_epsilon(
     at_a_time, ranks = runner.jobs, runner.ranks
     if ranks is not None:  # more ranks than values share the clients of one trial after another
         at_a_time = ranks.world_size if ranks.world_size <= len(EPS_VALUES) else 1
-    executor = Executor(TRIALS, study.run)
-    with study.open() as store:
+    with closing(Executor(TRIALS, study.run)) as executor, study.open() as store:
 
         def evaluate(values: Sequence[float]) -> list[TrialResult]:
             known = [each.point for each in store.trials()]
@@ -307,7 +304,7 @@ class Search(ABC):
 
     def __init__(self, study: Study, store: StudyStore, on_row: OnRow) -> None:
         self._study, self._store, self._on_row = study, store, on_row
-        self.task_source, self.built = study.run.spec.task_source, study.run
+        self.task_source = study.run.spec.task_source
 
     @abstractmethod
     def take(self) -> Job | None: ...
