@@ -190,7 +190,7 @@ class SharedPrograms:
 
     def note_agreement(self, key: Hashable) -> None:
         """Remember that an engine agrees with the loop."""
-        self.trials += 1
+        self.trials += key not in self._agreed
         self._agreed.add(key)
 
     def engine(

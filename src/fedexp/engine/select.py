@@ -127,17 +127,24 @@ def select_engine(
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     for candidate in candidates:
         try:
+            agreed, key = False, None
+            if programs is not None:
+                named = candidate.reason, candidate.variant
+                key = programs.trial_key(named, work, state, precision)
+                agreed = programs.has_agreed(key)
+            if not agreed:
+                log.info("trying an engine: %s", candidate.reason)
+                make_tried = candidate.make_tried or candidate.make
+                trials.check(make_tried, candidate.layers, candidate.make_plain)
+                if candidate.draws:
+                    objective = cast(CopyableObjective, work.task.objective)
+                    check_draws(objective, state, trials.batch())
             why = "auto" if name == "auto" else "asked for by name"
+            reason = f"{why}: {candidate.reason}; {AGREED if agreed else AGREES}"
             if programs is None:
-                _try(candidate, trials, work, state)
-                return Selected(candidate.make(work), f"{why}: {candidate.reason}; {AGREES}")
-            key = programs.trial_key((candidate.reason, candidate.variant), work, state, precision)
-            shown = AGREED if programs.has_agreed(key) else AGREES
-            if not programs.has_agreed(key):
-                _try(candidate, trials, work, state)
-                programs.note_agreement(key)
-            engine = programs.engine(key, candidate.make, candidate.layers, work)
-            return Selected(engine, f"{why}: {candidate.reason}; {shown}")
+                return Selected(candidate.make(work), reason)
+            programs.note_agreement(key)
+            return Selected(programs.engine(key, candidate.make, candidate.layers, work), reason)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torch.func refuses models with errors of many types
@@ -151,14 +158,6 @@ def select_engine(
     if not mistake:  # of the user's: the loop raises it too
         warnings.warn(f"clients run one after another: {failure}", EngineWarning, stacklevel=4)
     return Selected(Loop(), f"auto: no faster engine can be used: {failure}")
-
-
-def _try(candidate: Candidate, trials: Trials, work: Work, state: SimulationState) -> None:
-    """Raise whatever shows that an engine cannot be trusted with the model."""
-    log.info("trying an engine: %s", candidate.reason)
-    trials.check(candidate.make_tried or candidate.make, candidate.layers, candidate.make_plain)
-    if candidate.draws:
-        check_draws(cast(CopyableObjective, work.task.objective), state, trials.batch())
 
 
 def _candidates(name: EngineName, work: Work, state: SimulationState) -> list[Candidate]:
