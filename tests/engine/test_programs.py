@@ -242,6 +242,17 @@ def test_runs_may_take_turns() -> None:
         assert_same_runs(list(records), list(case.records(sharing())))
 
 
+def test_runs_of_another_task_in_between_leave_the_examples_alone() -> None:
+    """The copy of two partitions is dropped for another task while both still train."""
+    programs = sharing()
+    cases = [fedexp_on(task, seed=s, cohort=4) for s, task in enumerate(partitions(2))]
+    cases.append(fedexp_on(with_data(PLAIN, lambda f: {**f, "x": f["x"] * 2})))
+    cases.append(fedexp_on(unequal(sizes=(3, 40, 17, 8, 1, 26))))  # one example more
+    together = list(zip(*(case.records(programs) for case in cases), strict=True))
+    for case, records in zip(cases, zip(*together, strict=True), strict=True):
+        assert_same_runs(list(records), list(case.records(sharing())))
+
+
 def test_data_that_were_written_to_are_copied_again() -> None:
     task, programs = partitions(1)[0], sharing()
     case = Case(task, fx.fedexp(), {"cohort": 4})

@@ -41,9 +41,7 @@ from fedexp.objective import ComparableObjective, CopyableObjective, Objective
 from fedexp.precision import Precision
 from fedexp.tasks.task import Task
 
-MOST_ENGINES = (
-    12  # with their CUDA graphs; beyond, the one that was not used for longest is dropped
-)
+MOST_ENGINES = 12  # with their CUDA graphs; then the one that was used least recently is dropped
 
 
 class SharedPrograms:
@@ -76,8 +74,10 @@ class SharedPrograms:
         self._engines: dict[Hashable, _Held] = {}  # the one used last is the last
         self._layout: Hashable = None
         self._storage: _Storage | None = None
-        # of the examples that `place` returned: those that they are copies of
-        self._sources: WeakKeyDictionary[Federation, _Source] = WeakKeyDictionary()
+        self._train: Federation | None = None  # the partition of the storage that was placed last
+        # of the examples that `place` returned: what they are copies of, and where
+        self._sources: WeakKeyDictionary[Federation, tuple[_Source, _Storage]]
+        self._sources = WeakKeyDictionary()
         self._live: WeakSet[CapturedGraph] = WeakSet()
         self._pool: Any = None
 
@@ -85,7 +85,7 @@ class SharedPrograms:
         """Drop everything, e.g. before a run of another task."""
         self._agreed.clear()
         self._engines.clear()
-        self._storage, self._layout = None, None
+        self._storage = self._train = self._layout = None
 
     def drop_data(self) -> None:
         """Drop what refers to examples of the caller: data may fit in memory only once."""
@@ -105,14 +105,11 @@ class SharedPrograms:
         """
         train, test = self._place_examples(task, device)
         placed = replace(task, train=train, test=test)
-        if precision is None:
-            objective = task.objective  # a run may leave it with a state
-            return (
-                replace(placed, objective=objective.copy())
-                if isinstance(objective, CopyableObjective)
-                else (task if train is task.train else placed)
-            )
-        return replace(placed.to(device, precision), train=train, test=test)
+        if precision is not None:
+            return replace(placed.to(device, precision), train=train, test=test)
+        if isinstance(task.objective, CopyableObjective):  # a run may leave it with a state
+            return replace(placed, objective=task.objective.copy())
+        return task if train is task.train else placed
 
     def _place_examples(self, task: Task, device: torch.device) -> tuple[Federation, Batch | None]:
         if device.type == "cuda" and device.index is None:
@@ -129,26 +126,21 @@ class SharedPrograms:
             test = task.test and {name: value.to(device) for name, value in task.test.items()}
             if isinstance(train, StreamedFederation):
                 return train, test
-            own = replace(train, fields=_apart(train.fields, task.train.fields), finite=True)
             test = None if test is None or task.test is None else _apart(test, task.test)
-            self._storage = _Storage(own, test, source)
-            self._sources[own] = source
+            self._storage = _Storage(_apart(train.fields, task.train.fields), test, source)
             self.copies += 1
-        storage = self._storage
-        if not self._sources[storage.train].is_same(source):
-            storage.train = replace(task.train, fields=storage.train.fields, finite=True)
-            self._sources[storage.train] = source
-        return storage.train, storage.test
+        if self._train is None or not self._sources[self._train][0].is_same(source):
+            self._train = replace(task.train, fields=self._storage.fields, finite=True)
+            self._sources[self._train] = source, self._storage
+        return self._train, self._storage.test
 
     def load(self, task: Task) -> None:
         """Make sure that the examples on the device are those of a task that `place` returned."""
-        source, storage = self._sources.get(task.train), self._storage
-        if source is None or storage is None or task.test is not storage.test:
+        source, storage = self._sources.get(task.train, (None, None))
+        if source is None or storage is None or source.is_same(storage.loaded):
             return
-        if source.is_same(storage.loaded):
-            return
-        here, there = source.tensors(), [*task.train.fields.values(), *(task.test or {}).values()]
-        for target, value in zip(there, here, strict=True):
+        targets = [*storage.fields.values(), *(storage.test or {}).values()]
+        for target, value in zip(targets, source.tensors(), strict=True):
             target.copy_(value)
         storage.loaded = source
         self.copies += 1
@@ -214,12 +206,13 @@ class SharedPrograms:
         # a captured graph reads the examples of the storage, or gets those of a cohort as inputs;
         # other engines may hold results of the data
         streamed = isinstance(task.train, StreamedFederation)
-        fixed = isinstance(made, Batched) and (task.train in self._sources or streamed)
+        storage = self._sources.get(task.train, (None, None))[1]
+        fixed = isinstance(made, Batched) and (storage is not None or streamed)
         train = None if fixed else task.train
         key = (
             trial,
             settings,
-            _Same(train),
+            _Same(storage if fixed else train),
             frozen_key(work.algorithm.server),
             frozen_key(work.total_weight),
         )
@@ -331,11 +324,11 @@ class _Storage:
     """Examples on the device.
 
     Attributes:
-        train, test: the copies; `train` with the partition that was placed last.
+        fields, test: the copies of training and test examples.
         loaded: what they are copies of at the moment.
     """
 
-    train: Federation
+    fields: dict[str, Tensor]
     test: Batch | None
     loaded: _Source
 
