@@ -74,17 +74,24 @@ def seeded_torch(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
     Their states are restored afterwards, so the caller's own draws are not disturbed. The
     generators are global, so only one thread at a time may be inside such a block.
     """
+    with preserved_draws() as generators:
+        derived = torch_seed(seed, purpose, *numbers)
+        for each in generators:  # not torch.manual_seed, which records a stack trace for CUDA
+            each.manual_seed(derived)
+        yield
+
+
+@contextmanager
+def preserved_draws() -> Iterator[list[torch.Generator]]:
+    """Restore the states of torch's global generators after a block; yields the generators."""
     generators = [torch.default_generator]
     if torch.cuda.is_initialized():
         generators.append(torch.cuda.default_generators[torch.cuda.current_device()])
     if torch.backends.mps.is_available():
         generators.append(torch.mps._get_default_mps_generator())
     before = [g.get_state() for g in generators]
-    derived = torch_seed(seed, purpose, *numbers)
     try:
-        for each in generators:  # not torch.manual_seed, which records a stack trace for CUDA
-            each.manual_seed(derived)
-        yield
+        yield generators
     finally:
         for each, state in zip(generators, before, strict=True):
             each.set_state(state)

@@ -293,6 +293,7 @@ def compare(
                 checkpoint_every=checkpoint_every,
                 stop=request,
                 restart=restart,
+                built=firsts[0],
             )
         except RunInterrupted:
             raise KeyboardInterrupt("stopped; the same call continues") from None

@@ -26,7 +26,7 @@ from tests.engine.helpers import (
 from tests.helpers.rules import ALGORITHMS, rule_id
 
 
-def as_it_is(program: Program, inputs: Any, warm_up: Program) -> Program:
+def as_it_is(program: Program, inputs: Any, warm_up: Program | None) -> Program:
     return program
 
 
@@ -79,7 +79,7 @@ class Refusing:
     def __init__(self, rounds_only: bool) -> None:
         self.rounds_only, self.calls = rounds_only, 0
 
-    def __call__(self, program: Program, inputs: Any, warm_up: Program) -> Program:
+    def __call__(self, program: Program, inputs: Any, warm_up: Program | None) -> Program:
         self.calls += 1
         if self.calls == 1 or not self.rounds_only:
             raise RuntimeError("operation not permitted when stream is capturing")

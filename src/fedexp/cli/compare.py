@@ -87,7 +87,8 @@ def run(args: argparse.Namespace) -> int:
     check_writable(picture)
     specs = [replace(run.spec, seed=seed) for run in firsts for seed in range(args.seeds)]
     jobs = args.jobs or workers_for(first)
-    outcomes, status = run_many(args, Many(specs, task, first.rounds, _label, jobs, metric))
+    many = Many(specs, task, first.rounds, _label, jobs, metric, first)
+    outcomes, status = run_many(args, many)
     if outcomes is None:
         return status
     lines = summarise(outcomes, metric, target, args.smooth, first.task.goal.higher)

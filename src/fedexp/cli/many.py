@@ -19,7 +19,7 @@ from fedexp.runs import RunInterrupted, run_all
 from fedexp.runs.execute import stop_request
 from fedexp.runs.files import Row
 from fedexp.runs.pool import Shard, parse_shard, runs_per_rank, stored_outcomes
-from fedexp.runs.spec import Outcome, Spec
+from fedexp.runs.spec import Outcome, Run, Spec
 
 
 def add_shard_option(parser: argparse.ArgumentParser) -> None:
@@ -98,6 +98,7 @@ class Many:
         label: returns a short name of a run.
         jobs: runs at a time if there are no ranks.
         metric: of the task's goal.
+        built: a run whose task need not be built again.
     """
 
     specs: Sequence[Spec]
@@ -106,6 +107,7 @@ class Many:
     label: Callable[[Spec], str]
     jobs: int
     metric: str = ""
+    built: Run | None = None
 
 
 def run_many(args: argparse.Namespace, many: Many) -> tuple[list[Outcome] | None, int]:
@@ -159,6 +161,7 @@ def _run(
             stop=stop,
             on_busy=on_busy if args.shard else None,
             restart=args.restart,
+            built=many.built,
         )
 
 

@@ -33,17 +33,20 @@ from fedexp.engine.plan import CohortPlan, Work, batch_key, host_rows, plan_coho
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineWarning
 from fedexp.objective import BatchedObjective
-from fedexp.seeding import seeded_torch
+from fedexp.seeding import preserved_draws, seeded_torch
 
 COHORT_BYTES = {"cpu": 2**25, "cuda": 2**34}  # models trained together; one, where one is larger
 MOST_GRAPHS = 32  # captured for cohorts of different sizes; further ones run without a graph
 
 Implementation = Literal["layers", "vmap"]
-Capture = Callable[[Program, Tensors, Program], Program]
+Capture = Callable[[Program, Tensors, Program | None], Program]
 
 
 class Batched:
-    """Trains the clients of a cohort together; holds the CUDA graphs of one run.
+    """Trains the clients of a cohort together; holds the CUDA graphs of their programs.
+
+    Runs may share an engine, one after another, if their programs have the same constants
+    (`SharedPrograms`); each calls `begin_run`.
 
     Args:
         implementation: "layers" where all layers of the model have a stacked implementation and the
@@ -64,8 +67,25 @@ class Batched:
         self.graphs, self.capture = graphs, capture
         self.cuda_graph: Literal["round", "local training"] | None = None  # replayed last
         self._captured: dict[Any, Program] = {}
-        self._captures_rounds = True
-        self._next_plan: dict[tuple[int, ...], CohortPlan] = {}
+        self.begin_run()
+
+    def begin_run(self) -> None:
+        """Restart the decisions that a run takes as it meets cohorts; captured graphs stay."""
+        self._captures_rounds = self._captures_training = True
+        self._met: set[Any] = set()  # programs that this run asked for
+        self._next_plan: tuple[Work, CohortPlan] | None = None
+        self.cuda_graph = None
+
+    def release(self) -> bool:
+        """Drop all captured graphs; return whether there were any."""
+        had_any = bool(self._captured)
+        self._captured.clear()
+        return had_any
+
+    @property
+    def settings(self) -> tuple[Any, ...]:
+        """The arguments that decide what is computed."""
+        return self.implementation, self.padded
 
     @property
     def variant(self) -> str:
@@ -157,14 +177,22 @@ class Batched:
         following = work.after()
         clients: list[int] = following.cohort.tolist()
         if clients:
-            self._next_plan = {(following.round, *clients): plan_cohort(following, clients)}
+            self._next_plan = following, plan_cohort(following, clients)
             work.task.train.prefetch(clients)
 
     def _plan(self, work: Work, clients: Sequence[int]) -> CohortPlan:
-        return self._next_plan.pop((work.round, *clients), None) or plan_cohort(work, clients)
+        ahead, self._next_plan = self._next_plan, None
+        if (
+            ahead is not None
+            and ahead[0].is_same_round(work)
+            and ahead[0].cohort.tolist() == clients
+        ):
+            return ahead[1]
+        return plan_cohort(work, clients)
 
     def _replays(self, state: SimulationState) -> bool:
-        return state.params.is_cuda if self.graphs is None else self.graphs
+        wanted = state.params.is_cuda if self.graphs is None else self.graphs
+        return wanted and self._captures_training
 
     def _replay(
         self, kind: tuple[Any, ...], program: LocalProgram | CudaGraphRound, inputs: Tensors
@@ -176,13 +204,18 @@ class Batched:
         """
         key = (*kind, signature(inputs))
         try:
+            if key not in self._met and len(self._met) >= MOST_GRAPHS:
+                return None
+            self._met.add(key)
             if key not in self._captured:
-                if len(self._captured) >= MOST_GRAPHS:
-                    return None
-                self._captured[key] = self.capture(program, inputs, program.warm_up)
+                if len(self._captured) >= MOST_GRAPHS:  # one that another run has captured
+                    del self._captured[next(k for k in self._captured if k not in self._met)]
+                with preserved_draws():  # a replay draws the same whether it was just captured
+                    self._captured[key] = self.capture(program, inputs, program.warm_up)
             return self._captured[key](inputs)
         except RuntimeError as error:
             self._captured.clear()
+            self._met.clear()
             is_round = isinstance(program, CudaGraphRound)
             if isinstance(error, torch.OutOfMemoryError):
                 if not is_round:
@@ -191,7 +224,7 @@ class Batched:
                 subject = "rounds are" if is_round else "local training is"
                 warnings.warn(f"{subject} not captured: {error}", EngineWarning, stacklevel=2)
             self._captures_rounds = False
-            self.graphs = self.graphs if is_round else False
+            self._captures_training = is_round
             return None
 
     def _local_program(self, work: Work, plan: CohortPlan, state: SimulationState) -> LocalProgram:

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -36,22 +36,29 @@ log = logging.getLogger("fedexp")
 class CapturedGraph:
     """A program as one CUDA graph: a call copies its inputs into place and replays it.
 
-    The next call overwrites the returned tensors.
+    The next call overwrites the returned tensors, and so does that of a graph of the same pool.
 
     Args:
         program: maps tensors to tensors; a fixed sequence of operations.
         inputs: of the first call.
         warm_up: does the operations of the program once each, so that nothing is compiled or
             allocated while it is captured; None where that has been done.
+        pool: memory that graphs share which are never replayed at the same time; None for its own.
     """
 
-    def __init__(self, program: Program, inputs: Tensors, warm_up: Program | None = None) -> None:
+    def __init__(
+        self,
+        program: Program,
+        inputs: Tensors,
+        warm_up: Program | None = None,
+        pool: Any = None,
+    ) -> None:
         log.info("capturing a CUDA graph")
         self.inputs = {name: value.clone() for name, value in inputs.items()}
         if warm_up is not None:
             self._warm_up(warm_up)
         self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
+        with torch.cuda.graph(self.graph, pool=pool):
             self.outputs = program(self.inputs)
 
     def _warm_up(self, program: Program) -> None:

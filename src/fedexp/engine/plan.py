@@ -187,6 +187,15 @@ class Work:
         cohort = rule.sample(self.seed, number, self.task.train)
         return replace(self, round=number, cohort=cohort)
 
+    def is_same_round(self, other: Work) -> bool:
+        """Return whether both have the same plan: examples, local training, seed and round."""
+        return (
+            self.task.train is other.task.train
+            and self.task.transform is other.task.transform
+            and self.local == other.local
+            and (self.seed, self.round) == (other.seed, other.round)
+        )
+
     def batches(self, client: int) -> Iterator[Batch]:
         """Yield the batches of a client, step by step."""
         train, size = self.task.train, int(self.task.train.sizes[client])

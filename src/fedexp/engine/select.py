@@ -10,7 +10,7 @@ import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 
 import numpy as np
 import torch
@@ -32,10 +32,15 @@ from fedexp.objective import (
 )
 from fedexp.precision import Precision
 
+if TYPE_CHECKING:
+    from fedexp.engine.programs import SharedPrograms
+
 log = logging.getLogger("fedexp")
 SMALL_MODEL = 100_000  # parameters; below, most of the time is the interpreter's, in one thread
 EngineName = Literal["auto", "loop", "threads", "batched", "dense", "quadratic"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
+AGREES = "it agrees with the loop on a few examples"
+AGREED = "an earlier run of this process has shown that it agrees with the loop on a few examples"
 MOST_PADDING = 4  # computing this many times too much costs what batching gains
 
 
@@ -64,6 +69,7 @@ class Candidate:
         make_tried: returns it for the trial, without what takes long to prepare; None for `make`.
         layers: whether it replaces the model's layers by stacked ones.
         draws: whether dropout in training mode must be checked besides.
+        variant: tells candidates with the same reason apart.
     """
 
     reason: str
@@ -71,6 +77,7 @@ class Candidate:
     make_tried: Callable[[Work], Engine] | None = None
     layers: bool = False
     draws: bool = False
+    variant: str = ""
 
 
 def check_engine_name(name: str) -> EngineName:
@@ -84,7 +91,11 @@ def check_engine_name(name: str) -> EngineName:
 
 
 def select_engine(
-    name: EngineName, work: Work, state: SimulationState, precision: Precision = "float32"
+    name: EngineName,
+    work: Work,
+    state: SimulationState,
+    precision: Precision = "float32",
+    programs: SharedPrograms | None = None,
 ) -> Selected:
     """Return the engine to use, and why.
 
@@ -100,6 +111,8 @@ def select_engine(
         work: the first round.
         state: the state before it.
         precision: of the run.
+        programs: what earlier runs of this process have prepared: trials that need not be made
+            again, and engines; `programs.prepared` returns the task for a selected engine.
     """
     if name == "loop":
         return Selected(Loop(), "asked for by name")
@@ -108,15 +121,24 @@ def select_engine(
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     for candidate in candidates:
         try:
-            log.info("trying an engine: %s", candidate.reason)
-            make_tried = candidate.make_tried or candidate.make
-            trials.check(make_tried, candidate.layers)
-            if candidate.draws:
-                objective = cast(CopyableObjective, work.task.objective)
-                check_draws(objective, state, trials.batch())
+            agreed, key = False, None
+            if programs is not None:
+                named = candidate.reason, candidate.variant
+                key = programs.trial_key(named, work, state, precision)
+                agreed = programs.has_agreed(key)
+            if not agreed:
+                log.info("trying an engine: %s", candidate.reason)
+                make_tried = candidate.make_tried or candidate.make
+                trials.check(make_tried, candidate.layers)
+                if candidate.draws:
+                    objective = cast(CopyableObjective, work.task.objective)
+                    check_draws(objective, state, trials.batch())
             why = "auto" if name == "auto" else "asked for by name"
-            reason = f"{why}: {candidate.reason}; it agrees with the loop on a few examples"
-            return Selected(candidate.make(work), reason)
+            reason = f"{why}: {candidate.reason}; {AGREED if agreed else AGREES}"
+            if programs is None:
+                return Selected(candidate.make(work), reason)
+            programs.note_agreement(key)
+            return Selected(programs.engine(key, candidate.make, candidate.layers, work), reason)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torch.func refuses models with errors of many types
@@ -200,6 +222,7 @@ def _batched_candidate(implementation: Implementation, padded: bool, device: str
         make,
         lambda _: Batched(implementation, padded, graphs=False),
         layers,
+        variant=f"{implementation}, {padded}",
     )
 
 

@@ -68,7 +68,8 @@ from fedexp.precision import (
 from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import RunProgram, Task, Weighting
 
-if TYPE_CHECKING:  # only private runs import it
+if TYPE_CHECKING:  # only runs that use them import them
+    from fedexp.engine.programs import SharedPrograms
     from fedexp.privacy import CentralPrivacy, LocalPrivacy
 
 LEAST_BYTES = 2**26  # of examples to read ahead; less is in memory anyway
@@ -134,6 +135,7 @@ def simulate(
     client_store: Location | ClientStore = "auto",
     process_group: ProcessGroup | None = None,
     privacy: CentralPrivacy | LocalPrivacy | None = None,
+    programs: SharedPrograms | None = None,
 ) -> Iterator[Record]:
     """Train, and yield one `Record` per round. Stop when you like: the consumer is in charge.
 
@@ -168,6 +170,9 @@ def simulate(
         privacy: clip and noise updates as on Flower, and report ε in `record.metrics`
             (docs/privacy.md). The noise follows from the seed: it shows what a private deployment
             would reach, and protects nobody.
+        programs: what this run shares with others of this process, see
+            `fedexp.engine.programs.SharedPrograms`; does not affect results. Not used by several
+            processes that share a run.
 
     A record holds its state, so a list of all records holds all models in memory.
 
@@ -194,7 +199,9 @@ def simulate(
     rule = CohortRule.of(task.cohort if cohort is None else cohort, task.train.clients)
     if str(device).startswith("cuda"):
         load_triton()
-    task, precision = _on_device(task, device, precision)
+    programs = programs if process_group is None else None
+    given = task
+    task, precision = _on_device(task, device, precision, programs)
     if start is not None and not isinstance(start, SimulationState):
         task, start = starting_from(task, start, seed), None
     initial = SimulationState.initial(task, algorithm, seed)
@@ -218,9 +225,13 @@ def simulate(
     chosen = rule.sample(seed, 1, task.train)
     first = Work(task, algorithm, local, weighting, seed, 1, chosen, rule, rounds)
     select = partial(select_engine, engine, first, initial, precision)
+    shared = None
+    if programs is not None:
+        select = partial(select, programs=programs)
+        shared = programs, given
     if privacy is not None:  # the trial is without: noise would hide that engines disagree
         first = _private(first, privacy, rounds, initial)
-    return _rounds(first, state, rounds, every, select, precision, group)
+    return _rounds(first, state, rounds, every, select, precision, group, shared)
 
 
 def _rounds(
@@ -231,7 +242,9 @@ def _rounds(
     select: Callable[[], Selected],
     precision: Precision,
     process_group: ProcessGroup,
+    shared: tuple[SharedPrograms, Task] | None,
 ) -> Iterator[Record]:
+    """Yield the records; `shared` has the programs with the task as it was given, to hold it."""
     warned, read_ahead = False, ReadAhead(work.task.train, process_group.shard)
     selected: Selected | None = None
     rule, train = work.cohort_rule or CohortRule(), work.task.train
@@ -244,10 +257,15 @@ def _rounds(
         if work.privacy is not None:
             clients = work.privacy.cohort(round, clients)
         work = replace(work, round=round, cohort=clients)
+        if shared is not None:
+            shared[0].load(work.task)
         with arithmetic(precision):
             if selected is None:
                 with seeded_torch(work.seed, "trial"):
                     selected = select()
+                if shared is not None:
+                    work = replace(work, task=shared[0].prepared(selected.engine, work.task))
+                    repeated = repeated and shared[0].evaluation(work.task, precision)
                 engine = process_group.engine(selected.engine)
             if len(clients):
                 read_ahead(work, state)
@@ -337,7 +355,10 @@ def _private(
 
 
 def _on_device(
-    task: Task, device: str | torch.device | None, precision: Precision | None
+    task: Task,
+    device: str | torch.device | None,
+    precision: Precision | None,
+    programs: SharedPrograms | None,
 ) -> tuple[Task, Precision]:
     """Return the task on the device it is trained on, and the precision of its arithmetic."""
     current = next(iter(task.train.fields.values())).device
@@ -353,6 +374,8 @@ def _on_device(
     chosen = precision or default_precision(target)
     check_precision(chosen, target)
     unchanged = device is None and precision is None
+    if programs is not None:
+        return programs.place(task, target, None if unchanged else chosen), chosen
     return (task if unchanged else task.to(target, chosen)), chosen
 
 

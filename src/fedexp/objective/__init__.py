@@ -3,6 +3,8 @@
 from fedexp.objective.base import (
     BatchedObjective,
     Buffers,
+    ComparableObjective,
+    Constants,
     CopyableObjective,
     DenseObjective,
     DeviceObjective,
@@ -24,6 +26,8 @@ from fedexp.objective.module import ModuleObjective
 __all__ = [
     "BatchedObjective",
     "Buffers",
+    "ComparableObjective",
+    "Constants",
     "CopyableObjective",
     "DenseObjective",
     "DeviceObjective",

@@ -169,6 +169,27 @@ class CopyableObjective(Objective, Protocol):
         ...
 
 
+class Constants(NamedTuple):
+    """What the arithmetic of an objective depends on, besides the arguments of its methods.
+
+    Attributes:
+        values: the model, the loss and the settings.
+        inputs: tensors of the model that the arguments replace: its parameters and buffers.
+    """
+
+    values: tuple[Any, ...]
+    inputs: tuple[Tensor, ...] = ()
+
+
+@runtime_checkable
+class ComparableObjective(Objective, Protocol):
+    """An objective that can be compared with another, so that runs share what was prepared."""
+
+    def constants(self) -> Constants:
+        """Return all that its arithmetic depends on; itself where that is not known."""
+        ...
+
+
 @runtime_checkable
 class PartsObjective(Objective, Protocol):
     """An objective that can return its gradient without joining it in one vector."""

@@ -10,7 +10,7 @@ from torch import Tensor
 from fedexp.client import LinearCorrection
 from fedexp.data.federation import Batch
 from fedexp.errors import require
-from fedexp.objective.base import Buffers
+from fedexp.objective.base import Buffers, Constants
 from fedexp.precision import Precision
 
 
@@ -33,6 +33,9 @@ class LeastSquares:
 
     def starting_at(self, params: Tensor, buffers: Buffers) -> LeastSquares:
         return LeastSquares(params.clone(), self.gradient_scale)
+
+    def constants(self) -> Constants:
+        return Constants((self.gradient_scale if type(self) is LeastSquares else self,))
 
     def batching_pays(self, device: torch.device) -> bool:
         """Return False for a CPU: one client's matrix stays in a core's cache, twenty do not."""

@@ -29,6 +29,7 @@ from fedexp.errors import UsageError, first_line, require
 from fedexp.objective.base import (
     DEFAULT_FIELDS,
     Buffers,
+    Constants,
     Fields,
     as_type,
     flat_parts,
@@ -39,7 +40,7 @@ from fedexp.objective.dense import DenseNetwork, dense_network
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
 from fedexp.objective.stack import CannotStackError, Stack, StackedClients
 from fedexp.precision import Precision
-from fedexp.seeding import seeded_torch
+from fedexp.seeding import preserved_draws, seeded_torch
 
 Loss = Callable[[Any, Any], Tensor]  # of (outputs, targets)
 LARGE_SEQUENCE_MODEL = 100_000  # parameters from which clients are not batched on a CPU
@@ -215,6 +216,13 @@ class ModuleObjective:
         other._list_tensors()
         return other
 
+    def constants(self) -> Constants:
+        if type(self) is not ModuleObjective or not is_copied_whole(self.module):
+            return Constants((self,))
+        settings = (self.compute_type, self.per_example, self.classifies, self.ignore_index)
+        values = (self.module, self.loss, self.fields, self.device, *settings)
+        return Constants(values, (*self.params, *map(read, self.slots)))
+
     def batching_pays(self, device: torch.device) -> bool:
         """Return True on a GPU; on a CPU where most of the time is the interpreter's.
 
@@ -351,7 +359,8 @@ class ModuleObjective:
         clients = StackedClients(stack, start, len(valid))
         if not self._compiled:
             counted = valid.to(start.dtype) / valid.sum(dim=1, keepdim=True)
-            stack.compile(clients, batch, counted)
+            with preserved_draws():  # of a pass that not every run makes
+                stack.compile(clients, batch, counted)
             self._compiled = True
         return clients
 

@@ -19,7 +19,7 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -54,6 +54,9 @@ from fedexp.runs.spec import (
     spec_text,
 )
 
+if TYPE_CHECKING:
+    from fedexp.engine.programs import SharedPrograms
+
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 
 
@@ -69,6 +72,7 @@ class RunOptions:
         loggers: notified of the beginning, of every new round and of the end.
         client_store: where client state is stored: "memory", "disk", or "auto" for what fits.
         process_group: the ranks that share the run; None for a single process.
+        programs: what the run shares with others of this process.
         on_open: called once with the folder, the number of rounds it holds, and whether the run is
             over.
     """
@@ -80,6 +84,7 @@ class RunOptions:
     loggers: Sequence[Logger] = ()
     client_store: Location = "auto"
     process_group: DistributedGroup | None = None
+    programs: SharedPrograms | None = None
     on_open: Callable[[Path, int, bool], None] = lambda folder, rounds, over: None
 
 
@@ -188,7 +193,8 @@ def _train(
     store = ClientStore(how.client_store, None if path is None else path / SLOTS, most)
     with threads(number), closing(_journal(run, held, how, store)) as journal:
         left = not run.is_over(journal.rows)
-        records = run.records(journal.state, store, how.process_group) if left else iter(())
+        settings = (journal.state, store, how.process_group, how.programs)
+        records = run.records(*settings) if left else iter(())
         if held is not None and journal.resumed_from:
             held.note_resumed(journal.resumed_from)
         if path is not None:

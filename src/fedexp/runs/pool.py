@@ -22,7 +22,7 @@ import re
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from fedexp.runs.execute import stored_outcome
 from fedexp.runs.files import Row
 from fedexp.runs.folder import RESULT, OtherContentError, RunWarning
 from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
-from fedexp.runs.spec import OnRound, Outcome, Spec, folder_of, id_stem
+from fedexp.runs.spec import OnRound, Outcome, Run, Spec, folder_of, id_stem
 from fedexp.runs.workers import (
     RETRY,
     Execution,
@@ -45,6 +45,7 @@ from fedexp.runs.workers import (
     RunQueue,
     SharedTask,
     Stop,
+    TaskKey,
     digests_of,
     run_in_workers,
 )
@@ -63,10 +64,12 @@ def run_all(
     stop: Stop = lambda: False,
     on_busy: Callable[[Spec], None] | None = None,
     restart: bool = False,
+    built: Run | None = None,
 ) -> list[Outcome]:
     """Execute the specs and return their outcomes, in the order of the specs.
 
-    A run that fails ends all others at once.
+    Runs of one task are executed one after another, and share what they prepare (`Executor`). A run
+    that fails ends all others at once.
 
     Args:
         specs: the runs.
@@ -83,22 +86,26 @@ def run_all(
         on_busy: called with a run that another process is executing, which is left out of the
             outcomes; None raises `BusyError`.
         restart: discard what is stored of the specs.
+        built: a run of one of the specs, or of another seed, whose task need not be built again.
     """
     done: dict[int, Outcome] = {}
     if root is not None and not restart:
         if ranks is None:
-            done = dict(stored_outcomes(specs, root, on_round))
+            done = dict(stored_outcomes(specs, root, on_round, built=built))
         else:
             done = ranks.compute_on_first(lambda: dict(stored_outcomes(specs, root)))
     waiting = [Job(k, spec) for k, spec in enumerate(specs) if k not in done]
     own = waiting
     if ranks is not None and len(waiting) >= ranks.world_size:
         own = Shard(ranks.rank + 1, ranks.world_size).of(waiting)
-    listed = _ListQueue(own, on_round, on_busy)
+    listed = _ListQueue(_by_task(own), on_round, on_busy)
     how = Execution(Spec.prepare, root, checkpoint_every, restart, on_busy is not None)
     jobs = jobs_for(specs, jobs)
     sources = {job.spec.task_source for job in waiting}
-    run_queue(listed, len(waiting), jobs, how, ranks=ranks, stop=stop, sources=sources)
+    with closing(Executor(how, built)) as run:
+        run_queue(
+            listed, len(waiting), jobs, how, ranks=ranks, stop=stop, sources=sources, executor=run
+        )
     done |= listed.outcomes
     if ranks is not None:
         with _stopped_if_lost(stop):
@@ -124,6 +131,18 @@ def jobs_for(specs: Sequence[Spec], jobs: int) -> int:
         stacklevel=3,
     )
     return 1
+
+
+def _by_task(jobs: Sequence[Job]) -> list[Job]:
+    """Return the runs with those of a task together, the tasks in the order of their first runs."""
+    keys: list[TaskKey | None] = []
+    for job in jobs:
+        try:
+            keys.append(TaskKey.of(job.spec))
+        except UsageError:  # reported by the run itself
+            keys.append(None)
+    order = sorted(range(len(jobs)), key=lambda k: keys.index(keys[k]))
+    return [jobs[k] for k in order]
 
 
 class _ListQueue:
@@ -157,13 +176,14 @@ def stored_outcomes(
     root: Path,
     on_round: OnRound = lambda spec, row: None,
     skip_others: bool = False,
+    built: Run | None = None,
 ) -> Iterator[tuple[int, Outcome]]:
     """Yield the position and the outcome of every spec whose run is finished; start no process.
 
     A run's id and fingerprint depend on its task, which is built once for all that share it. A
     stored run of other data, model or code is an error, or left out if `skip_others`.
     """
-    prepare = SharedTask(Spec.prepare)
+    prepare = SharedTask(Spec.prepare, built=built)
     for k in sorted(range(len(specs)), key=lambda k: specs[k].seed):
         spec = specs[k]
         if not any(root.glob(f"{id_stem(spec.task, spec.algorithm, spec.seed)}-*/{RESULT}")):
@@ -247,6 +267,7 @@ def run_queue(
     stop: Stop = lambda: False,
     on_wait: Callable[[], None] = lambda: None,
     sources: Iterable[str | None] = (),
+    executor: Executor | None = None,
 ) -> None:
     """Execute runs until the queue is done.
 
@@ -261,8 +282,9 @@ def run_queue(
             `RunInterrupted` unless nothing was left to do.
         on_wait: called when the queue is not done but all its runs are with other processes.
         sources: references to the user's own tasks among the runs; workers import them.
+        executor: executes the runs of this process, which may share what earlier ones prepared.
     """
-    run = Executor(how)
+    run = executor or Executor(how)
     if ranks is not None and left < ranks.world_size:
         _on_all_ranks(queue, run, ranks, stop, on_wait)
     elif ranks is None and min(jobs, left) > 1:

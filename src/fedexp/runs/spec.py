@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from numbers import Integral, Real
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import tomli_w
@@ -50,6 +50,9 @@ from fedexp.runs.checkpoint import read_weights, weights_digest
 from fedexp.runs.files import Row, parse_toml, spec_fault
 from fedexp.runs.fingerprint import SOURCE, Fingerprint, digest_of, fingerprint
 from fedexp.tasks import Task
+
+if TYPE_CHECKING:
+    from fedexp.engine.programs import SharedPrograms
 
 PRIVACY: dict[str, type[CentralPrivacy] | type[LocalPrivacy]] = {
     "central": CentralPrivacy,
@@ -218,6 +221,7 @@ class Run:
         start: SimulationState | None = None,
         client_store: ClientStore | None = None,
         process_group: ProcessGroup | None = None,
+        programs: SharedPrograms | None = None,
     ) -> Iterator[Record]:
         """Train; yield one record per round, from the beginning or from an earlier state.
 
@@ -239,6 +243,7 @@ class Run:
             client_store=client_store or ClientStore(),
             process_group=process_group,
             privacy=self.spec.privacy,
+            programs=programs,
         )
 
     def describe(self) -> dict[str, Any]:

@@ -20,16 +20,18 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from fedexp.distributed import Ranks
+from fedexp.engine.programs import SharedPrograms
 from fedexp.errors import FedExPError, UsageError
-from fedexp.options import build_task, split_task_options
+from fedexp.options import build_task, split_task_options, task_arguments
 from fedexp.references import load_object
 from fedexp.runs.execute import execute
 from fedexp.runs.files import Row
@@ -99,23 +101,55 @@ def digests_of(sources: Iterable[str | None]) -> dict[str, Mapping[str, Digest]]
     return {s: data_digests(task) for s, task in tasks.items() if isinstance(task, Task)}
 
 
+class TaskKey(NamedTuple):
+    """What a task is built from. Specs with equal keys have the same task.
+
+    Attributes:
+        factory: the name, the reference, the mode and the arguments that were given.
+        seed: of the run, if the task depends on it; None otherwise.
+    """
+
+    factory: tuple[Any, ...]
+    seed: int | None
+
+    @classmethod
+    def of(cls, spec: Spec) -> TaskKey:
+        """Raises `UsageError` for a task or an argument that does not exist."""
+        given, _ = split_task_options(dict(spec.options))
+        known = task_arguments(spec.task, given, spec.seed, spec.mode, spec.task_source)
+        seed = spec.seed if "seed" in known and "seed" not in given else None
+        return cls((spec.task, spec.task_source, spec.mode, tuple(sorted(given.items()))), seed)
+
+
 class SharedTask:
-    """Prepares specs; builds a task once for consecutive specs that share it."""
+    """Prepares specs; builds a task once for consecutive specs that share it.
+
+    Args:
+        prepare: makes a run from a spec and its task.
+        data: see `Execution`.
+        built: a run whose task need not be built again.
+        on_other: called before another task is built, with whether it is one of another factory.
+    """
 
     def __init__(
         self,
         prepare: Callable[[Spec, Task], Run],
         data: Mapping[str, Mapping[str, Digest]] = MappingProxyType({}),
+        built: Run | None = None,
+        on_other: Callable[[bool], None] = lambda other: None,
     ) -> None:
-        self._prepare, self._data = prepare, data
-        self._key: Any = None
-        self._task: Task | None = None
+        self._prepare, self._data, self._on_other = prepare, data, on_other
+        changed = built is not None and (built.spec.start is not None or built.spec.by_client)
+        built = None if changed else built  # its task is not the one that its arguments give
+        self._key = None if built is None else TaskKey.of(built.spec)
+        self._task = None if built is None else built.task
 
     def __call__(self, spec: Spec) -> Run:
-        of_task, _ = split_task_options(dict(spec.options))
-        key = spec.task, spec.task_source, spec.seed, spec.mode, of_task
+        key = TaskKey.of(spec)
         if self._task is None or key != self._key:
             self._task = None  # before the next is built: data may fit in memory only once
+            self._on_other(self._key is not None and key.factory != self._key.factory)
+            of_task, _ = split_task_options(dict(spec.options))
             self._task = build_task(spec.task, of_task, spec.seed, spec.mode, spec.task_source)
             self._key = key
             wanted = self._data.get(spec.task_source or "")
@@ -128,10 +162,24 @@ class SharedTask:
 
 
 class Executor:
-    """Executes one spec after another in this process."""
+    """Executes one spec after another in this process.
 
-    def __init__(self, how: Execution) -> None:
-        self._how, self._prepare = how, SharedTask(how.prepare, how.data)
+    They share the task and its data, trials of engines and CUDA graphs, as far as these are equal.
+
+    Args:
+        how: options of every run.
+        built: a run whose task need not be built again.
+    """
+
+    def __init__(self, how: Execution, built: Run | None = None) -> None:
+        self.programs = SharedPrograms()
+        self._how = how
+        on_other = partial(_drop_shared, self.programs)
+        self._prepare = SharedTask(how.prepare, how.data, built, on_other)
+
+    def close(self) -> None:
+        """Release what the runs shared, on a GPU too."""
+        self.programs.clear()
 
     def __call__(
         self, spec: Spec, on_round: Callable[[Row], bool], stop: Stop, ranks: Ranks | None = None
@@ -153,6 +201,7 @@ class Executor:
                 checkpoint_every=how.checkpoint_every,
                 restart=how.restart,
                 stop=lambda: not wanted or stop(),
+                programs=self.programs,
             )
         except BusyError:
             if not how.skip_busy:
@@ -162,6 +211,13 @@ class Executor:
             if wanted:
                 raise
         return replace(outcome, state=None) if wanted else "stopped"  # too large for a pipe
+
+
+def _drop_shared(programs: SharedPrograms, other_factory: bool) -> None:
+    """Drop what the next task cannot use; all of it, if it is a task of another factory."""
+    if other_factory:
+        programs.clear()
+    programs.drop_data()
 
 
 def run_in_workers(

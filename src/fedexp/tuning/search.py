@@ -16,8 +16,9 @@ import math
 import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, fields, replace
+from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from typing import Any, Literal, NamedTuple
@@ -26,13 +27,14 @@ from fedexp.analysis.tables import format_value
 from fedexp.distributed import Ranks
 from fedexp.engine import Record
 from fedexp.engine.client_store import ClientStore
+from fedexp.engine.programs import SharedPrograms
 from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.state import SimulationState
 from fedexp.errors import NonFiniteUpdateWarning, require
 from fedexp.runs.files import Row
 from fedexp.runs.pool import jobs_for, run_queue, runs_per_rank
 from fedexp.runs.spec import SOURCES, Outcome, Run, Spec
-from fedexp.runs.workers import Execution, Job, Result
+from fedexp.runs.workers import Execution, Executor, Job, Result
 from fedexp.tasks import Goal, Task
 from fedexp.tuning.grids import Point, Values, points, powers
 from fedexp.tuning.store import FINGERPRINT, StudyStore, Trial, TrialResult, open_study
@@ -133,7 +135,7 @@ class TrialRunner:
         """Return the first rank's value on all ranks: the study may change between two reads."""
         return value if self.ranks is None else self.ranks.broadcast(value)
 
-    def run(self, left: int, search: Callable[[OnRow], Search]) -> None:
+    def run(self, left: int, search: Callable[[OnRow], Search], executor: Executor) -> None:
         """Run the `left` trials of a search, which is made from the function that `progress` gives.
 
         That updates were not finite shows in the scores, and is not warned of.
@@ -145,11 +147,12 @@ class TrialRunner:
                 queue,
                 left,
                 self.jobs,
-                Execution(prepare_trial),
+                TRIALS,
                 ranks=self.ranks,
                 stop=self.stop,
                 on_wait=self.on_wait,
                 sources=[queue.task_source],
+                executor=executor,
             )
 
 
@@ -164,7 +167,8 @@ def tune(study: Study, runner: TrialRunner = TrialRunner()) -> list[Trial]:  # n
     with study.open() as store:
         left: int = runner.agree(study.size - len(store.trials()))
         if left > 0:
-            runner.run(left, lambda on_row: kind(study, store, on_row))
+            with closing(Executor(TRIALS, study.run)) as executor:
+                runner.run(left, lambda on_row: kind(study, store, on_row), executor)
         return ranked(study, store.trials())
 
 
@@ -214,14 +218,15 @@ def tune_epsilon(
     at_a_time, ranks = runner.jobs, runner.ranks
     if ranks is not None:  # more ranks than values share the clients of one trial after another
         at_a_time = ranks.world_size if ranks.world_size <= len(EPS_VALUES) else 1
-    with study.open() as store:
+    with closing(Executor(TRIALS, study.run)) as executor, study.open() as store:
 
         def evaluate(values: Sequence[float]) -> list[TrialResult]:
             known = [each.point for each in store.trials()]
             wanted: list[Point] = [{EPS: value} for value in values]
             left: list[Point] = runner.agree([point for point in wanted if point not in known])
             if left:
-                runner.run(len(left), lambda on_row: GridSearch(study, store, on_row, only=left))
+                search = partial(GridSearch, study, store, only=left)
+                runner.run(len(left), search, executor)
             results = {each.point[EPS]: each.result for each in store.trials()}
             return [results[value] for value in values]
 
@@ -450,22 +455,26 @@ class TrialRun(Run):
         start: SimulationState | None = None,
         client_store: ClientStore | None = None,
         process_group: ProcessGroup | None = None,
+        programs: SharedPrograms | None = None,
     ) -> Iterator[Record]:
         early = window_of(self.rounds)[0] - 1
         if (0 if start is None else start.round) < early:
             sparse = replace(self.spec, evaluate_every=max(1, early // EARLY_EVALUATIONS))
             # with all rounds, on which schedules and the noise of privacy depend
             before = replace(self, spec=sparse)
-            for record in Run.records(before, start, client_store, process_group):
+            for record in Run.records(before, start, client_store, process_group, programs):
                 yield record
                 start = record.state
                 if record.round == early:
                     break
         window = replace(self, spec=replace(self.spec, evaluate_every=1))
-        yield from Run.records(window, start, client_store, process_group)
+        yield from Run.records(window, start, client_store, process_group, programs)
 
 
 def prepare_trial(spec: Spec, task: Task | None = None) -> TrialRun:
     """Return the run of a trial; `task` is the spec's own if it has been built before."""
     run = spec.prepare(task)
     return TrialRun(**{each.name: getattr(run, each.name) for each in fields(run)})
+
+
+TRIALS = Execution(prepare_trial)

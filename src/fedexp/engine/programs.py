@@ -1,0 +1,493 @@
+"""`SharedPrograms`: what runs of one process share, so that only the first of them prepares it.
+
+Seeds, algorithms and grid points of a comparison differ in a few numbers. They can share
+
+- the examples on the device: copied once per task, and overwritten by those of a task of the same
+  shapes, e.g. of another partition, since a captured CUDA graph reads them from where they were;
+- the trial of an engine against the loop, where all that decides its outcome is equal;
+- engines with their CUDA graphs, where everything is equal that is a constant of the program.
+
+The learning rate, the seed, the cohort, weights and states are inputs of a program. All else is a
+constant, so it is part of a key (`frozen_key`), by value: the settings of the rules, of local
+training and of the transform, the layers, the loss and every tensor of the model that is not
+trained. What cannot be compared by value is compared by identity. Runs with different keys share no
+engine, so that a run gives the numbers that it gives alone.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
+from functools import partial
+from types import FunctionType, MethodType
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedexp.client import Tensors
+from fedexp.data.federation import Batch, Federation
+from fedexp.data.streaming import StreamedFederation, on_device
+from fedexp.engine.batched import Batched, Capture
+from fedexp.engine.cuda_graph import CapturedGraph, Program, RepeatedProgram
+from fedexp.engine.loop import Engine
+from fedexp.engine.plan import Work, step_lengths
+from fedexp.engine.state import SimulationState
+from fedexp.objective import ComparableObjective, CopyableObjective, Objective
+from fedexp.precision import Precision
+from fedexp.tasks.task import Task
+
+MOST_EVALUATIONS = 4  # with their CUDA graphs
+MOST_ENGINES = 12  # with their CUDA graphs; then the one that was used least recently is dropped
+
+
+class SharedPrograms:
+    """Examples, trials, engines and CUDA graphs of the runs of one process.
+
+    Give one object to all calls of `simulate` that may share them, one after another. The task of
+    a record is valid until the next of them begins: examples of another partition overwrite it.
+
+    Args:
+        graphs: replay programs, and copy the examples, as on a GPU; None for on a GPU only.
+        capture: captures a program, see `Batched`.
+        most: number of engines that are held.
+
+    Attributes:
+        trials: number of trials against the loop.
+        captures: number of captured programs.
+        copies: number of times that examples were copied to the device.
+    """
+
+    def __init__(
+        self,
+        graphs: bool | None = None,
+        capture: Capture | None = None,
+        most: int = MOST_ENGINES,
+    ) -> None:
+        self.trials = self.captures = self.copies = 0
+        self._graphs, self._most = graphs, most
+        self._capture_graph = capture or self._cuda_graph
+        self._agreed: set[Hashable] = set()
+        self._engines: dict[Hashable, _Held] = {}  # the one used last is the last
+        self._evaluations: dict[Hashable, RepeatedProgram] = {}  # likewise
+        self._layout: Hashable = None
+        self._storage: _Storage | None = None
+        self._train: Federation | None = None  # the partition of the storage that was placed last
+        # of the examples that `place` returned: what they are copies of, and where
+        self._sources: WeakKeyDictionary[Federation, tuple[_Source, _Storage]]
+        self._sources = WeakKeyDictionary()
+        self._live: WeakSet[CapturedGraph] = WeakSet()
+        self._pool: Any = None
+
+    def clear(self) -> None:
+        """Drop everything, e.g. before a run of another task."""
+        self._agreed.clear()
+        self._engines.clear()
+        self._evaluations.clear()
+        self._storage = self._train = self._layout = None
+
+    def drop_data(self) -> None:
+        """Drop what refers to examples of the caller: data may fit in memory only once."""
+        self._engines = {key: held for key, held in self._engines.items() if held.train is None}
+
+    # Examples -----------------------------------------------------------------------------------
+
+    def place(self, task: Task, device: torch.device, precision: Precision | None) -> Task:
+        """Return the task on a device, with an objective of its own and shared examples.
+
+        The caller holds `task` until the run is over: `load` may have to copy its examples again.
+
+        Args:
+            task: the task of a run.
+            device: where to train.
+            precision: of the arithmetic; None for a task that is trained as it is, where it is.
+        """
+        train, test = self._place_examples(task, device)
+        placed = replace(task, train=train, test=test)
+        if precision is not None:
+            return replace(placed.to(device, precision), train=train, test=test)
+        if isinstance(task.objective, CopyableObjective):  # a run may leave it with a state
+            return replace(placed, objective=task.objective.copy())
+        return task if train is task.train else placed
+
+    def _place_examples(self, task: Task, device: torch.device) -> tuple[Federation, Batch | None]:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
+        source = _Source.of(task)
+        if not self._graphs and all(value.device == device for value in source.tensors()):
+            return task.train, task.test
+        layout = (device, task.name, type(task.train), source.layout)
+        if layout != self._layout:
+            self.clear()
+            self._layout = layout
+        if self._storage is None:
+            train = on_device(task.train, device)
+            test = task.test and {name: value.to(device) for name, value in task.test.items()}
+            if isinstance(train, StreamedFederation):
+                return train, test
+            test = None if test is None or task.test is None else _apart(test, task.test)
+            self._storage = _Storage(_apart(train.fields, task.train.fields), test, source)
+            self.copies += 1
+        if self._train is None or not self._sources[self._train][0].is_same(source):
+            self._train = replace(task.train, fields=self._storage.fields, finite=True)
+            self._sources[self._train] = source, self._storage
+        return self._train, self._storage.test
+
+    def load(self, task: Task) -> None:
+        """Make sure that the examples on the device are those of a task that `place` returned."""
+        source, storage = self._sources.get(task.train, (None, None))
+        if source is None or storage is None or source.is_same(storage.loaded):
+            return
+        targets = [*storage.fields.values(), *(storage.test or {}).values()]
+        for target, value in zip(targets, source.tensors(), strict=True):
+            target.copy_(value)
+        storage.loaded = source
+        self.copies += 1
+
+    # Trials and engines -------------------------------------------------------------------------
+
+    def trial_key(
+        self, candidate: tuple[str, ...], work: Work, state: SimulationState, precision: Precision
+    ) -> Hashable:
+        """Return what decides whether an engine agrees with the loop.
+
+        Args:
+            candidate: names the engine and its implementation.
+            work: the first round.
+            state: the state before it.
+            precision: of the run.
+        """
+        task, params = work.task, state.params
+        lengths = step_lengths(task.train.sizes[work.cohort], work.local)
+        cudnn = torch.backends.cudnn
+        return (
+            candidate,
+            task.name,
+            objective_key(task.objective),
+            frozen_key(work.algorithm.client),
+            frozen_key(_without_inputs(work)),
+            frozen_key(task.transform),
+            precision,
+            (params.shape, params.dtype, params.device),
+            tuple((n, v.shape[1:], v.dtype) for n, v in task.train.fields.items()),
+            (len(work.cohort), int(lengths.max()), bool((lengths == 1).any())),
+            (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark),
+            torch.get_num_threads(),
+        )
+
+    def has_agreed(self, key: Hashable) -> bool:
+        """Return whether an earlier run has shown that the engine agrees with the loop."""
+        return key in self._agreed
+
+    def note_agreement(self, key: Hashable) -> None:
+        """Remember that an engine agrees with the loop."""
+        self.trials += key not in self._agreed
+        self._agreed.add(key)
+
+    def engine(
+        self, trial: Hashable, make: Callable[[Work], Engine], layers: bool, work: Work
+    ) -> Engine:
+        """Return the engine of an earlier run, or a new one; `prepared` returns the task for it.
+
+        Args:
+            trial: key of its trial.
+            make: returns a new engine.
+            layers: whether it evaluates by stacked layers, which others must not.
+            work: the first round.
+        """
+        task = work.task
+        model = (objective_key(task.objective), layers)
+        made = make(work)
+        if isinstance(made, Batched):
+            settings: Hashable = made.settings
+        else:
+            settings = type(made)
+        # a captured graph reads the examples of the storage, or gets those of a cohort as inputs;
+        # other engines may hold results of the data
+        streamed = isinstance(task.train, StreamedFederation)
+        storage = self._sources.get(task.train, (None, None))[1]
+        fixed = isinstance(made, Batched) and (storage is not None or streamed)
+        train = None if fixed else task.train
+        key = (
+            trial,
+            settings,
+            _Same(storage if fixed else train),
+            frozen_key(work.algorithm.server),
+            frozen_key(work.total_weight),
+        )
+        held = self._engines.pop(key, None)
+        if held is None:
+            alike = (h for h in self._engines.values() if h.model == model)
+            objective = next((h.objective for h in alike), task.objective)
+            if objective is not task.objective:
+                made = make(replace(work, task=replace(task, objective=objective)))
+            if isinstance(made, Batched):
+                made.capture, made.graphs = self._capture, self._graphs
+            held = _Held(made, objective, model, train)
+            while len(self._engines) >= self._most:
+                self._engines.pop(next(iter(self._engines)))
+        self._engines[key] = held
+        if isinstance(held.engine, Batched):
+            held.engine.begin_run()
+        return held.engine
+
+    def prepared(self, engine: Engine, task: Task) -> Task:
+        """Return the task with the objective that an engine was made for."""
+        for held in self._engines.values():
+            if held.engine is engine and held.objective is not task.objective:
+                return replace(task, objective=held.objective)
+        return task
+
+    # CUDA graphs --------------------------------------------------------------------------------
+
+    def evaluation(self, task: Task, precision: Precision) -> RepeatedProgram:
+        """Return what evaluates a task: a CUDA graph, once it was captured in this or another run.
+
+        It reads the examples where they are, with the weights of this partition.
+        """
+        if task.train not in self._sources:  # examples of the caller
+            return RepeatedProgram()
+        settings = (task.transform, task.counted, task.sums, precision)
+        key = (
+            _Same(task.objective),
+            _Same(task.train),
+            _Same(task.test),
+            frozen_key(settings),
+            torch.are_deterministic_algorithms_enabled(),
+        )
+        found = self._evaluations.pop(key, None) or RepeatedProgram(self._capture_warm)
+        while len(self._evaluations) >= MOST_EVALUATIONS:
+            self._evaluations.pop(next(iter(self._evaluations)))
+        self._evaluations[key] = found
+        return found
+
+    def _capture_warm(self, program: Program, inputs: Tensors) -> Program:
+        return self._capture_graph(program, inputs, None)
+
+    def _capture(self, program: Program, inputs: Tensors, warm_up: Program | None) -> Program:
+        """Capture a program; where memory runs out, once more without the graphs of other runs."""
+        self.captures += 1
+        try:
+            return self._capture_graph(program, inputs, warm_up)
+        except torch.OutOfMemoryError:
+            others = [held.engine for held in self._engines.values()][:-1]  # the last one captures
+            released = [each.release() for each in others if isinstance(each, Batched)]
+            if not any(released):
+                raise
+        torch.cuda.empty_cache()
+        return self._capture_graph(program, inputs, warm_up)
+
+    def _cuda_graph(self, program: Program, inputs: Tensors, warm_up: Program | None) -> Program:
+        """Capture a CUDA graph; all share one pool of memory, since one is replayed at a time."""
+        if not self._live:  # a pool ends with its last graph
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = CapturedGraph(program, inputs, warm_up, self._pool)
+        self._live.add(graph)
+        return graph
+
+
+@dataclass(frozen=True, eq=False)
+class _Held:
+    """An engine that runs share.
+
+    Attributes:
+        engine: the engine.
+        objective: the objective that it was made for.
+        model: key of the objective, and whether it is evaluated by stacked layers.
+        train: the examples that the engine may hold results of, if any.
+    """
+
+    engine: Engine
+    objective: Objective
+    model: Hashable
+    train: Federation | None
+
+
+class _Source(NamedTuple):
+    """The examples of a task as the caller holds them; weak references, with versions.
+
+    Attributes:
+        references: to the fields of the training examples and of the test examples.
+        versions: how often these were written to.
+        offsets: of the clients.
+        layout: what must be equal for other examples to overwrite a copy of these.
+    """
+
+    references: tuple[ReferenceType[Tensor], ...]
+    versions: tuple[int, ...]
+    offsets: Any
+    layout: Hashable
+
+    @classmethod
+    def of(cls, task: Task) -> _Source:
+        batches: list[Batch] = [task.train.fields, task.test or {}]
+        tensors = [value for batch in batches for value in batch.values()]
+        layout = tuple(tuple((n, v.shape, v.dtype) for n, v in b.items()) for b in batches)
+        versions = tuple(0 if each.is_inference() else each._version for each in tensors)
+        return cls(tuple(map(ref, tensors)), versions, task.train.offsets, layout)
+
+    def tensors(self) -> list[Tensor]:
+        """Return the fields; the caller holds them."""
+        found = [each() for each in self.references]
+        assert all(each is not None for each in found), "the task of a run is held until its end"
+        return [each for each in found if each is not None]
+
+    def is_same(self, other: _Source) -> bool:
+        """Return whether these are the same tensors, not written to since, of the same clients."""
+        pairs = zip(self.references, other.references, strict=True)
+        return (
+            all(a() is b() and a() is not None for a, b in pairs)
+            and self.versions == other.versions
+            and np.array_equal(self.offsets, other.offsets)
+        )
+
+
+@dataclass(eq=False)
+class _Storage:
+    """Examples on the device.
+
+    Attributes:
+        fields, test: the copies of training and test examples.
+        loaded: what they are copies of at the moment.
+    """
+
+    fields: dict[str, Tensor]
+    test: Batch | None
+    loaded: _Source
+
+
+def _apart(moved: Batch, given: Batch) -> dict[str, Tensor]:
+    """Return copies of the fields that were on the device before: those are the caller's."""
+    return {n: value.clone() if value is given[n] else value for n, value in moved.items()}
+
+
+def _without_inputs(work: Work) -> Any:
+    """Return local training without what is an input of a program: the step size of a round."""
+    return replace(
+        work.local, lr=1.0, lr_decay=1.0, decay_before_first_round=False, lr_schedule="constant"
+    )
+
+
+# Keys -------------------------------------------------------------------------------------------
+
+
+def objective_key(objective: Objective) -> Hashable:
+    """Return a key of the arithmetic of an objective; by identity where it cannot be compared."""
+    if not isinstance(objective, ComparableObjective):
+        return _Same(objective)
+    constants = objective.constants()
+    return _Keys(constants.inputs).of((type(objective), *constants.values))
+
+
+class _Same:
+    """A key that only the same object equals; it holds the object, so that no other has its id."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+
+PLAIN = (bool, int, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device)
+
+
+def frozen_key(value: Any) -> Hashable:
+    """Return a key that is equal for values that compute the same, and holds no mutable state.
+
+    Numbers count with their types and signs; dataclasses, containers, modules, functions and
+    partial functions by their contents. A tensor or any other object equals itself alone, and a
+    tensor only until it is written to.
+
+    >>> from fedexp.server import ExP
+    >>> frozen_key(ExP(0.1)) == frozen_key(ExP(0.1)), frozen_key(ExP(0.1)) == frozen_key(ExP(0.2))
+    (True, False)
+    >>> frozen_key(0.0) == frozen_key(-0.0), frozen_key(1) == frozen_key(1.0)
+    (False, False)
+    """
+    return _Keys().of(value)
+
+
+class _Keys:
+    """Makes the key of one value; objects that refer to themselves or to each other are met once.
+
+    Args:
+        inputs: tensors of a model that are inputs of its program, whose values do not count. Its
+            other tensors count by their bytes. None for values that are no models.
+    """
+
+    def __init__(self, inputs: Sequence[Tensor] | None = None) -> None:
+        self._inputs = None if inputs is None else {id(each): k for k, each in enumerate(inputs)}
+        self._met: dict[int, tuple[int, Any]] = {}  # holds the objects: an id is not used twice
+
+    def of(self, value: Any) -> Hashable:
+        kind = type(value)
+        if kind in PLAIN or isinstance(value, type | enum.Enum):
+            return kind, value
+        if isinstance(value, float):
+            return kind, value.hex()
+        if isinstance(value, tuple):
+            return kind, tuple(map(self.of, value))
+        if id(value) in self._met:
+            return "met before", self._met[id(value)][0]
+        self._met[id(value)] = len(self._met), value
+        if isinstance(value, Tensor):
+            return self._tensor(value)
+        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+            return kind, str(value.dtype), value.shape, value.tobytes()
+        if isinstance(value, list):
+            return kind, tuple(map(self.of, value))
+        if isinstance(value, set | frozenset):
+            return kind, frozenset(map(self.of, value))
+        if isinstance(value, Mapping):
+            return kind, tuple((self.of(k), self.of(v)) for k, v in value.items())
+        if isinstance(value, partial):
+            return kind, self.of([value.func, value.args, value.keywords])
+        if isinstance(value, MethodType):
+            return kind, self.of([value.__func__, value.__self__])
+        if isinstance(value, FunctionType):
+            return self._function(value)
+        if is_dataclass(value) or isinstance(value, nn.Module):
+            return kind, self.of(_attributes(value))
+        return _Same(value)
+
+    def _tensor(self, value: Tensor) -> Hashable:
+        kind = type(value), value.shape, value.dtype, value.device, value.requires_grad
+        if self._inputs is None:
+            return *kind, _Same(value), 0 if value.is_inference() else value._version
+        if id(value) in self._inputs:
+            return *kind, self._inputs[id(value)]
+        try:
+            flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+            content = flat.view(torch.uint8).numpy().data
+        except (RuntimeError, TypeError):  # of a kind that has no bytes, e.g. sparse
+            return _Same(value)
+        return *kind, hashlib.blake2b(content, digest_size=16).hexdigest()
+
+    def _function(self, value: FunctionType) -> Hashable:
+        """Return the code of a function, with all that it was defined with."""
+        try:
+            held = [cell.cell_contents for cell in value.__closure__ or ()]
+        except ValueError:  # a cell without a value yet
+            return _Same(value)
+        defined = [value.__defaults__, value.__kwdefaults__, held, vars(value)]
+        return FunctionType, _Same(value.__code__), _Same(value.__globals__), self.of(defined)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of a dataclass, whether they are fields or not, or of a module."""
+    own: dict[str, Any] = {}
+    if is_dataclass(value):
+        own |= {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
+    if hasattr(value, "__dict__"):  # a dataclass with slots has none
+        own |= vars(value)
+    if isinstance(value, nn.Module):
+        own.pop("training")  # set before every use
+    return own
