@@ -26,6 +26,7 @@ from fedexp.engine.local_steps import LocalProgram, part
 from fedexp.engine.loop import unstacked
 from fedexp.engine.plan import CohortPlan, Numbers
 from fedexp.engine.state import ServerModel, SimulationState, model_step, with_model
+from fedexp.errors import first_line
 from fedexp.objective import buffer_changes
 
 Program = Callable[[Tensors], Tensors]
@@ -108,6 +109,7 @@ class RepeatedProgram:
         except RuntimeError as error:
             if isinstance(error, torch.OutOfMemoryError) and self._calls == 1:
                 raise
+            log.info("a program is not captured: %s", first_line(error))
             self._able, self._graph = False, None
             return program(inputs)
 

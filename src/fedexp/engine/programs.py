@@ -259,14 +259,11 @@ class SharedPrograms:
             frozen_key(settings),
             torch.are_deterministic_algorithms_enabled(),
         )
-        found = self._evaluations.pop(key, None) or RepeatedProgram(self._capture_warm)
+        found = self._evaluations.pop(key, None) or RepeatedProgram()
         while len(self._evaluations) >= MOST_EVALUATIONS:
             self._evaluations.pop(next(iter(self._evaluations)))
         self._evaluations[key] = found
         return found
-
-    def _capture_warm(self, program: Program, inputs: Tensors) -> Program:
-        return self._capture_graph(program, inputs, None)
 
     def _capture(self, program: Program, inputs: Tensors, warm_up: Program | None) -> Program:
         """Capture a program; where memory runs out, once more without the graphs of other runs."""
@@ -285,7 +282,11 @@ class SharedPrograms:
         """Capture a CUDA graph; all share one pool of memory, since one is replayed at a time."""
         if not self._live:  # a pool ends with its last graph
             self._pool = torch.cuda.graph_pool_handle()
-        graph = CapturedGraph(program, inputs, warm_up, self._pool)
+        try:
+            graph = CapturedGraph(program, inputs, warm_up, self._pool)
+        except RuntimeError:  # the allocator may take the pool for one that is still recorded to
+            self._live.clear()
+            raise
         self._live.add(graph)
         return graph
 

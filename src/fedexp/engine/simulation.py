@@ -72,6 +72,7 @@ if TYPE_CHECKING:  # only runs that use them import them
     from fedexp.engine.programs import SharedPrograms
     from fedexp.privacy import CentralPrivacy, LocalPrivacy
 
+CAPTURED_EVALUATION = 4_000_000  # parameters; with more, launches take less time than the kernels
 LEAST_BYTES = 2**26  # of examples to read ahead; less is in memory anyway
 
 
@@ -251,7 +252,8 @@ def _rounds(
     with seeded_torch(work.seed, "bytes"):  # in case the client rule draws
         up, down = message_bytes(work.algorithm, state)
     noted: set[str] = set()
-    repeated = RepeatedProgram() if state.params.is_cuda else None
+    small = state.params.is_cuda and state.params.numel() <= CAPTURED_EVALUATION
+    repeated = RepeatedProgram() if small else None
     for round in range(state.round + 1, rounds + 1):
         clients = rule.sample(work.seed, round, train)
         if work.privacy is not None:
