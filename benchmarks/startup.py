@@ -1,7 +1,7 @@
 """Seconds from the start of `fedexp run` to its first record, beyond those of `import torch`.
 
-On an H200 with warm caches, one turn each (2026-11-16): digits MLP 8.2, EMNIST CNN 5.0, ResNet-18
-7.5; with empty ones 6.1, 11.0 and 19.2 (`records/2026-11-16-h200-startup.json`).
+On an H200 with warm caches (2026-11-16, two turns): digits MLP 0.76, EMNIST CNN 1.6, ResNet-18 5.2;
+with empty ones 3.8, 7.2 and 13.9 (`records/2026-11-16-h200-startup.json`).
 
 Three pieces of work on generated data (digits MLP, EMNIST CNN, ResNet-18 with GroupNorm), each in
 processes of their own: with empty caches of Triton and torch, with warm ones, and both without

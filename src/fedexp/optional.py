@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+from contextlib import suppress
+from threading import Thread
 from typing import Any
 
 from fedexp.errors import UsageError
@@ -26,3 +28,17 @@ def extra(module: str, purpose: str, package: str | None = None, group: str = "d
     except ImportError as error:
         name = package or module
         raise UsageError(f"{purpose} needs {name}: pip install 'fedexp[{group}]'") from error
+
+
+def preload(*modules: str) -> None:
+    """Import libraries in a thread, so that they are there when they are needed; missing ones not.
+
+    >>> preload("no_such_library")
+    """
+
+    def load() -> None:
+        for module in modules:
+            with suppress(ImportError):
+                importlib.import_module(module)
+
+    Thread(target=load, daemon=True).start()

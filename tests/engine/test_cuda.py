@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import fedexp as fx
 from fedexp.data import Federation, Images
 from fedexp.engine.batched import Batched
+from fedexp.engine.cuda_graph import RepeatedProgram
 from fedexp.engine.select import EngineName, select_engine
 from fedexp.errors import EngineWarning
 from fedexp.precision import Precision, arithmetic
@@ -160,3 +161,30 @@ def test_cohorts_of_varying_size_have_a_graph_each(algorithm: fx.Algorithm) -> N
         for one, other in zip(here, there, strict=True):
             torch.testing.assert_close(one.state.params, other.state.params.cpu(), **tolerance)
             assert (one.clients, one.bytes_up) == (other.clients, other.bytes_up)
+
+
+@pytest.mark.parametrize("precision", ["float32", "tf32", "bf16"])
+def test_a_captured_evaluation_follows_the_weights(precision: Precision) -> None:
+    task = unequal().to(CUDA, precision)
+    run = RepeatedProgram()
+    with arithmetic(precision):
+        for seed in range(3):
+            state = fx.SimulationState.initial(task, fx.fedavg(), seed)
+            found, expected = (task.evaluate(*state.output(), each) for each in (run, None))
+            assert found == pytest.approx(expected, rel=1e-6)
+
+
+def test_runs_with_unequal_clients_share_captured_graphs() -> None:
+    """Steps are rounded up, so that cohorts of similar sizes are replayed."""
+    sizes = (40, 37, 33, 36, 39, 34, 35, 38)
+    task = unequal(sizes=sizes)
+    local = fx.LocalTraining(lr=0.1, epochs=1, batch_size=1)
+    records = {
+        engine: [r.state.params.cpu() for r in fx.simulate(
+            task, fx.fedavg(), 4, cohort=2, local=local, engine=engine, device="cuda",
+            precision="float32",
+        )]
+        for engine in ("loop", "batched")
+    }  # fmt: skip
+    for one, other in zip(*records.values(), strict=True):
+        torch.testing.assert_close(one, other, **EXACT)

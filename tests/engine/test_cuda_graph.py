@@ -5,6 +5,7 @@ Here programs are called as they are where a GPU would replay a graph; `test_cud
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -12,8 +13,10 @@ import pytest
 import torch
 
 import fedexp as fx
+from fedexp.client import Tensors
+from fedexp.engine import cuda_graph
 from fedexp.engine.batched import Batched, Implementation
-from fedexp.engine.cuda_graph import Program
+from fedexp.engine.cuda_graph import Program, RepeatedProgram
 from fedexp.errors import EngineWarning
 from fedexp.tasks import Task
 from tests.engine.helpers import (
@@ -102,3 +105,47 @@ def test_what_cannot_be_captured_is_warned_about_once_and_runs(
     assert engine.cuda_graph == graph
     plain = run_rounds(Batched(), images(), fx.fedexp())
     assert_same_state(records[-1].state, plain[-1].state)
+
+
+def copied(program: Program, inputs: Tensors) -> Program:
+    """Return a program with inputs of its own, as a CUDA graph has them."""
+    own = {name: value.clone() for name, value in inputs.items()}
+
+    def replay(inputs: Tensors) -> Tensors:
+        for name, value in inputs.items():
+            own[name].copy_(value)
+        return program(own)
+
+    return replay
+
+
+def test_an_evaluation_is_captured_once_and_follows_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(cuda_graph, "no_synchronization", nullcontext)
+    captured: list[Program] = []
+
+    def capture(program: Program, inputs: Tensors) -> Program:
+        captured.append(copied(program, inputs))
+        return captured[-1]
+
+    task, run = images(), RepeatedProgram(capture)
+    for seed in range(3):
+        state = fx.SimulationState.initial(task, fx.fedavg(), seed)
+        assert task.evaluate(*state.output(), run) == task.evaluate(*state.output())
+    assert len(captured) == 1
+
+
+def test_an_evaluation_that_cannot_be_captured_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "no_synchronization", nullcontext)
+    calls: list[None] = []
+
+    def refuse(program: Program, inputs: Tensors) -> Program:
+        calls.append(None)
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    task, run = images(), RepeatedProgram(refuse)
+    for seed in range(2):
+        state = fx.SimulationState.initial(task, fx.fedavg(), seed)
+        assert task.evaluate(*state.output(), run) == task.evaluate(*state.output())
+    assert len(calls) == 1

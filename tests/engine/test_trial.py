@@ -23,7 +23,7 @@ from fedexp.engine import Record
 from fedexp.engine.loop import Loop, Sums
 from fedexp.engine.plan import CohortRule, Work
 from fedexp.engine.select import SMALL_MODEL
-from fedexp.engine.trial import Trials
+from fedexp.engine.trial import DisagreementError, Trial, Trials
 from fedexp.errors import EngineWarning, UsageError
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
@@ -407,3 +407,38 @@ def test_a_trial_has_cohorts_of_its_own() -> None:
     work = Work(task, algorithm, task.local, "uniform", 0, 1, rule.sample(0, 1, train), rule)
     state = fx.SimulationState.initial(task, algorithm, 0)
     Trials(work, state, "float32").check(lambda work: Ahead())
+
+
+@pytest.mark.parametrize(
+    ("distances", "agrees"),
+    [([0.01], True), ([0.01, 0.01], True), ([0.01] * 3, False), ([0.5], False)],
+)
+def test_small_errors_in_the_precision_of_a_run_are_tried_again(
+    distances: list[float], agrees: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounding that flips the sign before a ReLU makes a small error; a wrong kernel a large one."""
+    x, y = examples(SIZES)
+    train = Federation({"x": x, "y": y}, np.cumsum([0, *SIZES]))
+    task = Task("t", ModuleObjective(lambda: nn.Linear(6, 3)), train, fx.LocalTraining(lr=0.1))
+    state = fx.SimulationState.initial(task, fx.fedavg(), 0)
+    work = Work(task, fx.fedavg(), task.local, "uniform", 0, 1, np.arange(4), CohortRule(), 1)
+    left, starts = list(distances), []
+
+    def check(trial: Trial, make: Callable[[Work], Any]) -> float:
+        if trial.precision is not None:
+            starts.append(trial.state.params)
+            if left:
+                raise DisagreementError("engine", left.pop(0), 1e-3)
+        return original(trial, make)
+
+    original = Trial.check
+    monkeypatch.setattr(Trials, "_is_special", True)
+    monkeypatch.setattr(Trial, "check", check)
+    trials = Trials(work, state, "float32")
+    if agrees:
+        trials.check(lambda _: Loop())
+        assert len(starts) == len(distances) + 1
+        assert not torch.equal(starts[0], starts[1])
+    else:
+        with pytest.raises(DisagreementError, match="off by"):
+            trials.check(lambda _: Loop())

@@ -5,7 +5,10 @@ Nothing is scaled on a CPU, so a plain twin stands in for the kernels that take 
 
 from __future__ import annotations
 
+import json
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -147,3 +150,43 @@ def test_which_sizes_are_scaled(
             assert not takes_scaled(x.bfloat16(), g)
         with arithmetic("float32"):
             assert not takes_scaled(x, g)
+
+
+def test_the_table_of_known_layers_names_implementations() -> None:
+    """Keys are those that a layer asks for, and names those of tilings and boxes."""
+    name = re.compile(r"each|unfold|few|(box \d+x\d+x\d+ \d+x\d+|\d+x\d+x\d+)w\ds\dt?(/\d+)?")
+    key = re.compile(
+        r"(forward|input_gradient|weight_gradient) (\d+)x(\d+)x(\d+)-(\d+) (\d)x(\d) "
+        r"stride (\d) padding (\d) (bfloat16|float16|float32)"
+    )
+    table = json.loads(convolution.CHOICES.read_text())
+    assert "NVIDIA H200" in table
+    for layers in table.values():
+        for layer, choice in layers.items():
+            found = key.fullmatch(layer)
+            assert found, layer
+            direction, *sizes, kind = found.groups()
+            channels, height, width, outputs, tall, wide, stride, padding = map(int, sizes)
+            g = Geometry(9, 9, channels, height, width, outputs, tall, wide, stride, padding)
+            assert convolution.layer_key(direction, g, getattr(torch, kind)) == layer
+            assert name.fullmatch(choice), choice
+
+
+def test_a_choice_that_cannot_be_stored_is_measured_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the cache is no folder, or holds no choices, nothing is read and nothing raised."""
+    for content in (None, "not json", "[]"):
+        convolution._read_cache.cache_clear()
+        blocked = tmp_path / f"cache{content}"
+        if content is None:
+            blocked.write_text("a file where the folder should be")
+        else:
+            (blocked / "fedexp").mkdir(parents=True)
+            (blocked / "fedexp" / "convolutions.json").write_text(content)
+        monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
+        assert convolution._read_cache() == {}
+        convolution._write_cache("key", "each")
+    convolution._read_cache.cache_clear()
+    assert convolution._read_cache() == {"key": "each"}
+    convolution._read_cache.cache_clear()

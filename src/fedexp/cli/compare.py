@@ -41,6 +41,7 @@ from fedexp.cli.options import (
 from fedexp.engine.plan import CohortRule
 from fedexp.errors import require
 from fedexp.objective import LeastSquares
+from fedexp.optional import preload
 from fedexp.runs.spec import Outcome, Run, Spec, checked_target, file_name
 from fedexp_command import COMMANDS
 
@@ -85,6 +86,7 @@ def run(args: argparse.Namespace) -> int:
     target = checked_target(args.target, metric, "--target")
     target = first.task.target if target is None else target
     check_writable(picture)
+    preload("matplotlib.figure", "matplotlib.backends.backend_agg")
     specs = [replace(run.spec, seed=seed) for run in firsts for seed in range(args.seeds)]
     jobs = args.jobs or workers_for(first)
     many = Many(specs, task, first.rounds, _label, jobs, metric, first)

@@ -84,34 +84,27 @@ class CapturedGraph:
 
 
 class RepeatedProgram:
-    """Calls a program the first time, and replays it as a CUDA graph from the second time on.
+    """Captures a program as a CUDA graph at the first call, and replays it at every call.
 
-    The first call shows whether the program can be captured, and its result counts. Where it cannot
-    be, the program is called every time.
+    Also at the first, since a replay may round otherwise than a call. Where the program cannot be
+    captured, it is called every time.
     """
 
     def __init__(self, capture: Callable[[Program, Tensors], Program] = CapturedGraph) -> None:
         self._capture = capture
         self._graph: Program | None = None
-        self._calls, self._able = 0, True
+        self._able = True
 
     def __call__(self, program: Program, inputs: Tensors) -> Tensors:
-        self._calls += 1
-        if not self._able:
-            return program(inputs)
-        try:
-            if self._calls == 1:
+        if self._graph is None and self._able:
+            try:
                 with no_synchronization():
-                    return program(inputs)
-            if self._graph is None:
+                    program(inputs)  # compiles, and shows whether it can be captured
                 self._graph = self._capture(program, inputs)
-            return self._graph(inputs)
-        except RuntimeError as error:
-            if isinstance(error, torch.OutOfMemoryError) and self._calls == 1:
-                raise
-            log.info("a program is not captured: %s", first_line(error))
-            self._able, self._graph = False, None
-            return program(inputs)
+            except RuntimeError as error:
+                log.info("a program is not captured: %s", first_line(error))
+                self._able = False
+        return program(inputs) if self._graph is None else self._graph(inputs)
 
 
 @contextmanager
