@@ -24,7 +24,7 @@ import fedexp as fx
 from fedexp.client import Tensors
 from fedexp.data import Federation, Images
 from fedexp.engine.cuda_graph import Program
-from fedexp.engine.programs import SharedPrograms, frozen_key, objective_key
+from fedexp.engine.programs import MOST_TRIALS, SharedPrograms, frozen_key, objective_key
 from fedexp.errors import EngineWarning
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
@@ -259,6 +259,24 @@ def test_data_that_were_written_to_are_copied_again() -> None:
     list(case.records(programs))
     task.train.fields["x"].fill_(7)
     assert_same_runs(list(case.records(programs)), list(case.records(sharing())))
+
+
+def test_results_of_data_that_were_written_to_are_not_used() -> None:
+    """On a CPU examples are not copied, and an engine may hold results of them."""
+    task, programs = least_squares(clients=4), SharedPrograms()
+    case = Case(task, fx.fedexp(), {"engine": "quadratic"})
+    list(case.records(programs))
+    task.train.fields["x"].mul_(0.5)
+    assert_same_runs(list(case.records(programs)), list(case.records(SharedPrograms())))
+
+
+def test_trials_of_few_models_are_remembered() -> None:
+    programs = SharedPrograms()
+    for number in range(MOST_TRIALS + 2):
+        programs.note_agreement(number)
+    assert programs.trials == MOST_TRIALS + 2
+    assert not programs.has_agreed(1)
+    assert programs.has_agreed(2)
 
 
 def test_what_was_planned_for_another_run_is_not_used() -> None:

@@ -416,7 +416,7 @@ def test_a_trial_has_cohorts_of_its_own() -> None:
 def test_small_errors_in_the_precision_of_a_run_are_tried_again(
     distances: list[float], agrees: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rounding that flips the sign before a ReLU makes a small error; a wrong kernel a large one."""
+    """Rounding that flips a sign before a ReLU makes a small error, a wrong kernel a large one."""
     x, y = examples(SIZES)
     train = Federation({"x": x, "y": y}, np.cumsum([0, *SIZES]))
     task = Task("t", ModuleObjective(lambda: nn.Linear(6, 3)), train, fx.LocalTraining(lr=0.1))
