@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import cast
+from typing import Self, cast
 
 import pytest
 import torch
@@ -234,9 +234,11 @@ def _tapped(modules: list[nn.Module], x: Tensor) -> Tensor:
 class KeptInEvaluation(nn.Sequential):
     """Its dropout is off at all times, by its own mode."""
 
-    def train(self, mode: bool = True) -> nn.Module:
+    def train(self, mode: bool = True) -> Self:
         super().train(mode)
-        self[0][1].eval()
+        for layer in self.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.eval()
         return self
 
 
