@@ -453,6 +453,30 @@ def test_functions_are_equal_with_what_they_refer_to() -> None:
     assert frozen_key(lambda x: x) != frozen_key(lambda x: x)
 
 
+TEMPERATURE = 1.0
+
+
+class Tempered(Thin):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / TEMPERATURE
+
+
+def tempered(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs / TEMPERATURE, targets, reduction="none")
+
+
+@pytest.mark.parametrize("where", ["model", "loss"])
+def test_numbers_that_a_model_or_a_loss_reads_as_globals_count(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, loss = (Tempered, None) if where == "model" else (Thin, tempered)
+    case, programs = fedexp_on(with_objective(PLAIN, build, loss)), sharing()
+    for temperature in (1.0, 2.0, 1.0):
+        monkeypatch.setitem(globals(), "TEMPERATURE", temperature)
+        assert_same_runs(list(case.records(programs)), list(case.records(sharing())))
+    assert programs.trials == 2
+
+
 def test_tensors_outside_models_are_equal_to_themselves_until_written_to() -> None:
     tensor = torch.zeros(2)
     key = frozen_key({"a": tensor})

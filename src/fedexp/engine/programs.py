@@ -464,7 +464,9 @@ class _Keys:
             return kind, self.of([value.__func__, value.__self__])
         if isinstance(value, FunctionType):
             return self._function(value)
-        if is_dataclass(value) or isinstance(value, nn.Module):
+        if isinstance(value, nn.Module):
+            return kind, self.of([_attributes(value), _plain_globals(kind.forward)])
+        if is_dataclass(value):
             return kind, self.of(_attributes(value))
         return _Same(value)
 
@@ -488,7 +490,16 @@ class _Keys:
         except ValueError:  # a cell without a value yet
             return _Same(value)
         defined = [value.__defaults__, value.__kwdefaults__, held, vars(value)]
+        defined.append(_plain_globals(value))
         return FunctionType, _Same(value.__code__), _Same(value.__globals__), self.of(defined)
+
+
+def _plain_globals(function: Any) -> dict[str, Any]:
+    """Return the numbers and strings among the globals that a function names."""
+    if not isinstance(function, FunctionType):
+        return {}
+    names, known = function.__code__.co_names, function.__globals__
+    return {n: known[n] for n in names if n in known and type(known[n]) in (*PLAIN, float)}
 
 
 def _attributes(value: Any) -> dict[str, Any]:
