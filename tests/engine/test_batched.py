@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -12,9 +12,10 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.data import Federation, Images
-from fedexp.engine import EngineName, batched
+from fedexp.engine import EngineName, batched, plan
 from fedexp.engine.batched import Batched
 from fedexp.engine.loop import Loop
+from fedexp.engine.plan import CohortPlan, Work
 from fedexp.objective import ModuleObjective
 from fedexp.precision import Precision
 from fedexp.tasks import Task
@@ -294,3 +295,102 @@ def test_bf16_reaches_the_accuracy_curve_of_float32(algorithm: fx.Algorithm) -> 
     apart = (rounded - exact).reshape(-1, 10).mean(axis=1)
     assert np.abs(apart).max() < 0.01
     assert rounded[-10:].mean() > 0.9
+
+
+class Counting(nn.Module):
+    """A model of vectors with a floating-point and a whole number that every forward changes."""
+
+    mean: Tensor
+    calls: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + self.layer.weight.mean().detach()
+            self.calls = self.calls + 1
+        out: Tensor = self.layer(x)
+        return out
+
+
+EPOCHS = fx.LocalTraining(lr=0.1, epochs=3, batch_size=4)  # 3, 30, 15, 6, 3 and 21 steps
+PADDED_LOCALS = [
+    EPOCHS,
+    replace(EPOCHS, clip_norm=0.05, weight_decay=0.1),
+    replace(EPOCHS, momentum=0.9),
+    replace(EPOCHS, momentum=0.5, nesterov=True, weight_decay=0.1),
+    replace(EPOCHS, optimizer="adam", lr=0.01),
+    replace(EPOCHS, optimizer="adamw", lr=0.01, weight_decay=0.1, clip_norm=0.1),
+    replace(EPOCHS, step_schedule="cosine"),
+    replace(EPOCHS, batch_size=None),
+    replace(EPOCHS, batch_size=24),  # more than some cohorts have
+]
+
+
+def assert_padded_steps_change_nothing(
+    monkeypatch: pytest.MonkeyPatch, task: Task, algorithm: fx.Algorithm, *engines: Batched
+) -> int:
+    """Compare rounds with the loop's where plans are padded as on a GPU; return the padded steps.
+
+    A round runs with rows that are computed on the host and, captured, on the device.
+    """
+    loop, padded = run_rounds(Loop(), task, algorithm), 0
+
+    def plan_cohort(work: Work, clients: Sequence[int]) -> CohortPlan:
+        nonlocal padded
+        with monkeypatch.context() as patch:
+            patch.setattr(Federation, "device", property(lambda _: torch.device("cuda")))
+            found = plan.plan_cohort(work, clients)
+        padded += int((found.lengths == 0).all(axis=1).sum())
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(batched, "plan_cohort", plan_cohort)
+        for engine in engines:
+            for graphs in (False, True):
+                engine.graphs, engine.capture = graphs, lambda program, *_: program
+                for one, other in zip(loop, run_rounds(engine, task, algorithm), strict=True):
+                    assert_same_state(one.state, other.state)
+    return padded
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)
+def test_steps_without_any_client_change_nothing(
+    algorithm: fx.Algorithm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = replace(unequal(), local=EPOCHS)
+    engines = Batched("layers"), Batched("vmap"), Batched("vmap", padded=False)
+    assert assert_padded_steps_change_nothing(monkeypatch, task, algorithm, *engines)
+
+
+@pytest.mark.parametrize("local", PADDED_LOCALS, ids=str)
+@pytest.mark.parametrize("build", [None, Counting])
+def test_steps_without_any_client_in_every_kind_of_local_training(
+    local: fx.LocalTraining, build: type[nn.Module] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = unequal() if build is None else unequal(lambda: build().double())
+    algorithm = fx.scaffold_exp() if local.is_sgd else fx.fedexp()
+    engines = [Batched("vmap"), Batched("vmap", padded=False)]
+    if build is None and local.is_plain_sgd:
+        engines.append(Batched("layers"))
+    task = replace(task, local=local)
+    padded = assert_padded_steps_change_nothing(monkeypatch, task, algorithm, *engines)
+    assert padded or local.batch_size != 4
+
+
+def test_steps_without_any_client_of_batch_norm_and_augmentation(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    norm = replace(unequal(double_batch_norm, (4, 40, 18, 7, 20)), local=EPOCHS)
+    engine = Batched("vmap", padded=False)
+    assert assert_padded_steps_change_nothing(monkeypatch, norm, fx.fedexp(), engine)
+    pictures = images()
+    sizes = np.array([0, 18, 27, 31, 34])  # 35, 21, 7 and 7 steps
+    train = Federation(pictures.train.fields, sizes)
+    pictures = replace(pictures, train=train, local=replace(pictures.local, epochs=7, batch_size=4))
+    engines = Batched("layers"), Batched("vmap")
+    assert assert_padded_steps_change_nothing(monkeypatch, pictures, fx.scaffold(), *engines)

@@ -5,6 +5,8 @@ Here programs are called as they are where a GPU would replay a graph; `test_cud
 
 from __future__ import annotations
 
+import gc
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -134,6 +136,41 @@ def test_an_evaluation_is_captured_once_and_follows_the_weights(
         state = fx.SimulationState.initial(task, fx.fedavg(), seed)
         assert task.evaluate(*state.output(), run) == task.evaluate(*state.output())
     assert len(captured) == 1
+
+
+def test_a_first_evaluation_draws_what_a_replay_draws(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda_graph, "no_synchronization", nullcontext)
+
+    def program(inputs: Tensors) -> Tensors:
+        return {"draw": torch.rand(3)}
+
+    run, found = RepeatedProgram(copied), []
+    for _ in range(2):
+        torch.manual_seed(0)
+        found.append(run(program, {})["draw"])
+    assert torch.equal(*found)
+
+
+def test_a_captured_graph_holds_what_its_program_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replay reads the weights of the examples, which belong to the task."""
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", lambda graph, pool: nullcontext())
+    task = images()
+    state, held = fx.SimulationState.initial(task, fx.fedavg(), 0), weakref.ref(task)
+    graphs: list[Program] = []
+
+    def run(program: Program, inputs: Tensors) -> Tensors:
+        graph = cuda_graph.CapturedGraph(program, inputs)
+        graphs.append(graph)
+        return graph.outputs
+
+    task.evaluate(*state.output(), run)
+    del task
+    gc.collect()
+    assert held() is not None
+    graphs.clear()
+    gc.collect()
+    assert held() is None
 
 
 def test_an_evaluation_that_cannot_be_captured_is_called(monkeypatch: pytest.MonkeyPatch) -> None:

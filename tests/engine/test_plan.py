@@ -182,6 +182,17 @@ def test_a_client_of_more_examples_than_a_key_has_bits_for() -> None:
     assert np.array_equal(epoch, device_rows(key, who, 1, size, 2 * size, size)[0, 0].numpy())
 
 
+def test_a_small_client_next_to_one_of_more_examples_than_a_key_has_bits_for() -> None:
+    """It could pass over its data more often than epochs fit a key."""
+    local, clients = LocalTraining(steps=2, batch_size=1), np.array([0, 1])
+    key, sizes, reach = torch.tensor(batch_key(0, 1)), np.array([1, 2]), 2 ** (EPOCH_BITS + 2)
+    who = torch.from_numpy(np.stack([clients, sizes, np.zeros_like(sizes)]))
+    rows = device_rows(key, who, 2, 1, reach, 1)
+    for client, size in enumerate(sizes.tolist()):
+        expected = np.stack(plan_batches(0, 1, client, size, local))
+        assert np.array_equal(rows[:, client].numpy(), expected)
+
+
 def test_every_order_is_as_likely() -> None:
     """Three examples, one epoch: the six orders come up about as often."""
     local = LocalTraining(epochs=1, batch_size=1)

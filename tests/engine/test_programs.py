@@ -24,7 +24,7 @@ import fedexp as fx
 from fedexp.client import Tensors
 from fedexp.data import Federation, Images
 from fedexp.engine.cuda_graph import Program
-from fedexp.engine.programs import SharedPrograms, frozen_key, objective_key
+from fedexp.engine.programs import MOST_TRIALS, SharedPrograms, frozen_key, objective_key
 from fedexp.errors import EngineWarning
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
@@ -261,6 +261,24 @@ def test_data_that_were_written_to_are_copied_again() -> None:
     assert_same_runs(list(case.records(programs)), list(case.records(sharing())))
 
 
+def test_results_of_data_that_were_written_to_are_not_used() -> None:
+    """On a CPU examples are not copied, and an engine may hold results of them."""
+    task, programs = least_squares(clients=4), SharedPrograms()
+    case = Case(task, fx.fedexp(), {"engine": "quadratic"})
+    list(case.records(programs))
+    task.train.fields["x"].mul_(0.5)
+    assert_same_runs(list(case.records(programs)), list(case.records(SharedPrograms())))
+
+
+def test_trials_of_few_models_are_remembered() -> None:
+    programs = SharedPrograms()
+    for number in range(MOST_TRIALS + 2):
+        programs.note_agreement(number)
+    assert programs.trials == MOST_TRIALS + 2
+    assert not programs.has_agreed(1)
+    assert programs.has_agreed(2)
+
+
 def test_what_was_planned_for_another_run_is_not_used() -> None:
     """With all clients in every round, the plans differ in batches and augmentation alone."""
     programs = sharing()
@@ -433,6 +451,30 @@ def test_functions_are_equal_with_what_they_refer_to() -> None:
     assert frozen_key(scaled(1.0)) != frozen_key(scaled(2.0))
     assert frozen_key(functools.partial(weighted, factor=1)) != frozen_key(weighted)
     assert frozen_key(lambda x: x) != frozen_key(lambda x: x)
+
+
+TEMPERATURE = 1.0
+
+
+class Tempered(Thin):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) / TEMPERATURE
+
+
+def tempered(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs / TEMPERATURE, targets, reduction="none")
+
+
+@pytest.mark.parametrize("where", ["model", "loss"])
+def test_numbers_that_a_model_or_a_loss_reads_as_globals_count(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build, loss = (Tempered, None) if where == "model" else (Thin, tempered)
+    case, programs = fedexp_on(with_objective(PLAIN, build, loss)), sharing()
+    for temperature in (1.0, 2.0, 1.0):
+        monkeypatch.setitem(globals(), "TEMPERATURE", temperature)
+        assert_same_runs(list(case.records(programs)), list(case.records(sharing())))
+    assert programs.trials == 2
 
 
 def test_tensors_outside_models_are_equal_to_themselves_until_written_to() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
+from time import sleep
 
 import numpy as np
 import pytest
@@ -237,3 +239,19 @@ def test_a_client_that_fails_leaves_no_thread_at_work() -> None:
     assert torch.get_num_threads() == 2
     assert pool.map(function, [8, 9]) == [8, 9]
     assert not {6, 7} & set(done)  # the part after the next was not started
+
+
+def test_the_other_clients_of_a_failed_part_are_waited_for() -> None:
+    pool, began, done = Pool(), Event(), list[int]()
+
+    def function(item: int) -> None:
+        if item == 0:
+            began.wait()
+            raise ValueError("client 0")
+        began.set()
+        sleep(0.2)
+        done.append(item)
+
+    with pytest.raises(ValueError, match="client 0"):
+        pool.map(function, [0, 1])
+    assert done == [1]

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from typing import Self, cast
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from fedexp.kernels.convolution import convolve_relu
 from fedexp.kernels.epilogue import Epilogue, epilogue, epilogue_of, plain_epilogue
 from fedexp.kernels.layers import gradient_buffers, sum_parts
 from fedexp.models import cifar_cnn, emnist_cnn
-from fedexp.objective.stack import stacked
+from fedexp.objective.stack import FusedSequential, stacked
 from tests.helpers.kernels import BATCH, CLIENTS, DEVICES, TOLERANCE, needs_gpu, relative_error
 
 ROWS = (CLIENTS, BATCH, 10)
@@ -124,9 +126,128 @@ def test_layers_take_over_what_follows_them_in_a_sequential(
     weights = {name: p.detach()[None] for name, p in module.named_parameters()}
     for epilogues in (False, True):
         copy = stacked(module, epilogues)
-        assert any(isinstance(layer, nn.Identity) for layer in copy.modules()) == epilogues
+        assert any(isinstance(layer, FusedSequential) for layer in copy.modules()) == epilogues
         results.append(torch.func.functional_call(copy, weights, (x,)))
     torch.testing.assert_close(*results)
+
+
+class Tapped(nn.Module):
+    """Uses what a layer of a Sequential returns beside the Sequential, and by parts of it."""
+
+    def __init__(self, sequence: nn.Sequential) -> None:
+        super().__init__()
+        self.sequence = sequence
+
+    def forward(self, x: Tensor) -> Tensor:
+        before = self.sequence[0](x)
+        after = before
+        for layer in list(self.sequence)[1:]:
+            after = layer(after)
+        out: Tensor = self.sequence(x) + self.sequence[:2](x).sum() + before.mean() + after
+        return out
+
+
+class Reluctant(nn.ReLU):
+    """A ReLU with a forward of its own."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input - 0.1)
+
+
+def seen(module: nn.Module) -> nn.Module:
+    """Return the module with a hook that changes what it returns."""
+    module.register_forward_hook(lambda module, inputs, output: output * 2)
+    return module
+
+
+def shared_modules() -> nn.Module:
+    relu, pool = nn.ReLU(), nn.MaxPool2d(2)
+    return nn.Sequential(
+        nn.Conv2d(2, 4, 3), relu, pool, nn.Conv2d(4, 4, 1), pool, relu, nn.Conv2d(4, 3, 1), relu
+    )
+
+
+SEQUENCES: dict[str, Callable[[], nn.Module]] = {
+    "in place": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3), nn.ReLU(inplace=True), nn.MaxPool2d(2), nn.Dropout(0.0, inplace=True)
+    ),
+    "nested": lambda: nn.Sequential(
+        nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU()), nn.Sequential(nn.ReLU(), nn.MaxPool2d(2))
+    ),
+    "shared": shared_modules,
+    "tapped": lambda: Tapped(nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.ReLU())),
+    "subclass": lambda: nn.Sequential(nn.Conv2d(2, 4, 3), Reluctant(), nn.MaxPool2d(2)),
+    "tuple": lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.ReLU(), nn.MaxPool2d((2, 3))),
+    "wide": lambda: nn.Sequential(nn.Conv2d(2, 4, 3), nn.MaxPool2d(5), nn.ReLU()),
+    "hooked layer": lambda: nn.Sequential(seen(nn.Conv2d(2, 4, 3)), nn.ReLU()),
+    "hooked relu": lambda: nn.Sequential(nn.Conv2d(2, 4, 3), seen(nn.ReLU()), nn.ReLU()),
+    "no bias": lambda: nn.Sequential(nn.Conv2d(2, 4, 3, bias=False), nn.MaxPool2d(3), nn.ReLU()),
+    "frozen": lambda: nn.Sequential(
+        nn.Conv2d(2, 4, 3).requires_grad_(False), nn.ReLU(), nn.Conv2d(4, 3, 1), nn.ReLU()
+    ),
+    "dense": lambda: nn.Sequential(
+        nn.Flatten(), nn.Linear(128, 6), nn.ReLU(), nn.Linear(6, 5), nn.MaxPool1d(1), nn.ReLU()
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("training", [True, False])
+def test_a_fused_sequential_gives_what_its_modules_give(name: str, training: bool) -> None:
+    torch.manual_seed(0)
+    first = SEQUENCES[name]().double().train(training)
+    modules = [first, *(deepcopy(first) for _ in range(CLIENTS - 1))]
+    for module in modules[1:]:
+        for p in module.parameters():
+            p.data += 0.1 * torch.randn_like(p) * p.requires_grad
+    x = torch.randn(CLIENTS * BATCH, 2, 8, 8, dtype=torch.float64)
+    fused = stacked(first, epilogues=True).train(training)
+    names = [n for n, p in first.named_parameters() if p.requires_grad]
+    weights = {
+        n: torch.stack([m.get_parameter(n).detach() for m in modules]).requires_grad_()
+        for n in names
+    }
+    found = torch.func.functional_call(fused, weights, (x,))
+    if name == "tapped":  # the sum over the examples of a client is one over those of all
+        assert isinstance(first, Tapped)
+        expected = [_tapped(modules, x)]
+    else:
+        expected = [m(own) for m, own in zip(modules, x.split(BATCH), strict=True)]
+    torch.testing.assert_close(found, torch.cat(expected))
+    pull = torch.randn_like(found)
+    grads = torch.autograd.grad(found, list(weights.values()), pull)
+    own = [m.get_parameter(n) for n in names for m in modules]
+    exact = torch.autograd.grad(torch.cat(expected), own, pull)
+    torch.testing.assert_close(torch.cat([g.flatten() for g in grads]), _joined(exact))
+
+
+def _joined(grads: tuple[Tensor, ...]) -> Tensor:
+    return torch.cat([g.flatten() for g in grads])
+
+
+def _tapped(modules: list[nn.Module], x: Tensor) -> Tensor:
+    parts = list(zip([m.sequence for m in modules], x.split(BATCH), strict=True))
+    before = torch.cat([cast(nn.Sequential, s)[0](own) for s, own in parts])
+    return before.relu() * 2 + before.relu().sum() + before.mean()
+
+
+class KeptInEvaluation(nn.Sequential):
+    """Its dropout is off at all times, by its own mode."""
+
+    def train(self, mode: bool = True) -> Self:
+        super().train(mode)
+        for layer in self.modules():
+            if isinstance(layer, nn.Dropout):
+                layer.eval()
+        return self
+
+
+def test_dropout_is_off_by_its_own_mode() -> None:
+    module = KeptInEvaluation(nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5)))
+    weights = {name: p.detach()[None] for name, p in module.named_parameters()}
+    x = torch.randn(5, 8)
+    fused = stacked(module.train(), epilogues=True).train()
+    torch.testing.assert_close(torch.func.functional_call(fused, weights, (x,)), module(x))
 
 
 @pytest.mark.parametrize("device", DEVICES)

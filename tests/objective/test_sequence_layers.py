@@ -102,6 +102,18 @@ def test_embedding(padding: int | None) -> None:
     assert_stacks(lambda: nn.Embedding(WORDS, WIDTH, padding_idx=padding), tokens()[:, 0])
 
 
+@pytest.mark.parametrize("index", [-1, WORDS])
+def test_an_index_of_no_word_is_refused(index: int) -> None:
+    """As by `nn.Embedding`, which takes no index from the end either."""
+    layer = nn.Embedding(WORDS, WIDTH)
+    weight, wrong = layer.weight.detach().repeat(CLIENTS, 1, 1), tokens()
+    wrong[CLIENTS] = index
+    with pytest.raises((IndexError, RuntimeError)):
+        torch.func.functional_call(stacked(layer), {"weight": weight}, (wrong,))
+    right = torch.func.functional_call(stacked(layer), {"weight": weight}, (tokens().int(),))
+    assert right.shape == (CLIENTS * BATCH, TIME, WIDTH)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(WIDTH,), (TIME, WIDTH)])
 def test_layer_norm(bias: bool, shape: tuple[int, ...]) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
+from fedexp.data.streaming import StreamedFederation
 from fedexp.engine.cuda_graph import (
     CapturedGraph,
     CudaGraphRound,
@@ -235,7 +236,7 @@ class Batched:
             work.algorithm.client,
             work.local,
             work.task.transform,
-            work.task.train.fields,
+            {} if isinstance(work.task.train, StreamedFederation) else work.task.train.fields,
             steps=len(lengths),
             width=plan.width,
             reach=plan.reach,

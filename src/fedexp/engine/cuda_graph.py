@@ -28,6 +28,7 @@ from fedexp.engine.plan import CohortPlan, Numbers
 from fedexp.engine.state import ServerModel, SimulationState, model_step, with_model
 from fedexp.errors import first_line
 from fedexp.objective import buffer_changes
+from fedexp.seeding import preserved_draws
 
 Program = Callable[[Tensors], Tensors]
 
@@ -55,6 +56,7 @@ class CapturedGraph:
         pool: Any = None,
     ) -> None:
         log.info("capturing a CUDA graph")
+        self._program = program  # holds the tensors that a replay reads besides the inputs
         self.inputs = {name: value.clone() for name, value in inputs.items()}
         if warm_up is not None:
             self._warm_up(warm_up)
@@ -98,9 +100,10 @@ class RepeatedProgram:
     def __call__(self, program: Program, inputs: Tensors) -> Tensors:
         if self._graph is None and self._able:
             try:
-                with no_synchronization():
-                    program(inputs)  # compiles, and shows whether it can be captured
-                self._graph = self._capture(program, inputs)
+                with preserved_draws():  # a replay draws the same whether it was just captured
+                    with no_synchronization():
+                        program(inputs)  # compiles, and shows whether it can be captured
+                    self._graph = self._capture(program, inputs)
             except RuntimeError as error:
                 log.info("a program is not captured: %s", first_line(error))
                 self._able = False
@@ -120,9 +123,9 @@ def no_synchronization() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def signature(inputs: Tensors) -> tuple[tuple[str, torch.Size], ...]:
-    """Return what must be equal for a captured graph to be replayed: names and shapes."""
-    return tuple((name, value.shape) for name, value in sorted(inputs.items()))
+def signature(inputs: Tensors) -> tuple[tuple[str, torch.Size, torch.dtype], ...]:
+    """Return what must be equal for a captured graph to be replayed: names, shapes and types."""
+    return tuple((name, inputs[name].shape, inputs[name].dtype) for name in sorted(inputs))
 
 
 @dataclass(frozen=True, eq=False)

@@ -43,6 +43,7 @@ class LocalProgram:
     minus their parameters, `averaged` and `kept` [K, ...].
 
     Attributes:
+        fields: the examples on the device; none where they are inputs.
         steps, width, reach: of the plan.
         all_active: every client takes part in every step.
         lengths: of the batches, [S, K], where they must not be padded; else None.
@@ -144,7 +145,7 @@ class LocalProgram:
         """Yield the batches of every step, [K, B, ...]; small ones are fetched all at once."""
         if draws is None and self.local.batch_size is None:  # all of the data in every step
             yield from repeat(self._batch(fields, rows[0], None), self.steps)
-        elif draws is None and rows.is_cuda and self._bytes(rows) <= AT_ONCE:
+        elif draws is None and rows.is_cuda and _bytes(fields, rows) <= AT_ONCE:
             every = self._batch(fields, rows.flatten(0, 1), None)
             whole = {name: value.unflatten(0, rows.shape[:2]) for name, value in every.items()}
             yield from ({name: value[s] for name, value in whole.items()} for s in range(len(rows)))
@@ -153,13 +154,14 @@ class LocalProgram:
                 at = s % len(rows)
                 yield self._batch(fields, rows[at], None if draws is None else draws[s])
 
-    def _bytes(self, rows: Tensor) -> int:
-        """Return the bytes of the examples in these rows as floating-point numbers."""
-        return 4 * rows.numel() * sum(value[:1].numel() for value in self.fields.values())
-
     def _batch(self, fields: Batch, rows: Tensor, draws: Tensor | None) -> Batch:
         batch: Batch = {name: value[rows] for name, value in fields.items()}
         return batch if self.transform is None else self.transform.train(batch, draws)
+
+
+def _bytes(fields: Batch, rows: Tensor) -> int:
+    """Return the bytes of the examples in these rows as floating-point numbers."""
+    return 4 * rows.numel() * sum(value[:1].numel() for value in fields.values())
 
 
 class LocalSteps(Protocol):

@@ -298,9 +298,11 @@ class Pool:
             for items in parts:
                 submitted.append([self._threads.submit(function, item) for item in items])
                 if len(submitted) > 1:
-                    yield [future.result() for future in submitted.popleft()]
+                    yield [future.result() for future in submitted[0]]
+                    submitted.popleft()
             while submitted:
-                yield [future.result() for future in submitted.popleft()]
+                yield [future.result() for future in submitted[0]]
+                submitted.popleft()
         finally:
             left = [future for part in submitted for future in part if not future.cancel()]
             wait(left)

@@ -330,8 +330,10 @@ def device_rows(
         return (first[:, None] + inside).expand(steps, -1, -1)
     epoch = torch.arange(reach, device=who.device) // sizes[:, None]
     random = hashed(key, clients, reach) >> EPOCH_BITS
-    # stable, because two random numbers may be equal; an epoch that is cut off is not used
-    order = torch.sort((epoch << (63 - EPOCH_BITS)) + random, dim=1, stable=True).indices
+    # stable, because two random numbers may be equal; an epoch that is cut off is not used, nor
+    # are those beyond the bits of a key, which a small client has next to a very large one
+    major = epoch.clamp(max=2**EPOCH_BITS - 1) << (63 - EPOCH_BITS)
+    order = torch.sort(major + random, dim=1, stable=True).indices
     order = order - epoch * sizes[:, None]
     step = torch.arange(steps, device=who.device)[:, None]
     per_epoch = (sizes + (batch_size - 1)) // batch_size

@@ -42,6 +42,7 @@ from fedexp.precision import Precision
 from fedexp.tasks.task import Task
 
 MOST_EVALUATIONS = 4  # with their CUDA graphs
+MOST_TRIALS = 48
 MOST_ENGINES = 12  # with their CUDA graphs; then the one that was used least recently is dropped
 
 
@@ -71,7 +72,7 @@ class SharedPrograms:
         self.trials = self.captures = self.copies = 0
         self._graphs, self._most = graphs, most
         self._capture_graph = capture or self._cuda_graph
-        self._agreed: set[Hashable] = set()
+        self._agreed: dict[Hashable, None] = {}  # in the order of the trials
         self._engines: dict[Hashable, _Held] = {}  # the one used last is the last
         self._evaluations: dict[Hashable, RepeatedProgram] = {}  # likewise
         self._layout: Hashable = None
@@ -163,7 +164,6 @@ class SharedPrograms:
         """
         task, params = work.task, state.params
         lengths = step_lengths(task.train.sizes[work.cohort], work.local)
-        cudnn = torch.backends.cudnn
         return (
             candidate,
             task.name,
@@ -175,7 +175,7 @@ class SharedPrograms:
             (params.shape, params.dtype, params.device),
             tuple((n, v.shape[1:], v.dtype) for n, v in task.train.fields.items()),
             (len(work.cohort), int(lengths.max()), bool((lengths == 1).any())),
-            (torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark),
+            _flags(),
             torch.get_num_threads(),
         )
 
@@ -186,7 +186,9 @@ class SharedPrograms:
     def note_agreement(self, key: Hashable) -> None:
         """Remember that an engine agrees with the loop."""
         self.trials += key not in self._agreed
-        self._agreed.add(key)
+        self._agreed[key] = None
+        while len(self._agreed) > MOST_TRIALS:  # a key may hold a model
+            del self._agreed[next(iter(self._agreed))]
 
     def engine(
         self, trial: Hashable, make: Callable[[Work], Engine], layers: bool, work: Work
@@ -216,6 +218,7 @@ class SharedPrograms:
             trial,
             settings,
             _Same(storage if fixed else train),
+            frozen_key(None if fixed else list(task.train.fields.values())),
             frozen_key(work.algorithm.server),
             frozen_key(work.total_weight),
         )
@@ -251,13 +254,13 @@ class SharedPrograms:
         """
         if task.train not in self._sources:  # examples of the caller
             return RepeatedProgram()
-        settings = (task.transform, task.counted, task.sums, precision)
+        settings = (task.transform, task.counted, task.sums, task.test_offsets, precision)
         key = (
             _Same(task.objective),
             _Same(task.train),
             _Same(task.test),
             frozen_key(settings),
-            torch.are_deterministic_algorithms_enabled(),
+            _flags(),
         )
         found = self._evaluations.pop(key, None) or RepeatedProgram()
         while len(self._evaluations) >= MOST_EVALUATIONS:
@@ -373,6 +376,12 @@ def _without_inputs(work: Work) -> Any:
     )
 
 
+def _flags() -> tuple[bool, ...]:
+    """Return the settings of torch that choose kernels."""
+    cudnn = torch.backends.cudnn
+    return torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+
+
 # Keys -------------------------------------------------------------------------------------------
 
 
@@ -455,7 +464,9 @@ class _Keys:
             return kind, self.of([value.__func__, value.__self__])
         if isinstance(value, FunctionType):
             return self._function(value)
-        if is_dataclass(value) or isinstance(value, nn.Module):
+        if isinstance(value, nn.Module):
+            return kind, self.of([_attributes(value), _plain_globals(kind.forward)])
+        if is_dataclass(value):
             return kind, self.of(_attributes(value))
         return _Same(value)
 
@@ -479,7 +490,16 @@ class _Keys:
         except ValueError:  # a cell without a value yet
             return _Same(value)
         defined = [value.__defaults__, value.__kwdefaults__, held, vars(value)]
+        defined.append(_plain_globals(value))
         return FunctionType, _Same(value.__code__), _Same(value.__globals__), self.of(defined)
+
+
+def _plain_globals(function: Any) -> dict[str, Any]:
+    """Return the numbers and strings among the globals that a function names."""
+    if not isinstance(function, FunctionType):
+        return {}
+    names, known = function.__code__.co_names, function.__globals__
+    return {n: known[n] for n in names if n in known and type(known[n]) in (*PLAIN, float)}
 
 
 def _attributes(value: Any) -> dict[str, Any]:

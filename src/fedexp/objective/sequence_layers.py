@@ -48,7 +48,7 @@ class StackedEmbedding(nn.Embedding):
     """Weights [K, V, E]; indices [K * B, ...]."""
 
     def forward(self, input: Tensor) -> Tensor:
-        indices = input.reshape(len(self.weight), -1)
+        indices = input.long().reshape(len(self.weight), -1)
         rows = differentiable(_Embedding, indices, self.weight, self.padding_idx)
         return rows.view(*input.shape, -1)
 
@@ -60,7 +60,8 @@ class _Embedding(torch.autograd.Function):
     def forward(ctx: Any, indices: Tensor, weight: Tensor, padding: int | None) -> Tensor:
         ctx.save_for_backward(indices, weight)
         ctx.padding = padding
-        return weight[torch.arange(len(weight), device=weight.device)[:, None], indices]
+        # not by indexing, which takes a negative index for one from the end
+        return weight.gather(1, indices[:, :, None].expand(-1, -1, weight.shape[2]))
 
     @staticmethod
     @once_differentiable

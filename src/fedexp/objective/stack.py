@@ -42,13 +42,14 @@ class CannotStackError(Exception):
 class StackedLinear(nn.Linear):
     """Weights [K, O, F]; rows [K * B, ..., F]."""
 
-    epilogue = Epilogue()
-
     def forward(self, input: Tensor) -> Tensor:
+        return self.with_epilogue(input, Epilogue(), self.training)
+
+    def with_epilogue(self, input: Tensor, what: Epilogue, training: bool) -> Tensor:
         rows = input.reshape(len(self.weight), -1, input.shape[-1])
         if input.is_cuda:
             product = products(rows, self.weight)
-            result = epilogue(product, self.bias, self.epilogue, self.training)
+            result = epilogue(product, self.bias, what, training)
             return result.view(*input.shape[:-1], -1)
         columns = rows.transpose(1, 2)
         # weights first: so their gradient has the order of memory in which they are stored
@@ -56,25 +57,26 @@ class StackedLinear(nn.Linear):
             product = torch.bmm(self.weight, columns)
         else:
             product = torch.baddbmm(self.bias[:, :, None], self.weight, columns)
-        result = epilogue(product.transpose(1, 2), None, self.epilogue, self.training)
+        result = epilogue(product.transpose(1, 2), None, what, training)
         return result.reshape(*input.shape[:-1], -1)
 
 
 class StackedConv2d(nn.Conv2d):
     """Weights [K, O, C, KH, KW]; images [K * B, C, H, W]."""
 
-    epilogue = Epilogue()
-
     def forward(self, input: Tensor) -> Tensor:
+        return self.with_epilogue(input, Epilogue(), self.training)
+
+    def with_epilogue(self, input: Tensor, what: Epilogue, training: bool) -> Tensor:
         padding = self.padding[0]
         assert isinstance(padding, int)
         sizes = self.stride[0], padding
-        if self.epilogue.is_relu and self.bias is not None:
+        if what.is_relu and self.bias is not None:
             result = convolve_relu(input, self.weight, self.bias, *sizes)
             if result is not None:
                 return result
         product = convolve(input, self.weight, None, *sizes)
-        return epilogue(product, self.bias, self.epilogue, self.training)
+        return epilogue(product, self.bias, what, training)
 
 
 class StackedGroupNorm(nn.GroupNorm):
@@ -99,6 +101,22 @@ class StackedFlatten(nn.Flatten):
     def forward(self, input: Tensor) -> Tensor:
         whole = self.start_dim == 1 and self.end_dim == -1 and input.ndim == 4
         return flatten_images(input) if whole and input.is_cuda else super().forward(input)
+
+
+class FusedSequential(nn.Sequential):
+    """Layers do the work of the ReLU, pooling and dropout after them; indexed ones do not."""
+
+    def forward(self, input: Any) -> Any:
+        modules, at = list(self), 0
+        while at < len(modules):
+            layer, at = modules[at], at + 1
+            if isinstance(layer, StackedLinear | StackedConv2d) and not has_hooks(layer):
+                what = epilogue_of(modules[at:], images=isinstance(layer, StackedConv2d))
+                at += what.follows  # to after the dropout, if any, which may have a mode of its own
+                input = layer.with_epilogue(input, what, modules[at - 1].training)
+            else:
+                input = layer(input)
+        return input
 
 
 STACKED: dict[type[nn.Module], type[nn.Module]] = {
@@ -144,19 +162,8 @@ def stacked(module: nn.Module, epilogues: bool = False) -> nn.Module:
     if epilogues:
         for layer in copy.modules():
             if type(layer) is nn.Sequential:
-                _take_over_epilogues(layer)
+                layer.__class__ = FusedSequential
     return copy
-
-
-def _take_over_epilogues(sequence: nn.Sequential) -> None:
-    """Give every stacked layer the epilogue after it, and put identities in its place."""
-    modules = list(sequence)
-    for at, layer in enumerate(modules):
-        if isinstance(layer, StackedLinear | StackedConv2d) and not has_hooks(layer):
-            images = isinstance(layer, StackedConv2d)
-            layer.epilogue = epilogue_of(modules[at + 1 :], images)
-            for taken in range(at + 1, at + 1 + layer.epilogue.follows):
-                sequence[taken] = nn.Identity()
 
 
 def computes_exactly(module: nn.Module, name: str) -> bool:
