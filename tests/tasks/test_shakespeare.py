@@ -224,6 +224,7 @@ def test_mistakes_are_one_line(folder: Path, tmp_path: Path) -> None:
         lambda: fx.tasks.shakespeare(folder=str(tmp_path / "none")),
         "shakespeare is not in",
         "run 'fedexp data fetch shakespeare'",
+        "or shakespeare_train.h5 and shakespeare_test.h5",
     )
 
 

@@ -1,5 +1,8 @@
-"""`classification`: a task from a model and data, and the errors for unusable ones."""
+"""`classification`: a task from a model and data, and the errors for unusable ones; `counted`."""
 
+import pickle
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,9 +12,11 @@ from torch import nn
 
 import fedexp as fx
 from fedexp.data import partition
-from fedexp.data.federation import Federation
+from fedexp.data.federation import Batch, Federation
 from fedexp.errors import UsageError
-from fedexp.tasks.supervised import classification
+from fedexp.objective import ModuleObjective
+from fedexp.tasks.supervised import classification, supervised
+from fedexp.tasks.task import Task
 
 
 def test_your_own_data_in_five_lines() -> None:
@@ -70,3 +75,65 @@ def test_a_model_without_class_scores_is_refused() -> None:
         classification(
             "mine", lambda: nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (1, 4))), train
         )
+
+
+def test_a_task_can_be_pickled_after_an_evaluation() -> None:
+    train = federation(torch.randn(2, 4), [0, 1])
+    task = classification("mine", nn.Linear(4, 3), train, train.fields)
+    initial = task.objective.initial(0)
+    values = task.evaluate(*initial)
+    assert pickle.loads(pickle.dumps(task)).evaluate(*initial) == values
+
+
+PAD, PADDED = 0, nn.CrossEntropyLoss(ignore_index=0, reduction="none")
+Counted = Callable[[Batch], torch.Tensor]
+
+
+def counted_part(batch: Batch) -> torch.Tensor:
+    return (batch["y"] != PAD).float().mean(dim=1)
+
+
+def padded_task(by_batch: bool = False, counted: Counted = counted_part) -> Task:
+    """Return a task of tokens, a third of which is padding, as docs/tasks.md describes it."""
+    x = torch.arange(24).reshape(4, 6) % 6 + 1
+    y = x.clone()
+    y[:, 4:] = PAD
+    train = Federation({"x": x, "y": y}, np.array([0, 1, 4]))
+    build = lambda: nn.Sequential(nn.Embedding(7, 7), Channels())  # noqa: E731
+    if by_batch:
+        with pytest.warns(match="some targets are ignored"):
+            task = supervised("mine", build, train, train, loss=PADDED)
+    else:
+        task = supervised("mine", build, train, train)
+        assert isinstance(task.objective, ModuleObjective)
+        own = task.objective.with_loss(PADDED, classifies=True, ignore_index=PAD)
+        task = replace(task, objective=own)
+    return replace(task, counted=counted)
+
+
+class Channels(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.transpose(1, 2)
+
+
+def test_evaluations_divide_by_what_counts() -> None:
+    task = padded_task()
+    params, buffers = task.objective.initial(0)
+    table = params.view(7, 7)
+    x, y = (task.train.fields[name] for name in ("x", "y"))
+    real = y != PAD
+    expected = nn.functional.cross_entropy(table[x[real]], y[real])
+    assert task.evaluate(params, buffers)["test_loss"] == pytest.approx(expected.item())
+
+
+def test_what_cannot_be_counted_is_refused() -> None:
+    with pytest.raises(UsageError, match=r"`counted` needs a loss per example.*with_loss"):
+        padded_task(by_batch=True)
+    mistakes: dict[str, Counted] = {
+        r"shape \[4, 6\], not \[4\]: return one": lambda batch: (batch["y"] != PAD).float(),
+        "no example of client 0 counts": lambda batch: torch.tensor([0.0, 1, 1, 1]),
+    }
+    for message, counted in mistakes.items():
+        task = padded_task(counted=counted)
+        with pytest.raises(UsageError, match=message):
+            task.evaluate(*task.objective.initial(0))

@@ -35,6 +35,14 @@ def test_a_trial_is_locked_by_one_process_at_a_time(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == [".s.db.lock"]
 
 
+def test_a_path_may_have_braces(tmp_path: Path) -> None:
+    study = small_study(tmp_path / "{lr}.db", values={"local.lr": (0.1,)})
+    for _ in range(2):
+        with study.open() as store:
+            assert store.trials() == []
+    assert study.path.exists()
+
+
 def test_a_study_of_other_data_is_refused(tmp_path: Path) -> None:
     values = {"local.lr": (0.1, 0.01)}
     study = small_study(tmp_path / "s.db", values=values)

@@ -185,7 +185,7 @@ def partition_by(raw: RawSplits, kind: str, args: argparse.Namespace) -> Parts |
         raise UsageError(
             f"{raw.name} is text, without a label per example; use --partition natural or iid"
         )
-    rng = generator(args.seed, f"{raw.name} partition")  # as in the task of that name
+    rng = generator(args.seed, f"{raw.name} partition")  # as in tasks with such a partition
     if kind == "iid":
         return partition.iid(len(labels), args.clients, rng)
     if kind == "shards":

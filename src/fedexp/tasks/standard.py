@@ -38,7 +38,8 @@ def mnist(clients: int = 1000, seed: int = 0, folder: str | None = None) -> Task
     have a sigmoid before the softmax; this model has none.
 
     Args:
-        clients: number of clients.
+        clients: number of clients, at most about 5,400; with fewer than 9, training data lack
+            some digits.
         seed: seed of the partition.
         folder: the data folder; by default the one that `FEDEXP_DATA` names.
     """

@@ -50,6 +50,10 @@ RunProgram = Callable[[Program, Tensors], Tensors]  # calls a program, or replay
 EVALUATION_ROWS, EVALUATED_NUMBERS, FEWEST, MOST = 512, 2**24, 512, 8192
 BATCH_ROWS = 512  # where the loss is a function of a batch: the same on every device
 NO_OUTPUTS = "metrics need the outputs of the model; give the objective `predict` and `score`"
+COUNTED_BATCH = (
+    "a task with `counted` needs a loss per example, but this one is a mean over a batch; give the "
+    "objective one by with_loss (docs/tasks.md)"
+)
 WORST = 10  # the worst decile is one client in so many
 
 
@@ -106,6 +110,15 @@ class Task:
     by_client: bool = False
     test_offsets: NDArray[np.int64] | None = None
     counted: Counted | None = None
+
+    def __post_init__(self) -> None:
+        objective = self.objective
+        per_example = not isinstance(objective, PredictingObjective) or objective.per_example
+        require(self.counted is None or per_example, COUNTED_BATCH)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the fields for pickle, without what evaluations have prepared."""
+        return {k: v for k, v in vars(self).items() if k not in ("_splits", "_weights_on")}
 
     def __repr__(self) -> str:
         test = "" if self.test is None else f", {_rows(self.test):,} test examples"
@@ -250,7 +263,7 @@ class Task:
 
     def _by_client(self, totals: Totals) -> dict[str, Tensor]:
         """Return the mean, or the sum where F_i is one, over the examples of each client."""
-        if self.sums:
+        if self.sums or not totals.clients:
             return totals.clients
         splits = [split for split in self._splits if split.offsets is not None]
         sizes = {split.name: split.sizes() for split in splits}
@@ -288,19 +301,39 @@ def uniform(rows: int, weight: float) -> Callable[[torch.dtype], Tensor]:
 
 def _weights_of_clients(train: Federation, counted: Counted, kind: torch.dtype) -> Tensor:
     """Return the weights of training examples of which a part counts; clients count alike."""
-    totals = _sums_by_client(counted(train.fields), train.offsets)
+    totals = _sums_by_client(_counted_parts(counted, train.fields), train.offsets)
     sizes = torch.from_numpy(np.diff(train.offsets))
     return (1 / (train.clients * totals)).repeat_interleave(sizes).to(kind)
 
 
 def _weights_of_parts(fields: Batch, counted: Counted, kind: torch.dtype) -> Tensor:
     """Return one weight for all examples: 1 over the sum of the parts that count."""
-    total = counted(fields).sum(dtype=torch.float64).item()
+    parts = _counted_parts(counted, fields)
+    total = parts.sum(dtype=torch.float64).item()
+    require(total > 0, "no test example counts; the function `counted` of the task is 0 for all")
     return torch.full((_rows(fields),), 1 / total, dtype=kind)
 
 
+def _counted_parts(counted: Counted, fields: Batch) -> Tensor:
+    """Return the part of each example that counts, [n]."""
+    parts, rows = counted(fields), _rows(fields)
+    require(
+        parts.shape == (rows,),
+        f"the function `counted` of the task returns the shape {list(parts.shape)}, not [{rows}]: "
+        "return one value per example",
+    )
+    return parts
+
+
 def _sums_by_client(values: Tensor, offsets: NDArray[np.int64]) -> Tensor:
-    sums = np.add.reduceat(values.cpu().numpy().astype(np.float64), offsets[:-1].astype(np.int64))
+    numbers = values.cpu().numpy().astype(np.float64)
+    sums = np.add.reduceat(numbers, offsets[:-1].astype(np.int64))
+    empty = np.flatnonzero(sums <= 0)
+    if len(empty):
+        raise UsageError(
+            f"no example of client {empty[0]} counts; leave such clients out, or change the "
+            "function `counted` of the task"
+        )
     return torch.from_numpy(sums)
 
 
@@ -333,7 +366,7 @@ class Split(NamedTuple):
         """Return the number of examples of each client, or the sum of the parts that count."""
         assert self.offsets is not None
         if self.counted is not None:
-            return _sums_by_client(self.counted(self.fields), self.offsets)
+            return _sums_by_client(_counted_parts(self.counted, self.fields), self.offsets)
         return torch.from_numpy(np.diff(self.offsets))
 
     def owners(self) -> Tensor | None:

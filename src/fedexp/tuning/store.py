@@ -88,7 +88,7 @@ def open_study(
         with locks.study():
             if not path.exists():
                 _create_tables(path)
-            storage = optuna.storages.RDBStorage(f"sqlite:///{path}")
+            storage = optuna.storages.RDBStorage(_url(path))
         try:
             with locks.study():
                 study = optuna.create_study(
@@ -105,6 +105,11 @@ def open_study(
             storage.engine.dispose()
 
 
+def _url(path: Path) -> str:
+    """Return the address of a SQLite file; Optuna calls `str.format` on it."""
+    return f"sqlite:///{path}".replace("{", "{{").replace("}", "}}")
+
+
 def _create_tables(path: Path) -> None:
     """Create an empty storage under a temporary name and move it into place when it is complete.
 
@@ -114,7 +119,7 @@ def _create_tables(path: Path) -> None:
     optuna = extra("optuna", "tuning", group="tune")
     unfinished = path.with_name(f".{path.name}.new")
     unfinished.unlink(missing_ok=True)
-    storage = optuna.storages.RDBStorage(f"sqlite:///{unfinished}")
+    storage = optuna.storages.RDBStorage(_url(unfinished))
     storage.remove_session()
     storage.engine.dispose()
     unfinished.replace(path)

