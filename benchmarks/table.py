@@ -235,10 +235,10 @@ def figures(rows: list[Measured]) -> str:
 def with_block(text: str, name: str, block: str) -> str:
     """Return a document with new contents between the comments `begin` and `end` of a name.
 
-    >>> with_block("<!-- begin a -->\\nold\\n<!-- end a -->", "a", "new")
-    '<!-- begin a -->\\nnew\\n<!-- end a -->'
+    >>> with_block("<!-- begin benchmark a -->\\nold\\n<!-- end benchmark a -->", "a", "new")
+    '<!-- begin benchmark a -->\\nnew\\n<!-- end benchmark a -->'
     """
-    begin, end = f"<!-- begin {name} -->\n", f"\n<!-- end {name} -->"
+    begin, end = f"<!-- begin benchmark {name} -->\n", f"\n<!-- end benchmark {name} -->"
     before, _, rest = text.partition(begin)
     _, found, after = rest.partition(end)
     if not found:
