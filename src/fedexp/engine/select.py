@@ -69,7 +69,7 @@ class Candidate:
         make_tried: returns it for the trial, without what takes long to prepare; None for `make`.
         layers: whether it replaces the model's layers by stacked ones.
         draws: whether dropout in training mode must be checked besides.
-        variant: tells candidates with the same reason apart.
+        variant: distinguishes candidates that have the same reason.
     """
 
     reason: str
