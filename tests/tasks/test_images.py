@@ -220,6 +220,8 @@ def test_statistics_are_those_of_the_real_images(name: str) -> None:
     try:
         pixels = load(name).train["x"]
     except UsageError as missing:
+        if f"{name} is not in" not in str(missing):  # damaged data are a failure
+            raise
         pytest.skip(f"needs the real data: {missing}")
     channels = pixels.transpose(0, 1).flatten(1)
     counts = torch.stack([torch.bincount(c, minlength=256) for c in channels]).double()
