@@ -340,11 +340,11 @@ def assert_padded_steps_change_nothing(
     """
     loop, padded = run_rounds(Loop(), task, algorithm), 0
 
-    def plan_cohort(work: Work, clients: Sequence[int]) -> CohortPlan:
+    def plan_cohort(work: Work, clients: Sequence[int], is_stepped: bool = False) -> CohortPlan:
         nonlocal padded
         with monkeypatch.context() as patch:
             patch.setattr(Federation, "device", property(lambda _: torch.device("cuda")))
-            found = plan.plan_cohort(work, clients)
+            found = plan.plan_cohort(work, clients, is_stepped)
         padded += int((found.lengths == 0).all(axis=1).sum())
         return found
 

@@ -175,7 +175,7 @@ def test_a_captured_evaluation_follows_the_weights(precision: Precision) -> None
 
 
 def test_runs_with_unequal_clients_share_captured_graphs() -> None:
-    """Steps are rounded up, so that cohorts of similar sizes are replayed."""
+    """A graph is one step, so that cohorts of all sizes are replayed."""
     sizes = (40, 37, 33, 36, 39, 34, 35, 38)
     task = unequal(sizes=sizes)
     local = fx.LocalTraining(lr=0.1, epochs=1, batch_size=1)

@@ -18,7 +18,9 @@ import fedexp as fx
 from fedexp.client import Tensors
 from fedexp.engine import cuda_graph
 from fedexp.engine.batched import Batched, Implementation
-from fedexp.engine.cuda_graph import Program, RepeatedProgram
+from fedexp.engine.cuda_graph import CudaGraphRound, Program, RepeatedProgram
+from fedexp.engine.loop import Loop
+from fedexp.engine.plan import sample_cohort
 from fedexp.errors import EngineWarning
 from fedexp.tasks import Task
 from tests.engine.helpers import (
@@ -76,6 +78,59 @@ def test_unequal_batches_that_are_not_padded_are_not_captured() -> None:
     engine = captured("vmap", False)
     run_rounds(engine, unequal(double_batch_norm, (4, 10, 30, 2)), fx.fedexp())
     assert engine.cuda_graph is None
+
+
+class Counting:
+    """Takes programs as they are; counts them, and the steps that each call takes."""
+
+    def __init__(self) -> None:
+        self.programs, self.steps = 0, []
+
+    def __call__(self, program: Program, inputs: Tensors, warm_up: Program | None) -> Program:
+        self.programs += 1
+
+        def replay(inputs: Tensors) -> Tensors:
+            assert isinstance(program, CudaGraphRound)
+            taken = 0
+            run = program.begin(inputs)
+            for _ in range(int(inputs["steps"]) - 1):
+                program.step(run)
+                taken += 1
+            self.steps.append(taken + 1)
+            return program.finish(run)
+
+        return replay
+
+
+@pytest.mark.parametrize("algorithm", ALGORITHMS, ids=rule_id)
+def test_one_program_of_a_step_serves_cohorts_of_all_numbers_of_steps(
+    algorithm: fx.Algorithm,
+) -> None:
+    """Each round takes the steps of its largest client, and no more."""
+    task = unequal(sizes=(3, 40, 17, 8, 1, 25))
+    task = replace(task, local=fx.LocalTraining(lr=0.1, epochs=1, batch_size=4, clip_norm=0.5))
+    capture = Counting()
+    engine = Batched("layers", graphs=True, capture=capture)
+    rounds = run_rounds(engine, task, algorithm)
+    for one, other in zip(rounds, run_rounds(Loop(), task, algorithm), strict=True):
+        assert_same_state(one.state, other.state)
+    assert capture.programs == 1
+    sizes = task.train.sizes
+    cohorts = [sample_cohort(0, t, len(sizes), 3) for t in range(1, len(rounds) + 1)]
+    expected = [-(-int(sizes[cohort].max()) // 4) for cohort in cohorts]
+    assert capture.steps == expected
+    assert len(set(expected)) > 1
+
+
+def test_a_large_model_is_captured_step_by_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With augmentation, whose draws change from step to step."""
+    monkeypatch.setattr("fedexp.engine.batched.STEPPED_MODEL", 1)
+    capture, task = Counting(), images()
+    engine = Batched("layers", graphs=True, capture=capture)
+    rounds = run_rounds(engine, task, fx.fedexp())
+    for one, other in zip(rounds, run_rounds(Loop(), task, fx.fedexp()), strict=True):
+        assert_same_state(one.state, other.state)
+    assert capture.steps == [task.local.steps] * len(rounds)
 
 
 class Refusing:

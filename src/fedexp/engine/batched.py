@@ -18,25 +18,36 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
+from fedexp.data.federation import Federation
 from fedexp.data.streaming import StreamedFederation
 from fedexp.engine.cuda_graph import (
-    CapturedGraph,
     CudaGraphRound,
     Program,
     RoundResult,
+    capture_graph,
     pack_inputs,
     round_result,
     signature,
 )
 from fedexp.engine.local_steps import LocalProgram
 from fedexp.engine.loop import Sums, stacked_states, sum_updates
-from fedexp.engine.plan import CohortPlan, Work, batch_key, host_rows, plan_cohort
+from fedexp.engine.plan import (
+    CohortPlan,
+    Numbers,
+    Work,
+    batch_key,
+    client_steps,
+    host_rows,
+    plan_cohort,
+)
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineWarning
 from fedexp.objective import BatchedObjective
 from fedexp.seeding import preserved_draws, seeded_torch
 
 COHORT_BYTES = {"cpu": 2**25, "cuda": 2**34}  # models trained together; one, where one is larger
+STEPPED_MODEL = 2**22  # parameters of a model whose steps are captured one by one
+STEPPED_EXAMPLES = 2**24  # of a round, for which a plan of such steps has room at most
 MOST_GRAPHS = 32  # captured for cohorts of different sizes; further ones run without a graph
 
 Implementation = Literal["layers", "vmap"]
@@ -62,7 +73,7 @@ class Batched:
         implementation: Implementation = "vmap",
         padded: bool = True,
         graphs: bool | None = None,
-        capture: Capture = CapturedGraph,
+        capture: Capture = capture_graph,
     ) -> None:
         self.implementation, self.padded = implementation, padded
         self.graphs, self.capture = graphs, capture
@@ -74,7 +85,8 @@ class Batched:
         """Restart the decisions that a run takes as it meets cohorts; captured graphs stay."""
         self._captures_rounds = self._captures_training = True
         self._met: set[Any] = set()  # programs that this run asked for
-        self._next_plan: tuple[Work, CohortPlan] | None = None
+        self._next_plan: tuple[Work, CohortPlan, bool] | None = None
+        self._sizes: tuple[Federation, Numbers] | None = None  # the smallest and largest client's
         self.cuda_graph = None
 
     def release(self) -> bool:
@@ -125,13 +137,15 @@ class Batched:
         fits = len(clients) <= _clients_at_a_time(work, state)
         if not (fits and self._captures_rounds and self._replays(state)):
             return None
-        plan = self._plan(work, clients)
+        is_stepped = self._is_stepped(work, state)
+        plan = self._plan(work, clients, is_stepped)
         weights = [work.weight(client) for client in clients]
         small = pack_inputs(batch_key(work.seed, work.round), work.lr, plan, weights)
         inputs = {
             **_inputs(work, state, plan, stacked_states(work, state, clients)),
             **{f"server.{name}": value for name, value in state.server.items()},
             "small": _to_device(small, state.params.device),
+            **({"steps": torch.tensor(plan.steps.max())} if is_stepped else {}),
         }
         local = self._local_program(work, plan, state)
         if not local.is_static:
@@ -141,18 +155,21 @@ class Batched:
             outputs = self._replay(("round", *local.sizes), program, inputs)
         if outputs is None:
             return None
-        self._plan_ahead(work)
+        self._plan_ahead(work, is_stepped)
         self.cuda_graph = "round"
         return round_result(outputs, state, work.algorithm, clients)
 
     def run_clients(self, work: Work, state: SimulationState, clients: Sequence[int]) -> Sums:
         """Train some clients as one program."""
-        plan, client_state = self._plan(work, clients), stacked_states(work, state, clients)
+        is_stepped = self._replays(state) and self._is_stepped(work, state)
+        plan = self._plan(work, clients, is_stepped)
+        client_state = stacked_states(work, state, clients)
         device, key = state.params.device, batch_key(work.seed, work.round)
         inputs = {
             **_inputs(work, state, plan, client_state),
             "table": _to_device(plan.table, device),
             "lr": torch.full((), work.lr, dtype=torch.float64, device=device),
+            **({"steps": torch.tensor(plan.steps.max())} if is_stepped else {}),
         }
         if device.type == "cpu":
             sizes = (len(plan.lengths), plan.width)
@@ -167,29 +184,48 @@ class Batched:
             self.cuda_graph = None if outputs is None else "local training"
             outputs = program(inputs) if outputs is None else outputs
         if state.params.is_cuda and len(clients) == len(work.cohort):
-            self._plan_ahead(work)
+            self._plan_ahead(work, is_stepped)
         deltas = outputs["deltas"]
         total_lr = _to_device(plan.total_factors * work.lr, device)[:, None].to(deltas.dtype)
         buffers = outputs["averaged"]
         return sum_updates(work, state, list(clients), deltas, total_lr, client_state, buffers)
 
-    def _plan_ahead(self, work: Work) -> None:
+    def _plan_ahead(self, work: Work, is_stepped: bool) -> None:
         """Plan the next round while the device computes; unused if the next round is another."""
         following = work.after()
         clients: list[int] = following.cohort.tolist()
         if clients:
-            self._next_plan = following, plan_cohort(following, clients)
+            plan = plan_cohort(following, clients, is_stepped)
+            self._next_plan = following, plan, is_stepped
             work.task.train.prefetch(clients)
 
-    def _plan(self, work: Work, clients: Sequence[int]) -> CohortPlan:
+    def _plan(self, work: Work, clients: Sequence[int], is_stepped: bool) -> CohortPlan:
         ahead, self._next_plan = self._next_plan, None
         if (
             ahead is not None
+            and ahead[2] == is_stepped
             and ahead[0].is_same_round(work)
             and ahead[0].cohort.tolist() == clients
         ):
             return ahead[1]
-        return plan_cohort(work, clients)
+        return plan_cohort(work, clients, is_stepped)
+
+    def _is_stepped(self, work: Work, state: SimulationState) -> bool:
+        """Whether a graph is one step instead of all steps of a round.
+
+        It is where the number of steps changes from cohort to cohort, and for large models, whose
+        steps take so long that launching each costs nothing, while capturing all of them does.
+        """
+        if self.implementation != "layers":
+            return False
+        train = work.task.train
+        if self._sizes is None or self._sizes[0] is not train:
+            self._sizes = train, np.array([train.sizes.min(), train.largest])
+        sizes = self._sizes[1]
+        fewest, most = client_steps(sizes, work.local).tolist()
+        batch = work.local.batch_size or int(sizes[1])
+        fits = most * len(work.cohort) * batch <= STEPPED_EXAMPLES
+        return fits and (fewest < most or state.params.numel() >= STEPPED_MODEL)
 
     def _replays(self, state: SimulationState) -> bool:
         wanted = state.params.is_cuda if self.graphs is None else self.graphs

@@ -22,7 +22,14 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate, usable
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
-from fedexp.engine.local_steps import LocalProgram, part
+from fedexp.engine.local_steps import (
+    LocalProgram,
+    LocalRun,
+    SteppedProgram,
+    first_and_last,
+    part,
+    step_by_step,
+)
 from fedexp.engine.loop import unstacked
 from fedexp.engine.plan import CohortPlan, Numbers
 from fedexp.engine.state import ServerModel, SimulationState, model_step, with_model
@@ -60,9 +67,12 @@ class CapturedGraph:
         self.inputs = {name: value.clone() for name, value in inputs.items()}
         if warm_up is not None:
             self._warm_up(warm_up)
+        self._record(pool)
+
+    def _record(self, pool: Any) -> None:
         self.graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(self.graph, pool=pool):
-            self.outputs = program(self.inputs)
+            self.outputs = self._program(self.inputs)
 
     def _warm_up(self, program: Program) -> None:
         side = torch.cuda.Stream()
@@ -81,8 +91,47 @@ class CapturedGraph:
         for name, value in inputs.items():
             if value.numel():
                 self.inputs[name].copy_(value, non_blocking=True)
-        self.graph.replay()
+        self._replay()
         return self.outputs
+
+    def _replay(self) -> None:
+        self.graph.replay()
+
+
+class CapturedSteps(CapturedGraph):
+    """A program that repeats a step as three CUDA graphs: up to the first step, a step, the last.
+
+    The graph of a step is replayed as often as `steps` among the inputs requires, which is on the
+    host. A step is captured once or twice instead of S times, for any S.
+    """
+
+    def _record(self, pool: Any) -> None:
+        program = self._program
+        assert isinstance(program, SteppedProgram)
+        pool = torch.cuda.graph_pool_handle() if pool is None else pool
+        self._begin: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._begin, pool=pool):
+            self._run = program.begin(self.inputs)
+        self._step: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._step, pool=pool):
+            program.step(self._run)
+        self._finish: torch.cuda.CUDAGraph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self._finish, pool=pool):
+            self.outputs = program.finish(self._run)
+
+    def _replay(self) -> None:
+        self._begin.replay()
+        for _ in range(int(self.inputs["steps"]) - 1):
+            self._step.replay()
+        self._finish.replay()
+
+
+def capture_graph(
+    program: Program, inputs: Tensors, warm_up: Program | None = None, pool: Any = None
+) -> CapturedGraph:
+    """Capture a program, step by step where the inputs have a number of `steps`."""
+    kind = CapturedSteps if "steps" in inputs else CapturedGraph
+    return kind(program, inputs, warm_up, pool)
 
 
 class RepeatedProgram:
@@ -143,14 +192,33 @@ class CudaGraphRound:
     total_weight: float
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
-        return self._run(self.local, unpack_inputs(inputs, self.local.steps))
+        if "steps" in inputs:
+            return step_by_step(self, inputs)
+        inputs = unpack_inputs(inputs, self.local.steps)
+        return self._server_step(inputs, self.local(inputs))
 
     def warm_up(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Run a round of one local step; return what a call returns."""
-        return self._run(*self.local.first_step(unpack_inputs(inputs, self.local.steps)))
+        """Run a round of one local step, or two where the last differs; return its outputs."""
+        if "steps" in inputs:
+            return step_by_step(self, first_and_last(inputs))
+        program, inputs = self.local.first_step(unpack_inputs(inputs, self.local.steps))
+        return self._server_step(inputs, program(inputs))
 
-    def _run(self, local: LocalProgram, inputs: Tensors) -> dict[str, Tensor]:
-        trained = local(inputs)
+    def begin(self, inputs: Tensors) -> tuple[Tensors, LocalRun]:
+        """Return the inputs of the round, and all clients before the first step."""
+        inputs = unpack_inputs(inputs, self.local.steps)
+        return inputs, self.local.begin(inputs)
+
+    def step(self, run: tuple[Tensors, LocalRun]) -> None:
+        """Take the next local step, but not the last one."""
+        self.local.step(run[1])
+
+    def finish(self, run: tuple[Tensors, LocalRun]) -> dict[str, Tensor]:
+        """Take the last local step and the server step; return what a call returns."""
+        inputs, local = run
+        return self._server_step(inputs, self.local.finish(local))
+
+    def _server_step(self, inputs: Tensors, trained: Tensors) -> dict[str, Tensor]:
         broadcast, client_state = part(inputs, "broadcast."), part(inputs, "client_state.")
         deltas = trained["deltas"]
         total_lr = inputs["total_lr"].to(deltas.dtype)

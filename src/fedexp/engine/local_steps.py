@@ -3,16 +3,16 @@
 Everything that changes from round to round is an input tensor, the learning rate included, so that
 the program can be captured once as a CUDA graph and replayed. `RowSteps` has a parameter vector per
 client, which suits every model and rule; `LayerSteps` stores parameters layer by layer, which is
-faster on a GPU.
+faster on a GPU. Its steps are all alike, so that a graph of one step serves cohorts whose clients
+take different numbers of steps: the step then counts itself, on the device.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -39,8 +39,9 @@ class LocalProgram:
     [K, d] of the client rule, the plan's `table` [3 + S, K], `lr`, `draws` where there are any,
     `data.*` for examples that are not those of `fields`, `factors` [S, K] on the learning rate
     where it changes from step to step, and either the rows of the plan, `rows` [S, K, B], or the
-    round's `key` to compute them on the device. Outputs: `deltas` [K, d], the start of all clients
-    minus their parameters, `averaged` and `kept` [K, ...].
+    round's `key` to compute them on the device. With `steps`, a number on the host, only so many of
+    the S steps are taken, one after another (`begin`, `step`, `finish`). Outputs: `deltas` [K, d],
+    the start of all clients minus their parameters, `averaged` and `kept` [K, ...].
 
     Attributes:
         fields: the examples on the device; none where they are inputs.
@@ -66,7 +67,7 @@ class LocalProgram:
     def sizes(self) -> tuple[int, ...]:
         """What a captured graph is specific to, beside the shapes of its inputs."""
         exact = () if self.lengths is None else tuple(self.lengths[:, 0].tolist())
-        return self.steps, self.width, self.reach, self.all_active, *exact
+        return self.steps, self.width, self.reach, self.all_active or self.layers, *exact
 
     @property
     def is_static(self) -> bool:
@@ -74,6 +75,15 @@ class LocalProgram:
         return self.lengths is None or bool((self.lengths == self.lengths[:, :1]).all())
 
     def __call__(self, inputs: Tensors) -> dict[str, Tensor]:
+        if "steps" in inputs:
+            return step_by_step(self, inputs)
+        run = self.begin(inputs)
+        for s in range(self.steps):
+            run.step(s, is_last=s == self.steps - 1)
+        return run.result()
+
+    def begin(self, inputs: Tensors) -> LocalRun:
+        """Return all clients at the model of the server, before the first step."""
         size, inputs = inputs["params"].numel(), self._aligned(inputs)
         who, lengths = inputs["table"].tensor_split((3,))
         rows = inputs.get("rows")
@@ -82,14 +92,20 @@ class LocalProgram:
             rows = device_rows(inputs["key"], who, *sizes, self.local.batch_size)
         place = torch.arange(self.width, device=lengths.device)
         valid = (place < lengths[:, :, None]).to(inputs["params"])
-        steps: LocalSteps | None = None
-        fields = part(inputs, "data.") or self.fields
-        for s, batch in enumerate(self._batches(fields, rows, inputs.get("draws"))):
-            steps = steps or self._init(inputs, batch, valid)
-            steps.step(s, batch, None if self.lengths is None else self.lengths[s])
-        assert steps is not None  # S is at least 1
-        deltas, buffers = steps.result()
-        return {"deltas": deltas[:, :size], "averaged": buffers.averaged, "kept": buffers.kept}
+        batches = self._batches(part(inputs, "data.") or self.fields, rows, inputs)
+        steps = self._init(inputs, partial(batches, 0), valid)
+        counter = torch.zeros(1, dtype=torch.int64, device=lengths.device)
+        return LocalRun(steps, batches, self.lengths, size, counter)
+
+    def step(self, run: LocalRun) -> None:
+        """Take the step that the run's counter names, but not the last one."""
+        run.step(run.counter, is_last=False)
+        run.counter.add_(1)
+
+    def finish(self, run: LocalRun) -> dict[str, Tensor]:
+        """Take the last step; return what a call returns."""
+        run.step(run.counter, is_last=True)
+        return run.result()
 
     def first_step(self, inputs: Tensors) -> tuple[LocalProgram, Tensors]:
         """Return the program of the first step alone, which prepares all that the others need."""
@@ -99,11 +115,13 @@ class LocalProgram:
         return replace(self, steps=1, lengths=lengths), some
 
     def warm_up(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Take the first step; return what a call returns."""
+        """Take the first step, and a last one where they differ; return what a call returns."""
+        if "steps" in inputs:
+            return step_by_step(self, first_and_last(inputs))
         program, inputs = self.first_step(inputs)
         return program(inputs)
 
-    def _init(self, inputs: Tensors, batch: Batch, valid: Tensor) -> LocalSteps:
+    def _init(self, inputs: Tensors, batch: Callable[[], Batch], valid: Tensor) -> LocalSteps:
         """Return all clients at the model of the server; kernels are compiled for the first batch.
 
         `valid` [S, K, B] is 1 for an example and 0 for padding.
@@ -141,22 +159,90 @@ class LocalProgram:
             for name, value in inputs.items()
         }
 
-    def _batches(self, fields: Batch, rows: Tensor, draws: Tensor | None) -> Iterator[Batch]:
-        """Yield the batches of every step, [K, B, ...]; small ones are fetched all at once."""
+    def _batches(
+        self, fields: Batch, rows: Tensor, inputs: Tensors
+    ) -> Callable[[int | Tensor], Batch]:
+        """Return a function that gives the batch of a step; small ones are fetched all at once."""
+        draws = inputs.get("draws")
         if draws is None and self.local.batch_size is None:  # all of the data in every step
-            yield from repeat(self._batch(fields, rows[0], None), self.steps)
-        elif draws is None and rows.is_cuda and _bytes(fields, rows) <= AT_ONCE:
+            whole = self._batch(fields, rows[0], None)
+            return lambda s: whole
+        is_small = rows.is_cuda and _bytes(fields, rows) <= AT_ONCE and "steps" not in inputs
+        if draws is None and is_small:
             every = self._batch(fields, rows.flatten(0, 1), None)
-            whole = {name: value.unflatten(0, rows.shape[:2]) for name, value in every.items()}
-            yield from ({name: value[s] for name, value in whole.items()} for s in range(len(rows)))
-        else:
-            for s in range(self.steps):
-                at = s % len(rows)
-                yield self._batch(fields, rows[at], None if draws is None else draws[s])
+            steps = {name: value.unflatten(0, rows.shape[:2]) for name, value in every.items()}
+            return lambda s: {name: at_step(value, s) for name, value in steps.items()}
+        return lambda s: self._batch(
+            fields, at_step(rows, s), None if draws is None else at_step(draws, s)
+        )
 
     def _batch(self, fields: Batch, rows: Tensor, draws: Tensor | None) -> Batch:
         batch: Batch = {name: value[rows] for name, value in fields.items()}
         return batch if self.transform is None else self.transform.train(batch, draws)
+
+
+@dataclass(frozen=True, eq=False)
+class LocalRun:
+    """Local training in progress.
+
+    Attributes:
+        steps: the clients.
+        batches: the batch of each step, [K, B, ...].
+        lengths: as in `LocalProgram`.
+        size: the number of parameters, without padding.
+        counter: the number of the next step on the device, [1], for steps that count themselves.
+    """
+
+    steps: LocalSteps
+    batches: Callable[[int | Tensor], Batch]
+    lengths: Numbers | None
+    size: int
+    counter: Tensor
+
+    def step(self, s: int | Tensor, is_last: bool) -> None:
+        """Take step s of all clients."""
+        if isinstance(s, int):
+            lengths = None if self.lengths is None else self.lengths[s]
+            self.steps.step(s, self.batches(s), lengths, is_last)
+        else:
+            self.steps.step(s, self.batches(s), None, is_last)
+
+    def result(self) -> dict[str, Tensor]:
+        deltas, buffers = self.steps.result()
+        return {
+            "deltas": deltas[:, : self.size],
+            "averaged": buffers.averaged,
+            "kept": buffers.kept,
+        }
+
+
+@runtime_checkable
+class SteppedProgram(Protocol):
+    """A program that repeats one step."""
+
+    def begin(self, inputs: Tensors) -> Any: ...
+
+    def step(self, run: Any) -> None: ...
+
+    def finish(self, run: Any) -> dict[str, Tensor]: ...
+
+
+def step_by_step(program: SteppedProgram, inputs: Tensors) -> dict[str, Tensor]:
+    """Run a program with as many steps as `steps` among the inputs."""
+    run = program.begin(inputs)
+    for _ in range(int(inputs["steps"]) - 1):
+        program.step(run)
+    return program.finish(run)
+
+
+def first_and_last(inputs: Tensors) -> Tensors:
+    """Return the inputs of a run of two steps, or of one if that is all."""
+    return {**inputs, "steps": inputs["steps"].clamp(max=2)}
+
+
+def at_step(values: Tensor, s: int | Tensor) -> Tensor:
+    """Return values[s]; the host does not wait for a number [1] on the device."""
+    return values[s] if isinstance(s, int) else values.index_select(0, s)[0]
 
 
 def _bytes(fields: Batch, rows: Tensor) -> int:
@@ -167,7 +253,7 @@ def _bytes(fields: Batch, rows: Tensor) -> int:
 class LocalSteps(Protocol):
     """K clients during local training."""
 
-    def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
+    def step(self, s: int | Tensor, batch: Batch, lengths: Numbers | None, is_last: bool) -> None:
         """Take step s; a client without a valid example in it does not change."""
         ...
 
@@ -201,7 +287,8 @@ class RowSteps:
         self.start = params[0].clone()
         self.sgd: InPlaceSgd | None = None
 
-    def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
+    def step(self, s: int | Tensor, batch: Batch, lengths: Numbers | None, is_last: bool) -> None:
+        assert isinstance(s, int)  # a graph of one step is for parameters layer by layer
         if lengths is not None and not lengths.any():
             return
         objective, params, buffers = self.objective, self.params, self.buffers
@@ -291,7 +378,7 @@ class InPlaceSgd:
 
     def __call__(
         self,
-        s: int,
+        s: int | Tensor,
         params: Tensor,
         grads: Tensor,
         copy: Tensor | None = None,
@@ -302,7 +389,7 @@ class InPlaceSgd:
         if self.bound is not None:
             squared = sq_norms(self.layers, params, grads, self.correction)
             rates = self.lr * clip_to(squared.sqrt(), self.bound)
-        settings = (self.correction, rates, self.shrink, self.active[s])
+        settings = (self.correction, rates, self.shrink, at_step(self.active, s))
         sgd_step(self.layers, params, grads, *settings, copy, deltas)
 
 
@@ -317,10 +404,9 @@ class LayerSteps:
         layers, params = clients.layers, clients.params
         self.deltas = params.new_empty(layers.clients, sum(layers.sizes))
 
-    def step(self, s: int, batch: Batch, lengths: Numbers | None) -> None:
+    def step(self, s: int | Tensor, batch: Batch, lengths: Numbers | None, is_last: bool) -> None:
         clients = self.clients
-        grads = clients.gradients(batch, self.counted[s])
-        is_last = s == len(self.counted) - 1
+        grads = clients.gradients(batch, at_step(self.counted, s))
         self.sgd(s, clients.params, grads, clients.copy, self.deltas if is_last else None)
 
     def result(self) -> tuple[Tensor, Buffers]:

@@ -390,19 +390,23 @@ def rounded_up(steps: int) -> int:
     return -(-steps // unit) * unit
 
 
-def plan_cohort(work: Work, clients: Sequence[int]) -> CohortPlan:
-    """Return the plan of some clients of a round: exactly the batches of the loop."""
+def plan_cohort(work: Work, clients: Sequence[int], is_stepped: bool = False) -> CohortPlan:
+    """Return the plan of some clients of a round: exactly the batches of the loop.
+
+    On a GPU it has room for steps of other cohorts, so that a captured graph fits them as well: for
+    those of any if a graph is one step (`is_stepped`), for some more if it is all steps.
+    """
     train, local, chosen = work.task.train, work.local, np.asarray(clients)
     sizes = train.offsets[chosen + 1] - train.offsets[chosen]
     lengths = step_lengths(sizes, local)
     largest, batch = int(sizes.max()), local.batch_size
     width = min(batch or largest, largest)
     farthest = largest
-    if train.device.type == "cuda":  # alike for many cohorts, so that a captured graph fits others
+    if train.device.type == "cuda" or is_stepped:
         farthest = train.largest
         width = min(batch or largest, farthest)
         most = int(client_steps(np.array([farthest]), local)[0])
-        steps = min(most, rounded_up(len(lengths)))
+        steps = most if is_stepped else min(most, rounded_up(len(lengths)))
         lengths = np.pad(lengths, ((0, max(0, steps - len(lengths))), (0, 0)))
     reach = farthest + len(lengths) * (batch or 0)
     who = np.stack([chosen, sizes, train.first_rows(chosen)])

@@ -33,7 +33,7 @@ from fedexp.client import Tensors
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.streaming import StreamedFederation, on_device
 from fedexp.engine.batched import Batched, Capture
-from fedexp.engine.cuda_graph import CapturedGraph, Program, RepeatedProgram
+from fedexp.engine.cuda_graph import CapturedGraph, Program, RepeatedProgram, capture_graph
 from fedexp.engine.loop import Engine
 from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
@@ -286,7 +286,7 @@ class SharedPrograms:
         if not self._live:  # a pool ends with its last graph
             self._pool = torch.cuda.graph_pool_handle()
         try:
-            graph = CapturedGraph(program, inputs, warm_up, self._pool)
+            graph = capture_graph(program, inputs, warm_up, self._pool)
         except RuntimeError:  # the allocator may take the pool for one that is still recorded to
             self._live.clear()
             raise

@@ -238,7 +238,9 @@ class StackedObjective(BatchedObjective, Protocol):
         """Return whether every layer has a stacked implementation."""
         ...
 
-    def stacked_clients(self, start: Tensor, batch: Batch, valid: Tensor) -> StackedClients:
+    def stacked_clients(
+        self, start: Tensor, batch: Callable[[], Batch], valid: Tensor
+    ) -> StackedClients:
         """Return K clients with the parameters `start` [d], stored layer by layer.
 
         Args:

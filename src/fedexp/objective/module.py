@@ -353,14 +353,16 @@ class ModuleObjective:
         network = dense_network(self.module, self.loss)
         return network and replace(network, x=inputs[0], y=label)
 
-    def stacked_clients(self, start: Tensor, batch: Batch, valid: Tensor) -> StackedClients:
+    def stacked_clients(
+        self, start: Tensor, batch: Callable[[], Batch], valid: Tensor
+    ) -> StackedClients:
         stack = self.stacked()
         stack.module.train()
         clients = StackedClients(stack, start, len(valid))
         if not self._compiled:
             counted = valid.to(start.dtype) / valid.sum(dim=1, keepdim=True)
             with preserved_draws():  # of a pass that not every run makes
-                stack.compile(clients, batch, counted)
+                stack.compile(clients, batch(), counted)
             self._compiled = True
         return clients
 
