@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedexp.errors import require
+from fedexp.kernels.launch import has_triton
 from fedexp.precision import widest
 
 SCALARS = ("weight", "sq_norm", "count", "dropped")
 CACHED_COLUMNS = 2**16  # columns converted to float64 at a time: a block that fits a CPU's cache
+LONG_ROW = 2**17  # numbers of a vector for which kernels pay on a GPU
 
 
 @dataclass(frozen=True, eq=False)
@@ -77,16 +79,20 @@ class Aggregate:
 
     @classmethod
     def of_checked(
-        cls, deltas: Tensor, weights: Tensor | None, extras: Mapping[str, Tensor]
+        cls,
+        deltas: Tensor,
+        weights: Tensor | None,
+        extras: Mapping[str, Tensor],
+        known: FiniteNorms | None = None,
     ) -> Aggregate:
         """Sum the updates with weights that are known to be valid, of the type `widest`.
 
-        Nothing is checked, so that a GPU need not wait for the host.
+        Nothing is checked, so that a GPU need not wait for the host. `known` are the results of
+        `finite_norms` where the caller has them.
         """
+        sq_norms, finite = known or finite_norms(deltas, extras)
         deltas = _accumulable(deltas)
-        sq_norms = norms(deltas).square()
         extras = {name: _accumulable(value) for name, value in extras.items()}
-        finite = _finite(sq_norms, extras)
         dtype = widest(deltas.device)
         weights = finite.to(dtype) if weights is None else finite * weights
         return cls(
@@ -178,13 +184,31 @@ class Aggregate:
         return total / torch.where(self.weight > 0, self.weight, torch.inf)
 
 
+class FiniteNorms(NamedTuple):
+    """The squared norms of M updates, [M], and whether a client's values are all finite, [M]."""
+
+    sq_norms: Tensor
+    finite: Tensor
+
+
+def finite_norms(deltas: Tensor, extras: Mapping[str, Tensor]) -> FiniteNorms:
+    """Return the squared norms, and which of M clients `Aggregate.of` includes."""
+    sq_norms = norms(_accumulable(deltas)).square()
+    rows = (_all_finite(value.flatten(1)) for value in extras.values())
+    return FiniteNorms(sq_norms, reduce(torch.logical_and, rows, sq_norms.isfinite()))
+
+
 def usable(deltas: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
     """Return which of M clients `Aggregate.of` includes: all finite, norm included; shape [M]."""
-    return _finite(norms(_accumulable(deltas)).square(), extras)
+    return finite_norms(deltas, extras).finite
 
 
 def norms(rows: Tensor) -> Tensor:
     """Return the norms of the rows of [M, d] in float64 where the device has it, shape [M]."""
+    if _suits_kernels(rows):
+        from fedexp.kernels import rows_triton
+
+        return rows_triton.sq_norms(rows).sqrt()
     dtype = widest(rows.device)
     if rows.device.type != "cpu" or rows.dtype == dtype:
         return torch.linalg.vector_norm(rows, dim=1, dtype=dtype)
@@ -197,9 +221,22 @@ def norms(rows: Tensor) -> Tensor:
     )
 
 
-def _finite(sq_norms: Tensor, extras: Mapping[str, Tensor]) -> Tensor:
-    rows = (value.isfinite().flatten(1).all(dim=1) for value in extras.values())
-    return reduce(torch.logical_and, rows, sq_norms.isfinite())
+def _all_finite(rows: Tensor) -> Tensor:
+    """Return which rows of [M, d] have finite values only, [M]."""
+    if _suits_kernels(rows):  # no square of a float32 overflows in float64
+        return norms(rows).isfinite()
+    return rows.isfinite().all(dim=1)
+
+
+def _suits_kernels(rows: Tensor) -> bool:
+    """Return whether the kernels for one vector per client pay: long float32 vectors on a GPU."""
+    return (
+        rows.is_cuda
+        and rows.dtype == torch.float32
+        and rows.shape[1] >= LONG_ROW
+        and rows.stride(1) == 1
+        and has_triton()
+    )
 
 
 def _matrix(deltas: Any) -> Tensor:
@@ -228,6 +265,10 @@ def _checked_weights(weights: Tensor, clients: int) -> Tensor:
 
 def _weighted_sum(weights: Tensor, finite: Tensor, values: Tensor) -> Tensor:
     rows = values.flatten(1)
+    if _suits_kernels(rows):
+        from fedexp.kernels import rows_triton
+
+        return rows_triton.weighted_sum(weights, rows).view(values.shape[1:])
     if rows.device.type != "cpu" or not finite.all():  # a GPU must not wait for the result
         rows = torch.where(finite[:, None], rows, 0.0)  # zero times NaN is NaN
     return (weights.to(rows.dtype) @ rows).view(values.shape[1:])

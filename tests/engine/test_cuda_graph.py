@@ -84,7 +84,8 @@ class Counting:
     """Takes programs as they are; counts them, and the steps that each call takes."""
 
     def __init__(self) -> None:
-        self.programs, self.steps = 0, []
+        self.programs = 0
+        self.steps: list[int] = []
 
     def __call__(self, program: Program, inputs: Tensors, warm_up: Program | None) -> Program:
         self.programs += 1

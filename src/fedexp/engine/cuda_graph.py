@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedexp.aggregate import Aggregate, usable
+from fedexp.aggregate import Aggregate, finite_norms
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.engine.local_steps import (
@@ -227,7 +227,8 @@ class CudaGraphRound:
         if trained["averaged"].numel():
             changes = buffer_changes(trained["averaged"], inputs["averaged"])
             extras = {**extras, "buffers": changes}
-        aggregate = Aggregate.of_checked(deltas, inputs["weights"], extras)
+        known = finite_norms(deltas, extras)
+        aggregate = Aggregate.of_checked(deltas, inputs["weights"], extras, known)
         server = part(inputs, "server.")
         before = ServerModel(inputs["params"], inputs["averaged"], server, broadcast)
         model, metrics = model_step(self.algorithm, before, aggregate, self.total_weight)
@@ -236,7 +237,7 @@ class CudaGraphRound:
             "params": model.params,
             "averaged": model.averaged,
             "numbers": torch.stack([n.to(torch.float64) for n in numbers]),
-            **({"good": usable(deltas, extras)} if new_states else {}),
+            **({"good": known.finite} if new_states else {}),
             **_prefixed("server.", model.server),
             **_prefixed("broadcast.", model.broadcast),
             **_prefixed("client_state.", new_states),

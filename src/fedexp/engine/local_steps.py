@@ -146,7 +146,9 @@ class LocalProgram:
     def _aligned(self, inputs: Tensors) -> Tensors:
         """Return the inputs with zeros behind vectors, so that rows start at aligned addresses."""
         size = inputs["params"].numel()
-        if not isinstance(self.objective, StackedObjective) or not self.rule.is_linear:
+        if self.layers or not isinstance(self.objective, StackedObjective):
+            return inputs
+        if not self.rule.is_linear:
             return inputs  # a rule that is not linear may count the zeros
         padding = -size % self.objective.row_multiple()
         if not padding:

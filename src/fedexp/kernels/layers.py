@@ -63,10 +63,14 @@ class Layers:
 
     def pack(self, rows: Tensor) -> Tensor:
         """Return one vector per client, [K, d], or one for all, [d], layer by layer."""
-        flat = rows.new_zeros(self.offsets[-1])
+        flat = rows.new_empty(self.offsets[-1])
         parts = rows[..., : sum(self.sizes)].split(self.sizes, dim=-1)
-        for view, part in zip(self.views(flat), parts, strict=True):
-            view.copy_(part)
+        ends = [self.clients * stride for stride in self.strides]
+        for layer, part in zip(flat.split(ends), parts, strict=True):
+            row, size = layer.view(self.clients, -1), part.shape[-1]
+            row[:, :size].copy_(part)
+            if row.shape[1] > size:  # zeros between clients
+                row[:, size:].zero_()
         return flat
 
     def unpack(self, flat: Tensor) -> Tensor:
