@@ -12,12 +12,12 @@ from torch import Tensor
 from fedexp.kernels.layers import (
     Correction,
     Layers,
+    clipped_lrs,
     gradient_buffer,
     gradient_buffers,
     sgd_step,
-    sq_norms,
 )
-from fedexp.local import LocalTraining, clip_to, local_step
+from fedexp.local import LocalTraining, local_step
 from tests.helpers.kernels import DEVICES
 
 LAYERS = Layers(3, (7, 9000, 16, 1))
@@ -66,13 +66,26 @@ def test_step_equals_the_step_on_one_vector_per_client(
 
     flat, flat_grads = LAYERS.pack(params), LAYERS.pack(grads)
     correction = Correction(prox, start, LAYERS.pack(offset) if has_offset else None)
-    squared = sq_norms(LAYERS, flat, flat_grads, correction)
-    torch.testing.assert_close(squared, corrected.square().sum(dim=1))
-    lrs, decay = lr * clip_to(squared.sqrt(), CLIP), 1 - lr * local.weight_decay
+    lrs = clipped_lrs(LAYERS, flat, flat_grads, correction, lr, CLIP)
+    norms = corrected.square().sum(dim=1).sqrt()
+    assert (norms > CLIP).all()
+    torch.testing.assert_close(lrs, lr * CLIP / norms, rtol=1e-12, atol=0.0)
+    decay = 1 - lr * local.weight_decay
     copy = flat.to(torch.bfloat16)
     sgd_step(LAYERS, flat, flat_grads, correction, lrs, decay, active, copy)
     torch.testing.assert_close(LAYERS.unpack(flat), expected, rtol=1e-12, atol=1e-12)
     assert torch.equal(copy, flat.to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_short_gradients_are_not_clipped_and_nan_stays_nan(device: str) -> None:
+    grads = torch.zeros(3, SIZE, dtype=torch.float64, device=device)
+    grads[1, 0], grads[2, 0] = CLIP / 2, torch.nan
+    lr = torch.tensor(0.05, dtype=torch.float64, device=device)
+    none = Correction(0.0, grads[0])
+    lrs = clipped_lrs(LAYERS, LAYERS.pack(grads), LAYERS.pack(grads), none, lr, CLIP)
+    assert lrs[:2].tolist() == [0.05, 0.05]
+    assert lrs[2].isnan()
 
 
 @pytest.mark.parametrize("device", DEVICES)

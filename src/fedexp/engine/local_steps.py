@@ -23,8 +23,8 @@ from fedexp.client import ClientRule, Tensors
 from fedexp.data.federation import Batch
 from fedexp.data.transforms import Transform
 from fedexp.engine.plan import Numbers, device_rows
-from fedexp.kernels.layers import ALIGNMENT, Correction, Layers, sgd_step, sq_norms
-from fedexp.local import LocalTraining, clip_to, init_moments, local_step, optimizer_step
+from fedexp.kernels.layers import ALIGNMENT, Correction, Layers, clipped_lrs, sgd_step
+from fedexp.local import LocalTraining, init_moments, local_step, optimizer_step
 from fedexp.objective import BatchedObjective, Buffers, StackedObjective
 from fedexp.objective.stack import StackedClients
 
@@ -389,8 +389,8 @@ class InPlaceSgd:
         """Take step s; `params`, `grads` and `copy` are layer by layer, `deltas` is [K, d]."""
         rates = self.rates
         if self.bound is not None:
-            squared = sq_norms(self.layers, params, grads, self.correction)
-            rates = self.lr * clip_to(squared.sqrt(), self.bound)
+            operands = (params, grads, self.correction, self.lr, self.bound)
+            rates = clipped_lrs(self.layers, *operands)
         settings = (self.correction, rates, self.shrink, at_step(self.active, s))
         sgd_step(self.layers, params, grads, *settings, copy, deltas)
 

@@ -5,7 +5,7 @@ the weights of a layer are contiguous over all clients, and kernels can then wri
 directly to where the SGD step reads it: to its gradient buffer.
 
 The step, `sgd_step`, computes in place what `local.local_step` computes on one vector per client.
-On a GPU that is two Triton kernels (`step_triton`): one for the norms of the gradients, and one
+On a GPU that is three Triton kernels (`step_triton`): two for the norms of the gradients, and one
 that corrects, clips, decays and updates, and writes the copy of the parameters that the layers
 compute with.
 """
@@ -173,14 +173,27 @@ class Correction:
     offset: Tensor | None = None
 
 
-def sq_norms(layers: Layers, params: Tensor, grads: Tensor, correction: Correction) -> Tensor:
-    """Return the squared norms of the corrected gradients in float64, [K]."""
+def clip_to(norm: Tensor, bound: float) -> Tensor:
+    """Return the factors that scale vectors of these norms to at most `bound`."""
+    return (bound / norm).clamp(max=1.0)
+
+
+def clipped_lrs(
+    layers: Layers,
+    params: Tensor,
+    grads: Tensor,
+    correction: Correction,
+    lr: Tensor,
+    bound: float,
+) -> Tensor:
+    """Return a learning rate times each client's clipping factor, [K]; `lr` is a scalar."""
     if params.is_cuda and has_triton():
         from fedexp.kernels import step_triton
 
-        return step_triton.sq_norms(layers, params, grads, correction)
+        return step_triton.clipped_lrs(layers, params, grads, correction, lr, bound)
     corrected = layers.unpack(_corrected(layers, params, grads, correction))
-    return torch.linalg.vector_norm(corrected, dim=1, dtype=torch.float64).square()
+    norms = torch.linalg.vector_norm(corrected, dim=1, dtype=torch.float64)
+    return (lr * clip_to(norms, bound)).to(params.dtype)
 
 
 def sgd_step(

@@ -57,6 +57,19 @@ def sq_norms_kernel(
     tl.store(sums + block, tl.sum(wide * wide))
 
 
+@triton.jit(do_not_specialize=["blocks"])
+def clip_kernel(sums, lr, lrs, blocks, BOUND: tl.constexpr, LENGTH: tl.constexpr):
+    client = tl.program_id(0)
+    i = tl.arange(0, LENGTH)
+    total = tl.zeros((LENGTH,), dtype=tl.float64)
+    for first in range(0, blocks, LENGTH):
+        here = first + i
+        total += tl.load(sums + client * blocks + here, mask=here < blocks, other=0.0)
+    factor = BOUND / tl.sqrt(tl.sum(total))  # NaN for a gradient that is not finite
+    factor = tl.where(factor > 1.0, 1.0, factor)
+    tl.store(lrs + client, (tl.load(lr) * factor).to(lrs.dtype.element_ty))
+
+
 @triton.jit
 def sgd_step_kernel(
     weights, grads, start, offset, table, lrs, decay, active, copy, deltas, deltas_row,
@@ -117,13 +130,23 @@ def sum_parts(parts: Tensor, results: list[Tensor]) -> None:
     )  # fmt: skip
 
 
-def sq_norms(layers: Layers, params: Tensor, grads: Tensor, correction: Correction) -> Tensor:
-    """Return what `layers.sq_norms` does."""
+def clipped_lrs(
+    layers: Layers,
+    params: Tensor,
+    grads: Tensor,
+    correction: Correction,
+    lr: Tensor,
+    bound: float,
+) -> Tensor:
+    """Return what `layers.clipped_lrs` does."""
     table = _table(layers, params.device)
     sums = torch.empty(len(table), dtype=torch.float64, device=params.device)
     operands, known = _settings(params, grads, correction)
     launch(sq_norms_kernel, (len(table),), *operands, table, sums, **known)
-    return sums.view(layers.clients, -1).sum(dim=1)
+    lrs = torch.empty(layers.clients, dtype=params.dtype, device=params.device)
+    blocks = len(table) // layers.clients
+    launch(clip_kernel, (layers.clients,), sums, lr, lrs, blocks, BOUND=bound, LENGTH=1024)
+    return lrs
 
 
 def sgd_step(

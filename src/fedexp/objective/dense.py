@@ -17,7 +17,8 @@ from torch import Tensor, nn
 
 from fedexp.aggregate import norms
 from fedexp.client import LinearCorrection
-from fedexp.local import LocalTraining, clip_to
+from fedexp.kernels.layers import clip_to
+from fedexp.local import LocalTraining
 
 
 class Activation(NamedTuple):

@@ -26,6 +26,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fedexp.data.federation import Batch
 from fedexp.errors import UsageError, first_line, require
+from fedexp.kernels.loss import ignored_target
 from fedexp.objective.base import (
     DEFAULT_FIELDS,
     Buffers,
@@ -325,7 +326,10 @@ class ModuleObjective:
     def stacked(self) -> Stack:
         """Return the model with stacked layers; raises `CannotStackError` where it has none."""
         if self.stack is None:
-            self.stack = Stack(self.module, self._losses, self.fields, self.compute_type)
+            has_kernel = self.per_example and self.device.type == "cuda"
+            ignored = ignored_target(self.loss) if has_kernel else None
+            settings = (self.fields, self.compute_type, ignored)
+            self.stack = Stack(self.module, self._losses, *settings)
         return self.stack
 
     def mixes_examples(self) -> bool:

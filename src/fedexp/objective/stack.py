@@ -27,6 +27,7 @@ from fedexp.kernels.dense import flatten_images, products
 from fedexp.kernels.epilogue import Epilogue, epilogue, epilogue_of, has_hooks
 from fedexp.kernels.launch import compile_in_parallel, differentiable, has_triton
 from fedexp.kernels.layers import Layers, gradient_buffers
+from fedexp.kernels.loss import cross_entropy
 from fedexp.kernels.normalisation import group_norm
 from fedexp.models import GroupNormReLU
 from fedexp.objective.base import DEFAULT_FIELDS, Fields, as_type, shaped
@@ -195,6 +196,7 @@ class Stack:
         module: the model of one client.
         losses: a loss for every example of (outputs, targets).
         fields: the inputs and targets of a batch.
+        ignored: the target that `losses` ignores if it is the plain cross-entropy; else None.
         compute_type: type in which layers compute; weights of normalisations stay in full
             precision.
     """
@@ -205,8 +207,10 @@ class Stack:
         losses: Losses,
         fields: Fields = DEFAULT_FIELDS,
         compute_type: torch.dtype | None = None,
+        ignored: int | None = None,
     ) -> None:
         on_gpu = any(p.is_cuda for p in module.parameters())
+        self.ignored = ignored
         self.module, self.losses = stacked(module, epilogues=on_gpu), losses
         self.fields, self.compute_type = fields, compute_type
         trained = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
@@ -238,7 +242,11 @@ class Stack:
     def _losses_of(self, weights: Sequence[Tensor], batch: Batch, kind: torch.dtype) -> Tensor:
         """Return the loss of every example, client after client, [K * B]."""
         rows = {name: value.flatten(0, 1) for name, value in batch.items()}
-        return self.losses(as_type(self.forward(weights, rows), kind), self.fields.targets(rows))
+        outputs, targets = self.forward(weights, rows), self.fields.targets(rows)
+        are_tensors = isinstance(outputs, Tensor) and isinstance(targets, Tensor)
+        if self.ignored is not None and are_tensors and outputs.ndim == 2 and targets.ndim == 1:
+            return cross_entropy(outputs, targets, self.ignored, kind)
+        return self.losses(as_type(outputs, kind), targets)
 
     def forward(self, weights: Sequence[Tensor], rows: Batch) -> Any:
         """Return the outputs of K models on K times as many examples, [K * B]."""
