@@ -19,7 +19,6 @@ from torch import Tensor, nn
 
 from fedexp.aggregate import norms
 from fedexp.errors import require, shown
-from fedexp.kernels.layers import clip_to
 from fedexp.precision import widest
 
 MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
@@ -362,3 +361,8 @@ def _surely_within(rows: Tensor, bound: float) -> bool:
     if rows.device.type != "cpu" or rows.dtype != torch.float32:
         return False
     return bool((torch.linalg.vector_norm(rows, dim=1) < bound / 2).all())
+
+
+def clip_to(norm: Tensor, bound: float) -> Tensor:
+    """Return the factors that scale vectors of these norms to at most `bound`."""
+    return (bound / norm).clamp(max=1.0)

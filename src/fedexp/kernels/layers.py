@@ -173,11 +173,6 @@ class Correction:
     offset: Tensor | None = None
 
 
-def clip_to(norm: Tensor, bound: float) -> Tensor:
-    """Return the factors that scale vectors of these norms to at most `bound`."""
-    return (bound / norm).clamp(max=1.0)
-
-
 def clipped_lrs(
     layers: Layers,
     params: Tensor,
@@ -193,7 +188,7 @@ def clipped_lrs(
         return step_triton.clipped_lrs(layers, params, grads, correction, lr, bound)
     corrected = layers.unpack(_corrected(layers, params, grads, correction))
     norms = torch.linalg.vector_norm(corrected, dim=1, dtype=torch.float64)
-    return (lr * clip_to(norms, bound)).to(params.dtype)
+    return (lr * (bound / norms).clamp(max=1.0)).to(params.dtype)
 
 
 def sgd_step(

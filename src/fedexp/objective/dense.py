@@ -17,8 +17,7 @@ from torch import Tensor, nn
 
 from fedexp.aggregate import norms
 from fedexp.client import LinearCorrection
-from fedexp.kernels.layers import clip_to
-from fedexp.local import LocalTraining
+from fedexp.local import LocalTraining, clip_to
 
 
 class Activation(NamedTuple):
