@@ -168,10 +168,11 @@ def _name_of(held: Any) -> str:
         if name in sys.modules and vars(sys.modules[name]) is held and _root(name) in VERSIONED:
             return name
         raise UserCodeError(f"a function is defined in {name}")
-    if isinstance(held, types.BuiltinFunctionType):
+    if isinstance(held, types.BuiltinFunctionType):  # e.g. torch.relu
+        name = held.__name__
         for space in ("torch", "torch._C._nn"):
-            if vars(sys.modules[space]).get(held.__name__) is held:
-                return f"{space}.{held.__name__}"
+            if vars(sys.modules[space]).get(name) is held:
+                return f"{space}.{name}"
     raise UserCodeError(f"an object of {type(held).__name__} is not described by value")
 
 
