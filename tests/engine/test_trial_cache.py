@@ -24,6 +24,7 @@ import fedexp as fx
 from fedexp.data import Federation, Images
 from fedexp.engine import trial
 from fedexp.engine.programs import SharedPrograms, objective_key
+from fedexp.engine.select import LONG_TRIAL
 from fedexp.engine.trial_cache import MOST_FILES, canonical, source_digest
 from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
@@ -494,11 +495,16 @@ def test_trials_can_be_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) 
         Case().records()
 
 
+def wide() -> nn.Module:
+    hidden = LONG_TRIAL // 19
+    return nn.Sequential(nn.Flatten(), nn.Linear(16, hidden), nn.ReLU(), nn.Linear(hidden, 3))
+
+
 def test_on_a_cpu_the_trials_of_large_models_are_stored(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("FEDEXP_TRIALS")
-    small, large = Case(), Case(partial(layers, width=22_000))
+    small, large = Case(), Case(wide, engine="threads")
     for case in (small, large):
         assert not case.is_stored()
     assert len(list(folder.iterdir())) == 1

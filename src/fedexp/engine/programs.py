@@ -151,6 +151,35 @@ class SharedPrograms:
 
     # Trials and engines -------------------------------------------------------------------------
 
+    @staticmethod
+    def trial_key(
+        candidate: tuple[str, ...], work: Work, state: SimulationState, precision: Precision
+    ) -> Hashable:
+        """Return what decides whether an engine agrees with the loop.
+
+        Args:
+            candidate: names the engine and its implementation.
+            work: the first round.
+            state: the state before it.
+            precision: of the run.
+        """
+        task, params = work.task, state.params
+        lengths = step_lengths(task.train.sizes[work.cohort], work.local)
+        return (
+            candidate,
+            task.name,
+            objective_key(task.objective),
+            frozen_key(work.algorithm.client),
+            frozen_key(_without_inputs(work)),
+            frozen_key(task.transform),
+            precision,
+            (params.shape, params.dtype, params.device),
+            tuple((n, v.shape[1:], v.dtype) for n, v in task.train.fields.items()),
+            (len(work.cohort), int(lengths.max()), bool((lengths == 1).any())),
+            _flags(),
+            torch.get_num_threads(),
+        )
+
     def has_agreed(self, key: Hashable) -> bool:
         """Return whether an earlier run has shown that the engine agrees with the loop."""
         return key in self._agreed
@@ -355,35 +384,6 @@ def _flags() -> tuple[bool, ...]:
 
 
 # Keys -------------------------------------------------------------------------------------------
-
-
-def trial_key(
-    candidate: tuple[str, ...], work: Work, state: SimulationState, precision: Precision
-) -> Hashable:
-    """Return what decides whether an engine agrees with the loop.
-
-    Args:
-        candidate: names the engine and its implementation.
-        work: the first round.
-        state: the state before it.
-        precision: of the run.
-    """
-    task, params = work.task, state.params
-    lengths = step_lengths(task.train.sizes[work.cohort], work.local)
-    return (
-        candidate,
-        task.name,
-        objective_key(task.objective),
-        frozen_key(work.algorithm.client),
-        frozen_key(_without_inputs(work)),
-        frozen_key(task.transform),
-        precision,
-        (params.shape, params.dtype, params.device),
-        tuple((n, v.shape[1:], v.dtype) for n, v in task.train.fields.items()),
-        (len(work.cohort), int(lengths.max()), bool((lengths == 1).any())),
-        _flags(),
-        torch.get_num_threads(),
-    )
 
 
 def objective_key(objective: Objective) -> Hashable:

@@ -23,7 +23,7 @@ from fedexp.engine.plan import Work, client_steps
 from fedexp.engine.quadratic import Quadratic, suits_quadratic
 from fedexp.engine.state import EngineChoice, SimulationState
 from fedexp.engine.threads import Threads, check_draws
-from fedexp.engine.trial import LARGE, Trials
+from fedexp.engine.trial import Trials
 from fedexp.errors import EngineWarning, UsageError, first_line, require
 from fedexp.objective import (
     BatchedObjective,
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("fedexp")
 SMALL_MODEL = 100_000  # parameters; below, most of the time is the interpreter's, in one thread
+LONG_TRIAL = 4_000_000  # parameters; below, a trial on a CPU takes less than a second
 EngineName = Literal["auto", "loop", "threads", "batched", "dense", "quadratic"]
 ENGINES: tuple[str, ...] = get_args(EngineName)
 AGREES = "it agrees with the loop on a few examples"
@@ -122,17 +123,15 @@ def select_engine(
     failure = "this engine does not suit the model, the rule, the local optimiser or the device"
     mistake = False
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
-    cache = _trial_cache(work, state) if candidates else None
+    cache = _trial_cache(work, state, precision)
     for candidate in candidates:
         try:
-            key, why = None, AGREES
-            if programs is not None or cache is not None:
-                from fedexp.engine.programs import trial_key
-
-                key = trial_key((candidate.reason, candidate.variant), work, state, precision)
+            named, key, why = (candidate.reason, candidate.variant), None, AGREES
+            if programs is not None:
+                key = programs.trial_key(named, work, state, precision)
             if programs is not None and programs.has_agreed(key):
                 why = AGREED
-            elif cache is not None and (date := cache.find(key)) is not None:
+            elif cache is not None and (date := cache.find(named)) is not None:
                 why = f"{VERIFIED} {date}"
             else:
                 log.info("trying an engine: %s", candidate.reason)
@@ -141,10 +140,9 @@ def select_engine(
                     objective = cast(CopyableObjective, work.task.objective)
                     check_draws(objective, state, trials.batch())
                 if cache is not None:
-                    cache.store(key, candidate.reason)
-            reason = (
-                f"{'auto' if name == 'auto' else 'asked for by name'}: {candidate.reason}; {why}"
-            )
+                    cache.store(named)
+            asked = "auto" if name == "auto" else "asked for by name"
+            reason = f"{asked}: {candidate.reason}; {why}"
             if programs is None:
                 return Selected(candidate.make(work), reason)
             programs.note_agreement(key, tried=why == AGREES)
@@ -164,22 +162,23 @@ def select_engine(
     return Selected(Loop(), f"auto: no faster engine can be used: {failure}")
 
 
-def _trial_cache(work: Work, state: SimulationState) -> TrialCache | None:
+def _trial_cache(work: Work, state: SimulationState, precision: Precision) -> TrialCache | None:
     """Return the outcomes of trials of earlier processes, where trials take long.
 
-    They do on a GPU, and with large models on a CPU: a second for ResNet-18, where the EMNIST CNN
-    takes 0.2 s. FEDEXP_TRIALS=always makes every trial, FEDEXP_TRIALS=once stores all of them.
+    They do on a GPU, and with large models on a CPU: on one core 3 s for ResNet-18, where those of
+    the EMNIST CNN take 0.3 s. With FEDEXP_TRIALS=always every trial is made; with
+    FEDEXP_TRIALS=once those of small models on a CPU are stored as well.
     """
     when = os.environ.get("FEDEXP_TRIALS") or "auto"
     require(
         when in ("auto", "always", "once"), f"FEDEXP_TRIALS is auto, always or once, not {when!r}"
     )
-    long = state.params.is_cuda or state.params.numel() > LARGE
+    long = state.params.is_cuda or state.params.numel() >= LONG_TRIAL
     if when == "always" or (when == "auto" and not long):
         return None
     from fedexp.engine.trial_cache import TrialCache
 
-    return TrialCache.of(work, state)
+    return TrialCache(work, state, precision)
 
 
 def _candidates(name: EngineName, work: Work, state: SimulationState) -> list[Candidate]:

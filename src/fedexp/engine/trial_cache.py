@@ -26,7 +26,7 @@ import types
 from collections.abc import Hashable, Iterator
 from datetime import UTC, date, datetime
 from enum import Enum
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,12 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 import fedexp
 from fedexp.data.streaming import StreamedFederation
 from fedexp.engine.plan import Work
-from fedexp.engine.programs import PLAIN, Identity
+from fedexp.engine.programs import PLAIN, Identity, SharedPrograms
 from fedexp.engine.state import SimulationState
 from fedexp.kernels.disk_cache import cache_file, drop_oldest, read_json, write_json
 from fedexp.objective import CopyableObjective
 from fedexp.objective.module import HOOKS
+from fedexp.precision import Precision
 
 MOST_FILES = 256
 # Packages that no trial calls.
@@ -69,41 +70,24 @@ class UserCodeError(Exception):
 
 
 class TrialCache:
-    """The stored outcomes of trials of one run.
+    """The trials of one run that an earlier process may have made.
 
     Args:
-        shared: what all trials of the run depend on, besides their keys.
+        work: the first round.
+        state: the state before it.
+        precision: of the run.
     """
 
-    def __init__(self, shared: str) -> None:
-        self._shared = shared
+    def __init__(self, work: Work, state: SimulationState, precision: Precision) -> None:
+        self._origin, self._precision = (work, state), precision
 
-    @classmethod
-    def of(cls, work: Work, state: SimulationState) -> TrialCache | None:
-        """Return the cache of a run; None where code of the user takes part in the trial.
-
-        Args:
-            work: the first round.
-            state: the state before it.
-        """
-        try:
-            _check_model(work)
-            _check_replaced()
-            _check_modes()
-        except UserCodeError as error:
-            log.debug("engines are verified in every run: %s", error)
-            return None
-        fields = {name: _range(value) for name, value in work.task.train.fields.items()}
-        sizes = [_magnitude(each) for each in (state.params, state.buffers.averaged)]
-        return cls(repr((environment(state.params.device), fields, sizes)))
-
-    def find(self, key: Hashable) -> date | None:
-        """Return when an engine was verified; None if it was not.
+    def find(self, candidate: tuple[str, ...]) -> date | None:
+        """Return when an engine was verified; None if it was not, or not for certain.
 
         Args:
-            key: of the trial, see `fedexp.engine.programs.trial_key`.
+            candidate: names the engine and its implementation.
         """
-        if (digest := self._digest(key)) is None:
+        if (digest := self._digest(candidate)) is None:
             return None
         stored = read_json(cache_file("trials", f"{digest}.json"))
         if stored.get("key") != digest:
@@ -113,23 +97,45 @@ class TrialCache:
         except (KeyError, TypeError, ValueError):
             return None
 
-    def store(self, key: Hashable, engine: str) -> None:
-        """Store that an engine agrees with the loop; `engine` is for people who read the file."""
-        digest, today = self._digest(key), datetime.now(UTC).date().isoformat()
+    def store(self, candidate: tuple[str, ...]) -> None:
+        """Store that an engine agrees with the loop, where no code of the user takes part."""
+        digest, today = self._digest(candidate), datetime.now(UTC).date().isoformat()
         file = cache_file("trials", f"{digest}.json")
-        if digest is not None and file is not None:
-            versions = f"fedexp {fedexp.__version__}, torch {torch.__version__}"
-            content = {"key": digest, "verified": today, "engine": engine, "versions": versions}
-            write_json(file, content)
-            drop_oldest(file.parent, MOST_FILES)
+        if digest is None or file is None:
+            return
+        versions = f"fedexp {fedexp.__version__}, torch {torch.__version__}"  # for readers
+        engine = ", ".join(candidate)
+        content = {"key": digest, "verified": today, "engine": engine, "versions": versions}
+        write_json(file, content)
+        drop_oldest(file.parent, MOST_FILES)
 
-    def _digest(self, key: Hashable) -> str | None:
+    def _digest(self, candidate: tuple[str, ...]) -> str | None:
+        """Return the digest of all that a trial depends on; None if that is not known."""
+        if self._shared is None:
+            return None
         try:
+            key = SharedPrograms.trial_key(candidate, *self._origin, self._precision)
             text = canonical(key)
         except UserCodeError as error:
             log.debug("this engine is verified in every run: %s", error)
             return None
         return hashlib.sha256(f"{self._shared}\n{text}".encode()).hexdigest()
+
+    @cached_property
+    def _shared(self) -> str | None:
+        """What all trials of the run depend on besides their keys; None with code of the user."""
+        work, state = self._origin
+        try:
+            _check_model(work)
+            _check_replaced()
+            _check_modes()
+            fields = {name: _range(value) for name, value in work.task.train.fields.items()}
+            shared = environment(state.params.device)
+        except (UserCodeError, OSError) as error:
+            log.debug("engines are verified in every run: %s", error)
+            return None
+        sizes = [_magnitude(each) for each in (state.params, state.buffers.averaged)]
+        return repr((shared, fields, sizes))
 
 
 # What a trial depends on ------------------------------------------------------------------------
@@ -142,17 +148,24 @@ def canonical(key: Hashable) -> str:
     >>> canonical(frozen_key((1, None, torch.float32)))
     '(builtins.tuple,((builtins.int,1),(builtins.NoneType,None),(torch.dtype,torch.float32)))'
     """
+    return _canonical(key, set())
+
+
+def _canonical(key: Hashable, checked: set[type]) -> str:
+    """Return the text of a key; `checked` are the classes met before."""
     if isinstance(key, tuple):
-        return f"({','.join(map(canonical, key))})"
+        return f"({','.join(_canonical(each, checked) for each in key)})"
     if isinstance(key, frozenset):
-        return f"{{{','.join(sorted(map(canonical, key)))}}}"
+        return f"{{{','.join(sorted(_canonical(each, checked) for each in key))}}}"
     if isinstance(key, Identity):
         return _name_of(key.held)
     if isinstance(key, type):
-        _check_class(key)
+        if key not in checked:
+            _check_class(key)
+            checked.add(key)
         return f"{key.__module__}.{key.__qualname__}"
     if isinstance(key, Enum):
-        return f"{canonical(type(key))}.{key.name}"
+        return f"{_canonical(type(key), checked)}.{key.name}"
     if type(key) in PLAIN:
         return repr(key)
     raise UserCodeError(f"{type(key).__name__} is not described by value")
@@ -193,7 +206,7 @@ def environment(device: torch.device) -> str:
         found += [card.name, card.major, card.minor, card.multi_processor_count, card.total_memory]
         found += [backends.cudnn.version(), DRIVER.read_text() if DRIVER.exists() else ""]
     else:
-        found += [platform.processor(), backends.cpu.get_cpu_capability()]
+        found += [backends.cpu.get_cpu_capability()]
     return repr(found)
 
 
@@ -217,6 +230,8 @@ def source_digest() -> str:
         if name.parts[0].removesuffix(".py") not in NOT_TRIED:
             content = file.read_bytes()
             digest.update(f"{name.as_posix()} {len(content)}\n".encode() + content)
+    if not files:
+        raise UserCodeError("this package has no source files")
     return digest.hexdigest()
 
 
@@ -238,13 +253,16 @@ def _range(values: Tensor) -> tuple[Any, ...]:
         values = torch.view_as_real(values)
     if not values.numel():
         return ()
-    values = values.view(torch.uint8) if values.dtype == torch.bool else values
-    return tuple(each.item() for each in values.aminmax())
+    try:
+        return tuple(each.item() for each in values.aminmax())
+    except NotImplementedError:
+        raise UserCodeError(f"{values.dtype} has no smallest value") from None
 
 
 def _magnitude(values: Tensor) -> int | str:
     """Return the power of two nearest to the root mean square, equal for most seeds."""
-    size = values.double().square().mean().sqrt().item() if values.numel() else 0.0
+    norm = torch.linalg.vector_norm(values, dtype=torch.float64).item()
+    size = norm / math.sqrt(max(1, values.numel()))
     return round(math.log2(size)) if math.isfinite(size) and size > 0 else str(size)
 
 
@@ -258,8 +276,9 @@ def _check_model(work: Work) -> None:
     objective = work.task.objective
     if not isinstance(objective, CopyableObjective):
         return
+    for kind in {type(layer) for layer in objective.module.modules()}:
+        _check_class(kind)
     for name, layer in objective.module.named_modules():
-        _check_class(type(layer))
         if any(vars(layer).get(hooks) for hooks in HOOKS) or is_parametrized(layer):
             raise UserCodeError(f"{name or 'the model'} has hooks or parametrizations")
         tensors = [*layer.parameters(recurse=False), *layer.buffers(recurse=False)]
@@ -291,7 +310,8 @@ def _tried_modules() -> Iterator[types.ModuleType]:
     """Return the loaded modules of this package that a trial may call."""
     for name, module in list(sys.modules.items()):
         parts = name.split(".")
-        if parts[0] == "fedexp" and len(parts) > 1 and parts[1] not in NOT_TRIED:
+        own = parts[0] == "fedexp" and len(parts) > 1 and parts[1] not in NOT_TRIED
+        if own and isinstance(module, types.ModuleType):
             yield module
 
 
