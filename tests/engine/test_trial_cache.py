@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -266,6 +267,16 @@ def test_another_process_finds_the_trial() -> None:
         )
         found.append(done.stdout.strip())
     assert found == ["False", "True"]
+
+
+def test_kernels_that_were_imported_since_make_no_difference(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert not Case().is_stored()
+    kernels = ModuleType("fedexp.kernels.imported_later")
+    vars(kernels).update({"triton": None, "TILE": 64})
+    monkeypatch.setitem(sys.modules, kernels.__name__, kernels)
+    assert Case().is_stored()
 
 
 @pytest.mark.parametrize(

@@ -52,7 +52,8 @@ from fedexp.precision import Precision
 
 MOST_FILES = 256
 # Packages that no trial calls.
-NOT_TRIED = {"analysis", "cli", "distributed", "flower", "reproduce", "runs", "study", "tuning"}
+NOT_TRIED = {"analysis", "cli", "distributed", "flower", "privacy"}
+NOT_TRIED |= {"reproduce", "runs", "study", "tuning"}
 VERSIONED = {"torch", "fedexp"}  # packages whose classes and functions may take part
 # Packages whose functions may be attributes of those.
 KNOWN = (VERSIONED | {"numpy", "triton", "typing_extensions"} | sys.stdlib_module_names) - {
@@ -236,10 +237,15 @@ def source_digest() -> str:
 
 
 def _numbers() -> list[tuple[str, str]]:
-    """Return the constants of this package, which a program may have changed."""
+    """Return the constants of this package, which a program may have changed.
+
+    Not those of Triton's kernels, which are imported by the first trial or round that needs them.
+    """
     plain = (bool, int, float, str)
     found = []
     for module in _tried_modules():
+        if "triton" in vars(module):
+            continue
         for name, value in vars(module).items():
             values = value.values() if isinstance(value, dict) else [value]
             if name.isupper() and all(isinstance(each, plain) for each in values):
