@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 import os
-import tempfile
 from contextlib import suppress
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 
@@ -36,15 +36,14 @@ def write_json(file: Path | None, content: dict[str, Any]) -> None:
     """Write a cache file atomically, so that readers and other writers see whole files only."""
     if file is None:
         return
+    partial = file.with_name(f".{file.name}.{os.getpid()}.{get_ident()}")
     with suppress(OSError):
         file.parent.mkdir(parents=True, exist_ok=True)
-        handle, partial = tempfile.mkstemp(prefix=".", dir=file.parent)
         try:
-            with open(handle, "w") as stream:
-                json.dump(content, stream, indent=1)
-            os.replace(partial, file)
-        except OSError:
-            os.unlink(partial)
+            partial.write_text(json.dumps(content, indent=1))
+            partial.replace(file)
+        except OSError:  # a full disk, for one
+            partial.unlink(missing_ok=True)
 
 
 def drop_oldest(folder: Path, most: int) -> None:
