@@ -151,8 +151,9 @@ class SharedPrograms:
 
     # Trials and engines -------------------------------------------------------------------------
 
+    @staticmethod
     def trial_key(
-        self, candidate: tuple[str, ...], work: Work, state: SimulationState, precision: Precision
+        candidate: tuple[str, ...], work: Work, state: SimulationState, precision: Precision
     ) -> Hashable:
         """Return what decides whether an engine agrees with the loop.
 
@@ -183,9 +184,9 @@ class SharedPrograms:
         """Return whether an earlier run has shown that the engine agrees with the loop."""
         return key in self._agreed
 
-    def note_agreement(self, key: Hashable) -> None:
-        """Remember that an engine agrees with the loop."""
-        self.trials += key not in self._agreed
+    def note_agreement(self, key: Hashable, tried: bool = True) -> None:
+        """Store that an engine agrees with the loop; `tried` if a trial has just shown it."""
+        self.trials += tried
         self._agreed[key] = None
         while len(self._agreed) > MOST_TRIALS:  # a key may hold a model
             del self._agreed[next(iter(self._agreed))]
@@ -217,7 +218,7 @@ class SharedPrograms:
         key = (
             trial,
             settings,
-            _Same(storage if fixed else train),
+            Identity(storage if fixed else train),
             frozen_key(None if fixed else list(task.train.fields.values())),
             frozen_key(work.algorithm.server),
             frozen_key(work.total_weight),
@@ -256,9 +257,9 @@ class SharedPrograms:
             return RepeatedProgram()
         settings = (task.transform, task.counted, task.sums, task.test_offsets, precision)
         key = (
-            _Same(task.objective),
-            _Same(task.train),
-            _Same(task.test),
+            Identity(task.objective),
+            Identity(task.train),
+            Identity(task.test),
             frozen_key(settings),
             _flags(),
         )
@@ -388,19 +389,19 @@ def _flags() -> tuple[bool, ...]:
 def objective_key(objective: Objective) -> Hashable:
     """Return a key of the arithmetic of an objective; by identity where it cannot be compared."""
     if not isinstance(objective, ComparableObjective):
-        return _Same(objective)
+        return Identity(objective)
     constants = objective.constants()
     return _Keys(constants.inputs).of((type(objective), *constants.values))
 
 
-class _Same:
+class Identity:
     """A key that only the same object equals; it holds the object, so that no other has its id."""
 
     def __init__(self, held: Any) -> None:
         self.held = held
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.held is self.held
+        return isinstance(other, Identity) and other.held is self.held
 
     def __hash__(self) -> int:
         return id(self.held)
@@ -458,6 +459,8 @@ class _Keys:
             return kind, frozenset(map(self.of, value))
         if isinstance(value, Mapping):
             return kind, tuple((self.of(k), self.of(v)) for k, v in value.items())
+        if isinstance(value, ReferenceType):  # of a recurrent layer to its weights
+            return kind, self.of(value())
         if isinstance(value, partial):
             return kind, self.of([value.func, value.args, value.keywords])
         if isinstance(value, MethodType):
@@ -468,19 +471,19 @@ class _Keys:
             return kind, self.of([_attributes(value), _plain_globals(kind.forward)])
         if is_dataclass(value):
             return kind, self.of(_attributes(value))
-        return _Same(value)
+        return Identity(value)
 
     def _tensor(self, value: Tensor) -> Hashable:
         kind = type(value), value.shape, value.dtype, value.device, value.requires_grad
         if self._inputs is None:
-            return *kind, _Same(value), 0 if value.is_inference() else value._version
+            return *kind, Identity(value), 0 if value.is_inference() else value._version
         if id(value) in self._inputs:
             return *kind, self._inputs[id(value)]
         try:
             flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
             content = flat.view(torch.uint8).numpy().data
         except (RuntimeError, TypeError):  # of a kind that has no bytes, e.g. sparse
-            return _Same(value)
+            return Identity(value)
         return *kind, hashlib.blake2b(content, digest_size=16).hexdigest()
 
     def _function(self, value: FunctionType) -> Hashable:
@@ -488,10 +491,10 @@ class _Keys:
         try:
             held = [cell.cell_contents for cell in value.__closure__ or ()]
         except ValueError:  # a cell without a value yet
-            return _Same(value)
+            return Identity(value)
         defined = [value.__defaults__, value.__kwdefaults__, held, vars(value)]
         defined.append(_plain_globals(value))
-        return FunctionType, _Same(value.__code__), _Same(value.__globals__), self.of(defined)
+        return FunctionType, Identity(value.__code__), Identity(value.__globals__), self.of(defined)
 
 
 def _plain_globals(function: Any) -> dict[str, Any]:

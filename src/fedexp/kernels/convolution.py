@@ -15,7 +15,6 @@ candidate is used, so that a run gives the same bits every time.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -36,6 +35,7 @@ from fedexp.kernels.convolution_torch import (
     scaled_weights,
     takes_scaled,
 )
+from fedexp.kernels.disk_cache import cache_file, read_json, write_json
 from fedexp.kernels.launch import differentiable, has_triton, is_compiling
 from fedexp.kernels.layers import gradient_buffer
 
@@ -342,27 +342,11 @@ def _machine() -> str:
     return f"{torch.cuda.get_device_name()} torch {torch.__version__} triton {triton.__version__}"
 
 
-def _cache_file() -> Path:
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root) / "fedexp" / "convolutions.json"
-
-
 @cache
 def _read_cache() -> dict[str, str]:
-    try:
-        stored = json.loads(_cache_file().read_text())
-    except (OSError, ValueError):
-        return {}
-    return stored if isinstance(stored, dict) else {}
+    return read_json(cache_file("convolutions.json"))
 
 
 def _write_cache(key: str, name: str) -> None:
     """Store a choice for the next process, which measures again where nothing can be written."""
-    file = _cache_file()
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps({**_read_cache(), key: name}, indent=1))
-        partial.replace(file)
-    except OSError:
-        return
+    write_json(cache_file("convolutions.json"), {**_read_cache(), key: name})
