@@ -78,13 +78,7 @@ class CapturedGraph:
         side = torch.cuda.Stream()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
-            try:
-                with no_synchronization():
-                    program(self.inputs)
-            except RuntimeError:  # preparing a kernel may wait for the device, but only once
-                program(self.inputs)
-                with no_synchronization():
-                    program(self.inputs)
+            prepare(program, self.inputs)
         torch.cuda.current_stream().wait_stream(side)
 
     def __call__(self, inputs: Tensors) -> Tensors:
@@ -150,13 +144,23 @@ class RepeatedProgram:
         if self._graph is None and self._able:
             try:
                 with preserved_draws():  # a replay draws the same whether it was just captured
-                    with no_synchronization():
-                        program(inputs)  # compiles, and shows whether it can be captured
+                    prepare(program, inputs)
                     self._graph = self._capture(program, inputs)
             except RuntimeError as error:
                 log.info("a program is not captured: %s", first_line(error))
                 self._able = False
         return program(inputs) if self._graph is None else self._graph(inputs)
+
+
+def prepare(program: Program, inputs: Tensors) -> None:
+    """Call a program, so that its kernels are compiled; raise if it cannot be captured."""
+    try:
+        with no_synchronization():
+            program(inputs)
+    except RuntimeError:  # preparing a kernel may wait for the device, but only once
+        program(inputs)
+        with no_synchronization():
+            program(inputs)
 
 
 @contextmanager
