@@ -156,7 +156,7 @@ def emnist_small(writers: int = SMALL_WRITERS, folder: str | None = None) -> Tas
     fields = {name: value[: ends[-1]] for name, value in whole.train.fields.items()}
     assert whole.test is not None
     task = replace(
-        whole, train=Federation(fields, ends), test=_thinned(whole.test, SMALL_TEST_IMAGES)
+        whole, train=Federation(fields, ends), test=thinned(whole.test, SMALL_TEST_IMAGES)
     )
     return _reduced("emnist-small", task)
 
@@ -251,15 +251,15 @@ def _small_images(
     data = load_splits(name, folder)
     few = replace(
         data,
-        train=_thinned(data.train, SMALL_TRAIN_IMAGES),
-        test=_thinned(data.test, SMALL_TEST_IMAGES),
+        train=thinned(data.train, SMALL_TRAIN_IMAGES),
+        test=thinned(data.test, SMALL_TEST_IMAGES),
     )
     build = partial(cifar_cnn, data.classes)
     task = dirichlet_images(few, build, clients, alpha, seed, augment)
     return _reduced(f"{name}-small", task)
 
 
-def _thinned(batch: Batch, count: int) -> Batch:
+def thinned(batch: Batch, count: int) -> Batch:
     """Return a fixed random subset; the first examples of a file may not cover all classes."""
     order = generator(0, "small task").permutation(len(batch["y"]))
     chosen = torch.from_numpy(np.sort(order[:count]))
