@@ -16,7 +16,6 @@ from fedexp.tasks import cifar10, digits, digits_mlp, emnist, mnist, shakespeare
 from fedexp.tasks.images import thinned
 from fedexp.tasks.task import Task
 
-WINDOW = 5  # evaluations that the smoothed curve averages
 CANDIDATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)  # relative eps
 ABSOLUTE = (0.0, 1e-4, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1, 10**-0.5, 1.0, 10.0)
 MOST_TO_ORACLE = 1.25  # geometric mean of rounds over those of the best absolute eps
@@ -65,13 +64,14 @@ class StudyTask:
         name: its name.
         selects: whether the constant is chosen on it; it is confirmed on the others.
         build: returns the task of a seed.
-        target: value of the task's metric to reach.
+        target: value of `metric` to reach.
         budget: rounds after which a run counts as one that does not reach it.
         evaluate_every: rounds between evaluations.
         seeds: seeds of every cell, in the order of execution.
         grid: client step sizes and clients per round, in the order of execution.
         absolute: values of the absolute eps for a client step size.
         decides: whether the decision waits for it.
+        metric: the record field that is to reach the target.
     """
 
     name: str
@@ -84,6 +84,7 @@ class StudyTask:
     grid: tuple[tuple[float, int], ...]
     absolute: Callable[[float], tuple[float, ...]] = lambda lr: ABSOLUTE
     decides: bool = True
+    metric: str = "test_accuracy"
 
     @property
     def cells(self) -> list[Cell]:
@@ -149,6 +150,7 @@ TASKS = {
             evaluate_every=1,
             seeds=(0, 1, 2),
             grid=factorial((0.01, 10**-1.5, 0.1), (10, 0)),
+            metric="train_loss",
         ),
         StudyTask(
             "mnist-200",

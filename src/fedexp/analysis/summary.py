@@ -19,6 +19,7 @@ from fedexp.runs.spec import Outcome, allow_rounding
 Curve = np.ndarray[Any, np.dtype[np.float64]]
 AT_LEAST_ONE = ("server_lr", "diversity")  # fields that most rules never let fall below 1
 STRETCH = 3  # times the range of the other runs, above which those that diverged are cut off
+WINDOW = 5  # evaluations that a smoothed curve averages
 REFERENCE = "fedavg"  # the algorithm that speed-ups are over
 
 
@@ -32,6 +33,23 @@ def rounds_to(curve: Curve, target: float, higher: bool) -> int | None:
     with np.errstate(invalid="ignore"):
         reached = np.flatnonzero(curve >= goal if higher else curve <= goal)
     return int(reached[0]) + 1 if reached.size else None
+
+
+def smoothed(curve: Curve, window: int = WINDOW) -> Curve:
+    """Return the curve with each evaluation replaced by the mean of the last `window` of them.
+
+    It is NaN while there are fewer. `rounds_to` of it is the smoothed crossing of a target: the
+    first crossing is an extreme value, which one lucky evaluation of a noisy curve decides.
+
+    >>> smoothed(np.array([0.5, np.nan, 0.7, np.nan, 0.9]), window=2).tolist()
+    [nan, nan, 0.6, nan, 0.8]
+    """
+    at = np.flatnonzero(~np.isnan(curve))
+    means = np.full(len(curve), np.nan)
+    if len(at) >= window:
+        windows = np.lib.stride_tricks.sliding_window_view(curve[at], window)
+        means[at[window - 1 :]] = windows.mean(axis=1)
+    return means
 
 
 @dataclass(frozen=True)
