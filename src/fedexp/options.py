@@ -69,6 +69,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 # The released code's values, for tasks that have such an argument: docs/paper.md#released-resnet,
 # docs/paper.md#released-augmentation.
 RELEASED_ARGUMENTS = {"pool": "avg3", "augment": "batch"}
+ADDED_ARGUMENTS = {"pixels": "tff"}  # that older specs lack; in a spec only with another value
 
 
 def build_task(
