@@ -58,7 +58,8 @@ class Line:
 
     Attributes:
         algorithm: its name.
-        rounds: rounds to the target of each seed that reached it.
+        rounds: rounds to the target of each seed that reached it: the first crossing.
+        smoothed: rounds to its smoothed crossing, of each of these seeds that has one.
         seeds: number of seeds, without those in `short`.
         finals: the final metric of each seed; NaN if the run diverged.
         spread: standard deviation of the final metric over seeds and the window of rounds that
@@ -84,11 +85,17 @@ class Line:
     short: int = 0
     final_round: int | None = None
     reference: str | None = None
+    smoothed: list[int] = field(default_factory=list)
 
     @property
     def mean_rounds(self) -> float | None:
         """None unless every seed reached the target: a mean over some would be too low."""
         return float(np.mean(self.rounds)) if len(self.rounds) == self.seeds else None
+
+    @property
+    def mean_smoothed(self) -> float | None:
+        """The mean smoothed crossing; None unless every seed has one."""
+        return float(np.mean(self.smoothed)) if len(self.smoothed) == self.seeds else None
 
 
 def summarise(
@@ -154,6 +161,9 @@ def _line(
 ) -> Line:
     curves = [outcome.curve(metric) for outcome in group]
     hits = [rounds_to(c, target, higher) if target is not None else None for c in curves]
+    smooth_hits = [
+        rounds_to(smoothed(c), target, higher) if target is not None else None for c in curves
+    ]
     counted = _long_enough(group, hits) if target is not None else list(range(len(group)))
     final_round = common_length([_length(each) for each in group if each.diverged_at is None])
     ends = [
@@ -174,6 +184,7 @@ def _line(
         diverged=sum(outcome.diverged_at is not None for outcome in group),
         short=len(group) - len(counted),
         final_round=final_round,
+        smoothed=[hit for at in counted if (hit := smooth_hits[at]) is not None],
     )
 
 
