@@ -134,7 +134,7 @@ def test_emnist_pixels_are_part_of_a_spec_only_where_they_are_set() -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize("mode", ["paper", "authors-code"])
+@pytest.mark.parametrize("mode", ["paper", "authors-code", "recommended"])
 def test_tuned_and_released_options_are_options_of_their_algorithm(name: str, mode: str) -> None:
     task = default(name)
     assert set(task.released) <= set(task.tuned) <= set(ALGORITHMS)
