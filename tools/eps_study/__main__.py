@@ -3,7 +3,7 @@
     python -m tools.eps_study --tasks digits,digits-mlp,synthetic,mnist-200
     python -m tools.eps_study --tasks emnist,cifar10 --device cuda --precision bf16
 
-Selection tasks run every candidate; confirmation tasks the constant that the stored selection runs
+Selection tasks run every candidate; confirmation tasks the constants that the stored selection runs
 choose. Stored runs are not run again: an interrupted command continues where it stopped.
 """
 
@@ -17,7 +17,7 @@ from pathlib import Path
 from fedexp.errors import UsageError, unknown_name
 from tools.eps_study import protocol
 from tools.eps_study.curves import execute
-from tools.eps_study.measures import load_all, selected
+from tools.eps_study.measures import constants, load_all
 
 FOLDER = Path(__file__).parents[2] / "results" / "eps-study"
 
@@ -55,10 +55,10 @@ def _constants(name: str) -> tuple[float, ...]:
     """Return the relative eps to run on a task."""
     if protocol.TASKS[name].selects:
         return protocol.CANDIDATES
-    constant = selected(load_all(FOLDER))
-    if constant is None:
+    found = constants(load_all(FOLDER))
+    if not found:
         raise UsageError("no constant has been selected; run the selection tasks first")
-    return (constant,)
+    return found
 
 
 if __name__ == "__main__":

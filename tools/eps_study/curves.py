@@ -1,7 +1,8 @@
 """The runs of the study: executed one after another in this process, stored as CSV files.
 
 A file per task has one line per run: its cell, seed and arm, the machine, the task's metric at
-every evaluation and the server step size of the same rounds. Stored runs are not run again.
+every evaluation (four digits, which the crossings are computed from) and the server step size of
+the same rounds. Stored runs are not run again.
 """
 
 from __future__ import annotations
@@ -131,15 +132,16 @@ def _train(
         precision=precision,
         programs=programs,
     )
-    machine = "" if device is None else torch.cuda.get_device_name(device)
-    parts = (machine or "CPU", precision or "", f"torch {torch.__version__.partition('+')[0]}")
+    on_gpu = str(device).startswith("cuda")
+    machine = torch.cuda.get_device_name(device) if on_gpu else "CPU"
+    parts = (machine, precision or "", f"torch {torch.__version__.partition('+')[0]}")
     found = Curves((), (), ", ".join(part for part in parts if part))
     try:
         for record in records:
             if (value := record.to_json().get(study.metric)) is None:
                 continue
-            values.append(float(f"{value:.6g}"))
-            steps.append(float(f"{record.server_lr:.4g}"))
+            values.append(float(f"{value:.4g}"))
+            steps.append(float(f"{record.server_lr:.3g}"))
             found = replace(found, values=tuple(values), server_lr=tuple(steps))
             if found.crossings(study)[1] is not None:
                 break

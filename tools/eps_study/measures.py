@@ -23,6 +23,7 @@ Crossing = Literal["first", "smoothed"]
 FEDAVG = Arm("fedavg")
 EMNIST_RUNS = len(TASKS["emnist"].cells) * len(TASKS["emnist"].seeds)  # of each arm
 LEAST_CIFAR10_CELLS = 2
+INTERPOLATES = "synthetic"  # one model fits all clients: eps 0 is right there
 
 
 def load_all(folder: Path) -> Store:
@@ -140,6 +141,17 @@ def selected(store: Store, names: Sequence[str] | None = None) -> float | None:
     return min(known, key=lambda c: (known[c], -c)) if known else None
 
 
+def constants(store: Store) -> tuple[float, ...]:
+    """Return the constants that are run on confirmation tasks; none while runs are missing.
+
+    The first is the selected one, which the decision is about; the second is the one that is
+    selected without the synthetic problem, if it is another one (the amendment of the protocol).
+    """
+    others = [name for name in selection_tasks() if name != INTERPOLATES]
+    found = [selected(store), selected(store, others)]
+    return tuple(dict.fromkeys(c for c in found if c is not None)) if found[0] else ()
+
+
 @dataclass(frozen=True)
 class Verdict:
     """The criteria on one confirmation task.
@@ -148,7 +160,6 @@ class Verdict:
         task: its name.
         oracle: geometric mean of rounds over the oracle's.
         fedavg: the same over FedAvg's.
-        holds: whether both are at most what the protocol states.
     """
 
     task: str
@@ -157,6 +168,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
+        """Whether both are at most what the protocol states."""
         return self.oracle <= MOST_TO_ORACLE and self.fedavg <= MOST_TO_FEDAVG
 
 
