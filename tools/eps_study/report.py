@@ -52,6 +52,7 @@ NAMES = {
     "cifar10": "CIFAR-10",
     "shakespeare": "Shakespeare",
 }
+ZERO_AT = 1e-5  # where eps 0 is drawn on a log axis
 CROSSINGS: tuple[Crossing, ...] = ("smoothed", "first")
 
 
@@ -205,27 +206,27 @@ def figure(folder: Path) -> Figure | None:
     drawing, (left, right) = new_figure(2)
     groups = {NAMES[name]: task_cells(store, [name], "smoothed") for name in names}
     groups["all"] = task_cells(store, names, "smoothed")
-    for name, cells in groups.items():
-        style = {"color": "black", "linewidth": 2.2} if name == "all" else {"linewidth": 1.2}
-        panels: tuple[tuple[Axes, Kind, tuple[float, ...]], ...] = (
-            (left, "relative", CANDIDATES),
-            (right, "absolute", ABSOLUTE),
-        )
-        for axes, kind, values in panels:
-            shown = [value for value in values if value > 0]
-            losses = [to_oracle(cells, Arm(kind, value)) or 1.0 for value in shown]
-            axes.plot(shown, losses, marker="o", markersize=3, label=name, **style)
-    for axes, name in ((left, "relative eps, c"), (right, "absolute eps")):
+    panels: tuple[tuple[Axes, Kind, tuple[float, ...]], ...] = (
+        (left, "relative", CANDIDATES),
+        (right, "absolute", ABSOLUTE),
+    )
+    ticks = [1, 1.5, 2, 3]
+    for axes, kind, values in panels:
+        for name, cells in groups.items():
+            style = {"color": "black", "linewidth": 2.2} if name == "all" else {"linewidth": 1.2}
+            losses = [to_oracle(cells, Arm(kind, value)) or 1.0 for value in values]
+            at = [value or ZERO_AT for value in values]
+            axes.plot(at, losses, marker="o", markersize=3, label=name, **style)
         axes.set_xscale("log")
         axes.set_yscale("log")
-        label(axes, name, "rounds over the oracle's", "")
-        ticks = [1, 1.5, 2, 3, 5, 10]
+        label(axes, f"{kind} eps", "rounds over the oracle's", "")
         axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+        axes.set_ylim(0.97, ticks[-1])
         axes.minorticks_off()
-    limits = [axes.get_ylim() for axes in (left, right)]
-    for axes in (left, right):
-        axes.set_ylim(min(low for low, _ in limits), max(high for _, high in limits))
-    right.legend(frameon=False, fontsize=8)
+    shown = [ZERO_AT, 1e-4, 1e-2, 1.0]
+    right.set_xticks(shown, ["0", *(f"{value:g}" for value in shown[1:])])
+    left.set_xticks(CANDIDATES, [f"{value:g}" for value in CANDIDATES])
+    left.legend(frameon=False, fontsize=8, loc="upper left")
     entitle(drawing, "One value for all cells against the best absolute eps of each")
     return drawing
 
