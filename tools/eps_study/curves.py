@@ -28,7 +28,6 @@ from fedexp.tasks.task import Task
 from tools.eps_study.protocol import TASKS, Arm, Cell, StudyTask
 
 HEADERS = ("local_lr", "cohort", "seed", "arm", "eps", "machine", "values", "server_lr")
-HELD = 24  # engines with their CUDA graphs: one per arm and cohort
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def execute(
         log: called with one line per run.
     """
     study, store, start = TASKS[name], dict(load(name, folder)), time.monotonic()
-    programs = SharedPrograms(most=HELD)
+    programs = SharedPrograms(most=study.engines)
     for seed in study.seeds:
         task: Task | None = None
         for cell in study.cells:

@@ -72,6 +72,8 @@ class StudyTask:
         absolute: values of the absolute eps for a client step size.
         decides: whether the decision waits for it.
         metric: the record field that is to reach the target.
+        engines: how many engines with their CUDA graphs are held, one per arm and cohort; fewer
+            for a large model. Does not affect results.
     """
 
     name: str
@@ -85,6 +87,7 @@ class StudyTask:
     absolute: Callable[[float], tuple[float, ...]] = lambda lr: ABSOLUTE
     decides: bool = True
     metric: str = "test_accuracy"
+    engines: int = 24
 
     @property
     def cells(self) -> list[Cell]:
@@ -183,6 +186,7 @@ TASKS = {
             seeds=(0, 1),
             grid=((0.01, 20), (0.01, 10), (10**-1.5, 20), (10**-2.5, 20)),
             absolute=times_square(10**0.5, 10, 10**1.5),
+            engines=6,
         ),
         StudyTask(
             "shakespeare",
