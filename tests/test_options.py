@@ -9,7 +9,7 @@ import pytest
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
-from fedexp.options import Setup, convert, parse_assignments, setup_for
+from fedexp.options import RECOMMENDED_EPS, Setup, convert, parse_assignments, setup_for
 from tests.helpers.problems import classes_task
 
 
@@ -114,6 +114,23 @@ def test_authors_code_follows_the_notebook_on_synthetic() -> None:
     assert not one.algorithm.server.clamp  # B26
     assert one.algorithm.iterates == 1  # B25
     assert setup("fedadagrad", "authors-code").algorithm.server.tau == 0.0  # type: ignore[attr-defined]
+
+
+def test_recommended_is_fedexp_with_a_relative_eps_and_the_papers_client_step() -> None:
+    task = fx.tasks.digits()
+    paper, own = (setup_for(task, fx.fedexp(), mode) for mode in ("paper", "recommended"))
+    assert own.algorithm.server == fx.ExP(RECOMMENDED_EPS, eps_mode="relative")
+    assert own.local == paper.local
+    for name in ("fedavg", "scaffold", "scaffold-exp", "fedprox-exp", "fedexp-m"):
+        algorithm = ALGORITHMS[name]()
+        assert setup_for(task, algorithm, "recommended") == setup_for(task, algorithm, "paper")
+
+
+def test_recommended_keeps_eps_0_where_clients_can_fit_one_model() -> None:
+    assert setup("fedexp", "recommended") == setup("fedexp", "paper")
+    assert setup_for(fx.tasks.toy(), fx.fedexp(), "recommended").algorithm.server == fx.ExP(
+        eps=0.0, factor=1.0
+    )
 
 
 def test_an_unknown_mode() -> None:

@@ -49,6 +49,19 @@ def test_smoothing_averages_the_end_over_rounds_and_leaves_the_rounds_to_target(
     assert (one.finals, one.spread) == ([0.7], None)
 
 
+def test_a_smoothed_crossing_ignores_a_lucky_evaluation() -> None:
+    lucky = [0.1, None, 0.9, None, 0.5, 0.5, 0.5, 0.8, 0.8, 0.8, 0.8, 0.8]
+    (line,) = summarise([outcome("fedexp", 0, lucky)], "test_accuracy", 0.79)
+    assert line.rounds == [3]
+    assert line.smoothed == [12]  # the mean of the last five evaluations, not rounds
+    assert line.mean_smoothed == 12
+    (both,) = summarise(
+        [outcome("fedexp", 0, lucky), outcome("fedexp", 1, lucky[:11])], "test_accuracy", 0.79
+    )
+    assert both.mean_rounds == 3
+    assert both.mean_smoothed is None  # one seed has none
+
+
 def test_smoothing_counts_rounds_not_evaluations() -> None:
     rare = outcome("fedexp", 0, [0.1, None, 0.4, None, 0.8])
     assert summarise([rare], "test_accuracy", None, smooth=3)[0].finals == pytest.approx([0.6])

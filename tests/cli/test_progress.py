@@ -64,6 +64,13 @@ def test_it_is_silent(rows: list[dict[str, Any]]) -> None:
     assert seen(rows) == []
 
 
+def test_a_relative_eps_may_have_a_large_share() -> None:
+    diagnostics = Diagnostics({"server.eps_mode": "relative"})
+    assert not [line for row in alike(0.6, 30.0, clamped=False) for line in diagnostics.see(row)]
+    clamped = Diagnostics({"server.eps_mode": "relative"})
+    assert [line for row in alike(0.6, 3.0, clamped=True) for line in clamped.see(row)]
+
+
 def losses(*values: float | None) -> list[dict[str, Any]]:
     common = {"eps_share": 0.1, "diversity": 6.0, "clamped": 0.0, "server_lr": 4.0}
     return [{**common, "round": n, "train_loss": loss} for n, loss in enumerate(values, 1)]

@@ -146,7 +146,7 @@ def test_leading_dimensions_are_clients() -> None:
     ("options", "message"),
     [
         ({"mean": (0.5,)}, "per channel"),
-        ({"std": (0.5, 0.0, 0.5)}, "positive"),
+        ({"std": (0.5, 0.0, 0.5)}, "must not be zero"),
         ({"augment": "exmaple"}, "augment is one of"),
         ({"pad": -1}, "negative"),
     ],

@@ -1,6 +1,7 @@
 """The image tasks on small generated data: settings of the paper, errors, and short runs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
 from fedexp.models import cifar_cnn, emnist_cnn, logistic, mlp, resnet18
 from fedexp.options import setup_for
+from fedexp.runs.spec import Spec
 from fedexp.seeding import generator
 from fedexp.tasks import images as tasks
 from fedexp.tasks.supervised import classification
@@ -110,8 +112,29 @@ def test_emnist_has_one_client_per_writer() -> None:
     assert default("emnist").train.sizes.tolist() == [1, 29, 170, 200]
 
 
+@pytest.mark.parametrize(
+    ("pixels", "paper", "ink"),
+    [("tff", 1.0, 0.0), ("ink", 0.0, 1.0), ("normalised", -0.1736 / 0.3317, 0.8264 / 0.3317)],
+)
+def test_emnist_pixels_enter_the_model_as_asked(pixels: Any, paper: float, ink: float) -> None:
+    task = tasks.emnist(pixels=pixels)
+    assert task.transform is not None
+    x = torch.tensor([255, 0], dtype=torch.uint8).reshape(1, 1, 1, 2)
+    assert task.transform.evaluate({"x": x})["x"].flatten().tolist() == pytest.approx([paper, ink])
+
+
+def test_emnist_pixels_are_part_of_a_spec_only_where_they_are_set() -> None:
+    """Run ids from before the option must not change."""
+    spec = Spec("emnist", "fedavg")
+    own = replace(spec, options=(("task.pixels", "ink"),))
+    assert "pixels" not in spec.prepare(default("emnist")).describe()["arguments"]
+    assert own.prepare(default("emnist")).describe()["arguments"]["pixels"] == "ink"
+    with pytest.raises(UsageError, match="must be one of tff, ink, normalised"):
+        replace(spec, options=(("task.pixels", "raw"),)).check()
+
+
 @pytest.mark.parametrize("name", TASKS)
-@pytest.mark.parametrize("mode", ["paper", "authors-code"])
+@pytest.mark.parametrize("mode", ["paper", "authors-code", "recommended"])
 def test_tuned_and_released_options_are_options_of_their_algorithm(name: str, mode: str) -> None:
     task = default(name)
     assert set(task.released) <= set(task.tuned) <= set(ALGORITHMS)

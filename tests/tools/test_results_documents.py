@@ -14,6 +14,8 @@ from tools.results.documents import (
     ARCHIVE,
     DIFFERS,
     DOCUMENT,
+    DOCUMENTS,
+    EPS_DOCUMENT,
     HALF,
     README,
     fill,
@@ -40,7 +42,7 @@ def made() -> Made:
 def copy(made: Made, tmp_path: Path) -> Path:
     """A copy of the generated files and the archive, to be changed."""
     shutil.copytree(ROOT / ARCHIVE, tmp_path / ARCHIVE)
-    for name in (DOCUMENT, README):
+    for name in DOCUMENTS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     assert not stale(tmp_path, made)
@@ -51,7 +53,7 @@ def copy(made: Made, tmp_path: Path) -> Path:
 def small(tmp_path: Path) -> Path:
     """A repository with the runs of the synthetic regression alone."""
     shutil.copytree(ROOT / ARCHIVE / "runs", tmp_path / ARCHIVE / "runs", ignore=_others)
-    for name in (DOCUMENT, README):
+    for name in DOCUMENTS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     write(tmp_path, generate(tmp_path))
@@ -92,6 +94,7 @@ def test_all_generated_files_are_up_to_date(made: Made) -> None:
         (DOCUMENT, r"begin study-synthetic.*?\| FedExP \| \d"),
         (DOCUMENT, r"begin runs.*?finished.*?\d"),
         (README, r"begin readme.*?FedExP.*?\| \d"),
+        (EPS_DOCUMENT, r"begin eps-cells.*?digits \| \d"),
         (ARCHIVE / "synthetic" / "table.md", r"fedexp \| \d"),
         (ARCHIVE / "synthetic" / "table.csv", r"fedexp,\d"),
         (ARCHIVE / "synthetic" / "summary.json", r'"mean": \d'),

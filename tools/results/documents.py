@@ -1,6 +1,6 @@
-"""The generated files: tables and figures per study, and the blocks of two documents.
+"""The generated files: tables and figures per study, and the blocks of documents.
 
-docs/reproduction.md and README.md are written by hand around blocks `<!-- begin NAME -->` to
+`DOCUMENTS` are written by hand around blocks `<!-- begin NAME -->` to
 `<!-- end NAME -->`, which are generated. Numbers belong in blocks: `loose_numbers` finds stray
 ones.
 """
@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from fedexp.errors import UsageError, unknown_name
 from fedexp.reproduce.output import render, summary
+from tools.eps_study import report as eps_report
 from tools.results import deviations, runs, studies, table1
 from tools.results.archive import NAMES, Archive, StoredStudy, load_archive
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ARCHIVE, DOCUMENT, README = Path("results"), Path("docs/reproduction.md"), Path("README.md")
+EPS_STUDY, EPS_DOCUMENT = ARCHIVE / "eps-study", Path("docs/eps-study.md")
+DOCUMENTS = (DOCUMENT, README, EPS_DOCUMENT, Path("docs/extrapolation.md"))
 ABOUT = ARCHIVE / "README.md"  # written by hand: the files of the archive
 DIFFERS = "differs from the archive; run `make results`, or restore what was changed"
 HALF = "half of a run; restore its other file, or archive the run again"
@@ -57,8 +60,11 @@ def generate(root: Path) -> dict[Path, str]:
         made |= {ARCHIVE / name / file: text for file, text in _study_files(stored).items()}
     if (figure := table1.headline_figure(archive)) is not None:
         made[ARCHIVE / table1.FIGURE] = _svg(figure)
+    if (figure := eps_report.figure(root / EPS_STUDY)) is not None:
+        made[EPS_STUDY / eps_report.FIGURE] = _svg(figure)
     blocks = {name: make(archive) for name, make in BLOCKS.items()}
-    for document in (DOCUMENT, README):
+    blocks |= eps_report.blocks(root / EPS_STUDY)
+    for document in DOCUMENTS:
         made[document] = fill((root / document).read_text(encoding="utf-8"), blocks)
     return made
 
@@ -99,7 +105,8 @@ def stale(root: Path, made: Mapping[Path, str]) -> list[str]:
     """Return one line for each file of the repository that is not as generated."""
     stored = {path.relative_to(root) for path in (root / ARCHIVE).rglob("*") if path.is_file()}
     lines = [f"{name}: {HALF}" for name in sorted(stored) if _is_half(name, stored)]
-    own = {name for name in stored if name.parent != ARCHIVE / "runs" and name != ABOUT}
+    data = {name for name in stored if name.parent == EPS_STUDY and name.suffix == ".csv"}
+    own = {name for name in stored if name.parent != ARCHIVE / "runs" and name != ABOUT} - data
     lines += [f"{name}: no run of the archive leads to it" for name in sorted(own - made.keys())]
     for name, text in made.items():
         if not (root / name).is_file():

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from fedexp.analysis.summary import rounds_to
+from fedexp.analysis.summary import WINDOW, rounds_to
 from fedexp.reproduce.accuracy_studies import TABLE1_ALGORITHMS
 from fedexp.reproduce.measures import final, final_loss, ratio, rounds_to_target
 from fedexp.reproduce.output import study_figure
@@ -38,6 +38,7 @@ class Row:
     name: str
     runs: Sequence[Outcome]
     rounds: Value
+    smoothed: Value
     speedup: Value | None
     paper_rounds: Value | None = None
     paper_speedup: Value | None = None
@@ -57,18 +58,20 @@ def rows_of(archive: Archive, task: str) -> list[Row]:
         if name == "fedexp":
             paper_speedup = quantity("table1-ratio").find(task, "fedavg")
         label = algorithm_name(name)
-        rows.append(Row(label, series[name], rounds[name], speedup, theirs, paper_speedup))
+        smooth = _rounds(archive, task, series[name], WINDOW)
+        own = series[name], rounds[name], smooth
+        rows.append(Row(label, *own, speedup, theirs, paper_speedup))
     other = released.groups.get(task, {})
     rounds = {name: _rounds(archive, task, runs) for name, runs in other.items()}
     for name, runs in other.items():
         speedup = _over(rounds.get("fedavg"), rounds[name])  # of the same mode
         label = f"{algorithm_name(name)}, mode {RELEASED}"
-        rows.append(Row(label, runs, rounds[name], speedup))
+        rows.append(Row(label, runs, rounds[name], _rounds(archive, task, runs, WINDOW), speedup))
     return rows
 
 
-def _rounds(archive: Archive, task: str, runs: Sequence[Outcome]) -> Value:
-    return rounds_to_target(runs, target(task), archive.studies["table1"].plan.rounds)
+def _rounds(archive: Archive, task: str, runs: Sequence[Outcome], window: int = 1) -> Value:
+    return rounds_to_target(runs, target(task), archive.studies["table1"].plan.rounds, window)
 
 
 def _over(fedavg: Value | None, own: Value | None) -> Value | None:
@@ -100,6 +103,7 @@ def _table(rows: Sequence[Row], task: str, comparable: bool) -> str:
         "algorithm",
         f"rounds to {percent(target(task))}",
         "each seed",
+        "smoothed",
         "paper",
         "difference",
         "speed-up over FedAvg",
@@ -113,6 +117,7 @@ def _table(rows: Sequence[Row], task: str, comparable: bool) -> str:
             row.name,
             text_of(row.rounds, "rounds"),
             ", ".join(_first_round(run, target(task)) for run in row.runs),
+            text_of(row.smoothed, "rounds"),
             text_of(row.paper_rounds, "rounds"),
             _relative(row.rounds, row.paper_rounds) if comparable else NOTHING,
             text_of(row.speedup, "times"),

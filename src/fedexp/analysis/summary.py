@@ -19,6 +19,7 @@ from fedexp.runs.spec import Outcome, allow_rounding
 Curve = np.ndarray[Any, np.dtype[np.float64]]
 AT_LEAST_ONE = ("server_lr", "diversity")  # fields that most rules never let fall below 1
 STRETCH = 3  # times the range of the other runs, above which those that diverged are cut off
+WINDOW = 5  # evaluations that a smoothed curve averages
 REFERENCE = "fedavg"  # the algorithm that speed-ups are over
 
 
@@ -34,13 +35,31 @@ def rounds_to(curve: Curve, target: float, higher: bool) -> int | None:
     return int(reached[0]) + 1 if reached.size else None
 
 
+def smoothed(curve: Curve, window: int = WINDOW) -> Curve:
+    """Return the curve with each evaluation replaced by the mean of the last `window` of them.
+
+    It is NaN while there are fewer. `rounds_to` of it is the smoothed crossing of a target: the
+    first crossing is an extreme value, which one lucky evaluation of a noisy curve decides.
+
+    >>> smoothed(np.array([0.5, np.nan, 0.7, np.nan, 0.9]), window=2).tolist()
+    [nan, nan, 0.6, nan, 0.8]
+    """
+    at = np.flatnonzero(~np.isnan(curve))
+    means = np.full(len(curve), np.nan)
+    if len(at) >= window:
+        windows = np.lib.stride_tricks.sliding_window_view(curve[at], window)
+        means[at[window - 1 :]] = windows.mean(axis=1)
+    return means
+
+
 @dataclass(frozen=True)
 class Line:
     """A row of the comparison: one algorithm over its seeds.
 
     Attributes:
         algorithm: its name.
-        rounds: rounds to the target of each seed that reached it.
+        rounds: rounds to the target of each seed that reached it: the first crossing.
+        smoothed: rounds to its smoothed crossing, of each of these seeds that has one.
         seeds: number of seeds, without those in `short`.
         finals: the final metric of each seed; NaN if the run diverged.
         spread: standard deviation of the final metric over seeds and the window of rounds that
@@ -66,11 +85,17 @@ class Line:
     short: int = 0
     final_round: int | None = None
     reference: str | None = None
+    smoothed: list[int] = field(default_factory=list)
 
     @property
     def mean_rounds(self) -> float | None:
         """None unless every seed reached the target: a mean over some would be too low."""
         return float(np.mean(self.rounds)) if len(self.rounds) == self.seeds else None
+
+    @property
+    def mean_smoothed(self) -> float | None:
+        """The mean smoothed crossing; None unless every seed has one."""
+        return float(np.mean(self.smoothed)) if len(self.smoothed) == self.seeds else None
 
 
 def summarise(
@@ -136,6 +161,9 @@ def _line(
 ) -> Line:
     curves = [outcome.curve(metric) for outcome in group]
     hits = [rounds_to(c, target, higher) if target is not None else None for c in curves]
+    smooth_hits = [
+        rounds_to(smoothed(c), target, higher) if target is not None else None for c in curves
+    ]
     counted = _long_enough(group, hits) if target is not None else list(range(len(group)))
     final_round = common_length([_length(each) for each in group if each.diverged_at is None])
     ends = [
@@ -156,6 +184,7 @@ def _line(
         diverged=sum(outcome.diverged_at is not None for outcome in group),
         short=len(group) - len(counted),
         final_round=final_round,
+        smoothed=[hit for at in counted if (hit := smooth_hits[at]) is not None],
     )
 
 

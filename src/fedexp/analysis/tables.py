@@ -62,12 +62,16 @@ def _arrow(metric: str, higher: bool | None) -> str:
 
 def comparison_numbers(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
     """Return the same for programs: one plain number per column, empty if there is none."""
-    headers = "algorithm seeds reached rounds_mean rounds_std speedup at_least final_mean final_std"
+    headers = (
+        "algorithm seeds reached rounds_mean rounds_std speedup at_least final_mean final_std "
+        "smoothed_rounds_mean"
+    )
     cells = []
     for line in lines:
         spread = spread_of(np.array(line.rounds)) if line.mean_rounds is not None else None
         final = float(np.mean(line.finals))
         numbers = [line.mean_rounds, spread, line.speedup, line.at_least, final, line.spread]
+        numbers.append(line.mean_smoothed)
         counts = [line.algorithm, str(line.seeds), str(len(line.rounds))]
         cells.append([*counts, *("" if n is None or n != n else str(n) for n in numbers)])
     return headers.split(), cells

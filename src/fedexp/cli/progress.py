@@ -176,6 +176,8 @@ class Diagnostics:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._factor = float(options.get("server.factor", 2.0))
+        # a relative eps has a large share where clients disagree most, as it should
+        self._most = 1.0 if options.get("server.eps_mode") == "relative" else DOMINATES
         self._rows: list[Mapping[str, Any]] = []
         self._first, self._lowest, self._degraded = math.nan, math.inf, False
 
@@ -186,7 +188,8 @@ class Diagnostics:
         lines = self._judge_loss(row)
         if len(self._rows) < FIRST_ROUNDS:
             self._rows.append(row)
-            lines += judge(self._rows, self._factor) if len(self._rows) == FIRST_ROUNDS else []
+            if len(self._rows) == FIRST_ROUNDS:
+                lines += judge(self._rows, self._factor, self._most)
         return lines
 
     def _judge_loss(self, row: Mapping[str, Any]) -> list[str]:
@@ -207,12 +210,17 @@ class Diagnostics:
         ]
 
 
-def judge(rows: Sequence[Mapping[str, Any]], factor: float = 2.0) -> list[str]:
-    """Return the lines for the first rounds of a run: at most one."""
+def judge(
+    rows: Sequence[Mapping[str, Any]], factor: float = 2.0, most: float = DOMINATES
+) -> list[str]:
+    """Return the lines for the first rounds of a run: at most one.
+
+    `most` is the share of eps in the denominator above which it is reported.
+    """
     share = median(row["eps_share"] for row in rows)
     diversity = median(row["diversity"] for row in rows)
     always_clamped = all(row["clamped"] for row in rows)
-    if diversity > factor and (share > DOMINATES or always_clamped):
+    if diversity > factor and (share > most or always_clamped):
         return [
             f"eps is {share:.0%} of the denominator of the step size in the first {len(rows)} "
             f"rounds, which would be {diversity / factor:.2g} without it; lower server.eps, or "

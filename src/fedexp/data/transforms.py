@@ -57,7 +57,7 @@ class Images:
 
     Args:
         mean: mean of each channel, with pixels in [0, 1].
-        std: standard deviation of each channel, > 0.
+        std: standard deviation of each channel; a negative one inverts the image.
         augment: "example" draws per example; "batch" once for all examples of a step, as the
             released code does (docs/paper.md#released-augmentation); None turns augmentation off.
         pad: the largest shift, in pixels.
@@ -79,7 +79,7 @@ class Images:
             len(self.mean) == len(self.std) > 0,
             f"mean and std need one number per channel, not {self.mean} and {self.std}",
         )
-        require(min(self.std) > 0, f"std must be positive, not {self.std}")
+        require(all(self.std), f"std must not be zero, but is {self.std}")
         known = (*get_args(Augment), None)
         require(self.augment in known, f"augment is one of {known}, not {self.augment!r}")
         require(self.pad >= 0, f"pad must not be negative, but is {self.pad}")

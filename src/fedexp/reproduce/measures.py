@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fedexp.analysis.summary import Curve, rounds_to, spread_of
+from fedexp.analysis.summary import Curve, rounds_to, smoothed, spread_of
 from fedexp.reproduce.published import Value
 from fedexp.reproduce.study import Result
 from fedexp.runs.spec import Outcome
@@ -25,8 +25,12 @@ def grouped(results: Sequence[Result]) -> dict[str, dict[str, list[Outcome]]]:
     return groups
 
 
-def rounds_to_target(outcomes: Sequence[Outcome], target: float, rounds: int) -> Value:
+def rounds_to_target(
+    outcomes: Sequence[Outcome], target: float, rounds: int, window: int = 1
+) -> Value:
     """Return the mean over seeds of the first round at the target test accuracy.
+
+    With a `window`, of the first round at which the mean of so many evaluations is at the target.
 
     A seed that does not reach it counts with all `rounds` of the run, and the value is then
     marked "more than".
@@ -34,7 +38,8 @@ def rounds_to_target(outcomes: Sequence[Outcome], target: float, rounds: int) ->
     The mean of first rounds, and not the first round of the mean curve: the latter would always
     be a multiple of the rounds between evaluations, which the numbers of Table 1 are not.
     """
-    hits = [rounds_to(o.curve("test_accuracy"), target, higher=True) for o in outcomes]
+    curves = [smoothed(outcome.curve("test_accuracy"), window) for outcome in outcomes]
+    hits = [rounds_to(curve, target, higher=True) for curve in curves]
     reached = [hit for hit in hits if hit is not None]
     if len(reached) == len(hits):
         return Value(float(np.mean(reached)), spread_of(np.array(reached)))

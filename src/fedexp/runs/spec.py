@@ -33,6 +33,7 @@ from fedexp.engine.state import SimulationState
 from fedexp.engine.warm_start import starting_from
 from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.options import (
+    ADDED_ARGUMENTS,
     Setup,
     build_algorithm,
     build_task,
@@ -73,7 +74,8 @@ class Spec:
         rounds: number of rounds; None for the task's default.
         cohort: clients per round: a number, a fraction, a list of clients, a function by its
             reference (`study.py:choose`), 0 or "all" for all; None for the task's default.
-        mode: "paper", or "authors-code" for what the released code does.
+        mode: "paper", "authors-code" for what the released code does, or "recommended" for what
+            this project advises.
         evaluate_every: rounds between evaluations; None for the task's default.
         engine: "auto", or the name of one: "loop", "threads", "batched", "dense", "quadratic".
         device: e.g. "cuda"; None for the CPU.
@@ -286,12 +288,15 @@ class Run:
         }
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of the task, resolved; its seed only where it is not the run's."""
+        """Return the arguments of the task, resolved, without what older specs imply.
+
+        Its seed only where it is not the run's; an added argument only where it is set.
+        """
         of_task, _ = split_task_options(dict(self.spec.options))
         spec = self.spec
         found = task_arguments(spec.task, of_task, spec.seed, spec.mode, spec.task_source)
-        if found.get("seed") == self.spec.seed:
-            del found["seed"]
+        implied = {"seed": spec.seed, **(ADDED_ARGUMENTS if spec.task_source is None else {})}
+        found = {n: value for n, value in found.items() if n not in implied or value != implied[n]}
         return {name: _json_value(value) for name, value in found.items()}
 
     def _resolved(self) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""The study of the relative eps: its protocol as data, its runs and its tables."""

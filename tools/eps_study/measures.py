@@ -1,0 +1,191 @@
+"""The measures of the study: rounds to target, the oracle, geometric means, and the decision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Literal
+
+from tools.eps_study.curves import Key, Store, load
+from tools.eps_study.protocol import (
+    CANDIDATES,
+    MOST_TO_FEDAVG,
+    MOST_TO_ORACLE,
+    TASKS,
+    Arm,
+    Cell,
+)
+
+Crossing = Literal["first", "smoothed"]
+FEDAVG = Arm("fedavg")
+EMNIST_RUNS = len(TASKS["emnist"].cells) * len(TASKS["emnist"].seeds)  # of each arm
+LEAST_CIFAR10_CELLS = 2
+INTERPOLATES = "synthetic"  # one model fits all clients: eps 0 is right there
+
+
+def load_all(folder: Path) -> Store:
+    """Return the stored runs of all tasks."""
+    return {key: run for name in TASKS for key, run in load(name, folder).items()}
+
+
+@dataclass(frozen=True)
+class CellRounds:
+    """The mean rounds over seeds of the arms of a cell.
+
+    Attributes:
+        cell: the cell.
+        rounds: by arm; a seed that does not reach the target counts with the budget.
+        missed: by arm, the number of seeds that do not reach it.
+        seeds: the seeds that all arms have.
+    """
+
+    cell: Cell
+    rounds: dict[Arm, float]
+    missed: dict[Arm, int]
+    seeds: tuple[int, ...]
+
+    @cached_property
+    def oracle(self) -> Arm:
+        """The absolute eps with the fewest rounds; of equal ones the smallest."""
+        absolute = [arm for arm in self.rounds if arm.kind == "absolute"]
+        return min(absolute, key=lambda arm: (self.rounds[arm], arm.eps))
+
+    @property
+    def at_edge(self) -> bool:
+        """Whether the best absolute eps is the largest, or the smallest and not 0.
+
+        Where several are best, it is at an edge only if all of them are.
+        """
+        least = self.rounds[self.oracle]
+        values = sorted(arm.eps for arm in self.rounds if arm.kind == "absolute")
+        best = [a.eps for a, n in self.rounds.items() if a.kind == "absolute" and n == least]
+        edges = {values[-1], *(value for value in values[:1] if value > 0)}
+        return set(best) <= edges
+
+
+def cell_rounds(store: Store, cell: Cell, crossing: Crossing) -> CellRounds | None:
+    """Return the rounds of a cell over the seeds of which all arms are stored; None if none is."""
+    study = TASKS[cell.task]
+    relative = {
+        key.arm for key in store if key.cell.task == cell.task and key.arm.kind == "relative"
+    }
+    arms = study.arms(cell, sorted(arm.eps for arm in relative))
+    seeds = [s for s in study.seeds if all(Key(cell, s, arm) in store for arm in arms)]
+    if not seeds or not relative:
+        return None
+    index = 0 if crossing == "first" else 1
+    hits = {
+        arm: [store[Key(cell, seed, arm)].crossings(study)[index] for seed in seeds] for arm in arms
+    }
+    return CellRounds(
+        cell,
+        {arm: sum(h or study.budget for h in own) / len(seeds) for arm, own in hits.items()},
+        {arm: own.count(None) for arm, own in hits.items()},
+        tuple(seeds),
+    )
+
+
+def task_cells(store: Store, names: Iterable[str], crossing: Crossing) -> list[CellRounds]:
+    """Return the complete cells of some tasks."""
+    cells = [cell for name in names for cell in TASKS[name].cells]
+    return [own for cell in cells if (own := cell_rounds(store, cell, crossing)) is not None]
+
+
+def geometric_mean(values: Sequence[float]) -> float:
+    """Return the geometric mean.
+
+    >>> round(geometric_mean([1.0, 4.0]), 6)
+    2.0
+    """
+    return math.exp(sum(map(math.log, values)) / len(values))
+
+
+def to_oracle(cells: Sequence[CellRounds], arm: Arm) -> float | None:
+    """Return the geometric mean of an arm's rounds over the oracle's; None without cells."""
+    have = [own for own in cells if arm in own.rounds]
+    ratios = [own.rounds[arm] / own.rounds[own.oracle] for own in have]
+    return geometric_mean(ratios) if ratios else None
+
+
+def to_fedavg(cells: Sequence[CellRounds], arm: Arm) -> float | None:
+    """Return the geometric mean of an arm's rounds over FedAvg's; None without cells."""
+    have = [own for own in cells if arm in own.rounds]
+    ratios = [own.rounds[arm] / own.rounds[FEDAVG] for own in have]
+    return geometric_mean(ratios) if ratios else None
+
+
+def selection_tasks() -> list[str]:
+    return [name for name, task in TASKS.items() if task.selects]
+
+
+def confirmation_tasks() -> list[str]:
+    return [name for name, task in TASKS.items() if not task.selects]
+
+
+def selected(store: Store, names: Sequence[str] | None = None) -> float | None:
+    """Return the constant with the least loss on the selection tasks; None while runs are missing.
+
+    Args:
+        store: the stored runs.
+        names: other tasks to select on, which must be complete as well.
+    """
+    names = selection_tasks() if names is None else names
+    cells = task_cells(store, names, "smoothed")
+    if len(cells) < sum(len(TASKS[name].cells) for name in names):
+        return None
+    losses = {c: to_oracle(cells, Arm("relative", c)) for c in CANDIDATES}
+    known = {c: loss for c, loss in losses.items() if loss is not None}
+    return min(known, key=lambda c: (known[c], -c)) if known else None
+
+
+def constants(store: Store) -> tuple[float, ...]:
+    """Return the constants that are run on confirmation tasks; none while runs are missing.
+
+    The first is the selected one, which the decision is about; the second is the one that is
+    selected without the synthetic problem, if it is another one (the amendment of the protocol).
+    """
+    others = [name for name in selection_tasks() if name != INTERPOLATES]
+    found = [selected(store), selected(store, others)]
+    return tuple(dict.fromkeys(c for c in found if c is not None)) if found[0] else ()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The criteria on one confirmation task.
+
+    Attributes:
+        task: its name.
+        oracle: geometric mean of rounds over the oracle's.
+        fedavg: the same over FedAvg's.
+    """
+
+    task: str
+    oracle: float
+    fedavg: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether both are at most what the protocol states."""
+        return self.oracle <= MOST_TO_ORACLE and self.fedavg <= MOST_TO_FEDAVG
+
+
+def verdicts(store: Store, constant: float, crossing: Crossing = "smoothed") -> list[Verdict]:
+    """Return the criteria on each confirmation task that has complete cells."""
+    found = []
+    for name in confirmation_tasks():
+        cells, arm = task_cells(store, [name], crossing), Arm("relative", constant)
+        oracle, fedavg = to_oracle(cells, arm), to_fedavg(cells, arm)
+        if oracle is not None and fedavg is not None:
+            found.append(Verdict(name, oracle, fedavg))
+    return found
+
+
+def decision(store: Store, constant: float) -> bool | None:
+    """Return whether the relative form becomes the default; None while the study is open."""
+    emnist, cifar10 = (task_cells(store, [name], "smoothed") for name in ("emnist", "cifar10"))
+    if sum(len(own.seeds) for own in emnist) < EMNIST_RUNS or len(cifar10) < LEAST_CIFAR10_CELLS:
+        return None
+    return all(verdict.holds for verdict in verdicts(store, constant))

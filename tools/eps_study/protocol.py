@@ -1,0 +1,204 @@
+"""The protocol of docs/eps-study.md as data: tasks, cells, arms, targets and criteria.
+
+It was committed before the first run. A cell is a task with a client step size and a number of
+clients per round; an arm is an algorithm with one value of its option.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from fedexp.algorithms import Algorithm, fedavg, fedexp
+from fedexp.data.federation import Federation
+from fedexp.tasks import cifar10, digits, digits_mlp, emnist, mnist, shakespeare, synthetic
+from fedexp.tasks.images import thinned
+from fedexp.tasks.task import Task
+
+CANDIDATES = (0.01, 0.02, 0.05, 0.1, 0.2, 0.3)  # relative eps
+ABSOLUTE = (0.0, 1e-4, 1e-3, 10**-2.5, 1e-2, 10**-1.5, 1e-1, 10**-0.5, 1.0, 10.0)
+MOST_TO_ORACLE = 1.25  # geometric mean of rounds over those of the best absolute eps
+MOST_TO_FEDAVG = 1.0  # the same over FedAvg's
+MNIST_CLIENTS, MNIST_TEST_IMAGES = 200, 2000
+
+Kind = Literal["fedavg", "relative", "absolute"]
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An algorithm of the study.
+
+    Attributes:
+        kind: FedAvg with server step size 1, or FedExP with a relative or an absolute eps.
+        eps: its value; 0 for FedAvg, which has none.
+    """
+
+    kind: Kind
+    eps: float = 0.0
+
+    def __str__(self) -> str:
+        return self.kind if self.kind == "fedavg" else f"{self.kind} {self.eps:.3g}"
+
+    def algorithm(self) -> Algorithm:
+        """Return the algorithm to run."""
+        if self.kind == "fedavg":
+            return fedavg(lr=1.0)
+        return fedexp(self.eps, eps_mode=self.kind)
+
+
+@dataclass(frozen=True)
+class Cell:
+    """A task with a client step size and a number of clients per round (0 for all)."""
+
+    task: str
+    local_lr: float
+    cohort: int
+
+
+@dataclass(frozen=True)
+class StudyTask:
+    """A task of the study.
+
+    Attributes:
+        name: its name.
+        selects: whether the constant is chosen on it; it is confirmed on the others.
+        build: returns the task of a seed.
+        target: value of `metric` to reach.
+        budget: rounds after which a run counts as one that does not reach it.
+        evaluate_every: rounds between evaluations.
+        seeds: seeds of every cell, in the order of execution.
+        grid: client step sizes and clients per round, in the order of execution.
+        absolute: values of the absolute eps for a client step size.
+        decides: whether the decision waits for it.
+        metric: the record field that is to reach the target.
+        engines: how many engines with their CUDA graphs are held, one per arm and cohort; fewer
+            for a large model. Does not affect results.
+    """
+
+    name: str
+    selects: bool
+    build: Callable[[int], Task]
+    target: float
+    budget: int
+    evaluate_every: int
+    seeds: tuple[int, ...]
+    grid: tuple[tuple[float, int], ...]
+    absolute: Callable[[float], tuple[float, ...]] = lambda lr: ABSOLUTE
+    decides: bool = True
+    metric: str = "test_accuracy"
+    engines: int = 24
+
+    @property
+    def cells(self) -> list[Cell]:
+        """The cells, in the order of execution."""
+        return [Cell(self.name, lr, cohort) for lr, cohort in self.grid]
+
+    def arms(self, cell: Cell, constants: Sequence[float]) -> list[Arm]:
+        """Return the arms of a cell with these relative eps, FedAvg last: it takes longest."""
+        absolute = [Arm("absolute", eps) for eps in self.absolute(cell.local_lr)]
+        return [*(Arm("relative", c) for c in constants), *absolute, Arm("fedavg")]
+
+
+def times_square(*factors: float) -> Callable[[float], tuple[float, ...]]:
+    """Return absolute eps in proportion to the square of the client step size, as updates are."""
+    return lambda lr: tuple(float(f"{factor * lr**2:.6g}") for factor in factors)
+
+
+def mnist_200(seed: int) -> Task:
+    """Return the first 200 of mnist's 1,000 clients and 2,000 of its test images."""
+    task = mnist(seed=seed)
+    ends = task.train.offsets[: MNIST_CLIENTS + 1]
+    fields = {name: value[: ends[-1]] for name, value in task.train.fields.items()}
+    assert task.test is not None
+    test = thinned(task.test, MNIST_TEST_IMAGES)
+    return replace(task, name="mnist-200", train=Federation(fields, ends), test=test)
+
+
+def factorial(steps: Sequence[float], cohorts: Sequence[int]) -> tuple[tuple[float, int], ...]:
+    """Return every client step size with every cohort, one cohort after another."""
+    return tuple((lr, cohort) for cohort in cohorts for lr in steps)
+
+
+HALF_DECADES = (10**-1.5, 0.1, 10**-0.5)
+TASKS = {
+    task.name: task
+    for task in (
+        StudyTask(
+            "digits",
+            True,
+            lambda seed: digits(seed=seed),
+            target=0.94,
+            budget=150,
+            evaluate_every=1,
+            seeds=(0, 1, 2),
+            grid=factorial((0.1, 10**-0.5, 1.0), (5, 20)),
+        ),
+        StudyTask(
+            "digits-mlp",
+            True,
+            lambda seed: digits_mlp(seed=seed),
+            target=0.94,
+            budget=150,
+            evaluate_every=1,
+            seeds=(0, 1, 2),
+            grid=factorial((0.1, 10**-0.5, 1.0), (5, 20)),
+        ),
+        StudyTask(
+            "synthetic",
+            True,
+            lambda seed: synthetic(seed=seed),
+            target=1e-5,
+            budget=500,
+            evaluate_every=1,
+            seeds=(0, 1, 2),
+            grid=factorial((0.01, 10**-1.5, 0.1), (10, 0)),
+            metric="train_loss",
+        ),
+        StudyTask(
+            "mnist-200",
+            True,
+            mnist_200,
+            target=0.80,
+            budget=150,
+            evaluate_every=3,
+            seeds=(0, 1),
+            grid=factorial((0.01, 10**-1.5, 0.1), (5, 20)),
+        ),
+        StudyTask(
+            "emnist",
+            False,
+            lambda seed: emnist(),
+            target=0.84,
+            budget=250,
+            evaluate_every=5,
+            seeds=(0, 1),
+            grid=factorial(HALF_DECADES, (20, 10)),
+            absolute=times_square(1, 10**0.5, 10, 10**1.5, 100),
+        ),
+        StudyTask(
+            "cifar10",
+            False,
+            lambda seed: cifar10(seed=seed),
+            target=0.55,
+            budget=200,
+            evaluate_every=5,
+            seeds=(0, 1),
+            grid=((0.01, 20), (0.01, 10), (10**-1.5, 20), (10**-2.5, 20)),
+            absolute=times_square(10**0.5, 10, 10**1.5),
+            engines=6,
+        ),
+        StudyTask(
+            "shakespeare",
+            False,
+            lambda seed: shakespeare(),
+            target=0.45,
+            budget=400,
+            evaluate_every=10,
+            seeds=(0, 1),
+            grid=((1.0, 10), (10**-0.5, 10), (0.1, 10), (1.0, 20)),
+            absolute=lambda lr: (1e-3, 1e-2, 1e-1, 1.0, 10.0),
+            decides=False,
+        ),
+    )
+}
