@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from fedexp.errors import UsageError, unknown_name
 from fedexp.reproduce.output import render, summary
 from tools.eps_study import report as eps_report
-from tools.results import deviations, runs, studies, table1
+from tools.results import deviations, runs, shakespeare, studies, table1
 from tools.results.archive import NAMES, Archive, StoredStudy, load_archive
 
 if TYPE_CHECKING:
@@ -26,7 +26,14 @@ if TYPE_CHECKING:
 
 ARCHIVE, DOCUMENT, README = Path("results"), Path("docs/reproduction.md"), Path("README.md")
 EPS_STUDY, EPS_DOCUMENT = ARCHIVE / "eps-study", Path("docs/eps-study.md")
-DOCUMENTS = (DOCUMENT, README, EPS_DOCUMENT, Path("docs/extrapolation.md"))
+SHAKESPEARE = ARCHIVE / "shakespeare"
+DOCUMENTS = (
+    DOCUMENT,
+    README,
+    EPS_DOCUMENT,
+    Path("docs/extrapolation.md"),
+    Path("docs/tasks.md"),
+)
 ABOUT = ARCHIVE / "README.md"  # written by hand: the files of the archive
 DIFFERS = "differs from the archive; run `make results`, or restore what was changed"
 HALF = "half of a run; restore its other file, or archive the run again"
@@ -44,6 +51,7 @@ BLOCKS: dict[str, Callable[[Archive], str]] = {
     "machines": runs.machines,
     "runs": runs.every_run,
     "readme": table1.readme,
+    "shakespeare-runs": shakespeare.runs_table,
     **{f"study-{name}": partial(studies.section, name=name) for name in NAMES},
 }
 
@@ -62,7 +70,10 @@ def generate(root: Path) -> dict[Path, str]:
         made[ARCHIVE / table1.FIGURE] = _svg(figure)
     if (figure := eps_report.figure(root / EPS_STUDY)) is not None:
         made[EPS_STUDY / eps_report.FIGURE] = _svg(figure)
+    if (figure := shakespeare.figure(archive)) is not None:
+        made[SHAKESPEARE / shakespeare.FIGURE] = _svg(figure)
     blocks = {name: make(archive) for name, make in BLOCKS.items()}
+    blocks["shakespeare-search"] = shakespeare.search_table(root / SHAKESPEARE)
     blocks |= eps_report.blocks(root / EPS_STUDY)
     for document in DOCUMENTS:
         made[document] = fill((root / document).read_text(encoding="utf-8"), blocks)
@@ -105,7 +116,8 @@ def stale(root: Path, made: Mapping[Path, str]) -> list[str]:
     """Return one line for each file of the repository that is not as generated."""
     stored = {path.relative_to(root) for path in (root / ARCHIVE).rglob("*") if path.is_file()}
     lines = [f"{name}: {HALF}" for name in sorted(stored) if _is_half(name, stored)]
-    data = {name for name in stored if name.parent == EPS_STUDY and name.suffix == ".csv"}
+    folders = (EPS_STUDY, SHAKESPEARE)
+    data = {name for name in stored if name.parent in folders and name.suffix == ".csv"}
     own = {name for name in stored if name.parent != ARCHIVE / "runs" and name != ABOUT} - data
     lines += [f"{name}: no run of the archive leads to it" for name in sorted(own - made.keys())]
     for name, text in made.items():

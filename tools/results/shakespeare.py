@@ -1,0 +1,138 @@
+"""Shakespeare: the record of the search for its values, and its long runs, for docs/tasks.md."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from fedexp.analysis.plots import entitle, label, new_figure
+from fedexp.analysis.summary import Curve, rounds_to, smoothed
+from fedexp.runs import StoredRun
+from tools.results.archive import Archive
+from tools.results.format import NO_RUNS, algorithm_name, table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SEARCH, FIGURE = "search.csv", "figure.svg"
+TARGETS = (0.45, 0.50, 0.55)
+
+
+class Trial(NamedTuple):
+    """A point of the search; the score of one that diverged is 0.
+
+    Attributes:
+        algorithm: its name.
+        local_lr: the client step size.
+        option: the server's option.
+        value: its value.
+        score: training accuracy, averaged over the last 10 of 50 rounds.
+    """
+
+    algorithm: str
+    local_lr: float
+    option: str
+    value: float
+    score: float
+
+
+def load_search(folder: Path) -> list[Trial]:
+    """Return the trials of the search in their order."""
+    with (folder / SEARCH).open(encoding="utf-8", newline="") as file:
+        return [
+            Trial(
+                row["algorithm"],
+                float(row["local_lr"]),
+                row["option"],
+                float(row["value"]),
+                float(row["train_accuracy"]),
+            )
+            for row in csv.DictReader(file)
+        ]
+
+
+def best_trials(trials: list[Trial]) -> dict[str, Trial]:
+    """Return the trial with the highest score of each algorithm."""
+    best: dict[str, Trial] = {}
+    for trial in trials:
+        if trial.algorithm not in best or trial.score > best[trial.algorithm].score:
+            best[trial.algorithm] = trial
+    return best
+
+
+def search_table(folder: Path) -> str:
+    """Return the scores of all trials, the best of each algorithm in bold."""
+    trials = load_search(folder)
+    best, rows = best_trials(trials), []
+    steps = sorted({trial.local_lr for trial in trials})
+    for name in best:
+        own = [trial for trial in trials if trial.algorithm == name]
+        for value in sorted({trial.value for trial in own}):
+            scores = {t.local_lr: _score(t, best[name]) for t in own if t.value == value}
+            cells = [scores.get(step, "") for step in steps]
+            rows.append([algorithm_name(name), f"{own[0].option}={value:.3g}", *cells])
+    headers = ["algorithm", "server", *(f"client step {step:.3g}" for step in steps)]
+    return table(headers, rows, left=2)
+
+
+def _score(trial: Trial, best: Trial) -> str:
+    text = f"{100 * trial.score:.1f} %" if trial.score else "diverged"
+    return f"**{text}**" if trial == best else text
+
+
+def runs_table(archive: Archive) -> str:
+    """Return rounds to several test accuracies, and the last one, of the long runs."""
+    rows = []
+    for name, run in _long_runs(archive):
+        curve = _curve(run)
+        crossings = [_crossings(curve, target) for target in TARGETS]
+        last, loss = run.rows[-1]["test_accuracy"], run.rows[-1]["test_loss"]
+        rows.append([name, *crossings, f"{100 * last:.2f} %", f"{loss:.3f}"])
+    if not rows:
+        return NO_RUNS
+    targets = (f"rounds to {100 * target:.0f} %" for target in TARGETS)
+    return table(["run", *targets, "last test accuracy", "last test loss"], rows)
+
+
+def figure(archive: Archive) -> Figure | None:
+    """Draw the test accuracy and the server step size of the long runs."""
+    runs = list(_long_runs(archive))
+    if not runs:
+        return None
+    drawing, (left, right) = new_figure(2)
+    for name, run in runs:
+        curve = _curve(run)
+        at = np.flatnonzero(~np.isnan(curve))
+        left.plot(at + 1, 100 * curve[at], label=name, linewidth=1.4)
+        steps = [row["server_lr"] for row in run.rows]
+        right.plot(np.arange(len(steps)) + 1, steps, linewidth=0.8)
+    label(left, "round", "test accuracy (%)")
+    label(right, "round", "server step size")
+    left.legend(frameon=False, fontsize=8, loc="lower right")
+    entitle(drawing, "Shakespeare by role, LSTM, 10 of 1,109 roles per round, seed 0")
+    return drawing
+
+
+def _long_runs(archive: Archive) -> Iterator[tuple[str, StoredRun]]:
+    """Yield the archived runs with a name that states their values."""
+    found = [run for run in archive.runs if run.spec["task"] == "shakespeare"]
+    for run in sorted(found, key=lambda run: (run.spec["algorithm"], str(run.spec["set"]))):
+        settings = run.spec["set"]
+        server = next(name for name in settings if name.startswith("server."))
+        values = f"client step {float(settings['local.lr']):.3g}, "
+        values += f"{server}={float(settings[server]):.3g}"
+        yield f"{algorithm_name(run.spec['algorithm'])}, {values}", run
+
+
+def _curve(run: StoredRun) -> Curve:
+    values = [row.get("test_accuracy") for row in run.rows]
+    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
+
+
+def _crossings(curve: Curve, target: float) -> str:
+    first, smooth = (rounds_to(each, target, True) for each in (curve, smoothed(curve)))
+    return f"{first or 'not reached'} ({smooth or 'not reached'})"
