@@ -41,9 +41,22 @@ def test_every_algorithm_is_private_or_refused(name: str) -> None:
     if name.startswith("scaffold"):
         with pytest.raises(UsageError, match="control variates"):
             privacy.prepare(**run)
+    elif name in ("fednova", "fedexprox-stops"):
+        with pytest.raises(UsageError, match=r"adds .* to the sums"):
+            privacy.prepare(**run)
     else:
         kappa = privacy.prepare(**run).norm_weight
-        assert kappa == pytest.approx(0.2 if "exp" in name else 0.0)
+        extrapolates = isinstance(run["algorithm"].server, fx.ExP)
+        assert kappa == pytest.approx(0.2 if extrapolates else 0.0)
+
+
+def test_the_numerator_of_the_step_size() -> None:
+    for make in (CentralPrivacy, LocalPrivacy):
+        chosen = make(1.0, 1e-5, noise_multiplier=1.0, numerator="unbiased")
+        assert chosen.prepare(**RUN).numerator == "unbiased"
+        assert make(1.0, 1e-5, noise_multiplier=1.0).prepare(**RUN).numerator == "lower-bound"
+        with pytest.raises(UsageError, match="numerator is lower-bound or unbiased, not 'upper'"):
+            make(1.0, 1e-5, noise_multiplier=1.0, numerator="upper")  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

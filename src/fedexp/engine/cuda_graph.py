@@ -159,7 +159,10 @@ class CudaGraphRound:
         if trained["averaged"].numel():
             changes = buffer_changes(trained["averaged"], inputs["averaged"])
             extras = {**extras, "buffers": changes}
-        aggregate = Aggregate.of_checked(deltas, inputs["weights"], extras)
+        weights, factor = inputs["weights"], rule.weight_factor(inputs["total_lr"])
+        if factor is not None:
+            weights = weights * (factor.flatten() if isinstance(factor, Tensor) else factor)
+        aggregate = Aggregate.of_checked(deltas, weights, extras)
         server = part(inputs, "server.")
         before = ServerModel(inputs["params"], inputs["averaged"], server, broadcast)
         model, metrics = model_step(self.algorithm, before, aggregate, self.total_weight)
