@@ -340,11 +340,11 @@ def delta_step_size(
         ηₖ = min(γ ||xₖ - xₖ₋₁|| / (2 ||gₖ - gₖ₋₁||), √(1 + δ θₖ₋₁) ηₖ₋₁)
 
     Norms are over all parameters of a client; xₖ - xₖ₋₁ is -ηₖ₋₁ gₖ₋₁. In every round η₀ is `lr`
-    (the paper: 0.2) and θ₀ = 1; γ = 2 and δ = 0.1 are `delta_gamma` and `delta_growth`. Where one
-    of the two differences is zero the second bound alone counts. gₖ and gₖ₋₁ are the gradients of
-    the steps, each of its own batch. The released code computes both on the batch of step k, at the
-    price of a second gradient, with δ = 0.02 and a first step of √(1 + δ) η₀; it was read, while
-    the text of the paper was not at hand.
+    and θ₀ = 1; γ and δ are `delta_gamma` and `delta_growth`. Where one of the two differences is
+    zero the second bound alone counts. gₖ and gₖ₋₁ are the gradients of the steps, each of its own
+    batch. The released code, which was read, has η₀ = 0.2, γ = 2 and δ = 0.02, computes both
+    gradients on the batch of step k, at the price of a second one, and takes a first step of
+    √(1 + δ) η₀. The text of the paper was not at hand.
 
     >>> local = LocalTraining(optimizer="delta-sgd")
     >>> before = init_moments(torch.zeros(2), local)

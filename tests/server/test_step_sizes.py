@@ -6,6 +6,7 @@ operators exactly, in closed form.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
@@ -69,9 +70,16 @@ def test_hypergradient_is_bounded_below_where_updates_turn_back() -> None:
     assert metrics["server_lr"].item() == 0.2
 
 
-@pytest.mark.parametrize("options", [{"lr": 0.1}, {"low": 0.0}, {"high": 0.5}, {"lr": 6.0}])
-def test_hypergradient_refuses_bounds_that_exclude_its_start(options: dict[str, float]) -> None:
-    with pytest.raises(fx.UsageError, match=r"low|lr"):
+@pytest.mark.parametrize(("lr", "first"), [(0.1, 0.2), (0.7, 0.7), (10.0, 5.0)])
+def test_hypergradient_starts_within_its_bounds(lr: float, first: float) -> None:
+    rule, params = fx.Hypergradient(lr), torch.zeros(3)
+    *_, metrics = rule.step(params, fx.Aggregate.of(torch.ones(2, 3)), rule.init(params))
+    assert metrics["server_lr"].item() == first
+
+
+@pytest.mark.parametrize("options", [{"lr": 0.0}, {"low": 0.0}, {"high": math.inf}, {"high": 0.1}])
+def test_hypergradient_refuses_bounds_that_are_none(options: dict[str, float]) -> None:
+    with pytest.raises(fx.UsageError, match=r"must be"):
         fx.Hypergradient(**options)
 
 

@@ -37,7 +37,7 @@ class Hypergradient(ServerRule):
     the client step size. Formula, bounds and the first step, 1, are those of the released code.
 
     Args:
-        lr: α of the first round.
+        lr: α of the first round, within the bounds.
         low: smallest step size.
         high: largest step size.
 
@@ -55,11 +55,9 @@ class Hypergradient(ServerRule):
     high: float = 5.0
 
     def __post_init__(self) -> None:
-        require_positive("low", self.low)
-        require(
-            self.low <= self.lr <= self.high and math.isfinite(self.high),
-            f"the server lr must be between low = {self.low} and high = {self.high}, not {self.lr}",
-        )
+        for name in ("lr", "low", "high"):
+            require_positive(name, getattr(self, name))
+        require(self.low <= self.high, f"low must be at most high, not {self.low} > {self.high}")
 
     def init(self, params: Tensor) -> State:
         return {"lr": scalar(self.lr, params), "last": torch.zeros_like(vector(params))}
