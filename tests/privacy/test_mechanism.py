@@ -88,10 +88,13 @@ def test_the_joint_vector_stays_within_its_sensitivity(
     assert joint_sensitivity(bound, kappa) == pytest.approx(largest, rel=1e-12)
 
 
+@pytest.mark.parametrize("numerator", ["lower-bound", "unbiased"])
 @pytest.mark.parametrize("size", [1e6, 2.0, 0.1, math.nan])
-def test_one_client_moves_the_release_by_no_more_than_the_noise_is_made_for(size: float) -> None:
+def test_one_client_moves_the_release_by_no_more_than_the_noise_is_made_for(
+    size: float, numerator: str
+) -> None:
     """With and without a client, under the same noise, through the whole path of a round."""
-    mechanism, others = central(), rows(9, 30, 1)
+    mechanism, others = central(numerator=numerator), rows(9, 30, 1)
     guest = size * torch.ones(1, 30)
     without, having = (
         mechanism.release(Aggregate.of(mechanism.clipped(updates)), round=1)
