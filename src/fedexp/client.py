@@ -167,14 +167,13 @@ class ProxEnvelope(Prox):
 
     With γ = 1/μ the envelope of F_i at w^t is M_i = F_i(w_i) + ||Δ_i||² / (2γ), where w_i is the
     proximal operator, which local training approximates. The client adds
-    γ (M_i - inf) = γ (F_i(w_i) - inf) + ||Δ_i||² / 2 to the sums, for `StochasticPolyak`.
+    γ (M_i - inf) = γ (F_i(w_i) - inf) + ||Δ_i||² / 2 to the sums, for `StochasticPolyak`. F_i is
+    the task's loss. On least squares it is twice what the local gradient descends
+    (docs/paper.md#half-gradient), and steps come out up to twice as long.
 
     Args:
         mu: μ = 1/γ > 0.
         inf: the infimum of F_i, which is that of M_i: 0 where a client can fit its data.
-
-    F_i is the task's loss. On least squares it is twice what the local gradient descends
-    (docs/paper.md#half-gradient), and steps come out up to twice as long.
     """
 
     needs_loss: ClassVar[bool] = True

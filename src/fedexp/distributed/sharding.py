@@ -199,7 +199,8 @@ def empty_aggregate(work: Work, state: SimulationState) -> Aggregate:
     client_state = {name: value[None] for name, value in rule.init_client_state(params).items()}
     delta = torch.zeros_like(params)[None]
     _, extras = rule.end_round(delta, 1.0, state.broadcast, client_state)
-    extras = {**extras, **rule.loss_extras(delta[:, :1], delta)}
+    if rule.needs_loss:
+        extras = {**extras, **rule.loss_extras(delta[:, :1], delta)}
     if state.buffers.averaged.numel():
         extras = {**extras, "buffers": state.buffers.averaged[None]}
     return Aggregate.of(params[None][:0], None, {n: value[:0] for n, value in extras.items()})

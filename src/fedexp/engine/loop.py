@@ -172,8 +172,9 @@ def client_weights(
     """
     if factor is None and work.weighting == "uniform":
         return None
-    factors = factor if isinstance(factor, Sequence) else [factor or 1.0] * len(clients)
-    return [work.weight(client) * each for client, each in zip(clients, factors, strict=True)]
+    if not isinstance(factor, Sequence):
+        factor = [1.0 if factor is None else factor] * len(clients)
+    return [work.weight(client) * each for client, each in zip(clients, factor, strict=True)]
 
 
 def client_loss(

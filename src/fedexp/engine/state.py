@@ -198,7 +198,8 @@ def message_bytes(algorithm: Algorithm, state: SimulationState) -> tuple[int, in
     client_state = rule.init_client_state(params)
     delta = torch.zeros_like(params)
     _, extras = rule.end_round(delta, 1.0, state.broadcast, client_state)
-    extras = {**extras, **rule.loss_extras(delta[:1], delta)}
+    if rule.needs_loss:
+        extras = {**extras, **rule.loss_extras(delta[:1], delta)}
     up = (params, buffers.averaged, *extras.values())
     down = (params, *buffers, *state.broadcast.values())
     return sum(each.nbytes for each in up), sum(each.nbytes for each in down)

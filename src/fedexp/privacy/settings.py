@@ -255,7 +255,7 @@ def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:
         "take a rule without them, such as fedexp or fedprox-exp",
     )
     _, extras = rule.end_round(zero, 1.0, broadcast, rule.init_client_state(zero))
-    names = ", ".join({**extras, **rule.loss_extras(zero, zero)})
+    names = ", ".join({**extras, **(rule.loss_extras(zero, zero) if rule.needs_loss else {})})
     require(
         not names,
         f"{algorithm.name} adds {names} to the sums, which privacy does not cover; "
