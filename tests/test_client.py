@@ -174,3 +174,62 @@ def test_one_client_is_centralised_sgd() -> None:
         optimiser.step()
     flat = torch.nn.utils.parameters_to_vector(model.parameters()).detach()
     torch.testing.assert_close(record.state.params, flat, rtol=1e-5, atol=1e-6)
+
+
+def unequal_quadratics() -> fx.tasks.Task:
+    """Two clients with F_i(w) = (w - c_i)², of which one has ten times the data and steps.
+
+    All examples of a client are the same, so that every batch has the same gradient.
+    """
+    sizes, centres = (4, 40), (0.0, 1.0)
+    y = torch.cat([torch.full((n,), c) for n, c in zip(sizes, centres, strict=True)]).double()
+    fields = {"x": torch.ones(len(y), 1, dtype=torch.float64), "y": y}
+    return fx.tasks.Task(
+        name="unequal",
+        objective=LeastSquares(torch.zeros(1, dtype=torch.float64)),
+        train=fx.Federation(fields, np.cumsum([0, *sizes])),
+        test=None,
+        local=fx.LocalTraining(lr=0.002, epochs=1, batch_size=4),
+        rounds=300,
+    )
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched"])
+def test_fednova_reaches_the_optimum_where_fedavg_does_not(engine: str) -> None:
+    """The optimum is 1/2; FedAvg weighs the second client by its ten steps, and ends near 10/11."""
+    task = unequal_quadratics()
+    ends = [
+        last(task, algorithm, rounds=None, engine=engine).state.params.item()
+        for algorithm in (fx.fedavg(), fx.fednova())
+    ]
+    assert ends[0] == pytest.approx(10 / 11, abs=0.02)
+    assert ends[1] == pytest.approx(1 / 2, abs=0.02)
+
+
+def test_fednova_with_equal_work_is_fedavg() -> None:
+    for options in ({}, {"cohort": 3}, {"local": replace(least_squares().local, steps=1)}):
+        one = last(least_squares(), fx.fedavg(1.3), **options)
+        other = last(least_squares(), fx.fednova(1.3), **options)
+        torch.testing.assert_close(one.state.params, other.state.params, rtol=1e-12, atol=1e-14)
+        assert other.server_lr == pytest.approx(1.3, rel=1e-12)
+
+
+def test_fednova_with_another_server_rule_weighs_clients_alike() -> None:
+    """FedExP on FedNova's weights: mean and mean squared norm have them both."""
+    task = unequal_quadratics()
+    mixed = fx.Algorithm("nova-exp", client=fx.Nova(), server=fx.ExP(eps=0.0))
+    plain, nova = (last(task, each, rounds=1) for each in (fx.fedexp(eps=0.0), mixed))
+    assert nova.metrics["diversity"] > plain.metrics["diversity"]
+
+
+def test_fednova_sends_two_numbers_more_than_fedavg() -> None:
+    task = unequal_quadratics()
+    plain, nova = (last(task, each, rounds=1).bytes_up for each in (fx.fedavg(), fx.fednova()))
+    assert (plain, nova) == (2 * 8, 2 * 3 * 8)  # two clients, float64
+
+
+def test_rules_that_add_to_the_sums_are_refused_with_privacy() -> None:
+    privacy = fx.privacy.CentralPrivacy(clip=1.0, delta=1e-3, noise_multiplier=1.0)
+    for algorithm in (fx.fednova(), fx.fedexprox_stops()):
+        with pytest.raises(fx.UsageError, match=r"adds .* to the sums, which privacy does not"):
+            fx.simulate(unequal_quadratics(), algorithm, 1, privacy=privacy)

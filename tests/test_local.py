@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -120,7 +121,12 @@ def test_scaffold_divides_by_the_sum_of_the_step_sizes(more: dict[str, Any]) -> 
 
 
 def test_a_whole_round_as_one_program_has_the_same_steps() -> None:
-    for options in (TWINS["adam"][0], SCHEDULED, {"momentum": 0.9, "step_schedule": halved}):
+    for options in (
+        TWINS["adam"][0],
+        SCHEDULED,
+        {"momentum": 0.9, "step_schedule": halved},
+        DELTA,
+    ):
         task = unequal()
         task = replace(task, local=replace(task.local, **options))
         one = run_rounds(Batched(graphs=False), task, fx.fedexp())
@@ -130,12 +136,59 @@ def test_a_whole_round_as_one_program_has_the_same_steps() -> None:
         assert whole.cuda_graph == "round"
 
 
-@pytest.mark.parametrize("make", [fx.scaffold, fx.scaffold_exp])
-@pytest.mark.parametrize("options", [TWINS["momentum"][0], TWINS["adam"][0]], ids=str)
-def test_scaffold_refuses_other_optimisers(make: Any, options: dict[str, Any]) -> None:
-    with pytest.raises(fx.UsageError, match=r"momentum and Adam are not; use local.optimizer sgd"):
+DELTA: dict[str, Any] = {"optimizer": "delta-sgd", "weight_decay": 0.01}
+
+
+def test_delta_sgd_by_hand() -> None:
+    """Three clients, each with norms of its own, beside numpy and its measured distances."""
+    local, draw = Local(lr=0.2, **DELTA), torch.Generator().manual_seed(0)
+    x = torch.randn(3, 7, generator=draw, dtype=torch.float64)
+    curvature = torch.rand(3, 7, generator=draw, dtype=torch.float64) * 8
+    w, last, g_last, eta, theta = x.numpy().copy(), None, None, np.full(3, 0.2), np.ones(3)
+    params, moments = x, init_moments(x, local)
+    bounds = set()
+    for step in range(1, 9):
+        g = curvature.numpy() * w + 0.01 * w
+        if last is not None:
+            smooth = np.linalg.norm(w - last, axis=1) / np.linalg.norm(g - g_last, axis=1)
+            grown = np.sqrt(1 + 0.1 * theta) * eta
+            bounds |= set((smooth < grown).tolist())
+            theta, eta = np.minimum(smooth, grown) / eta, np.minimum(smooth, grown)
+        last, g_last, w = w, g, w - eta[:, None] * g
+        params, moments = optimizer_step(params, curvature * params, moments, step, 0.2, local)
+        np.testing.assert_allclose(params.numpy(), w, rtol=1e-11)
+        np.testing.assert_allclose(moments["rate"].squeeze(1).numpy(), eta, rtol=1e-11)
+    assert bounds == {True, False}  # both bounds were active
+
+
+def test_delta_sgd_finds_the_smoothness_of_a_quadratic() -> None:
+    """With γ = 2 the bound is 1 / L, whatever the first step size, and one step then suffices."""
+    local, smoothness = Local(optimizer="delta-sgd"), 5.0
+    params = torch.tensor([1.0, -2.0], dtype=torch.float64)
+    moments = init_moments(params, local)
+    for step in (1, 2):
+        params, moments = optimizer_step(params, smoothness * params, moments, step, 0.3, local)
+    assert moments["rate"].item() == pytest.approx(1 / smoothness)
+    assert params.norm() < 1e-12
+    params, moments = optimizer_step(params * 0, params * 0, moments, 3, 0.3, local)
+    assert moments["rate"].isfinite().all()  # also where the gradient is zero
+
+
+@pytest.mark.parametrize("more", [{}, {"clip_norm": 0.5}], ids=["plain", "clipped"])
+def test_engines_agree_on_delta_sgd(more: dict[str, Any]) -> None:
+    local = Local(lr=0.2, epochs=2, batch_size=8, **DELTA, **more)
+    for engine in ("batched", "threads"):
+        assert_agree(unequal(), fx.fedexp(), engine, cohort=4, local=local)
+    *_, record = fx.simulate(unequal(), fx.fedavg(), 3, local=local)
+    assert record.engine.startswith("batched")
+
+
+@pytest.mark.parametrize("make", [fx.scaffold, fx.scaffold_exp, fx.fednova])
+@pytest.mark.parametrize("options", [TWINS["momentum"][0], TWINS["adam"][0], DELTA], ids=str)
+def test_rules_that_need_sgd_refuse_other_optimisers(make: Any, options: dict[str, Any]) -> None:
+    with pytest.raises(fx.UsageError, match=r"Adam and delta-sgd are not; use local.optimizer sgd"):
         fx.simulate(unequal(), make(), 1, local=Local(**options))
-    with pytest.raises(fx.UsageError, match="Scaffold takes local updates"):
+    with pytest.raises(fx.UsageError, match="takes local updates for sums of gradients"):
         fx.simulate(unequal(), make(), 1, local=Local(optimizer=TWINS["adam"][1]))
 
 
@@ -206,7 +259,7 @@ def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
     [
         (
             {"optimizer": "lion"},
-            "local.optimizer is sgd, adam, adamw or a function, .*, not 'lion'",
+            "local.optimizer is sgd, adam, adamw, delta-sgd or a function, .*, not 'lion'",
         ),
         ({"lr": "0.1"}, "local.lr must be a number, not '0.1'"),
         ({"steps": [2]}, "local.steps must be a number"),
@@ -217,6 +270,9 @@ def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
         ({"adam_eps": -1.0}, "local.adam_eps"),
         ({"lr_schedule": "step"}, "local.lr_schedule is constant, linear, cosine or a function"),
         ({"step_schedule": "step"}, "local.step_schedule is constant"),
+        ({"delta_growth": 0.0}, "local.delta_growth must be positive"),
+        ({"optimizer": "delta-sgd", "momentum": 0.9}, "local.momentum belongs to sgd"),
+        ({"optimizer": "delta-sgd", "step_schedule": "linear"}, "leave local.step_schedule out"),
     ],
 )
 def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:

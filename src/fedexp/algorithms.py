@@ -10,9 +10,22 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedexp.client import SGD, ClientRule, Prox, Scaffold
+from fedexp.client import SGD, ClientRule, Nova, Prox, ProxEnvelope, Scaffold
 from fedexp.errors import require
-from fedexp.server import Adagrad, Adam, Average, ExP, Momentum, MomentumExP, ServerRule, Yogi
+from fedexp.server import (
+    AMS,
+    Adagrad,
+    Adam,
+    Average,
+    ExP,
+    Hypergradient,
+    Momentum,
+    MomentumExP,
+    NormalisedAverage,
+    ServerRule,
+    StochasticPolyak,
+    Yogi,
+)
 
 
 @dataclass(frozen=True)
@@ -110,6 +123,46 @@ def fedyogi(lr: float = 0.01, tau: float = 1e-3, **options: Any) -> Algorithm:
     return Algorithm("fedyogi", server=Yogi(lr, tau, **options))
 
 
+def fedams(lr: float = 0.01, tau: float = 1e-6, **options: Any) -> Algorithm:
+    """FedAMS (Wang, Lin and Chen, 2022): FedAdam with a running maximum of its second moment."""
+    return Algorithm("fedams", server=AMS(lr, tau, **options))
+
+
+def fedexprox(gamma: float = 10.0, alpha: float = 1.0) -> Algorithm:
+    """FedExProx with a constant step (Li, Acharya and Richtárik, 2024): FedProx, extrapolated.
+
+    Clients approximate the proximal operator of γ F_i by local training with μ = 1/γ, and the
+    server steps by α > 1 times their mean change.
+    """
+    return Algorithm("fedexprox", client=Prox(1 / gamma), server=Average(alpha))
+
+
+def fedexprox_grads(gamma: float = 10.0, **options: Any) -> Algorithm:
+    """FedExProx-GraDS: the step is the diversity of the clients' proximal steps, at least 1.
+
+    It is mean ||Δ_i||² / ||mean Δ_i||²: FedProx-ExP with factor 1 and without eps, and the last
+    iterate is returned.
+    """
+    server = ExP(**{"eps": 0.0, "factor": 1.0, **options})
+    return Algorithm("fedexprox-grads", client=Prox(1 / gamma), server=server, average_last=1)
+
+
+def fedexprox_stops(gamma: float = 10.0, inf: float = 0.0, **options: Any) -> Algorithm:
+    """FedExProx-StoPS: the step is the stochastic Polyak step size of the Moreau envelopes."""
+    client = ProxEnvelope(1 / gamma, inf)
+    return Algorithm("fedexprox-stops", client=client, server=StochasticPolyak(**options))
+
+
+def fedhyper(lr: float = 1.0, **options: Any) -> Algorithm:
+    """FedHyper-G (Wang, Wang and Li, 2024): the step size follows its own gradient."""
+    return Algorithm("fedhyper", server=Hypergradient(lr, **options))
+
+
+def fednova(lr: float = 1.0) -> Algorithm:
+    """FedNova (Wang et al., 2020): updates are normalised by the work of their clients."""
+    return Algorithm("fednova", client=Nova(), server=NormalisedAverage(lr))
+
+
 # Names are resolved at the command line only.
 ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedavg": fedavg,
@@ -123,4 +176,10 @@ ALGORITHMS: dict[str, Callable[..., Algorithm]] = {
     "fedadagrad": fedadagrad,
     "fedadam": fedadam,
     "fedyogi": fedyogi,
+    "fedams": fedams,
+    "fedexprox": fedexprox,
+    "fedexprox-grads": fedexprox_grads,
+    "fedexprox-stops": fedexprox_stops,
+    "fedhyper": fedhyper,
+    "fednova": fednova,
 }

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.errors import require, warn_deprecated
+from fedexp.precision import widest
 
 Tensors = Mapping[str, Tensor]
 RENAMED_METHODS = {
@@ -60,11 +61,14 @@ class ClientRule:
     A rule overrides `linear_correction` if its correction is linear in the parameters, which lets
     engines solve quadratic problems in closed form, and `correct` otherwise.
 
-    `needs_sgd` states that `end_round` takes Δ / total_lr for a mean of gradients, which it is
+    `needs_sgd` states that the rule takes Δ / total_lr for a mean of gradients, which it is
     for SGD without momentum only; `simulate` refuses such a rule with another local optimiser.
+    `needs_loss` states that `loss_extras` is to be called, for which the simulator evaluates every
+    client on its own data after local training.
     """
 
     needs_sgd: ClassVar[bool] = False
+    needs_loss: ClassVar[bool] = False
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         """Accept the method names of version 0.1, with a deprecation warning."""
@@ -112,6 +116,22 @@ class ClientRule:
         """
         return {}, {}
 
+    def loss_extras(self, loss: Tensor, delta: Tensor) -> Tensors:
+        """Return further extras, [..., 1] each, where `needs_loss`.
+
+        Args:
+            loss: F_i(w_i) on all of the client's data, in evaluation mode, [..., 1].
+            delta: Δ_i = w - w_i, [..., d].
+        """
+        return {}
+
+    def weight_factor(self, total_lr: Tensor | float) -> Tensor | float | None:
+        """Return the factor on the client's weight in all sums, of the shape of `total_lr`.
+
+        None leaves the weights as they are.
+        """
+        return None
+
     def update_broadcast(
         self, broadcast: Tensors, aggregate: Aggregate, total_weight: float
     ) -> Tensors:
@@ -139,6 +159,61 @@ class Prox(ClientRule):
 
     def linear_correction(self, broadcast: Tensors, client_state: Tensors) -> LinearCorrection:
         return LinearCorrection(prox=self.mu)
+
+
+@dataclass(frozen=True)
+class ProxEnvelope(Prox):
+    """The client of FedExProx-StoPS: FedProx that also reports its Moreau envelope.
+
+    With γ = 1/μ the envelope of F_i at w^t is M_i = F_i(w_i) + ||Δ_i||² / (2γ), where w_i is the
+    proximal operator, which local training approximates. The client adds
+    γ (M_i - inf) = γ (F_i(w_i) - inf) + ||Δ_i||² / 2 to the sums, for `StochasticPolyak`. F_i is
+    the task's loss. On least squares it is twice what the local gradient descends
+    (docs/paper.md#half-gradient), and steps come out up to twice as long.
+
+    Args:
+        mu: μ = 1/γ > 0.
+        inf: the infimum of F_i, which is that of M_i: 0 where a client can fit its data.
+    """
+
+    needs_loss: ClassVar[bool] = True
+
+    inf: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(self.mu > 0, f"mu must be > 0, not {self.mu}: it is 1 / gamma of the envelope")
+        require(math.isfinite(self.inf), f"inf must be finite, not {self.inf}")
+
+    def loss_extras(self, loss: Tensor, delta: Tensor) -> Tensors:
+        length = torch.linalg.vector_norm(delta, dim=-1, keepdim=True, dtype=widest(delta.device))
+        return {"envelope": (loss - self.inf) / self.mu + length.square() / 2}
+
+
+@dataclass(frozen=True)
+class Nova(ClientRule):
+    """The client of FedNova (Wang et al., 2020), for clients that do unequal work.
+
+    a_i is the work of a client: its number of local steps, or the sum of its step sizes where they
+    change. Its weight p_i in all sums becomes p_i / a_i, so that the mean update is that of
+    Δ_i / a_i: a client with more steps does not count more. It adds a_i and a_i² to the sums, from
+    which `NormalisedAverage` computes the length of the step. With another server rule, e.g.
+    `ExP`, the direction is FedNova's, and the length is that rule's own.
+
+    a_i is that of plain SGD. The paper has others for local momentum, where this rule is refused,
+    and for a proximal term.
+    """
+
+    needs_sgd: ClassVar[bool] = True
+
+    def weight_factor(self, total_lr: Tensor | float) -> Tensor | float:
+        return 1.0 / total_lr
+
+    def end_round(
+        self, delta: Tensor, total_lr: Tensor | float, broadcast: Tensors, client_state: Tensors
+    ) -> tuple[Tensors, Tensors]:
+        work = torch.ones_like(delta[..., :1], dtype=widest(delta.device)) * total_lr
+        return {}, {"work": work, "sq_work": work.square()}
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """Local training: the settings of local optimisation, and one step of it, shared by all algorithms.
 
 `local_step` is plain SGD. `optimizer_step` is every other optimiser that has a name: SGD with
-momentum, Adam and AdamW, by the formulas of `torch.optim`. Both work on parameters [..., d], so
-that the loop, the threads and the batched engine take the same step. A function in the style of
-`torch.optim` is called for one client at a time (`TorchOptimizer`).
+momentum, Adam and AdamW, by the formulas of `torch.optim`, and Delta-SGD. Both work on parameters
+[..., d], so that the loop, the threads and the batched engine take the same step. A function in the
+style of `torch.optim` is called for one client at a time (`TorchOptimizer`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from fedexp.precision import widest
 
 MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
 Schedule = Literal["constant", "linear", "cosine"]
-OPTIMIZERS, SCHEDULES = ("sgd", "adam", "adamw"), ("constant", "linear", "cosine")
+OPTIMIZERS = ("sgd", "adam", "adamw", "delta-sgd")
+SCHEDULES = ("constant", "linear", "cosine")
 NUMBERS = (
     "lr",
     "steps",
@@ -33,10 +34,22 @@ NUMBERS = (
     "clip_norm",
     "lr_decay",
     "momentum",
+    "delta_gamma",
+    "delta_growth",
 )
 # Fields that specs of version 0.1 do not have: left out of options where they have their default.
 ADDED = frozenset(
-    {"optimizer", "momentum", "nesterov", "betas", "adam_eps", "lr_schedule", "step_schedule"}
+    {
+        "optimizer",
+        "momentum",
+        "nesterov",
+        "betas",
+        "adam_eps",
+        "lr_schedule",
+        "step_schedule",
+        "delta_gamma",
+        "delta_growth",
+    }
 )
 
 
@@ -59,9 +72,10 @@ class LocalTraining:
         lr_decay: factor on lr after every round.
         decay_before_first_round: decay before the first round as well
             (docs/paper.md#released-decay-timing).
-        optimizer: "sgd", "adam", "adamw", or a function in the style of `torch.optim`, e.g.
-            `lambda params, lr: torch.optim.RMSprop(params, lr)`, called for every client and round
-            with one vector of all parameters. A function runs in the loop and in threads only.
+        optimizer: "sgd", "adam", "adamw", "delta-sgd", or a function in the style of `torch.optim`,
+            e.g. `lambda params, lr: torch.optim.RMSprop(params, lr)`, called for every client and
+            round with one vector of all parameters. A function runs in the loop and in threads
+            only.
         momentum: of "sgd", in [0, 1).
         nesterov: Nesterov's momentum.
         betas: decay of the two moments of "adam" and "adamw".
@@ -70,6 +84,8 @@ class LocalTraining:
             (1 + cos(π (t-1)/T)) / 2; or a function of the round. `lr_decay` multiplies it.
         step_schedule: the same over the local steps, from step 0: a function has the arguments
             (step, steps).
+        delta_gamma: γ of "delta-sgd", the factor on the inverse of the local smoothness.
+        delta_growth: δ of "delta-sgd", which limits how fast its step size grows.
     """
 
     lr: float = 0.01
@@ -80,13 +96,15 @@ class LocalTraining:
     clip_norm: float | None = None
     lr_decay: float = 1.0
     decay_before_first_round: bool = False
-    optimizer: Literal["sgd", "adam", "adamw"] | MakeOptimizer = "sgd"
+    optimizer: Literal["sgd", "adam", "adamw", "delta-sgd"] | MakeOptimizer = "sgd"
     momentum: float = 0.0
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
     adam_eps: float = 1e-8
     lr_schedule: Schedule | Callable[[int], float] = "constant"
     step_schedule: Schedule | Callable[[int, int], float] = "constant"
+    delta_gamma: float = 2.0
+    delta_growth: float = 0.1
 
     def __post_init__(self) -> None:
         for name in NUMBERS:
@@ -109,7 +127,7 @@ class LocalTraining:
         optimizer, momentum = self.optimizer, self.momentum
         require(
             callable(optimizer) or optimizer in OPTIMIZERS,
-            "local.optimizer is sgd, adam, adamw or a function, e.g. lambda params, lr: "
+            "local.optimizer is sgd, adam, adamw, delta-sgd or a function, e.g. lambda params, lr: "
             f"torch.optim.RMSprop(params, lr), not {shown(repr(optimizer), 40)}",
         )
         require(0 <= momentum < 1, f"local.momentum must be in [0, 1), not {momentum}")
@@ -128,6 +146,13 @@ class LocalTraining:
                 callable(value) or value in SCHEDULES,
                 f"local.{name} is {', '.join(SCHEDULES)} or a function, not {value!r}",
             )
+        for name in ("delta_gamma", "delta_growth"):
+            value = getattr(self, name)
+            require(value > 0, f"local.{name} must be positive, not {value}")
+        require(
+            optimizer != "delta-sgd" or self.step_schedule == "constant",
+            "delta-sgd chooses the step size of every local step; leave local.step_schedule out",
+        )
 
     @property
     def is_sgd(self) -> bool:
@@ -251,6 +276,9 @@ def init_moments(params: Tensor, local: LocalTraining) -> dict[str, Tensor]:
     """Return the optimiser's state before a client's first step: zeros like its parameters."""
     if local.is_sgd or callable(local.optimizer):  # a function's optimiser has its own state
         return {}
+    if local.optimizer == "delta-sgd":
+        number = params.new_zeros(*params.shape[:-1], 1, dtype=widest(params.device))
+        return {"grad": torch.zeros_like(params), "rate": number, "ratio": number}
     names = ("momentum",) if local.optimizer == "sgd" else ("first", "second")
     return {name: torch.zeros_like(params) for name in names}
 
@@ -271,6 +299,7 @@ def optimizer_step(
         Adam    m ← β₁ m + (1-β₁) g;  v ← β₂ v + (1-β₂) g²;
                 w ← w - η / (1-β₁ᵗ) · m / (√v / √(1-β₂ᵗ) + eps)
         AdamW   w ← (1 - η λ) w first, then as Adam
+        Delta-SGD   w ← w - ηₖ gₖ, see `delta_step_size`
 
     Args:
         params: w.
@@ -291,12 +320,51 @@ def optimizer_step(
         momentum = grad.add(moments["momentum"], alpha=local.momentum)
         ahead = grad.add(momentum, alpha=local.momentum) if local.nesterov else momentum
         return params - _like(lr, params) * ahead, {"momentum": momentum}
+    if local.optimizer == "delta-sgd":
+        eta, theta = delta_step_size(grad, moments, lr, local)
+        after = torch.addcmul(params, grad, eta.to(grad), value=-1)
+        return after, {"grad": grad.clone(), "rate": eta, "ratio": theta}
     beta1, beta2 = local.betas
     first = moments["first"].lerp(grad, 1 - beta1)
     second = (moments["second"] * beta2).addcmul_(grad, grad, value=1 - beta2)
     rate, root = lr / (1 - beta1**step), (1 - beta2**step) ** 0.5
     scale = (second.sqrt() / _like(root, params)).add_(local.adam_eps)
     return params - _like(rate, params) * (first / scale), {"first": first, "second": second}
+
+
+def delta_step_size(
+    grad: Tensor, moments: Mapping[str, Tensor], lr: float | Tensor, local: LocalTraining
+) -> tuple[Tensor, Tensor]:
+    """Return the step sizes ηₖ of Delta-SGD (Kim et al., 2024) and θₖ = ηₖ / ηₖ₋₁, [..., 1] each.
+
+        ηₖ = min(γ ||xₖ - xₖ₋₁|| / (2 ||gₖ - gₖ₋₁||), √(1 + δ θₖ₋₁) ηₖ₋₁)
+
+    Norms are over all parameters of a client; xₖ - xₖ₋₁ is -ηₖ₋₁ gₖ₋₁. In every round η₀ is `lr`
+    and θ₀ = 1; γ and δ are `delta_gamma` and `delta_growth`. Where one of the two differences is
+    zero the second bound alone counts. gₖ and gₖ₋₁ are the gradients of the steps, each of its own
+    batch. The released code, which was read, has η₀ = 0.2, γ = 2 and δ = 0.02, computes both
+    gradients on the batch of step k, at the price of a second one, and takes a first step of
+    √(1 + δ) η₀. The text of the paper was not at hand.
+
+    >>> local = LocalTraining(optimizer="delta-sgd")
+    >>> before = init_moments(torch.zeros(2), local)
+    >>> delta_step_size(torch.tensor([3.0, 4.0]), before, 0.2, local)[0].item()
+    0.2
+    """
+    before, rate = moments["grad"], moments["rate"]
+    grown = rate * (1 + local.delta_growth * moments["ratio"]).sqrt()
+    moved, change = rate * _lengths(before), _lengths(grad - before)
+    known = (moved > 0) & (change > 0)
+    smooth = 0.5 * local.delta_gamma * moved / change.masked_fill(~known, 1.0)
+    found = torch.where(known, torch.minimum(smooth, grown), grown)
+    first = rate == 0
+    return torch.where(first, lr, found), torch.where(first, 1.0, found / rate)
+
+
+def _lengths(vectors: Tensor) -> Tensor:
+    """Return the norms of vectors [..., d], shape [..., 1]."""
+    rows = vectors.reshape(-1, vectors.shape[-1])
+    return norms(rows).view(*vectors.shape[:-1], 1)
 
 
 def _like(value: float | Tensor, params: Tensor) -> float | Tensor:
@@ -349,7 +417,7 @@ def clip_factor(grad: Tensor, bound: float) -> Tensor:
     if _surely_within(rows, bound):
         return torch.ones(*grad.shape[:-1], 1, dtype=widest(grad.device))
     # in float64, because the square of a large float32 overflows and the factor would be 0
-    return clip_to(norms(rows).view(*grad.shape[:-1], 1), bound)
+    return clip_to(_lengths(grad), bound)
 
 
 def _surely_within(rows: Tensor, bound: float) -> bool:

@@ -24,7 +24,7 @@ from fedexp.client import SGD
 from fedexp.errors import UsageError, require, unknown_name
 from fedexp.local import ADDED, LocalTraining
 from fedexp.references import is_reference, load_object, name_in, reference_to
-from fedexp.server import Adagrad, Adam, ExP, MomentumExP, ServerRule, Yogi
+from fedexp.server import AMS, Adagrad, Adam, ExP, MomentumExP, ServerRule, Yogi
 from fedexp.tasks import (
     cifar10,
     cifar10_cnn,
@@ -414,7 +414,7 @@ def _released_rule(server: ServerRule, lr_decay: float) -> ServerRule:
         )
     if isinstance(server, MomentumExP):
         return replace(server, apply_momentum=False)
-    if isinstance(server, Yogi):
+    if isinstance(server, Yogi | AMS):
         return server  # not in the released code
     if isinstance(server, Adagrad):
         return replace(server, form="authors", tau=0.01)

@@ -132,6 +132,8 @@ CASES: dict[str, Callable[[], tuple[Task, fx.Algorithm, dict[str, Any]]]] = {
     "scaffold-loop": lambda: (net(), fx.scaffold(), {"engine": "loop", "cohort": 5}),
     "scaffold-exp": lambda: (net(), fx.scaffold_exp(), {"engine": "batched", "cohort": 5}),
     "fedadagrad": lambda: (net(), fx.fedadagrad(), {"cohort": 5, "weighting": "size"}),
+    "fednova": lambda: (net(), fx.fednova(), {"cohort": 5, "weighting": "size"}),
+    "fedexprox-stops": lambda: (few_test_examples(), fx.fedexprox_stops(), {"cohort": 1}),
     "dense-engine": lambda: (unequal(plain), fx.scaffold_exp(), {"cohort": 6}),
     "linear-engine": lambda: (least_squares(clients=7), fx.scaffold_exp(), {"cohort": 5}),
     "chosen-cohorts": lambda: (

@@ -325,6 +325,7 @@ PADDED_LOCALS = [
     replace(EPOCHS, momentum=0.5, nesterov=True, weight_decay=0.1),
     replace(EPOCHS, optimizer="adam", lr=0.01),
     replace(EPOCHS, optimizer="adamw", lr=0.01, weight_decay=0.1, clip_norm=0.1),
+    replace(EPOCHS, optimizer="delta-sgd", lr=0.1, clip_norm=0.5),
     replace(EPOCHS, step_schedule="cosine"),
     replace(EPOCHS, batch_size=None),
     replace(EPOCHS, batch_size=24),  # more than some cohorts have

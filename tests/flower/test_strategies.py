@@ -145,7 +145,18 @@ def test_strategies_take_fedavgs_arguments_first_and_in_order() -> None:
             signature(strategy.start).parameters.keys()
             == signature(Strategy.start).parameters.keys()
         )
-    assert STRATEGIES.keys() == ALGORITHMS.keys()
+    assert STRATEGIES.keys() <= ALGORITHMS.keys()
+
+
+@pytest.mark.parametrize("name", sorted(ALGORITHMS.keys() - STRATEGIES.keys()))
+def test_other_algorithms_are_given_to_a_rule_strategy(name: str) -> None:
+    """Or refused, where the client rule is not one of Flower's."""
+    algorithm = ALGORITHMS[name]()
+    if name in ("fednova", "fedexprox-stops"):
+        with pytest.raises(UsageError, match="on Flower the client rule is SGD, Prox or Scaffold"):
+            RuleStrategy(algorithm=algorithm)
+    else:
+        assert RuleStrategy(algorithm=algorithm).settings.algorithm == algorithm
 
 
 @pytest.mark.parametrize("name", STRATEGIES)

@@ -32,9 +32,20 @@ SERVER_RULES = [
     fx.Yogi(),
     fx.Yogi(tau=0.0),
     fx.Yogi(form="printed"),
+    fx.AMS(),
+    fx.AMS(tau=0.0),
+    fx.AMS(tau=1e-3, stabilise="sum"),
+    fx.Hypergradient(),
+    fx.Hypergradient(lr=0.5, high=2.0),
 ]
 EXTRAPOLATING = [rule for rule in SERVER_RULES if isinstance(rule, fx.ExP)]
-CLIENT_RULES: list[fx.ClientRule] = [fx.SGD(), fx.Prox(0.1), fx.Scaffold()]
+CLIENT_RULES: list[fx.ClientRule] = [
+    fx.SGD(),
+    fx.Prox(0.1),
+    fx.Scaffold(),
+    fx.ProxEnvelope(0.1),
+    fx.Nova(),
+]
 ALGORITHMS = [
     fx.fedavg(),
     fx.fedexp(),
@@ -47,6 +58,12 @@ ALGORITHMS = [
     fx.fedadagrad(),
     fx.fedadam(),
     fx.fedyogi(),
+    fx.fedams(),
+    fx.fedexprox(alpha=1.5),
+    fx.fedexprox_grads(),
+    fx.fedexprox_stops(max_step=4.0),
+    fx.fedhyper(),
+    fx.fednova(),
 ]
 
 

@@ -88,10 +88,13 @@ def test_the_joint_vector_stays_within_its_sensitivity(
     assert joint_sensitivity(bound, kappa) == pytest.approx(largest, rel=1e-12)
 
 
+@pytest.mark.parametrize("numerator", ["lower-bound", "unbiased"])
 @pytest.mark.parametrize("size", [1e6, 2.0, 0.1, math.nan])
-def test_one_client_moves_the_release_by_no_more_than_the_noise_is_made_for(size: float) -> None:
+def test_one_client_moves_the_release_by_no_more_than_the_noise_is_made_for(
+    size: float, numerator: str
+) -> None:
     """With and without a client, under the same noise, through the whole path of a round."""
-    mechanism, others = central(), rows(9, 30, 1)
+    mechanism, others = central(numerator=numerator), rows(9, 30, 1)
     guest = size * torch.ones(1, 30)
     without, having = (
         mechanism.release(Aggregate.of(mechanism.clipped(updates)), round=1)
@@ -140,6 +143,42 @@ def test_the_margin_of_local_noise_by_hand() -> None:
     """d = 1, σ = 1, C = 2, 20 clients: 80 less 20 · 1, less 2 √(20 (2 + 4 · 2²))."""
     released = LocalMechanism(2.0, 0.5, 1e-5).release(sums_of(20, 80.0), 1)
     assert released.sq_norm.item() == pytest.approx(60 - 2 * math.sqrt(360))
+
+
+def test_the_central_estimate_is_unbiased() -> None:
+    """Seeded; four standard errors over 2,000 rounds, far from both ends of the range."""
+    mechanism, middle = central(cohort=2000, numerator="unbiased"), sums_of(2000, 4000)
+    seen = torch.stack([mechanism.release(middle, k).sq_norm for k in range(2000)])
+    deviation = mechanism.sigma * mechanism.clip / mechanism.norm_weight
+    assert seen.mean().item() == pytest.approx(4000, abs=4 * deviation / math.sqrt(2000))
+
+
+def test_the_local_estimate_is_unbiased() -> None:
+    """Seeded; the mean over 500 rounds of noised updates is that of the clipped ones."""
+    mechanism = LocalMechanism(2.0, 0.1, 1e-5, numerator="unbiased")
+    updates = clip(0.2 * rows(20, 30, 3).double(), 2.0)
+    truth, seen = updates.square().sum().item(), []
+    for k in range(500):
+        sent = torch.stack(
+            [mechanism.noised(u, seeded_normals(0, k, i)) for i, u in enumerate(updates)]
+        )
+        seen.append(mechanism.release(Aggregate.of(sent), k).sq_norm.item())
+    assert 0 < min(seen) < max(seen) < 80  # nothing was clamped
+    sigma = mechanism.sigma
+    deviation = math.sqrt(20 * 2 * 30 * sigma**4 + 4 * sigma**2 * truth)
+    assert np.mean(seen) == pytest.approx(truth, abs=4 * deviation / math.sqrt(500))
+
+
+def test_the_numerator_changes_neither_the_noise_nor_the_cost() -> None:
+    sums = Aggregate.of(0.2 * rows(20, 30).double())
+    one, other = central(), central(numerator="unbiased")
+    assert torch.equal(one.release(sums, 1).update, other.release(sums, 1).update)
+    assert one.sigma == other.sigma
+    assert one.plan(40, 20) == other.plan(40, 20)
+    local = LocalMechanism(2.0, 0.1, 1e-5), LocalMechanism(2.0, 0.1, 1e-5, numerator="unbiased")
+    assert local[0].plan(40, 20) == local[1].plan(40, 20)
+    assert local[0].config() == local[1].config()
+    assert local[0].release(sums, 1).sq_norm < local[1].release(sums, 1).sq_norm
 
 
 def test_rounds_draw_noise_of_their_own() -> None:

@@ -11,6 +11,8 @@ import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError
 from fedexp.privacy import CentralPrivacy, LocalPrivacy, PrivacyWarning
+from fedexp.runs.spec import parse_privacy, privacy_from, privacy_table
+from tests.helpers.problems import least_squares
 
 RUN: dict[str, Any] = {"clients": 1000, "cohort": 100, "rounds": 20, "algorithm": fx.fedexp()}
 
@@ -41,9 +43,38 @@ def test_every_algorithm_is_private_or_refused(name: str) -> None:
     if name.startswith("scaffold"):
         with pytest.raises(UsageError, match="control variates"):
             privacy.prepare(**run)
+    elif name in ("fednova", "fedexprox-stops"):
+        with pytest.raises(UsageError, match=r"adds .* to the sums"):
+            privacy.prepare(**run)
     else:
         kappa = privacy.prepare(**run).norm_weight
-        assert kappa == pytest.approx(0.2 if "exp" in name else 0.0)
+        extrapolates = isinstance(run["algorithm"].server, fx.ExP)
+        assert kappa == pytest.approx(0.2 if extrapolates else 0.0)
+
+
+def test_the_numerator_of_the_step_size() -> None:
+    for make in (CentralPrivacy, LocalPrivacy):
+        chosen = make(1.0, 1e-5, noise_multiplier=1.0, numerator="unbiased")
+        assert chosen.prepare(**RUN).numerator == "unbiased"
+        assert make(1.0, 1e-5, noise_multiplier=1.0).prepare(**RUN).numerator == "lower-bound"
+        assert privacy_from(privacy_table(chosen)) == chosen
+        assert "numerator" not in privacy_table(make(1.0, 1e-5, noise_multiplier=1.0))
+        with pytest.raises(UsageError, match="numerator is lower-bound or unbiased, not 'upper'"):
+            make(1.0, 1e-5, noise_multiplier=1.0, numerator="upper")  # type: ignore[arg-type]
+    text = "local:clip=1,delta=1e-5,noise_multiplier=1,numerator=unbiased"
+    assert parse_privacy(text) == LocalPrivacy(1.0, 1e-5, 1.0, numerator="unbiased")
+
+
+@pytest.mark.parametrize("make", [CentralPrivacy, LocalPrivacy])
+def test_the_unbiased_numerator_extrapolates_no_less(make: Any) -> None:
+    """The first round of two simulations with the same noise."""
+    steps = []
+    for numerator in (None, "unbiased"):
+        privacy = make(0.1, 1e-5, noise_multiplier=0.02, numerator=numerator)
+        task = least_squares(clients=20)
+        record = next(fx.simulate(task, fx.fedexp(eps=0.0), 1, "all", privacy=privacy))
+        steps.append(record.server_lr or 0.0)
+    assert 1 < steps[0] < steps[1]
 
 
 @pytest.mark.parametrize(

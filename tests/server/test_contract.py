@@ -133,6 +133,10 @@ def test_converges_on_a_quadratic(rule: fx.ServerRule) -> None:
         (fx.Adagrad, {"tau": -1.0}),
         (fx.Adam, {"form": "other"}),
         (fx.Adam, {"beta2": 1.0}),
+        (fx.AMS, {"stabilise": "min"}),
+        (fx.AMS, {"form": "printed"}),
+        (fx.StochasticPolyak, {"max_step": 0.5}),
+        (fx.NormalisedAverage, {"lr": 0.0}),
     ],
 )
 def test_options_out_of_range_are_refused(rule: type, options: dict) -> None:

@@ -139,3 +139,43 @@ def test_adam_as_the_authors_run_it() -> None:
         v = 0.99 * v + 0.01 * m**2
         w = w - 0.5 * (m / 0.1) / np.sqrt(v / 0.01 + 0.01)
     check(fx.Adam(0.5, tau=1e-4, form="authors"), w)
+
+
+@pytest.mark.parametrize("stabilise", ["max", "sum"])
+def test_ams(stabilise: Any) -> None:
+    w, m, v, largest = START.copy(), np.zeros(DIM), np.zeros(DIM), np.zeros(DIM)
+    tau = 0.01
+    for d in (*UPDATES[:2], *(0.1 * each for each in UPDATES[2:])):
+        g = d.mean(0)
+        m, v = 0.9 * m + 0.1 * g, 0.5 * v + 0.5 * g**2
+        if stabilise == "max":
+            largest = np.maximum(np.maximum(largest, v), tau)
+            w = w - 0.5 * m / np.sqrt(largest)
+        else:
+            largest = np.maximum(largest, v)
+            w = w - 0.5 * m / (np.sqrt(largest) + tau)
+    assert (largest > v).any()  # the maximum matters
+    rule = fx.AMS(0.5, tau=tau, beta2=0.5, stabilise=stabilise)
+    params, state = torch.from_numpy(START.copy()), rule.init(torch.from_numpy(START))
+    for d in (*UPDATES[:2], *(0.1 * each for each in UPDATES[2:])):
+        params, state, _ = rule.step(params, fx.Aggregate.of(d), state)
+    np.testing.assert_allclose(params.numpy(), w, rtol=1e-13, atol=1e-14)
+
+
+@pytest.mark.parametrize("weights", [None, [1.0, 2.0, 0.5, 4.0, 1.0]])
+def test_fednova(weights: list[float] | None) -> None:
+    """x - τ_eff sum p_i Δ_i / τ_i with τ_eff = sum p_i τ_i, for p that sum to 1."""
+    w, steps = START.copy(), np.array([1.0, 3.0, 7.0, 2.0, 20.0])
+    p = np.ones(CLIENTS) / CLIENTS if weights is None else np.array(weights) / np.sum(weights)
+    client, rule = fx.Nova(), fx.NormalisedAverage(0.7)
+    params = torch.from_numpy(START.copy())
+    total_lr = torch.from_numpy(0.1 * steps)[:, None]
+    for d in UPDATES:
+        w = w - 0.7 * (p @ steps) * (p / steps) @ d
+        deltas = torch.from_numpy(d)
+        _, extras = client.end_round(deltas, total_lr, {}, {})
+        factor = client.weight_factor(total_lr)
+        assert isinstance(factor, torch.Tensor)
+        own = torch.from_numpy(p) * factor.flatten()
+        params, *_ = rule.step(params, fx.Aggregate.of(deltas, own, extras), {})
+    np.testing.assert_allclose(params.numpy(), w, rtol=1e-12, atol=1e-14)

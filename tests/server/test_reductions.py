@@ -33,6 +33,7 @@ def trajectory(rule: fx.ServerRule, rounds: int = 5) -> list[torch.Tensor]:
         (fx.MomentumExP(eps=0.1, beta=0.0), fx.ExP(eps=0.1, clamp=False)),
         (fx.MomentumExP(eps=0.1, beta=0.0, clamp=True), fx.ExP(eps=0.1)),
         (fx.MomentumExP(eps=math.inf, clamp=True), fx.Momentum(1.0, beta=0.9)),
+        (fx.Hypergradient(0.7, low=0.7, high=0.7), fx.Average(0.7)),
     ],
     ids=str,
 )
@@ -58,6 +59,14 @@ def test_a_large_tau_makes_an_adaptive_rule_average(make: type[Any]) -> None:
         1e-2 if issubclass(make, fx.Adam) else 1e-5
     )  # of which a round costs 1 - √β₂ = 0.005, halved
     torch.testing.assert_close(halved[0], trajectory(fx.Average(0.5))[0], rtol=tolerance, atol=1e-5)
+
+
+def test_the_first_step_of_fedams_is_that_of_fedadam() -> None:
+    """The maximum over one round; √max(v, τ) is √v where every v is above τ."""
+    adam, ams = fx.Adam(tau=1e-3), fx.AMS(0.1, tau=1e-3, stabilise="sum")
+    assert torch.equal(trajectory(adam)[0], trajectory(ams)[0])
+    floor = fx.AMS(0.1, tau=1e-30)
+    torch.testing.assert_close(trajectory(fx.Adam(tau=0.0))[0], trajectory(floor)[0])
 
 
 @pytest.mark.parametrize("make", ADAPTIVE)

@@ -192,8 +192,8 @@ def list_tasks(args: argparse.Namespace) -> int:
 
 
 def _print_entry(name: str, what: str, options: list[str]) -> None:
-    print(f"{name:<14} {what}")
-    print(f"{'':<14} --set {' '.join(options)}")
+    print(f"{name:<16} {what}")
+    print(f"{'':<16} --set {' '.join(options)}")
 
 
 if __name__ == "__main__":

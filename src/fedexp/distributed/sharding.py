@@ -197,7 +197,10 @@ def empty_aggregate(work: Work, state: SimulationState) -> Aggregate:
     """Return the sums of no clients, with the layout that all-reduce needs on every rank."""
     rule, params = work.algorithm.client, state.params
     client_state = {name: value[None] for name, value in rule.init_client_state(params).items()}
-    _, extras = rule.end_round(torch.zeros_like(params)[None], 1.0, state.broadcast, client_state)
+    delta = torch.zeros_like(params)[None]
+    _, extras = rule.end_round(delta, 1.0, state.broadcast, client_state)
+    if rule.needs_loss:
+        extras = {**extras, **rule.loss_extras(delta[:, :1], delta)}
     if state.buffers.averaged.numel():
         extras = {**extras, "buffers": state.buffers.averaged[None]}
     return Aggregate.of(params[None][:0], None, {n: value[:0] for n, value in extras.items()})

@@ -135,7 +135,8 @@ class Batched:
         """Run the round as one CUDA graph, server step included; None where that is impossible."""
         clients: list[int] = work.cohort.tolist()
         fits = len(clients) <= _clients_at_a_time(work, state)
-        if not (fits and self._captures_rounds and self._replays(state)):
+        captures = self._captures_rounds and not work.algorithm.client.needs_loss
+        if not (fits and captures and self._replays(state)):
             return None
         is_stepped = self._is_stepped(work, state)
         plan = self._plan(work, clients, is_stepped)

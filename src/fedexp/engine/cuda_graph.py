@@ -231,8 +231,11 @@ class CudaGraphRound:
         if trained["averaged"].numel():
             changes = buffer_changes(trained["averaged"], inputs["averaged"])
             extras = {**extras, "buffers": changes}
+        weights, factor = inputs["weights"], rule.weight_factor(inputs["total_lr"])
+        if factor is not None:
+            weights = weights * (factor.flatten() if isinstance(factor, Tensor) else factor)
         known = finite_norms(deltas, extras)
-        aggregate = Aggregate.of_checked(deltas, inputs["weights"], extras, known)
+        aggregate = Aggregate.of_checked(deltas, weights, extras, known)
         server = part(inputs, "server.")
         before = ServerModel(inputs["params"], inputs["averaged"], server, broadcast)
         model, metrics = model_step(self.algorithm, before, aggregate, self.total_weight)

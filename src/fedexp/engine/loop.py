@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -27,10 +28,13 @@ from fedexp.local import (
     local_step_in_parts,
     optimizer_step,
 )
-from fedexp.objective import Objective, PartsObjective, buffer_changes
+from fedexp.objective import Buffers, Objective, PartsObjective, buffer_changes
+from fedexp.precision import widest
 from fedexp.seeding import seeded_torch
+from fedexp.tasks.task import Task
 
 SUMMED_BYTES = 32 * 2**20  # updates held at a time; one, where one is larger
+EVALUATED_ROWS = 1000  # examples of a client that are evaluated together
 LARGE_BYTES = 2**20  # parameters that do not fit a core's cache with their gradient
 
 Sums = tuple[Aggregate, dict[int, Tensors]]
@@ -99,7 +103,8 @@ def sum_trained(
     extras = {
         name: torch.stack([one.extras[name] for one in trained]) for name in trained[0].extras
     }
-    weights = [work.weight(client) for client in clients] if work.weighting == "size" else None
+    factors = [float(one.weight_factor) for one in trained if one.weight_factor is not None]
+    weights = client_weights(work, clients, factors or None)
     states: dict[int, Tensors] = {}
     if trained[0].state:
         good = usable(deltas, extras).tolist()
@@ -129,12 +134,25 @@ def sum_updates(
         client_state: their states before the round, [K, ...] each.
         buffers: the averaged buffers after local training, [K, b], if any.
     """
-    new_states, extras = work.algorithm.client.end_round(
-        deltas, total_lr, state.broadcast, client_state
-    )
+    rule = work.algorithm.client
+    new_states, extras = rule.end_round(deltas, total_lr, state.broadcast, client_state)
+    if rule.needs_loss:
+        losses = [
+            client_loss(
+                work.task,
+                client,
+                work.task.objective,
+                state.params - deltas[k],
+                state.buffers if buffers is None else state.buffers._replace(averaged=buffers[k]),
+            )
+            for k, client in enumerate(clients)
+        ]
+        extras = {**extras, **rule.loss_extras(torch.stack(losses), deltas)}
     if buffers is not None and buffers.numel():
         extras = {**extras, "buffers": buffer_changes(buffers, state.buffers.averaged)}
-    weights = [work.weight(client) for client in clients] if work.weighting == "size" else None
+    factor = rule.weight_factor(total_lr)
+    factors = factor.flatten().tolist() if isinstance(factor, Tensor) else factor
+    weights = client_weights(work, clients, factors)
     rows = unstacked(new_states, clients, usable(deltas, extras)) if new_states else {}
     # copies: views would hold the states of all the cohort in memory
     states: dict[int, Tensors] = {
@@ -143,6 +161,37 @@ def sum_updates(
     if work.privacy is not None:
         deltas = work.privacy.protected(deltas, clients, work.round)
     return Aggregate.of(deltas, weights, extras), states
+
+
+def client_weights(
+    work: Work, clients: Sequence[int], factor: Sequence[float] | float | None
+) -> list[float] | None:
+    """Return the weights of K clients in the sums; None where all are 1.
+
+    `factor` is the client rule's `weight_factor`, of each client or of all.
+    """
+    if factor is None and work.weighting == "uniform":
+        return None
+    if not isinstance(factor, Sequence):
+        factor = [1.0 if factor is None else factor] * len(clients)
+    return [work.weight(client) * each for client, each in zip(clients, factor, strict=True)]
+
+
+def client_loss(
+    task: Task, client: int, objective: Objective, params: Tensor, buffers: Buffers
+) -> Tensor:
+    """Return F_i of a model on all of the client's data, in evaluation mode, shape [1]."""
+    sums, parts, size = [], [], int(task.train.sizes[client])
+    for start in range(0, size, EVALUATED_ROWS):
+        rows = np.arange(start, min(start + EVALUATED_ROWS, size))
+        batch = task.train.batch(client, rows)
+        parts.append(len(rows) if task.counted is None else float(task.counted(batch).sum()))
+        if task.transform is not None:
+            batch = dict(task.transform.evaluate(batch))
+        losses = objective.measure(params, buffers, batch)["loss"]
+        sums.append(losses.sum(dtype=widest(losses.device)))
+    total = torch.stack(sums).sum(dim=0, keepdim=True)
+    return total if task.sums else total / sum(parts)
 
 
 def stacked_states(work: Work, state: SimulationState, clients: Sequence[int]) -> dict[str, Tensor]:
@@ -168,11 +217,15 @@ def unstacked(states: Tensors, clients: Sequence[int], good: Tensor) -> dict[int
 
 
 class Trained(NamedTuple):
-    """The result of a client: its update, its extras in the sums, its new state."""
+    """The result of a client: its update, its extras in the sums, its new state.
+
+    `weight_factor` is that of the client rule.
+    """
 
     delta: Tensor
     extras: Tensors
     state: Tensors
+    weight_factor: Tensor | float | None = None
 
 
 def train_client(work: Work, state: SimulationState, client: int) -> Trained:
@@ -220,10 +273,13 @@ def train(
     delta = torch.sub(state.params, params, out=out)
     total_lr = local.total_factor(steps) * lr
     new_state, extras = rule.end_round(delta, total_lr, state.broadcast, client_state)
+    if rule.needs_loss:
+        loss = client_loss(work.task, client, objective, params, buffers)
+        extras = {**extras, **rule.loss_extras(loss, delta)}
     if buffers.averaged.numel():
         changes = buffer_changes(buffers.averaged, state.buffers.averaged)
         extras = {**extras, "buffers": changes}
-    return Trained(delta, extras, new_state)
+    return Trained(delta, extras, new_state, rule.weight_factor(total_lr))
 
 
 def _parts_objective(work: Work, params: Tensor, objective: Objective) -> PartsObjective | None:

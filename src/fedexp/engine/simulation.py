@@ -195,7 +195,8 @@ def simulate(
     require(
         local.is_sgd or not algorithm.client.needs_sgd,
         f"{type(algorithm.client).__name__} takes local updates for sums of gradients, which "
-        "momentum and Adam are not; use local.optimizer sgd and momentum 0 with it",
+        "those of momentum, Adam and delta-sgd are not; use local.optimizer sgd and momentum 0 "
+        "with it",
     )
     rule = CohortRule.of(task.cohort if cohort is None else cohort, task.train.clients)
     if str(device).startswith("cuda"):

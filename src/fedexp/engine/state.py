@@ -196,7 +196,10 @@ def message_bytes(algorithm: Algorithm, state: SimulationState) -> tuple[int, in
     """Return the bytes that one client sends and receives in a round, by the shapes of a state."""
     rule, params, buffers = algorithm.client, state.params, state.buffers
     client_state = rule.init_client_state(params)
-    _, extras = rule.end_round(torch.zeros_like(params), 1.0, state.broadcast, client_state)
+    delta = torch.zeros_like(params)
+    _, extras = rule.end_round(delta, 1.0, state.broadcast, client_state)
+    if rule.needs_loss:
+        extras = {**extras, **rule.loss_extras(delta[:1], delta)}
     up = (params, buffers.averaged, *extras.values())
     down = (params, *buffers, *state.broadcast.values())
     return sum(each.nbytes for each in up), sum(each.nbytes for each in down)

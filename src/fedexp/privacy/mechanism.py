@@ -1,8 +1,9 @@
 """Mechanisms: clip updates, add noise to their sums, and release an `Aggregate` to step with.
 
 Server rules need no change. They read the mean update and the mean squared norm from the sums.
-A mechanism releases the first unbiased, the second as a lower bound that noise does not inflate;
-||mean||² is that of the noised mean, the step actually taken. docs/privacy.md derives all three.
+A mechanism releases the first unbiased, the second as a lower bound that noise does not inflate, or
+unbiased (`Numerator`); ||mean||² is that of the noised mean, the step actually taken.
+docs/privacy.md derives all three.
 Noise comes from the entropy of the operating system, or from a seed in tests and simulations.
 """
 
@@ -12,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import numpy as np
 import torch
@@ -24,7 +25,9 @@ from fedexp.errors import require
 from fedexp.privacy.accounting import Release, Sampling, composed_epsilon
 from fedexp.seeding import generator
 
-MARGIN = 2.0  # standard deviations of the noise subtracted from the mean squared norm
+Numerator = Literal["lower-bound", "unbiased"]
+# Standard deviations of the noise that are subtracted from the mean squared norm.
+MARGINS: dict[Numerator, float] = {"lower-bound": 2.0, "unbiased": 0.0}
 BELOW = 1.0 - 2.0**-22  # so that rounding to float32 does not raise a clipped norm above the bound
 Normals = Callable[[int], Tensor]  # returns so many independent draws of N(0, 1), in float64
 
@@ -61,12 +64,16 @@ def best_norm_weight(noise_multiplier: float, cohort: int) -> float:
     return 2.0 * math.sqrt(noise_multiplier / cohort)
 
 
-def lower_bound(sq_norm: Tensor, deviation: Tensor | float, most: Tensor | float) -> Tensor:
-    """Return a sum of squared norms in [0, most] that noise of this deviation rarely inflates.
+def released_sq_norm(
+    sq_norm: Tensor, deviation: Tensor | float, most: Tensor | float, numerator: Numerator
+) -> Tensor:
+    """Return a sum of squared norms in [0, most], given an unbiased estimate of this deviation.
 
-    Clamping at 0 alone would leave the positive half of the noise in the step size.
+    "lower-bound" is a value that noise rarely inflates: clamping at 0 alone would leave the
+    positive half of the noise in the step size. "unbiased" is the estimate itself; values outside
+    the range, which a sum of clipped squares cannot have, are clamped to it.
     """
-    bound = sq_norm - MARGIN * deviation
+    bound = sq_norm - MARGINS[numerator] * deviation
     return bound.clamp(min=0.0).minimum(torch.as_tensor(most).to(bound))
 
 
@@ -160,6 +167,7 @@ class CentralMechanism:
         sampling: see `epsilon`.
         noise_seed: for tests only.
         limit: ε that the run must not exceed.
+        numerator: how the squared norms are released.
     """
 
     clip: float
@@ -171,6 +179,7 @@ class CentralMechanism:
     sampling: Sampling = "known"
     noise_seed: int | None = None
     limit: float | None = None
+    numerator: Numerator = "lower-bound"
     hides_client_metrics: ClassVar[bool] = True
 
     @property
@@ -205,7 +214,7 @@ class CentralMechanism:
         return clip(updates, self.clip)
 
     def release(self, aggregate: Aggregate, round: int) -> Aggregate:
-        """Return noised sums with the fixed weight M; the scalar is a lower bound in [0, M C²]."""
+        """Return noised sums with the fixed weight M; the scalar is in [0, M C²]."""
         _require_no_extras(aggregate)
         dim = aggregate.update.numel()
         noise = self.sigma * normals(self.noise_seed, round)(dim + 1).to(aggregate.update.device)
@@ -215,7 +224,8 @@ class CentralMechanism:
         if self.norm_weight > 0:
             scale = self.clip / self.norm_weight
             noisy = aggregate.sq_norm + scale * noise[dim]
-            sq_norm = lower_bound(noisy, scale * self.sigma, self.cohort * self.clip**2)
+            most = self.cohort * self.clip**2
+            sq_norm = released_sq_norm(noisy, scale * self.sigma, most, self.numerator)
         return replace(aggregate, weight=size, update=update, sq_norm=sq_norm, count=size)
 
     def metrics(
@@ -237,11 +247,13 @@ class LocalMechanism:
         clip: C, the clients' bound.
         noise_multiplier: z; each client adds noise of standard deviation σ = z C.
         delta: δ of the accounting.
+        numerator: how the squared norms enter the step size.
     """
 
     clip: float
     noise_multiplier: float
     delta: float
+    numerator: Numerator = "lower-bound"
     hides_client_metrics: ClassVar[bool] = False
     limit: ClassVar[float | None] = None  # each client enforces its own
 
@@ -270,7 +282,7 @@ class LocalMechanism:
         return clipped + self.sigma * draw(update.numel()).to(update.device)
 
     def release(self, aggregate: Aggregate, round: int) -> Aggregate:
-        """Return the sums with a lower bound of the squared norms.
+        """Return the sums with squared norms from which the noise is subtracted.
 
         ||Δ_i + n_i||² has mean ||Δ_i||² + d σ² and variance 2 d σ⁴ + 4 σ² ||Δ_i||².
         """
@@ -279,7 +291,8 @@ class LocalMechanism:
         deviation = (aggregate.weight * variance * (2 * inflation + 4 * self.clip**2)).sqrt()
         unbiased = aggregate.sq_norm - aggregate.weight * inflation
         most = aggregate.weight * self.clip**2
-        return replace(aggregate, sq_norm=lower_bound(unbiased, deviation, most))
+        sq_norm = released_sq_norm(unbiased, deviation, most, self.numerator)
+        return replace(aggregate, sq_norm=sq_norm)
 
     def metrics(
         self, releases: Mapping[Release, int], released: Aggregate | None

@@ -16,10 +16,18 @@ from fedexp.algorithms import Algorithm
 from fedexp.errors import require
 from fedexp.privacy import accounting
 from fedexp.privacy.accounting import Sampling
-from fedexp.privacy.mechanism import CentralMechanism, LocalMechanism, Mechanism, best_norm_weight
-from fedexp.server import Adagrad, Adam, Average, Momentum, Yogi
+from fedexp.privacy.mechanism import (
+    MARGINS,
+    CentralMechanism,
+    LocalMechanism,
+    Mechanism,
+    Numerator,
+    best_norm_weight,
+)
+from fedexp.server import AMS, Adagrad, Adam, Average, Hypergradient, Momentum, Yogi
 
-READ_NO_NORMS = (Average, Momentum, Adagrad, Adam, Yogi)  # server rules without squared norms
+# Server rules without squared norms.
+READ_NO_NORMS = (Average, Momentum, Adagrad, Adam, Yogi, AMS, Hypergradient)
 
 
 class PrivacyWarning(UserWarning):
@@ -77,6 +85,8 @@ class CentralPrivacy:
         norm_weight: κ, the weight of the squared norms in the release; 2 √(z / M) when None.
         noise_seed: for tests and simulations only: noise that can be reproduced can be subtracted.
             In `simulate` the seed of the run when None; elsewhere the system's entropy.
+        numerator: the mean squared norm in the step size: "lower-bound" when None, or "unbiased",
+            as in DP-FedEXP (docs/privacy.md#dp-fedexp). Does not affect ε.
 
     >>> CentralPrivacy(clip=1.0, delta=1e-5)
     Traceback (most recent call last):
@@ -92,10 +102,12 @@ class CentralPrivacy:
     clients: int | None = None
     norm_weight: float | None = None
     noise_seed: int | None = None
+    numerator: Numerator | None = None
     noised_by_clients: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         check_numbers(self.clip, self.delta, self.noise_multiplier, self.epsilon)
+        check_numerator(self.numerator)
         kappa = self.norm_weight
         require(
             kappa is None or (math.isfinite(kappa) and kappa > 0),
@@ -138,6 +150,7 @@ class CentralPrivacy:
             norm_weight=kappa,
             noise_seed=self.noise_seed,
             limit=self.epsilon,
+            numerator=self.numerator or "lower-bound",
             **population,
         )
 
@@ -157,6 +170,7 @@ class LocalPrivacy:
         epsilon: limit on ε over `rounds`, which determines z.
         rounds: the most rounds that a client takes part in; it refuses more. Required with epsilon.
         noise_seed: as in `CentralPrivacy`.
+        numerator: as in `CentralPrivacy`.
     """
 
     clip: float
@@ -165,10 +179,12 @@ class LocalPrivacy:
     epsilon: float | None = None
     rounds: int | None = None
     noise_seed: int | None = None
+    numerator: Numerator | None = None
     noised_by_clients: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         check_numbers(self.clip, self.delta, self.noise_multiplier, self.epsilon)
+        check_numerator(self.numerator)
         require(
             self.epsilon is None or self.rounds is not None,
             "epsilon needs rounds too: the most rounds that a client takes part in",
@@ -181,7 +197,7 @@ class LocalPrivacy:
         if self.epsilon is not None and self.rounds is not None:
             z = 2.0 * accounting.noise_multiplier(self.epsilon, self.rounds, self.delta)
         assert z is not None
-        return LocalMechanism(self.clip, z, self.delta)
+        return LocalMechanism(self.clip, z, self.delta, self.numerator or "lower-bound")
 
     def prepare(
         self,
@@ -216,6 +232,14 @@ def check_numbers(
         accounting.require_epsilon(epsilon)
 
 
+def check_numerator(numerator: str | None) -> None:
+    """Refuse an unknown way to release the squared norms."""
+    require(
+        numerator is None or numerator in MARGINS,
+        f"numerator is {' or '.join(MARGINS)}, not {numerator!r}",
+    )
+
+
 def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:
     """Refuse what the guarantee does not cover."""
     require(
@@ -223,9 +247,18 @@ def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:
         f"privacy bounds a client's contribution only with uniform weights, not {weighting}; "
         "leave weighting out",
     )
+    rule, zero = algorithm.client, torch.zeros(1)
+    broadcast = rule.init_broadcast(zero)
     require(
-        not algorithm.client.init_broadcast(torch.zeros(1)),
+        not broadcast,
         f"the control variates of {algorithm.name} are not covered by privacy; "
+        "take a rule without them, such as fedexp or fedprox-exp",
+    )
+    _, extras = rule.end_round(zero, 1.0, broadcast, rule.init_client_state(zero))
+    names = ", ".join({**extras, **(rule.loss_extras(zero, zero) if rule.needs_loss else {})})
+    require(
+        not names,
+        f"{algorithm.name} adds {names} to the sums, which privacy does not cover; "
         "take a rule without them, such as fedexp or fedprox-exp",
     )
     require(

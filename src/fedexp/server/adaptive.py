@@ -1,4 +1,4 @@
-"""The adaptive server optimisers of Reddi et al. (2021): FedAdagrad, FedAdam, FedYogi."""
+"""Adaptive server optimisers: FedAdagrad, FedAdam, FedYogi (Reddi et al., 2021) and FedAMS."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EARLIER = "reddi"  # the name of "printed" in version 0.1
 
 @dataclass(frozen=True)
 class _Adaptive(ServerRule):
-    """The update that all three share: w ← w - lr · m / (√v + τ), coordinate by coordinate.
+    """The update that all share: w ← w - lr · m / (√v + τ), coordinate by coordinate.
 
     Args:
         lr: the server step size η_g > 0.
@@ -57,9 +57,11 @@ class _Adaptive(ServerRule):
         start = self.tau**2 if self.form == "printed" else 0.0
         return {"second": torch.full_like(vector(params), start)}
 
-    def _descend(self, params: Tensor, direction: Tensor, state: State) -> Step:
-        second = state["second"]
-        scale = (second + self.tau).sqrt() if self.form == "authors" else second.sqrt() + self.tau
+    def _scale(self, second: Tensor) -> Tensor:
+        """Return √v + τ."""
+        return (second + self.tau).sqrt() if self.form == "authors" else second.sqrt() + self.tau
+
+    def _descend(self, params: Tensor, direction: Tensor, scale: Tensor, state: State) -> Step:
         unchanged = scale == 0  # only with tau = 0, where all updates of a coordinate were 0
         direction = torch.where(unchanged, 0.0, direction / scale.masked_fill(unchanged, 1.0))
         return descend(params, direction, self.lr), state, {"server_lr": scalar(self.lr, params)}
@@ -78,7 +80,8 @@ class Adagrad(_Adaptive):
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
         mean = aggregate.mean.to(state["second"].dtype)
-        return self._descend(params, mean, {"second": state["second"] + mean.square()})
+        second = state["second"] + mean.square()
+        return self._descend(params, mean, self._scale(second), {"second": second})
 
 
 @dataclass(frozen=True)
@@ -104,11 +107,14 @@ class Adam(_Adaptive):
         return {**super().init(params), "first": torch.zeros_like(vector(params))}
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
+        moments = self._moments(aggregate, state)
+        return self._descend(params, moments["first"], self._scale(moments["second"]), moments)
+
+    def _moments(self, aggregate: Aggregate, state: State) -> dict[str, Tensor]:
         mean = aggregate.mean.to(state["second"].dtype)
         first = self.beta1 * state["first"] + (1 - self.beta1) * mean
         squared = (first if self.form == "authors" else mean).square()
-        second = self._second_moment(state["second"], squared)
-        return self._descend(params, first, {"first": first, "second": second})
+        return {"first": first, "second": self._second_moment(state["second"], squared)}
 
     def _second_moment(self, second: Tensor, squared: Tensor) -> Tensor:
         return self.beta2 * second + (1 - self.beta2) * squared
@@ -120,3 +126,50 @@ class Yogi(Adam):
 
     def _second_moment(self, second: Tensor, squared: Tensor) -> Tensor:
         return second - (1 - self.beta2) * squared * torch.sign(second - squared)
+
+
+@dataclass(frozen=True)
+class AMS(Adam):
+    """FedAMS (Wang, Lin and Chen, 2022): FedAdam with a running maximum of v.
+
+    m and v as in FedAdam. With the default `stabilise="max"`
+
+        v̂ ← max(v̂, v, τ);  w ← w - lr · m / √v̂
+
+    and with "sum", which the paper calls FedAMSGrad, v̂ ← max(v̂, v); w ← w - lr · m / (√v̂ + τ).
+    The released code, which was read, is "sum" with the bias corrections of Adam, and starts v̂ at
+    a value of its own, which acts as τ in "max"; the paper's own text was not at hand.
+
+    Args:
+        tau: "max" compares τ with v, so that √τ is what FedAdam adds to √v; "sum" adds it to √v̂.
+        stabilise: "max" or "sum".
+
+    >>> import torch
+    >>> rule, w = AMS(lr=1.0, tau=0.01, beta1=0.0, beta2=0.0), torch.zeros(2)
+    >>> w, state, metrics = rule.step(w, Aggregate.of([[2.0, 0.01]]), rule.init(w))
+    >>> [round(each, 6) for each in w.tolist()]
+    [-1.0, -0.1]
+    """
+
+    tau: float = 1e-6
+    stabilise: Literal["max", "sum"] = "max"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        require(
+            self.form == "standard", "form belongs to FedAdam; FedAMS has stabilise, max or sum"
+        )
+        require(
+            self.stabilise in ("max", "sum"), f"stabilise is max or sum, not {self.stabilise!r}"
+        )
+
+    def init(self, params: Tensor) -> State:
+        return {**super().init(params), "largest": torch.zeros_like(vector(params))}
+
+    def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
+        moments = self._moments(aggregate, state)
+        largest = torch.maximum(state["largest"], moments["second"])
+        if self.stabilise == "max":
+            largest = largest.clamp(min=self.tau)
+        scale = largest.sqrt() if self.stabilise == "max" else self._scale(largest)
+        return self._descend(params, moments["first"], scale, {**moments, "largest": largest})

@@ -1,4 +1,4 @@
-"""Averaging with a fixed server step size, with and without momentum."""
+"""Averaging with a fixed server step size: plain, with momentum, and normalised by work."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
+from fedexp.errors import require
 from fedexp.server.base import (
     ServerRule,
     State,
@@ -72,3 +73,34 @@ class Momentum(ServerRule):
 def accumulate(momentum: Tensor, mean: Tensor, beta: float) -> Tensor:
     """Return the heavy-ball momentum Δ̄ + β v, in the type of v."""
     return (mean + beta * momentum).to(momentum.dtype)
+
+
+@dataclass(frozen=True)
+class NormalisedAverage(ServerRule):
+    """FedNova (Wang et al., 2020): w ← w - lr · a_eff · mean_p(Δ_i / a_i), with the client `Nova`.
+
+    a_i is the work of client i, its number of local steps, and a_eff = mean_p a_i. FedAvg weighs a
+    client by its work, and converges to the optimum of another objective where work is unequal;
+    here every client counts by its weight p_i. With equal work it is FedAvg.
+
+    The sums have the weights q_i = p_i / a_i (see `Nova`), by which the step is
+    lr · mean_q a_i² / (mean_q a_i)² · mean_q Δ_i. `server_lr` reports the factor on mean_q Δ_i.
+
+    Args:
+        lr: the server step size η_g > 0.
+    """
+
+    lr: float = 1.0
+
+    def __post_init__(self) -> None:
+        require_positive("the server lr", self.lr)
+
+    def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
+        require(
+            "work" in aggregate.extras,
+            "FedNova needs the work of every client in the sums; use client=fedexp.Nova() with it",
+        )
+        work = aggregate.mean_extra("work").squeeze()
+        ratio = aggregate.mean_extra("sq_work").squeeze() / work.square()
+        eta = self.lr * torch.where(work > 0, ratio, 1.0)
+        return descend(params, aggregate.mean, eta), state, {"server_lr": eta}
