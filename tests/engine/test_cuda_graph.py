@@ -18,7 +18,8 @@ import fedexp as fx
 from fedexp.client import Tensors
 from fedexp.engine import cuda_graph
 from fedexp.engine.batched import Batched, Implementation
-from fedexp.engine.cuda_graph import CudaGraphRound, Program, RepeatedProgram
+from fedexp.engine.cuda_graph import Program, RepeatedProgram
+from fedexp.engine.local_steps import SteppedProgram
 from fedexp.engine.loop import Loop
 from fedexp.engine.plan import sample_cohort
 from fedexp.errors import EngineWarning
@@ -92,7 +93,7 @@ class Counting:
         self.programs += 1
 
         def replay(inputs: Tensors) -> Tensors:
-            assert isinstance(program, CudaGraphRound)
+            assert isinstance(program, SteppedProgram)
             taken = 0
             run = program.begin(inputs)
             for _ in range(int(inputs["steps"]) - 1):
