@@ -1,7 +1,7 @@
-"""Whole rounds on an H200, bf16, in ms: MLP 1.5, pfl's CNN 7.2, EMNIST CNN 17.9, ResNet-18 234.
+"""Whole rounds on an H200, bf16, in ms: MLP 1.4, pfl's CNN 5.5, EMNIST CNN 14.3, ResNet-18 217.
 
 Engine batched (layers) with CUDA graphs, torch 2.11.0, CUDA 13, median of 7 rounds, 2026-11-16;
-ranges: 1.43-1.52, 7.1-7.5, 17.9-18.0, 232-238 (`records/2026-11-16-h200-rounds.json`). A round is
+ranges: 1.33-1.64, 5.5-5.6, 14.3-14.4, 214-235 (`records/2026-11-16-h200-rounds.json`). A round is
 planning, local training, sums, server step and record.
 
 Four pieces of work on generated data, by several variants (eager, one CUDA graph per round,
