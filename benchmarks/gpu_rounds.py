@@ -4,7 +4,7 @@ Engine batched (layers) with CUDA graphs, torch 2.11.0, CUDA 13, median of 7 rou
 ranges: 1.33-1.64, 5.5-5.6, 14.3-14.4, 214-235 (`records/2026-11-16-h200-rounds.json`). A round is
 planning, local training, sums, server step and record.
 
-Four pieces of work on generated data, by several variants (eager, one CUDA graph per round,
+Eight pieces of work on generated images and text, by several variants (eager, CUDA graphs,
 SCAFFOLD, the loop) and in bf16 and tf32. Prints a table with the range and, with --out, writes it
 as JSON.
 """
@@ -14,11 +14,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
+from torch import nn
 
 import fedexp as fx
 from fedexp.analysis.tables import text_table
@@ -30,6 +32,7 @@ from fedexp.engine.plan import Work, sample_cohort
 from fedexp.precision import Precision, arithmetic
 from fedexp.tasks import Task
 from fedexp.tasks.recipe import PAPER_TRAINING
+from fedexp.tasks.shakespeare import counted_part, counting_objective
 from machine import Row, Timing, hardware, write_record
 from peers_work import pfl_cnn
 
@@ -42,12 +45,30 @@ def pixels(clients: int, each: int, shape: tuple[int, ...], classes: int) -> Fed
     return Federation(fields, np.arange(clients + 1) * each)
 
 
+def characters(build: Callable[[int], nn.Module], batch: int, tiny: bool) -> Task:
+    """Return next-character prediction on random sequences of 80 of 90 tokens, 12 steps per client.
+
+    Every client has 48 sequences, and as many as a batch at least.
+    """
+    rng, each, clients = np.random.default_rng(0), max(48, batch), 2 if tiny else 20
+    tokens = torch.from_numpy(rng.integers(1, 90, (clients * each, 81)))
+    fields = {"x": tokens[:, :-1].contiguous(), "y": tokens[:, 1:].contiguous()}
+    local = fx.LocalTraining(lr=0.1, steps=2 if tiny else 12, batch_size=batch)
+    train = Federation(fields, np.arange(clients + 1) * each)
+    task = fx.supervised("characters", partial(build, 90), train, fields, local=local)
+    return replace(task, objective=counting_objective(task), counted=counted_part)
+
+
 def works(tiny: bool) -> dict[str, tuple[Callable[[], Task], int]]:
     """Return tasks by name, with their cohort; tiny ones for a dry run on a CPU."""
     few = 8 if tiny else 100
     colour = Images((0.5,) * 3, (0.25,) * 3)
     one_epoch = fx.LocalTraining(lr=0.1, epochs=1, batch_size=10)
     plain = partial(Images, augment=None)
+    models: dict[str, Callable[[int], nn.Module]] = {
+        "character LSTM": fx.models.char_lstm,
+        "character transformer": partial(fx.models.char_transformer, length=80),
+    }
     return {
         "MLP 64-64-10": (
             lambda: fx.tasks.classification(
@@ -89,6 +110,14 @@ def works(tiny: bool) -> dict[str, tuple[Callable[[], Task], int]]:
             ),
             2 if tiny else 20,
         ),
+        **{
+            f"{name}, 10 x 12 x {batch}": (
+                partial(characters, build, batch, tiny),
+                2 if tiny else 10,
+            )
+            for name, build in models.items()
+            for batch in (4, 50)
+        },
     }
 
 
