@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 
@@ -22,6 +23,7 @@ def comparison_table(
     rounds: int,
     smooth: int = 1,
     higher: bool | None = None,
+    further: Mapping[float, Sequence[Line]] | None = None,
 ) -> tuple[list[str], list[list[str]]]:
     """Return headers and cells: rounds to target, speed-up over FedAvg and final metric.
 
@@ -35,11 +37,16 @@ def comparison_table(
         rounds: of a line whose seeds have all diverged.
         smooth: window of the final metric, in rounds.
         higher: marks the metric by an arrow if its name does not show which way is better.
+        further: lines of the same algorithms by further targets, which add two columns each.
     """
+    further = further or {}
     reach = "target" if target is None else format_value(target, metric)
     over = f" (last {smooth} rounds)" if smooth > 1 else ""
     final = f"final {metric.replace('_', ' ')}{_arrow(metric, higher)}"
-    headers = ["algorithm", f"rounds to {reach}", "speed-up", final + over]
+    headers = ["algorithm", f"rounds to {reach}", "speed-up"]
+    for each in further:
+        headers += [f"rounds to {format_value(each, metric)}", "speed-up"]
+    headers.append(final + over)
     several_ends = len({line.final_round for line in lines if line.final_round}) > 1
     several_references = len({line.reference for line in lines if line.speedup is not None}) > 1
     cells = [
@@ -47,9 +54,13 @@ def comparison_table(
             line.algorithm,
             "-" if target is None else _rounds_cell(line, rounds),
             _speedup_cell(line, several_references),
+            *chain.from_iterable(
+                (_rounds_cell(more[k], rounds), _speedup_cell(more[k], several_references))
+                for more in further.values()
+            ),
             _final_cell(line, metric, several_ends),
         ]
-        for line in lines
+        for k, line in enumerate(lines)
     ]
     return headers, cells
 

@@ -57,7 +57,13 @@ def add_parser(subparsers: Any) -> None:
         "--algorithms", default=DEFAULT, metavar="A,B,...", help=f"default: {DEFAULT}"
     )
     parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="seeds 0 to N-1")
-    parser.add_argument("--target", type=float, metavar="ACC", help="accuracy (or loss) to reach")
+    parser.add_argument(
+        "--target",
+        type=_targets,
+        default=[],
+        metavar="ACC,...",
+        help="accuracies (or losses) to reach; the figure, csv and json have the first one",
+    )
     add_jobs_option(parser)
     parser.add_argument(
         "--smooth",
@@ -83,8 +89,8 @@ def run(args: argparse.Namespace) -> int:
     task = firsts[0].spec.task
     picture = args.out or Path(f"compare-{file_name(task)}.png")
     first, metric = firsts[0], firsts[0].task.metric
-    target = checked_target(args.target, metric, "--target")
-    target = first.task.target if target is None else target
+    targets = [checked_target(each, metric, "--target") for each in args.target]
+    target, *further = targets or [first.task.target]
     check_writable(picture)
     preload("matplotlib.figure", "matplotlib.backends.backend_agg")
     specs = [replace(run.spec, seed=seed) for run in firsts for seed in range(args.seeds)]
@@ -93,12 +99,24 @@ def run(args: argparse.Namespace) -> int:
     outcomes, status = run_many(args, many)
     if outcomes is None:
         return status
-    lines = summarise(outcomes, metric, target, args.smooth, first.task.goal.higher)
+    lines, *more = (
+        summarise(outcomes, metric, each, args.smooth, first.task.goal.higher)
+        for each in (target, *further)
+    )
     title = _title(first, args.seeds)
     save(comparison_figure(outcomes, metric, target, title, args.smooth), picture)
-    _report(args, first, lines, outcomes, target)
+    others = {each: own for each, own in zip(further, more, strict=True) if each is not None}
+    _report(args, first, lines, outcomes, target, others)
     print(f"wrote {picture}", file=sys.stderr)
     return 0
+
+
+def _targets(text: str) -> list[float]:
+    """Return the numbers of a list, e.g. of "0.92,0.94"."""
+    try:
+        return [float(each) for each in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"write numbers, e.g. 0.92,0.94, not {text!r}") from None
 
 
 def _prepare(args: argparse.Namespace) -> list[Run]:
@@ -118,6 +136,7 @@ def _report(
     lines: list[Line],
     outcomes: list[Outcome],
     target: float | None,
+    further: dict[float, list[Line]],
 ) -> None:
     metric = first.task.metric
     for line in warning_lines(outcomes):
@@ -130,7 +149,8 @@ def _report(
     if args.format == "text":
         print(_title(first, args.seeds))
     higher = first.task.goal.higher
-    readable = comparison_table(lines, metric, target, first.rounds, args.smooth, higher)
+    settings = (args.smooth, higher, further)
+    readable = comparison_table(lines, metric, target, first.rounds, *settings)
     table = comparison_numbers(lines) if args.format == "csv" else readable
     print(render_table(args.format, *table))
 
