@@ -20,7 +20,8 @@ $(READY): pyproject.toml constraints.txt
 demo: $(READY)
 	$(BIN)/fedexp toy --out out/toy.png
 	@echo
-	$(BIN)/fedexp compare digits --algorithms fedavg,fedexp,scaffold,fedadagrad --seeds 3 \
+	$(BIN)/fedexp compare digits --mode recommended --set local.lr=0.1 --rounds 100 \
+	  --algorithms fedavg,fedexp,scaffold,fedadagrad --seeds 5 --target 0.92,0.94 \
 	  --out out/digits.png --runs out/runs
 
 # The fast gate: format, lint, types.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -73,6 +74,23 @@ def test_compare_prints_a_table_and_draws(
     assert "rounds to 0.5" in out
     assert "speed-up" in out
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+def test_compare_counts_rounds_to_several_targets(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["compare", "digits", "--algorithms", "fedavg,fedexp", "--rounds", "4", "--no-save"]
+    words += ["--out", str(tmp_path / "c.png"), "--quiet"]
+    tables = []
+    for target in ("0.3,0.6", "0.6"):
+        assert main([*words, "--target", target]) == 0
+        lines = capfd.readouterr().out.splitlines()
+        tables.append([re.split(r"  +", line.strip()) for line in lines if "fed" in line])
+    both, one = tables
+    assert [row[:1] + row[3:] for row in both] == one
+    assert both[0][1] != both[0][3]
+    assert main([*words, "--target", "0.3,high"]) == 2
+    assert "write numbers, e.g. 0.92,0.94" in capfd.readouterr().err
 
 
 def test_compare_as_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
