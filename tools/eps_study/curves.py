@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain, groupby, repeat
 from pathlib import Path
 
 import numpy as np
@@ -164,7 +165,7 @@ def load(name: str, folder: Path) -> dict[Key, Curves]:
     for row in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))):
         cell = Cell(name, float(row["local_lr"]), int(row["cohort"]))
         arm = Arm(row["arm"], float(row["eps"]))  # type: ignore[arg-type]
-        values, steps = (tuple(map(float, row[n].split())) for n in ("values", "server_lr"))
+        values, steps = (_numbers(row[n]) for n in ("values", "server_lr"))
         found[Key(cell, int(row["seed"]), arm)] = Curves(values, steps, row["machine"])
     return found
 
@@ -181,8 +182,24 @@ def _write(path: Path, study: StudyTask, store: Store) -> None:
     writer.writerow(HEADERS)
     for key in sorted(store, key=place):
         run, cell = store[key], key.cell
-        curves = (" ".join(f"{x:g}" for x in run.values), " ".join(f"{x:g}" for x in run.server_lr))
+        curves = (_text(run.values), _text(run.server_lr))
         about = (repr(cell.local_lr), cell.cohort, key.seed, key.arm.kind, repr(key.arm.eps))
         writer.writerow([*about, run.machine, *curves])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(text.getvalue(), encoding="utf-8")
+
+
+def _text(values: Sequence[float]) -> str:
+    """Return numbers with six digits, those that repeat as `1*100`.
+
+    >>> _text([1.0, 1.0, 1.0, 2.5])
+    '1*3 2.5'
+    """
+    runs = ((f"{value:g}", len(list(same))) for value, same in groupby(values))
+    return " ".join(text if count == 1 else f"{text}*{count}" for text, count in runs)
+
+
+def _numbers(text: str) -> tuple[float, ...]:
+    """Return the numbers of `_text`."""
+    parts = (part.partition("*") for part in text.split())
+    return tuple(chain.from_iterable(repeat(float(value), int(n or 1)) for value, _, n in parts))
