@@ -24,6 +24,7 @@ from tools.results.documents import (
     stale,
     write,
 )
+from tools.results.shakespeare import long_runs
 
 from fedexp.errors import UsageError
 from fedexp.reproduce.from_runs import is_superseded
@@ -71,6 +72,7 @@ def test_every_run_is_used_and_seeds_count_from_zero() -> None:
         for runs in (runs for series in stored.groups.values() for runs in series.values()):
             assert [run.spec.seed for run in runs] == list(range(len(runs)))
             used |= {run.folder.name for run in runs if run.folder}
+    used |= {run.folder.name for _, run in long_runs(archive)}
     assert used == {run.folder.name for run in archive.runs if not is_superseded(run)}
 
 

@@ -41,7 +41,9 @@ class Trial(NamedTuple):
 
 
 def load_search(folder: Path) -> list[Trial]:
-    """Return the trials of the search in their order."""
+    """Return the trials of the search in their order; none if they are not stored."""
+    if not (folder / SEARCH).is_file():
+        return []
     with (folder / SEARCH).open(encoding="utf-8", newline="") as file:
         return [
             Trial(
@@ -87,7 +89,7 @@ def _score(trial: Trial, best: Trial) -> str:
 def runs_table(archive: Archive) -> str:
     """Return rounds to several test accuracies, and the last one, of the long runs."""
     rows = []
-    for name, run in _long_runs(archive):
+    for name, run in long_runs(archive):
         curve = _curve(run)
         crossings = [_crossings(curve, target) for target in TARGETS]
         last, loss = run.rows[-1]["test_accuracy"], run.rows[-1]["test_loss"]
@@ -100,7 +102,7 @@ def runs_table(archive: Archive) -> str:
 
 def figure(archive: Archive) -> Figure | None:
     """Draw the test accuracy and the server step size of the long runs."""
-    runs = list(_long_runs(archive))
+    runs = list(long_runs(archive))
     if not runs:
         return None
     drawing, (left, right) = new_figure(2)
@@ -117,7 +119,7 @@ def figure(archive: Archive) -> Figure | None:
     return drawing
 
 
-def _long_runs(archive: Archive) -> Iterator[tuple[str, StoredRun]]:
+def long_runs(archive: Archive) -> Iterator[tuple[str, StoredRun]]:
     """Yield the archived runs with a name that states their values."""
     found = [run for run in archive.runs if run.spec["task"] == "shakespeare"]
     for run in sorted(found, key=lambda run: (run.spec["algorithm"], str(run.spec["set"]))):
