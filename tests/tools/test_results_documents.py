@@ -18,12 +18,14 @@ from tools.results.documents import (
     EPS_DOCUMENT,
     HALF,
     README,
+    SHAKESPEARE,
     fill,
     generate,
     loose_numbers,
     stale,
     write,
 )
+from tools.results.shakespeare import SEARCH
 
 from fedexp.errors import UsageError
 from fedexp.reproduce.from_runs import is_superseded
@@ -53,6 +55,8 @@ def copy(made: Made, tmp_path: Path) -> Path:
 def small(tmp_path: Path) -> Path:
     """A repository with the runs of the synthetic regression alone."""
     shutil.copytree(ROOT / ARCHIVE / "runs", tmp_path / ARCHIVE / "runs", ignore=_others)
+    (tmp_path / SHAKESPEARE).mkdir()
+    shutil.copy(ROOT / SHAKESPEARE / SEARCH, tmp_path / SHAKESPEARE)
     for name in DOCUMENTS:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
@@ -71,6 +75,7 @@ def test_every_run_is_used_and_seeds_count_from_zero() -> None:
         for runs in (runs for series in stored.groups.values() for runs in series.values()):
             assert [run.spec.seed for run in runs] == list(range(len(runs)))
             used |= {run.folder.name for run in runs if run.folder}
+    used |= {run.folder.name for run in archive.runs if run.spec["task"] == "shakespeare"}
     assert used == {run.folder.name for run in archive.runs if not is_superseded(run)}
 
 
