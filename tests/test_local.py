@@ -271,6 +271,7 @@ def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
         ({"lr_schedule": "step"}, "local.lr_schedule is constant, linear, cosine or a function"),
         ({"step_schedule": "step"}, "local.step_schedule is constant"),
         ({"delta_growth": 0.0}, "local.delta_growth must be positive"),
+        ({"delta_gamma": math.inf}, "local.delta_gamma must be positive and finite"),
         ({"optimizer": "delta-sgd", "momentum": 0.9}, "local.momentum belongs to sgd"),
         ({"optimizer": "delta-sgd", "step_schedule": "linear"}, "leave local.step_schedule out"),
     ],

@@ -9,7 +9,14 @@ import pytest
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
-from fedexp.options import RECOMMENDED_EPS, Setup, convert, parse_assignments, setup_for
+from fedexp.options import (
+    RECOMMENDED_EPS,
+    Setup,
+    convert,
+    parse_assignments,
+    setup_for,
+    share_options,
+)
 from tests.helpers.problems import classes_task
 
 
@@ -34,6 +41,16 @@ def test_every_option_can_be_set_to_its_own_value() -> None:
     for name in ALGORITHMS:
         one = setup(name)
         assert one.with_options(one.options()).options() == one.options()
+
+
+def test_options_are_checked_together() -> None:
+    bounds = {"low": "6", "lr": "8", "high": "10"}  # each of the first two is refused alone
+    changed = setup("fedhyper").with_options(bounds)
+    assert changed.algorithm.server == fx.Hypergradient(8.0, 6.0, 10.0)
+    shared = share_options({"fedavg": setup("fedavg"), "fedhyper": setup("fedhyper")}, bounds)
+    assert shared == {"fedavg": {"lr": "8"}, "fedhyper": bounds}
+    with pytest.raises(fx.UsageError, match=r"lr = 8.0, outside the bounds"):
+        setup("fedhyper").with_option("lr", "8")
 
 
 def test_plain_options() -> None:
@@ -127,9 +144,11 @@ def test_recommended_is_fedexp_with_a_relative_eps_and_the_papers_client_step() 
 
 
 def test_recommended_keeps_eps_0_where_clients_can_fit_one_model() -> None:
-    assert setup("fedexp", "recommended") == setup("fedexp", "paper")
+    own = setup("fedexp", "recommended")
+    assert own.algorithm.server == fx.ExP(eps=0.0, eps_mode="relative")
+    assert own.local == setup("fedexp", "paper").local
     assert setup_for(fx.tasks.toy(), fx.fedexp(), "recommended").algorithm.server == fx.ExP(
-        eps=0.0, factor=1.0
+        eps=0.0, factor=1.0, eps_mode="relative"
     )
 
 

@@ -128,28 +128,28 @@ def fedams(lr: float = 0.01, tau: float = 1e-6, **options: Any) -> Algorithm:
     return Algorithm("fedams", server=AMS(lr, tau, **options))
 
 
-def fedexprox(gamma: float = 10.0, alpha: float = 1.0) -> Algorithm:
+def fedexprox(mu: float = 0.1, lr: float = 1.0) -> Algorithm:
     """FedExProx with a constant step (Li, Acharya and Richtárik, 2024): FedProx, extrapolated.
 
     Clients approximate the proximal operator of γ F_i by local training with μ = 1/γ, and the
-    server steps by α > 1 times their mean change.
+    server steps by lr > 1, the paper's α, times their mean change.
     """
-    return Algorithm("fedexprox", client=Prox(1 / gamma), server=Average(alpha))
+    return Algorithm("fedexprox", client=Prox(mu), server=Average(lr))
 
 
-def fedexprox_grads(gamma: float = 10.0, **options: Any) -> Algorithm:
+def fedexprox_grads(mu: float = 0.1, **options: Any) -> Algorithm:
     """FedExProx-GraDS: the step is the diversity of the clients' proximal steps, at least 1.
 
     It is mean ||Δ_i||² / ||mean Δ_i||²: FedProx-ExP with factor 1 and without eps, and the last
     iterate is returned.
     """
     server = ExP(**{"eps": 0.0, "factor": 1.0, **options})
-    return Algorithm("fedexprox-grads", client=Prox(1 / gamma), server=server, average_last=1)
+    return Algorithm("fedexprox-grads", client=Prox(mu), server=server, average_last=1)
 
 
-def fedexprox_stops(gamma: float = 10.0, inf: float = 0.0, **options: Any) -> Algorithm:
+def fedexprox_stops(mu: float = 0.1, inf: float = 0.0, **options: Any) -> Algorithm:
     """FedExProx-StoPS: the step is the stochastic Polyak step size of the Moreau envelopes."""
-    client = ProxEnvelope(1 / gamma, inf)
+    client = ProxEnvelope(mu, inf)
     return Algorithm("fedexprox-stops", client=client, server=StochasticPolyak(**options))
 
 

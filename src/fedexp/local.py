@@ -148,7 +148,10 @@ class LocalTraining:
             )
         for name in ("delta_gamma", "delta_growth"):
             value = getattr(self, name)
-            require(value > 0, f"local.{name} must be positive, not {value}")
+            require(
+                math.isfinite(value) and value > 0,
+                f"local.{name} must be positive and finite, not {value}",
+            )
         require(
             optimizer != "delta-sgd" or self.step_schedule == "constant",
             "delta-sgd chooses the step size of every local step; leave local.step_schedule out",

@@ -59,7 +59,7 @@ ALGORITHMS = [
     fx.fedadam(),
     fx.fedyogi(),
     fx.fedams(),
-    fx.fedexprox(alpha=1.5),
+    fx.fedexprox(lr=1.5),
     fx.fedexprox_grads(),
     fx.fedexprox_stops(max_step=4.0),
     fx.fedhyper(),

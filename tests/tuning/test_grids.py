@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
@@ -80,6 +81,15 @@ def test_free_ranges_contain_the_grid() -> None:
         low, high = ranges[name]
         assert low < min(values)
         assert max(values) < high
+
+
+@pytest.mark.parametrize("least_squares", [True, False])
+def test_fedhypers_first_step_size_is_searched_within_its_bounds(least_squares: bool) -> None:
+    for rule in (fx.Hypergradient(), fx.Hypergradient(150.0, low=120.0, high=200.0)):
+        setup = Setup(fx.Algorithm(server=rule), LocalTraining())
+        grid, free = paper_grid(setup, least_squares), free_ranges(setup, least_squares)
+        for value in (*grid["server.lr"], *free["server.lr"]):
+            assert rule.low <= value <= rule.high
 
 
 def test_points_are_every_combination() -> None:

@@ -70,7 +70,8 @@ class Settings:
         rule = self.algorithm.client
         require(
             type(rule) in CLIENT_RULES,
-            f"on Flower the client rule is SGD, Prox or Scaffold, not {type(rule).__name__}",
+            f"on Flower the client rule is SGD, Prox or Scaffold, not {type(rule).__name__}; use "
+            "one of these, or simulate",
         )
         require(
             self.weighting in get_args(Weighting),

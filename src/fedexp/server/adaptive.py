@@ -136,9 +136,10 @@ class AMS(Adam):
 
         v̂ ← max(v̂, v, τ);  w ← w - lr · m / √v̂
 
-    and with "sum", which the paper calls FedAMSGrad, v̂ ← max(v̂, v); w ← w - lr · m / (√v̂ + τ).
-    The released code, which was read, is "sum" with the bias corrections of Adam, and starts v̂ at
-    a value of its own, which acts as τ in "max"; the paper's own text was not at hand.
+    and with "sum", known as FedAMSGrad, v̂ ← max(v̂, v); w ← w - lr · m / (√v̂ + τ). The paper's
+    own text was not at hand: names and formulas agree with a public reimplementation that has
+    both. The released code is "sum" with the bias corrections of Adam, and starts v̂ at a value of
+    its own, which acts as τ in "max".
 
     Args:
         tau: "max" compares τ with v, so that √τ is what FedAdam adds to √v; "sum" adds it to √v̂.

@@ -37,7 +37,7 @@ class Hypergradient(ServerRule):
     the client step size. Formula, bounds and the first step, 1, are those of the released code.
 
     Args:
-        lr: α of the first round, within the bounds.
+        lr: α of the first round, in [low, high].
         low: smallest step size.
         high: largest step size.
 
@@ -57,7 +57,11 @@ class Hypergradient(ServerRule):
     def __post_init__(self) -> None:
         for name in ("lr", "low", "high"):
             require_positive(name, getattr(self, name))
-        require(self.low <= self.high, f"low must be at most high, not {self.low} > {self.high}")
+        require(
+            self.low <= self.lr <= self.high,
+            f"the step size starts at lr = {self.lr}, outside the bounds low = {self.low} and "
+            f"high = {self.high}; change lr or the bounds",
+        )
 
     def init(self, params: Tensor) -> State:
         return {"lr": scalar(self.lr, params), "last": torch.zeros_like(vector(params))}

@@ -4,8 +4,9 @@ Which options an algorithm is tuned over follows from the options it has:
 
     client.mu     FedProx: mu alone, with the step sizes of FedAvg (App. D.5)
     server.eps    FedExP and variants: eps and local.lr; on least squares eps = 0 and local.lr alone
-    server.tau    FedAdagrad, FedAdam, FedYogi: server.lr and local.lr
-    otherwise     FedAvg, SCAFFOLD, FedAvg-M: server.lr and local.lr
+    server.tau    FedAdagrad, FedAdam, FedYogi, FedAMS: server.lr and local.lr
+    otherwise     FedAvg, SCAFFOLD, FedAvg-M, FedNova: server.lr and local.lr; FedHyper too, with
+                  those server.lr that are within its bounds
 
 The paper prints no grid for FedAdam and FedAvg-M ("a similar process"): they have those of
 FedAdagrad and FedAvg, which hold the best values that it does print.
@@ -21,6 +22,7 @@ import numpy as np
 
 from fedexp.errors import UsageError, require
 from fedexp.options import Setup
+from fedexp.server import Hypergradient
 
 Point = dict[str, float]
 Values = Mapping[str, tuple[float, ...]]
@@ -67,7 +69,11 @@ def free_ranges(setup: Setup, least_squares: bool) -> Values:
     if "server.tau" in options:
         grid["server.tau"] = powers(TAU)
     wider = 10**BEYOND
-    return {name: (min(values) / wider, max(values) * wider) for name, values in grid.items()}
+    ranges = {name: (min(values) / wider, max(values) * wider) for name, values in grid.items()}
+    rule = setup.algorithm.server
+    if isinstance(rule, Hypergradient):
+        ranges["server.lr"] = (rule.low, rule.high)
+    return ranges
 
 
 def points(values: Values) -> list[Point]:
@@ -137,7 +143,11 @@ def powers(exponents: Sequence[float]) -> tuple[float, ...]:
 
 def _server_lr(setup: Setup, least_squares: bool) -> tuple[float, ...]:
     printed = ADAPTIVE_LR if "server.tau" in setup.options() else AVERAGE_LR
-    return powers(printed["least squares" if least_squares else "networks"])
+    rates = powers(printed["least squares" if least_squares else "networks"])
+    rule = setup.algorithm.server
+    if isinstance(rule, Hypergradient):
+        rates = tuple(rate for rate in rates if rule.low <= rate <= rule.high) or (rule.lr,)
+    return rates
 
 
 def _floats(name: str, listed: str) -> tuple[float, ...]:
