@@ -114,7 +114,7 @@ def test_emnist_has_one_client_per_writer() -> None:
 
 @pytest.mark.parametrize(
     ("pixels", "paper", "ink"),
-    [("tff", 1.0, 0.0), ("ink", 0.0, 1.0), ("normalised", -0.0385 / 0.1642, 0.9615 / 0.1642)],
+    [("tff", 1.0, 0.0), ("ink", 0.0, 1.0), ("normalised", -0.1736 / 0.3317, 0.8264 / 0.3317)],
 )
 def test_emnist_pixels_enter_the_model_as_asked(pixels: Any, paper: float, ink: float) -> None:
     task = tasks.emnist(pixels=pixels)
