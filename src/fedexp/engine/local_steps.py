@@ -169,6 +169,8 @@ class LocalProgram:
         if draws is None and self.local.batch_size is None:  # all of the data in every step
             whole = self._batch(fields, rows[0], None)
             return lambda s: whole
+        if self.local.batch_size is None:  # `host_rows` returns one step for all
+            rows = rows[:1].expand(self.steps, -1, -1)
         is_small = rows.is_cuda and _bytes(fields, rows) <= AT_ONCE and "steps" not in inputs
         if draws is None and is_small:
             every = self._batch(fields, rows.flatten(0, 1), None)
