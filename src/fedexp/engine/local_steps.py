@@ -115,7 +115,7 @@ class LocalProgram:
         return replace(self, steps=1, lengths=lengths), some
 
     def warm_up(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Take the first step, and a last one where they differ; return what a call returns."""
+        """Take the first step, and a last one where it has a graph; return what a call returns."""
         if "steps" in inputs:
             return step_by_step(self, first_and_last(inputs))
         program, inputs = self.first_step(inputs)
@@ -240,8 +240,8 @@ def step_by_step(program: SteppedProgram, inputs: Tensors) -> dict[str, Tensor]:
 
 
 def first_and_last(inputs: Tensors) -> Tensors:
-    """Return the inputs of a run of two steps, or of one if that is all."""
-    return {**inputs, "steps": inputs["steps"].clamp(max=2)}
+    """Return the inputs of a run of two steps: clients that take fewer are not active in both."""
+    return {**inputs, "steps": torch.full_like(inputs["steps"], 2)}
 
 
 def at_step(values: Tensor, s: int | Tensor) -> Tensor:
