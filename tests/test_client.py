@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -233,3 +234,10 @@ def test_rules_that_add_to_the_sums_are_refused_with_privacy() -> None:
     for algorithm in (fx.fednova(), fx.fedexprox_stops()):
         with pytest.raises(fx.UsageError, match=r"adds .* to the sums, which privacy does not"):
             fx.simulate(unequal_quadratics(), algorithm, 1, privacy=privacy)
+
+
+@pytest.mark.parametrize("make", [fx.fedexprox, fx.fedexprox_grads, fx.fedexprox_stops])
+@pytest.mark.parametrize("gamma", [0, -1.0, float("nan")])
+def test_gamma_is_positive(make: Callable[..., fx.Algorithm], gamma: float) -> None:
+    with pytest.raises(fx.UsageError, match="gamma must be > 0"):
+        make(gamma=gamma)

@@ -134,7 +134,7 @@ def fedexprox(gamma: float = 10.0, alpha: float = 1.0) -> Algorithm:
     Clients approximate the proximal operator of γ F_i by local training with μ = 1/γ, and the
     server steps by α > 1 times their mean change.
     """
-    return Algorithm("fedexprox", client=Prox(1 / gamma), server=Average(alpha))
+    return Algorithm("fedexprox", client=Prox(_inverse(gamma)), server=Average(alpha))
 
 
 def fedexprox_grads(gamma: float = 10.0, **options: Any) -> Algorithm:
@@ -144,13 +144,19 @@ def fedexprox_grads(gamma: float = 10.0, **options: Any) -> Algorithm:
     iterate is returned.
     """
     server = ExP(**{"eps": 0.0, "factor": 1.0, **options})
-    return Algorithm("fedexprox-grads", client=Prox(1 / gamma), server=server, average_last=1)
+    return Algorithm("fedexprox-grads", client=Prox(_inverse(gamma)), server=server, average_last=1)
 
 
 def fedexprox_stops(gamma: float = 10.0, inf: float = 0.0, **options: Any) -> Algorithm:
     """FedExProx-StoPS: the step is the stochastic Polyak step size of the Moreau envelopes."""
-    client = ProxEnvelope(1 / gamma, inf)
+    client = ProxEnvelope(_inverse(gamma), inf)
     return Algorithm("fedexprox-stops", client=client, server=StochasticPolyak(**options))
+
+
+def _inverse(gamma: float) -> float:
+    """Return μ = 1/γ."""
+    require(gamma > 0, f"gamma must be > 0, not {gamma}")
+    return 1 / gamma
 
 
 def fedhyper(lr: float = 1.0, **options: Any) -> Algorithm:

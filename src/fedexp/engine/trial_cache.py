@@ -60,8 +60,7 @@ KNOWN = (VERSIONED | {"numpy", "triton", "typing_extensions"} | sys.stdlib_modul
     "unittest"
 }
 LIBRARY = os.path.dirname(os.__file__) + os.sep  # of Python
-GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
-GLOBAL_HOOKS += ("_global_backward_hooks", "_global_backward_pre_hooks")
+GLOBAL_HOOKS = [f"_global{name}" for name in HOOKS]
 VARIABLES = ("CUBLAS_", "CUDNN_", "NVIDIA_TF32_", "TORCH_", "TRITON_")
 DRIVER = Path("/proc/driver/nvidia/version")
 
