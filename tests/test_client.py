@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -233,3 +234,10 @@ def test_rules_that_add_to_the_sums_are_refused_with_privacy() -> None:
     for algorithm in (fx.fednova(), fx.fedexprox_stops()):
         with pytest.raises(fx.UsageError, match=r"adds .* to the sums, which privacy does not"):
             fx.simulate(unequal_quadratics(), algorithm, 1, privacy=privacy)
+
+
+@pytest.mark.parametrize("make", [fx.fedexprox, fx.fedexprox_grads, fx.fedexprox_stops])
+@pytest.mark.parametrize("mu", [-1.0, float("nan")])
+def test_mu_of_fedexprox_is_checked(make: Callable[..., fx.Algorithm], mu: float) -> None:
+    with pytest.raises(fx.UsageError, match="mu must"):
+        make(mu=mu)

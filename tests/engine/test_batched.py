@@ -204,8 +204,9 @@ def test_losses_of_several_outputs_are_averaged() -> None:
         list(fx.simulate(replace(task, objective=reduced), fx.fedexp(), 1, engine="loop"))
 
 
+@pytest.mark.parametrize("batch_size", [6, None])
 @pytest.mark.parametrize("augment", ["example", "batch", None])
-def test_augmentation(augment: str | None) -> None:
+def test_augmentation(augment: str | None, batch_size: int | None) -> None:
     rng = np.random.default_rng(0)
     pixels = torch.from_numpy(rng.integers(0, 256, (40, 1, 6, 6), dtype=np.uint8))
     fields = {"x": pixels, "y": torch.from_numpy(rng.integers(0, 3, 40))}
@@ -214,7 +215,7 @@ def test_augmentation(augment: str | None) -> None:
         lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.Tanh(), nn.Flatten(), nn.Linear(64, 3)),
         Federation(fields, np.array([0, 9, 30, 40])),
         transform=Images((0.5,), (0.25,), augment, pad=2),  # type: ignore[arg-type]
-        local=fx.LocalTraining(lr=0.05, steps=4, batch_size=6),
+        local=fx.LocalTraining(lr=0.05, steps=4, batch_size=batch_size),
     )
     loop, batched = (
         [r.state.params for r in fx.simulate(task, fx.fedexp(), 4, engine=engine)]

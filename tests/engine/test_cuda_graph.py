@@ -11,17 +11,20 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 import fedexp as fx
 from fedexp.client import Tensors
 from fedexp.engine import cuda_graph
 from fedexp.engine.batched import Batched, Implementation
 from fedexp.engine.cuda_graph import Program, RepeatedProgram
-from fedexp.engine.local_steps import SteppedProgram
+from fedexp.engine.local_steps import LocalRun, SteppedProgram
 from fedexp.engine.loop import Loop
 from fedexp.engine.plan import sample_cohort
+from fedexp.engine.simulation import run_round
 from fedexp.errors import EngineWarning
 from fedexp.tasks import Task
 from tests.engine.helpers import (
@@ -30,6 +33,7 @@ from tests.engine.helpers import (
     images,
     run_rounds,
     unequal,
+    work_of,
 )
 from tests.helpers.rules import ALGORITHMS, rule_id
 
@@ -134,6 +138,49 @@ def test_a_large_model_is_captured_step_by_step(monkeypatch: pytest.MonkeyPatch)
     for one, other in zip(rounds, run_rounds(Loop(), task, fx.fedexp()), strict=True):
         assert_same_state(one.state, other.state)
     assert capture.steps == [task.local.steps] * len(rounds)
+
+
+def test_both_kinds_of_steps_are_taken_before_they_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also by a cohort whose clients take one step: a kernel must not be compiled in a capture."""
+    task = unequal(sizes=(3, 2, 4, 40))
+    task = replace(task, local=fx.LocalTraining(lr=0.1, epochs=1, batch_size=4))
+    work = replace(work_of(task, fx.fedexp()), cohort=np.arange(3))
+    state = fx.SimulationState.initial(task, fx.fedexp(), 0)
+    taken: list[bool] = []
+    step = LocalRun.step
+
+    def counted(run: LocalRun, s: int | Tensor, is_last: bool) -> None:
+        taken.append(is_last)
+        step(run, s, is_last)
+
+    def capture(program: Program, inputs: Tensors, warm_up: Program | None) -> Program:
+        assert warm_up is not None
+        warm_up(inputs)
+        assert taken == [False, True]
+        return program
+
+    monkeypatch.setattr(LocalRun, "step", counted)
+    result = Batched("layers", graphs=True, capture=capture).run_round(work, state)
+    assert result is not None
+    assert taken == [False, True, True]
+    monkeypatch.undo()
+    assert_same_state(result.state, run_round(work, state, Loop()).state)
+
+
+def test_a_large_model_of_one_step_is_captured_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedexp.engine.batched.STEPPED_MODEL", 1)
+    task = images()
+    task = replace(task, local=replace(task.local, steps=1))
+    seen: list[bool] = []
+
+    def capture(program: Program, inputs: Tensors, warm_up: Program | None) -> Program:
+        seen.append("steps" in inputs)
+        return program
+
+    run_rounds(Batched("layers", graphs=True, capture=capture), task, fx.fedexp())
+    assert seen == [False]
 
 
 class Refusing:

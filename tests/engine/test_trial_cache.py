@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
 from fedexp.objective import ModuleObjective
 from fedexp.objective.stack import Stack
+from fedexp.references import load_object
 from fedexp.tasks import Task
 from tests.engine.helpers import ROOT
 from tests.helpers.problems import least_squares
@@ -387,6 +389,26 @@ def test_code_of_the_user_is_tried_every_time(case: Case, folder: Path) -> None:
     assert not folder.exists()
 
 
+def test_a_file_of_the_user_with_the_name_of_a_module_of_python(
+    tmp_path: Path, folder: Path
+) -> None:
+    """It is the module of that name, since no other was imported before."""
+    text = (
+        "from torch import nn\nclass Own(nn.Module):\n    def forward(self, x): return x.relu()\n"
+    )
+    (tmp_path / "trace.py").write_text(text)
+    assert "trace" not in sys.modules
+    try:
+        act = load_object(f"{tmp_path / 'trace.py'}:Own")
+        assert act.__module__ == "trace"
+        for _ in range(2):
+            assert not Case(partial(layers, act=act)).is_stored()
+    finally:
+        sys.modules.pop("trace", None)
+        sys.path.remove(str(tmp_path))
+    assert not folder.exists()
+
+
 class Mode(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -403,10 +425,34 @@ def global_hook() -> Iterator[None]:
         handle.remove()
 
 
+@contextmanager
+def global_backward_hook() -> Iterator[None]:
+    handle = nn.modules.module.register_module_full_backward_pre_hook(lambda module, grads: None)
+    try:
+        with warnings.catch_warnings():  # torch's, of a first layer, whose input needs no gradient
+            warnings.simplefilter("ignore", UserWarning)
+            yield
+    finally:
+        handle.remove()
+
+
 def calls(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *args, **kwargs: function(*args, **kwargs)
 
 
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.enable_grad()(calls(function))
+
+
+@dataclass(frozen=True, eq=False)
+class Called:
+    function: Callable[..., Any]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.function(*args, **kwargs)
+
+
+@pytest.mark.parametrize("replaced", [calls, decorated, Called])
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
@@ -422,17 +468,19 @@ def calls(function: Callable[..., Any]) -> Callable[..., Any]:
     ids=lambda each: getattr(each, "__name__", each),
 )
 def test_a_replaced_function_is_code_of_the_user(
-    owner: Any, name: str, monkeypatch: pytest.MonkeyPatch
+    owner: Any, name: str, replaced: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if replaced is Called and isinstance(owner, type):
+        pytest.skip("an object that is called is no method")
     Case().is_stored()
     assert Case().is_stored()
     with monkeypatch.context() as patch:
-        patch.setattr(owner, name, calls(getattr(owner, name)))
+        patch.setattr(owner, name, replaced(getattr(owner, name)))
         assert not Case().is_stored()
     assert Case().is_stored()
 
 
-@pytest.mark.parametrize("change", [Mode, global_hook])
+@pytest.mark.parametrize("change", [Mode, global_hook, global_backward_hook])
 def test_what_intercepts_all_calls_is_code_of_the_user(
     change: Callable[[], AbstractContextManager[Any]],
 ) -> None:

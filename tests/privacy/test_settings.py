@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from torch import Tensor
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
@@ -50,6 +52,24 @@ def test_every_algorithm_is_private_or_refused(name: str) -> None:
         kappa = privacy.prepare(**run).norm_weight
         extrapolates = isinstance(run["algorithm"].server, fx.ExP)
         assert kappa == pytest.approx(0.2 if extrapolates else 0.0)
+
+
+@dataclass(frozen=True)
+class Weighted(fx.ClientRule):
+    """A rule of a user's that adds nothing to the sums but scales the weights."""
+
+    def weight_factor(self, total_lr: Tensor | float) -> float:
+        return 100.0
+
+
+@pytest.mark.parametrize("kind", [CentralPrivacy, LocalPrivacy])
+def test_a_rule_that_scales_weights_is_refused(
+    kind: type[CentralPrivacy] | type[LocalPrivacy],
+) -> None:
+    """Its client would count a hundred times as much as the noise covers."""
+    run = {**RUN, "algorithm": fx.Algorithm("weighted", client=Weighted(), server=fx.Average())}
+    with pytest.raises(UsageError, match="weighted scales the clients' weights"):
+        kind(1.0, 1e-5, noise_multiplier=1.0).prepare(**run)
 
 
 def test_the_numerator_of_the_step_size() -> None:

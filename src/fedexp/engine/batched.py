@@ -226,7 +226,8 @@ class Batched:
         fewest, most = client_steps(sizes, work.local).tolist()
         batch = work.local.batch_size or int(sizes[1])
         fits = most * len(work.cohort) * batch <= STEPPED_EXAMPLES
-        return fits and (fewest < most or state.params.numel() >= STEPPED_MODEL)
+        is_large = state.params.numel() >= STEPPED_MODEL and most > 1
+        return fits and (fewest < most or is_large)
 
     def _replays(self, state: SimulationState) -> bool:
         wanted = state.params.is_cuda if self.graphs is None else self.graphs

@@ -115,7 +115,7 @@ class LocalProgram:
         return replace(self, steps=1, lengths=lengths), some
 
     def warm_up(self, inputs: Tensors) -> dict[str, Tensor]:
-        """Take the first step, and a last one where they differ; return what a call returns."""
+        """Take the first step, and a last one where it has a graph; return what a call returns."""
         if "steps" in inputs:
             return step_by_step(self, first_and_last(inputs))
         program, inputs = self.first_step(inputs)
@@ -169,6 +169,8 @@ class LocalProgram:
         if draws is None and self.local.batch_size is None:  # all of the data in every step
             whole = self._batch(fields, rows[0], None)
             return lambda s: whole
+        if self.local.batch_size is None:  # `host_rows` returns one step for all
+            rows = rows[:1].expand(self.steps, -1, -1)
         is_small = rows.is_cuda and _bytes(fields, rows) <= AT_ONCE and "steps" not in inputs
         if draws is None and is_small:
             every = self._batch(fields, rows.flatten(0, 1), None)
@@ -238,8 +240,8 @@ def step_by_step(program: SteppedProgram, inputs: Tensors) -> dict[str, Tensor]:
 
 
 def first_and_last(inputs: Tensors) -> Tensors:
-    """Return the inputs of a run of two steps, or of one if that is all."""
-    return {**inputs, "steps": inputs["steps"].clamp(max=2)}
+    """Return the inputs of a run of two steps: clients that take fewer are not active in both."""
+    return {**inputs, "steps": torch.full_like(inputs["steps"], 2)}
 
 
 def at_step(values: Tensor, s: int | Tensor) -> Tensor:

@@ -59,7 +59,8 @@ VERSIONED = {"torch", "fedexp"}  # packages whose classes and functions may take
 KNOWN = (VERSIONED | {"numpy", "triton", "typing_extensions"} | sys.stdlib_module_names) - {
     "unittest"
 }
-GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks", "_global_backward_hooks")
+LIBRARY = os.path.dirname(os.__file__) + os.sep  # of Python
+GLOBAL_HOOKS = [f"_global{name}" for name in HOOKS]
 VARIABLES = ("CUBLAS_", "CUDNN_", "NVIDIA_TF32_", "TORCH_", "TRITON_")
 DRIVER = Path("/proc/driver/nvidia/version")
 
@@ -306,7 +307,7 @@ def _check_replaced() -> None:
     for module in _tried_modules():
         for name, value in vars(module).items():
             kind = value if isinstance(value, type) else type(value)
-            if _root(kind.__module__) not in KNOWN or _is_foreign(value):
+            if not _is_known(kind.__module__) or _is_foreign(value):
                 raise UserCodeError(f"{module.__name__}.{name} was replaced")
             if isinstance(value, type) and value.__module__ == module.__name__:
                 _check_functions(value)
@@ -326,10 +327,9 @@ def _check_class(kind: type) -> None:
 
     Containers and numbers may be of Python or numpy.
     """
-    root = _root(kind.__module__)
     found: Any = sys.modules.get(kind.__module__)
-    if root not in VERSIONED:
-        if root in KNOWN:
+    if _root(kind.__module__) not in VERSIONED:
+        if _is_known(kind.__module__):
             return
         raise UserCodeError(f"{kind.__qualname__} is defined in {kind.__module__}")
     for name in kind.__qualname__.split("."):
@@ -337,7 +337,7 @@ def _check_class(kind: type) -> None:
     if found is not kind:
         raise UserCodeError(f"{kind.__qualname__} is not the class of {kind.__module__}")
     for base in kind.__mro__:
-        if _root(base.__module__) not in KNOWN:
+        if not _is_known(base.__module__):
             raise UserCodeError(f"{kind.__qualname__} inherits from {base.__module__}")
         if _root(base.__module__) in VERSIONED:
             _check_functions(base)
@@ -345,15 +345,18 @@ def _check_class(kind: type) -> None:
 
 def _check_functions(owner: Any) -> None:
     for name, value in vars(owner).items():
-        if _is_foreign(value):
+        is_object = not isinstance(value, type)
+        if (is_object and not _is_known(type(value).__module__)) or _is_foreign(value):
             raise UserCodeError(f"{owner.__name__}.{name} was replaced")
 
 
 def _is_foreign(value: Any) -> bool:
     """Return whether a function or method is defined outside the known packages."""
     if isinstance(value, types.FunctionType):
-        root = _root(str(value.__globals__.get("__name__")))
-        return root not in KNOWN and not root.startswith("namedtuple_")
+        name = str(value.__globals__.get("__name__"))
+        if not (_is_known(name) or name.startswith("namedtuple_")):
+            return True
+        return _is_foreign(vars(value).get("__wrapped__"))  # e.g. by torch.no_grad
     if isinstance(value, property):
         return any(map(_is_foreign, (value.fget, value.fset, value.fdel)))
     if isinstance(value, staticmethod | classmethod):
@@ -363,6 +366,15 @@ def _is_foreign(value: Any) -> bool:
     if isinstance(value, types.MethodType):
         return _is_foreign(value.__func__)
     return isinstance(value, _CACHED) and _is_foreign(value.__wrapped__)
+
+
+def _is_known(module: str) -> bool:
+    """Return whether a module is one of the known packages, not a user's file with such a name."""
+    root = _root(module)
+    if root not in sys.stdlib_module_names:
+        return root in KNOWN
+    file = getattr(sys.modules.get(root), "__file__", None)  # None if built in
+    return root in KNOWN and (file is None or file.startswith(LIBRARY))
 
 
 def _root(module: str) -> str:

@@ -262,6 +262,11 @@ def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:
         "take a rule without them, such as fedexp or fedprox-exp",
     )
     require(
+        rule.weight_factor(1.0) is None,
+        f"{algorithm.name} scales the clients' weights, by which privacy does not bound what they "
+        "add; take a rule without weight_factor, such as fedexp or fedprox-exp",
+    )
+    require(
         not buffers,
         "the model's averaged buffers (BatchNorm statistics) are not covered by privacy; "
         "use a model with GroupNorm or none",
