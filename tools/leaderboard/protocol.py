@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedexp.errors import require
+from fedexp.local import LocalTraining
 from fedexp.options import Setup, build_algorithm
 from fedexp.tasks import cifar10, cifar100, digits_mlp, emnist, shakespeare
 from fedexp.tasks.task import Task
@@ -173,12 +174,12 @@ class Entry:
         steps = [power(log) for log in (low, middle, high)]
         return [{"local.lr": lr, self.option: value} for lr in steps for value in values]
 
-    def setup(self, task: Task, name: str, point: Point) -> Setup:
-        """Return the algorithm and local training at a point of a task of the leaderboard."""
+    def setup(self, local: LocalTraining, task: str, point: Point) -> Setup:
+        """Return the algorithm and local training at a point, given the task's local training."""
         source = self.algorithm if ":" in self.algorithm else None
         built = build_algorithm(self.algorithm, source)
-        options = {**self.fixed, **self.by_task.get(name, {}), **point}
-        return Setup(built, task.local).with_options(options)
+        options = {**self.fixed, **self.by_task.get(task, {}), **point}
+        return Setup(built, local).with_options(options)
 
 
 def power(log: float) -> float:

@@ -197,7 +197,7 @@ class Runner:
         """Return the score of a trial; every round of the window is evaluated, others are not."""
         first = window_of(ROUNDS)[0]
         task = self._task(TUNING_SEED)
-        setup = entry.setup(task, self.name, point)
+        setup = entry.setup(task.local, self.name, point)
         try:
             start = None
             for record in self._records(task, setup, TUNING_SEED, ROUNDS, ROUNDS):
@@ -212,7 +212,7 @@ class Runner:
     def _judge(self, entry: Entry, point: Point, seed: int) -> BoardRun:
         """Train for all rounds, or until the run diverges."""
         board, task = self.board, self._task(seed)
-        setup = entry.setup(task, self.name, point)
+        setup = entry.setup(task.local, self.name, point)
         values: list[float] = []
         last: Record | None = None
         began, ended = time.monotonic(), 0.0
