@@ -259,9 +259,10 @@ class Runner:
             )
 
     def _task(self, seed: int) -> Task:
-        if seed not in self._tasks:
-            self._tasks[seed] = self.board.build(seed)
-        return self._tasks[seed]
+        key = seed if self.board.seeded else 0
+        if key not in self._tasks:
+            self._tasks[key] = self.board.build(key)
+        return self._tasks[key]
 
     @property
     def _on_gpu(self) -> bool:
