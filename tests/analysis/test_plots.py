@@ -8,7 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedexp.analysis.plots import COLOURS, comparison_figure, entitle, new_figure, styles
+from fedexp.algorithms import ALGORITHMS
+from fedexp.analysis.plots import COLOURS, DARK, comparison_figure, entitle, new_figure, styles
 from tests.helpers.outcomes import outcome
 
 # How linear RGB is seen without long-wave or middle-wave cones (Machado et al., 2009).
@@ -57,6 +58,13 @@ def test_algorithms_of_the_users_own_look_different() -> None:
             apart = min(np.linalg.norm(a - b) for a, b in combinations(points, 2))
             assert apart > 12  # of which about 2 can be told apart
     assert len({found[name].dash for name in "abcdef"}) == 6
+
+
+def test_every_algorithm_has_a_colour_of_its_own() -> None:
+    for colours in (COLOURS, DARK):
+        assert set(colours) == set(ALGORITHMS)
+        points = [seen(colour, np.eye(3)) for colour in colours.values()]
+        assert min(np.linalg.norm(a - b) for a, b in combinations(points, 2)) > 12
 
 
 def test_bands_of_figures_stay_within_bounds() -> None:

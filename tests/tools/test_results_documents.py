@@ -97,6 +97,7 @@ def test_all_generated_files_are_up_to_date(made: Made) -> None:
         (DOCUMENT, r"begin runs.*?finished.*?\d"),
         (README, r"begin readme.*?FedExP.*?\| \d"),
         (EPS_DOCUMENT, r"begin eps-cells.*?digits \| \d"),
+        (Path("docs/leaderboard.md"), r"begin board-tables.*?FedAdam \| \d"),
         (ARCHIVE / "synthetic" / "table.md", r"fedexp \| \d"),
         (ARCHIVE / "synthetic" / "table.csv", r"fedexp,\d"),
         (ARCHIVE / "synthetic" / "summary.json", r'"mean": \d'),

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 from fedexp.errors import UsageError, unknown_name
 from fedexp.reproduce.output import render, summary
 from tools.eps_study import report as eps_report
+from tools.leaderboard import report as leaderboard
 from tools.results import deviations, runs, shakespeare, studies, table1
 from tools.results.archive import NAMES, Archive, StoredStudy, load_archive
 
@@ -26,13 +27,14 @@ if TYPE_CHECKING:
 
 ARCHIVE, DOCUMENT, README = Path("results"), Path("docs/reproduction.md"), Path("README.md")
 EPS_STUDY, EPS_DOCUMENT = ARCHIVE / "eps-study", Path("docs/eps-study.md")
-SHAKESPEARE = ARCHIVE / "shakespeare"
+SHAKESPEARE, LEADERBOARD = ARCHIVE / "shakespeare", ARCHIVE / "leaderboard"
 DOCUMENTS = (
     DOCUMENT,
     README,
     EPS_DOCUMENT,
     Path("docs/extrapolation.md"),
     Path("docs/tasks.md"),
+    Path("docs/leaderboard.md"),
 )
 ABOUT = ARCHIVE / "README.md"  # written by hand: the files of the archive
 DIFFERS = "differs from the archive; run `make results`, or restore what was changed"
@@ -72,9 +74,12 @@ def generate(root: Path) -> dict[Path, str]:
         made[EPS_STUDY / eps_report.FIGURE] = _svg(figure)
     if (figure := shakespeare.figure(archive)) is not None:
         made[SHAKESPEARE / shakespeare.FIGURE] = _svg(figure)
+    if (figure := leaderboard.figure(root / LEADERBOARD, archive.runs)) is not None:
+        made[LEADERBOARD / leaderboard.FIGURE] = _svg(figure)
     blocks = {name: make(archive) for name, make in BLOCKS.items()}
     blocks["shakespeare-search"] = shakespeare.search_table(root / SHAKESPEARE)
     blocks |= eps_report.blocks(root / EPS_STUDY)
+    blocks |= leaderboard.blocks(root / LEADERBOARD, archive.runs)
     for document in DOCUMENTS:
         made[document] = fill((root / document).read_text(encoding="utf-8"), blocks)
     return made
@@ -116,7 +121,7 @@ def stale(root: Path, made: Mapping[Path, str]) -> list[str]:
     """Return one line for each file of the repository that is not as generated."""
     stored = {path.relative_to(root) for path in (root / ARCHIVE).rglob("*") if path.is_file()}
     lines = [f"{name}: {HALF}" for name in sorted(stored) if _is_half(name, stored)]
-    folders = (EPS_STUDY, SHAKESPEARE)
+    folders = (EPS_STUDY, SHAKESPEARE, LEADERBOARD)
     data = {name for name in stored if name.parent in folders and name.suffix == ".csv"}
     own = {name for name in stored if name.parent != ARCHIVE / "runs" and name != ABOUT} - data
     lines += [f"{name}: no run of the archive leads to it" for name in sorted(own - made.keys())]

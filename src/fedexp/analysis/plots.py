@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, safe for colour-blind readers; one per algorithm in all figures.
+# One per algorithm in all figures; the first are Okabe and Ito's, safe for colour-blind readers.
 COLOURS = {
     "fedexp": "#D55E00",
     "fedavg": "#0072B2",
@@ -32,6 +32,12 @@ COLOURS = {
     "scaffold-exp": "#004D40",
     "fedexp-m": "#8B0000",
     "fedprox-exp": "#3B2F8F",
+    "fedams": "#9C9A00",
+    "fedexprox": "#8E4BD0",
+    "fedexprox-grads": "#D6219C",
+    "fedexprox-stops": "#4F8A10",
+    "fedhyper": "#00A5B5",
+    "fednova": "#5B4636",
 }
 
 # The same, lightened for a dark page.
@@ -47,6 +53,12 @@ DARK = {
     "scaffold-exp": "#A4E8D4",
     "fedexp-m": "#FF9C8F",
     "fedprox-exp": "#B7ABFF",
+    "fedams": "#B9BC2E",
+    "fedexprox": "#C58BFF",
+    "fedexprox-grads": "#FF4FD8",
+    "fedexprox-stops": "#A6DB5B",
+    "fedhyper": "#4FE3F0",
+    "fednova": "#C4A08A",
 }
 # Of algorithms that are not of this package, on a light and a dark page, in their order.
 OWN = (

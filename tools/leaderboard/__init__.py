@@ -1,0 +1,1 @@
+"""The leaderboard: its protocol as data, its runs and its tables (docs/leaderboard.md)."""

@@ -1,0 +1,282 @@
+"""The protocol of docs/leaderboard.md as data: tasks, targets, rows and the grid of each row.
+
+It was committed before the first run. A row is an algorithm; on tuned tasks it has `TRIALS` points:
+the client step sizes of the task times three values of one option of the algorithm. A row without
+such an option has as many client step sizes in the same range. To add an algorithm, add an `Entry`
+to `ENTRIES`; its `algorithm` may be a reference (`study.py:mine`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from fedexp.errors import require
+from fedexp.local import LocalTraining
+from fedexp.options import Setup, build_algorithm
+from fedexp.tasks import cifar10, cifar100, digits_mlp, emnist, shakespeare
+from fedexp.tasks.task import Task
+
+TRIALS = 9  # points per row and tuned task
+TUNING_SEED = 0
+SEEDS = (0, 1, 2)  # of the judged runs
+LAST = 5  # evaluations whose mean is the final accuracy; a smoothed crossing has as many
+WRITERS = 294  # of EMNIST
+Point = dict[str, float]
+
+
+@dataclass(frozen=True)
+class BoardTask:
+    """A task of the leaderboard.
+
+    Attributes:
+        name: its name.
+        title: as the page writes it.
+        build: returns the task of a seed.
+        targets: two test accuracies to reach, the lower one first.
+        rounds: of a judged run.
+        evaluate_every: rounds between evaluations of a judged run.
+        cohort: clients per round.
+        local_lr: base-10 logarithms of the smallest, middle and largest client step size.
+        tuned: whether rows are tuned; otherwise they have the paper's values.
+        worst: the split of the worst-decile accuracy: "test" where test examples belong to clients.
+        seeded: whether the data depend on the seed; otherwise they are loaded once.
+        engines: how many engines with their CUDA graphs are held; does not affect results.
+    """
+
+    name: str
+    title: str
+    build: Callable[[int], Task]
+    targets: tuple[float, float]
+    rounds: int
+    evaluate_every: int
+    cohort: int
+    local_lr: tuple[float, float, float]
+    tuned: bool = True
+    worst: str = "train"
+    seeded: bool = True
+    engines: int = 12
+
+
+def emnist_294(seed: int) -> Task:
+    """Return EMNIST, whose data must be those of 294 writers."""
+    task = emnist()
+    require(
+        task.train.clients == WRITERS,
+        f"the leaderboard has EMNIST with {WRITERS} writers, not {task.train.clients}; set "
+        "FEDEXP_DATA to the folder of that edition",
+    )
+    return task
+
+
+CIFAR = (-2.0, -2.0, -2.0)  # not tuned: the paper's client step size
+TASKS = {
+    task.name: task
+    for task in (
+        BoardTask(
+            "digits",
+            "digits (MLP)",
+            lambda seed: digits_mlp(seed=seed),
+            targets=(0.92, 0.94),
+            rounds=150,
+            evaluate_every=1,
+            cohort=10,
+            local_lr=(-1, -0.5, 0),
+        ),
+        BoardTask(
+            "emnist",
+            "EMNIST, 294 writers",
+            emnist_294,
+            targets=(0.80, 0.84),
+            rounds=250,
+            evaluate_every=5,
+            cohort=20,
+            local_lr=(-1, -0.5, 0),
+            seeded=False,
+        ),
+        BoardTask(
+            "shakespeare",
+            "Shakespeare (LSTM)",
+            lambda seed: shakespeare(),
+            targets=(0.45, 0.50),
+            rounds=300,
+            evaluate_every=10,
+            cohort=10,
+            local_lr=(-0.5, 0, 0.5),
+            worst="test",
+            seeded=False,
+        ),
+        BoardTask(
+            "cifar10",
+            "CIFAR-10",
+            lambda seed: cifar10(seed=seed),
+            targets=(0.55, 0.72),
+            rounds=500,
+            evaluate_every=5,
+            cohort=20,
+            local_lr=CIFAR,
+            tuned=False,
+            engines=2,
+        ),
+        BoardTask(
+            "cifar100",
+            "CIFAR-100",
+            lambda seed: cifar100(seed=seed),
+            targets=(0.30, 0.40),
+            rounds=500,
+            evaluate_every=5,
+            cohort=20,
+            local_lr=CIFAR,
+            tuned=False,
+            engines=2,
+        ),
+    )
+}
+SMALL = tuple(name for name, task in TASKS.items() if task.tuned)  # that every row is for
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A row of the leaderboard.
+
+    Attributes:
+        name: of the row, on the command line and in files.
+        title: as the page writes it.
+        algorithm: a name of `fedexp algorithms`, or a reference to an algorithm (`study.py:mine`).
+        option: the option that is tuned beside the client step size; None for none.
+        centres: by task, the base-10 logarithm of the middle value of the option; the row is run on
+            these tasks. Of a row without an option the values are not used.
+        spacing: decades between two values: 0.5 for step sizes, 1 for eps and mu, as in the paper.
+        fixed: further options, for all tasks.
+        by_task: further options by task.
+    """
+
+    name: str
+    title: str
+    algorithm: str
+    option: str | None
+    centres: Mapping[str, float]
+    spacing: float = 0.5
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    by_task: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def points(self, task: str) -> list[Point]:
+        """Return the points of the grid: the client step size varies slowest.
+
+        On a task that is not tuned there is one point, the middle.
+        """
+        low, middle, high = TASKS[task].local_lr
+        centre = self.centres[task]
+        if not TASKS[task].tuned:
+            option = {} if self.option is None else {self.option: power(centre)}
+            return [{"local.lr": power(middle), **option}]
+        if self.option is None:
+            step = (high - low) / (TRIALS - 1)
+            return [{"local.lr": power(low + k * step)} for k in range(TRIALS)]
+        values = [power(centre + k * self.spacing) for k in (-1, 0, 1)]
+        steps = [power(log) for log in (low, middle, high)]
+        return [{"local.lr": lr, self.option: value} for lr in steps for value in values]
+
+    def setup(self, local: LocalTraining, task: str, point: Point) -> Setup:
+        """Return the algorithm and local training at a point, given the task's local training."""
+        source = self.algorithm if ":" in self.algorithm else None
+        built = build_algorithm(self.algorithm, source)
+        options = {**self.fixed, **self.by_task.get(task, {}), **point}
+        return Setup(built, local).with_options(options)
+
+
+def power(log: float) -> float:
+    """Return a power of ten with six digits, the same on every machine.
+
+    >>> power(-0.5), power(0)
+    (0.316228, 1.0)
+    """
+    return float(f"{10.0**log:.6g}")
+
+
+def small(digits: float, emnist: float, shakespeare: float) -> dict[str, float]:
+    return {"digits": digits, "emnist": emnist, "shakespeare": shakespeare}
+
+
+def every(digits: float, emnist: float, shakespeare: float, cifar: float) -> dict[str, float]:
+    return {**small(digits, emnist, shakespeare), "cifar10": cifar, "cifar100": cifar}
+
+
+RELATIVE = {"server.eps_mode": "relative", "server.eps": 0.05}
+TAU = {  # as in the recipes; elsewhere the default
+    "emnist": {"server.tau": power(-0.75)},
+    "shakespeare": {"server.tau": 0.1},
+    "cifar10": {"server.tau": 0.1},
+    "cifar100": {"server.tau": 0.1},
+}
+MU = {  # of FedProx, where another option is tuned
+    "digits": {"client.mu": 0.01},
+    "emnist": {"client.mu": 0.001},
+    "shakespeare": {"client.mu": 0.01},
+}
+EXPROX_MU = {**MU, "digits": {"client.mu": 0.1}}
+DELTA = {"local.optimizer": "delta-sgd"}
+TWO = 0.30103  # the logarithm of 2, the published gamma of Delta-SGD
+
+
+def entries(*rows: Entry) -> dict[str, Entry]:
+    return {row.name: row for row in rows}
+
+
+# name, title, algorithm, option, middle of its grid by task, spacing in decades
+ENTRIES = entries(
+    Entry("fedavg", "FedAvg", "fedavg", "server.lr", every(0, 0, 0.5, 0)),
+    Entry("fedexp", "FedExP, recommended", "fedexp", None, every(0, 0, 0, 0), fixed=RELATIVE),
+    Entry("fedexp-printed", "FedExP, printed", "fedexp", "server.eps", every(-2.5, -1, -3, -3), 1),
+    Entry("scaffold", "SCAFFOLD", "scaffold", "server.lr", every(0.5, 0, 0.5, 0)),
+    Entry("fedadam", "FedAdam", "fedadam", "server.lr", every(-1, -2, -1, -2)),
+    Entry(
+        "fedadagrad",
+        "FedAdagrad",
+        "fedadagrad",
+        "server.lr",
+        every(-0.5, -0.5, -0.5, -1),
+        by_task=TAU,
+    ),
+    Entry("fedavgm", "FedAvg-M", "fedavgm", "server.lr", small(0, 0, -0.5)),
+    Entry("fedexp-m", "FedExP-M", "fedexp-m", "server.eps", small(-1, -1, -3), 1),
+    Entry("scaffold-exp", "SCAFFOLD-ExP", "scaffold-exp", "server.eps", small(-3, -1, -3), 1),
+    Entry("fedprox", "FedProx", "fedprox", "client.mu", small(-2, -3, -2), 1),
+    Entry(
+        "fedprox-exp",
+        "FedProx-ExP",
+        "fedprox-exp",
+        "server.eps",
+        small(-2.5, -1, -3),
+        1,
+        by_task=MU,
+    ),
+    Entry("fedyogi", "FedYogi", "fedyogi", "server.lr", small(-1, -2, -1)),
+    Entry("fedams", "FedAMS", "fedams", "server.lr", small(-1, -2, -1)),
+    Entry(
+        "fedexprox", "FedExProx", "fedexprox", "server.lr", small(0.5, 0.5, 0.5), by_task=EXPROX_MU
+    ),
+    Entry(
+        "fedexprox-grads", "FedExProx-GraDS", "fedexprox-grads", "client.mu", small(-3, -3, -2), 1
+    ),
+    Entry(
+        "fedexprox-stops", "FedExProx-StoPS", "fedexprox-stops", "client.mu", small(-1, -1, -1), 1
+    ),
+    Entry("fedhyper", "FedHyper-G", "fedhyper", "server.lr", small(0, 0, 0)),
+    Entry("fednova", "FedNova", "fednova", "server.lr", small(0, 0, 0.5)),
+    Entry(
+        "delta-sgd",
+        "FedAvg + Delta-SGD",
+        "fedavg",
+        "local.delta_gamma",
+        small(TWO, TWO, TWO),
+        fixed=DELTA,
+    ),
+)
+
+
+def tasks_of(entry: Entry, names: Sequence[str] | None = None) -> list[str]:
+    """Return the tasks that a row is run on: those named, or the small ones."""
+    wanted = SMALL if names is None else names
+    return [name for name in TASKS if name in wanted and name in entry.centres]

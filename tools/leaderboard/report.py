@@ -1,0 +1,177 @@
+"""The tables and the figure of the leaderboard, as blocks of docs/leaderboard.md."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedexp.analysis.plots import colour, entitle, label, new_figure
+from fedexp.runs import StoredRun
+from tools.leaderboard.measures import Board, Cell, load_board
+from tools.leaderboard.protocol import ENTRIES, SEEDS, TASKS, BoardTask
+from tools.leaderboard.runs import Store
+from tools.results.format import NO_RUNS, paragraphs, percent, table
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+FIGURE = "figure.svg"
+
+
+def blocks(folder: Path, archived: Sequence[StoredRun] = ()) -> dict[str, str]:
+    """Return the generated blocks by name; the arguments are those of `load_board`."""
+    board = load_board(folder, archived)
+    return {
+        "board-summary": summary(board),
+        "board-tables": tables(board),
+        "board-tuning": tuning(board, folder),
+        "board-machines": machines(board),
+    }
+
+
+def summary(board: Board) -> str:
+    """Return the rounds to the upper target of every row on every task."""
+    if not board:
+        return NO_RUNS
+    headers = ["algorithm", *(f"{t.title}: {percent(t.targets[1])}" for t in TASKS.values())]
+    rows = []
+    for name, entry in ENTRIES.items():
+        cells = [board.get((task, name)) for task in TASKS]
+        rows.append([entry.title, *("" if cell is None else _summarised(cell) for cell in cells)])
+    return table(headers, rows)
+
+
+def _summarised(cell: Cell) -> str:
+    """Return the rounds to the upper target, with the number of seeds where some are missing."""
+    seeds = len(cell.runs)
+    if seeds == len(SEEDS) or cell.rounds(1) is None:
+        return _rounds(cell, 1)
+    return f"{_rounds(cell, 1)}, {seeds} seed{'s' if seeds > 1 else ''}"
+
+
+def tables(board: Board) -> str:
+    """Return one table per task, the fewest rounds to the upper target first."""
+    if not board:
+        return NO_RUNS
+    parts = []
+    for name, task in TASKS.items():
+        cells = {row: cell for (own, row), cell in board.items() if own == name}
+        parts += [f"### {task.title}", _table(name, task, cells) if cells else NO_RUNS]
+    return paragraphs(*parts)
+
+
+def _table(name: str, task: BoardTask, cells: dict[str, Cell]) -> str:
+    headers = ["algorithm", *(f"rounds to {percent(target)}" for target in task.targets)]
+    headers += ["final", "worst decile", "MB up", "MB down", f"MB to {percent(task.targets[0])}"]
+    rows = [_row(cell) for cell in sorted(cells.values(), key=_place)]
+    missing = [e for e in ENTRIES.values() if name in e.centres and e.name not in cells]
+    rows += [[entry.title, *[""] * 9] for entry in missing]
+    return table([*headers, "seconds", "seeds"], rows)
+
+
+def _place(cell: Cell) -> tuple[float, float]:
+    """Return the place of a row: rounds to the upper target; then the final accuracy."""
+    rounds = cell.rounds(1)
+    return (float("inf") if rounds is None else rounds), -(cell.final or 0.0)
+
+
+def _row(cell: Cell) -> list[str]:
+    up, down = (f"{each / 1e6:.3g}" for each in cell.sent) if cell.sent else ("", "")
+    return [
+        cell.entry.title,
+        _rounds(cell, 0),
+        _rounds(cell, 1),
+        _final(cell),
+        "" if cell.worst is None else f"{100 * cell.worst:.1f} %",
+        up,
+        down,
+        "" if cell.bytes_to_target is None else f"{cell.bytes_to_target / 1e6:.3g}",
+        "" if cell.seconds is None else f"{cell.seconds:.0f}",
+        str(len(cell.runs)),
+    ]
+
+
+def _rounds(cell: Cell, target: int) -> str:
+    """Return the smoothed crossing and the first one, or how many seeds reach the target."""
+    smooth, first = cell.rounds(target), cell.rounds(target, "first")
+    if smooth is not None and first is not None:
+        return f"{smooth:.0f} ({first:.0f})"
+    counts = (len(cell.crossings(target)), len(cell.crossings(target, "first")))
+    seeds = len(cell.runs)
+    return f"{counts[0]} of {seeds} ({counts[1]} of {seeds})"
+
+
+def _final(cell: Cell) -> str:
+    if cell.final is None:
+        return f"{cell.diverged} of {len(cell.runs)} diverged"
+    spread = "" if cell.spread is None else f" ± {100 * cell.spread:.2f}"
+    return f"{100 * cell.final:.2f}{spread} %"
+
+
+def tuning(board: Board, folder: Path) -> str:
+    """Return the best point of each row on the tuned tasks, with its score."""
+    names = [name for name, task in TASKS.items() if task.tuned]
+    stores = {name: Store.load(name, folder) for name in names}
+    if not any(store.trials for store in stores.values()):
+        return NO_RUNS
+    headers = ["algorithm", "option", *(TASKS[name].title for name in names)]
+    rows = []
+    for entry in ENTRIES.values():
+        cells = [board.get((name, entry.name)) for name in names]
+        tuned = ["" if cell is None else _tuned(cell, stores[cell.task]) for cell in cells]
+        rows.append([entry.title, f"`{entry.option}`" if entry.option else "", *tuned])
+    return table(headers, rows, left=2)
+
+
+def _tuned(cell: Cell, store: Store) -> str:
+    """Return the client step size, the value of the option and the score; * marks an edge."""
+    edges = cell.edges()
+    values = [f"{v:.3g}{'*' if name in edges else ''}" for name, v in cell.point.items()]
+    return f"{', '.join(values)}: {100 * (store.score(cell.entry.name, cell.point) or 0):.1f} %"
+
+
+def machines(board: Board) -> str:
+    """Return how many judged runs were executed where."""
+    counts = Counter((TASKS[c.task].title, r.machine) for c in board.values() for r in c.runs)
+    where = {"archive": "runs of docs/reproduction.md"}
+    lines = [f"- {task}: {n} runs, {where.get(name, name)}" for (task, name), n in counts.items()]
+    return "\n".join(lines) or NO_RUNS
+
+
+def figure(folder: Path, archived: Sequence[StoredRun] = ()) -> Figure | None:
+    """Draw the rounds to both targets, one panel per task that has runs; None without runs."""
+    board = load_board(folder, archived)
+    names = [name for name in TASKS if any(task == name for task, _ in board)]
+    if not names:
+        return None
+    rows = [row for row in ENTRIES if any((name, row) in board for name in names)]
+    width = 2.6 if len(names) > 1 else 5.5
+    drawing, panels = new_figure(len(names), width=width, height=1.2 + 0.24 * len(rows))
+    for axes, name in zip(panels, names, strict=True):
+        _draw(axes, name, rows, {row: board[name, row] for row in rows if (name, row) in board})
+        axes.set_yticks(range(len(rows)), [""] * len(rows))
+    panels[0].set_yticks(range(len(rows)), [ENTRIES[row].title for row in rows], fontsize=9)
+    entitle(drawing, f"Rounds to two test accuracies, mean over up to {len(SEEDS)} seeds")
+    return drawing
+
+
+def _draw(axes: Axes, name: str, rows: Sequence[str], cells: dict[str, Cell]) -> None:
+    """Draw a row as a line between its two targets; a cross marks one that some seed misses."""
+    task = TASKS[name]
+    for at, row in enumerate(rows):
+        if row not in cells:
+            continue
+        shade = colour(ENTRIES[row].algorithm)
+        ends = [cells[row].rounds(target) for target in (0, 1)]
+        known = [task.rounds if end is None else end for end in ends]
+        axes.plot(known, [at, at], color=shade, linewidth=1.2)
+        for x, end, face in zip(known, ends, (shade, "white"), strict=True):
+            mark = "x" if end is None else "o"
+            axes.plot([x], [at], mark, color=shade, markerfacecolor=face, markersize=5.5)
+    axes.set_xlim(0, 1.04 * task.rounds)
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    low, high = (percent(target) for target in task.targets)
+    label(axes, f"● {low}, ○ {high}; x: missed", "", task.title)
