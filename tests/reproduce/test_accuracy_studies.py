@@ -189,7 +189,7 @@ def test_iterate_averaging_compares_roughness() -> None:
     results = [run(job, shapes.get(job.series, [0.5] * 50)) for job in plan.jobs]
     findings = plan.study.measure(plan, results)
     assert [check.holds for check in findings.checks] == [True, True, True]
-    change = line(findings, "cifar10-cnn", "fedexp, last iterate")["mean change a round"]
+    change = line(findings, "cifar10-cnn", "fedexp, last iterate")["mean change per round"]
     assert change.mean == pytest.approx(10)
     swapped = {
         "fedexp, last iterate": shapes["fedexp, mean of the last two"],

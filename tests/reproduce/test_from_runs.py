@@ -58,7 +58,7 @@ def test_an_archive_gives_the_table_of_its_runs(
     printed = capfd.readouterr().out
     assert "cifar10: 2 seeds instead of 5" in printed
     assert "cinic10 is left out: it has not been run" in printed
-    assert "cifar10: FedAvg needs 1.4 to 2 times FedExP's rounds, or more: yes (1.50" in printed
+    assert "cifar10: FedAvg needs 1.4 to 2 times FedExP's rounds: yes over 2 seeds (1.50" in printed
 
 
 def test_what_is_missing_is_listed_and_not_judged() -> None:
@@ -106,7 +106,7 @@ def test_a_lead_over_the_closest_baseline_needs_all_of_them() -> None:
         checks = {check.claim.text: check for check in plan.study.measure(plan, results).checks}
         (margin,) = (check for text, check in checks.items() if "closest baseline" in text)
         assert margin.holds is None
-        assert margin.seen == "+20.00 points, +28.6 % of fedavg's; no run of fedadagrad"
+        assert margin.seen == "+20.00 points from fedavg; no run of fedadagrad"
 
 
 def test_a_study_of_superseded_runs_alone_has_none() -> None:
@@ -115,6 +115,30 @@ def test_a_study_of_superseded_runs_alone_has_none() -> None:
     assert (plan.tasks, results) == ((), [])
     line = "cifar10 is left out: fedadam run with the earlier start of v; to be run again"
     assert line in plan.left_out
+
+
+def test_a_claim_is_judged_over_the_seeds_that_all_its_series_have() -> None:
+    hits = {("fedexp", 0): 200, ("fedexp", 1): 400, ("fedavg", 0): 300}
+    runs = [fabricated("table1", "cifar10", name, s, hit) for (name, s), hit in hits.items()]
+    plan, results = plan_from(STUDIES["table1"], Request(), runs)
+    checks = plan.study.measure(plan, results).checks
+    (speedup,) = (each for each in checks if each.claim.text.startswith("FedAvg needs"))
+    assert (speedup.holds, speedup.seen, speedup.seeds) == (True, "1.50 times", 1)
+    apart = [
+        fabricated("table1", "cifar10", name, s) for s, name in enumerate(("fedexp", "fedavg"))
+    ]
+    plan, results = plan_from(STUDIES["table1"], Request(), apart)
+    for check in plan.study.measure(plan, results).checks[:2]:
+        assert (check.holds, check.seen, check.seeds) == (None, "no seed in common", 0)
+
+
+def test_a_margin_is_judged_in_points_and_not_in_percent_of_the_baseline() -> None:
+    ends = {"fedexp": 0.49, "fedavg": 0.40, "scaffold": 0.3, "fedadagrad": 0.3}
+    runs = [fabricated("table1", "cifar100", name, end=end) for name, end in ends.items()]
+    plan, results = plan_from(STUDIES["table1"], Request(), runs)
+    checks = plan.study.measure(plan, results).checks
+    (margin,) = (check for check in checks if "closest baseline" in check.claim.text)
+    assert (margin.holds, margin.seen) == (False, "+9.00 points from fedavg")
 
 
 def test_one_run_that_is_faster_decides_the_claim() -> None:

@@ -105,6 +105,7 @@ def verdicts(archive: Archive) -> str:
 
 
 def _line(check: Check) -> str:
-    """Return the claim, its place, the verdict and what was seen."""
+    """Return the claim, its place, the verdict with its seeds, and what was seen."""
     task = f"{task_name(check.task)}: " if check.task else ""
-    return f"{task}{check.claim.text} ({check.claim.place}): **{check.verdict}** ({check.seen})"
+    verdict = f"**{check.verdict}**{check.over} ({check.seen})"
+    return f"{task}{check.claim.text} ({check.claim.place}): {verdict}"

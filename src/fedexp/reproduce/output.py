@@ -150,6 +150,8 @@ def summary(plan: Plan, findings: Findings) -> dict[str, Any]:
                 "task": each.task,
                 "claim": each.claim.text,
                 "place": each.claim.place,
+                "criterion": each.claim.criterion,
+                "seeds": each.seeds,
                 "holds": each.holds,
                 "seen": each.seen,
             }

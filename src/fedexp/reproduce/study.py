@@ -168,21 +168,35 @@ class Plan:
 
 @dataclass(frozen=True)
 class Check:
-    """A claim of the paper compared with these runs; `holds` is None where they cannot decide."""
+    """A claim of the paper judged by its criterion on these runs.
+
+    Attributes:
+        claim: the claim with its criterion.
+        holds: the verdict; None where the runs cannot decide.
+        seen: the numbers that were compared.
+        task: the task; empty for a study of one task.
+        seeds: the number of seeds it was judged over; None for a problem without randomness.
+    """
 
     claim: Claim
     holds: bool | None
     seen: str
     task: str = ""
+    seeds: int | None = None
 
     @property
     def verdict(self) -> str:
         return {True: "yes", False: "no", None: "cannot tell"}[self.holds]
 
+    @property
+    def over(self) -> str:
+        """`over 5 seeds`, or nothing for a problem without randomness."""
+        return "" if self.seeds is None else f" over {count(self.seeds, 'seed')}"
+
     def line(self) -> str:
-        """Return `task: claim: verdict (what was seen)`."""
+        """Return `task: claim: verdict over N seeds (what was seen)`."""
         task = f"{self.task}: " if self.task else ""
-        return f"{task}{self.claim.text}: {self.verdict} ({self.seen})"
+        return f"{task}{self.claim.text}: {self.verdict}{self.over} ({self.seen})"
 
 
 @dataclass(frozen=True)
