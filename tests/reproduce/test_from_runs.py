@@ -11,9 +11,9 @@ import pytest
 
 from fedexp.cli.main import main
 from fedexp.errors import UsageError
-from fedexp.reproduce import STUDIES
+from fedexp.reproduce import STUDIES, accuracy_studies
 from fedexp.reproduce.from_runs import plan_from
-from fedexp.reproduce.study import Request
+from fedexp.reproduce.study import Plan, Request
 from fedexp.runs import StoredRun
 from fedexp.runs import spec as specs
 from tests.helpers.archives import fabricated, store
@@ -65,13 +65,14 @@ def test_what_is_missing_is_listed_and_not_judged() -> None:
     runs = [run for run in table1() if run.spec["algorithm"] not in ("scaffold", "fedadagrad")]
     plan, results = plan_from(STUDIES["table1"], Request(), runs[:-1])
     assert plan.shrunk == (
-        "cifar10: scaffold, fedadagrad not run",
+        "cifar10: fedexp (participants x eps), fedexp (participants x decaying eps), scaffold, "
+        "fedadagrad not run",
         "cifar10: seeds fedexp 2, fedavg 1 instead of 5",
     )
     checks = {check.claim.text: check for check in plan.study.measure(plan, results).checks}
     fastest, *_ = checks.values()
     assert (fastest.holds, fastest.seen) == (None, "no run of scaffold and fedadagrad")
-    assert [check.holds for check in checks.values()] == [None, True, None, False, None]
+    assert [check.holds for check in checks.values()] == [None, True, False, None, None]
 
 
 OLD: dict[str, Any] = {"options": {"server.form": "reddi"}}
@@ -185,6 +186,35 @@ def test_runs_of_other_settings_do_not_belong() -> None:
     assert plan.tasks == ()
     plan, results = plan_from(STUDIES["table1"], Request(mode="authors-code"), strangers)
     assert [result.job.spec.mode for result in results] == ["authors-code"]
+
+
+def test_readings_of_eps_are_series_of_their_own_and_judged_apart() -> None:
+    hits = {"fedexp": 320, "fedexp (participants x eps)": 180}
+    readings = [fabricated("table1", "emnist", name, hit=hit) for name, hit in hits.items()]
+    baselines = [run for run in table1("emnist") if run.spec["algorithm"] != "fedexp"]
+    plan, results = plan_from(STUDIES["table1"], Request(), [*readings, *baselines])
+    findings = plan.study.measure(plan, results)
+    rows = {row[1]: row[2:5] for row in findings.table.cells(comparable=True)}
+    assert rows["fedexp"] == ["320", "186", "+134"]
+    assert rows["fedexp (participants x eps)"] == ["180", "186", "-6"]
+    verdicts = {(c.reading, c.claim.text): c.holds for c in findings.checks if c.seeds}
+    fastest = "FedExP needs the fewest rounds"
+    assert verdicts["", fastest] is False
+    assert verdicts["participants x eps", fastest] is True
+    assert not [c for c in findings.checks if c.reading == "participants x decaying eps"]
+    # A run of one reading is never taken for another, nor for one of mode authors-code.
+    for name, options in {"fedexp": {}, **accuracy_studies.READINGS}.items():
+        series = accuracy_studies.of_reading("fedexp", "" if name == "fedexp" else name)
+        run = fabricated("table1", "emnist", series, set=dict(options))
+        _, (own,) = plan_from(STUDIES["table1"], Request(), [run])
+        assert own.job.series == series
+        assert plan_from(STUDIES["table1"], Request(mode="authors-code"), [run])[1] == []
+
+
+def test_mode_authors_code_has_its_own_reading_only() -> None:
+    study = STUDIES["table1"]
+    plan = Plan(study, Request(mode="authors-code"), study.tasks, study.rounds)
+    assert [arm.series for arm in plan.arms("emnist")] == [*accuracy_studies.TABLE1_ALGORITHMS]
 
 
 @pytest.mark.parametrize(

@@ -53,8 +53,13 @@ class Quantity:
     note: str = ""
 
     def find(self, task: str, series: str) -> Value | None:
-        """Return the published value, or None where the paper has none."""
-        return self.values.get(task, {}).get(series)
+        """Return the published value, or None where the paper has none.
+
+        A reading of eps, `fedexp (participants x eps)`, has that of its algorithm: the paper does
+        not state which reading its numbers are of.
+        """
+        own = self.values.get(task, {})
+        return own.get(series, own.get(series.partition(" (")[0]))
 
 
 @dataclass(frozen=True)
