@@ -151,8 +151,8 @@ def same_arms(*algorithms: str) -> Callable[[str], Sequence[Arm]]:
     return lambda task: [Arm(name, name) for name in algorithms]
 
 
-# What the paper's eps may mean (docs/paper.md#released-epsilon): what is printed, the series with the
-# bare name of the algorithm, or one of these.
+# What the paper's eps may mean (docs/paper.md#released-epsilon): what is printed, the series with
+# the bare name of the algorithm, or one of these.
 
 READINGS: dict[str, tuple[tuple[str, str], ...]] = {
     "participants x eps": (("server.eps_mode", "participants"),),
