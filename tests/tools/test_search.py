@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import pytest
 from tools.results import search
 from tools.results.archive import Archive
 
+from fedexp.cli.main import build_parser
 from fedexp.runs import StoredRun
 from tests.helpers.archives import fabricated
 
@@ -44,8 +46,8 @@ def test_a_search_is_stored_and_its_best_trials_are_found(folder: Path) -> None:
     trials = search.load_search(folder)
     assert len(trials) == 6
     assert {name: trial.local_lr for name, trial in search.best_trials(trials).items()} == {
-        "fedexp": 0.316228,
-        "fedavg": 0.316228,
+        "fedexp": 0.316227766,
+        "fedavg": 0.316227766,
     }
     text = search.search_table(folder)
     assert "| FedExP | server.eps=0.1 | 30.0 % | **50.0 %** | diverged |" in text
@@ -56,6 +58,28 @@ def tuned(name: str, option: str, seed: int, hit: int, **changed: Any) -> Stored
     run = fabricated("table1", "emnist", name, seed, hit, clients=294)
     options = {"local.lr": 10**-0.5, option: 0.1}
     return replace(run, spec={**run.spec, "options": options, "changed": [option], **changed})
+
+
+def test_a_reading_of_eps_is_searched_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tune.json").write_text(json.dumps(FOUND))
+    words = ["search", f"{tmp_path / 'tune.json'}=participants x eps", "--to", str(tmp_path / "t")]
+    monkeypatch.setattr(sys, "argv", words)
+    search.main()
+    trials = [t for t in search.load_search(tmp_path / "t") if t.algorithm.startswith("fedexp")]
+    assert {trial.algorithm for trial in trials} == {"fedexp (participants x eps)"}
+    command = capsys.readouterr().out.splitlines()[0]
+    parsed = build_parser().parse_args(shlex.split(command)[1:])
+    assert (parsed.algorithms, parsed.seeds) == ("fedexp", 5)
+    printed = tuned("fedexp", "server.eps", 0, 50)
+    options = {**printed.spec["options"], "server.eps_mode": "participants"}
+    other = tuned("fedexp", "server.eps", 1, 50, options=options, changed=["server.eps_mode"])
+    ((_, runs),) = search.tuned_runs(Archive((printed, other)), trials)
+    assert runs == [other]
+    rest = search.tuned_commands(Archive((printed, other)), trials)
+    parsed = [build_parser().parse_args(shlex.split(line)[1:]) for line in rest]
+    assert [own.seed for own in parsed] == [0, 2, 3, 4]
 
 
 def test_tuned_runs_are_those_with_the_best_values(folder: Path) -> None:

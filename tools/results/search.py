@@ -2,7 +2,9 @@
 
 A record is a CSV file with one line per trial, written from the output of `fedexp tune --json` by
 
-    python -m tools.results.search tune.json --to results/emnist-tuned
+    python -m tools.results.search a.json "b.json=participants x eps" --to results/emnist-tuned
+
+which then prints the commands that run the best values.
 """
 
 from __future__ import annotations
@@ -18,11 +20,13 @@ from typing import Any, NamedTuple
 from fedexp.analysis.summary import WINDOW
 from fedexp.errors import require
 from fedexp.reproduce import STUDIES
+from fedexp.reproduce.accuracy_studies import READINGS, of_reading
 from fedexp.reproduce.measures import final, ratio, rounds_to_target
 from fedexp.reproduce.published import target, text_of
 from fedexp.runs import StoredRun
-from tools.results.archive import Archive
+from tools.results.archive import Archive, load_archive
 from tools.results.format import NO_RUNS, algorithm_name, table
+from tools.results.runs import GPU, SEEDS
 
 SEARCH = "search.csv"
 LOCAL_LR, SCORE = "local.lr", "train_accuracy"
@@ -95,15 +99,22 @@ def _score(trial: Trial, best: Trial) -> str:
     return f"**{text}**" if trial == best else text
 
 
-def convert(found: dict[str, Any]) -> list[Trial]:
-    """Return the trials of `fedexp tune --json`, over the client step size and one other option."""
+def convert(found: dict[str, Any], reading: str = "") -> list[Trial]:
+    """Return the trials of `fedexp tune --json`, over the client step size and one other option.
+
+    Args:
+        found: the output of the command.
+        reading: the reading of eps that it was run with; empty for the printed one.
+    """
     trials = []
     for own in found["algorithms"]:
+        name = of_reading(own["algorithm"], reading)
         for each in own["trials"]:
-            (option,) = (name for name in each["values"] if name != LOCAL_LR)
             values = each["values"]
-            score = each["score"] or 0.0
-            trials.append(Trial(own["algorithm"], values[LOCAL_LR], option, values[option], score))
+            (option,) = (key for key in values if key != LOCAL_LR)
+            trials.append(
+                Trial(name, values[LOCAL_LR], option, values[option], each["score"] or 0.0)
+            )
     return trials
 
 
@@ -113,10 +124,7 @@ def store_search(folder: Path, trials: Sequence[Trial]) -> None:
     with (folder / SEARCH).open("w", encoding="utf-8", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(COLUMNS)
-        writer.writerows(
-            [t.algorithm, f"{t.local_lr:.6g}", t.option, f"{t.value:.6g}", f"{t.score:.6g}"]
-            for t in trials
-        )
+        writer.writerows([*trial[:4], f"{trial.score:.6g}"] for trial in trials)
 
 
 def tuned_runs(
@@ -126,20 +134,46 @@ def tuned_runs(
 
     Runs of the paper's values belong here as well, where the search found the same ones.
     """
-    study = STUDIES["table1"]
     for best in best_trials(list(trials)).values():
-        runs = [
-            run
-            for run in archive.runs
-            if (run.spec["task"], run.spec["algorithm"]) == ("emnist", best.algorithm)
-            and (run.spec["mode"], run.spec["rounds"]) == ("paper", study.rounds)
-            and run.spec["evaluate_every"] == study.evaluate_every
-            and set(run.spec.get("changed", run.spec["set"])) <= {LOCAL_LR, best.option}
-            and math.isclose(run.spec["options"][LOCAL_LR], best.local_lr, rel_tol=1e-5)
-            and math.isclose(run.spec["options"][best.option], best.value, rel_tol=1e-5)
-        ]
-        by_seed = {int(run.spec["seed"]): run for run in runs}  # two ids of one run are possible
-        yield best, [by_seed[seed] for seed in sorted(by_seed)]
+        runs = {int(run.spec["seed"]): run for run in archive.runs if _is_tuned(run, best)}
+        yield best, [runs[seed] for seed in sorted(runs)]  # two ids of one run are possible
+
+
+def _is_tuned(run: StoredRun, best: Trial) -> bool:
+    """Return whether a run has the values of a trial, and all others at the task's own."""
+    spec, study = run.spec, STUDIES["table1"]
+    algorithm, fixed = _algorithm(best)
+    return (
+        (spec["task"], spec["algorithm"], spec["mode"]) == ("emnist", algorithm, "paper")
+        and (spec["rounds"], spec["evaluate_every"]) == (study.rounds, study.evaluate_every)
+        and set(spec.get("changed", spec["set"])) <= {LOCAL_LR, best.option, *fixed}
+        and all(str(spec["options"].get(name)) == value for name, value in fixed.items())
+        and math.isclose(spec["options"][LOCAL_LR], best.local_lr, rel_tol=1e-5)
+        and math.isclose(spec["options"][best.option], best.value, rel_tol=1e-5)
+    )
+
+
+def _algorithm(trial: Trial) -> tuple[str, dict[str, str]]:
+    """Return the algorithm of a trial and the options of its reading of eps."""
+    name, _, reading = trial.algorithm.removesuffix(")").partition(" (")
+    return name, dict(READINGS[reading]) if reading else {}
+
+
+def tuned_commands(archive: Archive, trials: Sequence[Trial]) -> list[str]:
+    """Return the commands that run the best values with the seeds that the archive lacks."""
+    study, seeds, lines = STUDIES["table1"], SEEDS["emnist"], []
+    for best, runs in tuned_runs(archive, trials):
+        name, fixed = _algorithm(best)
+        options = {LOCAL_LR: repr(best.local_lr), best.option: repr(best.value), **fixed}
+        words = [f"--rounds {study.rounds} --evaluate-every {study.evaluate_every}"]
+        words += [f"--{key} {value}" for key, value in GPU.items()]
+        words += [f"--set {key}={value}" for key, value in options.items()]
+        missing = sorted(set(range(seeds)) - {int(run.spec["seed"]) for run in runs})
+        starts = [f"fedexp run emnist --algorithm {name} --seed {seed}" for seed in missing]
+        if len(missing) == seeds:
+            starts = [f"fedexp compare emnist --algorithms {name} --seeds {seeds}"]
+        lines += [" ".join([start, *words]) for start in starts]
+    return lines
 
 
 def tuned_table(archive: Archive, folder: Path) -> str:
@@ -168,11 +202,15 @@ def tuned_table(archive: Archive, folder: Path) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.results.search")
-    parser.add_argument("found", type=Path, help="output of fedexp tune --json")
+    parser.add_argument("found", nargs="+", metavar="FILE[=READING]", help="of fedexp tune --json")
     parser.add_argument("--to", type=Path, required=True, help="folder of the record")
     args = parser.parse_args()
-    require(args.found.is_file(), f"{args.found}: no such file; write it with fedexp tune --json")
-    store_search(args.to, convert(json.loads(args.found.read_text(encoding="utf-8"))))
+    trials: list[Trial] = []
+    for path, _, reading in (each.partition("=") for each in args.found):
+        require(Path(path).is_file(), f"{path}: no such file; write it with fedexp tune --json")
+        trials += convert(json.loads(Path(path).read_text(encoding="utf-8")), reading)
+    store_search(args.to, trials)
+    print(*tuned_commands(load_archive(args.to.parent), trials), sep="\n")
 
 
 if __name__ == "__main__":
