@@ -148,7 +148,7 @@ def test_one_run_that_is_faster_decides_the_claim() -> None:
     plan, results = plan_from(STUDIES["table1"], Request(), runs)
     fastest, speedup, *_ = plan.study.measure(plan, results).checks
     assert (fastest.holds, speedup.holds) == (False, False)
-    assert speedup.seen == "FedExP did not get there"
+    assert speedup.seen == "FedExP did not reach the target"
 
 
 def test_partial_data_affect_their_own_task_only() -> None:

@@ -75,7 +75,7 @@ def test_seeds_that_miss_the_target_are_counted() -> None:
     at = next(i for i, run in enumerate(stored) if run.spec["algorithm"] == "fedavg")
     stored[at] = fabricated("table1", "emnist", "fedavg", 0, None, clients=294)
     text = table1.headline(Archive(tuple(stored)))
-    assert "FedAvg more than 405 rounds (1/2 seeds got there), which is **>1.98 times**" in text
+    assert "FedAvg more than 405 rounds (1/2 seeds reached it), which is **>1.98 times**" in text
     assert "EMNIST has 294 writers here instead of 3,400." in text
     stored[at] = diverged(stored[at], 30)
     table = table1.tables(Archive(tuple(stored)))
@@ -94,7 +94,7 @@ def test_a_fedexp_that_misses_the_target_is_reported() -> None:
     failed = studies.verdicts(archive).split("**Does not agree with the paper**")[1]
     fastest = "CIFAR-10: FedExP needs the fewest rounds (Table 1): **no** over 1 seed (>500; fedada"
     assert fastest in failed
-    assert "rounds (sec. 6): **no** over 1 seed (FedExP did not get there)" in failed
+    assert "rounds (sec. 6): **no** over 1 seed (FedExP did not reach the target)" in failed
 
 
 READING = "fedexp (participants x eps)"
@@ -200,7 +200,7 @@ def test_superseded_runs_are_marked_until_they_are_run_again() -> None:
     assert "FedAdagrad |" not in table1.other_targets(archive)
     assert f"CIFAR-10: fedadagrad {remark}" in deviations.missing(archive)
     assert runs.every_run(archive).count(f"finished; {remark}") == 2
-    unsure = studies.verdicts(archive).split("**Cannot be told from these runs**")[1]
+    unsure = studies.verdicts(archive).split("**Undecided by these runs**")[1]
     assert "CIFAR-10: FedAdagrad ends almost where FedAvg does" in unsure
     # One command still makes all of them, in their new form; then nothing is marked.
     command = "fedexp reproduce table1 --task cifar10 --seeds 2 --device cuda --precision bf16"

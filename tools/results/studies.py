@@ -22,7 +22,7 @@ FIGURE = "figure.svg"
 HEADINGS = {
     True: "Agrees with the paper",
     False: "Does not agree with the paper",
-    None: "Cannot be told from these runs",
+    None: "Undecided by these runs",
 }
 
 
@@ -39,7 +39,7 @@ def section(archive: Archive, name: str) -> str:
         each_seed(stored),
         bullets([f"*{line}*" for line in plan.study.remarks]),
         f"![{plan.study.title}](../results/{name}/{FIGURE})",
-        "What the paper says, and what was seen:",
+        "Claims of the paper:",
         bullets([_line(check) for check in findings.checks]),
     )
 

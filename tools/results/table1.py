@@ -289,7 +289,7 @@ def _reached(row: Row) -> str:
         return "not run"
     if not row.rounds.more:
         return f"{text_of(Value(row.rounds.mean), 'rounds')} rounds"
-    remark = f" ({row.rounds.remark} got there)" if row.rounds.remark else ""
+    remark = f" ({row.rounds.remark} reached it)" if row.rounds.remark else ""
     return f"more than {row.rounds.mean:g} rounds{remark}"
 
 

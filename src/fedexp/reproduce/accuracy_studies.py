@@ -234,7 +234,7 @@ def leads(lowest: bool, unit: str) -> Decide:
         if name in missing or (missing and first in ([], [name])):
             return None, f"no run of {' and '.join(missing)}"
         if not first:
-            return None, "no algorithm got there" if lowest else "no number"
+            return None, "no algorithm reached the target" if lowest else "no number"
         own, top = text_of(values.get(name), unit), text_of(values[first[0]], unit)
         if len(first) > 1 and name in first:
             return None, f"{' and '.join(first)} all have {top}"
@@ -262,7 +262,7 @@ def speedup(names: Names, values: Values, threshold: float) -> Verdict:
     ours, theirs = (values[name] for name in names)
     factor = ratio(theirs, ours)
     if factor is None or factor.mean is None:
-        return None if theirs.more else False, "FedExP did not get there"
+        return None if theirs.more else False, "FedExP did not reach the target"
     seen = f"{text_of(factor, 'times').removesuffix('x')} times"
     return None if factor.more and factor.mean < threshold else factor.mean >= threshold, seen
 

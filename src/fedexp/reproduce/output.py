@@ -85,7 +85,7 @@ def render(plan: Plan, findings: Findings, format: str) -> str:
         headers, *cells = [[row[0], row[1].ljust(width), *row[2:]] for row in (headers, *cells)]
     grid = render_table(format, headers, cells)
     head = [*head_lines(plan), *source_lines(findings)]
-    claims = f"What the paper says, held against these runs{CAUTION if plan.shrunk else ''}:"
+    claims = f"Claims of the paper, judged on these runs{CAUTION if plan.shrunk else ''}:"
     checks = [check.line() for check in findings.checks]
     if format == "latex":
         lines = [*(f"% {line.strip()}" for line in (*head, claims, *checks)), grid]
