@@ -78,8 +78,8 @@ def test_a_reading_of_eps_is_searched_apart(
     ((_, runs),) = search.tuned_runs(Archive((printed, other)), trials)
     assert runs == [other]
     rest = search.tuned_commands(Archive((printed, other)), trials)
-    parsed = [build_parser().parse_args(shlex.split(line)[1:]) for line in rest]
-    assert [own.seed for own in parsed] == [0, 2, 3, 4]
+    seeds = [build_parser().parse_args(shlex.split(line)[1:]).seed for line in rest]
+    assert seeds == [0, 2, 3, 4]
 
 
 def test_tuned_runs_are_those_with_the_best_values(folder: Path) -> None:
