@@ -51,7 +51,7 @@ def line(findings: Findings, task: str, series: str) -> dict[str, Value]:
     ("name", "runs", "rounds", "seeds"),
     [
         ("figure1", 25, 50, {"emnist": 1}),
-        ("table1", 140, 500, {"emnist": 20, "cifar10": 5, "cifar100": 5, "cinic10": 5}),
+        ("table1", 210, 500, {"emnist": 20, "cifar10": 5, "cifar100": 5, "cinic10": 5}),
         ("iterate-averaging", 4, 500, {"cifar10-cnn": 1}),
         ("epsilon-table", 20, 500, dict.fromkeys(("emnist", "cifar10", "cifar100", "cinic10"), 1)),
         (
@@ -60,7 +60,7 @@ def line(findings: Findings, task: str, series: str) -> dict[str, Value]:
             2000,
             {"synthetic": 1, "emnist": 3, "cifar10": 3, "cifar100": 3, "cinic10": 3},
         ),
-        ("scaffold-exp", 125, 500, {"cifar10": 5, "emnist": 20}),
+        ("scaffold-exp", 165, 500, {"cifar10": 5, "emnist": 20}),
         ("momentum", 18, 500, {"cifar10": 3, "cifar100": 3}),
     ],
 )
@@ -95,7 +95,9 @@ def test_table_1_counts_rounds_ratios_and_differences() -> None:
     plan = planned("table1", Request(seeds=2))
     ends = {"fedexp": 1.0, "fedavg": 0.8, "scaffold": 0.5, "fedadagrad": 0.79}
     results = [
-        run(job, rising(ends[job.series], 500)) for job in plan.jobs if job.task == "cifar10"
+        run(job, rising(ends[job.series], 500))
+        for job in plan.jobs
+        if job.task == "cifar10" and job.series in ends
     ]
     findings = plan.study.measure(plan, results)
     exp = line(findings, "cifar10", "fedexp")
@@ -118,7 +120,7 @@ def test_table_1_counts_rounds_ratios_and_differences() -> None:
     assert first["rounds to target difference"] == "93.0"
     assert dict(zip(headers, rows[2], strict=True))["rounds to target at least"] == "True"
     verdicts = [check.holds for check in findings.checks]
-    # fastest; below 1.4 times; SCAFFOLD; margin; FedAdagrad
+    # fastest; below 1.4 times; margin; SCAFFOLD; FedAdagrad
     assert verdicts == [True, False, True, True, True]
 
 
@@ -139,7 +141,7 @@ def test_ratios_are_over_the_seeds_that_both_have() -> None:
 def test_claims_about_baselines_are_checked(adagrad: float, scaffold: float, holds: bool) -> None:
     plan = planned("table1", Request(seeds=1))
     ends = {"fedexp": 0.8, "fedavg": 0.8, "scaffold": scaffold, "fedadagrad": adagrad}
-    results = [run(job, rising(ends[job.series], 500)) for job in plan.jobs]
+    results = [run(job, rising(ends[job.series], 500)) for job in plan.jobs if job.series in ends]
     checks = plan.study.measure(plan, results).checks
     alike = [(check.task, check.holds) for check in checks if "FedAdagrad" in check.claim.text]
     assert alike == [(task, holds) for task in ("cifar10", "cifar100", "cinic10")]
@@ -189,7 +191,7 @@ def test_iterate_averaging_compares_roughness() -> None:
     results = [run(job, shapes.get(job.series, [0.5] * 50)) for job in plan.jobs]
     findings = plan.study.measure(plan, results)
     assert [check.holds for check in findings.checks] == [True, True, True]
-    change = line(findings, "cifar10-cnn", "fedexp, last iterate")["mean change a round"]
+    change = line(findings, "cifar10-cnn", "fedexp, last iterate")["mean change per round"]
     assert change.mean == pytest.approx(10)
     swapped = {
         "fedexp, last iterate": shapes["fedexp, mean of the last two"],

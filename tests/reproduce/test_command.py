@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -30,7 +31,28 @@ def test_the_list_names_every_study_with_its_cost(capfd: pytest.CaptureFixture[s
     assert main(["reproduce", "--list"]) == 0
     out, _ = capfd.readouterr()
     assert [line.split()[0] for line in out.splitlines()[:-2:2]] == list(STUDIES)
-    assert "140 runs of 500 rounds" in out
+    assert "210 runs of 500 rounds" in out
+
+
+def test_archived_runs_are_reused_and_the_others_executed(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["reproduce", "synthetic", "--rounds", "3", "--jobs", "1", "--quiet"]
+    first, archive = tmp_path / "first", tmp_path / "archive"
+    assert main([*command, "--runs", str(first), "--out", str(tmp_path / "a")]) == 0
+    gone = next(first.glob("synthetic-scaffold-*"))
+    shutil.rmtree(gone)
+    assert main(["archive", str(first), "--to", str(archive)]) == 0
+    second = ["--runs", str(tmp_path / "second"), "--out", str(tmp_path / "b")]
+    assert main([*command, *second, "--reuse", str(archive)]) == 0
+    assert "3 of 4 runs are taken from" in capfd.readouterr().err
+    assert [path.name for path in (tmp_path / "second").iterdir()] == [gone.name]
+    assert (tmp_path / "a" / "table.md").read_text() == (tmp_path / "b" / "table.md").read_text()
+    other = [*command, "--runs", str(tmp_path / "third"), "--out", str(tmp_path / "c")]
+    assert main([*other, "--reuse", str(archive), "--rounds", "2"]) == 0
+    assert "0 of 4 runs are taken from" in capfd.readouterr().err
+    assert main([*command, "--from", str(archive), "--reuse", str(archive)]) == 2
+    assert "leave --reuse out" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pytest
 
 from fedexp.cli.main import main
 from fedexp.errors import UsageError
-from fedexp.reproduce import STUDIES
+from fedexp.reproduce import STUDIES, accuracy_studies
 from fedexp.reproduce.from_runs import plan_from
-from fedexp.reproduce.study import Request
+from fedexp.reproduce.study import Plan, Request
 from fedexp.runs import StoredRun
 from fedexp.runs import spec as specs
 from tests.helpers.archives import fabricated, store
@@ -58,20 +58,21 @@ def test_an_archive_gives_the_table_of_its_runs(
     printed = capfd.readouterr().out
     assert "cifar10: 2 seeds instead of 5" in printed
     assert "cinic10 is left out: it has not been run" in printed
-    assert "cifar10: FedAvg needs 1.4 to 2 times FedExP's rounds, or more: yes (1.50" in printed
+    assert "cifar10: FedAvg needs 1.4 to 2 times FedExP's rounds: yes over 2 seeds (1.50" in printed
 
 
 def test_what_is_missing_is_listed_and_not_judged() -> None:
     runs = [run for run in table1() if run.spec["algorithm"] not in ("scaffold", "fedadagrad")]
     plan, results = plan_from(STUDIES["table1"], Request(), runs[:-1])
     assert plan.shrunk == (
-        "cifar10: scaffold, fedadagrad not run",
+        "cifar10: fedexp (participants x eps), fedexp (participants x decaying eps), scaffold, "
+        "fedadagrad not run",
         "cifar10: seeds fedexp 2, fedavg 1 instead of 5",
     )
     checks = {check.claim.text: check for check in plan.study.measure(plan, results).checks}
     fastest, *_ = checks.values()
     assert (fastest.holds, fastest.seen) == (None, "no run of scaffold and fedadagrad")
-    assert [check.holds for check in checks.values()] == [None, True, None, False, None]
+    assert [check.holds for check in checks.values()] == [None, True, False, None, None]
 
 
 OLD: dict[str, Any] = {"options": {"server.form": "reddi"}}
@@ -106,7 +107,7 @@ def test_a_lead_over_the_closest_baseline_needs_all_of_them() -> None:
         checks = {check.claim.text: check for check in plan.study.measure(plan, results).checks}
         (margin,) = (check for text, check in checks.items() if "closest baseline" in text)
         assert margin.holds is None
-        assert margin.seen == "+20.00 points, +28.6 % of fedavg's; no run of fedadagrad"
+        assert margin.seen == "+20.00 points from fedavg; no run of fedadagrad"
 
 
 def test_a_study_of_superseded_runs_alone_has_none() -> None:
@@ -117,13 +118,37 @@ def test_a_study_of_superseded_runs_alone_has_none() -> None:
     assert line in plan.left_out
 
 
+def test_a_claim_is_judged_over_the_seeds_that_all_its_series_have() -> None:
+    hits = {("fedexp", 0): 200, ("fedexp", 1): 400, ("fedavg", 0): 300}
+    runs = [fabricated("table1", "cifar10", name, s, hit) for (name, s), hit in hits.items()]
+    plan, results = plan_from(STUDIES["table1"], Request(), runs)
+    checks = plan.study.measure(plan, results).checks
+    (speedup,) = (each for each in checks if each.claim.text.startswith("FedAvg needs"))
+    assert (speedup.holds, speedup.seen, speedup.seeds) == (True, "1.50 times", 1)
+    apart = [
+        fabricated("table1", "cifar10", name, s) for s, name in enumerate(("fedexp", "fedavg"))
+    ]
+    plan, results = plan_from(STUDIES["table1"], Request(), apart)
+    for check in plan.study.measure(plan, results).checks[:2]:
+        assert (check.holds, check.seen, check.seeds) == (None, "no seed in common", 0)
+
+
+def test_a_margin_is_judged_in_points_and_not_in_percent_of_the_baseline() -> None:
+    ends = {"fedexp": 0.49, "fedavg": 0.40, "scaffold": 0.3, "fedadagrad": 0.3}
+    runs = [fabricated("table1", "cifar100", name, end=end) for name, end in ends.items()]
+    plan, results = plan_from(STUDIES["table1"], Request(), runs)
+    checks = plan.study.measure(plan, results).checks
+    (margin,) = (check for check in checks if "closest baseline" in check.claim.text)
+    assert (margin.holds, margin.seen) == (False, "+9.00 points from fedavg")
+
+
 def test_one_run_that_is_faster_decides_the_claim() -> None:
     hits = {"fedexp": None, "fedavg": 300}
     runs = [fabricated("table1", "cifar10", name, hit=hit) for name, hit in hits.items()]
     plan, results = plan_from(STUDIES["table1"], Request(), runs)
     fastest, speedup, *_ = plan.study.measure(plan, results).checks
     assert (fastest.holds, speedup.holds) == (False, False)
-    assert speedup.seen == "FedExP did not get there"
+    assert speedup.seen == "FedExP did not reach the target"
 
 
 def test_partial_data_affect_their_own_task_only() -> None:
@@ -161,6 +186,35 @@ def test_runs_of_other_settings_do_not_belong() -> None:
     assert plan.tasks == ()
     plan, results = plan_from(STUDIES["table1"], Request(mode="authors-code"), strangers)
     assert [result.job.spec.mode for result in results] == ["authors-code"]
+
+
+def test_readings_of_eps_are_series_of_their_own_and_judged_apart() -> None:
+    hits = {"fedexp": 320, "fedexp (participants x eps)": 180}
+    readings = [fabricated("table1", "emnist", name, hit=hit) for name, hit in hits.items()]
+    baselines = [run for run in table1("emnist") if run.spec["algorithm"] != "fedexp"]
+    plan, results = plan_from(STUDIES["table1"], Request(), [*readings, *baselines])
+    findings = plan.study.measure(plan, results)
+    rows = {row[1]: row[2:5] for row in findings.table.cells(comparable=True)}
+    assert rows["fedexp"] == ["320", "186", "+134"]
+    assert rows["fedexp (participants x eps)"] == ["180", "186", "-6"]
+    verdicts = {(c.reading, c.claim.text): c.holds for c in findings.checks if c.seeds}
+    fastest = "FedExP needs the fewest rounds"
+    assert verdicts["", fastest] is False
+    assert verdicts["participants x eps", fastest] is True
+    assert not [c for c in findings.checks if c.reading == "participants x decaying eps"]
+    # A run of one reading is never taken for another, nor for one of mode authors-code.
+    for name, options in {"fedexp": {}, **accuracy_studies.READINGS}.items():
+        series = accuracy_studies.of_reading("fedexp", "" if name == "fedexp" else name)
+        run = fabricated("table1", "emnist", series, set=dict(options))
+        _, (own,) = plan_from(STUDIES["table1"], Request(), [run])
+        assert own.job.series == series
+        assert plan_from(STUDIES["table1"], Request(mode="authors-code"), [run])[1] == []
+
+
+def test_mode_authors_code_has_its_own_reading_only() -> None:
+    study = STUDIES["table1"]
+    plan = Plan(study, Request(mode="authors-code"), study.tasks, study.rounds)
+    assert [arm.series for arm in plan.arms("emnist")] == [*accuracy_studies.TABLE1_ALGORITHMS]
 
 
 @pytest.mark.parametrize(

@@ -30,3 +30,13 @@ def test_bands_stay_within_the_bounds_of_a_metric(
     edges = np.asarray(axes.collections[0].get_paths()[0].vertices)[:, 1]
     assert edges.min() >= low
     assert edges.max() <= high
+
+
+def test_readings_of_eps_have_the_colour_of_their_algorithm_and_other_lines() -> None:
+    names = ["fedexp", "fedexp (participants x eps)", "fedavg"]
+    _, (axes,) = new_figure(1)
+    draw_panel(axes, {name: [outcome(name, 0, [0.1, 0.2])] for name in names}, "test_accuracy")
+    first, second, other = axes.get_lines()
+    assert first.get_color() == second.get_color() != other.get_color()
+    styles = [line.get_linestyle() for line in (first, second, other)]
+    assert styles == ["-", "--", "-"]

@@ -122,5 +122,7 @@ def test_the_document_holds_nothing_else() -> None:
     assert tuple(document["quantities"]) == NAMES
     for claims in document["claims"].values():
         for entry in claims.values():
-            assert set(entry) == {"place", "text"}
+            assert set(entry) - {"threshold"} == {"place", "text", "criterion"}
+            assert ("threshold" in entry) == ("{threshold:g}" in entry["criterion"])
+            assert not re.search(r"\bor\b", entry["criterion"])  # one condition
             assert re.search(r"(Table|Figures?) \d|sec\. \d|App\. [A-F]", entry["place"])

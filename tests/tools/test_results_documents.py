@@ -11,10 +11,12 @@ import pytest
 from tools.results.archive import load_archive
 from tools.results.documents import (
     ABOUT,
+    APPENDIX,
     ARCHIVE,
     DIFFERS,
     DOCUMENT,
     DOCUMENTS,
+    EMNIST_TUNED,
     EPS_DOCUMENT,
     HALF,
     README,
@@ -24,6 +26,7 @@ from tools.results.documents import (
     stale,
     write,
 )
+from tools.results.search import load_search, tuned_runs
 from tools.results.shakespeare import long_runs
 
 from fedexp.errors import UsageError
@@ -72,6 +75,8 @@ def test_every_run_is_used_and_seeds_count_from_zero() -> None:
         for runs in (runs for series in stored.groups.values() for runs in series.values()):
             assert [run.spec.seed for run in runs] == list(range(len(runs)))
             used |= {run.folder.name for run in runs if run.folder}
+    trials = load_search(ROOT / EMNIST_TUNED)
+    used |= {run.folder.name for _, runs in tuned_runs(archive, trials) for run in runs}
     used |= {run.folder.name for _, run in long_runs(archive)}
     assert used == {run.folder.name for run in archive.runs if not is_superseded(run)}
 
@@ -93,8 +98,9 @@ def test_all_generated_files_are_up_to_date(made: Made) -> None:
 @pytest.mark.parametrize(
     ("name", "pattern"),
     [
-        (DOCUMENT, r"begin study-synthetic.*?\| FedExP \| \d"),
-        (DOCUMENT, r"begin runs.*?finished.*?\d"),
+        (DOCUMENT, r"begin table1.*?\| FedExP [^|]*\| \d"),
+        (APPENDIX, r"begin study-synthetic.*?\| FedExP \| \d"),
+        (APPENDIX, r"begin runs.*?finished.*?\d"),
         (README, r"begin readme.*?FedExP.*?\| \d"),
         (EPS_DOCUMENT, r"begin eps-cells.*?digits \| \d"),
         (Path("docs/leaderboard.md"), r"begin board-tables.*?FedAdam \| \d"),
@@ -112,17 +118,17 @@ def test_a_number_changed_by_hand_is_found(
 
 
 def test_the_blocks_of_a_changed_document_are_regenerated(small: Path) -> None:
-    before = {name: (small / name).read_text() for name in (DOCUMENT, README)}
-    spoil(small / DOCUMENT, r"begin runs.*?finished.*?\d")
+    before = {name: (small / name).read_text() for name in (APPENDIX, README)}
+    spoil(small / APPENDIX, r"begin runs.*?finished.*?\d")
     mark = "begin readme -->\n"
     (small / README).write_text(before[README].replace(mark, f"{mark}7 times faster. "))
     made = generate(small)
-    assert {line.split(":")[0] for line in stale(small, made)} == {str(DOCUMENT), str(README)}
+    assert {line.split(":")[0] for line in stale(small, made)} == {str(APPENDIX), str(README)}
     write(small, made)
     assert {name: (small / name).read_text() for name in before} == before
 
 
-@pytest.mark.parametrize("document", [DOCUMENT, ABOUT], ids=str)
+@pytest.mark.parametrize("document", [DOCUMENT, APPENDIX, ABOUT], ids=str)
 def test_hand_written_text_has_no_numbers(document: Path) -> None:
     text = (ROOT / document).read_text()
     assert not loose_numbers(text)
@@ -135,9 +141,25 @@ def test_without_a_run_the_documents_are_out_of_date(small: Path) -> None:
         path.unlink()
     made = generate(small)
     lines = stale(small, made)
-    assert f"{DOCUMENT}: {DIFFERS}" in lines
+    assert f"{APPENDIX}: {DIFFERS}" in lines
     assert f"{ARCHIVE / 'synthetic' / 'table.md'}: no run of the archive leads to it" in lines
-    assert "begin study-synthetic -->\nNo runs yet." in made[DOCUMENT]
+    assert "begin study-synthetic -->\nNo runs yet." in made[APPENDIX]
+
+
+def test_links_between_the_pages_have_their_headings() -> None:
+    pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md"]
+    cited = {
+        link
+        for page in pages
+        for link in re.findall(r"(reproduction[\w-]*\.md)#([\w-]+)", page.read_text())
+    }
+    assert cited
+    for name, anchor in cited:
+        text = (ROOT / "docs" / name).read_text()
+        titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+        assert anchor in {
+            re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles
+        }
 
 
 @pytest.mark.parametrize(("lost", "left"), [("csv", "toml"), ("toml", "csv")])

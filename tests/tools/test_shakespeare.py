@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tools.results import shakespeare
+from tools.results import search, shakespeare
 from tools.results.archive import load_archive
 
 from fedexp.tasks.recipe import RECIPES
@@ -14,7 +14,7 @@ FOLDER = Path("results/shakespeare")
 
 
 def test_the_recipe_has_the_best_values_of_the_search() -> None:
-    best = shakespeare.best_trials(shakespeare.load_search(FOLDER))
+    best = search.best_trials(search.load_search(FOLDER))
     tuned = RECIPES["shakespeare"].tuned
     assert set(best) == {"fedavg", "fedexp", "scaffold", "fedadagrad", "fedadam"}
     for name, trial in best.items():

@@ -1,4 +1,4 @@
-"""Regenerate results/*/, docs/reproduction.md and README's block from the runs in results/runs.
+"""Regenerate results/*/ and the blocks of the documents from the runs in results/runs.
 
 With `--check` nothing is written, and the exit status is 1 if a file is out of date.
 """

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from fedexp.reproduce.accuracy_studies import READINGS, of_reading
 from fedexp.reproduce.from_runs import SUPERSEDED
 from fedexp.reproduce.measures import final, rounds_to_target
 from fedexp.reproduce.published import NOTHING, quantity, target, text_of
@@ -13,42 +14,51 @@ from fedexp.reproduce.study import ALL_WRITERS, arithmetic_of, count
 from fedexp.runs import spec_from
 from fedexp.runs.spec import Outcome
 from tools.results.archive import RELEASED, Archive
-from tools.results.format import algorithm_name, bullets, table, task_name, with_task_name
+from tools.results.format import (
+    PRINTED,
+    algorithm_name,
+    bullets,
+    table,
+    task_name,
+    with_task_name,
+)
 
 Series = Mapping[str, Sequence[Outcome]]
 
 
-def eps_modes(archive: Archive) -> str:
-    """Compare FedExP with the paper's eps and the released code's, wherever both were run."""
-    paper, other = archive.studies["table1"].groups, archive.released["table1"].groups
-    both = [t for t in paper if "fedexp" in paper[t] and "fedexp" in other.get(t, {})]
-    if not both:
-        return "FedExP has not been run in both modes on the same task yet."
-    rounds = archive.studies["table1"].plan.rounds
-    rows = [
-        _mode_cells(task, mode, groups[task]["fedexp"], rounds)
-        for task in both
-        for mode, groups in (("paper", paper), (RELEASED, other))
-    ]
-    headers = ["task", "mode", "rounds to target", "paper", "final test accuracy"]
-    headers += ["median server step", "largest", "median share of eps"]
+def eps_readings(archive: Archive) -> str:
+    """Compare the readings of eps, wherever FedExP was run with more than one of them."""
+    rows, rounds = [], archive.studies["table1"].plan.rounds
+    for task, series in archive.studies["table1"].groups.items():
+        own = {PRINTED: series.get("fedexp", ())}
+        own |= {reading: series.get(of_reading("fedexp", reading), ()) for reading in READINGS}
+        released = archive.released["table1"].groups.get(task, {})
+        own[f"all of mode {RELEASED}"] = released.get("fedexp", ())
+        own = {name: runs for name, runs in own.items() if runs}
+        if len(own) > 1:
+            rows += [_reading_cells(task, name, runs, rounds) for name, runs in own.items()]
+    if not rows:
+        return "FedExP has not been run with two readings of eps on one task yet."
+    headers = ["task", "eps", "rounds to target", "paper", "final test accuracy"]
+    headers += ["median server step", "largest", "median share of eps", "seeds"]
     return table(headers, rows, left=2)
 
 
-def _mode_cells(task: str, mode: str, runs: Sequence[Outcome], rounds: int) -> list[str]:
+def _reading_cells(task: str, name: str, runs: Sequence[Outcome], rounds: int) -> list[str]:
     steps, shares = (
         np.concatenate([run.curve(name) for run in runs]) for name in ("server_lr", "eps_share")
     )
     steps, shares = steps[~np.isnan(steps)], shares[~np.isnan(shares)]
     return [
         task_name(task),
-        mode,
+        name,
         text_of(rounds_to_target(runs, target(task), rounds), "rounds"),
         text_of(quantity("table1-rounds").find(task, "fedexp"), "rounds"),
         text_of(final(runs, "test_accuracy"), "%"),
         f"{np.median(steps):.2f}",
         f"{steps.max():.2f}",
         f"{100 * np.median(shares):.1f}%" if shares.size else NOTHING,
+        str(len(runs)),
     ]
 
 

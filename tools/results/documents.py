@@ -19,17 +19,20 @@ from fedexp.errors import UsageError, unknown_name
 from fedexp.reproduce.output import render, summary
 from tools.eps_study import report as eps_report
 from tools.leaderboard import report as leaderboard
-from tools.results import deviations, runs, shakespeare, studies, table1
+from tools.results import deviations, runs, search, shakespeare, studies, table1
 from tools.results.archive import NAMES, Archive, StoredStudy, load_archive
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 ARCHIVE, DOCUMENT, README = Path("results"), Path("docs/reproduction.md"), Path("README.md")
+APPENDIX = Path("docs/reproduction-appendix.md")
 EPS_STUDY, EPS_DOCUMENT = ARCHIVE / "eps-study", Path("docs/eps-study.md")
-SHAKESPEARE, LEADERBOARD = ARCHIVE / "shakespeare", ARCHIVE / "leaderboard"
+SHAKESPEARE, EMNIST_TUNED = ARCHIVE / "shakespeare", ARCHIVE / "emnist-tuned"
+LEADERBOARD = ARCHIVE / "leaderboard"
 DOCUMENTS = (
     DOCUMENT,
+    APPENDIX,
     README,
     EPS_DOCUMENT,
     Path("docs/extrapolation.md"),
@@ -43,9 +46,12 @@ BLOCKS: dict[str, Callable[[Archive], str]] = {
     "headline": table1.headline,
     "table1": table1.tables,
     "levels": table1.other_targets,
+    "disagreements": studies.disagreements,
     "verdicts": studies.verdicts,
+    "criteria": studies.criteria,
     "missing": deviations.missing,
-    "eps-modes": deviations.eps_modes,
+    "fill": runs.missing_commands,
+    "eps-readings": deviations.eps_readings,
     "writers": deviations.writers,
     "seeds": deviations.seeds,
     "arithmetic": deviations.arithmetic,
@@ -77,7 +83,9 @@ def generate(root: Path) -> dict[Path, str]:
     if (figure := leaderboard.figure(root / LEADERBOARD, archive.runs)) is not None:
         made[LEADERBOARD / leaderboard.FIGURE] = _svg(figure)
     blocks = {name: make(archive) for name, make in BLOCKS.items()}
-    blocks["shakespeare-search"] = shakespeare.search_table(root / SHAKESPEARE)
+    blocks["shakespeare-search"] = search.search_table(root / SHAKESPEARE)
+    blocks["emnist-search"] = search.search_table(root / EMNIST_TUNED)
+    blocks["emnist-tuned"] = search.tuned_table(archive, root / EMNIST_TUNED)
     blocks |= eps_report.blocks(root / EPS_STUDY)
     blocks |= leaderboard.blocks(root / LEADERBOARD, archive.runs)
     for document in DOCUMENTS:
@@ -121,7 +129,7 @@ def stale(root: Path, made: Mapping[Path, str]) -> list[str]:
     """Return one line for each file of the repository that is not as generated."""
     stored = {path.relative_to(root) for path in (root / ARCHIVE).rglob("*") if path.is_file()}
     lines = [f"{name}: {HALF}" for name in sorted(stored) if _is_half(name, stored)]
-    folders = (EPS_STUDY, SHAKESPEARE, LEADERBOARD)
+    folders = (EPS_STUDY, SHAKESPEARE, EMNIST_TUNED, LEADERBOARD)
     data = {name for name in stored if name.parent in folders and name.suffix == ".csv"}
     own = {name for name in stored if name.parent != ARCHIVE / "runs" and name != ABOUT} - data
     lines += [f"{name}: no run of the archive leads to it" for name in sorted(own - made.keys())]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from fedexp.analysis.tables import markdown_table
@@ -26,6 +27,7 @@ ALGORITHMS = {
     "fedavgm": "FedAvg-M",
 }
 NO_RUNS = "No runs yet."
+PRINTED = "eps as printed"  # the first reading of eps, beside `READINGS`
 
 
 def task_name(task: str) -> str:
@@ -35,11 +37,11 @@ def task_name(task: str) -> str:
 def algorithm_name(series: str) -> str:
     """Return a series with its algorithm in the paper's spelling.
 
-    >>> algorithm_name("fedexp, last iterate"), algorithm_name("10^-3")
-    ('FedExP, last iterate', '10^-3')
+    >>> algorithm_name("fedexp, last iterate"), algorithm_name("fedexp (participants x eps)")
+    ('FedExP, last iterate', 'FedExP (participants x eps)')
     """
-    name, comma, more = series.partition(", ")
-    return f"{ALGORITHMS.get(name, name)}{comma}{more}"
+    name = re.split(r", | \(", series, maxsplit=1)[0]
+    return f"{ALGORITHMS.get(name, name)}{series.removeprefix(name)}"
 
 
 def with_task_name(line: str) -> str:

@@ -1,11 +1,9 @@
-"""Shakespeare: the record of the search for its values, and its long runs, for docs/tasks.md."""
+"""Shakespeare: its long runs, for docs/tasks.md."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterator
-from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -18,72 +16,8 @@ from tools.results.format import NO_RUNS, algorithm_name, table
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-SEARCH, FIGURE = "search.csv", "figure.svg"
+FIGURE = "figure.svg"
 TARGETS = (0.45, 0.50, 0.55)
-
-
-class Trial(NamedTuple):
-    """A point of the search; the score of one that diverged is 0.
-
-    Attributes:
-        algorithm: its name.
-        local_lr: the client step size.
-        option: the server's option.
-        value: its value.
-        score: training accuracy, averaged over the last 10 of 50 rounds.
-    """
-
-    algorithm: str
-    local_lr: float
-    option: str
-    value: float
-    score: float
-
-
-def load_search(folder: Path) -> list[Trial]:
-    """Return the trials of the search in their order; none if they are not stored."""
-    if not (folder / SEARCH).is_file():
-        return []
-    with (folder / SEARCH).open(encoding="utf-8", newline="") as file:
-        return [
-            Trial(
-                row["algorithm"],
-                float(row["local_lr"]),
-                row["option"],
-                float(row["value"]),
-                float(row["train_accuracy"]),
-            )
-            for row in csv.DictReader(file)
-        ]
-
-
-def best_trials(trials: list[Trial]) -> dict[str, Trial]:
-    """Return the trial with the highest score of each algorithm."""
-    best: dict[str, Trial] = {}
-    for trial in trials:
-        if trial.algorithm not in best or trial.score > best[trial.algorithm].score:
-            best[trial.algorithm] = trial
-    return best
-
-
-def search_table(folder: Path) -> str:
-    """Return the scores of all trials, the best of each algorithm in bold."""
-    trials = load_search(folder)
-    best, rows = best_trials(trials), []
-    steps = sorted({trial.local_lr for trial in trials})
-    for name in best:
-        own = [trial for trial in trials if trial.algorithm == name]
-        for value in sorted({trial.value for trial in own}):
-            scores = {t.local_lr: _score(t, best[name]) for t in own if t.value == value}
-            cells = [scores.get(step, "") for step in steps]
-            rows.append([algorithm_name(name), f"{own[0].option}={value:.3g}", *cells])
-    headers = ["algorithm", "server", *(f"client step {step:.3g}" for step in steps)]
-    return table(headers, rows, left=2)
-
-
-def _score(trial: Trial, best: Trial) -> str:
-    text = f"{100 * trial.score:.1f} %" if trial.score else "diverged"
-    return f"**{text}**" if trial == best else text
 
 
 def runs_table(archive: Archive) -> str:

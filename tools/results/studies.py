@@ -5,9 +5,9 @@ from __future__ import annotations
 from fedexp.reproduce.accuracy_studies import FINAL
 from fedexp.reproduce.figure1 import CLIENT, SERVER, cell
 from fedexp.reproduce.measures import final
-from fedexp.reproduce.published import Table, Value, quantity, text_of
+from fedexp.reproduce.published import Table, Value, claims, quantity, text_of
 from fedexp.reproduce.study import Check
-from tools.results.archive import Archive, StoredStudy
+from tools.results.archive import NAMES, Archive, StoredStudy
 from tools.results.format import (
     NO_RUNS,
     algorithm_name,
@@ -22,7 +22,7 @@ FIGURE = "figure.svg"
 HEADINGS = {
     True: "Agrees with the paper",
     False: "Does not agree with the paper",
-    None: "Cannot be told from these runs",
+    None: "Undecided by these runs",
 }
 
 
@@ -39,7 +39,7 @@ def section(archive: Archive, name: str) -> str:
         each_seed(stored),
         bullets([f"*{line}*" for line in plan.study.remarks]),
         f"![{plan.study.title}](../results/{name}/{FIGURE})",
-        "What the paper says, and what was seen:",
+        "Claims of the paper:",
         bullets([_line(check) for check in findings.checks]),
     )
 
@@ -92,19 +92,44 @@ def each_seed(stored: StoredStudy) -> str:
 
 def verdicts(archive: Archive) -> str:
     """Return every claim of the paper that was checked, grouped by verdict."""
-    checks = [
-        (name, check)
-        for name, stored in archive.studies.items()
-        for check in (stored.findings.checks if stored.findings else ())
-    ]
-    parts = []
+    checks, parts = _checks(archive), []
     for holds, heading in HEADINGS.items():
         lines = [f"{name}: {_line(check)}" for name, check in checks if check.holds is holds]
         parts += [f"**{heading}** ({len(lines)})", bullets(lines) or "Nothing."]
     return paragraphs(*parts)
 
 
+def _checks(archive: Archive) -> list[tuple[str, Check]]:
+    """Return the name of each study with its checks."""
+    return [
+        (name, check)
+        for name, stored in archive.studies.items()
+        for check in (stored.findings.checks if stored.findings else ())
+    ]
+
+
+def disagreements(archive: Archive) -> str:
+    """Return how many claims were judged, and those that do not hold or are not decided."""
+    checks = _checks(archive)
+    if not checks:
+        return NO_RUNS
+    agree = sum(check.holds is True for _, check in checks)
+    head = f"{agree} of {len(checks)} judgements agree with the paper. The others:"
+    rest = [f"{name}: {_line(check)}" for name, check in checks if check.holds is not True]
+    return paragraphs(head, bullets(rest) or "None.")
+
+
+def criteria(archive: Archive) -> str:
+    """Return the criterion of every claim."""
+    rows = [
+        [name, claim.text, claim.place, claim.criterion] for name in NAMES for claim in claims(name)
+    ]
+    return table(["study", "claim", "in the paper", "holds if"], rows, left=4)
+
+
 def _line(check: Check) -> str:
-    """Return the claim, its place, the verdict and what was seen."""
-    task = f"{task_name(check.task)}: " if check.task else ""
-    return f"{task}{check.claim.text} ({check.claim.place}): **{check.verdict}** ({check.seen})"
+    """Return the claim, its place, the verdict with its seeds, and what was seen."""
+    about = ", ".join(filter(None, (task_name(check.task), check.reading)))
+    about += ": " if about else ""
+    verdict = f"**{check.verdict}**{check.over} ({check.seen})"
+    return f"{about}{check.claim.text} ({check.claim.place}): {verdict}"

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from fedexp.analysis.summary import WINDOW, rounds_to
-from fedexp.reproduce.accuracy_studies import TABLE1_ALGORITHMS
+from fedexp.reproduce.accuracy_studies import READINGS, of_reading
 from fedexp.reproduce.measures import final, final_loss, ratio, rounds_to_target
 from fedexp.reproduce.output import study_figure
 from fedexp.reproduce.published import NOTHING, Value, difference, quantity, target, text_of
@@ -16,6 +16,7 @@ from fedexp.runs.spec import Outcome
 from tools.results.archive import RELEASED, Archive
 from tools.results.format import (
     NO_RUNS,
+    PRINTED,
     algorithm_name,
     bullets,
     paragraphs,
@@ -33,41 +34,69 @@ OTHER_TARGETS = (-20, -10, -5, 0, 2, 4)  # points above the target, the same for
 
 @dataclass(frozen=True)
 class Row:
-    """An algorithm on a task: ours and the paper's."""
+    """An algorithm on a task: ours, where it was run, and the paper's."""
 
+    series: str
     name: str
-    runs: Sequence[Outcome]
-    rounds: Value
-    smoothed: Value
-    speedup: Value | None
+    runs: Sequence[Outcome] = ()
+    rounds: Value | None = None
+    smoothed: Value | None = None
+    speedup: Value | None = None
     paper_rounds: Value | None = None
     paper_speedup: Value | None = None
 
 
 def rows_of(archive: Archive, task: str) -> list[Row]:
-    """Return the algorithms that were run on a task; those in mode authors-code come last."""
+    """Return all series of a task that has runs; those in mode authors-code come last."""
     study, released = archive.studies["table1"], archive.released["table1"]
-    rows, printed = [], quantity("table1-rounds")
-    series = study.groups.get(task, {})
-    rounds = {name: _rounds(archive, task, runs) for name, runs in series.items()}
-    for name in (name for name in TABLE1_ALGORITHMS if name in series):
-        speedup = _over(rounds.get("fedavg"), rounds[name])
-        theirs = printed.find(task, name)
-        # The paper prints FedExP's speed-up; the others' follow from its rounds.
-        paper_speedup = _over(printed.find(task, "fedavg"), theirs)
-        if name == "fedexp":
-            paper_speedup = quantity("table1-ratio").find(task, "fedavg")
-        label = algorithm_name(name)
-        smooth = _rounds(archive, task, series[name], WINDOW)
-        own = series[name], rounds[name], smooth
-        rows.append(Row(label, *own, speedup, theirs, paper_speedup))
-    other = released.groups.get(task, {})
-    rounds = {name: _rounds(archive, task, runs) for name, runs in other.items()}
-    for name, runs in other.items():
-        speedup = _over(rounds.get("fedavg"), rounds[name])  # of the same mode
+    series, other = study.groups.get(task, {}), released.groups.get(task, {})
+    arms = study.plan.arms(task) if series else []
+    rows = [_row(archive, task, arm.series, series) for arm in arms]
+    for name in other:  # the paper's numbers are beside the first rows
+        row = _row(archive, task, name, other)
         label = f"{algorithm_name(name)}, mode {RELEASED}"
-        rows.append(Row(label, runs, rounds[name], _rounds(archive, task, runs, WINDOW), speedup))
+        rows.append(replace(row, name=label, paper_rounds=None, paper_speedup=None))
     return rows
+
+
+def _row(archive: Archive, task: str, name: str, series: Mapping[str, Sequence[Outcome]]) -> Row:
+    """Return a row; its speed-up is over FedAvg of the same mode."""
+    printed = quantity("table1-rounds")
+    theirs = printed.find(task, name)
+    # The paper prints FedExP's speed-up; the others' follow from its rounds.
+    paper_speedup = _over(printed.find(task, "fedavg"), theirs)
+    if _is_fedexp(name):
+        paper_speedup = quantity("table1-ratio").find(task, "fedavg")
+    row = Row(name, series_name(name), paper_rounds=theirs, paper_speedup=paper_speedup)
+    if name not in series:
+        return row
+    runs, fedavg = series[name], series.get("fedavg")
+    rounds = _rounds(archive, task, runs)
+    return replace(
+        row,
+        runs=runs,
+        rounds=rounds,
+        smoothed=_rounds(archive, task, runs, WINDOW),
+        speedup=_over(_rounds(archive, task, fedavg) if fedavg else None, rounds),
+    )
+
+
+def series_name(series: str) -> str:
+    """Return the name of a series; FedExP's states its reading of eps."""
+    return f"FedExP ({reading_of(series)})" if _is_fedexp(series) else algorithm_name(series)
+
+
+def reading_of(series: str) -> str:
+    """Return the reading of eps of a series of FedExP.
+
+    >>> reading_of("fedexp"), reading_of("fedexp (participants x eps)")
+    ('eps as printed', 'participants x eps')
+    """
+    return next((name for name in READINGS if of_reading("fedexp", name) == series), PRINTED)
+
+
+def _is_fedexp(series: str) -> bool:
+    return series in [of_reading("fedexp", reading) for reading in ("", *READINGS)]
 
 
 def _rounds(archive: Archive, task: str, runs: Sequence[Outcome], window: int = 1) -> Value:
@@ -112,23 +141,27 @@ def _table(rows: Sequence[Row], task: str, comparable: bool) -> str:
         "final training loss",
         "seeds",
     ]
-    cells = [
-        [
-            row.name,
-            text_of(row.rounds, "rounds"),
-            ", ".join(_first_round(run, target(task)) for run in row.runs),
-            text_of(row.smoothed, "rounds"),
-            text_of(row.paper_rounds, "rounds"),
-            _relative(row.rounds, row.paper_rounds) if comparable else NOTHING,
-            text_of(row.speedup, "times"),
-            text_of(row.paper_speedup, "times"),
-            text_of(final(row.runs, "test_accuracy"), "%"),
-            text_of(final_loss(row.runs), ""),
-            str(len(row.runs)),
-        ]
-        for row in rows
+    return table(headers, [_cells(row, task, comparable) for row in rows])
+
+
+def _cells(row: Row, task: str, comparable: bool) -> list[str]:
+    """Return the cells of a row; ours are empty where it was not run."""
+    paper = text_of(row.paper_rounds, "rounds"), text_of(row.paper_speedup, "times")
+    if row.rounds is None:
+        return [row.name, "", "", "", paper[0], "", "", paper[1], "", "", ""]
+    return [
+        row.name,
+        text_of(row.rounds, "rounds"),
+        ", ".join(_first_round(run, target(task)) for run in row.runs),
+        text_of(row.smoothed, "rounds"),
+        paper[0],
+        _relative(row.rounds, row.paper_rounds) if comparable else NOTHING,
+        text_of(row.speedup, "times"),
+        paper[1],
+        text_of(final(row.runs, "test_accuracy"), "%"),
+        text_of(final_loss(row.runs), ""),
+        str(len(row.runs)),
     ]
-    return table(headers, cells)
 
 
 def _first_round(run: Outcome, goal: float) -> str:
@@ -157,7 +190,7 @@ def other_targets(archive: Archive) -> str:
         rounds = archive.studies["table1"].plan.rounds
         rows = [
             [
-                algorithm_name(name),
+                series_name(name),
                 *(text_of(rounds_to_target(runs, goal, rounds), "rounds") for goal in goals),
             ]
             for name, runs in series.items()
@@ -167,9 +200,9 @@ def other_targets(archive: Archive) -> str:
 
 
 def headline(archive: Archive) -> str:
-    """Return one line per task: FedExP against FedAvg, ours and the paper's."""
+    """Return one line per task and reading of eps: FedExP against FedAvg, ours and the paper's."""
     pairs = _pairs(archive)
-    lines = [_sentence(archive, task, *pair) for task, pair in pairs.items()]
+    lines = [_sentence(archive, task, *pair) for task, own in pairs.items() for pair in own]
     tasks = archive.studies["table1"].plan.study.tasks
     missing = [task_name(task) for task in tasks if task not in pairs]
     rest = f"Not run yet: {', '.join(missing)}." if missing else ""
@@ -181,24 +214,34 @@ def readme(archive: Archive) -> str:
     pairs = _pairs(archive)
     if not pairs:
         return "The paper's table has not been run on real data yet."
-    headers = ["rounds to", "FedAvg", "FedExP", "speed-up", "the paper's", "seeds"]
+    headers = [
+        "rounds to",
+        "reading of eps",
+        "FedAvg",
+        "FedExP",
+        "speed-up",
+        "the paper's",
+        "seeds",
+    ]
     rows = [
         [
             f"{percent(target(task))} on {task_name(task)}",
+            reading_of(fedexp.series),
             text_of(fedavg.rounds, "rounds"),
             text_of(fedexp.rounds, "rounds"),
             text_of(fedexp.speedup, "times"),
             text_of(fedexp.paper_speedup, "times"),
             _seeds(fedexp, fedavg).removesuffix("s").removesuffix(" seed"),
         ]
-        for task, (fedexp, fedavg) in pairs.items()
+        for task, own in pairs.items()
+        for fedexp, fedavg in own
     ]
     caption = "Test accuracy by round on real data; bands are one standard deviation over seeds."
     notes = [note for task in pairs if (note := _incomplete(archive, task))]
     figure = f"![{caption}](results/{FIGURE})"
     more = "Every run, and what agrees with the paper and what does not: "
     link = "[docs/reproduction.md](docs/reproduction.md)."
-    return paragraphs(table(headers, rows), figure, " ".join([*notes, more + link]))
+    return paragraphs(table(headers, rows, left=2), figure, " ".join([*notes, more + link]))
 
 
 def headline_figure(archive: Archive) -> Figure | None:
@@ -212,19 +255,21 @@ def headline_figure(archive: Archive) -> Figure | None:
     return study_figure(shown, title, ("test_accuracy",), targets=targets)
 
 
-def _pairs(archive: Archive) -> dict[str, tuple[Row, Row]]:
-    """Return FedExP and FedAvg on every task that has both."""
+def _pairs(archive: Archive) -> dict[str, list[tuple[Row, Row]]]:
+    """Return FedExP, in each reading of eps, and FedAvg on every task that has both."""
     found = {}
     for task in archive.studies["table1"].plan.study.tasks:
-        rows: Mapping[str, Row] = {row.name: row for row in rows_of(archive, task)}
-        if {"FedExP", "FedAvg"} <= rows.keys():
-            found[task] = rows["FedExP"], rows["FedAvg"]
+        rows = [row for row in rows_of(archive, task) if row.runs and RELEASED not in row.name]
+        fedavg = next((row for row in rows if row.series == "fedavg"), None)
+        fedexp = [row for row in rows if _is_fedexp(row.series)]
+        if fedexp and fedavg:
+            found[task] = [(row, fedavg) for row in fedexp]
     return found
 
 
 def _sentence(archive: Archive, task: str, fedexp: Row, fedavg: Row) -> str:
     goal = f"{percent(target(task))} test accuracy"
-    ours = f"FedExP {_reached(fedexp)}, FedAvg {_reached(fedavg)}"
+    ours = f"{fedexp.name} {_reached(fedexp)}, FedAvg {_reached(fedavg)}"
     if fedexp.speedup:
         ours += f", which is **{_times(fedexp.speedup)} times** as many"
     paper = " and ".join(text_of(row.paper_rounds, "rounds") for row in (fedexp, fedavg))
@@ -240,9 +285,11 @@ def _times(value: Value | None) -> str:
 
 def _reached(row: Row) -> str:
     """Return `265 rounds`, or how many seeds reached the target."""
+    if row.rounds is None:
+        return "not run"
     if not row.rounds.more:
         return f"{text_of(Value(row.rounds.mean), 'rounds')} rounds"
-    remark = f" ({row.rounds.remark} got there)" if row.rounds.remark else ""
+    remark = f" ({row.rounds.remark} reached it)" if row.rounds.remark else ""
     return f"more than {row.rounds.mean:g} rounds{remark}"
 
 

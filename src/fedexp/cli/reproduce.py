@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +26,12 @@ from fedexp.cli.options import add_out, add_restart, add_root_options, add_watch
 from fedexp.errors import UsageError, require, unknown_name
 from fedexp.options import convert
 from fedexp.reproduce import STUDIES
-from fedexp.reproduce.from_runs import plan_from
+from fedexp.reproduce.from_runs import plan_from, reusable
 from fedexp.reproduce.output import check_folder, head_lines, render, write_all
-from fedexp.reproduce.study import Plan, Request, Result, make_plan
+from fedexp.reproduce.study import Job, Plan, Request, Result, make_plan
 from fedexp.reproduce.toy import toy_figure, toy_paths
-from fedexp.runs import find_runs, load_run
+from fedexp.runs import StoredRun, find_runs, load_run
+from fedexp.runs.spec import Outcome
 from fedexp_command import COMMANDS
 
 
@@ -59,6 +61,12 @@ def add_parser(subparsers: Any) -> None:
         type=Path,
         metavar="RUNS",
         help="run nothing: use the runs in this folder or archive, and list missing ones",
+    )
+    parser.add_argument(
+        "--reuse",
+        type=Path,
+        metavar="RUNS",
+        help="take finished runs from this folder or archive, and execute the others only",
     )
     add_shard_option(parser)
     add_root_options(parser)
@@ -96,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
     if args.source is not None:
         require(args.shard is None, "--from runs nothing that could be shared; leave --shard out")
         require(not args.restart, "--from runs nothing; leave --restart out")
+        require(args.reuse is None, "--from runs nothing; leave --reuse out")
         if is_silent():
             return 0
         return _conclude(*_stored(args), folder, args.format)
@@ -104,19 +113,36 @@ def run(args: argparse.Namespace) -> int:
     if plan.shrunk:
         for line in head_lines(plan)[: len(plan.shrunk) + 1]:
             print(f"fedexp: {line}", file=sys.stderr)
-    outcomes, status = run_many(args, _many(plan, args))
-    if outcomes is None:
-        return status
-    results = [Result(*pair) for pair in zip(plan.jobs, outcomes, strict=True)]
-    return _conclude(plan, results, folder, args.format)
+    known = _reused(plan, args.reuse)
+    missing = [job for job in plan.jobs if job not in known]
+    if missing or not known:
+        outcomes, status = run_many(args, _many(plan, missing, args))
+        if outcomes is None:
+            return status
+        known |= dict(zip(missing, outcomes, strict=True))
+    return _conclude(plan, [Result(job, known[job]) for job in plan.jobs], folder, args.format)
+
+
+def _reused(plan: Plan, source: Path | None) -> dict[Job, Outcome]:
+    """Return the outcomes of the jobs that were run before, and report their number."""
+    if source is None:
+        return {}
+    found = reusable(plan, _load(source))
+    if not is_silent():
+        taken = f"{len(found)} of {len(plan.jobs)} runs are taken from {source}"
+        print(f"fedexp: {taken}", file=sys.stderr)
+    return found
+
+
+def _load(source: Path) -> list[StoredRun]:
+    require(source.is_dir(), f"{source}: no such folder; name a folder of runs")
+    return [load_run(folder) for folder in find_runs([source])]
 
 
 def _stored(args: argparse.Namespace) -> tuple[Plan, list[Result]]:
     """Return the plan and results of stored runs, without data and training."""
     require(args.seeds is None, "--from takes the seeds that are there; leave --seeds out")
-    require(args.source.is_dir(), f"{args.source}: no such folder; name a folder of runs")
-    runs = [load_run(folder) for folder in find_runs([args.source])]
-    plan, results = plan_from(STUDIES[args.what], _request(args), runs)
+    plan, results = plan_from(STUDIES[args.what], _request(args), _load(args.source))
     if not plan.tasks:
         raise UsageError(
             f"{args.source} holds no runs of {args.what} (mode {args.mode}, {plan.rounds} rounds); "
@@ -149,10 +175,10 @@ def _request(args: argparse.Namespace) -> Request:
     )
 
 
-def _many(plan: Plan, args: argparse.Namespace) -> Many:
-    """Return all runs; finished ones are read from disk, interrupted ones are resumed."""
-    specs = [job.spec for job in plan.jobs]
-    names = {job.spec: f"{job.task} {job.series} s{job.spec.seed}" for job in plan.jobs}
+def _many(plan: Plan, own: Sequence[Job], args: argparse.Namespace) -> Many:
+    """Return the runs; finished ones are read from disk, interrupted ones are resumed."""
+    specs = [job.spec for job in own]
+    names = {job.spec: f"{job.task} {job.series} s{job.spec.seed}" for job in own}
     jobs = args.jobs or workers_on(args.device)
     return Many(specs, plan.study.name, plan.rounds, names.__getitem__, jobs)
 

@@ -5,21 +5,24 @@ Settings: docs/paper.md#averaging-study. The output model: docs/paper.md#output-
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 from fedexp.analysis.plots import entitle, label, new_figure
-from fedexp.reproduce.measures import final, grouped, roughness
+from fedexp.reproduce.measures import final, grouped, on_common_seeds, roughness, seeds_of
 from fedexp.reproduce.output import draw_panel, figure_title
 from fedexp.reproduce.published import Column, Line, Table, claim
 from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study
+from fedexp.runs.spec import Outcome
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TASK, LAST = "cifar10-cnn", 10
 SERIES = {1: "last iterate", 2: "mean of the last two"}
-ACCURACY, CHANGE = f"training accuracy (last {LAST} rounds)", "mean change a round"
+ACCURACY, CHANGE = f"training accuracy (last {LAST} rounds)", "mean change per round"
+CLAIMS = ("steadier", "higher", "fedavg")
 COLUMNS = (Column(ACCURACY, "%"), Column(CHANGE, "%"))
 
 
@@ -39,7 +42,12 @@ def _series(algorithm: str, iterates: int) -> str:
 def measure(plan: Plan, results: Sequence[Result]) -> Findings:
     """Return the final accuracy of each curve, and its mean change from round to round."""
     runs = grouped(results)[TASK]
-    lines = tuple(
+    table = Table(COLUMNS, _lines(runs), "algorithm and iterate")
+    return Findings(table, _checks(on_common_seeds(runs)), lambda: _draw(plan, results))
+
+
+def _lines(runs: Mapping[str, Sequence[Outcome]]) -> tuple[Line, ...]:
+    return tuple(
         Line(
             TASK,
             name,
@@ -49,23 +57,27 @@ def measure(plan: Plan, results: Sequence[Result]) -> Findings:
             },
         )
         for name, own in runs.items()
+        if own
     )
-    table = Table(COLUMNS, lines, "algorithm and iterate")
-    return Findings(table, _checks(lines), lambda: _draw(plan, results))
 
 
-def _checks(lines: Sequence[Line]) -> tuple[Check, ...]:
+def _checks(runs: Mapping[str, Sequence[Outcome]]) -> tuple[Check, ...]:
+    judge = partial(_check, seeds_of(runs))
+    lines = _lines(runs)
+    if not lines:
+        return tuple(judge(key, None, "no seed in common") for key in CLAIMS)
     ends = {line.series: line.values[ACCURACY].mean for line in lines}
     change = {line.series: line.values[CHANGE].mean for line in lines}
     one, two = (change[_series("fedexp", iterates)] for iterates in SERIES)
     gains = {name: _gain(ends, name) for name in ("fedexp", "fedavg")}
     ours, theirs = gains["fedexp"], gains["fedavg"]
     if one is None or two is None or ours is None or theirs is None:
-        return tuple(_check(key, None, "no number") for key in ("steadier", "higher", "fedavg"))
+        return tuple(judge(key, None, "no number") for key in CLAIMS)
+    steady = f"changes by {two:.2f} instead of {one:.2f} points per round"
     return (
-        _check("steadier", two < one, f"changes by {two:.2f} instead of {one:.2f} points a round"),
-        _check("higher", ours >= 1, f"{ours:+.2f} points"),
-        _check("fedavg", abs(theirs) < abs(ours), f"{theirs:+.2f} points"),
+        judge("steadier", two < one, steady),
+        judge("higher", ours >= claim(STUDY.name, "higher").threshold, f"{ours:+.2f} points"),
+        judge("fedavg", abs(theirs) < abs(ours), f"{theirs:+.2f} points"),
     )
 
 
@@ -74,8 +86,8 @@ def _gain(ends: dict[str, float | None], algorithm: str) -> float | None:
     return None if last is None or mean is None else mean - last
 
 
-def _check(key: str, holds: bool | None, seen: str) -> Check:
-    return Check(claim("iterate-averaging", key), holds, seen)
+def _check(seeds: int, key: str, holds: bool | None, seen: str) -> Check:
+    return Check(claim(STUDY.name, key), holds, seen, seeds=seeds)
 
 
 def _draw(plan: Plan, results: Sequence[Result]) -> Figure:

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedexp.analysis.plots import entitle, label, new_figure
-from fedexp.reproduce.measures import final, grouped
+from fedexp.reproduce.measures import final, grouped, on_common_seeds, seeds_of
 from fedexp.reproduce.output import figure_title
-from fedexp.reproduce.published import Column, Line, Table, Value, best, claim, quantity
+from fedexp.reproduce.published import Column, Line, Table, Value, best, claim, claims, quantity
 from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study
+from fedexp.runs.spec import Outcome
 from fedexp.tuning.results import SYMBOLS, draw_heatmap
 
 if TYPE_CHECKING:
@@ -47,24 +48,34 @@ def measure(plan: Plan, results: Sequence[Result]) -> Findings:
     values = {name: final(own, "test_accuracy") for name, own in runs.items()}
     lines = tuple(Line("emnist", name, {ACCURACY: value}) for name, value in values.items())
     table = Table(COLUMNS, lines, "server step, client step")
-    return Findings(table, _checks(values), lambda: _draw(plan, values))
+    return Findings(table, _checks(runs), lambda: _draw(plan, values))
 
 
-def _checks(values: Mapping[str, Value]) -> tuple[Check, ...]:
+def _checks(runs: Mapping[str, Sequence[Outcome]]) -> tuple[Check, ...]:
+    common = on_common_seeds(runs)
+    seeds = seeds_of(common)
+    values = {name: final(own, "test_accuracy") for name, own in common.items() if own}
+    if not values:
+        return _undecided("no seed in common", seeds)
     first = best(values, lowest=False)
     smallest = {name: values[name] for name in (cell(server, CLIENT[0]) for server in SERVER)}
     best_of_smallest = best(smallest, lowest=False)
     if first is None or best_of_smallest is None:
-        return tuple(Check(claim("figure1", k), None, "no number") for k in ("best", "compensate"))
+        return _undecided("no number", seeds)
     top, low = values[first].mean or 0.0, smallest[best_of_smallest].mean or 0.0
     return (
-        Check(claim("figure1", "best"), first == BEST, f"{first} with {top:.1f}%"),
+        Check(claim("figure1", "best"), first == BEST, f"{first} with {top:.1f}%", seeds=seeds),
         Check(
             claim("figure1", "compensate"),
             low < top,
             f"{low:.1f}% at best with {CLIENT[0]}, {top:.1f}% overall",
+            seeds=seeds,
         ),
     )
+
+
+def _undecided(seen: str, seeds: int) -> tuple[Check, ...]:
+    return tuple(Check(each, None, seen, seeds=seeds) for each in claims("figure1"))
 
 
 def _draw(plan: Plan, values: Mapping[str, Value]) -> Figure:

@@ -29,7 +29,7 @@ from fedexp.reproduce.study import (
     spec_of,
 )
 from fedexp.runs import StoredRun, spec_from
-from fedexp.runs.spec import Spec
+from fedexp.runs.spec import Outcome, Spec
 from fedexp.tasks.images import COHORT
 
 Found = dict[str, dict[str, list[StoredRun]]]  # by task and series, one per seed
@@ -70,7 +70,9 @@ def plan_from(
     old = [run for run in finished if is_superseded(run)]
     found = {task: _runs_of(requested, task, current) for task in requested.tasks}
     superseded = {task: _series_of(requested, task, old) for task in requested.tasks}
-    reasons = {task: _left_out(study, task, own, superseded[task]) for task, own in found.items()}
+    reasons = {
+        task: _left_out(requested, task, own, superseded[task]) for task, own in found.items()
+    }
     used = {task: own for task, own in found.items() if not reasons[task]}
     results = [
         Result(Job(task, series, spec_from(run.spec)), run.outcome())
@@ -91,10 +93,41 @@ def plan_from(
     return plan, results
 
 
+def reusable(plan: Plan, runs: Sequence[StoredRun]) -> dict[Job, Outcome]:
+    """Return the outcomes of the plan's jobs that stored runs have, on the same hardware.
+
+    A run whose task had another number of clients than it has here is not used.
+    """
+    finished = [run for run in runs if run.result is not None and not is_superseded(run)]
+    found: dict[Job, Outcome] = {}
+    for task in plan.tasks:
+        jobs = [job for job in plan.jobs if job.task == task]
+        own = {job: run for job in jobs if (run := _stored_run(plan, job, finished)) is not None}
+        if own:
+            clients = jobs[0].spec.prepare().task.train.clients
+            found |= {j: run.outcome() for j, run in own.items() if run.spec["clients"] == clients}
+    return found
+
+
+def _stored_run(plan: Plan, job: Job, runs: Sequence[StoredRun]) -> StoredRun | None:
+    """Return the finished run of a job; raises `UsageError` if there are two."""
+    spec = job.spec
+    same = [
+        run
+        for run in runs
+        if _fits(run, spec, plan.request)
+        and run.spec["seed"] == spec.seed
+        and (run.spec.get("device") or "cpu") == (spec.device or "cpu")
+        and run.spec.get("precision") == spec.precision
+    ]
+    _refuse_twins(same)
+    return same[0] if same else None
+
+
 def _runs_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> dict[str, list[StoredRun]]:
     """Return the runs of each arm that has some, in the order of their seeds."""
     found = {}
-    for arm in plan.study.arms(task):
+    for arm in plan.arms(task):
         wanted = spec_of(plan, task, arm)
         own = [run for run in runs if _fits(run, wanted, plan.request)]
         own.sort(key=lambda run: int(run.spec["seed"]))
@@ -109,7 +142,7 @@ def _series_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> list[str]:
     """Return the arms that some of the runs belong to."""
     return [
         arm.series
-        for arm in plan.study.arms(task)
+        for arm in plan.arms(task)
         if any(_fits(run, spec_of(plan, task, arm), plan.request) for run in runs)
     ]
 
@@ -190,10 +223,10 @@ def _differing(first: StoredRun, second: StoredRun) -> str | None:
 
 
 def _left_out(
-    study: Study, task: str, found: Mapping[str, Sequence[StoredRun]], superseded: Sequence[str]
+    plan: Plan, task: str, found: Mapping[str, Sequence[StoredRun]], superseded: Sequence[str]
 ) -> str:
     """Return why a task is left out; empty if it is not."""
-    arms = [arm.series for arm in study.arms(task)]
+    study, arms = plan.study, [arm.series for arm in plan.arms(task)]
     missing = [series for series in arms if series not in found]
     again = [series for series in missing if series in superseded]
     if again and (study.needs_all_arms or not found):
@@ -211,7 +244,7 @@ def _shrunk(plan: Plan, found: Found, superseded: Mapping[str, Sequence[str]]) -
     if plan.rounds != study.rounds:
         lines.append(f"{count(plan.rounds, 'round')} instead of {study.rounds:,}")
     for task, own in found.items():
-        absent = [arm.series for arm in study.arms(task) if arm.series not in own]
+        absent = [arm.series for arm in plan.arms(task) if arm.series not in own]
         again = [series for series in absent if series in superseded[task]]
         missing = [series for series in absent if series not in again]
         lines += [f"{task}: {', '.join(missing)} not run"] if missing else []

@@ -6,7 +6,7 @@ Accuracies are in percent, losses as they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -23,6 +23,18 @@ def grouped(results: Sequence[Result]) -> dict[str, dict[str, list[Outcome]]]:
         own = groups.setdefault(result.job.task, {})
         own.setdefault(result.job.series, []).append(result.outcome)
     return groups
+
+
+def on_common_seeds(series: Mapping[str, Sequence[Outcome]]) -> dict[str, list[Outcome]]:
+    """Return the outcomes of each series with the seeds that all of them have."""
+    seeds = [{run.spec.seed for run in runs} for runs in series.values()]
+    common = set[int]().union(*seeds).intersection(*seeds)
+    return {name: [r for r in runs if r.spec.seed in common] for name, runs in series.items()}
+
+
+def seeds_of(series: Mapping[str, Sequence[Outcome]]) -> int:
+    """Return the number of seeds of the first series."""
+    return len(next(iter(series.values()), ()))
 
 
 def rounds_to_target(

@@ -85,7 +85,7 @@ def render(plan: Plan, findings: Findings, format: str) -> str:
         headers, *cells = [[row[0], row[1].ljust(width), *row[2:]] for row in (headers, *cells)]
     grid = render_table(format, headers, cells)
     head = [*head_lines(plan), *source_lines(findings)]
-    claims = f"What the paper says, held against these runs{CAUTION if plan.shrunk else ''}:"
+    claims = f"Claims of the paper, judged on these runs{CAUTION if plan.shrunk else ''}:"
     checks = [check.line() for check in findings.checks]
     if format == "latex":
         lines = [*(f"% {line.strip()}" for line in (*head, claims, *checks)), grid]
@@ -148,8 +148,11 @@ def summary(plan: Plan, findings: Findings) -> dict[str, Any]:
         "checks": [
             {
                 "task": each.task,
+                "reading": each.reading,
                 "claim": each.claim.text,
                 "place": each.claim.place,
+                "criterion": each.claim.criterion,
+                "seeds": each.seeds,
                 "holds": each.holds,
                 "seen": each.seen,
             }
@@ -166,6 +169,7 @@ def figure_title(plan: Plan) -> str:
 Groups = Mapping[str, Mapping[str, Sequence[Outcome]]]
 # Settings of one algorithm, e.g. values of eps: dark to light, distinguishable in grey as well.
 SHADES = ("#440154", "#3B528B", "#21918C", "#5EC962", "#E3A008")
+DASHES = ("-", "--", ":")  # eps as printed, and its other readings
 UNSMOOTHED = ("synthetic",)  # deterministic, and drawn unsmoothed in the paper
 ALL = ("test_accuracy", "train_loss", "train_accuracy", "server_lr")
 
@@ -232,14 +236,14 @@ def draw_panel(
     from matplotlib.ticker import MaxNLocator
 
     lowest, highest = np.inf, 0.0
-    for name, shade in zip(series, _colours(series), strict=True):
+    for name, (shade, dash) in zip(series, _styles(series), strict=True):
         curves = [outcome.curve(metric) for outcome in series[name]]
         band = metric_band(metric, curves, window, complete=True)
         rounds, mean = band.rounds, band.mean
         if not len(rounds):
             continue
         dot = "o" if len(rounds) == 1 else None
-        axes.plot(rounds, mean, color=shade, linewidth=1.5, marker=dot, label=name)
+        axes.plot(rounds, mean, dash, color=shade, linewidth=1.5, marker=dot, label=name)
         if band.std.any():
             axes.fill_between(rounds, *_edges(metric, band), color=shade, alpha=0.15, lw=0)
         lowest, highest = min(lowest, float(mean.min())), max(highest, float(mean.max()))
@@ -258,11 +262,17 @@ def _edges(metric: str, band: Band) -> tuple[Curve, Curve]:
     return np.maximum(band.mean - band.std, least), band.mean + band.std
 
 
-def _colours(series: Mapping[str, Any]) -> list[str]:
-    """Return each algorithm's own colour; for settings of one algorithm, shades in order."""
-    if all(name in COLOURS for name in series):
-        return [colour(name) for name in series]
-    return [SHADES[k % len(SHADES)] for k in range(len(series))]
+def _styles(series: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return a colour and a line style per series.
+
+    An algorithm has its own colour, and its readings of eps have it too, in other line styles. For
+    settings of one algorithm the colours are shades in order.
+    """
+    algorithms = [name.partition(" (")[0] for name in series]
+    if not all(name in COLOURS for name in algorithms):
+        return [(SHADES[k % len(SHADES)], "-") for k in range(len(series))]
+    dashes = [DASHES[algorithms[:k].count(name)] for k, name in enumerate(algorithms)]
+    return list(zip(map(colour, algorithms), dashes, strict=True))
 
 
 def _draw_target(axes: Axes, target: float) -> None:

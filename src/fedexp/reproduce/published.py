@@ -1,14 +1,14 @@
 """The paper's numbers and claims, and tables that compare ours with them.
 
-`published.toml` holds what the paper prints: `quantity`, `claim` and `target` read it. A `Table`
-has lines of our values, one per task and series; a column that the paper has too is shown with the
-published value and the difference.
+`published.toml` holds what the paper prints, and how its claims are judged: `quantity`, `claim` and
+`target` read it. A `Table` has lines of our values, one per task and series; a column that the
+paper has too is shown with the published value and the difference.
 """
 
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -53,16 +53,30 @@ class Quantity:
     note: str = ""
 
     def find(self, task: str, series: str) -> Value | None:
-        """Return the published value, or None where the paper has none."""
-        return self.values.get(task, {}).get(series)
+        """Return the published value, or None where the paper has none.
+
+        A reading of eps, `fedexp (participants x eps)`, has that of its algorithm: the paper does
+        not state which reading its numbers are of.
+        """
+        own = self.values.get(task, {})
+        return own.get(series, own.get(series.partition(" (")[0]))
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A statement of the paper, and its place there."""
+    """A statement of the paper, and how it is judged.
+
+    Attributes:
+        text: the statement.
+        place: table, figure or section.
+        criterion: the condition under which it holds; one, without alternatives.
+        threshold: the number in the criterion; 0 if it has none.
+    """
 
     text: str
     place: str
+    criterion: str
+    threshold: float = 0.0
 
 
 def quantity(name: str) -> Quantity:
@@ -80,8 +94,19 @@ def quantity(name: str) -> Quantity:
 
 
 def claim(study: str, key: str) -> Claim:
-    """Return a claim of a study."""
-    return Claim(**_document()["claims"][study][key])
+    """Return a claim of a study.
+
+    >>> claim("table1", "speedup").criterion
+    "FedAvg's mean of first crossings is at least 1.4 times FedExP's"
+    """
+    raw = _document()["claims"][study][key]
+    criterion = raw["criterion"].format(threshold=raw.get("threshold"))
+    return Claim(**{**raw, "criterion": criterion})
+
+
+def claims(study: str) -> list[Claim]:
+    """Return all claims of a study, in the order of the document."""
+    return [claim(study, key) for key in _document()["claims"].get(study, {})]
 
 
 def target(task: str) -> float:
@@ -244,15 +269,6 @@ def winners(values: Mapping[str, Value], lowest: bool) -> list[str]:
 def best(values: Mapping[str, Value], lowest: bool) -> str | None:
     """Return the first of the winners, or None if there is no number."""
     return next(iter(winners(values, lowest)), None)
-
-
-def by_task(lines: Sequence[Line], column: str) -> dict[str, dict[str, Value]]:
-    """Return the values of a column, by task and series."""
-    found: dict[str, dict[str, Value]] = {}
-    for line in lines:
-        if column in line.values:
-            found.setdefault(line.task, {})[line.series] = line.values[column]
-    return found
 
 
 def _number(number: float, unit: str) -> str:

@@ -30,11 +30,19 @@ ALL_WRITERS = 3400  # clients of federated EMNIST
 
 @dataclass(frozen=True)
 class Arm:
-    """One curve of a study: an algorithm with the options that set it apart."""
+    """One curve of a study: an algorithm with the options that set it apart.
+
+    Attributes:
+        series: its name in tables and figures.
+        algorithm: the algorithm.
+        options: what differs from the task's own values.
+        mode: the only mode in which it is run; None for all.
+    """
 
     series: str
     algorithm: str
     options: tuple[tuple[str, str], ...] = ()
+    mode: str | None = None
 
 
 @dataclass(frozen=True)
@@ -147,6 +155,11 @@ class Plan:
     comparable: bool = True
     partial: tuple[str, ...] = ()
 
+    def arms(self, task: str) -> list[Arm]:
+        """Return the curves on a task in the mode of the request."""
+        modes = (None, self.request.mode)
+        return [arm for arm in self.study.arms(task) if arm.mode in modes]
+
     @property
     def devices(self) -> str:
         """The devices of the runs, joined by "and"."""
@@ -168,21 +181,38 @@ class Plan:
 
 @dataclass(frozen=True)
 class Check:
-    """A claim of the paper compared with these runs; `holds` is None where they cannot decide."""
+    """A claim of the paper judged by its criterion on these runs.
+
+    Attributes:
+        claim: the claim with its criterion.
+        holds: the verdict; None where the runs cannot decide.
+        seen: the numbers that were compared.
+        task: the task; empty for a study of one task.
+        reading: the reading of eps it is about; empty for the printed one.
+        seeds: the number of seeds it was judged over; None for a problem without randomness.
+    """
 
     claim: Claim
     holds: bool | None
     seen: str
     task: str = ""
+    seeds: int | None = None
+    reading: str = ""
 
     @property
     def verdict(self) -> str:
         return {True: "yes", False: "no", None: "cannot tell"}[self.holds]
 
+    @property
+    def over(self) -> str:
+        """`over 5 seeds`, or nothing for a problem without randomness."""
+        return "" if self.seeds is None else f" over {count(self.seeds, 'seed')}"
+
     def line(self) -> str:
-        """Return `task: claim: verdict (what was seen)`."""
-        task = f"{self.task}: " if self.task else ""
-        return f"{task}{self.claim.text}: {self.verdict} ({self.seen})"
+        """Return `task, reading: claim: verdict over N seeds (what was seen)`."""
+        about = ", ".join(filter(None, (self.task, self.reading)))
+        about += ": " if about else ""
+        return f"{about}{self.claim.text}: {self.verdict}{self.over} ({self.seen})"
 
 
 @dataclass(frozen=True)
@@ -232,7 +262,7 @@ def jobs_of(plan: Plan, task: str) -> list[Job]:
     """Return every arm with every seed, on one task."""
     return [
         Job(task, arm.series, replace(spec_of(plan, task, arm), seed=seed))
-        for arm in plan.study.arms(task)
+        for arm in plan.arms(task)
         for seed in range(_seeds(plan, task))
     ]
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from fedexp.analysis.plots import entitle, label, new_figure
 from fedexp.reproduce.accuracy_studies import same_arms
-from fedexp.reproduce.measures import final_loss, grouped
+from fedexp.reproduce.measures import final_loss, grouped, on_common_seeds, seeds_of
 from fedexp.reproduce.output import draw_panel, figure_title
 from fedexp.reproduce.published import Column, Line, Table, Value, best, claim
 from fedexp.reproduce.study import Check, Findings, Plan, Result, Study
@@ -32,7 +32,8 @@ def measure(plan: Plan, results: Sequence[Result]) -> Findings:
     """Return final losses, and FedExP's step sizes compared with the constant one."""
     series = grouped(results)["synthetic"]
     lines = tuple(_line(name, runs) for name, runs in series.items())
-    checks = (*_loss_checks(lines), *_step_checks(series))
+    common = on_common_seeds(series)
+    checks = (*_loss_checks(common), *_step_checks(common)) if seeds_of(common) else ()
     return Findings(Table(COLUMNS, lines), checks, lambda: _draw(plan, series))
 
 
@@ -51,21 +52,22 @@ def _server_steps(runs: Sequence[Outcome]) -> np.ndarray[tuple[int], np.dtype[np
     return steps[~np.isnan(steps)]
 
 
-def _loss_checks(lines: Sequence[Line]) -> tuple[Check, ...]:
-    losses = {line.series: line.values[LOSS] for line in lines}
+def _loss_checks(series: Series) -> tuple[Check, ...]:
+    losses = {name: final_loss(runs) for name, runs in series.items()}
     others = {name: value for name, value in losses.items() if name != "fedexp"}
     next_best = best(others, lowest=True)
     ours = losses["fedexp"].mean
     if ours is None or next_best is None:
-        return tuple(Check(claim("synthetic", k), None, "diverged") for k in ("order", "orderwise"))
+        return tuple(_check(series, k, None, "diverged") for k in ("order", "orderwise"))
     theirs = others[next_best].mean
     assert theirs is not None
     known = [name for name, value in losses.items() if value.mean is not None]
     order = " < ".join(sorted(known, key=lambda name: losses[name].mean or 0.0))
     factor = theirs / ours if ours else float("inf")
+    enough = factor >= claim("synthetic", "orderwise").threshold
     return (
-        Check(claim("synthetic", "order"), ours < theirs, order),
-        Check(claim("synthetic", "orderwise"), factor >= 10, f"{factor:.2g} times {next_best}'s"),
+        _check(series, "order", ours < theirs, order),
+        _check(series, "orderwise", enough, f"{factor:.2g} times {next_best}'s"),
     )
 
 
@@ -74,9 +76,13 @@ def _step_checks(series: Series) -> tuple[Check, ...]:
     above = int((steps > constant).sum())
     seen = f"above {constant:g} in {above} of {len(steps)}, up to {steps.max():.3g}"
     return (
-        Check(claim("synthetic", "some"), above > 0, seen),
-        Check(claim("synthetic", "not-all"), above < len(steps), f"least {steps.min():.3g}"),
+        _check(series, "some", above > 0, seen),
+        _check(series, "not-all", above < len(steps), f"least {steps.min():.3g}"),
     )
+
+
+def _check(series: Series, key: str, holds: bool | None, seen: str) -> Check:
+    return Check(claim("synthetic", key), holds, seen, seeds=seeds_of(series))
 
 
 def _draw(plan: Plan, series: Series) -> Figure:

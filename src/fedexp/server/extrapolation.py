@@ -77,8 +77,8 @@ class ExP(ServerRule):
     Args:
         eps: added to ||Δ̄||², >= 0. The paper's rule of thumb: start at 1e-3, raise it until the
             result drops (docs/paper.md#epsilon-rule-of-thumb). With a good eps, `eps_share` stays
-            around 0.1 while training is fast (docs/reproduction.md). The authors' code has twenty
-            times as much, and needed more rounds on CIFAR-10; it has other differences as well.
+            around 0.1 while training is fast (docs/reproduction-appendix.md). The authors' code has
+            twenty times as much, and needed more rounds on CIFAR-10; it differs in more than eps.
         factor: 2 as printed; 1 for exact projections.
         clamp: keep η_g >= 1.
         max_step: upper bound of η_g.
