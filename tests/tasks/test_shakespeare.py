@@ -64,7 +64,7 @@ def initial(task: Task) -> tuple[torch.Tensor, Buffers]:
     return task.objective.initial(0)
 
 
-def test_the_settings_of_reddi_et_al(task: Task) -> None:
+def test_the_settings_of_reddi_et_al_with_tuned_step_sizes(task: Task) -> None:
     assert (task.name, task.train.clients, task.cohort, task.rounds) == (
         "shakespeare",
         10,
@@ -72,12 +72,12 @@ def test_the_settings_of_reddi_et_al(task: Task) -> None:
         1200,
     )
     local = task.local
-    assert (local.epochs, local.batch_size, local.lr) == (1, 4, 1.0)
+    assert (local.epochs, local.batch_size, local.lr) == (1, 4, 10**0.5)
     assert (local.weight_decay, local.clip_norm, local.lr_decay) == (0.0, None, 1.0)
     assert str(task.goal) == "max:test_accuracy"
     adagrad = setup_for(task, fx.fedadagrad(), "paper").options()
     assert adagrad["server.lr"] == pytest.approx(10**-0.5)
-    assert (adagrad["server.tau"], adagrad["local.lr"]) == (0.1, 1.0)
+    assert (adagrad["server.tau"], adagrad["local.lr"]) == (0.1, 10**0.5)
 
 
 def test_special_tokens_are_those_of_the_data() -> None:

@@ -173,8 +173,9 @@ def _trial_cache(work: Work, state: SimulationState, precision: Precision) -> Tr
     require(
         when in ("auto", "always", "once"), f"FEDEXP_TRIALS is auto, always or once, not {when!r}"
     )
-    long = state.params.is_cuda or state.params.numel() >= LONG_TRIAL
-    if when == "always" or (when == "auto" and not long):
+    if when == "always":
+        return None
+    if when == "auto" and not (state.params.is_cuda or state.params.numel() >= LONG_TRIAL):
         return None
     from fedexp.engine.trial_cache import TrialCache
 
