@@ -1,8 +1,9 @@
 """Seconds from the start of `fedexp run` to its first record, beyond those of `import torch`.
 
-On an H200 with warm caches (2026-11-16, two turns): digits MLP 0.93, EMNIST CNN 1.1, ResNet-18 1.7;
-with empty ones 4.3, 10.3 and 14.0 (`records/2026-11-16-h200-startup.json`). Without bytecode (one
-turn): 1.1, 1.4 and 2.1; 4.1, 8.7 and 13.7 (`records/2026-11-16-h200-startup-no-bytecode.json`).
+On an H200 with warm caches (2026-11-16, two turns): digits MLP 0.94, EMNIST CNN 0.80, ResNet-18
+1.3; with empty ones 4.3, 8.6 and 11.6 (`records/2026-11-16-h200-startup.json`). Without bytecode,
+one turn before all kernels of a round were compiled at once: 1.1, 1.4 and 2.1; 4.1, 8.7 and 13.7
+(`records/2026-11-16-h200-startup-no-bytecode.json`).
 
 Three pieces of work on generated data (digits MLP, EMNIST CNN, ResNet-18 with GroupNorm), each in
 processes of their own: with empty caches of Triton and torch, with warm ones, and both without

@@ -31,7 +31,6 @@ from fedexp.engine.trial_cache import MOST_FILES, canonical, source_digest
 from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
 from fedexp.objective import ModuleObjective
-from fedexp.objective.stack import Stack
 from fedexp.references import load_object
 from fedexp.tasks import Task
 from tests.engine.helpers import ROOT
@@ -459,7 +458,7 @@ METHODS = [
     (torch.Tensor, "backward"),
     (trial.Trial, "check"),
     (fx.SGD, "end_round"),
-    (Stack, "compile"),
+    (ModuleObjective, "compile_kernels"),
 ]
 
 

@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from fedexp.aggregate import Aggregate
 from fedexp.client import ClientRule, Tensors
 from fedexp.data.federation import Batch
 from fedexp.data.transforms import Transform
@@ -131,9 +132,11 @@ class LocalProgram:
         rule, local, all_active = self.rule, self.local, self.all_active
         if self.layers:
             assert isinstance(self.objective, StackedObjective)
-            stacked = self.objective.stacked_clients(inputs["params"], batch, valid[0])
+            stacked = self.objective.stacked_clients(inputs["params"], clients)
             sgd = InPlaceSgd(stacked.layers, valid, rule, local, inputs)
-            return LayerSteps(stacked, buffers, valid, sgd)
+            steps = LayerSteps(stacked, buffers, valid, sgd)
+            self.objective.compile_kernels(lambda: steps.launch_all(batch()))
+            return steps
         params = inputs["params"].repeat(clients, 1)
         step = partial(corrected_step, inputs=inputs, rule=rule, local=local, all_active=all_active)
         rates = inputs["lr"] * inputs["factors"] if "factors" in inputs else inputs["lr"]
@@ -412,6 +415,12 @@ class LayerSteps:
         clients = self.clients
         grads = clients.gradients(batch, at_step(self.counted, s))
         self.sgd(s, clients.params, grads, clients.copy, self.deltas if is_last else None)
+
+    def launch_all(self, batch: Batch) -> None:
+        """Launch every kernel of a round: those of a step, of the last one, and of the sums."""
+        for is_last in (False, True):
+            self.step(0, batch, None, is_last)
+        Aggregate.of_checked(self.deltas, None, {})
 
     def result(self) -> tuple[Tensor, Buffers]:
         return self.deltas, self.buffers

@@ -319,8 +319,7 @@ class Trial:
         assert isinstance(objective, StackedObjective)
         batch = self.first_batch()
         both = {name: torch.stack([value, value]) for name, value in batch.items()}
-        valid = params.new_ones(2, len(next(iter(batch.values()))))
-        clients = objective.stacked_clients(params, lambda: both, valid)
+        clients = objective.stacked_clients(params, 2)
         with torch.no_grad(), NoDataDependence():
             clients.losses(both)
 

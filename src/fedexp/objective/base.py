@@ -238,15 +238,19 @@ class StackedObjective(BatchedObjective, Protocol):
         """Return whether every layer has a stacked implementation."""
         ...
 
-    def stacked_clients(
-        self, start: Tensor, batch: Callable[[], Batch], valid: Tensor
-    ) -> StackedClients:
+    def stacked_clients(self, start: Tensor, clients: int) -> StackedClients:
         """Return K clients with the parameters `start` [d], stored layer by layer.
 
         Args:
             start: the parameters, maybe with zeros behind them.
-            batch: the first batch, from which kernels are compiled.
-            valid: as in `gradients`.
+            clients: the number of clients K.
+        """
+        ...
+
+    def compile_kernels(self, step: Callable[[], object]) -> None:
+        """Compile all kernels that a step launches, at once, where that was not done before.
+
+        Nothing is computed: the results of `step` are undefined.
         """
         ...
 

@@ -7,6 +7,7 @@ objective is built, and models that `deepcopy` does not reproduce are built anew
 
 from __future__ import annotations
 
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -26,6 +27,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fedexp.data.federation import Batch
 from fedexp.errors import UsageError, first_line, require
+from fedexp.kernels.launch import compile_in_parallel, has_triton
 from fedexp.kernels.loss import ignored_target
 from fedexp.objective.base import (
     DEFAULT_FIELDS,
@@ -47,6 +49,8 @@ Loss = Callable[[Any, Any], Tensor]  # of (outputs, targets)
 LARGE_SEQUENCE_MODEL = 100_000  # parameters from which clients are not batched on a CPU
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OLD_NORMS = (WeightNorm, SpectralNorm)  # hooks with a weight that is not a parameter
+
+log = logging.getLogger("fedexp")
 
 
 class ModuleObjective:
@@ -357,18 +361,20 @@ class ModuleObjective:
         network = dense_network(self.module, self.loss)
         return network and replace(network, x=inputs[0], y=label)
 
-    def stacked_clients(
-        self, start: Tensor, batch: Callable[[], Batch], valid: Tensor
-    ) -> StackedClients:
+    def stacked_clients(self, start: Tensor, clients: int) -> StackedClients:
         stack = self.stacked()
         stack.module.train()
-        clients = StackedClients(stack, start, len(valid))
-        if not self._compiled:
-            counted = valid.to(start.dtype) / valid.sum(dim=1, keepdim=True)
-            with preserved_draws():  # of a pass that not every run makes
-                stack.compile(clients, batch(), counted)
-            self._compiled = True
-        return clients
+        return StackedClients(stack, start, clients)
+
+    def compile_kernels(self, step: Callable[[], object]) -> None:
+        if self._compiled or self.device.type != "cuda" or not has_triton():
+            return
+        self._compiled = True
+        log.info("compiling kernels")
+        # the draws are of a pass that not every run makes
+        with preserved_draws(), compile_in_parallel() as able:
+            if able:
+                step()
 
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
         return self.score(*self.predict(params, buffers, batch))

@@ -11,7 +11,6 @@ training. Parameters are stored layer by layer, as `fedexp.kernels.layers` descr
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from copy import deepcopy
 from itertools import compress
@@ -25,15 +24,13 @@ from fedexp.data.federation import Batch
 from fedexp.kernels.convolution import convolve, convolve_relu
 from fedexp.kernels.dense import flatten_images, products
 from fedexp.kernels.epilogue import Epilogue, epilogue, epilogue_of, has_hooks
-from fedexp.kernels.launch import compile_in_parallel, differentiable, has_triton
+from fedexp.kernels.launch import differentiable
 from fedexp.kernels.layers import Layers, gradient_buffers
 from fedexp.kernels.loss import cross_entropy
 from fedexp.kernels.normalisation import group_norm
 from fedexp.models import GroupNormReLU
 from fedexp.objective.base import DEFAULT_FIELDS, Fields, as_type, shaped
 from fedexp.objective.sequence_layers import STACKED_CONTAINERS, STACKED_SEQUENCE, unsupported
-
-log = logging.getLogger("fedexp")
 
 
 class CannotStackError(Exception):
@@ -220,14 +217,6 @@ class Stack:
                 if not weight.requires_grad and not computes_exactly(module, name):
                     weight.data = weight.data.to(compute_type)
         self.exact = [computes_exactly(module, name) for name in self.names]
-
-    def compile(self, clients: StackedClients, batch: Batch, counted: Tensor) -> None:
-        """Compile the kernels of the gradients, all at once, where there are any."""
-        if clients.params.is_cuda and has_triton():
-            log.info("compiling kernels")
-            with compile_in_parallel() as able:
-                if able:
-                    clients.gradients(batch, counted)
 
     def gradients(
         self, weights: Sequence[Tensor], batch: Batch, counted: Tensor
