@@ -8,9 +8,8 @@ from typing import Literal
 import pytest
 
 import fedexp as fx
-from fedexp.algorithms import ALGORITHMS
+from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS
 from fedexp.options import (
-    RECOMMENDED_EPS,
     Setup,
     convert,
     parse_assignments,
@@ -141,6 +140,28 @@ def test_recommended_is_fedexp_with_a_relative_eps_and_the_papers_client_step() 
     for name in ("fedavg", "scaffold", "scaffold-exp", "fedprox-exp", "fedexp-m"):
         algorithm = ALGORITHMS[name]()
         assert setup_for(task, algorithm, "recommended") == setup_for(task, algorithm, "paper")
+
+
+def test_an_eps_without_a_mode_is_the_printed_form() -> None:
+    task = classes_task()
+    for mode in ("paper", "recommended"):
+        own = setup_for(task, fx.fedexp(), mode)
+        assert own.algorithm.server == fx.ExP(RECOMMENDED_EPS, eps_mode="relative")
+        assert own.with_options({"eps": 0.1}).algorithm.server == fx.ExP(0.1)
+        capped = own.with_options({"max_step": 9.0})
+        assert capped.algorithm.server == fx.ExP(RECOMMENDED_EPS, eps_mode="relative", max_step=9.0)
+        assert capped.with_options({"eps": 0.1}).algorithm.server == fx.ExP(0.1, max_step=9.0)
+        relative = own.with_options({"eps": 0.1, "eps_mode": "relative"})
+        assert relative.algorithm.server == fx.ExP(0.1, eps_mode="relative")
+        again = relative.with_options({"eps": 0.2}).algorithm.server
+        assert again == fx.ExP(0.2, eps_mode="relative")
+        participants = own.with_options({"eps_mode": "participants"})
+        assert participants.algorithm.server == fx.ExP(eps_mode="participants")
+    released = setup_for(task, fx.fedexp(), "authors-code").algorithm.server
+    assert isinstance(released, fx.ExP)
+    assert (released.eps, released.eps_mode) == (fx.ExP().eps, "participants")
+    assert fx.fedexp(eps_mode="participants").server == fx.ExP(eps_mode="participants")
+    assert setup_for(fx.tasks.digits(), fx.fedexp(), "paper").algorithm.server == fx.ExP(0.1)
 
 
 def test_recommended_keeps_eps_0_where_clients_can_fit_one_model() -> None:

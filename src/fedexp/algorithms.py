@@ -26,6 +26,7 @@ from fedexp.server import (
     StochasticPolyak,
     Yogi,
 )
+from fedexp.server.extrapolation import EpsMode
 
 
 @dataclass(frozen=True)
@@ -73,9 +74,27 @@ def fedavg(lr: float = 1.0) -> Algorithm:
     return Algorithm("fedavg", server=Average(lr))
 
 
-def fedexp(eps: float = 1e-3, **options: Any) -> Algorithm:
-    """FedExP (Algorithm 1): the server steps further when clients disagree."""
-    return Algorithm("fedexp", server=ExP(eps, **options))
+RECOMMENDED_EPS = 0.05  # relative to the mean squared norm: docs/eps-study.md
+
+
+def fedexp(eps: float | None = None, eps_mode: EpsMode | None = None, **options: Any) -> Algorithm:
+    """FedExP (Algorithm 1): the server steps further when clients disagree.
+
+    With an eps it is the printed form. Without one, eps is relative to the mean squared norm, so
+    that there is nothing to tune (docs/extrapolation.md).
+
+    >>> fedexp().server.eps_mode, fedexp(eps=0.1).server.eps_mode
+    ('relative', 'absolute')
+    """
+    eps, eps_mode = eps_and_mode(eps, eps_mode)
+    return Algorithm("fedexp", server=ExP(eps, eps_mode=eps_mode, **options))
+
+
+def eps_and_mode(eps: float | None, mode: EpsMode | None) -> tuple[float, EpsMode]:
+    """Return FedExP's eps and its mode, where either may not be given."""
+    if eps is None and mode is None:
+        return RECOMMENDED_EPS, "relative"
+    return ExP.eps if eps is None else eps, mode or "absolute"
 
 
 def fedavgm(lr: float = 1.0, beta: float = 0.9) -> Algorithm:

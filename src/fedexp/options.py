@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedexp.algorithms import ALGORITHMS, Algorithm
+from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS, Algorithm, eps_and_mode
 from fedexp.client import SGD
 from fedexp.errors import UsageError, require, unknown_name
 from fedexp.local import ADDED, LocalTraining
@@ -290,12 +290,16 @@ class Setup:
         """Return a copy with several options changed; they are checked together.
 
         Of an option that is given twice, by its short and its dotted name, the last value counts.
+        Where FedExP has its default, the relative eps, an eps without an eps_mode is the printed
+        form, as in `fedexp(eps=...)`.
         """
         changes: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
         for key, value in options.items():
             full, parsed = self.parse(key, value)
             section, _, field = full.rpartition(".")
             changes[section][field] = parsed
+        if has_default_eps(self.algorithm.server):
+            changes["server"] |= _eps_changes(changes["server"])
         weighting = changes[""].pop("weighting", self.weighting)
         changed = {
             name: replace(self.section(name), **changes[name]) for name in SECTIONS if changes[name]
@@ -333,6 +337,19 @@ class Setup:
         raise unknown_name(f"option of {self.algorithm.name}", key, {*known, *short})
 
 
+def has_default_eps(server: ServerRule) -> bool:
+    """Return whether a rule has the eps that `fedexp()` has, whatever its other options are."""
+    return type(server) is ExP and (server.eps, server.eps_mode) == (RECOMMENDED_EPS, "relative")
+
+
+def _eps_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return eps and eps_mode where one of them is changed and the default is relative."""
+    if not changes.keys() & {"eps", "eps_mode"}:
+        return {}
+    eps, mode = eps_and_mode(changes.get("eps"), changes.get("eps_mode"))
+    return {"eps": eps, "eps_mode": mode}
+
+
 def paper_setup(task: Task, algorithm: Algorithm) -> Setup:
     """Return the algorithm as the paper prints it, with the paper's best values for the task."""
     tuned = task.tuned.get(algorithm.name, {})
@@ -355,15 +372,8 @@ def authors_code(task: Task, algorithm: Algorithm) -> Setup:
     return released.with_options(task.released.get(algorithm.name, {}))
 
 
-# Relative to the mean squared norm: the second constant of docs/eps-study.md, selected on the tasks
-# that need an eps.
-RECOMMENDED_EPS = 0.05
-
-
 def recommended(task: Task, algorithm: Algorithm) -> Setup:
     """Return what this project recommends: FedExP with a relative eps, the same for every task.
-
-    The constant awaits its confirmation on other tasks (docs/eps-study.md).
 
     The client step size is the paper's best value for the task, as in mode paper, since none can do
     without one. Where eps is 0 because all clients can fit one model (the toy and the synthetic
@@ -411,6 +421,7 @@ def _released_rule(server: ServerRule, lr_decay: float) -> ServerRule:
     if isinstance(server, ExP):
         server = replace(
             server,
+            eps=ExP.eps if has_default_eps(server) else server.eps,
             eps_mode="participants",
             eps_decay=lr_decay**2,
             decay_before_first_round=True,

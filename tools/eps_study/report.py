@@ -10,6 +10,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedexp.algorithms import RECOMMENDED_EPS
 from fedexp.analysis.plots import entitle, label, new_figure
 from tools.eps_study.curves import Store
 from tools.eps_study.measures import (
@@ -164,10 +165,14 @@ def confirmation(store: Store) -> str:
     rule = f"at most {MOST_TO_ORACLE:g} and {MOST_TO_FEDAVG:g}"
     result = {
         None: f"**Confirmation: not run yet.** c = {found[0]:g} has to have {rule} on each task.",
-        True: f"**Confirmed**: {rule} on each task, so `fx.fedexp()` takes c = {found[0]:g}.",
+        True: f"**Confirmed**: c = {found[0]:g} has {rule} on each task.",
         False: f"**Not confirmed**: not {rule} on each task; the printed form stays the default.",
     }
     decided = result[decision(store, found[0])]
+    if RECOMMENDED_EPS in found[1:] and decision(store, RECOMMENDED_EPS):
+        decided += (
+            f" So has c = {RECOMMENDED_EPS:g}, which the package has ([amendment 3](#amendments))."
+        )
     return paragraphs(table([*headers, "both criteria"], rows, left=2), decided)
 
 

@@ -176,8 +176,7 @@ class Diagnostics:
 
     def __init__(self, options: Mapping[str, Any]) -> None:
         self._factor = float(options.get("server.factor", 2.0))
-        # a relative eps has a large share where clients disagree most, as it should
-        self._most = 1.0 if options.get("server.eps_mode") == "relative" else DOMINATES
+        self._relative = options.get("server.eps_mode") == "relative"
         self._rows: list[Mapping[str, Any]] = []
         self._first, self._lowest, self._degraded = math.nan, math.inf, False
 
@@ -189,7 +188,7 @@ class Diagnostics:
         if len(self._rows) < FIRST_ROUNDS:
             self._rows.append(row)
             if len(self._rows) == FIRST_ROUNDS:
-                lines += judge(self._rows, self._factor, self._most)
+                lines += judge(self._rows, self._factor, self._relative)
         return lines
 
     def _judge_loss(self, row: Mapping[str, Any]) -> list[str]:
@@ -203,28 +202,36 @@ class Diagnostics:
         self._degraded = loss > LOSS_RATIO * lowest and loss > FIRST_LOSS_RATIO * self._first
         if not self._degraded:
             return []
+        raised = "raise server.eps" + " (with server.eps_mode=relative)" * self._relative
         return [
             f"the training loss went from {lowest:.3g} back to {loss:.3g} by round "
             f"{row['round']}, where the server step was {row['server_lr']:.2g}; bound it with "
-            "server.max_step, raise server.eps, or lower local.lr"
+            f"server.max_step, {raised}, or lower local.lr"
         ]
 
 
 def judge(
-    rows: Sequence[Mapping[str, Any]], factor: float = 2.0, most: float = DOMINATES
+    rows: Sequence[Mapping[str, Any]], factor: float = 2.0, relative: bool = False
 ) -> list[str]:
     """Return the lines for the first rounds of a run: at most one.
 
-    `most` is the share of eps in the denominator above which it is reported.
+    `relative` is whether eps is. Such an eps has a large share of the denominator where clients
+    disagree most, as it should; it is reported only where it prevents every extrapolation.
     """
     share = median(row["eps_share"] for row in rows)
     diversity = median(row["diversity"] for row in rows)
     always_clamped = all(row["clamped"] for row in rows)
-    if diversity > factor and (share > most or always_clamped):
+    dominates = share > DOMINATES and not relative
+    if diversity > factor and (dominates or always_clamped):
+        remedy = (
+            "lower server.eps (with server.eps_mode=relative)"
+            if relative
+            else "lower server.eps, choose it with fedexp tune --epsilon, or set "
+            "server.eps_mode=relative and server.eps=0.05, which suits most tasks"
+        )
         return [
             f"eps is {share:.0%} of the denominator of the step size in the first {len(rows)} "
-            f"rounds, which would be {diversity / factor:.2g} without it; lower server.eps, or "
-            "choose it with fedexp tune --epsilon"
+            f"rounds, which would be {diversity / factor:.2g} without it; {remedy}"
         ]
     if always_clamped:
         return [

@@ -159,7 +159,11 @@ class FedAvg(NamedStrategy):
 
 
 class FedExP(NamedStrategy):
-    """FedExP (Algorithm 1): the server steps further when clients disagree."""
+    """FedExP (Algorithm 1): the server steps further when clients disagree.
+
+    With eps it is the printed form; without, eps is relative to the mean squared norm of the
+    updates, and there is nothing to tune (docs/extrapolation.md).
+    """
 
     make = staticmethod(algorithms.fedexp)
 
@@ -177,11 +181,11 @@ class FedExP(NamedStrategy):
         train_metrics_aggr_fn: MetricsFn | None = None,
         evaluate_metrics_aggr_fn: MetricsFn | None = None,
         *,
-        eps: float = 0.001,
+        eps: float | None = None,
         factor: float = 2.0,
         clamp: bool = True,
         max_step: float = math.inf,
-        eps_mode: EpsMode = "absolute",
+        eps_mode: EpsMode | None = None,
         eps_decay: float = 1.0,
         decay_before_first_round: bool = False,
         average_last: int | None = None,
@@ -201,7 +205,9 @@ class FedExP(NamedStrategy):
         privacy: Privacy | None = None,
         secure: SecureAggregation | None = None,
     ) -> None:
-        self._configure(locals())
+        given = dict(locals())
+        given["eps"], given["eps_mode"] = algorithms.eps_and_mode(eps, eps_mode)
+        self._configure(given)
 
 
 class FedAvgM(NamedStrategy):
