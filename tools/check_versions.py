@@ -3,11 +3,11 @@
     python tools/check_versions.py --lowest
     python tools/check_versions.py --newest --torch 2.13.0 -- -k aggregate
 
-A virtual environment gets the direct dependencies of pyproject.toml, at their lower bounds or at the
-newest versions that the bounds and the package index allow, then pytest and the package itself.
-`--torch` fixes the version of torch, for machines where pip knows of a CPU build of that one only.
-Tests that miss an optional dependency are skipped (tests/helpers/core_only.py); folders whose tests
-start commands that need one are left out. Arguments after `--` are passed to pytest.
+A virtual environment gets the direct dependencies of pyproject.toml, at their lower bounds or at
+the newest versions that pip finds, then pytest and the package itself. `--torch` fixes the version
+of torch, where pip has a CPU build of one version only. Tests that miss an optional dependency are
+skipped (tests/helpers/core_only.py); folders whose tests start commands that need one are left
+out. Arguments after `--` are passed to pytest.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TOOLS = ["pytest>=9", "hypothesis>=6.100", "pytest-xdist>=3.6"]
-NEED_EXTRAS = """
-    analysis benchmarks cli distributed docs flower reproduce tools tuning typing test_examples.py
-""".split()
+COMMANDS = ["analysis", "benchmarks", "cli", "distributed", "docs", "flower", "reproduce", "tools"]
+NEED_EXTRAS = [*COMMANDS, "tuning", "typing", "test_examples.py"]  # of the folder tests
 
 
 def lowest(requirement: str) -> str:
