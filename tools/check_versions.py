@@ -62,13 +62,13 @@ def check(folder: Path, packages: list[str], options: list[str]) -> None:
     """Create an environment with these packages and run the tests in it."""
     run(sys.executable, "-m", "venv", folder)
     python = folder / "bin" / "python"
-    pip = [python, "-m", "pip", "--disable-pip-version-check"]
+    pip: list[str | Path] = [python, "-m", "pip", "--disable-pip-version-check"]
     run(*pip, "install", "-q", *packages, *TOOLS)
     run(*pip, "install", "-q", "--no-deps", "-e", ROOT)
     run(*pip, "list")
     left_out = [f"--ignore=tests/{name}" for name in NEED_EXTRAS]
-    tests = [python, "-m", "pytest", "-p", "tests.helpers.core_only", *left_out, "src", "tests"]
-    run(*tests, *options, OMP_NUM_THREADS="1")
+    plugin = ["-p", "tests.helpers.core_only"]
+    run(python, "-m", "pytest", *plugin, *left_out, "src", "tests", *options, OMP_NUM_THREADS="1")
 
 
 def main() -> None:
