@@ -59,7 +59,7 @@ if TYPE_CHECKING:
     from fedexp.runs.weights import load_model, load_state, save_state
     from fedexp.study import Comparison, RunResult, Tuning, compare, run, tune
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "AMS",
