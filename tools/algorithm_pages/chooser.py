@@ -33,7 +33,8 @@ CHOICES = (
         "many clients that seldom return, few rounds, no state on clients, no search",
         ("fedexp",),
         "no server step to tune, and the bytes of FedAvg. Not where clients agree (`diversity` "
-        "up to 2: it equals FedAvg) or the client step is already unstable",
+        "up to 2: it equals FedAvg) or the client step is already unstable. How its constant was "
+        "chosen: [study](extrapolation.md#what-the-study-showed)",
         ("fedexp", "fedexp-printed", "fedavg"),
         "with `--mode recommended`",
     ),
