@@ -241,3 +241,12 @@ def test_titles_are_those_of_the_leaderboard(pages: dict[str, str]) -> None:
     for name, text in pages.items():
         rows = own_rows(name)
         assert title(text) in rows[0].title
+
+
+def test_an_algorithm_without_a_row_of_the_leaderboard_has_its_page_all_the_same(
+    pages: dict[str, str], full_board: Board, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(ENTRIES, "fedams")
+    assert page_blocks("fedams", full_board)["results"] == "No runs yet."
+    assert "[FedAMS](algorithms/fedams.md)" in overview_blocks(pages, full_board)["algorithm-pages"]
+    assert figure("fedams", full_board) is None

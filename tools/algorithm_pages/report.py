@@ -267,12 +267,12 @@ def all_pages(pages: Mapping[str, str], board: Board) -> str:
     rows = []
     for name, text in pages.items():
         sent, stored = (state(name).splitlines()[at].split("|")[2].strip() for at in (2, 4))
-        own = own_rows(name)
-        for entry in own:
-            cells = [board.get((task, entry.name)) for task in tasks]
+        own = {entry.name: entry.title for entry in own_rows(name)} or {name: title(text)}
+        for at, (row, its_title) in enumerate(own.items()):
+            cells = [board.get((task, row)) for task in tasks]
             rounds = ["" if cell is None else _rounds(cell) for cell in cells]
-            link = f"[{title(text) if len(own) == 1 else entry.title}](algorithms/{name}.md)"
-            about = summary(text) if entry is own[0] else ""
+            link = f"[{its_title if len(own) > 1 else title(text)}](algorithms/{name}.md)"
+            about = "" if at else summary(text)
             rows.append([link, f"`{name}`", about, sent, stored, *rounds])
     headers = ["algorithm", "name", "in one sentence", "client sends", "stores"]
     measured = [f"{TASKS[task].title}: {percent(TASKS[task].targets[1])}" for task in tasks]
