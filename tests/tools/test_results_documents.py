@@ -19,6 +19,7 @@ from tools.results.documents import (
     EMNIST_TUNED,
     EPS_DOCUMENT,
     HALF,
+    PAGES,
     README,
     fill,
     generate,
@@ -46,8 +47,8 @@ def made() -> Made:
 def copy(made: Made, tmp_path: Path) -> Path:
     """A copy of the generated files and the archive, to be changed."""
     shutil.copytree(ROOT / ARCHIVE, tmp_path / ARCHIVE)
-    for name in DOCUMENTS:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in made:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     assert not stale(tmp_path, made)
     return tmp_path
@@ -57,8 +58,8 @@ def copy(made: Made, tmp_path: Path) -> Path:
 def small(tmp_path: Path) -> Path:
     """A repository with the runs of the synthetic regression alone."""
     shutil.copytree(ROOT / ARCHIVE / "runs", tmp_path / ARCHIVE / "runs", ignore=_others)
-    for name in DOCUMENTS:
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in (*DOCUMENTS, *PAGES.values()):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
     write(tmp_path, generate(tmp_path))
     return tmp_path
@@ -104,6 +105,9 @@ def test_all_generated_files_are_up_to_date(made: Made) -> None:
         (README, r"begin readme.*?FedExP.*?\| \d"),
         (EPS_DOCUMENT, r"begin eps-cells.*?digits \| \d"),
         (Path("docs/leaderboard.md"), r"begin board-tables.*?FedAdam \| \d"),
+        (Path("docs/algorithms.md"), r"begin chooser.*?FedAvg \d"),
+        (PAGES["fedadam"], r"begin options.*?lr` \| `\d"),
+        (PAGES["fedadam"].with_suffix(".svg"), r'polyline points="\d'),
         (ARCHIVE / "synthetic" / "table.md", r"fedexp \| \d"),
         (ARCHIVE / "synthetic" / "table.csv", r"fedexp,\d"),
         (ARCHIVE / "synthetic" / "summary.json", r'"mean": \d'),
@@ -194,3 +198,9 @@ def test_the_archive_is_small_and_names_no_folder_of_a_machine() -> None:
 def test_marks_come_in_pairs_and_have_a_block(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         fill(text, {"x": "1", "y": "2"})
+
+
+def test_a_figure_of_a_page_without_runs_is_named(small: Path) -> None:
+    left = PAGES["fedams"].with_suffix(".svg")
+    (small / left).write_text("<svg/>")
+    assert f"{left}: no run of the archive leads to it" in stale(small, generate(small))

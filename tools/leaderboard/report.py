@@ -48,8 +48,8 @@ def _summarised(cell: Cell) -> str:
     """Return the rounds to the upper target, with the number of seeds where some are missing."""
     seeds = len(cell.runs)
     if seeds == len(SEEDS) or cell.rounds(1) is None:
-        return _rounds(cell, 1)
-    return f"{_rounds(cell, 1)}, {seeds} seed{'s' if seeds > 1 else ''}"
+        return rounds_text(cell, 1)
+    return f"{rounds_text(cell, 1)}, {seeds} seed{'s' if seeds > 1 else ''}"
 
 
 def tables(board: Board) -> str:
@@ -82,9 +82,9 @@ def _row(cell: Cell) -> list[str]:
     up, down = (f"{each / 1e6:.3g}" for each in cell.sent) if cell.sent else ("", "")
     return [
         cell.entry.title,
-        _rounds(cell, 0),
-        _rounds(cell, 1),
-        _final(cell),
+        rounds_text(cell, 0),
+        rounds_text(cell, 1),
+        final_text(cell),
         "" if cell.worst is None else f"{100 * cell.worst:.1f} %",
         up,
         down,
@@ -94,7 +94,7 @@ def _row(cell: Cell) -> list[str]:
     ]
 
 
-def _rounds(cell: Cell, target: int) -> str:
+def rounds_text(cell: Cell, target: int) -> str:
     """Return the smoothed crossing and the first one, or how many seeds reach the target."""
     smooth, first = cell.rounds(target), cell.rounds(target, "first")
     if smooth is not None and first is not None:
@@ -104,7 +104,7 @@ def _rounds(cell: Cell, target: int) -> str:
     return f"{counts[0]} of {seeds} ({counts[1]} of {seeds})"
 
 
-def _final(cell: Cell) -> str:
+def final_text(cell: Cell) -> str:
     if cell.final is None:
         return f"{cell.diverged} of {len(cell.runs)} diverged"
     spread = "" if cell.spread is None else f" ± {100 * cell.spread:.2f}"

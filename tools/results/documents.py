@@ -1,6 +1,6 @@
 """The generated files: tables and figures per study, and the blocks of documents.
 
-`DOCUMENTS` are written by hand around blocks `<!-- begin NAME -->` to
+`DOCUMENTS` and `PAGES` are written by hand around blocks `<!-- begin NAME -->` to
 `<!-- end NAME -->`, which are generated. Numbers belong in blocks: `loose_numbers` finds stray
 ones.
 """
@@ -17,8 +17,11 @@ from typing import TYPE_CHECKING
 
 from fedexp.errors import UsageError, unknown_name
 from fedexp.reproduce.output import render, summary
+from tools.algorithm_pages import report as algorithm_pages
+from tools.algorithm_pages.figure import figure as algorithm_figure
 from tools.eps_study import report as eps_report
 from tools.leaderboard import report as leaderboard
+from tools.leaderboard.measures import load_board
 from tools.results import deviations, runs, search, shakespeare, studies, table1
 from tools.results.archive import NAMES, Archive, StoredStudy, load_archive
 
@@ -38,7 +41,9 @@ DOCUMENTS = (
     Path("docs/extrapolation.md"),
     Path("docs/tasks.md"),
     Path("docs/leaderboard.md"),
+    Path("docs/algorithms.md"),
 )
+PAGES = {name: algorithm_pages.page_path(name) for name in algorithm_pages.PAGES}
 ABOUT = ARCHIVE / "README.md"  # written by hand: the files of the archive
 DIFFERS = "differs from the archive; run `make results`, or restore what was changed"
 HALF = "half of a run; restore its other file, or archive the run again"
@@ -88,6 +93,12 @@ def generate(root: Path) -> dict[Path, str]:
     blocks["emnist-tuned"] = search.tuned_table(archive, root / EMNIST_TUNED)
     blocks |= eps_report.blocks(root / EPS_STUDY)
     blocks |= leaderboard.blocks(root / LEADERBOARD, archive.runs)
+    board, pages = load_board(root / LEADERBOARD, archive.runs), algorithm_pages.read_pages(root)
+    blocks |= algorithm_pages.overview_blocks(pages, board)
+    for name, path in PAGES.items():
+        made[path] = fill(pages[name], algorithm_pages.page_blocks(name, board))
+        if (drawn := algorithm_figure(name, board)) is not None:
+            made[path.with_suffix(".svg")] = drawn
     for document in DOCUMENTS:
         made[document] = fill((root / document).read_text(encoding="utf-8"), blocks)
     return made
@@ -132,6 +143,8 @@ def stale(root: Path, made: Mapping[Path, str]) -> list[str]:
     folders = (EPS_STUDY, SHAKESPEARE, EMNIST_TUNED, LEADERBOARD)
     data = {name for name in stored if name.parent in folders and name.suffix == ".csv"}
     own = {name for name in stored if name.parent != ARCHIVE / "runs" and name != ABOUT} - data
+    drawn = (root / algorithm_pages.FOLDER).glob("*.svg")
+    own |= {path.relative_to(root) for path in drawn}
     lines += [f"{name}: no run of the archive leads to it" for name in sorted(own - made.keys())]
     for name, text in made.items():
         if not (root / name).is_file():

@@ -32,8 +32,8 @@ class _Adaptive(ServerRule):
     Args:
         lr: the server step size η_g > 0.
         tau: the degree of adaptivity τ >= 0.
-        form: "standard" starts v at 0, as Reddi et al. ran it. "printed" starts v at τ², as their
-            Algorithm 2 allows: steps are half as long for as long as Δ̄ is small beside τ.
+        form: "standard" starts v at 0, as Reddi et al. ran it; "printed" starts v at τ², as their
+            Algorithm 2 allows: steps are half as long for as long as Δ̄ is small beside τ;
             "authors" divides by √(v + τ) with v starting at 0, as the FedExP authors' code does
             (docs/paper.md#released-adagrad, docs/paper.md#released-adam). "reddi" is an earlier
             name of "printed".

@@ -1,0 +1,1 @@
+"""The pages of docs/algorithms: their generated blocks and figures (docs/algorithms.md)."""
