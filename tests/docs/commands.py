@@ -38,6 +38,7 @@ from fedexp.reproduce import STUDIES
 from fedexp.reproduce.study import Plan, Request, choose_tasks, jobs_of, rounds_of
 
 ROOT = Path(__file__).parents[2]
+PROJECT = "fedexp"  # the package, and the folder of a fresh clone
 QUICK_TASKS = ("toy", "synthetic", "digits", "digits-mlp", "mnist")  # and the user's own
 QUICK_STUDIES = ("toy", "synthetic")
 LIMITS = {  # appended to a command that is executed, for the options that it has
@@ -66,6 +67,7 @@ class Shell:
         programs: dict[str, Callable[[list[str]], None]] = {
             "fedexp": self._fedexp,
             "python": self._python,
+            "python3": self._python,
             "pip": _check_pip,
             "make": _check_make,
             "torchrun": self._torchrun,
@@ -90,7 +92,9 @@ class Shell:
         command = words[0]
         if command in ("run", "compare", "tune") and not _is_quick(args.task):
             _resolve(tuple(words))
-        elif command == "reproduce" and not (args.list or args.source or _is_quick(args.what)):
+        elif command == "reproduce" and not (
+            args.list or args.source or args.what in QUICK_STUDIES
+        ):
             _resolve_study(args)
         elif words[:2] == ["data", "fetch"]:
             find(args.name)
@@ -141,6 +145,7 @@ class Shell:
             )
 
     def find(self, path: str) -> Path:
+        """Return a file of the scratch folder, of the page's folder or of the repository."""
         for place in self._places:
             if (place / path).exists():
                 return place / path
@@ -149,14 +154,17 @@ class Shell:
     def _torchrun(self, words: list[str]) -> None:
         from torch.distributed.run import get_args_parser
 
-        args = get_args_parser().parse_args(words)
+        try:
+            args = get_args_parser().parse_args(words)
+        except SystemExit as done:
+            raise AssertionError(f"torchrun {' '.join(words)}: refused") from done
         self._python(
             [*(["-m"] if args.module else []), args.training_script, *args.training_script_args]
         )
 
     def _change_folder(self, words: list[str]) -> None:
         (name,) = words
-        if name != ROOT_NAME:  # of a fresh clone
+        if name != PROJECT:
             self._places.insert(1, self.find(name))
 
 
@@ -173,13 +181,10 @@ def check_inline(text: str, shell: Shell) -> None:
         assert not unknown, f"fedexp {plain[0]} has no {', '.join(unknown)}"
     elif program in ("make", "pip"):
         shell.execute(words)
-    elif program == "python" and own[0] not in ("-m", "-c"):
+    elif program == "python" and "/" in own[0]:  # a bare name may be a file of the reader's
         shell.find(own[0])
     elif program == "flwr":
         assert own[0] in _flwr_commands(), f"flwr has no command {own[0]}"
-
-
-ROOT_NAME = "fedexp"
 
 
 @cache
@@ -193,8 +198,8 @@ def _help(*command: str) -> str:
     raise AssertionError(command)
 
 
-def _is_quick(name: str) -> bool:
-    return name in (*QUICK_TASKS, *QUICK_STUDIES) or ":" in name
+def _is_quick(task: str) -> bool:
+    return task in QUICK_TASKS or ":" in task
 
 
 def _limits(command: str, args: argparse.Namespace) -> list[str]:
@@ -225,6 +230,7 @@ def _resolve(words: tuple[str, ...]) -> None:
 
 def _resolve_study(args: argparse.Namespace) -> None:
     """Check the specs of all runs of a study."""
+    assert args.what in STUDIES, f"no study {args.what}"
     study = STUDIES[args.what]
     request = Request(args.rounds, args.seeds, tuple(args.task), args.scale == "small", args.mode)
     tasks, _ = choose_tasks(study, request.tasks)
@@ -243,7 +249,7 @@ def _ends_after_parsing(*argv: str) -> Iterator[None]:
 
     def parse_args(self: argparse.ArgumentParser, *given: object, **more: object) -> None:
         try:
-            original(self, *given, **more)  # type: ignore[call-overload]
+            original(self, *given, **more)
         except SystemExit as done:
             raise AssertionError(f"{' '.join(argv)}: {self.prog} refuses it") from done
         raise _ParsedError
@@ -292,11 +298,9 @@ def _parse_flwr(words: list[str]) -> None:
     _flwr_commands()[words[0]].make_context(words[0], words[1:])
 
 
-def _project() -> dict[str, dict[str, object]]:
-    project: dict[str, dict[str, object]] = tomllib.loads((ROOT / "pyproject.toml").read_text())[
-        "project"
-    ]
-    return project
+def _project() -> dict[str, Any]:
+    """Return the table [project] of pyproject.toml."""
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 
 
 def _check_pip(words: list[str]) -> None:
@@ -304,7 +308,7 @@ def _check_pip(words: list[str]) -> None:
     for word in words[1:]:
         if word.startswith("-") or word.endswith(".txt"):
             continue
-        name = word.replace(".[", f"{ROOT_NAME}[", 1) if word.startswith(".[") else word
+        name = word.replace(".[", f"{PROJECT}[", 1) if word.startswith(".[") else word
         if name == ".":
             continue
         try:
@@ -312,7 +316,7 @@ def _check_pip(words: list[str]) -> None:
         except InvalidRequirement as error:
             raise AssertionError(f"pip install {word}: {error}") from error
         unknown = wanted.extras - set(_project()["optional-dependencies"])
-        assert wanted.name != ROOT_NAME or not unknown, f"{word}: no extra {', '.join(unknown)}"
+        assert wanted.name != PROJECT or not unknown, f"{word}: no extra {', '.join(unknown)}"
 
 
 def _check_make(words: list[str]) -> None:
@@ -328,4 +332,4 @@ def _check_export(words: list[str]) -> None:
 def _check_git(words: list[str]) -> None:
     assert words[0] == "clone", f"git {words[0]}; put <!-- no-run: reason --> above"
     address = words[1].removesuffix(".git")
-    assert address in (_project().get("urls") or {}).values(), f"{address}: not in [project.urls]"
+    assert address in _project().get("urls", {}).values(), f"{address}: not in [project.urls]"

@@ -32,7 +32,7 @@ LANGUAGES: dict[str, Kind] = {
 }
 # The first word of a command; of an indented block too, which has no language.
 PROGRAMS = (
-    *("fedexp", "python", "pip", "make", "torchrun", "srun", "export", "git", "cd"),
+    *("fedexp", "python", "python3", "pip", "make", "torchrun", "srun", "export", "git", "cd"),
     *("flwr", "flower-superlink", "flower-supernode"),
 )
 

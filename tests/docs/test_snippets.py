@@ -204,3 +204,108 @@ def test_blocks_that_do_not_run_are_listed() -> None:
         block.no_run for name in PAGES for block in parsed(name).blocks if block.no_run is not None
     )
     assert reasons == Counter(NO_RUN)
+
+
+# The checks themselves ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        "```\nx = 1\n```",
+        "```rust\nlet x = 1;\n```",
+        "Text:\n\n    import fedexp\n",
+        "Text:\n\n    x = 1\n",
+        "Text:\n\n    # a job\n    cp a b\n    fedexp toy\n",
+    ],
+)
+def test_a_block_of_unknown_kind_is_refused(page: str) -> None:
+    with pytest.raises(PageError, match="say what this block is"):
+        parse_page(page)
+
+
+def test_the_code_of_a_page_is_found() -> None:
+    page = parse_page(
+        """<!-- a remark -->
+<!-- setup
+x = 1
+-->
+1. In a list, `fedexp report RUNS
+   -o page.html`:
+
+    prose of the same item
+
+    ```python title="a.py"
+    y = x
+    ```
+
+A formula, then a command:
+
+    eta = max(1, a / (2 (b + c)))
+
+    fedexp toy
+
+<!-- no-run: needs ssh -->
+```console
+ssh there
+```
+"""
+    )
+    found = [(block.line, block.kind, block.text, block.no_run) for block in page.blocks]
+    assert found[:2] == [(3, "python", "x = 1", None), (11, "python", "y = x", None)]
+    assert found[-1] == (22, "commands", "ssh there", "needs ssh")
+    assert page.blocks[0].is_hidden
+    assert page.inline == [(5, "fedexp report RUNS    -o page.html")]
+
+
+def test_a_reason_without_a_block_is_refused() -> None:
+    with pytest.raises(PageError, match="line 1: no block follows"):
+        parse_page("<!-- no-run: no GPU -->\nText.")
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("fedexp run digits --no-such-option", "unrecognized arguments"),
+        ("fedexp run digits --algorithm fedxp", "fedexp run digits"),
+        ("fedexp run cifar10 --algorithm fedxp", "did you mean"),
+        ("fedexp run nothing", "unknown task"),
+        ("fedexp compare cifar10 --set epps=1", "epps"),
+        ("fedexp tune shakespeare --set task.model=9", "one of lstm, transformer"),
+        ("fedexp reproduce table9", "no study table9"),
+        ("fedexp reproduce table1 --task digits", "unknown task of table1"),
+        ("fedexp data fetch nothing", "unknown data set"),
+        ("fedexp resume runs/digits-...", "no command above has made such a path"),
+        ("torchrun --nproc-per-node 8 -m fedexp run cifar10 --devices cuda", "unrecognized"),
+        ("torchrun --no-such-option 8 -m fedexp run cifar10", "refused"),
+        ("python no_such_script.py", "neither in"),
+        ("python -m tools.no_such_tool", "no such module"),
+        ("python -m tools.leaderboard --no-such-option", "refuses it"),
+        ("python benchmarks/standard.py --no-such-option", "refuses it"),
+        ("make nothing", "no such target"),
+        ("pip install 'fedexp[nothing]'", "no extra nothing"),
+        ("flwr run . --no-such-option", "No such option"),
+        ("flower-supernode --no-such-option", "refuses it"),
+        ("git clone https://example.org/other", "not in"),
+        ("docker run fedexp", "not known here"),
+    ],
+)
+def test_a_wrong_command_is_refused(command: str, message: str, scratch: Path) -> None:
+    (words,) = split_commands(command)
+    with pytest.raises(Exception, match=message):
+        Shell(scratch, ROOT / "README.md").execute(words)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        "fedexp trains",
+        "fedexp run TASK --ruonds 3",
+        "make nothing",
+        "flwr go",
+        "python tools/no.py",
+    ],
+)
+def test_a_wrong_command_in_a_sentence_is_refused(command: str, scratch: Path) -> None:
+    with pytest.raises(AssertionError):
+        check_inline(command, Shell(scratch, ROOT / "README.md"))
