@@ -1,8 +1,9 @@
 """Every block of code and every command in README and docs runs; see `snippets` and `commands`.
 
 A page runs from top to bottom in a folder of its own, in one namespace. Its Python is also the file
-`study.py` in that folder, so that a command can name `study.py:task`. `simulate`, `run`, `compare`
-and `tune` are limited to two rounds, two seeds and one process, by wrappers around these functions.
+`study.py` in that folder, so that a command can name `study.py:task`. Wrappers limit `simulate`,
+`run`, `compare` and `tune` to two rounds, two seeds and one process, and the paper's grids to two
+values per option; commands get smaller options.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from typing import Any
 
 import pytest
 
+import fedexp.cli.tune
 import fedexp.engine
 import fedexp.flower
 import fedexp.study
 from fedexp import SimulationState
+from fedexp.options import Setup
+from fedexp.tuning.grids import Values, paper_grid
 from tests.docs.commands import ROOT, Shell, check_inline
 from tests.docs.snippets import Block, Page, PageError, parse_page, split_commands
 from tests.helpers.generated_data import write_all
@@ -113,6 +117,7 @@ def scratch(tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(fedexp.study, name, limited(getattr(fedexp.study, name)))
     for module in (fedexp, fedexp.engine):
         monkeypatch.setattr(module, "simulate", limited(fedexp.engine.simulation.simulate))
+    monkeypatch.setattr(fedexp.cli.tune, "paper_grid", small_grid)
     strategy = fedexp.flower.RuleStrategy
     monkeypatch.setattr(strategy, "start", limited(strategy.start, rounds="num_rounds"))
     return tmp_path
@@ -137,6 +142,11 @@ def limited(function: Callable[..., Any], rounds: str = "rounds") -> Callable[..
         return function(**given) if first is None else function(first, **given)
 
     return call
+
+
+def small_grid(setup: Setup, least_squares: bool) -> Values:
+    """Return the first two values of each option of the paper's grid."""
+    return {name: values[:2] for name, values in paper_grid(setup, least_squares).items()}
 
 
 class Study:
