@@ -174,7 +174,7 @@ def check_inline(text: str, shell: Shell) -> None:
     if words[0] == "torchrun" and "-m" in words:
         words = words[words.index("-m") + 1 :]
     program, *own = words
-    if program == "fedexp" and re.fullmatch(r"[a-z-]+", own[0]):
+    if program == "fedexp" and re.fullmatch(r"[a-z][a-z-]*", own[0]):
         plain = list(own[:2] if own[0] == "data" else own[:1])
         options = {word.partition("=")[0] for word in own if re.match(r"--?[a-z]", word)}
         unknown = options - set(re.findall(r"(?<![\w-])--?[a-z-]+", _help(*plain)))

@@ -30,10 +30,12 @@ LANGUAGES: dict[str, Kind] = {
     "json": "json",
     **dict.fromkeys(("text", "bibtex", "math"), "text"),
 }
-# The first word of a command; of an indented block too, which has no language.
+# The first word of an indented block of commands, which has no language. Those of the last line are
+# not known to `commands`: they need a reason not to run.
 PROGRAMS = (
     *("fedexp", "python", "python3", "pip", "make", "torchrun", "srun", "export", "git", "cd"),
     *("flwr", "flower-superlink", "flower-supernode"),
+    *("docker", "ssh", "scp", "curl", "wget", "npm", "uv", "conda", "sbatch", "sudo", "source"),
 )
 
 _FENCE = re.compile(r"(?P<indent>\s*)(?P<ticks>`{3,}|~{3,})(?P<info>[^`]*)")

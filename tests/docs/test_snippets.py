@@ -43,7 +43,7 @@ PAGES = sorted(
         *(ROOT / "examples").rglob("README.md"),
         *(ROOT / "docs").rglob("*.md"),
     )
-    if "decisions" not in path.parts and "node_modules" not in path.parts
+    if "decisions" not in path.parts
 )
 # Python that a page needs and does not define; other pages have a hidden setup block for it.
 SETUP = {
@@ -227,6 +227,7 @@ def test_blocks_that_do_not_run_are_listed() -> None:
         "Text:\n\n    import fedexp\n",
         "Text:\n\n    x = 1\n",
         "Text:\n\n    # a job\n    cp a b\n    fedexp toy\n",
+        "Text:\n\n    a,b\n    c = [1, 2]\n",
     ],
 )
 def test_a_block_of_unknown_kind_is_refused(page: str) -> None:
