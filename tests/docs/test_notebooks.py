@@ -10,13 +10,20 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import nbformat
 import numpy as np
 import pytest
 import torch
 from nbformat import NotebookNode
 from playwright.sync_api import Browser, Page, sync_playwright
-from tools.docs.run_notebooks import TUTORIALS, checked_texts, cleaned, executed, notebooks
+from tools.docs.run_notebooks import (
+    TUTORIALS,
+    checked_texts,
+    cleaned,
+    executed,
+    notebooks,
+    read,
+    serialised,
+)
 
 import fedexp as fx
 
@@ -34,7 +41,7 @@ needs_chromium = pytest.mark.skipif(
 
 
 def stored(name: str) -> NotebookNode:
-    return nbformat.read(TUTORIALS / name, as_version=4)
+    return read(TUTORIALS / name)
 
 
 def test_there_are_four_tutorials() -> None:
@@ -60,7 +67,7 @@ def test_notebooks_are_stored_executed_and_clean(name: str) -> None:
         assert not MACHINE.search(text), text
     path = TUTORIALS / name
     assert path.stat().st_size < LARGEST
-    assert nbformat.writes(cleaned(stored(name))) + "\n" == path.read_text(encoding="utf-8")
+    assert serialised(cleaned(stored(name))) == path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("name", NAMES)

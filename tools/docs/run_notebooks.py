@@ -31,6 +31,16 @@ def notebooks() -> list[Path]:
     return sorted(TUTORIALS.glob("*.ipynb"))
 
 
+def read(path: Path) -> NotebookNode:
+    """Return a stored notebook."""
+    return nbformat.read(path, as_version=4)  # type: ignore[no-untyped-call]
+
+
+def serialised(notebook: NotebookNode) -> str:
+    """Return the text of the file of a notebook."""
+    return nbformat.writes(notebook) + "\n"  # type: ignore[no-untyped-call]
+
+
 def executed(path: Path, folder: Path) -> NotebookNode:
     """Return the notebook after all its cells have run in `folder`, which is created.
 
@@ -38,7 +48,7 @@ def executed(path: Path, folder: Path) -> NotebookNode:
     """
     assets = shutil.ignore_patterns("*.ipynb", "runs", "*.db", ".ipynb_checkpoints")
     shutil.copytree(path.parent, folder, ignore=assets)
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read(path)
     client = NotebookClient(
         notebook,
         timeout=SECONDS,
@@ -89,7 +99,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("notebooks", nargs="*", type=Path, help="all of docs/tutorials by default")
     for path in parser.parse_args(argv).notebooks or notebooks():
         with TemporaryDirectory() as scratch:
-            nbformat.write(cleaned(executed(path, Path(scratch) / "notebook")), path)
+            notebook = cleaned(executed(path, Path(scratch) / "notebook"))
+        path.write_text(serialised(notebook), encoding="utf-8")
         print(f"{path.name}: {path.stat().st_size / 1000:.0f} kB")
     return 0
 
