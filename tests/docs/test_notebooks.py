@@ -6,7 +6,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from tools.docs.run_notebooks import (
 )
 
 import fedexp as fx
+from fedexp.cli.main import main
 
 NAMES = [path.name for path in notebooks()]
 LARGEST = 400_000  # bytes of a file
@@ -90,6 +91,45 @@ def test_agreement_of_texts() -> None:
     assert not agree("step 1.3, true", "step 1.2, true")
     assert not agree("step 1.2, false", "step 1.2, true")
     assert not agree("step 1.2", "step 1.2 and 3")
+
+
+def commands(name: str) -> list[list[str]]:
+    """Return the `fedexp` commands in the text of a notebook, with one seed and one process."""
+    texts = [cell.source for cell in stored(name).cells if cell.cell_type == "markdown"]
+    lines = re.findall(r"^    fedexp (.+)$", "\n".join(texts), re.MULTILINE)
+    return [re.sub(r" --(seeds|jobs) \d+", "", line).split() for line in lines]
+
+
+def study_file(name: str) -> str:
+    """Return the cells that define `task`, without figures, as the text of a file."""
+    code = [cell.source for cell in stored(name).cells if cell.cell_type == "code"]
+    last = next(k for k, source in enumerate(code) if "\ntask = fx.supervised(" in source)
+    return "\n".join(source for source in code[: last + 1] if "plt.show()" not in source)
+
+
+def rule_file(name: str) -> str:
+    """Return the file that a notebook writes by `%%writefile`."""
+    code = [cell.source for cell in stored(name).cells if cell.cell_type == "code"]
+    (source,) = (source for source in code if source.startswith("%%writefile"))
+    return source.partition("\n")[2]
+
+
+@pytest.mark.parametrize(
+    ("number", "file", "source"), [(2, "study.py", study_file), (3, "smooth.py", rule_file)]
+)
+def test_commands_in_the_text_run(
+    number: int,
+    file: str,
+    source: Callable[[str], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    name = NAMES[number - 1]
+    monkeypatch.chdir(tmp_path)
+    Path(file).write_text(source(name), encoding="utf-8")
+    for command in commands(name):
+        short = [] if command[0] == "report" else ["--rounds", "1", "--jobs", "1"]
+        assert main([*command, *short]) == 0, " ".join(command)
 
 
 @pytest.fixture(scope="module")
