@@ -1,13 +1,14 @@
 """One table of all recorded times, and the performance figures of the documents.
 
     python benchmarks/table.py            # print the table
-    python benchmarks/table.py --write    # and write it, and the figures of README
+    python benchmarks/table.py --write    # and write it, and the figures of README and docs
 
 Every row is the newest record of a piece of work on a device, in `records/*.json`: rounds on a GPU
 (`gpu_rounds.py`, `gpu_long.py`), start-up (`startup.py`), comparisons (`comparison.py`), peers
 (`peers.py`) and training paths (`engines.py`). Records of memory, ratios and cost models
 (`clients.py`, `million.py`, `ranks.py`, `scaling.py`, `many_gpus.py`, `synthetic.py`) and those
-before 2026-11-16 that have no engine are not in it. A test compares the documents with the records.
+before 2026-11-16 that have no engine are not in it. The pages of docs/coming-from have the rows of
+their package, and the accuracies of `coming_from.py`. A test compares documents and records.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import statistics
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,10 @@ from fedexp.analysis.tables import markdown_table, text_table
 
 HERE = Path(__file__).resolve().parent
 README, BENCHMARKS = HERE.parent / "README.md", HERE / "README.md"
+COMING_FROM = HERE.parent / "docs" / "coming-from"
+# By page: the package in records of accuracy, and in those of time if it is timed.
+PAGES = {"flower": ("Flower", "Flower simulation"), "pfl-research": ("pfl", "pfl")}
+PAGES |= {"fedjax": ("FedJAX", ""), "pfllib": ("PFLlib", ""), "fluke": ("fluke", "fluke")}
 WORKS = {"W1": "W1, small MLP, FedAvg", "W2": "W2, pfl's benchmark, FedAvg"}
 WORKS["W3"] = "W3, ResNet-18, FedAvg"
 HEAD = ["work", "device", "ms (min-max)", "turns", "compared with", "its ms", "its ms / ours"]
@@ -47,6 +53,8 @@ class Measured:
         date: of the measurement.
         hardware: processor or GPU, and versions.
         record: name of the file.
+        other_turns: turns of the other, or 0 where the record does not state them.
+        versions: of the other's packages.
     """
 
     kind: str
@@ -61,6 +69,8 @@ class Measured:
     date: str
     hardware: str
     record: str
+    other_turns: int = 0
+    versions: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -167,7 +177,9 @@ def _peers(record: dict[str, Any], name: str) -> Iterator[Measured]:
         for peer in dict.fromkeys(r["contestant"] for r in rows):
             if not peer.startswith("fedexp"):
                 best = min((r for r in rows if r["contestant"] == peer), key=_ms)
-                yield _measured(record, name, "peer", WORKS[work], ours, peer, best["ms"])
+                versions = ", ".join(f"{k} {v}" for k, v in best.get("versions", {}).items())
+                one = _measured(record, name, "peer", WORKS[work], ours, peer, best["ms"])
+                yield replace(one, other_turns=len(best["turns"]), versions=versions)
 
 
 def _paths(record: dict[str, Any], name: str) -> Iterator[Measured]:
@@ -232,6 +244,45 @@ def figures(rows: list[Measured]) -> str:
     )
 
 
+def peer_times(rows: list[Measured], peer: str) -> str:
+    """Return the table of a peer's page: its times beside ours."""
+    found = [row for row in rows if row.kind == "peer" and row.other == peer]
+    head = ["work", "ours, ms per round (min-max)", "turns", "theirs, ms per round", "turns"]
+    head += ["theirs / ours", "hardware", "theirs with"]
+    cells = []
+    for row in found:
+        work, _, ours, turns, _, theirs, ratio, *_ = row.cells()
+        more = [ratio, row.hardware, row.versions]
+        cells.append([work, ours, turns, theirs, str(row.other_turns), *more])
+    records = ", ".join(dict.fromkeys(f"`{row.record}`" for row in found))
+    return f"{markdown_table(head, cells)}\n\nThe best configuration of each, from {records}."
+
+
+def accuracies(package: str, folder: Path = HERE / "records") -> str:
+    """Return the sentence of a peer's page: the accuracies of its FedAvg and of ours."""
+    path = max(folder.glob("*-coming-from.json"))  # the names begin with the date
+    record = json.loads(path.read_text())
+
+    def percents(name: str, algorithm: str = "fedavg") -> list[float]:
+        for row in record["rows"]:
+            if (row["package"], row["algorithm"]) == (name, algorithm):
+                return [100 * value for value in row["accuracies"]]
+        raise ValueError(f"{path.name} has no {algorithm} by {name}; run benchmarks/coming_from.py")
+
+    def spread(values: list[float]) -> str:
+        percent = f"{statistics.mean(values):.1f} ± {statistics.stdev(values):.1f} %"
+        return f"{percent} ({len(values)} seeds)"
+
+    theirs, ours, exp = percents(package), percents("FedExP"), percents("FedExP", "fedexp")
+    apart = abs(statistics.mean(theirs) - statistics.mean(ours))
+    return (
+        f"Test accuracy after {record['rounds']} rounds, mean ± standard deviation: {package} "
+        f"{spread(theirs)}, this package\n{spread(ours)}, {apart:.1f} points apart; {spread(exp)} "
+        f'with `"fedexp"` in place of `"fedavg"`.\nThe same seed draws other cohorts and batches '
+        f"in each package. Record: `{path.name}`."
+    )
+
+
 def with_block(text: str, name: str, block: str) -> str:
     """Return a document with new contents between the comments `begin` and `end` of a name.
 
@@ -248,10 +299,15 @@ def with_block(text: str, name: str, block: str) -> str:
 
 def documents(rows: list[Measured]) -> dict[Path, str]:
     """Return the documents with figures of these rows."""
-    return {
+    texts = {
         README: with_block(README.read_text(), "speed", figures(rows)),
         BENCHMARKS: with_block(BENCHMARKS.read_text(), "table", table(rows, markdown_table)),
     }
+    for page, (package, peer) in PAGES.items():
+        path = COMING_FROM / f"{page}.md"
+        text = with_block(path.read_text(), "accuracy", accuracies(package))
+        texts[path] = with_block(text, "speed", peer_times(rows, peer)) if peer else text
+    return texts
 
 
 def main() -> None:
