@@ -1,0 +1,1 @@
+"""The documentation site: mkdocs' hooks, and how docstrings become reference pages."""
