@@ -53,6 +53,7 @@ class Measured:
         date: of the measurement.
         hardware: processor or GPU, and versions.
         record: name of the file.
+        engine: the engine that ran, where the record has it.
     """
 
     kind: str
@@ -67,6 +68,7 @@ class Measured:
     date: str
     hardware: str
     record: str
+    engine: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -125,7 +127,7 @@ def _measured(
     device = "H200" if "H200" in full else cores.group() if cores else full.split(",")[0]
     return Measured(
         kind, work, device, row["ms"], low, high, turns, other, other_ms, record["date"],
-        hardware, name,
+        hardware, name, row.get("engine", ""),
     )  # fmt: skip
 
 
@@ -251,16 +253,15 @@ def round_times(rows: list[Measured]) -> str:
     cells = []
     for row in found:
         work, _, path = row.work.removeprefix("round, ").partition(", path ")
-        engine = path.replace("-", ", ") or "batched, layers, CUDA graph"
-        cells.append([work, row.device, row.cells()[2], engine, f"`{row.record}`"])
+        cells.append([work, row.device, row.cells()[2], row.engine or path, f"`{row.record}`"])
     return markdown_table(head, cells)
 
 
 def peer_times(rows: list[Measured]) -> str:
     """Return the times of other frameworks for the same work."""
     head = ["work", "device", "this package, ms per round", "compared with", "its ms", "ratio"]
-    cells = [row.cells()[:7] for row in rows if row.kind == "peer"]
-    return markdown_table(head, [[c[0], c[1], c[2], *c[4:]] for c in cells])
+    cells = [(row.cells(), row.record) for row in rows if row.kind == "peer"]
+    return markdown_table([*head, "record"], [[*c[:3], *c[4:7], f"`{r}`"] for c, r in cells])
 
 
 def message_sizes(parameters: int = 10**6) -> str:
