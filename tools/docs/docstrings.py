@@ -21,10 +21,24 @@ class Docstrings(griffe.Extension):
     """Rewrite the docstrings of the package when it has been read."""
 
     def on_package(self, *, pkg: griffe.Module, **kwargs: Any) -> None:
-        public = {name: f"{pkg.path}.{name}" for name in map(str, pkg.exports or ())}
+        public = {name: _path(pkg, name) for name in map(str, pkg.exports or ())}
         for each in _objects(pkg):
             if each.docstring is not None:
                 each.docstring.value = rewritten(each.docstring.value, public, each.name)
+
+
+def _path(pkg: griffe.Module, name: str) -> str:
+    """Return the path of a public name in the reference.
+
+    A function that is imported from a module of its own name is found by its full path only.
+    """
+    member = pkg.members[name]
+    if isinstance(member, griffe.Alias) and member.target_path.startswith(f"{pkg.path}."):
+        parent, _, last = member.target_path.removeprefix(f"{pkg.path}.").rpartition(".")
+        imports = pkg[parent].imports if parent else {}
+        if last in imports and isinstance(pkg[parent].members[last], griffe.Module):
+            return str(imports[last])
+    return f"{pkg.path}.{name}"
 
 
 def _objects(parent: griffe.Object) -> list[griffe.Object]:

@@ -1,8 +1,8 @@
 """Hooks of mkdocs: wildcards in the navigation, links out of docs/, formulas, and notebooks.
 
-The pages are written for GitHub as much as for the site: links to files outside docs/ are relative,
-and formulas are LaTeX between dollars. On the site, an image outside docs/ is copied, any other file
-becomes a link to the repository, and formulas become MathML, so that pages need no script for them.
+The pages are written for GitHub as well: links to files outside docs/ are relative, and formulas
+are LaTeX between dollars. On the site, an image outside docs/ is copied, any other file becomes a
+link to the repository, and formulas become MathML, for which a page needs no script.
 """
 
 from __future__ import annotations
@@ -135,8 +135,13 @@ CELL = re.compile(
     r"(?=</div>\s*</div>\s*</div>)",
     re.DOTALL,
 )
-DOLLARS = re.compile(r"(?P<code><(?P<tag>code|pre)\b.*?</(?P=tag)>)|(?P<d>\$\$?)(?P<tex>[^$]+)(?P=d)",
-                     re.DOTALL)  # fmt: skip
+DOLLARS = re.compile(
+    r"(?P<code><(?P<tag>code|pre)\b.*?</(?P=tag)>)|(?P<d>\$\$?)(?P<tex>[^$]+)(?P=d)", re.DOTALL
+)
+MACRON, BAR = (
+    '<mo stretchy="true">&#x000AF;</mo>',
+    '<mo stretchy="false">&#x02015;</mo>',
+)  # of \\bar
 LINK = re.compile(r'(?P<name>\b(?:href|src))="(?P<url>[^"#:]+)(?P<anchor>#[^"]*)?"')
 
 
@@ -154,6 +159,7 @@ def mathml(tex: str, block: bool) -> str:
         math = convert(tex.strip(), display="block" if block else "inline")
     except Exception as error:
         raise PluginError(f"not a formula that latex2mathml knows: {tex!r}") from error
+    math = math.replace(MACRON, BAR)
     return f'<div class="math-block">{math}</div>' if block else math
 
 
