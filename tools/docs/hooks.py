@@ -138,10 +138,10 @@ CELL = re.compile(
 DOLLARS = re.compile(
     r"(?P<code><(?P<tag>code|pre)\b.*?</(?P=tag)>)|(?P<d>\$\$?)(?P<tex>[^$]+)(?P=d)", re.DOTALL
 )
-MACRON, BAR = (
-    '<mo stretchy="true">&#x000AF;</mo>',
-    '<mo stretchy="false">&#x02015;</mo>',
-)  # of \\bar
+REDRAWN = {  # what latex2mathml writes, and what most fonts draw better
+    '<mo stretchy="true">&#x000AF;</mo>': '<mo stretchy="false">&#x02015;</mo>',  # of \bar
+    "<mo>&#x02016;</mo>": '<mo stretchy="false">&#x02016;</mo>',  # of \lVert
+}
 LINK = re.compile(r'(?P<name>\b(?:href|src))="(?P<url>[^"#:]+)(?P<anchor>#[^"]*)?"')
 
 
@@ -159,14 +159,15 @@ def mathml(tex: str, block: bool) -> str:
         math = convert(tex.strip(), display="block" if block else "inline")
     except Exception as error:
         raise PluginError(f"not a formula that latex2mathml knows: {tex!r}") from error
-    math = math.replace(MACRON, BAR)
+    for written, drawn in REDRAWN.items():
+        math = math.replace(written, drawn)
     return f'<div class="math-block">{math}</div>' if block else math
 
 
 def _notebook(content: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Return a notebook's page: without MathJax and Mermaid, which come from a CDN."""
     content = re.sub(
-        r"<script\b(?:(?!</script>).)*?(?:mathjax|mermaid).*?</script>",
+        r"<script src=\"\"></script>|<script\b(?:(?!</script>).)*?(?:mathjax|mermaid).*?</script>",
         "",
         content,
         flags=re.DOTALL | re.IGNORECASE,
