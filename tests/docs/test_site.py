@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,18 +17,16 @@ from urllib.parse import unquote, urljoin, urlsplit
 
 import griffe
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from mkdocs.config import load_config
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from playwright.sync_api import Browser, Page
+from tools.docs.hooks import COPIES, repository, site_link
+
+from tests.helpers.browser import chromium, needs_browser
 
 ROOT = Path(__file__).parents[2]
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
-    "--disable-background-networking --disable-component-update --disable-sync"
-)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-needs_browser = pytest.mark.skipif(
-    CHROMIUM is None and not os.environ.get("CI"),
-    reason="needs Chromium: apt-get install chromium",
-)
 QUESTIONS = {  # of a new user, and the page that answers
     "own data": "study.html",
     "get the model": "how-to/get-the-model.html",
@@ -81,12 +78,40 @@ def test_all_links_and_anchors_lead_somewhere(site: Path, texts: dict[str, str])
     assert broken == []
 
 
+def test_images_outside_the_docs_are_copied(site: Path, texts: dict[str, str]) -> None:
+    copy = f"{COPIES}/results/leaderboard/figure.svg"
+    assert f'src="{copy}"' in texts["leaderboard.html"]
+    assert (site / copy).read_bytes() == (ROOT / "results/leaderboard/figure.svg").read_bytes()
+
+
 def test_comments_and_formulas_are_not_shown(texts: dict[str, str]) -> None:
     for page, text in texts.items():
         shown = re.sub(r"<!--.*?-->|<(script|style|code|pre)\b.*?</\1>", "", text, flags=re.DOTALL)
         assert "&lt;!--" not in shown, page
         assert "arithmatex" not in shown, page
         assert not re.search(r"\$[^$<>]*\\[a-z]+[^$<>]*\$", shown), page
+
+
+@pytest.fixture(scope="module")
+def config() -> MkDocsConfig:
+    return load_config(str(ROOT / "mkdocs.yml"))
+
+
+def test_links_out_of_the_docs_become_addresses(config: MkDocsConfig) -> None:
+    page = File("how-to/costs.md", config.docs_dir, config.site_dir, use_directory_urls=False)
+    files = Files([page])
+    kept = ("https://example.org", "#memory", "../study.md#tasks")
+    assert [site_link(url, page, files, config) for url in kept] == list(kept)
+    source = site_link("../../README.md#use-it", page, files, config)
+    assert source == f"{repository()}/blob/main/README.md#use-it"
+    assert site_link("../../examples", page, files, config) == f"{repository()}/tree/main/examples"
+
+
+@pytest.mark.parametrize("url", ["../../results/none.svg", "../../none.py", "../../../elsewhere"])
+def test_a_link_out_of_the_docs_to_nothing_is_an_error(config: MkDocsConfig, url: str) -> None:
+    page = File("how-to/costs.md", config.docs_dir, config.site_dir, use_directory_urls=False)
+    with pytest.raises(PluginError, match="is not in the repository"):
+        site_link(url, page, Files([page]), config)
 
 
 def public_modules() -> list[str]:
@@ -188,11 +213,8 @@ class Visitor:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    assert CHROMIUM is not None, "CI must have Chromium"
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+    with chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture

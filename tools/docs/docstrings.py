@@ -12,7 +12,7 @@ from typing import Any
 import griffe
 
 DOCTEST = re.compile(r"(?m)^(?P<indent> *)>>> (?:.*\n?)(?:(?P=indent)(?! *$).+\n?)*")
-DOCUMENT = re.compile(r"(?<![\w/(\[`])docs/(?P<path>[\w/-]+\.md)(?P<anchor>#[\w-]+)?")
+DOCUMENT = re.compile(r"(?<![\w/\[`])(?<!\]\()docs/(?P<path>[\w/-]+\.md)(?P<anchor>#[\w-]+)?")
 COLONS = re.compile(r"::$", re.MULTILINE)  # before an indented block
 NAME = re.compile(r"(?<![`\[\w])`(?P<name>[A-Za-z_][\w.]*)`(?![`\]])")
 
@@ -55,13 +55,10 @@ def rewritten(text: str, public: dict[str, str], own: str = "") -> str:
         public: full path by public name; these names become links.
         own: name of the object itself, which is not a link.
 
-    >>> print(rewritten("Call `run` (docs/paper.md#epsilon).\\n\\n>>> 1 + 1\\n2", {"run": "a.run"}))
-    Call [`run`][a.run] ([docs/paper.md](../paper.md#epsilon)).
-    <BLANKLINE>
-    ```pycon
-    >>> 1 + 1
-    2
-    ```
+    >>> rewritten("Call `run` (docs/paper.md#epsilon).", {"run": "fedexp.run"})
+    'Call [`run`][fedexp.run] ([docs/paper.md](../paper.md#epsilon)).'
+    >>> rewritten(">>> 1 + 1\\n2", {}).splitlines()
+    ['```pycon', '>>> 1 + 1', '2', '```']
     """
 
     def link(match: re.Match[str]) -> str:

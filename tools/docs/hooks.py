@@ -16,10 +16,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 from xml.etree.ElementTree import Element
 
-from latex2mathml.converter import convert  # type: ignore[import-untyped]
-from markdown import Markdown
-from markdown.extensions import Extension
-from markdown.treeprocessors import Treeprocessor
+from latex2mathml.converter import convert
+from markdown import Markdown  # type: ignore[import-untyped]
+from markdown.extensions import Extension  # type: ignore[import-untyped]
+from markdown.treeprocessors import Treeprocessor  # type: ignore[import-untyped]
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
@@ -43,7 +43,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Expand wildcards in `nav`, and add what depends on the repository."""
     docs = Path(config.docs_dir)
     config.nav = _expanded(config.nav or [], docs)
-    config.markdown_extensions.append(RepositoryLinks())  # type: ignore[arg-type]
+    config.markdown_extensions.append(RepositoryLinks())
     link = {"icon": "fontawesome/brands/github", "link": repository(), "name": "Repository"}
     config.extra["social"] = [link]  # repo_url would make the theme ask GitHub for stars
     return config
@@ -78,24 +78,24 @@ def _names(entries: list[Any]) -> list[str]:
     return [value for value in values if isinstance(value, str)]
 
 
-class RepositoryLinks(Extension):
+class RepositoryLinks(Extension):  # type: ignore[misc]
     """A Markdown extension for links that leave docs/; runs before mkdocs resolves links."""
 
     def extendMarkdown(self, md: Markdown) -> None:
         md.treeprocessors.register(_Links(md), "repository", 1)
 
 
-class _Links(Treeprocessor):
+class _Links(Treeprocessor):  # type: ignore[misc]
     def run(self, root: Element) -> None:
         resolver: Any = self.md.treeprocessors["relpath"]  # which has the page and all files
         for element in root.iter():
             name = {"a": "href", "img": "src"}.get(element.tag)
             url = element.get(name) if name else None
             if name and url:
-                element.set(name, _outside(url, resolver.file, resolver.files, resolver.config))
+                element.set(name, site_link(url, resolver.file, resolver.files, resolver.config))
 
 
-def _outside(url: str, page: File, files: Files, config: MkDocsConfig) -> str:
+def site_link(url: str, page: File, files: Files, config: MkDocsConfig) -> str:
     """Return a link of a page; where it leaves docs/, one that is valid on the site.
 
     An image becomes a file of the site, relative to the page's source as mkdocs expects, another
@@ -179,7 +179,7 @@ def _notebook(content: str, page: Page, config: MkDocsConfig, files: Files) -> s
         return mathml(html.unescape(match["tex"]), block=match["d"] == "$$")
 
     def link(match: re.Match[str]) -> str:
-        url = _outside(match["url"], page.file, files, config)
+        url = site_link(match["url"], page.file, files, config)
         if not urlsplit(url).scheme:
             folder = posixpath.dirname(page.file.src_uri)
             target = files.get_file_from_path(posixpath.normpath(posixpath.join(folder, url)))
