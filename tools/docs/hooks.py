@@ -11,6 +11,7 @@ import html
 import posixpath
 import re
 import tomllib
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -31,6 +32,7 @@ IMAGES = (".svg", ".png", ".gif", ".jpg")
 COPIES = "assets/repository"  # where images from outside docs/ are in the site
 
 
+@cache
 def repository() -> str:
     """Return the address of the repository, from pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
