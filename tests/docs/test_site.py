@@ -245,9 +245,10 @@ def search(page: Page, words: str) -> list[str]:
     """Return the addresses of what the search field finds, best first."""
     page.locator("input.md-search__input").click()
     page.keyboard.type(words)
-    results = page.locator(".md-search-result__item a.md-search-result__link")
-    results.first.wait_for()
-    return [str(each.get_attribute("href")) for each in results.all()]
+    # results appear while the words are typed; those of all of them name them in the address
+    results = ".md-search-result__item a"
+    page.locator(f"{results}[href*='h={words.lower()}']").first.wait_for(state="attached")
+    return list(page.locator(results).evaluate_all("all => all.map((each) => each.href)"))
 
 
 @needs_browser
