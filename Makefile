@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test check soak bench bench-gpu results setup clean
+.PHONY: demo test check docs soak bench bench-gpu results setup clean
 
 setup: $(READY)
 
@@ -33,6 +33,10 @@ check: $(READY)
 test: check
 	$(BIN)/python -m pytest -n 2
 	$(BIN)/python tools/check_wheel.py
+
+# The documentation site in site/, strictly; tests/docs/test_site.py builds it as well.
+docs: $(READY)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
 
 # A thousand kills, full disks and damaged files, in about half an hour: make soak SOAK='--kills 100'
 soak: $(READY)
@@ -64,4 +68,4 @@ results: $(READY)
 	$(BIN)/python -m tools.results
 
 clean:
-	rm -rf $(VENV) build dist out .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist out site .mypy_cache .ruff_cache .hypothesis

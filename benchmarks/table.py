@@ -1,7 +1,7 @@
 """One table of all recorded times, and the performance figures of the documents.
 
     python benchmarks/table.py            # print the table
-    python benchmarks/table.py --write    # and write it, and the figures of README and docs
+    python benchmarks/table.py --write    # and write it, and the figures of README and of the docs
 
 Every row is the newest record of a piece of work on a device, in `records/*.json`: rounds on a GPU
 (`gpu_rounds.py`, `gpu_long.py`), start-up (`startup.py`), comparisons (`comparison.py`), peers
@@ -22,7 +22,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from fedexp.algorithms import ALGORITHMS
 from fedexp.analysis.tables import markdown_table, text_table
+from fedexp.engine.state import SimulationState, message_bytes
+from fedexp.objective import Buffers
 
 HERE = Path(__file__).resolve().parent
 README, BENCHMARKS = HERE.parent / "README.md", HERE / "README.md"
@@ -30,6 +35,7 @@ COMING_FROM = HERE.parent / "docs" / "coming-from"
 # By page: the package in records of accuracy, and in those of time if it is timed.
 PAGES = {"flower": ("Flower", "Flower simulation"), "pfl-research": ("pfl", "pfl")}
 PAGES |= {"fedjax": ("FedJAX", ""), "pfllib": ("PFLlib", ""), "fluke": ("fluke", "fluke")}
+COSTS = HERE.parent / "docs" / "how-to" / "costs.md"
 WORKS = {"W1": "W1, small MLP, FedAvg", "W2": "W2, pfl's benchmark, FedAvg"}
 WORKS["W3"] = "W3, ResNet-18, FedAvg"
 HEAD = ["work", "device", "ms (min-max)", "turns", "compared with", "its ms", "its ms / ours"]
@@ -55,6 +61,7 @@ class Measured:
         record: name of the file.
         other_turns: turns of the other, or 0 where the record does not state them.
         versions: of the other's packages.
+        engine: the engine that ran, where the record has it.
     """
 
     kind: str
@@ -71,6 +78,7 @@ class Measured:
     record: str
     other_turns: int = 0
     versions: str = ""
+    engine: str = ""
 
     @property
     def ratio(self) -> float | None:
@@ -129,7 +137,7 @@ def _measured(
     device = "H200" if "H200" in full else cores.group() if cores else full.split(",")[0]
     return Measured(
         kind, work, device, row["ms"], low, high, turns, other, other_ms, record["date"],
-        hardware, name,
+        hardware, name, row.get("engine", ""),
     )  # fmt: skip
 
 
@@ -283,6 +291,61 @@ def accuracies(package: str, folder: Path = HERE / "records") -> str:
     )
 
 
+def round_times(rows: list[Measured]) -> str:
+    """Return the times of rounds: on a GPU by precision, on a CPU those of the fastest engine."""
+    best: dict[tuple[str, str], Measured] = {}
+    for row in rows:
+        if row.kind == "path" and row.device.endswith("cores"):
+            key = row.device, row.work.partition(", path ")[0]
+            best[key] = min(best.get(key, row), row, key=lambda one: one.ms)
+    found = [row for row in rows if row.kind == "round"]
+    found += sorted(best.values(), key=lambda row: (row.device, row.ms))
+    head = ["round of", "device", "ms per round (min-max)", "engine", "record"]
+    cells = []
+    for row in found:
+        work, _, path = row.work.removeprefix("round, ").partition(", path ")
+        cells.append([work, row.device, row.cells()[2], row.engine or path, f"`{row.record}`"])
+    return markdown_table(head, cells)
+
+
+def all_peer_times(rows: list[Measured]) -> str:
+    """Return the times of other frameworks for the same work."""
+    head = ["work", "device", "this package, ms per round", "compared with", "its ms", "ratio"]
+    cells = [(row.cells(), row.record) for row in rows if row.kind == "peer"]
+    return markdown_table([*head, "record"], [[*c[:3], *c[4:7], f"`{r}`"] for c, r in cells])
+
+
+def message_sizes(parameters: int = 10**6) -> str:
+    """Return what algorithms send and store, in multiples of the model's size.
+
+    Args:
+        parameters: size of the model for which this is computed, in float32 and without buffers.
+    """
+    params = torch.zeros(parameters)
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, build in ALGORITHMS.items():
+        algorithm = build()
+        state = SimulationState.of(params, Buffers.none(), algorithm)
+        up, down = message_bytes(algorithm, state)
+        own = algorithm.client.init_client_state(params)
+        sizes = (up, down, *(sum(v.nbytes for v in each.values()) for each in (own, state.server)))
+        groups.setdefault(tuple(_models(size, params.nbytes) for size in sizes), []).append(name)
+    head = ["algorithm", "a client sends", "a client receives", "client state", "server state"]
+    return markdown_table(head, [[", ".join(f"`{n}`" for n in g), *c] for c, g in groups.items()])
+
+
+def _models(size: int, model: int) -> str:
+    """Return a size in models; up to 100 bytes more are given as such.
+
+    >>> _models(4016, 4000), _models(0, 4000), _models(8, 4000)
+    ('1 model + 16 bytes', '-', '8 bytes')
+    """
+    whole, rest = divmod(size, model)
+    assert rest <= 100
+    parts = [f"{whole} model{'s' if whole > 1 else ''}"] if whole else []
+    return " + ".join([*parts, *([f"{rest} bytes"] if rest else [])]) or "-"
+
+
 def with_block(text: str, name: str, block: str) -> str:
     """Return a document with new contents between the comments `begin` and `end` of a name.
 
@@ -299,9 +362,18 @@ def with_block(text: str, name: str, block: str) -> str:
 
 def documents(rows: list[Measured]) -> dict[Path, str]:
     """Return the documents with figures of these rows."""
+    costs = COSTS.read_text()
+    blocks = {
+        "rounds": round_times(rows),
+        "peers": all_peer_times(rows),
+        "messages": message_sizes(),
+    }
+    for name, block in blocks.items():
+        costs = with_block(costs, name, block)
     texts = {
         README: with_block(README.read_text(), "speed", figures(rows)),
         BENCHMARKS: with_block(BENCHMARKS.read_text(), "table", table(rows, markdown_table)),
+        COSTS: costs,
     }
     for page, (package, peer) in PAGES.items():
         path = COMING_FROM / f"{page}.md"

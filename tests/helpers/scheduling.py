@@ -8,6 +8,7 @@ from __future__ import annotations
 from xdist.scheduler import LoadScopeScheduling
 
 ONE_WORKER = (
+    "tests/docs/test_site.py",  # builds the site once
     "tests/flower/deploy/",
     "tests/distributed/test_failed_jobs.py",
     "tests/distributed/test_many_runs.py",

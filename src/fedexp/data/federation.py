@@ -27,6 +27,7 @@ from fedexp.data.sources.image_file import planes
 from fedexp.errors import UsageError, require
 
 Batch = Mapping[str, Tensor]
+"""A batch of examples: fields by name, each of shape [B, ...]."""
 OFFSETS = "offsets"  # name of the offsets in a saved federation, next to its fields
 FINITE = "finite"  # flag in a saved federation: its floats were checked before saving
 NO_CLIENTS = "a federation needs at least one client"
@@ -166,6 +167,7 @@ class Federation:
 
     @property
     def clients(self) -> int:
+        """The number of clients."""
         return len(self.offsets) - 1
 
     @cached_property

@@ -58,6 +58,7 @@ class DistributedGroup:
 
     @property
     def local_world_size(self) -> int:
+        """The number of ranks on this machine."""
         return local_world_size()
 
     def shard(self, work: Work) -> Work:

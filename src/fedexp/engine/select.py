@@ -41,6 +41,7 @@ log = logging.getLogger("fedexp")
 SMALL_MODEL = 100_000  # parameters; below, most of the time is the interpreter's, in one thread
 LONG_TRIAL = 4_000_000  # parameters; below, a trial on a CPU takes less than a second
 EngineName = Literal["auto", "loop", "threads", "batched", "dense", "quadratic"]
+"""Names of engines; "auto" selects the fastest that agrees with the loop on the task's model."""
 ENGINES: tuple[str, ...] = get_args(EngineName)
 AGREES = "it agrees with the loop on a few examples"
 AGREED = "an earlier run of this process has shown that it agrees with the loop on a few examples"

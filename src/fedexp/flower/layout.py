@@ -103,14 +103,17 @@ class Layout:
 
     @property
     def parameters(self) -> tuple[str, ...]:
+        """Names of the trained parameters, in order."""
         return tuple(slot.name for slot in self._of_kind("parameter"))
 
     @property
     def averaged(self) -> tuple[str, ...]:
+        """Names of the buffers that are averaged: floating point."""
         return tuple(slot.name for slot in self._of_kind("averaged"))
 
     @property
     def kept(self) -> tuple[str, ...]:
+        """Names of the buffers that the server leaves unchanged: integers."""
         return tuple(slot.name for slot in self._of_kind("kept"))
 
     @property

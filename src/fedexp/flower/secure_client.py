@@ -88,6 +88,7 @@ class SecureMod:
 
 
 secure_mod = SecureMod()
+"""The mod of a ClientApp whose updates are summed by secure aggregation: `mods=[secure_mod]`."""
 
 
 def _packed_reply(call_next: ClientAppCallable, message: Message, context: Context) -> Message:

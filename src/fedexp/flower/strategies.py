@@ -637,3 +637,4 @@ STRATEGIES: dict[str, type[NamedStrategy]] = {
     "fedadam": FedAdam,
     "fedyogi": FedYogi,
 }
+"""Strategies by the name of their algorithm."""

@@ -37,6 +37,7 @@ class Buffers(NamedTuple):
 
     @classmethod
     def none(cls) -> Buffers:
+        """Return the buffers of a model that has none."""
         return cls(torch.empty(0), torch.empty(0, dtype=torch.int64))
 
 
@@ -157,7 +158,9 @@ class CopyableObjective(Objective, Protocol):
     """An objective with a module as scratch space: what one copy per thread needs."""
 
     @property
-    def module(self) -> nn.Module: ...
+    def module(self) -> nn.Module:
+        """The module that computes; its parameters are overwritten."""
+        ...
 
     def copy(self, dtype: torch.dtype | None = None, dropout: bool = True) -> CopyableObjective:
         """Return an objective with a module of its own.

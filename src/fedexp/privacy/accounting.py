@@ -18,6 +18,7 @@ from fedexp.errors import FedExPError, require
 from fedexp.optional import extra
 
 Sampling = Literal["known", "fixed", "poisson"]
+"""What an observer knows about the cohorts, see `epsilon`."""
 ORDERS = (*range(2, 33), 40, 48, 64, 96, 128, 256)  # fractional orders may not converge
 MAX_KINDS = 12  # distinct sampling probabilities that are convolved without rounding
 COARSER = 1.05  # where there are more, they are rounded up to powers of this

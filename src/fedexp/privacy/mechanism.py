@@ -26,6 +26,7 @@ from fedexp.privacy.accounting import Release, Sampling, composed_epsilon
 from fedexp.seeding import generator
 
 Numerator = Literal["lower-bound", "unbiased"]
+"""Estimates of the mean squared norm that FedExP's step size is computed from under noise."""
 # Standard deviations of the noise that are subtracted from the mean squared norm.
 MARGINS: dict[Numerator, float] = {"lower-bound": 2.0, "unbiased": 0.0}
 BELOW = 1.0 - 2.0**-22  # so that rounding to float32 does not raise a clipped norm above the bound

@@ -17,5 +17,6 @@ STUDIES: dict[str, Study] = {
         accuracy_studies.MOMENTUM,
     )
 }
+"""The studies of the paper by name, as `fedexp reproduce --list` prints them."""
 
 __all__ = ["STUDIES", "Study"]

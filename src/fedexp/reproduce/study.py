@@ -77,6 +77,7 @@ class Study:
 
     @property
     def tasks(self) -> tuple[str, ...]:
+        """Names of its tasks."""
         return tuple(self.seeds)
 
     def runs(self) -> int:

@@ -15,7 +15,9 @@ from fedexp.errors import require
 from fedexp.precision import widest
 
 State = Mapping[str, Tensor]
+"""State of a server rule: tensors by name."""
 Metrics = Mapping[str, Tensor]
+"""Metrics of a server step: scalar tensors by name, e.g. `server_lr` and `diversity`."""
 Step = tuple[Tensor, State, Metrics]
 
 
