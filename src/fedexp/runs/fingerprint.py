@@ -29,6 +29,7 @@ import inspect
 import sys
 import sysconfig
 import textwrap
+import tokenize
 import types
 from argparse import Namespace
 from collections import deque
@@ -600,7 +601,7 @@ def _source(function: types.FunctionType) -> str | None:
     """
     try:
         text = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError):
+    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # the file may have changed
         return None
     try:
         tree = ast.parse(text)
