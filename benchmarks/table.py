@@ -17,6 +17,7 @@ import argparse
 import json
 import re
 import statistics
+import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -222,6 +223,12 @@ def table(rows: list[Measured], render: Callable[..., str] = text_table) -> str:
     return render(HEAD, [row.cells() for row in rows])
 
 
+def repository() -> str:
+    """Return the address of the source: a package index shows README too, without the files."""
+    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
+    return project["urls"]["Source"]
+
+
 def figures(rows: list[Measured]) -> str:
     """Return the paragraph of README, from rows of the table."""
 
@@ -248,7 +255,7 @@ def figures(rows: list[Measured]) -> str:
         "included.\nOn two CPU cores pfl-research 0.6 takes "
         f"{small.ratio:.1f} times as long for a small MLP, and {pfl.ratio:.1f} times for its own\n"
         "benchmark, in its best configuration. All times, with range and hardware: "
-        "[benchmarks](benchmarks/README.md)."
+        f"[benchmarks]({repository()}/blob/main/benchmarks/README.md)."
     )
 
 

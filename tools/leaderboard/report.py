@@ -12,7 +12,7 @@ from fedexp.runs import StoredRun
 from tools.leaderboard.measures import Board, Cell, load_board
 from tools.leaderboard.protocol import ENTRIES, SEEDS, TASKS, BoardTask
 from tools.leaderboard.runs import Store
-from tools.results.format import NO_RUNS, paragraphs, percent, table
+from tools.results.format import NO_RUNS, link, paragraphs, percent, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +26,7 @@ def blocks(folder: Path, archived: Sequence[StoredRun] = ()) -> dict[str, str]:
     board = load_board(folder, archived)
     return {
         "board-summary": summary(board),
+        "board-readme": readme(board),
         "board-tables": tables(board),
         "board-tuning": tuning(board, folder),
         "board-machines": machines(board),
@@ -42,6 +43,36 @@ def summary(board: Board) -> str:
         cells = [board.get((task, name)) for task in TASKS]
         rows.append([entry.title, *("" if cell is None else _summarised(cell) for cell in cells)])
     return table(headers, rows)
+
+
+def readme(board: Board) -> str:
+    """Return README's sentence: FedExP without an eps against FedAvg and the best row.
+
+    Tasks count on which every seed of both reaches the upper target.
+    """
+    ours, fedavg, fewest = list[str](), list[str](), list[str]()
+    for name, task in TASKS.items():
+        rounds = {
+            row: reached
+            for row in ENTRIES
+            if (cell := board.get((name, row))) is not None
+            and len(cell.runs) == len(SEEDS)
+            and (reached := cell.rounds(1)) is not None
+        }
+        if {"fedexp", "fedavg"} <= rounds.keys():
+            best = min(rounds, key=rounds.__getitem__)
+            goal = f"{percent(task.targets[1])} on {task.title}"
+            ours.append(f"{rounds['fedexp']:.0f} rounds to {goal}")
+            fedavg.append(f"{rounds['fedavg']:.0f}")
+            fewest.append(f"{rounds[best]:.0f} ({ENTRIES[best].title})")
+    if not ours:
+        return NO_RUNS
+    return (
+        "With no eps to choose, which is the default outside the paper's tasks, and the client "
+        f"step of each algorithm tuned by one protocol, FedExP takes {' and '.join(ours)}. "
+        f"FedAvg takes {' and '.join(fedavg)}, the best of {len(ENTRIES)} algorithms "
+        f"{' and '.join(fewest)}: {link('leaderboard', 'docs/leaderboard.md')}, {len(SEEDS)} seeds."
+    )
 
 
 def _summarised(cell: Cell) -> str:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 from fedexp.analysis.tables import markdown_table
 
@@ -28,6 +31,22 @@ ALGORITHMS = {
 }
 NO_RUNS = "No runs yet."
 PRINTED = "eps as printed"  # the first reading of eps, beside `READINGS`
+
+
+@cache
+def repository() -> str:
+    """Return the address of the source, which the package's metadata has."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    return project["urls"]["Source"]
+
+
+def link(text: str, path: str) -> str:
+    """Return a link from README to a file; absolute, since a package index shows README as well.
+
+    >>> link("results", "docs/reproduction.md").startswith("[results](https://")
+    True
+    """
+    return f"[{text}]({repository()}/blob/main/{path})"
 
 
 def task_name(task: str) -> str:

@@ -19,6 +19,7 @@ from tools.results.format import (
     PRINTED,
     algorithm_name,
     bullets,
+    link,
     paragraphs,
     percent,
     table,
@@ -206,11 +207,13 @@ def headline(archive: Archive) -> str:
     tasks = archive.studies["table1"].plan.study.tasks
     missing = [task_name(task) for task in tasks if task not in pairs]
     rest = f"Not run yet: {', '.join(missing)}." if missing else ""
-    return paragraphs(bullets(lines), rest)
+    caption = "Test accuracy by round on real data; bands are one standard deviation over seeds."
+    figure = f"![{caption}](../results/{FIGURE})" if pairs else ""
+    return paragraphs(bullets(lines), rest, figure)
 
 
 def readme(archive: Archive) -> str:
-    """Return README's block: the headline as a table, and the curves."""
+    """Return README's block: the headline as a table."""
     pairs = _pairs(archive)
     if not pairs:
         return "The paper's table has not been run on real data yet."
@@ -236,12 +239,9 @@ def readme(archive: Archive) -> str:
         for task, own in pairs.items()
         for fedexp, fedavg in own
     ]
-    caption = "Test accuracy by round on real data; bands are one standard deviation over seeds."
     notes = [note for task in pairs if (note := _incomplete(archive, task))]
-    figure = f"![{caption}](results/{FIGURE})"
-    more = "Every run, and what agrees with the paper and what does not: "
-    link = "[docs/reproduction.md](docs/reproduction.md)."
-    return paragraphs(table(headers, rows, left=2), figure, " ".join([*notes, more + link]))
+    more = link("curves, runs, and what agrees with the paper", "docs/reproduction.md")
+    return paragraphs(table(headers, rows, left=2), " ".join([*notes, f"More: {more}."]))
 
 
 def headline_figure(archive: Archive) -> Figure | None:
