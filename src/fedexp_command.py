@@ -10,7 +10,7 @@ import argparse
 import sys
 
 INTERRUPTED = 130
-DESCRIPTION = "Federated optimisation that converges in half the rounds."
+DESCRIPTION = "Federated learning in fewer rounds: FedExP and its baselines."
 COMMANDS = {
     "run": "train with one algorithm",
     "resume": "continue a run that was interrupted",

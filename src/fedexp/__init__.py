@@ -1,4 +1,4 @@
-"""Federated optimisation that converges in half the rounds.
+"""Federated learning in fewer rounds: FedExP and its baselines.
 
 >>> import fedexp as fx
 >>> for record in fx.simulate(fx.tasks.toy(), fx.fedexp(eps=0.0), rounds=30):

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-import os
 import re
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from nbformat import NotebookNode
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page
 from tools.docs.run_notebooks import (
     TUTORIALS,
     checked_texts,
@@ -27,18 +25,13 @@ from tools.docs.run_notebooks import (
 
 import fedexp as fx
 from fedexp.cli.main import main
+from tests.helpers.browser import chromium, needs_browser
 
 NAMES = [path.name for path in notebooks()]
 LARGEST = 400_000  # bytes of a file
 CLOSE = 0.01  # relative difference of printed numbers: float32 training on another processor
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 MACHINE = re.compile(r"/(?:root|home|tmp|work|Users)/|\b20\d\d-\d\d-\d\d\b|Warning\b")
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-FLAGS = "--headless --no-sandbox --disable-gpu --disable-background-networking --disable-sync"
-needs_chromium = pytest.mark.skipif(
-    CHROMIUM is None and not os.environ.get("CI"),
-    reason="needs Chromium: apt-get install chromium",
-)
 
 
 def stored(name: str) -> NotebookNode:
@@ -134,11 +127,8 @@ def test_commands_in_the_text_run(
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    assert CHROMIUM is not None, "CI must have Chromium"
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+    with chromium() as started:
         yield started
-        started.close()
 
 
 @pytest.fixture
@@ -168,7 +158,7 @@ def expected_path(rule: fx.ServerRule, angle: float, rounds: int) -> tuple[Any, 
     return torch.stack(points).numpy(), steps
 
 
-@needs_chromium
+@needs_browser
 @pytest.mark.parametrize(("angle", "log_eps"), [(26.6, -4.1), (8, -4.1), (90, -2), (60, 0.5)])
 def test_the_widget_computes_what_the_package_does(
     widget: Page, angle: float, log_eps: float

@@ -268,3 +268,23 @@ def test_without_runs_every_block_has_a_text(tmp_path: Path) -> None:
     assert report.figure(tmp_path) is None
     assert load_board(tmp_path) == {}
     assert measures.archived_runs([], ENTRIES["fedavg"], "cifar10") == []
+
+
+def test_the_sentence_of_readme_is_of_the_board() -> None:
+    board = load_board(ROOT / FOLDER)
+    text = report.readme(board)
+    for task in ("digits", "emnist"):
+        for row in ("fedexp", "fedavg"):
+            assert f"{mean(board[task, row].crossings(1)):.0f}" in text
+        reached = {row: cell.rounds(1) for (name, row), cell in board.items() if name == task}
+        fewest = min((value, row) for row, value in reached.items() if value is not None)
+        assert f"{fewest[0]:.0f} ({ENTRIES[fewest[1]].title})" in text
+    assert report.readme({}) == "No runs yet."
+
+
+def test_the_sentence_of_readme_needs_all_seeds() -> None:
+    board = load_board(ROOT / FOLDER)
+    cell = board["emnist", "fedavg"]
+    fewer = {**board, ("emnist", "fedavg"): replace(cell, runs=cell.runs[:1])}
+    assert "EMNIST" in report.readme(board)
+    assert "EMNIST" not in report.readme(fewer)

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from playwright.sync_api import Browser, Locator, Page, sync_playwright
+from playwright.sync_api import Browser, Locator, Page
 
 from fedexp.analysis.report.page import render, write_page, write_report
 from fedexp.analysis.report.sections import Targets, load_all, sections
+from tests.helpers.browser import chromium, needs_browser
 from tests.helpers.stored_runs import write
 
-FLAGS = (
-    "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run "
-    "--disable-background-networking --disable-component-update --disable-sync"
-)
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 HERE = ("file:", "data:", "blob:")
-pytestmark = pytest.mark.skipif(
-    CHROMIUM is None and not os.environ.get("CI"),
-    reason="needs Chromium: apt-get install chromium",
-)
+pytestmark = needs_browser
 
 
 @pytest.fixture(scope="module")
@@ -43,11 +34,8 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
-    assert CHROMIUM is not None, "CI must have Chromium"
-    with sync_playwright() as playwright:
-        started = playwright.chromium.launch(executable_path=CHROMIUM, args=FLAGS.split())
+    with chromium() as started:
         yield started
-        started.close()
 
 
 class Visit:
