@@ -225,6 +225,7 @@ def _resolve(words: tuple[str, ...]) -> None:
     """Build the task of `run`, `compare` or `tune` on generated data; check its options."""
     args = build_parser(words[0]).parse_args(words)
     names = args.algorithms if words[0] == "compare" else args.algorithm
+    args.cohort = None  # it is parsed; generated data have fewer clients
     runs_of(args, listed(names), seed=0)
 
 

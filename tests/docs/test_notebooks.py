@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -119,10 +120,12 @@ def test_commands_in_the_text_run(
 ) -> None:
     name = NAMES[number - 1]
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     Path(file).write_text(source(name), encoding="utf-8")
     for command in commands(name):
         short = [] if command[0] == "report" else ["--rounds", "1", "--jobs", "1"]
         assert main([*command, *short]) == 0, " ".join(command)
+    sys.modules.pop(Path(file).stem, None)
 
 
 @pytest.fixture(scope="module")

@@ -281,7 +281,7 @@ def test_scaffold_resumes_after_server_and_nodes_died(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("strategy", "arrays", "config", "pattern"),
     [
-        (lambda f: FedExP(checkpoint=f, eps=1.0), None, {}, r"options\.eps is 0\.001, here it is"),
+        (lambda f: FedExP(checkpoint=f, eps=1.0), None, {}, r"options\.eps is 0\.05, here it is"),
         (lambda f: FedExP(checkpoint=f, seed=1), None, {}, "there seed is 0, here it is 1"),
         (lambda f: FedAvg(checkpoint=f), None, {}, "there algorithm is fedexp, here it is fedavg"),
         (

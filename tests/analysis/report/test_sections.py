@@ -56,7 +56,8 @@ def test_common_and_differing_settings() -> None:
     common, names = common_and_differing(section.series)
     assert common["rounds"] == 30
     assert "server.eps" in names
-    assert "server.eps_mode" not in names  # only FedExP has it, and it is at its default
+    assert "server.eps_mode" in names  # only FedExP has it, and relative is its default
+    assert "server.eps_decay" not in names  # it is at its default
     assert not set(names) & set(common)
 
 
