@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Literal
+from dataclasses import replace
+from typing import Any, Literal
 
 import pytest
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS
+from fedexp.local import LocalTraining
 from fedexp.options import (
     Setup,
     convert,
@@ -16,6 +18,7 @@ from fedexp.options import (
     setup_for,
     share_options,
 )
+from fedexp.runs.from_python import prepared_run, prepared_runs
 from tests.helpers.problems import classes_task
 
 
@@ -142,26 +145,58 @@ def test_recommended_is_fedexp_with_a_relative_eps_and_the_papers_client_step() 
         assert setup_for(task, algorithm, "recommended") == setup_for(task, algorithm, "paper")
 
 
-def test_an_eps_without_a_mode_is_the_printed_form() -> None:
-    task = classes_task()
-    for mode in ("paper", "recommended"):
-        own = setup_for(task, fx.fedexp(), mode)
-        assert own.algorithm.server == fx.ExP(RECOMMENDED_EPS, eps_mode="relative")
-        assert own.with_options({"eps": 0.1}).algorithm.server == fx.ExP(0.1)
-        capped = own.with_options({"max_step": 9.0})
-        assert capped.algorithm.server == fx.ExP(RECOMMENDED_EPS, eps_mode="relative", max_step=9.0)
-        assert capped.with_options({"eps": 0.1}).algorithm.server == fx.ExP(0.1, max_step=9.0)
-        relative = own.with_options({"eps": 0.1, "eps_mode": "relative"})
-        assert relative.algorithm.server == fx.ExP(0.1, eps_mode="relative")
-        again = relative.with_options({"eps": 0.2}).algorithm.server
-        assert again == fx.ExP(0.2, eps_mode="relative")
-        participants = own.with_options({"eps_mode": "participants"})
-        assert participants.algorithm.server == fx.ExP(eps_mode="participants")
-    released = setup_for(task, fx.fedexp(), "authors-code").algorithm.server
-    assert isinstance(released, fx.ExP)
-    assert (released.eps, released.eps_mode) == (fx.ExP().eps, "participants")
-    assert fx.fedexp(eps_mode="participants").server == fx.ExP(eps_mode="participants")
-    assert setup_for(fx.tasks.digits(), fx.fedexp(), "paper").algorithm.server == fx.ExP(0.1)
+EPS_CASES: list[tuple[str, dict[str, Any], tuple[float, str], tuple[float, str]]] = [
+    # mode, options, on a task without tuned values, on digits, whose eps is 0.1
+    ("paper", {}, (0.05, "relative"), (0.1, "absolute")),
+    ("paper", {"eps": 0.2}, (0.2, "absolute"), (0.2, "absolute")),
+    ("paper", {"server.eps": 0.05}, (0.05, "absolute"), (0.05, "absolute")),
+    ("paper", {"eps_mode": "relative"}, (0.05, "relative"), (0.05, "relative")),
+    ("paper", {"eps_mode": "absolute"}, (0.001, "absolute"), (0.1, "absolute")),
+    ("paper", {"eps_mode": "participants"}, (0.001, "participants"), (0.1, "participants")),
+    ("paper", {"eps": 0.2, "eps_mode": "relative"}, (0.2, "relative"), (0.2, "relative")),
+    ("recommended", {}, (0.05, "relative"), (0.05, "relative")),
+    ("recommended", {"eps": 0.2}, (0.2, "relative"), (0.2, "relative")),
+    ("recommended", {"eps_mode": "absolute"}, (0.001, "absolute"), (0.001, "absolute")),
+    ("authors-code", {}, (0.001, "participants"), (0.1, "participants")),
+    ("authors-code", {"eps": 0.2}, (0.2, "participants"), (0.2, "participants")),
+]
+
+
+@pytest.mark.parametrize(("mode", "options", "untuned", "tuned"), EPS_CASES)
+def test_an_eps_has_the_form_of_the_mode_and_never_another_unit(
+    mode: str, options: dict[str, Any], untuned: tuple[float, str], tuned: tuple[float, str]
+) -> None:
+    for task, expected in ((classes_task(), untuned), (fx.tasks.digits(), tuned)):
+        server = setup_for(task, fx.fedexp(), mode, options).algorithm.server
+        assert isinstance(server, fx.ExP)
+        assert (server.eps, server.eps_mode) == expected
+
+
+@pytest.mark.parametrize("eps", [None, 0.0, 0.001, 0.05, 0.1])
+@pytest.mark.parametrize("eps_mode", [None, "absolute", "participants", "relative"])
+@pytest.mark.parametrize("mode", ["paper", "recommended", "authors-code"])
+def test_an_algorithm_is_run_with_the_eps_it_has(eps: Any, eps_mode: Any, mode: str) -> None:
+    algorithm = fx.fedexp(eps, eps_mode)
+    for task in (classes_task(), "digits", "toy"):
+        run = prepared_run(task, algorithm, 0, {"mode": mode})
+        assert run.setup.algorithm.server == algorithm.server
+        changed = prepared_run(task, algorithm, 0, {"mode": mode, "options": {"eps": 0.2}})
+        assert changed.setup.algorithm.server == replace(algorithm.server, eps=0.2)
+        (compared,) = prepared_runs(
+            task, [algorithm], 0, {"mode": mode, "options": {"eps": 0.2}}, None
+        )
+        assert compared.setup.algorithm.server == changed.setup.algorithm.server
+
+
+def test_an_eps_mode_without_an_eps_keeps_eps_0() -> None:
+    assert setup("fedexp", "paper").with_options({"eps_mode": "relative"}).algorithm.server == (
+        fx.ExP(eps=0.0, eps_mode="relative")
+    )
+
+
+def test_a_rule_of_the_users_own_keeps_its_form() -> None:
+    own = Setup(fx.Algorithm("mine", server=fx.ExP(0.05, eps_mode="relative")), LocalTraining())
+    assert own.with_options({"eps": 0.1}).algorithm.server == fx.ExP(0.1, eps_mode="relative")
 
 
 def test_recommended_keeps_eps_0_where_clients_can_fit_one_model() -> None:

@@ -91,10 +91,18 @@ def fedexp(eps: float | None = None, eps_mode: EpsMode | None = None, **options:
 
 
 def eps_and_mode(eps: float | None, mode: EpsMode | None) -> tuple[float, EpsMode]:
-    """Return FedExP's eps and its mode, where either may not be given."""
-    if eps is None and mode is None:
-        return RECOMMENDED_EPS, "relative"
-    return ExP.eps if eps is None else eps, mode or "absolute"
+    """Return FedExP's eps and its mode, where either may not be given.
+
+    >>> eps_and_mode(None, None), eps_and_mode(0.1, None), eps_and_mode(None, "participants")
+    ((0.05, 'relative'), (0.1, 'absolute'), (0.001, 'participants'))
+    """
+    mode = mode or ("relative" if eps is None else "absolute")
+    return default_eps(mode) if eps is None else eps, mode
+
+
+def default_eps(mode: EpsMode) -> float:
+    """Return the eps that a mode has where none is given."""
+    return RECOMMENDED_EPS if mode == "relative" else ExP.eps
 
 
 def fedavgm(lr: float = 1.0, beta: float = 0.9) -> Algorithm:

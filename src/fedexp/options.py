@@ -19,7 +19,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS, Algorithm, eps_and_mode
+from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS, Algorithm, default_eps
 from fedexp.client import SGD
 from fedexp.errors import UsageError, require, unknown_name
 from fedexp.local import ADDED, LocalTraining
@@ -290,16 +290,15 @@ class Setup:
         """Return a copy with several options changed; they are checked together.
 
         Of an option that is given twice, by its short and its dotted name, the last value counts.
-        Where FedExP has its default, the relative eps, an eps without an eps_mode is the printed
-        form, as in `fedexp(eps=...)`.
+        An eps has the mode that the rule has, and an eps_mode without an eps that mode's default
+        where the rule's own eps has another unit: a number never changes its unit.
         """
         changes: dict[str, dict[str, Any]] = {section: {} for section in ("", *SECTIONS)}
         for key, value in options.items():
             full, parsed = self.parse(key, value)
             section, _, field = full.rpartition(".")
             changes[section][field] = parsed
-        if has_default_eps(self.algorithm.server):
-            changes["server"] |= _eps_changes(changes["server"])
+        changes["server"] |= _eps_of_mode(self.algorithm.server, changes["server"])
         weighting = changes[""].pop("weighting", self.weighting)
         changed = {
             name: replace(self.section(name), **changes[name]) for name in SECTIONS if changes[name]
@@ -337,23 +336,31 @@ class Setup:
         raise unknown_name(f"option of {self.algorithm.name}", key, {*known, *short})
 
 
-def has_default_eps(server: ServerRule) -> bool:
-    """Return whether a rule has the eps that `fedexp()` has, whatever its other options are."""
-    return type(server) is ExP and (server.eps, server.eps_mode) == (RECOMMENDED_EPS, "relative")
-
-
-def _eps_changes(changes: Mapping[str, Any]) -> dict[str, Any]:
-    """Return eps and eps_mode where one of them is changed and the default is relative."""
-    if not changes.keys() & {"eps", "eps_mode"}:
+def _eps_of_mode(server: ServerRule, changes: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the eps of a mode that is given without one, if the rule's own has another unit."""
+    mode = changes.get("eps_mode")
+    if not isinstance(server, ExP) or mode is None or "eps" in changes or server.eps == 0:
         return {}
-    eps, mode = eps_and_mode(changes.get("eps"), changes.get("eps_mode"))
-    return {"eps": eps, "eps_mode": mode}
+    same_unit = (mode == "relative") == (server.eps_mode == "relative")
+    return {} if same_unit else {"eps": default_eps(mode)}
+
+
+def printed_eps(setup: Setup, options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options in which FedExP's eps is the printed one, unless they have an eps_mode."""
+    given = {setup.full_name(key) for key in options}
+    is_printed = setup.algorithm.name == "fedexp" and "server.eps" in given
+    if not is_printed or "server.eps_mode" in given:
+        return dict(options)
+    return {**options, "server.eps_mode": "absolute"}
 
 
 def paper_setup(task: Task, algorithm: Algorithm) -> Setup:
-    """Return the algorithm as the paper prints it, with the paper's best values for the task."""
-    tuned = task.tuned.get(algorithm.name, {})
-    return Setup(algorithm, task.local).with_options(tuned)
+    """Return the algorithm with the values that are tuned for the task, the paper's on its tasks.
+
+    An eps among them is the printed one. FedExP without one has its default, which is relative.
+    """
+    setup = Setup(algorithm, task.local)
+    return setup.with_options(printed_eps(setup, task.tuned.get(algorithm.name, {})))
 
 
 def authors_code(task: Task, algorithm: Algorithm) -> Setup:
@@ -391,11 +398,18 @@ def recommended(task: Task, algorithm: Algorithm) -> Setup:
 MODES = {"paper": paper_setup, "authors-code": authors_code, "recommended": recommended}
 
 
-def setup_for(task: Task, algorithm: Algorithm, mode: str) -> Setup:
-    """Return the setup of a mode by its name."""
+def setup_for(
+    task: Task, algorithm: Algorithm, mode: str, options: Mapping[str, Any] | None = None
+) -> Setup:
+    """Return the setup of a mode by its name, with some options changed.
+
+    An eps among them has the form of the mode, unless an eps_mode is given: the printed one in mode
+    paper, times the participants in mode authors-code, and relative in mode recommended.
+    """
     if mode not in MODES:
         raise unknown_name("mode", mode, MODES)
-    return MODES[mode](task, algorithm)
+    setup, given = MODES[mode](task, algorithm), options or {}
+    return setup.with_options(printed_eps(setup, given) if mode == "paper" else given)
 
 
 def option_text(value: Any) -> str:
@@ -421,7 +435,7 @@ def _released_rule(server: ServerRule, lr_decay: float) -> ServerRule:
     if isinstance(server, ExP):
         server = replace(
             server,
-            eps=ExP.eps if has_default_eps(server) else server.eps,
+            eps=ExP.eps if server.eps_mode == "relative" else server.eps,
             eps_mode="participants",
             eps_decay=lr_decay**2,
             decay_before_first_round=True,

@@ -146,6 +146,8 @@ def test_a_start_that_does_not_fit_is_refused() -> None:
     *_, record = fx.simulate(task, fx.fedexp(), 2)
     with pytest.raises(fx.UsageError, match="another task or algorithm"):
         fx.simulate(task, fx.fedadam(), 4, start=record.state)
+    with pytest.raises(fx.UsageError, match="another task or algorithm"):  # eps has another unit
+        fx.simulate(task, fx.fedexp(eps=0.1), 4, start=record.state)
     with pytest.raises(fx.UsageError, match="has done 2 rounds already"):
         fx.simulate(task, fx.fedexp(), 2, start=record.state)
 

@@ -50,7 +50,7 @@ from fedexp.runs.spec import (
     id_of,
     is_run,
     read_spec,
-    spec_from,
+    run_from,
     spec_text,
 )
 
@@ -308,7 +308,7 @@ def extend_run(folder: Path, rounds: int) -> Path:
     longer = folder.with_name(id_of(own) if named else f"{folder.name}-{rounds}-rounds")
     if is_run(longer):
         return longer
-    run = spec_from(found).prepare()
+    run = run_from(found)
     require(
         run.setup.local.lr_schedule == "constant" or callable(run.setup.local.lr_schedule),
         f"local.lr_schedule {run.setup.local.lr_schedule!r} depends on the number of rounds, so "

@@ -45,7 +45,7 @@ from fedexp.runs.files import (
     write_json,
 )
 from fedexp.runs.fingerprint import Fingerprint, joined
-from fedexp.runs.spec import HEAD, SPEC, Run, check_same, is_run, read_spec, spec_text
+from fedexp.runs.spec import EPS, HEAD, SPEC, Run, check_same, is_run, read_spec, spec_text
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_SECONDS = 2.0  # after which git is given up
@@ -452,6 +452,13 @@ def rerun(spec: Mapping[str, Any]) -> str:
     if "privacy" in spec:
         given = [f"{name}={value}" for name, value in spec["privacy"].items() if name != "kind"]
         words += ["--privacy", f"{spec['privacy']['kind']}:{','.join(given)}"]
-    for key, value in spec.get("set", {}).items():
+    given = dict(spec.get("set", {}))
+    if spec["algorithm"] == "fedexp" and spec.get("task_source"):
+        typed = {name.rpartition(".")[2] for name in given}
+        resolved = spec.get("options", {})
+        for name in EPS:  # its default has changed since version 0.1
+            if name in resolved and name.rpartition(".")[2] not in typed:
+                given[name] = resolved[name]
+    for key, value in given.items():
         words += ["--set", f"{key}={value}"]
     return shlex.join(map(str, words))

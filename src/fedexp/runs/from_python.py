@@ -31,7 +31,7 @@ from fedexp.options import (
 from fedexp.precision import Precision
 from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
 from fedexp.references import reference_to
-from fedexp.runs.spec import Run, Spec, plain_cohort
+from fedexp.runs.spec import EPS, Run, Spec, plain_cohort
 from fedexp.runs.weights import stored_start
 from fedexp.tasks.task import Task, Weighting
 
@@ -111,7 +111,11 @@ def prepared_runs(
         )
         bare[name] = run
     shared = share_options({name: run.setup for name, run in bare.items()}, others)
-    return [_with_options(run.spec, shared[name]).prepare(run.task) for name, run in bare.items()]
+    found = []
+    for algorithm, (name, run) in zip(algorithms, bare.items(), strict=True):
+        own: Settings = {**settings, "options": {**common["options"], **shared[name]}}
+        found.append(prepared_run(task, algorithm, seed, own, runs, run.task))
+    return found
 
 
 def prepared_run(
@@ -181,9 +185,15 @@ def prepared_run(
             algorithm if isinstance(algorithm, Algorithm) else named.algorithm,
             local or (built.local if isinstance(algorithm, Algorithm) else named.local),
             weighting or ("uniform" if isinstance(algorithm, Algorithm) else named.weighting),
-        ).options()
-        before = named.options()
-        given = {**{k: v for k, v in wanted.items() if before.get(k) != v}, **given}
+        )
+        if isinstance(algorithm, Algorithm):  # options change what was given, not the task's values
+            others = {k: option_text(v) for k, v in given.items() if not k.startswith("task.")}
+            wanted, given = wanted.with_options(others), _of_task(given)
+        before, after = named.options(), wanted.options()
+        changed = {k for k, v in after.items() if before.get(k) != v}
+        if changed & set(EPS):
+            changed |= set(EPS) & after.keys()  # a number goes with its unit
+        given = {**{k: v for k, v in after.items() if k in changed}, **given}
     return _with_options(bare, given).prepare(built)
 
 

@@ -40,6 +40,7 @@ from fedexp.options import (
     check_options,
     convert,
     hints_of,
+    option_text,
     setup_for,
     split_task_options,
     task_arguments,
@@ -143,10 +144,9 @@ class Spec:
             task = build_task(self.task, of_task, self.seed, self.mode, self.task_source)
         algorithm = build_algorithm(self.algorithm, self.algorithm_source)
         if self.algorithm_source is None:
-            setup = setup_for(task, algorithm, self.mode)
+            setup = setup_for(task, algorithm, self.mode, others)
         else:
-            setup = Setup(algorithm, task.local)
-        setup = setup.with_options(others)
+            setup = Setup(algorithm, task.local).with_options(others)
         if self.by_client and not task.by_client:
             task = replace(task, by_client=True)
         if self.start is not None:
@@ -418,6 +418,7 @@ HEAD = "# A run of fedexp, frozen. Continue it with: fedexp resume THIS-FOLDER\n
 # Options as they were typed, and where objects of the user's own are; not part of the id.
 SOURCES = ("task_source", "algorithm_source", "cohort_source", "start_source")
 TYPED = ("set", "changed", *SOURCES)
+EPS = ("server.eps", "server.eps_mode")  # a number and its unit
 
 
 def frozen(run: Run) -> dict[str, Any]:
@@ -503,6 +504,19 @@ def spec_from(spec: Mapping[str, Any]) -> Spec:
         start=spec.get("start_source"),
         by_client=spec.get("by_client", False),
     )
+
+
+def run_from(spec: Mapping[str, Any]) -> Run:
+    """Resolve a stored spec; FedExP has the eps of that run, which may be an older default."""
+    run = spec_from(spec).prepare()
+    stored = {name: spec.get("options", {}).get(name) for name in EPS}
+    now = {name: _json_value(run.setup.options().get(name)) for name in EPS}
+    if run.spec.algorithm_source or run.spec.algorithm != "fedexp" or None in stored.values():
+        return run
+    if now == stored:
+        return run
+    options = dict(run.spec.options) | {name: option_text(v) for name, v in stored.items()}
+    return replace(run.spec, options=tuple(options.items())).prepare(run.task)
 
 
 def _cohort(value: Any) -> Any:

@@ -116,14 +116,20 @@ class ExP(ServerRule):
 
     def init(self, params: Tensor) -> State:
         start = self.eps * (self.eps_decay if self.decay_before_first_round else 1.0)
-        return {"eps": scalar(start, params)}
+        return {self._eps_name: scalar(start, params)}
+
+    @property
+    def _eps_name(self) -> str:
+        """The name of eps in the state, so that one of another unit is not continued with."""
+        return "relative_eps" if self.eps_mode == "relative" else "eps"
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
+        eps = state[self._eps_name]
         eta, metrics = self._extrapolate(
-            aggregate.mean_sq_norm, aggregate.sq_norm_of_mean, aggregate, state["eps"]
+            aggregate.mean_sq_norm, aggregate.sq_norm_of_mean, aggregate, eps
         )
         next_params = descend(params, aggregate.mean, eta)
-        return next_params, {"eps": state["eps"] * self.eps_decay}, metrics
+        return next_params, {self._eps_name: eps * self.eps_decay}, metrics
 
     def _extrapolate(
         self, mean_sq_norm: Tensor, sq_norm_of_mean: Tensor, aggregate: Aggregate, eps: Tensor
@@ -183,9 +189,10 @@ class MomentumExP(ExP):
         momentum = accumulate(state["momentum"], aggregate.mean, beta)
         dtype = widest(momentum.device)
         sq_norm = torch.linalg.vector_norm(momentum, dtype=dtype).square()
-        eta, metrics = self._extrapolate(numerator, sq_norm, aggregate, state["eps"])
+        eps = state[self._eps_name]
+        eta, metrics = self._extrapolate(numerator, sq_norm, aggregate, eps)
         next_params = descend(params, momentum, eta)
-        after = {"eps": state["eps"] * self.eps_decay, "momentum": momentum, "sq": numerator}
+        after = {self._eps_name: eps * self.eps_decay, "momentum": momentum, "sq": numerator}
         return next_params, after, metrics
 
 
