@@ -138,7 +138,7 @@ def _measured(
     device = "H200" if "H200" in full else cores.group() if cores else full.split(",")[0]
     return Measured(
         kind, work, device, row["ms"], low, high, turns, other, other_ms, record["date"],
-        hardware, name, row.get("engine", ""),
+        hardware, name, engine=row.get("engine", ""),
     )  # fmt: skip
 
 

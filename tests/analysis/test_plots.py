@@ -47,6 +47,13 @@ def test_the_comparison_figure_shows_every_algorithm() -> None:
     assert labels == ["fedavg", "fedexp"]
 
 
+def test_the_comparison_figure_shows_every_target() -> None:
+    runs = [outcome("fedexp", 0, [0.1, 0.6])]
+    figure = comparison_figure(runs, "test_accuracy", 0.4, "title", further=[0.5, 0.55])
+    _, *targets = figure.axes[0].lines
+    assert [list(np.unique(line.get_ydata())) for line in targets] == [[0.4], [0.5], [0.55]]
+
+
 def test_algorithms_of_the_users_own_look_different() -> None:
     names = ["fedavg", "fedexp", *"abcdef"]
     found = styles(names)

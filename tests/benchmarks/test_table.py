@@ -60,8 +60,10 @@ def test_the_newest_record_of_a_piece_of_work_counts(table: Any, tmp_path: Path)
     write(tmp_path, "2026-01-02-h200-rounds.json", new, hardware="NVIDIA H200, 16 cores")
     more = {"hardware": "NVIDIA H200, 16 cores", "superseded_by": "2026-01-02-h200-rounds.json"}
     write(tmp_path, "2026-01-03-h200-rounds.json", old, **more)
-    found = {one.work: one.ms for one in table.measurements(tmp_path)}
-    assert found == {"round, A, bf16": 1.0, "round, B, bf16": 3.0}
+    rows = table.measurements(tmp_path)
+    found = {one.work: (one.ms, one.engine) for one in rows}
+    assert found == {"round, A, bf16": (1.0, "batched"), "round, B, bf16": (3.0, "batched")}
+    assert "| A, bf16 | H200 | 1 | batched |" in table.round_times(rows)
 
 
 def test_comparisons_are_compared_with_separate_runs(table: Any, tmp_path: Path) -> None:

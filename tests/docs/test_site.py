@@ -321,3 +321,25 @@ def test_no_page_overflows_a_phone_or_asks_another_host(
                 wide.append(name)
     visitor.close()
     assert wide == []
+
+
+@needs_browser
+def test_names_in_tables_are_not_broken(visitor: Visitor, site: Path) -> None:
+    visitor.page.set_viewport_size({"width": 390, "height": 844})
+    visitor.page.goto((site / "algorithms/fedexp.html").as_uri())
+    codes = visitor.page.locator("article td code")
+    lines = codes.evaluate_all("all => all.map((each) => each.getClientRects().length)")
+    assert len(lines) > 20
+    assert set(lines) == {1}
+    visitor.page.goto((site / "coming-from/pfl-research.html").as_uri())
+    long = visitor.page.locator("article td code.long").first
+    assert long.evaluate("each => getComputedStyle(each).whiteSpace") == "normal"
+
+
+@needs_browser
+def test_outputs_of_notebooks_are_as_printed(visitor: Visitor, site: Path) -> None:
+    visitor.page.goto((site / "tutorials/2-your-own-data-and-model.html").as_uri())
+    outputs = visitor.page.locator(".jp-OutputArea-output pre")
+    styles = outputs.evaluate_all("all => all.map((each) => getComputedStyle(each).whiteSpace)")
+    assert set(styles) == {"pre"}
+    assert not visitor.page.locator(".cell-tag").first.is_visible()

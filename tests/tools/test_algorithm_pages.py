@@ -176,6 +176,22 @@ def test_figures_are_small_svgs_with_a_panel_per_task(name: str, full_board: Boa
     assert figure(name, {}) is None
 
 
+def test_four_panels_are_two_by_two(full_board: Board) -> None:
+    def places(tasks: int) -> set[str]:
+        kept = list(TASKS)[:tasks]
+        text = figure("fedavg", {key: c for key, c in full_board.items() if key[0] in kept}) or ""
+        return set(re.findall(r'transform="translate\((\d+) ', text))
+
+    assert [len(places(tasks)) for tasks in range(1, 6)] == [1, 2, 3, 2, 3]
+
+
+def test_a_choice_has_evidence_of_two_tasks(pages: dict[str, str], full_board: Board) -> None:
+    lines = overview_blocks(pages, full_board)["chooser"].splitlines()
+    backed = [line for line in lines if "digits: " in line]
+    assert len(backed) == sum(bool(choice.rows) for choice in CHOICES)
+    assert all(line.count("<br>EMNIST: ") == line.count("<br>") == 1 for line in backed)
+
+
 def test_a_curve_is_smoothed_thinned_and_ends_where_a_seed_diverged(full_board: Board) -> None:
     cell = full_board["digits", "fedavg"]
     rounds, values = zip(*curve(cell, 1), strict=True)

@@ -46,7 +46,7 @@ def figure(name: str, board: Board) -> str | None:
         return None
     looks = _looks(name)
     shown = {row for task in tasks for row in shown_rows(name, task, board)}
-    columns = min(COLUMNS, max(len(tasks), 2))
+    columns = 2 if len(tasks) in (1, 2, 4) else COLUMNS  # four: two by two
     width = PANEL[0] * columns
     height = LEGEND + PANEL[1] * -(-len(tasks) // columns)
     parts = [

@@ -22,7 +22,7 @@ from fedexp.local import LocalTraining
 from fedexp.options import Setup, option_text
 from tools.algorithm_pages.chooser import CHOICES
 from tools.leaderboard.measures import Board, Cell
-from tools.leaderboard.protocol import ENTRIES, LAST, TASKS, Entry
+from tools.leaderboard.protocol import ENTRIES, LAST, TASKS, BoardTask, Entry
 from tools.leaderboard.report import final_text, rounds_text
 from tools.results.format import NO_RUNS, paragraphs, percent, table
 
@@ -47,6 +47,7 @@ REFERENCES = (
 )  # rows to compare with; the last where FedExP has no runs
 DELTA_OPTIONS = ("optimizer", "lr", "delta_gamma", "delta_growth")
 SIZE = 1000  # of the model whose tensors are counted
+EVIDENCE = 2  # tasks beside a choice
 
 
 def page_path(name: str) -> Path:
@@ -250,15 +251,27 @@ def chooser(pages: Mapping[str, str], board: Board) -> str:
 
 
 def _evidence(rows: Sequence[str], board: Board) -> str:
-    """Return the rounds of rows on every task where at least two of them have runs."""
+    """Return the rounds of rows on the first tasks where at least two of them have runs.
+
+    The table of all pages has the other tasks.
+    """
     parts = []
     for name, task in TASKS.items():
         cells = [board.get((name, row)) for row in rows]
         known = [cell for cell in cells if cell is not None]
         if len(known) > 1:
-            shown = [f"{cell.entry.title} {_rounds(cell)}" for cell in known]
-            parts.append(f"{task.title}, {percent(task.targets[1])}: {' · '.join(shown)}")
-    return "<br>".join(parts)
+            shown = [f"{_short(cell.entry)} {_rounds(cell)}" for cell in known]
+            parts.append(f"{_short(task)}: {' · '.join(shown)}")
+    return "<br>".join(parts[:EVIDENCE])
+
+
+def _short(named: Entry | BoardTask) -> str:
+    """Return a title without its remark, except where the row has a namesake.
+
+    >>> _short(ENTRIES["fedexp"]), _short(ENTRIES["fedexp-printed"]), _short(TASKS["emnist"])
+    ('FedExP', 'FedExP, printed', 'EMNIST')
+    """
+    return named.title if named.name == PRINTED else re.split(r", | \(", named.title)[0]
 
 
 def all_pages(pages: Mapping[str, str], board: Board) -> str:

@@ -1,4 +1,4 @@
-"""Hooks of mkdocs: wildcards in the navigation, links out of docs/, formulas, and notebooks.
+"""Hooks of mkdocs: wildcards in the navigation, links out of docs/, tables, formulas, notebooks.
 
 The pages are written for GitHub as well: links to files outside docs/ are relative, and formulas
 are LaTeX between dollars. On the site, an image outside docs/ is copied, any other file becomes a
@@ -30,6 +30,7 @@ from mkdocs.utils import get_relative_url
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = (".svg", ".png", ".gif", ".jpg")
 COPIES = "assets/repository"  # where images from outside docs/ are in the site
+PROSE, LONG_CODE = 48, 40  # characters from which a cell is a sentence, and code may be wrapped
 
 
 @cache
@@ -45,7 +46,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Expand wildcards in `nav`, and add what depends on the repository."""
     docs = Path(config.docs_dir)
     config.nav = _expanded(config.nav or [], docs)
-    config.markdown_extensions.append(RepositoryLinks())
+    config.markdown_extensions += [RepositoryLinks(), TableCells()]
     link = {"icon": "fontawesome/brands/github", "link": repository(), "name": "Repository"}
     config.extra["social"] = [link]  # repo_url would make the theme ask GitHub for stars
     return config
@@ -95,6 +96,23 @@ class _Links(Treeprocessor):  # type: ignore[misc]
             url = element.get(name) if name else None
             if name and url:
                 element.set(name, site_link(url, resolver.file, resolver.files, resolver.config))
+
+
+class TableCells(Extension):  # type: ignore[misc]
+    """A Markdown extension that marks long cells and long code in tables for site.css."""
+
+    def extendMarkdown(self, md: Markdown) -> None:
+        md.treeprocessors.register(_Cells(md), "cells", 2)
+
+
+class _Cells(Treeprocessor):  # type: ignore[misc]
+    def run(self, root: Element) -> None:
+        for cell in root.iter("td"):
+            if len("".join(cell.itertext())) >= PROSE:
+                cell.set("class", "prose")
+            for code in cell.iter("code"):
+                if len("".join(code.itertext())) >= LONG_CODE:
+                    code.set("class", "long")
 
 
 def site_link(url: str, page: File, files: Files, config: MkDocsConfig) -> str:

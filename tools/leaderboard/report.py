@@ -37,12 +37,24 @@ def summary(board: Board) -> str:
     """Return the rounds to the upper target of every row on every task."""
     if not board:
         return NO_RUNS
-    headers = ["algorithm", *(f"{t.title}: {percent(t.targets[1])}" for t in TASKS.values())]
+    tasks = {name: task for name, task in TASKS.items() if name in _filled(board)}
+    headers = ["algorithm", *(f"{t.title}: {percent(t.targets[1])}" for t in tasks.values())]
     rows = []
     for name, entry in ENTRIES.items():
-        cells = [board.get((task, name)) for task in TASKS]
+        cells = [board.get((task, name)) for task in tasks]
         rows.append([entry.title, *("" if cell is None else _summarised(cell) for cell in cells)])
-    return table(headers, rows)
+    return paragraphs(table(headers, rows), _without_runs(board))
+
+
+def _filled(board: Board) -> set[str]:
+    """Return the names of the tasks that have runs."""
+    return {task for task, _ in board}
+
+
+def _without_runs(board: Board) -> str:
+    """Return the line that names the tasks of the protocol without runs."""
+    empty = [task.title for name, task in TASKS.items() if name not in _filled(board)]
+    return f"No runs yet: {', '.join(empty)}." if empty else ""
 
 
 def readme(board: Board) -> str:
@@ -90,17 +102,20 @@ def tables(board: Board) -> str:
     parts = []
     for name, task in TASKS.items():
         cells = {row: cell for (own, row), cell in board.items() if own == name}
-        parts += [f"### {task.title}", _table(name, task, cells) if cells else NO_RUNS]
-    return paragraphs(*parts)
+        parts += [f"### {task.title}", _table(name, task, cells)] if cells else []
+    return paragraphs(*parts, _without_runs(board))
 
 
 def _table(name: str, task: BoardTask, cells: dict[str, Cell]) -> str:
+    """Return the table of a task, without the measures that no row has."""
     headers = ["algorithm", *(f"rounds to {percent(target)}" for target in task.targets)]
-    headers += ["final", "worst decile", "MB up", "MB down", f"MB to {percent(task.targets[0])}"]
+    headers += ["final", "worst decile", "sent up", "sent down"]
+    headers += [f"sent to {percent(task.targets[0])}", "seconds", "seeds"]
     rows = [_row(cell) for cell in sorted(cells.values(), key=_place)]
+    known = [at for at in range(len(headers)) if any(row[at] for row in rows)]
     missing = [e for e in ENTRIES.values() if name in e.centres and e.name not in cells]
-    rows += [[entry.title, *[""] * 9] for entry in missing]
-    return table([*headers, "seconds", "seeds"], rows)
+    rows += [[entry.title, *[""] * (len(headers) - 1)] for entry in missing]
+    return table([headers[at] for at in known], [[row[at] for at in known] for row in rows])
 
 
 def _place(cell: Cell) -> tuple[float, float]:
@@ -110,7 +125,7 @@ def _place(cell: Cell) -> tuple[float, float]:
 
 
 def _row(cell: Cell) -> list[str]:
-    up, down = (f"{each / 1e6:.3g}" for each in cell.sent) if cell.sent else ("", "")
+    up, down = map(_bytes, cell.sent) if cell.sent else ("", "")
     return [
         cell.entry.title,
         rounds_text(cell, 0),
@@ -119,10 +134,20 @@ def _row(cell: Cell) -> list[str]:
         "" if cell.worst is None else f"{100 * cell.worst:.1f} %",
         up,
         down,
-        "" if cell.bytes_to_target is None else f"{cell.bytes_to_target / 1e6:.3g}",
+        "" if cell.bytes_to_target is None else _bytes(cell.bytes_to_target),
         "" if cell.seconds is None else f"{cell.seconds:.0f}",
         str(len(cell.runs)),
     ]
+
+
+def _bytes(number: float) -> str:
+    """Return bytes with three digits, in MB and from 1,000 MB in GB.
+
+    >>> _bytes(192_400), _bytes(420e6), _bytes(7.4e9)
+    ('0.192 MB', '420 MB', '7.40 GB')
+    """
+    value, unit = (number / 1e9, "GB") if number >= 999.5e6 else (number / 1e6, "MB")
+    return f"{f'{value:#.3g}'.rstrip('.')} {unit}"
 
 
 def rounds_text(cell: Cell, target: int) -> str:
@@ -144,7 +169,7 @@ def final_text(cell: Cell) -> str:
 
 def tuning(board: Board, folder: Path) -> str:
     """Return the best point of each row on the tuned tasks, with its score."""
-    names = [name for name, task in TASKS.items() if task.tuned]
+    names = [name for name, task in TASKS.items() if task.tuned and name in _filled(board)]
     stores = {name: Store.load(name, folder) for name in names}
     if not any(store.trials for store in stores.values()):
         return NO_RUNS
@@ -167,7 +192,7 @@ def _tuned(cell: Cell, store: Store) -> str:
 def machines(board: Board) -> str:
     """Return how many judged runs were executed where."""
     counts = Counter((TASKS[c.task].title, r.machine) for c in board.values() for r in c.runs)
-    where = {"archive": "runs of docs/reproduction.md"}
+    where = {"archive": "from [the paper's results on real data](reproduction.md)"}
     lines = [f"- {task}: {n} runs, {where.get(name, name)}" for (task, name), n in counts.items()]
     return "\n".join(lines) or NO_RUNS
 

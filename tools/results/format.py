@@ -63,6 +63,16 @@ def algorithm_name(series: str) -> str:
     return f"{ALGORITHMS.get(name, name)}{series.removeprefix(name)}"
 
 
+def algorithm_names(line: str) -> str:
+    """Return a line with the algorithms that it names in the paper's spelling.
+
+    >>> algorithm_names("fedexp (participants x eps), fedavg not run")
+    'FedExP (participants x eps), FedAvg not run'
+    """
+    known = "|".join(sorted(ALGORITHMS, key=len, reverse=True))
+    return re.sub(rf"(?<![\w-])(?:{known})(?![\w-])", lambda m: ALGORITHMS[m.group()], line)
+
+
 def with_task_name(line: str) -> str:
     """Return a line that starts with a task, with the task's name.
 

@@ -11,6 +11,7 @@ from tools.results.archive import NAMES, Archive, StoredStudy
 from tools.results.format import (
     NO_RUNS,
     algorithm_name,
+    algorithm_names,
     bullets,
     paragraphs,
     table,
@@ -115,8 +116,17 @@ def disagreements(archive: Archive) -> str:
         return NO_RUNS
     agree = sum(check.holds is True for _, check in checks)
     head = f"{agree} of {len(checks)} judgements agree with the paper. The others:"
-    rest = [f"{name}: {_line(check)}" for name, check in checks if check.holds is not True]
+    rest = [_sentence(check) for _, check in checks if check.holds is not True]
     return paragraphs(head, bullets(rest) or "None.")
+
+
+def _sentence(check: Check) -> str:
+    """Return where a claim does not hold, the claim, and what was seen instead."""
+    about = ", ".join(filter(None, (task_name(check.task), check.reading)))
+    verdict = "does not hold" if check.holds is False else "is undecided"
+    claim = f"*{check.claim.text}* ({check.claim.place})"
+    start = f"**{about}:** " if about else ""
+    return f"{start}{claim} {verdict}{check.over}: {algorithm_names(check.seen)}."
 
 
 def criteria(archive: Archive) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from fedexp.analysis.summary import WINDOW, rounds_to
 from fedexp.reproduce.accuracy_studies import READINGS, of_reading
-from fedexp.reproduce.measures import final, final_loss, ratio, rounds_to_target
+from fedexp.reproduce.measures import final, ratio, rounds_to_target
 from fedexp.reproduce.output import study_figure
 from fedexp.reproduce.published import NOTHING, Value, difference, quantity, target, text_of
 from fedexp.reproduce.study import count
@@ -18,6 +18,7 @@ from tools.results.format import (
     NO_RUNS,
     PRINTED,
     algorithm_name,
+    algorithm_names,
     bullets,
     link,
     paragraphs,
@@ -109,7 +110,7 @@ def _over(fedavg: Value | None, own: Value | None) -> Value | None:
 
 
 def tables(archive: Archive) -> str:
-    """Return one table per task, and the figure."""
+    """Return one table per task, with what differs from the paper's runs."""
     study = archive.studies["table1"]
     parts = []
     for task in study.plan.study.tasks:
@@ -117,18 +118,18 @@ def tables(archive: Archive) -> str:
         rows = rows_of(archive, task)
         prefixes = (f"{task}: ", "EMNIST ") if task == "emnist" else (f"{task}: ",)
         shrunk = [
-            line.removeprefix(prefixes[0])
+            algorithm_names(line.removeprefix(prefixes[0]))
             for line in study.plan.shrunk
             if line.startswith(prefixes)
         ]
         comparable = task not in study.plan.partial
-        parts += [_table(rows, task, comparable), bullets(shrunk)] if rows else [NO_RUNS]
-    figure = f"![{study.plan.study.title}](../results/table1/figure.svg)"
-    return paragraphs(*parts, figure if study.findings else "")
+        parts.append(_table(rows, task, comparable) if rows else NO_RUNS)
+        parts.append(f"Differences from the paper: {'; '.join(shrunk)}." if rows and shrunk else "")
+    return paragraphs(*parts)
 
 
 def _table(rows: Sequence[Row], task: str, comparable: bool) -> str:
-    """Return rounds, speed-up over FedAvg and final values; the paper prints no final values."""
+    """Return rounds, speed-up over FedAvg and final accuracy, which the paper does not print."""
     headers = [
         "algorithm",
         f"rounds to {percent(target(task))}",
@@ -136,11 +137,9 @@ def _table(rows: Sequence[Row], task: str, comparable: bool) -> str:
         "smoothed",
         "paper",
         "difference",
-        "speed-up over FedAvg",
+        "speed-up",
         "paper",
         "final test accuracy",
-        "final training loss",
-        "seeds",
     ]
     return table(headers, [_cells(row, task, comparable) for row in rows])
 
@@ -149,7 +148,7 @@ def _cells(row: Row, task: str, comparable: bool) -> list[str]:
     """Return the cells of a row; ours are empty where it was not run."""
     paper = text_of(row.paper_rounds, "rounds"), text_of(row.paper_speedup, "times")
     if row.rounds is None:
-        return [row.name, "", "", "", paper[0], "", "", paper[1], "", "", ""]
+        return [row.name, "", "", "", paper[0], "", "", paper[1], ""]
     return [
         row.name,
         text_of(row.rounds, "rounds"),
@@ -160,8 +159,6 @@ def _cells(row: Row, task: str, comparable: bool) -> list[str]:
         text_of(row.speedup, "times"),
         paper[1],
         text_of(final(row.runs, "test_accuracy"), "%"),
-        text_of(final_loss(row.runs), ""),
-        str(len(row.runs)),
     ]
 
 
@@ -206,7 +203,8 @@ def headline(archive: Archive) -> str:
     lines = [_sentence(archive, task, *pair) for task, own in pairs.items() for pair in own]
     tasks = archive.studies["table1"].plan.study.tasks
     missing = [task_name(task) for task in tasks if task not in pairs]
-    rest = f"Not run yet: {', '.join(missing)}." if missing else ""
+    notes = [note for task in pairs if (note := _incomplete(archive, task))]
+    rest = " ".join([*notes, f"Not run yet: {', '.join(missing)}."] if missing else notes)
     caption = "Test accuracy by round on real data; bands are one standard deviation over seeds."
     figure = f"![{caption}](../results/{FIGURE})" if pairs else ""
     return paragraphs(bullets(lines), rest, figure)
@@ -269,14 +267,14 @@ def _pairs(archive: Archive) -> dict[str, list[tuple[Row, Row]]]:
 
 def _sentence(archive: Archive, task: str, fedexp: Row, fedavg: Row) -> str:
     goal = f"{percent(target(task))} test accuracy"
-    ours = f"{fedexp.name} {_reached(fedexp)}, FedAvg {_reached(fedavg)}"
+    ours = f"{fedexp.name} needs {_reached(fedexp)} and FedAvg {_reached(fedavg)}"
     if fedexp.speedup:
-        ours += f", which is **{_times(fedexp.speedup)} times** as many"
+        ours += f": a speed-up of **{_times(fedexp.speedup)}**"
     paper = " and ".join(text_of(row.paper_rounds, "rounds") for row in (fedexp, fedavg))
     return (
-        f"**{task_name(task)}**, {goal}, {_seeds(fedexp, fedavg)}: {ours}. "
-        f"The paper: {paper}, {_times(fedexp.paper_speedup)} times. {_incomplete(archive, task)}"
-    ).strip()
+        f"**{task_name(task)}**, {goal}, {_seeds(fedexp, fedavg)}: {ours} "
+        f"(the paper: {paper}, {_times(fedexp.paper_speedup)})."
+    )
 
 
 def _times(value: Value | None) -> str:

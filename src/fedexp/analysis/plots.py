@@ -206,19 +206,24 @@ NAMES = {
 
 
 def comparison_figure(
-    outcomes: Sequence[Outcome], metric: str, target: float | None, title: str, smooth: int = 1
+    outcomes: Sequence[Outcome],
+    metric: str,
+    target: float | None,
+    title: str,
+    smooth: int = 1,
+    further: Iterable[float] = (),
 ) -> Figure:
     """Draw the metric, the training loss and the server step size, one panel each.
 
-    Mean and spread are over seeds and the last `smooth` rounds.
+    Mean and spread are over seeds and the last `smooth` rounds; `further` are targets as well.
     """
     panels = list(dict.fromkeys([metric, "train_loss", "server_lr"]))
     figure, axes = new_figure(len(panels))
     for name, panel in zip(panels, axes, strict=True):
         _draw_comparison(panel, outcomes, name, smooth)
         label(panel, "round", NAMES.get(name, name.replace("_", " ")))
-    if target is not None:
-        axes[0].axhline(target, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
+    for value in (*(() if target is None else (target,)), *further):
+        axes[0].axhline(value, color="#555555", linewidth=0.9, linestyle=":", zorder=1)
     axes[0].legend(frameon=False, fontsize=9)
     entitle(figure, title)
     return figure

@@ -62,7 +62,7 @@ def add_parser(subparsers: Any) -> None:
         type=_targets,
         default=[],
         metavar="ACC,...",
-        help="accuracies (or losses) to reach; the figure, csv and json have the first one",
+        help="accuracies (or losses) to reach; csv and json have the first one",
     )
     add_jobs_option(parser)
     parser.add_argument(
@@ -104,8 +104,8 @@ def run(args: argparse.Namespace) -> int:
         for each in (target, *further)
     )
     title = _title(first, args.seeds)
-    save(comparison_figure(outcomes, metric, target, title, args.smooth), picture)
     others = {each: own for each, own in zip(further, more, strict=True) if each is not None}
+    save(comparison_figure(outcomes, metric, target, title, args.smooth, others), picture)
     _report(args, first, lines, outcomes, target, others)
     print(f"wrote {picture}", file=sys.stderr)
     return 0

@@ -76,7 +76,9 @@ def _path(algorithm: Algorithm, start: tuple[float, float], rounds: int, average
 
 def toy_figure(paths: Mapping[str, Path]) -> Figure:
     """Draw trajectories with both solution lines, squared distance, and loss."""
-    figure, (plane, distance, loss) = new_figure(3)
+    figure, (plane, distance, loss) = new_figure(
+        3, width=3.3, height=3.4
+    )  # legible in a column of text
     _draw_plane(plane, paths)
     for name, path in paths.items():
         small = {"markersize": 3, "linewidth": 1.3, "label": name, **STYLES[name]}
