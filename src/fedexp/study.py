@@ -369,7 +369,7 @@ def tune(
     Args:
         task: see `run`.
         algorithm: see `run`.
-        grid: values by option, e.g. {"eps": [1e-3, 1e-2], "local.lr": [0.1, 1.0]}; the paper's
+        grid: values by option, e.g. {"mu": [0.01, 0.1], "local.lr": [0.1, 1.0]}; the paper's
             grid when None.
         protocol: "paper" for a grid, or "free" for Optuna's TPE over ranges, with pruning.
         trials: number of trials of a free search.

@@ -36,7 +36,7 @@ CHOICES = (
         "up to 2: it equals FedAvg) or the client step is already unstable. How its constant was "
         "chosen: [study](extrapolation.md#what-the-study-showed)",
         ("fedexp", "fedexp-printed", "fedavg"),
-        "with `--mode recommended`",
+        "`fx.fedexp()`, or `--mode recommended`",
     ),
     Choice(
         "clients participate often and can store a vector as large as the model",

@@ -80,9 +80,9 @@ def readme(board: Board) -> str:
     if not ours:
         return NO_RUNS
     return (
-        "With no eps to choose, which is the default outside the paper's tasks, and the client "
+        "With no eps to choose (`fx.fedexp()`, `--mode recommended`) and the client "
         f"step of each algorithm tuned by one protocol, FedExP takes {' and '.join(ours)}. "
-        f"FedAvg takes {' and '.join(fedavg)}, the best of {len(ENTRIES)} algorithms "
+        f"FedAvg takes {' and '.join(fedavg)}, the best of {len(ENTRIES)} rows "
         f"{' and '.join(fewest)}: {link('leaderboard', 'docs/leaderboard.md')}, {len(SEEDS)} seeds."
     )
 

@@ -14,7 +14,7 @@ app = ServerApp()
 @app.main()
 def main(grid: Grid, context: Context) -> None:
     config, task = context.run_config, task_of(context)
-    # For one algorithm and no configuration: strategy = fedexp.flower.FedExP(eps=0.1)
+    # For one algorithm and no configuration: strategy = fedexp.flower.FedExP()
     strategy = RuleStrategy(
         fraction_train=float(config["fraction"]),
         fraction_evaluate=0.0,  # the server has a test set of its own

@@ -144,7 +144,7 @@ def simulate(
 
     Args:
         task: the problem and its data.
-        algorithm: e.g. `fedexp(eps=1e-3)`, which is taken as it is; or a name, e.g. "fedexp", which
+        algorithm: e.g. `fedexp()`, which is taken as it is; or a name, e.g. "fedexp", which
             takes the values that are tuned for the task, as the command line does.
         rounds: rounds in all, counted from the very first; the task's own number when None.
         cohort: clients per round: a number or a fraction of all, drawn without replacement; "all";
