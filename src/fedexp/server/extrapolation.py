@@ -71,12 +71,13 @@ class ExP(ServerRule):
     """FedExP (Algorithm 1): w ← w - η_g Δ̄, with η_g from `exp_step_size`.
 
     Besides `server_lr` it reports `diversity` (r = mean ||Δ_i||² / ||Δ̄||², at least 1; FedExP
-    differs from FedAvg when r > 2, or later where eps is large), `mean_sq_norm`, `sq_norm_of_mean`, `clamped` (1 where the clamp
-    is active) and `eps_share` (the share of eps in the denominator).
+    differs from FedAvg when r > 2, or later where eps is large), `mean_sq_norm`, `sq_norm_of_mean`,
+    `clamped` (1 where the clamp is active) and `eps_share` (the share of eps in the denominator).
 
     Args:
-        eps: added to ||Δ̄||², >= 0, in the unit of `eps_mode`. The paper's rule of thumb: start at 1e-3, raise it until the
-            result drops (docs/paper.md#epsilon-rule-of-thumb). With a good eps, `eps_share` stays
+        eps: added to ||Δ̄||², >= 0, in the unit of `eps_mode`. The paper's rule of thumb: start at
+            1e-3, raise it until the result drops (docs/paper.md#epsilon-rule-of-thumb). With a good
+            eps, `eps_share` stays
             around 0.1 while training is fast (docs/reproduction-appendix.md). The authors' code has
             twenty times as much, and needed more rounds on CIFAR-10; it differs in more than eps.
         factor: 2 as printed; 1 for exact projections.
