@@ -263,10 +263,12 @@ def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
         ),
         ({"lr": "0.1"}, "local.lr must be a number, not '0.1'"),
         ({"steps": [2]}, "local.steps must be a number"),
+        ({"steps": 1.5}, "local.steps must be a whole number: 1.5"),
         ({"momentum": 1.0}, r"local.momentum must be in \[0, 1\)"),
         ({"optimizer": "adam", "momentum": 0.9}, "local.momentum belongs to sgd"),
         ({"nesterov": True}, "local.nesterov needs local.momentum > 0"),
         ({"betas": (0.9, 1.0)}, "local.betas must be two numbers"),
+        ({"betas": 0.9}, "local.betas must be two numbers in .*, not 0.9"),
         ({"adam_eps": -1.0}, "local.adam_eps"),
         ({"lr_schedule": "step"}, "local.lr_schedule is constant, linear, cosine or a function"),
         ({"step_schedule": "step"}, "local.step_schedule is constant"),
@@ -279,6 +281,16 @@ def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
 def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(fx.UsageError, match=message):
         Local(**options)
+
+
+def test_schedules_must_return_numbers() -> None:
+    wrong: Any = lambda round: "fast"  # noqa: E731
+    with pytest.raises(fx.UsageError, match=r"lr_schedule\(3\) must be a number, not 'fast'"):
+        Local(lr_schedule=wrong).lr_at(3)
+
+
+def test_where_both_are_given_epochs_count() -> None:
+    assert Local(steps=3, epochs=2, batch_size=10).steps_for(25) == 6
 
 
 def test_options_by_name_and_stored_options() -> None:

@@ -93,11 +93,17 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
 
     >>> print(unknown_name("algorithm", "fedxp", ["fedavg", "fedexp"]))
     unknown algorithm 'fedxp'; did you mean fedexp?
+    >>> print(unknown_name("algorithm", "FedExP", ["fedexp", "fedexp-m"]))
+    unknown algorithm 'FedExP'; did you mean fedexp?
     >>> print(unknown_name("task", "zzz", ["toy", "digits"]))
     unknown task 'zzz'; choose from digits, toy
     """
     names = sorted(known)
-    near = difflib.get_close_matches(name, names, n=3, cutoff=0.6)
+    plain = {each: each.casefold() for each in names}
+    close = difflib.get_close_matches(name.casefold(), plain.values(), n=3, cutoff=0.6)
+    if name.casefold() in close:
+        close = [name.casefold()]
+    near = [each for text in dict.fromkeys(close) for each in names if plain[each] == text]
     hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
     return UsageError(f"unknown {kind} {name!r}; {hint}")
 

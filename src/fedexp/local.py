@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedexp.aggregate import norms
-from fedexp.errors import require, shown
+from fedexp.errors import require, shown, whole_number
 from fedexp.precision import widest
 
 MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
@@ -63,8 +63,9 @@ class LocalTraining:
 
     Args:
         lr: the client step size η_l > 0.
-        steps: local steps τ; ignored when `epochs` is given.
-        epochs: passes over the client's data instead of a number of steps.
+        steps: local steps τ; has no effect when `epochs` is given.
+        epochs: passes over the client's data instead of a number of steps: where both are given,
+            this one counts.
         batch_size: examples per batch; None trains on all of the client's data at once.
         weight_decay: λ >= 0; λ w is added to the gradient after clipping, as in torch
             (docs/paper.md#released-clipping). "adamw" decouples it: w shrinks by 1 - η_l λ.
@@ -115,8 +116,8 @@ class LocalTraining:
             )
         require(math.isfinite(self.lr) and self.lr > 0, f"local.lr must be > 0, not {self.lr}")
         for name in ("steps", "epochs", "batch_size"):
-            value = getattr(self, name)
-            require(value is None or value >= 1, f"local.{name} must be at least 1, not {value}")
+            if getattr(self, name) is not None:
+                whole_number(f"local.{name}", getattr(self, name), 1)
         require(self.weight_decay >= 0, f"local.weight_decay must be >= 0: {self.weight_decay}")
         clip = self.clip_norm
         require(clip is None or clip > 0, f"local.clip_norm must be positive, not {clip}")
@@ -137,7 +138,8 @@ class LocalTraining:
             "function",
         )
         require(not self.nesterov or momentum > 0, "local.nesterov needs local.momentum > 0")
-        good = len(self.betas) == 2 and all(0 <= beta < 1 for beta in self.betas)
+        two = isinstance(self.betas, Sequence) and len(self.betas) == 2
+        good = two and all(isinstance(beta, Real) and 0 <= beta < 1 for beta in self.betas)
         require(good, f"local.betas must be two numbers in [0, 1), not {self.betas}")
         require(self.adam_eps >= 0, f"local.adam_eps must be >= 0, not {self.adam_eps}")
         for name in ("lr_schedule", "step_schedule"):
@@ -221,6 +223,8 @@ def _factor(schedule: str, done: int, total: int) -> float:
 
 
 def _checked(factor: Any, what: str) -> float:
+    number = isinstance(factor, Real) or (isinstance(factor, Tensor) and factor.numel() == 1)
+    require(number, f"local.{what} must be a number, not {shown(repr(factor), 40)}")
     value = float(factor)
     require(math.isfinite(value) and value > 0, f"local.{what} must be positive, not {value}")
     return value

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from hypothesis import given
@@ -344,12 +345,47 @@ def test_fields_without_numbers_are_named(value: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("index", [-1, 2])
-def test_an_unknown_client_is_refused(index: int) -> None:
+@pytest.mark.parametrize("index", [-1, 2, 0.5, "a"])
+def test_an_unknown_client_is_refused(index: Any) -> None:
     federation = Federation.from_ids(FIELDS, [0, 0, 1, 1])
-    assert_refused(lambda: federation.client(index), f"no client {index}; clients are 0 to 1")
+    assert_refused(lambda: federation.client(index), f"no client {index!r}; clients are 0 to 1")
 
 
 def test_parts_may_leave_examples_out() -> None:
     federation = Federation.from_parts(FIELDS, [[2], [0, 1]])  # type: ignore[list-item]
     assert federation.fields["y"].tolist() == [2, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("ids", "line"),
+    [
+        (np.array([np.nan, 1, np.nan, 2]), "2 ids are NaN; drop these rows"),
+        (np.array(["a", None, "b", "a"], object), "1 id is None; drop this row"),
+        (np.array(["a", np.nan, "b", "a"], object), "1 id is NaN; drop this row"),
+        (["a", float("nan"), "b", "a"], "1 id is NaN; drop this row"),
+        ([None] * 4, "4 ids are None; drop these rows"),
+        (pd.Series(["a", pd.NA, "b", "a"]), "1 id is NaN; drop this row"),
+        (pd.Series([1, None, 2, 2], dtype="Int64"), "1 id is NaN; drop this row"),
+    ],
+)
+def test_missing_ids_are_no_client(ids: Any, line: str) -> None:
+    assert_refused(lambda: Federation.from_ids({"x": X}, ids), line)
+
+
+def test_columns_of_pandas_are_read_by_position() -> None:
+    labels = pd.Series([3, 1, 2, 0], index=[9, 0, 2, 1])
+    table = pd.DataFrame(X, index=labels.index)
+    own = Federation.from_ids({"x": table, "y": labels}, [0, 0, 1, 1])
+    assert own.fields["y"].tolist() == [3, 1, 2, 0]
+    assert torch.equal(own.fields["x"], torch.as_tensor(X))
+
+
+@pytest.mark.parametrize("parts", [5, None, (np.array([i]) for i in range(2)), {0: [0]}])
+def test_parts_must_be_a_list(parts: Any) -> None:
+    kind = type(parts).__name__
+    assert_refused(lambda: Federation.from_parts({"x": X}, parts), f"parts is {kind}; give a list")
+
+
+def test_other_objects_than_partitioners_are_refused() -> None:
+    other: Any = object()
+    assert_refused(lambda: Federation.from_flower(other), "the partitioner is object; give one")

@@ -13,6 +13,7 @@ from fedexp.data import partition
 from fedexp.data.partition import Parts, by_id, dirichlet, dirichlet_unequal, iid, shards
 from fedexp.errors import UsageError
 
+UNTYPED: Any = partition  # for calls that mypy refuses
 Labels = NDArray[np.int64]
 ALPHAS = st.sampled_from([1e-300, 1e-6, 1e-3, 0.05, 0.3, 1.0, 100.0, 1e200, float("inf")])
 RANDOM: dict[str, Callable[..., Parts]] = {
@@ -196,7 +197,12 @@ def test_subnormal_odds_still_yield_a_class() -> None:
     ("call", "message"),
     [
         (lambda rng: iid(3, 4, rng), "use fewer clients"),
-        (lambda rng: iid(3, 0, rng), "at least one client"),
+        (lambda rng: iid(3, 0, rng), "clients must be at least 1, not 0"),
+        (lambda rng: UNTYPED.iid(9, 3.0, rng), "clients must be a whole number: 3.0"),
+        (
+            lambda rng: UNTYPED.dirichlet([0] * 9, 3, 0.3, 0),
+            r"rng is int; give numpy.random.default_rng",
+        ),
         (lambda rng: dirichlet([0, 1], 3, 0.3, rng), "use fewer clients"),
         (lambda rng: dirichlet([0, 1], 1, 0.0, rng), "alpha must be positive"),
         (lambda rng: dirichlet([0, 1], 1, float("nan"), rng), "alpha must be positive"),
@@ -208,7 +214,8 @@ def test_subnormal_odds_still_yield_a_class() -> None:
         (lambda rng: by_id([]), "no ids"),
         (lambda rng: by_id([("a", 1), ("b", 2)]), "one value per example"),
         (lambda rng: by_id([[1], [1, 2]]), "one value per example"),
-        (lambda rng: by_id(np.array([None, 3])), "ids of different kinds"),
+        (lambda rng: by_id(np.array([None, 3])), "1 id is None; drop this row"),
+        (lambda rng: by_id(np.array(["a", 3], object)), "ids of different kinds"),
     ],
 )
 def test_invalid_arguments_are_refused(call: Callable[..., Parts], message: str) -> None:

@@ -172,7 +172,8 @@ def test_signatures_are_written_out_and_have_the_defaults_of_the_rules(name: str
     common = {n: p for n, p in signature(RuleStrategy).parameters.items() if n != "algorithm"}
     theirs = {n for n in strategy.flower_arguments if n not in options}
     assert found.keys() == {*common, *options, *theirs}
-    assert strategy().settings.algorithm == algorithm
+    build: Any = strategy
+    assert build().settings.algorithm == algorithm
     given = signature(ALGORITHMS[name]).parameters  # where None depends on other arguments
     defaults = options | {n: None for n in options if n in given and given[n].default is None}
     assert {option: found[option].default for option in options} == defaults

@@ -177,6 +177,7 @@ def test_a_metric_that_fails_is_named_in_one_line() -> None:
     for metric, message in (
         (broken, "metric 'm' fails: only one class$"),
         (lambda out, y: out, r"metric 'm' returns a tensor of shape \[700, 2\]; return one number"),
+        (lambda out, y: torch.tensor(1j), "metric 'm' returns a complex number; return one"),
         (lambda out, y: "high", "metric 'm' returns 'high'; return one number"),
         (Mean(lambda out, y: out), "metric 'm' fails: Mean needs .examples., not the shape"),
     ):

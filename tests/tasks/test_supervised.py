@@ -356,6 +356,10 @@ def test_losses_are_used_per_example_where_they_can_be(loss: Any, per_example: b
     assert list(fx.simulate(task, ALGORITHM, rounds=1))[-1].train_loss is not None
 
 
+def flat() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 1), nn.Flatten(0))
+
+
 def column(width: int) -> Callable[[], nn.Module]:
     return lambda: nn.Linear(4, width)
 
@@ -372,6 +376,16 @@ def column(width: int) -> Callable[[], nn.Module]:
             {"loss": nn.BCEWithLogitsLoss(), "model": column(1), "label": "y"},
             "the loss does not accept .*; give them one shape, e.g. output.squeeze",
         ),
+        ({"loss": F.mse_loss, "model": flat, "label": "w"}, r"one shape, e.g. y\[:, 0\]$"),
+        (
+            {"loss": lambda o, y: ((o - y) ** 2).mean(), "model": flat, "label": "w"},
+            r"compares each with each; give them one shape, e.g. y\[:, 0\]$",
+        ),
+        (
+            {"loss": lambda o, y: (o - y) ** 2, "model": flat, "label": "w"},
+            r"has the shape .2, 2.; give outputs and labels one shape, e.g. y\[:, 0\]$",
+        ),
+        ({"loss": F.mse_loss, "label": "z"}, r"compare each with each; give them one shape$"),
         ({"loss": nn.MSELoss(reduction="sum"), "label": "x"}, 'use reduction="mean"'),
         ({"loss": "mse"}, "the loss is str, not a function"),
         ({"loss": lambda o, y: 1.0}, "the loss returns float; return a tensor"),
@@ -381,7 +395,10 @@ def column(width: int) -> Callable[[], nn.Module]:
             "the loss does not accept float32 of shape .2, 3. and int64 of shape .2.",
         ),
         ({"model": column(2)}, "labels go from 0 to 2, but the model has the classes 0 to 1"),
-        ({"model": nn.Linear(5, 3)}, "the model does not accept these examples"),
+        (
+            {"model": nn.Linear(5, 3)},
+            r"the model does not accept these examples \(x float32 of shape \[2, 4\]\): mat1",
+        ),
         ({"model": WithDataclass}, "returns Output, not class scores; give a loss that takes it"),
         ({"inputs": ("x", "mask")}, "the training data has no field mask"),
         ({"inputs": ()}, "inputs names no field"),
@@ -409,14 +426,14 @@ def column(width: int) -> Callable[[], nn.Module]:
         ({"loss": nn.CrossEntropyLoss}, "the loss is the class CrossEntropyLoss; call it"),
         ({"loss": lambda o, y: 1 / 0}, "the loss does not accept .*: division by zero"),
         ({"loss": lambda o, y: F.cross_entropy(o.detach(), y)}, "the loss has no gradient; "),
-        ({"train": clients(x=X, y=CLASSES[:, None])}, r"one class number per example.*y.squeeze"),
+        ({"train": clients(x=X, y=CLASSES[:, None])}, r"one class number per example.*y\[:, 0\]"),
         ({"label": "z"}, r"convert class numbers to integers, e.g. y.astype\(int\)"),
     ],
 )
 def test_mistakes_get_one_line_when_the_task_is_made(
     arguments: dict[str, Any], message: str
 ) -> None:
-    train = clients(x=X, y=CLASSES, z=X[:, 0])
+    train = clients(x=X, y=CLASSES, z=X[:, 0], w=X[:, :1])
     settings = {"name": "mine", "model": column(3), "train": train, **arguments}
     with pytest.raises(UsageError, match=message) as caught:
         supervised(**settings)

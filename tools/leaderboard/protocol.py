@@ -228,7 +228,15 @@ def entries(*rows: Entry) -> dict[str, Entry]:
 ENTRIES = entries(
     Entry("fedavg", "FedAvg", "fedavg", "server.lr", every(0, 0, 0.5, 0)),
     Entry("fedexp", "FedExP, recommended", "fedexp", None, every(0, 0, 0, 0), fixed=RELATIVE),
-    Entry("fedexp-printed", "FedExP, printed", "fedexp", "server.eps", every(-2.5, -1, -3, -3), 1),
+    Entry(
+        "fedexp-printed",
+        "FedExP, printed",
+        "fedexp",
+        "server.eps",
+        every(-2.5, -1, -3, -3),
+        1,
+        fixed={"server.eps_mode": "absolute"},
+    ),
     Entry("scaffold", "SCAFFOLD", "scaffold", "server.lr", every(0.5, 0, 0.5, 0)),
     Entry("fedadam", "FedAdam", "fedadam", "server.lr", every(-1, -2, -1, -2)),
     Entry(

@@ -13,8 +13,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
+from numbers import Integral
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -32,6 +33,16 @@ OFFSETS = "offsets"  # name of the offsets in a saved federation, next to its fi
 FINITE = "finite"  # flag in a saved federation: its floats were checked before saving
 NO_CLIENTS = "a federation needs at least one client"
 ROWS_PER_CHECK = 2**16  # data may be larger than memory, so checks read them in blocks
+
+
+@runtime_checkable
+class Partitioner(Protocol):
+    """What is used of a partitioner of Flower Datasets; its data set is assigned before."""
+
+    def load_partition(self, partition_id: int, /) -> Any: ...
+
+    @property
+    def num_partitions(self) -> int: ...
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -106,7 +117,9 @@ class Federation:
         return cls(stack(examples, len(rows)), offsets_of(map(len, parts)))
 
     @classmethod
-    def from_flower(cls, partitioner: Any, columns: Mapping[str, str] | None = None) -> Federation:
+    def from_flower(
+        cls, partitioner: Partitioner, columns: Mapping[str, str] | None = None
+    ) -> Federation:
         """Take the partitions of a Flower Datasets partitioner as clients.
 
         Args:
@@ -114,6 +127,10 @@ class Federation:
                 data set assigned.
             columns: column of the partitions for each field; by default {"x": "img", "y": "label"}.
         """
+        require(
+            isinstance(partitioner, Partitioner),
+            f"the partitioner is {type(partitioner).__name__}; give one of Flower Datasets",
+        )
         columns = columns or {"x": "img", "y": "label"}
         partitions = [partitioner.load_partition(i) for i in range(partitioner.num_partitions)]
         ends = offsets_of(map(len, partitions))
@@ -183,7 +200,8 @@ class Federation:
     def client(self, index: int) -> Batch:
         """Return all examples of a client, without a copy."""
         last = self.clients - 1
-        require(0 <= index <= last, f"no client {index}; clients are 0 to {last}")
+        whole = isinstance(index, Integral)
+        require(whole and 0 <= index <= last, f"no client {index!r}; clients are 0 to {last}")
         own = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
         return {name: value[own] for name, value in self.fields.items()}
 
@@ -278,13 +296,21 @@ def as_tensors(fields: Mapping[str, Any]) -> dict[str, Tensor]:
     )
     for name, value in fields.items():
         try:
-            tensors[name] = torch.as_tensor(value)
+            tensors[name] = torch.as_tensor(_as_positions(value))
         except (TypeError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             if _are_texts(value):
                 reason = "number texts with numpy.unique(values, return_inverse=True)[1]"
             raise UsageError(f"field {name!r} is not an array of numbers: {reason}") from error
     return tensors
+
+
+def _as_positions(value: Any) -> Any:
+    """Return what torch reads by position; it would read a column of pandas by its labels."""
+    if isinstance(value, Tensor | np.ndarray | Sequence):
+        return value
+    array = np.asarray(value)
+    return array if array.flags.writeable else array.copy()
 
 
 def _are_texts(value: Any) -> bool:
@@ -300,6 +326,10 @@ def rows_of(parts: Sequence[Any], examples: int | None) -> NDArray[np.int64]:
         parts: the rows of each client.
         examples: number of rows there are, or None if unknown.
     """
+    require(
+        isinstance(parts, Sequence | np.ndarray),
+        f"parts is {type(parts).__name__}; give a list with the rows of each client",
+    )
     require(len(parts) > 0, NO_CLIENTS)
     rows = np.concatenate([_rows_of_client(part, client) for client, part in enumerate(parts)])
     outside = rows < 0 if examples is None else (rows < 0) | (rows >= examples)

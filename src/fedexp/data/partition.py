@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, require, whole_number
 
 Parts = list[NDArray[np.int64]]
 
@@ -22,7 +22,7 @@ def iid(examples: int, clients: int, rng: np.random.Generator) -> Parts:
     >>> sorted(len(part) for part in iid(10, 3, np.random.default_rng(0)))
     [3, 3, 4]
     """
-    _check(examples, clients)
+    _check(examples, clients, rng)
     return [np.sort(part) for part in np.array_split(rng.permutation(examples), clients)]
 
 
@@ -32,8 +32,9 @@ def by_id(ids: ArrayLike) -> Parts:
     >>> [part.tolist() for part in by_id(["mary", "john", "mary"])]
     [[1], [0, 2]]
     """
-    ids = _column("ids", ids)
+    given, ids = ids, _column("ids", ids)
     require(len(ids) > 0, "there are no ids; give one per example")
+    _check_none_missing(given, ids)
     try:
         owner = np.unique(ids, return_inverse=True)[1]
     except TypeError as error:  # e.g. None and 3
@@ -60,8 +61,8 @@ def shards(
     [[0, 2, 4], [1, 3, 5]]
     """
     labels = _column("labels", labels)
-    require(shards_per_client >= 1, f"shards_per_client must be at least 1: {shards_per_client}")
-    _check(len(labels), clients, shards_per_client)
+    whole_number("shards_per_client", shards_per_client, 1)
+    _check(len(labels), clients, rng, shards_per_client)
     shuffled = rng.permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     pieces = np.array_split(by_class, clients * shards_per_client)
@@ -84,7 +85,7 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, rng: np.random.Gene
     [25, 25, 25, 25]
     """
     labels = _column("labels", labels)
-    _check(len(labels), clients)
+    _check(len(labels), clients, rng)
     pools = [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
     mix = _proportions(alpha, clients, len(pools), rng)
     size = len(labels) // clients
@@ -111,8 +112,8 @@ def dirichlet_unequal(
     (100, True)
     """
     labels = _column("labels", labels)
-    require(minimum >= 1, f"minimum must be at least 1, not {minimum}")
-    _check(len(labels), clients, minimum)
+    whole_number("minimum", minimum, 1)
+    _check(len(labels), clients, rng, minimum)
     classes = np.unique(labels)
     owner = np.empty(len(labels), dtype=np.int64)
     for c, mix in zip(classes, _proportions(alpha, len(classes), clients, rng), strict=True):
@@ -197,8 +198,37 @@ def _column(name: str, values: ArrayLike) -> NDArray[Any]:
     return column
 
 
-def _check(examples: int, clients: int, each: int = 1) -> None:
-    require(clients >= 1, f"need at least one client, not {clients}")
+def _check_none_missing(given: Any, ids: NDArray[Any]) -> None:
+    """Refuse ids that are NaN or None, of which numpy would make a client."""
+    missing: list[Any] = []
+    if ids.dtype.kind in "fmM":
+        missing = ids[ids != ids].tolist()
+    elif ids.dtype.kind == "O":
+        missing = [id for id in ids if _is_missing(id)]
+    elif ids.dtype.kind in "US" and not isinstance(given, np.ndarray):
+        missing = [id for id in given if _is_missing(id)]  # numpy makes them the text "nan"
+    if missing:
+        kind = "None" if any(id is None for id in missing) else "NaN"
+        what = f"1 id is {kind}; drop this row"
+        if len(missing) > 1:
+            what = f"{len(missing)} ids are {kind}; drop these rows"
+        raise UsageError(what)
+
+
+def _is_missing(id: Any) -> bool:
+    """Return whether an id is None, or NaN in any of its kinds."""
+    try:
+        return id is None or bool(id != id)
+    except TypeError:  # pandas.NA
+        return True
+
+
+def _check(examples: int, clients: int, rng: Any, each: int = 1) -> None:
+    whole_number("clients", clients, 1)
+    require(
+        isinstance(rng, np.random.Generator),
+        f"rng is {type(rng).__name__}; give numpy.random.default_rng(0)",
+    )
     require(
         clients * each <= examples,
         f"cannot give {clients} clients {'an example' if each == 1 else f'{each} examples'} each "

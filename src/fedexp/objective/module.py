@@ -655,8 +655,19 @@ def check_shapes(outputs: Any, targets: Any, losses: Tensor) -> None:
     require(
         alike and losses.shape == targets.shape[: losses.ndim],
         f"the loss of outputs {list(outputs.shape)} and labels {list(targets.shape)} has the shape "
-        f"{list(losses.shape)}; give outputs and labels one shape, e.g. output.squeeze(1)",
+        f"{list(losses.shape)}; give outputs and labels one shape{in_one_shape(outputs, targets)}",
     )
+
+
+def in_one_shape(outputs: Any, targets: Any) -> str:
+    """Return an example of how one of them gets the shape of the other; empty without any."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return ""
+    if outputs.shape == (*targets.shape, 1):
+        return f", e.g. output.squeeze({targets.ndim})"
+    if targets.shape == (*outputs.shape, 1):
+        return f", e.g. y[{':, ' * outputs.ndim}0]"
+    return ""
 
 
 def _trains(loss: Any) -> bool:

@@ -252,9 +252,12 @@ def finish_metric(name: str, metric: Metric, total: Any) -> float:
     except Exception as error:  # of a function of the user's
         raise UsageError(f"metric {name!r} fails: {first_line(error)}") from error
     value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
-    if isinstance(value, numbers.Real) or (isinstance(value, Tensor) and value.numel() == 1):
+    is_one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
+    if isinstance(value, numbers.Real) or is_one:
         return float(value)
     what = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else repr(value)
+    if isinstance(value, Tensor) and value.is_complex():
+        what = "a complex number"
     raise UsageError(f"metric {name!r} returns {what[:80]}; return one number")
 
 

@@ -28,7 +28,7 @@ from fedexp.data.transforms import Transform
 from fedexp.errors import DataNote, UsageError, first_line, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.objective import Fields, ModuleObjective
-from fedexp.objective.module import Loss, check_shapes
+from fedexp.objective.module import Loss, check_shapes, in_one_shape
 from fedexp.tasks.metrics import as_metrics
 from fedexp.tasks.recipe import PAPER_TRAINING, Goal, Options, Recipe, parse_goal
 from fedexp.tasks.task import Task, TrainMetrics
@@ -375,8 +375,9 @@ def _probe(
                 f"the examples {of_bytes[0]} are bytes, which the model rejects; pass "
                 "transform=Images(mean, std), or convert them to float"
             ) from error
+        given = ", ".join(f"{name} {_kind(some[name])}" for name in fields.input_names)
         raise UsageError(
-            f"the model does not accept these examples: {first_line(error)}"
+            f"the model does not accept these examples ({given}): {first_line(error)}"
         ) from error
 
 
@@ -390,7 +391,7 @@ def _number_of_classes(outputs: Any, targets: Tensor) -> int:
     require(
         outputs.ndim != 2 or targets.shape != (len(outputs), 1),
         f"the labels have the shape {list(targets.shape)}; give one class number per example, of "
-        f"shape {list(targets.shape[:1])}, e.g. y.squeeze(1)",
+        f"shape {list(targets.shape[:1])}, e.g. y[:, 0]",
     )
     if targets.ndim == 1:
         require(
@@ -575,6 +576,7 @@ def _reduced(loss: Any, reduction: str) -> Loss:
 def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
     """Return the loss of a few examples; raises where it rejects them or broadcasts the targets."""
     shapes = [list(each.shape) for each in (outputs, targets) if isinstance(each, Tensor)]
+    example = in_one_shape(outputs, targets)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", "Using a target size", UserWarning)
         try:
@@ -582,7 +584,7 @@ def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
         except UserWarning as error:
             raise UsageError(
                 f"outputs {shapes[0]} and labels {shapes[-1]} differ in shape, and the loss would "
-                "compare each with each; give them one shape, e.g. output.squeeze(1)"
+                f"compare each with each; give them one shape{example}"
             ) from error
         except torch.OutOfMemoryError:
             raise
@@ -594,7 +596,7 @@ def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
             if class_loss(loss) is not None and isinstance(targets, Tensor) and targets.ndim == 1:
                 remedy = "; convert class numbers to integers, e.g. y.astype(int)"
             elif takes_numbers(loss) and len(shapes) == 2 and shapes[0] != shapes[1]:
-                remedy = "; give them one shape, e.g. output.squeeze(1)"
+                remedy = f"; give them one shape{example}"
             raise UsageError(
                 f"the loss does not accept {kinds}: {first_line(error)}{remedy}"
             ) from error
@@ -639,7 +641,7 @@ def _check_pairs(loss: Any, outputs: Any, targets: Any) -> None:
     require(
         len(targets) < 2 or not torch.allclose(ordered, reversed_, rtol=1e-5, atol=0.0),
         f"outputs {shapes[0]} and labels {shapes[1]} differ in shape, and the loss compares each "
-        "with each; give them one shape, e.g. output.squeeze(1)",
+        f"with each; give them one shape{in_one_shape(outputs, targets)}",
     )
 
 
