@@ -452,13 +452,13 @@ def rerun(spec: Mapping[str, Any]) -> str:
     if "privacy" in spec:
         given = [f"{name}={value}" for name, value in spec["privacy"].items() if name != "kind"]
         words += ["--privacy", f"{spec['privacy']['kind']}:{','.join(given)}"]
-    given = dict(spec.get("set", {}))
+    options = dict(spec.get("set", {}))
     if spec["algorithm"] == "fedexp" and spec.get("task_source"):
-        typed = {name.rpartition(".")[2] for name in given}
+        typed = {name.rpartition(".")[2] for name in options}
         resolved = spec.get("options", {})
         for name in EPS:  # its default has changed since version 0.1
             if name in resolved and name.rpartition(".")[2] not in typed:
-                given[name] = resolved[name]
-    for key, value in given.items():
+                options[name] = resolved[name]
+    for key, value in options.items():
         words += ["--set", f"{key}={value}"]
     return shlex.join(map(str, words))

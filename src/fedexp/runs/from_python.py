@@ -98,7 +98,8 @@ def prepared_runs(
 ) -> list[Run]:
     """Return a run of each algorithm over one task; `name:key` options are for one algorithm."""
     of_task, others = split_task_options(settings.get("options") or {})
-    common: Settings = {**settings, "options": {f"task.{k}": v for k, v in of_task.items()}}
+    for_task = {f"task.{k}": v for k, v in of_task.items()}
+    common: Settings = {**settings, "options": for_task}
     bare: dict[str, Run] = {}
     for algorithm in algorithms:
         built = next(iter(bare.values())).task if bare else None
@@ -113,7 +114,7 @@ def prepared_runs(
     shared = share_options({name: run.setup for name, run in bare.items()}, others)
     found = []
     for algorithm, (name, run) in zip(algorithms, bare.items(), strict=True):
-        own: Settings = {**settings, "options": {**common["options"], **shared[name]}}
+        own: Settings = {**settings, "options": {**for_task, **shared[name]}}
         found.append(prepared_run(task, algorithm, seed, own, runs, run.task))
     return found
 
