@@ -6,7 +6,8 @@ import json
 import math
 import warnings
 from collections import deque
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -150,6 +151,25 @@ def test_a_start_that_does_not_fit_is_refused() -> None:
         fx.simulate(task, fx.fedexp(eps=0.1), 4, start=record.state)
     with pytest.raises(fx.UsageError, match="has done 2 rounds already"):
         fx.simulate(task, fx.fedexp(), 2, start=record.state)
+
+
+def test_a_step_of_another_shape_is_refused_by_name() -> None:
+    @dataclass(frozen=True)
+    class Own(fx.ServerRule):
+        whole: bool
+
+        def step(self, params: torch.Tensor, aggregate: fx.Aggregate, state: Any) -> Any:
+            after = params - aggregate.mean
+            metrics = {"server_lr": torch.ones(3 if self.whole else 1)}
+            return (after if self.whole else after[:2]), state, metrics
+
+    def run(whole: bool) -> None:
+        next(iter(fx.simulate(least_squares(), fx.Algorithm("own", server=Own(whole)), 1)))
+
+    with pytest.raises(fx.UsageError, match=r"step of Own returns parameters of shape \[2\], not"):
+        run(whole=False)
+    with pytest.raises(fx.UsageError, match=r"step of Own reports server_lr of shape \[3\]"):
+        run(whole=True)
 
 
 def test_layers_that_write_to_their_parameters_do_not_change_the_server() -> None:

@@ -248,12 +248,29 @@ def model_step(
             "the next parameters, the next state and a dict of metrics"
         )
     params, server, metrics = stepped
+    _check_shapes(type(algorithm.server).__name__, params, model.params, metrics)
     averaged = model.averaged
     if "buffers" in aggregate.extras:
         change = aggregate.mean_extra("buffers").to(averaged.dtype)
         averaged = changed_buffers(averaged, change)
     broadcast = algorithm.client.update_broadcast(model.broadcast, aggregate, total_weight)
     return ServerModel(params, averaged, server, broadcast), metrics
+
+
+def _check_shapes(rule: str, params: Any, before: Tensor, metrics: Mapping[str, Any]) -> None:
+    """Refuse parameters of another shape, and a metric that is not one number."""
+    if not isinstance(params, Tensor) or params.shape != before.shape:
+        found = list(params.shape) if isinstance(params, Tensor) else type(params).__name__
+        raise UsageError(
+            f"step of {rule} returns parameters of shape {found}, not {list(before.shape)}; return "
+            "all of the next parameters as one vector"
+        )
+    for name, value in metrics.items():
+        if isinstance(value, Tensor) and value.numel() != 1:
+            raise UsageError(
+                f"step of {rule} reports {name} of shape {list(value.shape)}; report one number, "
+                "e.g. its mean"
+            )
 
 
 def with_model(state: SimulationState, model: ServerModel, algorithm: Algorithm) -> SimulationState:
