@@ -46,6 +46,7 @@ def cases() -> dict[str, Case]:
     fedavg, fedexp = Average(), ExP(eps=1e-3)
     server = {
         "FedAvg": Case(fedavg),
+        "FedExP()": Case(ExP(eps=0.05, eps_mode="relative")),
         "FedExP, eps=1e-3": Case(fedexp),
         "FedExP, max_step=3": Case(ExP(eps=1e-3, max_step=3.0)),
         "FedExP, max_step=2": Case(ExP(eps=1e-3, max_step=2.0)),
