@@ -50,8 +50,8 @@ def add_run_options(parser: argparse.ArgumentParser, rounds: str = "the task's o
         "--mode",
         default="paper",
         metavar="MODE",
-        help="paper (default), authors-code for every deviation of the released code, or "
-        "recommended for FedExP with a relative eps",
+        help="paper (default) for the values tuned for the task, authors-code for every deviation "
+        "of the released code, or recommended for FedExP with a relative eps",
     )
     parser.add_argument(
         "--set",

@@ -48,7 +48,7 @@ class Settings(TypedDict, total=False):
         local: local training, instead of the task's.
         weighting: "uniform", or "size" to weigh clients by their examples.
         options: single options by name, as `--set` takes them: {"eps": 0.01, "local.lr": 0.1}.
-        mode: "paper", "authors-code" or "recommended".
+        mode: "paper" for the values tuned for the task, "authors-code" or "recommended".
         evaluate_every: rounds between evaluations.
         engine: see `simulate`.
         device: e.g. "cuda".

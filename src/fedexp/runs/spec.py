@@ -75,8 +75,8 @@ class Spec:
         rounds: number of rounds; None for the task's default.
         cohort: clients per round: a number, a fraction, a list of clients, a function by its
             reference (`study.py:choose`), 0 or "all" for all; None for the task's default.
-        mode: "paper", "authors-code" for what the released code does, or "recommended" for what
-            this project advises.
+        mode: "paper" for the values tuned for the task, "authors-code" for what the released code
+            does, or "recommended" for what this project advises.
         evaluate_every: rounds between evaluations; None for the task's default.
         engine: "auto", or the name of one: "loop", "threads", "batched", "dense", "quadratic".
         device: e.g. "cuda"; None for the CPU.
