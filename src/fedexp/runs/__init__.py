@@ -8,7 +8,7 @@ from fedexp.runs.folder import RunWarning
 from fedexp.runs.journal import RunInterrupted
 from fedexp.runs.pool import run_all
 from fedexp.runs.read import StoredRun, find_runs, load_run
-from fedexp.runs.spec import folder_of, frozen, is_run, read_spec, run_from, run_id, spec_from
+from fedexp.runs.spec import folder_of, frozen, is_run, read_spec, run_id, spec_from
 
 __all__ = [
     "RunInterrupted",
@@ -23,7 +23,6 @@ __all__ = [
     "load_run",
     "read_spec",
     "run_all",
-    "run_from",
     "run_id",
     "spec_from",
     "stored_outcome",
