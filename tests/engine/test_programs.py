@@ -136,7 +136,7 @@ def fedexp_on(task: Task, **options: Any) -> Case:
 SERVERS = {
     "eps": (fx.fedexp(0.0), fx.fedexp(0.01)),
     "factor": (fx.fedexp(0.0), fx.fedexp(0.0, factor=1.0)),
-    "eps_mode": (fx.fedexp(), fx.fedexp(eps_mode="relative")),
+    "eps_mode": (fx.fedexp(eps=0.05), fx.fedexp(eps=0.05, eps_mode="relative")),
     "server lr": (fx.fedavg(1.0), fx.fedavg(0.5)),
     "server beta": (fx.fedavgm(beta=0.9), fx.fedavgm(beta=0.5)),
     "server rule": (fx.fedavg(), fx.fedexp()),
