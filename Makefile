@@ -30,9 +30,8 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Three workers on two cores: the tests of a deployment mostly wait.
 test: check
-	$(BIN)/python -m pytest -n 3
+	$(BIN)/python -m pytest -n 2
 	$(BIN)/python tools/check_wheel.py
 
 # The documentation site in site/, strictly; tests/docs/test_site.py builds it as well.
