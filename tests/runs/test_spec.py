@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fedexp as fx
 from fedexp.options import TASKS, build_task
 from fedexp.runs import frozen, read_spec, run_id, spec_from
-from fedexp.runs.spec import Spec, spec_text
+from fedexp.runs.spec import Spec, run_from, spec_text
 from fedexp.tasks import Task
 from tests.runs.helpers import tiny
 
@@ -64,6 +64,14 @@ def test_a_spec_comes_back_from_its_file(spec: Spec) -> None:
     assert frozen(again) == frozen(run)
     assert run_id(again) == run_id(run) == stored["id"]
     assert again.describe() == run.describe()
+
+
+def test_a_stored_run_of_fedexp_keeps_its_eps_whatever_the_default_is_now() -> None:
+    spec = frozen(Spec("toy", "fedexp", 0).prepare())
+    assert run_from(spec).spec == spec_from(spec)
+    older = {"server.eps": 0.001, "server.eps_mode": "participants"}
+    options = run_from({**spec, "options": {**spec["options"], **older}}).setup.options()
+    assert {name: options[name] for name in older} == older
 
 
 CHANGES: list[dict[str, Any]] = [
