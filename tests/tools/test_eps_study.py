@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -90,7 +91,7 @@ def reaching(task: StudyTask, evaluation: int | None) -> Curves:
     return Curves(tuple(values[: min(ends, at + 4)]) if evaluation else tuple(values[:-1]), (), "x")
 
 
-def fabricated(hits: dict[Arm, int | None], names: list[str]) -> dict[Key, Curves]:
+def fabricated(hits: Mapping[Arm, int | None], names: list[str]) -> dict[Key, Curves]:
     """Return the same evaluations to target in every cell of some tasks, FedAvg's being 20."""
     store = {}
     for name in names:
@@ -177,3 +178,50 @@ def _eps(name: str, cell: Cell) -> tuple[float, ...]:
 def test_without_runs_every_block_has_a_text(tmp_path: Path) -> None:
     assert all(report.blocks(tmp_path).values())
     assert report.figure(tmp_path) is None
+
+
+def test_a_variant_is_run_beside_its_own_base(tiny: None, tmp_path: Path) -> None:
+    assert Arm("fedavg").algorithm("fedexp-m").name == "fedavgm"
+    extrapolated = Arm("relative", 0.05).algorithm("scaffold-exp")
+    assert extrapolated.name == "scaffold-exp"
+    assert extrapolated.server.eps_mode == "relative"  # type: ignore[attr-defined]
+    execute("synthetic", (0.05,), tmp_path, variant="scaffold-exp", log=lambda line: None)
+    stored = load("synthetic", tmp_path, "scaffold-exp")
+    assert len(stored) == 2 * 4
+    assert load("synthetic", tmp_path) == {}
+    execute("synthetic", (0.05,), tmp_path, log=lambda line: None)
+    key = Key(TINY.cells[1], 0, Arm("absolute", 0.0))
+    assert stored[key] != load("synthetic", tmp_path)[key]
+
+
+def test_the_decision_on_a_variant_needs_both_criteria_on_each_task() -> None:
+    arm, printed, best = Arm("relative", 0.05), Arm("absolute", 1e-3), Arm("absolute", 10.0)
+    tasks = list(protocol.VARIANT_TASKS)
+
+    def decided(own: int, names: list[str] = tasks, **others: int) -> bool | None:
+        hits = {arm: own, printed: others.get("printed", 15), best: others.get("best", 15)}
+        return measures.variant_decision(fabricated(hits, names))
+
+    assert decided(15) is True
+    assert decided(16) is False  # slower than the default that it would replace
+    assert decided(15, printed=20, best=8) is False  # far from the oracle
+    assert decided(16, printed=20) is True
+    assert decided(15, tasks[:2]) is None
+    whole = fabricated({arm: 15, printed: 15, best: 15}, tasks)
+    far = fabricated({arm: 40}, ["emnist"])
+    assert measures.variant_decision(whole | far) is False  # EMNIST counts by criterion 1
+    near = measures.variant_verdicts(whole | fabricated({arm: 20}, ["emnist"]))
+    assert [verdict.printed is None for verdict in near] == [False, False, False, True]
+    assert all(verdict.holds for verdict in near)
+    key = next(key for key in whole if key.cell.task == "mnist-200" and key.seed == 1)
+    del whole[key]
+    assert measures.variant_decision(whole) is None  # a seed is missing
+
+
+def test_the_table_of_variants_states_what_follows() -> None:
+    hits = {Arm("relative", 0.05): 15, Arm("absolute", 1e-3): 15, Arm("absolute", 10.0): 15}
+    store = fabricated(hits, list(protocol.VARIANT_TASKS))
+    text = report.variant_table({"scaffold-exp": store, "fedexp-m": {}})
+    assert "SCAFFOLD-ExP: **c = 0.05 is the default**" in text
+    assert "FedExP-M: not all runs are there" in text
+    assert "| SCAFFOLD-ExP | EMNIST | not run yet |" in text

@@ -2,9 +2,11 @@
 
     python -m tools.eps_study --tasks digits,digits-mlp,synthetic,mnist-200
     python -m tools.eps_study --tasks emnist,cifar10 --device cuda --precision bf16
+    python -m tools.eps_study --variants scaffold-exp,fedexp-m --tasks digits,digits-mlp,mnist-200
 
 Selection tasks run every candidate; confirmation tasks the constants that the stored selection runs
-choose. Stored runs are not run again: an interrupted command continues where it stopped.
+choose, and variants of FedExP the constant that it has. Stored runs are not run again: an
+interrupted command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ from __future__ import annotations
 import argparse
 import math
 import sys
+from itertools import product
 from pathlib import Path
 
 from fedexp.errors import UsageError, unknown_name
@@ -25,6 +28,9 @@ FOLDER = Path(__file__).parents[2] / "results" / "eps-study"
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="tools.eps_study", description=__doc__)
     parser.add_argument("--tasks", required=True, help=f"of {', '.join(protocol.TASKS)}")
+    parser.add_argument(
+        "--variants", default=protocol.FEDEXP, help=f"of {', '.join(protocol.VARIANTS)}"
+    )
     parser.add_argument("--device", help="e.g. cuda")
     parser.add_argument("--precision", choices=["float32", "tf32", "bf16"])
     parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the CSV files")
@@ -33,13 +39,18 @@ def main(argv: list[str] | None = None) -> int:
     )
     given = parser.parse_args(argv)
     try:
-        for name in given.tasks.split(","):
+        pairs = list(product(given.variants.split(","), given.tasks.split(",")))
+        for variant, name in pairs:
+            if variant not in protocol.VARIANTS:
+                raise unknown_name("variant", variant, protocol.VARIANTS)
             if name not in protocol.TASKS:
                 raise unknown_name("task", name, protocol.TASKS)
+        for variant, name in pairs:
             execute(
                 name,
-                _constants(name),
+                _constants(name, variant),
                 given.out,
+                variant=variant,
                 device=given.device,
                 precision=given.precision,
                 seconds=given.seconds,
@@ -51,8 +62,10 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def _constants(name: str) -> tuple[float, ...]:
+def _constants(name: str, variant: str) -> tuple[float, ...]:
     """Return the relative eps to run on a task."""
+    if variant != protocol.FEDEXP:
+        return (protocol.VARIANT_CONSTANT,)
     if protocol.TASKS[name].selects:
         return protocol.CANDIDATES
     found = constants(load_all(FOLDER))

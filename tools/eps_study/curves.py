@@ -1,8 +1,8 @@
 """The runs of the study: executed one after another in this process, stored as CSV files.
 
-A file per task has one line per run: its cell, seed and arm, the machine, the task's metric at
-every evaluation (four digits, which the crossings are computed from) and the server step size of
-the same rounds. Stored runs are not run again.
+A file per task and variant has one line per run: its cell, seed and arm, the machine, the task's
+metric at every evaluation (four digits, which the crossings are computed from) and the server step
+size of the same rounds. Stored runs are not run again.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from fedexp.algorithms import Algorithm
 from fedexp.analysis.summary import Curve, rounds_to, smoothed
 from fedexp.engine import simulate
 from fedexp.engine.programs import SharedPrograms
@@ -26,7 +27,7 @@ from fedexp.errors import DivergedError
 from fedexp.precision import Precision
 from fedexp.tasks.recipe import parse_goal
 from fedexp.tasks.task import Task
-from tools.eps_study.protocol import TASKS, Arm, Cell, StudyTask
+from tools.eps_study.protocol import FEDEXP, TASKS, Arm, Cell, StudyTask
 
 HEADERS = ("local_lr", "cohort", "seed", "arm", "eps", "machine", "values", "server_lr")
 
@@ -70,6 +71,7 @@ def execute(
     constants: Sequence[float],
     folder: Path,
     *,
+    variant: str = FEDEXP,
     device: str | None = None,
     precision: Precision | None = None,
     seconds: float = math.inf,
@@ -81,12 +83,13 @@ def execute(
         name: the task.
         constants: the relative eps to run.
         folder: where the CSV files are.
+        variant: the extrapolating algorithm.
         device: e.g. "cuda".
         precision: of the arithmetic inside the model.
         seconds: no run is started after this time.
         log: called with one line per run.
     """
-    study, store, start = TASKS[name], dict(load(name, folder)), time.monotonic()
+    study, store, start = TASKS[name], load(name, folder, variant), time.monotonic()
     programs = SharedPrograms(most=study.engines)
     for seed in study.seeds:
         task: Task | None = None
@@ -100,12 +103,13 @@ def execute(
                     return
                 task = task or study.build(seed)
                 began = time.monotonic()
-                store[key] = _train(study, task, key, device, precision, programs)
-                _write(folder / f"{name}.csv", study, store)
+                algorithm = arm.algorithm(variant)
+                store[key] = _train(study, task, key, algorithm, device, precision, programs)
+                _write(_path(name, folder, variant), study, store)
                 first, smooth = store[key].crossings(study)
                 log(
-                    f"{name} lr {cell.local_lr:.3g} cohort {cell.cohort or 'all'} seed {seed} "
-                    f"{arm}: {first}, {smooth} ({time.monotonic() - began:.1f} s)"
+                    f"{variant} {name} lr {cell.local_lr:.3g} cohort {cell.cohort or 'all'} "
+                    f"seed {seed} {arm}: {first}, {smooth} ({time.monotonic() - began:.1f} s)"
                 )
 
 
@@ -113,6 +117,7 @@ def _train(
     study: StudyTask,
     task: Task,
     key: Key,
+    algorithm: Algorithm,
     device: str | None,
     precision: Precision | None,
     programs: SharedPrograms,
@@ -122,7 +127,7 @@ def _train(
     steps: list[float] = []
     records = simulate(
         task,
-        key.arm.algorithm(),
+        algorithm,
         study.budget,
         key.cell.cohort or "all",
         key.seed,
@@ -156,9 +161,14 @@ def _by_round(values: Sequence[float], every: int) -> Curve:
     return curve
 
 
-def load(name: str, folder: Path) -> dict[Key, Curves]:
+def _path(name: str, folder: Path, variant: str) -> Path:
+    """Return the file of a task, which of FedExP has the name of the task alone."""
+    return folder / (f"{name}.csv" if variant == FEDEXP else f"{variant}-{name}.csv")
+
+
+def load(name: str, folder: Path, variant: str = FEDEXP) -> dict[Key, Curves]:
     """Return the stored runs of a task; none if it has no file."""
-    path = folder / f"{name}.csv"
+    path = _path(name, folder, variant)
     if not path.is_file():
         return {}
     found: dict[Key, Curves] = {}

@@ -12,9 +12,14 @@ from typing import Literal
 from tools.eps_study.curves import Key, Store, load
 from tools.eps_study.protocol import (
     CANDIDATES,
+    FEDEXP,
     MOST_TO_FEDAVG,
     MOST_TO_ORACLE,
+    MOST_TO_PRINTED,
+    PRINTED_EPS,
     TASKS,
+    VARIANT_CONSTANT,
+    VARIANT_TASKS,
     Arm,
     Cell,
 )
@@ -26,9 +31,9 @@ LEAST_CIFAR10_CELLS = 2
 INTERPOLATES = "synthetic"  # one model fits all clients: eps 0 is right there
 
 
-def load_all(folder: Path) -> Store:
+def load_all(folder: Path, variant: str = FEDEXP) -> Store:
     """Return the stored runs of all tasks."""
-    return {key: run for name in TASKS for key, run in load(name, folder).items()}
+    return {key: run for name in TASKS for key, run in load(name, folder, variant).items()}
 
 
 @dataclass(frozen=True)
@@ -112,8 +117,13 @@ def to_oracle(cells: Sequence[CellRounds], arm: Arm) -> float | None:
 
 def to_fedavg(cells: Sequence[CellRounds], arm: Arm) -> float | None:
     """Return the geometric mean of an arm's rounds over FedAvg's; None without cells."""
+    return to_arm(cells, arm, FEDAVG)
+
+
+def to_arm(cells: Sequence[CellRounds], arm: Arm, other: Arm) -> float | None:
+    """Return the geometric mean of an arm's rounds over another's; None without cells."""
     have = [own for own in cells if arm in own.rounds]
-    ratios = [own.rounds[arm] / own.rounds[FEDAVG] for own in have]
+    ratios = [own.rounds[arm] / own.rounds[other] for own in have]
     return geometric_mean(ratios) if ratios else None
 
 
@@ -189,3 +199,50 @@ def decision(store: Store, constant: float) -> bool | None:
     if sum(len(own.seeds) for own in emnist) < EMNIST_RUNS or len(cifar10) < LEAST_CIFAR10_CELLS:
         return None
     return all(verdict.holds for verdict in verdicts(store, constant))
+
+
+@dataclass(frozen=True)
+class VariantVerdict:
+    """The criteria of a variant on one task, for FedExP's constant.
+
+    Attributes:
+        task: its name.
+        oracle: geometric mean of rounds over the oracle's.
+        printed: the same over those of the printed default, an absolute eps; None where that is
+            not an arm of every cell.
+        base: the same over those without extrapolation; it decides nothing.
+    """
+
+    task: str
+    oracle: float
+    printed: float | None
+    base: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the criteria are at most what the protocol states."""
+        near = self.oracle <= MOST_TO_ORACLE
+        return near and (self.printed is None or self.printed <= MOST_TO_PRINTED)
+
+
+def variant_verdicts(store: Store, crossing: Crossing = "smoothed") -> list[VariantVerdict]:
+    """Return the criteria on each task of a variant that has complete cells."""
+    arm, printed = Arm("relative", VARIANT_CONSTANT), Arm("absolute", PRINTED_EPS)
+    found = []
+    for name in TASKS:
+        cells = task_cells(store, [name], crossing)
+        oracle, base = to_oracle(cells, arm), to_fedavg(cells, arm)
+        everywhere = all(printed in own.rounds for own in cells)
+        if oracle is not None and base is not None:
+            over = to_arm(cells, arm, printed) if everywhere else None
+            found.append(VariantVerdict(name, oracle, over, base))
+    return found
+
+
+def variant_decision(store: Store) -> bool | None:
+    """Return whether the relative form becomes a variant's default; None while runs are missing."""
+    for name in VARIANT_TASKS:
+        cells = task_cells(store, [name], "smoothed")
+        if [own.seeds for own in cells] != [TASKS[name].seeds] * len(TASKS[name].cells):
+            return None
+    return all(verdict.holds for verdict in variant_verdicts(store))

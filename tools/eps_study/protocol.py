@@ -10,7 +10,17 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fedexp.algorithms import Algorithm, fedavg, fedexp
+from fedexp.algorithms import (
+    Algorithm,
+    fedavg,
+    fedavgm,
+    fedexp,
+    fedexp_m,
+    fedprox,
+    fedprox_exp,
+    scaffold,
+    scaffold_exp,
+)
 from fedexp.data.federation import Federation
 from fedexp.tasks import cifar10, digits, digits_mlp, emnist, mnist, shakespeare, synthetic
 from fedexp.tasks.images import thinned
@@ -22,7 +32,36 @@ MOST_TO_ORACLE = 1.25  # geometric mean of rounds over those of the best absolut
 MOST_TO_FEDAVG = 1.0  # the same over FedAvg's
 MNIST_CLIENTS, MNIST_TEST_IMAGES = 200, 2000
 
+PRINTED_EPS = 1e-3  # the absolute default that a variant had when its protocol was written
+VARIANT_CONSTANT = 0.05  # selected for FedExP; nothing is selected on a variant
+VARIANT_TASKS = ("digits", "digits-mlp", "mnist-200")  # that the decision on a variant waits for
+MOST_TO_PRINTED = 1.0  # geometric mean of rounds over those of the printed default
+
 Kind = Literal["fedavg", "relative", "absolute"]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """An extrapolating algorithm, and the algorithm that it is without extrapolation.
+
+    Attributes:
+        name: its name in tables.
+        base: the algorithm without extrapolation, server step size 1.
+        extrapolated: returns it with an eps and an eps_mode.
+    """
+
+    name: str
+    base: Algorithm
+    extrapolated: Callable[..., Algorithm]
+
+
+FEDEXP = "fedexp"
+VARIANTS = {
+    FEDEXP: Variant("FedExP", fedavg(lr=1.0), fedexp),
+    "fedprox-exp": Variant("FedProx-ExP", fedprox(lr=1.0), fedprox_exp),
+    "scaffold-exp": Variant("SCAFFOLD-ExP", scaffold(lr=1.0), scaffold_exp),
+    "fedexp-m": Variant("FedExP-M", fedavgm(lr=1.0), fedexp_m),
+}
 
 
 @dataclass(frozen=True)
@@ -30,8 +69,9 @@ class Arm:
     """An algorithm of the study.
 
     Attributes:
-        kind: FedAvg with server step size 1, or FedExP with a relative or an absolute eps.
-        eps: its value; 0 for FedAvg, which has none.
+        kind: without extrapolation ("fedavg", the base of a variant), or with a relative or an
+            absolute eps.
+        eps: its value; 0 without extrapolation.
     """
 
     kind: Kind
@@ -40,11 +80,11 @@ class Arm:
     def __str__(self) -> str:
         return self.kind if self.kind == "fedavg" else f"{self.kind} {self.eps:.3g}"
 
-    def algorithm(self) -> Algorithm:
+    def algorithm(self, variant: str = FEDEXP) -> Algorithm:
         """Return the algorithm to run."""
         if self.kind == "fedavg":
-            return fedavg(lr=1.0)
-        return fedexp(self.eps, eps_mode=self.kind)
+            return VARIANTS[variant].base
+        return VARIANTS[variant].extrapolated(eps=self.eps, eps_mode=self.kind)
 
 
 @dataclass(frozen=True)

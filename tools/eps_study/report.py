@@ -7,6 +7,7 @@ the smoothed crossing; the one by the first crossing follows in parentheses.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,14 +27,22 @@ from tools.eps_study.measures import (
     task_cells,
     to_fedavg,
     to_oracle,
+    variant_decision,
+    variant_verdicts,
     verdicts,
 )
 from tools.eps_study.protocol import (
     ABSOLUTE,
     CANDIDATES,
+    FEDEXP,
     MOST_TO_FEDAVG,
     MOST_TO_ORACLE,
+    MOST_TO_PRINTED,
+    PRINTED_EPS,
     TASKS,
+    VARIANT_CONSTANT,
+    VARIANT_TASKS,
+    VARIANTS,
     Arm,
     Kind,
 )
@@ -64,11 +73,13 @@ def blocks(folder: Path) -> dict[str, str]:
         folder: where the CSV files of the study are, which may be missing.
     """
     store = load_all(folder)
+    variants = {name: load_all(folder, name) for name in VARIANTS if name != FEDEXP}
     return {
         "eps-selection": selection(store),
         "eps-cells": cell_table(store),
         "eps-confirmation": confirmation(store),
-        "eps-machines": machines(store),
+        "eps-variants": variant_table(variants),
+        "eps-machines": machines([store, *variants.values()]),
         "eps-summary": summary(store),
     }
 
@@ -176,9 +187,39 @@ def confirmation(store: Store) -> str:
     return paragraphs(table([*headers, "both criteria"], rows, left=2), decided)
 
 
-def machines(store: Store) -> str:
+def variant_table(stores: Mapping[str, Store]) -> str:
+    """Return the criteria of each variant on each task, and what follows from them."""
+    constant, rows, decided = f"c = {VARIANT_CONSTANT:g}", [], []
+    rule = f"at most {MOST_TO_ORACLE:g} and {MOST_TO_PRINTED:g} on each task"
+    for variant, store in stores.items():
+        name = VARIANTS[variant].name
+        smooth, first = (
+            {verdict.task: verdict for verdict in variant_verdicts(store, crossing)}
+            for crossing in CROSSINGS
+        )
+        for task in dict.fromkeys([*VARIANT_TASKS, "emnist", *smooth]):
+            if task not in smooth:
+                rows.append([name, NAMES[task], "not run yet", *[""] * 4])
+                continue
+            cells, own, other = task_cells(store, [task], "smoothed"), smooth[task], first[task]
+            eps = [cell.oracle.eps for cell in cells]
+            row = [name, NAMES[task], f"{min(eps):.3g} to {max(eps):.3g}"]
+            row += [_ratio(own.oracle, other.oracle), _ratio(own.printed, other.printed)]
+            rows.append([*row, _ratio(own.base, other.base), "yes" if own.holds else "no"])
+        result = {
+            None: f"not all runs are there; {constant} has to have {rule}",
+            True: f"**{constant} is the default**: {rule}",
+            False: "**the printed form stays the default**: not " + rule,
+        }
+        decided.append(f"{name}: {result[variant_decision(store)]}.")
+    headers = ["variant", "task", "best absolute eps", f"{constant}: rounds over the oracle's"]
+    headers += [f"over those of eps = {PRINTED_EPS:g}", "over those without extrapolation"]
+    return paragraphs(table([*headers, "both criteria"], rows, left=2), bullets(decided))
+
+
+def machines(stores: Iterable[Store]) -> str:
     """Return how many runs were executed where."""
-    counts = Counter(run.machine for run in store.values())
+    counts = Counter(run.machine for store in stores for run in store.values())
     return "\n".join(f"- {name}: {n} runs" for name, n in sorted(counts.items())) or NO_RUNS
 
 
