@@ -54,6 +54,15 @@ def test_options_are_checked_together() -> None:
         setup("fedhyper").with_option("lr", "8")
 
 
+def test_steps_are_refused_where_epochs_would_hide_them() -> None:
+    one = Setup(fx.fedavg(), LocalTraining(epochs=2))
+    with pytest.raises(fx.UsageError, match=r"local\.epochs is 2; set local\.epochs to none"):
+        one.with_option("steps", "7")
+    assert one.with_options({"steps": "7", "epochs": "none"}).local == LocalTraining(steps=7)
+    assert one.with_options({"steps": 7, "local.epochs": 1}).local.epochs == 1
+    assert setup().with_options({"steps": "7"}).local.steps == 7
+
+
 def test_plain_options() -> None:
     changed = setup().with_options({"average_last": "5", "weighting": "size"})
     assert (changed.algorithm.iterates, changed.weighting) == (5, "size")

@@ -298,6 +298,12 @@ class Setup:
             full, parsed = self.parse(key, value)
             section, _, field = full.rpartition(".")
             changes[section][field] = parsed
+        epochs = changes["local"].get("epochs", self.local.epochs)
+        require(
+            "steps" not in changes["local"] or epochs is None or "epochs" in changes["local"],
+            f"local.steps has no effect where clients pass over their data: local.epochs is "
+            f"{epochs}; set local.epochs to none as well",
+        )
         changes["server"] |= _eps_of_mode(self.algorithm.server, changes["server"])
         weighting = changes[""].pop("weighting", self.weighting)
         changed = {

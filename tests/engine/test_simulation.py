@@ -172,6 +172,17 @@ def test_a_step_of_another_shape_is_refused_by_name() -> None:
         run(whole=True)
 
 
+@pytest.mark.parametrize("name", ["round", "test_accuracy", "seconds"])
+def test_a_rule_cannot_report_a_field_of_the_record(name: str) -> None:
+    @dataclass(frozen=True)
+    class Own(fx.ServerRule):
+        def step(self, params: torch.Tensor, aggregate: fx.Aggregate, state: Any) -> Any:
+            return params - aggregate.mean, state, {name: torch.ones(())}
+
+    with pytest.raises(fx.UsageError, match=f"step of Own reports a metric called {name}, which"):
+        next(iter(fx.simulate(least_squares(), fx.Algorithm("own", server=Own()), 1)))
+
+
 def test_layers_that_write_to_their_parameters_do_not_change_the_server() -> None:
     class Bounded(nn.Module):
         def __init__(self) -> None:

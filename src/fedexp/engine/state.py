@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -192,6 +192,10 @@ class Record:
         return {name: _jsonable(value) for name, value in {**own, **self.metrics}.items()}
 
 
+# Names that a server rule cannot report; its step size is the field `server_lr`.
+OWN_FIELDS = frozenset(own.name for own in fields(Record)) - {"server_lr"}
+
+
 def message_bytes(algorithm: Algorithm, state: SimulationState) -> tuple[int, int]:
     """Return the bytes that one client sends and receives in a round, by the shapes of a state."""
     rule, params, buffers = algorithm.client, state.params, state.buffers
@@ -248,7 +252,7 @@ def model_step(
             "the next parameters, the next state and a dict of metrics"
         )
     params, server, metrics = stepped
-    _check_shapes(type(algorithm.server).__name__, params, model.params, metrics)
+    _check_step(type(algorithm.server).__name__, params, model.params, metrics)
     averaged = model.averaged
     if "buffers" in aggregate.extras:
         change = aggregate.mean_extra("buffers").to(averaged.dtype)
@@ -257,8 +261,8 @@ def model_step(
     return ServerModel(params, averaged, server, broadcast), metrics
 
 
-def _check_shapes(rule: str, params: Any, before: Tensor, metrics: Mapping[str, Any]) -> None:
-    """Refuse parameters of another shape, and a metric that is not one number."""
+def _check_step(rule: str, params: Any, before: Tensor, metrics: Mapping[str, Any]) -> None:
+    """Refuse parameters of another shape, and a metric that is not one number or not its own."""
     if not isinstance(params, Tensor) or params.shape != before.shape:
         found = list(params.shape) if isinstance(params, Tensor) else type(params).__name__
         raise UsageError(
@@ -266,6 +270,11 @@ def _check_shapes(rule: str, params: Any, before: Tensor, metrics: Mapping[str, 
             "all of the next parameters as one vector"
         )
     for name, value in metrics.items():
+        if name in OWN_FIELDS:
+            raise UsageError(
+                f"step of {rule} reports a metric called {name}, which every record has; give it "
+                "another name"
+            )
         if isinstance(value, Tensor) and value.numel() != 1:
             raise UsageError(
                 f"step of {rule} reports {name} of shape {list(value.shape)}; report one number, "
