@@ -54,7 +54,7 @@ RESERVED = {"round", "local_lr", "accepted", "initial", "config", "layout", *RES
 HEAD = "# A run of fedexp on Flower, frozen. Start it again with checkpoint=THIS-FOLDER\n"
 LOCK_TIMEOUT = 30.0  # seconds; the ServerApp of a killed SuperLink may hold the lock for a while
 REMEDIES = {  # those of the command line, and the same for users of a strategy
-    "start over with --restart": "remove the folder to start over",
+    "start over with --restart (restart=True in Python)": "remove the folder to start over",
     "use --no-save": "leave checkpoint out",
     "or --no-save": "or leave checkpoint out",
 }

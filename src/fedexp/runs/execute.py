@@ -131,7 +131,10 @@ def execute(
             return follow(run, path, how.client_store, how.process_group)
         with nullcontext() if ranks is None else Leader(ranks) as leader:
             if how.restart and folder is not None:
-                require(is_run(path), f"{path} holds no run; leave --restart out to begin")
+                require(
+                    is_run(path),
+                    f"{path} holds no run; leave --restart out (restart=False in Python) to begin",
+                )
             outcome = _stored(run, path, on_round, how)
             if outcome is None:
                 with RunFolder.of(path, run, how.restart) as held:
@@ -411,7 +414,10 @@ def deterministic(wanted: bool) -> Iterator[None]:
         if "deterministic" not in str(error):
             raise
         reason = str(error).strip().split(". ")[0]
-        raise UsageError(f"{reason}; leave --deterministic out, or train on the CPU") from None
+        raise UsageError(
+            f"{reason}; leave --deterministic out (deterministic=False in Python), or train on "
+            "the CPU"
+        ) from None
     finally:
         torch.use_deterministic_algorithms(modes[0])
         cudnn.deterministic, cudnn.benchmark = modes[1:]

@@ -226,7 +226,7 @@ class DamagedError(UsageError):
         return str(self.args[0])
 
     def __str__(self) -> str:
-        return f"{self.what}; fix it, or start over with --restart"
+        return f"{self.what}; fix it, or start over with --restart (restart=True in Python)"
 
 
 def read_rows(folder: Path, size: int | None = None, sha256: str | None = None) -> list[Row]:

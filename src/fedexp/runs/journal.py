@@ -183,7 +183,7 @@ def _restore(folder: Path, device: torch.device, load: Load) -> Restored:
     except DamagedError:
         raise UsageError(
             f"{folder} cannot be resumed: {reason}, and there is no intact checkpoint before it; "
-            "nothing was changed; fix it, or start over with --restart"
+            "nothing was changed; fix it, or start over with --restart (restart=True in Python)"
         ) from None
     warnings.warn(
         f"the newest checkpoint in {folder} is damaged ({reason}); resuming from the one before, "

@@ -103,7 +103,9 @@ def run_weights(folder: Path) -> dict[str, Tensor]:
             f"fedexp resume {folder}"
         ) from None
     except (OSError, ValueError):
-        raise UsageError(f"{folder / MODEL} cannot be read; run it again with --restart") from None
+        raise UsageError(
+            f"{folder / MODEL} cannot be read; run it again with --restart (restart=True in Python)"
+        ) from None
 
 
 def module_of(task: Task, seed: int) -> nn.Module:

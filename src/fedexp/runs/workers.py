@@ -295,7 +295,9 @@ class _Worker:
         try:
             kind, content, *more = self.connection.recv()
         except (EOFError, OSError):
-            raise FedExPError("a worker process died, perhaps of memory; try --jobs 1") from None
+            raise FedExPError(
+                "a worker process died, perhaps of memory; try --jobs 1 (jobs=1 in Python)"
+            ) from None
         if kind == "error":
             if not isinstance(content, FedExPError):
                 content.add_note(f"in a worker process:\n{more[0]}")

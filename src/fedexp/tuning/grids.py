@@ -88,14 +88,16 @@ def without_fixed(values: Values, fixed: Collection[str]) -> Values:
     ['local.lr']
     """
     left = {name: v for name, v in values.items() if not any(_names(key, name) for key in fixed)}
-    require(bool(left), f"nothing is left to tune: take {', '.join(values)} out of --set")
+    require(
+        bool(left), f"nothing is left to tune: {', '.join(values)} are set; leave one of them open"
+    )
     return left
 
 
 def check_none_fixed(values: Values, fixed: Collection[str]) -> Values:
     """Return a search space of the user's own; raise `UsageError` if an option is set as well."""
     twice = [name for name in values if any(_names(key, name) for key in fixed)]
-    require(not twice, f"{', '.join(twice)} cannot be both searched and set; take it out of --set")
+    require(not twice, f"{', '.join(twice)} cannot be both searched and set; leave it out of one")
     return values
 
 

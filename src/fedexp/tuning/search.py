@@ -192,7 +192,7 @@ def check_study(study: Study) -> None:
     for corner in corners:
         study.spec_at(corner).prepare(study.run.task)
     study.run.records()
-    require(study.size >= 1, "a search needs at least one trial; see --trials")
+    require(study.size >= 1, f"a search needs at least one trial, not {study.size}")
 
 
 @dataclass(frozen=True)

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 
 ATTRIBUTE = "fedexp"  # user attribute: settings of a study, details of a trial
 FINGERPRINT = "fingerprint"  # key of the settings: digests of the data, the model and the code
-REMEDY = "choose another --study, or delete it"
+STUDY = "choose another --study (store= in Python)"
+REMEDY = f"{STUDY}, or delete it"
 WARMUP_ROUNDS = 10  # of a trial before it can be pruned
 STARTUP_TRIALS = 5  # finished before one can be pruned
 
@@ -149,8 +150,7 @@ class StudyStore:
         # Optuna and `_read_result` raise these for content that another program has written.
         except (LookupError, TypeError, ValueError, RecursionError, OverflowError) as error:
             raise UsageError(
-                f"{self._path} holds trials that cannot be read ({shown(error)}); choose another "
-                "--study"
+                f"{self._path} holds trials that cannot be read ({shown(error)}); {STUDY}"
             ) from error
 
     def acquire(self, number: int) -> bool:
@@ -261,7 +261,7 @@ class StudyLocks:
     """
 
     def __init__(self, path: Path) -> None:
-        require(not path.is_dir(), f"{path} is a folder; name a file with --study")
+        require(not path.is_dir(), f"{path} is a folder; name a file")
         self._path, self._folder = path, path.with_name(f".{path.name}.claims")
         self._trials: dict[str, IO[bytes]] = {}
         self._locked = False
@@ -312,9 +312,7 @@ class StudyLocks:
             yield
         except OSError as error:
             reason = error.strerror or error
-            raise UsageError(
-                f"cannot write {self._path}: {reason}; choose another --study"
-            ) from None
+            raise UsageError(f"cannot write {self._path}: {reason}; {STUDY}") from None
 
 
 def _check_settings(study: optuna.Study, settings: dict[str, Any], path: Path) -> None:
@@ -372,4 +370,4 @@ def _storage_errors(path: Path) -> Iterator[None]:
         yield
     except (SQLAlchemyError, StorageInternalError) as error:
         reason = shown(str(error.__cause__ or error).strip().splitlines()[0])
-        raise UsageError(f"cannot use {path}: {reason}; choose another --study") from error
+        raise UsageError(f"cannot use {path}: {reason}; {STUDY}") from error
