@@ -142,6 +142,15 @@ def test_a_comparison_has_a_table_a_figure_and_a_report(study: Any, tmp_path: Pa
     assert "fedavg, fedexp, sign on mine: 6 runs" in repr(compared)
 
 
+def test_a_comparison_may_have_several_targets(study: Any, tmp_path: Path) -> None:
+    compared = fx.compare(study.task, ["fedavg"], target=[60, 0.7])
+    assert (compared.target, compared.further) == (0.6, (0.7,))
+    assert "rounds to 60.00%  speed-up  rounds to 70.00%  speed-up" in compared.table()
+    assert "reached_0.7" in compared.table("csv")
+    assert "rounds to 70.00%" in compared.report(tmp_path / "out.html").read_text()
+    assert fx.compare(study.task, ["fedavg"], target=[]).target == study.task.target
+
+
 def test_workers_compute_the_same(study: Any) -> None:
     chosen = ["fedexp", study.mine]
     here = fx.compare(study.task, chosen, seeds=2, runs=None)

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Literal, Unpack
 
 from torch import nn
 
@@ -160,12 +160,14 @@ class Comparison:
         outcomes: of all runs, seeds of an algorithm together.
         target: value of the metric that counts as reached.
         smooth: final values and curves are averaged over this many rounds.
+        further: further targets, which the table, the figure and the report have as well.
     """
 
     runs: list[Run]
     outcomes: list[Outcome]
     target: float | None
     smooth: int = 1
+    further: tuple[float, ...] = ()
 
     def __repr__(self) -> str:
         names = ", ".join(run.spec.algorithm for run in self.runs)
@@ -179,14 +181,21 @@ class Comparison:
     @cached_property
     def lines(self) -> list[Line]:
         """One line per algorithm: rounds to the target, final values, speed-up over FedAvg."""
+        return self._lines_to(self.target)
+
+    def _lines_to(self, target: float | None) -> list[Line]:
         higher = self._first.task.goal.higher
-        return summarise(self.outcomes, self.metric, self.target, self.smooth, higher)
+        return summarise(self.outcomes, self.metric, target, self.smooth, higher)
 
     def table(self, format: str = "text") -> str:
         """Return the table of the comparison: "text", "markdown", "csv" or "latex"."""
         rounds, higher = self._first.rounds, self._first.task.goal.higher
-        cells = comparison_table(self.lines, self.metric, self.target, rounds, self.smooth, higher)
-        return render_table(format, *(comparison_numbers(self.lines) if format == "csv" else cells))
+        further = {each: self._lines_to(each) for each in self.further}
+        if format == "csv":
+            return render_table(format, *comparison_numbers(self.lines, further))
+        settings = (self.smooth, higher, further)
+        cells = comparison_table(self.lines, self.metric, self.target, rounds, *settings)
+        return render_table(format, *cells)
 
     def frame(self) -> pandas.DataFrame | list[Row]:
         """Return the rows of all runs, with their algorithm and seed; see `RunResult.frame`."""
@@ -198,7 +207,9 @@ class Comparison:
         picture = Path(path)
         check_writable(picture)
         title = f"{self._first.spec.task}: {self._first.rounds} rounds, {self._seeds()}"
-        figure = comparison_figure(self.outcomes, self.metric, self.target, title, self.smooth)
+        figure = comparison_figure(
+            self.outcomes, self.metric, self.target, title, self.smooth, self.further
+        )
         save(figure, picture)
         return picture
 
@@ -218,7 +229,7 @@ class Comparison:
         """
         folders = [outcome.folder for outcome in self.outcomes if outcome.folder is not None]
         require(bool(folders), "a report needs stored runs; leave runs=None out")
-        targets = Targets(self.target)
+        targets = Targets(() if self.target is None else (self.target, *self.further))
         return write_report(
             folders, Path(path), metrics=metrics, targets=targets, filters=filters
         ).page
@@ -239,7 +250,7 @@ def compare(
     seeds: int | Sequence[int] = 1,
     jobs: int = 1,
     runs: PathLike | None = "runs",
-    target: float | None = None,
+    target: float | Sequence[float] | None = None,
     smooth: int = 1,
     restart: bool = False,
     checkpoint_every: float = CHECKPOINT_EVERY,
@@ -254,7 +265,8 @@ def compare(
         seeds: how many, from 0, or a list of them.
         jobs: runs at a time, each in a process with one thread if there are several.
         runs: folder of all runs; None stores nothing.
-        target: value of the task's metric that counts as reached; the task's own when None.
+        target: value of the task's metric that counts as reached, or several; the task's own when
+            None.
         smooth: average final values and curves over this many rounds.
         restart: discard what is stored of these runs.
         checkpoint_every: seconds between checkpoints.
@@ -279,7 +291,10 @@ def compare(
     numbers = list(map(int, seeds if isinstance(seeds, Iterable) else range(seeds)))
     require(bool(numbers), "compare needs at least one seed")
     firsts = prepared_runs(task, chosen, numbers[0], settings, runs)
-    wanted = checked_target(target, firsts[0].task.metric, "target")
+    several = isinstance(target, Sequence) and not isinstance(target, str)
+    goals: Any = target if several else [target]
+    given = [checked_target(each, firsts[0].task.metric, "target") for each in goals]
+    wanted = [each for each in given if each is not None]
     specs = [replace(first.spec, seed=seed) for first in firsts for seed in numbers]
     root = None if runs is None else Path(runs)
     with stop_request(listen=root is not None) as request:
@@ -297,7 +312,8 @@ def compare(
             )
         except RunInterrupted:
             raise KeyboardInterrupt("stopped; the same call continues") from None
-    return Comparison(firsts, outcomes, firsts[0].task.target if wanted is None else wanted, smooth)
+    first = wanted[0] if wanted else firsts[0].task.target
+    return Comparison(firsts, outcomes, first, smooth, tuple(wanted[1:]))
 
 
 @dataclass(frozen=True, eq=False)

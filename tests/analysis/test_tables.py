@@ -67,6 +67,10 @@ def test_formats_of_the_comparison() -> None:
     by_name = [dict(zip(headers, row, strict=True)) for row in cells]
     assert (by_name[0]["rounds_mean"], by_name[0]["final_std"]) == ("2.0", "0.0")
     assert (by_name[1]["speedup"], by_name[1]["final_mean"]) == ("2.0", "")
+    headers, cells = comparison_numbers(lines, {0.8: summarise(runs, "test_accuracy", 0.8)})
+    by_name = [dict(zip(headers, row, strict=True)) for row in cells]
+    assert (by_name[0]["reached"], by_name[0]["reached_0.8"]) == ("2", "0")
+    assert (by_name[1]["rounds_mean"], by_name[1]["rounds_mean_0.8"]) == ("1.0", "1.0")
     table = comparison_table(lines, "test_accuracy", 0.6, 2)
     assert "a\\_b & 1.0 $\\pm$ 0.0" in render_table("latex", *table)
     assert "| 70.00% ± 0.00% |" in render_table("markdown", *table)

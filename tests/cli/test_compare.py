@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -91,6 +92,17 @@ def test_json_and_another_format_are_refused(
     assert main([*command, "--json", "--format", "csv"]) == 2
     assert "--json and --format csv exclude each other" in capfd.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_further_targets_are_in_every_format(capfd: pytest.CaptureFixture[str]) -> None:
+    command = [*COMPARE, "--rounds", "3", "--seeds", "1", "--target", "0.5,0.01"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capfd.readouterr().out)
+    assert (found["target"], [each["target"] for each in found["further"]]) == (0.5, [0.01])
+    names = [line["algorithm"] for line in found["algorithms"]]
+    assert [line["algorithm"] for line in found["further"][0]["algorithms"]] == names
+    assert main([*command, "--format", "csv"]) == 0
+    assert "rounds_mean_0.01" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("early", [True, False], ids=["workers import", "workers run"])

@@ -71,21 +71,42 @@ def _arrow(metric: str, higher: bool | None) -> str:
     return " ↑" if higher else " ↓"
 
 
-def comparison_numbers(lines: Sequence[Line]) -> tuple[list[str], list[list[str]]]:
-    """Return the same for programs: one plain number per column, empty if there is none."""
-    headers = (
-        "algorithm seeds reached rounds_mean rounds_std speedup at_least final_mean final_std "
-        "smoothed_rounds_mean"
-    )
-    cells = []
-    for line in lines:
-        spread = spread_of(np.array(line.rounds)) if line.mean_rounds is not None else None
-        final = float(np.mean(line.finals))
-        numbers = [line.mean_rounds, spread, line.speedup, line.at_least, final, line.spread]
-        numbers.append(line.mean_smoothed)
-        counts = [line.algorithm, str(line.seeds), str(len(line.rounds))]
-        cells.append([*counts, *("" if n is None or n != n else str(n) for n in numbers)])
-    return headers.split(), cells
+def comparison_numbers(
+    lines: Sequence[Line], further: Mapping[float, Sequence[Line]] | None = None
+) -> tuple[list[str], list[list[str]]]:
+    """Return the same for programs: one plain number per column, empty if there is none.
+
+    A further target adds the columns that depend on it, with its value at the end of their names.
+    """
+    rows = [
+        {
+            "algorithm": line.algorithm,
+            "seeds": line.seeds,
+            **_rounds_numbers(line),
+            "final_mean": float(np.mean(line.finals)),
+            "final_std": line.spread,
+            "smoothed_rounds_mean": line.mean_smoothed,
+        }
+        for line in lines
+    ]
+    for target, more in (further or {}).items():
+        for row, line in zip(rows, more, strict=True):
+            numbers = {**_rounds_numbers(line), "smoothed_rounds_mean": line.mean_smoothed}
+            row.update({f"{name}_{target:g}": value for name, value in numbers.items()})
+    cells = [["" if n is None or n != n else str(n) for n in row.values()] for row in rows]
+    return list(rows[0]) if rows else [], cells
+
+
+def _rounds_numbers(line: Line) -> dict[str, float | None]:
+    """Return the numbers of a line that depend on its target."""
+    spread = spread_of(np.array(line.rounds)) if line.mean_rounds is not None else None
+    return {
+        "reached": len(line.rounds),
+        "rounds_mean": line.mean_rounds,
+        "rounds_std": spread,
+        "speedup": line.speedup,
+        "at_least": line.at_least,
+    }
 
 
 def render_table(format: str, headers: Sequence[str], cells: Cells) -> str:

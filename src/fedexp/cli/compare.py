@@ -144,14 +144,20 @@ def _report(
     if args.json:
         rows = [_as_json(line) for line in lines]
         head = {"task": first.spec.task, "metric": metric, "target": target, "rounds": first.rounds}
-        print(json.dumps({**head, "seeds": args.seeds, "algorithms": rows}, allow_nan=False))
+        found: dict[str, Any] = {**head, "seeds": args.seeds, "algorithms": rows}
+        if further:
+            found["further"] = [
+                {"target": each, "algorithms": [_as_json(line) for line in own]}
+                for each, own in further.items()
+            ]
+        print(json.dumps(found, allow_nan=False))
         return
     if args.format == "text":
         print(_title(first, args.seeds))
     higher = first.task.goal.higher
     settings = (args.smooth, higher, further)
     readable = comparison_table(lines, metric, target, first.rounds, *settings)
-    table = comparison_numbers(lines) if args.format == "csv" else readable
+    table = comparison_numbers(lines, further) if args.format == "csv" else readable
     print(render_table(args.format, *table))
 
 

@@ -52,8 +52,8 @@ def add_parser(subparsers: Any) -> None:
         "--target",
         action="append",
         default=[],
-        metavar="[TASK=]X",
-        help="accuracy (or loss) to reach; may be repeated",
+        metavar="[TASK=]X,...",
+        help="accuracies (or losses) to reach; may be repeated",
     )
     _add_filters(parser)
     parser.set_defaults(run=report)

@@ -102,6 +102,17 @@ def test_the_table_has_the_target_of_the_task_by_default() -> None:
     assert "rounds to 0.1" in made(*runs, wanted=("train_loss",), target=("0.1",))
 
 
+def test_several_targets_have_columns_and_lines_of_their_own() -> None:
+    runs = [stored("fedavg", speed=0.05), stored("fedexp")]
+    text = made(*runs, target=("0.8,0.9",))
+    assert "rounds to 80.00%speed-uprounds to 90.00%speed-up" in Elements(text).text
+    numbers = re.search(r'id="data">(.*?)</script>', text, re.DOTALL)
+    assert numbers is not None
+    (chart, *others) = json.loads(numbers[1])[0]["charts"]
+    assert chart["targets"] == [0.8, 0.9]
+    assert all(other["targets"] == [] for other in others)
+
+
 def test_a_target_that_makes_no_sense_is_refused() -> None:
     with pytest.raises(UsageError, match="--target"):
         made(stored(), target=("toy=-3",))
@@ -200,7 +211,7 @@ def test_the_goal_comes_first_and_every_metric_is_drawn() -> None:
     by_name = {chart["name"]: chart for chart in json.loads(numbers[1])[0]["charts"]}
     assert by_name["test_perplexity"]["log"]
     assert by_name["train_accuracy_worst_decile"]["percent"]
-    assert by_name["test_f1"]["target"] == 0.5
+    assert by_name["test_f1"]["targets"] == [0.5]
 
 
 def test_any_number_of_the_records_is_drawn_where_asked_for() -> None:

@@ -83,7 +83,7 @@ def main_metric(section: Section, wanted: Sequence[str]) -> str:
 
 
 def section_payload(
-    section: Section, names: Sequence[str], metric: str, target: float | None
+    section: Section, names: Sequence[str], metric: str, targets: Sequence[float]
 ) -> Payload:
     """Return what page.js needs to draw a section."""
     keys = [
@@ -95,7 +95,7 @@ def section_payload(
         }
         for series in section.series
     ]
-    charts = [_chart(section, name, target if name == metric else None) for name in names]
+    charts = [_chart(section, name, targets if name == metric else ()) for name in names]
     return {"series": keys, "charts": charts}
 
 
@@ -120,7 +120,7 @@ def title(name: str) -> str:
     return TITLES.get(name, plain.replace(" worst decile", ", worst decile"))
 
 
-def _chart(section: Section, name: str, target: float | None) -> Payload:
+def _chart(section: Section, name: str, targets: Sequence[float]) -> Payload:
     curves = [_curve(at, series, name) for at, series in enumerate(section.series)]
     every, diverged = _every_curve(section, name)
     return {
@@ -128,7 +128,7 @@ def _chart(section: Section, name: str, target: float | None) -> Payload:
         "percent": is_accuracy(name),
         "log": is_logarithmic(every, diverged, name),
         "range": shown_range(every, diverged, name),
-        "target": target,
+        "targets": list(targets),
         "curves": [curve for curve in curves if curve["raw"]["rounds"]],
     }
 

@@ -99,19 +99,18 @@ function traces(section, chart, state) {
   });
 }
 
-function targetLine(chart) {
-  if (chart.target === null) return [];
-  const label = { text: `target ${formatValue(chart.target, chart)}`, textposition: "start" };
-  return [{
+function targetLines(chart) {
+  const font = { size: 11, color: css("--quiet") };
+  return chart.targets.map((target) => ({
     type: "line",
     xref: "paper",
     x0: 0,
     x1: 1,
-    y0: chart.target,
-    y1: chart.target,
+    y0: target,
+    y1: target,
     line: { color: css("--quiet"), width: 1, dash: "dot" },
-    label: { ...label, font: { size: 11, color: css("--quiet") }, yanchor: "bottom" },
-  }];
+    label: { text: `target ${formatValue(target, chart)}`, textposition: "start", font, yanchor: "bottom" },
+  }));
 }
 
 // Ticks at powers of ten only, if there are a few of them.
@@ -153,7 +152,7 @@ function layout(chart, scale) {
       namelength: -1,
     },
     dragmode: touch.matches ? false : "zoom", // a swipe on a chart scrolls the page
-    shapes: targetLine(chart),
+    shapes: targetLines(chart),
     xaxis: {
       ...axis,
       title: { text: "round", standoff: 8 },

@@ -310,8 +310,8 @@ def _chart(section: Section, name: str) -> Markup:
 # Tables of a section.
 
 
-def comparison(section: Section, metric: str, target: float | None) -> Markup:
-    """Return rounds to the target, speed-up and final metric of finished runs, with warnings."""
+def comparison(section: Section, metric: str, targets: Sequence[float]) -> Markup:
+    """Return rounds to the targets, speed-up and final metric of finished runs, with warnings."""
     finished: dict[str, list[Outcome]] = {}
     outcomes, unfinished = [], []
     for series in section.series:
@@ -328,9 +328,16 @@ def comparison(section: Section, metric: str, target: float | None) -> Markup:
         return join([tag("p", "No run has finished yet, so there is nothing to compare."), notices])
     higher = section.direction(metric)
     references = {a: b for a, b in section.references.items() if a in finished and b in finished}
-    lines = summarise_groups(finished, metric, target, 1, higher, references)
+    target = targets[0] if targets else None
+    lines, *more = (
+        summarise_groups(finished, metric, each, 1, higher, references)
+        for each in targets or (None,)
+    )
+    further = dict(zip(targets[1:], more, strict=True))
     longest = max(run.spec["rounds"] for run in section.runs)
-    headers, cells = comparison_table(lines, metric, target, longest, higher=higher)
+    headers, cells = comparison_table(
+        lines, metric, target, longest, higher=higher, further=further
+    )
     by_label = {series.label: series for series in section.series}
     rows = [[with_swatch(by_label[name]), *rest] for name, *rest in cells]
     sent = [_bytes_sent(line, finished[line.algorithm]) for line in lines]

@@ -356,26 +356,27 @@ def _defaults(algorithm: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Targets:
-    """Targets given by the user; the default is the task's own."""
+    """Targets given by the user, of all tasks or by task; the default is the task's own."""
 
-    general: float | None = None
-    by_task: Mapping[str, float] = field(default_factory=dict)
+    general: float | Sequence[float] = ()
+    by_task: Mapping[str, float | Sequence[float]] = field(default_factory=dict)
 
     @classmethod
     def parse(cls, texts: Sequence[str]) -> Targets:
-        """Parse `VALUE`, for all tasks, or `TASK=VALUE`.
+        """Parse `VALUE,VALUE,...`, for all tasks, or `TASK=VALUE,...`.
 
-        >>> Targets.parse(["digits=0.9", "84"])
-        Targets(general=84.0, by_task={'digits': 0.9})
+        >>> Targets.parse(["digits=0.9,0.94", "84"])
+        Targets(general=(84.0,), by_task={'digits': (0.9, 0.94)})
         """
-        general, by_task = None, {}
+        general: tuple[float, ...] = ()
+        by_task: dict[str, tuple[float, ...]] = {}
         for text in texts:
-            task, equals, value = text.rpartition("=")
-            number = convert(value, float, "--target")
+            task, equals, listed = text.rpartition("=")
+            numbers = tuple(convert(value, float, "--target") for value in listed.split(","))
             if equals:
-                by_task[task] = number
+                by_task[task] = by_task.get(task, ()) + numbers
             else:
-                general = number
+                general += numbers
         return cls(general, by_task)
 
     def check(self, sections: Sequence[Section]) -> None:
@@ -385,15 +386,18 @@ class Targets:
             if name not in known:
                 raise unknown_name("task of --target", name, known)
 
-    def of(self, section: Section, metric: str) -> float | None:
-        """Return the target of a section's metric, or None."""
-        named = self.by_task.get(section.task, self.general)
-        if named is None:
+    def of(self, section: Section, metric: str) -> list[float]:
+        """Return the targets of a section's metric."""
+        given = self.by_task.get(section.task, self.general)
+        named = given if isinstance(given, Sequence) else (given,)
+        if not named:
             known = section.runs[0].environment
-            return known.get("target") if known.get("metric") == metric else None
+            own = known.get("target") if known.get("metric") == metric else None
+            return [] if own is None else [own]
         require(
             section.direction(metric) is not None,
             f"--target needs to know whether a larger {metric} is better; write --metric "
             f"max:{metric} or min:{metric}",
         )
-        return checked_target(named, metric, "--target")
+        checked = (checked_target(each, metric, "--target") for each in named)
+        return list(dict.fromkeys(each for each in checked if each is not None))
