@@ -276,6 +276,10 @@ def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
         ({"delta_gamma": math.inf}, "local.delta_gamma must be positive and finite"),
         ({"optimizer": "delta-sgd", "momentum": 0.9}, "local.momentum belongs to sgd"),
         ({"optimizer": "delta-sgd", "step_schedule": "linear"}, "leave local.step_schedule out"),
+        ({"betas": (0.5, 0.9)}, "local.betas belongs to adam and adamw"),
+        ({"adam_eps": 1e-3, "momentum": 0.9}, "local.adam_eps belongs to adam and adamw"),
+        ({"delta_gamma": 1.0, "optimizer": "adam"}, "local.delta_gamma belongs to delta-sgd"),
+        ({"delta_growth": 1.0}, "local.delta_growth belongs to delta-sgd"),
     ],
 )
 def test_wrong_settings_are_refused(options: dict[str, Any], message: str) -> None:

@@ -151,6 +151,36 @@ def test_a_comparison_may_have_several_targets(study: Any, tmp_path: Path) -> No
     assert fx.compare(study.task, ["fedavg"], target=[]).target == study.task.target
 
 
+def test_a_search_keeps_the_unit_of_the_eps(study: Any) -> None:
+    found = fx.tune(study.task, fx.fedexp(), {"eps": [0.2]}, rounds=3, store="unit.db")
+    (best,) = found.trials
+    again = fx.run(study.task, fx.fedexp(), options=found.best, rounds=3, runs=None)
+    assert again.run.setup.options()["server.eps_mode"] == "relative"
+    assert best.result.score == pytest.approx(np.mean([r["train_accuracy"] for r in again.rows]))
+    trial = found.study.spec_at(best.point).prepare(found.study.run.task)
+    assert trial.setup == again.run.setup
+    by_name = fx.tune(study.task, "fedexp", {"eps": [0.2]}, rounds=3, store="name.db").study
+    assert by_name.spec_at({"server.eps": 0.2}).prepare().setup.options()["server.eps_mode"] == (
+        "absolute"
+    )
+
+
+def test_an_accuracy_of_the_users_own_may_be_in_percent(study: Any) -> None:
+    def percent(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return 100.0 * (outputs.argmax(1) == targets).float().mean()
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs, targets)
+
+    test = {"x": study.x[160:], "y": study.y[160:]}
+    made = partial(fx.supervised, "own", lambda: study.Net(4), study.train, test, rounds=3)
+    own = made(loss=loss, metrics={"accuracy": percent}, goal="max:test_accuracy", target=99.5)
+    assert own.target == 99.5
+    assert fx.run(own, "fedavg", stop_at=100.5, runs=None).last["round"] == 3
+    assert fx.compare(own, ["fedavg"], target=70, runs=None).target == 70
+    assert made(target=70).target == 0.7  # the package's accuracy is a fraction
+
+
 def test_workers_compute_the_same(study: Any) -> None:
     chosen = ["fedexp", study.mine]
     here = fx.compare(study.task, chosen, seeds=2, runs=None)
@@ -237,6 +267,16 @@ def test_options_are_for_all_or_for_one(study: Any) -> None:
         ),
         (lambda s: fx.compare(s.task, "fedavg"), "a list of algorithms, e.g. ['fedavg', 'fedexp']"),
         (lambda s: UNTYPED.compare(s.task, seeds=1.5), "seeds must be a whole number, not 1.5"),
+        (lambda s: UNTYPED.compare(s.task, seeds=[0.2, 1]), "a seed must be a whole number: 0.2"),
+        (lambda s: UNTYPED.compare(s.task, seeds="12"), "a seed must be a whole number: '1'"),
+        (lambda s: fx.compare(s.task, seeds=[0, 1, 0]), "a seed is given twice: [0, 1, 0]"),
+        (lambda s: fx.tune(s.task, stop_at=0.9), "trials run to their end; leave stop_at out"),
+        (lambda s: fx.tune(s.task, evaluate_every=2), "leave evaluate_every out"),
+        (lambda s: fx.run(s.task, s.mine, mode="recommended"), "has no effect on an Algorithm"),
+        (
+            lambda s: fx.compare(s.task, [s.mine, "study.py:mine"], mode="authors-code"),
+            "mode 'authors-code' has no effect on an Algorithm",
+        ),
         (lambda s: UNTYPED.compare(s.task, jobs="2"), "jobs must be a whole number, not '2'"),
         (lambda s: UNTYPED.compare(s.task, jobs=0), "jobs must be at least 1, not 0"),
         (lambda s: UNTYPED.compare(s.task, target="a"), "target must be a finite number, not 'a'"),

@@ -25,6 +25,12 @@ MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
 Schedule = Literal["constant", "linear", "cosine"]
 OPTIMIZERS = ("sgd", "adam", "adamw", "delta-sgd")
 SCHEDULES = ("constant", "linear", "cosine")
+OPTIONS_OF = {  # fields that other optimisers do not use
+    "betas": ("adam", "adamw"),
+    "adam_eps": ("adam", "adamw"),
+    "delta_gamma": ("delta-sgd",),
+    "delta_growth": ("delta-sgd",),
+}
 NUMBERS = (
     "lr",
     "steps",
@@ -158,6 +164,13 @@ class LocalTraining:
             optimizer != "delta-sgd" or self.step_schedule == "constant",
             "delta-sgd chooses the step size of every local step; leave local.step_schedule out",
         )
+        for name, owners in OPTIONS_OF.items():
+            field = type(self).__dataclass_fields__[name]
+            require(
+                optimizer in owners or getattr(self, name) == field.default,
+                f"local.{name} belongs to {' and '.join(owners)}; set local.optimizer, or leave it "
+                "out",
+            )
 
     @property
     def is_sgd(self) -> bool:

@@ -25,7 +25,7 @@ from fedexp.analysis.summary import Line, summarise
 from fedexp.analysis.tables import comparison_numbers, comparison_table, render_table
 from fedexp.distributed import ranks
 from fedexp.engine.client_store import Location
-from fedexp.errors import DivergedError, require
+from fedexp.errors import DivergedError, require, whole_number
 from fedexp.options import split_task_options
 from fedexp.references import refuse_while_importing
 from fedexp.runs.checkpoint import from_bytes
@@ -35,7 +35,7 @@ from fedexp.runs.from_python import PathLike, Settings, prepared_run, prepared_r
 from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
 from fedexp.runs.loggers import Logger
 from fedexp.runs.pool import run_all
-from fedexp.runs.spec import Outcome, Run, Spec, checked_target, file_name
+from fedexp.runs.spec import Outcome, Run, Spec, file_name
 from fedexp.runs.weights import CPU, module_of, module_with, run_weights
 from fedexp.tasks.task import Task
 
@@ -129,6 +129,7 @@ def run(
     True
     """
     refuse_while_importing("fedexp.run")
+    _check_mode([algorithm], settings)
     prepared = prepared_run(task, algorithm, seed, settings, runs)
     with stop_request(listen=runs is not None) as request:
         try:
@@ -288,12 +289,15 @@ def compare(
     require(bool(chosen), "compare needs at least one algorithm, e.g. ['fedavg', 'fedexp']")
     if not isinstance(seeds, Iterable):
         _check_count("seeds", seeds)
-    numbers = list(map(int, seeds if isinstance(seeds, Iterable) else range(seeds)))
+    listed = seeds if isinstance(seeds, Iterable) else range(seeds)
+    numbers = [whole_number("a seed", seed, 0) for seed in listed]
     require(bool(numbers), "compare needs at least one seed")
+    require(len({*numbers}) == len(numbers), f"a seed is given twice: {numbers}")
+    _check_mode(chosen, settings)
     firsts = prepared_runs(task, chosen, numbers[0], settings, runs)
     several = isinstance(target, Sequence) and not isinstance(target, str)
     goals: Any = target if several else [target]
-    given = [checked_target(each, firsts[0].task.metric, "target") for each in goals]
+    given = [firsts[0].task.checked_target(each, "target") for each in goals]
     wanted = [each for each in given if each is not None]
     specs = [replace(first.spec, seed=seed) for first in firsts for seed in numbers]
     root = None if runs is None else Path(runs)
@@ -407,16 +411,27 @@ def tune(
 
     refuse_while_importing("fedexp.tune")
     require(grid is None or protocol == "paper", "give a grid, or protocol='free', not both")
+    require(settings.get("stop_at") is None, "trials run to their end; leave stop_at out")
+    require(
+        settings.get("evaluate_every") is None,
+        "trials are evaluated as their score needs it; leave evaluate_every out",
+    )
     _check_count("jobs", jobs)
     require(jobs >= 1, f"jobs must be at least 1, not {jobs}")
+    _check_mode([algorithm], settings)
     own: Settings = {**settings, "rounds": settings.get("rounds") or ROUNDS}
     prepared = prepared_run(task, algorithm, seed, own)
-    _, fixed = split_task_options(dict(prepared.spec.options))
-    if grid is not None:
-        values = check_none_fixed(checked_grid(grid, prepared.setup), dict(fixed))
+    if grid is not None:  # over values of an `Algorithm`, but not over options
+        values = check_none_fixed(checked_grid(grid, prepared.setup), settings.get("options") or {})
     else:
         ranges = free_ranges if protocol == "free" else paper_grid
+        _, fixed = split_task_options(dict(prepared.spec.options))
         values = without_fixed(ranges(prepared.setup, prepared.task.sums), fixed)
+    if isinstance(algorithm, Algorithm) and "server.eps" in values:
+        # an eps has the unit of the algorithm that was given, not that of its name
+        unit = {"server.eps_mode": prepared.setup.options()["server.eps_mode"]}
+        own["options"] = {**(settings.get("options") or {}), **unit}
+        prepared = prepared_run(task, algorithm, seed, own, built=prepared.task)
     path = Path(f"tune-{file_name(prepared.spec.task)}.db" if store is None else store)
     study = Study(prepared, protocol, values, path, trials)
     check_study(study)
@@ -426,6 +441,16 @@ def tune(
             return Tuning(study, search(study, runner))
         except RunInterrupted:
             raise KeyboardInterrupt("stopped; the same call continues") from None
+
+
+def _check_mode(algorithms: Sequence[Algorithm | str], settings: Settings) -> None:
+    """Refuse a mode that no algorithm is given by a name for."""
+    mode = settings.get("mode") or "paper"
+    require(
+        mode == "paper" or any(isinstance(each, str) and ":" not in each for each in algorithms),
+        f"mode {mode!r} has no effect on an Algorithm, which is taken as it is; give its name, or "
+        "leave mode out",
+    )
 
 
 def _check_count(name: str, count: object) -> None:

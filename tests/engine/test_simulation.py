@@ -18,6 +18,7 @@ import fedexp as fx
 from fedexp.data.federation import Batch
 from fedexp.engine.plan import sample_cohort
 from fedexp.objective import Buffers, LeastSquares
+from fedexp.tasks.recipe import Recipe
 from tests.helpers.problems import BatchNormNet, classes_task, dropout_net, least_squares
 from tests.helpers.rules import ALGORITHMS, rule_id
 
@@ -170,6 +171,21 @@ def test_a_step_of_another_shape_is_refused_by_name() -> None:
         run(whole=False)
     with pytest.raises(fx.UsageError, match=r"step of Own reports server_lr of shape \[3\]"):
         run(whole=True)
+
+
+def test_a_name_takes_the_weighting_of_the_recipe() -> None:
+    sizes = np.repeat([0, 1, 2], [2, 5, 9])
+    data = {"x": np.arange(32, dtype=np.float32).reshape(16, 2) / 32, "y": sizes % 2}
+    train = fx.Federation.from_ids(data, sizes)
+    recipe = Recipe(tuned={"fedavg": {"weighting": "size"}})
+    task = fx.supervised("own", lambda: nn.Linear(2, 2), train, recipe=recipe)
+
+    def last(algorithm: Any, **more: Any) -> float | None:
+        *_, record = fx.simulate(task, algorithm, 2, **more)
+        return record.train_loss
+
+    assert last("fedavg") == last(fx.fedavg(), weighting="size") != last(fx.fedavg())
+    assert last("fedavg", weighting="uniform") == last(fx.fedavg())
 
 
 @pytest.mark.parametrize("name", ["round", "test_accuracy", "seconds"])

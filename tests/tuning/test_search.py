@@ -17,9 +17,12 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from torch import nn
 
+import fedexp as fx
 from fedexp.errors import UsageError
 from fedexp.privacy import CentralPrivacy
 from fedexp.runs import RunInterrupted, execute
@@ -120,6 +123,22 @@ def test_a_pruned_trial_is_judged_by_its_rounds_so_far() -> None:
 def test_accuracy_if_the_task_has_one() -> None:
     assert goal_of(Spec("digits", "fedavg").prepare().task).metric == "train_accuracy"
     assert goal_of(Spec("toy", "fedavg").prepare().task) == LOSS
+
+
+@pytest.mark.parametrize("name", ["accuracy", "balanced_accuracy"])
+def test_a_metric_of_the_users_own_is_judged_by_itself(name: str) -> None:
+    data = {"x": np.ones((4, 2), np.float32), "y": np.zeros((4, 1), np.float32)}
+    own = fx.supervised(
+        "own",
+        lambda: nn.Linear(2, 1),
+        fx.Federation.from_ids(data, [0, 0, 1, 1]),
+        data,
+        loss=nn.functional.mse_loss,
+        metrics={name: lambda outputs, targets: 0.5},
+        goal=f"max:test_{name}",
+    )
+    assert str(goal_of(own)) == f"max:test_{name}"
+    assert goal_of(replace(own, metric="test_loss", higher=None)) == LOSS
 
 
 def stored_points(study: Study) -> list[Point]:

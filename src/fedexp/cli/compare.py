@@ -42,7 +42,7 @@ from fedexp.engine.plan import CohortRule
 from fedexp.errors import require
 from fedexp.objective import LeastSquares
 from fedexp.optional import preload
-from fedexp.runs.spec import Outcome, Run, Spec, checked_target, file_name
+from fedexp.runs.spec import Outcome, Run, Spec, file_name
 from fedexp_command import COMMANDS
 
 DEFAULT = "fedexp,scaffold,fedadagrad,fedprox,fedavg"
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> int:
     task = firsts[0].spec.task
     picture = args.out or Path(f"compare-{file_name(task)}.png")
     first, metric = firsts[0], firsts[0].task.metric
-    targets = [checked_target(each, metric, "--target") for each in args.target]
+    targets = [first.task.checked_target(each, "--target") for each in args.target]
     target, *further = targets or [first.task.target]
     check_writable(picture)
     preload("matplotlib.figure", "matplotlib.backends.backend_agg")

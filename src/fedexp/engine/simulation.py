@@ -127,7 +127,7 @@ def simulate(
     seed: int = 0,
     *,
     local: LocalTraining | None = None,
-    weighting: Weighting = "uniform",
+    weighting: Weighting | None = None,
     evaluate_every: int | None = None,
     engine: EngineName = "auto",
     device: str | torch.device | None = None,
@@ -153,7 +153,8 @@ def simulate(
             round alone. The task's own when None.
         seed: fixes the initial weights, the cohorts and the batches.
         local: local training; the task's own when None.
-        weighting: "uniform" as in the paper, or "size" to weigh clients by their examples.
+        weighting: "uniform" as in the paper, or "size" to weigh clients by their examples. Uniform
+            when None, unless a name has another one among the task's tuned values.
         evaluate_every: evaluate in every so many rounds, and in the last; the task's own when None.
         engine: "loop" trains one client after another, "threads" as many as there are cores,
             "batched" all at once; "dense" (plain dense networks on a CPU) and "quadratic" (least
@@ -186,11 +187,13 @@ def simulate(
     if isinstance(algorithm, str):
         named = paper_setup(task, build_algorithm(algorithm))
         algorithm, local = named.algorithm, local or named.local
+        weighting = weighting or named.weighting
     rounds = whole_number("rounds", task.rounds if rounds is None else rounds, 1)
     every = whole_number(
         "evaluate_every", task.evaluate_every if evaluate_every is None else evaluate_every, 1
     )
     seed, local = whole_number("seed", seed, 0), local or task.local
+    weighting = weighting or "uniform"
     require(weighting in ("uniform", "size"), f"weighting is uniform or size, not {weighting!r}")
     require(
         local.is_sgd or not algorithm.client.needs_sgd,

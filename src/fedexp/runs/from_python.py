@@ -178,7 +178,7 @@ def prepared_run(
         by_client=settings.get("by_client") or False,
     )
     local, weighting = settings.get("local"), settings.get("weighting")
-    given = dict(settings.get("options") or {})
+    given, typed = dict(settings.get("options") or {}), set[str]()
     if isinstance(algorithm, Algorithm) or local is not None or weighting is not None:
         run = _with_options(bare, _of_task(given)).prepare(built)
         named, built = run.setup, run.task
@@ -190,8 +190,9 @@ def prepared_run(
         if isinstance(algorithm, Algorithm):  # options change what was given, not the task's values
             others = {k: option_text(v) for k, v in given.items() if not k.startswith("task.")}
             wanted, given = wanted.with_options(others), _of_task(given)
+            typed = {wanted.full_name(key) for key in others}
         before, after = named.options(), wanted.options()
-        changed = {k for k, v in after.items() if before.get(k) != v}
+        changed = typed | {k for k, v in after.items() if before.get(k) != v}
         if changed & set(EPS):
             changed |= set(EPS) & after.keys()  # a number goes with its unit
         given = {**{k: v for k, v in after.items() if k in changed}, **given}

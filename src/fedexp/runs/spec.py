@@ -158,7 +158,7 @@ class Spec:
         zero = isinstance(cohort, Integral) and not isinstance(cohort, bool) and cohort == 0
         cohort = None if zero or isinstance(cohort, str) else cohort
         CohortRule.of(cohort, task.train.clients)  # raises where it does not fit
-        stop_at = checked_target(self.stop_at, task.metric, "--stop-at")
+        stop_at = task.checked_target(self.stop_at, "stop_at")
         rounds = task.rounds if self.rounds is None else self.rounds
         require(rounds >= 1, f"rounds must be at least 1, not {rounds}")
         return Run(self, task, setup, rounds, plain_cohort(cohort), stop_at)
@@ -392,24 +392,6 @@ def allow_rounding(target: float, higher: bool) -> float:
     """
     slack = ROUNDING * abs(target)
     return target - slack if higher else target + slack
-
-
-def checked_target(value: float | None, metric: str, option: str) -> float | None:
-    """Return the value of a metric to reach; an accuracy above 1 is taken as percent.
-
-    >>> checked_target(84, "test_accuracy", "--target"), checked_target(None, "train_loss", "")
-    (0.84, None)
-    """
-    if value is None:
-        return None
-    finite = isinstance(value, Real) and math.isfinite(value)
-    require(finite, f"{option} must be a finite number, not {value!r}")
-    if metric.endswith("accuracy"):
-        value = value / 100 if value > 1 else value
-        require(0 < value <= 1, f"{option} must be an accuracy up to 1 (or 100 %), not {value}")
-    elif metric.endswith("loss"):
-        require(value > 0, f"{option} must be a positive loss, not {value}")
-    return value
 
 
 FORMAT = 2  # 1: the id covered options as they were typed, and no arguments of the task

@@ -8,8 +8,10 @@ the loss of the synthetic problem.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import Any
 
 from fedexp.errors import UsageError, require
@@ -66,6 +68,34 @@ def parse_goal(text: str) -> Goal:
         f"goal {metric!r} does not state whether larger is better; write max:{metric} or "
         f"min:{metric}"
     )
+
+
+def checked_target(
+    value: float | None, metric: str, option: str, own: bool = False
+) -> float | None:
+    """Return the value of a metric to reach; an accuracy above 1 is taken as percent.
+
+    Args:
+        value: the value, or None.
+        metric: the record field.
+        option: what the value is of, for messages.
+        own: whether the metric is the user's own, whose unit is not known: it is taken as it is.
+
+    >>> checked_target(84, "test_accuracy", "target"), checked_target(None, "train_loss", "")
+    (0.84, None)
+    """
+    if value is None:
+        return None
+    finite = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    require(finite, f"{option} must be a finite number, not {value!r}")
+    if own:
+        return float(value)
+    if metric.endswith("accuracy"):
+        value = value / 100 if value > 1 else value
+        require(0 < value <= 1, f"{option} must be an accuracy up to 1 (or 100 %), not {value}")
+    elif metric.endswith("loss"):
+        require(value > 0, f"{option} must be a positive loss, not {value}")
+    return value
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,8 @@ def supervised(
     )
     for note in notes:
         warnings.warn(f"task {name!r}: {note}", DataNote, stacklevel=2)
-    return _with_goal(task, goal)
+    task = _with_goal(task, goal)
+    return replace(task, target=task.checked_target(task.target, "target"))
 
 
 def _with_goal(task: Task, goal: str | Goal | None) -> Task:

@@ -37,7 +37,7 @@ from fedexp.tasks.metrics import (
     add_totals,
     finish_metric,
 )
-from fedexp.tasks.recipe import Goal, Options, parse_goal
+from fedexp.tasks.recipe import Goal, Options, checked_target, parse_goal
 
 Weighting = Literal["uniform", "size"]
 TrainMetrics = Literal["clients", "pooled"]
@@ -137,6 +137,11 @@ class Task:
         return parse_goal(self.metric) if self.higher is None else Goal(self.metric, self.higher)
 
     @property
+    def has_own_metric(self) -> bool:
+        """Whether `metric` is one of `metrics`, not a loss or an accuracy that every task has."""
+        return self.metric.partition("_")[2] in self.metrics
+
+    @property
     def measured(self) -> tuple[str, ...]:
         """The record fields that an evaluation fills."""
         own = ["loss", "accuracy"]
@@ -148,6 +153,10 @@ class Task:
             names = (*own, *split.metrics, *(f"{name}_worst_decile" for name in own if worst))
             found += [f"{split.name}_{name}" for name in names]
         return tuple(found)
+
+    def checked_target(self, value: float | None, option: str) -> float | None:
+        """Return a value of `metric` to reach; an accuracy above 1 is percent, unless its own."""
+        return checked_target(value, self.metric, option, self.has_own_metric)
 
     def to(self, device: torch.device, precision: Precision) -> Task:
         """Return the task with its data and objective on a device, computing in a precision."""

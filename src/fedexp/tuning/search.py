@@ -395,11 +395,12 @@ class FreeSearch(Search):
 def goal_of(task: Task) -> Goal:
     """Return what trials of a task are judged by: training accuracy or loss, as in the paper.
 
-    A task whose goal is another metric is judged by that one.
+    A task whose goal is a metric of its own is judged by that one.
     """
-    if task.metric.endswith("accuracy"):
-        return Goal("train_accuracy", higher=True)
-    return Goal("train_loss", higher=False) if task.metric.endswith("loss") else task.goal
+    of_training = task.metric.replace("test_", "train_", 1)
+    if task.has_own_metric or of_training not in task.measured:
+        return task.goal
+    return Goal(of_training, task.goal.higher)
 
 
 def worst_score(goal: Goal) -> float:

@@ -28,8 +28,8 @@ from fedexp.errors import FedExPError, UsageError, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.options import Setup, convert
 from fedexp.runs import StoredRun, find_runs, load_run
-from fedexp.runs.spec import TYPED, Outcome, checked_target
-from fedexp.tasks.recipe import Goal, parse_goal
+from fedexp.runs.spec import TYPED, Outcome
+from fedexp.tasks.recipe import Goal, checked_target, parse_goal
 
 WINDOW = 20  # rounds of the moving average, as in the paper
 # Fields of a spec that are not settings of a series; options are, by their own names.
@@ -399,5 +399,8 @@ class Targets:
             f"--target needs to know whether a larger {metric} is better; write --metric "
             f"max:{metric} or min:{metric}",
         )
-        checked = (checked_target(each, metric, "--target") for each in named)
+        # a value above 1 shows that an accuracy is the user's own, in percent
+        curves = [curve for series in section.series for curve in series.curves(metric)]
+        own = any((curve > 1).any() for curve in curves)
+        checked = (checked_target(each, metric, "--target", own) for each in named)
         return list(dict.fromkeys(each for each in checked if each is not None))
