@@ -390,8 +390,8 @@ def recommended(task: Task, algorithm: Algorithm) -> Setup:
 
     The client step size is the paper's best value for the task, as in mode paper, since none can do
     without one. Where eps is 0 because all clients can fit one model (the toy and the synthetic
-    problem), it stays 0. All other algorithms are those of mode paper: the study of the relative
-    eps did not include them (docs/extrapolation.md).
+    problem), it stays 0. All other algorithms are those of mode paper: for the variants of FedExP
+    the relative form did not meet the criteria of its study (docs/eps-study.md).
     """
     setup = paper_setup(task, algorithm)
     server, client = setup.algorithm.server, setup.algorithm.client
