@@ -101,6 +101,7 @@ function traces(section, chart, state) {
 
 function targetLines(chart) {
   const font = { size: 11, color: css("--quiet") };
+  const lowest = chart.targets.length > 1 ? Math.min(...chart.targets) : null;
   return chart.targets.map((target) => ({
     type: "line",
     xref: "paper",
@@ -109,7 +110,12 @@ function targetLines(chart) {
     y0: target,
     y1: target,
     line: { color: css("--quiet"), width: 1, dash: "dot" },
-    label: { text: `target ${formatValue(target, chart)}`, textposition: "start", font, yanchor: "bottom" },
+    label: {
+      text: `target ${formatValue(target, chart)}`,
+      textposition: "start",
+      font,
+      yanchor: target === lowest ? "top" : "bottom", // close targets do not cross their labels
+    },
   }));
 }
 
