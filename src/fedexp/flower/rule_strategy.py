@@ -191,6 +191,7 @@ class RuleStrategy(FlowerFedAvg):
             self.settings.weighting,
             self.settings.max_norm,
             run.undecided_layout,
+            run.client_noise,
         )
         records: list[RecordDict] = []
         custom = _custom(self.train_metrics_aggr_fn)

@@ -197,6 +197,11 @@ class FederatedRun:
         return self._mechanism is not None and self._mechanism.hides_client_metrics
 
     @property
+    def client_noise(self) -> Mapping[str, float]:
+        """Return the clip and noise that clients mark their updates with; {} without any."""
+        return {} if self._mechanism is None else self._mechanism.config()
+
+    @property
     def clip(self) -> Callable[[Tensor], Tensor] | None:
         """Return the function that clips updates before they are summed, if there is one."""
         return None if self._mechanism is None else self._mechanism.clipped
