@@ -49,9 +49,9 @@ def local_privacy(
     """Return a mod for a ClientApp: `ClientApp(mods=[local_privacy(LocalPrivacy(...))])`.
 
     A reply to `train` contains the noised model and its clip and noise only: other metrics are
-    dropped, `num-examples` becomes 1, and of an error only its type is reported. Messages to `evaluate` are refused,
-    because evaluation metrics are not noised. Replies to `query` are not changed. The client's own
-    settings decide; a server with other settings gets no update.
+    dropped, `num-examples` becomes 1, and of an error only its type is reported. Messages to
+    `evaluate` are refused, because evaluation metrics are not noised. Replies to `query` are not
+    changed. The client's own settings decide; a server with other settings gets no update.
 
     Args:
         privacy: the settings, the same as the server's.

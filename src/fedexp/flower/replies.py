@@ -247,12 +247,12 @@ class ReplyReader:
         """Refuse an update that its client has not noised as the server's epsilon assumes."""
         for name, ours in self.noise.items():
             theirs = info.get(name)
-            is_number = isinstance(theirs, int | float)
-            if not is_number or not math.isclose(theirs, ours, rel_tol=1e-9):
-                raise UnusableReply(
-                    f"its {name} is {theirs} instead of {ours:g}, so it is not private as promised; "
-                    "add mods=[local_privacy(...)] to its ClientApp, with the server's settings"
-                )
+            if isinstance(theirs, int | float) and math.isclose(theirs, ours, rel_tol=1e-9):
+                continue
+            raise UnusableReply(
+                f"its {name} is {theirs} instead of {ours:g}, so it is not private as promised; "
+                "add mods=[local_privacy(...)] to its ClientApp, with the server's settings"
+            )
 
     def _vote(self, reply: Message) -> list[Layout]:
         """Return the layout that a usable reply has; [] for one that is not usable."""
