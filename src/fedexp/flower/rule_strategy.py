@@ -122,7 +122,7 @@ class RuleStrategy(FlowerFedAvg):
             query_client_ids=query_client_ids,
         )
         self.run: FederatedRun | None = None
-        self.last_output: ArrayRecord | None = None
+        self.known_arrays: ArrayRecord | None = None  # those that configure_train expects
 
     def summary(self) -> None:
         """Log the algorithm, the weights and the seed, then FedAvg's own summary."""
@@ -163,13 +163,16 @@ class RuleStrategy(FlowerFedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the train messages of a round; they carry the last iterate, not the output."""
+        """Return the train messages of a round; they carry the last iterate.
+
+        `start` passes that iterate as `arrays`, for a `configure_train` of a subclass to send.
+        """
         if self.fraction_train == 0.0:
             return []
         if self.run is None:
             self.run = FederatedRun(self.settings, arrays)
-        elif self.last_output is not None:
-            same = arrays is self.last_output or same_arrays(arrays, self.last_output)
+        elif self.known_arrays is not None:
+            same = arrays is self.known_arrays or same_arrays(arrays, self.known_arrays)
             require(same, CHANGED)
         config["server-round"] = server_round
         size = CohortSize(self.fraction_train, self.min_train_nodes, self.min_available_nodes)
@@ -211,8 +214,8 @@ class RuleStrategy(FlowerFedAvg):
         metrics = MetricRecord({**({} if hidden else client_metrics), **numbers})
         if not self.run.stepped:
             return None, metrics
-        self.last_output = self.run.server.output()
-        return self.last_output, metrics
+        self.known_arrays = self.run.server.output()  # a loop of Flower's passes them on
+        return self.known_arrays, metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

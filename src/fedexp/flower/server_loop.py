@@ -29,7 +29,7 @@ from fedexp.flower.checkpoint import (
 from fedexp.flower.layout import same_arrays
 from fedexp.flower.replies import AggregatedReplies, chunk_size
 from fedexp.flower.run import FederatedRun
-from fedexp.flower.transport import stream_replies
+from fedexp.flower.transport import Replies
 from fedexp.privacy import BudgetSpentError
 
 if TYPE_CHECKING:
@@ -147,9 +147,9 @@ class _Loop:
         return row
 
     def _train(self, round: int) -> MetricRecord | None:
-        strategy, output = self.strategy, self.run.server.output()
-        strategy.last_output = output
-        messages = list(strategy.configure_train(round, output, self.train_config, self.grid))
+        strategy = self.strategy
+        model = strategy.known_arrays = self.run.server.model()
+        messages = list(strategy.configure_train(round, model, self.train_config, self.grid))
         steps = self.run.server.state.steps
         metrics: MetricRecord | None
         if self.run.settings.secure is not None:
@@ -174,9 +174,9 @@ class _Loop:
             server.adopt(arrays, round)
             log(INFO, "aggregate_train returned a model of its own: training continues from it")
 
-    def _replies(self, messages: Iterable[Message]) -> Iterable[Message]:
+    def _replies(self, messages: Iterable[Message]) -> Replies:
         chunk = chunk_size(self.run.server.state.params)
-        return stream_replies(self.grid, messages, self.run.timeout, chunk)
+        return Replies(self.grid, messages, self.run.timeout, chunk)
 
     def _secure_replies(self, round: int, messages: list[Message]) -> AggregatedReplies:
         from fedexp.flower.secure_round import secure_aggregate  # needs Flower's legacy workflow
