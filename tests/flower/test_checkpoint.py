@@ -226,7 +226,7 @@ def test_the_command_line_names_the_app_that_can_resume_it(
 def test_what_a_killed_round_released_is_still_charged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0, noise_seed=1, clients=1000)
+    privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0, clients=1000)
     model = ArrayRecord({"w": Array(np.zeros(5, np.float32))})
 
     def reply(message: Message, answer: Answer) -> Message:

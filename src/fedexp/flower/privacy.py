@@ -24,6 +24,7 @@ from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.request import REPLY_INFO, read_ties
 from fedexp.privacy import Ledger, LocalMechanism, LocalPrivacy, Release
 from fedexp.privacy.mechanism import Normals, normals
+from fedexp.privacy.settings import warn_seeded
 from fedexp.runs.files import (
     disk_errors,
     is_count,
@@ -60,6 +61,7 @@ def local_privacy(
             train on the same data must share an account.
     """
     mechanism = privacy.mechanism()
+    warn_seeded(privacy)
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         kind = message.metadata.message_type.partition(".")[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from logging import INFO
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from flwr.supercore import log
 from torch import nn
 
 from fedexp.algorithms import Algorithm
-from fedexp.errors import UsageError, renamed_arguments, require
+from fedexp.errors import UsageError, renamed_arguments, require, whole_number
 from fedexp.flower.layout import named_parts, same_arrays
 from fedexp.flower.metrics import MetricsFn, aggregate_evaluations
 from fedexp.flower.nodes import CohortSize
@@ -35,6 +36,10 @@ from fedexp.privacy import Privacy
 CHANGED = (
     "something changed the model between two rounds, which a strategy that wraps this one cannot "
     "do; use privacy= instead of Flower's wrappers"
+)
+NO_REPLIES = (
+    "with secure= the server sees sums and no replies, so aggregate_train is never called; leave "
+    "aggregate_train as it is, and save or check the model of each round in evaluate_fn"
 )
 
 
@@ -100,7 +105,13 @@ class RuleStrategy(FlowerFedAvg):
             train_metrics_aggr_fn,
             evaluate_metrics_aggr_fn,
         )
+        require(
+            secure is None or type(self).aggregate_train is RuleStrategy.aggregate_train, NO_REPLIES
+        )
         if model is not None:
+            require(
+                isinstance(model, nn.Module), f"model must be a module, model=Net(), not {model!r}"
+            )
             found = named_parts(model)
             buffers = found[0] if buffers is None else buffers
             tied = found[1] if tied is None else tied
@@ -154,8 +165,16 @@ class RuleStrategy(FlowerFedAvg):
             evaluate_config: sent to clients that evaluate.
             evaluate_fn: evaluates the output model on the server, also before the first round.
         """
-        require(num_rounds >= 1, f"num_rounds must be at least 1, not {num_rounds}")
-        require(timeout > 0, f"timeout must be positive, not {timeout}")
+        num_rounds = whole_number("num_rounds", num_rounds, least=1)
+        require(
+            isinstance(timeout, Real) and timeout > 0,
+            f"timeout must be a positive number of seconds, not {timeout}",
+        )
+        require(
+            isinstance(initial_arrays, Mapping),
+            "initial_arrays must be a record, such as ArrayRecord(model.state_dict()), not a "
+            f"{type(initial_arrays).__name__}",
+        )
         self.run = FederatedRun(self.settings, initial_arrays, num_rounds, timeout)
         configs = ConfigRecord(dict(train_config or {})), ConfigRecord(dict(evaluate_config or {}))
         return run_rounds(self, self.run, grid, configs, evaluate_fn)

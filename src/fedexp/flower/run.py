@@ -21,7 +21,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.client import SGD, Prox
 from fedexp.engine import SimulationState
-from fedexp.errors import DivergedError, FedExPError, require
+from fedexp.errors import DivergedError, FedExPError, UsageError, require
 from fedexp.flower.layout import apparent_ties
 from fedexp.flower.nodes import (
     CohortSize,
@@ -48,6 +48,11 @@ CAPPED = (
 NOT_DRAWN = (
     "a private round sums one reply from each client of the cohort that was drawn, and no other; "
     "let configure_train send its messages as they are, once for every aggregate_train"
+)
+GUESSED = (
+    "{!r} and {!r} are equal in the initial model: tied, or copies that are trained on their own? "
+    "privacy and secure need to know before the first round; give model= or tied= (tied={{}} for "
+    "copies)"
 )
 
 
@@ -76,6 +81,8 @@ class FederatedRun:
         tied = settings.tied
         if tied is None:
             tied = apparent_ties(arrays, settings.buffers)
+            if tied and settings.fixes_layout:
+                raise UsageError(GUESSED.format(*next(iter(tied.items()))))
         self.server = Server(settings.algorithm, arrays, settings.buffers, tied)
         self.study = uuid4().hex
         self.nodes = NodeRegistry()
@@ -181,8 +188,7 @@ class FederatedRun:
         None after the first step, nor where noise or masks depend on the layout.
         """
         given = self.settings
-        is_private = given.privacy is not None or given.secure is not None
-        if given.tied is not None or is_private or self.server.state.steps:
+        if given.tied is not None or given.fixes_layout or self.server.state.steps:
             return frozenset()
         return frozenset({"tied"} if given.buffers is not None else {"buffers", "tied"})
 
