@@ -112,6 +112,9 @@ class FederatedRun:
         seen = [int(row["nodes"]) for row in rows if row.get("nodes")]
         self._first_clients, self._most_clients = (seen[0], max(seen)) if seen else (0, 0)
         for row in rows:
+            if "clients" in row:  # a cohort that is drawn empty has no client to drop
+                is_empty = row["clients"] == 0 < row["dropped"] + row["unanswered"]
+                self._empty_rounds = self._empty_rounds + 1 if is_empty else 0
             self.accepted |= dict.fromkeys(row.get("accepted", ()), row["round"])
 
     def configure_round(
