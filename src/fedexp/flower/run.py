@@ -237,6 +237,7 @@ class FederatedRun:
         self._first_clients = self._first_clients or clients
         self._most_clients = max(self._most_clients, clients)
         self._prepare(size)
+        self._warn_of_client_state(nodes)
         ordered = self.nodes.sort(nodes)
         if self._mechanism is not None:
             return nodes, self._private_cohort(self._mechanism, round, ordered, size)
@@ -323,7 +324,7 @@ class FederatedRun:
     def _total_weight(self, aggregate: Aggregate) -> float:
         """Return the weight of all clients; absent ones are taken to weigh as the present do."""
         each = float(aggregate.weight / aggregate.count) if aggregate.count > 0 else 1.0
-        return (self.settings.total_clients or self._most_clients) * each
+        return max(self.settings.total_clients or 0, self._most_clients) * each
 
     def _require_min_replies(self, replies: AggregatedReplies) -> AggregatedReplies:
         """Return the replies, or an empty round where fewer than `min_replies` are usable."""
@@ -361,6 +362,23 @@ class FederatedRun:
             text += "ClientApp that ignores it trains as in FedAvg; use fedexp.flower.LocalRule, "
             text += "or add the proximal term yourself with the proximal-mu of the config"
             self._log_once(WARNING, text, len(ignoring), len(replies.rules), rule, ignoring[0])
+
+    def _warn_of_client_state(self, nodes: Sequence[int]) -> None:
+        """Warn where the server's control variate will not be the mean of the clients' own."""
+        if not self.settings.stateful_clients:
+            return
+        nameless = [node for node in nodes if self.nodes.client(node) is None]
+        if nameless:
+            text = (
+                "%d of %d nodes report no client id (e.g. node %d): where a reply is lost or left "
+            )
+            text += "out, their client state and the server's drift apart; add "
+            text += "report_client_id(app) to the ClientApp"
+            self._log_once(WARNING, text, len(nameless), len(nodes), nameless[0])
+        total, seen = self.settings.total_clients, self._most_clients
+        if total is not None and total < seen:
+            text = "total_clients=%d, but there are %d clients, and %d are assumed; correct it, or "
+            self._log_once(WARNING, text + "leave it out", total, seen, seen)
 
     def _warn_of_overshoot(self, metrics: Mapping[str, float]) -> None:
         """Warn where a long step is followed by one of 1: after a step that went too far, all
