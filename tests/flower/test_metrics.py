@@ -148,6 +148,17 @@ def test_a_broken_evaluation_costs_nothing_but_its_numbers(lines: list[str]) -> 
     assert sum("left out of the evaluation" in line for line in lines) == 2
 
 
+def test_metrics_of_clients_that_are_named_like_the_servers_are_left_out_with_a_line(
+    lines: list[str],
+) -> None:
+    faults = {k: only(replies(with_metric("seconds", 120.0))) for k in range(3)}
+    result = FedExP().start(FakeGrid(plain_app(), 3, faults=faults), first_model(), 2)
+    seconds: Any = result.train_metrics_clientapp[2]["seconds"]
+    assert seconds < 100.0
+    assert "train_loss" in result.train_metrics_clientapp[2]
+    assert sum("named seconds" in line and "rename" in line for line in lines) == 1
+
+
 def test_metrics_that_are_not_finite_do_not_spoil_the_mean() -> None:
     fault = only(replies(with_metric("train_loss", float("nan"))))
     result = FedAvg().start(FakeGrid(plain_app(), 3, faults={2: fault}), first_model(), 1)

@@ -8,7 +8,7 @@ It takes FedAvg's ten arguments first and in order, then, by name, those of
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from logging import INFO
+from logging import INFO, WARNING
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -228,9 +228,12 @@ class RuleStrategy(FlowerFedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord]:
         """Take the server step with the sums of a round; return no arrays if there was none."""
         assert self.run is not None
-        hidden = self.run.hides_client_metrics
+        theirs = {} if self.run.hides_client_metrics else client_metrics
         numbers = self.run.complete_round(replies)
-        metrics = MetricRecord({**({} if hidden else client_metrics), **numbers})
+        if taken := ", ".join(sorted(theirs.keys() & numbers.keys())):
+            text = "clients' metrics named %s are left out, because the server reports its own by "
+            self.run.log_once(WARNING, text + "this name; rename them in the ClientApp", taken)
+        metrics = MetricRecord({**theirs, **numbers})
         if not self.run.stepped:
             return None, metrics
         self.known_arrays = self.run.server.output()  # a loop of Flower's passes them on

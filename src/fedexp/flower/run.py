@@ -232,7 +232,7 @@ class FederatedRun:
             text = "cohorts follow node ids, which are new in every federation; for cohorts that "
             text += "follow the seed, add report_client_id(app) to the ClientApp and "
             text += "query_client_ids=True here"
-            self._log_once(INFO, text)
+            self.log_once(INFO, text)
         clients = self.nodes.count_clients(nodes)
         self._first_clients = self._first_clients or clients
         self._most_clients = max(self._most_clients, clients)
@@ -257,7 +257,7 @@ class FederatedRun:
         wanted = size.of(len(unique))
         plan = self._planned = mechanism.plan(len(unique), wanted)
         if plan.cohort < min(wanted, len(unique)) and plan.sampling != "poisson":
-            self._log_once(WARNING, CAPPED, plan.cohort, wanted)
+            self.log_once(WARNING, CAPPED, plan.cohort, wanted)
         if mechanism.limit is not None:
             self.ledger.require_room(plan, mechanism.limit, mechanism.delta)
         secret = mechanism.sample(len(unique), plan, round)
@@ -361,7 +361,7 @@ class FederatedRun:
             text = "%d of %d replies do not confirm the client rule %r (e.g. that of node %d): a "
             text += "ClientApp that ignores it trains as in FedAvg; use fedexp.flower.LocalRule, "
             text += "or add the proximal term yourself with the proximal-mu of the config"
-            self._log_once(WARNING, text, len(ignoring), len(replies.rules), rule, ignoring[0])
+            self.log_once(WARNING, text, len(ignoring), len(replies.rules), rule, ignoring[0])
 
     def _warn_of_client_state(self, nodes: Sequence[int]) -> None:
         """Warn where the server's control variate will not be the mean of the clients' own."""
@@ -374,11 +374,11 @@ class FederatedRun:
             )
             text += "out, their client state and the server's drift apart; add "
             text += "report_client_id(app) to the ClientApp"
-            self._log_once(WARNING, text, len(nameless), len(nodes), nameless[0])
+            self.log_once(WARNING, text, len(nameless), len(nodes), nameless[0])
         total, seen = self.settings.total_clients, self._most_clients
         if total is not None and total < seen:
             text = "total_clients=%d, but there are %d clients, and %d are assumed; correct it, or "
-            self._log_once(WARNING, text + "leave it out", total, seen, seen)
+            self.log_once(WARNING, text + "leave it out", total, seen, seen)
 
     def _warn_of_overshoot(self, metrics: Mapping[str, float]) -> None:
         """Warn where a long step is followed by one of 1: after a step that went too far, all
@@ -388,10 +388,11 @@ class FederatedRun:
             text = "the step size fell from %.3g to %.3g: the last step may have gone too far. If "
             text += "the evaluation got worse, set max_step=2 or raise eps, or lower the learning "
             text += "rate or momentum of the clients (docs/flower.md, Retuning)"
-            self._log_once(WARNING, text, self._last_step, step)
+            self.log_once(WARNING, text, self._last_step, step)
         self._last_step = step
 
-    def _log_once(self, level: int, text: str, *args: Any) -> None:
+    def log_once(self, level: int, text: str, *args: Any) -> None:
+        """Log a line the first time that its text, without the arguments, is given."""
         if text not in self._logged:
             self._logged.add(text)
             log(level, text, *args)

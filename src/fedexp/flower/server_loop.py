@@ -44,6 +44,9 @@ NOT_NOISED = (
     "the clients' updates without noise; with central privacy return that one unchanged, or leave "
     "aggregate_train as it is"
 )
+DIVERGED = (
+    "lower the local or server learning rate, clip gradients in the ClientApp, or set max_norm"
+)
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 Configs = tuple[ConfigRecord, ConfigRecord]
 
@@ -86,7 +89,7 @@ def run_rounds(
                 log(WARNING, "the run ends before round %d of %d: %s", round, rounds, error)
             except DivergedError as error:
                 recorder.finish(error)
-                raise
+                raise DivergedError(error.round, error.what, DIVERGED) from None
             recorder.finish(None)
     result.arrays = run.server.output()
     log(INFO, "Strategy execution finished in %.2fs", time.monotonic() - start)
