@@ -76,6 +76,7 @@ class Saves(FedExP):
         (lambda: start(timeout=None), "timeout must be a positive number of seconds, not None"),
         (lambda: start(initial_arrays=None), r"ArrayRecord\(model.state_dict\(\)\)"),
         (lambda: private(privacy=0.5), "privacy must be CentralPrivacy"),
+        (lambda: private(privacy=CentralPrivacy), "privacy must be CentralPrivacy"),
         (lambda: private(secure=True), "secure must be SecureAggregation"),
         (lambda: FedExP(model=nn.Linear), r"model=Net\(\)"),  # type: ignore[arg-type]
         (lambda: private(privacy=PRIVACY, weighting="num-examples"), "only with uniform weights"),

@@ -89,7 +89,7 @@ class Settings:
         )
         if self.privacy is not None:
             require(
-                isinstance(self.privacy, Privacy),
+                isinstance(self.privacy, Privacy) and not isinstance(self.privacy, type),
                 f"privacy must be CentralPrivacy(...) or LocalPrivacy(...), not {self.privacy!r}",
             )
             check_fit(self.algorithm, self.weighting, buffers=False)
