@@ -370,10 +370,10 @@ class FederatedRun:
         nameless = [node for node in nodes if self.nodes.client(node) is None]
         if nameless:
             text = (
-                "%d of %d nodes report no client id (e.g. node %d): where a reply is lost or left "
+                "%d of %d nodes report no client id (e.g. node %d): where a reply is lost, their "
             )
-            text += "out, their client state and the server's drift apart; add "
-            text += "report_client_id(app) to the ClientApp"
+            text += "client state and the server's drift apart; add report_client_id(app) to the "
+            text += "ClientApp"
             self.log_once(WARNING, text, len(nameless), len(nodes), nameless[0])
         total, seen = self.settings.total_clients, self._most_clients
         if total is not None and total < seen:

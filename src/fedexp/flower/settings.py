@@ -38,7 +38,7 @@ class Settings:
             report, else arrays that are equal before and after training.
         checkpoint: folder in which the run is stored, and from which it resumes; None for none.
         name: of the task in the run folder and in reports.
-        total_clients: number of clients, for SCAFFOLD; at least the most that were seen.
+        total_clients: number of clients, for SCAFFOLD; when None, and at least, the most seen.
         wait_for_nodes: seconds to wait for enough nodes; the timeout of `start` when None.
         max_empty_rounds: rounds in a row without a usable reply after which the run ends.
         max_norm: replies whose update has a larger norm are left out; None for no bound.
