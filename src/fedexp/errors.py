@@ -24,15 +24,17 @@ class UsageError(FedExPError, ValueError):
 class DivergedError(FedExPError, ArithmeticError):
     """The model or its loss left the range of sensible numbers."""
 
-    def __init__(self, round: int, what: str) -> None:
-        super().__init__(
-            f"diverged at round {round}: {what}; "
-            "lower the local or server learning rate, or set local.clip_norm"
-        )
-        self.round, self.what = round, what
+    def __init__(
+        self,
+        round: int,
+        what: str,
+        remedy: str = "lower the local or server learning rate, or set local.clip_norm",
+    ) -> None:
+        super().__init__(f"diverged at round {round}: {what}; {remedy}")
+        self.round, self.what, self.remedy = round, what, remedy
 
-    def __reduce__(self) -> tuple[type[DivergedError], tuple[int, str]]:
-        return type(self), (self.round, self.what)  # for pickle
+    def __reduce__(self) -> tuple[type[DivergedError], tuple[int, str, str]]:
+        return type(self), (self.round, self.what, self.remedy)  # for pickle
 
 
 class EngineError(FedExPError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -29,6 +30,7 @@ from fedexp.flower import (
     initial_arrays,
 )
 from fedexp.flower.layout import ndarrays
+from fedexp.flower.run import NoRepliesError
 from fedexp.flower.simulated_client import from_arrays
 from fedexp.privacy import CentralPrivacy
 from fedexp.runs import load_run
@@ -42,6 +44,7 @@ from tests.flower.helpers.fake_grid import (
     dies_on,
     healthy,
     only,
+    raises,
     replies,
     with_array,
 )
@@ -226,7 +229,7 @@ def test_the_command_line_names_the_app_that_can_resume_it(
 def test_what_a_killed_round_released_is_still_charged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0, noise_seed=1, clients=1000)
+    privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0, clients=1000)
     model = ArrayRecord({"w": Array(np.zeros(5, np.float32))})
 
     def reply(message: Message, answer: Answer) -> Message:
@@ -398,6 +401,47 @@ def test_a_folder_that_another_process_holds_is_waited_for_a_while(
         FakeGrid(plain_app()), first_model(), 1, evaluate_fn=inside
     )
     assert len(load_run(tmp_path / "run").rows) == 1
+
+
+def test_a_metric_with_nan_in_a_list_is_stored_and_resumed(tmp_path: Path) -> None:
+    """As of a class without examples: its run could neither be resumed nor read back."""
+
+    def evaluate(round: int, arrays: ArrayRecord) -> MetricRecord:
+        return MetricRecord({"loss": 1.0, "per_class": [0.5, float("nan")]})
+
+    def start(**faults: Any) -> Result:
+        grid = FakeGrid(plain_app(), 3, **faults)
+        strategy = FedAvg(fraction_evaluate=0.0, checkpoint=tmp_path / "run")
+        return strategy.start(grid, first_model(), 3, evaluate_fn=evaluate)
+
+    with pytest.raises(Killed):
+        start(faults={0: dies_on("train", 3)})
+    for result in (start(), start()):  # resumed, then read from the finished run
+        for round in range(4):
+            found: Any = result.evaluate_metrics_serverapp[round]["per_class"]
+            np.testing.assert_array_equal(found, [0.5, np.nan])
+
+
+def test_a_folder_below_the_home_is_found_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A folder named ~ was created in whatever directory the ServerApp had been started in."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with caplog.at_level(logging.INFO, "flwr"):
+        FedAvg(checkpoint="~/run").start(FakeGrid(plain_app(), 3), first_model(), 1)
+    assert (tmp_path / "run" / RECORDS).exists()
+    assert f"the run is stored in {tmp_path / 'run'}" in caplog.text
+
+
+def test_restarts_do_not_renew_the_number_of_empty_rounds(tmp_path: Path) -> None:
+    """Restarted often enough, a run whose clients all failed ended as finished."""
+    for _ in range(4):
+        grid = FakeGrid(plain_app(), 3, faults=dict.fromkeys(range(3), raises))
+        with pytest.raises(NoRepliesError, match="3 rounds in a row"):
+            FedAvg(checkpoint=tmp_path / "run").start(grid, first_model(), 5)
+    assert len(load_run(tmp_path / "run").rows) == 2
+    result = FedAvg(checkpoint=tmp_path / "run").start(FakeGrid(plain_app(), 3), first_model(), 5)
+    assert [m["clients"] for m in result.train_metrics_clientapp.values()] == [0, 0, 3, 3, 3]
 
 
 def test_names_of_clients_metrics_do_not_clash_with_columns(tmp_path: Path) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +17,12 @@ from fedexp.errors import UsageError
 from fedexp.flower import (
     FedExP,
     Layout,
+    SecureAggregation,
     initial_arrays,
 )
 from fedexp.flower.layout import named_parts
+from fedexp.flower.run import NoRepliesError
+from fedexp.privacy import CentralPrivacy, LocalPrivacy
 from tests.flower.helpers.fake_grid import FakeGrid, only, replies
 from tests.flower.helpers.user_app import (
     ConstantBufferNet,
@@ -129,6 +134,28 @@ def test_arrays_with_equal_beginnings_are_not_tied() -> None:
     assert not torch.equal(arrays["second.weight"], arrays["first.weight"])
     assert strategy.run is not None
     assert strategy.run.server.layout.tied == {}
+
+
+@pytest.mark.parametrize(
+    "option",
+    [
+        {"privacy": CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)},
+        {"privacy": LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)},
+        {"secure": SecureAggregation(clip=1.0)},
+    ],
+    ids=["central", "local", "secure"],
+)
+def test_ties_are_not_guessed_where_a_wrong_guess_costs_privacy(option: dict[str, Any]) -> None:
+    """Layers of a TransformerEncoder are copies: as ties they made all replies unusable."""
+    layer = nn.Linear(3, 3)
+    arrays = ArrayRecord(nn.Sequential(layer, copy.deepcopy(layer)).state_dict())
+    grid = FakeGrid(ClientApp(), 3)
+    with pytest.raises(UsageError, match=r"'1.weight' and '0.weight' are equal.*model= or tied="):
+        FedExP(fraction_evaluate=0.0, **option).start(grid, arrays, 1)
+    assert grid.sent == []
+    made = FedExP(fraction_evaluate=0.0, tied={}, max_empty_rounds=1, **option)
+    with pytest.raises(NoRepliesError):
+        made.start(grid, arrays, 1)
 
 
 def test_a_module_names_its_parts() -> None:

@@ -13,6 +13,7 @@ from fedexp.flower import (
     FedAvg,
     FedExP,
 )
+from fedexp.flower.layout import ndarrays
 from fedexp.flower.metrics import WeightedMetrics
 from tests.flower.helpers.fake_grid import (
     FakeGrid,
@@ -22,7 +23,7 @@ from tests.flower.helpers.fake_grid import (
     silent,
     with_metric,
 )
-from tests.flower.helpers.plain_app import first_model, plain_app
+from tests.flower.helpers.plain_app import first_model, plain_app, target
 
 BAD = 1  # the position of the node that misbehaves
 
@@ -55,6 +56,33 @@ def test_lists_of_another_length_are_left_out() -> None:
     tally.add({"n": 1, "scores": [1.0]})
     tally.add({"n": 1, "scores": 3.0})
     assert tally.means() == {"scores": [1.0, 2.0]}
+
+
+def test_a_client_without_examples_adds_nothing_and_keeps_the_weights() -> None:
+    """One such client made all count the same: 0.4 instead of 0.894."""
+    tally = WeightedMetrics("n")
+    for examples, accuracy in ((1000, 0.9), (0, 0.0), (10, 0.3)):
+        tally.add({"n": examples, "accuracy": accuracy})
+    assert tally.means() == {"accuracy": pytest.approx((1000 * 0.9 + 10 * 0.3) / 1010)}
+    nothing = WeightedMetrics("n")
+    for loss in (1.0, 3.0):
+        nothing.add({"n": 0, "loss": loss})
+    assert nothing.means() == {"loss": 2.0}
+
+
+def test_an_evaluation_without_a_weight_is_logged_with_what_follows(lines: list[str]) -> None:
+    def unweighted(content: RecordDict) -> None:
+        del content.metric_records["metrics"]["num-examples"]
+
+    fault = only(replies(unweighted), kind="evaluate")
+    grid = FakeGrid(plain_app(), 3, faults={BAD: fault, 2: fault})
+    result = FedAvg().start(grid, first_model(), 1)
+    (line,) = [line for line in lines if "all clients count the same" in line]
+    assert "num-examples" in line
+    assert any(str(grid.nodes[k].node_id) in line for k in (BAD, 2))
+    w = ndarrays(result.arrays)["w"]
+    losses = [np.square(w - target(k)).sum() for k in range(3)]
+    assert result.evaluate_metrics_clientapp[1]["loss"] == pytest.approx(np.mean(losses), rel=1e-5)
 
 
 def test_no_metrics_have_no_means() -> None:
@@ -118,6 +146,17 @@ def test_a_broken_evaluation_costs_nothing_but_its_numbers(lines: list[str]) -> 
     assert result.train_metrics_clientapp[1]["clients"] == 3
     assert result.evaluate_metrics_clientapp[1].keys() == alone.evaluate_metrics_clientapp[1].keys()
     assert sum("left out of the evaluation" in line for line in lines) == 2
+
+
+def test_metrics_of_clients_that_are_named_like_the_servers_are_left_out_with_a_line(
+    lines: list[str],
+) -> None:
+    faults = {k: only(replies(with_metric("seconds", 120.0))) for k in range(3)}
+    result = FedExP().start(FakeGrid(plain_app(), 3, faults=faults), first_model(), 2)
+    seconds: Any = result.train_metrics_clientapp[2]["seconds"]
+    assert seconds < 100.0
+    assert "train_loss" in result.train_metrics_clientapp[2]
+    assert sum("named seconds" in line and "rename" in line for line in lines) == 1
 
 
 def test_metrics_that_are_not_finite_do_not_spoil_the_mean() -> None:

@@ -17,8 +17,9 @@ from fedexp.errors import UsageError
 from fedexp.flower import FedAvg, FedExP, local_privacy
 from fedexp.flower.layout import ndarrays
 from fedexp.flower.privacy import FILE, FOLDER, Budget
+from fedexp.flower.request import REPLY_INFO
 from fedexp.privacy import LocalPrivacy, Release, epsilon
-from tests.flower.helpers.fake_grid import FakeGrid
+from tests.flower.helpers.fake_grid import FakeGrid, only, replies
 from tests.flower.helpers.plain_app import first_model as model_with_buffers
 from tests.flower.helpers.plain_app import plain_app
 from tests.flower.helpers.private import (
@@ -86,6 +87,25 @@ def test_clients_refuse_a_server_with_other_noise() -> None:
     grid = FakeGrid(app([local_privacy(local())]), 3)
     row = metrics_of(strategy(privacy=local(noise_multiplier=0.1)), grid)[0]
     assert (row["clients"], row["dropped"]) == (0, 3)
+
+
+def test_updates_that_no_mod_has_noised_are_not_used(lines: list[str]) -> None:
+    """They were summed, and an epsilon was reported for them."""
+    row = metrics_of(strategy(privacy=local()), FakeGrid(app(), 3))[0]
+    assert (row["clients"], row["dropped"]) == (0, 3)
+    assert sum("add mods=[local_privacy(...)]" in line for line in lines) == 3
+
+
+@pytest.mark.parametrize("noise", [0.1, "0.2", None])
+def test_a_reply_with_the_mark_of_other_noise_is_not_used(noise: Any, lines: list[str]) -> None:
+    def mark(content: RecordDict) -> None:
+        entries = {"fedexp.clip": 1.0} | ({} if noise is None else {"fedexp.noise": noise})
+        content[REPLY_INFO] = ConfigRecord(entries)
+
+    grid = FakeGrid(app([local_privacy(local())]), 3, faults={0: only(replies(mark))})
+    row = metrics_of(strategy(privacy=local()), grid)[0]
+    assert (row["clients"], row["dropped"]) == (2, 1)
+    assert any(f"its fedexp.noise is {noise} instead of 0.2" in line for line in lines)
 
 
 def test_clients_stop_when_their_budget_is_spent() -> None:

@@ -190,8 +190,20 @@ def test_messages_carry_the_last_accepted_round_for_scaffold() -> None:
     assert [config["fedexp.accepted"] for config in spoilt] == [0, 1, 1, 3]
 
 
-@pytest.mark.parametrize(("total", "expected"), [(None, 4), (8, 8)])
-def test_scaffolds_control_is_over_all_clients(total: int | None, expected: int) -> None:
+def test_scaffold_with_clients_that_report_no_id_warns_of_it(lines: list[str]) -> None:
+    """Where a reply of theirs is lost, the server's control is no longer the mean of theirs."""
+    anonymous = ClientApp()
+    anonymous.train()(simulated_train(TASK))
+    for app, expected in ((anonymous, 1), (simulated_app(TASK), 0)):
+        lines.clear()
+        Scaffold(fraction_evaluate=0.0).start(FakeGrid(app, 4), initial_arrays(TASK), 2)
+        assert sum("add report_client_id(app)" in line for line in lines) == expected
+
+
+@pytest.mark.parametrize(("total", "expected"), [(None, 4), (8, 8), (1, 4)])
+def test_scaffolds_control_is_over_all_clients(
+    total: int | None, expected: int, lines: list[str]
+) -> None:
     """Two of four take part, so c changes by 2/4 of their mean; by 2/8 with eight clients."""
     task = least_squares(clients=4)
     app = simulated_app(task)
@@ -202,3 +214,4 @@ def test_scaffolds_control_is_over_all_clients(total: int | None, expected: int)
     found = strategy.run.server.state.broadcast["control"]
     wanted = record.state.broadcast["control"] * 4 / expected
     assert found.numpy() == pytest.approx(wanted.numpy(), rel=1e-5)
+    assert sum("total_clients=1, but there are 4" in line for line in lines) == (total == 1)

@@ -147,7 +147,7 @@ def test_what_a_secure_sum_cannot_do_is_refused_before_anybody_trains() -> None:
     assert "train" not in {kind for kind, _ in grid.sent}
 
 
-def test_a_client_without_the_mod_is_dropped_and_reveals_nothing() -> None:
+def test_a_client_without_the_mod_is_dropped_and_reveals_nothing(lines: list[str]) -> None:
     task = least_squares(clients=4)
     app = ClientApp()
     trained: list[int] = []
@@ -160,3 +160,4 @@ def test_a_client_without_the_mod_is_dropped_and_reveals_nothing() -> None:
     with pytest.raises(FedExPError, match="no usable reply"):
         run(FedExP(fraction_evaluate=0.0, secure=SECURE), task, FakeGrid(app, 4))
     assert len(trained) == 3 * 4  # only their keys were requested: no model was sent
+    assert sum("add mods=[secure_mod] to its ClientApp" in line for line in lines) == 3 * 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,9 @@ from fedexp.flower import (
     initial_arrays,
 )
 from fedexp.flower.layout import ndarrays
+from fedexp.privacy import CentralPrivacy
 from fedexp.runs import load_run
+from tests.flower.helpers import private
 from tests.flower.helpers.fake_grid import (
     FakeGrid,
     only,
@@ -137,6 +140,42 @@ def test_arrays_of_another_model_and_discarded_steps_are_refused() -> None:
         Discarding().start(FakeGrid(plain_app(), 3), first_model(), 2)
 
 
+class Twice(FedExP):
+    """Looks at the replies before it passes them on; they are streamed, and gone then."""
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        assert len(replies) == 3  # type: ignore[arg-type]
+        assert all(reply.has_content() for reply in replies)
+        return super().aggregate_train(server_round, replies)
+
+
+class TwiceEvaluated(FedExP):
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        assert all(reply.has_content() for reply in replies)
+        return super().aggregate_evaluate(server_round, replies)
+
+
+@pytest.mark.parametrize("make", [Twice, TwiceEvaluated])
+def test_replies_that_are_read_twice_are_refused(make: type[FedExP]) -> None:
+    """The second time there were none, so that nothing was trained or evaluated."""
+    with pytest.raises(UsageError, match=r"read once.*replies = list\(replies\)"):
+        make().start(FakeGrid(plain_app(), 3), first_model(), 2)
+
+
+def test_replies_that_are_read_twice_cost_no_epsilon() -> None:
+    """Nothing of them is released; pure noise was, and charged."""
+    settings = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
+    made = Twice(fraction_evaluate=0.0, privacy=settings)
+    with pytest.raises(UsageError, match="read once"):
+        made.start(FakeGrid(private.app(), 3), private.model(), 2)
+    assert made.run is not None
+    assert made.run.ledger.count == 0
+
+
 class Skips(RuleStrategy):
     """A subclass that leaves the second round out."""
 
@@ -155,8 +194,10 @@ def test_a_round_that_a_subclass_skips_accepts_no_client_state(tmp_path: Path) -
 
 
 def test_a_model_that_diverges_ends_the_run_with_its_round() -> None:
-    with pytest.raises(DivergedError, match=r"round 1.*lower the local or server learning rate"):
+    with pytest.raises(DivergedError, match=r"round 1.*learning rate.*set max_norm") as raised:
         FedAvg(lr=1e12).start(FakeGrid(plain_app(), 3), first_model(), 2)
+    assert "local.clip_norm" not in str(raised.value)  # which Flower's clients do not have
+    assert str(pickle.loads(pickle.dumps(raised.value))) == str(raised.value)
 
 
 def test_a_loss_that_is_not_finite_ends_the_run() -> None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
+from flwr.app import ArrayRecord, Message, MetricRecord
+from torch import nn
 
 import fedexp as fx
 import fedexp.flower
@@ -15,15 +18,36 @@ from fedexp.flower import (
     FedExP,
     FedProx,
     RuleStrategy,
+    Scaffold,
     SecureAggregation,
+    local_privacy,
 )
-from fedexp.privacy import CentralPrivacy
+from fedexp.privacy import CentralPrivacy, LocalPrivacy, PrivacyWarning
 from tests.flower.helpers.fake_grid import FakeGrid
 from tests.flower.helpers.plain_app import first_model, plain_app
 
 PRIVACY = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
 ELEVEN: Any = range(11)  # FedAvg's arguments, and the one of Flower's FedProx
 SECURE = SecureAggregation(clip=20.0, extras_bound=20.0)
+
+
+def start(**options: Any) -> None:
+    given = {"grid": FakeGrid(plain_app()), "initial_arrays": first_model(), **options}
+    FedExP().start(**given)
+
+
+def private(make: Any = FedExP, **options: Any) -> RuleStrategy:
+    return make(fraction_evaluate=0.0, **options)
+
+
+class Saves(FedExP):
+    """Saves the model of every round, where a strategy of Flower would."""
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        arrays, metrics = super().aggregate_train(server_round, replies)
+        return arrays, metrics
 
 
 @pytest.mark.parametrize(
@@ -46,6 +70,18 @@ SECURE = SecureAggregation(clip=20.0, extras_bound=20.0)
         (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), 0), "num_rounds"),
         (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), timeout=0), "timeout"),
         (lambda: FedExP().aggregate_train(1, []), "no model yet"),
+        (lambda: FedExP(eps="0.1"), "eps must be a number, not '0.1'"),  # type: ignore[arg-type]
+        (lambda: FedAvgM(lr="1"), "lr must be a number, not '1'"),  # type: ignore[arg-type]
+        (lambda: start(num_rounds="3"), "num_rounds must be a whole number: '3'"),
+        (lambda: start(timeout=None), "timeout must be a positive number of seconds, not None"),
+        (lambda: start(initial_arrays=None), r"ArrayRecord\(model.state_dict\(\)\)"),
+        (lambda: private(privacy=0.5), "privacy must be CentralPrivacy"),
+        (lambda: private(privacy=CentralPrivacy), "privacy must be CentralPrivacy"),
+        (lambda: private(secure=True), "secure must be SecureAggregation"),
+        (lambda: FedExP(model=nn.Linear), r"model=Net\(\)"),  # type: ignore[arg-type]
+        (lambda: private(privacy=PRIVACY, weighting="num-examples"), "only with uniform weights"),
+        (lambda: private(Scaffold, privacy=PRIVACY), "control variates"),
+        (lambda: private(Saves, secure=SECURE), "leave aggregate_train as it is"),
     ],
 )
 def test_mistakes_raise_an_error_of_one_line(make: Any, pattern: str) -> None:
@@ -68,6 +104,16 @@ def test_bounds_that_cannot_hold_are_refused() -> None:
     privacy = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0)
     with pytest.raises(UsageError, match="min_replies would let the data decide"):
         FedExP(fraction_evaluate=0.0, min_replies=2, privacy=privacy)
+
+
+def test_noise_that_can_be_subtracted_is_not_taken_for_private() -> None:
+    """Settings that were simulated with a seed are easily deployed with it."""
+    central = CentralPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0, noise_seed=0)
+    local = LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=1.0, noise_seed=0)
+    for make in (lambda: private(privacy=central), lambda: local_privacy(local)):
+        with pytest.warns(PrivacyWarning, match="leave noise_seed out") as warned:
+            make()
+        assert len(warned) == 1
 
 
 def test_evaluation_with_secure_aggregation_is_logged(caplog: pytest.LogCaptureFixture) -> None:

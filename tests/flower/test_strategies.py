@@ -274,6 +274,29 @@ def test_strategies_can_be_subclassed_as_flowers_can() -> None:
     assert strategy.seen == 3
 
 
+class EveryNode(FedExP):
+    """A configure_train of one's own, written as for Flower's strategies."""
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        config["server-round"] = server_round
+        content = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
+        return [Message(content, node, "train") for node in grid.get_node_ids()]
+
+
+def test_a_configure_train_of_ones_own_sends_the_iterate_that_updates_are_taken_from() -> None:
+    """It got the mean of two iterates, so every update had half of the last step added to it."""
+    starts = [
+        make(eps=0.0, fraction_evaluate=0.0).start(FakeGrid(plain_app(), 3), first_model(), ROUNDS)
+        for make in (FedExP, EveryNode)
+    ]
+    steps = [[each["server_lr"] for each in r.train_metrics_clientapp.values()] for r in starts]
+    assert steps[0] == steps[1]
+    ours, theirs = (ndarrays(result.arrays)["w"] for result in starts)
+    np.testing.assert_array_equal(ours, theirs)
+
+
 def test_flowers_own_loop_works_too() -> None:
     """Whoever calls configure_train and aggregate_train himself gets the same model."""
     ours = FedExP().start(FakeGrid(plain_app(), 3), first_model(), ROUNDS)

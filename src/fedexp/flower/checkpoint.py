@@ -97,7 +97,8 @@ def open_run(
     if run.settings.checkpoint is None:
         yield RunRecorder(run)
         return
-    path = Path(run.settings.checkpoint)
+    path = Path(run.settings.checkpoint).expanduser().absolute()
+    log(INFO, "the run is stored in %s", path)
     with _strategy_remedies():
         if is_run(path):
             run.study = str(read_spec(path).get("study", run.study))
@@ -252,7 +253,14 @@ def restored_result(rows: Sequence[Mapping[str, Any]]) -> Result:
 
 
 def _record(values: Mapping[str, Any]) -> MetricRecord:
-    return MetricRecord({name: value for name, value in values.items() if value is not None})
+    """Return a stored record; what was not finite is null in the file, and NaN in a list here."""
+
+    def read(value: Any) -> Any:
+        if not isinstance(value, list):
+            return value
+        return [math.nan if each is None else each for each in value]
+
+    return MetricRecord({name: read(value) for name, value in values.items() if value is not None})
 
 
 def run_spec(strategy: RuleStrategy, run: FederatedRun, config: ConfigRecord) -> dict[str, Any]:

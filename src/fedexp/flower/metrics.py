@@ -6,7 +6,6 @@ the mean. `WeightedMetrics` needs one reply at a time, and leaves out values tha
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping
 from logging import WARNING
 from typing import Any, TypeVar
@@ -57,7 +56,8 @@ def client_weight(metrics: Metrics, key: str) -> float:
 class WeightedMetrics:
     """Means of clients' metrics, weighted by one of them as in Flower.
 
-    Where any client does not report its weight, all count the same.
+    A client of weight 0 adds nothing. Where any client does not report its weight, or all report
+    0, all count the same.
 
     >>> metrics = WeightedMetrics("num-examples")
     >>> metrics.add({"num-examples": 1, "loss": 4.0})
@@ -69,28 +69,29 @@ class WeightedMetrics:
     """
 
     def __init__(self, weight_key: str) -> None:
-        self.weight_key, self._is_weighted = weight_key, True
+        self.weight_key, self.is_weighted = weight_key, True
         self._uniform: dict[str, _RunningMean] = {}
         self._weighted: dict[str, _RunningMean] = {}
 
     def add(self, metrics: Metrics) -> list[str]:
         """Add the metrics of one client; return the names of values that were left out."""
-        left_out = []
+        left_out, weight = list[str](), 0.0
         try:
-            weight = client_weight(metrics, self.weight_key)
+            if metrics.get(self.weight_key) != 0:
+                weight = client_weight(metrics, self.weight_key)
         except UnusableReply:
-            weight, self._is_weighted = math.nan, False
+            self.is_weighted = False
         for name, value in metrics.items():
             if name != self.weight_key:
                 if not self._uniform.setdefault(name, _RunningMean()).add(value, 1.0):
                     left_out.append(name)
-                if self._is_weighted:
+                if weight:
                     self._weighted.setdefault(name, _RunningMean()).add(value, weight)
         return left_out
 
     def means(self) -> dict[str, float | list[float]]:
         """Return the mean of each metric over the clients that reported it."""
-        means = self._weighted if self._is_weighted else self._uniform
+        means = self._weighted if self.is_weighted and self._weighted else self._uniform
         return {name: mean.value() for name, mean in means.items() if mean.weight}
 
 
@@ -144,10 +145,14 @@ def aggregate_evaluations(
         node = reply.metadata.src_node_id
         try:
             content = reply_content(reply)
+            was_weighted = metrics.is_weighted
             log_left_out(node, metrics.add(reply_metrics(content)))
         except UnusableReply as error:
             log(WARNING, "node %d is left out of the evaluation: %s", node, error)
             continue
+        if was_weighted and not metrics.is_weighted:
+            text = "node %d: its evaluation has no %r that is a weight, so all clients count the "
+            log(WARNING, text + "same in this evaluation; reply it from each", node, weight_key)
         records.append(RecordDict(dict(content.metric_records)))
     if not records:
         return None

@@ -15,15 +15,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from flwr.app import ArrayRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
 from fedexp.errors import UsageError, require
 from fedexp.flower.client_state import configured_name, file_name, state_root
 from fedexp.flower.layout import Layout, ndarrays
-from fedexp.flower.request import read_ties
+from fedexp.flower.request import REPLY_INFO, read_ties
 from fedexp.privacy import Ledger, LocalMechanism, LocalPrivacy, Release
 from fedexp.privacy.mechanism import Normals, normals
+from fedexp.privacy.settings import warn_seeded
 from fedexp.runs.files import (
     disk_errors,
     is_count,
@@ -48,10 +49,10 @@ def local_privacy(
 ) -> Mod:
     """Return a mod for a ClientApp: `ClientApp(mods=[local_privacy(LocalPrivacy(...))])`.
 
-    A reply to `train` contains the noised model only: other metrics are dropped, `num-examples`
-    becomes 1, and of an error only its type is reported. Messages to `evaluate` are refused,
-    because evaluation metrics are not noised. Replies to `query` are not changed. The client's own
-    settings decide; a server with other settings gets no update.
+    A reply to `train` contains the noised model and its clip and noise only: other metrics are
+    dropped, `num-examples` becomes 1, and of an error only its type is reported. Messages to
+    `evaluate` are refused, because evaluation metrics are not noised. Replies to `query` are not
+    changed. The client's own settings decide; a server with other settings gets no update.
 
     Args:
         privacy: the settings, the same as the server's.
@@ -60,6 +61,7 @@ def local_privacy(
             train on the same data must share an account.
     """
     mechanism = privacy.mechanism()
+    warn_seeded(privacy)
 
     def mod(message: Message, context: Context, call_next: ClientAppCallable) -> Message:
         kind = message.metadata.message_type.partition(".")[0]
@@ -106,7 +108,10 @@ def train_with_hidden_errors(
 def _noised(
     content: RecordDict, sent: ArrayRecord, layout: Layout, mechanism: LocalMechanism, draw: Normals
 ) -> RecordDict:
-    """Return the reply with its update clipped and noised, and nothing else of the client's."""
+    """Return the reply with its update clipped and noised, and nothing else of the client's.
+
+    It is marked with clip and noise: the server refuses updates without this mark.
+    """
     trained = ndarrays(_only_arrays(content, "the reply"))
     misfit = layout.misfit(trained)
     require(misfit is None, f"the reply does not fit the model: {misfit}")
@@ -115,7 +120,8 @@ def _noised(
     arrays = layout.arrays((start - private).to(start.dtype), layout.buffers(sent))
     key = next(iter(content.array_records))
     metrics = next(iter(content.metric_records), "metrics")
-    return RecordDict({key: arrays, metrics: MetricRecord({"num-examples": 1})})
+    mark = ConfigRecord(dict(mechanism.config()))
+    return RecordDict({key: arrays, metrics: MetricRecord({"num-examples": 1}), REPLY_INFO: mark})
 
 
 def _merged_config(content: RecordDict) -> dict[str, Any]:

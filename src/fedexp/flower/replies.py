@@ -180,6 +180,7 @@ class ReplyReader:
         max_norm: a reply whose update is longer is left out; None for no bound.
         undecided: parts of the model's layout that the first usable replies decide: which arrays
             are "buffers", which parameters are "tied"; only before the first step.
+        noise: clip and noise with which clients must have marked their updates (local privacy).
     """
 
     def __init__(
@@ -190,15 +191,18 @@ class ReplyReader:
         weighting: Weighting,
         max_norm: float | None = None,
         undecided: Collection[str] = (),
+        noise: Mapping[str, float] | None = None,
     ) -> None:
         self.server, self.start = server, server.start_point()
         self.arrays_key, self.weight_key, self.weighting = arrays_key, weight_key, weighting
         self.extras = extra_names(server.algorithm.client)
-        self.max_norm, self.undecided = max_norm, undecided
+        self.max_norm, self.undecided, self.noise = max_norm, undecided, noise or {}
 
     def read(self, reply: Message) -> ClientUpdate:
         """Return the update of a reply; raise `UnusableReply` for one that must not be used."""
         content = reply_content(reply)
+        info = _reply_info(content)
+        self._check_noise(info)
         metrics = reply_metrics(content)
         weight = 1.0 if self.weighting == "uniform" else client_weight(metrics, self.weight_key)
         arrays = self._model(content)
@@ -213,7 +217,7 @@ class ReplyReader:
             raise UnusableReply(
                 f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm:g}"
             )
-        rule = _reply_info(content).get("rule")
+        rule = info.get("rule")
         return ClientUpdate(delta, weight, extras, metrics, norm, rule and str(rule))
 
     def resolve_layout(self, replies: Iterable[Message]) -> Iterator[Message]:
@@ -238,6 +242,17 @@ class ReplyReader:
         while held:
             yield held.pop(0)
         yield from source
+
+    def _check_noise(self, info: Mapping[str, Any]) -> None:
+        """Refuse an update that its client has not noised as the server's epsilon assumes."""
+        for name, ours in self.noise.items():
+            theirs = info.get(name)
+            if isinstance(theirs, int | float) and math.isclose(theirs, ours, rel_tol=1e-9):
+                continue
+            raise UnusableReply(
+                f"its {name} is {theirs} instead of {ours:g}, so it is not private as promised; "
+                "add mods=[local_privacy(...)] to its ClientApp, with the server's settings"
+            )
 
     def _vote(self, reply: Message) -> list[Layout]:
         """Return the layout that a usable reply has; [] for one that is not usable."""

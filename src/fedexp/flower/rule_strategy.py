@@ -8,7 +8,8 @@ It takes FedAvg's ten arguments first and in order, then, by name, those of
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
-from logging import INFO
+from logging import INFO, WARNING
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from flwr.supercore import log
 from torch import nn
 
 from fedexp.algorithms import Algorithm
-from fedexp.errors import UsageError, renamed_arguments, require
+from fedexp.errors import UsageError, renamed_arguments, require, whole_number
 from fedexp.flower.layout import named_parts, same_arrays
 from fedexp.flower.metrics import MetricsFn, aggregate_evaluations
 from fedexp.flower.nodes import CohortSize
@@ -35,6 +36,10 @@ from fedexp.privacy import Privacy
 CHANGED = (
     "something changed the model between two rounds, which a strategy that wraps this one cannot "
     "do; use privacy= instead of Flower's wrappers"
+)
+NO_REPLIES = (
+    "with secure= the server sees sums and no replies, so aggregate_train is never called; leave "
+    "aggregate_train as it is, and save or check the model of each round in evaluate_fn"
 )
 
 
@@ -100,7 +105,13 @@ class RuleStrategy(FlowerFedAvg):
             train_metrics_aggr_fn,
             evaluate_metrics_aggr_fn,
         )
+        require(
+            secure is None or type(self).aggregate_train is RuleStrategy.aggregate_train, NO_REPLIES
+        )
         if model is not None:
+            require(
+                isinstance(model, nn.Module), f"model must be a module, model=Net(), not {model!r}"
+            )
             found = named_parts(model)
             buffers = found[0] if buffers is None else buffers
             tied = found[1] if tied is None else tied
@@ -122,7 +133,7 @@ class RuleStrategy(FlowerFedAvg):
             query_client_ids=query_client_ids,
         )
         self.run: FederatedRun | None = None
-        self.last_output: ArrayRecord | None = None
+        self.known_arrays: ArrayRecord | None = None  # those that configure_train expects
 
     def summary(self) -> None:
         """Log the algorithm, the weights and the seed, then FedAvg's own summary."""
@@ -154,8 +165,16 @@ class RuleStrategy(FlowerFedAvg):
             evaluate_config: sent to clients that evaluate.
             evaluate_fn: evaluates the output model on the server, also before the first round.
         """
-        require(num_rounds >= 1, f"num_rounds must be at least 1, not {num_rounds}")
-        require(timeout > 0, f"timeout must be positive, not {timeout}")
+        num_rounds = whole_number("num_rounds", num_rounds, least=1)
+        require(
+            isinstance(timeout, Real) and timeout > 0,
+            f"timeout must be a positive number of seconds, not {timeout}",
+        )
+        require(
+            isinstance(initial_arrays, Mapping),
+            "initial_arrays must be a record, such as ArrayRecord(model.state_dict()), not a "
+            f"{type(initial_arrays).__name__}",
+        )
         self.run = FederatedRun(self.settings, initial_arrays, num_rounds, timeout)
         configs = ConfigRecord(dict(train_config or {})), ConfigRecord(dict(evaluate_config or {}))
         return run_rounds(self, self.run, grid, configs, evaluate_fn)
@@ -163,13 +182,16 @@ class RuleStrategy(FlowerFedAvg):
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
     ) -> Iterable[Message]:
-        """Return the train messages of a round; they carry the last iterate, not the output."""
+        """Return the train messages of a round; they carry the last iterate.
+
+        `start` passes that iterate as `arrays`, for a `configure_train` of a subclass to send.
+        """
         if self.fraction_train == 0.0:
             return []
         if self.run is None:
             self.run = FederatedRun(self.settings, arrays)
-        elif self.last_output is not None:
-            same = arrays is self.last_output or same_arrays(arrays, self.last_output)
+        elif self.known_arrays is not None:
+            same = arrays is self.known_arrays or same_arrays(arrays, self.known_arrays)
             require(same, CHANGED)
         config["server-round"] = server_round
         size = CohortSize(self.fraction_train, self.min_train_nodes, self.min_available_nodes)
@@ -191,6 +213,7 @@ class RuleStrategy(FlowerFedAvg):
             self.settings.weighting,
             self.settings.max_norm,
             run.undecided_layout,
+            run.client_noise,
         )
         records: list[RecordDict] = []
         custom = _custom(self.train_metrics_aggr_fn)
@@ -205,13 +228,16 @@ class RuleStrategy(FlowerFedAvg):
     ) -> tuple[ArrayRecord | None, MetricRecord]:
         """Take the server step with the sums of a round; return no arrays if there was none."""
         assert self.run is not None
-        hidden = self.run.hides_client_metrics
+        theirs = {} if self.run.hides_client_metrics else client_metrics
         numbers = self.run.complete_round(replies)
-        metrics = MetricRecord({**({} if hidden else client_metrics), **numbers})
+        if taken := ", ".join(sorted(theirs.keys() & numbers.keys())):
+            text = "clients' metrics named %s are left out, because the server reports its own by "
+            self.run.log_once(WARNING, text + "this name; rename them in the ClientApp", taken)
+        metrics = MetricRecord({**theirs, **numbers})
         if not self.run.stepped:
             return None, metrics
-        self.last_output = self.run.server.output()
-        return self.last_output, metrics
+        self.known_arrays = self.run.server.output()  # a loop of Flower's passes them on
+        return self.known_arrays, metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

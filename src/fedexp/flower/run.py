@@ -21,7 +21,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.client import SGD, Prox
 from fedexp.engine import SimulationState
-from fedexp.errors import DivergedError, FedExPError, require
+from fedexp.errors import DivergedError, FedExPError, UsageError, require
 from fedexp.flower.layout import apparent_ties
 from fedexp.flower.nodes import (
     CohortSize,
@@ -48,6 +48,11 @@ CAPPED = (
 NOT_DRAWN = (
     "a private round sums one reply from each client of the cohort that was drawn, and no other; "
     "let configure_train send its messages as they are, once for every aggregate_train"
+)
+GUESSED = (
+    "{!r} and {!r} are equal in the initial model: tied, or copies that are trained on their own? "
+    "privacy and secure need to know before the first round; give model= or tied= (tied={{}} for "
+    "copies)"
 )
 
 
@@ -76,6 +81,8 @@ class FederatedRun:
         tied = settings.tied
         if tied is None:
             tied = apparent_ties(arrays, settings.buffers)
+            if tied and settings.fixes_layout:
+                raise UsageError(GUESSED.format(*next(iter(tied.items()))))
         self.server = Server(settings.algorithm, arrays, settings.buffers, tied)
         self.study = uuid4().hex
         self.nodes = NodeRegistry()
@@ -105,6 +112,9 @@ class FederatedRun:
         seen = [int(row["nodes"]) for row in rows if row.get("nodes")]
         self._first_clients, self._most_clients = (seen[0], max(seen)) if seen else (0, 0)
         for row in rows:
+            if "clients" in row:  # a cohort that is drawn empty has no client to drop
+                is_empty = row["clients"] == 0 < row["dropped"] + row["unanswered"]
+                self._empty_rounds = self._empty_rounds + 1 if is_empty else 0
             self.accepted |= dict.fromkeys(row.get("accepted", ()), row["round"])
 
     def configure_round(
@@ -181,8 +191,7 @@ class FederatedRun:
         None after the first step, nor where noise or masks depend on the layout.
         """
         given = self.settings
-        is_private = given.privacy is not None or given.secure is not None
-        if given.tied is not None or is_private or self.server.state.steps:
+        if given.tied is not None or given.fixes_layout or self.server.state.steps:
             return frozenset()
         return frozenset({"tied"} if given.buffers is not None else {"buffers", "tied"})
 
@@ -195,6 +204,11 @@ class FederatedRun:
     def hides_client_metrics(self) -> bool:
         """Return whether clients' train metrics must not be reported."""
         return self._mechanism is not None and self._mechanism.hides_client_metrics
+
+    @property
+    def client_noise(self) -> Mapping[str, float]:
+        """Return the clip and noise that clients mark their updates with; {} without any."""
+        return {} if self._mechanism is None else self._mechanism.config()
 
     @property
     def clip(self) -> Callable[[Tensor], Tensor] | None:
@@ -218,11 +232,12 @@ class FederatedRun:
             text = "cohorts follow node ids, which are new in every federation; for cohorts that "
             text += "follow the seed, add report_client_id(app) to the ClientApp and "
             text += "query_client_ids=True here"
-            self._log_once(INFO, text)
+            self.log_once(INFO, text)
         clients = self.nodes.count_clients(nodes)
         self._first_clients = self._first_clients or clients
         self._most_clients = max(self._most_clients, clients)
         self._prepare(size)
+        self._warn_of_client_state(nodes)
         ordered = self.nodes.sort(nodes)
         if self._mechanism is not None:
             return nodes, self._private_cohort(self._mechanism, round, ordered, size)
@@ -242,7 +257,7 @@ class FederatedRun:
         wanted = size.of(len(unique))
         plan = self._planned = mechanism.plan(len(unique), wanted)
         if plan.cohort < min(wanted, len(unique)) and plan.sampling != "poisson":
-            self._log_once(WARNING, CAPPED, plan.cohort, wanted)
+            self.log_once(WARNING, CAPPED, plan.cohort, wanted)
         if mechanism.limit is not None:
             self.ledger.require_room(plan, mechanism.limit, mechanism.delta)
         secret = mechanism.sample(len(unique), plan, round)
@@ -309,7 +324,7 @@ class FederatedRun:
     def _total_weight(self, aggregate: Aggregate) -> float:
         """Return the weight of all clients; absent ones are taken to weigh as the present do."""
         each = float(aggregate.weight / aggregate.count) if aggregate.count > 0 else 1.0
-        return (self.settings.total_clients or self._most_clients) * each
+        return max(self.settings.total_clients or 0, self._most_clients) * each
 
     def _require_min_replies(self, replies: AggregatedReplies) -> AggregatedReplies:
         """Return the replies, or an empty round where fewer than `min_replies` are usable."""
@@ -346,7 +361,24 @@ class FederatedRun:
             text = "%d of %d replies do not confirm the client rule %r (e.g. that of node %d): a "
             text += "ClientApp that ignores it trains as in FedAvg; use fedexp.flower.LocalRule, "
             text += "or add the proximal term yourself with the proximal-mu of the config"
-            self._log_once(WARNING, text, len(ignoring), len(replies.rules), rule, ignoring[0])
+            self.log_once(WARNING, text, len(ignoring), len(replies.rules), rule, ignoring[0])
+
+    def _warn_of_client_state(self, nodes: Sequence[int]) -> None:
+        """Warn where the server's control variate will not be the mean of the clients' own."""
+        if not self.settings.stateful_clients:
+            return
+        nameless = [node for node in nodes if self.nodes.client(node) is None]
+        if nameless:
+            text = (
+                "%d of %d nodes report no client id (e.g. node %d): where a reply is lost, their "
+            )
+            text += "client state and the server's drift apart; add report_client_id(app) to the "
+            text += "ClientApp"
+            self.log_once(WARNING, text, len(nameless), len(nodes), nameless[0])
+        total, seen = self.settings.total_clients, self._most_clients
+        if total is not None and total < seen:
+            text = "total_clients=%d, but there are %d clients, and %d are assumed; correct it, or "
+            self.log_once(WARNING, text + "leave it out", total, seen, seen)
 
     def _warn_of_overshoot(self, metrics: Mapping[str, float]) -> None:
         """Warn where a long step is followed by one of 1: after a step that went too far, all
@@ -356,10 +388,11 @@ class FederatedRun:
             text = "the step size fell from %.3g to %.3g: the last step may have gone too far. If "
             text += "the evaluation got worse, set max_step=2 or raise eps, or lower the learning "
             text += "rate or momentum of the clients (docs/flower.md, Retuning)"
-            self._log_once(WARNING, text, self._last_step, step)
+            self.log_once(WARNING, text, self._last_step, step)
         self._last_step = step
 
-    def _log_once(self, level: int, text: str, *args: Any) -> None:
+    def log_once(self, level: int, text: str, *args: Any) -> None:
+        """Log a line the first time that its text, without the arguments, is given."""
         if text not in self._logged:
             self._logged.add(text)
             log(level, text, *args)

@@ -64,6 +64,7 @@ STAGES = {
     Stage.COLLECT_MASKED_VECTORS: "before it sent its masked update",
     Stage.UNMASK: "before the sum was unmasked",
 }
+NO_MOD = "an app without the mod fails here: add mods=[secure_mod] to its ClientApp"
 COARSE = 1e-3  # fraction of the squared norm due to rounding from which the clip is too wide
 
 
@@ -374,7 +375,8 @@ def _fault(stage: str, sent: Message, reply: Message, size: int) -> str | None:
         reply_content(reply)
         is_valid = _CHECKS[stage](sent, reply, size)
     except UnusableReply as error:
-        return str(error)
+        is_first = stage == Stage.SETUP and not is_unanswered(reply)
+        return f"{error} ({NO_MOD})" if is_first else str(error)
     except Exception:  # malformed replies raise many types
         is_valid = False
     return None if is_valid else "its reply is damaged, or its app lacks fedexp.flower.secure_mod"

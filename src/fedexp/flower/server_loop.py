@@ -29,7 +29,7 @@ from fedexp.flower.checkpoint import (
 from fedexp.flower.layout import same_arrays
 from fedexp.flower.replies import AggregatedReplies, chunk_size
 from fedexp.flower.run import FederatedRun
-from fedexp.flower.transport import stream_replies
+from fedexp.flower.transport import Replies
 from fedexp.privacy import BudgetSpentError
 
 if TYPE_CHECKING:
@@ -43,6 +43,9 @@ NOT_NOISED = (
     "aggregate_train returned another model than super().aggregate_train did, and it may contain "
     "the clients' updates without noise; with central privacy return that one unchanged, or leave "
     "aggregate_train as it is"
+)
+DIVERGED = (
+    "lower the local or server learning rate, clip gradients in the ClientApp, or set max_norm"
 )
 EvaluateFn = Callable[[int, ArrayRecord], MetricRecord | None]
 Configs = tuple[ConfigRecord, ConfigRecord]
@@ -86,7 +89,7 @@ def run_rounds(
                 log(WARNING, "the run ends before round %d of %d: %s", round, rounds, error)
             except DivergedError as error:
                 recorder.finish(error)
-                raise
+                raise DivergedError(error.round, error.what, DIVERGED) from None
             recorder.finish(None)
     result.arrays = run.server.output()
     log(INFO, "Strategy execution finished in %.2fs", time.monotonic() - start)
@@ -147,9 +150,9 @@ class _Loop:
         return row
 
     def _train(self, round: int) -> MetricRecord | None:
-        strategy, output = self.strategy, self.run.server.output()
-        strategy.last_output = output
-        messages = list(strategy.configure_train(round, output, self.train_config, self.grid))
+        strategy = self.strategy
+        model = strategy.known_arrays = self.run.server.model()
+        messages = list(strategy.configure_train(round, model, self.train_config, self.grid))
         steps = self.run.server.state.steps
         metrics: MetricRecord | None
         if self.run.settings.secure is not None:
@@ -174,9 +177,9 @@ class _Loop:
             server.adopt(arrays, round)
             log(INFO, "aggregate_train returned a model of its own: training continues from it")
 
-    def _replies(self, messages: Iterable[Message]) -> Iterable[Message]:
+    def _replies(self, messages: Iterable[Message]) -> Replies:
         chunk = chunk_size(self.run.server.state.params)
-        return stream_replies(self.grid, messages, self.run.timeout, chunk)
+        return Replies(self.grid, messages, self.run.timeout, chunk)
 
     def _secure_replies(self, round: int, messages: list[Message]) -> AggregatedReplies:
         from fedexp.flower.secure_round import secure_aggregate  # needs Flower's legacy workflow

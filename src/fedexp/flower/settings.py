@@ -18,6 +18,7 @@ from fedexp.errors import UsageError, require
 from fedexp.flower.replies import Weighting
 from fedexp.flower.secure_payload import SecureAggregation
 from fedexp.privacy import Privacy
+from fedexp.privacy.settings import check_fit, warn_seeded
 
 CLIENT_RULES: dict[type[ClientRule], str] = {SGD: "sgd", Prox: "prox", Scaffold: "scaffold"}
 
@@ -37,7 +38,7 @@ class Settings:
             report, else arrays that are equal before and after training.
         checkpoint: folder in which the run is stored, and from which it resumes; None for none.
         name: of the task in the run folder and in reports.
-        total_clients: number of clients, for SCAFFOLD; when None, the most nodes seen.
+        total_clients: number of clients, for SCAFFOLD; when None, and at least, the most seen.
         wait_for_nodes: seconds to wait for enough nodes; the timeout of `start` when None.
         max_empty_rounds: rounds in a row without a usable reply after which the run ends.
         max_norm: replies whose update has a larger norm are left out; None for no bound.
@@ -82,6 +83,17 @@ class Settings:
             value = getattr(self, name)
             valid = value is None or (isinstance(value, int) and value >= least)
             require(valid, f"{name} must be a whole number of at least {least}, not {value!r}")
+        require(
+            self.secure is None or isinstance(self.secure, SecureAggregation),
+            f"secure must be SecureAggregation(clip=...), not {self.secure!r}",
+        )
+        if self.privacy is not None:
+            require(
+                isinstance(self.privacy, Privacy) and not isinstance(self.privacy, type),
+                f"privacy must be CentralPrivacy(...) or LocalPrivacy(...), not {self.privacy!r}",
+            )
+            check_fit(self.algorithm, self.weighting, buffers=False)
+            warn_seeded(self.privacy)
         if self.secure is not None and self.privacy is not None:
             raise UsageError("secure and privacy cannot be combined yet; leave one of them out")
         bound = self.max_norm
@@ -104,6 +116,11 @@ class Settings:
     def stateful_clients(self) -> bool:
         """Return whether the rule has client state (SCAFFOLD's control variates)."""
         return bool(self.algorithm.client.init_client_state(torch.zeros(0)))
+
+    @property
+    def fixes_layout(self) -> bool:
+        """Return whether noise or masks depend on the layout, so that it cannot change later."""
+        return self.privacy is not None or self.secure is not None
 
     @property
     def queries_client_ids(self) -> bool:

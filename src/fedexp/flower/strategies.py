@@ -19,6 +19,7 @@ from dataclasses import fields, replace
 from functools import wraps
 from inspect import Parameter, signature
 from logging import INFO
+from numbers import Real
 from pathlib import Path
 from typing import Any, ClassVar, ParamSpec
 
@@ -40,9 +41,10 @@ P = ParamSpec("P")
 
 
 def strategy_arguments(init: Callable[P, None]) -> Callable[P, None]:
-    """Refuse arguments that are unknown or given twice, in a line that names the remedy."""
+    """Refuse arguments that are unknown, given twice or no numbers, in a line with the remedy."""
     parameters = list(signature(init).parameters.values())[1:]
     known = [each.name for each in parameters]
+    numbers = {each.name for each in parameters if each.annotation.startswith(("float", "int"))}
     by_position = [each.name for each in parameters if each.kind is not Parameter.KEYWORD_ONLY]
 
     @renamed_arguments(identify="query_client_ids")
@@ -62,6 +64,9 @@ def strategy_arguments(init: Callable[P, None]) -> Callable[P, None]:
         twice = next((option for option in given if option in kwargs), None)
         require(twice is None, f"{twice} is given twice: by position and by name")
         given |= kwargs
+        for option, value in given.items():
+            valid = option not in numbers or value is None or isinstance(value, Real)
+            require(valid, f"{option} must be a number, not {value!r}")
         for theirs, ours in strategy.flower_arguments.items():
             both = theirs != ours and given.get(theirs) is not None and ours in given
             require(not both, f"{theirs} and {ours} are one option; give one of them")

@@ -2,7 +2,7 @@
 
 Flower's own `send_and_receive` collects all replies in a list and waits for every node until the
 timeout. `stream_replies` yields them a few at a time, so that a server never holds many models, and
-stops waiting for nodes that have left the federation.
+stops waiting for nodes that have left the federation; `Replies` is what a strategy is given.
 """
 
 from __future__ import annotations
@@ -26,11 +26,44 @@ UNANSWERED = {
 }
 
 
+READ_ONCE = (
+    "replies can be read once, because the server never holds all of them; where aggregate_train "
+    "or aggregate_evaluate reads them itself, begin with replies = list(replies)"
+)
+
+
 class UnusableReply(UsageError):
     """Why a reply is left out of its round, in one line whatever the client sent."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(shown(reason, LONGEST_REASON))
+
+
+class Replies(Iterable[Message]):
+    """The replies to some messages as they arrive, one per message; a second pass is refused.
+
+    Args:
+        grid: of the ServerApp.
+        messages: one per node.
+        timeout: seconds in total, sending included.
+        chunk: replies held in memory at a time.
+    """
+
+    def __init__(
+        self, grid: Grid, messages: Iterable[Message], timeout: float, chunk: int = 1
+    ) -> None:
+        messages = list(messages)
+        self._count = len(messages)
+        self._stream: Iterator[Message] | None = stream_replies(grid, messages, timeout, chunk)
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Message]:
+        stream, self._stream = self._stream, None
+        if stream is None:
+            raise UsageError(READ_ONCE)
+        return stream
 
 
 def stream_replies(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import torch
 
@@ -34,6 +34,7 @@ class PrivacyWarning(UserWarning):
     """The privacy settings guarantee less than they seem to."""
 
 
+@runtime_checkable
 class Privacy(Protocol):
     """Privacy settings as strategies use them.
 
@@ -279,6 +280,17 @@ def warn_weak(delta: float, clients: int) -> None:
         warnings.warn(
             f"delta = {delta} is not below 1 / {clients} clients: it allows publishing all data of "
             f"one of them; take at most {0.1 / clients:.0e}",
+            PrivacyWarning,
+            stacklevel=3,
+        )
+
+
+def warn_seeded(privacy: Privacy) -> None:
+    """Warn of a `noise_seed` where the settings are deployed."""
+    if isinstance(privacy, CentralPrivacy | LocalPrivacy) and privacy.noise_seed is not None:
+        warnings.warn(
+            "whoever knows noise_seed can subtract the noise, so that epsilon does not hold; leave "
+            "noise_seed out when deploying",
             PrivacyWarning,
             stacklevel=3,
         )
