@@ -179,6 +179,57 @@ def test_data_that_differ_in_every_process_are_refused(tmp_path: Path) -> None:
         fx.compare(own, ["fedavg"], seeds=2, jobs=2, runs=None)
 
 
+SCRIPT = """
+import warnings
+import fedexp as fx
+import torch.nn.functional as F
+from study import make
+
+ALPHA = 1.0
+
+
+def loss(output, y):
+    return ALPHA * F.cross_entropy(output, y, reduction="none")
+
+
+task = fx.supervised("own", make().objective.build, make().train, loss=loss, rounds=2)
+mine = fx.Algorithm("mine", server=fx.Average(1.0))
+if __name__ == "__main__":
+    {change}
+    found = []
+    for jobs in (1, 2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            done = fx.compare(task, [mine], seeds=2, jobs=jobs, runs=None)
+        found.append([outcome.rows[-1]["train_loss"] for outcome in done.outcomes])
+    assert found[0] == found[1], found
+    print([str(each.message) for each in caught])
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("ALPHA = 100.0", "script.py:task"),
+        ('mine = fx.Algorithm("mine", server=fx.Average(0.5))', "script.py:mine"),
+        ("pass", None),
+    ],
+)
+def test_workers_train_what_the_script_has_changed_or_nothing(
+    change: str, named: str | None, tmp_path: Path
+) -> None:
+    """Workers import the file, where nothing under `if __name__ == "__main__":` has run."""
+    (tmp_path / "script.py").write_text(SCRIPT.replace("{change}", change))
+    done = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    if named is None:
+        assert done.stdout == "[]\n"
+    else:
+        assert f"{named} is another one in processes that import it" in done.stdout
+
+
 def test_a_search_over_a_grid_of_ones_own(study: Any, tmp_path: Path) -> None:
     grid = {"lr": [0.001, 0.05], "factor": [0.5, 1.0]}
     tuned = fx.tune(study.task, study.mine, grid, rounds=3, store="own.db")

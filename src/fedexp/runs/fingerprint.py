@@ -207,6 +207,17 @@ def fingerprint_of_rules(algorithm: Algorithm) -> Fingerprint:
     return Fingerprint(digests, first=2 if isinstance(algorithm.server, Adagrad | Adam) else 1)
 
 
+def fingerprint_of_object(value: Any) -> Fingerprint:
+    """Digest what a spec refers to: a task with its settings, an algorithm or a function."""
+    if not isinstance(value, Task):
+        return Fingerprint({"the object": digest_of(value, whole=True)})
+    parts = ("objective", "train", "test")
+    names = [field.name for field in dataclasses.fields(value) if field.name not in parts]
+    settings = digest_of({name: getattr(value, name) for name in names}, whole=True)
+    own = _objective(value.objective, 0)
+    return Fingerprint({**data_digests(value), **own, "the settings of the task": settings})
+
+
 def _not_in_spec(rule: Any) -> dict[str, Any]:
     """Return the attributes of a rule that the options of a spec do not have, or only in part."""
     fields = {field.name for field in dataclasses.fields(rule)}

@@ -115,13 +115,13 @@ class Spec:
     @property
     def in_session(self) -> bool:
         """Whether the task, the algorithm or a function exists in this process only."""
-        texts = (
-            self.task_source,
-            self.algorithm_source,
-            str(self.cohort),
-            *dict(self.options).values(),
-        )
-        return any(in_session(text) for text in texts)
+        return any(map(in_session, self.references))
+
+    @property
+    def references(self) -> list[str]:
+        """References to the task, the algorithm and functions, where they are the user's own."""
+        own = (self.task_source, self.algorithm_source, self.cohort, *dict(self.options).values())
+        return [each for each in own if isinstance(each, str) and is_reference(each)]
 
     def check(self) -> None:
         """Raise `UsageError` for an unknown name or an option of the wrong type.
