@@ -464,7 +464,7 @@ def choose(rng: Any, round: int, federation: fx.Federation) -> list[int]:
     return [(2 * round + k) % federation.clients for k in range(2)]
 
 
-@pytest.mark.parametrize("cohort", [3, 0.5, "all", [0, 5], choose])
+@pytest.mark.parametrize("cohort", [1, 3, 0.5, 1.0, "all", [0, 5], choose])
 def test_cohorts_of_every_kind_are_stored_and_resumed(study: Any, cohort: Any) -> None:
     expected = [r.train_loss for r in fx.simulate(study.task, "fedexp", cohort=cohort)]
     stored = fx.run(study.task, "fedexp", cohort=cohort)

@@ -156,7 +156,7 @@ class Spec:
             require(is_reference(cohort), f"cohort {cohort!r} is no number, no list and not all")
             cohort = load_object(cohort)
         zero = isinstance(cohort, Integral) and not isinstance(cohort, bool) and cohort == 0
-        cohort = None if zero or isinstance(cohort, str) else cohort
+        cohort = None if zero or isinstance(cohort, str) or is_all_clients(cohort) else cohort
         CohortRule.of(cohort, task.train.clients)  # raises where it does not fit
         stop_at = checked_target(self.stop_at, task.metric, "--stop-at")
         rounds = task.rounds if self.rounds is None else self.rounds
@@ -302,6 +302,15 @@ class Run:
     def _resolved(self) -> dict[str, Any]:
         of_task = {f"task.{name}": value for name, value in self._arguments().items()}
         return of_task | self.setup.options()
+
+
+def is_all_clients(cohort: Any) -> bool:
+    """Return whether a cohort is the fraction 1.0; the number 1 is one client.
+
+    >>> is_all_clients(1.0), is_all_clients(1), is_all_clients(0.5)
+    (True, False, False)
+    """
+    return isinstance(cohort, Real) and not isinstance(cohort, Integral) and cohort == 1
 
 
 def plain_cohort(cohort: Any) -> Any:
@@ -626,8 +635,13 @@ def _first_format(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compared(spec: Mapping[str, Any], old: bool) -> dict[str, Any]:
-    """Select what must agree: resolved values, or typed options of the task in format 1."""
+    """Select what must agree: resolved values, or typed options of the task in format 1.
+
+    A fraction of 1.0, which older versions stored, is no cohort: all clients.
+    """
     own = {name: value for name, value in spec.items() if name not in ("format", "id", *TYPED)}
+    if is_all_clients(own.get("cohort")):
+        del own["cohort"]
     if old:
         own = _first_format(own)
         typed = spec.get("set", {})
