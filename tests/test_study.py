@@ -25,6 +25,7 @@ from fedexp.references import load_object
 from fedexp.runs.files import read_rows
 from fedexp.runs.folder import RunWarning, rerun
 from fedexp.runs.spec import read_spec
+from fedexp.runs.weights import run_weights
 from tests.helpers.own_study import write_study
 from tests.runs.helpers import untimed
 
@@ -104,6 +105,46 @@ def test_the_trained_model_can_be_had(study: Any) -> None:
     ):
         assert torch.equal(model(batch), expected)
         assert not model.training
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean, which no state_dict has; a table is in none either."""
+
+    mean: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.register_buffer("mean", torch.zeros(6), persistent=False)
+        self.register_buffer("table", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * (x.detach().mean(0) + 3)
+        out: torch.Tensor = self.linear(x - self.mean) * self.table
+        return out
+
+
+def test_trained_buffers_that_no_state_dict_has_are_stored(study: Any) -> None:
+    task = fx.classification("centred", Centred, study.train, local=study.task.local, rounds=2)
+    *_, record = fx.simulate(task, "fedavg", engine="loop")
+    run = fx.run(task, "fedavg", engine="loop")
+    assert run.folder is not None
+    batch = torch.tensor(study.x)
+    expected = record.model().eval()(batch)
+    for model in (
+        run.model(),
+        fx.run(task, "fedavg", engine="loop", runs=None).model(),
+        fx.load_model(run.folder),
+        fx.load_model(run.folder, model=Centred),
+    ):
+        assert torch.equal(model(batch), expected)
+    assert set(run_weights(run.folder)) == {"linear.weight", "linear.bias", "mean"}
+    *_, continued = fx.simulate(task, "fedavg", start=record, engine="loop")
+    for start in (record, record.model(), run.folder):
+        again = fx.run(task, "fedavg", start=start, engine="loop")
+        assert again.last["train_loss"] == continued.train_loss
 
 
 def test_a_model_that_cannot_be_loaded_gets_one_line(study: Any, tmp_path: Path) -> None:
