@@ -510,6 +510,17 @@ def test_weights_and_buffers_of_a_given_model_count() -> None:
     assert plain.differences(momentum) == ["the code or the layers of the model"]
 
 
+def test_private_attributes_of_layers_of_torch_are_not_settings() -> None:
+    """A recurrent layer has its weights in one, which depend on the seed."""
+
+    class Recurrent(nn.LSTM):
+        pass
+
+    task = task_of(None, build=lambda: Recurrent(3, 2))
+    one, other = (fingerprint(task, fx.fedavg(), seed) for seed in (0, 1))
+    assert one.differences(other) == ["the initial weights"]
+
+
 def test_training_does_not_change_a_fingerprint() -> None:
     """A model that counts its calls is still the same model."""
 

@@ -407,7 +407,7 @@ def tensor_bytes(value: Tensor) -> memoryview:
     """Return the memory of a tensor; copied only where it is not contiguous or on a GPU."""
     flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
     # not by Tensor.numpy, which marks the memory as shared with numpy, see `_version`
-    array: NDArray[np.uint8] = np.from_dlpack(flat.view(torch.uint8))
+    array: NDArray[Any] = np.from_dlpack(flat.view(torch.uint8))
     return array.data.cast("B")
 
 
@@ -605,7 +605,7 @@ class _Reader:
         if name[:1] != "_":
             return name != "training"
         own = self.edition > 1 and not is_library(kind.__module__)
-        return own and name not in MODULE and name not in _assigned_by_forward(kind)
+        return own and name not in MODULE and name not in _not_settings(kind)
 
     def _instance(self, value: Any) -> None:
         kind, own = type(value), getattr(value, "__dict__", {})
@@ -661,18 +661,24 @@ def _pickled_state(value: Any) -> list[Any]:
 
 
 @functools.cache
-def _assigned_by_forward(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the attributes that the forward pass of a module assigns, by methods that it calls."""
-    found: set[str] = set()
+def _not_settings(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the attributes of a module that its forward pass assigns, or a layer of torch's own.
+
+    A forward pass by itself and by the methods that it calls. A layer of torch has its settings in
+    public attributes, and its weights in private ones too.
+    """
+    bases = [b for b in kind.__mro__ if b not in (nn.Module, object) and is_library(b.__module__)]
+    methods = [each for base in bases for each in vars(base).values()]
     names, at = ["forward"], 0
     while at < len(names):
         method = inspect.unwrap(getattr(kind, names[at], len))
         at += 1
         if isinstance(method, types.FunctionType) and not is_library(method.__module__):
-            steps = dis.get_instructions(method)
-            found.update(step.argval for step in steps if step.opname == "STORE_ATTR")
+            methods.append(method)
             names += sorted(_names(method.__code__).difference(names))
-    return frozenset(found)
+    functions = [each for each in methods if isinstance(each, types.FunctionType)]
+    steps = (step for each in functions for step in dis.get_instructions(each))
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
 
 
 def _attributes(value: Any) -> dict[str, Any]:
