@@ -25,6 +25,7 @@ from fedexp.references import load_object
 from fedexp.runs.files import read_rows
 from fedexp.runs.folder import RunWarning, rerun
 from fedexp.runs.spec import read_spec
+from fedexp.runs.weights import run_weights
 from tests.helpers.own_study import write_study
 from tests.runs.helpers import untimed
 
@@ -104,6 +105,46 @@ def test_the_trained_model_can_be_had(study: Any) -> None:
     ):
         assert torch.equal(model(batch), expected)
         assert not model.training
+
+
+class Centred(nn.Module):
+    """Subtracts a running mean, which no state_dict has; a table is in none either."""
+
+    mean: torch.Tensor
+    table: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 2)
+        self.register_buffer("mean", torch.zeros(6), persistent=False)
+        self.register_buffer("table", torch.ones(2), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.mean = 0.5 * self.mean + 0.5 * (x.detach().mean(0) + 3)
+        out: torch.Tensor = self.linear(x - self.mean) * self.table
+        return out
+
+
+def test_trained_buffers_that_no_state_dict_has_are_stored(study: Any) -> None:
+    task = fx.classification("centred", Centred, study.train, local=study.task.local, rounds=2)
+    *_, record = fx.simulate(task, "fedavg", engine="loop")
+    run = fx.run(task, "fedavg", engine="loop")
+    assert run.folder is not None
+    batch = torch.tensor(study.x)
+    expected = record.model().eval()(batch)
+    for model in (
+        run.model(),
+        fx.run(task, "fedavg", engine="loop", runs=None).model(),
+        fx.load_model(run.folder),
+        fx.load_model(run.folder, model=Centred),
+    ):
+        assert torch.equal(model(batch), expected)
+    assert set(run_weights(run.folder)) == {"linear.weight", "linear.bias", "mean"}
+    *_, continued = fx.simulate(task, "fedavg", start=record, engine="loop")
+    for start in (record, record.model(), run.folder):
+        again = fx.run(task, "fedavg", start=start, engine="loop")
+        assert again.last["train_loss"] == continued.train_loss
 
 
 def test_a_model_that_cannot_be_loaded_gets_one_line(study: Any, tmp_path: Path) -> None:
@@ -207,6 +248,57 @@ def test_data_that_differ_in_every_process_are_refused(tmp_path: Path) -> None:
     own = load_object("unseeded.py:task")
     with pytest.raises(UsageError, match=r"unseeded.py:task has other data in every process"):
         fx.compare(own, ["fedavg"], seeds=2, jobs=2, runs=None)
+
+
+SCRIPT = """
+import warnings
+import fedexp as fx
+import torch.nn.functional as F
+from study import make
+
+ALPHA = 1.0
+
+
+def loss(output, y):
+    return ALPHA * F.cross_entropy(output, y, reduction="none")
+
+
+task = fx.supervised("own", make().objective.build, make().train, loss=loss, rounds=2)
+mine = fx.Algorithm("mine", server=fx.Average(1.0))
+if __name__ == "__main__":
+    {change}
+    found = []
+    for jobs in (1, 2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            done = fx.compare(task, [mine], seeds=2, jobs=jobs, runs=None)
+        found.append([outcome.rows[-1]["train_loss"] for outcome in done.outcomes])
+    assert found[0] == found[1], found
+    print([str(each.message) for each in caught])
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ("ALPHA = 100.0", "script.py:task"),
+        ('mine = fx.Algorithm("mine", server=fx.Average(0.5))', "script.py:mine"),
+        ("pass", None),
+    ],
+)
+def test_workers_train_what_the_script_has_changed_or_nothing(
+    change: str, named: str | None, tmp_path: Path
+) -> None:
+    """Workers import the file, where nothing under `if __name__ == "__main__":` has run."""
+    (tmp_path / "script.py").write_text(SCRIPT.replace("{change}", change))
+    done = subprocess.run(
+        [sys.executable, "script.py"], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    if named is None:
+        assert done.stdout == "[]\n"
+    else:
+        assert f"{named} is another one in processes that import it" in done.stdout
 
 
 def test_a_search_over_a_grid_of_ones_own(study: Any, tmp_path: Path) -> None:
@@ -453,7 +545,7 @@ def choose(rng: Any, round: int, federation: fx.Federation) -> list[int]:
     return [(2 * round + k) % federation.clients for k in range(2)]
 
 
-@pytest.mark.parametrize("cohort", [3, 0.5, "all", [0, 5], choose])
+@pytest.mark.parametrize("cohort", [1, 3, 0.5, 1.0, "all", [0, 5], choose])
 def test_cohorts_of_every_kind_are_stored_and_resumed(study: Any, cohort: Any) -> None:
     expected = [r.train_loss for r in fx.simulate(study.task, "fedexp", cohort=cohort)]
     stored = fx.run(study.task, "fedexp", cohort=cohort)

@@ -236,6 +236,19 @@ def test_options_that_mean_the_same_are_one_run(tmp_path: Path) -> None:
     assert read_spec(outcome.folder)["set"]["eps"] == "0"  # as it was typed at the beginning
 
 
+def test_the_cohorts_one_and_one_hundred_percent_are_two_runs(tmp_path: Path) -> None:
+    one, all_ = replace(tiny(), cohort=1), replace(tiny(), cohort=1.0)
+    assert run_id(all_.prepare()) == run_id(replace(tiny(), cohort="all").prepare())
+    outcome = execute(one, tmp_path, nobody)
+    assert outcome.folder is not None
+    assert run_id(one.prepare()) == outcome.folder.name != run_id(all_.prepare())
+    path = outcome.folder / SPEC  # as an older version stored the run of all clients
+    path.write_text(path.read_text().replace("cohort = 1\n", "cohort = 1.0\n"))
+    with pytest.raises(fx.UsageError, match="there cohort is None, here it is 1"):
+        execute(one, tmp_path, nobody)
+    assert execute(all_, None, nobody, folder=outcome.folder).stored == 6
+
+
 def first_format(folder: Path) -> Path:
     """Make a folder what the version before resolved ids left, and return its name of then."""
     spec = read_spec(folder)

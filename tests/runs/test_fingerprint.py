@@ -5,14 +5,22 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import logging
+import random
+import re
 import subprocess
 import sys
+import types
 from argparse import Namespace
+from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import torch.nn.functional as F
@@ -92,7 +100,17 @@ def test_two_pythons_compare_sources_and_one_compares_what_runs() -> None:
     assert not same({SOURCE: "a", "cpython-1": "b"}, {SOURCE: "x", "cpython-2": "b"})
     assert not same({SOURCE: "a", "cpython-1": "b"}, {SOURCE: "a", "cpython-1": "c"})
     assert not same({SOURCE: "a"}, {})
-    assert digest_of(1).keys() == {SOURCE, BYTECODE}
+    assert digest_of(1).keys() == {SOURCE, BYTECODE, f"{SOURCE}-2", f"{BYTECODE}-2"}
+
+
+def test_digests_of_an_older_version_are_compared_by_what_it_read() -> None:
+    old, new = {SOURCE: "a", "cpython-1": "b"}, {f"{SOURCE}-2": "c", "cpython-1-2": "d"}
+    assert same(old, old | new)
+    assert not same(old | {"cpython-1": "x"}, old | new)
+    assert not same(old | new, old | new | {"cpython-1-2": "x"})
+    elsewhere = {SOURCE: "a", f"{SOURCE}-2": "c", "cpython-2": "e", "cpython-2-2": "f"}
+    assert same(old | new, elsewhere)
+    assert not same(old | new, elsewhere | {f"{SOURCE}-2": "x"})
 
 
 SCRIPT = """
@@ -138,6 +156,39 @@ def closed_over(factor: float) -> Callable[[Tensor], Tensor]:
     return lambda x: x * factor
 
 
+class Hidden:
+    def __init__(self, value: float) -> None:
+        self._value = value
+
+
+class HiddenLayer(nn.Module):
+    """A layer with a private setting, and what its forward pass leaves."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__()
+        self._scale, self._calls = scale, 0
+        self._seen: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        self._calls += 1
+        return self._scaled(x)
+
+    def _scaled(self, x: Tensor) -> Tensor:
+        self._seen = x
+        return self._scale * x
+
+
+@dataclass
+class Noted:
+    value: int = 0
+
+
+def with_attribute(value: float) -> Noted:
+    noted = Noted()
+    vars(noted)["note"] = value
+    return noted
+
+
 PAIRS: dict[str, tuple[Any, Any]] = {
     "slope of a layer": (nn.LeakyReLU(0.1), nn.LeakyReLU(0.2)),
     "layer": (nn.Sequential(nn.ReLU()), nn.Sequential(nn.GELU())),
@@ -163,6 +214,17 @@ PAIRS: dict[str, tuple[Any, Any]] = {
     "cached function": (functools.cache(lambda: 1), functools.cache(lambda: 2)),
     "texts that join alike": (("ab", "c"), ("a", "bc")),
     "number and text": (1, "1"),
+    "private attribute": (Hidden(1.0), Hidden(2.0)),
+    "private attribute of a module": (HiddenLayer(1.0), HiddenLayer(2.0)),
+    "attribute of a dataclass that is no field": (with_attribute(1.0), with_attribute(2.0)),
+    "distribution": (torch.distributions.Normal(0.0, 1.0), torch.distributions.Normal(0.0, 2.0)),
+    "series of pandas": (pd.Series({"a": 1.0}), pd.Series({"a": 2.0})),
+    "labels of pandas": (pd.Series({"a": 1.0}), pd.Series({"b": 1.0})),
+    "fraction": (Fraction(1, 3), Fraction(2, 3)),
+    "range": (range(3), range(4)),
+    "function in an object of a library": (deque([lambda x: x]), deque([lambda x: -x])),
+    "function of numpy": (np.add, np.multiply),
+    "pattern": (re.compile("a"), re.compile("b")),
 }
 
 
@@ -171,6 +233,100 @@ def test_values_that_differ_have_digests_that_differ(pair: tuple[Any, Any]) -> N
     one, other = pair
     assert not same(digest_of(one), digest_of(other))
     assert same(digest_of(one), digest_of(one))
+
+
+def used_layer(layer: HiddenLayer) -> None:
+    layer(torch.ones(3))
+
+
+class Lazy:
+    """An object with a value that is computed at first use."""
+
+    @functools.cached_property
+    def squares(self) -> list[int]:
+        return [1, 4, 9]
+
+
+USES: dict[str, tuple[Any, Callable[[Any], Any]]] = {
+    "forward pass": (HiddenLayer(1.0), used_layer),
+    "cached property": (Lazy(), lambda value: value.squares),
+    "generator of numpy": (np.random.default_rng(0), lambda value: value.normal()),
+    "generator of torch": (torch.Generator(), lambda value: torch.rand(1, generator=value)),
+    "generator of Python": (random.Random(0), lambda value: value.random()),
+    "iterator": (iter([1, 2]), next),
+    "distribution": (
+        torch.distributions.Categorical(logits=torch.zeros(2)),
+        lambda value: value.entropy(),
+    ),
+}
+
+
+@pytest.mark.parametrize("use", USES.values(), ids=USES)
+def test_the_use_of_an_object_does_not_change_its_digest(
+    use: tuple[Any, Callable[[Any], Any]],
+) -> None:
+    """A run could not be resumed in the process that was interrupted otherwise."""
+    value, apply = use
+    before = digest_of(value, whole=True)
+    apply(value)
+    assert same(digest_of(value, whole=True), before)
+
+
+def test_what_holds_a_resource_counts_by_its_kind() -> None:
+    """A writer of logs may have the time in the name of its file."""
+
+    def logging_to(name: str) -> Any:
+        handler = logging.StreamHandler()
+        handler.name = name
+        return handler
+
+    assert same(digest_of(logging_to("a")), digest_of(logging_to("b")))
+
+
+def test_values_in_modules_inside_modules_count(tmp_path: Path) -> None:
+    package, settings = types.ModuleType("own_package"), types.ModuleType("own_package.settings")
+    vars(package)["settings"], vars(settings)["own_package"] = settings, package
+    study = imported(tmp_path, "def loss(o, y):\n    return own_package.settings.A * o\n")
+    vars(study)["own_package"] = package
+    vars(settings)["A"] = 1.0
+    before = digest_of(study.loss)
+    vars(settings)["B"] = 1.0  # not named
+    assert digest_of(study.loss) == before
+    vars(settings)["A"] = 2.0
+    assert not same(digest_of(study.loss), before)
+
+
+class Shrink(fx.ClientRule):
+    """A rule with an attribute that is no field."""
+
+    def __init__(self, by: float) -> None:
+        self.by = by
+
+    def correct(self, grad: Tensor, *others: Any) -> Tensor:
+        return grad * self.by
+
+
+@dataclass(frozen=True)
+class Mapped(fx.ServerRule):
+    """A rule with a field that is a function."""
+
+    function: Callable[[float], float]
+    lr: float = 1.0
+
+    def step(self, params: Tensor, aggregate: Any, state: Any) -> Any:
+        return params - self.function(self.lr) * aggregate.mean, state, {}
+
+
+def test_values_of_rules_count_and_those_in_the_spec_by_their_value() -> None:
+    plain, changed = lambda x: x, lambda x: -x
+    one = fingerprint_of_rules(Algorithm("own", Shrink(1.0), Mapped(plain)))
+    for client, server, names in (
+        (Shrink(1.0), Mapped(plain, lr=1), []),  # the spec has the number, where 1 is 1.0
+        (Shrink(2.0), Mapped(plain), ["the client rule"]),
+        (Shrink(1.0), Mapped(changed), ["the server rule"]),
+    ):
+        other = fingerprint_of_rules(Algorithm("own", client, server))
+        assert one.differences(other) == names
 
 
 class Scaled:
@@ -309,19 +465,31 @@ def test_of_large_data_every_client_and_every_label_counts() -> None:
 def test_data_are_read_once_for_many_runs_and_again_once_they_change(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    task, reads = task_of(None), []
-    read = module._read
+    shared, reads = federation(), list[int]()
+    own = fx.Federation({n: v.clone() for n, v in shared.fields.items()}, shared.offsets)
+    task, read = task_of(None, own), module._tensors
 
-    def counted(*data: Any) -> Any:
-        reads.append(1)
-        return read(*data)
+    def counted(named: Any) -> Any:
+        reads.extend(value.data_ptr() for value in named.values())
+        return read(named)
 
-    monkeypatch.setattr(module, "_read", counted)
+    monkeypatch.setattr(module, "_tensors", counted)
     one, other = fingerprint(task, fx.fedavg(), 0), fingerprint(task, fx.fedexp(), 1)
-    assert len(reads) == 1
+    assert reads.count(task.train.fields["x"].data_ptr()) == 1
     assert one.differences(other) == ["the initial weights", "the server rule"]
     task.train.fields["x"][0] += 1
     assert "the training data (x)" in one.differences(fingerprint(task, fx.fedavg(), 0))
+
+
+def test_data_that_numpy_changes_are_read_again() -> None:
+    """The version of a tensor does not count what is written to the array that it shares."""
+    task = task_of(None)
+    assert task.test is not None
+    before = fingerprint(task, fx.fedavg(), 0)
+    task.test["y"].numpy()[:] += 1
+    task.train.fields["x"].numpy()[:] += 1
+    after = fingerprint(task, fx.fedavg(), 0)
+    assert sorted(before.differences(after)) == ["the test data (y)", "the training data (x)"]
 
 
 def test_weights_and_buffers_of_a_given_model_count() -> None:
@@ -340,6 +508,17 @@ def test_weights_and_buffers_of_a_given_model_count() -> None:
     assert plain.differences(buffer) == ["the initial buffers"]
     momentum = found(lambda model: setattr(model[1], "momentum", 0.5))
     assert plain.differences(momentum) == ["the code or the layers of the model"]
+
+
+def test_private_attributes_of_layers_of_torch_are_not_settings() -> None:
+    """A recurrent layer has its weights in one, which depend on the seed."""
+
+    class Recurrent(nn.LSTM):
+        pass
+
+    task = task_of(None, build=lambda: Recurrent(3, 2))
+    one, other = (fingerprint(task, fx.fedavg(), seed) for seed in (0, 1))
+    assert one.differences(other) == ["the initial weights"]
 
 
 def test_training_does_not_change_a_fingerprint() -> None:

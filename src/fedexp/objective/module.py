@@ -147,15 +147,16 @@ class ModuleObjective:
     def starting_from(self, weights: nn.Module | Mapping[str, Tensor]) -> ModuleObjective:
         """Return a copy that starts at the weights of a module or of its `state_dict`.
 
-        Frozen weights are taken from it as well. Buffers that are in no `state_dict` are those of
-        the module, or else of the initial model.
+        Frozen weights are taken from it as well. Buffers that are in no `state_dict` are the given
+        ones, or else those of the initial model.
         """
-        state = weights.state_dict() if isinstance(weights, nn.Module) else weights
-        given = dict(weights.named_buffers()) if isinstance(weights, nn.Module) else {}
+        given = all_tensors(weights) if isinstance(weights, nn.Module) else weights
         other = self.copy()
+        stored = other.module.state_dict().keys()
+        state = {n: v for n, v in given.items() if n in stored or n not in other.buffer_names}
         other._bind(*self.initial(0))  # over what the last evaluation left in the module
         for name, own in zip(other.buffer_names, other.slots, strict=True):
-            if name not in state and name in given:
+            if name not in stored and name in given:
                 put(own, given[name].detach().to(read(own), copy=True))
         try:
             other.module.load_state_dict(state)
@@ -600,6 +601,11 @@ def check_trainable(module: nn.Module) -> None:
         + ", ".join(sorted(str(t).removeprefix("torch.") for t in types))
         + "); convert the model, e.g. with model.float()",
     )
+
+
+def all_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """Return the `state_dict` of a module, and the buffers that are in none (persistent=False)."""
+    return {**dict(module.named_buffers()), **module.state_dict()}
 
 
 def is_copied_whole(module: nn.Module) -> bool:

@@ -29,7 +29,7 @@ from fedexp.engine import Record, SimulationState
 from fedexp.engine.client_store import ClientStore, Location
 from fedexp.engine.plan import CohortRule
 from fedexp.errors import DivergedError, UsageError, require, warn_deprecated
-from fedexp.objective import Buffers, LoadableObjective
+from fedexp.objective import Buffers, LoadableObjective, ModuleObjective
 from fedexp.privacy.settings import CentralPrivacy
 from fedexp.runs.checkpoint import SLOTS, to_bytes
 from fedexp.runs.distributed_run import Leader, follow, join_ranks
@@ -269,13 +269,23 @@ def _journal(run: Run, held: RunFolder | None, how: RunOptions, store: ClientSto
 def model_bytes(run: Run, state: SimulationState) -> bytes:
     """Return the output model as a safetensors file.
 
-    It holds the `state_dict` of a module, or `params` for an objective without one.
+    It holds the `state_dict` of a module, or `params` for an objective without one; and buffers
+    that are in no `state_dict`, unless they are those that the model is built with.
     """
     params, buffers = state.output()
     named: dict[str, Tensor] = {"params": params}
-    if isinstance(run.task.objective, LoadableObjective):
+    objective = run.task.objective
+    if isinstance(objective, LoadableObjective):
         on_host = Buffers(*(each.cpu() for each in buffers))
-        named = run.task.objective.load(params.cpu(), on_host).state_dict()
+        module = objective.load(params.cpu(), on_host)
+        named = module.state_dict()
+        built = {}
+        if isinstance(objective, ModuleObjective) and run.spec.start is None:
+            built = dict(objective.initial_module(run.spec.seed).named_buffers())
+        for name, value in module.named_buffers():
+            same = name in built and torch.equal(value.cpu(), built[name].cpu())
+            if name not in named and not same:
+                named[name] = value
     return to_bytes(named)
 
 

@@ -7,25 +7,32 @@ digests of its content, and a stored run is reused only if they agree.
 Code of fedexp, torch, numpy and the standard library is identified by its name; all other code is
 the user's and is read, with the functions, classes and constants of its modules that it refers to
 (for installed packages, of its own module only). A user's object is digested with its attributes, a
-torch module with its layers and their settings. Of losses, metrics and functions among the options
-tensors of modules (weights of classes) and private attributes count as well. Nothing depends on
+torch module with its layers and their settings, an object of a library with what pickle would store
+of it. Of losses, metrics, rules and functions among the options tensors of modules (weights of
+classes) count as well. Left out is what use changes: random generators, iterators, cached
+properties, and private attributes that the forward pass of a module assigns. Nothing depends on
 addresses, on comments, or on the position in a file.
 
 There are two views of a function. Its bytecode is what runs, but another version of Python compiles
 it differently. Its source is the same for all versions, but the file may have been edited since it
 was imported. So a digest has both, and two digests are compared by bytecode where both have that of
-the same Python, and otherwise by source.
+the same Python, and otherwise by source. Each view exists in two editions: the first, which older
+versions stored, reads less of a value. The newest edition that both digests have is compared.
 """
 
 from __future__ import annotations
 
 import ast
+import copyreg
 import dataclasses
 import dis
 import enum
 import functools
 import hashlib
 import inspect
+import io
+import pickle
+import random
 import sys
 import sysconfig
 import textwrap
@@ -33,7 +40,7 @@ import tokenize
 import types
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -70,9 +77,21 @@ Digest = dict[str, str]
 SOURCE, BYTECODE = "source", str(sys.implementation.cache_tag)
 LIBRARIES = ("fedexp", "torch", "numpy")
 BYTES = 16  # of a digest
+# What is read of a value. 1: no private attributes except of losses and metrics, no state of
+# objects of libraries, no modules inside modules, no values of rules. 2: all of them.
+EDITIONS = {1: "", 2: "-2"}  # the end of a view's key
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 NAMESPACES = (Namespace, types.SimpleNamespace)
+CHANGED_BY_USE = (
+    Iterator,
+    random.Random,
+    np.random.Generator,
+    np.random.RandomState,
+    np.random.BitGenerator,
+    torch.Generator,
+)
+MODULE = {*dir(nn.Module), *vars(nn.Module())}  # what every module has
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Whether a function takes *args and **kwargs, and is a generator or a coroutine; other flags depend
 # on the compilation.
@@ -177,15 +196,36 @@ def fingerprint(
 
 
 def fingerprint_of_rules(algorithm: Algorithm) -> Fingerprint:
-    """Digest the code of an algorithm's rules alone, where data and model are not available.
+    """Digest an algorithm's rules alone, where data and model are not available.
 
-    Their options are part of the spec.
+    Fields that are numbers or texts are part of the spec, where 1 and 1.0 are equal.
     """
+    rules = {"the client rule": algorithm.client, "the server rule": algorithm.server}
     digests = {
-        "the client rule": digest_of(type(algorithm.client)),
-        "the server rule": digest_of(type(algorithm.server)),
+        name: digest_of(type(rule), added=[_not_in_spec(rule)]) for name, rule in rules.items()
     }
     return Fingerprint(digests, first=2 if isinstance(algorithm.server, Adagrad | Adam) else 1)
+
+
+def fingerprint_of_object(value: Any) -> Fingerprint:
+    """Digest what a spec refers to: a task with its settings, an algorithm or a function."""
+    if not isinstance(value, Task):
+        return Fingerprint({"the object": digest_of(value, whole=True)})
+    parts = ("objective", "train", "test")
+    names = [field.name for field in dataclasses.fields(value) if field.name not in parts]
+    settings = digest_of({name: getattr(value, name) for name in names}, whole=True)
+    own = _objective(value.objective, 0)
+    return Fingerprint({**data_digests(value), **own, "the settings of the task": settings})
+
+
+def _not_in_spec(rule: Any) -> dict[str, Any]:
+    """Return the attributes of a rule that the options of a spec do not have, or only in part."""
+    fields = {field.name for field in dataclasses.fields(rule)}
+    own = _attributes(rule)
+    if is_library(type(rule).__module__):
+        own = {name: value for name, value in own.items() if name in fields}
+    in_spec = {n for n in fields if isinstance(own.get(n), bool | int | float | str | None)}
+    return {name: own[name] for name in sorted(own.keys() - in_spec)}
 
 
 def joined(names: list[str]) -> str:
@@ -250,40 +290,57 @@ def _hash(data: bytes | memoryview = b"") -> hashlib.blake2b:
 def data_digests(task: Task) -> dict[str, Digest]:
     """Digest training and test data, once for all runs of this process that share them.
 
-    Tensors have a version counter, so data that were changed in place are read again.
+    Tensors have a version counter, so data that were changed in place are read again. It does not
+    count what numpy writes: tensors over memory that is not torch's (of arrays, of mapped files)
+    are read for every run. `Federation.from_ids` and `from_parts` copy, so that training data
+    seldom are; test arrays are, and a copy of each would not be shared by processes.
     """
-    tensors = [*task.train.fields.values(), *(task.test or {}).values()]
-    changes = [0 if value.is_inference() else value._version for value in tensors]
+    fields = {f"the training data ({n})": value for n, value in task.train.fields.items()}
+    fields |= {f"the test data ({n})": value for n, value in (task.test or {}).items()}
+    versions = {name: _version(value) for name, value in fields.items()}
     found = _known.get(task.train)
-    if found is None or found.test is not task.test or found.changes != changes:
-        found = _Data(task.test, changes, dict(_read(task.train, task.test)))
-        _known[task.train] = found
-    return found.digests
+    if found is None or found.test is not task.test:
+        found = _Data(task.test, {}, {})
+    unchanged = {n for n, v in versions.items() if v is not None and found.versions.get(n) == v}
+    known = {name: found.digests[name] for name in unchanged}
+    digests = dict(_read(fields, task.train.offsets, known))
+    _known[task.train] = _Data(task.test, versions, digests)
+    return digests
+
+
+def _version(value: Tensor) -> int | None:
+    """Return a number that changes with a tensor; None where others can write to its memory."""
+    if not value.is_inference() and value.untyped_storage().resizable():
+        return value._version
+    return None
 
 
 @dataclass(frozen=True)
 class _Data:
     test: Batch | None
-    changes: list[int]
+    versions: Mapping[str, int | None]
     digests: dict[str, Digest]
 
 
 _known: WeakKeyDictionary[Federation, _Data] = WeakKeyDictionary()
 
 
-def _read(train: Federation, test: Batch | None) -> Iterator[tuple[str, Digest]]:
-    """Digest every field, small ones first, so that labels are always read completely."""
-    yield "the clients' shares of the data", _tensors({"offsets": torch.from_numpy(train.offsets)})
-    fields = [(f"the training data ({n})", v, train.offsets) for n, v in train.fields.items()]
-    for name, value in (test or {}).items():
-        fields.append((f"the test data ({name})", value, np.array([0, len(value)])))
+def _read(
+    fields: Mapping[str, Tensor], offsets: NDArray[np.int64], known: Mapping[str, Digest]
+) -> Iterator[tuple[str, Digest]]:
+    """Digest every field that is not known, small ones first: labels are always read completely."""
+    yield "the clients' shares of the data", _tensors({"offsets": torch.from_numpy(offsets)})
     left = WHOLE_BYTES
-    for name, value, ends in sorted(fields, key=lambda field: field[1].nbytes):
-        if value.nbytes <= left:
-            left -= value.nbytes
+    for name, value in sorted(fields.items(), key=lambda field: field[1].nbytes):
+        whole = value.nbytes <= left
+        left -= value.nbytes if whole else 0
+        if name in known:
+            yield name, known[name]
+        elif whole:
             yield name, _tensors({"": value})
         else:
-            yield name, _sampled(value, ends)
+            train = name.startswith("the training data")
+            yield name, _sampled(value, offsets if train else np.array([0, len(value)]))
 
 
 def _sampled(value: Tensor, ends: NDArray[np.int64]) -> Digest:
@@ -313,12 +370,13 @@ def _sample(ends: NDArray[np.int64], most: int) -> NDArray[np.int64]:
     return np.repeat(ends[:-1], counts) + within
 
 
-def digest_of(*values: Any, whole: bool = False) -> Digest:
+def digest_of(*values: Any, whole: bool = False, added: Sequence[Any] = ()) -> Digest:
     """Digest values and the code behind them, by source and by bytecode.
 
     Args:
         values: anything.
-        whole: read tensors of torch modules and private attributes of objects as well.
+        whole: read tensors of torch modules as well.
+        added: further values, which the first edition did not have; read whole.
 
     >>> same(digest_of(nn.LeakyReLU(0.1)), digest_of(nn.LeakyReLU(0.1)))
     True
@@ -326,25 +384,30 @@ def digest_of(*values: Any, whole: bool = False) -> Digest:
     False
     """
     digests = {}
-    for view in (SOURCE, BYTECODE):
-        reader = _Reader(view, whole)
-        for value in values:
-            reader.add(value)
-        reader.read_code()
-        digests[view] = reader.hash.hexdigest()
+    for edition, end in EDITIONS.items():
+        more = added if edition > 1 else ()
+        for view in (SOURCE, BYTECODE):
+            reader = _Reader(view, edition, whole or bool(more))
+            digests[view + end] = reader.digest(*values, *more)
     return digests
 
 
 def same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Compare two digests: by bytecode where both have that of one Python, or else by source."""
-    shared = (one.keys() & other.keys()) - {SOURCE} or {SOURCE}
-    return all(one.get(view) == other.get(view) for view in shared)
+    """Compare two digests by the newest edition that both have.
+
+    By bytecode where both have that of one Python, or else by source.
+    """
+    shared = one.keys() & other.keys()
+    shared = {view for view in shared if view.endswith(EDITIONS[2])} or shared
+    views = {view for view in shared if not view.startswith(SOURCE)} or shared
+    return bool(views) and all(one[view] == other[view] for view in views)
 
 
 def tensor_bytes(value: Tensor) -> memoryview:
     """Return the memory of a tensor; copied only where it is not contiguous or on a GPU."""
     flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    array: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    # not by Tensor.numpy, which marks the memory as shared with numpy, see `_version`
+    array: NDArray[Any] = np.from_dlpack(flat.view(torch.uint8))
     return array.data.cast("B")
 
 
@@ -383,14 +446,16 @@ class _Reader:
     than Python's stack.
     """
 
-    def __init__(self, view: str, whole: bool) -> None:
-        self.view, self.whole = view, whole
+    def __init__(self, view: str, edition: int, whole: bool) -> None:
+        self.view, self.edition, self.whole = view, edition, whole
         self.hash = hashlib.blake2b(digest_size=BYTES)
         self._seen: dict[int, tuple[int, Any]] = {}  # holds the values, so that ids stay unique
         self._unread: deque[types.FunctionType | type] = deque()
 
-    def read_code(self) -> None:
-        """Read the functions and classes that were met, and those that they refer to."""
+    def digest(self, *values: Any) -> str:
+        """Read values, then the functions and classes that were met and those they refer to."""
+        for value in values:
+            self.add(value)
         while self._unread:
             value = self._unread.popleft()
             self._put("definition", str(self._seen[id(value)][0]))
@@ -398,6 +463,7 @@ class _Reader:
                 self._class(value)
             else:
                 self._function(value)
+        return self.hash.hexdigest()
 
     def add(self, value: Any) -> None:
         """Read a value; of one that was read before, only its number."""
@@ -414,9 +480,8 @@ class _Reader:
         elif isinstance(value, tuple):  # whether equal ones are one object is an accident
             self._each("tuple", value)
         elif isinstance(value, set | frozenset):
-            self._put(
-                "set", *sorted(digest_of(each, whole=self.whole)[self.view] for each in value)
-            )
+            alone = (_Reader(self.view, self.edition, self.whole).digest(each) for each in value)
+            self._put("set", *sorted(alone))
         else:
             known = id(value) in self._seen
             at, _ = self._seen.setdefault(id(value), (len(self._seen), value))
@@ -489,7 +554,7 @@ class _Reader:
         if not is_library(function.__module__):
             self.add(function.__defaults__)
             self._pairs("defaults", sorted((function.__kwdefaults__ or {}).items()))
-            self._pairs("globals", _globals(function))
+            self._pairs("globals", _globals(function, inner=self.edition > 1))
 
     def _code(self, code: types.CodeType) -> None:
         """Read instructions with their names and constants, without lines and docstring."""
@@ -528,26 +593,102 @@ class _Reader:
         for name, each in module.named_modules():
             self._put("layer", name)
             self.add(type(each))
-            own = [(n, v) for n, v in vars(each).items() if n[:1] != "_" and n != "training"]
+            own = [(n, v) for n, v in vars(each).items() if self._is_setting(n, type(each))]
             self._pairs("settings", sorted(own, key=lambda pair: pair[0]))
             for kind in HOOKS:
                 self._each(kind, vars(each).get(kind, {}).values())
         if self.whole and (tensors := [*module.parameters(), *module.buffers()]):
             self._each("tensors", tensors)
 
+    def _is_setting(self, name: str, kind: Any) -> bool:
+        """Return whether an attribute of a module is read: not what every module has itself."""
+        if name[:1] != "_":
+            return name != "training"
+        own = self.edition > 1 and not is_library(kind.__module__)
+        return own and name not in MODULE and name not in _not_settings(kind)
+
     def _instance(self, value: Any) -> None:
         kind, own = type(value), getattr(value, "__dict__", {})
-        if self.whole:
+        if self.edition > 1:
+            own = _attributes(value)
+        elif self.whole:
             own = {**{name: getattr(value, name, None) for name in _slots(kind)}, **own}
         self.add(kind)
-        if dataclasses.is_dataclass(value):
+        library, fields = is_library(kind.__module__), dataclasses.is_dataclass(value)
+        if fields:
             names = [field.name for field in dataclasses.fields(value)]
             self._pairs("fields", [(name, getattr(value, name, None)) for name in names])
-        elif isinstance(value, NAMESPACES) or not is_library(kind.__module__):
-            private = self.whole and not _is_installed(kind.__module__)
+            own = {name: each for name, each in own.items() if name not in names}
+        if isinstance(value, NAMESPACES) or not (library or (fields and self.edition == 1)):
+            private = (self.whole or self.edition > 1) and not _is_installed(kind.__module__)
             read = [(name, each) for name, each in own.items() if private or name[:1] != "_"]
             self._pairs("attributes", sorted(read, key=lambda pair: pair[0]))
         self.add(own.get("__wrapped__"))  # a cache around a function, for one
+        if self.edition > 1 and not fields and (library or _is_installed(kind.__module__)):
+            self._each("state", _pickled_state(value))
+
+
+class _Probe(pickle.Pickler):
+    """A pickler to which functions and classes are plain values: they are read in another way."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (len, ("",)) if isinstance(value, types.FunctionType | type) else NotImplemented
+
+
+def _pickled_state(value: Any) -> list[Any]:
+    """Return what pickle stores of an object of a library, as values.
+
+    Empty for what pickle cannot store, such as locks, open files and what holds them (a logger may
+    have a folder named by the time), and for what changes with every use.
+    """
+    if isinstance(value, CHANGED_BY_USE):
+        return []
+    try:
+        if isinstance(value, torch.distributions.Distribution):
+            for name in value.arg_constraints:
+                getattr(value, name)  # computed at first use, and an attribute from then on
+        _Probe(io.BytesIO()).dump(value)
+        own = copyreg.dispatch_table.get(type(value))
+        reduced = value.__reduce_ex__(2) if own is None else own(value)
+    except Exception:
+        return []
+    parts = [reduced] if isinstance(reduced, str) else reduced
+    listed = [list(part) if isinstance(part, Iterator) else part for part in parts]
+    return [
+        sorted(p.items(), key=lambda pair: repr(pair[0])) if isinstance(p, dict) else p
+        for p in listed
+    ]
+
+
+@functools.cache
+def _not_settings(kind: type[nn.Module]) -> frozenset[str]:
+    """Return the attributes of a module that its forward pass assigns, or a layer of torch's own.
+
+    A forward pass by itself and by the methods that it calls. A layer of torch has its settings in
+    public attributes, and its weights in private ones too.
+    """
+    bases = [b for b in kind.__mro__ if b not in (nn.Module, object) and is_library(b.__module__)]
+    methods = [each for base in bases for each in vars(base).values()]
+    names, at = ["forward"], 0
+    while at < len(names):
+        method = inspect.unwrap(getattr(kind, names[at], len))
+        at += 1
+        if isinstance(method, types.FunctionType) and not is_library(method.__module__):
+            methods.append(method)
+            names += sorted(_names(method.__code__).difference(names))
+    functions = [each for each in methods if isinstance(each, types.FunctionType)]
+    steps = (step for each in functions for step in dis.get_instructions(each))
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots too, without cached properties."""
+    kind = type(value)
+    own = {name: getattr(value, name, None) for name in _slots(kind)} | getattr(
+        value, "__dict__", {}
+    )
+    cached = functools.cached_property
+    return {n: each for n, each in own.items() if not isinstance(getattr(kind, n, None), cached)}
 
 
 def _slots(kind: type) -> list[str]:
@@ -562,8 +703,13 @@ def _module(value: types.FunctionType | type) -> str:
     return MOVED.get(f"{value.__module__}.{value.__qualname__}", value.__module__)
 
 
-def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the globals that a function names; of a module or namespace what it names there."""
+def _globals(function: types.FunctionType, inner: bool) -> Iterator[tuple[str, Any]]:
+    """Yield the globals that a function names; of a module or namespace what it names there.
+
+    Args:
+        function: the function.
+        inner: look into the user's modules inside modules as well.
+    """
     names, own_module = sorted(_names(function.__code__)), function.__module__
     for name in names:
         if name not in function.__globals__:
@@ -574,10 +720,20 @@ def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
         if _is_installed(own_module) and getattr(value, "__module__", own_module) != own_module:
             continue
         if isinstance(value, (types.ModuleType, *NAMESPACES)):
-            own = vars(value)
-            yield from ((f"{name}.{inner}", own[inner]) for inner in names if inner in own)
+            yield from _members(name, value, names, inner)
         else:
             yield name, value
+
+
+def _members(path: str, module: Any, names: list[str], inner: bool) -> Iterator[tuple[str, Any]]:
+    for name, value in ((name, vars(module)[name]) for name in names if name in vars(module)):
+        own = isinstance(value, types.ModuleType) and not (
+            is_library(value.__name__) or _is_installed(value.__name__)
+        )
+        if inner and own and name not in path.split("."):  # modules may import each other
+            yield from _members(f"{path}.{name}", value, names, inner)
+        else:
+            yield f"{path}.{name}", value
 
 
 def _names(code: types.CodeType) -> set[str]:

@@ -46,7 +46,7 @@ from fedexp.runs.workers import (
     SharedTask,
     Stop,
     TaskKey,
-    digests_of,
+    fingerprints_of,
     run_in_workers,
 )
 
@@ -101,10 +101,17 @@ def run_all(
     listed = _ListQueue(_by_task(own), on_round, on_busy)
     how = Execution(Spec.prepare, root, checkpoint_every, restart, on_busy is not None)
     jobs = jobs_for(specs, jobs)
-    sources = {job.spec.task_source for job in waiting}
+    references = [each for job in waiting for each in job.spec.references]
     with closing(Executor(how, built)) as run:
         run_queue(
-            listed, len(waiting), jobs, how, ranks=ranks, stop=stop, sources=sources, executor=run
+            listed,
+            len(waiting),
+            jobs,
+            how,
+            ranks=ranks,
+            stop=stop,
+            references=references,
+            executor=run,
         )
     done |= listed.outcomes
     if ranks is not None:
@@ -266,7 +273,7 @@ def run_queue(
     ranks: Ranks | None = None,
     stop: Stop = lambda: False,
     on_wait: Callable[[], None] = lambda: None,
-    sources: Iterable[str | None] = (),
+    references: Iterable[str] = (),
     executor: Executor | None = None,
 ) -> None:
     """Execute runs until the queue is done.
@@ -281,15 +288,25 @@ def run_queue(
         stop: called after every round; True stops all runs after their round and raises
             `RunInterrupted` unless nothing was left to do.
         on_wait: called when the queue is not done but all its runs are with other processes.
-        sources: references to the user's own tasks among the runs; workers import them.
+        references: the user's own objects that the runs refer to, which workers import. Where one
+            is another there, all runs are executed in this process.
         executor: executes the runs of this process, which may share what earlier ones prepared.
     """
     run = executor or Executor(how)
     if ranks is not None and left < ranks.world_size:
         _on_all_ranks(queue, run, ranks, stop, on_wait)
     elif ranks is None and min(jobs, left) > 1:
-        how = replace(how, data=digests_of(sources))
-        run_in_workers(queue, min(jobs, left), how, stop, on_wait)
+        how = replace(how, objects=fingerprints_of(references))
+        changed = run_in_workers(queue, min(jobs, left), how, stop, on_wait)
+        if changed is not None:
+            warnings.warn(
+                f"{changed} is another one in processes that import it: all runs are executed in "
+                "this process; define it, and what it reads, at the top level of the file, not "
+                'under if __name__ == "__main__":, to use jobs',
+                RunWarning,
+                stacklevel=3,
+            )
+            _in_this_process(queue, run, stop, on_wait)
     else:
         _in_this_process(queue, run, stop, on_wait)
 

@@ -115,13 +115,13 @@ class Spec:
     @property
     def in_session(self) -> bool:
         """Whether the task, the algorithm or a function exists in this process only."""
-        texts = (
-            self.task_source,
-            self.algorithm_source,
-            str(self.cohort),
-            *dict(self.options).values(),
-        )
-        return any(in_session(text) for text in texts)
+        return any(map(in_session, self.references))
+
+    @property
+    def references(self) -> list[str]:
+        """References to the task, the algorithm and functions, where they are the user's own."""
+        own = (self.task_source, self.algorithm_source, self.cohort, *dict(self.options).values())
+        return [each for each in own if isinstance(each, str) and is_reference(each)]
 
     def check(self) -> None:
         """Raise `UsageError` for an unknown name or an option of the wrong type.
@@ -156,7 +156,7 @@ class Spec:
             require(is_reference(cohort), f"cohort {cohort!r} is no number, no list and not all")
             cohort = load_object(cohort)
         zero = isinstance(cohort, Integral) and not isinstance(cohort, bool) and cohort == 0
-        cohort = None if zero or isinstance(cohort, str) else cohort
+        cohort = None if zero or isinstance(cohort, str) or is_all_clients(cohort) else cohort
         CohortRule.of(cohort, task.train.clients)  # raises where it does not fit
         stop_at = task.checked_target(self.stop_at, "stop_at")
         rounds = task.rounds if self.rounds is None else self.rounds
@@ -302,6 +302,15 @@ class Run:
     def _resolved(self) -> dict[str, Any]:
         of_task = {f"task.{name}": value for name, value in self._arguments().items()}
         return of_task | self.setup.options()
+
+
+def is_all_clients(cohort: Any) -> bool:
+    """Return whether a cohort is the fraction 1.0; the number 1 is one client.
+
+    >>> is_all_clients(1.0), is_all_clients(1), is_all_clients(0.5)
+    (True, False, False)
+    """
+    return isinstance(cohort, Real) and not isinstance(cohort, Integral) and cohort == 1
 
 
 def plain_cohort(cohort: Any) -> Any:
@@ -608,8 +617,13 @@ def _first_format(spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _compared(spec: Mapping[str, Any], old: bool) -> dict[str, Any]:
-    """Select what must agree: resolved values, or typed options of the task in format 1."""
+    """Select what must agree: resolved values, or typed options of the task in format 1.
+
+    A fraction of 1.0, which older versions stored, is no cohort: all clients.
+    """
     own = {name: value for name, value in spec.items() if name not in ("format", "id", *TYPED)}
+    if is_all_clients(own.get("cohort")):
+        del own["cohort"]
     if old:
         own = _first_format(own)
         typed = spec.get("set", {})

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from fedexp.engine import Record, SimulationState
 from fedexp.errors import UsageError, require
 from fedexp.objective import ModuleObjective
-from fedexp.objective.module import built_model
+from fedexp.objective.module import all_tensors, built_model
 from fedexp.options import build_task, split_task_options
 from fedexp.runs.checkpoint import (
     client_tensors,
@@ -118,8 +118,13 @@ def module_of(task: Task, seed: int) -> nn.Module:
 
 
 def module_with(weights: Mapping[str, Tensor], module: nn.Module) -> nn.Module:
+    """Load weights into a module: a `state_dict`, perhaps with buffers that are in none."""
+    stored, buffers = module.state_dict().keys(), dict(module.named_buffers())
+    more = {name for name in weights if name in buffers and name not in stored}
+    for name in more:
+        buffers[name].data = weights[name].to(buffers[name])
     try:
-        module.load_state_dict(dict(weights))
+        module.load_state_dict({n: value for n, value in weights.items() if n not in more})
     except RuntimeError as error:
         lines = str(error).splitlines()
         reason = (lines[1:] or lines)[0].strip()
@@ -136,7 +141,7 @@ def stored_start(start: Any, runs: PathLike | None) -> str:
         return str(start)
     weights = start.model() if isinstance(start, Record) else start
     if isinstance(weights, nn.Module):
-        weights = weights.state_dict()
+        weights = all_tensors(weights)
     require(
         isinstance(weights, Mapping),
         "start is a record, a module, a state_dict, a run folder or a safetensors file, not "

@@ -23,7 +23,6 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol, TypeVar
 
 import torch
@@ -35,7 +34,7 @@ from fedexp.options import build_task, split_task_options, task_arguments
 from fedexp.references import load_object
 from fedexp.runs.execute import execute
 from fedexp.runs.files import Row
-from fedexp.runs.fingerprint import Digest, data_digests
+from fedexp.runs.fingerprint import Fingerprint, data_digests, fingerprint_of_object
 from fedexp.runs.folder import BusyError, RunWarning
 from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
 from fedexp.runs.spec import Outcome, Run, Spec
@@ -83,7 +82,7 @@ class Execution:
         checkpoint_every: seconds between checkpoints.
         restart: discard what is stored of the runs.
         skip_busy: skip a run that another process is executing instead of raising.
-        data: digests of the data of the user's own tasks by reference, which those that a worker
+        objects: fingerprints of the user's own objects by reference, which those that a worker
             imports must have.
     """
 
@@ -92,13 +91,34 @@ class Execution:
     checkpoint_every: float = CHECKPOINT_EVERY
     restart: bool = False
     skip_busy: bool = False
-    data: Mapping[str, Mapping[str, Digest]] = field(default_factory=dict)
+    objects: Mapping[str, Fingerprint] = field(default_factory=dict)
 
 
-def digests_of(sources: Iterable[str | None]) -> dict[str, Mapping[str, Digest]]:
-    """Digest the data of the user's own tasks; a function's task depends on its arguments."""
-    tasks = {source: load_object(source) for source in sources if source is not None}
-    return {s: data_digests(task) for s, task in tasks.items() if isinstance(task, Task)}
+def fingerprints_of(references: Iterable[str]) -> dict[str, Fingerprint]:
+    """Digest the user's own objects as this process has them."""
+    found = {}
+    for reference in dict.fromkeys(references):
+        with suppress(UsageError):  # reported by the run itself
+            found[reference] = fingerprint_of_object(load_object(reference))
+    return found
+
+
+def _changed_object(objects: Mapping[str, Fingerprint]) -> str | None:
+    """Return the first object that is another one here than in the parent, by its reference.
+
+    A script may have changed it, or a global that it reads, under `if __name__ == "__main__":`.
+    """
+    changed = None
+    for reference, wanted in objects.items():
+        value = load_object(reference)
+        apart = set(wanted.differences(fingerprint_of_object(value)))
+        if isinstance(value, Task) and not apart.isdisjoint(data_digests(value)):
+            raise UsageError(
+                f"{reference} has other data in every process that imports it; fix its random "
+                "seed, e.g. torch.manual_seed(0) where the file begins"
+            )
+        changed = changed or (reference if apart else None)
+    return changed
 
 
 class TaskKey(NamedTuple):
@@ -126,7 +146,6 @@ class SharedTask:
 
     Args:
         prepare: makes a run from a spec and its task.
-        data: see `Execution`.
         built: a run whose task need not be built again.
         on_other: called before another task is built, with whether it is one of another factory.
     """
@@ -134,11 +153,10 @@ class SharedTask:
     def __init__(
         self,
         prepare: Callable[[Spec, Task], Run],
-        data: Mapping[str, Mapping[str, Digest]] = MappingProxyType({}),
         built: Run | None = None,
         on_other: Callable[[bool], None] = lambda other: None,
     ) -> None:
-        self._prepare, self._data, self._on_other = prepare, data, on_other
+        self._prepare, self._on_other = prepare, on_other
         changed = built is not None and (built.spec.start is not None or built.spec.by_client)
         built = None if changed else built  # its task is not the one that its arguments give
         self._key = None if built is None else TaskKey.of(built.spec)
@@ -152,12 +170,6 @@ class SharedTask:
             of_task, _ = split_task_options(dict(spec.options))
             self._task = build_task(spec.task, of_task, spec.seed, spec.mode, spec.task_source)
             self._key = key
-            wanted = self._data.get(spec.task_source or "")
-            if wanted is not None and data_digests(self._task) != wanted:
-                raise UsageError(
-                    f"{spec.task_source} has other data in every process that imports it; fix its "
-                    "random seed, e.g. torch.manual_seed(0) where the file begins"
-                )
         return self._prepare(spec, self._task)
 
 
@@ -175,7 +187,7 @@ class Executor:
         self.programs = SharedPrograms()
         self._how = how
         on_other = partial(_drop_shared, self.programs)
-        self._prepare = SharedTask(how.prepare, how.data, built, on_other)
+        self._prepare = SharedTask(how.prepare, built, on_other)
 
     def close(self) -> None:
         """Release what the runs shared, on a GPU too."""
@@ -222,10 +234,23 @@ def _drop_shared(programs: SharedPrograms, other_factory: bool) -> None:
 
 def run_in_workers(
     queue: RunQueue, count: int, how: Execution, stop: Stop, on_wait: Callable[[], None]
-) -> None:
+) -> str | None:
+    """Execute the runs of a queue in worker processes.
+
+    Returns the reference of an object that workers import as another one than this process has;
+    no run is started then.
+    """
     stopping = interrupted = False
     retry_at = 0.0
     with worker_processes(count, how) as workers:
+        starting = list(workers)
+        while starting and not stop():
+            for worker in [w for w in starting if w.connection.poll(POLL / len(starting))]:
+                kind, changed = worker.receive()
+                if changed is not None:
+                    return changed
+                if kind == "ready":
+                    starting.remove(worker)
         while True:
             stopping = stopping or stop()
             idle = [worker for worker in workers if worker.job is None]
@@ -239,7 +264,7 @@ def run_in_workers(
             running = [worker for worker in workers if worker.job is not None]
             if not running:
                 if queue.is_done() and not interrupted:
-                    return
+                    return None
                 if stopping:
                     raise RunInterrupted(how.root, 0)
                 on_wait()
@@ -292,18 +317,8 @@ class _Worker:
     def handle_message(self, queue: RunQueue) -> Literal["done", "interrupted"] | None:
         """Receive one message and pass it to the queue; return how the run ended if it did."""
         assert self.job is not None
-        try:
-            kind, content, *more = self.connection.recv()
-        except (EOFError, OSError):
-            raise FedExPError(
-                "a worker process died, perhaps of memory; try --jobs 1 (jobs=1 in Python)"
-            ) from None
-        if kind == "error":
-            if not isinstance(content, FedExPError):
-                content.add_note(f"in a worker process:\n{more[0]}")
-            raise content
+        kind, content = self.receive()
         if kind == "warning":
-            warnings.warn(content, stacklevel=2)
             return None
         if kind == "row":
             if self._wanted and not queue.on_round(self.job, content):
@@ -316,6 +331,23 @@ class _Worker:
         queue.on_result(job, content if self._wanted else "stopped")
         return "done"
 
+    def receive(self) -> tuple[str, Any]:
+        """Return kind and content of the next message; raise an error, pass on a warning."""
+        try:
+            kind, content, *more = self.connection.recv()
+        except (EOFError, OSError):
+            raise FedExPError(
+                "a worker process died, perhaps of memory; try --jobs 1 (jobs=1 in Python)"
+            ) from None
+        if kind == "error":
+            if not isinstance(content, FedExPError):
+                content.add_note(f"in a worker process:\n{more[0]}")
+            raise content
+        if kind == "warning":
+            warnings.warn(content, stacklevel=3)
+            return kind, None
+        return kind, content
+
     def kill(self) -> None:
         self._process.kill()
         self._process.join()
@@ -327,7 +359,10 @@ class _Worker:
 
 
 def _serve(connection: Connection, how: Execution) -> None:
-    """Execute the specs that the parent sends, until it ends. None requests a stop."""
+    """Check what the specs refer to, then execute those that the parent sends, until it ends.
+
+    None requests a stop.
+    """
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     run, stopping, sending = Executor(how), False, threading.Lock()
@@ -349,6 +384,10 @@ def _serve(connection: Connection, how: Execution) -> None:
     warnings.simplefilter("always", RunWarning)
     warnings.showwarning = lambda message, *args, **more: send("warning", message)
     with suppress(EOFError, OSError):  # the parent has ended
+        try:
+            send("ready", _changed_object(how.objects))
+        except Exception as error:
+            send("error", _picklable(error), traceback.format_exc())
         while True:
             spec = connection.recv()
             if spec is None:  # a request that arrived after the end of its run

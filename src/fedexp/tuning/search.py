@@ -151,7 +151,7 @@ class TrialRunner:
                 ranks=self.ranks,
                 stop=self.stop,
                 on_wait=self.on_wait,
-                sources=[queue.task_source],
+                references=queue.references,
                 executor=executor,
             )
 
@@ -304,7 +304,7 @@ class Search(ABC):
 
     def __init__(self, study: Study, store: StudyStore, on_row: OnRow) -> None:
         self._study, self._store, self._on_row = study, store, on_row
-        self.task_source = study.run.spec.task_source
+        self.references = study.run.spec.references
 
     @abstractmethod
     def take(self) -> Job | None: ...

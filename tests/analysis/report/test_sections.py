@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch.nn.functional as F
+from torch import nn
 
+import fedexp as fx
 from fedexp.analysis.report.sections import (
     common_and_differing,
     distinct,
@@ -17,6 +20,7 @@ from fedexp.analysis.report.sections import (
 )
 from fedexp.errors import UsageError
 from tests.helpers.stored_runs import stored, write
+from tests.helpers.studies import federation
 
 
 def test_seeds_are_one_series_and_settings_are_not() -> None:
@@ -79,6 +83,26 @@ def test_a_run_counts_once_however_often_it_is_named(tmp_path: Path) -> None:
     runs, problems = load_all([tmp_path])
     assert [run.folder for run in runs] == [longer.resolve()]
     assert "the same run" in problems[0]
+
+
+def test_seeds_of_other_content_are_named(tmp_path: Path) -> None:
+    def task(factor: float) -> fx.tasks.Task:
+        return fx.supervised(
+            "own",
+            lambda: nn.Linear(3, 2),
+            federation(),
+            loss=lambda output, y: factor * F.cross_entropy(output, y, reduction="none"),
+            rounds=1,
+        )
+
+    for seed in (0, 1):
+        fx.run(task(1.0), "fedavg", seed=seed, runs=tmp_path)
+    assert load_all([tmp_path])[1] == []  # their initial weights may differ
+    for seed in (2, 3):
+        fx.run(task(100.0), "fedavg", seed=seed, runs=tmp_path)
+    runs, (line,) = load_all([tmp_path])
+    assert len(runs) == 4
+    assert "are seeds of one series, but the loss differs; leave one out with --exclude" in line
 
 
 def test_no_runs_is_a_mistake() -> None:

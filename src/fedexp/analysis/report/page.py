@@ -98,8 +98,8 @@ def write_report(
         targets: values to reach; by default those of the tasks.
         filters: which runs to show.
         figures: folder for PNG, SVG and PDF.
-        on_problem: called with a line for each run that is unreadable or a duplicate, and for
-            each pattern that matches no run.
+        on_problem: called with a line for each run that is unreadable or a duplicate, each series
+            of runs of different content, and each pattern that matches no run.
     """
     goals = [parse_goal(text) for text in metrics if ":" in text]
     wanted = [text.rpartition(":")[2] for text in metrics]

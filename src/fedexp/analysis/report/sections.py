@@ -28,6 +28,8 @@ from fedexp.errors import FedExPError, UsageError, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.options import Setup, convert
 from fedexp.runs import StoredRun, find_runs, load_run
+from fedexp.runs.fingerprint import Fingerprint, joined
+from fedexp.runs.folder import read_fingerprint
 from fedexp.runs.spec import TYPED, Outcome
 from fedexp.tasks.recipe import Goal, checked_target, parse_goal
 
@@ -36,6 +38,8 @@ WINDOW = 20  # rounds of the moving average, as in the paper
 NOT_SETTINGS = ("format", "id", "task", "algorithm", "seed", "arguments", "options", *TYPED)
 # Schedules of the learning rate that depend on the number of rounds.
 OVER_ALL_ROUNDS = ("linear", "cosine")
+# The beginnings of the names in a fingerprint that may differ between the seeds of a series.
+BY_SEED = ("the initial", "the training data", "the test data", "the clients' shares")
 Settings = dict[str, Any]
 
 
@@ -164,7 +168,7 @@ def load_runs(paths: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
 
 
 def distinct(runs: Iterable[StoredRun]) -> tuple[list[StoredRun], list[str]]:
-    """Return the runs without repetitions, and a line for what is left out.
+    """Return the runs without repetitions, and a line for what is left out or of other content.
 
     Of the same task, algorithm, seed and settings the longest run counts: a run of fewer rounds is
     the beginning of the longer one.
@@ -183,7 +187,29 @@ def distinct(runs: Iterable[StoredRun]) -> tuple[list[StoredRun], list[str]]:
     if parts:
         verb = "is the beginning of a longer run" if len(parts) == 1 else "are parts of longer runs"
         problems.append(f"{', '.join(parts)} {verb}; the longer one counts")
-    return list(found.values()), problems
+    return list(found.values()), [*problems, *_mixed(found.values())]
+
+
+def _mixed(runs: Iterable[StoredRun]) -> list[str]:
+    """Return a line for each series whose runs have another loss, model or code than the first."""
+    first: dict[str, tuple[StoredRun, Fingerprint]] = {}
+    problems: dict[str, str] = {}
+    for run in runs:
+        content = None
+        with suppress(FedExPError):  # a damaged one matters to those who resume the run
+            content = read_fingerprint(run.folder)
+        if content is None:
+            continue
+        key = repr((_task_key(run), run.spec["algorithm"], _identity(run)))
+        other, wanted = first.setdefault(key, (run, content))
+        apart = [name for name in wanted.differences(content) if not name.startswith(BY_SEED)]
+        if apart and key not in problems:
+            verb = "differs" if len(apart) == 1 else "differ"
+            problems[key] = (
+                f"{run.folder} and {other.folder.name} are seeds of one series, but "
+                f"{joined(apart)} {verb}; leave one out with --exclude"
+            )
+    return list(problems.values())
 
 
 def sections(runs: Sequence[StoredRun], chosen: Goal | None = None) -> list[Section]:
