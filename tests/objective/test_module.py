@@ -122,6 +122,18 @@ class Centred(nn.Module):
         return out
 
 
+def test_a_model_that_is_changed_later_is_taken_as_it_was() -> None:
+    model = nn.Linear(2, 2)
+    objective = ModuleObjective(model)
+    before = [objective.initial(seed)[0].clone() for seed in (0, 1)]
+    with torch.no_grad():
+        model.weight.zero_()
+    for seed in (0, 1):
+        assert torch.equal(objective.initial(seed)[0], before[seed])
+        assert before[seed].norm() > 0
+    assert torch.equal(objective.build().weight, objective.initial_module(0).weight)
+
+
 def test_a_warm_start_does_not_depend_on_earlier_calls() -> None:
     objective, given = ModuleObjective(Centred), Centred()
     given.mean += 1

@@ -370,6 +370,11 @@ def map_tensors(function: Callable[..., Any], first: Any, *others: Any) -> Any:
     return first
 
 
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def as_type(outputs: Any, dtype: torch.dtype) -> Any:
     """Return the outputs of a model in the type of its parameters; in a structure, floats only."""
     if isinstance(outputs, Tensor):

@@ -38,6 +38,7 @@ from fedexp.objective.base import (
     flat_parts,
     flatten,
     pieces,
+    version,
 )
 from fedexp.objective.dense import DenseNetwork, dense_network
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
@@ -88,14 +89,15 @@ class ModuleObjective:
                 "this model has hooks or a forward that a copy would not follow; pass a function "
                 "that builds it, e.g. lambda: MyModel()",
             )
+            build = deepcopy(build)  # the caller may train it later
+        self._start = build if isinstance(build, nn.Module) else None  # the same for every seed
         self.build = partial(deepcopy, build) if isinstance(build, nn.Module) else build
         self.fields = fields
         self._set_loss(loss, classifies, per_example, ignore_index)
         with seeded_torch(0, "initial weights"):
-            module = built_model(self.build)
+            module = built_model(self.build) if self._start is None else self._start
         check_trainable(module)
         self._initial: tuple[int, nn.Module] | None = (0, module)  # of a seed; never written to
-        self._start: nn.Module | None = None  # the initial model of every seed
         if _has_constants(module) or not is_copied_whole(module):
             with seeded_torch(0, "scratch"):
                 module = self.build()
@@ -385,9 +387,9 @@ class ModuleObjective:
         if self._evaluates_stacked and self.stack is not None:
             self.stack.module.eval()
             held = self._evaluated_stacked
-            if held is None or held[0] is not params or held[1] != _version(params):
+            if held is None or held[0] is not params or held[1] != version(params):
                 clients = StackedClients(self.stack, params, 1)
-                self._evaluated_stacked = held = params, _version(params), clients
+                self._evaluated_stacked = held = params, version(params), clients
             outputs = held[2].outputs(batch)
         else:
             self.module.eval()
@@ -435,8 +437,8 @@ class ModuleObjective:
         kwargs = {name: x if x._base is None else x.clone() for name, x in kwargs.items()}
         if not self.module.training:
             held = self._evaluated
-            if held is None or held[0] is not params or held[1] != _version(params):
-                self._evaluated = held = params, _version(params), params.clone()
+            if held is None or held[0] is not params or held[1] != version(params):
+                self._evaluated = held = params, version(params), params.clone()
             params = held[2]
         self._bind(params, buffers)
         before = [p._version for p in self.params]
@@ -516,11 +518,6 @@ class ModuleObjective:
         averaged, kept = values[: len(self.averaged)], values[len(self.averaged) :]
         integers = flatten([value.long() for value in kept]).long()
         return Buffers(flatten(averaged).to(self.device), integers.to(self.device))
-
-
-def _version(params: Tensor) -> int:
-    """Return how often a tensor was written to; inference tensors do not count."""
-    return 0 if params.is_inference() else params._version
 
 
 @torch.no_grad()
