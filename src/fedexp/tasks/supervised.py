@@ -305,11 +305,11 @@ def _check_fields(what: str, batch: Batch, fields: Fields) -> None:
         f"{what} has no field {' or '.join(missing)}; name its fields so, or pass inputs and label "
         f"(it has {known})",
     )
-    for each in fields.names:
+    first, *others = dict.fromkeys((*fields.names, *batch))
+    for each in (first, *others):
         require(
             batch[each].ndim > 0, f"{each} of {what} is a single number; give one row per example"
         )
-    first, *others = fields.names
     require(
         len(batch[fields.names[-1]]) > 0, f"{what} holds no examples; pass None to leave it out"
     )
@@ -317,7 +317,8 @@ def _check_fields(what: str, batch: Batch, fields: Fields) -> None:
         counts = len(batch[first]), len(batch[each])
         require(
             counts[0] == counts[1],
-            f"{what} has {counts[0]} rows in {first} but {counts[1]} in {each}",
+            f"{what} has {counts[0]} rows in {first} but {counts[1]} in {each}; give one row per "
+            "example, or leave it out",
         )
 
 
