@@ -409,6 +409,7 @@ def column(width: int) -> Callable[[], nn.Module]:
         ({"goal": "up:train_loss"}, "write max:test_f1 or min:test_loss"),
         ({"metrics": {"accuracy": len}}, "accuracy is measured without asking"),
         ({"metrics": {"loss": len}}, "a metric cannot be called 'loss'"),
+        ({"metrics": {"loss_worst_decile": len}}, "by_client gives .* end in _worst_decile; take"),
         ({"metrics": {"f1": 3}}, "metric 'f1' is int; give a function of"),
         ({"train_metrics": "all"}, "train_metrics is clients, pooled or None"),
         ({"train": {"x": X, "y": CLASSES}}, "train is dict, not a Federation; make one with"),

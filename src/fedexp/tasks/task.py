@@ -31,12 +31,7 @@ from fedexp.objective import (
     map_tensors,
 )
 from fedexp.precision import Precision, widest
-from fedexp.tasks.metrics import (
-    Metric,
-    add_batch,
-    add_totals,
-    finish_metric,
-)
+from fedexp.tasks.metrics import BY_CLIENT, Metric, add_batch, add_totals, finish_metric
 from fedexp.tasks.recipe import Goal, Options, parse_goal
 
 Weighting = Literal["uniform", "size"]
@@ -145,7 +140,7 @@ class Task:
         found = []
         for split in self._splits:
             worst = self.by_client and split.offsets is not None
-            names = (*own, *split.metrics, *(f"{name}_worst_decile" for name in own if worst))
+            names = (*own, *split.metrics, *(name + BY_CLIENT for name in own if worst))
             found += [f"{split.name}_{name}" for name in names]
         return tuple(found)
 
@@ -252,7 +247,7 @@ class Task:
         """Return the values of an evaluation, given the totals of all examples."""
         values: dict[str, float] = dict(totals.means)
         for name, each in self._by_client(totals).items():
-            values[f"{name}_worst_decile"] = worst_decile(each, highest=name.endswith("loss"))
+            values[name + BY_CLIENT] = worst_decile(each, highest=name.endswith("loss"))
         for split in self._splits:
             for name, metric in split.metrics.items():
                 total = totals.metrics[f"{split.name}_{name}"]
