@@ -106,10 +106,10 @@ def supervised(
     test_offsets = test.offsets if isinstance(test, Federation) else None
     test = test.fields if isinstance(test, Federation) else test
     held_out: Batch | None = None if test is None else as_tensors(test)
-    check_finite({} if held_out is None else held_out, "the test data")
     parts = {"training": train.fields} | ({} if held_out is None else {"test": held_out})
     for what, batch in parts.items():
         _check_fields(f"the {what} data", batch, fields)
+    check_finite({} if held_out is None else held_out, "the test data")
     require(
         test_offsets is None or len(test_offsets) == len(train.offsets),
         f"the test data has {len(test_offsets) - 1 if test_offsets is not None else 0} clients, the"
