@@ -387,6 +387,14 @@ def column(width: int) -> Callable[[], nn.Module]:
         ),
         ({"loss": F.mse_loss, "label": "z"}, r"compare each with each; give them one shape$"),
         ({"loss": nn.MSELoss(reduction="sum"), "label": "x"}, 'use reduction="mean"'),
+        (
+            {"loss": lambda o, y: F.cross_entropy(o, y, reduction="sum")},
+            "the loss sums over a batch; return its mean",
+        ),
+        (
+            {"loss": lambda o, y: F.cross_entropy(o, y, reduction="none") / y.float().std()},
+            "the loss of an example depends on the other examples of its batch; return one number",
+        ),
         ({"loss": "mse"}, "the loss is str, not a function"),
         ({"loss": lambda o, y: 1.0}, "the loss returns float; return a tensor"),
         ({"loss": lambda o, y: o.sum(0)}, "has the shape .3.; return a value for each example"),
@@ -456,6 +464,74 @@ def test_a_loss_of_a_batch_that_compares_each_with_each_is_refused() -> None:
     for each in (task, flat):
         assert isinstance(each.objective, ModuleObjective)
         assert not each.objective.per_example
+
+
+@pytest.mark.parametrize("label", ["z", "n", "b"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, y: ((o - y.float()) ** 2).mean(),
+        lambda o, y: ((o - y.float()) ** 2).mean(dim=1),
+        lambda o, y: ((o - y.float()) ** 2).mean(dim=0),
+    ],
+)
+def test_losses_that_compare_each_with_each_are_refused(label: str, loss: Any) -> None:
+    train = clients(x=X, z=X[:, 0], n=np.round(3 * X[:, 0]).astype(int), b=X[:, 0] > 0)
+    with pytest.raises(UsageError, match=r"compares each with each; .* e.g. output.squeeze\(1\)$"):
+        supervised("mine", column(1), train, loss=loss, label=label)
+    inside = lambda o, y: loss(o, y[:, None])  # noqa: E731
+    if loss(torch.zeros(3, 1), torch.zeros(3, 1)).shape != (1,):
+        supervised("mine", column(1), train, loss=inside, label=label)
+
+
+def test_a_loss_in_a_dict_that_compares_each_with_each_is_refused() -> None:
+    train = clients(a=X, b=X[:, :2], y=np.sort(CLASSES), w=np.ones(ROWS, np.float32))
+    pair = lambda o, y: ((o["mean"][:, None] - y) ** 2).mean(1)  # noqa: E731
+    with pytest.raises(UsageError, match="depends on the other examples of its batch; return one"):
+        supervised("mine", Pair, train, loss=pair, inputs={"a": "a", "b": "b"})
+
+
+def similarity(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the contrastive loss of a batch whose examples are their own classes."""
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+def by_class(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a loss of pairs of examples: those of one class are close, others are not."""
+    distances = (outputs[:, None] - outputs[None]).square().sum(2)
+    alike = (targets[:, None] == targets[None]).float()
+    return (alike * distances + (1 - alike) * torch.exp(-distances)).mean()
+
+
+def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs + torch.randn_like(outputs), targets, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("loss", "width", "label", "per_example"),
+    [
+        (similarity, 3, "y", False),
+        (by_class, 3, "y", False),
+        (noisy, 3, "y", True),
+        (lambda o, y: noisy(o, y).mean(), 3, "y", False),
+        (lambda o, y: F.cross_entropy(o, y, reduction="none"), 3, "y", True),
+        (lambda o, y: F.cross_entropy(o, y, torch.tensor([1.0, 2, 5])), 3, "y", False),
+        (lambda o, y: F.cross_entropy(o, y, ignore_index=1), 3, "y", False),
+        (lambda o, y: F.binary_cross_entropy_with_logits(o[:, 0], y.float()), 1, "b", False),
+        (lambda o, y: F.binary_cross_entropy_with_logits(o, y.float()), 1, "c", False),
+        (nn.BCEWithLogitsLoss(), 1, "c", True),
+        (lambda o, y: (o.mean() - y.mean()) ** 2, 1, "z", False),
+        (lambda o, y: ((o[:, 0] - y) ** 2).sum() / len(y), 1, "z", False),
+        (lambda o, y: (o[:, 0] - y).abs(), 1, "z", True),
+    ],
+)
+def test_losses_that_pair_outputs_with_their_targets_are_accepted(
+    loss: Any, width: int, label: str, per_example: bool
+) -> None:
+    train = clients(x=X, y=CLASSES, z=X[:, 0], b=X[:, 0] > 0, c=X[:, :1] > 0)
+    task = quiet(lambda: supervised("mine", column(width), train, loss=loss, label=label))
+    assert isinstance(task.objective, ModuleObjective)
+    assert task.objective.per_example == per_example
 
 
 def test_scores_of_tokens_with_classes_last_get_the_remedy() -> None:

@@ -27,13 +27,12 @@ from fedexp.data.federation import Batch, Federation, as_tensors, check_finite
 from fedexp.data.transforms import Transform
 from fedexp.errors import DataNote, UsageError, first_line, require, unknown_name
 from fedexp.local import LocalTraining
-from fedexp.objective import Fields, ModuleObjective
+from fedexp.objective import Fields, ModuleObjective, map_tensors
 from fedexp.objective.module import Loss, check_shapes, in_one_shape
+from fedexp.seeding import preserved_draws
 from fedexp.tasks.metrics import as_metrics
 from fedexp.tasks.recipe import PAPER_TRAINING, Goal, Options, Recipe, parse_goal
 from fedexp.tasks.task import Task, TrainMetrics
-
-PROBED = 2  # examples on which a model is tried: with one, shapes that differ may look alike
 
 
 def supervised(
@@ -361,8 +360,15 @@ def _cast(
 def _probe(
     objective: ModuleObjective, train: Federation, transform: Transform | None, fields: Fields
 ) -> tuple[Any, Any]:
-    """Return outputs and targets of the first examples; raises where the model rejects them."""
-    some: Batch = {name: value[:PROBED].clone() for name, value in train.fields.items()}
+    """Return outputs and targets of two examples; raises where the model rejects them.
+
+    With one, shapes that differ may look alike. Their labels differ, if any do, so that a loss that
+    compares each with each is another one.
+    """
+    labels = train.fields[fields.label_names[0]]
+    other = int((labels != labels[:1]).reshape(len(labels), -1).any(dim=1).int().argmax())
+    rows = [0, other or 1][: len(labels)]
+    some: Batch = {name: value[rows] for name, value in train.fields.items()}
     if transform is not None:
         some = transform.evaluate(some)
     arguments, keywords = fields.arguments(some)
@@ -532,8 +538,12 @@ def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -
             "each example, or one number",
         )
         check_shapes(outputs, targets, values)
-        if values.ndim == 0:
-            _check_pairs(loss, outputs, targets)
+        with preserved_draws(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of values that are not those of the data
+            if values.ndim:
+                _check_examples(loss, outputs, targets)
+            else:
+                _check_batch(loss, outputs, targets, values)
         return ResolvedLoss(loss, values.ndim > 0)
     plain = _reduced(loss, "none")
     settings = class_loss(loss)
@@ -621,28 +631,87 @@ def _check_differentiable(loss: Any, outputs: Any, targets: Any) -> None:
     )
 
 
-def _check_pairs(loss: Any, outputs: Any, targets: Any) -> None:
-    """Refuse a loss of a batch that compares each output with each target, e.g. [2, 1] with [2].
+def _check_examples(loss: Any, outputs: Any, targets: Any) -> None:
+    """Refuse a loss per example that depends on the other examples of a batch.
 
-    Such a loss is the same for targets in another order.
+    Such a loss compares each output with each target, or is a function of the batch.
     """
-    if not all(
-        isinstance(each, Tensor) and each.is_floating_point() for each in (outputs, targets)
-    ):
+    same_size = _have_one_size(outputs, targets)
+    pairs = [(outputs, targets)] + ([_spread(outputs, targets)] if same_size else [])
+    for batch in pairs:
+        try:
+            whole, again = loss(*batch), loss(*batch)
+            alone = [loss(*_picked(batch, [i])) for i in range(len(whole))]
+        except Exception:  # it accepts other values only
+            continue
+        if not torch.equal(whole, again) or any(len(each) != 1 for each in alone):
+            continue  # it draws, or outputs are not sliced by their first dimension
+        require(
+            torch.allclose(torch.cat(alone), whole, rtol=1e-2, atol=1e-6, equal_nan=True),
+            _each_with_each(outputs, targets)
+            if same_size
+            else "the loss of an example depends on the other examples of its batch; return one "
+            "number for a batch, e.g. the mean",
+        )
+
+
+def _check_batch(loss: Any, outputs: Any, targets: Any, value: Tensor) -> None:
+    """Refuse a loss of a batch that sums, or compares each output with each target.
+
+    The first is as many times larger where a batch is repeated; the second is the same for targets
+    in another order, and another one for outputs and targets of one shape.
+    """
+    rows = list(range(len(targets if isinstance(targets, Tensor) else targets[0])))
+    batch = outputs, targets
+    try:
+        again, *repeated = (loss(*_picked(batch, rows * k)) for k in (1, 2, 3))
+    except Exception:  # it may take batches of one size only
+        again, repeated = value, []
+    sums = [torch.allclose(each, k * value, rtol=1e-3) for k, each in enumerate(repeated, 2)]
+    require(
+        not (sums and all(sums) and 0 < value.abs() < torch.inf and torch.equal(value, again)),
+        "the loss sums over a batch; return its mean, so that batches of any size count alike",
+    )
+    if not _have_one_size(outputs, targets) or len(targets) < 2:
         return
-    shapes = list(outputs.shape), list(targets.shape)
-    if len(shapes[0]) == len(shapes[1]) or not shapes[0] or outputs.numel() != targets.numel():
-        return
-    values = torch.linspace(0.2, 0.8, outputs.numel())
-    own, target = values.view_as(outputs).to(outputs), values.view_as(targets).to(targets)
+    own, target = _spread(outputs, targets)
     try:
         ordered, reversed_ = loss(own, target), loss(own, target.flip(0))
+        in_shape = loss(own, target.view_as(own))
     except Exception:  # it accepts other values only
         return
     require(
-        len(targets) < 2 or not torch.allclose(ordered, reversed_, rtol=1e-5, atol=0.0),
-        f"outputs {shapes[0]} and labels {shapes[1]} differ in shape, and the loss compares each "
-        f"with each; give them one shape{in_one_shape(outputs, targets)}",
+        not torch.allclose(ordered, reversed_, rtol=1e-5, atol=0.0)
+        or torch.allclose(ordered, in_shape, rtol=1e-5, atol=0.0),
+        _each_with_each(outputs, targets),
+    )
+
+
+def _have_one_size(outputs: Any, targets: Any) -> bool:
+    """Return whether outputs and targets may be broadcast: as many numbers in two shapes."""
+    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
+        return False
+    same = outputs.is_floating_point() and outputs.numel() == targets.numel()
+    return same and 0 < outputs.ndim != targets.ndim
+
+
+def _spread(outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+    """Return outputs and targets of these shapes and types whose values differ."""
+    values = torch.linspace(0.2, 0.8, outputs.numel())
+    other = values if targets.is_floating_point() else values.round()
+    return values.view_as(outputs).to(outputs), other.view_as(targets).to(targets)
+
+
+def _picked(batch: tuple[Any, Any], rows: list[int]) -> Any:
+    """Return some rows of the outputs and targets of a batch."""
+    count = len(batch[1] if isinstance(batch[1], Tensor) else batch[1][0])
+    return map_tensors(lambda t: t[rows] if t.ndim and len(t) == count else t, batch)
+
+
+def _each_with_each(outputs: Tensor, targets: Tensor) -> str:
+    return (
+        f"outputs {list(outputs.shape)} and labels {list(targets.shape)} differ in shape, and the "
+        f"loss compares each with each; give them one shape{in_one_shape(outputs, targets)}"
     )
 
 
