@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.data import Federation
+from fedexp.engine.loop import client_loss
 from fedexp.engine.select import EngineName
 from fedexp.errors import DataNote, UsageError
 from fedexp.objective import ModuleObjective
@@ -572,6 +573,71 @@ def test_single_labels_may_be_ignored() -> None:
         own = slice(ends[client], ends[client + 1])
         expected = F.cross_entropy(outputs[own], y[own])
         assert values["train_loss"][client].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+MANY, PER_TOKEN = 1300, 4  # rows: more than are evaluated together
+
+
+@pytest.mark.parametrize(
+    ("loss", "ignored"),
+    [
+        (F.cross_entropy, -100),
+        (nn.CrossEntropyLoss(ignore_index=7), 7),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 20.0, 0.5])), None),
+        (nn.NLLLoss(weight=torch.tensor([1.0, 20.0, 0.5]), ignore_index=-1), -1),
+        (
+            partial(F.cross_entropy, weight=torch.tensor([1.0, 20.0, 0.1]), label_smoothing=0.1),
+            -100,
+        ),
+    ],
+)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_an_evaluation_is_torchs_own_whatever_the_order_of_rows(
+    loss: Any, ignored: int | None, per_token: bool
+) -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = self.layer(x).log_softmax(-1)
+            return scores.movedim(-1, 1)
+
+    rng = np.random.default_rng(1)
+    shape = (MANY, PER_TOKEN) if per_token else (MANY,)
+    x, y = rng.normal(size=(*shape, 4)).astype(np.float32), rng.integers(0, 3, shape)
+    y = y[np.argsort(y.reshape(MANY, -1)[:, 0])]  # pieces have classes of their own
+    if ignored is not None:
+        y[900:1200] = ignored
+    ids = np.repeat([0, 1, 2], [100, 1150, 50])
+    train = Federation.from_ids({"x": x, "y": y}, ids)
+    with pytest.warns(DataNote, match="the loss is used as the mean over a batch"):
+        task = supervised("mine", Scores, train, train, loss=loss, by_client=True)
+    start = task.objective.initial(0)
+    values, by_client = task.evaluate(*start), task.evaluate_clients(*start)
+    assert isinstance(task.objective, ModuleObjective)
+    model = task.objective.load(*start).eval()
+
+    def expected(rows: Any) -> tuple[float, float]:
+        outputs, targets = model(torch.from_numpy(x[rows])), torch.from_numpy(y[rows])
+        right, counted = (outputs.argmax(1) == targets), targets != ignored
+        return loss(outputs, targets).item(), right[counted].double().mean().item()
+
+    pooled = values["test_loss"], values["test_accuracy"]
+    assert pooled == pytest.approx(expected(slice(None)), rel=1e-5)
+    each = [expected(ids == client) for client in range(3)]
+    for split in ("train", "test"):
+        found = zip(by_client[f"{split}_loss"], by_client[f"{split}_accuracy"], strict=True)
+        for own, other in zip(found, each, strict=True):
+            assert tuple(map(float, own)) == pytest.approx(other, rel=1e-5)
+    means = values["train_loss"], values["train_accuracy"]
+    assert means == pytest.approx(tuple(np.mean(each, axis=0)), rel=1e-5)
+    halves = [task.totals(*start, (part, 2)) for part in range(2)]
+    assert task.finish(halves[0] + halves[1]) == pytest.approx(values, rel=1e-12)
+    for client in range(3):
+        own_loss = client_loss(task, client, task.objective, *start)
+        assert own_loss.item() == pytest.approx(each[client][0], rel=1e-5)
 
 
 @pytest.mark.parametrize("as_function", [False, True])

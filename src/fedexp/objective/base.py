@@ -127,6 +127,19 @@ class PredictingObjective(Objective, Protocol):
 
 
 @runtime_checkable
+class CountingObjective(Objective, Protocol):
+    """An objective of which a part of an example may count."""
+
+    def counted_parts(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the part of each example that counts, [n], by the name of a value of `measure`.
+
+        An evaluation divides the sum of the value by the sum of the parts. Where a value is not
+        named, every example counts as one.
+        """
+        ...
+
+
+@runtime_checkable
 class StartableObjective(Objective, Protocol):
     """An objective that can start at given weights."""
 

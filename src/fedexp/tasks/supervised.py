@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from numbers import Real
@@ -28,7 +27,7 @@ from fedexp.data.transforms import Transform
 from fedexp.errors import DataNote, UsageError, first_line, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.objective import Fields, ModuleObjective, map_tensors
-from fedexp.objective.module import Loss, check_shapes, in_one_shape
+from fedexp.objective.losses import Loss, check_shapes, class_loss, in_one_shape, reduced
 from fedexp.seeding import preserved_draws
 from fedexp.tasks.metrics import as_metrics
 from fedexp.tasks.recipe import PAPER_TRAINING, Goal, Options, Recipe, parse_goal
@@ -447,32 +446,6 @@ def _check_counted(train: Federation, label: str, ignore_index: int) -> None:
         )
 
 
-class ClassLoss(NamedTuple):
-    """A cross entropy or negative log-likelihood, torch's own, of targets that are class numbers.
-
-    Attributes:
-        ignore_index: target that does not count.
-        weighted: whether classes have weights.
-    """
-
-    ignore_index: int
-    weighted: bool
-
-
-def class_loss(loss: Any) -> ClassLoss | None:
-    """Return the settings of torch's cross entropy or negative log-likelihood; None for others.
-
-    >>> class_loss(F.cross_entropy), class_loss(nn.MSELoss())
-    (ClassLoss(ignore_index=-100, weighted=False), None)
-    """
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        return ClassLoss(loss.ignore_index, loss.weight is not None)
-    settings = loss.keywords if isinstance(loss, partial) else {}
-    if (loss.func if isinstance(loss, partial) else loss) not in (F.cross_entropy, F.nll_loss):
-        return None
-    return ClassLoss(settings.get("ignore_index", -100), settings.get("weight") is not None)
-
-
 def takes_numbers(loss: Any) -> bool:
     """Return whether a loss is one of torch's for targets that are floating-point numbers."""
     function = loss.func if isinstance(loss, partial) else loss
@@ -529,7 +502,7 @@ def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -
         'the loss sums over a batch; use reduction="mean", so that batches of any size count alike',
     )
     if reduction == "none" and ignored:  # zeros of ignored targets are no losses
-        return resolve_loss(_reduced(loss, "mean"), outputs, targets, ignored)
+        return resolve_loss(reduced(loss, "mean"), outputs, targets, ignored)
     if reduction in (None, "none"):
         values = _tried(loss, outputs, targets)
         require(
@@ -545,9 +518,9 @@ def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -
             else:
                 _check_batch(loss, outputs, targets, values)
         return ResolvedLoss(loss, values.ndim > 0)
-    plain = _reduced(loss, "none")
+    plain = reduced(loss, "none")
     settings = class_loss(loss)
-    weighted = settings is not None and settings.weighted
+    weighted = settings is not None and settings.weight is not None
     values, whole = _tried(plain, outputs, targets), _tried(loss, outputs, targets)
     check_shapes(outputs, targets, values)
     if not weighted and not ignored and values.ndim and len(values) == rows:
@@ -571,17 +544,6 @@ def _reduction(loss: Any) -> str | None:
     except (TypeError, ValueError):
         return None
     return setting.default if setting is not None and isinstance(setting.default, str) else None
-
-
-def _reduced(loss: Any, reduction: str) -> Loss:
-    """Return a loss that has a `reduction` with another one."""
-    if loss is F.cross_entropy:
-        return nn.CrossEntropyLoss(reduction=reduction)
-    if not isinstance(loss, nn.Module):
-        return partial(loss, reduction=reduction)
-    other: Any = deepcopy(loss)
-    other.reduction = reduction
-    return cast(Loss, other)
 
 
 def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
