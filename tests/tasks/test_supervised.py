@@ -303,6 +303,17 @@ def test_default_losses_are_those_of_classification() -> None:
         assert type(task.objective.loss) is nn.CrossEntropyLoss
 
 
+def test_batch_statistics_in_an_evaluation_get_a_note() -> None:
+    def build(tracked: bool) -> nn.Module:
+        norm = nn.BatchNorm1d(4, track_running_stats=tracked)
+        return nn.Sequential(norm, nn.Linear(4, 3))
+
+    train = clients(x=X, y=CLASSES)
+    with pytest.warns(DataNote, match="BatchNorm without running statistics .*=True$"):
+        classification("mine", partial(build, False), train)
+    classification("mine", partial(build, True), train)
+
+
 def test_data_are_cast_with_one_note_each() -> None:
     x, y = X.astype(np.float64), CLASSES.astype(np.int16)
     with pytest.warns(DataNote) as notes:
@@ -331,7 +342,9 @@ def test_a_loss_that_cannot_be_used_per_example_gets_a_note() -> None:
         squares = (outputs - targets).square().flatten(1)
         return squares.mean(1) if reduction == "none" else squares.mean().sqrt()
 
-    with pytest.warns(DataNote, match="averages in its own way"):
+    with pytest.warns(
+        DataNote, match="averages in its own way.*512 examples is reported as a mean"
+    ):
         task = supervised("c", lambda: nn.Linear(4, 4), clients(x=X, y=X), loss=root)
     assert isinstance(task.objective, ModuleObjective)
     assert not task.objective.per_example

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedexp.cohorts import Cohort
 from fedexp.data.federation import Batch, Federation, as_tensors, check_finite
@@ -31,7 +32,12 @@ from fedexp.objective.losses import Loss, check_shapes, class_loss, in_one_shape
 from fedexp.seeding import preserved_draws
 from fedexp.tasks.metrics import as_metrics
 from fedexp.tasks.recipe import PAPER_TRAINING, Goal, Options, Recipe, parse_goal
-from fedexp.tasks.task import Task, TrainMetrics
+from fedexp.tasks.task import BATCH_ROWS, Task, TrainMetrics
+
+UNTRACKED = (
+    "BatchNorm without running statistics makes losses and accuracies depend on which examples are "
+    "evaluated together, hence on their order; build it with track_running_stats=True"
+)
 
 
 def supervised(
@@ -61,6 +67,8 @@ def supervised(
     is a function that returns a value for each example. A function that returns one number is the
     loss of a batch; so is a cross entropy with class weights or with ignored targets, whose mean
     over a batch is not that of its examples. Such a loss cannot be padded, so fewer engines suit.
+    Reported are the loss of all examples with weights or ignored targets, and for other losses of a
+    batch the mean over pieces of at most 512 examples of one client, weighted by their rows.
 
     Args:
         name: name of the task in records.
@@ -119,6 +127,9 @@ def supervised(
     casted = cast(train.fields)
     train = train if casted is train.fields else replace(train, fields=casted, finite=True)
     held_out = None if held_out is None else cast(held_out)
+    layers = objective.module.modules()
+    if any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in layers):
+        notes[UNTRACKED] = None
     outputs, targets = _probe(objective, train, transform, fields)
     of_classes = class_loss(loss) if _are_integers(targets) else None
     ignored = False
@@ -531,6 +542,8 @@ def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -
     if weighted or ignored:
         why = "classes have weights" if weighted else "some targets are ignored"
     note = f"{why}, so the loss is used as the mean over a batch, not over examples"
+    if not (weighted or ignored):
+        note += f"; that of more than {BATCH_ROWS} examples is reported as a mean over pieces"
     return ResolvedLoss(loss, False, note)
 
 
