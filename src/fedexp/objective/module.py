@@ -443,10 +443,12 @@ class ModuleObjective:
 
     def _class_loss(self) -> ClassLoss | None:
         """Return the settings of a loss of a batch that is a mean over targets of classes."""
+        if self.per_example or not self.classifies:
+            return None
         is_own = isinstance(self.loss, nn.Module) and (
             type(self.loss) not in (nn.CrossEntropyLoss, nn.NLLLoss) or overrides(self.loss)
         )
-        return None if self.per_example or not self.classifies or is_own else class_loss(self.loss)
+        return None if is_own else class_loss(self.loss)
 
     def _forward(self, params: Tensor, buffers: Buffers, batch: Batch) -> Any:
         """Call the module on copies of what it may write to (`x.mul_()`, `max_norm`).
