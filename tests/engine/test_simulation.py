@@ -188,6 +188,40 @@ def test_a_name_takes_the_weighting_of_the_recipe() -> None:
     assert last("fedavg", weighting="uniform") == last(fx.fedavg())
 
 
+def test_a_rule_that_changes_its_arguments_in_place_is_refused() -> None:
+    @dataclass(frozen=True)
+    class InPlace(fx.ServerRule):
+        of: str
+
+        def init(self, params: torch.Tensor) -> Any:
+            return {"mean": torch.zeros_like(params)}
+
+        def step(self, params: torch.Tensor, aggregate: fx.Aggregate, state: Any) -> Any:
+            own = {"params": params, "state": state["mean"], "copy": params.clone()}[self.of]
+            own -= aggregate.mean
+            return params - aggregate.mean, state, {"server_lr": torch.ones(())}
+
+    class Broadcast(fx.ClientRule):
+        def init_broadcast(self, params: torch.Tensor) -> Any:
+            return {"mean": torch.zeros_like(params)}
+
+        def update_broadcast(self, broadcast: Any, aggregate: fx.Aggregate, total: float) -> Any:
+            broadcast["mean"].add_(aggregate.mean)
+            return broadcast
+
+    def run(algorithm: fx.Algorithm) -> None:
+        next(iter(fx.simulate(least_squares(), algorithm, 1)))
+
+    for of in ("params", "state"):
+        with pytest.raises(fx.UsageError, match="step of InPlace changes its arguments in place"):
+            run(fx.Algorithm("own", server=InPlace(of)))
+    with pytest.raises(fx.UsageError, match="update_broadcast of Broadcast changes its arguments"):
+        run(fx.Algorithm("own", client=Broadcast(), server=fx.fedavg().server))
+    run(fx.Algorithm("own", server=InPlace("copy")))
+    with torch.inference_mode():  # such tensors do not count writes
+        run(fx.fedavg())
+
+
 @pytest.mark.parametrize("name", ["round", "test_accuracy", "seconds"])
 def test_a_rule_cannot_report_a_field_of_the_record(name: str) -> None:
     @dataclass(frozen=True)

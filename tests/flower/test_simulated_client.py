@@ -16,6 +16,7 @@ from fedexp.engine.plan import sample_cohort
 from fedexp.flower import central_evaluation, initial_arrays, simulated_train
 from fedexp.flower.layout import Layout
 from fedexp.flower.simulated_client import ParamOrder, from_arrays, to_arrays
+from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
 from tests.flower.helpers.fake_grid import FakeGrid
 from tests.flower.helpers.rounds import Rounds
@@ -108,8 +109,14 @@ def test_arrays_and_back(name: str) -> None:
     assert torch.equal(order.gather(order.scatter({"v": params}), cpu)["v"], params)
 
 
-def test_evaluation_on_clients_and_at_the_server() -> None:
+@pytest.mark.parametrize("weighted", [False, True])
+def test_evaluation_on_clients_and_at_the_server(weighted: bool) -> None:
     task = classes_task()
+    if weighted:
+        assert isinstance(task.objective, ModuleObjective)
+        loss = nn.CrossEntropyLoss(torch.tensor([1.0, 4.0, 9.0]))
+        objective = task.objective.with_loss(loss, classifies=True, per_example=False)
+        task = replace(task, objective=objective)
     params, buffers = task.objective.initial(0)
     arrays = initial_arrays(task)
     central = central_evaluation(task)(1, arrays)

@@ -57,7 +57,8 @@ def test_outputs_of_any_structure_are_cast() -> None:
 
 def test_a_loss_of_a_batch_is_not_padded() -> None:
     per_example = ModuleObjective(lambda: nn.Linear(2, 3))
-    of_batch = ModuleObjective(lambda: nn.Linear(2, 3), F.cross_entropy, per_example=False)
+    own = lambda outputs, targets: F.cross_entropy(outputs, targets)  # noqa: E731
+    of_batch = ModuleObjective(lambda: nn.Linear(2, 3), own, per_example=False)
     assert not per_example.mixes_examples()
     assert of_batch.mixes_examples()
     assert of_batch.dense_network() is None
@@ -120,6 +121,19 @@ class Centred(nn.Module):
             self.mean = 0.5 * self.mean + 0.5 * x.mean(dim=0)
         out: Tensor = self.linear(x - self.mean)
         return out
+
+
+def test_a_model_that_is_changed_later_is_taken_as_it_was() -> None:
+    model = nn.Linear(2, 2)
+    objective = ModuleObjective(model)
+    before = [objective.initial(seed)[0].clone() for seed in (0, 1)]
+    with torch.no_grad():
+        model.weight.zero_()
+    for seed in (0, 1):
+        assert torch.equal(objective.initial(seed)[0], before[seed])
+        assert before[seed].norm() > 0
+    built = torch.cat([p.detach().flatten() for p in objective.build().parameters()])
+    assert torch.equal(built, before[0])
 
 
 def test_a_warm_start_does_not_depend_on_earlier_calls() -> None:

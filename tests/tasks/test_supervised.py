@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.data import Federation
+from fedexp.engine.loop import client_loss
 from fedexp.engine.select import EngineName
 from fedexp.errors import DataNote, UsageError
 from fedexp.objective import ModuleObjective
@@ -302,6 +303,17 @@ def test_default_losses_are_those_of_classification() -> None:
         assert type(task.objective.loss) is nn.CrossEntropyLoss
 
 
+def test_batch_statistics_in_an_evaluation_get_a_note() -> None:
+    def build(tracked: bool) -> nn.Module:
+        norm = nn.BatchNorm1d(4, track_running_stats=tracked)
+        return nn.Sequential(norm, nn.Linear(4, 3))
+
+    train = clients(x=X, y=CLASSES)
+    with pytest.warns(DataNote, match="BatchNorm without running statistics .*=True$"):
+        classification("mine", partial(build, False), train)
+    classification("mine", partial(build, True), train)
+
+
 def test_data_are_cast_with_one_note_each() -> None:
     x, y = X.astype(np.float64), CLASSES.astype(np.int16)
     with pytest.warns(DataNote) as notes:
@@ -330,7 +342,9 @@ def test_a_loss_that_cannot_be_used_per_example_gets_a_note() -> None:
         squares = (outputs - targets).square().flatten(1)
         return squares.mean(1) if reduction == "none" else squares.mean().sqrt()
 
-    with pytest.warns(DataNote, match="averages in its own way"):
+    with pytest.warns(
+        DataNote, match="averages in its own way.*512 examples is reported as a mean"
+    ):
         task = supervised("c", lambda: nn.Linear(4, 4), clients(x=X, y=X), loss=root)
     assert isinstance(task.objective, ModuleObjective)
     assert not task.objective.per_example
@@ -387,6 +401,14 @@ def column(width: int) -> Callable[[], nn.Module]:
         ),
         ({"loss": F.mse_loss, "label": "z"}, r"compare each with each; give them one shape$"),
         ({"loss": nn.MSELoss(reduction="sum"), "label": "x"}, 'use reduction="mean"'),
+        (
+            {"loss": lambda o, y: F.cross_entropy(o, y, reduction="sum")},
+            "the loss sums over a batch; return its mean",
+        ),
+        (
+            {"loss": lambda o, y: F.cross_entropy(o, y, reduction="none") / y.float().std()},
+            "the loss of an example depends on the other examples of its batch; return one number",
+        ),
         ({"loss": "mse"}, "the loss is str, not a function"),
         ({"loss": lambda o, y: 1.0}, "the loss returns float; return a tensor"),
         ({"loss": lambda o, y: o.sum(0)}, "has the shape .3.; return a value for each example"),
@@ -409,6 +431,7 @@ def column(width: int) -> Callable[[], nn.Module]:
         ({"goal": "up:train_loss"}, "write max:test_f1 or min:test_loss"),
         ({"metrics": {"accuracy": len}}, "accuracy is measured without asking"),
         ({"metrics": {"loss": len}}, "a metric cannot be called 'loss'"),
+        ({"metrics": {"loss_worst_decile": len}}, "by_client gives .* end in _worst_decile; take"),
         ({"metrics": {"f1": 3}}, "metric 'f1' is int; give a function of"),
         ({"train_metrics": "all"}, "train_metrics is clients, pooled or None"),
         ({"train": {"x": X, "y": CLASSES}}, "train is dict, not a Federation; make one with"),
@@ -457,6 +480,74 @@ def test_a_loss_of_a_batch_that_compares_each_with_each_is_refused() -> None:
         assert not each.objective.per_example
 
 
+@pytest.mark.parametrize("label", ["z", "n", "b"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, y: ((o - y.float()) ** 2).mean(),
+        lambda o, y: ((o - y.float()) ** 2).mean(dim=1),
+        lambda o, y: ((o - y.float()) ** 2).mean(dim=0),
+    ],
+)
+def test_losses_that_compare_each_with_each_are_refused(label: str, loss: Any) -> None:
+    train = clients(x=X, z=X[:, 0], n=np.round(3 * X[:, 0]).astype(int), b=X[:, 0] > 0)
+    with pytest.raises(UsageError, match=r"compares each with each; .* e.g. output.squeeze\(1\)$"):
+        supervised("mine", column(1), train, loss=loss, label=label)
+    inside = lambda o, y: loss(o, y[:, None])  # noqa: E731
+    if loss(torch.zeros(3, 1), torch.zeros(3, 1)).shape != (1,):
+        supervised("mine", column(1), train, loss=inside, label=label)
+
+
+def test_a_loss_in_a_dict_that_compares_each_with_each_is_refused() -> None:
+    train = clients(a=X, b=X[:, :2], y=np.sort(CLASSES), w=np.ones(ROWS, np.float32))
+    pair = lambda o, y: ((o["mean"][:, None] - y) ** 2).mean(1)  # noqa: E731
+    with pytest.raises(UsageError, match="depends on the other examples of its batch; return one"):
+        supervised("mine", Pair, train, loss=pair, inputs={"a": "a", "b": "b"})
+
+
+def similarity(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the contrastive loss of a batch whose examples are their own classes."""
+    return F.cross_entropy(outputs @ outputs.T, torch.arange(len(outputs)))
+
+
+def by_class(outputs: Tensor, targets: Tensor) -> Tensor:
+    """Return a loss of pairs of examples: those of one class are close, others are not."""
+    distances = (outputs[:, None] - outputs[None]).square().sum(2)
+    alike = (targets[:, None] == targets[None]).float()
+    return (alike * distances + (1 - alike) * torch.exp(-distances)).mean()
+
+
+def noisy(outputs: Tensor, targets: Tensor) -> Tensor:
+    return F.cross_entropy(outputs + torch.randn_like(outputs), targets, reduction="none")
+
+
+@pytest.mark.parametrize(
+    ("loss", "width", "label", "per_example"),
+    [
+        (similarity, 3, "y", False),
+        (by_class, 3, "y", False),
+        (noisy, 3, "y", True),
+        (lambda o, y: noisy(o, y).mean(), 3, "y", False),
+        (lambda o, y: F.cross_entropy(o, y, reduction="none"), 3, "y", True),
+        (lambda o, y: F.cross_entropy(o, y, torch.tensor([1.0, 2, 5])), 3, "y", False),
+        (lambda o, y: F.cross_entropy(o, y, ignore_index=1), 3, "y", False),
+        (lambda o, y: F.binary_cross_entropy_with_logits(o[:, 0], y.float()), 1, "b", False),
+        (lambda o, y: F.binary_cross_entropy_with_logits(o, y.float()), 1, "c", False),
+        (nn.BCEWithLogitsLoss(), 1, "c", True),
+        (lambda o, y: (o.mean() - y.mean()) ** 2, 1, "z", False),
+        (lambda o, y: ((o[:, 0] - y) ** 2).sum() / len(y), 1, "z", False),
+        (lambda o, y: (o[:, 0] - y).abs(), 1, "z", True),
+    ],
+)
+def test_losses_that_pair_outputs_with_their_targets_are_accepted(
+    loss: Any, width: int, label: str, per_example: bool
+) -> None:
+    train = clients(x=X, y=CLASSES, z=X[:, 0], b=X[:, 0] > 0, c=X[:, :1] > 0)
+    task = quiet(lambda: supervised("mine", column(width), train, loss=loss, label=label))
+    assert isinstance(task.objective, ModuleObjective)
+    assert task.objective.per_example == per_example
+
+
 def test_scores_of_tokens_with_classes_last_get_the_remedy() -> None:
     model = lambda: nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS))  # noqa: E731
     with pytest.raises(UsageError, match=r"takes scores of shape \[2, classes, 6\].*transpose"):
@@ -495,6 +586,71 @@ def test_single_labels_may_be_ignored() -> None:
         own = slice(ends[client], ends[client + 1])
         expected = F.cross_entropy(outputs[own], y[own])
         assert values["train_loss"][client].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+MANY, PER_TOKEN = 1300, 4  # rows: more than are evaluated together
+
+
+@pytest.mark.parametrize(
+    ("loss", "ignored"),
+    [
+        (F.cross_entropy, -100),
+        (nn.CrossEntropyLoss(ignore_index=7), 7),
+        (nn.CrossEntropyLoss(weight=torch.tensor([1.0, 20.0, 0.5])), None),
+        (nn.NLLLoss(weight=torch.tensor([1.0, 20.0, 0.5]), ignore_index=-1), -1),
+        (
+            partial(F.cross_entropy, weight=torch.tensor([1.0, 20.0, 0.1]), label_smoothing=0.1),
+            -100,
+        ),
+    ],
+)
+@pytest.mark.parametrize("per_token", [False, True])
+def test_an_evaluation_is_torchs_own_whatever_the_order_of_rows(
+    loss: Any, ignored: int | None, per_token: bool
+) -> None:
+    class Scores(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            scores: Tensor = self.layer(x).log_softmax(-1)
+            return scores.movedim(-1, 1)
+
+    rng = np.random.default_rng(1)
+    shape = (MANY, PER_TOKEN) if per_token else (MANY,)
+    x, y = rng.normal(size=(*shape, 4)).astype(np.float32), rng.integers(0, 3, shape)
+    y = y[np.argsort(y.reshape(MANY, -1)[:, 0])]  # pieces have classes of their own
+    if ignored is not None:
+        y[900:1200] = ignored
+    ids = np.repeat([0, 1, 2], [100, 1150, 50])
+    train = Federation.from_ids({"x": x, "y": y}, ids)
+    with pytest.warns(DataNote, match="the loss is used as the mean over a batch"):
+        task = supervised("mine", Scores, train, train, loss=loss, by_client=True)
+    start = task.objective.initial(0)
+    values, by_client = task.evaluate(*start), task.evaluate_clients(*start)
+    assert isinstance(task.objective, ModuleObjective)
+    model = task.objective.load(*start).eval()
+
+    def expected(rows: Any) -> tuple[float, float]:
+        outputs, targets = model(torch.from_numpy(x[rows])), torch.from_numpy(y[rows])
+        right, counted = (outputs.argmax(1) == targets), targets != ignored
+        return loss(outputs, targets).item(), right[counted].double().mean().item()
+
+    pooled = values["test_loss"], values["test_accuracy"]
+    assert pooled == pytest.approx(expected(slice(None)), rel=1e-5)
+    each = [expected(ids == client) for client in range(3)]
+    for split in ("train", "test"):
+        found = zip(by_client[f"{split}_loss"], by_client[f"{split}_accuracy"], strict=True)
+        for own, other in zip(found, each, strict=True):
+            assert tuple(map(float, own)) == pytest.approx(other, rel=1e-5)
+    means = values["train_loss"], values["train_accuracy"]
+    assert means == pytest.approx(tuple(np.mean(each, axis=0)), rel=1e-5)
+    halves = [task.totals(*start, (part, 2)) for part in range(2)]
+    assert task.finish(halves[0] + halves[1]) == pytest.approx(values, rel=1e-12)
+    for client in range(3):
+        own_loss = client_loss(task, client, task.objective, *start)
+        assert own_loss.item() == pytest.approx(each[client][0], rel=1e-5)
 
 
 @pytest.mark.parametrize("as_function", [False, True])

@@ -185,7 +185,8 @@ def client_loss(
     for start in range(0, size, EVALUATED_ROWS):
         rows = np.arange(start, min(start + EVALUATED_ROWS, size))
         batch = task.train.batch(client, rows)
-        parts.append(len(rows) if task.counted is None else float(task.counted(batch).sum()))
+        part = task.parts(batch).get("loss")
+        parts.append(len(rows) if part is None else float(part.sum()))
         if task.transform is not None:
             batch = dict(task.transform.evaluate(batch))
         losses = objective.measure(params, buffers, batch)["loss"]

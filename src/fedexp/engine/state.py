@@ -19,6 +19,7 @@ from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.errors import DivergedError, UsageError, warn_deprecated
 from fedexp.objective import Buffers, LoadableObjective, changed_buffers
+from fedexp.objective.base import version
 from fedexp.precision import widest
 from fedexp.server import State as ServerState
 from fedexp.tasks.task import Task
@@ -245,7 +246,9 @@ def model_step(
     algorithm: Algorithm, model: ServerModel, aggregate: Aggregate, total_weight: float
 ) -> tuple[ServerModel, Tensors]:
     """Return the model after a server step, and its metrics: a function of tensors alone."""
+    before = _versions(model)
     stepped = algorithm.server.step(model.params, aggregate, model.server)
+    _check_versions(algorithm.server, "step", model, before)
     if not isinstance(stepped, tuple) or len(stepped) != 3:
         raise UsageError(
             f"step of {type(algorithm.server).__name__} returns {type(stepped).__name__}; return "
@@ -258,7 +261,23 @@ def model_step(
         change = aggregate.mean_extra("buffers").to(averaged.dtype)
         averaged = changed_buffers(averaged, change)
     broadcast = algorithm.client.update_broadcast(model.broadcast, aggregate, total_weight)
+    _check_versions(algorithm.client, "update_broadcast", model, before)
     return ServerModel(params, averaged, server, broadcast), metrics
+
+
+def _versions(model: ServerModel) -> list[int]:
+    """Return how often each tensor of a model was written to."""
+    values = (model.params, model.averaged, *model.server.values(), *model.broadcast.values())
+    return [version(value) for value in values if isinstance(value, Tensor)]
+
+
+def _check_versions(rule: Any, method: str, model: ServerModel, before: list[int]) -> None:
+    """Refuse a rule that writes to the model it is given, which earlier records share."""
+    if _versions(model) != before:
+        raise UsageError(
+            f"{method} of {type(rule).__name__} changes its arguments in place; return new "
+            "tensors, e.g. params - aggregate.mean instead of params -= aggregate.mean"
+        )
 
 
 def _check_step(rule: str, params: Any, before: Tensor, metrics: Mapping[str, Any]) -> None:

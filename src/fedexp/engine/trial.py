@@ -35,6 +35,7 @@ from fedexp.kernels.launch import without_kernels
 from fedexp.objective import (
     Buffers,
     CopyableObjective,
+    CountingObjective,
     Objective,
     StackedObjective,
     changed_buffers,
@@ -566,6 +567,11 @@ class _Cast:
 
     def measure(self, params: Tensor, buffers: Buffers, batch: Batch) -> dict[str, Tensor]:
         return self.objective.measure(params, buffers, self._cast(params, batch))
+
+    def counted_parts(self, batch: Batch) -> dict[str, Tensor]:
+        if not isinstance(self.objective, CountingObjective):
+            return {}
+        return self.objective.counted_parts(batch)
 
     def _cast(self, params: Tensor, batch: Batch) -> Batch:
         return {n: v.to(params.dtype) if v.is_floating_point() else v for n, v in batch.items()}

@@ -27,7 +27,7 @@ def ignored_target(loss: Any) -> int | None:
     if type(loss) is not nn.CrossEntropyLoss or loss.weight is not None:
         return None
     is_plain = loss.reduction == "none" and not loss.label_smoothing
-    return loss.ignore_index if is_plain and not _overrides(loss) else None
+    return loss.ignore_index if is_plain and not overrides(loss) else None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
@@ -73,6 +73,6 @@ class _CrossEntropy(torch.autograd.Function):
         return loss_triton.backward(dlosses, logits, targets, totals, ignored), None, None
 
 
-def _overrides(loss: nn.Module) -> bool:
+def overrides(loss: nn.Module) -> bool:
     """Return whether a call of the loss does more than its class: hooks, or a method of its own."""
     return bool(loss._forward_hooks or loss._forward_pre_hooks) or "forward" in vars(loss)

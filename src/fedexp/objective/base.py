@@ -127,6 +127,19 @@ class PredictingObjective(Objective, Protocol):
 
 
 @runtime_checkable
+class CountingObjective(Objective, Protocol):
+    """An objective of which a part of an example may count."""
+
+    def counted_parts(self, batch: Batch) -> dict[str, Tensor]:
+        """Return the part of each example that counts, [n], by the name of a value of `measure`.
+
+        An evaluation divides the sum of the value by the sum of the parts. Where a value is not
+        named, every example counts as one.
+        """
+        ...
+
+
+@runtime_checkable
 class StartableObjective(Objective, Protocol):
     """An objective that can start at given weights."""
 
@@ -368,6 +381,11 @@ def map_tensors(function: Callable[..., Any], first: Any, *others: Any) -> Any:
             object.__setattr__(same, name, map_tensors(function, *parts))
         return same
     return first
+
+
+def version(tensor: Tensor) -> int:
+    """Return how often a tensor was written to; inference tensors do not count."""
+    return 0 if tensor.is_inference() else tensor._version
 
 
 def as_type(outputs: Any, dtype: torch.dtype) -> Any:

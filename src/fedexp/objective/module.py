@@ -28,7 +28,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 from fedexp.data.federation import Batch
 from fedexp.errors import UsageError, first_line, require
 from fedexp.kernels.launch import compile_in_parallel, has_triton
-from fedexp.kernels.loss import ignored_target
+from fedexp.kernels.loss import ignored_target, overrides
 from fedexp.objective.base import (
     DEFAULT_FIELDS,
     Buffers,
@@ -38,14 +38,23 @@ from fedexp.objective.base import (
     flat_parts,
     flatten,
     pieces,
+    version,
 )
 from fedexp.objective.dense import DenseNetwork, dense_network
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
+from fedexp.objective.losses import (
+    ClassLoss,
+    Loss,
+    check_shapes,
+    class_loss,
+    copied_loss,
+    loss_on,
+    reduced,
+)
 from fedexp.objective.stack import CannotStackError, Stack, StackedClients
 from fedexp.precision import Precision
 from fedexp.seeding import preserved_draws, seeded_torch
 
-Loss = Callable[[Any, Any], Tensor]  # of (outputs, targets)
 LARGE_SEQUENCE_MODEL = 100_000  # parameters from which clients are not batched on a CPU
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OLD_NORMS = (WeightNorm, SpectralNorm)  # hooks with a weight that is not a parameter
@@ -67,9 +76,9 @@ class ModuleObjective:
         classifies: whether the largest output names the class, so that accuracy has a meaning.
         fields: the inputs of the model and the targets of the loss, by the names of the data.
         per_example: False for a loss that returns one number for a batch.
-        ignore_index: target that counts neither in the loss nor in the accuracy. Where losses are
-            per example, such targets count as zeros in the mean over the targets of an example; an
-            evaluation divides by the part that counts (`Task.counted`).
+        ignore_index: target that counts neither in the loss nor in the accuracy. Such targets are
+            zeros in the mean over the targets of an example; an evaluation divides by the part that
+            counts (`Task.parts`).
     """
 
     def __init__(
@@ -88,14 +97,15 @@ class ModuleObjective:
                 "this model has hooks or a forward that a copy would not follow; pass a function "
                 "that builds it, e.g. lambda: MyModel()",
             )
+            build = deepcopy(build)  # the caller may train it later
+        self._start = build if isinstance(build, nn.Module) else None  # the same for every seed
         self.build = partial(deepcopy, build) if isinstance(build, nn.Module) else build
         self.fields = fields
         self._set_loss(loss, classifies, per_example, ignore_index)
         with seeded_torch(0, "initial weights"):
-            module = built_model(self.build)
+            module = built_model(self.build) if self._start is None else self._start
         check_trainable(module)
         self._initial: tuple[int, nn.Module] | None = (0, module)  # of a seed; never written to
-        self._start: nn.Module | None = None  # the initial model of every seed
         if _has_constants(module) or not is_copied_whole(module):
             with seeded_torch(0, "scratch"):
                 module = self.build()
@@ -192,7 +202,7 @@ class ModuleObjective:
         """Return a copy on the device; with bf16, layers compute in it and weights do not."""
         copied = self.copy()
         copied.device = device
-        copied.loss = _loss_on(copied.loss, device)
+        copied.loss = loss_on(copied.loss, device)
         _convert(copied.module, device)
         copied.compute_type = torch.bfloat16 if precision == "bf16" else None
         copied._list_tensors()
@@ -206,7 +216,7 @@ class ModuleObjective:
             dropout: whether dropout layers are active.
         """
         other = copy(self)
-        other.loss = _copied(self.loss)
+        other.loss = copied_loss(self.loss)
         if is_copied_whole(self.module):
             other.module = deepcopy(self.module)
         else:
@@ -215,7 +225,7 @@ class ModuleObjective:
             other.module.load_state_dict(self.module.state_dict())
         if dtype is not None:
             _convert(other.module, dtype)
-            other.loss = _loss_on(other.loss, dtype)
+            other.loss = loss_on(other.loss, dtype)
             other.compute_type = None
         if not dropout:
             disable_dropout(other.module)
@@ -386,9 +396,9 @@ class ModuleObjective:
         if self._evaluates_stacked and self.stack is not None:
             self.stack.module.eval()
             held = self._evaluated_stacked
-            if held is None or held[0] is not params or held[1] != _version(params):
+            if held is None or held[0] is not params or held[1] != version(params):
                 clients = StackedClients(self.stack, params, 1)
-                self._evaluated_stacked = held = params, _version(params), clients
+                self._evaluated_stacked = held = params, version(params), clients
             outputs = held[2].outputs(batch)
         else:
             self.module.eval()
@@ -397,14 +407,17 @@ class ModuleObjective:
 
     @torch.no_grad()
     def score(self, outputs: Any, targets: Any) -> dict[str, Tensor]:
-        """Return loss and accuracy of each example.
+        """Return loss and accuracy of each example, with zeros for targets that are ignored.
 
-        Where the loss is one number for the batch, every example has that number, and the accuracy
-        of the batch without the targets that are ignored.
+        Where the loss is one number for the batch, and is not a mean over targets of classes, every
+        example has that number.
         """
         rows = len(targets if isinstance(targets, Tensor) else targets[0])
-        losses = self._losses(outputs, targets)
-        values = {"loss": losses if self.per_example else losses.expand(rows)}
+        if self._class_loss() is not None:
+            losses = reduced(self.loss, "none")(outputs, targets).reshape(rows, -1).mean(dim=1)
+        else:
+            losses = self._losses(outputs, targets).expand(rows)
+        values = {"loss": losses}
         if self.classifies:
             found = outputs.argmax(dim=1)
             require(
@@ -413,16 +426,30 @@ class ModuleObjective:
                 f"{list(targets.shape)}; pass classifies=False",
             )
             right = (found == targets.view_as(found)).to(outputs.dtype)
-            counted = torch.ones_like(right)
             if self.ignore_index is not None:
-                counted = (targets.view_as(found) != self.ignore_index).to(right)
-                right = right * counted
-            if not self.per_example:
-                mean = right.sum(dtype=torch.float64) / counted.sum()
-                values["accuracy"] = mean.expand(rows)
-            else:
-                values["accuracy"] = right if right.ndim == 1 else right.flatten(1).mean(dim=1)
+                right = right * (targets.view_as(found) != self.ignore_index)
+            values["accuracy"] = right if right.ndim == 1 else right.flatten(1).mean(dim=1)
         return values
+
+    def counted_parts(self, batch: Batch) -> dict[str, Tensor]:
+        """Return what each example counts in the loss and the accuracy of a loss of a batch."""
+        if self.per_example:
+            return {}
+        targets, of_classes, found = self.fields.targets(batch), self._class_loss(), {}
+        if of_classes is not None:
+            found["loss"] = of_classes.parts(targets)
+        if self.classifies and self.ignore_index is not None:
+            found["accuracy"] = ClassLoss(self.ignore_index, None).parts(targets)
+        return found
+
+    def _class_loss(self) -> ClassLoss | None:
+        """Return the settings of a loss of a batch that is a mean over targets of classes."""
+        if self.per_example or not self.classifies:
+            return None
+        is_own = isinstance(self.loss, nn.Module) and (
+            type(self.loss) not in (nn.CrossEntropyLoss, nn.NLLLoss) or overrides(self.loss)
+        )
+        return None if is_own else class_loss(self.loss)
 
     def _forward(self, params: Tensor, buffers: Buffers, batch: Batch) -> Any:
         """Call the module on copies of what it may write to (`x.mul_()`, `max_norm`).
@@ -436,8 +463,8 @@ class ModuleObjective:
         kwargs = {name: x if x._base is None else x.clone() for name, x in kwargs.items()}
         if not self.module.training:
             held = self._evaluated
-            if held is None or held[0] is not params or held[1] != _version(params):
-                self._evaluated = held = params, _version(params), params.clone()
+            if held is None or held[0] is not params or held[1] != version(params):
+                self._evaluated = held = params, version(params), params.clone()
             params = held[2]
         self._bind(params, buffers)
         before = [p._version for p in self.params]
@@ -517,11 +544,6 @@ class ModuleObjective:
         averaged, kept = values[: len(self.averaged)], values[len(self.averaged) :]
         integers = flatten([value.long() for value in kept]).long()
         return Buffers(flatten(averaged).to(self.device), integers.to(self.device))
-
-
-def _version(params: Tensor) -> int:
-    """Return how often a tensor was written to; inference tensors do not count."""
-    return 0 if params.is_inference() else params._version
 
 
 @torch.no_grad()
@@ -653,59 +675,12 @@ def _is_set(cell: Any) -> bool:
         return False
 
 
-def check_shapes(outputs: Any, targets: Any, losses: Tensor) -> None:
-    """Refuse losses of outputs and labels whose shapes were broadcast."""
-    if losses.ndim < 2 or not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        return
-    alike = outputs.ndim != targets.ndim or outputs.shape == targets.shape
-    require(
-        alike and losses.shape == targets.shape[: losses.ndim],
-        f"the loss of outputs {list(outputs.shape)} and labels {list(targets.shape)} has the shape "
-        f"{list(losses.shape)}; give outputs and labels one shape{in_one_shape(outputs, targets)}",
-    )
-
-
-def in_one_shape(outputs: Any, targets: Any) -> str:
-    """Return an example of how one of them gets the shape of the other; empty without any."""
-    if not isinstance(outputs, Tensor) or not isinstance(targets, Tensor):
-        return ""
-    if outputs.shape == (*targets.shape, 1):
-        return f", e.g. output.squeeze({targets.ndim})"
-    if targets.shape == (*outputs.shape, 1):
-        return f", e.g. y[{':, ' * outputs.ndim}0]"
-    return ""
-
-
 def _trains(loss: Any) -> bool:
     """Return whether a loss has or refers to tensors that could be trained."""
     held = [loss, *_held_by(loss)]
     modules = [p for each in held if isinstance(each, nn.Module) for p in each.parameters()]
     tensors = [each for each in held if isinstance(each, Tensor)]
     return any(each.requires_grad for each in (*modules, *tensors))
-
-
-def _copied(loss: Any) -> Any:
-    """Return a copy of a loss, which may have state; the loss itself where it cannot be copied."""
-    try:
-        return deepcopy(loss)
-    except Exception:  # it may hold a handle or anything else that cannot be copied
-        return loss
-
-
-def _loss_on(loss: Any, target: torch.device | torch.dtype) -> Any:
-    """Return a loss with its tensors, e.g. weights of classes, moved or converted in place."""
-    if isinstance(loss, nn.Module):
-        return loss.to(target)
-    if not isinstance(loss, partial):
-        return loss
-    settings = {
-        name: value.to(target)
-        if isinstance(value, Tensor)
-        and (value.is_floating_point() or isinstance(target, torch.device))
-        else value
-        for name, value in loss.keywords.items()
-    }
-    return partial(loss.func, *loss.args, **settings)
 
 
 def disable_dropout(module: nn.Module) -> None:

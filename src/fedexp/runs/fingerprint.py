@@ -176,7 +176,7 @@ def fingerprint(
         **data_digests(task),
         **_objective(task.objective, seed),
         "the transform": digest_of(task.transform),
-        "the evaluation": digest_of(task.sums),
+        "the evaluation": digest_of(task.sums, *_evaluated_by_targets(task)),
     }
     if task.test_offsets is not None:
         shares = {"offsets": torch.from_numpy(task.test_offsets)}
@@ -193,6 +193,15 @@ def fingerprint(
         digests[f"the function {name}"] = digest_of(function, whole=True)
     of_rules = fingerprint_of_rules(algorithm)
     return replace(of_rules, digests={**digests, **of_rules.digests})
+
+
+def _evaluated_by_targets(task: Task) -> list[str]:
+    """Return a mark for losses of a batch that 0.2.0 evaluated by rows, not by what targets count.
+
+    Their stored numbers are others, so they are not taken for today's.
+    """
+    first = {name: value[:1] for name, value in task.train.fields.items()}
+    return ["by targets"] if task.counted is None and task.parts(first) else []
 
 
 def fingerprint_of_rules(algorithm: Algorithm) -> Fingerprint:

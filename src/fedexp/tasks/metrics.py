@@ -21,6 +21,7 @@ from fedexp.errors import UsageError, first_line, require
 from fedexp.objective import map_tensors
 
 Function = Callable[[Any, Any], Any]  # of (outputs, targets)
+BY_CLIENT = "_worst_decile"  # ends the names of what `Task.by_client` adds to records
 
 
 @runtime_checkable
@@ -193,6 +194,11 @@ def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Metric]:
             isinstance(name, str) and name.isidentifier() and name != "loss",
             f"a metric cannot be called {name!r}; take a name of letters, digits and underscores, "
             "other than loss",
+        )
+        require(
+            not name.endswith(BY_CLIENT),
+            f"a metric cannot be called {name!r}: by_client gives its values names that end in "
+            f"{BY_CLIENT}; take another name",
         )
         require(
             not isinstance(value, type),

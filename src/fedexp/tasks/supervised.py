@@ -2,25 +2,23 @@
 
 The model, the loss and the data are tried on two examples when the task is made, so that a mismatch
 is reported then and not in the first round. Data are cast to the types that the model and the loss
-take, with a `DataNote`. `resolve_loss` decides whether a loss is used per example or as the mean
-over a batch.
+take, with a `DataNote`.
 """
 
 from __future__ import annotations
 
-import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import replace
 from functools import partial
 from numbers import Real
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedexp.cohorts import Cohort
 from fedexp.data.federation import Batch, Federation, as_tensors, check_finite
@@ -28,12 +26,22 @@ from fedexp.data.transforms import Transform
 from fedexp.errors import DataNote, UsageError, first_line, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.objective import Fields, ModuleObjective
-from fedexp.objective.module import Loss, check_shapes, in_one_shape
+from fedexp.objective.losses import Loss, class_loss
+from fedexp.tasks.losses import (
+    are_integers,
+    check_differentiable,
+    kind_of,
+    resolve_loss,
+    takes_numbers,
+)
 from fedexp.tasks.metrics import as_metrics
 from fedexp.tasks.recipe import PAPER_TRAINING, Goal, Options, Recipe, parse_goal
 from fedexp.tasks.task import Task, TrainMetrics
 
-PROBED = 2  # examples on which a model is tried: with one, shapes that differ may look alike
+UNTRACKED = (
+    "BatchNorm without running statistics makes losses and accuracies depend on which examples are "
+    "evaluated together, hence on their order; build it with track_running_stats=True"
+)
 
 
 def supervised(
@@ -63,6 +71,8 @@ def supervised(
     is a function that returns a value for each example. A function that returns one number is the
     loss of a batch; so is a cross entropy with class weights or with ignored targets, whose mean
     over a batch is not that of its examples. Such a loss cannot be padded, so fewer engines suit.
+    Reported are the loss of all examples with weights or ignored targets, and for other losses of a
+    batch the mean over pieces of at most 512 examples of one client, weighted by their rows.
 
     Args:
         name: name of the task in records.
@@ -106,10 +116,10 @@ def supervised(
     test_offsets = test.offsets if isinstance(test, Federation) else None
     test = test.fields if isinstance(test, Federation) else test
     held_out: Batch | None = None if test is None else as_tensors(test)
-    check_finite({} if held_out is None else held_out, "the test data")
     parts = {"training": train.fields} | ({} if held_out is None else {"test": held_out})
     for what, batch in parts.items():
         _check_fields(f"the {what} data", batch, fields)
+    check_finite({} if held_out is None else held_out, "the test data")
     require(
         test_offsets is None or len(test_offsets) == len(train.offsets),
         f"the test data has {len(test_offsets) - 1 if test_offsets is not None else 0} clients, the"
@@ -121,8 +131,11 @@ def supervised(
     casted = cast(train.fields)
     train = train if casted is train.fields else replace(train, fields=casted, finite=True)
     held_out = None if held_out is None else cast(held_out)
+    layers = objective.module.modules()
+    if any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in layers):
+        notes[UNTRACKED] = None
     outputs, targets = _probe(objective, train, transform, fields)
-    of_classes = class_loss(loss) if _are_integers(targets) else None
+    of_classes = class_loss(loss) if are_integers(targets) else None
     ignored = False
     if of_classes is not None:
         classes = _number_of_classes(outputs, targets)
@@ -130,7 +143,7 @@ def supervised(
             for each in (n for n in fields.label_names if n in batch):
                 ignored |= _check_classes(what, batch[each], classes, of_classes.ignore_index)
     resolved = resolve_loss(loss, outputs, targets, ignored)
-    _check_differentiable(resolved.loss, outputs, targets)
+    check_differentiable(resolved.loss, outputs, targets)
     if resolved.note:
         notes[resolved.note] = None
     objective = objective.with_loss(
@@ -306,11 +319,11 @@ def _check_fields(what: str, batch: Batch, fields: Fields) -> None:
         f"{what} has no field {' or '.join(missing)}; name its fields so, or pass inputs and label "
         f"(it has {known})",
     )
-    for each in fields.names:
+    first, *others = dict.fromkeys((*fields.names, *batch))
+    for each in (first, *others):
         require(
             batch[each].ndim > 0, f"{each} of {what} is a single number; give one row per example"
         )
-    first, *others = fields.names
     require(
         len(batch[fields.names[-1]]) > 0, f"{what} holds no examples; pass None to leave it out"
     )
@@ -318,23 +331,18 @@ def _check_fields(what: str, batch: Batch, fields: Fields) -> None:
         counts = len(batch[first]), len(batch[each])
         require(
             counts[0] == counts[1],
-            f"{what} has {counts[0]} rows in {first} but {counts[1]} in {each}",
+            f"{what} has {counts[0]} rows in {first} but {counts[1]} in {each}; give one row per "
+            "example, or leave it out",
         )
 
 
 def _check_labels(what: str, label: str, y: Tensor) -> None:
     """Refuse labels that are not class numbers, one per example."""
     require(
-        _are_integers(y) and y.ndim == 1,
-        f"the labels {label} of {what} are {_kind(y)}, not int64 class numbers, one per example; "
+        are_integers(y) and y.ndim == 1,
+        f"the labels {label} of {what} are {kind_of(y)}, not int64 class numbers, one per example; "
         "convert them with numpy.unique(y, return_inverse=True)",
     )
-
-
-def _are_integers(value: Any) -> bool:
-    if not isinstance(value, Tensor) or value.dtype == torch.bool:
-        return False
-    return not (value.is_floating_point() or value.is_complex())
 
 
 def _cast(
@@ -344,7 +352,7 @@ def _cast(
     casted: dict[str, Tensor] = {}
     for name in fields.names:
         value, kind, is_label = batch[name], dtype, name in fields.label_names
-        if is_label and _are_integers(value) and not takes_numbers(loss):
+        if is_label and are_integers(value) and not takes_numbers(loss):
             kind = torch.int64
         elif not value.is_floating_point() and not (is_label and takes_numbers(loss)):
             continue
@@ -361,8 +369,15 @@ def _cast(
 def _probe(
     objective: ModuleObjective, train: Federation, transform: Transform | None, fields: Fields
 ) -> tuple[Any, Any]:
-    """Return outputs and targets of the first examples; raises where the model rejects them."""
-    some: Batch = {name: value[:PROBED].clone() for name, value in train.fields.items()}
+    """Return outputs and targets of two examples; raises where the model rejects them.
+
+    With one, shapes that differ may look alike. Their labels differ, if any do, so that a loss that
+    compares each with each is another one.
+    """
+    labels = train.fields[fields.label_names[0]]
+    other = int((labels != labels[:1]).reshape(len(labels), -1).any(dim=1).int().argmax())
+    rows = [0, other or 1][: len(labels)]
+    some: Batch = {name: value[rows] for name, value in train.fields.items()}
     if transform is not None:
         some = transform.evaluate(some)
     arguments, keywords = fields.arguments(some)
@@ -376,7 +391,7 @@ def _probe(
                 f"the examples {of_bytes[0]} are bytes, which the model rejects; pass "
                 "transform=Images(mean, std), or convert them to float"
             ) from error
-        given = ", ".join(f"{name} {_kind(some[name])}" for name in fields.input_names)
+        given = ", ".join(f"{name} {kind_of(some[name])}" for name in fields.input_names)
         raise UsageError(
             f"the model does not accept these examples ({given}): {first_line(error)}"
         ) from error
@@ -398,7 +413,7 @@ def _number_of_classes(outputs: Any, targets: Tensor) -> int:
         require(
             outputs.ndim == 2 and len(outputs) == len(targets),
             "the model must return class scores of shape [examples, classes], not "
-            f"{_kind(outputs[:1] if outputs.ndim else outputs)}",
+            f"{kind_of(outputs[:1] if outputs.ndim else outputs)}",
         )
     else:
         expected = [len(targets), "classes", *targets.shape[1:]]
@@ -439,215 +454,3 @@ def _check_counted(train: Federation, label: str, ignore_index: int) -> None:
             f"all targets of client {empty[0]} are {ignore_index}, which is ignored; leave such "
             "clients out"
         )
-
-
-class ClassLoss(NamedTuple):
-    """A cross entropy or negative log-likelihood, torch's own, of targets that are class numbers.
-
-    Attributes:
-        ignore_index: target that does not count.
-        weighted: whether classes have weights.
-    """
-
-    ignore_index: int
-    weighted: bool
-
-
-def class_loss(loss: Any) -> ClassLoss | None:
-    """Return the settings of torch's cross entropy or negative log-likelihood; None for others.
-
-    >>> class_loss(F.cross_entropy), class_loss(nn.MSELoss())
-    (ClassLoss(ignore_index=-100, weighted=False), None)
-    """
-    if isinstance(loss, nn.CrossEntropyLoss | nn.NLLLoss):
-        return ClassLoss(loss.ignore_index, loss.weight is not None)
-    settings = loss.keywords if isinstance(loss, partial) else {}
-    if (loss.func if isinstance(loss, partial) else loss) not in (F.cross_entropy, F.nll_loss):
-        return None
-    return ClassLoss(settings.get("ignore_index", -100), settings.get("weight") is not None)
-
-
-def takes_numbers(loss: Any) -> bool:
-    """Return whether a loss is one of torch's for targets that are floating-point numbers."""
-    function = loss.func if isinstance(loss, partial) else loss
-    return type(loss) in NUMBER_LOSSES or any(function is each for each in NUMBER_FUNCTIONS)
-
-
-NUMBER_LOSSES = (
-    nn.MSELoss, nn.L1Loss, nn.SmoothL1Loss, nn.HuberLoss, nn.BCELoss, nn.BCEWithLogitsLoss,
-)  # fmt: skip
-NUMBER_FUNCTIONS = (
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy,
-    F.binary_cross_entropy_with_logits,
-)  # fmt: skip
-
-
-class ResolvedLoss(NamedTuple):
-    """How a loss is used.
-
-    Attributes:
-        loss: the function that is called.
-        per_example: whether it returns a value for each example, or one for a batch.
-        note: why a loss that could be used per example is not; else None.
-    """
-
-    loss: Loss
-    per_example: bool
-    note: str | None = None
-
-
-def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -> ResolvedLoss:
-    """Return a loss per example where it can be had, else the loss of a batch as it is.
-
-    Args:
-        loss: of (outputs, targets): one of torch's, or any function.
-        outputs: of the model, for a few examples.
-        targets: their targets.
-        ignored: whether some targets of the data are those that the loss ignores.
-
-    >>> outputs, y = torch.zeros(2, 3), torch.tensor([0, 1])
-    >>> resolve_loss(F.cross_entropy, outputs, y)
-    ResolvedLoss(loss=CrossEntropyLoss(), per_example=True, note=None)
-    >>> resolve_loss(lambda out, y: F.cross_entropy(out, y), outputs, y).per_example
-    False
-    """
-    require(callable(loss), f"the loss is {type(loss).__name__}, not a function or a torch loss")
-    require(
-        not isinstance(loss, type),
-        f"the loss is the class {getattr(loss, '__name__', '')}; call it, e.g. nn.MSELoss()",
-    )
-    rows = len(targets if isinstance(targets, Tensor) else targets[0])
-    reduction = _reduction(loss)
-    require(
-        reduction != "sum",
-        'the loss sums over a batch; use reduction="mean", so that batches of any size count alike',
-    )
-    if reduction == "none" and ignored:  # zeros of ignored targets are no losses
-        return resolve_loss(_reduced(loss, "mean"), outputs, targets, ignored)
-    if reduction in (None, "none"):
-        values = _tried(loss, outputs, targets)
-        require(
-            values.ndim == 0 or len(values) == rows,
-            f"the loss of {rows} examples has the shape {list(values.shape)}; return a value for "
-            "each example, or one number",
-        )
-        check_shapes(outputs, targets, values)
-        if values.ndim == 0:
-            _check_pairs(loss, outputs, targets)
-        return ResolvedLoss(loss, values.ndim > 0)
-    plain = _reduced(loss, "none")
-    settings = class_loss(loss)
-    weighted = settings is not None and settings.weighted
-    values, whole = _tried(plain, outputs, targets), _tried(loss, outputs, targets)
-    check_shapes(outputs, targets, values)
-    if not weighted and not ignored and values.ndim and len(values) == rows:
-        mean = values.flatten(1).mean(dim=1).mean() if values.ndim > 1 else values.mean()
-        if torch.allclose(mean, whole, rtol=1e-4, atol=1e-6, equal_nan=True):
-            return ResolvedLoss(plain, True)
-    why = "it averages in its own way"
-    if weighted or ignored:
-        why = "classes have weights" if weighted else "some targets are ignored"
-    note = f"{why}, so the loss is used as the mean over a batch, not over examples"
-    return ResolvedLoss(loss, False, note)
-
-
-def _reduction(loss: Any) -> str | None:
-    """Return the reduction that a loss applies, if it has such a setting."""
-    if isinstance(loss, nn.Module):
-        own = vars(loss).get("reduction")
-        return own if isinstance(own, str) else None
-    try:
-        setting = inspect.signature(loss).parameters.get("reduction")
-    except (TypeError, ValueError):
-        return None
-    return setting.default if setting is not None and isinstance(setting.default, str) else None
-
-
-def _reduced(loss: Any, reduction: str) -> Loss:
-    """Return a loss that has a `reduction` with another one."""
-    if loss is F.cross_entropy:
-        return nn.CrossEntropyLoss(reduction=reduction)
-    if not isinstance(loss, nn.Module):
-        return partial(loss, reduction=reduction)
-    other: Any = deepcopy(loss)
-    other.reduction = reduction
-    return cast(Loss, other)
-
-
-def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
-    """Return the loss of a few examples; raises where it rejects them or broadcasts the targets."""
-    shapes = [list(each.shape) for each in (outputs, targets) if isinstance(each, Tensor)]
-    example = in_one_shape(outputs, targets)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "Using a target size", UserWarning)
-        try:
-            value = loss(outputs, targets)
-        except UserWarning as error:
-            raise UsageError(
-                f"outputs {shapes[0]} and labels {shapes[-1]} differ in shape, and the loss would "
-                f"compare each with each; give them one shape{example}"
-            ) from error
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # of a function of the user's
-            kinds = " and ".join(map(_kind, (outputs, targets)))
-            remedy = ""
-            if isinstance(error, RuntimeError) and _are_integers(targets):
-                remedy = "; if it takes numbers, convert them to float32"
-            if class_loss(loss) is not None and isinstance(targets, Tensor) and targets.ndim == 1:
-                remedy = "; convert class numbers to integers, e.g. y.astype(int)"
-            elif takes_numbers(loss) and len(shapes) == 2 and shapes[0] != shapes[1]:
-                remedy = f"; give them one shape{example}"
-            raise UsageError(
-                f"the loss does not accept {kinds}: {first_line(error)}{remedy}"
-            ) from error
-    require(
-        isinstance(value, Tensor) and value.is_floating_point(),
-        f"the loss returns {_kind(value)}; return a tensor of floating-point numbers",
-    )
-    return cast(Tensor, value)
-
-
-def _check_differentiable(loss: Any, outputs: Any, targets: Any) -> None:
-    """Refuse a loss without a gradient."""
-    if not isinstance(outputs, Tensor) or not outputs.is_floating_point():
-        return
-    with torch.enable_grad():
-        value = _tried(loss, outputs.detach().clone().requires_grad_(), targets)
-    require(
-        value.requires_grad,
-        "the loss has no gradient; compute it from the outputs by torch, without detach, item, "
-        "numpy or argmax",
-    )
-
-
-def _check_pairs(loss: Any, outputs: Any, targets: Any) -> None:
-    """Refuse a loss of a batch that compares each output with each target, e.g. [2, 1] with [2].
-
-    Such a loss is the same for targets in another order.
-    """
-    if not all(
-        isinstance(each, Tensor) and each.is_floating_point() for each in (outputs, targets)
-    ):
-        return
-    shapes = list(outputs.shape), list(targets.shape)
-    if len(shapes[0]) == len(shapes[1]) or not shapes[0] or outputs.numel() != targets.numel():
-        return
-    values = torch.linspace(0.2, 0.8, outputs.numel())
-    own, target = values.view_as(outputs).to(outputs), values.view_as(targets).to(targets)
-    try:
-        ordered, reversed_ = loss(own, target), loss(own, target.flip(0))
-    except Exception:  # it accepts other values only
-        return
-    require(
-        len(targets) < 2 or not torch.allclose(ordered, reversed_, rtol=1e-5, atol=0.0),
-        f"outputs {shapes[0]} and labels {shapes[1]} differ in shape, and the loss compares each "
-        f"with each; give them one shape{in_one_shape(outputs, targets)}",
-    )
-
-
-def _kind(value: Any) -> str:
-    """Return the type and shape of a value, for an error message."""
-    if not isinstance(value, Tensor):
-        return type(value).__name__
-    return f"{str(value.dtype).removeprefix('torch.')} of shape {list(value.shape)}"

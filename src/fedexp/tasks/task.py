@@ -25,24 +25,21 @@ from fedexp.errors import UsageError, require
 from fedexp.local import LocalTraining
 from fedexp.objective import (
     Buffers,
+    CountingObjective,
     DeviceObjective,
     Objective,
     PredictingObjective,
     map_tensors,
 )
 from fedexp.precision import Precision, widest
-from fedexp.tasks.metrics import (
-    Metric,
-    add_batch,
-    add_totals,
-    finish_metric,
-)
+from fedexp.tasks.metrics import BY_CLIENT, Metric, add_batch, add_totals, finish_metric
 from fedexp.tasks.recipe import Goal, Options, checked_target, parse_goal
 
 Weighting = Literal["uniform", "size"]
 TrainMetrics = Literal["clients", "pooled"]
 Share = tuple[int, int]
 Counted = Callable[[Batch], Tensor]
+Parts = Mapping[str, Tensor]  # by value: the part of each example that counts, [n]
 Program = Callable[[Tensors], Tensors]
 RunProgram = Callable[[Program, Tensors], Tensors]  # calls a program, or replays what it did before
 # Examples per batch. On more, activations of a convolutional network do not fit a CPU's cache. A
@@ -87,7 +84,8 @@ class Task:
             test examples belong to no client.
         counted: returns the part of each example that counts, [n] in [0, 1], e.g. the fraction of a
             sequence that is not padding; loss and accuracy of an evaluation are divided by the sum
-            of these parts. None where every example counts as one.
+            of these parts. None where every example counts as one, or the objective has
+            `counted_parts` (ignored targets and class weights of a loss of a batch).
     """
 
     name: str
@@ -150,7 +148,7 @@ class Task:
         found = []
         for split in self._splits:
             worst = self.by_client and split.offsets is not None
-            names = (*own, *split.metrics, *(f"{name}_worst_decile" for name in own if worst))
+            names = (*own, *split.metrics, *(name + BY_CLIENT for name in own if worst))
             found += [f"{split.name}_{name}" for name in names]
         return tuple(found)
 
@@ -184,6 +182,25 @@ class Task:
         """
         task = replace(self, by_client=True, metrics={})
         return task._by_client(task.totals(params, buffers))
+
+    def parts(self, fields: Batch) -> Parts:
+        """Return the part of each example that counts, [n], by value: "loss" and "accuracy".
+
+        Where a value is not named, every example counts as one.
+        """
+        found: Parts = {}
+        if self.counted is not None:
+            found = dict.fromkeys(("loss", "accuracy"), self.counted(fields))
+        elif isinstance(self.objective, CountingObjective):
+            found = self.objective.counted_parts(fields)
+        rows = _rows(fields)
+        for part in found.values():
+            require(
+                part.shape == (rows,),
+                f"the function `counted` of the task returns the shape {list(part.shape)}, not "
+                f"[{rows}]: return one value per example",
+            )
+        return found
 
     def totals(
         self, params: Tensor, buffers: Buffers, share: Share = (0, 1), run: RunProgram | None = None
@@ -220,7 +237,8 @@ class Task:
         for split in self._splits:
             weights = self._weights(split, device)
             owners = split.owners() if self.by_client else None
-            for rows in split.pieces(per_example, params.device.type, share):
+            together = per_example or "loss" in weights
+            for rows in split.pieces(together, params.device.type, share):
                 piece = {n: value[rows].to(params.device) for n, value in split.fields.items()}
                 if self.transform is not None:
                     piece = dict(self.transform.evaluate(piece))
@@ -233,8 +251,9 @@ class Task:
                     require(not split.metrics, NO_OUTPUTS)
                     values = objective.measure(params, buffers, piece)
                 for name, value in values.items():
-                    own, key = value.to(weights.dtype), f"{split.name}_{name}"
-                    totals.add("means", key, own @ weights[rows])
+                    weight, key = weights.get(name, weights[""]), f"{split.name}_{name}"
+                    own = value.to(weight.dtype)
+                    totals.add("means", key, own @ weight[rows])
                     if owners is not None:
                         # on the CPU: there the order of additions is always the same
                         zeros = torch.zeros(split.clients, dtype=torch.float64)
@@ -243,25 +262,30 @@ class Task:
                         )
         return totals
 
-    def _weights(self, split: Split, device: torch.device) -> Tensor:
-        """Return the weight of each example in the means, in memory of the device."""
+    def _weights(self, split: Split, device: torch.device) -> dict[str, Tensor]:
+        """Return the weight of each example in the means, by value, in memory of the device.
+
+        Those of values of which every example counts as one are under "".
+        """
         key = split.name, device
         if key not in self._weights_on:
-            weights = split.weights(widest(device))
+            weights = {"": split.weights(widest(device))}
+            for name, part in split.parts(split.fields).items():
+                weights[name] = split.weights_of_parts(part).to(widest(device))
             if device.type == "cuda":  # a copy that the host does not wait for
-                weights = weights.pin_memory()
-            self._weights_on[key] = weights.to(device, non_blocking=True)
+                weights = {name: value.pin_memory() for name, value in weights.items()}
+            self._weights_on[key] = {n: w.to(device, non_blocking=True) for n, w in weights.items()}
         return self._weights_on[key]
 
     @cached_property
-    def _weights_on(self) -> dict[tuple[str, torch.device], Tensor]:
+    def _weights_on(self) -> dict[tuple[str, torch.device], dict[str, Tensor]]:
         return {}
 
     def finish(self, totals: Totals) -> dict[str, float]:
         """Return the values of an evaluation, given the totals of all examples."""
         values: dict[str, float] = dict(totals.means)
         for name, each in self._by_client(totals).items():
-            values[f"{name}_worst_decile"] = worst_decile(each, highest=name.endswith("loss"))
+            values[name + BY_CLIENT] = worst_decile(each, highest=name.endswith("loss"))
         for split in self._splits:
             for name, metric in split.metrics.items():
                 total = totals.metrics[f"{split.name}_{name}"]
@@ -274,9 +298,14 @@ class Task:
         """Return the mean, or the sum where F_i is one, over the examples of each client."""
         if self.sums or not totals.clients:
             return totals.clients
-        splits = [split for split in self._splits if split.offsets is not None]
-        sizes = {split.name: split.sizes() for split in splits}
-        return {n: value / sizes[n.partition("_")[0]] for n, value in totals.clients.items()}
+        sizes = {}
+        for split in (split for split in self._splits if split.offsets is not None):
+            for name, each in split.sizes().items():
+                sizes[f"{split.name}_{name}"] = each
+        return {
+            name: value / sizes.get(name, sizes[name.partition("_")[0] + "_"])
+            for name, value in totals.clients.items()
+        }
 
     @cached_property
     def _splits(self) -> list[Split]:
@@ -285,21 +314,15 @@ class Task:
         weights = uniform(rows, 1 / train.clients)
         if not self.sums:
             weights = lambda kind: train.example_weights(by_size=False).to(kind)  # noqa: E731
-        if self.counted is not None:
-            weights = partial(_weights_of_clients, train, self.counted)
         where = self.train_metrics or ("pooled" if self.test is None else None)
         metrics, by_client = (self.metrics if where else {}), where == "clients"
-        found = [
-            Split("train", train.fields, weights, train.offsets, metrics, by_client, self.counted)
-        ]
+        of_clients = partial(_weights_of_clients, train.offsets)
+        own = (train.fields, weights, of_clients, self.parts, train.offsets)
+        found = [Split("train", *own, metrics, by_client)]
         if self.test is not None:
-            test, rows = self.test, _rows(self.test)
-            even = uniform(rows, 1 / rows)
-            if self.counted is not None:
-                even = partial(_weights_of_parts, test, self.counted)
-            found.append(
-                Split("test", test, even, self.test_offsets, self.metrics, counted=self.counted)
-            )
+            even = uniform(_rows(self.test), 1 / _rows(self.test))
+            held_out = (self.test, even, _weights_of_parts, self.parts, self.test_offsets)
+            found.append(Split("test", *held_out, self.metrics))
         return found
 
 
@@ -308,30 +331,17 @@ def uniform(rows: int, weight: float) -> Callable[[torch.dtype], Tensor]:
     return lambda kind: torch.full((rows,), weight, dtype=kind)
 
 
-def _weights_of_clients(train: Federation, counted: Counted, kind: torch.dtype) -> Tensor:
+def _weights_of_clients(offsets: NDArray[np.int64], parts: Tensor) -> Tensor:
     """Return the weights of training examples of which a part counts; clients count alike."""
-    totals = _sums_by_client(_counted_parts(counted, train.fields), train.offsets)
-    sizes = torch.from_numpy(np.diff(train.offsets))
-    return (1 / (train.clients * totals)).repeat_interleave(sizes).to(kind)
+    totals, sizes = _sums_by_client(parts, offsets), torch.from_numpy(np.diff(offsets))
+    return (1 / (len(sizes) * totals)).repeat_interleave(sizes)
 
 
-def _weights_of_parts(fields: Batch, counted: Counted, kind: torch.dtype) -> Tensor:
+def _weights_of_parts(parts: Tensor) -> Tensor:
     """Return one weight for all examples: 1 over the sum of the parts that count."""
-    parts = _counted_parts(counted, fields)
-    total = parts.sum(dtype=torch.float64).item()
-    require(total > 0, "no test example counts; the function `counted` of the task is 0 for all")
-    return torch.full((_rows(fields),), 1 / total, dtype=kind)
-
-
-def _counted_parts(counted: Counted, fields: Batch) -> Tensor:
-    """Return the part of each example that counts, [n]."""
-    parts, rows = counted(fields), _rows(fields)
-    require(
-        parts.shape == (rows,),
-        f"the function `counted` of the task returns the shape {list(parts.shape)}, not [{rows}]: "
-        "return one value per example",
-    )
-    return parts
+    total = parts.sum(dtype=widest(parts.device)).item()
+    require(total > 0, "no test example counts; change the labels, the class weights or `counted`")
+    return torch.full(parts.shape, 1 / total, dtype=torch.float64)
 
 
 def _sums_by_client(values: Tensor, offsets: NDArray[np.int64]) -> Tensor:
@@ -340,8 +350,8 @@ def _sums_by_client(values: Tensor, offsets: NDArray[np.int64]) -> Tensor:
     empty = np.flatnonzero(sums <= 0)
     if len(empty):
         raise UsageError(
-            f"no example of client {empty[0]} counts; leave such clients out, or change the "
-            "function `counted` of the task"
+            f"no example of client {empty[0]} counts; leave such clients out, or change the class "
+            "weights or the function `counted` of the task"
         )
     return torch.from_numpy(sums)
 
@@ -353,30 +363,32 @@ class Split(NamedTuple):
         name: "train" or "test".
         fields: the examples.
         weights: returns the weight of each example in the means, in a type.
+        weights_of_parts: returns the same where a part of each example counts, given the parts.
+        parts: returns the part of each example that counts, see `Task.parts`.
         offsets: of the clients' examples; None where they belong to none.
         metrics: to compute.
         metrics_by_client: for each client, instead of for all examples.
-        counted: returns the part of each example that counts, see `Task`.
     """
 
     name: str
     fields: Batch
     weights: Callable[[torch.dtype], Tensor]
+    weights_of_parts: Callable[[Tensor], Tensor]
+    parts: Callable[[Batch], Parts]
     offsets: NDArray[np.int64] | None
     metrics: Mapping[str, Metric]
     metrics_by_client: bool = False
-    counted: Counted | None = None
 
     @property
     def clients(self) -> int:
         return 0 if self.offsets is None else len(self.offsets) - 1
 
-    def sizes(self) -> Tensor:
-        """Return the number of examples of each client, or the sum of the parts that count."""
+    def sizes(self) -> dict[str, Tensor]:
+        """Return the sum of the parts that count of each client, by value; "" for all examples."""
         assert self.offsets is not None
-        if self.counted is not None:
-            return _sums_by_client(_counted_parts(self.counted, self.fields), self.offsets)
-        return torch.from_numpy(np.diff(self.offsets))
+        offsets, parts = self.offsets, self.parts(self.fields)
+        counted = {name: _sums_by_client(part, offsets) for name, part in parts.items()}
+        return {"": torch.from_numpy(np.diff(offsets)), **counted}
 
     def owners(self) -> Tensor | None:
         """Return the client of each example, if any."""
@@ -388,8 +400,8 @@ class Split(NamedTuple):
     def pieces(self, per_example: bool, device: str, share: Share) -> Iterator[slice]:
         """Yield the rows that are evaluated together, of the k-th of n parts.
 
-        Where the loss is a function of a batch, they belong to one client, and do not depend on the
-        device or on n.
+        Where the loss is one number for them, they belong to one client, and do not depend on the
+        device or on n. The loss of a split is then the mean over pieces, weighted by their rows.
         """
         part, parts = share
         if per_example:
