@@ -12,7 +12,7 @@ from torch import Tensor
 import fedexp as fx
 from fedexp import client, distributed, runs
 from fedexp.client import Tensors
-from fedexp.runs.fingerprint import digest_of
+from fedexp.runs.digest import digest_of
 from fedexp.runs.spec import Spec
 
 

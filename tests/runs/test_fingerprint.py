@@ -30,17 +30,8 @@ import fedexp as fx
 from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.objective import LeastSquares, ModuleObjective
 from fedexp.runs import fingerprint as module
-from fedexp.runs.fingerprint import (
-    BYTECODE,
-    MOVED,
-    SOURCE,
-    Fingerprint,
-    digest_of,
-    fingerprint,
-    fingerprint_of_rules,
-    is_library,
-    same,
-)
+from fedexp.runs.digest import BYTECODE, MOVED, SOURCE, digest_of, is_library, same
+from fedexp.runs.fingerprint import Fingerprint, fingerprint, fingerprint_of_rules
 from fedexp.runs.spec import Spec
 from fedexp.tasks import Task
 from tests.helpers.studies import STUDY, federation, imported, task_of
@@ -380,6 +371,14 @@ def test_all_values_of_a_loss_and_of_a_metric_count(
 
     assert found(0.5).differences(found(0.5)) == []
     assert found(0.5).differences(found(0.25)) == [f"the {what}"]
+
+
+@pytest.mark.filterwarnings("ignore:.*classes have weights")
+@pytest.mark.parametrize("loss", [nn.CrossEntropyLoss(), weighted(0.5)], ids=["plain", "weights"])
+def test_evaluations_by_the_weight_of_targets_are_not_those_of_0_2_0(loss: nn.Module) -> None:
+    task = fx.supervised("own", lambda: nn.Linear(3, 2), federation(), loss=loss)
+    found = fingerprint(task, fx.fedavg(), 0).digests["the evaluation"]
+    assert same(found, digest_of(task.sums)) == (loss.weight is None)
 
 
 def test_what_decides_which_values_are_recorded_counts() -> None:

@@ -37,6 +37,7 @@ from fedexp.engine.client_store import (
 from fedexp.engine.slot_file import Layout, SlotFile
 from fedexp.errors import UsageError
 from fedexp.objective import Buffers
+from fedexp.runs.digest import tensor_bytes
 from fedexp.runs.files import (
     PRIVATE,
     DamagedError,
@@ -47,7 +48,6 @@ from fedexp.runs.files import (
     write_bytes,
     write_json,
 )
-from fedexp.runs.fingerprint import tensor_bytes
 
 FORMAT = 1
 NEWEST, BEFORE = "checkpoint.json", "checkpoint-before.json"

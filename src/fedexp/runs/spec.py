@@ -49,8 +49,9 @@ from fedexp.precision import Precision, checked_device
 from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
 from fedexp.references import in_session, is_reference, load_object
 from fedexp.runs.checkpoint import read_weights, weights_digest
+from fedexp.runs.digest import SOURCE, digest_of
 from fedexp.runs.files import Row, parse_toml, spec_fault
-from fedexp.runs.fingerprint import SOURCE, Fingerprint, digest_of, fingerprint
+from fedexp.runs.fingerprint import Fingerprint, fingerprint
 from fedexp.tasks import Task
 
 if TYPE_CHECKING:
