@@ -75,7 +75,8 @@ class ExP(ServerRule):
     `clamped` (1 where the clamp is active) and `eps_share` (the share of eps in the denominator).
 
     Args:
-        eps: added to ||Δ̄||², >= 0, in the unit of `eps_mode`. The paper's rule of thumb: start at
+        eps: added to ||Δ̄||², >= 0, in the unit of `eps_mode` (given alone, by `fx.fedexp(eps=...)`
+            or `--set eps=...`, it is absolute). The paper's rule of thumb: start at
             1e-3, raise it until the result drops (docs/paper.md#epsilon-rule-of-thumb). With a good
             eps, `eps_share` stays
             around 0.1 while training is fast (docs/reproduction-appendix.md). The authors' code has
@@ -162,6 +163,7 @@ class MomentumExP(ExP):
     `mean_sq_norm` and `sq_norm_of_mean` report S and ||v||², which determine the step size.
 
     Args:
+        eps: added to ||v||², >= 0, in the unit of `eps_mode`. "relative" multiplies it by S.
         beta: momentum β in [0, 1); the paper does not state it, its code uses 0.9.
         apply_momentum: False reproduces the released code, where a misspelt name means that
             momentum is never applied: the step is along Δ̄, with S in the numerator
