@@ -30,7 +30,7 @@ from mkdocs.utils import get_relative_url
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = (".svg", ".png", ".gif", ".jpg")
 COPIES = "assets/repository"  # where images from outside docs/ are in the site
-PROSE, LONG_CODE = 48, 30  # characters from which a cell is a sentence, and code may be wrapped
+PROSE, LONG_CODE = 48, 36  # characters from which a cell is a sentence, and code may be wrapped
 
 
 @cache
