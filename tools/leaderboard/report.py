@@ -86,7 +86,8 @@ def readme(board: Board) -> str:
         f"FedAvg takes {' and '.join(fedavg)}, the fastest of {len(ENTRIES)} entries "
         f"{' and '.join(fewest)}: {link('leaderboard', 'docs/leaderboard.md')}, {len(SEEDS)} "
         "seeds. Rounds here are to the first evaluation at which the mean of the last "
-        f"{LAST} is at the target; the table above has first crossings, with the paper's values."
+        f"{LAST} is at the target; the table above has first crossings, with the paper's "
+        "hyperparameters."
     )
 
 
