@@ -75,8 +75,7 @@ class ExP(ServerRule):
     `clamped` (1 where the clamp is active) and `eps_share` (the share of eps in the denominator).
 
     Args:
-        eps: added to ||Δ̄||², >= 0, in the unit of `eps_mode` (given alone, by `fx.fedexp(eps=...)`
-            or `--set eps=...`, it is absolute). The paper's rule of thumb: start at
+        eps: added to ||Δ̄||², >= 0, in the unit of `eps_mode`. The paper's rule of thumb: start at
             1e-3, raise it until the result drops (docs/paper.md#epsilon-rule-of-thumb). With a good
             eps, `eps_share` stays
             around 0.1 while training is fast (docs/reproduction-appendix.md). The authors' code has
