@@ -39,6 +39,16 @@ PAGES |= {"fedjax": ("FedJAX", ""), "pfllib": ("PFLlib", ""), "fluke": ("fluke",
 COSTS = HERE.parent / "docs" / "how-to" / "costs.md"
 WORKS = {"W1": "W1, small MLP, FedAvg", "W2": "W2, pfl's benchmark, FedAvg"}
 WORKS["W3"] = "W3, ResNet-18, FedAvg"
+WHICH = {
+    WORKS["W1"]: "MLP 64-64-10 on 100 clients of 100 examples, 20 of them per round with 20 local "
+    "steps on batches of 50",
+    WORKS["W2"]: "pfl-research's published benchmark, a CNN on 1,000 clients of 50 images, 50 of "
+    "them per round for one epoch in batches of 10",
+    WORKS["W3"]: "the paper's ResNet-18, 20 clients per round with 20 local steps on batches of 50",
+}
+# In records up to this date other packages have one turn; two turns of one engine differ by up to
+# this factor there.
+NO_RANGES, LEVEL = "2026-11-15", 1.6
 HEAD = ["work", "device", "ms (min-max)", "turns", "compared with", "its ms", "its ms / ours"]
 HEAD += ["date", "hardware", "record"]
 
@@ -85,6 +95,13 @@ class Measured:
     def ratio(self) -> float | None:
         """The other's time over ours: above 1 where this package is faster."""
         return None if self.other_ms is None else self.other_ms / self.ms
+
+    def ratios(self) -> str:
+        """Return the ratio over the slowest and the fastest of our turns, and what it is worth."""
+        assert self.other_ms is not None
+        ends = dict.fromkeys(f"{self.other_ms / ms:.2g}" for ms in (self.high, self.low))
+        level = self.other_ms / self.high < LEVEL and self.date <= NO_RANGES
+        return " to ".join(ends) + (", not a result" if level else "")
 
     def cells(self) -> list[str]:
         """Return the row of the table."""
@@ -246,31 +263,39 @@ def figures(rows: list[Measured]) -> str:
     whole = find("run", "500 rounds of ResNet-18 with evaluations")
     small = find("peer", WORKS["W1"], "2 cores", "pfl")
     pfl = find("peer", WORKS["W2"], "2 cores", "pfl")
-    assert small.ratio is not None
     assert pfl.ratio is not None
+    assert pfl.ratios().endswith("not a result"), "write the sentence on pfl's benchmark anew"
     return (
         "**Speed.** A round of the paper's ResNet-18 (20 clients, 20 steps of 50) takes "
         f"{short(resnet.ms)} ms on an\nH200 in bf16, one of the EMNIST CNN {short(emnist.ms)} ms, "
         f"and 500 rounds of ResNet-18 with evaluations {whole.ms / 1e3:.0f} s, start-up "
-        "included.\nOn two CPU cores pfl-research 0.6 takes "
-        f"{small.ratio:.1f} times as long for a small MLP, and {pfl.ratio:.1f} times for its own\n"
-        "benchmark, in its best configuration. All times, with range and hardware: "
+        "included.\nOn two CPU cores pfl-research 0.6 in its best configuration takes "
+        f"{small.ratios()} times as long for a small MLP;\non its own benchmark the two are level "
+        f"(a ratio of {pfl.ratio:.1f}, where those below {LEVEL} are within the spread of these "
+        "records).\nAll times, with range and hardware: "
         f"[benchmarks]({repository()}/blob/main/benchmarks/README.md)."
     )
 
 
 def peer_times(rows: list[Measured], peer: str) -> str:
-    """Return the table of a peer's page: its times beside ours."""
-    found = [row for row in rows if row.kind == "peer" and row.other == peer]
-    head = ["work", "ours, ms per round (min-max)", "turns", "theirs, ms per round", "turns"]
-    head += ["theirs / ours", "hardware", "theirs with"]
-    cells = []
-    for row in found:
-        work, _, ours, turns, _, theirs, ratio, *_ = row.cells()
-        more = [ratio, row.hardware, row.versions]
-        cells.append([work, ours, turns, theirs, str(row.other_turns), *more])
-    records = ", ".join(dict.fromkeys(f"`{row.record}`" for row in found))
-    return f"{markdown_table(head, cells)}\n\nThe best configuration of each, from {records}."
+    """Return the sentences of a peer's page: its times beside ours."""
+    lines, sources = list[str](), list[str]()
+    for row in (row for row in rows if row.kind == "peer" and row.other == peer):
+        turns = f"{row.turns} turns: {short(row.low)} to {short(row.high)}"
+        ours = f"{short(row.ms)} ms per round ({turns if row.turns > 1 else '1 turn'})"
+        theirs = f"{short(row.other_ms or 0)} ms ({_turns(row.other_turns)})"
+        ratio = row.ratios().replace(", not", " times as long, which is not")
+        lines.append(
+            f"- {WHICH[row.work]}: this package {ours}, {peer} {theirs}: "
+            f"{ratio if 'times' in ratio else f'{ratio} times as long'}."
+        )
+        sources.append(f"{row.hardware}; {peer} with {row.versions}. Record: `{row.record}`.")
+    first = "FedAvg in the best configuration of each:\n"
+    return "\n".join([first, *lines, "", *dict.fromkeys(sources)])
+
+
+def _turns(number: int) -> str:
+    return "1 turn" if number == 1 else f"{number} turns"
 
 
 def accuracies(package: str, folder: Path = HERE / "records") -> str:
@@ -307,19 +332,22 @@ def round_times(rows: list[Measured]) -> str:
             best[key] = min(best.get(key, row), row, key=lambda one: one.ms)
     found = [row for row in rows if row.kind == "round"]
     found += sorted(best.values(), key=lambda row: (row.device, row.ms))
-    head = ["round of", "device", "ms per round (min-max)", "engine", "record"]
+    head = ["round of", "device", "ms per round (min-max)", "engine"]
     cells = []
     for row in found:
         work, _, path = row.work.removeprefix("round, ").partition(", path ")
-        cells.append([work, row.device, row.cells()[2], row.engine or path, f"`{row.record}`"])
-    return markdown_table(head, cells)
+        cells.append([work, row.device, row.cells()[2], row.engine or path])
+    records = ", ".join(dict.fromkeys(f"`{row.record}`" for row in found))
+    return f"{markdown_table(head, cells)}\n\nFrom {records}."
 
 
 def all_peer_times(rows: list[Measured]) -> str:
     """Return the times of other frameworks for the same work."""
     head = ["work", "device", "this package, ms per round", "compared with", "its ms", "ratio"]
-    cells = [(row.cells(), row.record) for row in rows if row.kind == "peer"]
-    return markdown_table([*head, "record"], [[*c[:3], *c[4:7], f"`{r}`"] for c, r in cells])
+    found = [(row, row.cells()) for row in rows if row.kind == "peer"]
+    cells = [[*cells[:3], *cells[4:6], row.ratios()] for row, cells in found]
+    records = ", ".join(dict.fromkeys(f"`{row.record}`" for row, _ in found))
+    return f"{markdown_table(head, cells)}\n\nFrom {records}."
 
 
 def message_sizes(parameters: int = 10**6) -> str:
@@ -334,10 +362,17 @@ def message_sizes(parameters: int = 10**6) -> str:
         algorithm = build()
         state = SimulationState.of(params, Buffers.none(), algorithm)
         up, down = message_bytes(algorithm, state)
-        own = algorithm.client.init_client_state(params)
-        sizes = (up, down, *(sum(v.nbytes for v in each.values()) for each in (own, state.server)))
+        own = sum(v.nbytes for v in algorithm.client.init_client_state(params).values())
+        server = sum(v.nbytes for each in (state.server, state.broadcast) for v in each.values())
+        sizes = (up, down, own, algorithm.iterates * params.nbytes + server)
         groups.setdefault(tuple(_models(size, params.nbytes) for size in sizes), []).append(name)
-    head = ["algorithm", "a client sends", "a client receives", "client state", "server state"]
+    head = [
+        "algorithm",
+        "a client sends",
+        "a client receives",
+        "a client stores",
+        "the server stores",
+    ]
     return markdown_table(head, [[", ".join(f"`{n}`" for n in g), *c] for c, g in groups.items()])
 
 

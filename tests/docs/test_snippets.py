@@ -54,6 +54,8 @@ NO_RUN = {
     "needs pfl": 1,
     "study.py is the block above": 1,
     "study.py is the reader's": 2,
+    "needs a copy of examples/flower_app": 1,
+    "needs a SuperLink": 2,
 }
 
 

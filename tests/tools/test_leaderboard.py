@@ -199,12 +199,12 @@ def test_a_target_that_a_seed_misses_has_no_mean() -> None:
 def test_measures_and_tasks_without_values_are_left_out() -> None:
     board = {("digits", "fedexp"): cell([0.95] * 150)}
     text = report.tables(board)
-    assert "| final | sent up | sent down | sent to 92 % | seeds |" in text
+    assert "| final | sent up | sent down | sent to 92\u00a0% | seeds |" in text
     assert "EMNIST" not in text.partition("No runs yet: ")[0]
     rest = "No runs yet: EMNIST, 294 writers, Shakespeare (LSTM), CIFAR-10, CIFAR-100."
     assert text.endswith(rest)
     assert report.summary(board).endswith(rest)
-    assert report.summary(board).startswith("| algorithm | digits (MLP): 94 % |\n")
+    assert report.summary(board).startswith("| algorithm | digits (MLP): 94\u00a0% |\n")
 
 
 def test_rows_are_sorted_by_rounds_to_the_upper_target() -> None:

@@ -32,9 +32,10 @@ CHOICES = (
     Choice(
         "many clients that seldom return, few rounds, no state on clients, no search",
         ("fedexp",),
-        "no server step to tune, and the bytes of FedAvg. Not where clients agree (`diversity` "
-        "up to 2: it equals FedAvg) or the client step is already unstable. How its constant was "
-        "chosen: [study](extrapolation.md#what-the-study-showed)",
+        "no server learning rate to tune, and the bytes of FedAvg. Not where clients agree "
+        "(`diversity` up to 2: it takes FedAvg's steps) or the client learning rate is already at "
+        "the edge of stability. [How its constant was "
+        "chosen](extrapolation.md#what-the-study-showed)",
         ("fedexp", "fedexp-printed", "fedavg"),
         "`fx.fedexp()`, or `--mode recommended`",
     ),
@@ -47,7 +48,7 @@ CHOICES = (
         ("scaffold-exp", "scaffold", "fedavg"),
     ),
     Choice(
-        "you can afford a search of the server step",
+        "you can afford a search of the server learning rate",
         ("fedadam", "fedyogi"),
         "a step size per coordinate. With an untuned `lr` they can be slower than FedAvg; "
         "`tau` matters as much",
@@ -61,18 +62,19 @@ CHOICES = (
         ("fedadam", "fedadagrad", "fedavg"),
     ),
     Choice(
-        "small cohorts, noisy rounds, a server step that is tuned anyway",
+        "small cohorts, noisy rounds, a server learning rate that is tuned anyway",
         ("fedavgm",),
         "averages over rounds; state on the server only. On CIFAR-10 momentum alone was worth "
-        "more than extrapolation alone ([study](reproduction-appendix.md#server-momentum), one "
-        "seed). Lower `lr` first: the effective step is lr / (1 - beta)",
+        "more than extrapolation alone ([one seed](reproduction-appendix.md#server-momentum))."
+        " Lower `lr` first: the effective step is lr / (1 - beta)",
         ("fedavgm", "fedavg"),
     ),
     Choice(
         "clients do unequal work (`local.epochs` on unequal data)",
         ("fednova",),
         "FedAvg then converges to the optimum of another objective. With a fixed number of steps, "
-        "as on every task of the leaderboard but Shakespeare, it is FedAvg; refused with privacy",
+        "as on every task of the leaderboard but Shakespeare, it is FedAvg: the numbers beside "
+        "differ by rounding alone. Refused with privacy",
         ("fednova", "fedavg"),
     ),
     Choice(
@@ -83,9 +85,9 @@ CHOICES = (
         ("fedprox", "fedprox-exp", "fedavg"),
     ),
     Choice(
-        "no client step size to tune",
+        "no client learning rate to tune",
         ("delta-sgd",),
-        "clients choose their step sizes from the change of their gradients. A first step size is "
+        "clients choose their learning rates from the change of their gradients. A first one is "
         "still needed, and SCAFFOLD and FedNova refuse it",
         ("delta-sgd", "fedavg"),
         "as `local.optimizer`",
@@ -94,26 +96,27 @@ CHOICES = (
         "differential privacy",
         ("fedexp", "fedavg"),
         "the noised squared norms are part of one release, and the step falls to FedAvg's where "
-        "noise dominates ([privacy](privacy.md#the-step-size-under-noise)). SCAFFOLD, FedNova and "
-        "FedExProx-StoPS are refused",
+        "noise dominates ([step size under noise](privacy.md#the-step-size-under-noise)). "
+        "SCAFFOLD, FedNova and FedExProx-StoPS are refused",
     ),
     Choice(
         "secure aggregation, or any server that sees sums only",
         ("fedexp", "fedavg"),
-        "one scalar per client beside the sum of updates ([paper](paper.md#sums-only)); any rule "
-        "works whose sums are these",
+        "one scalar per client beside the sum of updates ([what the server "
+        "needs](paper.md#sums-only)); any rule works whose sums are these",
     ),
     Choice(
         "all clients can fit one model (interpolation)",
         ("fedexp", "fedexprox-grads"),
         "`eps=0`: the mean update vanishes faster than the updates, and very long steps are right "
-        "([extrapolation](extrapolation.md#where-eps-should-be-0)). Not for networks on real "
-        "clients, which do not interpolate within a run",
+        "([where eps should be 0](extrapolation.md#where-eps-should-be-0)). Not for networks on "
+        "real clients, which do not interpolate within a run",
     ),
     Choice(
         "a baseline for a paper",
         ("fedavg", "fedexp", "scaffold", "fedadam"),
-        "with the same budget of trials for each ([protocol](leaderboard.md#protocol))",
+        "with the same budget of trials for each ([protocol of the "
+        "leaderboard](leaderboard.md#protocol))",
         ("fedavg", "fedexp", "scaffold", "fedadam"),
     ),
 )

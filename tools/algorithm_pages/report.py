@@ -189,17 +189,19 @@ def _algorithm(name: str) -> Algorithm:
 
 
 def results(name: str, board: Board) -> str:
-    """Return the rows of an algorithm beside FedAvg and FedExP, by task, and its figure."""
+    """Return one table per task, an algorithm beside FedAvg and FedExP, and its figure."""
     own = own_rows(name)
     filled = filled_tasks(name, board)
     if not filled:
         return NO_RUNS
-    rows = [_result(board[task, row]) for task in filled for row in shown_rows(name, task, board)]
-    headers = ["task", "row", "tuned values", "rounds to lower target", "to upper target"]
+    parts = []
+    for task in filled:
+        cells = [board[task, row] for row in shown_rows(name, task, board)]
+        parts += [f"### {TASKS[task].title}", _results(TASKS[task], cells)]
     missing = [TASKS[task].title for task in TASKS if task in own[0].centres and task not in filled]
     titles = " and ".join(entry.title for entry in own)
     return paragraphs(
-        table([*headers, "final", "worst decile", "seeds"], rows, left=3),
+        *parts,
         f"Not run yet: {'; '.join(missing)}." if missing else "",
         f"![Test accuracy by round of {titles}]({name}.svg)",
         f"*Test accuracy by round, mean of the last {LAST} evaluations and over seeds. Horizontal "
@@ -220,14 +222,23 @@ def shown_rows(name: str, task: str, board: Board) -> list[str]:
     return [row for row in dict.fromkeys([*own, *compared]) if (task, row) in board]
 
 
+def _results(task: BoardTask, cells: Sequence[Cell]) -> str:
+    """Return the table of a task, without the worst decile where no entry has it."""
+    headers = ["algorithm", "tuned hyperparameters" if task.tuned else "hyperparameters, not tuned"]
+    headers += [f"rounds to {percent(target)}" for target in task.targets]
+    headers += ["final", "worst decile", "seeds"]
+    rows = [_result(cell) for cell in cells]
+    known = [at for at in range(len(headers)) if any(row[at] for row in rows)]
+    return table([headers[at] for at in known], [[row[at] for at in known] for row in rows], left=2)
+
+
 def _result(cell: Cell) -> list[str]:
-    task, edges = TASKS[cell.task], cell.edges()
+    edges = cell.edges()
     stars = {name: "\\*" if name in edges else "" for name in cell.point}
     values = [f"`{name}={value:.3g}`{stars[name]}" for name, value in cell.point.items()]
     return [
-        f"{task.title}, {percent(task.targets[0])} and {percent(task.targets[1])}",
         cell.entry.title,
-        " ".join(values) if task.tuned else f"{' '.join(values)}, not tuned",
+        " ".join(values),
         rounds_text(cell, 0),
         rounds_text(cell, 1),
         final_text(cell),
@@ -284,12 +295,13 @@ def all_pages(pages: Mapping[str, str], board: Board) -> str:
         for at, (row, its_title) in enumerate(own.items()):
             cells = [board.get((task, row)) for task in tasks]
             rounds = ["" if cell is None else _rounds(cell) for cell in cells]
-            link = f"[{its_title if len(own) > 1 else title(text)}](algorithms/{name}.md)"
+            shown = its_title if len(own) > 1 else title(text)
+            link = f"[{shown}](algorithms/{name}.md) `{name}`"
             about = "" if at else summary(text)
-            rows.append([link, f"`{name}`", about, sent, stored, *rounds])
-    headers = ["algorithm", "name", "in one sentence", "client sends", "stores"]
-    measured = [f"{TASKS[task].title}: {percent(TASKS[task].targets[1])}" for task in tasks]
-    return table([*headers, *measured], rows, left=3)
+            rows.append([link, about, sent, stored, *rounds])
+    headers = ["algorithm", "in one sentence", "client sends", "stores"]
+    measured = [f"{_short(TASKS[task])}: {percent(TASKS[task].targets[1])}" for task in tasks]
+    return table([*headers, *measured], rows, left=2)
 
 
 def _rounds(cell: Cell) -> str:

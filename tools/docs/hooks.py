@@ -30,7 +30,7 @@ from mkdocs.utils import get_relative_url
 ROOT = Path(__file__).resolve().parents[2]
 IMAGES = (".svg", ".png", ".gif", ".jpg")
 COPIES = "assets/repository"  # where images from outside docs/ are in the site
-PROSE, LONG_CODE = 48, 40  # characters from which a cell is a sentence, and code may be wrapped
+PROSE, LONG_CODE = 48, 36  # characters from which a cell is a sentence, and code may be wrapped
 
 
 @cache
@@ -63,8 +63,9 @@ def _expanded(entries: list[Any], docs: Path) -> list[Any]:
     for entry in entries:
         title, value = next(iter(entry.items())) if isinstance(entry, dict) else (None, entry)
         if isinstance(value, str) and "*" in value:
-            found = sorted(path.relative_to(docs).as_posix() for path in docs.glob(value))
-            value = [page for page in found if page not in named]
+            found = (path.relative_to(docs).as_posix() for path in docs.glob(value))
+            pages = (page for page in found if page not in named)
+            value = sorted(pages, key=lambda page: page.rpartition(".")[0])  # a.md before a-b.md
             if title is None:
                 result += value
                 continue

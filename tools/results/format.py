@@ -93,8 +93,12 @@ def percent(fraction: float) -> str:
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Return a table in Markdown whose first `left` columns are aligned left, the others right."""
-    head, _, *body = markdown_table(headers, rows).splitlines()
+    """Return a table in Markdown whose first `left` columns are aligned left, the others right.
+
+    A percent sign in a header is not parted from its number.
+    """
+    whole = [header.replace(" %", "\u00a0%") for header in headers]
+    head, _, *body = markdown_table(whole, rows).splitlines()
     rule = [*(["---"] * left), *(["---:"] * (len(headers) - left))]
     return "\n".join([head, f"| {' | '.join(rule)} |", *body])
 

@@ -162,6 +162,7 @@ class MomentumExP(ExP):
     `mean_sq_norm` and `sq_norm_of_mean` report S and ||v||², which determine the step size.
 
     Args:
+        eps: added to ||v||², >= 0, in the unit of `eps_mode`. "relative" multiplies it by S.
         beta: momentum β in [0, 1); the paper does not state it, its code uses 0.9.
         apply_momentum: False reproduces the released code, where a misspelt name means that
             momentum is never applied: the step is along Δ̄, with S in the numerator
