@@ -31,7 +31,7 @@ check: $(READY)
 	$(BIN)/mypy
 
 test: check
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 3
 	$(BIN)/python tools/check_wheel.py
 
 # The documentation site in site/, strictly; tests/docs/test_site.py builds it as well.

@@ -27,15 +27,15 @@ from fedexp.errors import DataNote, UsageError, first_line, require, unknown_nam
 from fedexp.local import LocalTraining
 from fedexp.objective import Fields, ModuleObjective
 from fedexp.objective.losses import Loss, class_loss
-from fedexp.tasks.losses import (
+from fedexp.tasks.metrics import as_metrics
+from fedexp.tasks.recipe import PAPER_TRAINING, Goal, Options, Recipe, parse_goal
+from fedexp.tasks.resolve_loss import (
     are_integers,
     check_differentiable,
     kind_of,
     resolve_loss,
     takes_numbers,
 )
-from fedexp.tasks.metrics import as_metrics
-from fedexp.tasks.recipe import PAPER_TRAINING, Goal, Options, Recipe, parse_goal
 from fedexp.tasks.task import Task, TrainMetrics
 
 UNTRACKED = (
