@@ -473,8 +473,19 @@ def _held(cell: types.CellType) -> Any:
 def _source(function: types.FunctionType) -> str | None:
     """Return a function's source without comments, layout and docstrings; None without source.
 
-    A lambda inside a call, which is no statement, is taken as it is written.
+    A lambda inside a call, which is no statement, is taken as it is written. What an installed
+    package has is read once: a class such as pandas.Series has thousands of functions.
     """
+    installed = _is_installed(function.__module__)
+    return _source_of_installed(function) if installed else _source_of(function)
+
+
+@functools.cache
+def _source_of_installed(function: types.FunctionType) -> str | None:
+    return _source_of(function)
+
+
+def _source_of(function: types.FunctionType) -> str | None:
     try:
         text = textwrap.dedent(inspect.getsource(function))
     except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # the file may have changed
