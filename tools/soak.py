@@ -267,7 +267,7 @@ class Soak:
     ) -> str:
         """Run the command to its end, with the remedy that it names; return its output."""
         extra: list[str] = []
-        for _ in range(3):
+        for refused in range(3):
             self.counts[case.scenario]["starts"] += 1
             attempt = Attempt(case, folder, extra)
             output = attempt.wait()
@@ -279,7 +279,8 @@ class Soak:
             self.counts[case.scenario]["refused"] += 1
             if "--restart" in output:
                 extra = ["--restart"]
-                if rng.random() < 0.5:  # killed while it discards the old run: with or without it
+                # once killed while it discards the old run, and then with the option or without
+                if refused == 0 and rng.random() < 0.5:
                     self._killed(Attempt(case, folder, extra), rng, reference)
                     extra = rng.choice([extra, []])
             elif not any(words in output for words in REMOVE):
