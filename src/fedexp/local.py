@@ -165,9 +165,10 @@ class LocalTraining:
             "delta-sgd chooses the step size of every local step; leave local.step_schedule out",
         )
         for name, owners in OPTIONS_OF.items():
-            field = type(self).__dataclass_fields__[name]
+            value, default = getattr(self, name), type(self).__dataclass_fields__[name].default
+            same = (tuple(value) if isinstance(value, list) else value) == default
             require(
-                optimizer in owners or getattr(self, name) == field.default,
+                optimizer in owners or same,
                 f"local.{name} belongs to {' and '.join(owners)}; set local.optimizer, or leave it "
                 "out",
             )

@@ -16,7 +16,8 @@ from numbers import Integral
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Unpack
 
-from torch import nn
+import numpy as np
+from torch import Tensor, nn
 
 from fedexp.algorithms import Algorithm
 from fedexp.analysis.plots import check_writable, comparison_figure, save
@@ -289,13 +290,14 @@ def compare(
     require(bool(chosen), "compare needs at least one algorithm, e.g. ['fedavg', 'fedexp']")
     if not isinstance(seeds, Iterable):
         _check_count("seeds", seeds)
+    seeds = seeds.tolist() if isinstance(seeds, Tensor) else seeds
     listed = seeds if isinstance(seeds, Iterable) else range(seeds)
     numbers = [whole_number("a seed", seed, 0) for seed in listed]
     require(bool(numbers), "compare needs at least one seed")
     require(len({*numbers}) == len(numbers), f"a seed is given twice: {numbers}")
     _check_mode(chosen, settings)
     firsts = prepared_runs(task, chosen, numbers[0], settings, runs)
-    several = isinstance(target, Sequence) and not isinstance(target, str)
+    several = isinstance(target, Sequence | np.ndarray) and not isinstance(target, str)
     goals: Any = target if several else [target]
     given = [firsts[0].task.checked_target(each, "target") for each in goals]
     wanted = [each for each in given if each is not None]

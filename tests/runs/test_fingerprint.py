@@ -14,6 +14,7 @@ import types
 from argparse import Namespace
 from collections import deque
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -371,6 +372,33 @@ def test_all_values_of_a_loss_and_of_a_metric_count(
 
     assert found(0.5).differences(found(0.5)) == []
     assert found(0.5).differences(found(0.25)) == [f"the {what}"]
+
+
+def test_a_model_given_as_an_instance_has_the_digest_that_0_2_0_stored() -> None:
+    module = nn.Linear(3, 2)
+    objective = ModuleObjective(module)
+    stored = digest_of(functools.partial(deepcopy, module), deepcopy(module))
+    assert same(digest_of(objective.build, objective.initial_module(0)), stored)
+
+
+def test_a_logger_counts_by_its_kind_and_a_private_counter_not_at_all() -> None:
+    def loss(log: logging.Logger) -> Callable[[], None]:
+        return lambda: log.debug("")
+
+    one, other = (loss(logging.getLogger(name)) for name in ("__main__", "study"))
+    assert same(digest_of(one, whole=True), digest_of(other, whole=True))
+
+    class Counting:
+        def __init__(self, scale: float) -> None:
+            self._scale, self._calls = scale, 0
+
+        def evaluate(self) -> None:
+            self._calls += 1
+
+    first, second = Counting(1.0), Counting(1.0)
+    second.evaluate()
+    assert same(digest_of(first), digest_of(second))
+    assert not same(digest_of(first), digest_of(Counting(2.0)))
 
 
 @pytest.mark.filterwarnings("ignore:.*classes have weights")

@@ -98,7 +98,8 @@ class ModuleObjective:
                 "that builds it, e.g. lambda: MyModel()",
             )
             build = deepcopy(build)  # the caller may train it later
-        self._start = build if isinstance(build, nn.Module) else None  # the same for every seed
+        # the same for every seed; not what `build` copies, so that digests stay as stored
+        self._start = deepcopy(build) if isinstance(build, nn.Module) else None
         self.build = partial(deepcopy, build) if isinstance(build, nn.Module) else build
         self.fields = fields
         self._set_loss(loss, classifies, per_example, ignore_index)

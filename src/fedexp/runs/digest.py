@@ -27,6 +27,7 @@ import functools
 import hashlib
 import inspect
 import io
+import logging
 import pickle
 import random
 import sys
@@ -64,7 +65,11 @@ CHANGED_BY_USE = (
     np.random.RandomState,
     np.random.BitGenerator,
     torch.Generator,
+    logging.Logger,  # named by the module, which is __main__ in a script
+    logging.LoggerAdapter,
+    logging.Handler,
 )
+CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__")
 MODULE = {*dir(nn.Module), *vars(nn.Module())}  # what every module has
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 # Whether a function takes *args and **kwargs, and is a generator or a coroutine; other flags depend
@@ -328,7 +333,8 @@ class _Reader:
         return own and name not in MODULE and name not in _not_settings(kind)
 
     def _instance(self, value: Any) -> None:
-        kind, own = type(value), getattr(value, "__dict__", {})
+        kind: Any = type(value)
+        own = getattr(value, "__dict__", {})
         if self.edition > 1:
             own = attributes_of(value)
         elif self.whole:
@@ -341,7 +347,12 @@ class _Reader:
             own = {name: each for name, each in own.items() if name not in names}
         if isinstance(value, NAMESPACES) or not (library or (fields and self.edition == 1)):
             private = (self.whole or self.edition > 1) and not _is_installed(kind.__module__)
-            read = [(name, each) for name, each in own.items() if private or name[:1] != "_"]
+            changing = () if self.whole else _assigned_in_use(kind)
+            read = [
+                (name, each)
+                for name, each in own.items()
+                if name[:1] != "_" or (private and name not in changing)
+            ]
             self._pairs("attributes", sorted(read, key=lambda pair: pair[0]))
         self.add(own.get("__wrapped__"))  # a cache around a function, for one
         if self.edition > 1 and not fields and (library or _is_installed(kind.__module__)):
@@ -397,6 +408,16 @@ def _not_settings(kind: type[nn.Module]) -> frozenset[str]:
             methods.append(method)
             names += sorted(_names(method.__code__).difference(names))
     functions = [each for each in methods if isinstance(each, types.FunctionType)]
+    steps = (step for each in functions for step in dis.get_instructions(each))
+    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+
+
+@functools.cache
+def _assigned_in_use(kind: Any) -> frozenset[str]:
+    """Return the attributes that methods of a user's class assign, apart from its constructor."""
+    bases = [base for base in kind.__mro__ if not is_library(base.__module__)]
+    methods = [each for base in bases for each in vars(base).items() if each[0] not in CONSTRUCTORS]
+    functions = [each for _, each in methods if isinstance(each, types.FunctionType)]
     steps = (step for each in functions for step in dis.get_instructions(each))
     return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
 

@@ -17,7 +17,14 @@ from torch import Tensor, nn
 
 from fedexp.errors import UsageError, first_line, require
 from fedexp.objective import map_tensors
-from fedexp.objective.losses import Loss, check_shapes, class_loss, in_one_shape, reduced
+from fedexp.objective.losses import (
+    Loss,
+    check_shapes,
+    class_loss,
+    copied_loss,
+    in_one_shape,
+    reduced,
+)
 from fedexp.seeding import preserved_draws
 from fedexp.tasks.task import BATCH_ROWS
 
@@ -89,10 +96,11 @@ def resolve_loss(loss: Any, outputs: Any, targets: Any, ignored: bool = False) -
         check_shapes(outputs, targets, values)
         with preserved_draws(), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of values that are not those of the data
+            # on a copy: a loss may count its calls
             if values.ndim:
-                _check_examples(loss, outputs, targets)
+                _check_examples(copied_loss(loss), outputs, targets)
             else:
-                _check_batch(loss, outputs, targets, values)
+                _check_batch(copied_loss(loss), outputs, targets, values)
         return ResolvedLoss(loss, values.ndim > 0)
     plain = reduced(loss, "none")
     settings = class_loss(loss)
@@ -184,7 +192,7 @@ def _check_examples(loss: Any, outputs: Any, targets: Any) -> None:
             alone = [loss(*_picked(batch, [i])) for i in range(len(whole))]
         except Exception:  # it accepts other values only
             continue
-        if not torch.equal(whole, again) or any(len(each) != 1 for each in alone):
+        if not torch.equal(whole, again) or any(each.shape[:1] != (1,) for each in alone):
             continue  # it draws, or outputs are not sliced by their first dimension
         require(
             torch.allclose(torch.cat(alone), whole, rtol=1e-2, atol=1e-6, equal_nan=True),
