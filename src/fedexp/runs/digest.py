@@ -407,17 +407,20 @@ def _not_settings(kind: type[nn.Module]) -> frozenset[str]:
         if isinstance(method, types.FunctionType) and not is_library(method.__module__):
             methods.append(method)
             names += sorted(_names(method.__code__).difference(names))
-    functions = [each for each in methods if isinstance(each, types.FunctionType)]
-    steps = (step for each in functions for step in dis.get_instructions(each))
-    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+    return _assigned_by(methods)
 
 
 @functools.cache
 def _assigned_in_use(kind: Any) -> frozenset[str]:
     """Return the attributes that methods of a user's class assign, apart from its constructor."""
     bases = [base for base in kind.__mro__ if not is_library(base.__module__)]
-    methods = [each for base in bases for each in vars(base).items() if each[0] not in CONSTRUCTORS]
-    functions = [each for _, each in methods if isinstance(each, types.FunctionType)]
+    own = (vars(base).items() for base in bases)
+    return _assigned_by(each for pairs in own for n, each in pairs if n not in CONSTRUCTORS)
+
+
+def _assigned_by(methods: Iterable[Any]) -> frozenset[str]:
+    """Return the names of the attributes that functions assign; other values are left out."""
+    functions = [each for each in methods if isinstance(each, types.FunctionType)]
     steps = (step for each in functions for step in dis.get_instructions(each))
     return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
 
