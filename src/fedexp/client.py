@@ -7,7 +7,6 @@ and a batched program.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
-from fedexp.errors import require, warn_deprecated
+from fedexp.errors import is_number, require, warn_deprecated
 from fedexp.precision import widest
 
 Tensors = Mapping[str, Tensor]
@@ -155,7 +154,7 @@ class Prox(ClientRule):
     mu: float = 0.1
 
     def __post_init__(self) -> None:
-        require(math.isfinite(self.mu) and self.mu >= 0, f"mu must be >= 0, not {self.mu}")
+        require(is_number(self.mu) and self.mu >= 0, f"mu must be >= 0, not {self.mu!r}")
 
     def linear_correction(self, broadcast: Tensors, client_state: Tensors) -> LinearCorrection:
         return LinearCorrection(prox=self.mu)
@@ -182,8 +181,9 @@ class ProxEnvelope(Prox):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        require(self.mu > 0, f"mu must be > 0, not {self.mu}: it is 1 / gamma of the envelope")
-        require(math.isfinite(self.inf), f"inf must be finite, not {self.inf}")
+        valid = is_number(self.mu) and self.mu > 0
+        require(valid, f"mu must be > 0, not {self.mu!r}: it is 1 / gamma of the envelope")
+        require(is_number(self.inf), f"inf must be a finite number, not {self.inf!r}")
 
     def loss_extras(self, loss: Tensor, delta: Tensor) -> Tensors:
         length = torch.linalg.vector_norm(delta, dim=-1, keepdim=True, dtype=widest(delta.device))

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import functools
+import math
 import warnings
 from collections.abc import Callable, Iterable
-from numbers import Integral
+from numbers import Integral, Real
 from typing import Any, ParamSpec, TypeVar
 
 P = ParamSpec("P")
@@ -63,6 +64,15 @@ def whole_number(name: str, value: Any, least: int) -> int:
     require(whole, f"{name} must be a whole number: {value!r}")
     require(value >= least, f"{name} must be at least {least}, not {value}")
     return int(value)
+
+
+def is_number(value: object) -> bool:
+    """Return whether a value is a finite number, of numpy or not; texts and booleans are none.
+
+    >>> is_number(0.5), is_number("0.5"), is_number(float("nan"))
+    (True, False, False)
+    """
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def require(condition: bool, message: str) -> None:

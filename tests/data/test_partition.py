@@ -206,6 +206,7 @@ def test_subnormal_odds_still_yield_a_class() -> None:
         (lambda rng: dirichlet([0, 1], 3, 0.3, rng), "use fewer clients"),
         (lambda rng: dirichlet([0, 1], 1, 0.0, rng), "alpha must be positive"),
         (lambda rng: dirichlet([0, 1], 1, float("nan"), rng), "alpha must be positive"),
+        (lambda rng: UNTYPED.dirichlet([0, 1], 1, "0.3", rng), "alpha must be positive, not '0.3'"),
         (lambda rng: dirichlet([[0], [1]], 1, 0.3, rng), "one value per example"),
         (lambda rng: dirichlet_unequal([0] * 9, 2, 0.3, rng, minimum=5), "5 examples each"),
         (lambda rng: dirichlet_unequal([0] * 9, 2, 0.3, rng, minimum=0), "at least 1"),

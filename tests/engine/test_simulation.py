@@ -18,6 +18,7 @@ import fedexp as fx
 from fedexp.data.federation import Batch
 from fedexp.engine.plan import sample_cohort
 from fedexp.objective import Buffers, LeastSquares
+from fedexp.tasks.metrics import as_metrics
 from fedexp.tasks.recipe import Recipe
 from tests.helpers.problems import BatchNormNet, classes_task, dropout_net, least_squares
 from tests.helpers.rules import ALGORITHMS, rule_id
@@ -231,6 +232,18 @@ def test_a_rule_cannot_report_a_field_of_the_record(name: str) -> None:
 
     with pytest.raises(fx.UsageError, match=f"step of Own reports a metric called {name}, which"):
         next(iter(fx.simulate(least_squares(), fx.Algorithm("own", server=Own()), 1)))
+
+
+def test_a_rule_cannot_report_a_metric_of_the_task() -> None:
+    @dataclass(frozen=True)
+    class Own(fx.ServerRule):
+        def step(self, params: torch.Tensor, aggregate: fx.Aggregate, state: Any) -> Any:
+            return params - aggregate.mean, state, {"train_largest": torch.ones(())}
+
+    metrics = as_metrics({"largest": lambda outputs, targets: outputs.max().item()})
+    task = replace(fx.tasks.digits(), test=None, metrics=metrics)
+    with pytest.raises(fx.UsageError, match="Own reports train_largest, which is a metric of the"):
+        next(iter(fx.simulate(task, fx.Algorithm("own", server=Own()), 1)))
 
 
 def test_layers_that_write_to_their_parameters_do_not_change_the_server() -> None:

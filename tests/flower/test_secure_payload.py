@@ -174,6 +174,10 @@ def test_settings_that_a_secure_sum_cannot_meet_are_refused_before_the_first_rou
         ({"clip": 1.0, "shares": 4}, "an odd number"),
         ({"clip": 1.0, "threshold": 0.5}, "threshold must be in"),
         ({"clip": 1.0, "fewest": 2}, "fewest must be at least 3"),
+        ({"clip": "1"}, "clip must be positive and finite, not '1'"),
+        ({"clip": None}, "clip must be positive and finite, not None"),
+        ({"clip": 1.0, "shares": 3.5}, "shares must be a whole number"),
+        ({"clip": 1.0, "threshold": "0.7"}, "threshold must be in"),
     ],
 )
 def test_invalid_settings_are_refused(options: dict[str, Any], pattern: str) -> None:

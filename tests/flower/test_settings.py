@@ -82,6 +82,12 @@ class Saves(FedExP):
         (lambda: private(privacy=PRIVACY, weighting="num-examples"), "only with uniform weights"),
         (lambda: private(Scaffold, privacy=PRIVACY), "control variates"),
         (lambda: private(Saves, secure=SECURE), "leave aggregate_train as it is"),
+        (lambda: private(secure=SECURE, weighting="num-examples"), "use weighting='uniform'"),
+        (lambda: FedExP(checkpoint=3), "checkpoint must be a folder"),  # type: ignore[arg-type]
+        (lambda: FedExP(wait_for_nodes="9"), "wait_for_nodes must be a number"),  # type: ignore[arg-type]
+        (lambda: FedExP(max_norm="9"), "max_norm must be a number"),  # type: ignore[arg-type]
+        (lambda: FedExP(fraction_train="all"), "fraction_train must be a number"),  # type: ignore[arg-type]
+        (lambda: start(evaluate_fn=lambda round, arrays: 0.5), r"return a MetricRecord, such as"),
     ],
 )
 def test_mistakes_raise_an_error_of_one_line(make: Any, pattern: str) -> None:

@@ -124,6 +124,11 @@ def test_what_is_not_covered_is_refused(change: dict[str, Any], remedy: str) -> 
         (lambda: CentralPrivacy(1.0, 1e-5, 1.0, cohort=0), "cohort must be at least 1"),
         (lambda: LocalPrivacy(1.0, 1e-5, epsilon=1.0), "needs rounds too"),
         (lambda: LocalPrivacy(1.0, 1e-5, 1.0, rounds=0), "at least 1"),
+        (lambda: LocalPrivacy(1.0, 1e-5, 1.0, rounds=1.5), "rounds must be a whole number: 1.5"),  # type: ignore[arg-type]
+        (lambda: CentralPrivacy("1", 1e-5, 1.0), "clip must be positive and finite, not '1'"),  # type: ignore[arg-type]
+        (lambda: CentralPrivacy(1.0, "1e-5", 1.0), "delta must be in .* not '1e-5'"),  # type: ignore[arg-type]
+        (lambda: CentralPrivacy(1.0, 1e-5, "1"), "noise_multiplier must be positive, not '1'"),  # type: ignore[arg-type]
+        (lambda: CentralPrivacy(1.0, 1e-5, 1.0, cohort=2.5), "cohort must be a whole number: 2.5"),  # type: ignore[arg-type]
     ],
 )
 def test_invalid_settings_are_refused(make: Any, remedy: str) -> None:

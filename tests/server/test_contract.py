@@ -137,6 +137,14 @@ def test_converges_on_a_quadratic(rule: fx.ServerRule) -> None:
         (fx.AMS, {"form": "printed"}),
         (fx.StochasticPolyak, {"max_step": 0.5}),
         (fx.NormalisedAverage, {"lr": 0.0}),
+        *(
+            (rule, {name: "1"})
+            for rule, name in [
+                *((fx.Average, "lr"), (fx.Momentum, "beta"), (fx.ExP, "eps"), (fx.ExP, "factor")),
+                *((fx.Adagrad, "tau"), (fx.Hypergradient, "high"), (fx.Prox, "mu")),
+                (fx.StochasticPolyak, "max_step"),
+            ]
+        ),
     ],
 )
 def test_options_out_of_range_are_refused(rule: type, options: dict) -> None:

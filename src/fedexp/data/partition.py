@@ -6,6 +6,7 @@ Each returns one sorted array of example indices per client, disjoint and never 
 
 from __future__ import annotations
 
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -144,7 +145,8 @@ def _proportions(
     For extreme alpha the sampler computes 0/0 or inf/inf, so the limits are explicit: one-hot rows
     for alpha to 0, uniform rows for alpha to infinity.
     """
-    require(alpha > 0, f"alpha must be positive, not {alpha}")
+    valid = isinstance(alpha, Real) and alpha > 0
+    require(valid, f"alpha must be positive, not {alpha!r}")
     if alpha > 1e100:
         return np.full((rows, columns), 1 / columns)
     drawn = rng.dirichlet(np.full(columns, alpha), size=rows)

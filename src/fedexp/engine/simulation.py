@@ -480,6 +480,11 @@ def _evaluated(
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
     further = {name: values.pop(name) for name in list(values) if name not in EVALUATED}
+    for name in record.metrics.keys() & further.keys():
+        raise UsageError(
+            f"step of {type(work.algorithm.server).__name__} reports {name}, which is a metric of "
+            "the task; give one of them another name"
+        )
     for name in {name for name, value in further.items() if math.isnan(value)} - noted:
         noted.add(name)
         warnings.warn(

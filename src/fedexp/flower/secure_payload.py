@@ -19,7 +19,7 @@ from flwr.app import ConfigRecord
 from numpy.typing import NDArray
 
 from fedexp.client import ClientRule
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, is_number, require, whole_number
 from fedexp.flower.layout import Layout
 from fedexp.flower.replies import Weighting, extra_names
 from fedexp.flower.request import layout_config
@@ -30,6 +30,10 @@ Vectors = Mapping[str, Vector]
 MODULUS = 2**32  # of Flower's masks
 FEWEST_LEVELS = 4.0  # times the root of the dimension, so that rounding adds little to a norm
 PAYLOAD = "fedexp.secure"  # the config record of a message that describes the payload
+NOT_UNIFORM = (
+    "secure aggregation weights all clients equally, so that no number of examples is revealed; "
+    "use weighting='uniform'"
+)
 ALL_TO_ALL = 32  # clients per round up to which each shares keys with all
 
 
@@ -66,14 +70,15 @@ class SecureAggregation:
         import fedexp.flower.secure_legacy  # noqa: F401  (raises if this Flower lacks SecAgg+)
 
         for name, value in {"clip": self.clip, "extras_bound": self.extras_bound}.items():
-            valid = value is None or (math.isfinite(value) and value > 0)
-            require(valid, f"{name} must be positive and finite, not {value}")
-        require(
-            self.shares is None or (self.shares >= 3 and self.shares % 2 == 1),
-            f"shares must be an odd number of at least 3, not {self.shares}",
-        )
-        require(0.5 < self.threshold < 1, f"threshold must be in (0.5, 1), not {self.threshold}")
-        require(self.fewest >= 3, f"fewest must be at least 3, not {self.fewest}")
+            optional = name == "extras_bound" and value is None
+            valid = optional or (is_number(value) and value is not None and value > 0)
+            require(valid, f"{name} must be positive and finite, not {value!r}")
+        if self.shares is not None:
+            odd = whole_number("shares", self.shares, least=3) % 2 == 1
+            require(odd, f"shares must be an odd number of at least 3, not {self.shares}")
+        valid = is_number(self.threshold) and 0.5 < self.threshold < 1
+        require(valid, f"threshold must be in (0.5, 1), not {self.threshold!r}")
+        whole_number("fewest", self.fewest, least=3)
 
     def shares_of(self, clients: int) -> int:
         """Return how many shares a key has in a round of so many clients."""
@@ -87,11 +92,7 @@ class SecureAggregation:
 
     def check(self, rule: ClientRule, layout: Layout, weighting: Weighting, clients: int) -> None:
         """Refuse what a secure sum does not support, before the first round."""
-        require(
-            weighting == "uniform",
-            "secure aggregation weights all clients equally, so that no number of examples is "
-            "revealed; use weighting='uniform'",
-        )
+        require(weighting == "uniform", NOT_UNIFORM)
         self.payload(rule, layout, clients)
 
     def payload(self, rule: ClientRule, layout: Layout, clients: int) -> Payload:

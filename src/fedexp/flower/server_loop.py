@@ -119,7 +119,7 @@ class _Loop:
         """Evaluate the initial model on the server."""
         if self.evaluate_fn is None:
             return
-        metrics = self.evaluate_fn(0, self.run.server.output())
+        metrics = self._evaluate_on_server(0, self.run.server.output())
         log(INFO, "Initial global evaluation results: %s", metrics)
         if metrics is not None:
             self.result.evaluate_metrics_serverapp[0] = metrics
@@ -136,7 +136,7 @@ class _Loop:
         if evaluated is not None:
             log(INFO, "\t└──> Aggregated MetricRecord: %s", evaluated)
             result.evaluate_metrics_clientapp[round] = evaluated
-        central = self.evaluate_fn(round, arrays) if self.evaluate_fn else None
+        central = self._evaluate_on_server(round, arrays)
         if central is not None:
             log(INFO, "Global evaluation: %s", central)
             result.evaluate_metrics_serverapp[round] = central
@@ -148,6 +148,17 @@ class _Loop:
             row["config"] = config
         check_losses(row)
         return row
+
+    def _evaluate_on_server(self, round: int, arrays: ArrayRecord) -> MetricRecord | None:
+        if self.evaluate_fn is None:
+            return None
+        metrics = self.evaluate_fn(round, arrays)
+        require(
+            metrics is None or isinstance(metrics, MetricRecord),
+            f"evaluate_fn returns {type(metrics).__name__}; return a MetricRecord, such as "
+            'MetricRecord({"test_loss": loss, "test_accuracy": accuracy}), or None',
+        )
+        return metrics
 
     def _train(self, round: int) -> MetricRecord | None:
         strategy = self.strategy

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from logging import WARNING
+from numbers import Real
+from os import PathLike
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,9 +15,9 @@ from flwr.supercore import log
 
 from fedexp.algorithms import Algorithm
 from fedexp.client import SGD, ClientRule, Prox, Scaffold
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, is_number, require
 from fedexp.flower.replies import Weighting
-from fedexp.flower.secure_payload import SecureAggregation
+from fedexp.flower.secure_payload import NOT_UNIFORM, SecureAggregation
 from fedexp.privacy import Privacy
 from fedexp.privacy.settings import check_fit, warn_seeded
 
@@ -87,6 +88,16 @@ class Settings:
             self.secure is None or isinstance(self.secure, SecureAggregation),
             f"secure must be SecureAggregation(clip=...), not {self.secure!r}",
         )
+        require(self.secure is None or self.weighting == "uniform", NOT_UNIFORM)
+        require(
+            self.checkpoint is None or isinstance(self.checkpoint, str | PathLike),
+            f"checkpoint must be a folder, checkpoint='runs/first', not {self.checkpoint!r}",
+        )
+        wait = self.wait_for_nodes
+        require(
+            wait is None or (isinstance(wait, Real) and wait >= 0),
+            f"wait_for_nodes must be a number of seconds, not {wait!r}",
+        )
         if self.privacy is not None:
             require(
                 isinstance(self.privacy, Privacy) and not isinstance(self.privacy, type),
@@ -98,8 +109,8 @@ class Settings:
             raise UsageError("secure and privacy cannot be combined yet; leave one of them out")
         bound = self.max_norm
         require(
-            bound is None or (math.isfinite(bound) and bound > 0),
-            f"max_norm must be positive and finite, not {bound}",
+            bound is None or (is_number(bound) and bound > 0),
+            f"max_norm must be positive and finite, not {bound!r}",
         )
         require(
             bound is None or self.secure is None,
@@ -149,6 +160,7 @@ def default_weighting(privacy: Privacy | None, secure: SecureAggregation | None)
 def check_fractions(**values: float) -> None:
     """Refuse fractions outside [0, 1] and negative numbers of nodes."""
     for name, value in values.items():
+        require(is_number(value), f"{name} must be a number, not {value!r}")
         if name.startswith("fraction"):
             require(0 <= value <= 1, f"{name} must be in [0, 1], not {value}")
         else:

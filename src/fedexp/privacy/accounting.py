@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, Literal, get_args
 
-from fedexp.errors import FedExPError, require
+from fedexp.errors import FedExPError, is_number, require, whole_number
 from fedexp.optional import extra
 
 Sampling = Literal["known", "fixed", "poisson"]
@@ -213,7 +213,7 @@ def noise_multiplier(
     """
     require_epsilon(epsilon)
     require_delta(delta)
-    require(rounds >= 1, f"rounds must be at least 1, not {rounds}")
+    whole_number("rounds", rounds, least=1)
     first = _release(1.0, sampling, clients, cohort)
     if sampling == "known":
         sigma = accounting_library().get_sigma_gaussian(epsilon, delta)
@@ -345,19 +345,20 @@ def _search(enough: Callable[[float], bool], precision: float = 1e-3) -> float:
 def require_noise(noise_multiplier: float) -> None:
     """Refuse a noise multiplier that is not positive and finite."""
     require(
-        math.isfinite(noise_multiplier) and noise_multiplier > 0,
-        f"noise_multiplier must be positive, not {noise_multiplier}; leave privacy out for none",
+        is_number(noise_multiplier) and noise_multiplier > 0,
+        f"noise_multiplier must be positive, not {noise_multiplier!r}; leave privacy out for none",
     )
 
 
 def require_epsilon(epsilon: float) -> None:
     """Refuse an ε that is not positive and finite."""
     require(
-        math.isfinite(epsilon) and epsilon > 0,
-        f"epsilon must be positive and finite, not {epsilon}; leave privacy out for none",
+        is_number(epsilon) and epsilon > 0,
+        f"epsilon must be positive and finite, not {epsilon!r}; leave privacy out for none",
     )
 
 
 def require_delta(delta: float) -> None:
     """Refuse a δ outside (0, 1)."""
-    require(0 < delta < 1, f"delta must be in (0, 1), not {delta}; 1e-5 is usual")
+    valid = is_number(delta) and 0 < delta < 1
+    require(valid, f"delta must be in (0, 1), not {delta!r}; 1e-5 is usual")

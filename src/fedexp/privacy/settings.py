@@ -5,7 +5,6 @@ Settings whose guarantee would not hold are refused; those that guarantee less t
 
 from __future__ import annotations
 
-import math
 import warnings
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol, runtime_checkable
@@ -13,7 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from fedexp.algorithms import Algorithm
-from fedexp.errors import require
+from fedexp.errors import is_number, require, whole_number
 from fedexp.privacy import accounting
 from fedexp.privacy.accounting import Sampling
 from fedexp.privacy.mechanism import (
@@ -111,12 +110,12 @@ class CentralPrivacy:
         check_numerator(self.numerator)
         kappa = self.norm_weight
         require(
-            kappa is None or (math.isfinite(kappa) and kappa > 0),
-            f"norm_weight must be positive, not {kappa}; leave it out for the best one",
+            kappa is None or (is_number(kappa) and kappa > 0),
+            f"norm_weight must be positive, not {kappa!r}; leave it out for the best one",
         )
         for name in ("cohort", "clients"):
-            size = getattr(self, name)
-            require(size is None or size >= 1, f"{name} must be at least 1, not {size}")
+            if (size := getattr(self, name)) is not None:
+                whole_number(name, size, least=1)
 
     def prepare(
         self,
@@ -190,7 +189,8 @@ class LocalPrivacy:
             self.epsilon is None or self.rounds is not None,
             "epsilon needs rounds too: the most rounds that a client takes part in",
         )
-        require(self.rounds is None or self.rounds >= 1, "rounds must be at least 1")
+        if self.rounds is not None:
+            whole_number("rounds", self.rounds, least=1)
 
     def mechanism(self) -> LocalMechanism:
         """Return the mechanism of these settings, the same on clients and server."""
@@ -220,8 +220,8 @@ def check_numbers(
 ) -> None:
     """Refuse values out of range, and both or neither of noise_multiplier and epsilon."""
     require(
-        math.isfinite(clip) and clip > 0,
-        f"clip must be positive and finite, not {clip}; try the median norm of the updates",
+        is_number(clip) and clip > 0,
+        f"clip must be positive and finite, not {clip!r}; try the median norm of the updates",
     )
     require(
         (noise_multiplier is None) != (epsilon is None), "give either noise_multiplier or epsilon"

@@ -16,6 +16,7 @@ from fedexp.server.base import (
     Step,
     descend,
     require_fraction,
+    require_numbers,
     require_positive,
     scalar,
     vector,
@@ -45,6 +46,7 @@ class _Adaptive(ServerRule):
 
     def __post_init__(self) -> None:
         require_positive("the server lr", self.lr)
+        require_numbers(tau=self.tau)
         require(self.tau >= 0, f"tau must not be negative, but is {self.tau}")
         if self.form == EARLIER:
             object.__setattr__(self, "form", "printed")

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import abc
-import math
 from collections.abc import Mapping
+from numbers import Real
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
-from fedexp.errors import require
+from fedexp.errors import is_number, require
 from fedexp.precision import widest
 
 State = Mapping[str, Tensor]
@@ -66,9 +66,18 @@ def scalar(value: float, like: Any) -> Tensor:
 
 def require_positive(name: str, value: float) -> None:
     """Raise `UsageError` unless the value is positive and finite."""
-    require(math.isfinite(value) and value > 0, f"{name} must be positive and finite, not {value}")
+    valid = is_number(value) and value > 0
+    require(valid, f"{name} must be positive and finite, not {value!r}")
 
 
 def require_fraction(name: str, value: float) -> None:
     """Raise `UsageError` unless the value is in [0, 1)."""
+    require_numbers(**{name: value})
     require(0 <= value < 1, f"{name} must be in [0, 1), not {value}")
+
+
+def require_numbers(**values: float) -> None:
+    """Raise `UsageError` unless all values are numbers; infinity is one, NaN is not."""
+    for name, value in values.items():
+        valid = isinstance(value, Real) and not isinstance(value, bool) and value == value
+        require(valid, f"{name} must be a number, not {value!r}")

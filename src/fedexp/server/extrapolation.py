@@ -20,6 +20,7 @@ from fedexp.server.base import (
     Step,
     descend,
     require_fraction,
+    require_numbers,
     scalar,
     vector,
 )
@@ -108,6 +109,9 @@ class ExP(ServerRule):
     decay_before_first_round: bool = False
 
     def __post_init__(self) -> None:
+        require_numbers(
+            eps=self.eps, factor=self.factor, max_step=self.max_step, eps_decay=self.eps_decay
+        )
         require(self.eps >= 0, f"eps must not be negative, but is {self.eps}")
         require(self.factor > 0, f"factor must be positive, not {self.factor}")
         require(self.max_step >= 1, f"max_step must be at least 1, not {self.max_step}")

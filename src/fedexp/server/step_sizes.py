@@ -20,6 +20,7 @@ from fedexp.server.base import (
     State,
     Step,
     descend,
+    require_numbers,
     require_positive,
     scalar,
     vector,
@@ -57,6 +58,7 @@ class Hypergradient(ServerRule):
     def __post_init__(self) -> None:
         for name in ("lr", "low", "high"):
             require_positive(name, getattr(self, name))
+        require_numbers(lr=self.lr, low=self.low, high=self.high)
         require(
             self.low <= self.lr <= self.high,
             f"the step size starts at lr = {self.lr}, outside the bounds low = {self.low} and "
@@ -98,6 +100,7 @@ class StochasticPolyak(ServerRule):
     max_step: float = math.inf
 
     def __post_init__(self) -> None:
+        require_numbers(max_step=self.max_step)
         require(self.max_step >= 1, f"max_step must be at least 1, not {self.max_step}")
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
