@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import logging
+import tomllib
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +14,8 @@ import fedexp as fx
 from fedexp.cli.progress import FIRST_ROUNDS, Diagnostics, LiveBar
 from fedexp.runs.execute import execute
 from fedexp.runs.spec import Spec
+
+RUNS = Path(__file__).parents[2] / "results" / "runs"
 
 
 def seen(rows: list[dict[str, Any]], **options: Any) -> list[tuple[int, str]]:
@@ -34,8 +39,12 @@ def lines_of(task: str, algorithm: str, rounds: int = FIRST_ROUNDS, cohort: int 
 @pytest.mark.parametrize(
     ("rows", "start"),
     [
-        (alike(0.9, 6.0, clamped=False), "eps is 90% of the denominator"),
-        (alike(0.3, 2.5, clamped=True), "eps is 30% of the denominator"),  # 2.5 / 2 * 0.7 < 1
+        (alike(0.9, 6.0, clamped=True), "eps prevents extrapolation in 20 of the first 20 rounds"),
+        (alike(0.3, 2.5, clamped=True), "eps prevents extrapolation"),  # 2.5 / 2 * 0.7 < 1
+        (
+            [*alike(0.1, 6.0, False, 9), *alike(0.7, 6.0, True, 11)],
+            "eps prevents extrapolation in 11",
+        ),
         (alike(0.0, 1.4, clamped=True), "the clients agree (diversity 1.4,"),
         (alike(0.9, 1.4, clamped=True), "the clients agree"),  # a smaller eps would not help
     ],
@@ -51,7 +60,8 @@ def test_a_line_appears_once(rows: list[dict[str, Any]], start: str) -> None:
 @pytest.mark.parametrize(
     "rows",
     [
-        alike(0.4, 6.0, clamped=False),
+        alike(0.6, 6.0, clamped=False),  # a large share that bounds the step, and no more
+        [*alike(0.1, 6.0, False, 10), *alike(0.7, 6.0, True, 10)],
         alike(0.0, 1.4, clamped=False),
         alike(0.9, 6.0, clamped=True, rounds=FIRST_ROUNDS - 1),
         [*alike(0.0, 1.4, clamped=True, rounds=FIRST_ROUNDS - 1), *alike(0.0, 4.0, clamped=False)],
@@ -113,6 +123,23 @@ def test_real_runs_that_need_it() -> None:
         "digits", "fedexp", cohort=2, task__alpha=100, local__batch_size="none", local__lr=0.1
     )
     assert "the clients agree" in agree
+
+
+def test_archived_runs_of_fedexp() -> None:
+    """A note where a smaller eps needs fewer rounds (docs/reproduction-appendix.md), no other."""
+    found = set()
+    for path in sorted(RUNS.glob("*-fedexp-s*.csv")):
+        with path.open(encoding="utf-8") as file:
+            rows = [row for row in csv.DictReader(file) if row.get("eps_share")][:FIRST_ROUNDS]
+        numbers = [
+            {"eps_share": float(row["eps_share"]), "diversity": float(row["diversity"]),
+             "clamped": float(row["server_lr"]) <= 1}
+            for row in rows
+        ]  # fmt: skip
+        spec = tomllib.loads(path.with_suffix(".toml").read_text(encoding="utf-8"))["spec"]
+        found |= {(spec["task"], spec["mode"], bool(seen(numbers)))}
+    assert {key for key in found if key[2]} == {("cifar10", "authors-code", True)}
+    assert {("emnist", "paper", False), ("cifar10", "paper", False)} <= found
 
 
 class Shown:
