@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fedexp.client import SGD, ClientRule, Nova, Prox, ProxEnvelope, Scaffold
-from fedexp.errors import require
+from fedexp.errors import require, whole_number
 from fedexp.server import (
     AMS,
     Adagrad,
@@ -58,10 +58,8 @@ class Algorithm:
                 f"the {what} rule of {self.name!r} is {given}, not a fedexp.{base.__name__}; "
                 f"{remedy}",
             )
-        require(
-            self.average_last is None or self.average_last >= 1,
-            f"average_last must be at least 1, not {self.average_last}",
-        )
+        if self.average_last is not None:
+            whole_number("average_last", self.average_last, least=1)
 
     @property
     def iterates(self) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedexp.data.federation import Federation
-from fedexp.errors import require
+from fedexp.errors import UsageError, first_line, require, shown, whole_number
 
 Clients = NDArray[np.int64]
 Choose = Callable[[np.random.Generator, int, Federation], Any]
@@ -62,9 +62,20 @@ def available(
         size: clients per round at most; None for all that are available.
     """
 
+    if size is not None:
+        whole_number("size", size, 1)
+
     def choose(rng: np.random.Generator, round: int, federation: Federation) -> Clients:
-        given = probability(round, federation) if callable(probability) else probability
-        odds = np.broadcast_to(given, federation.clients)
+        given: Any = probability
+        if callable(probability):
+            try:
+                given = probability(round, federation)
+            except TypeError as error:
+                raise UsageError(
+                    "probability does not take (round, federation), e.g. lambda round, federation: "
+                    f"0.1: {first_line(error)}"
+                ) from error
+        odds = _probabilities(given, federation.clients)
         here = np.flatnonzero(rng.random(federation.clients) < odds)
         here = here if len(here) else np.array([odds.argmax()])
         return here if size is None else rng.permutation(here)[:size]
@@ -72,7 +83,27 @@ def available(
     return choose
 
 
+def _probabilities(given: Any, clients: int) -> NDArray[np.float64]:
+    """Return one probability per client; refuse anything but numbers from 0 to 1."""
+    try:
+        odds = np.asarray(given, dtype=np.float64)
+    except (TypeError, ValueError):
+        odds = np.full(1, np.nan)
+    require(
+        bool(((odds >= 0) & (odds <= 1)).all()),
+        "probability must be from 0 to 1, a number or one per client, not "
+        f"{shown(repr(given), 40)}",
+    )
+    require(
+        odds.ndim == 0 or odds.shape == (clients,),
+        f"probability has the shape {list(odds.shape)}; give a number, or one for each of the "
+        f"{clients} clients",
+    )
+    return np.broadcast_to(odds, clients)
+
+
 def _check(size: int, federation: Federation) -> None:
+    whole_number("size", size, 1)
     require(
         1 <= size <= federation.clients,
         f"cannot choose {size} of {federation.clients} clients; take 1 to {federation.clients}",

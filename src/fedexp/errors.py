@@ -72,7 +72,12 @@ def is_number(value: object) -> bool:
     >>> is_number(0.5), is_number("0.5"), is_number(float("nan"))
     (True, False, False)
     """
-    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, Real) or isinstance(value, bool):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # 10**400
+        return False
 
 
 def require(condition: bool, message: str) -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedexp.aggregate import norms
-from fedexp.errors import require, shown, whole_number
+from fedexp.errors import is_number, require, shown, whole_number
 from fedexp.precision import widest
 
 MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
@@ -31,6 +31,7 @@ OPTIONS_OF = {  # fields that other optimisers do not use
     "delta_gamma": ("delta-sgd",),
     "delta_growth": ("delta-sgd",),
 }
+OPTIONAL = ("steps", "epochs", "batch_size", "clip_norm")
 NUMBERS = (
     "lr",
     "steps",
@@ -116,15 +117,18 @@ class LocalTraining:
     def __post_init__(self) -> None:
         for name in NUMBERS:
             value = getattr(self, name)
-            require(
-                value is None or isinstance(value, Real),
-                f"local.{name} must be a number, not {value!r}",
-            )
-        require(math.isfinite(self.lr) and self.lr > 0, f"local.lr must be > 0, not {self.lr}")
+            valid = isinstance(value, Real) or (value is None and name in OPTIONAL)
+            require(valid, f"local.{name} must be a number, not {value!r}")
+        require(is_number(self.lr) and self.lr > 0, f"local.lr must be > 0, not {self.lr}")
+        require(
+            self.steps is not None or self.epochs is not None,
+            "local.steps is None; give steps or epochs",
+        )
         for name in ("steps", "epochs", "batch_size"):
             if getattr(self, name) is not None:
                 whole_number(f"local.{name}", getattr(self, name), 1)
-        require(self.weight_decay >= 0, f"local.weight_decay must be >= 0: {self.weight_decay}")
+        decay = self.weight_decay
+        require(is_number(decay) and decay >= 0, f"local.weight_decay must be >= 0, not {decay}")
         clip = self.clip_norm
         require(clip is None or clip > 0, f"local.clip_norm must be positive, not {clip}")
         require(0 < self.lr_decay <= 1, f"local.lr_decay must be in (0, 1], not {self.lr_decay}")

@@ -8,6 +8,7 @@ a function) runs in this process.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -342,6 +343,14 @@ class Tuning:
     @property
     def best(self) -> dict[str, float]:
         """The best values by option; pass them on as `options=`."""
+        require(
+            any(
+                math.isfinite(each.result.score) and each.result.diverged_at is None
+                for each in self.trials
+            ),
+            f"no trial has a finite {self.study.metric}, so none is the best; widen the grid, or "
+            "check the metric",
+        )
         return dict(self.trials[0].point)
 
     @property

@@ -136,7 +136,7 @@ def test_diagnostics_are_notes(capfd: pytest.CaptureFixture[str]) -> None:
     assert main([*RUN, "--rounds", "25", "--set", "eps=1e6", "--json"]) == 0
     out, err = capfd.readouterr()
     assert json.loads(out)["rounds"] == 25
-    assert [line for line in err.splitlines() if line.startswith("fedexp: note: eps is")]
+    assert [line for line in err.splitlines() if line.startswith("fedexp: note: eps prevents")]
 
 
 @pytest.mark.parametrize(

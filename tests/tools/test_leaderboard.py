@@ -288,8 +288,9 @@ def test_the_sentence_of_readme_is_of_the_board() -> None:
         for row in ("fedexp", "fedavg"):
             assert f"{mean(board[task, row].crossings(1)):.0f}" in text
         reached = {row: cell.rounds(1) for (name, row), cell in board.items() if name == task}
-        fewest = min((value, row) for row, value in reached.items() if value is not None)
-        assert f"{fewest[0]:.0f} ({ENTRIES[fewest[1]].title})" in text
+        fewest = min(value for value in reached.values() if value is not None)
+        fastest = [ENTRIES[row].title for row, value in reached.items() if value == fewest]
+        assert all(title in text.split(f"{fewest:.0f} (")[1].split(")")[0] for title in fastest)
     assert report.readme({}) == "No runs yet."
 
 

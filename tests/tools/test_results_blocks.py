@@ -127,10 +127,25 @@ def test_readings_of_eps_are_side_by_side_and_never_mixed() -> None:
     assert f"CIFAR-10, participants x eps: {fastest} (150" in agree
 
 
+def test_eps_of_table_4_by_reading() -> None:
+    """With norms 0.07 and 0.02 the step is above 1 for an added eps below 0.015."""
+    run = fabricated("table1", "cifar10", "fedexp")
+    assert "mode paper" not in deviations.extrapolated_rounds(Archive((run,)))
+    rows = [{**row, "mean_sq_norm": 0.07, "sq_norm_of_mean": 0.02} for row in run.rows]
+    text = deviations.extrapolated_rounds(Archive((replace(run, rows=rows),)))
+    # 20 x 1e-3 x 0.996004^t is below 0.015 from t = 72 on, 20 x 10^-2.5 from t = 360
+    assert [line.split(" | ")[2:] for line in text.splitlines() if "mode paper" in line] == [
+        ["eps as printed", "100%", "100%", "100%", "0%", "0% |"],
+        ["participants x eps", "0%", "0%", "0%", "0%", "0% |"],
+        ["participants x decaying eps", "86%", "28%", "0%", "0%", "0% |"],
+    ]
+
+
 def test_disagreements_leave_out_what_agrees() -> None:
     archive = Archive(tuple(table1_runs()))
     text = studies.disagreements(archive)
-    assert text.startswith("4 of 6 judgements agree with the paper. The others:")
+    head = "4 of 6 judgements agree with the paper, each reading of eps counted by itself"
+    assert text.startswith(f"{head}; 6 on 2 seeds. The others:")
     assert text.count("\n- ") == 2
     assert "best of all* (Figure 4, Figure 8) is undecided over 2 seeds: " in text
     assert (

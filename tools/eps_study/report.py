@@ -6,6 +6,7 @@ the smoothed crossing; the one by the first crossing follows in parentheses.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -204,7 +205,8 @@ def variant_table(stores: Mapping[str, Store]) -> str:
             cells, own, other = task_cells(store, [task], "smoothed"), smooth[task], first[task]
             eps = [cell.oracle.eps for cell in cells]
             row = [name, NAMES[task], f"{min(eps):.3g} to {max(eps):.3g}"]
-            row += [_ratio(own.oracle, other.oracle), _ratio(own.printed, other.printed)]
+            row.append(_ratio(own.oracle, other.oracle, MOST_TO_ORACLE))
+            row.append(_ratio(own.printed, other.printed, MOST_TO_PRINTED))
             rows.append([*row, _ratio(own.base, other.base), "yes" if own.holds else "no"])
         result = {
             None: f"not all runs are there; {constant} has to have {rule}",
@@ -283,8 +285,16 @@ def _arm_name(arm: Arm) -> str:
     return f"c = {arm.eps:g}" if arm.kind == "relative" else f"eps = {arm.eps:.3g}"
 
 
-def _ratio(smooth: float | None, first: float | None) -> str:
-    return "" if smooth is None or first is None else f"{smooth:.2f} ({first:.2f})"
+def _ratio(smooth: float | None, first: float | None, most: float = math.inf) -> str:
+    """Return ratios by both crossings; one just above `most` with a third decimal.
+
+    >>> _ratio(1.2518, 1.19, most=1.25), _ratio(1.2471, 1.19, most=1.25)
+    ('1.252 (1.19)', '1.25 (1.19)')
+    """
+    if smooth is None or first is None:
+        return ""
+    digits = 3 if smooth > most >= float(f"{smooth:.2f}") else 2
+    return f"{smooth:.{digits}f} ({first:.2f})"
 
 
 def _rounds(own: CellRounds, arm: Arm, first: CellRounds) -> str:

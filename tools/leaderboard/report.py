@@ -73,11 +73,12 @@ def readme(board: Board) -> str:
             and (reached := cell.rounds(1)) is not None
         }
         if {"fedexp", "fedavg"} <= rounds.keys():
-            best = min(rounds, key=rounds.__getitem__)
+            best = min(rounds.values())
+            fastest = [ENTRIES[row].title for row, reached in rounds.items() if reached == best]
             goal = f"{percent(task.targets[1])} on {task.title}"
             ours.append(f"{rounds['fedexp']:.0f} rounds to {goal}")
             fedavg.append(f"{rounds['fedavg']:.0f}")
-            fewest.append(f"{rounds[best]:.0f} ({ENTRIES[best].title})")
+            fewest.append(f"{best:.0f} ({', '.join(fastest)})")
     if not ours:
         return NO_RUNS
     return (

@@ -24,6 +24,7 @@ from tools.results.format import (
 )
 
 Series = Mapping[str, Sequence[Outcome]]
+CIFAR = ("cifar10", "cifar100")
 
 
 def eps_readings(archive: Archive) -> str:
@@ -60,6 +61,45 @@ def _reading_cells(task: str, name: str, runs: Sequence[Outcome], rounds: int) -
         f"{100 * np.median(shares):.1f}%" if shares.size else NOTHING,
         str(len(runs)),
     ]
+
+
+def extrapolated_rounds(archive: Archive) -> str:
+    """Return how often each eps of Table 4 would leave a step above 1, by reading of eps.
+
+    The norms are those of the stored runs on the CIFAR tasks, whose rows are flat in Table 4. A run
+    with another eps would have others, so this is an estimate.
+    """
+    published, rows = quantity("epsilon-table"), []
+    for task in CIFAR:
+        values = published.values[task]
+        rows.append([task_name(task), "paper: training accuracy", ""])
+        rows[-1] += [text_of(value, "%") for value in values.values()]
+        for mode, studies in {"paper": archive.studies, RELEASED: archive.released}.items():
+            runs = studies["table1"].groups.get(task, {}).get("fedexp", ())
+            runs = [run for run in runs if not np.isnan(run.curve("sq_norm_of_mean")).all()]
+            if not runs:
+                continue
+            norms = f"mode {mode}, {count(len(runs), 'seed')}"
+            for reading in (PRINTED, *READINGS):
+                shares = [_extrapolated(runs, 10 ** float(eps[3:]), reading) for eps in values]
+                rows.append([task_name(task), norms, reading, *(f"{x:.0%}" for x in shares)])
+    headers = ["task", "norms of", "reading", *(f"eps {eps}" for eps in published.values[CIFAR[0]])]
+    return table(headers, rows, left=3)
+
+
+def _extrapolated(runs: Sequence[Outcome], eps: float, reading: str) -> float:
+    """Return the part of all rounds of some runs in which the step would be above 1."""
+    options = dict(READINGS.get(reading, ()))
+    decay = float(options.get("server.eps_decay", 1))
+    above = []
+    for run in runs:
+        squares, mean = run.curve("mean_sq_norm"), run.curve("sq_norm_of_mean")
+        cohort = run.spec.cohort
+        assert isinstance(cohort, int)
+        times = cohort if "server.eps_mode" in options else 1
+        added = eps * times * decay ** np.arange(len(squares))
+        above.append((squares > 2 * (mean + added))[~np.isnan(mean)])
+    return float(np.mean(np.concatenate(above)))
 
 
 def writers(archive: Archive) -> str:

@@ -57,6 +57,7 @@ BLOCKS: dict[str, Callable[[Archive], str]] = {
     "missing": deviations.missing,
     "fill": runs.missing_commands,
     "eps-readings": deviations.eps_readings,
+    "eps-table4": deviations.extrapolated_rounds,
     "writers": deviations.writers,
     "seeds": deviations.seeds,
     "arithmetic": deviations.arithmetic,

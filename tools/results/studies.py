@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from fedexp.reproduce.accuracy_studies import FINAL
 from fedexp.reproduce.figure1 import CLIENT, SERVER, cell
 from fedexp.reproduce.measures import final
 from fedexp.reproduce.published import Table, Value, claims, quantity, text_of
-from fedexp.reproduce.study import Check
+from fedexp.reproduce.study import Check, count
 from tools.results.archive import NAMES, Archive, StoredStudy
 from tools.results.format import (
     NO_RUNS,
@@ -115,7 +117,12 @@ def disagreements(archive: Archive) -> str:
     if not checks:
         return NO_RUNS
     agree = sum(check.holds is True for _, check in checks)
-    head = f"{agree} of {len(checks)} judgements agree with the paper. The others:"
+    seeds = Counter(check.seeds for _, check in checks if check.seeds is not None)
+    over = ", ".join(f"{n} on {count(k, 'seed')}" for k, n in sorted(seeds.items()))
+    head = (
+        f"{agree} of {len(checks)} judgements agree with the paper, each reading of eps counted by "
+        f"itself; {over}. The others:"
+    )
     rest = [_sentence(check) for _, check in checks if check.holds is not True]
     return paragraphs(head, bullets(rest) or "None.")
 

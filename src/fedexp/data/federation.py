@@ -268,10 +268,16 @@ def check_fields(fields: Mapping[str, Tensor], total: int | None = None) -> int:
 def check_finite(fields: Mapping[str, Tensor], where: str = "") -> None:
     """Refuse floating-point fields with infinite or NaN values."""
     for name, value in fields.items():
-        blocks = value.split(ROWS_PER_CHECK) if value.is_floating_point() else ()
-        finite = all(bool(block.isfinite().all()) for block in blocks)
         what = f"field {name!r}{where and f' of {where}'}"
-        require(finite, f"{what} holds values that are not finite; clean the data")
+        require(all_finite(value), f"{what} holds values that are not finite; clean the data")
+
+
+def all_finite(value: Tensor) -> bool:
+    """Return whether a tensor has neither infinite nor NaN values, looking at it in blocks."""
+    if not value.is_floating_point() and not value.is_complex():
+        return True
+    blocks = value.split(ROWS_PER_CHECK)
+    return all(bool(block.isfinite().all()) for block in blocks)
 
 
 def check_labels(labels: NDArray[Any], classes: int, where: object) -> NDArray[np.int64]:
@@ -307,6 +313,9 @@ def as_tensors(fields: Mapping[str, Any]) -> dict[str, Tensor]:
 
 def _as_positions(value: Any) -> Any:
     """Return what torch reads by position; it would read a column of pandas by its labels."""
+    if isinstance(value, np.ma.MaskedArray):
+        require(not np.ma.is_masked(value), "some of its values are masked; fill or drop them")
+        value = np.asarray(value)
     if isinstance(value, Tensor | np.ndarray | Sequence):
         return value
     array = np.asarray(value)
@@ -420,7 +429,10 @@ def _check_alike(array: NDArray[Any], filled: NDArray[Any], what: str) -> None:
             f"{what} has shape {array.shape}, not {filled.shape[1:]} as the first; "
             "give all examples one shape"
         )
-    if not np.can_cast(array.dtype, filled.dtype, "same_kind"):
+    # whole numbers must not wrap around; others that become infinite are found later
+    if not np.can_cast(
+        array.dtype, filled.dtype, "safe" if filled.dtype.kind in "iu" else "same_kind"
+    ):
         raise UsageError(
             f"{what} is {array.dtype}, not {filled.dtype} as the first; give all examples one type"
         )

@@ -23,6 +23,7 @@ def iid(examples: int, clients: int, rng: np.random.Generator) -> Parts:
     >>> sorted(len(part) for part in iid(10, 3, np.random.default_rng(0)))
     [3, 3, 4]
     """
+    whole_number("examples", examples, 1)
     _check(examples, clients, rng)
     return [np.sort(part) for part in np.array_split(rng.permutation(examples), clients)]
 
@@ -61,7 +62,7 @@ def shards(
     >>> sorted(part.tolist() for part in parts)
     [[0, 2, 4], [1, 3, 5]]
     """
-    labels = _column("labels", labels)
+    labels = _labels(labels)
     whole_number("shards_per_client", shards_per_client, 1)
     _check(len(labels), clients, rng, shards_per_client)
     shuffled = rng.permutation(len(labels))
@@ -85,7 +86,7 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, rng: np.random.Gene
     >>> [len(part) for part in parts]
     [25, 25, 25, 25]
     """
-    labels = _column("labels", labels)
+    labels = _labels(labels)
     _check(len(labels), clients, rng)
     pools = [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
     mix = _proportions(alpha, clients, len(pools), rng)
@@ -112,7 +113,7 @@ def dirichlet_unequal(
     >>> sum(map(len, parts)), min(map(len, parts)) >= 5
     (100, True)
     """
-    labels = _column("labels", labels)
+    labels = _labels(labels)
     whole_number("minimum", minimum, 1)
     _check(len(labels), clients, rng, minimum)
     classes = np.unique(labels)
@@ -200,8 +201,19 @@ def _column(name: str, values: ArrayLike) -> NDArray[Any]:
     return column
 
 
-def _check_none_missing(given: Any, ids: NDArray[Any]) -> None:
-    """Refuse ids that are NaN or None, of which numpy would make a client."""
+def _labels(given: ArrayLike) -> NDArray[Any]:
+    """Return the labels as an array; refuse those that are missing or have no order."""
+    labels = _column("labels", given)
+    _check_none_missing(given, labels, "label")
+    try:
+        np.unique(labels)
+    except TypeError as error:  # e.g. 3 and "a"
+        raise UsageError("labels of different kinds have no order; make them all text") from error
+    return labels
+
+
+def _check_none_missing(given: Any, ids: NDArray[Any], name: str = "id") -> None:
+    """Refuse ids or labels that are NaN or None, of which numpy would make a client or class."""
     missing: list[Any] = []
     if ids.dtype.kind in "fmM":
         missing = ids[ids != ids].tolist()
@@ -211,9 +223,9 @@ def _check_none_missing(given: Any, ids: NDArray[Any]) -> None:
         missing = [id for id in given if _is_missing(id)]  # numpy makes them the text "nan"
     if missing:
         kind = "None" if any(id is None for id in missing) else "NaN"
-        what = f"1 id is {kind}; drop this row"
+        what = f"1 {name} is {kind}; drop this row"
         if len(missing) > 1:
-            what = f"{len(missing)} ids are {kind}; drop these rows"
+            what = f"{len(missing)} {name}s are {kind}; drop these rows"
         raise UsageError(what)
 
 

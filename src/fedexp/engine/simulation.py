@@ -427,6 +427,10 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
         if "more than 1 value per channel" not in str(error):
             raise
         raise _batch_of_one(work) from error
+    except IndexError as error:
+        if "index out of range in self" not in str(error):
+            raise
+        raise _no_such_index(work.task) from error
     clients = ClientStates.of(state.clients).updated(result.changed)
     metrics = dict(result.metrics)
     return Record(
@@ -453,6 +457,20 @@ def _batch_of_one(work: Work) -> UsageError:
     )
 
 
+def _no_such_index(task: Task) -> UsageError:
+    """Return the error for an embedding that is given an index it does not have."""
+    ranges = [
+        f"{name} {int(value.min())} to {int(value.max())} ({split})"
+        for split, fields in {"training": task.train.fields, "test": task.test or {}}.items()
+        for name, value in fields.items()
+        if not value.is_floating_point() and not value.is_complex()
+    ]
+    return UsageError(
+        "an embedding of the model has no entry for an index in the data, whose whole numbers are "
+        f"{', '.join(ranges)}; raise num_embeddings, or clean the data"
+    )
+
+
 def _local_then_server(work: Work, state: SimulationState, engine: Run) -> RoundResult:
     """Return the result of a round whose sums and server step are computed one after the other."""
     params, changed = state.params, dict[int, Tensors]()
@@ -476,20 +494,25 @@ def _evaluated(
 ) -> Record:
     """Return the record with the values of its output model; metrics in `noted` were warned of."""
     with seeded_torch(work.seed, "evaluation", work.round):  # in case the model draws
-        values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output(), run)
+        try:
+            values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output(), run)
+        except IndexError as error:
+            if "index out of range in self" not in str(error):
+                raise
+            raise _no_such_index(work.task) from error
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
+    broken = {name: value for name, value in values.items() if not math.isfinite(value)}
     further = {name: values.pop(name) for name in list(values) if name not in EVALUATED}
     for name in record.metrics.keys() & further.keys():
         raise UsageError(
             f"step of {type(work.algorithm.server).__name__} reports {name}, which is a metric of "
             "the task; give one of them another name"
         )
-    for name in {name for name, value in further.items() if math.isnan(value)} - noted:
+    for name in broken.keys() - noted:
         noted.add(name)
-        warnings.warn(
-            f"round {record.round}: {name} is not a number; it is stored as null", DataNote, 3
-        )
+        what = "not a number" if math.isnan(broken[name]) else "infinite"
+        warnings.warn(f"round {record.round}: {name} is {what}; it is stored as null", DataNote, 3)
     return replace(record, **values, metrics={**record.metrics, **further})
 
 

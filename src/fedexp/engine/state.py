@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
+from numbers import Real
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -255,7 +256,9 @@ def model_step(
             "the next parameters, the next state and a dict of metrics"
         )
     params, server, metrics = stepped
-    _check_step(type(algorithm.server).__name__, params, model.params, metrics)
+    rule = type(algorithm.server).__name__
+    _check_step(rule, params, model.params, metrics)
+    _check_state(rule, server, model.server)
     averaged = model.averaged
     if "buffers" in aggregate.extras:
         change = aggregate.mean_extra("buffers").to(averaged.dtype)
@@ -288,7 +291,21 @@ def _check_step(rule: str, params: Any, before: Tensor, metrics: Mapping[str, An
             f"step of {rule} returns parameters of shape {found}, not {list(before.shape)}; return "
             "all of the next parameters as one vector"
         )
+    if params.dtype != before.dtype:
+        raise UsageError(
+            f"step of {rule} returns parameters in {params.dtype}, not {before.dtype}; return them "
+            "as params.dtype"
+        )
+    if not isinstance(metrics, Mapping):
+        raise UsageError(
+            f"step of {rule} returns {type(metrics).__name__} as metrics; return numbers by name, "
+            "{} for none"
+        )
     for name, value in metrics.items():
+        if not isinstance(value, Tensor | Real):
+            raise UsageError(
+                f"step of {rule} reports {name} as {type(value).__name__}; report a number"
+            )
         if name in OWN_FIELDS:
             raise UsageError(
                 f"step of {rule} reports a metric called {name}, which every record has; give it "
@@ -299,6 +316,27 @@ def _check_step(rule: str, params: Any, before: Tensor, metrics: Mapping[str, An
                 f"step of {rule} reports {name} of shape {list(value.shape)}; report one number, "
                 "e.g. its mean"
             )
+
+
+def _check_state(rule: str, after: Any, before: Tensors) -> None:
+    """Refuse a state of other names or shapes than `init` gave: such a run could not resume."""
+    if not isinstance(after, Mapping):
+        raise UsageError(
+            f"step of {rule} returns {type(after).__name__} as state; return tensors by name, "
+            "{} for none"
+        )
+    shapes = [{name: shape_of(value) for name, value in each.items()} for each in (after, before)]
+    names = sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()})
+    if names:
+        raise UsageError(
+            f"step of {rule} returns a state with another {', '.join(names)} than init; give init "
+            'the same names and shapes, e.g. return {"momentum": torch.zeros_like(params)}'
+        )
+
+
+def shape_of(value: Any) -> tuple[int, ...] | None:
+    """Return the shape of a tensor, None for anything else."""
+    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def with_model(state: SimulationState, model: ServerModel, algorithm: Algorithm) -> SimulationState:

@@ -44,6 +44,13 @@ NUMBER_FUNCTIONS = (
 )  # fmt: skip
 
 
+def takes_fractions(loss: Any) -> bool:
+    """Return whether a loss is one of torch's binary cross entropies, whose targets are 0 to 1."""
+    function = loss.func if isinstance(loss, partial) else loss
+    own = (F.binary_cross_entropy, F.binary_cross_entropy_with_logits)
+    return type(loss) in (nn.BCELoss, nn.BCEWithLogitsLoss) or any(function is f for f in own)
+
+
 class ResolvedLoss(NamedTuple):
     """How a loss is used.
 

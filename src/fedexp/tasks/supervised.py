@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedexp.cohorts import Cohort
-from fedexp.data.federation import Batch, Federation, as_tensors, check_finite
+from fedexp.data.federation import Batch, Federation, all_finite, as_tensors, check_finite
 from fedexp.data.transforms import Transform
 from fedexp.errors import DataNote, UsageError, first_line, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.objective import Fields, ModuleObjective
-from fedexp.objective.losses import Loss, class_loss
+from fedexp.objective.losses import Loss, class_loss, copied_loss
+from fedexp.seeding import preserved_draws
 from fedexp.tasks.metrics import as_metrics
 from fedexp.tasks.recipe import PAPER_TRAINING, Goal, Options, Recipe, parse_goal
 from fedexp.tasks.resolve_loss import (
@@ -34,10 +35,15 @@ from fedexp.tasks.resolve_loss import (
     check_differentiable,
     kind_of,
     resolve_loss,
+    takes_fractions,
     takes_numbers,
 )
 from fedexp.tasks.task import Task, TrainMetrics
 
+HALF = (
+    "the parameters are in half precision, in which small updates are lost; build the model in "
+    'float32, and pass precision="bf16" for fast arithmetic'
+)
 UNTRACKED = (
     "BatchNorm without running statistics makes losses and accuracies depend on which examples are "
     "evaluated together, hence on their order; build it with track_running_stats=True"
@@ -137,7 +143,9 @@ def supervised(
     layers = objective.module.modules()
     if any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in layers):
         notes[UNTRACKED] = None
-    outputs, targets = _probe(objective, train, transform, fields)
+    if objective.params[0].dtype in (torch.bfloat16, torch.float16):
+        notes[HALF] = None
+    outputs, targets = _probe(objective, train.fields, transform, fields)
     of_classes = class_loss(loss) if are_integers(targets) else None
     ignored = False
     if of_classes is not None:
@@ -147,6 +155,9 @@ def supervised(
                 ignored |= _check_classes(what, batch[each], classes, of_classes.ignore_index)
     resolved = resolve_loss(loss, outputs, targets, ignored)
     check_differentiable(resolved.loss, outputs, targets)
+    _check_fractions(loss, fields, {"training": train.fields, "test": held_out or {}})
+    if held_out is not None:
+        _check_test_examples(objective, resolved.loss, held_out, transform, fields, targets)
     if resolved.note:
         notes[resolved.note] = None
     objective = objective.with_loss(
@@ -364,6 +375,11 @@ def _cast(
         if value.dtype == kind:
             continue
         casted[name] = value.to(kind)
+        require(
+            all_finite(casted[name]),
+            f"values of {name!r} exceed the range of {str(kind).removeprefix('torch.')}, the type "
+            "of the model; scale them down",
+        )
         what, why = ("labels", "") if is_label else ("inputs", ", the type of the model")
         before, after = (str(each).removeprefix("torch.") for each in (value.dtype, kind))
         notes[f"{what} {name!r} are cast from {before} to {after}{why}"] = None
@@ -372,17 +388,21 @@ def _cast(
 
 @torch.no_grad()
 def _probe(
-    objective: ModuleObjective, train: Federation, transform: Transform | None, fields: Fields
+    objective: ModuleObjective,
+    batch: Batch,
+    transform: Transform | None,
+    fields: Fields,
+    what: str = "examples",
 ) -> tuple[Any, Any]:
     """Return outputs and targets of two examples; raises where the model rejects them.
 
     With one, shapes that differ may look alike. Their labels differ, if any do, so that a loss that
     compares each with each is another one.
     """
-    labels = train.fields[fields.label_names[0]][:PROBED_LABELS]
+    labels = batch[fields.label_names[0]][:PROBED_LABELS]
     other = int((labels != labels[:1]).reshape(len(labels), -1).any(dim=1).int().argmax())
     rows = [0, other or 1][: len(labels)]
-    some: Batch = {name: value[rows] for name, value in train.fields.items()}
+    some: Batch = {name: value[rows] for name, value in batch.items()}
     if transform is not None:
         some = transform.evaluate(some)
     arguments, keywords = fields.arguments(some)
@@ -393,12 +413,39 @@ def _probe(
         of_bytes = [name for name in fields.input_names if some[name].dtype == torch.uint8]
         if of_bytes:
             raise UsageError(
-                f"the examples {of_bytes[0]} are bytes, which the model rejects; pass "
+                f"the {what} {of_bytes[0]} are bytes, which the model rejects; pass "
                 "transform=Images(mean, std), or convert them to float"
             ) from error
         given = ", ".join(f"{name} {kind_of(some[name])}" for name in fields.input_names)
+        whole = [name for name in fields.input_names if are_integers(some[name])]
+        remedy = f"; convert {whole[0]} to float32" if whole and "dtype" in str(error) else ""
         raise UsageError(
-            f"the model does not accept these examples ({given}): {first_line(error)}"
+            f"the model does not accept these {what} ({given}): {first_line(error)}{remedy}"
+        ) from error
+
+
+def _check_test_examples(
+    objective: ModuleObjective,
+    loss: Loss,
+    test: Batch,
+    transform: Transform | None,
+    fields: Fields,
+    targets: Any,
+) -> None:
+    """Refuse test examples that the model or the loss rejects, as a run would after a round."""
+    with preserved_draws():
+        outputs, found = _probe(objective, test, transform, fields, "test examples")
+    try:
+        with preserved_draws(), torch.no_grad():
+            copied_loss(loss)(outputs, found)
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:
+        kinds = [
+            kind_of(each) if isinstance(each, Tensor) else type(each).__name__
+            for each in (found, targets)
+        ]
+        raise UsageError(
+            f"the loss does not accept the test targets ({kinds[0]}, in training {kinds[1]}): "
+            f"{first_line(error)}; give both the same kind"
         ) from error
 
 
@@ -430,6 +477,20 @@ def _number_of_classes(outputs: Any, targets: Tensor) -> int:
             "output.transpose(1, 2)",
         )
     return int(outputs.shape[1])
+
+
+def _check_fractions(loss: Loss, fields: Fields, parts: Mapping[str, Batch]) -> None:
+    """Refuse targets of a binary cross entropy outside [0, 1], with which it has no lower bound."""
+    if not takes_fractions(loss):
+        return
+    for what, batch in parts.items():
+        for name in (name for name in fields.label_names if name in batch):
+            low, high = batch[name].min().item(), batch[name].max().item()
+            require(
+                low >= 0 and high <= 1,
+                f"the targets {name} of the {what} data are {low:g} to {high:g}, those of a binary "
+                "cross entropy 0 to 1; scale them, or take another loss",
+            )
 
 
 def _check_classes(what: str, y: Tensor, classes: int, ignore_index: int) -> bool:

@@ -48,7 +48,7 @@ from fedexp.analysis.report.sections import (
 from fedexp.analysis.report.sections import sections as sections_of
 from fedexp.analysis.summary import Line, summarise_groups
 from fedexp.analysis.tables import comparison_table, format_bytes, format_value, warning_lines
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, require
 from fedexp.optional import extra
 from fedexp.runs import StoredRun
 from fedexp.runs.files import write_bytes
@@ -155,6 +155,7 @@ def render(
 
 def write_page(path: Path, text: str) -> None:
     """Write the page atomically: after a failure the old file is intact."""
+    require(not path.is_dir(), f"{path} is a folder; name a file, e.g. -o {path / 'report.html'}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_bytes(path, text.encode())
