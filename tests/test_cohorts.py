@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -203,3 +204,13 @@ def test_ready_made_functions() -> None:
     assert [len(same.sample(0, round, task.train)) for round in range(1, 30)] == sizes
     with pytest.raises(fx.UsageError, match="cannot choose 7 of 6 clients"):
         fx.simulate(task, fx.fedavg(), 1, fx.cohorts.cyclic(7))
+    for probability, message in (
+        *((value, "must be from 0 to 1") for value in (90, -1, math.nan, "x", [0.5] * 5 + [2])),
+        ([0.1, 0.2], r"has the shape \[2\]; give a number, or one for each of the 6 clients"),
+        (lambda round: 0.1, r"does not take \(round, federation\)"),
+    ):
+        with pytest.raises(fx.UsageError, match=message):
+            fx.simulate(task, fx.fedavg(), 1, fx.cohorts.available(probability))
+    for size in (-1, 0, 1.5):
+        with pytest.raises(fx.UsageError, match="size must be"):
+            fx.cohorts.available(0.5, size=size)  # type: ignore[arg-type]

@@ -262,6 +262,13 @@ def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
             "local.optimizer is sgd, adam, adamw, delta-sgd or a function, .*, not 'lion'",
         ),
         ({"lr": "0.1"}, "local.lr must be a number, not '0.1'"),
+        *(
+            ({name: None}, f"local.{name} must be a number, not None")
+            for name in ("lr", "lr_decay", "weight_decay", "momentum", "delta_gamma", "adam_eps")
+        ),
+        ({"lr": 10**400}, "local.lr must be > 0"),
+        ({"weight_decay": math.inf}, "local.weight_decay must be >= 0, not inf"),
+        ({"steps": None}, "give steps or epochs"),
         ({"steps": [2]}, "local.steps must be a number"),
         ({"steps": 1.5}, "local.steps must be a whole number: 1.5"),
         ({"momentum": 1.0}, r"local.momentum must be in \[0, 1\)"),

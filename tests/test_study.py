@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import subprocess
 import sys
@@ -20,12 +21,13 @@ from torch import nn
 
 import fedexp as fx
 from fedexp.cli.main import main
-from fedexp.errors import UsageError
+from fedexp.errors import DataNote, UsageError
 from fedexp.references import load_object
 from fedexp.runs.files import read_rows
 from fedexp.runs.folder import RunWarning, rerun
 from fedexp.runs.spec import read_spec
 from fedexp.runs.weights import run_weights
+from fedexp.tasks.metrics import as_metrics
 from tests.helpers.own_study import write_study
 from tests.runs.helpers import untimed
 
@@ -190,6 +192,15 @@ def test_a_comparison_may_have_several_targets(study: Any, tmp_path: Path) -> No
     assert "reached_0.7" in compared.table("csv")
     assert "rounds to 70.00%" in compared.report(tmp_path / "out.html").read_text()
     assert fx.compare(study.task, ["fedavg"], target=[]).target == study.task.target
+
+
+def test_a_search_without_a_score_has_no_best(study: Any) -> None:
+    own = as_metrics({"never": lambda outputs, targets: math.inf})
+    task = replace(study.task, metrics=own, metric="test_never", higher=True)
+    with pytest.warns(DataNote, match="test_never is infinite"):
+        found = fx.tune(task, "fedavg", {"local.lr": [0.1, 0.2]}, rounds=3, store="none.db")
+    with pytest.raises(fx.UsageError, match="no trial has a finite test_never, so none is the"):
+        found.best  # noqa: B018
 
 
 def test_a_search_keeps_the_unit_of_the_eps(study: Any) -> None:
@@ -420,6 +431,10 @@ def test_the_state_of_an_own_rule_must_be_named_tensors(study: Any, method: str)
 def test_a_state_can_be_saved_and_continued(study: Any, tmp_path: Path) -> None:
     whole = list(fx.simulate(study.task, fx.scaffold(), rounds=4, cohort=3))
     fx.save_state(whole[1].state, tmp_path / "state.safetensors")
+    with pytest.raises(UsageError, match="is a file; name the folder of a run, or use load_state"):
+        fx.load_model(tmp_path / "state.safetensors")
+    with pytest.raises(UsageError, match="cannot write .*; choose another path"):
+        fx.save_state(whole[1].state, tmp_path / "state.safetensors" / "below")
     state = fx.load_state(tmp_path / "state.safetensors")
     rest = list(fx.simulate(study.task, fx.scaffold(), rounds=4, cohort=3, start=state))
     assert [record.train_loss for record in rest] == [r.train_loss for r in whole[2:]]

@@ -33,6 +33,7 @@ OPTIONS_OF = {  # fields that other optimisers do not use
 }
 OPTIONAL = ("steps", "epochs", "batch_size", "clip_norm")
 NUMBERS = (
+    "adam_eps",
     "lr",
     "steps",
     "epochs",

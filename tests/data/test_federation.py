@@ -1,6 +1,7 @@
 """`Federation`: its constructors, and the data that they refuse."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -283,6 +284,20 @@ def test_examples_that_would_be_truncated_are_refused() -> None:
         lambda: Federation.from_torch_dataset(mixed, [np.arange(2)]),
         "field 'y' of example 1 is float32, not int64 as the first",
     )
+    wider: Any = [(np.zeros(2, np.uint8), 1), (np.full(2, 4000, np.uint16), 1)]
+    assert_refused(
+        lambda: Federation.from_torch_dataset(wider, [np.arange(2)]),
+        "field 'x' of example 1 is uint16, not uint8 as the first; give all examples one type",
+    )
+
+
+def test_masked_values_and_complex_nan_are_refused() -> None:
+    masked = np.ma.array([[1.0, -999.0]] * 2, mask=[[False, True]] * 2)
+    missing = np.array([[np.nan + 0j]] * 2)
+    for x, message in ((masked, "masked; fill or drop them"), (missing, "that are not finite")):
+        assert_refused(partial(Federation.from_ids, {"x": x}, [0, 1]), message)
+    whole = Federation.from_ids({"x": np.ma.array([[1.0], [2.0]])}, [0, 1])
+    assert whole.fields["x"].flatten().tolist() == [1.0, 2.0]
 
 
 class Short(list[Any]):

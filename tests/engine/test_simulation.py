@@ -174,6 +174,32 @@ def test_a_step_of_another_shape_is_refused_by_name() -> None:
         run(whole=True)
 
 
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (lambda p: (p, {"m": p}, {}), "returns a state with another m than init; give init"),
+        (lambda p: (p, None, {}), "returns NoneType as state; return tensors by name"),
+        (lambda p: (p, {}, None), "returns NoneType as metrics; return numbers by name"),
+        (lambda p: (p, {}, {"text": "high"}), "reports text as str; report a number"),
+        (lambda p: (p.float(), {}, {}), "returns parameters in torch.float32, not torch.float64"),
+    ],
+)
+def test_what_a_step_returns_is_checked(returned: Any, message: str) -> None:
+    @dataclass(frozen=True)
+    class Own(fx.ServerRule):
+        def step(self, params: torch.Tensor, aggregate: fx.Aggregate, state: Any) -> Any:
+            return returned(params - aggregate.mean)
+
+    with pytest.raises(fx.UsageError, match=f"step of Own {message}"):
+        next(iter(fx.simulate(least_squares(), fx.Algorithm("own", server=Own()), 1)))
+
+
+@pytest.mark.parametrize("count", [1.5, "2", 0])
+def test_average_last_is_a_whole_number(count: Any) -> None:
+    with pytest.raises(fx.UsageError, match="average_last must be"):
+        fx.Algorithm("own", average_last=count)
+
+
 def test_a_name_takes_the_weighting_of_the_recipe() -> None:
     sizes = np.repeat([0, 1, 2], [2, 5, 9])
     data = {"x": np.arange(32, dtype=np.float32).reshape(16, 2) / 32, "y": sizes % 2}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -192,6 +193,15 @@ def test_a_metric_that_is_not_a_number_is_null_and_warned_about_once() -> None:
     assert len([n for n in notes if n.category is DataNote]) == 1
     assert all(record.to_json()["test_m"] is None for record in records)
     assert records[-1].to_json()["test_accuracy"] is not None
+
+
+def test_infinite_values_are_warned_about() -> None:
+    own = task({"m": lambda out, y: math.inf})
+    with pytest.warns(DataNote, match="test_m is infinite; it is stored as null"):
+        list(fx.simulate(own, fx.fedavg(), rounds=1))
+    far = replace(task({}), test={"x": torch.full((4, 4), math.inf), "y": torch.zeros(4).long()})
+    with pytest.warns(DataNote, match="test_loss is"):
+        list(fx.simulate(far, fx.fedavg(), rounds=1))
 
 
 class Tupled:

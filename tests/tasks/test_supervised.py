@@ -31,6 +31,7 @@ TOKENS = RNG.integers(0, WORDS, (ROWS, LENGTH))
 LENGTHS = RNG.integers(3, LENGTH + 1, ROWS)
 PADDING = np.arange(LENGTH)[None] >= LENGTHS[:, None]
 NEXT = np.where(PADDING, -100, np.roll(TOKENS, -1, axis=1))
+LARGE = X.astype(np.float64) * 1e39
 LOCAL = fx.LocalTraining(lr=0.1, steps=3, batch_size=4)
 ALGORITHM = fx.fedexp(eps=1e-3)
 
@@ -450,7 +451,39 @@ def column(width: int) -> Callable[[], nn.Module]:
         ({"loss": lambda o, y: 1 / 0}, "the loss does not accept .*: division by zero"),
         ({"loss": lambda o, y: F.cross_entropy(o.detach(), y)}, "the loss has no gradient; "),
         ({"train": clients(x=X, y=CLASSES[:, None])}, r"one class number per example.*y\[:, 0\]"),
-        ({"label": "z"}, r"convert class numbers to integers, e.g. y.astype\(int\)"),
+        (
+            {"label": "z"},
+            r"convert class numbers to integers, e.g. y.astype\(int\), or pass loss=F",
+        ),
+        (
+            {"test": {"x": X[:, :3], "y": CLASSES}},
+            r"these test examples \(x float32 of shape .2, 3",
+        ),
+        (
+            {"test": {"x": X, "y": CLASSES > 0}},
+            "does not accept the test targets .bool of shape .2., in training int64 of shape",
+        ),
+        ({"test": {"x": X.astype(int), "y": CLASSES}}, "convert x to float32"),
+        ({"train": clients(x=X.astype(int), y=CLASSES)}, "convert x to float32"),
+        ({"train": clients(x=LARGE, y=CLASSES)}, "values of 'x' exceed the range of float32"),
+        ({"test": {"x": LARGE, "y": CLASSES}}, "values of 'x' exceed the range of float32"),
+        (
+            {
+                "train": clients(x=X, y=np.float32(255) * (CLASSES[:, None] > 0)),
+                "model": column(1),
+                "loss": F.binary_cross_entropy_with_logits,
+            },
+            "targets y of the training data are 0 to 255, those of a binary cross entropy 0 to 1",
+        ),
+        (
+            {
+                "train": clients(x=X, y=np.float32(1) * (CLASSES[:, None] > 0)),
+                "model": column(1),
+                "test": {"x": X, "y": 1 - CLASSES[:, None].astype(np.float32)},
+                "loss": nn.BCEWithLogitsLoss(),
+            },
+            "targets y of the test data are -1 to 1",
+        ),
     ],
 )
 def test_mistakes_get_one_line_when_the_task_is_made(
@@ -461,6 +494,23 @@ def test_mistakes_get_one_line_when_the_task_is_made(
     with pytest.raises(UsageError, match=message) as caught:
         supervised(**settings)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("broken", ["train", "test"])
+def test_an_index_that_an_embedding_has_not_is_refused(broken: str) -> None:
+    model = lambda: nn.Sequential(nn.Embedding(WORDS, 4), nn.Flatten(), nn.Linear(4 * LENGTH, 3))  # noqa: E731
+    tokens = {name: TOKENS.copy() for name in ("train", "test")}
+    tokens[broken][20] = WORDS
+    test = {"x": tokens["test"], "y": CLASSES}
+    task = supervised("mine", model, clients(x=tokens["train"], y=CLASSES), test, local=LOCAL)
+    with pytest.raises(UsageError, match=r"no entry for an index .* x 0 to 11 .*num_embeddings"):
+        list(fx.simulate(task, fx.fedavg(), rounds=1))
+
+
+def test_parameters_in_half_precision_get_a_note() -> None:
+    half = clients(x=torch.from_numpy(X).bfloat16(), y=CLASSES)
+    with pytest.warns(DataNote, match="small updates are lost; build the model in float32"):
+        supervised("mine", lambda: nn.Linear(4, 3).bfloat16(), half)
 
 
 def test_a_loss_of_a_batch_that_compares_each_with_each_is_refused() -> None:

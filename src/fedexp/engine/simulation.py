@@ -427,8 +427,8 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
         if "more than 1 value per channel" not in str(error):
             raise
         raise _batch_of_one(work) from error
-    except IndexError as error:
-        if "index out of range in self" not in str(error):
+    except (IndexError, RuntimeError) as error:
+        if not _is_missing_index(error):
             raise
         raise _no_such_index(work.task) from error
     clients = ClientStates.of(state.clients).updated(result.changed)
@@ -455,6 +455,12 @@ def _batch_of_one(work: Work) -> UsageError:
         "cannot normalise; choose a local.batch_size that leaves no single example, leave such "
         "clients out, or use GroupNorm"
     )
+
+
+def _is_missing_index(error: Exception) -> bool:
+    """Return whether an error is that of an embedding, or of its stacked implementation."""
+    text = str(error)
+    return "index out of range in self" in text or "is out of bounds for dimension" in text
 
 
 def _no_such_index(task: Task) -> UsageError:
@@ -496,8 +502,8 @@ def _evaluated(
     with seeded_torch(work.seed, "evaluation", work.round):  # in case the model draws
         try:
             values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output(), run)
-        except IndexError as error:
-            if "index out of range in self" not in str(error):
+        except (IndexError, RuntimeError) as error:
+            if not _is_missing_index(error):
                 raise
             raise _no_such_index(work.task) from error
     if not math.isfinite(values["train_loss"]):

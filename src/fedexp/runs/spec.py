@@ -63,6 +63,7 @@ PRIVACY: dict[str, type[CentralPrivacy] | type[LocalPrivacy]] = {
 }
 SMALL_MODEL = 100_000  # parameters
 ROUNDING = 1e-9  # relative to a target
+MOST_ROUNDS = 10**9  # more cannot be stored in a spec
 
 
 @dataclass(frozen=True)
@@ -162,6 +163,7 @@ class Spec:
         stop_at = task.checked_target(self.stop_at, "stop_at")
         rounds = task.rounds if self.rounds is None else self.rounds
         require(rounds >= 1, f"rounds must be at least 1, not {rounds}")
+        require(rounds <= MOST_ROUNDS, f"rounds must be at most {MOST_ROUNDS:,}, not {rounds}")
         return Run(self, task, setup, rounds, plain_cohort(cohort), stop_at)
 
 

@@ -47,6 +47,10 @@ def load_model(
             run is built again, which imports the file that defines it.
     """
     path = Path(folder)
+    require(
+        not path.is_file(),
+        f"{path} is a file; name the folder of a run, or use load_state for a state of save_state",
+    )
     weights = run_weights(path)
     if model is None:
         spec = spec_from(read_spec(path))
@@ -74,7 +78,11 @@ def save_state(state: SimulationState, path: PathLike) -> None:
     counts = {"round": torch.tensor(state.round), "steps": torch.tensor(state.steps)}
     named = {f"model/{name}": value for name, value in {**counts, **model_tensors(state)}.items()}
     named |= {f"client/{name}": value for name, value in clients.items()}
-    write_bytes(Path(path), to_bytes(named))
+    try:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(Path(path), to_bytes(named))
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}; choose another path") from None
 
 
 def load_state(path: PathLike, device: str | torch.device = "cpu") -> SimulationState:

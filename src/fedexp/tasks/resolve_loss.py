@@ -160,7 +160,10 @@ def _tried(loss: Any, outputs: Any, targets: Any) -> Tensor:
             if isinstance(error, RuntimeError) and are_integers(targets):
                 remedy = "; if it takes numbers, convert them to float32"
             if class_loss(loss) is not None and isinstance(targets, Tensor) and targets.ndim == 1:
-                remedy = "; convert class numbers to integers, e.g. y.astype(int)"
+                remedy = (
+                    "; convert class numbers to integers, e.g. y.astype(int), or pass "
+                    "loss=F.mse_loss for regression"
+                )
             elif takes_numbers(loss) and len(shapes) == 2 and shapes[0] != shapes[1]:
                 remedy = f"; give them one shape{example}"
             raise UsageError(
