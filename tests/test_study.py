@@ -433,7 +433,7 @@ def test_a_state_can_be_saved_and_continued(study: Any, tmp_path: Path) -> None:
     fx.save_state(whole[1].state, tmp_path / "state.safetensors")
     with pytest.raises(UsageError, match="is a file; name the folder of a run, or use load_state"):
         fx.load_model(tmp_path / "state.safetensors")
-    with pytest.raises(UsageError, match="cannot write .*; choose another path"):
+    with pytest.raises(UsageError, match=r"cannot write .*; choose another path"):
         fx.save_state(whole[1].state, tmp_path / "state.safetensors" / "below")
     state = fx.load_state(tmp_path / "state.safetensors")
     rest = list(fx.simulate(study.task, fx.scaffold(), rounds=4, cohort=3, start=state))
