@@ -359,6 +359,10 @@ def test_options_are_for_all_or_for_one(study: Any) -> None:
         (lambda s: fx.tune(s.task, "fedexp", {"epps": [1.0]}), "unknown option of fedexp 'epps'"),
         (lambda s: fx.tune(s.task, "fedexp", {}), "the grid is empty"),
         (lambda s: fx.run(s.task, "fedexp", rounds=0), "rounds must be at least 1"),
+        (lambda s: fx.run(s.task, "fedexp", rounds=10**30), "rounds must be at most 1,000,000,000"),
+        (lambda s: fx.run(s.task, "fedexp", runs=3), "runs is 3; name a folder"),  # type: ignore[arg-type]
+        (lambda s: fx.run(s.task, "fedexp", on_round=3), "on_round is 3; give a function"),  # type: ignore[arg-type]
+        (lambda s: fx.compare(s.task, checkpoint_every=-1), "checkpoint_every is a number of"),
         (lambda s: UNTYPED.run(s.task, round=3), "unknown argument 'round'; did you mean rounds"),
         (
             lambda s: UNTYPED.compare(s.task, cohrt=3),

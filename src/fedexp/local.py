@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from fedexp.aggregate import norms
-from fedexp.errors import is_number, require, shown, whole_number
+from fedexp.errors import UsageError, first_line, is_number, require, shown, whole_number
 from fedexp.precision import widest
 
 MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
@@ -200,7 +200,8 @@ class LocalTraining:
         if self.lr_schedule == "constant":
             return lr
         if callable(self.lr_schedule):
-            return lr * _checked(self.lr_schedule(round), f"lr_schedule({round})")
+            factor = _called(self.lr_schedule, "lr_schedule", "lambda round: 0.9**round", round)
+            return lr * _checked(factor, f"lr_schedule({round})")
         require(
             rounds is not None,
             f"local.lr_schedule {self.lr_schedule!r} needs the number of rounds, which is not "
@@ -217,8 +218,13 @@ class LocalTraining:
         """
         schedule = self.step_schedule
         if callable(schedule):
+            example = "lambda step, steps: 1 - step / steps"
             return [
-                _checked(schedule(s, steps), f"step_schedule({s}, {steps})") for s in range(steps)
+                _checked(
+                    _called(schedule, "step_schedule", example, s, steps),
+                    f"step_schedule({s}, {steps})",
+                )
+                for s in range(steps)
             ]
         return [_factor(schedule, s, steps) for s in range(steps)]
 
@@ -239,6 +245,16 @@ def _factor(schedule: str, done: int, total: int) -> float:
         return 1.0
     part = min(done / total, 1.0)
     return 1 - part if schedule == "linear" else (1 + math.cos(math.pi * part)) / 2
+
+
+def _called(function: Callable[..., Any], name: str, example: str, *arguments: Any) -> Any:
+    """Return what a user's function returns; refuse one that takes other arguments."""
+    try:
+        return function(*arguments)
+    except TypeError as error:
+        raise UsageError(
+            f"local.{name} does not take its arguments ({first_line(error)}); e.g. {example}"
+        ) from error
 
 
 def _checked(factor: Any, what: str) -> float:
@@ -409,7 +425,8 @@ class TorchOptimizer:
 
     def __init__(self, make: MakeOptimizer, params: Tensor, lr: float) -> None:
         self.vector = nn.Parameter(params)  # shares the memory of `params`
-        self.optimizer = make([self.vector], lr)
+        example = "lambda params, lr: torch.optim.RMSprop(params, lr)"
+        self.optimizer = _called(make, "optimizer", example, [self.vector], lr)
         require(
             isinstance(self.optimizer, torch.optim.Optimizer),
             "local.optimizer must return a torch.optim.Optimizer, e.g. lambda params, lr: "

@@ -9,6 +9,7 @@ a function) runs in this process.
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -27,7 +28,7 @@ from fedexp.analysis.summary import Line, summarise
 from fedexp.analysis.tables import comparison_numbers, comparison_table, render_table
 from fedexp.distributed import ranks
 from fedexp.engine.client_store import Location
-from fedexp.errors import DivergedError, require, whole_number
+from fedexp.errors import DivergedError, is_number, require, whole_number
 from fedexp.options import split_task_options
 from fedexp.references import refuse_while_importing
 from fedexp.runs.checkpoint import from_bytes
@@ -131,6 +132,8 @@ def run(
     True
     """
     refuse_while_importing("fedexp.run")
+    _check_storage(runs, checkpoint_every)
+    require(callable(on_round), f"on_round is {on_round!r}; give a function of a row")
     _check_mode([algorithm], settings)
     prepared = prepared_run(task, algorithm, seed, settings, runs)
     with stop_request(listen=runs is not None) as request:
@@ -281,6 +284,7 @@ def compare(
     ['fedavg', 'fedexp']
     """
     refuse_while_importing("fedexp.compare")
+    _check_storage(runs, checkpoint_every)
     require(
         not isinstance(algorithms, str | Algorithm),
         f"compare takes a list of algorithms, e.g. ['fedavg', 'fedexp'], not {algorithms!r}",
@@ -452,6 +456,14 @@ def tune(
             return Tuning(study, search(study, runner))
         except RunInterrupted:
             raise KeyboardInterrupt("stopped; the same call continues") from None
+
+
+def _check_storage(runs: Any, checkpoint_every: Any) -> None:
+    """Refuse a folder that is no path, and a time that is no number."""
+    path = runs is None or isinstance(runs, str | os.PathLike)
+    require(path, f"runs is {runs!r}; name a folder, or None to store nothing")
+    valid = is_number(checkpoint_every) and checkpoint_every >= 0
+    require(valid, f"checkpoint_every is a number of seconds, not {checkpoint_every!r}")
 
 
 def _check_mode(algorithms: Sequence[Algorithm | str], settings: Settings) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from fedexp.data import Federation
 from fedexp.data.sources import cache
@@ -289,6 +289,19 @@ def test_examples_that_would_be_truncated_are_refused() -> None:
         lambda: Federation.from_torch_dataset(wider, [np.arange(2)]),
         "field 'x' of example 1 is uint16, not uint8 as the first; give all examples one type",
     )
+
+
+def test_data_sets_without_an_index_are_refused() -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter(())
+
+    for dataset in (Stream(), None, DataLoader(TensorDataset(torch.zeros(2, 1)))):
+        assert_refused(
+            partial(Federation.from_torch_dataset, dataset, [np.arange(2)]), "has no examples by"
+        )
+    half = TensorDataset(torch.ones(2, 3, dtype=torch.bfloat16), torch.zeros(2))
+    assert Federation.from_torch_dataset(half, [np.arange(2)]).fields["x"].dtype == torch.float32
 
 
 def test_masked_values_and_complex_nan_are_refused() -> None:

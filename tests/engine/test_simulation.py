@@ -194,6 +194,50 @@ def test_what_a_step_returns_is_checked(returned: Any, message: str) -> None:
         next(iter(fx.simulate(least_squares(), fx.Algorithm("own", server=Own()), 1)))
 
 
+@pytest.mark.parametrize(
+    ("correct", "ended", "message"),
+    [
+        (None, ({}, {}), "correct of Own returns None; return the corrected gradient"),
+        (torch.zeros(2), ({}, {}), r"correct of Own returns \[2\]; return the corrected gradient"),
+        ("grad", {}, "end_round of Own returns dict; return two dicts of tensors"),
+        ("grad", ({}, {"n": torch.ones(())}), "end_round of Own sums 'n', which is no vector"),
+    ],
+)
+def test_what_a_client_rule_returns_is_checked(correct: Any, ended: Any, message: str) -> None:
+    class Own(fx.ClientRule):
+        def correct(self, grad: Any, *rest: Any) -> Any:
+            return grad if isinstance(correct, str) else correct
+
+        def end_round(self, *given: Any) -> Any:
+            return ended
+
+    with pytest.raises(fx.UsageError, match=message):
+        fx.simulate(least_squares(), fx.Algorithm("own", client=Own()), 1)
+
+
+def test_an_initial_model_that_is_not_finite_is_refused() -> None:
+    class Broken(nn.Linear):
+        def reset_parameters(self) -> None:
+            nn.init.constant_(self.weight, math.nan)
+
+    with pytest.raises(fx.UsageError, match="the initial model holds values that are not finite"):
+        fx.simulate(classes_task(lambda: Broken(4, 3)), fx.fedavg(), 1)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"lr_schedule": lambda a, b: 1.0}, "lr_schedule does not take its arguments .*lambda r"),
+        ({"step_schedule": lambda s: 1.0}, "step_schedule does not take its arguments .*step, st"),
+        ({"optimizer": lambda params: None}, "optimizer does not take its arguments .*RMSprop"),
+    ],
+)
+def test_functions_of_local_training_take_their_arguments(options: Any, message: str) -> None:
+    task = classes_task()
+    with pytest.raises(fx.UsageError, match=message):
+        list(fx.simulate(task, fx.fedavg(), 1, local=replace(task.local, **options)))
+
+
 @pytest.mark.parametrize("count", [1.5, "2", 0])
 def test_average_last_is_a_whole_number(count: Any) -> None:
     with pytest.raises(fx.UsageError, match="average_last must be"):

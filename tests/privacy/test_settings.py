@@ -124,6 +124,8 @@ def test_what_is_not_covered_is_refused(change: dict[str, Any], remedy: str) -> 
         (lambda: CentralPrivacy(1.0, 1e-5, 1.0, cohort=0), "cohort must be at least 1"),
         (lambda: LocalPrivacy(1.0, 1e-5, epsilon=1.0), "needs rounds too"),
         (lambda: LocalPrivacy(1.0, 1e-5, 1.0, rounds=0), "at least 1"),
+        (lambda: LocalPrivacy(1.0, 1e-5, 1.0, noise_seed=1.5), "noise_seed must be a whole"),  # type: ignore[arg-type]
+        (lambda: CentralPrivacy(1.0, 1e-5, 1.0, noise_seed="a"), "noise_seed must be a whole"),  # type: ignore[arg-type]
         (lambda: LocalPrivacy(1.0, 1e-5, 1.0, rounds=1.5), "rounds must be a whole number: 1.5"),  # type: ignore[arg-type]
         (lambda: CentralPrivacy("1", 1e-5, 1.0), "clip must be positive and finite, not '1'"),  # type: ignore[arg-type]
         (lambda: CentralPrivacy(1.0, "1e-5", 1.0), "delta must be in .* not '1e-5'"),  # type: ignore[arg-type]

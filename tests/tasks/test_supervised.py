@@ -425,6 +425,8 @@ def column(width: int) -> Callable[[], nn.Module]:
         ({"model": WithDataclass}, "returns Output, not class scores; give a loss that takes it"),
         ({"inputs": ("x", "mask")}, "the training data has no field mask"),
         ({"inputs": ()}, "inputs names no field"),
+        ({"inputs": 3}, "inputs is 3; name the fields"),
+        ({"label": None}, "label is None; name the fields"),
         ({"label": "target"}, "has no field target; name its fields so, or pass inputs and label"),
         ({"goal": "max:test_f1"}, "unknown record field 'test_f1'; "),
         ({"goal": "min:trian_loss"}, "unknown record field 'trian_loss'; did you mean train_loss"),

@@ -112,6 +112,13 @@ class Federation:
             parts: the examples of each client.
             names: field names of the entries of the tuple.
         """
+        from torch.utils.data import IterableDataset  # slow to import
+
+        require(
+            hasattr(dataset, "__getitem__") and not isinstance(dataset, IterableDataset),
+            f"the data set is {type(dataset).__name__}, which has no examples by index; give a "
+            "map-style data set, e.g. a TensorDataset or the one of a DataLoader",
+        )
         rows = rows_of(parts, len(dataset) if hasattr(dataset, "__len__") else None)
         examples = indexed(dataset, rows, names)
         return cls(stack(examples, len(rows)), offsets_of(map(len, parts)))
@@ -457,9 +464,10 @@ def as_array(value: Any) -> NDArray[Any]:
     """Convert a tensor, array, number, list or PIL image to an array.
 
     An image becomes uint8 [channels, height, width]. Numbers and lists become int64 or float32, as
-    in torch.
+    in torch; bfloat16, which numpy has not, becomes float32.
     """
     if isinstance(value, Tensor):
+        value = value.float() if value.dtype == torch.bfloat16 else value
         return value.detach().cpu().numpy()
     if isinstance(value, np.ndarray | np.generic):
         return np.asarray(value)

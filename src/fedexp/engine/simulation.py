@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import fedexp.tasks
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
-from fedexp.client import Tensors
+from fedexp.client import ClientRule, Tensors
 from fedexp.cohorts import Cohort
 from fedexp.data.federation import Federation
 from fedexp.data.streaming import prefetch_pages
@@ -65,7 +65,7 @@ from fedexp.precision import (
     default_precision,
     widest,
 )
-from fedexp.seeding import seeded_torch
+from fedexp.seeding import preserved_draws, seeded_torch
 from fedexp.tasks.task import RunProgram, Task, Weighting
 
 if TYPE_CHECKING:  # only runs that use them import them
@@ -217,6 +217,11 @@ def simulate(
         "server.init": initial.server,
     }.items():
         _check_rule_state(algorithm, method, value)
+    _check_client_rule(algorithm.client, initial, client_state)
+    require(
+        bool(initial.params.isfinite().all()),
+        "the initial model holds values that are not finite; check how it is initialised",
+    )
     state = initial if start is None else _checked_start(start, initial, client_state, rounds)
     store = client_store if isinstance(client_store, ClientStore) else ClientStore(client_store)
     most = rule.most(task.train.clients, rounds)
@@ -301,6 +306,33 @@ def _check_rule_state(algorithm: Algorithm, method: str, value: Any) -> None:
         f"{name} of {type(getattr(algorithm, side)).__name__} returns {type(value).__name__}; "
         'return tensors by name, e.g. {"momentum": torch.zeros_like(params)}',
     )
+
+
+def _check_client_rule(rule: ClientRule, state: SimulationState, client_state: Tensors) -> None:
+    """Refuse a client rule that does not return what local training takes, by a zero update."""
+    name, params = type(rule).__name__, state.params.clone()
+    with preserved_draws():
+        grad = rule.correct(
+            torch.zeros_like(params), params, state.params, state.broadcast, client_state
+        )
+        ended = rule.end_round(torch.zeros_like(params), 1.0, state.broadcast, client_state)
+    require(
+        isinstance(grad, Tensor) and grad.shape == params.shape,
+        f"correct of {name} returns {list(grad.shape) if isinstance(grad, Tensor) else grad!r}; "
+        f"return the corrected gradient, of shape {list(params.shape)}",
+    )
+    pair = isinstance(ended, tuple) and len(ended) == 2
+    require(
+        pair and all(isinstance(each, Mapping) for each in ended),
+        f"end_round of {name} returns {type(ended).__name__}; return two dicts of tensors: the "
+        "client state, and what is summed over clients",
+    )
+    for extra, value in ended[1].items():
+        require(
+            isinstance(value, Tensor) and value.ndim > 0,
+            f"end_round of {name} sums {extra!r}, which is no vector; return a tensor of one "
+            "dimension, e.g. value[None]",
+        )
 
 
 def _check_kinds(task: Any, algorithm: Any, local: Any) -> None:

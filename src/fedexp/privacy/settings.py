@@ -116,6 +116,8 @@ class CentralPrivacy:
         for name in ("cohort", "clients"):
             if (size := getattr(self, name)) is not None:
                 whole_number(name, size, least=1)
+        if self.noise_seed is not None:
+            whole_number("noise_seed", self.noise_seed, least=0)
 
     def prepare(
         self,
@@ -191,6 +193,8 @@ class LocalPrivacy:
         )
         if self.rounds is not None:
             whole_number("rounds", self.rounds, least=1)
+        if self.noise_seed is not None:
+            whole_number("noise_seed", self.noise_seed, least=0)
 
     def mechanism(self) -> LocalMechanism:
         """Return the mechanism of these settings, the same on clients and server."""

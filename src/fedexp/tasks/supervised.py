@@ -317,6 +317,9 @@ def _check_kinds(train: Any, test: Any, local: Any, metrics: Any, target: Any) -
 def _named_fields(
     inputs: str | Sequence[str] | Mapping[str, str], label: str | Sequence[str]
 ) -> Fields:
+    for what, given in {"inputs": inputs, "label": label}.items():
+        valid = isinstance(given, str | Sequence | Mapping)
+        require(valid, f'{what} is {given!r}; name the fields, e.g. {what}="x"')
     if isinstance(inputs, str):
         inputs = (inputs,)
     named = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
