@@ -52,7 +52,7 @@ def test_auto_takes_the_engine_that_suits() -> None:
         (unequal(), Batched, "auto: clients are trained together on cpu, every layer"),
         (toward(3, 4), Loop, "auto: no other engine is faster"),
     ):
-        engine, reason = select(task, local=whole if kind is Quadratic else None)
+        engine, reason, _ = select(task, local=whole if kind is Quadratic else None)
         assert type(engine) is kind
         assert reason.startswith(why)
         assert (kind is Loop) != reason.endswith("; it agrees with the loop on a few examples")

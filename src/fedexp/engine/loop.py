@@ -76,9 +76,10 @@ class Loop:
 def cohort_parts(work: Work, state: SimulationState, least: int = 1) -> list[list[int]]:
     """Return the cohort in parts whose updates are summed at a time, in multiples of `least`.
 
-    Their updates take `SUMMED_BYTES` at most, so that memory does not grow with the cohort.
+    Their updates take `SUMMED_BYTES` at most, so that memory does not grow with the cohort. Where
+    only one client counts, the others are left out.
     """
-    clients: list[int] = work.cohort.tolist()
+    clients: list[int] = work.cohort.tolist() if work.only is None else [work.only]
     together = SUMMED_BYTES // (state.params.numel() * state.params.element_size())
     together = max(least, together - together % least)
     return [clients[at : at + together] for at in range(0, len(clients), together)]
@@ -170,7 +171,7 @@ def client_weights(
 
     `factor` is the client rule's `weight_factor`, of each client or of all.
     """
-    if factor is None and work.weighting == "uniform":
+    if factor is None and work.weighting == "uniform" and work.only is None:
         return None
     if not isinstance(factor, Sequence):
         factor = [1.0 if factor is None else factor] * len(clients)

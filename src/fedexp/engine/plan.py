@@ -153,6 +153,7 @@ class Work:
     Attributes:
         cohort_rule: chooses the cohorts of later rounds; None for cohorts of the same size.
         rounds: of the whole run, for schedules that depend on it; None where it is not known.
+        only: the client whose update alone has a weight in the sums, for a check of an engine.
     """
 
     task: Task
@@ -165,12 +166,15 @@ class Work:
     cohort_rule: CohortRule | None = None
     rounds: int | None = None
     privacy: SimulatedPrivacy | None = None
+    only: int | None = None
 
     @property
     def lr(self) -> float:
         return self.local.lr_at(self.round, self.rounds)
 
     def weight(self, client: int) -> float:
+        if self.only is not None:
+            return float(client == self.only)
         return float(self.task.train.sizes[client]) if self.weighting == "size" else 1.0
 
     @property
@@ -271,7 +275,7 @@ def host_rows(key: int, who: Numbers, steps: int, width: int, batch_size: int | 
         key: of the round.
         who: numbers, sizes and first rows of the clients, [3, K].
         steps: S.
-        width: examples of a padded batch; padding is a client's first row.
+        width: examples of a padded batch; padding repeats its first example.
         batch_size: of local training; None for whole batches.
     """
     clients, sizes, first = who
@@ -283,6 +287,7 @@ def host_rows(key: int, who: Numbers, steps: int, width: int, batch_size: int | 
         alike, count = sizes == size, _draws_of(size, steps, batch_size)
         random = hashed(torch.tensor(key), torch.from_numpy(clients[alike]), count).numpy()
         positions = _shuffled_batches(random, size, steps, batch_size)
+        rows[:, alike] = positions[:, :, :1].swapaxes(0, 1)
         rows[:, alike, : positions.shape[2]] = positions.swapaxes(0, 1)
     rows += first[:, None]
     return rows
@@ -296,11 +301,11 @@ def _draws_of(size: int, steps: int, batch: int) -> int:
 def _shuffled_batches(random: Numbers, size: int, steps: int, batch: int) -> Numbers:
     """Return the positions of each step's examples for clients of one size, [K, S, B].
 
-    B is the batch size, or the client's size where that is smaller. Short batches end in zeros.
+    B is the batch size, or the client's size where that is smaller. A short batch ends in copies of
+    its first example: an operation over the batch, such as a maximum, gives the same with them.
     `random` [K, E * size] decides the order in each of E epochs.
     """
     clients, batch = len(random), min(batch, size)
-    per_epoch = math.ceil(size / batch)
     random = random.reshape(clients, -1, size) >> EPOCH_BITS
     if size <= 2**EPOCH_BITS:
         # positions in the low bits: a fifth of the time of a stable sort, and no two keys are equal
@@ -310,7 +315,9 @@ def _shuffled_batches(random: Numbers, size: int, steps: int, batch: int) -> Num
     else:
         orders = np.argsort(random, axis=2, kind="stable")
     if size % batch:
-        orders = np.pad(orders, ((0, 0), (0, 0), (0, per_epoch * batch - size)))
+        begin = size // batch * batch
+        padding = np.repeat(orders[..., begin : begin + 1], begin + batch - size, axis=2)
+        orders = np.concatenate([orders, padding], axis=2)
     return orders.reshape(clients, -1, batch)[:, :steps]
 
 
@@ -341,7 +348,7 @@ def device_rows(
     reached = (step // per_epoch * sizes)[:, :, None] + position
     picked = order.gather(1, reached.clamp(max=reach - 1).movedim(1, 0).flatten(1))
     picked = picked.view(len(clients), steps, width).movedim(1, 0)
-    return first[:, None] + torch.where(position >= sizes[:, None], 0, picked)
+    return first[:, None] + torch.where(position >= sizes[:, None], picked[..., :1], picked)
 
 
 @dataclass(frozen=True, eq=False)

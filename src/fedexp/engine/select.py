@@ -50,10 +50,14 @@ MOST_PADDING = 4  # computing this many times too much costs what batching gains
 
 
 class Selected(NamedTuple):
-    """An engine, and why it was selected, in one line."""
+    """An engine, and why it was selected, in one line.
+
+    `make` returns another one for a check; None where there is nothing to check.
+    """
 
     engine: Engine
     reason: str
+    make: Callable[[Work], Engine] | None = None
 
     @property
     def choice(self) -> EngineChoice:
@@ -126,6 +130,7 @@ def select_engine(
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     cache = _trial_cache(work, state, precision)
     for candidate in candidates:
+        make = candidate.make_tried or candidate.make
         try:
             named, key, why = (candidate.reason, candidate.variant), None, AGREES
             if programs is not None:
@@ -136,7 +141,7 @@ def select_engine(
                 why = f"{VERIFIED} {date}"
             else:
                 log.info("trying an engine: %s", candidate.reason)
-                trials.check(candidate.make_tried or candidate.make, candidate.layers)
+                trials.check(make, candidate.layers)
                 if candidate.draws:
                     objective = cast(CopyableObjective, work.task.objective)
                     check_draws(objective, state, trials.batch())
@@ -145,9 +150,10 @@ def select_engine(
             asked = "auto" if name == "auto" else "asked for by name"
             reason = f"{asked}: {candidate.reason}; {why}"
             if programs is None:
-                return Selected(candidate.make(work), reason)
+                return Selected(candidate.make(work), reason, make)
             programs.note_agreement(key, tried=why == AGREES)
-            return Selected(programs.engine(key, candidate.make, candidate.layers, work), reason)
+            engine = programs.engine(key, candidate.make, candidate.layers, work)
+            return Selected(engine, reason, make)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torch.func refuses models with errors of many types

@@ -35,6 +35,7 @@ from fedexp.engine.cuda_graph import RepeatedProgram, RoundResult
 from fedexp.engine.loop import Engine, Loop, Run
 from fedexp.engine.plan import CohortRule, Work, step_lengths
 from fedexp.engine.select import EngineName, Selected, check_engine_name, select_engine
+from fedexp.engine.spot_check import spot_check
 from fedexp.engine.state import (
     EVALUATED,
     Record,
@@ -160,6 +161,11 @@ def simulate(
             "batched" all at once; "dense" (plain dense networks on a CPU) and "quadratic" (least
             squares) are faster for what they suit. "auto" takes the fastest of them that agrees
             with the loop on this model. They agree up to rounding; for the same bits, name one.
+            Dropout masks differ between engines (their distribution does not), and in the batched
+            engine they depend on the whole cohort. In a few rounds, which follow from the seed, one
+            client is trained again by the loop, without dropout, and `EngineError` is raised before
+            the round if the engine's update differs. Not covered: operations across the examples of
+            a batch that act on none of the batches that were compared.
         device: where to train, "cpu", "cuda" or "mps" (by the loop, all in float32); all data are
             copied there, if they fit. By default where they are.
         precision: "float32", "tf32" or "bf16" inside the model; by default tf32 on a GPU.
@@ -280,6 +286,8 @@ def _rounds(
                 engine = process_group.engine(selected.engine)
             if len(clients):
                 read_ahead(work, state)
+                if selected.make is not None:
+                    spot_check(process_group.shard, work, state, precision, selected.make)
             record = replace(
                 run_round(work, state, engine),
                 engine_choice=selected.choice,

@@ -17,7 +17,6 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -103,7 +102,7 @@ class DisagreementError(EngineError):
             f"{engine} is off by {distance:.1e} from the loop on a few examples, where rounding "
             f"explains {limit:.1e}"
         )
-        self.distance = distance
+        self.distance, self.limit = distance, limit
 
 
 class Trials:
@@ -234,13 +233,26 @@ class Trial:
         attempt: Attempt,
         later: Precision = "float32",
     ) -> Trial:
-        """Run the loop once; in a plain trial, `later` is the precision of the run."""
+        """Return the trial on a few examples; in a plain one, `later` is the run's precision."""
         with arithmetic(precision or "float32"):
             small = _small_work(work, state, precision, attempt)
             small, start = _start(small, state, attempt)
-            before = _python_state(small.task.objective)
-            expected = _named(Loop()(small, start), start)
-        for name, value in _python_state(small.task.objective).items():
+        return cls.of_round(small, start, precision, attempt, later)
+
+    @classmethod
+    def of_round(
+        cls,
+        work: Work,
+        state: SimulationState,
+        precision: Precision | None,
+        attempt: Attempt,
+        later: Precision = "float32",
+    ) -> Trial:
+        """Run the loop once; `work` and `state` are those of the trial itself."""
+        with arithmetic(precision or "float32"):
+            before = _python_state(work.task.objective)
+            expected = _named(Loop()(work, state), work, state)
+        for name, value in _python_state(work.task.objective).items():
             if before.get(name) != value:
                 raise EngineError(
                     f"forward changes {name} of the model, so calls depend on earlier ones"
@@ -253,7 +265,7 @@ class Trial:
             )
         least = min(LEAST * torch.finfo(state.params.dtype).eps, MOST_ROUNDING)
         least = max(least, NARROW.get(precision or later, 0.0))
-        return cls(small, start, precision, attempt, expected, least)
+        return cls(work, state, precision, attempt, expected, least)
 
     @cached_property
     def limit(self) -> float:
@@ -278,7 +290,7 @@ class Trial:
         special = self.precision is None and self.state.params.is_cuda
         plain = without_kernels() if special else nullcontext()
         with arithmetic(self.precision or "float32"), plain:
-            found = _named(engine(self.work, self.state), self.state)
+            found = _named(engine(self.work, self.state), self.work, self.state)
         if not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
             raise EngineError("forward draws random numbers outside nn.Dropout layers")
@@ -295,11 +307,12 @@ class Trial:
     @cached_property
     def repeats(self) -> bool:
         """Whether a client's update is the same again, also with other random numbers."""
-        objective, updates = self.work.task.objective, []
+        objective, updates = self.work.task.objective, list[Tensor]()
+        client = int(self.work.cohort[0]) if self.work.only is None else self.work.only
         with arithmetic(self.precision or "float32"):
             for seed in (0, 1):
                 with seeded_torch(seed, "trial"):
-                    updates.append(train(self.work, self.state, 0, objective).delta.double())
+                    updates.append(train(self.work, self.state, client, objective).delta.double())
         return _distance(updates[0], updates[1]) <= max(self.least, SENSITIVE)
 
     def first_batch(self) -> Batch:
@@ -381,7 +394,6 @@ def _small_work(
     offsets = np.cumsum([0, *sizes])
     if isinstance(objective, CopyableObjective):
         objective = objective.copy(None if precision else state.params.dtype, dropout=False)
-    examples = _extremes_first(work, state, objective, examples, offsets)
     shorter = replace(
         local,
         steps=2 if large else min(3, max(2, local.steps)),
@@ -416,23 +428,6 @@ def _examples(work: Work, sources: int, count: int) -> Batch:
     mixed = np.arange(each * len(chosen)).reshape(len(chosen), each).T.ravel()[:count]
     order = torch.from_numpy(mixed)
     return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
-
-
-def _extremes_first(
-    work: Work, state: SimulationState, objective: Objective, examples: Batch, offsets: Any
-) -> Batch:
-    """Return the examples with a client's hardest or easiest one first, in turn.
-
-    The first one pads short batches: where padding has an effect, the effect shall be large.
-    """
-    transform = work.task.transform
-    inputs = examples if transform is None else transform.evaluate(examples)
-    losses = objective.measure(state.params, state.buffers, inputs)["loss"].double().cpu()
-    order = np.arange(offsets[-1])
-    for client, (begin, end) in enumerate(pairwise(offsets.tolist())):
-        own = losses[begin:end] if client % 2 else -losses[begin:end]
-        order[[begin, begin + int(own.argmin())]] = order[[begin + int(own.argmin()), begin]]
-    return {name: value[torch.from_numpy(order)] for name, value in examples.items()}
 
 
 def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, SimulationState]:
@@ -481,7 +476,7 @@ def _gradient(state: SimulationState, work: Work, batch: Batch, seed: int) -> Te
         return work.task.objective.gradient(state.params.clone(), state.buffers, batch)[0]
 
 
-def _named(sums: Sums, state: SimulationState) -> Named:
+def _named(sums: Sums, work: Work, state: SimulationState) -> Named:
     """Return the sums and client states of a round by name, in float64."""
     aggregate, clients = sums
     named = {"update": aggregate.mean, "squared norm": aggregate.mean_sq_norm}
@@ -490,8 +485,9 @@ def _named(sums: Sums, state: SimulationState) -> Named:
         values = changed_buffers(state.buffers.averaged, named["buffers"])
         named["buffers"] = values.nan_to_num(0.0, 0.0, 0.0)
     for client, own in sorted(clients.items()):
-        named |= {f"state {name} of {client}": value for name, value in own.items()}
-    named["clients"] = aggregate.count
+        if work.only in (None, client):
+            named |= {f"state {name} of {client}": value for name, value in own.items()}
+    named["clients"] = aggregate.count if work.only is None else aggregate.weight.sign()
     return {name: value.detach().double() for name, value in named.items()}
 
 
@@ -519,7 +515,7 @@ def _wider(work: Work, state: SimulationState, dtype: torch.dtype) -> Named | No
     try:
         with arithmetic("float32"):
             start = widened(state, work.algorithm, dtype)
-            found = _named(Loop()(wide, start), start)
+            found = _named(Loop()(wide, start), wide, start)
     except (RuntimeError, TypeError, ValueError):
         return None
     return found if all(value.isfinite().all() for value in found.values()) else None
