@@ -56,6 +56,7 @@ from fedexp.errors import (
 from fedexp.kernels.launch import load_triton
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers
+from fedexp.objective.hidden_state import check_repeatable
 from fedexp.options import build_algorithm, paper_setup
 from fedexp.precision import (
     Precision,
@@ -206,6 +207,7 @@ def simulate(
         load_triton()
     programs = programs if process_group is None else None
     given = task
+    check_repeatable(task.objective, seed, task.train.fields, task.transform)
     task, precision = _on_device(task, device, precision, programs)
     if start is not None and not isinstance(start, SimulationState):
         task, start = starting_from(task, start, seed), None
