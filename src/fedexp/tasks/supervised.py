@@ -26,6 +26,7 @@ from fedexp.data.transforms import Transform
 from fedexp.errors import DataNote, UsageError, first_line, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.objective import Fields, ModuleObjective
+from fedexp.objective.hidden_state import check_repeatable
 from fedexp.objective.losses import Loss, class_loss, copied_loss
 from fedexp.seeding import preserved_draws
 from fedexp.tasks.metrics import as_metrics
@@ -82,6 +83,9 @@ def supervised(
     over a batch is not that of its examples. Such a loss cannot be padded, so fewer engines suit.
     Reported are the loss of all examples with weights or ignored targets, and for other losses of a
     batch the mean over pieces of at most 512 examples of one client, weighted by their rows.
+
+    What forward or the loss changes besides buffers is refused, and so are tensors that share their
+    memory with a weight: neither is carried from round to round (docs/study.md).
 
     Args:
         name: name of the task in records.
@@ -166,6 +170,7 @@ def supervised(
         per_example=resolved.per_example,
         ignore_index=of_classes.ignore_index if of_classes is not None and ignored else None,
     )
+    check_repeatable(objective, 0, train.fields, transform)
     if ignored:
         assert of_classes is not None
         _check_counted(train, fields.label_names[0], of_classes.ignore_index)

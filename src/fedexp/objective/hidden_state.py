@@ -1,0 +1,242 @@
+"""What a model or a loss holds besides trained parameters and buffers: aliases and hidden state.
+
+A run sets parameters and buffers before every call and carries them from round to round; nothing
+else is set, averaged or stored. So a tensor that shares its memory with a parameter does not follow
+it, and what forward or the loss changes elsewhere makes results depend on earlier calls: they
+differ between two runs of one seed, and after a resumption. Both are refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import random
+import re
+import sys
+import warnings
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from functools import partial
+from itertools import combinations
+from types import FunctionType, MethodType
+from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from fedexp.data.federation import Batch
+from fedexp.data.transforms import Transform
+from fedexp.errors import require
+from fedexp.seeding import seeded_torch
+
+if TYPE_CHECKING:  # it imports this file
+    from fedexp.objective.module import ModuleObjective
+
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+LEAVES = (Tensor, np.ndarray, np.generic, bool, int, float, complex, str, *GENERATORS)
+METRIC = ("update", "compute", "reset")  # of torchmetrics: what a loss reports, not what it uses
+INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
+PERTURBED = 0.05  # of the weights' root mean square: a mean teacher starts at the initial weights
+ROUNDING = 64  # units in the last place, where the order of a sum is not fixed
+EXAMPLES, SHOWN = 4, 3  # of the data, two in a call; names in a message
+
+_repeatable: WeakSet[ModuleObjective] = WeakSet()  # runs of a task share one check
+
+
+def check_aliases(module: nn.Module) -> None:
+    """Refuse tensors that do not follow the parameters, which get new memory at every call."""
+    trained = {id(p) for p in module.parameters() if p.requires_grad}
+    in_memory: defaultdict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
+    for name, value in leaves(module):
+        if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
+            continue
+        require(
+            value.is_leaf,
+            f"{name} of the model was computed from weights and does not follow them in training; "
+            "compute it in forward, or detach what is only kept for inspection",
+        )
+        if value.layout == torch.strided and value.numel():
+            in_memory[value.untyped_storage().data_ptr()].setdefault(id(value), (name, value))
+    for tensors in in_memory.values():
+        apart = len(tensors) == 1 or trained.isdisjoint(tensors)
+        if apart or not _overlap(*(value for _, value in tensors.values())):
+            continue
+        for (name, one), (other_name, other) in combinations(tensors.values(), 2):
+            count = len(trained & {id(one), id(other)})
+            remedy = "register one nn.Parameter in both places"
+            if count == 1:
+                remedy = "compute one from the other in forward, or copy it by clone()"
+            require(
+                not count or not _overlap(one, other),
+                f"{name} and {other_name} of the model share their memory, which training does not "
+                f"keep; {remedy}",
+            )
+
+
+def _overlap(*tensors: Tensor) -> bool:
+    """Return whether some of the tensors in one memory have a byte in common."""
+    counts = torch.zeros(tensors[0].untyped_storage().nbytes(), dtype=torch.int16)
+    for tensor in tensors:
+        size, strides = tensor.element_size(), tensor.stride()
+        shape = [n if step else 1 for n, step in zip(tensor.shape, strides, strict=True)]
+        at = [step * size for step in strides]
+        counts.as_strided((*shape, size), (*at, 1), tensor.storage_offset() * size).add_(1)
+    return bool((counts > 1).any())
+
+
+def check_repeatable(
+    objective: ModuleObjective, seed: int, examples: Batch, transform: Transform | None = None
+) -> None:
+    """Refuse a model or a loss with state that is neither a trained parameter nor a buffer.
+
+    One gradient is computed three times, another one in between, and likewise an evaluation. What
+    forward leaves for inspection and caches that it fills once are alike after all three; a
+    counter, a running mean and a frozen teacher are not. Lists may grow, e.g. by recorded losses,
+    if results are alike. State that changes on rare examples alone is not noticed.
+
+    Args:
+        objective: is copied for the calls; layers of torch and of this package need no check.
+        seed: of the initial weights; those of the calls differ a little.
+        examples: of which the first four are used.
+        transform: is applied to them.
+    """
+    parts = (*objective.module.modules(), objective.loss)
+    if objective in _repeatable or all(_is_stateless(part) for part in parts):
+        return
+    batch = {name: value[:EXAMPLES] for name, value in examples.items()}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            batch = batch if transform is None else dict(transform.evaluate(batch))
+            error = _hidden_state(objective, seed, batch)
+    except Exception:  # whatever a model raises; it does so in the run, which names the remedy
+        return
+    require(not error, error)
+    _repeatable.add(objective)
+
+
+def _is_stateless(part: Any) -> bool:
+    """Return whether a layer or a loss is one of torch or of this package, without hooks."""
+    part = part.func if isinstance(part, partial) else part
+    defined = part if isinstance(part, FunctionType) else type(part)
+    attributes = getattr(part, "__dict__", {})
+    changed = "forward" in attributes or any(attributes.get(name) for name in HOOKS)
+    return str(defined.__module__).partition(".")[0] in ("torch", "fedexp") and not changed
+
+
+def _hidden_state(objective: ModuleObjective, seed: int, batch: Batch) -> str:
+    """Return the error for hidden state; empty where there is none."""
+    start, buffers = objective.initial(seed)
+    probe, width = objective.copy(dropout=False), start.square().mean().sqrt().item() or 1.0
+    with seeded_torch(seed, "trial"):
+        moved = start + PERTURBED * width * torch.randn_like(start)
+    one, other = ({n: v[part] for n, v in batch.items()} for part in (slice(2), slice(-2, None)))
+    calls = ((moved, one), (moved, one), (start, other), (moved, one))
+
+    def gradient(params: Tensor, batch: Batch) -> Tensor:
+        grad, after = probe.gradient(params.clone(), buffers, batch)
+        return torch.cat([grad, after.averaged.to(grad)])
+
+    def losses(params: Tensor, batch: Batch) -> Tensor:
+        return probe.measure(params, buffers, batch)["loss"]
+
+    before = _contents(probe)
+    for compute in (gradient, losses):
+        results, contents = [], []
+        for params, batch in calls:
+            with seeded_torch(seed, "trial"):
+                value = compute(params, batch).double()
+            if batch is one:
+                results.append(value)
+                contents.append(_contents(probe))
+        last = contents[-1]
+        names = [n for n in last if any(c.get(n, last[n]) != last[n] for c in contents)]
+        rounding = ROUNDING * torch.finfo(start.dtype).eps * value.norm()
+        if names or any((value - result).norm() > rounding for result in results):
+            names = names or [n for n in last if last[n] != before.get(n)]
+            what = ", ".join(names[:SHOWN]) or "something that is not an attribute"
+            return (
+                f"forward or the loss changes {what}, so results depend on earlier calls; hold it "
+                "in a buffer of the model (register_buffer), which is averaged and stored, or "
+                "compute it in every call; draws of torch's default generator are seeded"
+            )
+        before = last
+    return ""
+
+
+def _contents(objective: ModuleObjective) -> dict[str, bytes]:
+    """Return a digest of everything that no run sets, by name."""
+    module = objective.module
+    carried = {id(p) for p in module.parameters() if p.requires_grad}
+    carried |= {id(b) for b in module.buffers() if not b.is_complex()}
+    roots = {"model": module, "loss": objective.loss}
+    return {
+        f"{name} of the {root}": _digest(value)
+        for root, held in roots.items()
+        for name, value in leaves(held)
+        if id(value) not in carried
+    }
+
+
+def _digest(value: Any) -> bytes:
+    value = value.get_state() if isinstance(value, torch.Generator) else value
+    if isinstance(value, Tensor) and value.layout == torch.strided:
+        flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        return hashlib.blake2b(np.from_dlpack(flat.view(torch.uint8)).data).digest()
+    return pickle.dumps(value.detach() if isinstance(value, Tensor) else value)
+
+
+def leaves(root: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors, numbers, texts and generators inside a value, with their names."""
+    met: dict[int, Any] = {}  # holds the values, so that no other one gets their ids
+    waiting = deque([("", root)])
+    while waiting:
+        name, value = waiting.popleft()
+        if isinstance(value, LEAVES):
+            yield re.sub(r"\b_(modules|parameters|buffers)\.", "", name), value
+        elif id(value) not in met:
+            met[id(value)] = value
+            waiting += [(f"{name}.{key}".strip("."), part) for key, part in _inside(value)]
+
+
+def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
+    """Return the parts of a value by name; objects and functions of libraries have none."""
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if isinstance(value, list | tuple | deque):
+        return list(enumerate(value))
+    if isinstance(value, MethodType):
+        return [("", value.__self__)]
+    if isinstance(value, partial):
+        return [("", value.func), *enumerate(value.args), *value.keywords.items()]
+    if isinstance(value, type) or all(hasattr(value, name) for name in METRIC):
+        return []
+    own = [(name, part) for name, part in getattr(value, "__dict__", {}).items()]
+    if isinstance(value, nn.Module):
+        return [(name, part) for name, part in own if name != "training"]
+    defined = value if isinstance(value, FunctionType) else type(value)
+    root = str(defined.__module__).partition(".")[0]
+    installed = INSTALLED.search(str(getattr(sys.modules.get(root), "__file__", None)))
+    if installed or root in ("fedexp", *sys.stdlib_module_names):
+        return []
+    return [*held_by(value).items(), *own]
+
+
+def held_by(function: Any) -> dict[str, Any]:
+    """Return the objects in a function's closure, its defaults and the globals it names."""
+    if isinstance(function, partial):
+        given = {str(k): value for k, value in enumerate(function.args)}
+        return {**given, **function.keywords, **held_by(function.func)}
+    if not isinstance(function, FunctionType):
+        return {}
+    code, held = function.__code__, dict(function.__kwdefaults__ or {})
+    held |= {f"default {k}": value for k, value in enumerate(function.__defaults__ or ())}
+    held |= {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with suppress(ValueError):  # not set yet
+            held[name] = cell.cell_contents
+    return held
