@@ -139,3 +139,79 @@ def test_what_cannot_be_counted_is_refused() -> None:
         task = padded_task(counted=counted)
         with pytest.raises(UsageError, match=message):
             task.evaluate(*task.objective.initial(0))
+
+
+def convolutions() -> nn.Module:
+    """Build convolutions, a norm with buffers, a frozen layer and a layer in two places."""
+    shared = nn.Conv2d(3, 3, 3, padding=1)
+    frozen = nn.Conv2d(3, 3, 1).requires_grad_(False)
+    head = (nn.Flatten(), nn.Linear(48, 3))
+    return nn.Sequential(nn.Conv2d(2, 3, 3, 1, 1), nn.BatchNorm2d(3), shared, frozen, shared, *head)
+
+
+def pictures() -> Task:
+    x = torch.randn(12, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    train = Federation({"x": x, "y": torch.arange(12) % 3}, np.array([0, 5, 12]))
+    return classification("pictures", convolutions, train)
+
+
+def test_the_model_of_a_record_is_contiguous_like_that_of_a_run() -> None:
+    *_, record = fx.simulate(pictures(), "fedexp", rounds=2, seed=0)
+    model = record.model()
+    stored = fx.run(pictures(), "fedexp", rounds=2, seed=0, runs=None).model()
+    for one, other in zip(model.parameters(), stored.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+    torch.nn.utils.parameters_to_vector(model.parameters())
+    assert model[2] is model[4]
+
+
+def test_a_vector_becomes_a_state_dict_and_back() -> None:
+    task = pictures()
+    *_, record = fx.simulate(task, "fedexp", rounds=2, seed=0)
+    model, (params, _) = record.model(), record.state.output()
+    weights = task.to_state_dict(params)
+    assert weights.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    for name, value in weights.items():
+        assert value.is_contiguous()
+        assert torch.equal(value, model.get_parameter(name))
+    assert torch.equal(task.to_vector(weights), params)
+    assert torch.equal(task.to_vector(model.state_dict()), params)
+    assert torch.equal(task.to_vector({n: v.numpy() for n, v in weights.items()}), params)
+    weights["0.weight"].zero_()
+    assert torch.equal(task.to_vector(model.state_dict()), params)
+    net = convolutions()
+    assert not net.load_state_dict(task.to_state_dict(params), strict=False).unexpected_keys
+    assert torch.equal(task.to_vector(net.state_dict()), params)
+
+
+def test_named_views_are_parts_of_their_vector() -> None:
+    task = pictures()
+    params, _ = task.objective.initial(0)
+    views = task.named_views(params)
+    assert views.keys() == task.to_state_dict(params).keys()
+    views["0.weight"].fill_(7.0)
+    assert (params == 7.0).sum() == views["0.weight"].numel() == 54
+    assert (task.to_state_dict(params)["0.weight"] == 7.0).all()
+    rows = torch.stack([params, 2 * params])
+    assert torch.equal(task.named_views(rows)["6.bias"][1], 2 * views["6.bias"])
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda task, w: task.to_vector({"0.wieght": w["0.weight"]}), "did you mean 0.weight"),
+        (lambda task, w: task.to_vector({"0.bias": w["0.bias"]}), "has no 0.weight; give all"),
+        (lambda task, w: task.to_vector({**w, "0.weight": w["0.bias"]}), "shape .3., that of task"),
+        (lambda task, w: task.to_vector([*w.values()]), "takes a state_dict, not list"),
+        (lambda task, w: task.to_state_dict(torch.zeros(3)), "parameters, but the vector is .3."),
+        (lambda task, w: task.named_views(w), "but the vector is dict; give one such as record"),
+        (lambda task, w: fx.tasks.toy().to_vector(w), "has no nn.Module"),
+    ],
+)
+def test_other_vectors_and_names_are_refused(use: Any, message: str) -> None:
+    task = pictures()
+    weights = task.to_state_dict(task.objective.initial(0)[0])
+    with pytest.raises(UsageError, match=message) as error:
+        use(task, weights)
+    assert "\n" not in str(error.value)

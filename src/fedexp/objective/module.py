@@ -485,9 +485,15 @@ class ModuleObjective:
         return module
 
     def load(self, params: Tensor, buffers: Buffers) -> nn.Module:
-        """Return a new module with these parameters and buffers: the trained model."""
+        """Return a new module with these parameters and buffers: the trained model.
+
+        What was set is contiguous, as torch builds it, not with channels last as in the vector.
+        """
         self._bind(params.clone(), buffers)
-        return self.copy().module
+        other = self.copy()
+        for tensor in (*other.params, *other.averaged, *other.kept):
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        return other.module
 
     def _autocast(self) -> AbstractContextManager[None]:
         if self.compute_type is None:

@@ -21,16 +21,18 @@ from fedexp.cohorts import Cohort
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.streaming import on_device
 from fedexp.data.transforms import Transform
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.objective import (
     Buffers,
     CountingObjective,
     DeviceObjective,
+    ModuleObjective,
     Objective,
     PredictingObjective,
     map_tensors,
 )
+from fedexp.objective.base import flatten, pieces
 from fedexp.precision import Precision, widest
 from fedexp.tasks.metrics import BY_CLIENT, Metric, add_batch, add_totals, finish_metric
 from fedexp.tasks.recipe import Goal, Options, checked_target, parse_goal
@@ -164,6 +166,71 @@ class Task:
         test = self.test and {name: value.to(device) for name, value in self.test.items()}
         train = on_device(self.train, device)
         return replace(self, objective=objective.on(device, precision), train=train, test=test)
+
+    def to_state_dict(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return a copy of a parameter vector [d] by parameter name, in torch's layout.
+
+        For `net.load_state_dict(..., strict=False)`: it has the trained parameters, and neither
+        buffers nor frozen parameters, which are in no vector; `Record.model()` has all of them.
+
+        >>> from fedexp.tasks import digits
+        >>> task = digits(model="mlp")
+        >>> params, _ = task.objective.initial(0)
+        >>> weights = task.to_state_dict(params)
+        >>> torch.equal(task.to_vector(weights), params)
+        True
+        """
+        views, plain = self.named_views(vector).items(), torch.contiguous_format
+        return {name: view.detach().clone(memory_format=plain) for name, view in views}
+
+    def to_vector(self, state_dict: Mapping[str, Tensor]) -> Tensor:
+        """Return the trained parameters of a `state_dict` as one vector [d], as in a state.
+
+        The inverse of `to_state_dict`. Of a whole model's `state_dict`, all else is left out.
+        """
+        objective = self._module_objective()
+        require(
+            isinstance(state_dict, Mapping),
+            f"to_vector takes a state_dict, not {type(state_dict).__name__}; give tensors by name",
+        )
+        known = {*objective.names, *objective.buffer_names, *objective.module.state_dict()}
+        unknown = next((name for name in state_dict if name not in known), None)
+        if unknown is not None:
+            raise unknown_name(f"parameter of task {self.name}", unknown, known)
+        found = {name: torch.as_tensor(value).detach() for name, value in state_dict.items()}
+        for name, parameter in zip(objective.names, objective.params, strict=True):
+            require(name in found, f"the state_dict has no {name}; give all trained parameters")
+            shape, wanted = list(found[name].shape), list(parameter.shape)
+            require(
+                shape == wanted,
+                f"{name} has the shape {shape}, that of task {self.name} {wanted}; give the "
+                "state_dict of the same model",
+            )
+        return flatten([found[name] for name in objective.names])
+
+    def named_views(self, vectors: Tensor) -> dict[str, Tensor]:
+        """Return views of vectors [..., d] by parameter name, for rules that look at layers.
+
+        They share the memory of the vectors, e.g. of the mean update of a round, and have the
+        shapes of torch. Those of convolutions are not contiguous: in a vector, channels are last.
+        """
+        objective = self._module_objective()
+        size = sum(parameter.numel() for parameter in objective.params)
+        shape = list(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
+        require(
+            isinstance(shape, list) and shape[-1:] == [size],
+            f"task {self.name} has {size} parameters, but the vector is {shape}; give one such as "
+            "record.state.params",
+        )
+        return dict(zip(objective.names, pieces(vectors, objective.params), strict=True))
+
+    def _module_objective(self) -> ModuleObjective:
+        if not isinstance(self.objective, ModuleObjective):
+            raise UsageError(
+                f"task {self.name} has no nn.Module, so its vectors have no named parts; use them "
+                "as they are"
+            )
+        return self.objective
 
     def evaluate(
         self, params: Tensor, buffers: Buffers, run: RunProgram | None = None
