@@ -332,13 +332,15 @@ class Task:
     def _weights(self, split: Split, device: torch.device) -> dict[str, Tensor]:
         """Return the weight of each example in the means, by value, in memory of the device.
 
-        Those of values of which every example counts as one are under "".
+        Those of values of which every example counts as one are under "". Those of the accuracy are
+        `exact_weights`.
         """
         key = split.name, device
         if key not in self._weights_on:
             weights = {"": split.weights(widest(device))}
             for name, part in split.parts(split.fields).items():
                 weights[name] = split.weights_of_parts(part).to(widest(device))
+            weights["accuracy"] = exact_weights(weights.get("accuracy", weights[""]))
             if device.type == "cuda":  # a copy that the host does not wait for
                 weights = {name: value.pin_memory() for name, value in weights.items()}
             self._weights_on[key] = {n: w.to(device, non_blocking=True) for n, w in weights.items()}
@@ -350,7 +352,7 @@ class Task:
 
     def finish(self, totals: Totals) -> dict[str, float]:
         """Return the values of an evaluation, given the totals of all examples."""
-        values: dict[str, float] = dict(totals.means)
+        values = {n: _bounded(n, value.sum()).item() for n, value in totals.means.items()}
         for name, each in self._by_client(totals).items():
             values[name + BY_CLIENT] = worst_decile(each, highest=name.endswith("loss"))
         for split in self._splits:
@@ -370,7 +372,7 @@ class Task:
             for name, each in split.sizes().items():
                 sizes[f"{split.name}_{name}"] = each
         return {
-            name: value / sizes.get(name, sizes[name.partition("_")[0] + "_"])
+            name: _bounded(name, value / sizes.get(name, sizes[name.partition("_")[0] + "_"]))
             for name, value in totals.clients.items()
         }
 
@@ -391,6 +393,32 @@ class Task:
             held_out = (self.test, even, _weights_of_parts, self.parts, self.test_offsets)
             found.append(Split("test", *held_out, self.metrics))
         return found
+
+
+def _bounded(name: str, value: Tensor) -> Tensor:
+    """Return a mean; an accuracy of fractions of examples is not rounded to more than 1."""
+    if not name.endswith("_accuracy"):
+        return value
+    return value.masked_fill((value > 1) & (value < 1 + 1e-6), 1.0)
+
+
+def exact_weights(weights: Tensor) -> Tensor:
+    """Return weights [n] as a sum [n, 2], by which a mean of zeros and ones is correctly rounded.
+
+    The first column has multiples of the precision, whose sums up to 1 are exact; the second has
+    the rest of 1 / D, where the weight of every example is 1 / D for a whole number D. Other
+    weights, of examples of which a fraction counts, are returned as they are.
+
+    >>> weights = torch.full((100,), 0.01, dtype=torch.float64)
+    >>> right = (torch.arange(100) < 80).double()
+    >>> (right @ weights).item() == 0.8, (right @ exact_weights(weights)).sum().item() == 0.8
+    (False, True)
+    """
+    eps, counts = torch.finfo(weights.dtype).eps, (1 / weights).round()
+    if not bool(((weights * counts - 1).abs() <= 2 * eps).all()):
+        return weights
+    multiples = (weights / eps).round()
+    return torch.stack([multiples, (1 / eps - multiples * counts) / counts], dim=1) * eps
 
 
 def uniform(rows: int, weight: float) -> Callable[[torch.dtype], Tensor]:
@@ -504,12 +532,12 @@ class Totals:
     """Sums of an evaluation, by record field; they add over parts of the examples.
 
     Attributes:
-        means: weighted sums of values.
+        means: weighted sums of values, in one part or, of `exact_weights`, in two.
         clients: sums of values by client, [clients] each.
         metrics: totals of metrics; dicts by client where they are computed for each.
     """
 
-    means: dict[str, Any] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
     clients: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -543,10 +571,12 @@ class Totals:
                 clients[client] = add_batch(name, metric, before, *some)
 
     def on_host(self) -> Totals:
-        """Return the totals on the CPU, the means as numbers."""
-        numbers = torch.stack(list(self.means.values())).tolist() if self.means else []
+        """Return the totals on the CPU."""
+        sizes = [value.numel() for value in self.means.values()]
+        parts = [value.reshape(-1) for value in self.means.values()]
+        on_cpu = torch.cat(parts).cpu().split(sizes) if parts else ()
         return Totals(
-            dict(zip(self.means, numbers, strict=True)),
+            dict(zip(self.means, on_cpu, strict=True)),
             self.clients,
             {name: _on_cpu(value) for name, value in self.metrics.items()},
         )
