@@ -325,7 +325,7 @@ def test_labels_that_a_transform_has_changed_are_not_cast_back() -> None:
     with pytest.warns(DataNote, match="cast from int64"):
         own = supervised(
             "mine", lambda: nn.Linear(4, 1), train, loss=nn.BCEWithLogitsLoss(), metrics=metrics,
-            transform=Smoothing(),
+            transform=Smoothing(),  # type: ignore[arg-type]
         )  # fmt: skip
     values = own.evaluate(*own.objective.initial(0))
     assert values["train_mean"] == pytest.approx(0.1 + 0.8 * Y.mean())

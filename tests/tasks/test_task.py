@@ -164,6 +164,7 @@ def test_the_model_of_a_record_is_contiguous_like_that_of_a_run() -> None:
         assert torch.equal(one, other)
         assert one.stride() == other.stride()
     torch.nn.utils.parameters_to_vector(model.parameters())
+    assert isinstance(model, nn.Sequential)
     assert model[2] is model[4]
 
 

@@ -183,7 +183,7 @@ class Task:
         views, plain = self.named_views(vector).items(), torch.contiguous_format
         return {name: view.detach().clone(memory_format=plain) for name, view in views}
 
-    def to_vector(self, state_dict: Mapping[str, Tensor]) -> Tensor:
+    def to_vector(self, state_dict: Mapping[str, Any]) -> Tensor:
         """Return the trained parameters of a `state_dict` as one vector [d], as in a state.
 
         The inverse of `to_state_dict`. Of a whole model's `state_dict`, all else is left out.
