@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pytest
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS
+from fedexp.errors import DataNote
 from fedexp.local import LocalTraining
 from fedexp.options import (
     Setup,
@@ -38,6 +40,57 @@ def test_bare_names_find_the_server_first() -> None:
     assert changed.with_option("local.lr", "0.7").local.lr == 0.7
 
 
+@dataclass(frozen=True)
+class Regularised(fx.Prox):
+    """A client rule with a field that `DynamicAverage` has as well."""
+
+    alpha: float = 0.1
+
+
+@dataclass(frozen=True)
+class DynamicAverage(fx.Average):
+    alpha: float = 0.1
+
+
+FEDDYN = fx.Algorithm("feddyn", client=Regularised(), server=DynamicAverage())
+
+
+@pytest.mark.parametrize("others", [{}, {"fedavg": setup("fedavg")}])
+def test_a_name_that_client_and_server_share_is_refused(others: dict[str, Setup]) -> None:
+    both = Setup(FEDDYN, LocalTraining())
+    line = r"^feddyn has server\.alpha and client\.alpha; write which one instead of alpha$"
+    with pytest.raises(fx.UsageError, match=line):
+        both.with_option("alpha", "0.5")
+    for key in ("alpha", "feddyn:alpha"):
+        with pytest.raises(fx.UsageError, match=line):
+            share_options({**others, "feddyn": both}, {key: "0.5"})
+    with pytest.raises(fx.UsageError, match=line):
+        prepared_run(classes_task(), FEDDYN, 0, {"options": {"alpha": 0.5}})
+    changed = both.with_options({"client.alpha": "0.5", "server.alpha": "0.7"})
+    assert changed.options()["client.alpha"] == 0.5
+    assert changed.options()["server.alpha"] == 0.7
+
+
+def test_a_name_that_server_and_local_training_share_is_refused() -> None:
+    with pytest.raises(fx.UsageError, match=r"has server\.decay_.* and local\.decay_"):
+        setup().with_option("decay_before_first_round", "true")
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_comparison_notes_where_an_option_has_no_effect() -> None:
+    setups = {name: setup(name) for name in ("fedavg", "fedexp", "scaffold", "fedexp-m")}
+    line = "^option lr is server.lr of fedavg, scaffold; it has no effect on fedexp, fedexp-m$"
+    with pytest.warns(DataNote, match=line):
+        shared = share_options(setups, {"lr": "0.5"})
+    assert shared == {
+        "fedavg": {"lr": "0.5"},
+        "scaffold": {"lr": "0.5"},
+        "fedexp": {},
+        "fedexp-m": {},
+    }
+    share_options(setups, {"fedavg:lr": "0.5", "local.lr": "0.1", "steps": "3"})
+
+
 def test_every_option_can_be_set_to_its_own_value() -> None:
     for name in ALGORITHMS:
         one = setup(name)
@@ -48,7 +101,9 @@ def test_options_are_checked_together() -> None:
     bounds = {"low": "6", "lr": "8", "high": "10"}  # each of the first two is refused alone
     changed = setup("fedhyper").with_options(bounds)
     assert changed.algorithm.server == fx.Hypergradient(8.0, 6.0, 10.0)
-    shared = share_options({"fedavg": setup("fedavg"), "fedhyper": setup("fedhyper")}, bounds)
+    setups = {name: setup(name) for name in ("fedavg", "fedhyper")}
+    with pytest.warns(DataNote, match="of fedhyper; it has no effect on fedavg"):
+        shared = share_options(setups, bounds)
     assert shared == {"fedavg": {"lr": "8"}, "fedhyper": bounds}
     with pytest.raises(fx.UsageError, match=r"lr = 8.0, outside the bounds"):
         setup("fedhyper").with_option("lr", "8")

@@ -47,7 +47,7 @@ class NonFiniteUpdateWarning(UserWarning):
 
 
 class DataNote(UserWarning):
-    """Data were cast, or a loss is used in another way than expected; nothing has to be done."""
+    """Data were cast, or a loss or option is used in another way than expected: nothing to do."""
 
 
 class EngineWarning(UserWarning):

@@ -11,6 +11,7 @@ import math
 import os
 import types
 import typing
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from inspect import Parameter, signature
@@ -21,7 +22,7 @@ import numpy as np
 
 from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS, Algorithm, default_eps
 from fedexp.client import SGD
-from fedexp.errors import UsageError, require, unknown_name
+from fedexp.errors import DataNote, UsageError, require, unknown_name
 from fedexp.local import ADDED, LocalTraining
 from fedexp.references import is_reference, load_object, name_in, reference_to
 from fedexp.server import AMS, Adagrad, Adam, ExP, MomentumExP, ServerRule, Yogi
@@ -243,8 +244,8 @@ class Setup:
     """An algorithm, its local training and its client weights: what the options of a run change.
 
     Options have dotted names: `server.eps`, `client.mu`, `local.lr`, and plain `average_last` and
-    `weighting`. A name without a dot is looked up in the server rule, the client rule and local
-    training, in this order; `lr` is always the server's.
+    `weighting`. A name without a dot is an option of the server rule, the client rule or local
+    training, and refused where several have it; `lr` is always the server's.
     """
 
     algorithm: Algorithm
@@ -320,24 +321,26 @@ class Setup:
         hint = plain[field] if not section else hints_of(type(self.section(section)))[field]
         return full, convert(value, hint, full)
 
-    def has_option(self, key: str) -> bool:
-        """Return whether there is an option of this name."""
-        try:
-            return bool(self.full_name(key))
-        except UsageError:
-            return False
+    def names_of(self, key: str) -> list[str]:
+        """Return the dotted names that a name may stand for: none for an unknown one."""
+        known = self.options()
+        sections = ("server",) if key == "lr" else SECTIONS
+        return [name for name in (key, *(f"{s}.{key}" for s in sections)) if name in known]
 
     def full_name(self, key: str) -> str:
-        """Return the dotted name of an option; raise `UsageError` for one that does not exist."""
-        known = self.options()
-        candidates = [key, *(f"{section}.{key}" for section in SECTIONS)]
-        for name in candidates:
-            if name in known and (key, name) != ("lr", "local.lr"):
-                return name
+        """Return the dotted name of an option; raise `UsageError` unless there is exactly one."""
+        names = self.names_of(key)
+        require(
+            len(names) < 2,
+            f"{self.algorithm.name} has {' and '.join(names)}; write which one instead of {key}",
+        )
+        if names:
+            return names[0]
         if key == "lr":
             raise UsageError(
                 f"{self.algorithm.name} has no server lr; for the clients' use local.lr"
             )
+        known = self.options()
         short = {name.rpartition(".")[2] for name in known}
         raise unknown_name(f"option of {self.algorithm.name}", key, {*known, *short})
 
@@ -462,7 +465,8 @@ def share_options(
 ) -> dict[str, dict[str, Any]]:
     """Return the options of each algorithm: `name:key` is for one, `key` for all that have it.
 
-    A name that no algorithm has raises the error of the first algorithm.
+    A note names the algorithms without an option that others have. A name that no algorithm has
+    raises the error of the first algorithm.
     """
     shared: dict[str, dict[str, Any]] = {name: {} for name in setups}
     general_first = sorted(options.items(), key=lambda option: ":" in option[0])
@@ -470,10 +474,15 @@ def share_options(
         name, colon, own = key.partition(":")
         if colon and name not in setups:
             raise unknown_name(f"algorithm in option {key}", name, setups)
-        takers = [name] if colon else [n for n, s in setups.items() if s.has_option(key)]
+        takers = [name] if colon else [n for n, s in setups.items() if s.names_of(key)]
         for taker in takers or list(setups)[:1]:
             setups[taker].parse(own if colon else key, value)  # raises for an unknown option
             shared[taker][own if colon else key] = value
+        others = ", ".join(n for n in setups if n not in takers)
+        if not colon and others:
+            full = " or ".join(sorted({setups[n].full_name(key) for n in takers}))
+            note = f"option {key} is {full} of {', '.join(takers)}; it has no effect on {others}"
+            warnings.warn(note, DataNote, stacklevel=4)
     for name, given in shared.items():
         setups[name].with_options(given)  # raises for a mistake
     return shared

@@ -183,3 +183,13 @@ def test_tables_in_every_format(capfd: pytest.CaptureFixture[str]) -> None:
     ]
     last_two = [row["train_loss"] for run in rows for row in run[-2:]]
     assert float(values["final_mean"]) == pytest.approx(sum(last_two) / 4, rel=1e-12)
+
+
+def test_an_option_that_some_algorithms_lack_gets_a_line(capfd: pytest.CaptureFixture[str]) -> None:
+    line = "fedexp: warning: option lr is server.lr of fedavg; it has no effect on fedexp\n"
+    assert main([*COMPARE, "--rounds", "2", "--set", "lr=0.5"]) == 0
+    assert capfd.readouterr().err.count(line) == 1
+    assert main([*COMPARE, "--rounds", "2", "--set", "fedavg:lr=0.5"]) == 0
+    assert "has no effect" not in capfd.readouterr().err
+    assert main([*COMPARE, "--rounds", "2", "--set", "momentun=0.5"]) == 2
+    assert "unknown option of fedavg 'momentun'" in capfd.readouterr().err

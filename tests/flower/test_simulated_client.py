@@ -130,6 +130,8 @@ def test_evaluation_on_clients_and_at_the_server(weighted: bool) -> None:
     assert sorted(int(str(m["num-examples"])) for m in metrics) == sorted(task.train.sizes)
     losses = [float(str(m["loss"])) for m in metrics]
     assert sum(losses) / 4 == pytest.approx(central["train_loss"])
+    accuracies = task.evaluate_clients(params, buffers)["train_accuracy"].tolist()  # k / n
+    assert sorted(float(str(m["accuracy"])) for m in metrics) == sorted(accuracies)
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
+import warnings
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedexp as fx
@@ -269,3 +272,84 @@ def test_outputs_that_are_not_examples_first_do_not_disturb_metrics() -> None:
     values = own.evaluate(*own.objective.initial(0))
     assert 0 <= values["test_f1"] <= 1
     assert 0 <= values["train_f1"] <= 1
+
+
+def binary(labels: Any, metrics: Any, loss: Any = F.binary_cross_entropy_with_logits) -> Task:
+    train = Federation.from_ids({"x": X, "y": labels}, IDS)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DataNote)  # of the cast
+        return supervised(
+            "mine", lambda: nn.Linear(4, 1), train, {"x": X, "y": labels}, loss, metrics,
+            train_metrics="clients",
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int16, np.bool_, np.float32])
+def test_metrics_get_the_labels_in_the_users_type(kind: Any, tmp_path: Path) -> None:
+    labels, expected = Y[:, None].astype(kind), torch.from_numpy(np.zeros(0, kind)).dtype
+
+    def is_of_class_1(outputs: Tensor, targets: Tensor) -> Tensor:
+        assert targets.dtype == expected, f"{targets.dtype}, not {expected}"
+        return targets.ravel() == 1
+
+    metrics = {
+        "pooled": lambda out, y: is_of_class_1(out, y).float().mean(),
+        "mean": Mean(is_of_class_1),
+    }
+    own = binary(labels, metrics)
+    assert own.train.fields["y"].dtype == torch.float32  # what the loss takes
+    record = next(fx.simulate(own, "fedexp", rounds=1))
+    for name in metrics:
+        assert record.metrics[f"test_{name}"] == pytest.approx(Y.mean())
+    first, second = (fx.run(own, "fedexp", rounds=1, runs=tmp_path) for _ in range(2))
+    assert first.folder == second.folder
+    assert first.rows == second.rows
+
+
+def test_metrics_of_whole_numbers_take_the_labels_of_a_binary_cross_entropy() -> None:
+    classes = pytest.importorskip("torchmetrics").classification
+    own = binary(Y[:, None], {"ap": classes.BinaryAveragePrecision()})
+    assert 0 < next(fx.simulate(own, "fedexp", rounds=1)).metrics["test_ap"] <= 1
+
+
+def test_labels_that_a_transform_has_changed_are_not_cast_back() -> None:
+    class Smoothing:
+        def train(self, batch: Any, rng: Any) -> Any:
+            return batch
+
+        def evaluate(self, batch: Any) -> Any:
+            return {**batch, "y": 0.1 + 0.8 * batch["y"]}
+
+    train = Federation.from_ids({"x": X, "y": Y[:, None]}, IDS)
+    metrics = {"mean": lambda out, y: y.mean()}
+    with pytest.warns(DataNote, match="cast from int64"):
+        own = supervised(
+            "mine", lambda: nn.Linear(4, 1), train, loss=nn.BCEWithLogitsLoss(), metrics=metrics,
+            transform=Smoothing(),  # type: ignore[arg-type]
+        )  # fmt: skip
+    values = own.evaluate(*own.objective.initial(0))
+    assert values["train_mean"] == pytest.approx(0.1 + 0.8 * Y.mean())
+
+
+def test_a_metric_that_fails_is_refused_when_the_task_is_made() -> None:
+    line = (
+        "metric 'ce' fails: .*; it gets outputs float32 of shape .2, 1. and labels as you gave "
+        "them: convert them in a function of .outputs, targets."
+    )
+    with pytest.raises(UsageError, match=line) as error:
+        binary(Y[:, None], {"ce": F.binary_cross_entropy_with_logits})
+    assert "\n" not in str(error.value)
+    with pytest.raises(UsageError, match="metric 'm' returns a tensor"):
+        task({"m": lambda out, y: out})
+    with pytest.raises(UsageError, match="metric 'm' fails"):
+        task({"m": lambda out, y: out[:, 9].mean()}, test=False)
+
+
+def test_a_metric_may_need_more_than_two_examples() -> None:
+    def needs_many(outputs: Tensor, targets: Tensor) -> float:
+        if len(outputs) < 100:
+            raise ValueError("only one class is present")
+        return 0.5
+
+    values = task({"m": needs_many}).evaluate(torch.zeros(10), fx.objective.Buffers.none())
+    assert values["test_m"] == 0.5

@@ -3,6 +3,7 @@
 import pickle
 from collections.abc import Callable
 from dataclasses import replace
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -139,3 +140,166 @@ def test_what_cannot_be_counted_is_refused() -> None:
         task = padded_task(counted=counted)
         with pytest.raises(UsageError, match=message):
             task.evaluate(*task.objective.initial(0))
+
+
+def convolutions() -> nn.Module:
+    """Build convolutions, a norm with buffers, a frozen layer and a layer in two places."""
+    shared = nn.Conv2d(3, 3, 3, padding=1)
+    frozen = nn.Conv2d(3, 3, 1).requires_grad_(False)
+    head = (nn.Flatten(), nn.Linear(48, 3))
+    return nn.Sequential(nn.Conv2d(2, 3, 3, 1, 1), nn.BatchNorm2d(3), shared, frozen, shared, *head)
+
+
+def pictures() -> Task:
+    x = torch.randn(12, 2, 4, 4, generator=torch.Generator().manual_seed(0))
+    train = Federation({"x": x, "y": torch.arange(12) % 3}, np.array([0, 5, 12]))
+    return classification("pictures", convolutions, train)
+
+
+def test_the_model_of_a_record_is_contiguous_like_that_of_a_run() -> None:
+    *_, record = fx.simulate(pictures(), "fedexp", rounds=2, seed=0)
+    model = record.model()
+    stored = fx.run(pictures(), "fedexp", rounds=2, seed=0, runs=None).model()
+    for one, other in zip(model.parameters(), stored.parameters(), strict=True):
+        assert torch.equal(one, other)
+        assert one.stride() == other.stride()
+    torch.nn.utils.parameters_to_vector(model.parameters())
+    assert isinstance(model, nn.Sequential)
+    assert model[2] is model[4]
+
+
+def test_a_vector_becomes_a_state_dict_and_back() -> None:
+    task = pictures()
+    *_, record = fx.simulate(task, "fedexp", rounds=2, seed=0)
+    model, (params, _) = record.model(), record.state.output()
+    weights = task.to_state_dict(params)
+    assert weights.keys() == {n for n, p in model.named_parameters() if p.requires_grad}
+    for name, value in weights.items():
+        assert value.is_contiguous()
+        assert torch.equal(value, model.get_parameter(name))
+    assert torch.equal(task.to_vector(weights), params)
+    assert torch.equal(task.to_vector(model.state_dict()), params)
+    assert torch.equal(task.to_vector({n: v.numpy() for n, v in weights.items()}), params)
+    weights["0.weight"].zero_()
+    assert torch.equal(task.to_vector(model.state_dict()), params)
+    net = convolutions()
+    assert not net.load_state_dict(task.to_state_dict(params), strict=False).unexpected_keys
+    assert torch.equal(task.to_vector(net.state_dict()), params)
+
+
+def test_named_views_are_parts_of_their_vector() -> None:
+    task = pictures()
+    params, _ = task.objective.initial(0)
+    views = task.named_views(params)
+    assert views.keys() == task.to_state_dict(params).keys()
+    views["0.weight"].fill_(7.0)
+    assert (params == 7.0).sum() == views["0.weight"].numel() == 54
+    assert (task.to_state_dict(params)["0.weight"] == 7.0).all()
+    rows = torch.stack([params, 2 * params])
+    assert torch.equal(task.named_views(rows)["6.bias"][1], 2 * views["6.bias"])
+
+
+@pytest.mark.parametrize(
+    ("use", "message"),
+    [
+        (lambda task, w: task.to_vector({"0.wieght": w["0.weight"]}), "did you mean 0.weight"),
+        (lambda task, w: task.to_vector({"0.bias": w["0.bias"]}), "has no 0.weight; give all"),
+        (lambda task, w: task.to_vector({**w, "0.weight": w["0.bias"]}), "shape .3., that of task"),
+        (lambda task, w: task.to_vector([*w.values()]), "takes a state_dict, not list"),
+        (lambda task, w: task.to_state_dict(torch.zeros(3)), "parameters, but the vector is .3."),
+        (lambda task, w: task.named_views(w), "but the vector is dict; give one such as record"),
+        (lambda task, w: fx.tasks.toy().to_vector(w), "has no nn.Module"),
+    ],
+)
+def test_other_vectors_and_names_are_refused(use: Any, message: str) -> None:
+    task = pictures()
+    weights = task.to_state_dict(task.objective.initial(0)[0])
+    with pytest.raises(UsageError, match=message) as error:
+        use(task, weights)
+    assert "\n" not in str(error.value)
+
+
+def judged(right: list[list[bool]], **settings: Any) -> Task:
+    """Build a task whose initial model is right about these examples of these clients."""
+    rows = torch.tensor([each for client in right for each in client])
+    fields = {"x": torch.stack([rows, ~rows], dim=1).float(), "y": torch.zeros(len(rows)).long()}
+    offsets = np.cumsum([0, *map(len, right)])
+    model = nn.Linear(2, 2, bias=False)
+    nn.init.eye_(model.weight)
+    return Task(
+        name="judged",
+        objective=ModuleObjective(model),
+        train=Federation(fields, offsets),
+        local=fx.LocalTraining(lr=0.1),
+        test=fields,
+        test_offsets=offsets,
+        **settings,
+    )
+
+
+def in_parts(task: Task, count: int) -> dict[str, float]:
+    """Evaluate the initial model as so many processes do."""
+    shares = [task.totals(*task.objective.initial(0), (k, count)) for k in range(count)]
+    return task.finish(sum(shares[1:], shares[0]))
+
+
+def outcomes(count: int) -> list[list[bool]]:
+    """Draw which examples are right, of clients of equal sizes or not; sometimes all of them."""
+    rng = np.random.default_rng(count)
+    clients = int(rng.integers(1, 12))
+    sizes = rng.integers(1, 90, clients) if count % 2 else [int(rng.integers(1, 200))] * clients
+    share = 1.0 if count % 5 == 0 else rng.random()
+    return [(rng.random(size) < share).tolist() for size in sizes]
+
+
+@pytest.mark.parametrize("processes", [1, 3])
+def test_an_accuracy_is_correctly_rounded(processes: int) -> None:
+    for count in range(40):
+        right = outcomes(count)
+        values = in_parts(judged(right, by_client=True), processes)
+        every = [each for client in right for each in client]
+        means = [Fraction(sum(client), len(client)) for client in right]
+        assert values["test_accuracy"] == sum(every) / len(every)
+        assert values["train_accuracy"] == float(sum(means) / len(means)) <= 1.0
+
+
+def test_an_accuracy_of_80_of_100_is_0_8() -> None:
+    values = in_parts(judged([[k < 80 for k in range(100)]]), 1)
+    assert values["test_accuracy"] == values["train_accuracy"] == 0.8
+
+
+def test_an_accuracy_of_the_examples_that_count_is_correctly_rounded() -> None:
+    for count in range(20):
+        counts = [[True, *(k % 3 > 0 for k in range(len(client)))] for client in outcomes(count)]
+        right = [[c and k % 7 > 0 for k, c in enumerate(client)] for client in counts]
+        flat = torch.tensor([each for client in counts for each in client]).double()
+        values = in_parts(judged(right, counted=lambda fields, flat=flat: flat), 2)
+        means = [Fraction(sum(r), sum(c)) for r, c in zip(right, counts, strict=True)]
+        assert values["train_accuracy"] == float(sum(means) / len(means))
+        assert values["test_accuracy"] == sum(map(sum, right)) / sum(map(sum, counts))
+
+
+def test_an_accuracy_of_tokens_is_at_most_1() -> None:
+    class Sure(nn.Module):
+        """A model that is right about every token."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (nn.functional.one_hot(x, 3) * self.scale).movedim(-1, 1)
+
+    rng = np.random.default_rng(0)
+    for tokens in range(2, 12):
+        x = rng.integers(0, 3, (30, tokens))
+        y = np.where(rng.random(x.shape) < 0.3, -100, x)
+        y[:, 0] = x[:, 0]
+        train = Federation.from_ids({"x": x, "y": y}, np.arange(30) % 4)
+        with pytest.warns(fx.errors.DataNote, match="some targets are ignored"):
+            task = supervised("tokens", Sure, train, {"x": x, "y": y}, by_client=True)
+        values = in_parts(task, 1)
+        clients = task.evaluate_clients(*task.objective.initial(0))["train_accuracy"]
+        for value in (values["train_accuracy"], values["test_accuracy"], *clients.tolist()):
+            assert value == pytest.approx(1.0, abs=1e-14)
+            assert value <= 1.0

@@ -23,7 +23,7 @@ from fedexp.algorithms import ALGORITHMS
 from fedexp.cli.options import Parser
 from fedexp.distributed import AgentLostError, RankLostError, Ranks, current, leave, ranks
 from fedexp.distributed.failure import REMEDY, failure_report, monitored
-from fedexp.errors import EngineWarning, FedExPError, NonFiniteUpdateWarning, UsageError
+from fedexp.errors import DataNote, EngineWarning, FedExPError, NonFiniteUpdateWarning, UsageError
 from fedexp.local import LocalTraining
 from fedexp.options import TASKS, Setup, summary
 from fedexp.runs import RunWarning
@@ -31,7 +31,7 @@ from fedexp.runs.loggers import LoggerWarning
 from fedexp_command import COMMANDS, DESCRIPTION
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
-SHOWN = (NonFiniteUpdateWarning, EngineWarning, RunWarning, LoggerWarning)
+SHOWN = (DataNote, NonFiniteUpdateWarning, EngineWarning, RunWarning, LoggerWarning)
 MODULES = {  # of the commands, in this package
     "run": "run",
     "resume": "run",

@@ -35,7 +35,7 @@ class SimulationState:
     Attributes:
         round: rounds done.
         steps: server steps taken; fewer than rounds where all clients of a round were dropped.
-        params: the iterate that training continues from.
+        params: the iterate that training continues from, one flat vector (`Task.to_state_dict`).
         buffers: its buffers.
         recent: the last iterates with their buffers, newest last, as many as the output averages.
         server: state of the server rule.
@@ -164,7 +164,7 @@ class Record:
         return f"Record({', '.join([f'round {self.round}', *numbers])})"
 
     def model(self) -> nn.Module:
-        """Return the output model as a new module, on the CPU and in evaluation mode."""
+        """Return the output model as a new module, on the CPU, contiguous, in evaluation mode."""
         objective = None if self.task is None else self.task.objective
         if not isinstance(objective, LoadableObjective):
             raise UsageError(

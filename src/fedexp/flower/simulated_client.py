@@ -67,13 +67,14 @@ def simulated_evaluate(task: Task) -> TrainFn:
     def evaluate(message: Message, context: Context) -> Message:
         client = partition_of(context, task.train.clients)
         batch = task.train.client(client)
-        parts = {name: float(part.mean()) for name, part in task.parts(batch).items()}
+        parts = {name: float(part.sum()) for name, part in task.parts(batch).items()}
         if task.transform is not None:
             batch = dict(task.transform.evaluate(batch))
         _, arrays = single_record(message.content, ArrayRecord, "model")
         values = task.objective.measure(*from_arrays(task, arrays), batch)
         metrics = {
-            name: float(value.mean()) / parts.get(name, 1.0) for name, value in values.items()
+            name: float(value.cpu().double().sum()) / parts.get(name, len(value))
+            for name, value in values.items()
         }
         record = MetricRecord({"num-examples": int(task.train.sizes[client]), **metrics})
         return Message(RecordDict({"metrics": record}), reply_to=message)

@@ -4,6 +4,7 @@ All parameters of a model are one vector: norms are over the whole model by cons
 of any rule is one operation. Buffers are passed beside it and are never extrapolated. In the vector
 the weights of a convolution, [O, C, KH, KW], are stored with their channels last, as
 [O, KH, KW, C]: the order in which fast convolutions read them, so that no step has to permute them.
+`Task.to_state_dict`, `Task.to_vector` and `Task.named_views` translate between the two.
 
 `Objective` is what every engine needs. The other protocols declare what a faster engine, a device
 or a stored model needs besides; `isinstance` tests whether an objective provides it. None of them

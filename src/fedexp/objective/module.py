@@ -52,7 +52,7 @@ from fedexp.objective.losses import (
     reduced,
 )
 from fedexp.objective.stack import CannotStackError, Stack, StackedClients
-from fedexp.precision import Precision
+from fedexp.precision import Precision, widest
 from fedexp.seeding import preserved_draws, seeded_torch
 
 LARGE_SEQUENCE_MODEL = 100_000  # parameters from which clients are not batched on a CPU
@@ -428,6 +428,8 @@ class ModuleObjective:
             right = (found == targets.view_as(found)).to(outputs.dtype)
             if self.ignore_index is not None:
                 right = right * (targets.view_as(found) != self.ignore_index)
+                if not self.per_example:  # in the type of `counted_parts`
+                    right = right.to(widest(right.device))
             values["accuracy"] = right if right.ndim == 1 else right.flatten(1).mean(dim=1)
         return values
 
@@ -484,9 +486,15 @@ class ModuleObjective:
         return module
 
     def load(self, params: Tensor, buffers: Buffers) -> nn.Module:
-        """Return a new module with these parameters and buffers: the trained model."""
+        """Return a new module with these parameters and buffers: the trained model.
+
+        What was set is contiguous, as torch builds it, not with channels last as in the vector.
+        """
         self._bind(params.clone(), buffers)
-        return self.copy().module
+        other = self.copy()
+        for tensor in (*other.params, *other.averaged, *other.kept):
+            tensor.data = tensor.data.clone(memory_format=torch.contiguous_format)
+        return other.module
 
     def _autocast(self) -> AbstractContextManager[None]:
         if self.compute_type is None:

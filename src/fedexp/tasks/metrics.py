@@ -177,6 +177,28 @@ class ComputedOnce:
         return own.compute()
 
 
+@dataclass(frozen=True)
+class AsGiven:
+    """A metric that gets the targets in the type of the user's data, which the loss casts.
+
+    Targets that a transform has made other numbers of are not cast back.
+    """
+
+    metric: Metric
+    kind: torch.dtype
+
+    def zero(self) -> Any:
+        return self.metric.zero()
+
+    def add(self, total: Any, outputs: Any, targets: Tensor) -> Any:
+        given = targets.to(self.kind)
+        same = torch.equal(given.to(targets.dtype), targets)
+        return self.metric.add(total, outputs, given if same else targets)
+
+    def finish(self, total: Any) -> Any:
+        return self.metric.finish(total)
+
+
 def _fresh_copy(metric: M, outputs: Any) -> M:
     """Return a copy without state, on the device of the outputs."""
     own = deepcopy(metric)

@@ -1,8 +1,8 @@
 """`supervised`: a task from a model, data and any torch loss; `classification` for class numbers.
 
-The model, the loss and the data are tried on two examples when the task is made, so that a mismatch
-is reported then and not in the first round. Data are cast to the types that the model and the loss
-take, with a `DataNote`.
+The model, the loss, the metrics and the data are tried on two examples when the task is made, so
+that a mismatch is reported then and not in the first round. Data are cast to the types that the
+model and the loss take, with a `DataNote`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from fedexp.objective import Fields, ModuleObjective
 from fedexp.objective.hidden_state import check_repeatable
 from fedexp.objective.losses import Loss, class_loss, copied_loss
 from fedexp.seeding import preserved_draws
-from fedexp.tasks.metrics import as_metrics
+from fedexp.tasks.metrics import AsGiven, add_batch, as_metrics, finish_metric
 from fedexp.tasks.recipe import PAPER_TRAINING, Goal, Options, Recipe, parse_goal
 from fedexp.tasks.resolve_loss import (
     are_integers,
@@ -97,8 +97,8 @@ def supervised(
         loss: function of (outputs, targets), e.g. `F.cross_entropy`, `nn.MSELoss()` or your own.
         metrics: by name, functions of (outputs, targets) of all examples, torchmetrics objects, or
             `fedexp.tasks.Metric`; in records as `test_<name>`, or `train_<name>` without a test
-            set. Accuracy is measured without asking where the loss is a cross entropy of class
-            numbers.
+            set. They get the targets in the type of the data and are tried here. Accuracy is
+            measured without asking where the loss is a cross entropy of class numbers.
         inputs: fields that the model takes, by position; or a mapping from keyword to field.
         label: field of the targets; several are given to the loss as a tuple.
         goal: the record field that decides, "max:test_f1" or "min:test_loss"; by default accuracy
@@ -141,6 +141,7 @@ def supervised(
     objective = ModuleObjective(model, fields=fields)
     notes: dict[str, None] = {}
     cast = partial(_cast, fields=fields, loss=loss, dtype=objective.params[0].dtype, notes=notes)
+    given = {batch[n].dtype for batch in parts.values() for n in fields.label_names}
     casted = cast(train.fields)
     train = train if casted is train.fields else replace(train, fields=casted, finite=True)
     held_out = None if held_out is None else cast(held_out)
@@ -150,6 +151,7 @@ def supervised(
     if objective.params[0].dtype in (torch.bfloat16, torch.float16):
         notes[HALF] = None
     outputs, targets = _probe(objective, train.fields, transform, fields)
+    probed = [(outputs, targets)] if held_out is None or train_metrics else []
     of_classes = class_loss(loss) if are_integers(targets) else None
     ignored = False
     if of_classes is not None:
@@ -161,7 +163,8 @@ def supervised(
     check_differentiable(resolved.loss, outputs, targets)
     _check_fractions(loss, fields, {"training": train.fields, "test": held_out or {}})
     if held_out is not None:
-        _check_test_examples(objective, resolved.loss, held_out, transform, fields, targets)
+        example = objective, resolved.loss, held_out, transform, fields, targets
+        probed.append(_check_test_examples(*example))
     if resolved.note:
         notes[resolved.note] = None
     objective = objective.with_loss(
@@ -175,6 +178,8 @@ def supervised(
         assert of_classes is not None
         _check_counted(train, fields.label_names[0], of_classes.ignore_index)
     adapted = as_metrics(metrics) if metrics else {}
+    if takes_numbers(loss) and len(given) == 1 and not (kind := given.pop()).is_floating_point:
+        adapted = {name: AsGiven(metric, kind) for name, metric in adapted.items()}
     require(
         not (objective.classifies and "accuracy" in adapted),
         "accuracy is measured without asking for this loss; give the metric another name",
@@ -202,6 +207,7 @@ def supervised(
         by_client=by_client,
         test_offsets=test_offsets,
     )
+    _try_metrics(task, probed)
     for note in notes:
         warnings.warn(f"task {name!r}: {note}", DataNote, stacklevel=2)
     task = _with_goal(task, goal)
@@ -439,8 +445,8 @@ def _check_test_examples(
     transform: Transform | None,
     fields: Fields,
     targets: Any,
-) -> None:
-    """Refuse test examples that the model or the loss rejects, as a run would after a round."""
+) -> tuple[Any, Any]:
+    """Return outputs and targets of test examples; refuse those that model or loss rejects."""
     with preserved_draws():
         outputs, found = _probe(objective, test, transform, fields, "test examples")
     try:
@@ -455,6 +461,29 @@ def _check_test_examples(
             f"the loss does not accept the test targets ({kinds[0]}, in training {kinds[1]}): "
             f"{first_line(error)}; give both the same kind"
         ) from error
+    return outputs, found
+
+
+def _try_metrics(task: Task, probed: Sequence[tuple[Any, Any]]) -> None:
+    """Refuse metrics that fail on two examples, and on all, since two may be too few for one."""
+    for outputs, targets in probed:
+        try:
+            with preserved_draws(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of few examples
+                for name, metric in task.metrics.items():
+                    total = add_batch(name, metric, metric.zero(), outputs, targets)
+                    finish_metric(name, metric, total)
+        except UsageError:
+            try:
+                with preserved_draws():
+                    task.evaluate(*task.objective.initial(0))
+            except UsageError as error:
+                if not any(word in str(error) for word in ("type", "bool")):
+                    raise
+                raise UsageError(
+                    f"{error}; it gets outputs {kind_of(outputs)} and labels as you gave them: "
+                    "convert them in a function of (outputs, targets) that calls the metric"
+                ) from error
 
 
 def _number_of_classes(outputs: Any, targets: Tensor) -> int:

@@ -21,16 +21,18 @@ from fedexp.cohorts import Cohort
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.streaming import on_device
 from fedexp.data.transforms import Transform
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.objective import (
     Buffers,
     CountingObjective,
     DeviceObjective,
+    ModuleObjective,
     Objective,
     PredictingObjective,
     map_tensors,
 )
+from fedexp.objective.base import flatten, pieces
 from fedexp.precision import Precision, widest
 from fedexp.tasks.metrics import BY_CLIENT, Metric, add_batch, add_totals, finish_metric
 from fedexp.tasks.recipe import Goal, Options, checked_target, parse_goal
@@ -165,6 +167,71 @@ class Task:
         train = on_device(self.train, device)
         return replace(self, objective=objective.on(device, precision), train=train, test=test)
 
+    def to_state_dict(self, vector: Tensor) -> dict[str, Tensor]:
+        """Return a copy of a parameter vector [d] by parameter name, in torch's layout.
+
+        For `net.load_state_dict(..., strict=False)`: it has the trained parameters, and neither
+        buffers nor frozen parameters, which are in no vector; `Record.model()` has all of them.
+
+        >>> from fedexp.tasks import digits
+        >>> task = digits(model="mlp")
+        >>> params, _ = task.objective.initial(0)
+        >>> weights = task.to_state_dict(params)
+        >>> torch.equal(task.to_vector(weights), params)
+        True
+        """
+        views, plain = self.named_views(vector).items(), torch.contiguous_format
+        return {name: view.detach().clone(memory_format=plain) for name, view in views}
+
+    def to_vector(self, state_dict: Mapping[str, Any]) -> Tensor:
+        """Return the trained parameters of a `state_dict` as one vector [d], as in a state.
+
+        The inverse of `to_state_dict`. Of a whole model's `state_dict`, all else is left out.
+        """
+        objective = self._module_objective()
+        require(
+            isinstance(state_dict, Mapping),
+            f"to_vector takes a state_dict, not {type(state_dict).__name__}; give tensors by name",
+        )
+        known = {*objective.names, *objective.buffer_names, *objective.module.state_dict()}
+        unknown = next((name for name in state_dict if name not in known), None)
+        if unknown is not None:
+            raise unknown_name(f"parameter of task {self.name}", unknown, known)
+        found = {name: torch.as_tensor(value).detach() for name, value in state_dict.items()}
+        for name, parameter in zip(objective.names, objective.params, strict=True):
+            require(name in found, f"the state_dict has no {name}; give all trained parameters")
+            shape, wanted = list(found[name].shape), list(parameter.shape)
+            require(
+                shape == wanted,
+                f"{name} has the shape {shape}, that of task {self.name} {wanted}; give the "
+                "state_dict of the same model",
+            )
+        return flatten([found[name] for name in objective.names])
+
+    def named_views(self, vectors: Tensor) -> dict[str, Tensor]:
+        """Return views of vectors [..., d] by parameter name, for rules that look at layers.
+
+        They share the memory of the vectors, e.g. of the mean update of a round, and have the
+        shapes of torch. Those of convolutions are not contiguous: in a vector, channels are last.
+        """
+        objective = self._module_objective()
+        size = sum(parameter.numel() for parameter in objective.params)
+        shape = list(vectors.shape) if isinstance(vectors, Tensor) else type(vectors).__name__
+        require(
+            isinstance(shape, list) and shape[-1:] == [size],
+            f"task {self.name} has {size} parameters, but the vector is {shape}; give one such as "
+            "record.state.params",
+        )
+        return dict(zip(objective.names, pieces(vectors, objective.params), strict=True))
+
+    def _module_objective(self) -> ModuleObjective:
+        if not isinstance(self.objective, ModuleObjective):
+            raise UsageError(
+                f"task {self.name} has no nn.Module, so its vectors have no named parts; use them "
+                "as they are"
+            )
+        return self.objective
+
     def evaluate(
         self, params: Tensor, buffers: Buffers, run: RunProgram | None = None
     ) -> dict[str, float]:
@@ -265,13 +332,15 @@ class Task:
     def _weights(self, split: Split, device: torch.device) -> dict[str, Tensor]:
         """Return the weight of each example in the means, by value, in memory of the device.
 
-        Those of values of which every example counts as one are under "".
+        Those of values of which every example counts as one are under "". Those of the accuracy are
+        `exact_weights`.
         """
         key = split.name, device
         if key not in self._weights_on:
             weights = {"": split.weights(widest(device))}
             for name, part in split.parts(split.fields).items():
                 weights[name] = split.weights_of_parts(part).to(widest(device))
+            weights["accuracy"] = exact_weights(weights.get("accuracy", weights[""]))
             if device.type == "cuda":  # a copy that the host does not wait for
                 weights = {name: value.pin_memory() for name, value in weights.items()}
             self._weights_on[key] = {n: w.to(device, non_blocking=True) for n, w in weights.items()}
@@ -283,7 +352,7 @@ class Task:
 
     def finish(self, totals: Totals) -> dict[str, float]:
         """Return the values of an evaluation, given the totals of all examples."""
-        values: dict[str, float] = dict(totals.means)
+        values = {n: _bounded(n, value.sum()).item() for n, value in totals.means.items()}
         for name, each in self._by_client(totals).items():
             values[name + BY_CLIENT] = worst_decile(each, highest=name.endswith("loss"))
         for split in self._splits:
@@ -303,7 +372,7 @@ class Task:
             for name, each in split.sizes().items():
                 sizes[f"{split.name}_{name}"] = each
         return {
-            name: value / sizes.get(name, sizes[name.partition("_")[0] + "_"])
+            name: _bounded(name, value / sizes.get(name, sizes[name.partition("_")[0] + "_"]))
             for name, value in totals.clients.items()
         }
 
@@ -324,6 +393,32 @@ class Task:
             held_out = (self.test, even, _weights_of_parts, self.parts, self.test_offsets)
             found.append(Split("test", *held_out, self.metrics))
         return found
+
+
+def _bounded(name: str, value: Tensor) -> Tensor:
+    """Return a mean; an accuracy of fractions of examples is not rounded to more than 1."""
+    if not name.endswith("_accuracy"):
+        return value
+    return value.masked_fill((value > 1) & (value < 1 + 1e-6), 1.0)
+
+
+def exact_weights(weights: Tensor) -> Tensor:
+    """Return weights [n] as a sum [n, 2], by which a mean of zeros and ones is correctly rounded.
+
+    The first column has multiples of the precision, whose sums up to 1 are exact; the second has
+    the rest of 1 / D, where the weight of every example is 1 / D for a whole number D. Other
+    weights, of examples of which a fraction counts, are returned as they are.
+
+    >>> weights = torch.full((100,), 0.01, dtype=torch.float64)
+    >>> right = (torch.arange(100) < 80).double()
+    >>> (right @ weights).item() == 0.8, (right @ exact_weights(weights)).sum().item() == 0.8
+    (False, True)
+    """
+    eps, counts = torch.finfo(weights.dtype).eps, (1 / weights).round()
+    if not bool(((weights * counts - 1).abs() <= 2 * eps).all()):
+        return weights
+    multiples = (weights / eps).round()
+    return torch.stack([multiples, (1 / eps - multiples * counts) / counts], dim=1) * eps
 
 
 def uniform(rows: int, weight: float) -> Callable[[torch.dtype], Tensor]:
@@ -437,12 +532,12 @@ class Totals:
     """Sums of an evaluation, by record field; they add over parts of the examples.
 
     Attributes:
-        means: weighted sums of values.
+        means: weighted sums of values, in one part or, of `exact_weights`, in two.
         clients: sums of values by client, [clients] each.
         metrics: totals of metrics; dicts by client where they are computed for each.
     """
 
-    means: dict[str, Any] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
     clients: dict[str, Tensor] = field(default_factory=dict)
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -476,10 +571,12 @@ class Totals:
                 clients[client] = add_batch(name, metric, before, *some)
 
     def on_host(self) -> Totals:
-        """Return the totals on the CPU, the means as numbers."""
-        numbers = torch.stack(list(self.means.values())).tolist() if self.means else []
+        """Return the totals on the CPU."""
+        sizes = [value.numel() for value in self.means.values()]
+        parts = [value.reshape(-1) for value in self.means.values()]
+        on_cpu = torch.cat(parts).cpu().split(sizes) if parts else ()
         return Totals(
-            dict(zip(self.means, numbers, strict=True)),
+            dict(zip(self.means, on_cpu, strict=True)),
             self.clients,
             {name: _on_cpu(value) for name, value in self.metrics.items()},
         )
