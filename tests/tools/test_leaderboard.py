@@ -279,24 +279,3 @@ def test_without_runs_every_block_has_a_text(tmp_path: Path) -> None:
     assert report.figure(tmp_path) is None
     assert load_board(tmp_path) == {}
     assert measures.archived_runs([], ENTRIES["fedavg"], "cifar10") == []
-
-
-def test_the_sentence_of_readme_is_of_the_board() -> None:
-    board = load_board(ROOT / FOLDER)
-    text = report.readme(board)
-    for task in ("digits", "emnist"):
-        for row in ("fedexp", "fedavg"):
-            assert f"{mean(board[task, row].crossings(1)):.0f}" in text
-        reached = {row: cell.rounds(1) for (name, row), cell in board.items() if name == task}
-        fewest = min(value for value in reached.values() if value is not None)
-        fastest = [ENTRIES[row].title for row, value in reached.items() if value == fewest]
-        assert all(title in text.split(f"{fewest:.0f} (")[1].split(")")[0] for title in fastest)
-    assert report.readme({}) == "No runs yet."
-
-
-def test_the_sentence_of_readme_needs_all_seeds() -> None:
-    board = load_board(ROOT / FOLDER)
-    cell = board["emnist", "fedavg"]
-    fewer = {**board, ("emnist", "fedavg"): replace(cell, runs=cell.runs[:1])}
-    assert "EMNIST" in report.readme(board)
-    assert "EMNIST" not in report.readme(fewer)
