@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -70,21 +69,22 @@ def speedup_interval(
     """
     if len(slow) < LEAST_SEEDS or slow.keys() != fast.keys():
         return None
-    logs = np.log([slow[seed] / fast[seed] for seed in slow])
-    half = _t_quantile(len(logs) - 1) * (spread_of(logs) or 0.0) / np.sqrt(len(logs))
-    return float(np.exp(logs.mean() - half)), float(np.exp(logs.mean() + half))
+    low, high = mean_interval(np.log([slow[seed] / fast[seed] for seed in slow]))
+    return float(np.exp(low)), float(np.exp(high))
 
 
-@cache
-def _t_quantile(freedom: int) -> float:
-    """Return the 97.5 % quantile of Student's t, by summing its density.
+def mean_interval(values: Curve) -> tuple[float, float]:
+    """Return the 95 % interval of a mean by Student's t, whose quantile sums its density.
 
-    >>> round(_t_quantile(4), 2), round(_t_quantile(9), 2)
-    (2.78, 2.26)
+    >>> low, high = mean_interval(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))  # 3 ± 2.776 sqrt(2.5 / 5)
+    >>> round(low, 2), round(high, 2)
+    (1.04, 4.96)
     """
-    t = np.linspace(0, 100, 100_001)
-    mass = np.cumsum((1 + t * t / freedom) ** (-(freedom + 1) / 2))
-    return float(t[np.searchsorted(mass, 0.95 * mass[-1])])
+    t, freedom = np.linspace(0, 100, 100_001), len(values) - 1
+    mass = np.cumsum((1 + t * t / freedom) ** (-len(values) / 2))
+    quantile = t[np.searchsorted(mass, 0.95 * mass[-1])]
+    half = quantile * (spread_of(values) or 0.0) / np.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
 
 
 @dataclass(frozen=True)
