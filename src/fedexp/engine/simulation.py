@@ -160,6 +160,8 @@ def simulate(
             "batched" all at once; "dense" (plain dense networks on a CPU) and "quadratic" (least
             squares) are faster for what they suit. "auto" takes the fastest of them that agrees
             with the loop on this model. They agree up to rounding; for the same bits, name one.
+            With dropout they agree in distribution: each draws other masks, and in the batched
+            engine a client's masks depend on the cohort.
         device: where to train, "cpu", "cuda" or "mps" (by the loop, all in float32); all data are
             copied there, if they fit. By default where they are.
         precision: "float32", "tf32" or "bf16" inside the model; by default tf32 on a GPU.
