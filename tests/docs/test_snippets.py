@@ -185,7 +185,8 @@ def test_blocks_that_do_not_run_are_listed() -> None:
 def test_readme_starts_with_two_commands_and_the_first_prints_its_table(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    commands, printed = parsed("README.md").blocks[:2]
+    formula, commands, printed = parsed("README.md").blocks[:3]
+    assert formula.text.startswith("eta_g = ")
     (demo, test) = split_commands(commands.text)
     assert (demo, test, printed.kind) == (["make", "demo"], ["make", "test"], "text")
     shutil.copy(ROOT / "Makefile", tmp_path)
