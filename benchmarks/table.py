@@ -1,7 +1,7 @@
 """One table of all recorded times, and the performance figures of the documents.
 
     python benchmarks/table.py            # print the table
-    python benchmarks/table.py --write    # and write it, and the figures of README and of the docs
+    python benchmarks/table.py --write    # and write it, and the figures of the docs
 
 Every row is the newest record of a piece of work on a device, in `records/*.json`: rounds on a GPU
 (`gpu_rounds.py`, `gpu_long.py`), start-up (`startup.py`), comparisons (`comparison.py`), peers
@@ -17,7 +17,6 @@ import argparse
 import json
 import re
 import statistics
-import tomllib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,7 +30,7 @@ from fedexp.engine.state import SimulationState, message_bytes
 from fedexp.objective import Buffers
 
 HERE = Path(__file__).resolve().parent
-README, BENCHMARKS = HERE.parent / "README.md", HERE / "README.md"
+BENCHMARKS = HERE / "README.md"
 COMING_FROM = HERE.parent / "docs" / "coming-from"
 # By page: the package in records of accuracy, and in those of time if it is timed.
 PAGES = {"flower": ("Flower", "Flower simulation"), "pfl-research": ("pfl", "pfl")}
@@ -240,43 +239,6 @@ def table(rows: list[Measured], render: Callable[..., str] = text_table) -> str:
     return render(HEAD, [row.cells() for row in rows])
 
 
-def repository() -> str:
-    """Return the address of the source: a package index shows README too, without the files."""
-    project = tomllib.loads((HERE.parent / "pyproject.toml").read_text())["project"]
-    return project["urls"]["Source"]
-
-
-def figures(rows: list[Measured]) -> str:
-    """Return the paragraph of README, from rows of the table."""
-
-    def find(kind: str, work: str, device: str = "H200", other: str = "") -> Measured:
-        """Return the row of some work; of several processors the newest."""
-        found = [
-            row
-            for row in rows
-            if (row.kind, row.work, row.other) == (kind, work, other) and device in row.device
-        ]
-        return max(found, key=lambda row: (row.date, row.record))
-
-    resnet = find("round", "round, ResNet-18, bf16")
-    emnist = find("round", "round, EMNIST CNN, bf16")
-    whole = find("run", "500 rounds of ResNet-18 with evaluations")
-    small = find("peer", WORKS["W1"], "2 cores", "pfl")
-    pfl = find("peer", WORKS["W2"], "2 cores", "pfl")
-    assert pfl.ratio is not None
-    assert pfl.ratios().endswith("not a result"), "write the sentence on pfl's benchmark anew"
-    return (
-        "**Speed.** A round of the paper's ResNet-18 (20 clients, 20 steps of 50) takes "
-        f"{short(resnet.ms)} ms on an\nH200 in bf16, one of the EMNIST CNN {short(emnist.ms)} ms, "
-        f"and 500 rounds of ResNet-18 with evaluations {whole.ms / 1e3:.0f} s, start-up "
-        "included.\nOn two CPU cores pfl-research 0.6 in its best configuration takes "
-        f"{small.ratios()} times as long for a small MLP;\non its own benchmark the two are level "
-        f"(a ratio of {pfl.ratio:.1f}, where those below {LEVEL} are within the spread of these "
-        "records).\nAll times, with range and hardware: "
-        f"[benchmarks]({repository()}/blob/main/benchmarks/README.md)."
-    )
-
-
 def peer_times(rows: list[Measured], peer: str) -> str:
     """Return the sentences of a peer's page: its times beside ours."""
     lines, sources = list[str](), list[str]()
@@ -413,7 +375,6 @@ def documents(rows: list[Measured]) -> dict[Path, str]:
     for name, block in blocks.items():
         costs = with_block(costs, name, block)
     texts = {
-        README: with_block(README.read_text(), "speed", figures(rows)),
         BENCHMARKS: with_block(BENCHMARKS.read_text(), "table", table(rows, markdown_table)),
         COSTS: costs,
     }

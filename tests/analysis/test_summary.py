@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -31,18 +33,18 @@ def test_a_target_is_reached_to_within_rounding() -> None:
 
 
 def test_fedavg_counts_with_its_own_rounds() -> None:
-    runs = [outcome("fedavg", 0, [0.1, 0.2]), outcome("fedexp", 0, [0.6, 0.7, 0.7, 0.7])]
+    runs = [outcome("fedavg", 0, [0.1] * 10), outcome("fedexp", 0, [0.6] * 5 + [0.7] * 15)]
     _, fedexp = summarise(runs, "test_accuracy", 0.6)
-    assert (fedexp.speedup, fedexp.at_least) == (2.0, True)  # of rounds 3 and 4 nothing is known
+    assert (fedexp.speedup, fedexp.at_least) == (2.0, True)  # of rounds 11 to 20 nothing is known
 
 
 def test_smoothing_averages_the_end_over_rounds_and_leaves_the_rounds_to_target() -> None:
     runs = [
-        outcome("fedexp", 0, [0.1, 0.9, 0.5, 0.7]),
-        outcome("fedexp", 1, [0.1, 0.2, 0.9, 0.6]),
+        outcome("fedexp", 0, [0.9] * 5 + [0.1, 0.9, 0.5, 0.7]),
+        outcome("fedexp", 1, [0.1] + [0.9] * 5 + [0.2, 0.9, 0.6]),
     ]
     (line,) = summarise(runs, "test_accuracy", 0.8, smooth=2)
-    assert line.rounds == [2, 3]  # a single round counts, as in the paper's Table 1
+    assert line.rounds == [5, 6]  # five evaluations, whatever the window of the final value
     assert line.finals == pytest.approx([0.6, 0.75])
     assert line.spread == pytest.approx(np.std([0.5, 0.7, 0.9, 0.6], ddof=1))
     (one,) = summarise(runs[:1], "test_accuracy", 0.8)
@@ -52,14 +54,12 @@ def test_smoothing_averages_the_end_over_rounds_and_leaves_the_rounds_to_target(
 def test_a_smoothed_crossing_ignores_a_lucky_evaluation() -> None:
     lucky = [0.1, None, 0.9, None, 0.5, 0.5, 0.5, 0.8, 0.8, 0.8, 0.8, 0.8]
     (line,) = summarise([outcome("fedexp", 0, lucky)], "test_accuracy", 0.79)
-    assert line.rounds == [3]
-    assert line.smoothed == [12]  # the mean of the last five evaluations, not rounds
-    assert line.mean_smoothed == 12
+    assert line.rounds == [12]  # the mean of the last five evaluations, not rounds
+    unlucky = [*lucky[:11], 0.5]
     (both,) = summarise(
-        [outcome("fedexp", 0, lucky), outcome("fedexp", 1, lucky[:11])], "test_accuracy", 0.79
+        [outcome("fedexp", 0, lucky), outcome("fedexp", 1, unlucky)], "test_accuracy", 0.79
     )
-    assert both.mean_rounds == 3
-    assert both.mean_smoothed is None  # one seed has none
+    assert (both.rounds, both.reached, both.mean_rounds, both.missed) == ([12], [0], None, [12])
 
 
 def test_smoothing_counts_rounds_not_evaluations() -> None:
@@ -74,9 +74,9 @@ def test_a_diverged_run_has_no_final_value() -> None:
 
 
 def test_losses_are_reached_from_above() -> None:
-    run = Outcome(Spec("synthetic", "fedavg"), [{"train_loss": v} for v in (1, 0.1, 0.01)], 1.0)
+    run = Outcome(Spec("synthetic", "fedavg"), [{"train_loss": v} for v in (1, *[0.1] * 5)], 1.0)
     (line,) = summarise([run], "train_loss", 0.1)
-    assert line.rounds == [2]
+    assert line.rounds == [6]
 
 
 def test_curves_are_pooled_over_seeds_and_the_window() -> None:
@@ -146,29 +146,30 @@ def test_a_log_axis_needs_positive_numbers_far_apart() -> None:
 
 
 def test_seeds_too_short_to_tell_are_left_out_of_rounds_and_speed_up() -> None:
-    runs = [outcome("fedavg", seed, [0.1] * 7 + [0.7] * 3) for seed in (0, 1)]
-    runs += [outcome("fedexp", seed, [0.1] * 3 + [0.7] * 7) for seed in (0, 1)]
+    runs = [outcome("fedavg", seed, [0.1] * 7 + [0.7] * 5) for seed in (0, 1)]
+    runs += [outcome("fedexp", seed, [0.1] * 3 + [0.7] * 9) for seed in (0, 1)]
     before = summarise(runs, "test_accuracy", 0.6)
+    assert [line.rounds for line in before] == [[12, 12], [8, 8]]
     runs += [outcome("fedavg", 2, [0.1, 0.1]), outcome("fedexp", 2, [0.1])]
     after = summarise(runs, "test_accuracy", 0.6)
     for old, new in zip(before, after, strict=True):
         assert (new.speedup, new.rounds, new.finals) == (old.speedup, old.rounds, old.finals)
-        assert (new.seeds, new.short, new.final_round) == (2, 1, 10)
+        assert (new.seeds, new.short, new.final_round) == (2, 1, 12)
 
 
 def test_a_lucky_short_seed_does_not_count_where_an_unlucky_one_does_not() -> None:
     long = [outcome("fedexp", seed, [0.1] * 5 + [0.7] * 5) for seed in (0, 1)]
-    lucky = outcome("fedexp", 2, [0.1, 0.7, 0.7])
+    lucky = outcome("fedexp", 2, [0.1] + [0.7] * 5)
     (line,) = summarise([*long, lucky], "test_accuracy", 0.6)
-    assert (line.rounds, line.short) == ([6, 6, 2], 0)
-    (line,) = summarise([*long, lucky, outcome("fedexp", 3, [0.1] * 3)], "test_accuracy", 0.6)
-    assert (line.rounds, line.short) == ([6, 6], 2)
+    assert (line.rounds, line.short) == ([10, 10, 6], 0)
+    (line,) = summarise([*long, lucky, outcome("fedexp", 3, [0.1] * 6)], "test_accuracy", 0.6)
+    assert (line.rounds, line.short) == ([10, 10], 2)
 
 
 def test_a_seed_that_had_enough_rounds_and_missed_counts_as_missing() -> None:
-    runs = [outcome("fedexp", 0, [0.1, 0.7] + [0.7] * 8), outcome("fedexp", 1, [0.1] * 5)]
+    runs = [outcome("fedexp", 0, [0.1] + [0.7] * 9), outcome("fedexp", 1, [0.1] * 6)]
     (line,) = summarise(runs, "test_accuracy", 0.6)
-    assert (line.mean_rounds, line.missed, line.short) == (None, [5], 0)
+    assert (line.mean_rounds, line.missed, line.short) == (None, [6], 0)
 
 
 def test_one_long_run_does_not_replace_the_seeds_of_the_final_value() -> None:
@@ -180,15 +181,43 @@ def test_one_long_run_does_not_replace_the_seeds_of_the_final_value() -> None:
 
 
 def test_a_lower_bound_under_one_is_no_speed_up() -> None:
-    runs = [outcome("fedavg", 0, [0.1] * 3), outcome("fedexp", 0, [0.1] * 8 + [0.7])]
+    runs = [outcome("fedavg", 0, [0.1] * 3), outcome("fedexp", 0, [0.1] * 8 + [0.7] * 5)]
     assert summarise(runs, "test_accuracy", 0.6)[1].speedup is None
 
 
+def reaching(name: str, rounds: Sequence[int]) -> list[Outcome]:
+    """Return one outcome per seed, with its smoothed crossing of 0.6 at these rounds."""
+    return [outcome(name, k, [0.1] * (at - 5) + [0.7] * (60 - at)) for k, at in enumerate(rounds)]
+
+
+def test_five_seeds_give_a_speed_up_an_interval_over_pairs() -> None:
+    slow, fast = [30, 40, 20, 28, 36], [15, 16, 12, 14, 12]
+    fedavg, fedexp = summarise(
+        [*reaching("fedavg", slow), *reversed(reaching("fedexp", fast))], "test_accuracy", 0.6
+    )
+    assert (fedavg.rounds, fedexp.rounds) == (slow, fast[::-1])
+    assert fedexp.interval is not None
+    logs = np.log(np.array(slow) / fast)  # seed by seed, in whatever order they came
+    half = 2.776445 * np.std(logs, ddof=1) / np.sqrt(5)  # Student's t, four degrees of freedom
+    assert np.log(fedexp.interval) == pytest.approx([logs.mean() - half, logs.mean() + half], 1e-3)
+    assert fedavg.interval is None  # of itself
+
+
+def test_without_five_pairs_a_speed_up_has_no_interval() -> None:
+    slow, fast = [30, 40, 20, 28, 36], [15, 16, 12, 14, 12]
+    for short in (reaching("fedexp", fast[:4]), reaching("fedexp", fast)[1:]):
+        line = summarise([*reaching("fedavg", slow), *short], "test_accuracy", 0.6)[1]
+        assert (line.speedup is None, line.interval) == (False, None)
+    missed = [*reaching("fedavg", slow), outcome("fedavg", 5, [0.1] * 60)]
+    line = summarise([*missed, *reaching("fedexp", fast)], "test_accuracy", 0.6)[1]
+    assert (line.at_least, line.interval) == (True, None)
+
+
 def test_the_direction_of_a_metric_of_the_user() -> None:
-    rows = [{"test_f1": value} for value in (0.1, 0.5, 0.8)]
+    rows = [{"test_f1": value} for value in (0.1, *[0.5] * 5)]
     run = Outcome(Spec("digits", "fedexp"), rows, 1.0)
-    assert summarise([run], "test_f1", 0.5, higher=True)[0].rounds == [2]
-    assert summarise([run], "test_f1", 0.5, higher=False)[0].rounds == [1]
+    assert summarise([run], "test_f1", 0.5, higher=True)[0].rounds == [6]
+    assert summarise([run], "test_f1", 0.5, higher=False)[0].rounds == [5]
 
 
 def test_the_band_of_a_clamped_step_size_ends_at_one() -> None:

@@ -21,34 +21,34 @@ from tests.helpers.outcomes import outcome
 
 def test_the_comparison_has_rounds_speed_up_and_spread() -> None:
     runs = [
-        outcome("fedavg", 0, [0.1, 0.2, 0.6, 0.7]),
-        outcome("fedavg", 1, [0.1, 0.2, 0.3, 0.9]),
-        outcome("fedexp", 0, [0.1, 0.6, 0.7, 0.8]),
-        outcome("fedexp", 1, [0.6, 0.6, 0.7, 0.6]),
+        outcome("fedavg", 0, [0.1] * 2 + [0.7] * 7),
+        outcome("fedavg", 1, [0.1] * 3 + [0.7] * 6),
+        outcome("fedexp", 0, [0.1] + [0.7] * 7 + [0.8]),
+        outcome("fedexp", 1, [0.7] * 8 + [0.6]),
     ]
     fedavg, fedexp = summarise(runs, "test_accuracy", 0.6)
-    assert (fedavg.rounds, fedexp.rounds) == ([3, 4], [2, 1])
-    assert fedexp.speedup == pytest.approx(3.5 / 1.5)
+    assert (fedavg.rounds, fedexp.rounds) == ([7, 8], [6, 5])
+    assert fedexp.speedup == pytest.approx(7.5 / 5.5)
     assert fedexp.finals == [0.8, 0.6]
-    headers, cells = comparison_table([fedavg, fedexp], "test_accuracy", 0.6, 4)
-    assert headers[1] == "rounds to 60.00%"
-    assert cells[1] == ["fedexp", "1.5 ± 0.7", "2.33x", "70.00% ± 14.14%"]
+    headers, cells = comparison_table([fedavg, fedexp], "test_accuracy", 0.6, 9)
+    assert headers[1:3] == ["rounds to 60.00%", "speed-up (2 seeds)"]
+    assert cells[1] == ["fedexp", "5.5 ± 0.7", "1.36x", "70.00% ± 14.14%"]
     assert "fedexp" in text_table(headers, cells)
 
 
 def test_without_all_seeds_at_the_target_there_is_no_mean() -> None:
     runs = [
-        outcome("fedavg", 0, [0.1, 0.2]),
-        outcome("fedavg", 1, [0.1, 0.7]),
-        outcome("fedexp", 0, [0.6, 0.7]),
-        outcome("fedexp", 1, [0.6, 0.7]),
+        outcome("fedavg", 0, [0.1] * 10),
+        outcome("fedavg", 1, [0.1] * 5 + [0.7] * 5),
+        outcome("fedexp", 0, [0.7] * 10),
+        outcome("fedexp", 1, [0.7] * 10),
     ]
     fedavg, fedexp = summarise(runs, "test_accuracy", 0.6)
     assert fedavg.mean_rounds is None
     assert fedavg.speedup is None
-    assert (fedexp.speedup, fedexp.at_least) == (2.0, True)  # (2 + at least 2) / 2 rounds over 1
+    assert (fedexp.speedup, fedexp.at_least) == (2.0, True)  # (10 + at least 10) / 2 rounds over 5
     _, cells = comparison_table([fedavg, fedexp], "test_accuracy", 0.6, 2)
-    assert cells[0][1:3] == [">2 (1/2 seeds)", "-"]
+    assert cells[0][1:3] == [">10 (1/2 seeds)", "-"]
     assert cells[1][2] == ">2.00x"
 
 
@@ -60,35 +60,55 @@ def test_without_a_target_there_are_no_rounds() -> None:
 
 
 def test_formats_of_the_comparison() -> None:
-    runs = [outcome("fedavg", s, [0.1, 0.7]) for s in (0, 1)]
-    runs += [outcome("a_b", 0, [0.9, 0.9]), outcome("a_b", 1, [0.9, 0.9], diverged_at=3)]
+    runs = [outcome("fedavg", s, [0.1] + [0.7] * 5) for s in (0, 1)]
+    runs += [outcome("a_b", 0, [0.9] * 6), outcome("a_b", 1, [0.9] * 6, diverged_at=7)]
     lines = summarise(runs, "test_accuracy", 0.6)
     headers, cells = comparison_numbers(lines)
     by_name = [dict(zip(headers, row, strict=True)) for row in cells]
-    assert (by_name[0]["rounds_mean"], by_name[0]["final_std"]) == ("2.0", "0.0")
-    assert (by_name[1]["speedup"], by_name[1]["final_mean"]) == ("2.0", "")
+    assert (by_name[0]["rounds_mean"], by_name[0]["final_std"]) == ("6.0", "0.0")
+    assert (by_name[1]["speedup"], by_name[1]["final_mean"]) == ("1.2", "")
     headers, cells = comparison_numbers(lines, {0.8: summarise(runs, "test_accuracy", 0.8)})
     by_name = [dict(zip(headers, row, strict=True)) for row in cells]
     assert (by_name[0]["reached"], by_name[0]["reached_0.8"]) == ("2", "0")
-    assert (by_name[1]["rounds_mean"], by_name[1]["rounds_mean_0.8"]) == ("1.0", "1.0")
+    assert (by_name[1]["rounds_mean"], by_name[1]["rounds_mean_0.8"]) == ("5.0", "5.0")
     table = comparison_table(lines, "test_accuracy", 0.6, 2)
-    assert "a\\_b & 1.0 $\\pm$ 0.0" in render_table("latex", *table)
+    assert "a\\_b & 5.0 $\\pm$ 0.0" in render_table("latex", *table)
     assert "| 70.00% ± 0.00% |" in render_table("markdown", *table)
     with pytest.raises(fx.UsageError, match="did you mean markdown"):
         render_table("markdwon", *table)
 
 
 def test_cells_state_seeds_rounds_and_references_where_they_differ() -> None:
-    runs = [outcome("fedavg", seed, [0.1] * 7 + [0.7] * 3) for seed in (0, 1)]
-    runs += [outcome("fedavg", 2, [0.1, 0.1]), outcome("fedexp", 0, [0.1, 0.7])]
+    runs = [outcome("fedavg", seed, [0.1] * 7 + [0.7] * 5) for seed in (0, 1)]
+    runs += [outcome("fedavg", 2, [0.1, 0.1]), outcome("fedexp", 0, [0.1] + [0.7] * 5)]
     lines = summarise(runs, "test_accuracy", 0.6)
     _, cells = comparison_table(lines, "test_accuracy", 0.6, 10)
-    assert cells[0][1] == "8.0 ± 0.0 (2 of 3 seeds)"
-    assert cells[0][3] == "70.00% ± 0.00% at round 10 (2 of 3 seeds)"
-    assert cells[1][1:] == ["2", "4.00x", "70.00% at round 2"]
+    assert cells[0][1] == "12.0 ± 0.0 (2 of 3 seeds)"
+    assert cells[0][3] == "70.00% ± 0.00% at round 12 (2 of 3 seeds)"
+    assert cells[1][1:] == ["6", "2.00x", "70.00% at round 6"]
     other = replace(lines[1], reference="fedavg lr=1")
     _, cells = comparison_table([lines[0], other], "test_accuracy", 0.6, 10)
-    assert [row[2] for row in cells] == ["1.00x over fedavg", "4.00x over fedavg lr=1"]
+    assert [row[2] for row in cells] == ["1.00x over fedavg", "2.00x over fedavg lr=1"]
+
+
+def test_a_speed_up_has_an_interval_from_five_seeds_on() -> None:
+    curves = [[0.1] * seed + [0.7] * (20 - seed) for seed in range(5)]
+    runs = [outcome("fedavg", seed, [0.1] * 9 + curve) for seed, curve in enumerate(curves)]
+    runs += [outcome("fedexp", seed, curve) for seed, curve in enumerate(curves)]
+    for count, header, cell in [
+        (5, "speed-up [95%]", "2.29x [1.97, 2.74]"),
+        (4, "4 seeds", "2.38x"),
+    ]:
+        lines = summarise([r for r in runs if r.spec.seed < count], "test_accuracy", 0.6)
+        headers, cells = comparison_table(lines, "test_accuracy", 0.6, 1, further={0.6: lines})
+        assert header in headers[2]
+        assert headers[4] == headers[2]
+        assert [row[2] for row in cells] == [row[4] for row in cells] == ["1.00x", cell]
+    headers, cells = comparison_numbers(summarise(runs, "test_accuracy", 0.6))
+    numbers = dict(zip(headers, cells[1], strict=True))
+    assert (
+        float(numbers["speedup_low"]) < float(numbers["speedup"]) < float(numbers["speedup_high"])
+    )
 
 
 def test_some_seeds_that_diverged_are_counted() -> None:

@@ -318,6 +318,7 @@ def _check_pip(words: list[str]) -> None:
             raise AssertionError(f"pip install {word}: {error}") from error
         unknown = wanted.extras - set(_project()["optional-dependencies"])
         assert wanted.name != PROJECT or not unknown, f"{word}: no extra {', '.join(unknown)}"
+        assert wanted.name != PROJECT or word.startswith("."), f"{word}: on no index; write ."
 
 
 def _check_make(words: list[str]) -> None:

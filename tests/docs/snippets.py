@@ -14,6 +14,7 @@ A block that is neither fails, so that no code of a page remains unexecuted by a
 from __future__ import annotations
 
 import ast
+import math
 import re
 import shlex
 from dataclasses import dataclass, field
@@ -37,6 +38,9 @@ PROGRAMS = (
     *("flwr", "flower-superlink", "flower-supernode"),
     *("docker", "ssh", "scp", "curl", "wget", "npm", "uv", "conda", "sbatch", "sudo", "source"),
 )
+
+CLOSE = 0.01  # relative difference of printed numbers: float32 training on another processor
+NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 _FENCE = re.compile(r"(?P<indent>\s*)(?P<ticks>`{3,}|~{3,})(?P<info>[^`]*)")
 _ITEM = re.compile(r"\s*([-*+]|\d+[.)])\s|\s*(!!!|\?\?\?\+?|===)\s")  # list, admonition, tab
@@ -204,3 +208,11 @@ def split_commands(text: str) -> list[list[str]]:
             elif not skips and (command or not re.match(r"[A-Z_]+=", word)):
                 command.append(word)
     return [command for command in commands if command]
+
+
+def agree(found: str, expected: str) -> bool:
+    """Return whether the texts are equal, with numbers that are close to each other."""
+    texts = [" ".join(NUMBER.sub("#", text).split()) for text in (found, expected)]
+    pairs = zip(NUMBER.findall(found), NUMBER.findall(expected), strict=False)
+    close = (math.isclose(float(a), float(b), rel_tol=CLOSE, abs_tol=1e-3) for a, b in pairs)
+    return texts[0] == texts[1] and all(close)

@@ -26,12 +26,11 @@ from tools.docs.run_notebooks import (
 
 import fedexp as fx
 from fedexp.cli.main import main
+from tests.docs.snippets import agree
 from tests.helpers.browser import chromium, needs_browser
 
 NAMES = [path.name for path in notebooks()]
 LARGEST = 400_000  # bytes of a file
-CLOSE = 0.01  # relative difference of printed numbers: float32 training on another processor
-NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 MACHINE = re.compile(r"/(?:root|home|tmp|work|Users)/|\b20\d\d-\d\d-\d\d\b|Warning\b")
 
 
@@ -60,6 +59,8 @@ def test_notebooks_are_stored_executed_and_clean(name: str) -> None:
     for output in outputs:
         text = output.get("text", "") + output.get("data", {}).get("text/plain", "")
         assert not MACHINE.search(text), text
+    for line in (line for cell in notebook.cells for line in cell.source.splitlines()):
+        assert "pip install 'fedexp" not in line, f"the package is on no index: {line}"
     path = TUTORIALS / name
     assert path.stat().st_size < LARGEST
     assert serialised(cleaned(stored(name))) == path.read_text(encoding="utf-8")
@@ -70,14 +71,6 @@ def test_notebooks_run_and_print_the_stored_numbers(name: str, tmp_path: Path) -
     again = executed(TUTORIALS / name, tmp_path / "notebook")
     for found, expected in zip(checked_texts(again), checked_texts(stored(name)), strict=True):
         assert agree(found, expected), f"{found}\nwhere this is stored:\n{expected}"
-
-
-def agree(found: str, expected: str) -> bool:
-    """Return whether the texts are equal, with numbers that are close to each other."""
-    texts = [" ".join(NUMBER.sub("#", text).split()) for text in (found, expected)]
-    pairs = zip(NUMBER.findall(found), NUMBER.findall(expected), strict=False)
-    close = (math.isclose(float(a), float(b), rel_tol=CLOSE, abs_tol=1e-3) for a, b in pairs)
-    return texts[0] == texts[1] and all(close)
 
 
 def test_agreement_of_texts() -> None:

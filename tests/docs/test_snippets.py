@@ -11,6 +11,8 @@ from __future__ import annotations
 import inspect
 import json
 import linecache
+import shutil
+import subprocess
 import sys
 import tomllib
 from collections import Counter
@@ -30,7 +32,7 @@ from fedexp import SimulationState
 from fedexp.options import Setup
 from fedexp.tuning.grids import Values, paper_grid
 from tests.docs.commands import ROOT, Shell, check_inline
-from tests.docs.snippets import Block, Page, PageError, parse_page, split_commands
+from tests.docs.snippets import Block, Page, PageError, agree, parse_page, split_commands
 from tests.helpers.generated_data import write_all
 
 ROUNDS, SEEDS = 2, 2
@@ -180,6 +182,27 @@ def test_blocks_that_do_not_run_are_listed() -> None:
     assert reasons == Counter(NO_RUN)
 
 
+def test_readme_starts_with_two_commands_and_the_first_prints_its_table(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formula, commands, printed = parsed("README.md").blocks[:3]
+    assert formula.text.startswith("eta_g = ")
+    (demo, test) = split_commands(commands.text)
+    assert (demo, test, printed.kind) == (["make", "demo"], ["make", "test"], "text")
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    for name in ("pyproject.toml", "constraints.txt", "ready"):  # what is installed already
+        (tmp_path / name).touch()
+    for name in ("MAKEFLAGS", "MAKELEVEL", "FEDEXP_RUNS"):
+        monkeypatch.delenv(name, raising=False)
+    here = [f"BIN={Path(sys.executable).parent}", "READY=ready"]
+    made = subprocess.run([*demo, *here], cwd=tmp_path, capture_output=True, text=True, check=True)
+    lines = made.stdout.splitlines()
+    first = lines.index(printed.text.splitlines()[0])
+    found = "\n".join(lines[first:])
+    assert agree(found, printed.text), f"{found}\nwhere README has:\n{printed.text}"
+    assert (tmp_path / "out" / "toy.png").stat().st_size > 10_000
+
+
 # The checks themselves ----------------------------------------------------------------------------
 
 
@@ -258,7 +281,8 @@ def test_a_reason_without_a_block_is_refused() -> None:
         ("python -m tools.leaderboard --no-such-option", "refuses it"),
         ("python benchmarks/standard.py --no-such-option", "refuses it"),
         ("make nothing", "no such target"),
-        ("pip install 'fedexp[nothing]'", "no extra nothing"),
+        ("pip install '.[nothing]'", "no extra nothing"),
+        ("pip install 'fedexp[all]'", "on no index"),
         ("flwr run . --no-such-option", "No such option"),
         ("flower-supernode --no-such-option", "refuses it"),
         ("git clone https://example.org/other", "not in"),

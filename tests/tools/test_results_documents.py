@@ -102,7 +102,7 @@ def test_all_generated_files_are_up_to_date(made: Made) -> None:
         (DOCUMENT, r"begin table1.*?\| FedExP [^|]*\| \d"),
         (APPENDIX, r"begin study-synthetic.*?\| FedExP \| \d"),
         (APPENDIX, r"begin runs.*?finished.*?\d"),
-        (README, r"begin readme.*?FedExP.*?\| \d"),
+        (README, r"begin readme.*?EMNIST.*?\| \d"),
         (EPS_DOCUMENT, r"begin eps-cells.*?digits \| \d"),
         (Path("docs/leaderboard.md"), r"begin board-tables.*?FedAdam \| \d"),
         (Path("docs/algorithms.md"), r"begin chooser.*?FedAvg \d"),

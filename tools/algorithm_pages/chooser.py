@@ -64,9 +64,8 @@ CHOICES = (
     Choice(
         "small cohorts, noisy rounds, a server learning rate that is tuned anyway",
         ("fedavgm",),
-        "averages over rounds; state on the server only. On CIFAR-10 momentum alone was worth "
-        "more than extrapolation alone ([one seed](reproduction-appendix.md#server-momentum))."
-        " Lower `lr` first: the effective step is lr / (1 - beta)",
+        "averages over rounds; state on the server only. Lower `lr` first: the effective step is "
+        "lr / (1 - beta)",
         ("fedavgm", "fedavg"),
     ),
     Choice(

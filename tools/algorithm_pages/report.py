@@ -22,7 +22,7 @@ from fedexp.local import LocalTraining
 from fedexp.options import Setup, option_text
 from tools.algorithm_pages.chooser import CHOICES
 from tools.leaderboard.measures import Board, Cell
-from tools.leaderboard.protocol import ENTRIES, LAST, TASKS, BoardTask, Entry
+from tools.leaderboard.protocol import ENTRIES, LAST, SEEDS, TASKS, BoardTask, Entry
 from tools.leaderboard.report import final_text, rounds_text
 from tools.results.format import NO_RUNS, paragraphs, percent, table
 
@@ -305,8 +305,10 @@ def all_pages(pages: Mapping[str, str], board: Board) -> str:
 
 
 def _rounds(cell: Cell) -> str:
-    """Return the smoothed crossing of the upper target, or how many seeds reach it."""
+    """Return the smoothed crossing of the upper target, with its seeds where some are missing."""
     rounds = cell.rounds(1)
     found = len(cell.crossings(1))
     seeds = "1 seed" if len(cell.runs) == 1 else f"{len(cell.runs)} seeds"
-    return f"{found} of {seeds}" if rounds is None else f"{rounds:.0f}"
+    if rounds is None:
+        return f"{found} of {seeds}"
+    return f"{rounds:.0f}" if len(cell.runs) == len(SEEDS) else f"{rounds:.0f}, {seeds}"

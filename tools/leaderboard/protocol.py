@@ -195,12 +195,16 @@ def power(log: float) -> float:
     return float(f"{10.0**log:.6g}")
 
 
-def small(digits: float, emnist: float, shakespeare: float) -> dict[str, float]:
-    return {"digits": digits, "emnist": emnist, "shakespeare": shakespeare}
+def small(
+    digits: float, emnist: float, shakespeare: float, cifar10: float | None = None
+) -> dict[str, float]:
+    """Return the middles of a row; with `cifar10`, it was added after its run there was seen."""
+    centres = {"digits": digits, "emnist": emnist, "shakespeare": shakespeare}
+    return centres if cifar10 is None else {**centres, "cifar10": cifar10}
 
 
 def every(digits: float, emnist: float, shakespeare: float, cifar: float) -> dict[str, float]:
-    return {**small(digits, emnist, shakespeare), "cifar10": cifar, "cifar100": cifar}
+    return {**small(digits, emnist, shakespeare, cifar), "cifar100": cifar}
 
 
 RELATIVE = {"server.eps_mode": "relative", "server.eps": 0.05}
@@ -247,9 +251,9 @@ ENTRIES = entries(
         every(-0.5, -0.5, -0.5, -1),
         by_task=TAU,
     ),
-    Entry("fedavgm", "FedAvg-M", "fedavgm", "server.lr", small(0, 0, -0.5)),
-    Entry("fedexp-m", "FedExP-M", "fedexp-m", "server.eps", small(-1, -1, -3), 1),
-    Entry("scaffold-exp", "SCAFFOLD-ExP", "scaffold-exp", "server.eps", small(-3, -1, -3), 1),
+    Entry("fedavgm", "FedAvg-M", "fedavgm", "server.lr", small(0, 0, -0.5, 0)),
+    Entry("fedexp-m", "FedExP-M", "fedexp-m", "server.eps", small(-1, -1, -3, -3), 1),
+    Entry("scaffold-exp", "SCAFFOLD-ExP", "scaffold-exp", "server.eps", small(-3, -1, -3, -3), 1),
     Entry("fedprox", "FedProx", "fedprox", "client.mu", small(-2, -3, -2), 1),
     Entry(
         "fedprox-exp",

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 from fedexp.analysis.plots import colour, entitle, label, new_figure
 from fedexp.runs import StoredRun
 from tools.leaderboard.measures import Board, Cell, load_board
-from tools.leaderboard.protocol import ENTRIES, LAST, SEEDS, TASKS, BoardTask
+from tools.leaderboard.protocol import ENTRIES, SEEDS, TASKS, BoardTask
 from tools.leaderboard.runs import Store
-from tools.results.format import NO_RUNS, link, paragraphs, percent, table
+from tools.results.format import NO_RUNS, paragraphs, percent, table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,7 +27,6 @@ def blocks(folder: Path, archived: Sequence[StoredRun] = ()) -> dict[str, str]:
     board = load_board(folder, archived)
     return {
         "board-summary": summary(board),
-        "board-readme": readme(board),
         "board-tables": tables(board),
         "board-tuning": tuning(board, folder),
         "board-machines": machines(board),
@@ -56,40 +55,6 @@ def _without_runs(board: Board) -> str:
     """Return the line that names the tasks of the protocol without runs."""
     empty = [task.title for name, task in TASKS.items() if name not in _filled(board)]
     return f"No runs yet: {', '.join(empty)}." if empty else ""
-
-
-def readme(board: Board) -> str:
-    """Return README's sentence: FedExP without an eps against FedAvg and the fastest entry.
-
-    Tasks count on which every seed of both reaches the upper target.
-    """
-    ours, fedavg, fewest = list[str](), list[str](), list[str]()
-    for name, task in TASKS.items():
-        rounds = {
-            row: reached
-            for row in ENTRIES
-            if (cell := board.get((name, row))) is not None
-            and len(cell.runs) == len(SEEDS)
-            and (reached := cell.rounds(1)) is not None
-        }
-        if {"fedexp", "fedavg"} <= rounds.keys():
-            best = min(rounds.values())
-            fastest = [ENTRIES[row].title for row, reached in rounds.items() if reached == best]
-            goal = f"{percent(task.targets[1])} on {task.title}"
-            ours.append(f"{rounds['fedexp']:.0f} rounds to {goal}")
-            fedavg.append(f"{rounds['fedavg']:.0f}")
-            fewest.append(f"{best:.0f} ({', '.join(fastest)})")
-    if not ours:
-        return NO_RUNS
-    return (
-        "With no eps to choose (`fx.fedexp()`, `--mode recommended`) and the client learning rate "
-        f"of each algorithm tuned by one protocol, FedExP takes {' and '.join(ours)}. "
-        f"FedAvg takes {' and '.join(fedavg)}, the fastest of {len(ENTRIES)} entries "
-        f"{' and '.join(fewest)}: {link('leaderboard', 'docs/leaderboard.md')}, {len(SEEDS)} "
-        "seeds. Rounds here are to the first evaluation at which the mean of the last "
-        f"{LAST} is at the target; the table above has first crossings, with the paper's "
-        "hyperparameters."
-    )
 
 
 def _summarised(cell: Cell) -> str:

@@ -27,6 +27,7 @@ from fedexp.runs import StoredRun
 from tools.results.archive import Archive, load_archive
 from tools.results.format import NO_RUNS, algorithm_name, table
 from tools.results.runs import GPU, SEEDS
+from tools.results.table1 import interval
 
 SEARCH = "search.csv"
 LOCAL_LR, SCORE = "local.lr", "train_accuracy"
@@ -191,7 +192,7 @@ def tuned_table(archive: Archive, folder: Path) -> str:
             cells = [
                 text_of(first[name], "rounds"),
                 text_of(rounds_to_target(own, goal, rounds, WINDOW), "rounds"),
-                text_of(times, "times"),
+                text_of(times, "times") + interval("emnist", outcomes.get("fedavg", ()), own),
                 text_of(final(own, "test_accuracy"), "%"),
             ]
         rows.append([algorithm_name(name), values, *cells, str(len(runs))])

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
-from collections import Counter
+import numpy as np
 
-from fedexp.reproduce.accuracy_studies import FINAL
+from fedexp.analysis.summary import LEAST_SEEDS, mean_interval
+from fedexp.reproduce.accuracy_studies import FINAL, LOSS, ROUNDS
 from fedexp.reproduce.figure1 import CLIENT, SERVER, cell
-from fedexp.reproduce.measures import final
-from fedexp.reproduce.published import Table, Value, claims, quantity, text_of
-from fedexp.reproduce.study import Check, count
+from fedexp.reproduce.measures import (
+    final,
+    final_loss,
+    on_common_seeds,
+    rounds_to_target,
+    seeds_of,
+)
+from fedexp.reproduce.published import Table, Value, claim, claims, quantity, target, text_of
+from fedexp.reproduce.study import Check
 from tools.results.archive import NAMES, Archive, StoredStudy
 from tools.results.format import (
     NO_RUNS,
@@ -22,10 +29,18 @@ from tools.results.format import (
 )
 
 FIGURE = "figure.svg"
-HEADINGS = {
-    True: "Agrees with the paper",
-    False: "Does not agree with the paper",
-    None: "Undecided by these runs",
+HEADINGS = {  # by whether it is significant, and whether the criterion is met
+    (True, True): "Agrees with the paper, significantly",
+    (True, False): "Does not agree with the paper, significantly",
+    (False, True): "Meets its criterion, without significance",
+    (False, False): "Does not meet its criterion, without significance",
+    (False, None): "Undecided by these runs",
+}
+# Claims about a number of their subject and the best of the others.
+PAIRED = {
+    "table1": ("fastest", "speedup", "margin", "loss", "scaffold"),
+    "scaffold-exp": ("best",),
+    "momentum": ("best",),
 }
 
 
@@ -95,9 +110,11 @@ def each_seed(stored: StoredStudy) -> str:
 
 def verdicts(archive: Archive) -> str:
     """Return every claim of the paper that was checked, grouped by verdict."""
-    checks, parts = _checks(archive), []
-    for holds, heading in HEADINGS.items():
-        lines = [f"{name}: {_line(check)}" for name, check in checks if check.holds is holds]
+    parts, groups = list[str](), {kind: list[str]() for kind in HEADINGS}
+    for name, check in _checks(archive):
+        groups[is_significant(archive, name, check), check.holds].append(f"{name}: {_line(check)}")
+    for kind, heading in HEADINGS.items():
+        lines = groups[kind]
         parts += [f"**{heading}** ({len(lines)})", bullets(lines) or "Nothing."]
     return paragraphs(*parts)
 
@@ -112,34 +129,70 @@ def _checks(archive: Archive) -> list[tuple[str, Check]]:
 
 
 def disagreements(archive: Archive) -> str:
-    """Return how many claims were judged, and those that do not hold or are not decided."""
+    """Return how many judgements are significant, and the claims that do not hold."""
     checks = _checks(archive)
     if not checks:
         return NO_RUNS
-    agree = sum(check.holds is True for _, check in checks)
-    seeds = Counter(check.seeds for _, check in checks if check.seeds is not None)
-    over = ", ".join(f"{n} on {count(k, 'seed')}" for k, n in sorted(seeds.items()))
+    enough = [(n, c) for n, c in checks if c.seeds is not None and c.seeds >= LEAST_SEEDS]
+    significant = [check.holds for name, check in enough if is_significant(archive, name, check)]
+    close = [(n, c) for n, c in enough if c.holds is False and not is_significant(archive, n, c)]
     head = (
-        f"{agree} of {len(checks)} judgements agree with the paper, each reading of eps counted by "
-        f"itself; {over}. The others:"
+        f"{len(enough)} of {len(checks)} judgements, each reading of eps by itself, are over five "
+        f"seeds or more. Of these {len(significant)} are significant (t test, paired over seeds, "
+        f"two-sided, 5 %): {significant.count(True)} agree with the paper and "
+        f"{significant.count(False)} do not. All criteria that are not met:"
     )
-    rest = [_sentence(check) for _, check in checks if check.holds is not True]
+    rest = [
+        _sentence(check) + (" It is not significant." if (name, check) in close else "")
+        for name, check in checks
+        if check.holds is not True
+    ]
     return paragraphs(head, bullets(rest) or "None.")
+
+
+def is_significant(archive: Archive, study: str, check: Check) -> bool:
+    """Return whether the subject of a claim and the best of the others differ in a paired t test.
+
+    Rounds and losses are compared by the factor of the claim, accuracies by its points. Fewer than
+    five seeds are not tested, nor claims that do not compare the subject with the best.
+    """
+    stored, names = archive.studies[study], check.series
+    if check.holds is None or check.claim not in [claim(study, k) for k in PAIRED.get(study, ())]:
+        return False
+    runs = stored.groups[check.task]
+    common = on_common_seeds({name: runs[name] for name in names if name in runs})
+    if names[0] not in common or seeds_of(common) < LEAST_SEEDS:
+        return False
+    measure = {
+        ROUNDS: lambda own: rounds_to_target(own, target(check.task), stored.plan.rounds),
+        FINAL: lambda own: final(own, "test_accuracy"),
+        LOSS: final_loss,
+    }[check.column]
+    numbers = {
+        name: np.array([measure([r]).mean for r in sorted(own, key=lambda r: r.spec.seed)])
+        for name, own in common.items()
+    }
+    sign = 1 if check.column == FINAL else -1
+    rival = max(numbers.keys() - {names[0]}, key=lambda name: sign * numbers[name].mean())
+    points = check.claim.threshold if sign > 0 else 0.0
+    factor = 1.0 if sign > 0 else check.claim.threshold or 1.0
+    low, high = mean_interval(numbers[rival] - factor * numbers[names[0]] + points)
+    return not low <= 0 <= high
 
 
 def _sentence(check: Check) -> str:
     """Return where a claim does not hold, the claim, and what was seen instead."""
     about = ", ".join(filter(None, (task_name(check.task), check.reading)))
     verdict = "does not hold" if check.holds is False else "is undecided"
-    claim = f"*{check.claim.text}* ({check.claim.place})"
+    statement = f"*{check.claim.text}* ({check.claim.place})"
     start = f"**{about}:** " if about else ""
-    return f"{start}{claim} {verdict}{check.over}: {algorithm_names(check.seen)}."
+    return f"{start}{statement} {verdict}{check.over}: {algorithm_names(check.seen)}."
 
 
 def criteria(archive: Archive) -> str:
     """Return the criterion of every claim."""
     rows = [
-        [name, claim.text, claim.place, claim.criterion] for name in NAMES for claim in claims(name)
+        [name, each.text, each.place, each.criterion] for name in NAMES for each in claims(name)
     ]
     return table(["study", "claim", "in the paper", "holds if"], rows, left=4)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from fedexp.analysis.summary import WINDOW, rounds_to
+from fedexp.analysis.summary import WINDOW, rounds_to, smoothed, speedup_interval
 from fedexp.reproduce.accuracy_studies import READINGS, of_reading
 from fedexp.reproduce.measures import final, ratio, rounds_to_target
 from fedexp.reproduce.output import study_figure
@@ -47,6 +47,8 @@ class Row:
     rounds: Value | None = None
     smoothed: Value | None = None
     speedup: Value | None = None
+    within: str = ""  # the interval of the speed-up
+    smoothed_speedup: str = ""  # with its interval
     paper_rounds: Value | None = None
     paper_speedup: Value | None = None
 
@@ -75,15 +77,42 @@ def _row(archive: Archive, task: str, name: str, series: Mapping[str, Sequence[O
     row = Row(name, series_name(name), paper_rounds=theirs, paper_speedup=paper_speedup)
     if name not in series:
         return row
-    runs, fedavg = series[name], series.get("fedavg")
-    rounds = _rounds(archive, task, runs)
+    runs, fedavg = series[name], series.get("fedavg", ())
+    first, last = (_rounds(archive, task, runs, window) for window in (1, WINDOW))
+    over, later = (
+        _over(_rounds(archive, task, fedavg, window), own) if fedavg else None
+        for window, own in ((1, first), (WINDOW, last))
+    )
     return replace(
         row,
         runs=runs,
-        rounds=rounds,
-        smoothed=_rounds(archive, task, runs, WINDOW),
-        speedup=_over(_rounds(archive, task, fedavg) if fedavg else None, rounds),
+        rounds=first,
+        smoothed=last,
+        speedup=over,
+        within=interval(task, fedavg, runs),
+        smoothed_speedup=text_of(later, "times") + interval(task, fedavg, runs, WINDOW),
     )
+
+
+def interval(task: str, fedavg: Sequence[Outcome], runs: Sequence[Outcome], window: int = 1) -> str:
+    """Return the 95 % interval of a speed-up, e.g. ` [1.54, 1.86]`; see `speedup_interval`.
+
+    It is empty for fewer than five seeds, where one misses the target, and for FedAvg itself.
+    """
+    by_seed = [
+        {
+            run.spec.seed: rounds_to(
+                smoothed(run.curve("test_accuracy"), window), target(task), higher=True
+            )
+            for run in own
+        }
+        for own in (fedavg, runs)
+    ]
+    slow, fast = ({seed: n for seed, n in own.items() if n is not None} for own in by_seed)
+    if fedavg is runs or len(slow) < len(fedavg) or len(fast) < len(runs):
+        return ""
+    found = speedup_interval(slow, fast)
+    return "" if found is None else f" [{found[0]:.2f}, {found[1]:.2f}]"
 
 
 def series_name(series: str) -> str:
@@ -159,7 +188,7 @@ def _cells(row: Row, task: str, comparable: bool) -> list[str]:
         text_of(row.smoothed, "rounds"),
         paper[0],
         _relative(row.rounds, row.paper_rounds) if comparable else NOTHING,
-        text_of(row.speedup, "times"),
+        text_of(row.speedup, "times") + row.within,
         paper[1],
         text_of(final(row.runs, "test_accuracy"), "%"),
     ]
@@ -214,35 +243,36 @@ def headline(archive: Archive) -> str:
 
 
 def readme(archive: Archive) -> str:
-    """Return README's block: the headline as a table."""
+    """Return README's block: FedAvg's rounds, FedExP's and the speed-up, by both crossings."""
     pairs = _pairs(archive)
     if not pairs:
         return "The paper's table has not been run on real data yet."
-    headers = [
-        "rounds to",
-        "reading of eps",
-        "FedAvg",
-        "FedExP",
-        "speed-up",
-        "the paper's",
-        "seeds",
-    ]
+    headers = ["target, eps", "first crossing", "paper", "smoothed"]
     rows = [
         [
-            f"{percent(target(task))} on {task_name(task)}",
-            reading_of(fedexp.series),
-            text_of(fedavg.rounds, "rounds"),
-            text_of(fedexp.rounds, "rounds"),
-            text_of(fedexp.speedup, "times"),
+            f"{task_name(task)} {percent(target(task))}, "
+            f"{reading_of(fedexp.series).removeprefix('eps ')}, "
+            f"{_seeds(fedexp, fedavg)}",
+            f"{_mean(fedavg.rounds)}/{_mean(fedexp.rounds)}: "
+            f"{text_of(fedexp.speedup, 'times')}{fedexp.within}",
             text_of(fedexp.paper_speedup, "times"),
-            _seeds(fedexp, fedavg).removesuffix("s").removesuffix(" seed"),
+            f"{_mean(fedavg.smoothed)}/{_mean(fedexp.smoothed)}: {fedexp.smoothed_speedup}",
         ]
         for task, own in pairs.items()
         for fedexp, fedavg in own
     ]
     notes = [note for task in pairs if (note := _incomplete(archive, task))]
-    more = link("curves, runs, and what agrees with the paper", "docs/reproduction.md")
-    return paragraphs(table(headers, rows, left=2), " ".join([*notes, f"More: {more}."]))
+    more = link("every claim of the paper", "docs/reproduction.md")
+    return paragraphs(table(headers, rows), " ".join([*notes, f"More: {more}."]))
+
+
+def _mean(value: Value | None) -> str:
+    """Return rounds without their spread; with the seeds that reached the target, if not all did.
+
+    >>> _mean(Value(487.5, more=True, remark="1/2 seeds")), _mean(Value(83.0, 2.7))
+    ('>487.5 (1/2 seeds)', '83')
+    """
+    return text_of(value and replace(value, spread=None), "rounds")
 
 
 def headline_figure(archive: Archive) -> Figure | None:
@@ -291,7 +321,8 @@ def _sentence(archive: Archive, task: str, fedexp: Row, fedavg: Row) -> str:
     goal = f"{percent(target(task))} test accuracy"
     ours = f"{fedexp.name} needs {_reached(fedexp)} and FedAvg {_reached(fedavg)}"
     if fedexp.speedup:
-        ours += f": a speed-up of **{_times(fedexp.speedup)}**"
+        ours += f": a speed-up of **{_times(fedexp.speedup)}**{fedexp.within}"
+        ours += f", smoothed {fedexp.smoothed_speedup}"
     paper = " and ".join(text_of(row.paper_rounds, "rounds") for row in (fedexp, fedavg))
     return (
         f"**{task_name(task)}**, {goal}, {_seeds(fedexp, fedavg)}: {ours} "

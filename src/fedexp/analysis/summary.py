@@ -3,7 +3,8 @@
 `summarise` gives a comparison its table: rounds to a target, speed-up over FedAvg, final metric.
 `metric_band` gives figures their curves: mean and standard deviation, round by round. A curve has
 one value per round and NaN where the model was not evaluated. Seeds may have unequal numbers of
-rounds: one that is too short to tell whether it reaches the target is left out, and counted.
+rounds: one that is too short to tell whether it reaches the target is left out, and counted. Rounds
+to a target are to the smoothed crossing, in every table but those beside the paper's numbers.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ AT_LEAST_ONE = ("server_lr", "diversity")  # fields that most rules never let fa
 STRETCH = 3  # times the range of the other runs, above which those that diverged are cut off
 WINDOW = 5  # evaluations that a smoothed curve averages
 REFERENCE = "fedavg"  # the algorithm that speed-ups are over
+LEAST_SEEDS = 5  # of a speed-up with an interval
 
 
 def rounds_to(curve: Curve, target: float, higher: bool) -> int | None:
@@ -52,25 +54,59 @@ def smoothed(curve: Curve, window: int = WINDOW) -> Curve:
     return means
 
 
+def speedup_interval(
+    slow: Mapping[int, float], fast: Mapping[int, float]
+) -> tuple[float, float] | None:
+    """Return the 95 % interval of a speed-up, paired over seeds, from rounds by seed.
+
+    It is that of the geometric mean of the ratios, by Student's t of their logarithms; None for
+    fewer than five seeds, and where the two have not the same seeds.
+
+    >>> slow, fast = dict(enumerate([8, 9, 10, 11, 12])), dict.fromkeys(range(5), 5)
+    >>> low, high = speedup_interval(slow, fast)
+    >>> round(low, 2), round(high, 2)
+    (1.62, 2.42)
+    """
+    if len(slow) < LEAST_SEEDS or slow.keys() != fast.keys():
+        return None
+    low, high = mean_interval(np.log([slow[seed] / fast[seed] for seed in slow]))
+    return float(np.exp(low)), float(np.exp(high))
+
+
+def mean_interval(values: Curve) -> tuple[float, float]:
+    """Return the 95 % interval of a mean by Student's t, whose quantile sums its density.
+
+    >>> low, high = mean_interval(np.array([1.0, 2.0, 3.0, 4.0, 5.0]))  # 3 ± 2.776 sqrt(2.5 / 5)
+    >>> round(low, 2), round(high, 2)
+    (1.04, 4.96)
+    """
+    t, freedom = np.linspace(0, 100, 100_001), len(values) - 1
+    mass = np.cumsum((1 + t * t / freedom) ** (-len(values) / 2))
+    quantile = t[np.searchsorted(mass, 0.95 * mass[-1])]
+    half = quantile * (spread_of(values) or 0.0) / np.sqrt(len(values))
+    return float(values.mean() - half), float(values.mean() + half)
+
+
 @dataclass(frozen=True)
 class Line:
     """A row of the comparison: one algorithm over its seeds.
 
     Attributes:
         algorithm: its name.
-        rounds: rounds to the target of each seed that reached it: the first crossing.
-        smoothed: rounds to its smoothed crossing, of each of these seeds that has one.
+        rounds: rounds to the target of each seed that reached it: the smoothed crossing.
         seeds: number of seeds, without those in `short`.
         finals: the final metric of each seed; NaN if the run diverged.
         spread: standard deviation of the final metric over seeds and the window of rounds that
             `finals` average; None for a single value.
         speedup: FedAvg's mean rounds over this one's; None unless all seeds reached the target.
+        interval: 95 % interval of the speed-up, where all seeds of both reached the target.
         at_least: whether a seed of FedAvg missed the target, so that the speed-up is a lower bound.
         missed: number of rounds of each seed that missed the target and did not diverge.
         diverged: number of seeds that diverged.
         short: number of seeds that have too few rounds to tell; they count in no column but finals.
         final_round: the round that `finals` are of; earlier for a run that stopped at its target.
         reference: the line that the speed-up is over.
+        reached: the seeds that `rounds` are of.
     """
 
     algorithm: str
@@ -85,17 +121,13 @@ class Line:
     short: int = 0
     final_round: int | None = None
     reference: str | None = None
-    smoothed: list[int] = field(default_factory=list)
+    reached: list[int] = field(default_factory=list)
+    interval: tuple[float, float] | None = None
 
     @property
     def mean_rounds(self) -> float | None:
         """None unless every seed reached the target: a mean over some would be too low."""
         return float(np.mean(self.rounds)) if len(self.rounds) == self.seeds else None
-
-    @property
-    def mean_smoothed(self) -> float | None:
-        """The mean smoothed crossing; None unless every seed has one."""
-        return float(np.mean(self.smoothed)) if len(self.smoothed) == self.seeds else None
 
 
 def summarise(
@@ -124,7 +156,7 @@ def summarise_groups(
     """Return one line per group of seeds.
 
     The final metric is the mean over the last `smooth` rounds (20 in the paper's table of 2,000
-    rounds). Rounds to the target are those of the unsmoothed curve, as in the paper's Table 1.
+    rounds). It does not change rounds to the target, whose window is always `WINDOW` evaluations.
 
     Args:
         groups: outcomes by label, one per seed.
@@ -160,10 +192,7 @@ def _line(
     higher: bool,
 ) -> Line:
     curves = [outcome.curve(metric) for outcome in group]
-    hits = [rounds_to(c, target, higher) if target is not None else None for c in curves]
-    smooth_hits = [
-        rounds_to(smoothed(c), target, higher) if target is not None else None for c in curves
-    ]
+    hits = [rounds_to(smoothed(c), target, higher) if target is not None else None for c in curves]
     counted = _long_enough(group, hits) if target is not None else list(range(len(group)))
     final_round = common_length([_length(each) for each in group if each.diverged_at is None])
     ends = [
@@ -184,7 +213,7 @@ def _line(
         diverged=sum(outcome.diverged_at is not None for outcome in group),
         short=len(group) - len(counted),
         final_round=final_round,
-        smoothed=[hit for at in counted if (hit := smooth_hits[at]) is not None],
+        reached=[group[at].spec.seed for at in counted if hits[at] is not None],
     )
 
 
@@ -248,7 +277,11 @@ def _speedup(line: Line, reference: Line, longest: int) -> Line:
     diverged = missing - len(reference.missed)
     total = sum(reference.rounds) + sum(reference.missed) + diverged * longest
     speedup = total / reference.seeds / line.mean_rounds
-    return line if missing and speedup < 1 else replace(line, speedup=speedup, at_least=missing > 0)
+    line = line if missing and speedup < 1 else replace(line, speedup=speedup, at_least=missing > 0)
+    if missing or line.algorithm == reference.algorithm:
+        return line
+    slow, fast = (dict(zip(x.reached, x.rounds, strict=True)) for x in (reference, line))
+    return replace(line, interval=speedup_interval(slow, fast))
 
 
 @dataclass(frozen=True, eq=False)

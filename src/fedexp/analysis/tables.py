@@ -9,7 +9,7 @@ from itertools import chain
 
 import numpy as np
 
-from fedexp.analysis.summary import Line, is_accuracy, spread_of
+from fedexp.analysis.summary import LEAST_SEEDS, Line, is_accuracy, spread_of
 from fedexp.errors import unknown_name
 from fedexp.runs.spec import Outcome
 
@@ -27,6 +27,9 @@ def comparison_table(
 ) -> tuple[list[str], list[list[str]]]:
     """Return headers and cells: rounds to target, speed-up over FedAvg and final metric.
 
+    A speed-up has its 95 % interval in brackets; over fewer than five seeds it has none, and the
+    header has their number.
+
     The final metric has the round in which it was measured where lines differ in it, and a cell has
     the number of its seeds where some were left out. Speed-ups over different lines name them.
 
@@ -43,9 +46,9 @@ def comparison_table(
     reach = "target" if target is None else format_value(target, metric)
     over = f" (last {smooth} rounds)" if smooth > 1 else ""
     final = f"final {metric.replace('_', ' ')}{_arrow(metric, higher)}"
-    headers = ["algorithm", f"rounds to {reach}", "speed-up"]
-    for each in further:
-        headers += [f"rounds to {format_value(each, metric)}", "speed-up"]
+    headers = ["algorithm", f"rounds to {reach}", _speedup_header(lines)]
+    for each, more in further.items():
+        headers += [f"rounds to {format_value(each, metric)}", _speedup_header(more)]
     headers.append(final + over)
     several_ends = len({line.final_round for line in lines if line.final_round}) > 1
     several_references = len({line.reference for line in lines if line.speedup is not None}) > 1
@@ -85,14 +88,12 @@ def comparison_numbers(
             **_rounds_numbers(line),
             "final_mean": float(np.mean(line.finals)),
             "final_std": line.spread,
-            "smoothed_rounds_mean": line.mean_smoothed,
         }
         for line in lines
     ]
     for target, more in (further or {}).items():
         for row, line in zip(rows, more, strict=True):
-            numbers = {**_rounds_numbers(line), "smoothed_rounds_mean": line.mean_smoothed}
-            row.update({f"{name}_{target:g}": value for name, value in numbers.items()})
+            row.update({f"{name}_{target:g}": n for name, n in _rounds_numbers(line).items()})
     cells = [["" if n is None or n != n else str(n) for n in row.values()] for row in rows]
     return list(rows[0]) if rows else [], cells
 
@@ -100,11 +101,14 @@ def comparison_numbers(
 def _rounds_numbers(line: Line) -> dict[str, float | None]:
     """Return the numbers of a line that depend on its target."""
     spread = spread_of(np.array(line.rounds)) if line.mean_rounds is not None else None
+    low, high = line.interval or (None, None)
     return {
         "reached": len(line.rounds),
         "rounds_mean": line.mean_rounds,
         "rounds_std": spread,
         "speedup": line.speedup,
+        "speedup_low": low,
+        "speedup_high": high,
         "at_least": line.at_least,
     }
 
@@ -227,11 +231,21 @@ def _rounds_cell(line: Line, rounds: int) -> str:
     return mean + _some(line.seeds, line.seeds + line.short)
 
 
+def _speedup_header(lines: Sequence[Line]) -> str:
+    if any(line.interval for line in lines):
+        return "speed-up [95%]"
+    seeds = max((line.seeds + line.short for line in lines), default=LEAST_SEEDS)
+    if seeds >= LEAST_SEEDS or all(line.speedup is None for line in lines):
+        return "speed-up"
+    return f"speed-up ({seeds} seed{'s' if seeds > 1 else ''})"
+
+
 def _speedup_cell(line: Line, several: bool) -> str:
     if line.speedup is None:
         return "-"
     over = f" over {line.reference}" if several else ""
-    return f"{'>' if line.at_least else ''}{line.speedup:.2f}x{over}"
+    within = f" [{line.interval[0]:.2f}, {line.interval[1]:.2f}]" if line.interval else ""
+    return f"{'>' if line.at_least else ''}{line.speedup:.2f}x{within}{over}"
 
 
 def _final_cell(line: Line, metric: str, several: bool) -> str:

@@ -1,4 +1,4 @@
-"""Engines: they run rounds. All compute the same numbers."""
+"""Engines: they run rounds. All compute the same numbers, but for the masks of dropout."""
 
 from fedexp.engine.select import EngineName
 from fedexp.engine.simulation import run_round, simulate

@@ -162,11 +162,11 @@ def simulate(
             "batched" all at once; "dense" (plain dense networks on a CPU) and "quadratic" (least
             squares) are faster for what they suit. "auto" takes the fastest of them that agrees
             with the loop on this model. They agree up to rounding; for the same bits, name one.
-            Dropout masks differ between engines (their distribution does not), and in the batched
-            engine they depend on the whole cohort. In a few rounds, which follow from the seed, one
-            client is trained again by the loop, without dropout, and `EngineError` is raised before
-            the round if the engine's update differs. Not covered: operations across the examples of
-            a batch that act on none of the batches that were compared.
+            With dropout they agree in distribution: each draws other masks, and in the batched
+            engine a client's masks depend on the cohort. In a few rounds, which follow from the
+            seed, one client is trained again by the loop, without dropout, and `EngineError` is
+            raised before the round if the engine's update differs. Not covered: operations across
+            the examples of a batch that act on none of the batches that were compared.
         device: where to train, "cpu", "cuda" or "mps" (by the loop, all in float32); all data are
             copied there, if they fit. By default where they are.
         precision: "float32", "tf32" or "bf16" inside the model; by default tf32 on a GPU.

@@ -101,7 +101,7 @@ class ClaimTest:
         measured = {name: values(task, name, common, rounds) for name in common}
         column = {name: each[self.column] for name, each in measured.items() if self.column in each}
         holds, seen = self.decide(self.series, column, own.threshold)
-        return Check(own, holds, seen, task, seeds, self.reading)
+        return Check(own, holds, seen, task, seeds, self.reading, self.column, self.series)
 
 
 def accuracy_study(

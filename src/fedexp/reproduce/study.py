@@ -191,6 +191,8 @@ class Check:
         task: the task; empty for a study of one task.
         reading: the reading of eps it is about; empty for the printed one.
         seeds: the number of seeds it was judged over; None for a problem without randomness.
+        column: the measured column it is about, where it compares series.
+        series: the series that it compares; its subject comes first.
     """
 
     claim: Claim
@@ -199,6 +201,8 @@ class Check:
     task: str = ""
     seeds: int | None = None
     reading: str = ""
+    column: str = ""
+    series: tuple[str, ...] = ()
 
     @property
     def verdict(self) -> str:
