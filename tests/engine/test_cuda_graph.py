@@ -73,6 +73,8 @@ def test_a_whole_round_is_local_training_and_server_step(algorithm: fx.Algorithm
 class CountsSteps(nn.Module):
     """A model with a buffer that counts its steps."""
 
+    steps: Tensor
+
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 3).double()
