@@ -187,10 +187,8 @@ def test_graphs_are_captured_for_some_sizes_of_cohorts(monkeypatch: pytest.Monke
 def shares_of(choose: Choose, sizes: NDArray[np.int64], rounds: int) -> NDArray[np.float64]:
     """Return in which share of the rounds a client takes part."""
     offsets = np.cumsum([0, *sizes])
-    federation, rule = (
-        Federation({"x": torch.zeros(offsets[-1])}, offsets),
-        CohortRule(choose=choose),
-    )
+    federation = Federation({"x": torch.zeros(offsets[-1])}, offsets)
+    rule = CohortRule(choose=choose)
     cohorts = [rule.sample(0, round, federation) for round in range(1, rounds + 1)]
     return np.bincount(np.concatenate(cohorts), minlength=len(sizes)) / rounds
 
