@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.data.federation import Batch
@@ -205,6 +205,51 @@ def test_fednova_reaches_the_optimum_where_fedavg_does_not(engine: str) -> None:
     ]
     assert ends[0] == pytest.approx(10 / 11, abs=0.02)
     assert ends[1] == pytest.approx(1 / 2, abs=0.02)
+
+
+class LastMean(nn.Module):
+    """A model whose buffer is the mean of the last batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(1, momentum=1.0)
+        self.head = nn.Linear(1, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+
+class OnlyLong(fx.ClientRule):
+    """A rule that counts only clients of more than two steps."""
+
+    def weight_factor(self, total_lr: Tensor | float) -> Tensor | float:
+        return (total_lr > 0.2) * 2.0
+
+
+@pytest.mark.parametrize("engine", ["loop", "batched", "threads"])
+@pytest.mark.parametrize(
+    ("algorithm", "weighting", "expected"),
+    [
+        (fx.fednova(), "uniform", 5.0),  # by p_i / a_i 0.909
+        (fx.fednova(), "size", 400 / 44),  # by p_i / a_i 5
+        (fx.Algorithm(client=OnlyLong()), "uniform", 10.0),
+    ],
+)
+def test_buffers_are_weighed_by_p(
+    engine: str, algorithm: fx.Algorithm, weighting: str, expected: float
+) -> None:
+    """Means 0 and 10 of two clients, of which one takes one step and the other ten."""
+    x = torch.cat([torch.zeros(4, 1), torch.full((40, 1), 10.0)])
+    task = fx.supervised(
+        "means",
+        LastMean,
+        fx.Federation({"x": x, "y": torch.arange(44) % 2}, np.array([0, 4, 44])),
+        loss=nn.functional.cross_entropy,
+        local=fx.LocalTraining(lr=0.1, epochs=1, batch_size=4),
+    )
+    record = last(task, algorithm, rounds=1, engine=engine, weighting=weighting)
+    assert record.state.buffers.averaged[0].item() == pytest.approx(expected, rel=1e-6)
 
 
 def test_fednova_with_equal_work_is_fedavg() -> None:

@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 import fedexp as fx
+from fedexp.cohorts import Choose
 from fedexp.data import Federation
 from fedexp.distributed.sharding import CohortShard, shard_cohort
 from fedexp.engine.batched import Batched
@@ -181,6 +182,41 @@ def test_graphs_are_captured_for_some_sizes_of_cohorts(monkeypatch: pytest.Monke
         assert_same_state(*states)
         assert engines[1].cuda_graph == ("round" if round <= 2 else None)
     assert len(captured) == 2
+
+
+def shares_of(choose: Choose, sizes: NDArray[np.int64], rounds: int) -> NDArray[np.float64]:
+    """Return in which share of the rounds a client takes part."""
+    offsets = np.cumsum([0, *sizes])
+    federation = Federation({"x": torch.zeros(offsets[-1])}, offsets)
+    rule = CohortRule(choose=choose)
+    cohorts = [rule.sample(0, round, federation) for round in range(1, rounds + 1)]
+    return np.bincount(np.concatenate(cohorts), minlength=len(sizes)) / rounds
+
+
+def assert_shares(shares: NDArray[Any], expected: NDArray[Any], rounds: int) -> None:
+    """Assert that each share is within five standard deviations."""
+    errors = np.abs(shares - expected)
+    assert (errors <= 5 * np.sqrt(expected * (1 - expected) / rounds)).all(), shares / expected
+
+
+@pytest.mark.parametrize("cohort", [1, 2, 10])
+def test_clients_are_drawn_in_proportion_to_their_examples(cohort: int) -> None:
+    sizes, rounds = 3 * np.arange(1, 21), 2000
+    shares = shares_of(fx.cohorts.weighted_by_size(cohort), sizes, rounds)
+    assert_shares(shares, cohort * sizes / sizes.sum(), rounds)
+
+
+def test_clients_too_large_for_their_proportion_always_take_part() -> None:
+    sizes = np.array([2, 100, 4, 30, 6, 8])  # with 100 gone, 30 of 50 is too much for 2 of them
+    shares = shares_of(fx.cohorts.weighted_by_size(3), sizes, 2000)
+    assert_shares(shares, np.array([0.1, 1, 0.2, 1, 0.3, 0.4]), 2000)
+    assert shares_of(fx.cohorts.weighted_by_size(6), sizes, 3).tolist() == [1] * 6
+
+
+def test_who_takes_part_where_nobody_is_available() -> None:
+    for probability in (0.1, 0.0, [0.1, 0.1 - 1e-9, 0.1, 0.1]):
+        shares = shares_of(fx.cohorts.available(probability, size=1), np.ones(4, int), 2000)
+        assert_shares(shares, np.full(4, 0.25), 2000)
 
 
 def test_ready_made_functions() -> None:

@@ -179,7 +179,7 @@ def test_engines_agree_on_delta_sgd(more: dict[str, Any]) -> None:
     local = Local(lr=0.2, epochs=2, batch_size=8, **DELTA, **more)
     for engine in ("batched", "threads"):
         assert_agree(unequal(), fx.fedexp(), engine, cohort=4, local=local)
-    *_, record = fx.simulate(unequal(), fx.fedavg(), 3, local=local)
+    *_, record = fx.simulate(unequal(sizes=(17,) * 6), fx.fedavg(), 3, local=local)
     assert record.engine.startswith("batched")
 
 
@@ -268,7 +268,7 @@ def test_total_lr_is_the_sum_of_the_step_sizes() -> None:
         ),
         ({"lr": 10**400}, "local.lr must be > 0"),
         ({"weight_decay": math.inf}, "local.weight_decay must be >= 0, not inf"),
-        ({"steps": None}, "give steps or epochs"),
+        ({"steps": 20, "epochs": 2}, "local.steps=20 and local.epochs=2 exclude each other"),
         ({"steps": [2]}, "local.steps must be a number"),
         ({"steps": 1.5}, "local.steps must be a whole number: 1.5"),
         ({"momentum": 1.0}, r"local.momentum must be in \[0, 1\)"),
@@ -300,8 +300,9 @@ def test_schedules_must_return_numbers() -> None:
         Local(lr_schedule=wrong).lr_at(3)
 
 
-def test_where_both_are_given_epochs_count() -> None:
-    assert Local(steps=3, epochs=2, batch_size=10).steps_for(25) == 6
+def test_twenty_steps_unless_steps_or_epochs_are_given() -> None:
+    assert Local() == Local(steps=None) == Local(steps=20)
+    assert (Local(epochs=2).steps, Local(epochs=2, batch_size=10).steps_for(25)) == (None, 6)
 
 
 def test_options_by_name_and_stored_options() -> None:

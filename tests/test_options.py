@@ -109,13 +109,16 @@ def test_options_are_checked_together() -> None:
         setup("fedhyper").with_option("lr", "8")
 
 
-def test_steps_are_refused_where_epochs_would_hide_them() -> None:
+def test_steps_replace_epochs_and_epochs_steps() -> None:
     one = Setup(fx.fedavg(), LocalTraining(epochs=2))
-    with pytest.raises(fx.UsageError, match=r"local\.epochs is 2; set local\.epochs to none"):
-        one.with_option("steps", "7")
+    assert one.with_option("steps", "7").local == LocalTraining(steps=7)
     assert one.with_options({"steps": "7", "epochs": "none"}).local == LocalTraining(steps=7)
-    assert one.with_options({"steps": 7, "local.epochs": 1}).local.epochs == 1
+    assert one.with_option("epochs", "none").local == LocalTraining(steps=20)
+    assert one.with_option("steps", "none") == one
     assert setup().with_options({"steps": "7"}).local.steps == 7
+    assert setup().with_option("epochs", "3").local.steps is None
+    with pytest.raises(fx.UsageError, match=r"local\.steps=7 and local\.epochs=1 exclude"):
+        one.with_options({"steps": 7, "local.epochs": 1})
 
 
 def test_plain_options() -> None:

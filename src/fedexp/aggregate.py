@@ -15,6 +15,7 @@ from fedexp.kernels.launch import has_triton
 from fedexp.precision import widest
 
 SCALARS = ("weight", "sq_norm", "count", "dropped")
+WEIGHT_OF = "weight of "  # begins the name of an extra that is the weight of another
 CACHED_COLUMNS = 2**16  # columns converted to float64 at a time: a block that fits a CPU's cache
 LONG_ROW = 2**17  # numbers of a vector for which kernels pay on a GPU
 
@@ -36,7 +37,8 @@ class Aggregate:
         sq_norm: sum of p_i ||Δ_i||², over the whole vector, in float64 where the device has it.
         count: number of clients in the sums.
         dropped: number of clients left out because their update was not finite.
-        extras: named sums that a client rule or a model adds, weighted by p_i as well.
+        extras: named sums that a client rule or a model adds, weighted by p_i as well. Where one is
+            called "weight of x", it is the weight over which the mean of x is taken.
 
     >>> a = Aggregate.of([[3.0, 4.0], [1.0, 0.0]])
     >>> a.mean.tolist(), a.mean_sq_norm.item()
@@ -151,8 +153,9 @@ class Aggregate:
         return norms(self.mean[None])[0].square()
 
     def mean_extra(self, name: str) -> Tensor:
-        """Return the mean of a named extra."""
-        return self._over_weight(self.extras[name])
+        """Return the mean of a named extra, over its own weight where the sums have one."""
+        weight = self.extras.get(WEIGHT_OF + name, self.weight)
+        return _ratio(self.extras[name], weight)
 
     def pack(self) -> Tensor:
         """Return all sums in one flat buffer of float64 (`widest`), for a single all-reduce.
@@ -181,7 +184,7 @@ class Aggregate:
         return replace(self, **scalar, update=update.to(self.update.dtype), extras=shaped)
 
     def _over_weight(self, total: Tensor) -> Tensor:
-        return total / torch.where(self.weight > 0, self.weight, torch.inf)
+        return _ratio(total, self.weight)
 
 
 class FiniteNorms(NamedTuple):
@@ -219,6 +222,11 @@ def norms(rows: Tensor) -> Tensor:
     return torch.linalg.vector_norm(
         torch.stack([torch.linalg.vector_norm(part, dim=1) for part in parts]), dim=0
     )
+
+
+def _ratio(total: Tensor, weight: Tensor) -> Tensor:
+    """Return a mean from its sum; zero where nothing has a weight."""
+    return total / torch.where(weight > 0, weight, torch.inf)
 
 
 def _all_finite(rows: Tensor) -> Tensor:

@@ -127,7 +127,7 @@ class ClientRule:
     def weight_factor(self, total_lr: Tensor | float) -> Tensor | float | None:
         """Return the factor on the client's weight in all sums, of the shape of `total_lr`.
 
-        None leaves the weights as they are.
+        None leaves the weights as they are. The mean of buffers has the weights without it.
         """
         return None
 
@@ -196,7 +196,8 @@ class Nova(ClientRule):
 
     a_i is the work of a client: its number of local steps, or the sum of its step sizes where they
     change. Its weight p_i in all sums becomes p_i / a_i, so that the mean update is that of
-    Δ_i / a_i: a client with more steps does not count more. It adds a_i and a_i² to the sums, from
+    Δ_i / a_i: a client with more steps does not count more. (Buffers are averaged with the weights
+    p_i.) It adds a_i and a_i² to the sums, from
     which `NormalisedAverage` computes the length of the step. With another server rule, e.g.
     `ExP`, the direction is FedNova's, and the length is that rule's own.
 

@@ -22,12 +22,26 @@ Cohort = int | float | Literal["all"] | Sequence[int] | Clients | Choose
 
 
 def weighted_by_size(size: int) -> Choose:
-    """Return a function that draws clients in proportion to their examples, without replacement."""
+    """Return a function that draws clients in proportion to their examples, without replacement.
+
+    A client with n_i of n examples takes part with probability size · n_i / n. Where that is more
+    than 1 it takes part in every round, and the others share the rest in the same proportion.
+    """
 
     def choose(rng: np.random.Generator, round: int, federation: Federation) -> Clients:
         _check(size, federation)
-        odds = federation.sizes / federation.sizes.sum()
-        return rng.choice(federation.clients, size, replace=False, p=odds)
+        sizes, always = federation.sizes, np.zeros(federation.clients, dtype=bool)
+        while True:
+            left, total = size - int(always.sum()), int(sizes[~always].sum())
+            more = ~always & (left * sizes > total)
+            if not more.any():
+                break
+            always |= more
+        # systematic sampling, in whole numbers: a client spans left * n_i, points are `total` apart
+        others = rng.permutation(np.flatnonzero(~always))
+        points = rng.integers(total) + total * np.arange(left)
+        at = np.searchsorted(np.cumsum(left * sizes[others]), points, side="right")
+        return np.concatenate([np.flatnonzero(always), others[at]])
 
     return choose
 
@@ -54,7 +68,8 @@ def available(
 ) -> Choose:
     """Return a function that draws among the clients that are available in a round.
 
-    Cohorts differ in size. Where no client is available, the likeliest one takes part.
+    Cohorts differ in size. Where no client is available, one takes part all the same, drawn in
+    proportion to the probabilities.
 
     Args:
         probability: that a client is available: a number for all, or one per client; or a function
@@ -77,7 +92,9 @@ def available(
                 ) from error
         odds = _probabilities(given, federation.clients)
         here = np.flatnonzero(rng.random(federation.clients) < odds)
-        here = here if len(here) else np.array([odds.argmax()])
+        if not len(here):
+            total = odds.sum()
+            here = rng.choice(federation.clients, 1, p=odds / total if total else None)
         return here if size is None else rng.permutation(here)[:size]
 
     return choose

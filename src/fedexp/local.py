@@ -31,6 +31,7 @@ OPTIONS_OF = {  # fields that other optimisers do not use
     "delta_gamma": ("delta-sgd",),
     "delta_growth": ("delta-sgd",),
 }
+DEFAULT_STEPS = 20  # the paper's
 OPTIONAL = ("steps", "epochs", "batch_size", "clip_norm")
 NUMBERS = (
     "adam_eps",
@@ -71,9 +72,8 @@ class LocalTraining:
 
     Args:
         lr: the client step size η_l > 0.
-        steps: local steps τ; has no effect when `epochs` is given.
-        epochs: passes over the client's data instead of a number of steps: where both are given,
-            this one counts.
+        steps: local steps τ; 20 where neither steps nor epochs are given.
+        epochs: passes over the client's data, instead of a number of steps.
         batch_size: examples per batch; None trains on all of the client's data at once.
         weight_decay: λ >= 0; λ w is added to the gradient after clipping, as in torch
             (docs/paper.md#released-clipping). "adamw" decouples it: w shrinks by 1 - η_l λ.
@@ -98,7 +98,7 @@ class LocalTraining:
     """
 
     lr: float = 0.01
-    steps: int = 20
+    steps: int | None = None
     epochs: int | None = None
     batch_size: int | None = 50
     weight_decay: float = 0.0
@@ -122,9 +122,12 @@ class LocalTraining:
             require(valid, f"local.{name} must be a number, not {value!r}")
         require(is_number(self.lr) and self.lr > 0, f"local.lr must be > 0, not {self.lr}")
         require(
-            self.steps is not None or self.epochs is not None,
-            "local.steps is None; give steps or epochs",
+            self.steps is None or self.epochs is None,
+            f"local.steps={self.steps} and local.epochs={self.epochs} exclude each other; leave "
+            "one out, or set it to None",
         )
+        if self.epochs is None and self.steps is None:
+            object.__setattr__(self, "steps", DEFAULT_STEPS)
         for name in ("steps", "epochs", "batch_size"):
             if getattr(self, name) is not None:
                 whole_number(f"local.{name}", getattr(self, name), 1)
@@ -235,6 +238,7 @@ class LocalTraining:
     def steps_for(self, size: int) -> int:
         """Return the number of local steps of a client with `size` examples."""
         if self.epochs is None:
+            assert self.steps is not None
             return self.steps
         return self.epochs * math.ceil(size / (self.batch_size or size))
 

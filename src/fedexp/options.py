@@ -23,7 +23,7 @@ import numpy as np
 from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS, Algorithm, default_eps
 from fedexp.client import SGD
 from fedexp.errors import DataNote, UsageError, require, unknown_name
-from fedexp.local import ADDED, LocalTraining
+from fedexp.local import ADDED, DEFAULT_STEPS, LocalTraining
 from fedexp.references import is_reference, load_object, name_in, reference_to
 from fedexp.server import AMS, Adagrad, Adam, ExP, MomentumExP, ServerRule, Yogi
 from fedexp.tasks import (
@@ -272,11 +272,15 @@ class Setup:
         return {**found, "average_last": self.algorithm.iterates, "weighting": self.weighting}
 
     def stored_options(self) -> dict[str, Any]:
-        """Return the options of a spec: those that older specs lack only where they are set."""
+        """Return the options of a spec: those that older specs lack only where they are set.
+
+        Beside epochs a spec has the default number of steps, as older ones have it.
+        """
         fields = dataclasses.fields(LocalTraining)
         added = {f"local.{field.name}": field.default for field in fields if field.name in ADDED}
-        found = self.options().items()
-        return {name: value for name, value in found if name not in added or value != added[name]}
+        found = self.options()
+        found["local.steps"] = self.local.steps or DEFAULT_STEPS
+        return {n: value for n, value in found.items() if n not in added or value != added[n]}
 
     def with_option(self, key: str, value: Any) -> Setup:
         """Return a copy with one option changed; text is converted to the option's type.
@@ -291,6 +295,7 @@ class Setup:
         """Return a copy with several options changed; they are checked together.
 
         Of an option that is given twice, by its short and its dotted name, the last value counts.
+        Local steps replace epochs, and epochs steps; both together are refused.
         An eps has the mode that the rule has, and an eps_mode without an eps that mode's default
         where the rule's own eps has another unit: a number never changes its unit.
         """
@@ -299,12 +304,10 @@ class Setup:
             full, parsed = self.parse(key, value)
             section, _, field = full.rpartition(".")
             changes[section][field] = parsed
-        epochs = changes["local"].get("epochs", self.local.epochs)
-        require(
-            "steps" not in changes["local"] or epochs is None or "epochs" in changes["local"],
-            f"local.steps has no effect where clients pass over their data: local.epochs is "
-            f"{epochs}; set local.epochs to none as well",
-        )
+        of_local = changes["local"]
+        for name, other in (("steps", "epochs"), ("epochs", "steps")):
+            if of_local.get(name) is not None:  # it replaces the task's
+                of_local.setdefault(other, None)
         changes["server"] |= _eps_of_mode(self.algorithm.server, changes["server"])
         weighting = changes[""].pop("weighting", self.weighting)
         changed = {

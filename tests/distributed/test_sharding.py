@@ -79,7 +79,9 @@ def test_a_shard_knows_its_clients_of_the_next_round() -> None:
         assert (after.round, after.after().round) == (2, 3)
 
 
-@pytest.mark.parametrize("algorithm", [fx.fedexp(), fx.scaffold_exp()], ids=lambda a: a.name)
+@pytest.mark.parametrize(
+    "algorithm", [fx.fedexp(), fx.scaffold_exp(), fx.fednova()], ids=lambda a: a.name
+)
 @pytest.mark.parametrize("task", [classes_task(BatchNormNet), least_squares()], ids=["bn", "ls"])
 def test_an_empty_aggregate_has_the_layout_of_a_full_one(
     task: Task, algorithm: fx.Algorithm

@@ -393,6 +393,7 @@ def test_steps_without_any_client_of_batch_norm_and_augmentation(
     pictures = images()
     sizes = np.array([0, 18, 27, 31, 34])  # 35, 21, 7 and 7 steps
     train = Federation(pictures.train.fields, sizes)
-    pictures = replace(pictures, train=train, local=replace(pictures.local, epochs=7, batch_size=4))
+    local = replace(pictures.local, steps=None, epochs=7, batch_size=4)
+    pictures = replace(pictures, train=train, local=local)
     engines = Batched("layers"), Batched("vmap")
     assert assert_padded_steps_change_nothing(monkeypatch, pictures, fx.scaffold(), *engines)

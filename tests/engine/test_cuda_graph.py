@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.client import Tensors
@@ -68,6 +68,33 @@ def test_a_whole_round_is_local_training_and_server_step(algorithm: fx.Algorithm
             assert one.server_lr == pytest.approx(other.server_lr, rel=1e-9)
         graph = "local training" if algorithm.client.needs_loss else "round"
         assert engine.cuda_graph == graph
+
+
+class CountsSteps(nn.Module):
+    """A model with a buffer that counts its steps."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3).double()
+        self.register_buffer("steps", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.steps += 1
+        out: Tensor = self.layer(x)
+        return out
+
+
+def test_a_whole_round_weighs_buffers_of_unequal_work_by_p() -> None:
+    task = unequal(CountsSteps, (8, 16, 48))
+    task = replace(task, local=fx.LocalTraining(lr=0.1, epochs=1, batch_size=8))
+    engine = captured()
+    (record, *_) = run_rounds(engine, task, fx.fednova(), weighting="size")
+    assert engine.cuda_graph == "round"
+    expected = (8 * 1 + 16 * 2 + 48 * 6) / 72
+    assert record.state.buffers.averaged.item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_a_round_without_any_client_changes_nothing() -> None:

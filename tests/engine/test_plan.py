@@ -93,15 +93,14 @@ def test_equals_a_restarted_shuffling_loader(
 @given(
     sizes=st.lists(SIZES, min_size=1, max_size=5),
     batch=st.none() | BATCHES,
-    steps=STEPS,
-    epochs=st.none() | st.integers(1, 3),
+    length=st.tuples(STEPS, st.none()) | st.tuples(st.none(), st.integers(1, 3)),
     seed=SEEDS,
 )
 def test_a_cohort_is_planned_as_its_clients_are(
-    sizes: list[int], batch: int | None, steps: int, epochs: int | None, seed: int
+    sizes: list[int], batch: int | None, length: tuple[int | None, int | None], seed: int
 ) -> None:
     """By numpy and by torch, all clients at once, each batch padded with its first row."""
-    local = LocalTraining(steps=steps, epochs=epochs, batch_size=batch)
+    local = LocalTraining(steps=length[0], epochs=length[1], batch_size=batch)
     offsets = np.concatenate([[0], np.cumsum(sizes)])
     rows = {"x": torch.zeros(offsets[-1], 1), "y": torch.zeros(offsets[-1], dtype=torch.int64)}
     task = classification("task", lambda: logistic(1, 2), Federation(rows, offsets))
@@ -166,9 +165,9 @@ def test_a_client_smaller_than_a_batch_sees_all_of_its_data_at_every_step() -> N
     assert all(sorted(each) == list(range(7)) for each in plan)
 
 
-@pytest.mark.parametrize(("steps", "epochs", "expected"), [(3, None, 3), (3, 2, 2)])
+@pytest.mark.parametrize(("steps", "epochs", "expected"), [(3, None, 3), (None, 2, 2)])
 def test_without_a_batch_size_a_step_is_all_of_the_data(
-    steps: int, epochs: int | None, expected: int
+    steps: int | None, epochs: int | None, expected: int
 ) -> None:
     plan = plan_batches(0, 1, 0, 5, LocalTraining(steps=steps, epochs=epochs, batch_size=None))
     assert [each.tolist() for each in plan] == [[0, 1, 2, 3, 4]] * expected

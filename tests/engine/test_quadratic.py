@@ -64,7 +64,7 @@ def test_every_algorithm(algorithm: fx.Algorithm, cohort: int | None) -> None:
     [
         replace(LOCAL, weight_decay=0.3),
         replace(LOCAL, lr_decay=0.9, decay_before_first_round=True),
-        replace(LOCAL, epochs=9),
+        replace(LOCAL, steps=None, epochs=9),
         replace(LOCAL, lr=1.9),  # steps that overshoot: negative factors
     ],
     ids=str,

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from dataclasses import asdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import pytest
@@ -31,7 +31,7 @@ from fedexp.objective import (
     StackedObjective,
 )
 from fedexp.tasks import Task
-from tests.engine.helpers import Toward, toward, unequal, work_of
+from tests.engine.helpers import Double, Toward, double_batch_norm, net, toward, unequal, work_of
 from tests.helpers.problems import least_squares
 
 
@@ -99,6 +99,58 @@ def test_auto_leaves_very_unequal_clients_to_the_loop() -> None:
     local = fx.LocalTraining(lr=0.1, steps=2, batch_size=None)
     assert isinstance(select(unequal(sizes=(10,) * 6), local=local).engine, Batched)
     assert isinstance(select(unequal(sizes=(10,) * 30 + (900,)), local=local).engine, Loop)
+
+
+@dataclass(frozen=True)
+class Halved(fx.ClientRule):
+    """A correction that is not declared to be linear: it is batched by vmap."""
+
+    def correct(
+        self, grad: Tensor, params: Tensor, start: Tensor, broadcast: object, client_state: object
+    ) -> Tensor:
+        return grad / 2
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(Double(), nn.Linear(4, 8000), nn.ReLU(), nn.Linear(8000, 3)).double()
+
+
+@pytest.mark.parametrize(
+    ("build", "sizes", "algorithm", "cohort", "expected"),
+    [
+        (net, (80,) * 20, "halved", None, "batched (vmap)"),
+        (net, (80,) * 20, "halved", 4, "loop"),
+        (net, (80,) * 20, "fedexp", 4, "batched (layers)"),
+        (net, range(5, 262, 13), "halved", None, "batched (vmap)"),  # ten in a step
+        (net, range(5, 262, 13), "halved", 8, "loop"),  # four
+        (net, range(5, 262, 13), "fedexp", 8, "batched (layers)"),
+        (net, range(5, 262, 13), "fedexp", 2, "loop"),
+        (double_batch_norm, (80,) * 20, "fedexp", None, "batched (vmap, not padded)"),
+        (double_batch_norm, range(12, 90, 11), "fedexp", None, "loop"),  # other last batches
+        (wide, (80,) * 20, "fedexp", None, "batched (layers)"),
+        (wide, range(5, 262, 13), "fedexp", None, "loop"),
+    ],
+)
+def test_auto_batches_where_enough_clients_share_a_step_on_a_cpu(
+    build: Callable[[], nn.Module],
+    sizes: Sequence[int],
+    algorithm: str,
+    cohort: int | None,
+    expected: str,
+) -> None:
+    task = unequal(build, tuple(sizes))
+    rule = fx.fedexp() if algorithm == "fedexp" else fx.Algorithm(client=Halved())
+    local = fx.LocalTraining(lr=0.01, epochs=1, batch_size=10)
+    (record,) = fx.simulate(task, rule, 1, cohort, local=local)
+    assert record.engine == expected
+
+
+@pytest.mark.parametrize("cohort", [[0, 1, 2, 3, 4], [0, 1, 2, 3, 30]])
+def test_the_engine_does_not_depend_on_who_is_in_the_first_cohort(cohort: list[int]) -> None:
+    task = unequal(sizes=(10,) * 30 + (900,))
+    local = fx.LocalTraining(lr=0.1, epochs=1, batch_size=10)
+    (record,) = fx.simulate(task, fx.fedexp(), 1, cohort, local=local)
+    assert record.engine == "loop"
 
 
 def test_batching_pays_on_a_gpu_and_for_dense_layers() -> None:

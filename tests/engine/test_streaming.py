@@ -37,7 +37,7 @@ def streamed(task: Task, device: str = "cpu") -> Task:
 @pytest.mark.parametrize("epochs", [None, 2])
 def test_streamed_examples_train_the_same_model(engine: str, epochs: int | None) -> None:
     task = classes_task(BatchNormNet, SIZES)
-    local = replace(task.local, epochs=epochs)
+    local = replace(task.local, steps=None if epochs else 5, epochs=epochs)
     runs = [
         list(fx.simulate(each, fx.scaffold_exp(), 5, 3, local=local, engine=engine))  # type: ignore[arg-type]
         for each in (task, streamed(task))

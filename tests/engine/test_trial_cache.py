@@ -184,7 +184,7 @@ OTHER = {
     "weight decay": Case(local=replace(LOCAL, weight_decay=0.1)),
     "batch size": Case(local=replace(LOCAL, batch_size=3)),
     "steps": Case(local=replace(LOCAL, steps=4)),
-    "epochs": Case(local=replace(LOCAL, epochs=1)),
+    "epochs": Case(local=replace(LOCAL, steps=None, epochs=1)),
     "momentum": Case(local=replace(LOCAL, momentum=0.5)),
     "schedule over steps": Case(local=replace(LOCAL, step_schedule="linear")),
     "cohort": Case(cohort=2),

@@ -82,7 +82,8 @@ def test_rounds_are_those_of_the_simulator(
 
 def test_local_training_of_the_callers_choice() -> None:
     task = float64_task()
-    local = replace(task.local, lr=0.02, epochs=2, weight_decay=0.1, clip_norm=0.5, lr_decay=0.9)
+    local = replace(task.local, lr=0.02, steps=None, epochs=2, weight_decay=0.1, clip_norm=0.5)
+    local = replace(local, lr_decay=0.9)
     app = ClientApp()
     app.train()(simulated_train(task, local, seed=1))
     rounds = Rounds(FakeGrid(app, 4), fx.scaffold_exp(), initial_arrays(task, 1))

@@ -189,3 +189,28 @@ def test_a_loaded_module_with_hooks_is_built_anew() -> None:
     one, two = (hooked.load(params + k, buffers) for k in range(2))
     assert one is not two
     assert torch.equal(two.weight, one.weight + 1)  # type: ignore[operator, arg-type]
+
+
+class Spectral(nn.Module):
+    """Absolute values of Fourier features, by complex weights or by pairs of real ones."""
+
+    def __init__(self, pairs: bool, bias: bool) -> None:
+        super().__init__()
+        weight = torch.randn(3, 4, dtype=torch.complex64)
+        self.weight = nn.Parameter(torch.view_as_real(weight) if pairs else weight)
+        self.bias = nn.Parameter(torch.zeros(3)) if bias else 0.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        return (torch.fft.fft(x) @ weight.T).abs() + self.bias
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_complex_weights_are_refused_with_a_remedy_that_works(bias: bool) -> None:
+    fields = {"x": torch.randn(8, 4), "y": torch.arange(8) % 3}
+    train = Federation(fields, np.array([0, 4, 8]))
+    with pytest.raises(UsageError, match=r"weight is complex.*call torch\.view_as_complex"):
+        classification("spectral", lambda: Spectral(pairs=False, bias=bias), train)
+    task = classification("spectral", lambda: Spectral(pairs=True, bias=bias), train)
+    (record,) = fx.simulate(task, fx.fedexp(), 1)
+    assert record.clients == 2

@@ -22,7 +22,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
 from fedexp.distributed.group import Ranks, local_world_size
-from fedexp.engine.loop import Engine, Run, Sums
+from fedexp.engine.loop import Engine, Run, Sums, buffer_extras
 from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.errors import FedExPError
@@ -203,7 +203,8 @@ def empty_aggregate(work: Work, state: SimulationState) -> Aggregate:
     if rule.needs_loss:
         extras = {**extras, **rule.loss_extras(delta[:, :1], delta)}
     if state.buffers.averaged.numel():
-        extras = {**extras, "buffers": state.buffers.averaged[None]}
+        averaged = buffer_extras(state.buffers.averaged[None], rule.weight_factor(1.0))
+        extras = {**extras, **averaged}
     return Aggregate.of(params[None][:0], None, {n: value[:0] for n, value in extras.items()})
 
 

@@ -30,7 +30,7 @@ from fedexp.engine.local_steps import (
     part,
     step_by_step,
 )
-from fedexp.engine.loop import unstacked
+from fedexp.engine.loop import buffer_extras, unstacked
 from fedexp.engine.plan import CohortPlan, Numbers
 from fedexp.engine.state import ServerModel, SimulationState, model_step, with_model
 from fedexp.errors import first_line
@@ -228,10 +228,10 @@ class CudaGraphRound:
         total_lr = inputs["total_lr"].to(deltas.dtype)
         rule = self.algorithm.client
         new_states, extras = rule.end_round(deltas, total_lr, broadcast, client_state)
+        weights, factor = inputs["weights"], rule.weight_factor(inputs["total_lr"])
         if trained["averaged"].numel():
             changes = buffer_changes(trained["averaged"], inputs["averaged"])
-            extras = {**extras, "buffers": changes}
-        weights, factor = inputs["weights"], rule.weight_factor(inputs["total_lr"])
+            extras = {**extras, **buffer_extras(changes, factor)}
         if factor is not None:
             weights = weights * (factor.flatten() if isinstance(factor, Tensor) else factor)
         known = finite_norms(deltas, extras)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from fedexp.aggregate import Aggregate, usable
+from fedexp.aggregate import WEIGHT_OF, Aggregate, usable
 from fedexp.client import LinearCorrection, Tensors
 from fedexp.engine.client_store import ClientStates
 from fedexp.engine.plan import Work
@@ -105,6 +105,8 @@ def sum_trained(
         name: torch.stack([one.extras[name] for one in trained]) for name in trained[0].extras
     }
     factors = [float(one.weight_factor) for one in trained if one.weight_factor is not None]
+    if factors and "buffers" in extras:
+        extras |= buffer_extras(extras["buffers"], deltas.new_tensor(factors)[:, None])
     weights = client_weights(work, clients, factors or None)
     states: dict[int, Tensors] = {}
     if trained[0].state:
@@ -149,9 +151,10 @@ def sum_updates(
             for k, client in enumerate(clients)
         ]
         extras = {**extras, **rule.loss_extras(torch.stack(losses), deltas)}
-    if buffers is not None and buffers.numel():
-        extras = {**extras, "buffers": buffer_changes(buffers, state.buffers.averaged)}
     factor = rule.weight_factor(total_lr)
+    if buffers is not None and buffers.numel():
+        changes = buffer_changes(buffers, state.buffers.averaged)
+        extras = {**extras, **buffer_extras(changes, factor)}
     factors = factor.flatten().tolist() if isinstance(factor, Tensor) else factor
     weights = client_weights(work, clients, factors)
     rows = unstacked(new_states, clients, usable(deltas, extras)) if new_states else {}
@@ -176,6 +179,19 @@ def client_weights(
     if not isinstance(factor, Sequence):
         factor = [1.0 if factor is None else factor] * len(clients)
     return [work.weight(client) * each for client, each in zip(clients, factor, strict=True)]
+
+
+def buffer_extras(changes: Tensor, factor: Tensor | float | None) -> dict[str, Tensor]:
+    """Return the extras of K clients for the mean of their buffer changes [K, b], weighted by p_i.
+
+    `factor` is the client rule's `weight_factor`, [K, 1] or one for all. It multiplies p_i in all
+    sums; for buffers it is divided out again.
+    """
+    if factor is None:
+        return {"buffers": changes}
+    inverse = torch.ones_like(changes[:, :1]) / factor
+    inverse = torch.where(inverse.isfinite(), inverse, 0.0).to(changes.dtype)  # factor 0: in no sum
+    return {"buffers": changes * inverse, f"{WEIGHT_OF}buffers": inverse}
 
 
 def client_loss(

@@ -19,12 +19,13 @@ import torch
 from fedexp.engine.batched import COHORT_BYTES, Batched, Implementation
 from fedexp.engine.dense import Dense, dense_network_of
 from fedexp.engine.loop import Engine, Loop
-from fedexp.engine.plan import Work, client_steps
+from fedexp.engine.plan import Numbers, Work, client_steps, step_lengths
 from fedexp.engine.quadratic import Quadratic, suits_quadratic
 from fedexp.engine.state import EngineChoice, SimulationState
 from fedexp.engine.threads import Threads, check_draws
 from fedexp.engine.trial import Trials
 from fedexp.errors import EngineWarning, UsageError, first_line, require
+from fedexp.local import LocalTraining
 from fedexp.objective import (
     BatchedObjective,
     CopyableObjective,
@@ -46,7 +47,11 @@ ENGINES: tuple[str, ...] = get_args(EngineName)
 AGREES = "it agrees with the loop on a few examples"
 AGREED = "an earlier run of this process has shown that it agrees with the loop on a few examples"
 VERIFIED = "verified against the loop on this kind of machine on"  # and a date
-MOST_PADDING = 4  # computing this many times too much costs what batching gains
+MOST_PADDING = 4.0  # computing this many times too much costs what batching gains
+# On a CPU (decision note 23): clients in a step from which batching is faster than the loop, and
+# parameters times padding at which it is as slow.
+LEAST_CLIENTS = {"layers": 2, "vmap": 5}
+PADDED_WEIGHTS = 50_000
 
 
 class Selected(NamedTuple):
@@ -110,10 +115,11 @@ def select_engine(
 
     "auto" solves quadratic problems in closed form, has an engine of its own for plain dense
     networks on a CPU, batches other models wherever that was measured to pay (on a GPU always),
-    unless clients are so unequal that most of the work would be padding, and gives large models on
-    a CPU a thread per client. It times nothing, so that the same run takes the same engine every
-    time and gives the same bits. Where an engine disagrees with the loop or cannot run the model,
-    the next one is tried, and a warning gives the reason; the loop is the last.
+    unless clients are so unequal that most of the work would be padding or, on a CPU, a step would
+    train too few of them, and gives large models on a CPU a thread per client. It times nothing, so
+    that the same run takes the same engine every time and gives the same bits. Where an engine
+    disagrees with the loop or cannot run the model, the next one is tried, and a warning gives the
+    reason; the loop is the last.
 
     Args:
         name: "auto", or the engine that must run; `UsageError` where it cannot.
@@ -164,7 +170,8 @@ def select_engine(
         raise UsageError(f"engine {name!r} cannot be used: {failure}; use engine='loop'")
     if not candidates:
         return Selected(Loop(), "auto: no other engine is faster for this model and device")
-    if not mistake:  # of the user's: the loop raises it too
+    # a mistake of the user's is raised by the loop too; not every model has layers to be stacked
+    if not mistake and not all(candidate.layers for candidate in candidates):
         warnings.warn(f"clients run one after another: {failure}", EngineWarning, stacklevel=4)
     return Selected(Loop(), f"auto: no faster engine can be used: {failure}")
 
@@ -205,7 +212,7 @@ def _candidates(name: EngineName, work: Work, state: SimulationState) -> list[Ca
         and by_name
         and (name == "batched" or (auto and not found and _batching_pays(objective, work, state)))
     ):
-        found += _batched(objective, work, state)
+        found += _batched(objective, work, state, auto)
     if isinstance(objective, CopyableObjective) and (
         name == "threads" or (auto and threads_pay(work, state))
     ):
@@ -228,8 +235,10 @@ def _threads(work: Work) -> Engine:
     return Threads(cast(CopyableObjective, work.task.objective))
 
 
-def _batched(objective: BatchedObjective, work: Work, state: SimulationState) -> list[Candidate]:
-    """Return the implementations of the batched engine, the fastest first."""
+def _batched(
+    objective: BatchedObjective, work: Work, state: SimulationState, auto: bool
+) -> list[Candidate]:
+    """Return the implementations of the batched engine, the fastest first, or all that pay."""
     variants: list[tuple[Implementation, bool]] = [("vmap", True), ("vmap", False)]
     if isinstance(objective, StackedObjective):
         if objective.mixes_examples():
@@ -240,7 +249,15 @@ def _batched(objective: BatchedObjective, work: Work, state: SimulationState) ->
             and objective.has_stacked_layers()
         ):
             variants = [("layers", True), *variants]
-    return [_batched_candidate(*variant, state.params.device.type) for variant in variants]
+    device = state.params.device.type
+    if auto and device == "cpu":
+        sizes = _typical_sizes(work, state)
+        variants = [
+            (implementation, padded)
+            for implementation, padded in variants
+            if _clients_per_step(sizes, work.local, padded) >= LEAST_CLIENTS[implementation]
+        ]
+    return [_batched_candidate(*variant, device) for variant in variants]
 
 
 def _batched_candidate(implementation: Implementation, padded: bool, device: str) -> Candidate:
@@ -267,10 +284,36 @@ def _batching_pays(objective: BatchedObjective, work: Work, state: SimulationSta
         return False
     if 2 * state.params.nbytes > COHORT_BYTES.get(state.params.device.type, 0):
         return False  # one at a time is no batch
-    sizes = work.task.train.sizes[work.cohort]
+    is_on_cpu = state.params.device.type == "cpu"
+    sizes = _typical_sizes(work, state) if is_on_cpu else work.task.train.sizes[work.cohort]
     widths = np.minimum(sizes, work.local.batch_size or sizes.max())
     steps = client_steps(sizes, work.local)
     padded, most = len(sizes) * widths.max() * steps.max(), MOST_PADDING
-    if state.params.is_cuda and isinstance(objective, StackedObjective):
+    if is_on_cpu:  # the weights of clients that wait are read and written too
+        most = min(most, max(1.25, PADDED_WEIGHTS / state.params.numel()))
+    elif state.params.is_cuda and isinstance(objective, StackedObjective):
         most = len(sizes) if objective.has_sequence_layers() else most
     return bool(padded <= most * (widths * steps).sum())
+
+
+def _typical_sizes(work: Work, state: SimulationState) -> Numbers:
+    """Return the sizes of clients that are trained together, [K], at equal distances among all.
+
+    Those of the smallest and the largest client are among them, whoever is in the first cohort.
+    """
+    together = COHORT_BYTES[state.params.device.type] // state.params.nbytes
+    sizes = np.sort(work.task.train.sizes)
+    at = np.linspace(0, len(sizes) - 1, min(len(work.cohort), max(1, together)))
+    return sizes[at.round().astype(np.int64)]
+
+
+def _clients_per_step(sizes: Numbers, local: LocalTraining, padded: bool) -> float:
+    """Return how many clients a step of the batched engine trains, in the mean over its steps.
+
+    Padded, all take part in each until the one with the most steps is done; otherwise those whose
+    batches are equally long.
+    """
+    lengths = step_lengths(sizes, local)
+    ordered = np.sort(lengths, axis=1)
+    groups = (ordered[:, 0] > 0).sum() + (np.diff(ordered, axis=1) > 0).sum()
+    return float((lengths > 0).sum() / (len(lengths) if padded else groups))

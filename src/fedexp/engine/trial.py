@@ -390,7 +390,7 @@ def _small_work(
         objective = objective.copy(None if precision else state.params.dtype, dropout=False)
     shorter = replace(
         local,
-        steps=2 if large else min(3, max(2, local.steps)),
+        steps=local.steps and (2 if large else min(3, max(2, local.steps))),
         epochs=None if local.epochs is None else 1 if large else 2,
         batch_size=local.batch_size and batch,
         lr_decay=1.0,

@@ -620,6 +620,13 @@ def check_trainable(module: nn.Module) -> None:
         "hooks after the accumulation of gradients are not called here; use Tensor.register_hook",
     )
     check_aliases(module)
+    complex_ones = [n for n, p in module.named_parameters() if p.requires_grad and p.is_complex()]
+    require(
+        not complex_ones,
+        f"{(complex_ones or [''])[0]} is complex, and sums of updates are real; make it a real "
+        "parameter of shape [..., 2], e.g. torch.view_as_real(w), and call torch.view_as_complex "
+        "in forward",
+    )
     types = {p.dtype for p in trained}
     require(
         len(types) <= 1,

@@ -304,7 +304,7 @@ class Run:
 
     def _resolved(self) -> dict[str, Any]:
         of_task = {f"task.{name}": value for name, value in self._arguments().items()}
-        return of_task | self.setup.options()
+        return of_task | effective_options(self.setup.options())
 
 
 def is_all_clients(cohort: Any) -> bool:
@@ -491,13 +491,32 @@ def spec_from(spec: Mapping[str, Any]) -> Spec:
         precision=spec.get("precision"),
         stop_at=spec.get("stop_at"),
         deterministic=spec["deterministic"],
-        options=tuple(spec["set"].items()),
+        options=tuple(typed_options(spec).items()),
         task_source=spec.get("task_source"),
         algorithm_source=spec.get("algorithm_source"),
         privacy=privacy_from(spec["privacy"]) if "privacy" in spec else None,
         start=spec.get("start_source"),
         by_client=spec.get("by_client", False),
     )
+
+
+def effective_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without the number of steps where epochs count; a stored spec has both.
+
+    >>> effective_options({"local.lr": 0.1, "local.steps": 20, "local.epochs": 2})
+    {'local.lr': 0.1, 'local.epochs': 2}
+    """
+    has_epochs = options.get("local.epochs") not in (None, "none")
+    return {n: v for n, v in options.items() if not (has_epochs and n == "local.steps")}
+
+
+def typed_options(spec: Mapping[str, Any]) -> dict[str, str]:
+    """Return the options as they were typed, without steps that older versions took with epochs."""
+    options = spec.get("options", {})
+    hidden = options.keys() - effective_options(options).keys()
+    if not {"server.steps", "client.steps"} & options.keys():
+        hidden |= {name.removeprefix("local.") for name in hidden}
+    return {name: text for name, text in spec.get("set", {}).items() if name not in hidden}
 
 
 def run_from(spec: Mapping[str, Any]) -> Run:
@@ -627,6 +646,8 @@ def _compared(spec: Mapping[str, Any], old: bool) -> dict[str, Any]:
     own = {name: value for name, value in spec.items() if name not in ("format", "id", *TYPED)}
     if is_all_clients(own.get("cohort")):
         del own["cohort"]
+    if "options" in own:
+        own["options"] = effective_options(own["options"])
     if old:
         own = _first_format(own)
         typed = spec.get("set", {})

@@ -65,6 +65,20 @@ def test_common_and_differing_settings() -> None:
     assert not set(names) & set(common)
 
 
+def test_steps_are_not_listed_where_epochs_count() -> None:
+    both = [{"local.epochs": "2", "local.steps": n} for n in ("5", "20")]
+    runs = [stored("fedavg", options=options, changed=["local.epochs"]) for options in both]
+    (section,) = sections(runs)
+    (series,) = section.series
+    assert "local.steps" not in series.settings
+    other = stored("fedavg", options={"local.steps": "5"}, changed=["local.steps"])
+    (section,) = sections([*runs, other])
+    assert [series.label for series in section.series] == [
+        "fedavg local.epochs=2",
+        "fedavg local.epochs=none, local.steps=5",
+    ]
+
+
 def test_a_damaged_run_is_named_and_left_out(tmp_path: Path) -> None:
     good, bad = write(tmp_path, "fedavg", 0), write(tmp_path, "fedexp", 0)
     records = bad / "records.jsonl"

@@ -30,7 +30,7 @@ from fedexp.options import Setup, convert
 from fedexp.runs import StoredRun, find_runs, load_run
 from fedexp.runs.fingerprint import Fingerprint, joined
 from fedexp.runs.folder import read_fingerprint
-from fedexp.runs.spec import TYPED, Outcome
+from fedexp.runs.spec import TYPED, Outcome, effective_options
 from fedexp.tasks.recipe import Goal, checked_target, parse_goal
 
 WINDOW = 20  # rounds of the moving average, as in the paper
@@ -229,7 +229,7 @@ def sections(runs: Sequence[StoredRun], chosen: Goal | None = None) -> list[Sect
 def settings(run: StoredRun) -> Settings:
     """Return everything that determines a run except task, algorithm and seed, by dotted name."""
     plain = {name: value for name, value in run.spec.items() if name not in NOT_SETTINGS}
-    return {**plain, **run.spec.get("options", {})}
+    return {**plain, **effective_options(run.spec.get("options", {}))}
 
 
 def _identity(run: StoredRun) -> Settings:
@@ -296,7 +296,11 @@ def _variants(
 ) -> list[Series]:
     names = _telling([group[0] for group in variants.values()])
     each = [_identity(group[0]) for group in variants.values()]
-    labels = _labels(algorithm, [{name: own.get(name) for name in names} for own in each])
+    chosen = [{name: own.get(name) for name in names} for own in each]
+    for settings in chosen:
+        if settings.get("local.steps", 0) is None:  # epochs count
+            del settings["local.steps"]
+    labels = _labels(algorithm, chosen)
     groups = sorted(zip(labels, variants.values(), strict=True), key=lambda pair: pair[0])
     return [
         Series(label, algorithm, at, tuple(sorted(runs, key=lambda run: run.spec["seed"])), style)
