@@ -39,7 +39,7 @@ def bare_arithmetic(task: fx.tasks.Task, rounds: int) -> None:
         local = []
         for batch in clients:
             v = w
-            for _ in range(task.local.steps):
+            for _ in range(task.local.steps_for(1)):
                 residual = torch.mv(batch["x"], v) - batch["y"]
                 v = v - task.local.lr * torch.mv(batch["x"].t(), residual)
             local.append(v)

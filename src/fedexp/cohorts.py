@@ -28,7 +28,7 @@ def weighted_by_size(size: int) -> Choose:
     than 1 it takes part in every round, and the others share the rest in the same proportion.
     """
 
-    def choose(rng: np.random.Generator, round: int, federation: Federation) -> Clients:
+    def in_proportion(rng: np.random.Generator, round: int, federation: Federation) -> Clients:
         _check(size, federation)
         sizes, always = federation.sizes, np.zeros(federation.clients, dtype=bool)
         while True:
@@ -43,7 +43,7 @@ def weighted_by_size(size: int) -> Choose:
         at = np.searchsorted(np.cumsum(left * sizes[others]), points, side="right")
         return np.concatenate([np.flatnonzero(always), others[at]])
 
-    return choose
+    return in_proportion
 
 
 def cyclic(size: int) -> Choose:
@@ -80,7 +80,7 @@ def available(
     if size is not None:
         whole_number("size", size, 1)
 
-    def choose(rng: np.random.Generator, round: int, federation: Federation) -> Clients:
+    def those_available(rng: np.random.Generator, round: int, federation: Federation) -> Clients:
         given: Any = probability
         if callable(probability):
             try:
@@ -97,7 +97,7 @@ def available(
             here = rng.choice(federation.clients, 1, p=odds / total if total else None)
         return here if size is None else rng.permutation(here)[:size]
 
-    return choose
+    return those_available
 
 
 def _probabilities(given: Any, clients: int) -> NDArray[np.float64]:

@@ -47,7 +47,7 @@ from fedexp.engine.programs import PLAIN, Identity, SharedPrograms
 from fedexp.engine.state import SimulationState
 from fedexp.kernels.disk_cache import cache_file, drop_oldest, read_json, write_json
 from fedexp.objective import CopyableObjective
-from fedexp.objective.module import HOOKS
+from fedexp.objective.hidden_state import HOOKS
 from fedexp.precision import Precision
 
 MOST_FILES = 256

@@ -122,6 +122,11 @@ def fingerprint(
         digests["the metrics"] = digest_of(dict(task.metrics), task.train_metrics, whole=True)
     if stops and task.higher is not None:  # a goal of the user's own
         digests["the goal"] = digest_of(str(task.goal))
+    if (
+        algorithm.client.weight_factor(1.0) is not None
+        and task.objective.initial(seed)[1].averaged.numel()
+    ):
+        digests["the weights of the buffers"] = digest_of("of the clients")  # not of their updates
     if task.by_client:
         digests["the evaluation of every client"] = digest_of(task.by_client)
     for name, function in functions.items():

@@ -45,17 +45,7 @@ from fedexp.runs.files import (
     write_json,
 )
 from fedexp.runs.fingerprint import Fingerprint, joined
-from fedexp.runs.spec import (
-    EPS,
-    HEAD,
-    SPEC,
-    Run,
-    check_same,
-    is_run,
-    read_spec,
-    spec_text,
-    typed_options,
-)
+from fedexp.runs.spec import EPS, HEAD, SPEC, Run, check_same, is_run, read_spec, spec_text
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_SECONDS = 2.0  # after which git is given up
@@ -462,7 +452,7 @@ def rerun(spec: Mapping[str, Any]) -> str:
     if "privacy" in spec:
         given = [f"{name}={value}" for name, value in spec["privacy"].items() if name != "kind"]
         words += ["--privacy", f"{spec['privacy']['kind']}:{','.join(given)}"]
-    options: dict[str, Any] = {**typed_options(spec)}
+    options = dict(spec.get("set", {}))
     if spec["algorithm"] == "fedexp" and spec.get("task_source"):
         typed = {name.rpartition(".")[2] for name in options}
         resolved = spec.get("options", {})

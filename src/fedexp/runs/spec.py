@@ -491,7 +491,7 @@ def spec_from(spec: Mapping[str, Any]) -> Spec:
         precision=spec.get("precision"),
         stop_at=spec.get("stop_at"),
         deterministic=spec["deterministic"],
-        options=tuple(typed_options(spec).items()),
+        options=tuple(spec["set"].items()),
         task_source=spec.get("task_source"),
         algorithm_source=spec.get("algorithm_source"),
         privacy=privacy_from(spec["privacy"]) if "privacy" in spec else None,
@@ -508,15 +508,6 @@ def effective_options(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     has_epochs = options.get("local.epochs") not in (None, "none")
     return {n: v for n, v in options.items() if not (has_epochs and n == "local.steps")}
-
-
-def typed_options(spec: Mapping[str, Any]) -> dict[str, str]:
-    """Return the options as they were typed, without steps that older versions took with epochs."""
-    options = spec.get("options", {})
-    hidden = options.keys() - effective_options(options).keys()
-    if not {"server.steps", "client.steps"} & options.keys():
-        hidden |= {name.removeprefix("local.") for name in hidden}
-    return {name: text for name, text in spec.get("set", {}).items() if name not in hidden}
 
 
 def run_from(spec: Mapping[str, Any]) -> Run:
