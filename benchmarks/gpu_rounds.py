@@ -26,8 +26,9 @@ import fedexp as fx
 from fedexp.analysis.tables import text_table
 from fedexp.data import Federation, Images
 from fedexp.engine import run_round
+from fedexp.engine.base import Engine
 from fedexp.engine.batched import Batched
-from fedexp.engine.loop import Engine, Loop
+from fedexp.engine.loop import Loop
 from fedexp.engine.plan import Work, sample_cohort
 from fedexp.precision import Precision, arithmetic
 from fedexp.tasks import Task

@@ -5,13 +5,20 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
+import fedexp as fx
 from fedexp.cli.main import main
+from fedexp.seeding import seeded_torch
 
 ROOT = Path(__file__).parents[1]
 STUDIES = sorted((ROOT / "examples" / "own_study").glob("*.py"))
@@ -54,3 +61,22 @@ def test_the_first_snippet_and_its_command_end_at_the_same_number(
     assert main([*command[1].split(), "--rounds", "5", "--json", "--no-save"]) == 0
     assert json.loads(capsys.readouterr().out)["final"]["test_accuracy"] == float(accuracy)
     assert "Linear" in repr(names["model"])
+
+
+@pytest.mark.parametrize("fedexp", [False, True], ids=["fedavg", "fedexp"])
+def test_a_round_in_plain_torch_equals_simulate(fedexp: bool) -> None:
+    path = ROOT / "examples" / "round.py"
+    assert len(path.read_text().splitlines()) <= 100
+    page: dict[str, Any] = runpy.run_path(str(path))
+    digits = fx.tasks.digits().train
+    train = replace(digits, fields={**digits.fields, "x": digits.fields["x"].double()})
+    clients = [(batch["x"], batch["y"]) for batch in map(train.client, range(train.clients))]
+    build = lambda: nn.Linear(64, 10).double()  # noqa: E731
+    task = fx.supervised("round", build, train, local=page["LOCAL"], cohort=page["COHORT"])
+    algorithm = fx.fedexp(eps=page["EPS"], eps_mode="absolute") if fedexp else fx.fedavg()
+    records = fx.simulate(task, algorithm, page["ROUNDS"], seed=page["SEED"], engine="loop")
+    with seeded_torch(page["SEED"], "initial weights"):
+        rounds = page["train"](build(), clients, fedexp)
+    for record, (step, output) in zip(records, rounds, strict=True):
+        assert record.server_lr == pytest.approx(step, rel=1e-12)
+        torch.testing.assert_close(record.state.output()[0], output, rtol=1e-11, atol=1e-13)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import fedexp as fx
 from fedexp.data import Federation, Images
 from fedexp.data.federation import Batch
-from fedexp.engine.loop import Run
+from fedexp.engine.base import Run
 from fedexp.engine.plan import Work, sample_cohort
 from fedexp.engine.simulation import run_round
 from fedexp.models import GroupNormReLU

@@ -15,8 +15,8 @@ import fedexp as fx
 from fedexp.client import ClientRule, Tensors
 from fedexp.data import Federation, Images
 from fedexp.engine import dense
+from fedexp.engine.base import Engine
 from fedexp.engine.dense import Dense
-from fedexp.engine.loop import Engine
 from fedexp.engine.select import select_engine
 from fedexp.tasks import Task
 from tests.engine import helpers

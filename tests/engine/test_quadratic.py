@@ -14,7 +14,7 @@ import fedexp as fx
 from fedexp.client import ClientRule, Tensors
 from fedexp.data import Federation
 from fedexp.engine import EngineName
-from fedexp.engine.loop import Engine
+from fedexp.engine.base import Engine
 from fedexp.engine.quadratic import Quadratic
 from fedexp.engine.select import select_engine
 from fedexp.engine.simulation import run_round

@@ -424,7 +424,7 @@ def test_sums_in_pieces_give_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """The loop sums a few updates at a time, so its memory does not grow with the cohort."""
     task = least_squares(clients=9)
     whole = list(fx.simulate(task, fx.scaffold_exp(), 3, engine="loop"))
-    monkeypatch.setattr("fedexp.engine.loop.SUMMED_BYTES", 2 * 20 * 8)
+    monkeypatch.setattr("fedexp.engine.base.SUMMED_BYTES", 2 * 20 * 8)
     pieces = list(fx.simulate(task, fx.scaffold_exp(), 3, engine="loop"))
     torch.testing.assert_close(
         whole[-1].state.params, pieces[-1].state.params, rtol=1e-12, atol=1e-14

@@ -18,7 +18,7 @@ import fedexp as fx
 from fedexp.data import Federation
 from fedexp.data.federation import Batch
 from fedexp.engine import EngineName, loop
-from fedexp.engine.loop import Engine, Pool
+from fedexp.engine.base import Engine, Pool
 from fedexp.engine.select import select_engine
 from fedexp.engine.threads import OwnDropout, Threads, keep_channels_last
 from fedexp.errors import EngineWarning

@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 import fedexp as fx
 from fedexp.data import Federation
 from fedexp.engine import Record
-from fedexp.engine.loop import Loop, Sums
+from fedexp.engine.base import Sums
+from fedexp.engine.loop import Loop
 from fedexp.engine.plan import CohortRule, Work
 from fedexp.engine.select import SMALL_MODEL
 from fedexp.engine.trial import DisagreementError, Trial, Trials

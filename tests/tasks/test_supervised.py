@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.data import Federation
-from fedexp.engine.loop import client_loss
+from fedexp.engine.base import client_loss
 from fedexp.engine.select import EngineName
 from fedexp.errors import DataNote, UsageError
 from fedexp.objective import ModuleObjective

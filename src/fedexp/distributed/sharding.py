@@ -22,7 +22,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
 from fedexp.distributed.group import Ranks, local_world_size
-from fedexp.engine.loop import Engine, Run, Sums, buffer_extras
+from fedexp.engine.base import Engine, Run, Sums, buffer_extras
 from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.errors import FedExPError

@@ -20,6 +20,7 @@ from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
 from fedexp.data.federation import Federation
 from fedexp.data.streaming import StreamedFederation
+from fedexp.engine.base import Sums, stacked_states, sum_updates
 from fedexp.engine.cuda_graph import (
     CudaGraphRound,
     Program,
@@ -30,7 +31,6 @@ from fedexp.engine.cuda_graph import (
     signature,
 )
 from fedexp.engine.local_steps import LocalProgram
-from fedexp.engine.loop import Sums, stacked_states, sum_updates
 from fedexp.engine.plan import (
     CohortPlan,
     Numbers,

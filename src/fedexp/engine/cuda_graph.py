@@ -22,6 +22,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate, finite_norms
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
+from fedexp.engine.base import buffer_extras, unstacked
 from fedexp.engine.local_steps import (
     LocalProgram,
     LocalRun,
@@ -30,7 +31,6 @@ from fedexp.engine.local_steps import (
     part,
     step_by_step,
 )
-from fedexp.engine.loop import buffer_extras, unstacked
 from fedexp.engine.plan import CohortPlan, Numbers
 from fedexp.engine.state import ServerModel, SimulationState, model_step, with_model
 from fedexp.errors import first_line

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from fedexp.client import LinearCorrection
-from fedexp.engine.loop import (
+from fedexp.engine.base import (
     Pool,
     Sums,
     add_sums,

@@ -32,9 +32,9 @@ from torch import Tensor, nn
 from fedexp.client import Tensors
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.streaming import StreamedFederation, on_device
+from fedexp.engine.base import Engine
 from fedexp.engine.batched import Batched, Capture
 from fedexp.engine.cuda_graph import CapturedGraph, Program, RepeatedProgram, capture_graph
-from fedexp.engine.loop import Engine
 from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.objective import ComparableObjective, CopyableObjective, Objective

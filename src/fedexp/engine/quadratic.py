@@ -14,14 +14,7 @@ import torch
 from torch import Tensor
 
 from fedexp.client import LinearCorrection
-from fedexp.engine.loop import (
-    Sums,
-    add_sums,
-    cohort_parts,
-    part_of,
-    stacked_states,
-    sum_updates,
-)
+from fedexp.engine.base import Sums, add_sums, cohort_parts, part_of, stacked_states, sum_updates
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
 from fedexp.objective import QuadraticObjective

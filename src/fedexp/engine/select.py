@@ -16,9 +16,10 @@ from typing import TYPE_CHECKING, Literal, NamedTuple, cast, get_args
 import numpy as np
 import torch
 
+from fedexp.engine.base import Engine
 from fedexp.engine.batched import COHORT_BYTES, Batched, Implementation
 from fedexp.engine.dense import Dense, dense_network_of
-from fedexp.engine.loop import Engine, Loop
+from fedexp.engine.loop import Loop
 from fedexp.engine.plan import Numbers, Work, client_steps, step_lengths
 from fedexp.engine.quadratic import Quadratic, suits_quadratic
 from fedexp.engine.state import EngineChoice, SimulationState

@@ -29,10 +29,11 @@ from fedexp.client import ClientRule, Tensors
 from fedexp.cohorts import Cohort
 from fedexp.data.federation import Federation
 from fedexp.data.streaming import prefetch_pages
+from fedexp.engine.base import Engine, Run
 from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import ClientStates, ClientStore, Location, StoredStates, shapes_of
 from fedexp.engine.cuda_graph import RepeatedProgram, RoundResult
-from fedexp.engine.loop import Engine, Loop, Run
+from fedexp.engine.loop import Loop
 from fedexp.engine.plan import CohortRule, Work, step_lengths
 from fedexp.engine.select import EngineName, Selected, check_engine_name, select_engine
 from fedexp.engine.spot_check import spot_check

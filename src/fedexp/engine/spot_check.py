@@ -19,7 +19,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from fedexp.engine.loop import Engine
+from fedexp.engine.base import Engine
 from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.engine.trial import UNKNOWN, Attempt, DisagreementError, Trial

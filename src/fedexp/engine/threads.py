@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedexp.data.federation import Batch
-from fedexp.engine.loop import Pool, Sums, Trained, add_sums, cohort_parts, sum_trained, train
+from fedexp.engine.base import Pool, Sums, Trained, add_sums, cohort_parts, sum_trained
+from fedexp.engine.loop import train
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineError

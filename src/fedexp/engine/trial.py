@@ -26,7 +26,8 @@ from torch.overrides import TorchFunctionMode
 
 from fedexp.algorithms import Algorithm
 from fedexp.data.federation import Batch, Federation
-from fedexp.engine.loop import Engine, Loop, Sums, train
+from fedexp.engine.base import Engine, Sums
+from fedexp.engine.loop import Loop, train
 from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.errors import EngineError

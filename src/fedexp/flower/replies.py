@@ -21,7 +21,7 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate, norms, usable
 from fedexp.client import ClientRule
-from fedexp.engine.loop import SUMMED_BYTES
+from fedexp.engine.base import SUMMED_BYTES
 from fedexp.errors import UsageError
 from fedexp.flower.layout import Arrays, Layout, loaded
 from fedexp.flower.metrics import (

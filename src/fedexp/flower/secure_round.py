@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
-from fedexp.engine.loop import SUMMED_BYTES
+from fedexp.engine.base import SUMMED_BYTES
 from fedexp.flower.replies import AggregatedReplies
 from fedexp.flower.run import GRACE
 from fedexp.flower.secure_legacy import (
