@@ -62,6 +62,9 @@ def timeless(tree: Tree) -> Tree:
     return [timeless(value) for value in tree] if isinstance(tree, list) else tree
 
 
+PROCESSOR = ("vendor_id", "cpu family", "model\t", "cache size")
+
+
 def arithmetic() -> dict[str, str]:
     """Return what the bits of results depend on: versions, instruction set, and a sample of them.
 
@@ -82,10 +85,14 @@ def arithmetic() -> dict[str, str]:
             x.tanh(),
         ):
             sample.update(value.contiguous().numpy().tobytes())
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
+    kind = [line.partition(":")[2].strip() for line in lines if line.startswith(PROCESSOR)]
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
         "machine": platform.machine(),
+        "processor": " ".join(kind),  # blocks of a matrix product follow its caches
         "capability": torch.backends.cpu.get_cpu_capability(),
         "sample": f"sha:{sample.hexdigest()[:12]}",
     }
