@@ -147,6 +147,31 @@ def test_checks_change_no_bit(build: type[Dense], monkeypatch: pytest.MonkeyPatc
         assert one.metrics == other.metrics
 
 
+class OneHot(nn.Module):
+    """Cannot run in float64, and amplifies rounding; no operation is across examples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        hidden = [nn.Sequential(nn.Tanh(), nn.Linear(24, 24)) for _ in range(4)]
+        self.layers = nn.Sequential(nn.Linear(72, 24), *hidden, nn.Tanh(), nn.Linear(24, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(F.one_hot(x, 12).float().flatten(1))
+        return out
+
+
+def test_rounding_that_training_amplifies_is_no_disagreement() -> None:
+    draw = torch.Generator().manual_seed(0)
+    x = torch.randint(0, 12, (400, 6), generator=draw)
+    y = torch.randint(0, 4, (400,), generator=draw)
+    train = fx.Federation.from_ids({"x": x, "y": y}, np.repeat(np.arange(20), 20))
+    local = fx.LocalTraining(lr=1.0, epochs=15, batch_size=5)
+    task = fx.supervised("chaotic", OneHot, train, local=local, cohort=6, rounds=9)
+    for seed in range(2):
+        *_, last = fx.simulate(task, fx.fedavg(), seed=seed, engine="batched", evaluate_every=9)
+        assert last.round == 9
+
+
 def checks(work: Work, rounds: int, params: int = 100) -> list[int]:
     of_round = (replace(work, round=r) for r in range(1, rounds + 1))
     return [each.round for each in of_round if checked_client(each, params) is not None]
@@ -164,6 +189,20 @@ def test_a_short_run_has_three_checks_at_most_and_early_ones() -> None:
         assert [r // PERIOD for r in made if r >= PERIOD] == [1, 2, 3]
         drawn.add(tuple(made))
     assert len(drawn) == 20
+
+
+def test_wide_inputs_make_no_long_round() -> None:
+    """A round of this network takes a hundredth of a second, one of convolutions a second."""
+    images = torch.zeros(1000, 1, 28, 28)
+    fields = {"x": images, "y": torch.zeros(1000, dtype=torch.int64)}
+    train = fx.Federation.from_ids(fields, np.repeat(np.arange(20), 50))
+    dense = nn.Sequential(nn.Flatten(), nn.Linear(784, 64), nn.ReLU(), nn.Linear(64, 10))
+    convolution = nn.Sequential(nn.Conv2d(1, 32, 5), nn.ReLU(), nn.Flatten(), nn.Linear(18432, 10))
+    for model, is_early in ((dense, True), (convolution, False)):
+        local = fx.LocalTraining(lr=0.1, epochs=2, batch_size=16)
+        task = fx.supervised("images", model, train, local=local)
+        params = sum(p.numel() for p in model.parameters())
+        assert (checks(work_of(task), 40, params) != []) == is_early
 
 
 @pytest.mark.parametrize("cohort", [1, 4, CLIENTS])

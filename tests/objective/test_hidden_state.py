@@ -92,6 +92,31 @@ class Counter(Net):
         return h if self.calls < 100 else 0.1 * h
 
 
+class ClassCounter(Net):
+    """Counts in an attribute of the class, beside one that cannot be pickled."""
+
+    count = 0
+
+    def setup(self) -> None:
+        self.function = np.array([lambda: 0], dtype=object)
+
+    def between(self, h: Tensor) -> Tensor:
+        ClassCounter.count += 1
+        return h if self.count < 100 else 0.1 * h
+
+
+class LargeTeacher(MeanTeacher):
+    """Frozen parameters that are summed up, not hashed."""
+
+    def setup(self) -> None:
+        super().setup()
+        self.table = nn.Parameter(torch.zeros(2**19), requires_grad=False)
+
+    def between(self, h: Tensor) -> Tensor:
+        self.table.data[-3:] += h.detach().mean()
+        return h + self.table[-1]
+
+
 class Alternating(Net):
     """Is after every second call what it was before."""
 
@@ -172,6 +197,8 @@ class ByNumpy(Net):
 MODELS: dict[str, type[Net]] = {
     r"teacher\.weight of the model": MeanTeacher,
     "calls of the model": Counter,
+    "count of the model": ClassCounter,
+    "table of the model": LargeTeacher,
     "flipped of the model": Alternating,
     "evaluated of the model": InEvaluation,
     "mean of the model": RunningMean,
@@ -295,6 +322,10 @@ def with_closure(net: Net) -> None:
     net.act = lambda h: h @ weight  # type: ignore[assignment]
 
 
+def with_array(net: Any) -> None:
+    net.array = net.first.weight.detach().numpy()
+
+
 ALIASES: dict[str, Callable[[Net], None]] = {
     "part of the model was computed from weights": with_part,
     r"parts\.a\.0 of the model was computed from weights": with_double,
@@ -304,6 +335,7 @@ ALIASES: dict[str, Callable[[Net], None]] = {
     r"first\.bias and last\.own of the model share .*clone": with_frozen,
     r"first\.weight and last\.own of the model share .*register one nn\.Parameter": with_trained,
     r"act\.weight and first\.weight of the model share": with_closure,
+    r"array and first\.weight of the model share": with_array,
 }
 
 
@@ -373,6 +405,34 @@ class Cached(Net):
         return h * self.table
 
 
+class Trimmed(Net):
+    """A table as long as the longest sequence so far; later examples are longer."""
+
+    table: Tensor | None = None
+
+    def between(self, h: Tensor) -> Tensor:
+        longest = int(h.detach().abs().max() * 100)
+        if self.table is None or longest > len(self.table):
+            self.table = torch.arange(longest) / 100
+        return h + self.table[:8].sum() if longest >= 8 else h
+
+
+FEATURES: dict[str, Tensor] = {}
+
+
+class Hooked(Net):
+    """Its hook names a global, which holds what another model has computed."""
+
+    def setup(self) -> None:
+        other = nn.Linear(6, 2)
+        FEATURES["hidden"] = other(torch.ones(6))
+        self.first.register_forward_hook(keep_features)
+
+
+def keep_features(layer: nn.Module, args: Any, out: Tensor) -> None:
+    FEATURES["hidden"] = out
+
+
 class Masked(Net):
     def setup(self) -> None:
         self.drop = nn.Dropout(0.3)
@@ -408,6 +468,8 @@ def with_metric() -> Loss:
 HARMLESS: tuple[Any, ...] = (
     (Inspected, lambda: cross_entropy),
     (Cached, lambda: cross_entropy),
+    (Trimmed, lambda: cross_entropy),
+    (Hooked, lambda: cross_entropy),
     (Masked, lambda: cross_entropy),
     (Net, Recording),
     (Net, with_metric),

@@ -24,17 +24,19 @@ from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.engine.trial import UNKNOWN, Attempt, DisagreementError, Trial
 from fedexp.errors import EngineError
-from fedexp.objective import CopyableObjective
+from fedexp.objective import BatchedObjective, CopyableObjective
 from fedexp.precision import Precision
 from fedexp.seeding import generator, seeded_torch
 
 EARLY = ((1, 4), (8, 32), (64, 256))  # a check in each of these ranges of rounds [begin, end)
 PERIOD = 256  # and then one in each further range of so many rounds
-# Parameters times numbers of the examples of a round, below which a check takes a few hundredths of
-# a second. Otherwise it may take a round of the engine and ten clients of the loop, so that a check
-# in every 50 + 500 / K rounds is a fiftieth of the run.
+# Parameters times examples of a round, and times the positions in an example that share parameters,
+# below which a check takes a few hundredths of a second. Otherwise it may take a round of the
+# engine and ten clients of the loop, so that one in every 50 + 500 / K rounds is a fiftieth of all.
 SMALL_ROUND = 2e9
 OPINIONS, NUDGE = 5, 0.01  # comparisons that must disagree, and the relative change of the weights
+
+CPU = torch.device("cpu")
 
 log = logging.getLogger("fedexp")
 
@@ -75,13 +77,20 @@ def checked_client(work: Work, params: int) -> int | None:
     rare = _range_of(round, math.ceil(50 + 500 / size))
     if round not in (_drawn(work.seed, early), _drawn(work.seed, rare)):
         return None
-    train = work.task.train
-    numbers = sum(value[0].numel() for value in train.fields.values())
-    examples = int(step_lengths(train.sizes[work.cohort], work.local).sum())
-    chosen = early if params * numbers * examples <= SMALL_ROUND else rare
+    examples = int(step_lengths(work.task.train.sizes[work.cohort], work.local).sum())
+    chosen = early if params * examples * _positions(work) <= SMALL_ROUND else rare
     if round != _drawn(work.seed, chosen):
         return None
     return int(work.cohort[generator(work.seed, "checked client", round).integers(size)])
+
+
+def _positions(work: Work) -> int:
+    """Return how often an example uses a parameter at most: per token, or per pixel of an image."""
+    objective = work.task.objective
+    is_dense = isinstance(objective, BatchedObjective) and objective.batching_pays(CPU)
+    inputs = [value[0] for value in work.task.train.fields.values()]
+    widths = [x.shape[-1] if is_dense and x.ndim and x.is_floating_point() else 1 for x in inputs]
+    return max(x.numel() // max(1, width) for x, width in zip(inputs, widths, strict=True))
 
 
 def _range_of(round: int, length: int) -> tuple[int, int]:

@@ -42,6 +42,7 @@ METRIC = ("update", "compute", "reset")  # of torchmetrics: what a loss reports,
 INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 PERTURBED = 0.05  # of the weights' root mean square: a mean teacher starts at the initial weights
 ROUNDING = 64  # units in the last place, where the order of a sum is not fixed
+LARGE_BYTES = 2**20  # of a tensor that is summed up
 EXAMPLES, SHOWN = 4, 3  # of the data, two in a call; names in a message
 
 _repeatable: WeakSet[ModuleObjective] = WeakSet()  # runs of a task share one check
@@ -52,10 +53,14 @@ def check_aliases(module: nn.Module) -> None:
     trained = {id(p) for p in module.parameters() if p.requires_grad}
     in_memory: defaultdict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
     for name, value in leaves(module):
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of an array that cannot be written to
+                value = torch.from_numpy(value)
         if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
             continue
         require(
-            value.is_leaf,
+            value.is_leaf or not _depends_on(value, trained),
             f"{name} of the model was computed from weights and does not follow them in training; "
             "compute it in forward, or detach what is only kept for inspection",
         )
@@ -77,6 +82,20 @@ def check_aliases(module: nn.Module) -> None:
             )
 
 
+def _depends_on(value: Tensor, trained: set[int]) -> bool:
+    """Return whether a tensor was computed from one of the trained parameters."""
+    waiting, met = [value.grad_fn], set[Any]()
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in met:
+            continue
+        met.add(function)
+        if id(getattr(function, "variable", None)) in trained:  # where a graph begins
+            return True
+        waiting += [before for before, _ in function.next_functions]
+    return False
+
+
 def _overlap(*tensors: Tensor) -> bool:
     """Return whether some of the tensors in one memory have a byte in common."""
     counts = torch.zeros(tensors[0].untyped_storage().nbytes(), dtype=torch.int16)
@@ -93,10 +112,10 @@ def check_repeatable(
 ) -> None:
     """Refuse a model or a loss with state that is neither a trained parameter nor a buffer.
 
-    One gradient is computed three times, another one in between, and likewise an evaluation. What
-    forward leaves for inspection and caches that it fills once are alike after all three; a
-    counter, a running mean and a frozen teacher are not. Lists may grow, e.g. by recorded losses,
-    if results are alike. State that changes on rare examples alone is not noticed.
+    One gradient is computed three times, another one before and in between, and likewise an
+    evaluation. What forward leaves for inspection and caches that it fills are alike after all
+    three; a counter, a running mean and a frozen teacher are not. Lists may grow, e.g. by recorded
+    losses, if results are alike. State that changes on rare examples alone is not noticed.
 
     Args:
         objective: is copied for the calls; layers of torch and of this package need no check.
@@ -135,7 +154,7 @@ def _hidden_state(objective: ModuleObjective, seed: int, batch: Batch) -> str:
     with seeded_torch(seed, "trial"):
         moved = start + PERTURBED * width * torch.randn_like(start)
     one, other = ({n: v[part] for n, v in batch.items()} for part in (slice(2), slice(-2, None)))
-    calls = ((moved, one), (moved, one), (start, other), (moved, one))
+    calls = ((start, other), (moved, one), (moved, one), (start, other), (moved, one))
 
     def gradient(params: Tensor, batch: Batch) -> Tensor:
         grad, after = probe.gradient(params.clone(), buffers, batch)
@@ -160,9 +179,9 @@ def _hidden_state(objective: ModuleObjective, seed: int, batch: Batch) -> str:
             names = names or [n for n in last if last[n] != before.get(n)]
             what = ", ".join(names[:SHOWN]) or "something that is not an attribute"
             return (
-                f"forward or the loss changes {what}, so results depend on earlier calls; hold it "
-                "in a buffer of the model (register_buffer), which is averaged and stored, or "
-                "compute it in every call; draws of torch's default generator are seeded"
+                f"forward or the loss changes {what} in every call, on which results may depend; "
+                "hold it in a buffer of the model (register_buffer), which is averaged and stored, "
+                "or compute it in every call; draws of torch's default generator are seeded"
             )
         before = last
     return ""
@@ -183,11 +202,20 @@ def _contents(objective: ModuleObjective) -> dict[str, bytes]:
 
 
 def _digest(value: Any) -> bytes:
-    value = value.get_state() if isinstance(value, torch.Generator) else value
-    if isinstance(value, Tensor) and value.layout == torch.strided:
+    """Return a digest of a value; nothing for one that cannot be compared."""
+    with suppress(Exception):  # of what a user's object raises when it is pickled
+        value = value.get_state() if isinstance(value, torch.Generator) else value
+        if not (isinstance(value, Tensor) and value.layout == torch.strided):
+            return pickle.dumps(value.detach() if isinstance(value, Tensor) else value)
         flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        return hashlib.blake2b(np.from_dlpack(flat.view(torch.uint8)).data).digest()
-    return pickle.dumps(value.detach() if isinstance(value, Tensor) else value)
+        raw = flat.view(torch.uint8)
+        summed = (
+            len(raw) // 8 * 8 if len(raw) >= LARGE_BYTES else 0
+        )  # hashing takes ten times as long
+        total = int(raw[:summed].view(torch.int64).sum())
+        rest = hashlib.blake2b(np.from_dlpack(raw[summed:].contiguous()).data)
+        return total.to_bytes(8, "big", signed=True) + rest.digest()
+    return b""
 
 
 def leaves(root: Any) -> Iterator[tuple[str, Any]]:
@@ -215,15 +243,15 @@ def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
         return [("", value.func), *enumerate(value.args), *value.keywords.items()]
     if isinstance(value, type) or all(hasattr(value, name) for name in METRIC):
         return []
-    own = [(name, part) for name, part in getattr(value, "__dict__", {}).items()]
-    if isinstance(value, nn.Module):
-        return [(name, part) for name, part in own if name != "training"]
-    defined = value if isinstance(value, FunctionType) else type(value)
-    root = str(defined.__module__).partition(".")[0]
+    attributes = {n: v for n, v in getattr(value, "__dict__", {}).items() if n != "training"}
+    kind, is_module = type(value), isinstance(value, nn.Module)
+    root = str((value if isinstance(value, FunctionType) else kind).__module__).partition(".")[0]
     installed = INSTALLED.search(str(getattr(sys.modules.get(root), "__file__", None)))
     if installed or root in ("fedexp", *sys.stdlib_module_names):
-        return []
-    return [*held_by(value).items(), *own]
+        return attributes.items() if is_module else []
+    shared = {n: v for n, v in vars(kind).items() if isinstance(v, LEAVES) and n[:2] != "__"}
+    held = held_by(kind.forward if is_module else value)
+    return [*shared.items(), *held.items(), *attributes.items()]
 
 
 def held_by(function: Any) -> dict[str, Any]:
