@@ -28,7 +28,7 @@ from fedexp.flower.metrics import MetricsFn, aggregate_evaluations
 from fedexp.flower.nodes import CohortSize
 from fedexp.flower.replies import AggregatedReplies, ReplyReader, Weighting, aggregate_replies
 from fedexp.flower.run import FederatedRun
-from fedexp.flower.secure_payload import SecureAggregation
+from fedexp.flower.secure.payload import SecureAggregation
 from fedexp.flower.server_loop import EvaluateFn, run_rounds
 from fedexp.flower.settings import Settings, check_evaluation, check_fractions, default_weighting
 from fedexp.privacy import Privacy

@@ -2,7 +2,7 @@
 
 `configure_round` samples a cohort and builds its messages; `complete_round` takes the server step
 with the sums of the replies. How replies become sums is up to the caller (`fedexp.flower.replies`,
-or `fedexp.flower.secure_round`).
+or `fedexp.flower.secure.round`).
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ class _Loop:
         return Replies(self.grid, messages, self.run.timeout, chunk)
 
     def _secure_replies(self, round: int, messages: list[Message]) -> AggregatedReplies:
-        from fedexp.flower.secure_round import secure_aggregate  # needs Flower's legacy workflow
+        from fedexp.flower.secure.round import secure_aggregate  # needs Flower's legacy workflow
 
         run = self.run
         assert run.settings.secure is not None

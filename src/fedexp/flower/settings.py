@@ -17,7 +17,7 @@ from fedexp.algorithms import Algorithm
 from fedexp.client import SGD, ClientRule, Prox, Scaffold
 from fedexp.errors import UsageError, is_number, require
 from fedexp.flower.replies import Weighting
-from fedexp.flower.secure_payload import NOT_UNIFORM, SecureAggregation
+from fedexp.flower.secure.payload import NOT_UNIFORM, SecureAggregation
 from fedexp.privacy import Privacy
 from fedexp.privacy.settings import check_fit, warn_seeded
 

@@ -32,7 +32,7 @@ from fedexp.errors import renamed_arguments, require, unknown_name
 from fedexp.flower.metrics import MetricsFn
 from fedexp.flower.replies import Weighting
 from fedexp.flower.rule_strategy import RuleStrategy
-from fedexp.flower.secure_payload import SecureAggregation
+from fedexp.flower.secure.payload import SecureAggregation
 from fedexp.privacy import Privacy
 from fedexp.server.adaptive import Form
 from fedexp.server.extrapolation import EpsMode

@@ -25,7 +25,7 @@ from fedexp.aggregate import Aggregate
 from fedexp.engine.loop import SUMMED_BYTES
 from fedexp.flower.replies import AggregatedReplies
 from fedexp.flower.run import GRACE
-from fedexp.flower.secure_legacy import (
+from fedexp.flower.secure.legacy import (
     MAIN_CONFIGS_RECORD,
     MAIN_PARAMS_RECORD,
     RECORD_KEY_CONFIGS,
@@ -43,7 +43,7 @@ from fedexp.flower.secure_legacy import (
     ndarray_to_bytes,
     parameters_to_ndarrays,
 )
-from fedexp.flower.secure_payload import (
+from fedexp.flower.secure.payload import (
     MODULUS,
     PAYLOAD,
     Payload,
