@@ -11,7 +11,6 @@ from fedexp.flower.client import LocalRule  # noqa: E402
 from fedexp.flower.client_state import report_client_id  # noqa: E402
 from fedexp.flower.layout import Layout  # noqa: E402
 from fedexp.flower.privacy import local_privacy  # noqa: E402
-from fedexp.flower.rule_strategy import RuleStrategy  # noqa: E402
 from fedexp.flower.secure.payload import SecureAggregation  # noqa: E402
 from fedexp.flower.server import Server  # noqa: E402
 from fedexp.flower.simulated_client import (  # noqa: E402
@@ -34,6 +33,7 @@ from fedexp.flower.strategies import (  # noqa: E402
     Scaffold,
     ScaffoldExP,
 )
+from fedexp.flower.strategy import RuleStrategy  # noqa: E402
 
 if TYPE_CHECKING:
     from fedexp.flower.secure.client import SecureMod, secure_mod

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from logging import INFO, WARNING
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
@@ -34,8 +34,10 @@ from fedexp.flower.nodes import (
 from fedexp.flower.replies import AggregatedReplies
 from fedexp.flower.request import BROADCAST, layout_config
 from fedexp.flower.server import Server
-from fedexp.flower.settings import Settings
 from fedexp.privacy import Ledger, Mechanism, Release
+
+if TYPE_CHECKING:
+    from fedexp.flower.strategy import Settings
 
 Row = Mapping[str, Any]
 LONG_STEP = 3.0  # a step size after which one of 1 shows that it was too long
@@ -273,7 +275,7 @@ class FederatedRun:
             settings.secure.check(
                 settings.algorithm.client,
                 self.server.layout,
-                settings.weighting,
+                settings.weights,
                 size.of(self._most_clients),
             )
         if settings.privacy is None or self._mechanism is not None:
@@ -284,7 +286,7 @@ class FederatedRun:
             cohort=size.of(clients),
             rounds=self.rounds or 0,
             algorithm=settings.algorithm,
-            weighting=settings.weighting,
+            weighting=settings.weights,
             buffers=bool(self.server.layout.averaged),
         )
 

@@ -33,7 +33,7 @@ from fedexp.flower.transport import Replies
 from fedexp.privacy import BudgetSpentError
 
 if TYPE_CHECKING:
-    from fedexp.flower.rule_strategy import RuleStrategy
+    from fedexp.flower.strategy import RuleStrategy
 
 DISCARDED = (
     "aggregate_train returned no arrays, although the server has taken its step; return those of "
