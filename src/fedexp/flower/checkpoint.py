@@ -30,7 +30,7 @@ from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, UsageError
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.privacy import open_ledger
-from fedexp.flower.run import FederatedRun
+from fedexp.flower.server import FederatedRun
 from fedexp.runs import is_run, load_run, read_spec
 from fedexp.runs.checkpoint import to_bytes
 from fedexp.runs.files import RECORDS, finite
@@ -82,7 +82,7 @@ class RunRecorder:
         """Store the output model and how the run ended."""
         if self.journal is None:
             return
-        arrays = ndarrays(self.run.server.output())
+        arrays = ndarrays(self.run.output())
         named = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
         status = "diverged" if error else "finished"
         self.journal.conclude(status, to_bytes(named), error)
@@ -275,7 +275,7 @@ def run_spec(strategy: RuleStrategy, run: FederatedRun, config: ConfigRecord) ->
         "engine": "flower",
         "deterministic": False,
         "study": run.study,
-        "model": _model(run.server.layout),
+        "model": _model(run.layout),
         "set": {},
         "options": _options(strategy, settings, config),
     }

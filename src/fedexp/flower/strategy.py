@@ -39,8 +39,8 @@ from fedexp.flower.layout import named_parts, same_arrays
 from fedexp.flower.metrics import MetricsFn, aggregate_evaluations
 from fedexp.flower.nodes import CohortSize
 from fedexp.flower.replies import AggregatedReplies, ReplyReader, Weighting, aggregate_replies
-from fedexp.flower.run import FederatedRun
 from fedexp.flower.secure.payload import NOT_UNIFORM, SecureAggregation
+from fedexp.flower.server import FederatedRun
 from fedexp.flower.server_loop import EvaluateFn, run_rounds
 from fedexp.privacy import Privacy
 from fedexp.privacy.settings import check_fit, warn_seeded
@@ -357,7 +357,6 @@ class RuleStrategy(FlowerFedAvg):
             NO_REPLIES,
         )
         self.run: FederatedRun | None = None
-        self.known_arrays: ArrayRecord | None = None  # those that configure_train expects
 
     def summary(self) -> None:
         """Log the algorithm, the weights and the seed, then FedAvg's own summary."""
@@ -414,9 +413,8 @@ class RuleStrategy(FlowerFedAvg):
             return []
         if self.run is None:
             self.run = FederatedRun(self.settings, arrays)
-        elif self.known_arrays is not None:
-            same = arrays is self.known_arrays or same_arrays(arrays, self.known_arrays)
-            require(same, CHANGED)
+        elif (expected := self.run.expected) is not None:
+            require(arrays is expected or same_arrays(arrays, expected), CHANGED)
         config["server-round"] = server_round
         size = CohortSize(self.fraction_train, self.min_train_nodes, self.min_available_nodes)
         return self.run.configure_round(
@@ -431,7 +429,7 @@ class RuleStrategy(FlowerFedAvg):
         if run is None:
             raise UsageError("there is no model yet; call start, or configure_train first")
         reader = ReplyReader(
-            run.server,
+            run,
             self.arrayrecord_key,
             self.weighted_by_key,
             self.settings.weights,
@@ -460,8 +458,8 @@ class RuleStrategy(FlowerFedAvg):
         metrics = MetricRecord({**theirs, **numbers})
         if not self.run.stepped:
             return None, metrics
-        self.known_arrays = self.run.server.output()  # a loop of Flower's passes them on
-        return self.known_arrays, metrics
+        self.run.expected = self.run.output()  # a loop of Flower's passes them on
+        return self.run.expected, metrics
 
     def configure_evaluate(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid

@@ -20,13 +20,13 @@ from flwr.common.secure_aggregation.secaggplus_constants import (
 from fedexp import fedavg, fedexp
 from fedexp.flower import Server
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.run import GRACE
 from fedexp.flower.secure.client import secure_mod
 from fedexp.flower.secure.payload import (
     MODULUS,
     SecureAggregation,
     levels_for,
 )
+from fedexp.flower.server import GRACE
 from tests.flower.helpers.fake_grid import FakeGrid, Fault, healthy, raises, replies, silent
 from tests.flower.helpers.secure import (
     app_of,
