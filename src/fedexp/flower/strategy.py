@@ -26,7 +26,7 @@ from flwr.supercore import log
 from torch import nn
 
 from fedexp.algorithms import Algorithm
-from fedexp.client import SGD, ClientRule, Prox, Scaffold
+from fedexp.client import Prox
 from fedexp.errors import (
     UsageError,
     is_number,
@@ -39,6 +39,7 @@ from fedexp.flower.layout import named_parts, same_arrays
 from fedexp.flower.metrics import MetricsFn, aggregate_evaluations
 from fedexp.flower.nodes import CohortSize
 from fedexp.flower.replies import AggregatedReplies, ReplyReader, Weighting, aggregate_replies
+from fedexp.flower.request import CLIENT_RULES
 from fedexp.flower.secure.payload import NOT_UNIFORM, SecureAggregation
 from fedexp.flower.server import FederatedRun
 from fedexp.flower.server_loop import EvaluateFn, run_rounds
@@ -54,9 +55,6 @@ NO_REPLIES = (
     "with secure= the server sees sums and no replies, so aggregate_train is never called; leave "
     "aggregate_train as it is, and save or check the model of each round in evaluate_fn"
 )
-
-
-CLIENT_RULES: dict[type[ClientRule], str] = {SGD: "sgd", Prox: "prox", Scaffold: "scaffold"}
 
 
 class StrategyOptions(TypedDict, total=False):
@@ -137,7 +135,7 @@ class Settings:
             object.__setattr__(self, "tied", tied if self.tied is None else self.tied)
         rule = self.algorithm.client
         require(
-            type(rule) in CLIENT_RULES,
+            type(rule) in CLIENT_RULES.values(),
             f"on Flower the client rule is SGD, Prox or Scaffold, not {type(rule).__name__}; use "
             "one of these, or simulate",
         )
@@ -216,7 +214,8 @@ class Settings:
     def client_config(self) -> dict[str, Any]:
         """Return the config of the client rule, as train messages carry it."""
         rule = self.algorithm.client
-        config: dict[str, Any] = {"fedexp.client": CLIENT_RULES[type(rule)]}
+        names = {kind: name for name, kind in CLIENT_RULES.items()}
+        config: dict[str, Any] = {"fedexp.client": names[type(rule)]}
         if isinstance(rule, Prox):
             config["fedexp.mu"] = config["proximal-mu"] = rule.mu
         if self.buffers is not None:
