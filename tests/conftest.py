@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
@@ -11,7 +10,6 @@ from hypothesis import settings
 
 settings.register_profile("fedexp", deadline=None, derandomize=True)
 settings.load_profile("fedexp")
-os.environ["FEDEXP_TRIALS"] = "always"  # whatever earlier runs have stored in the cache folder
 torch.set_num_threads(1)  # the suite already uses one process per core
 
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from fedexp.errors import DivergedError, UsageError
 from fedexp.flower import FedAvg, FedExP, ScaffoldExP, local_privacy, report_client_id
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.run import NoRepliesError
+from fedexp.flower.server import NoRepliesError
 from fedexp.privacy import CentralPrivacy, LocalPrivacy, Release, composed_epsilon, epsilon
 from tests.flower.helpers.fake_grid import FakeGrid, only, replies, silent
 from tests.flower.helpers.plain_app import first_model as model_with_buffers
@@ -229,13 +229,13 @@ def test_replies_beyond_the_cohort_that_was_drawn_are_refused() -> None:
         strategy(Greedy, privacy=central(1.0)).start(FakeGrid(app(), 3), model(), 1)
     private, grid = strategy(FedAvg, privacy=central(1.0)), FakeGrid(app(), 3)
     private.start(grid, model(), 1)
-    before = weights(private.run.server.output()) if private.run else None
+    before = weights(private.run.output()) if private.run else None
     content = RecordDict({"arrays": model(), "config": ConfigRecord()})
     messages = [Message(content, node, "train") for node in grid.get_node_ids()]
     with pytest.raises(UsageError, match="once for every aggregate_train"):
         private.aggregate_train(2, grid.send_and_receive(messages))
     assert private.run is not None
-    np.testing.assert_array_equal(weights(private.run.server.output()), before)
+    np.testing.assert_array_equal(weights(private.run.output()), before)
 
 
 def test_a_run_stops_before_its_epsilon_is_exceeded(tmp_path: Path) -> None:

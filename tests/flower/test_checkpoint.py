@@ -30,7 +30,7 @@ from fedexp.flower import (
     initial_arrays,
 )
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.run import NoRepliesError
+from fedexp.flower.server import NoRepliesError
 from fedexp.flower.simulated_client import from_arrays
 from fedexp.privacy import CentralPrivacy
 from fedexp.runs import load_run

@@ -21,7 +21,7 @@ from fedexp.flower import (
     initial_arrays,
 )
 from fedexp.flower.layout import named_parts
-from fedexp.flower.run import NoRepliesError
+from fedexp.flower.server import NoRepliesError
 from fedexp.privacy import CentralPrivacy, LocalPrivacy
 from tests.flower.helpers.fake_grid import FakeGrid, only, replies
 from tests.flower.helpers.user_app import (
@@ -133,7 +133,7 @@ def test_arrays_with_equal_beginnings_are_not_tied() -> None:
     arrays = result.arrays.to_torch_state_dict()
     assert not torch.equal(arrays["second.weight"], arrays["first.weight"])
     assert strategy.run is not None
-    assert strategy.run.server.layout.tied == {}
+    assert strategy.run.layout.tied == {}
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from fedexp.flower import (
 )
 from fedexp.flower.layout import apparent_ties, ndarrays
 from fedexp.flower.request import REPLY_INFO
-from fedexp.flower.run import NoRepliesError
+from fedexp.flower.server import NoRepliesError
 from fedexp.flower.simulated_client import from_arrays
 from fedexp.tasks import Task
 from tests.flower.helpers.fake_grid import (
@@ -289,7 +289,7 @@ def test_a_first_round_without_replies_leaves_the_layout_undecided() -> None:
     strategy = FedExP(fraction_evaluate=0.0)
     strategy.start(FakeGrid(simulated_app(task), 4, faults=faults), initial_arrays(task), 2)
     assert strategy.run is not None
-    layout = strategy.run.server.layout
+    layout = strategy.run.layout
     assert (layout.averaged, layout.tied) == (("centre",), {"second.weight": "first.weight"})
 
 
@@ -318,7 +318,7 @@ def test_a_client_that_reports_otherwise_than_most_is_left_out() -> None:
         found = strategy.start(grid, initial_arrays(task), 1).train_metrics_clientapp[1]
         assert (found["clients"], found["dropped"]) == (4 - len(faults), len(faults))
         assert strategy.run is not None
-        assert strategy.run.server.layout.averaged == ("centre",)
+        assert strategy.run.layout.averaged == ("centre",)
 
 
 @pytest.mark.parametrize("kind", ["<U3", "|V4", "<c8", "|S2"])

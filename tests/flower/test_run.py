@@ -20,7 +20,7 @@ from fedexp.flower import (
     simulated_train,
 )
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.run import NoRepliesError
+from fedexp.flower.server import NoRepliesError
 from tests.flower.helpers.fake_grid import (
     Answer,
     FakeGrid,
@@ -211,7 +211,7 @@ def test_scaffolds_control_is_over_all_clients(
     strategy.start(FakeGrid(app, 4), initial_arrays(task), 1)
     (record,) = fx.simulate(task, fx.scaffold(), 1, 2, engine="loop")
     assert strategy.run is not None
-    found = strategy.run.server.state.broadcast["control"]
+    found = strategy.run.state.broadcast["control"]
     wanted = record.state.broadcast["control"] * 4 / expected
     assert found.numpy() == pytest.approx(wanted.numpy(), rel=1e-5)
     assert sum("total_clients=1, but there are 4" in line for line in lines) == (total == 1)

@@ -7,7 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from fedexp.flower.secure_legacy import VERSIONS
+from fedexp.flower.secure.legacy import VERSIONS
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """

@@ -32,8 +32,8 @@ from fedexp.flower.layout import apparent_ties
 from fedexp.flower.privacy import FILE, FOLDER, Budget, open_ledger
 from fedexp.flower.replies import AggregatedReplies, ReplyReader, aggregate_replies
 from fedexp.flower.request import BROADCAST, REPLY_INFO, TrainRequest
-from fedexp.flower.secure_payload import SecureAggregation
-from fedexp.flower.secure_round import StageGrid
+from fedexp.flower.secure.payload import SecureAggregation
+from fedexp.flower.secure.round import StageGrid
 from fedexp.flower.server import Server
 from fedexp.privacy import BudgetSpentError, Release
 from tests.flower.helpers.fake_grid import Answer, FakeGrid, Fault

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fedexp.kernels.disk_cache import cache_file, drop_oldest, read_json, write_json
+from fedexp.kernels.disk_cache import cache_file, read_json, write_json
 
 
 def write_often(file: Path, number: int) -> None:
@@ -48,7 +48,6 @@ def test_without_a_folder_nothing_is_read_written_or_raised(
     blocked = tmp_path / "blocked"
     blocked.write_text("a file where the folder should be")
     write_json(blocked / "file.json", {"a": 1})
-    drop_oldest(blocked, 0)
     assert read_json(blocked / "file.json") == {}
     assert blocked.read_text() == "a file where the folder should be"
 
@@ -60,13 +59,3 @@ def test_without_a_folder_nothing_is_read_written_or_raised(
     assert cache_file("a.json") is None
     write_json(None, {})
     assert read_json(None) == {}
-
-
-def test_the_oldest_files_are_deleted(tmp_path: Path) -> None:
-    for age in range(5):
-        (tmp_path / f"{age}.json").write_text("{}")
-        os.utime(tmp_path / f"{age}.json", (1e9 - age, 1e9 - age))
-    drop_oldest(tmp_path, 3)
-    assert sorted(os.listdir(tmp_path)) == ["0.json", "1.json", "2.json"]
-    drop_oldest(tmp_path, 3)
-    assert len(os.listdir(tmp_path)) == 3

@@ -7,7 +7,6 @@ An engine other than the loop is used only after it agreed with the loop on the 
 from __future__ import annotations
 
 import logging
-import os
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,17 +36,14 @@ from fedexp.precision import Precision
 
 if TYPE_CHECKING:
     from fedexp.engine.programs import SharedPrograms
-    from fedexp.engine.trial_cache import TrialCache
 
 log = logging.getLogger("fedexp")
 SMALL_MODEL = 100_000  # parameters; below, most of the time is the interpreter's, in one thread
-LONG_TRIAL = 4_000_000  # parameters; below, a trial on a CPU takes less than a second
 EngineName = Literal["auto", "loop", "threads", "batched", "dense", "quadratic"]
 """Names of engines; "auto" selects the fastest that agrees with the loop on the task's model."""
 ENGINES: tuple[str, ...] = get_args(EngineName)
 AGREES = "it agrees with the loop on a few examples"
 AGREED = "an earlier run of this process has shown that it agrees with the loop on a few examples"
-VERIFIED = "verified against the loop on this kind of machine on"  # and a date
 MOST_PADDING = 4.0  # computing this many times too much costs what batching gains
 # On a CPU (decision note 23): clients in a step from which batching is faster than the loop, and
 # parameters times padding at which it is as slow.
@@ -135,25 +131,21 @@ def select_engine(
     failure = "this engine does not suit the model, the rule, the local optimiser or the device"
     mistake = False
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
-    cache = _trial_cache(work, state, precision)
     for candidate in candidates:
         make = candidate.make_tried or candidate.make
         try:
-            named, key, why = (candidate.reason, candidate.variant), None, AGREES
+            key, why = None, AGREES
             if programs is not None:
+                named = candidate.reason, candidate.variant
                 key = programs.trial_key(named, work, state, precision)
             if programs is not None and programs.has_agreed(key):
                 why = AGREED
-            elif cache is not None and (date := cache.find(named)) is not None:
-                why = f"{VERIFIED} {date}"
             else:
                 log.info("trying an engine: %s", candidate.reason)
                 trials.check(make, candidate.layers)
                 if candidate.draws:
                     objective = cast(CopyableObjective, work.task.objective)
                     check_draws(objective, state, trials.batch())
-                if cache is not None:
-                    cache.store(named)
             asked = "auto" if name == "auto" else "asked for by name"
             reason = f"{asked}: {candidate.reason}; {why}"
             if programs is None:
@@ -175,26 +167,6 @@ def select_engine(
     if not mistake and not all(candidate.layers for candidate in candidates):
         warnings.warn(f"clients run one after another: {failure}", EngineWarning, stacklevel=4)
     return Selected(Loop(), f"auto: no faster engine can be used: {failure}")
-
-
-def _trial_cache(work: Work, state: SimulationState, precision: Precision) -> TrialCache | None:
-    """Return the outcomes of trials of earlier processes, where trials take long.
-
-    They do on a GPU, and with large models on a CPU: on one core 3 s for ResNet-18, where those of
-    the EMNIST CNN take 0.3 s. With FEDEXP_TRIALS=always every trial is made; with
-    FEDEXP_TRIALS=once those of small models on a CPU are stored as well.
-    """
-    when = os.environ.get("FEDEXP_TRIALS") or "auto"
-    require(
-        when in ("auto", "always", "once"), f"FEDEXP_TRIALS is auto, always or once, not {when!r}"
-    )
-    if when == "always":
-        return None
-    if when == "auto" and not (state.params.is_cuda or state.params.numel() >= LONG_TRIAL):
-        return None
-    from fedexp.engine.trial_cache import TrialCache
-
-    return TrialCache(work, state, precision)
 
 
 def _candidates(name: EngineName, work: Work, state: SimulationState) -> list[Candidate]:

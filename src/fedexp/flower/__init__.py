@@ -11,8 +11,7 @@ from fedexp.flower.client import LocalRule  # noqa: E402
 from fedexp.flower.client_state import report_client_id  # noqa: E402
 from fedexp.flower.layout import Layout  # noqa: E402
 from fedexp.flower.privacy import local_privacy  # noqa: E402
-from fedexp.flower.rule_strategy import RuleStrategy  # noqa: E402
-from fedexp.flower.secure_payload import SecureAggregation  # noqa: E402
+from fedexp.flower.secure.payload import SecureAggregation  # noqa: E402
 from fedexp.flower.server import Server  # noqa: E402
 from fedexp.flower.simulated_client import (  # noqa: E402
     central_evaluation,
@@ -34,9 +33,10 @@ from fedexp.flower.strategies import (  # noqa: E402
     Scaffold,
     ScaffoldExP,
 )
+from fedexp.flower.strategy import RuleStrategy  # noqa: E402
 
 if TYPE_CHECKING:
-    from fedexp.flower.secure_client import SecureMod, secure_mod
+    from fedexp.flower.secure.client import SecureMod, secure_mod
 
 __all__ = [
     "STRATEGIES",
@@ -75,9 +75,9 @@ RENAMED = {
 def __getattr__(name: str) -> Any:
     """Import `secure_mod` on first use, as it needs Flower's legacy workflow; warn of old names."""
     if name in ("SecureMod", "secure_mod"):
-        from fedexp.flower import secure_client
+        from fedexp.flower.secure import client
 
-        return getattr(secure_client, name)
+        return getattr(client, name)
     if name in RENAMED:
         warn_deprecated(f"fedexp.flower.{name}", f"fedexp.flower.{RENAMED[name]}")
         return globals()[RENAMED[name]]

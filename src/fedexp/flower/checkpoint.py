@@ -30,8 +30,7 @@ from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, UsageError
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.privacy import open_ledger
-from fedexp.flower.run import FederatedRun
-from fedexp.flower.settings import Settings
+from fedexp.flower.server import FederatedRun
 from fedexp.runs import is_run, load_run, read_spec
 from fedexp.runs.checkpoint import to_bytes
 from fedexp.runs.files import RECORDS, finite
@@ -40,7 +39,7 @@ from fedexp.runs.folder import RELEASES, BusyError, RunFolder, machine
 from fedexp.runs.journal import Journal
 
 if TYPE_CHECKING:
-    from fedexp.flower.rule_strategy import RuleStrategy
+    from fedexp.flower.strategy import RuleStrategy, Settings
 
 Row = dict[str, Any]
 SCORES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
@@ -83,7 +82,7 @@ class RunRecorder:
         """Store the output model and how the run ended."""
         if self.journal is None:
             return
-        arrays = ndarrays(self.run.server.output())
+        arrays = ndarrays(self.run.output())
         named = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
         status = "diverged" if error else "finished"
         self.journal.conclude(status, to_bytes(named), error)
@@ -276,7 +275,7 @@ def run_spec(strategy: RuleStrategy, run: FederatedRun, config: ConfigRecord) ->
         "engine": "flower",
         "deterministic": False,
         "study": run.study,
-        "model": _model(run.server.layout),
+        "model": _model(run.layout),
         "set": {},
         "options": _options(strategy, settings, config),
     }
@@ -285,12 +284,12 @@ def run_spec(strategy: RuleStrategy, run: FederatedRun, config: ConfigRecord) ->
 
 def _options(strategy: RuleStrategy, settings: Settings, config: ConfigRecord) -> dict[str, Any]:
     algorithm, weight_key = settings.algorithm, strategy.weighted_by_key
-    is_usual = settings.weighting == "uniform" or weight_key == "num-examples"
+    is_usual = settings.weights == "uniform" or weight_key == "num-examples"
     options = {
         **_fields(algorithm.client),
         **_fields(algorithm.server),
         "average_last": algorithm.iterates,
-        "weighting": settings.weighting,
+        "weighting": settings.weights,
         "fraction_train": strategy.fraction_train,
         "min_train_nodes": strategy.min_train_nodes,
         "total_clients": settings.total_clients,

@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from logging import WARNING
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -33,8 +33,10 @@ from fedexp.flower.metrics import (
     reply_metrics,
 )
 from fedexp.flower.request import EXTRAS, REPLY_INFO, read_ties
-from fedexp.flower.server import Server
 from fedexp.flower.transport import UnusableReply, is_unanswered, reply_content
+
+if TYPE_CHECKING:
+    from fedexp.flower.server import Server
 
 Weighting = Literal["uniform", "num-examples"]
 LAYOUT_VOTES = 3  # usable replies that decide the layout of the model, held until then

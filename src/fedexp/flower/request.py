@@ -24,6 +24,7 @@ from fedexp.flower.layout import Layout, loaded, named_parts
 
 # records of messages and replies, beside the model, the config and the metrics
 BROADCAST, EXTRAS, REPLY_INFO = "fedexp.shared", "fedexp.extras", "fedexp.about"
+CLIENT_RULES: dict[str, type[ClientRule]] = {"sgd": SGD, "prox": Prox, "scaffold": Scaffold}
 Metrics = Mapping[str, Any]
 Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
 log = logging.getLogger("flwr")
@@ -123,15 +124,10 @@ class TrainRequest:
 
 def client_rule(config: ConfigRecord) -> ClientRule:
     """Return the client rule that the server names; SGD where it names none, as Flower's do."""
-    known = {
-        "sgd": SGD,
-        "prox": lambda: Prox(float(_number(config, "fedexp.mu"))),
-        "scaffold": Scaffold,
-    }
     name = str(config.get("fedexp.client", "sgd"))
-    if name not in known:
-        raise unknown_name("client rule", name, known)
-    return known[name]()
+    if name not in CLIENT_RULES:
+        raise unknown_name("client rule", name, CLIENT_RULES)
+    return Prox(float(_number(config, "fedexp.mu"))) if name == "prox" else CLIENT_RULES[name]()
 
 
 def read_ties(config: Mapping[str, Any], prefix: str = "fedexp.") -> dict[str, str] | None:

@@ -1,23 +1,68 @@
-"""`Server`: the server side of an algorithm, independent of how its sums arrive."""
+"""The server side of a run: the model, the state of its rules, and who takes part.
+
+`Server` is the algorithm alone, independent of how its sums arrive. `FederatedRun` is the server
+of a strategy during one run, with the two halves of a round: `configure_round` samples a cohort and
+builds its messages; `complete_round` takes the server step with the sums of the replies. How
+replies become sums is up to the caller (`fedexp.flower.replies`, or `fedexp.flower.secure.round`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from logging import INFO, WARNING
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
 
 import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord
+from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.serverapp import Grid
+from flwr.supercore import log
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
+from fedexp.client import SGD, Prox
 from fedexp.engine import SimulationState
 from fedexp.engine.state import check_range, server_step
-from fedexp.errors import DivergedError, require
-from fedexp.flower.layout import Arrays, Layout, ndarrays
+from fedexp.errors import DivergedError, FedExPError, UsageError, require
+from fedexp.flower.layout import Arrays, Layout, apparent_ties, ndarrays
+from fedexp.flower.nodes import (
+    CohortSize,
+    NodeBackoff,
+    NodeRegistry,
+    evaluation_cohort,
+    training_cohort,
+    wait_for_nodes,
+)
+from fedexp.flower.replies import AggregatedReplies
+from fedexp.flower.request import BROADCAST, layout_config
 from fedexp.objective import buffer_changes
+from fedexp.privacy import Ledger, Mechanism, Release
 from fedexp.server.extrapolation import diversity
+
+if TYPE_CHECKING:
+    from fedexp.flower.strategy import Settings
+
+Row = Mapping[str, Any]
+LONG_STEP = 3.0  # a step size after which one of 1 shows that it was too long
+GRACE = 5.0  # seconds that messages outlive a round, so that the server reports late nodes
+
+CAPPED = (
+    "privacy divides by a fixed number of clients, so cohorts are capped at %d of %d; set "
+    "CentralPrivacy(cohort=...) for larger ones"
+)
+NOT_DRAWN = (
+    "a private round sums one reply from each client of the cohort that was drawn, and no other; "
+    "let configure_train send its messages as they are, once for every aggregate_train"
+)
+GUESSED = (
+    "{!r} and {!r} are equal in the initial model: tied, or copies that are trained on their own? "
+    "privacy and secure need to know before the first round; give model= or tied= (tied={{}} for "
+    "copies)"
+)
 
 
 class Server:
@@ -153,3 +198,344 @@ def norm_metrics(aggregate: Aggregate) -> dict[str, float]:
         "mean_sq_norm": float(mean_sq_norm),
         "sq_norm_of_mean": float(sq_norm_of_mean),
     }
+
+
+class NoRepliesError(FedExPError):
+    """Several rounds in a row had no usable reply."""
+
+
+class FederatedRun(Server):
+    """The server during one run of a strategy, with its nodes, its clients and its privacy.
+
+    Args:
+        settings: of the strategy.
+        arrays: the initial model.
+        rounds: rounds in total, where known.
+        timeout: seconds that a round may take.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        arrays: ArrayRecord,
+        rounds: int | None = None,
+        timeout: float = 3600,
+    ) -> None:
+        self.settings, self.rounds, self.timeout = settings, rounds, timeout
+        tied = settings.tied
+        if tied is None:
+            tied = apparent_ties(arrays, settings.buffers)
+            if tied and settings.fixes_layout:
+                raise UsageError(GUESSED.format(*next(iter(tied.items()))))
+        super().__init__(settings.algorithm, arrays, settings.buffers, tied)
+        self.study = uuid4().hex
+        self.nodes = NodeRegistry()
+        self.train_backoff, self.evaluate_backoff = NodeBackoff(), NodeBackoff()
+        self.accepted: dict[str, int] = {}  # by client, the last round whose reply was used
+        self.newly_accepted: list[str] = []
+        self.ledger = Ledger()
+        self.stepped = False  # whether the last round changed the model
+        self.expected: ArrayRecord | None = None  # the arrays that configure_train is called with
+        self._mechanism: Mechanism | None = None
+        self._planned: Release | None = None  # of a cohort that was drawn and not yet released
+        self._drawn: frozenset[int] = frozenset()
+        self._first_clients = self._most_clients = 0
+        self._cohort_size = self._empty_rounds = 0
+        self._last_step = 1.0
+        self._logged: set[str] = set()
+        self._round_start = time.monotonic()
+
+    def restore(self, state: SimulationState, rows: Sequence[Row]) -> None:
+        """Resume from a state; layout and accepted clients come from the rows of earlier rounds."""
+        for row in rows:
+            if "layout" in row:
+                layout = row["layout"]
+                self.layout = self.layout.with_kinds(layout["buffers"], layout["tied"])
+        self.state = state
+        seen = [int(row["nodes"]) for row in rows if row.get("nodes")]
+        self._first_clients, self._most_clients = (seen[0], max(seen)) if seen else (0, 0)
+        for row in rows:
+            if "clients" in row:  # a cohort that is drawn empty has no client to drop
+                is_empty = row["clients"] == 0 < row["dropped"] + row["unanswered"]
+                self._empty_rounds = self._empty_rounds + 1 if is_empty else 0
+            self.accepted |= dict.fromkeys(row.get("accepted", ()), row["round"])
+
+    def configure_round(
+        self, round: int, grid: Grid, size: CohortSize, arrays_key: str, config: tuple[str, Row]
+    ) -> list[Message]:
+        """Return the train messages of a round, one per node of its cohort.
+
+        Args:
+            round: counted from 1.
+            grid: of the ServerApp.
+            size: of the cohort.
+            arrays_key: of the model in the messages.
+            config: the key and the content of the config record.
+        """
+        self._round_start, self.newly_accepted = time.monotonic(), []
+        nodes, cohort = self._cohort(round, grid, size)
+        log(INFO, "configure_train: Sampled %s nodes (out of %s)", len(cohort), len(nodes))
+        config_key, user_config = config
+        records: dict[str, Any] = {arrays_key: self.model()}
+        if (broadcast := self.broadcast()) is not None:
+            records[BROADCAST] = broadcast
+        common = {**user_config, **self.settings.client_config(), "fedexp.study": self.study}
+        if not self.undecided_layout:
+            common |= layout_config(self.layout)
+        if self._mechanism is not None:
+            common |= self._mechanism.config()
+        self._cohort_size, self._drawn = len(cohort), frozenset(cohort)
+        self._charge(by_clients=True)
+
+        def message(node: int) -> Message:
+            content = {**records, config_key: ConfigRecord({**common, **self._node_config(node)})}
+            return Message(RecordDict(content), node, MessageType.TRAIN, ttl=self.message_ttl)
+
+        return [message(node) for node in cohort]
+
+    def complete_round(self, replies: AggregatedReplies) -> dict[str, float]:
+        """Take the server step; return the metrics of the round."""
+        round = self.state.round + 1
+        self.train_backoff.record(round, replies.accepted, replies.unanswered)
+        replies = self._require_min_replies(replies)
+        self._count_empty(replies)
+        self._warn_of_other_rules(replies)
+        released = self._release(round, replies)
+        aggregate = replies.aggregate if released is None else released
+        try:
+            metrics = self.step(aggregate, self._total_weight(replies.aggregate))
+        except DivergedError:
+            if replies.longest is not None and self._mechanism is None:
+                text = "the longest update of the round is that of node %d, with a norm of %.3g; "
+                text += "max_norm leaves such replies out"
+                log(WARNING, text, *replies.longest)
+            raise
+        self.stepped = bool(aggregate.count > 0)
+        self._warn_of_overshoot(metrics)
+        clients = [self.nodes.client(node) for node in replies.accepted]
+        stateful = self.settings.stateful_clients
+        self.newly_accepted = sorted(c for c in clients if c) if stateful else []
+        self.accepted |= dict.fromkeys(self.newly_accepted, round)
+        metrics |= replies.metrics
+        if self._mechanism is not None:
+            metrics |= self._mechanism.metrics(self.ledger.releases, released)
+        return metrics | {
+            "clients": float(len(replies.accepted)),
+            "dropped": float(replies.dropped),
+            "unanswered": float(len(replies.unanswered)),
+            "nodes": float(self._most_clients),
+            "seconds": time.monotonic() - self._round_start,
+        }
+
+    @property
+    def undecided_layout(self) -> frozenset[str]:
+        """Return the parts of the model's layout that replies may still decide.
+
+        None after the first step, nor where noise or masks depend on the layout.
+        """
+        settings = self.settings
+        if settings.tied is not None or settings.fixes_layout or self.state.steps:
+            return frozenset()
+        return frozenset({"tied"} if settings.buffers is not None else {"buffers", "tied"})
+
+    @property
+    def message_ttl(self) -> float:
+        """Return the seconds after which a node need not process a message any more."""
+        return self.timeout + GRACE
+
+    @property
+    def hides_client_metrics(self) -> bool:
+        """Return whether clients' train metrics must not be reported."""
+        return self._mechanism is not None and self._mechanism.hides_client_metrics
+
+    @property
+    def client_noise(self) -> Mapping[str, float]:
+        """Return the clip and noise that clients mark their updates with; {} without any."""
+        return {} if self._mechanism is None else self._mechanism.config()
+
+    @property
+    def clip(self) -> Callable[[Tensor], Tensor] | None:
+        """Return the function that clips updates before they are summed, if there is one."""
+        return None if self._mechanism is None else self._mechanism.clipped
+
+    def evaluation_nodes(self, round: int, seed: int, nodes: Sequence[int], size: int) -> list[int]:
+        """Return the nodes of an evaluation, without those that recently did not answer."""
+        cohort = evaluation_cohort(seed, round, self.nodes.sort(nodes), size)
+        for backoff in (self.train_backoff, self.evaluate_backoff):
+            cohort = backoff.active(round, cohort, least=1)
+        return cohort
+
+    def _cohort(self, round: int, grid: Grid, size: CohortSize) -> tuple[list[int], list[int]]:
+        """Return the available nodes and the cohort of a round."""
+        wait = self.settings.wait_for_nodes
+        nodes = wait_for_nodes(grid, size, self.timeout if wait is None else wait)
+        if self.settings.queries_client_ids:
+            self.nodes.query(grid, nodes, self.timeout)
+        elif size.of(len(nodes)) < len(nodes):
+            text = "cohorts follow node ids, which are new in every federation; for cohorts that "
+            text += "follow the seed, add report_client_id(app) to the ClientApp and "
+            text += "query_client_ids=True here"
+            self.log_once(INFO, text)
+        clients = self.nodes.count_clients(nodes)
+        self._first_clients = self._first_clients or clients
+        self._most_clients = max(self._most_clients, clients)
+        self._prepare(size)
+        self._warn_of_client_state(nodes)
+        ordered = self.nodes.sort(nodes)
+        if self._mechanism is not None:
+            return nodes, self._private_cohort(self._mechanism, round, ordered, size)
+        cohort = training_cohort(self.settings.seed, round, ordered, size.of(len(nodes)))
+        secure = self.settings.secure
+        least = size.least if secure is None else max(size.least, secure.fewest)
+        return nodes, self.train_backoff.active(round, cohort, least)
+
+    def _private_cohort(
+        self, mechanism: Mechanism, round: int, ordered: Sequence[int], size: CohortSize
+    ) -> list[int]:
+        """Draw the cohort of a private round as it is charged, with no client twice.
+
+        Raises `BudgetSpentError` before any message is sent where the round would cost too much.
+        """
+        unique = list({self.nodes.client(node) or node: node for node in ordered}.values())
+        wanted = size.of(len(unique))
+        plan = self._planned = mechanism.plan(len(unique), wanted)
+        if plan.cohort < min(wanted, len(unique)) and plan.sampling != "poisson":
+            self.log_once(WARNING, CAPPED, plan.cohort, wanted)
+        if mechanism.limit is not None:
+            self.ledger.require_room(plan, mechanism.limit, mechanism.delta)
+        secret = mechanism.sample(len(unique), plan, round)
+        if secret is not None:
+            return [unique[k] for k in secret]
+        cohort = training_cohort(self.settings.seed, round, unique, plan.cohort)
+        return self.train_backoff.active(round, cohort, size.least)
+
+    def _prepare(self, size: CohortSize) -> None:
+        """Check secure aggregation; fix noise and divisor by the nodes of the first round."""
+        settings, clients = self.settings, self.settings.total_clients or self._first_clients
+        if settings.secure is not None:
+            settings.secure.check(
+                settings.algorithm.client,
+                self.layout,
+                settings.weights,
+                size.of(self._most_clients),
+            )
+        if settings.privacy is None or self._mechanism is not None:
+            return
+        require(self.rounds is not None, "privacy needs the number of rounds; call start")
+        self._mechanism = settings.privacy.prepare(
+            clients=clients,
+            cohort=size.of(clients),
+            rounds=self.rounds or 0,
+            algorithm=settings.algorithm,
+            weighting=settings.weights,
+            buffers=bool(self.layout.averaged),
+        )
+
+    def _node_config(self, node: int) -> dict[str, int]:
+        """Return the config of one client only: the last round in which its reply was used."""
+        client = self.nodes.client(node)
+        if client is None or not self.settings.stateful_clients:
+            return {}
+        return {"fedexp.accepted": self.accepted.get(client, 0)}
+
+    def _release(self, round: int, replies: AggregatedReplies) -> Aggregate | None:
+        """Return the noised sums of a private round; None where there is nothing to noise.
+
+        A cohort that was drawn is released also where it is empty or nobody answered: a model that
+        does not change would reveal that. Sums of a cohort that was not drawn are refused.
+        """
+        privacy, plan, accepted = self.settings.privacy, self._planned, replies.accepted
+        if privacy is None:
+            return None
+        known = len(set(accepted)) == len(accepted) and self._drawn.issuperset(accepted)
+        require(known, NOT_DRAWN)
+        if self._mechanism is None or plan is None:
+            return None
+        self._charge(by_clients=False)
+        self._planned, self._drawn = None, frozenset()
+        if privacy.noised_by_clients and not accepted:
+            return None  # no client sent noise, and no update was seen
+        return self._mechanism.release(replies.aggregate, round)
+
+    def _charge(self, by_clients: bool) -> None:
+        """Charge the round at the moment from which on its release can be observed."""
+        privacy = self.settings.privacy
+        if privacy is None or self._planned is None or privacy.noised_by_clients != by_clients:
+            return
+        self.ledger.charge(self._planned)
+
+    def _total_weight(self, aggregate: Aggregate) -> float:
+        """Return the weight of all clients; absent ones are taken to weigh as the present do."""
+        each = float(aggregate.weight / aggregate.count) if aggregate.count > 0 else 1.0
+        return max(self.settings.total_clients or 0, self._most_clients) * each
+
+    def _require_min_replies(self, replies: AggregatedReplies) -> AggregatedReplies:
+        """Return the replies, or an empty round where fewer than `min_replies` are usable."""
+        found, least = len(replies.accepted), self.settings.min_replies
+        if not 0 < found < least:
+            return replies
+        log(WARNING, "%d usable replies of %d needed: the model is unchanged", found, least)
+        return AggregatedReplies(
+            Aggregate.zero(self.layout.dim, self.state.params.dtype),
+            dropped=replies.dropped + found,
+            unanswered=replies.unanswered,
+            client_metrics=replies.client_metrics,
+        )
+
+    def _count_empty(self, replies: AggregatedReplies) -> None:
+        is_empty = self._cohort_size > 0 and not replies.accepted
+        self._empty_rounds = self._empty_rounds + 1 if is_empty else 0
+        if self._empty_rounds >= self.settings.max_empty_rounds:
+            raise NoRepliesError(
+                f"no usable reply in {self._empty_rounds} rounds in a row; the log above has the "
+                "reason for each node; fix the ClientApp or raise the timeout"
+            )
+
+    def _warn_of_other_rules(self, replies: AggregatedReplies) -> None:
+        """Warn where clients ignore the client rule, e.g. FedProx, and so train as in FedAvg."""
+        settings = self.settings
+        is_hidden = settings.privacy is not None and settings.privacy.noised_by_clients
+        is_plain = settings.algorithm.client in (SGD(), Prox(0.0))
+        if is_plain or is_hidden or settings.secure is not None:
+            return
+        rule = settings.client_config()["fedexp.client"]
+        ignoring = [node for node, name in replies.rules.items() if name != rule]
+        if ignoring:
+            text = "%d of %d replies do not confirm the client rule %r (e.g. that of node %d): a "
+            text += "ClientApp that ignores it trains as in FedAvg; use fedexp.flower.LocalRule, "
+            text += "or add the proximal term yourself with the proximal-mu of the config"
+            self.log_once(WARNING, text, len(ignoring), len(replies.rules), rule, ignoring[0])
+
+    def _warn_of_client_state(self, nodes: Sequence[int]) -> None:
+        """Warn where the server's control variate will not be the mean of the clients' own."""
+        if not self.settings.stateful_clients:
+            return
+        nameless = [node for node in nodes if self.nodes.client(node) is None]
+        if nameless:
+            text = (
+                "%d of %d nodes report no client id (e.g. node %d): where a reply is lost, their "
+            )
+            text += "client state and the server's drift apart; add report_client_id(app) to the "
+            text += "ClientApp"
+            self.log_once(WARNING, text, len(nameless), len(nodes), nameless[0])
+        total, seen = self.settings.total_clients, self._most_clients
+        if total is not None and total < seen:
+            text = "total_clients=%d, but there are %d clients, and %d are assumed; correct it, or "
+            self.log_once(WARNING, text + "leave it out", total, seen, seen)
+
+    def _warn_of_overshoot(self, metrics: Mapping[str, float]) -> None:
+        """Warn where a long step is followed by one of 1: after a step that went too far, all
+        updates point in one direction."""
+        step = metrics.get("server_lr", self._last_step)
+        if metrics.get("clamped") == 1.0 and self._last_step >= LONG_STEP:
+            text = "the step size fell from %.3g to %.3g: the last step may have gone too far. If "
+            text += "the evaluation got worse, set max_step=2 or raise eps, or lower the learning "
+            text += "rate or momentum of the clients (docs/flower.md, Retuning)"
+            self.log_once(WARNING, text, self._last_step, step)
+        self._last_step = step
+
+    def log_once(self, level: int, text: str, *args: Any) -> None:
+        """Log a line the first time that its text, without the arguments, is given."""
+        if text not in self._logged:
+            self._logged.add(text)
+            log(level, text, *args)

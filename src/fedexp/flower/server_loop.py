@@ -28,12 +28,12 @@ from fedexp.flower.checkpoint import (
 )
 from fedexp.flower.layout import same_arrays
 from fedexp.flower.replies import AggregatedReplies, chunk_size
-from fedexp.flower.run import FederatedRun
+from fedexp.flower.server import FederatedRun
 from fedexp.flower.transport import Replies
 from fedexp.privacy import BudgetSpentError
 
 if TYPE_CHECKING:
-    from fedexp.flower.rule_strategy import RuleStrategy
+    from fedexp.flower.strategy import RuleStrategy
 
 DISCARDED = (
     "aggregate_train returned no arrays, although the server has taken its step; return those of "
@@ -69,7 +69,7 @@ def run_rounds(
     """
     rounds = run.rounds or 0
     log(INFO, "Starting %s strategy:", type(strategy).__name__)
-    log_strategy_start_info(rounds, run.server.model(), *configs)
+    log_strategy_start_info(rounds, run.model(), *configs)
     strategy.summary()
     start = time.monotonic()
     with open_run(strategy, run, configs[0]) as recorder:
@@ -81,17 +81,17 @@ def run_rounds(
             else:
                 loop.evaluate_initial()
             try:
-                for round in range(run.server.state.round + 1, rounds + 1):
+                for round in range(run.state.round + 1, rounds + 1):
                     log(INFO, "")
                     log(INFO, "[ROUND %s/%s]", round, rounds)
-                    recorder.add(loop.round(round), run.server.state)
+                    recorder.add(loop.round(round), run.state)
             except BudgetSpentError as error:
                 log(WARNING, "the run ends before round %d of %d: %s", round, rounds, error)
             except DivergedError as error:
                 recorder.finish(error)
                 raise DivergedError(error.round, error.what, DIVERGED) from None
             recorder.finish(None)
-    result.arrays = run.server.output()
+    result.arrays = run.output()
     log(INFO, "Strategy execution finished in %.2fs", time.monotonic() - start)
     for line in str(result).splitlines():
         log(INFO, "\t%s", line)
@@ -119,18 +119,18 @@ class _Loop:
         """Evaluate the initial model on the server."""
         if self.evaluate_fn is None:
             return
-        metrics = self._evaluate_on_server(0, self.run.server.output())
+        metrics = self._evaluate_on_server(0, self.run.output())
         log(INFO, "Initial global evaluation results: %s", metrics)
         if metrics is not None:
             self.result.evaluate_metrics_serverapp[0] = metrics
 
     def round(self, round: int) -> dict[str, Any]:
         """Train and evaluate; return the row of the round."""
-        result, layout = self.result, self.run.server.layout
+        result, layout = self.result, self.run.layout
         trained = self._train(round)
         if trained is not None:
             result.train_metrics_clientapp[round] = trained
-        arrays = self.run.server.output()
+        arrays = self.run.output()
         messages = self.strategy.configure_evaluate(round, arrays, self.evaluate_config, self.grid)
         evaluated = self.strategy.aggregate_evaluate(round, self._replies(messages))
         if evaluated is not None:
@@ -141,8 +141,8 @@ class _Loop:
             log(INFO, "Global evaluation: %s", central)
             result.evaluate_metrics_serverapp[round] = central
         row = round_row(round, result, self.run.newly_accepted)
-        if self.run.server.layout != layout:
-            layout = self.run.server.layout
+        if self.run.layout != layout:
+            layout = self.run.layout
             row["layout"] = {"buffers": list(layout.averaged), "tied": layout.tied}
         if config := changed_config(self.train_config, self.given_config):
             row["config"] = config
@@ -162,9 +162,9 @@ class _Loop:
 
     def _train(self, round: int) -> MetricRecord | None:
         strategy = self.strategy
-        model = strategy.known_arrays = self.run.server.model()
+        model = self.run.expected = self.run.model()
         messages = list(strategy.configure_train(round, model, self.train_config, self.grid))
-        steps = self.run.server.state.steps
+        steps = self.run.state.steps
         metrics: MetricRecord | None
         if self.run.settings.secure is not None:
             _, metrics = strategy.complete_train(self._secure_replies(round, messages), {})
@@ -179,27 +179,27 @@ class _Loop:
 
         A subclass sees the replies, so with central privacy only the noised model is accepted.
         """
-        server, privacy = self.run.server, self.run.settings.privacy
+        run, privacy = self.run, self.run.settings.privacy
         if arrays is None:
-            require(server.state.steps == steps, DISCARDED)
-            server.state = replace(server.state, round=round)
-        elif server.state.round != round or not same_arrays(arrays, server.output()):
+            require(run.state.steps == steps, DISCARDED)
+            run.state = replace(run.state, round=round)
+        elif run.state.round != round or not same_arrays(arrays, run.output()):
             require(privacy is None or privacy.noised_by_clients, NOT_NOISED)
-            server.adopt(arrays, round)
+            run.adopt(arrays, round)
             log(INFO, "aggregate_train returned a model of its own: training continues from it")
 
     def _replies(self, messages: Iterable[Message]) -> Replies:
-        chunk = chunk_size(self.run.server.state.params)
+        chunk = chunk_size(self.run.state.params)
         return Replies(self.grid, messages, self.run.timeout, chunk)
 
     def _secure_replies(self, round: int, messages: list[Message]) -> AggregatedReplies:
-        from fedexp.flower.secure_round import secure_aggregate  # needs Flower's legacy workflow
+        from fedexp.flower.secure.round import secure_aggregate  # needs Flower's legacy workflow
 
         run = self.run
         assert run.settings.secure is not None
         return secure_aggregate(
             run.settings.secure,
-            run.server,
+            run,
             self.grid,
             messages,
             key=self.strategy.arrayrecord_key,

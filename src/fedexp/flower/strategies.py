@@ -2,8 +2,7 @@
 
 One class per algorithm has its options as arguments. Each takes FedAvg's ten arguments first and in
 order, then, by name, the options of its rules (eps, beta, mu, ...) and those of `RuleStrategy`.
-Those that Flower has too also take Flower's arguments, by Flower's names and positions. Signatures
-are written out, so that editors and type checkers show them.
+Those that Flower has too also take Flower's arguments, by Flower's names and positions.
 
 >>> FedExP(0.5, 1.0, 10, eps=0.01, seed=1).settings.algorithm
 Algorithm(name='fedexp', client=SGD(), server=ExP(eps=0.01, ...), average_last=None)
@@ -14,65 +13,20 @@ Adam(lr=0.1, ...beta1=0.8, beta2=0.99)
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from functools import wraps
-from inspect import Parameter, signature
+from inspect import signature
 from logging import INFO
-from numbers import Real
-from pathlib import Path
-from typing import Any, ClassVar, ParamSpec
+from typing import Any, ClassVar, Unpack
 
 from flwr.supercore import log
-from torch import nn
 
 from fedexp import algorithms
 from fedexp.algorithms import Algorithm
-from fedexp.errors import renamed_arguments, require, unknown_name
 from fedexp.flower.metrics import MetricsFn
-from fedexp.flower.replies import Weighting
-from fedexp.flower.rule_strategy import RuleStrategy
-from fedexp.flower.secure_payload import SecureAggregation
-from fedexp.privacy import Privacy
+from fedexp.flower.strategy import RuleStrategy, StrategyOptions, strategy_arguments
 from fedexp.server.adaptive import Form
 from fedexp.server.extrapolation import EpsMode
-
-P = ParamSpec("P")
-
-
-def strategy_arguments(init: Callable[P, None]) -> Callable[P, None]:
-    """Refuse arguments that are unknown, given twice or no numbers, in a line with the remedy."""
-    parameters = list(signature(init).parameters.values())[1:]
-    known = [each.name for each in parameters]
-    numbers = {each.name for each in parameters if each.annotation.startswith(("float", "int"))}
-    by_position = [each.name for each in parameters if each.kind is not Parameter.KEYWORD_ONLY]
-
-    @renamed_arguments(identify="query_client_ids")
-    @wraps(init)
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        strategy = args[0]
-        assert isinstance(strategy, NamedStrategy)
-        name = type(strategy).__name__
-        for option in kwargs:
-            if option not in known:
-                raise unknown_name(f"option of {name}", option, known)
-        require(
-            len(args) - 1 <= len(by_position),
-            f"{name} takes its further options by name, e.g. {known[len(by_position)]}=...",
-        )
-        given: dict[str, Any] = dict(zip(by_position, args[1:], strict=False))
-        twice = next((option for option in given if option in kwargs), None)
-        require(twice is None, f"{twice} is given twice: by position and by name")
-        given |= kwargs
-        for option, value in given.items():
-            valid = option not in numbers or value is None or isinstance(value, Real)
-            require(valid, f"{option} must be a number, not {value!r}")
-        for theirs, ours in strategy.flower_arguments.items():
-            both = theirs != ours and given.get(theirs) is not None and ours in given
-            require(not both, f"{theirs} and {ours} are one option; give one of them")
-        init(*args, **kwargs)
-
-    return call
 
 
 class NamedStrategy(RuleStrategy):
@@ -80,24 +34,21 @@ class NamedStrategy(RuleStrategy):
 
     Attributes:
         make: the function of `fedexp.algorithms` that returns the algorithm.
-        flower_arguments: maps the arguments of Flower's strategy of this name to ours; "" for one
-            that has no effect, as in Flower.
     """
 
     make: ClassVar[Callable[[], Algorithm]]
-    flower_arguments: ClassVar[Mapping[str, str]] = {}
 
     def _configure(self, given: Mapping[str, Any]) -> None:
         """Call the constructor of `RuleStrategy` with the arguments of a subclass's own."""
-        options = dict(given)
-        for theirs, ours in self.flower_arguments.items():
-            value = options[theirs]
-            if value is not None and ours:
-                options[ours] = value
+        options = {**given, **given["options"]}
+        for alias, option in self.flower_arguments.items():
+            value = options[alias]
+            if value is not None and option:
+                options[option] = value
             elif value is not None:
-                log(INFO, "%s has no effect, as in Flower: clients choose it themselves", theirs)
+                log(INFO, "%s has no effect, as in Flower: clients choose it themselves", alias)
         algorithm = _with_options(type(self).make(), options)
-        common = {name: options[name] for name in COMMON}
+        common = {name: options[name] for name in COMMON if name in options}
         super().__init__(algorithm=algorithm, **common)
 
 
@@ -144,21 +95,7 @@ class FedAvg(NamedStrategy):
         *,
         lr: float = 1.0,
         average_last: int | None = None,
-        weighting: Weighting | None = None,
-        seed: int = 0,
-        model: nn.Module | None = None,
-        buffers: Collection[str] | None = None,
-        tied: Mapping[str, str] | None = None,
-        checkpoint: str | Path | None = None,
-        name: str = "flower",
-        total_clients: int | None = None,
-        wait_for_nodes: float | None = None,
-        max_empty_rounds: int = 3,
-        max_norm: float | None = None,
-        min_replies: int = 1,
-        query_client_ids: bool | None = None,
-        privacy: Privacy | None = None,
-        secure: SecureAggregation | None = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -194,21 +131,7 @@ class FedExP(NamedStrategy):
         eps_decay: float = 1.0,
         decay_before_first_round: bool = False,
         average_last: int | None = None,
-        weighting: Weighting | None = None,
-        seed: int = 0,
-        model: nn.Module | None = None,
-        buffers: Collection[str] | None = None,
-        tied: Mapping[str, str] | None = None,
-        checkpoint: str | Path | None = None,
-        name: str = "flower",
-        total_clients: int | None = None,
-        wait_for_nodes: float | None = None,
-        max_empty_rounds: int = 3,
-        max_norm: float | None = None,
-        min_replies: int = 1,
-        query_client_ids: bool | None = None,
-        privacy: Privacy | None = None,
-        secure: SecureAggregation | None = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         given = dict(locals())
         given["eps"], given["eps_mode"] = algorithms.eps_and_mode(eps, eps_mode)
@@ -243,21 +166,7 @@ class FedAvgM(NamedStrategy):
         lr: float = 1.0,
         beta: float = 0.9,
         average_last: int | None = None,
-        weighting: Weighting | None = None,
-        seed: int = 0,
-        model: nn.Module | None = None,
-        buffers: Collection[str] | None = None,
-        tied: Mapping[str, str] | None = None,
-        checkpoint: str | Path | None = None,
-        name: str = "flower",
-        total_clients: int | None = None,
-        wait_for_nodes: float | None = None,
-        max_empty_rounds: int = 3,
-        max_norm: float | None = None,
-        min_replies: int = 1,
-        query_client_ids: bool | None = None,
-        privacy: Privacy | None = None,
-        secure: SecureAggregation | None = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -291,21 +200,7 @@ class FedExPM(NamedStrategy):
         beta: float = 0.9,
         apply_momentum: bool = True,
         average_last: int | None = None,
-        weighting: Weighting | None = None,
-        seed: int = 0,
-        model: nn.Module | None = None,
-        buffers: Collection[str] | None = None,
-        tied: Mapping[str, str] | None = None,
-        checkpoint: str | Path | None = None,
-        name: str = "flower",
-        total_clients: int | None = None,
-        wait_for_nodes: float | None = None,
-        max_empty_rounds: int = 3,
-        max_norm: float | None = None,
-        min_replies: int = 1,
-        query_client_ids: bool | None = None,
-        privacy: Privacy | None = None,
-        secure: SecureAggregation | None = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -334,21 +229,7 @@ class FedProx(NamedStrategy):
         mu: float = 0.1,
         lr: float = 1.0,
         average_last: int | None = None,
-        weighting: Weighting | None = None,
-        seed: int = 0,
-        model: nn.Module | None = None,
-        buffers: Collection[str] | None = None,
-        tied: Mapping[str, str] | None = None,
-        checkpoint: str | Path | None = None,
-        name: str = "flower",
-        total_clients: int | None = None,
-        wait_for_nodes: float | None = None,
-        max_empty_rounds: int = 3,
-        max_norm: float | None = None,
-        min_replies: int = 1,
-        query_client_ids: bool | None = None,
-        privacy: Privacy | None = None,
-        secure: SecureAggregation | None = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -381,21 +262,7 @@ class FedProxExP(NamedStrategy):
         eps_decay: float = 1.0,
         decay_before_first_round: bool = False,
         average_last: int | None = None,
-        weighting: Weighting | None = None,
-        seed: int = 0,
-        model: nn.Module | None = None,
-        buffers: Collection[str] | None = None,
-        tied: Mapping[str, str] | None = None,
-        checkpoint: str | Path | None = None,
-        name: str = "flower",
-        total_clients: int | None = None,
-        wait_for_nodes: float | None = None,
-        max_empty_rounds: int = 3,
-        max_norm: float | None = None,
-        min_replies: int = 1,
-        query_client_ids: bool | None = None,
-        privacy: Privacy | None = None,
-        secure: SecureAggregation | None = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -421,21 +288,7 @@ class Scaffold(NamedStrategy):
         *,
         lr: float = 1.0,
         average_last: int | None = None,
-        weighting: Weighting | None = None,
-        seed: int = 0,
-        model: nn.Module | None = None,
-        buffers: Collection[str] | None = None,
-        tied: Mapping[str, str] | None = None,
-        checkpoint: str | Path | None = None,
-        name: str = "flower",
-        total_clients: int | None = None,
-        wait_for_nodes: float | None = None,
-        max_empty_rounds: int = 3,
-        max_norm: float | None = None,
-        min_replies: int = 1,
-        query_client_ids: bool | None = None,
-        privacy: Privacy | None = None,
-        secure: SecureAggregation | None = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -467,21 +320,7 @@ class ScaffoldExP(NamedStrategy):
         eps_decay: float = 1.0,
         decay_before_first_round: bool = False,
         average_last: int | None = None,
-        weighting: Weighting | None = None,
-        seed: int = 0,
-        model: nn.Module | None = None,
-        buffers: Collection[str] | None = None,
-        tied: Mapping[str, str] | None = None,
-        checkpoint: str | Path | None = None,
-        name: str = "flower",
-        total_clients: int | None = None,
-        wait_for_nodes: float | None = None,
-        max_empty_rounds: int = 3,
-        max_norm: float | None = None,
-        min_replies: int = 1,
-        query_client_ids: bool | None = None,
-        privacy: Privacy | None = None,
-        secure: SecureAggregation | None = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -512,21 +351,7 @@ class FedAdagrad(NamedStrategy):
         tau: float = 0.001,
         form: Form = "standard",
         average_last: int | None = None,
-        weighting: Weighting | None = None,
-        seed: int = 0,
-        model: nn.Module | None = None,
-        buffers: Collection[str] | None = None,
-        tied: Mapping[str, str] | None = None,
-        checkpoint: str | Path | None = None,
-        name: str = "flower",
-        total_clients: int | None = None,
-        wait_for_nodes: float | None = None,
-        max_empty_rounds: int = 3,
-        max_norm: float | None = None,
-        min_replies: int = 1,
-        query_client_ids: bool | None = None,
-        privacy: Privacy | None = None,
-        secure: SecureAggregation | None = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -561,21 +386,7 @@ class FedAdam(NamedStrategy):
         beta1: float = 0.9,
         beta2: float = 0.99,
         average_last: int | None = None,
-        weighting: Weighting | None = None,
-        seed: int = 0,
-        model: nn.Module | None = None,
-        buffers: Collection[str] | None = None,
-        tied: Mapping[str, str] | None = None,
-        checkpoint: str | Path | None = None,
-        name: str = "flower",
-        total_clients: int | None = None,
-        wait_for_nodes: float | None = None,
-        max_empty_rounds: int = 3,
-        max_norm: float | None = None,
-        min_replies: int = 1,
-        query_client_ids: bool | None = None,
-        privacy: Privacy | None = None,
-        secure: SecureAggregation | None = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -610,21 +421,7 @@ class FedYogi(NamedStrategy):
         beta1: float = 0.9,
         beta2: float = 0.99,
         average_last: int | None = None,
-        weighting: Weighting | None = None,
-        seed: int = 0,
-        model: nn.Module | None = None,
-        buffers: Collection[str] | None = None,
-        tied: Mapping[str, str] | None = None,
-        checkpoint: str | Path | None = None,
-        name: str = "flower",
-        total_clients: int | None = None,
-        wait_for_nodes: float | None = None,
-        max_empty_rounds: int = 3,
-        max_norm: float | None = None,
-        min_replies: int = 1,
-        query_client_ids: bool | None = None,
-        privacy: Privacy | None = None,
-        secure: SecureAggregation | None = None,
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 

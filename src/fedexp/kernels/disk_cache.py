@@ -1,7 +1,7 @@
-"""JSON files in the user's cache folder: timed kernel choices and verified engines.
+"""JSON files in the user's cache folder: timed kernel choices.
 
 A cache only saves time. A file that is missing, damaged or unreadable reads as empty, and a folder
-that cannot be written to is left alone. Both users of the folder share these few lines.
+that cannot be written to is left alone.
 """
 
 from __future__ import annotations
@@ -44,11 +44,3 @@ def write_json(file: Path | None, content: dict[str, Any]) -> None:
             partial.replace(file)
         except OSError:  # a full disk, for one
             partial.unlink(missing_ok=True)
-
-
-def drop_oldest(folder: Path, most: int) -> None:
-    """Delete the oldest files of a cache folder, leftovers of killed processes included."""
-    with suppress(OSError):
-        files = [(each.stat().st_mtime, each) for each in folder.iterdir()]
-        for _, each in sorted(files)[: max(0, len(files) - most)]:
-            each.unlink(missing_ok=True)

@@ -14,9 +14,9 @@ from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFI
 from fedexp import Aggregate, Algorithm, fedexp
 from fedexp.flower import Server
 from fedexp.flower.replies import AggregatedReplies
-from fedexp.flower.secure_client import secure_mod
-from fedexp.flower.secure_payload import SecureAggregation
-from fedexp.flower.secure_round import secure_aggregate
+from fedexp.flower.secure.client import secure_mod
+from fedexp.flower.secure.payload import SecureAggregation
+from fedexp.flower.secure.round import secure_aggregate
 from tests.flower.helpers.fake_grid import Answer, FakeGrid, Fault
 
 Update = Callable[[int, int], np.ndarray]

@@ -159,4 +159,4 @@ def uniform_strategy(algorithm: fx.Algorithm, **options: Any) -> RuleStrategy:
 def control(made: RuleStrategy) -> Tensor:
     """The server control variate of SCAFFOLD."""
     assert made.run is not None
-    return made.run.server.state.broadcast["control"]
+    return made.run.state.broadcast["control"]

@@ -20,13 +20,13 @@ from flwr.common.secure_aggregation.secaggplus_constants import (
 from fedexp import fedavg, fedexp
 from fedexp.flower import Server
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.run import GRACE
-from fedexp.flower.secure_client import secure_mod
-from fedexp.flower.secure_payload import (
+from fedexp.flower.secure.client import secure_mod
+from fedexp.flower.secure.payload import (
     MODULUS,
     SecureAggregation,
     levels_for,
 )
+from fedexp.flower.server import GRACE
 from tests.flower.helpers.fake_grid import FakeGrid, Fault, healthy, raises, replies, silent
 from tests.flower.helpers.secure import (
     app_of,
@@ -96,7 +96,7 @@ def test_an_update_that_is_not_finite_never_enters_the_sum(bad: float) -> None:
 
 def test_masked_vectors_are_added_as_they_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     """When one comes, nothing but the sum is left of those before."""
-    monkeypatch.setattr("fedexp.flower.secure_round.SUMMED_BYTES", 8_000)  # one vector
+    monkeypatch.setattr("fedexp.flower.secure.round.SUMMED_BYTES", 8_000)  # one vector
     came, held = list[Any](), list[int]()
 
     def look(message: Message) -> None:

@@ -24,8 +24,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.engine.base import SUMMED_BYTES
 from fedexp.flower.replies import AggregatedReplies
-from fedexp.flower.run import GRACE
-from fedexp.flower.secure_legacy import (
+from fedexp.flower.secure.legacy import (
     MAIN_CONFIGS_RECORD,
     MAIN_PARAMS_RECORD,
     RECORD_KEY_CONFIGS,
@@ -43,7 +42,7 @@ from fedexp.flower.secure_legacy import (
     ndarray_to_bytes,
     parameters_to_ndarrays,
 )
-from fedexp.flower.secure_payload import (
+from fedexp.flower.secure.payload import (
     MODULUS,
     PAYLOAD,
     Payload,
@@ -52,7 +51,7 @@ from fedexp.flower.secure_payload import (
     Vector,
     payload_config,
 )
-from fedexp.flower.server import Server
+from fedexp.flower.server import GRACE, Server
 from fedexp.flower.transport import UnusableReply, is_unanswered, reply_content, stream_replies
 
 Masked = list[NDArray[np.int64]]

@@ -59,6 +59,7 @@ class Saves(FedExP):
         (lambda: FedExP(seed=-1), "seed must be a whole number"),
         (lambda: FedExP(2.0), "fraction_train must be in"),
         (lambda: FedExP(*range(11)), "by name"),
+        (lambda: RuleStrategy(algoritm=fx.fedexp()), "did you mean algorithm"),  # type: ignore[call-arg]
         (lambda: FedAvgM(*range(13)), "by name"),
         (lambda: FedProx(*ELEVEN, proximal_mu=0.1), "given twice"),  # type: ignore[misc]
         (lambda: FedProx(mu=0.1, proximal_mu=0.1), "proximal_mu and mu are one option"),

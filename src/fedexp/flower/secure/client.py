@@ -18,7 +18,7 @@ from fedexp.errors import UsageError, require
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.privacy import train_with_hidden_errors
 from fedexp.flower.request import EXTRAS, read_ties
-from fedexp.flower.secure_legacy import (
+from fedexp.flower.secure.legacy import (
     RECORD_KEY_CONFIGS,
     RECORD_KEY_STATE,
     Code,
@@ -30,7 +30,7 @@ from fedexp.flower.secure_legacy import (
     ndarrays_to_parameters,
     secaggplus_mod,
 )
-from fedexp.flower.secure_payload import MODULUS, PAYLOAD, Vector, read_payload
+from fedexp.flower.secure.payload import MODULUS, PAYLOAD, Vector, read_payload
 from fedexp.objective import buffer_changes
 
 OTHER_SERVER = (

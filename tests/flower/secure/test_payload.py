@@ -14,7 +14,7 @@ from fedexp import fedavg, fedexp, scaffold_exp
 from fedexp.errors import UsageError
 from fedexp.flower import Server
 from fedexp.flower.layout import Layout
-from fedexp.flower.secure_payload import (
+from fedexp.flower.secure.payload import (
     MODULUS,
     Payload,
     SecureAggregation,

@@ -23,8 +23,8 @@ from flwr.common.secure_aggregation.secaggplus_constants import (
 )
 from flwr.common.serde import message_from_proto, message_to_proto
 
-from fedexp.flower.secure_client import SecureMod, secure_mod
-from fedexp.flower.secure_payload import (
+from fedexp.flower.secure.client import SecureMod, secure_mod
+from fedexp.flower.secure.payload import (
     PAYLOAD,
     Payload,
     SecureAggregation,

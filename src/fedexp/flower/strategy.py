@@ -1,0 +1,492 @@
+"""`RuleStrategy`: a Flower strategy with the rules of any `Algorithm`, and its `Settings`.
+
+It takes FedAvg's ten arguments first and in order, then, by name, those of `Settings`. The
+algorithms of this package have strategies of their own (`fedexp.flower.strategies`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, fields
+from functools import wraps
+from inspect import Parameter, signature
+from logging import INFO, WARNING
+from numbers import Real
+from os import PathLike
+from pathlib import Path
+from typing import Any, ClassVar, ParamSpec, TypedDict, Unpack, get_args
+
+import torch
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
+from flwr.serverapp import Grid
+from flwr.serverapp.strategy import FedAvg as FlowerFedAvg
+from flwr.serverapp.strategy import Result
+from flwr.serverapp.strategy.strategy_utils import aggregate_metricrecords
+from flwr.supercore import log
+from torch import nn
+
+from fedexp.algorithms import Algorithm
+from fedexp.client import Prox
+from fedexp.errors import (
+    UsageError,
+    is_number,
+    renamed_arguments,
+    require,
+    unknown_name,
+    whole_number,
+)
+from fedexp.flower.layout import named_parts, same_arrays
+from fedexp.flower.metrics import MetricsFn, aggregate_evaluations
+from fedexp.flower.nodes import CohortSize
+from fedexp.flower.replies import AggregatedReplies, ReplyReader, Weighting, aggregate_replies
+from fedexp.flower.request import CLIENT_RULES
+from fedexp.flower.secure.payload import NOT_UNIFORM, SecureAggregation
+from fedexp.flower.server import FederatedRun
+from fedexp.flower.server_loop import EvaluateFn, run_rounds
+from fedexp.privacy import Privacy
+from fedexp.privacy.settings import check_fit, warn_seeded
+
+P = ParamSpec("P")
+CHANGED = (
+    "something changed the model between two rounds, which a strategy that wraps this one cannot "
+    "do; use privacy= instead of Flower's wrappers"
+)
+NO_REPLIES = (
+    "with secure= the server sees sums and no replies, so aggregate_train is never called; leave "
+    "aggregate_train as it is, and save or check the model of each round in evaluate_fn"
+)
+
+
+class StrategyOptions(TypedDict, total=False):
+    """The options that every strategy takes by name, for type checkers; see `Settings`."""
+
+    weighting: Weighting | None
+    seed: int
+    model: nn.Module | None
+    buffers: Collection[str] | None
+    tied: Mapping[str, str] | None
+    checkpoint: str | Path | None
+    name: str
+    total_clients: int | None
+    wait_for_nodes: float | None
+    max_empty_rounds: int
+    max_norm: float | None
+    min_replies: int
+    query_client_ids: bool | None
+    privacy: Privacy | None
+    secure: SecureAggregation | None
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a strategy trains.
+
+    Args:
+        algorithm: a client rule and a server rule.
+        weighting: "uniform" as in the paper, or "num-examples" as in Flower's FedAvg; the same
+            weights enter the mean and the mean squared norm. When None, "num-examples", and
+            "uniform" where a client's share must be bounded or hidden.
+        seed: decides the cohorts.
+        model: a module of the architecture that is trained, which decides `buffers` and `tied`
+            where these are None.
+        buffers: names of the arrays that are averaged and never extrapolated; when None, what
+            clients with `LocalRule` report, else the statistics of BatchNorm.
+        tied: maps each further name of a parameter to its first name; when None, what clients
+            report, else arrays that are equal before and after training.
+        checkpoint: folder in which the run is stored, and from which it resumes; None for none.
+        name: of the task in the run folder and in reports.
+        total_clients: number of clients, for SCAFFOLD; when None, and at least, the most seen.
+        wait_for_nodes: seconds to wait for enough nodes; the timeout of `start` when None.
+        max_empty_rounds: rounds in a row without a usable reply after which the run ends.
+        max_norm: replies whose update has a larger norm are left out; None for no bound.
+        min_replies: usable replies that a round needs; with fewer the model is unchanged, and the
+            round counts as empty.
+        query_client_ids: whether to query nodes for their client id; when None, only for rules
+            with client state and with privacy, because a ClientApp without
+            `report_client_id(app)` logs the query as an error.
+        privacy: `CentralPrivacy` or `LocalPrivacy` of `fedexp.privacy`.
+        secure: `SecureAggregation`, so that the server sees sums of updates only.
+    """
+
+    algorithm: Algorithm
+    weighting: Weighting | None = None
+    seed: int = 0
+    model: nn.Module | None = None
+    buffers: Collection[str] | None = None
+    tied: Mapping[str, str] | None = None
+    checkpoint: str | Path | None = None
+    name: str = "flower"
+    total_clients: int | None = None
+    wait_for_nodes: float | None = None
+    max_empty_rounds: int = 3
+    max_norm: float | None = None
+    min_replies: int = 1
+    query_client_ids: bool | None = None
+    privacy: Privacy | None = None
+    secure: SecureAggregation | None = None
+
+    def __post_init__(self) -> None:
+        if (model := self.model) is not None:
+            require(
+                isinstance(model, nn.Module), f"model must be a module, model=Net(), not {model!r}"
+            )
+            buffers, tied = named_parts(model)
+            object.__setattr__(self, "buffers", buffers if self.buffers is None else self.buffers)
+            object.__setattr__(self, "tied", tied if self.tied is None else self.tied)
+        rule = self.algorithm.client
+        require(
+            type(rule) in CLIENT_RULES.values(),
+            f"on Flower the client rule is SGD, Prox or Scaffold, not {type(rule).__name__}; use "
+            "one of these, or simulate",
+        )
+        require(
+            self.weights in get_args(Weighting),
+            f"weighting is uniform or num-examples, not {self.weighting!r}",
+        )
+        least_values = {"seed": 0, "max_empty_rounds": 1, "total_clients": 1, "min_replies": 1}
+        for name, least in least_values.items():
+            value = getattr(self, name)
+            valid = value is None or (isinstance(value, int) and value >= least)
+            require(valid, f"{name} must be a whole number of at least {least}, not {value!r}")
+        require(
+            self.secure is None or isinstance(self.secure, SecureAggregation),
+            f"secure must be SecureAggregation(clip=...), not {self.secure!r}",
+        )
+        require(self.secure is None or self.weights == "uniform", NOT_UNIFORM)
+        require(
+            self.checkpoint is None or isinstance(self.checkpoint, str | PathLike),
+            f"checkpoint must be a folder, checkpoint='runs/first', not {self.checkpoint!r}",
+        )
+        wait = self.wait_for_nodes
+        require(
+            wait is None or (isinstance(wait, Real) and wait >= 0),
+            f"wait_for_nodes must be a number of seconds, not {wait!r}",
+        )
+        if self.privacy is not None:
+            require(
+                isinstance(self.privacy, Privacy) and not isinstance(self.privacy, type),
+                f"privacy must be CentralPrivacy(...) or LocalPrivacy(...), not {self.privacy!r}",
+            )
+            check_fit(self.algorithm, self.weights, buffers=False)
+            warn_seeded(self.privacy)
+        if self.secure is not None and self.privacy is not None:
+            raise UsageError("secure and privacy cannot be combined yet; leave one of them out")
+        bound = self.max_norm
+        require(
+            bound is None or (is_number(bound) and bound > 0),
+            f"max_norm must be positive and finite, not {bound!r}",
+        )
+        require(
+            bound is None or self.secure is None,
+            "max_norm needs updates that the server can see; leave it out: the clip of "
+            "SecureAggregation bounds them",
+        )
+        require(
+            self.min_replies == 1 or self.privacy is None or self.privacy.noised_by_clients,
+            "min_replies would let the data decide whether noise is released; leave it out with "
+            "central privacy",
+        )
+
+    @property
+    def weights(self) -> Weighting:
+        """Return the weighting, or the one that is used where it is None."""
+        if self.weighting is not None:
+            return self.weighting
+        return "num-examples" if self.privacy is None and self.secure is None else "uniform"
+
+    @property
+    def stateful_clients(self) -> bool:
+        """Return whether the rule has client state (SCAFFOLD's control variates)."""
+        return bool(self.algorithm.client.init_client_state(torch.zeros(0)))
+
+    @property
+    def fixes_layout(self) -> bool:
+        """Return whether noise or masks depend on the layout, so that it cannot change later."""
+        return self.privacy is not None or self.secure is not None
+
+    @property
+    def queries_client_ids(self) -> bool:
+        """Return whether nodes are queried for their client ids."""
+        if self.query_client_ids is not None:
+            return self.query_client_ids
+        return self.stateful_clients or self.privacy is not None
+
+    def client_config(self) -> dict[str, Any]:
+        """Return the config of the client rule, as train messages carry it."""
+        rule = self.algorithm.client
+        names = {kind: name for name, kind in CLIENT_RULES.items()}
+        config: dict[str, Any] = {"fedexp.client": names[type(rule)]}
+        if isinstance(rule, Prox):
+            config["fedexp.mu"] = config["proximal-mu"] = rule.mu
+        if self.buffers is not None:
+            config["fedexp.buffers"] = sorted(self.buffers)
+        return config
+
+
+def check_fractions(**values: float) -> None:
+    """Refuse fractions outside [0, 1] and negative numbers of nodes."""
+    for name, value in values.items():
+        require(is_number(value), f"{name} must be a number, not {value!r}")
+        if name.startswith("fraction"):
+            require(0 <= value <= 1, f"{name} must be in [0, 1], not {value}")
+        else:
+            require(value >= 0, f"{name} must not be negative, but is {value}")
+
+
+def check_evaluation(settings: Settings, fraction_evaluate: float) -> None:
+    """Refuse evaluation by clients in a private run; warn of it in a secure one.
+
+    The metrics of an evaluation are exact, and the server sees those of each client.
+    """
+    require(
+        settings.privacy is None or fraction_evaluate == 0,
+        "privacy does not cover the metrics of an evaluation by clients; set "
+        "fraction_evaluate=0.0, and evaluate on the server by evaluate_fn",
+    )
+    if settings.secure is not None and fraction_evaluate > 0:
+        log(
+            WARNING,
+            "secure aggregation does not cover evaluation: each client's metrics reach the server "
+            "in the clear, its number of examples too; set fraction_evaluate=0.0",
+        )
+
+
+OPTIONS = [
+    Parameter(option.name, Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
+    for option in fields(Settings)
+    if option.name != "algorithm"
+]
+
+
+def strategy_arguments(init: Callable[P, None]) -> Callable[P, None]:
+    """Write `**options` out in the signature; refuse arguments that are unknown, given twice or
+    not numbers, in a line with the remedy."""
+    itself, *arguments, _ = signature(init).parameters.values()
+    parameters = [*arguments, *OPTIONS]
+    names = [p.name for p in parameters]
+    numbers = {p.name for p in parameters if p.annotation.startswith(("float", "int"))}
+    by_position = [p.name for p in parameters if p.kind is not Parameter.KEYWORD_ONLY]
+
+    @renamed_arguments(identify="query_client_ids")
+    @wraps(init)
+    def call(*args: P.args, **kwargs: P.kwargs) -> None:
+        strategy = args[0]
+        assert isinstance(strategy, RuleStrategy)
+        name = type(strategy).__name__
+        for option in kwargs:
+            if option not in names:
+                raise unknown_name(f"option of {name}", option, names)
+        require(
+            len(args) - 1 <= len(by_position),
+            f"{name} takes its further options by name, e.g. {names[len(by_position)]}=...",
+        )
+        values: dict[str, Any] = dict(zip(by_position, args[1:], strict=False))
+        twice = next((option for option in values if option in kwargs), None)
+        require(twice is None, f"{twice} is given twice: by position and by name")
+        values |= kwargs
+        for option, value in values.items():
+            valid = option not in numbers or value is None or isinstance(value, Real)
+            require(valid, f"{option} must be a number, not {value!r}")
+        for alias, option in strategy.flower_arguments.items():
+            both = alias != option and values.get(alias) is not None and option in values
+            require(not both, f"{alias} and {option} are one option; give one of them")
+        init(*args, **kwargs)
+
+    written_out = signature(init).replace(parameters=[itself, *parameters])
+    call.__signature__ = written_out  # type: ignore[attr-defined]
+    return call
+
+
+class RuleStrategy(FlowerFedAvg):
+    """A Flower strategy with the rules of an `Algorithm`.
+
+    FedAvg's arguments come first and have the same meaning; the others are those of
+    `fedexp.flower.strategy.Settings`. Replies are summed as they arrive; a damaged one is left out,
+    and the log names its node and the reason. Clients train from the last iterate; evaluation and
+    `result.arrays` are of the output model, the mean of the last two where the rule extrapolates.
+
+    Attributes:
+        flower_arguments: maps the arguments of Flower's strategy of this name to ours; "" for one
+            that has no effect, as in Flower.
+    """
+
+    flower_arguments: ClassVar[Mapping[str, str]] = {}
+
+    @strategy_arguments
+    def __init__(
+        self,
+        fraction_train: float = 1.0,
+        fraction_evaluate: float = 1.0,
+        min_train_nodes: int = 2,
+        min_evaluate_nodes: int = 2,
+        min_available_nodes: int = 2,
+        weighted_by_key: str = "num-examples",
+        arrayrecord_key: str = "arrays",
+        configrecord_key: str = "config",
+        train_metrics_aggr_fn: MetricsFn | None = None,
+        evaluate_metrics_aggr_fn: MetricsFn | None = None,
+        *,
+        algorithm: Algorithm,
+        **options: Unpack[StrategyOptions],
+    ) -> None:
+        check_fractions(
+            fraction_train=fraction_train,
+            fraction_evaluate=fraction_evaluate,
+            min_train_nodes=min_train_nodes,
+            min_evaluate_nodes=min_evaluate_nodes,
+            min_available_nodes=min_available_nodes,
+        )
+        self.settings = Settings(algorithm, **options)
+        check_evaluation(self.settings, fraction_evaluate)
+        super().__init__(
+            fraction_train,
+            fraction_evaluate,
+            min_train_nodes,
+            min_evaluate_nodes,
+            min_available_nodes,
+            weighted_by_key,
+            arrayrecord_key,
+            configrecord_key,
+            train_metrics_aggr_fn,
+            evaluate_metrics_aggr_fn,
+        )
+        require(
+            self.settings.secure is None
+            or type(self).aggregate_train is RuleStrategy.aggregate_train,
+            NO_REPLIES,
+        )
+        self.run: FederatedRun | None = None
+
+    def summary(self) -> None:
+        """Log the algorithm, the weights and the seed, then FedAvg's own summary."""
+        used = self.settings
+        log(INFO, "\t├──> %s, %s weights, seed %d", used.algorithm, used.weights, used.seed)
+        super().summary()
+
+    def start(
+        self,
+        grid: Grid,
+        initial_arrays: ArrayRecord,
+        num_rounds: int = 3,
+        timeout: float = 3600,
+        train_config: ConfigRecord | None = None,
+        evaluate_config: ConfigRecord | None = None,
+        evaluate_fn: EvaluateFn | None = None,
+    ) -> Result:
+        """Train; the arguments and the result are those of Flower's own strategies.
+
+        With `checkpoint` every round is stored, and a second start with the same folder resumes
+        after the last complete one, or returns the stored result of a finished run at once.
+
+        Args:
+            grid: of the ServerApp.
+            initial_arrays: the initial model.
+            num_rounds: rounds in total, counted from the very first.
+            timeout: seconds that a round waits for its clients, and again for its evaluation.
+            train_config: sent to clients that train, with `server-round`.
+            evaluate_config: sent to clients that evaluate.
+            evaluate_fn: evaluates the output model on the server, also before the first round.
+        """
+        num_rounds = whole_number("num_rounds", num_rounds, least=1)
+        require(
+            isinstance(timeout, Real) and timeout > 0,
+            f"timeout must be a positive number of seconds, not {timeout}",
+        )
+        require(
+            isinstance(initial_arrays, Mapping),
+            "initial_arrays must be a record, such as ArrayRecord(model.state_dict()), not a "
+            f"{type(initial_arrays).__name__}",
+        )
+        self.run = FederatedRun(self.settings, initial_arrays, num_rounds, timeout)
+        configs = ConfigRecord(dict(train_config or {})), ConfigRecord(dict(evaluate_config or {}))
+        return run_rounds(self, self.run, grid, configs, evaluate_fn)
+
+    def configure_train(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the train messages of a round; they carry the last iterate.
+
+        `start` passes that iterate as `arrays`, for a `configure_train` of a subclass to send.
+        """
+        if self.fraction_train == 0.0:
+            return []
+        if self.run is None:
+            self.run = FederatedRun(self.settings, arrays)
+        elif (expected := self.run.expected) is not None:
+            require(arrays is expected or same_arrays(arrays, expected), CHANGED)
+        config["server-round"] = server_round
+        size = CohortSize(self.fraction_train, self.min_train_nodes, self.min_available_nodes)
+        return self.run.configure_round(
+            server_round, grid, size, self.arrayrecord_key, (self.configrecord_key, dict(config))
+        )
+
+    def aggregate_train(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> tuple[ArrayRecord | None, MetricRecord | None]:
+        """Sum the replies one by one and take the server step; return the output model."""
+        run = self.run
+        if run is None:
+            raise UsageError("there is no model yet; call start, or configure_train first")
+        reader = ReplyReader(
+            run,
+            self.arrayrecord_key,
+            self.weighted_by_key,
+            self.settings.weights,
+            self.settings.max_norm,
+            run.undecided_layout,
+            run.client_noise,
+        )
+        records: list[RecordDict] = []
+        custom = _custom(self.train_metrics_aggr_fn)
+        found = aggregate_replies(replies, reader, records.append if custom else None, run.clip)
+        metrics = found.client_metrics
+        if custom and records:
+            metrics = dict(custom(records, self.weighted_by_key))
+        return self.complete_train(found, metrics)
+
+    def complete_train(
+        self, replies: AggregatedReplies, client_metrics: dict[str, Any]
+    ) -> tuple[ArrayRecord | None, MetricRecord]:
+        """Take the server step with the sums of a round; return no arrays if there was none."""
+        assert self.run is not None
+        theirs = {} if self.run.hides_client_metrics else client_metrics
+        numbers = self.run.complete_round(replies)
+        if taken := ", ".join(sorted(theirs.keys() & numbers.keys())):
+            text = "clients' metrics named %s are left out, because the server reports its own by "
+            self.run.log_once(WARNING, text + "this name; rename them in the ClientApp", taken)
+        metrics = MetricRecord({**theirs, **numbers})
+        if not self.run.stepped:
+            return None, metrics
+        self.run.expected = self.run.output()  # a loop of Flower's passes them on
+        return self.run.expected, metrics
+
+    def configure_evaluate(
+        self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
+    ) -> Iterable[Message]:
+        """Return the messages of an evaluation to the available nodes; it waits for none."""
+        nodes = list(grid.get_node_ids())
+        if self.fraction_evaluate == 0.0 or not nodes:
+            return []
+        if self.run is None:
+            self.run = FederatedRun(self.settings, arrays)
+        wanted = max(int(len(nodes) * self.fraction_evaluate), self.min_evaluate_nodes)
+        cohort = self.run.evaluation_nodes(server_round, self.settings.seed, nodes, wanted)
+        log(INFO, "configure_evaluate: Sampled %s nodes (out of %s)", len(cohort), len(nodes))
+        config["server-round"] = server_round
+        record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})
+        kind, ttl = MessageType.EVALUATE, self.run.message_ttl
+        return [Message(record, node, kind, ttl=ttl) for node in cohort]
+
+    def aggregate_evaluate(
+        self, server_round: int, replies: Iterable[Message]
+    ) -> MetricRecord | None:
+        """Return the means of the clients' metrics; replies that cannot be used are left out."""
+        aggregate = _custom(self.evaluate_metrics_aggr_fn)
+        if self.run is not None:
+            replies = self.run.evaluate_backoff.watch(server_round, replies)
+        return aggregate_evaluations(replies, self.weighted_by_key, aggregate)
+
+
+def _custom(function: MetricsFn) -> MetricsFn | None:
+    """Return the user's own function, None for Flower's default, which needs all replies."""
+    return None if function is aggregate_metricrecords else function
