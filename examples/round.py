@@ -32,7 +32,7 @@ def local_update(model: nn.Module, w: Tensor, data: Data, client: int, round: in
         grads = torch.autograd.grad(loss, list(model.parameters()))
         with torch.no_grad():
             for parameter, grad in zip(model.parameters(), grads, strict=True):
-                parameter -= LOCAL.lr * grad
+                parameter.sub_(LOCAL.lr * grad)
     return w - parameters_to_vector(model.parameters()).detach()
 
 

@@ -13,9 +13,9 @@ BUDGET = {
     "cli": (1686, "eleven commands and their progress"),
     "data": (2174, "federations, partitions, streaming, and readers of seven sources"),
     "distributed": (477, "ranks of torchrun, and how they fail"),
-    "engine": (4131, "five engines, their trial and spot checks against the loop, and the rounds"),
-    "flower": (3906, "strategies, clients, checkpoints, privacy and secure aggregation"),
-    "kernels": (2664, "convolutions, recurrence, normalisation and losses of many clients"),
+    "engine": (3846, "five engines, their trial and spot checks against the loop, and the rounds"),
+    "flower": (3723, "strategies, clients, checkpoints, privacy and secure aggregation"),
+    "kernels": (2659, "convolutions, recurrence, normalisation and losses of many clients"),
     "objective": (
         1922,
         "losses of modules, of many clients at once, least squares, refusal of hidden state",

@@ -71,7 +71,10 @@ def test_a_round_in_plain_torch_equals_simulate(fedexp: bool) -> None:
     digits = fx.tasks.digits().train
     train = replace(digits, fields={**digits.fields, "x": digits.fields["x"].double()})
     clients = [(batch["x"], batch["y"]) for batch in map(train.client, range(train.clients))]
-    build = lambda: nn.Linear(64, 10).double()  # noqa: E731
+
+    def build() -> nn.Module:
+        return nn.Linear(64, 10).double()
+
     task = fx.supervised("round", build, train, local=page["LOCAL"], cohort=page["COHORT"])
     algorithm = fx.fedexp(eps=page["EPS"], eps_mode="absolute") if fedexp else fx.fedavg()
     records = fx.simulate(task, algorithm, page["ROUNDS"], seed=page["SEED"], engine="loop")

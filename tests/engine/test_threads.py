@@ -18,7 +18,7 @@ import fedexp as fx
 from fedexp.data import Federation
 from fedexp.data.federation import Batch
 from fedexp.engine import EngineName, loop
-from fedexp.engine.base import Engine, Pool
+from fedexp.engine.base import Engine, Pool, sum_trained
 from fedexp.engine.select import select_engine
 from fedexp.engine.threads import OwnDropout, Threads, keep_channels_last
 from fedexp.errors import EngineWarning
@@ -139,7 +139,7 @@ def test_models_too_large_to_hold_many_updates_still_use_all_threads(
     updates: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     together: list[int] = []
-    real = loop.sum_trained
+    real = sum_trained
 
     def counted(work, clients, *rest):  # type: ignore[no-untyped-def]
         together.append(len(clients))

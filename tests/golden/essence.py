@@ -87,12 +87,12 @@ def arithmetic() -> dict[str, str]:
             sample.update(value.contiguous().numpy().tobytes())
     info = Path("/proc/cpuinfo")
     lines = info.read_text().split("\n\n")[0].splitlines() if info.exists() else []
-    kind = [line.partition(":")[2].strip() for line in lines if line.startswith(PROCESSOR)]
+    processor = [line.partition(":")[2].strip() for line in lines if line.startswith(PROCESSOR)]
     return {
         "torch": torch.__version__,
         "numpy": np.__version__,
         "machine": platform.machine(),
-        "processor": " ".join(kind),  # blocks of a matrix product follow its caches
+        "processor": " ".join(processor),  # blocks of a matrix product follow its caches
         "capability": torch.backends.cpu.get_cpu_capability(),
         "sample": f"sha:{sample.hexdigest()[:12]}",
     }
