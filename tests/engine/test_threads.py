@@ -147,7 +147,7 @@ def test_models_too_large_to_hold_many_updates_still_use_all_threads(
 
     task = task_of(network)
     size = task.objective.initial(0)[0].nbytes
-    monkeypatch.setattr(loop, "SUMMED_BYTES", updates * size + 1)
+    monkeypatch.setattr("fedexp.engine.base.SUMMED_BYTES", updates * size + 1)
     monkeypatch.setattr("fedexp.engine.threads.sum_trained", counted)
     list(fx.simulate(task, fx.fedavg(), 1, evaluate_every=9))
     assert together[-3:] == [2, 2, 1]  # never three, which would leave a thread without work

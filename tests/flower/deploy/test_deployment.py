@@ -84,7 +84,7 @@ def test_a_supernode_and_a_client_process_killed_in_a_round(
 def test_a_superlink_killed_and_restarted(federation: Deployment) -> None:
     """SCAFFOLD resumes too: the clients' control variates belong to the study, not to the run."""
     config = {"algorithms": "scaffold-exp", "rounds": 2}
-    # a new one does not list the node that the last test has killed, as the old one may for a minute
+    # the old one may list the node that the last test has killed for another minute
     federation.processes.kill("superlink")
     federation.start_superlink()
     federation.begin("resumed", **config)
