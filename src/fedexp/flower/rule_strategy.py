@@ -22,7 +22,7 @@ from flwr.supercore import log
 from torch import nn
 
 from fedexp.algorithms import Algorithm
-from fedexp.errors import UsageError, renamed_arguments, require, whole_number
+from fedexp.errors import UsageError, require, whole_number
 from fedexp.flower.layout import named_parts, same_arrays
 from fedexp.flower.metrics import MetricsFn, aggregate_evaluations
 from fedexp.flower.nodes import CohortSize
@@ -54,7 +54,6 @@ class RuleStrategy(FlowerFedAvg):
     two where the rule extrapolates.
     """
 
-    @renamed_arguments(identify="query_client_ids")
     def __init__(
         self,
         fraction_train: float = 1.0,

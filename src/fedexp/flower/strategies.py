@@ -28,7 +28,7 @@ from torch import nn
 
 from fedexp import algorithms
 from fedexp.algorithms import Algorithm
-from fedexp.errors import renamed_arguments, require, unknown_name
+from fedexp.errors import require, unknown_name
 from fedexp.flower.metrics import MetricsFn
 from fedexp.flower.replies import Weighting
 from fedexp.flower.rule_strategy import RuleStrategy
@@ -47,7 +47,6 @@ def strategy_arguments(init: Callable[P, None]) -> Callable[P, None]:
     numbers = {each.name for each in parameters if each.annotation.startswith(("float", "int"))}
     by_position = [each.name for each in parameters if each.kind is not Parameter.KEYWORD_ONLY]
 
-    @renamed_arguments(identify="query_client_ids")
     @wraps(init)
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
         strategy = args[0]

@@ -46,8 +46,6 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedexp.client import RENAMED_METHODS
-
 Digest = dict[str, str]
 SOURCE, BYTECODE = "source", str(sys.implementation.cache_tag)
 LIBRARIES = ("fedexp", "torch", "numpy")
@@ -302,10 +300,7 @@ class _Reader:
             self._put(_module(kind))
         self._each("bases", [each for each in kind.__mro__[1:] if not is_library(each.__module__)])
         of_class = vars(kind)
-        former = {n for o, n in RENAMED_METHODS.items() if of_class.get(o) is of_class.get(n)}
         for name, value in sorted(of_class.items()) if own else []:
-            if name in former:  # set by ClientRule, not by the user: digests stay as stored
-                continue
             dunder = name.startswith("__") and name.endswith("__")
             if not name.startswith("_abc_") and (
                 not dunder or isinstance(value, types.FunctionType)

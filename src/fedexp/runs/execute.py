@@ -28,7 +28,7 @@ from fedexp.distributed import DistributedGroup, Ranks, launched
 from fedexp.engine import Record, SimulationState
 from fedexp.engine.client_store import ClientStore, Location
 from fedexp.engine.plan import CohortRule
-from fedexp.errors import DivergedError, UsageError, require, warn_deprecated
+from fedexp.errors import DivergedError, UsageError, require
 from fedexp.objective import Buffers, LoadableObjective, ModuleObjective
 from fedexp.privacy.settings import CentralPrivacy
 from fedexp.runs.checkpoint import SLOTS, to_bytes
@@ -114,9 +114,6 @@ def execute(
             accesses the folder, and `on_round` is guaranteed to be called on the first alone.
         options: see `RunOptions`.
     """
-    if "consumers" in options:
-        warn_deprecated("execute(consumers=...)", "execute(loggers=...)")
-        options["loggers"] = options.pop("consumers")
     run = run or spec.prepare()
     how = RunOptions(**options)
     path = folder or (folder_of(run, root) if root is not None else None)
