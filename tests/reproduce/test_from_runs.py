@@ -217,16 +217,6 @@ def test_algorithms_are_compared_on_the_same_clients() -> None:
         plan_from(STUDIES["table1"], Request(), pair)
 
 
-def test_an_option_of_a_later_version_is_ignored() -> None:
-    later = {"server.eps": 0.001, "server.news": 1}
-    pair = [
-        fabricated("table1", "cifar10", "fedexp"),
-        fabricated("table1", "cifar10", "fedexp", 1, options=later),
-    ]
-    _, results = plan_from(STUDIES["table1"], Request(), pair)
-    assert len(results) == 2
-
-
 @pytest.mark.parametrize(
     ("more", "remedy"),
     [

@@ -183,15 +183,12 @@ def _refuse_twins(runs: Sequence[StoredRun]) -> None:
 
 
 def _differing(first: StoredRun, second: StoredRun) -> str | None:
-    """Return a setting in which two runs differ that should differ in their seed alone.
-
-    An option that only one of them has was added by a later version, and is at its default.
-    """
+    """Return a setting in which two runs differ that should differ in their seed alone."""
     for name in ("cohort", "clients"):
         if first.spec.get(name) != second.spec.get(name):
             return name
-    one, other = first.spec.get("options", {}), second.spec.get("options", {})
-    return next((name for name in one if one[name] != other.get(name, one[name])), None)
+    one, other = first.spec["options"], second.spec["options"]
+    return next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
 
 
 def _left_out(plan: Plan, task: str, found: Mapping[str, Sequence[StoredRun]]) -> str:
