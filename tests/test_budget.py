@@ -8,25 +8,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BUDGET = {
-    "fedexp": (2255, "rules of clients, options, studies, models and other single files"),
-    "analysis": (1537, "summaries, tables, figures and the HTML report"),
+    "fedexp": (2175, "rules of clients, options, studies, models and other single files"),
+    "analysis": (1536, "summaries, tables, figures and the HTML report"),
     "cli": (1686, "eleven commands and their progress"),
     "data": (2174, "federations, partitions, streaming, and readers of seven sources"),
-    "distributed": (477, "ranks of torchrun, and how they fail"),
-    "engine": (3846, "five engines, their trial and spot checks against the loop, and the rounds"),
-    "flower": (3723, "strategies, clients, checkpoints, privacy and secure aggregation"),
+    "distributed": (454, "ranks of torchrun, and how they fail"),
+    "engine": (3836, "five engines, their trial and spot checks against the loop, and the rounds"),
+    "flower": (3712, "strategies, clients, checkpoints, privacy and secure aggregation"),
     "kernels": (2659, "convolutions, recurrence, normalisation and losses of many clients"),
     "objective": (
         1946,
         "losses of modules, of many clients at once, least squares, refusal of hidden state",
     ),
     "privacy": (744, "accounting and mechanisms"),
-    "reproduce": (1674, "the paper's studies"),
-    "runs": (3617, "run folders, specs, checkpoints, workers"),
-    "server": (389, "server rules"),
+    "reproduce": (1648, "the paper's studies"),
+    "runs": (3501, "run folders, specs, checkpoints, workers"),
+    "server": (386, "server rules"),
     "tasks": (1870, "tasks, their metrics and their recipes"),
-    "tuning": (843, "searches and their store"),
-    "tools": (4243, "scripts that write this repository's documents, and the soak campaign"),
+    "tuning": (832, "searches and their store"),
+    "tools": (4222, "scripts that write this repository's documents, and the soak campaign"),
 }
 
 

@@ -7,25 +7,18 @@ and a batched program.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
-from fedexp.errors import is_number, require, warn_deprecated
+from fedexp.errors import is_number, require
 from fedexp.precision import widest
 
 Tensors = Mapping[str, Tensor]
-RENAMED_METHODS = {
-    "init_shared": "init_broadcast",
-    "init_local": "init_client_state",
-    "drift": "linear_correction",
-    "finish": "end_round",
-    "update_shared": "update_broadcast",
-}
 
 
 class LinearCorrection(NamedTuple):
@@ -39,18 +32,6 @@ class LinearCorrection(NamedTuple):
         if self.prox:
             grad = grad.add(params - start, alpha=self.prox)
         return grad if self.offset is None else grad + self.offset
-
-    @property
-    def pull(self) -> float:
-        """Deprecated: use `prox`."""
-        warn_deprecated("Drift.pull", "LinearCorrection.prox")
-        return self.prox
-
-    @property
-    def push(self) -> Tensor | None:
-        """Deprecated: use `offset`."""
-        warn_deprecated("Drift.push", "LinearCorrection.offset")
-        return self.offset
 
 
 @dataclass(frozen=True)
@@ -68,14 +49,6 @@ class ClientRule:
 
     needs_sgd: ClassVar[bool] = False
     needs_loss: ClassVar[bool] = False
-
-    def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Accept the method names of version 0.1, with a deprecation warning."""
-        super().__init_subclass__(**kwargs)
-        for old, new in RENAMED_METHODS.items():
-            if old in vars(cls) and new not in vars(cls):
-                warn_deprecated(f"{cls.__name__}.{old}", f"{cls.__name__}.{new}")
-                setattr(cls, new, vars(cls)[old])
 
     def init_broadcast(self, params: Tensor) -> Tensors:
         """Return the initial state that the server broadcasts with the model."""
@@ -251,41 +224,3 @@ class Scaffold(ClientRule):
     ) -> Tensors:
         change = aggregate.extras["control"] / total_weight
         return {"control": broadcast["control"] - change.to(broadcast["control"].dtype)}
-
-
-class _Drift(LinearCorrection):
-    """Deprecated: `LinearCorrection` with its arguments of version 0.1."""
-
-    __qualname__ = "Drift"  # in the digests of rules that import it
-
-    def __new__(cls, pull: float = 0.0, push: Tensor | None = None) -> Self:
-        return super().__new__(cls, pull, push)
-
-
-def _former_method(old: str, new: str) -> Callable[..., Any]:
-    """Return a method that warns and calls `new` of the nearest class that does not define `old`.
-
-    The class that defines `old` may be the caller, by `super().old(...)`.
-    """
-
-    def call(self: ClientRule, *args: Any) -> Any:
-        warn_deprecated(f"{type(self).__name__}.{old}", f"{type(self).__name__}.{new}")
-        owner = next(
-            c
-            for c in type(self).__mro__
-            if new in vars(c) and (c is ClientRule or old not in vars(c))
-        )
-        return vars(owner)[new](self, *args)
-
-    return call
-
-
-for _old, _new in RENAMED_METHODS.items():
-    setattr(ClientRule, _old, _former_method(_old, _new))
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Drift":
-        warn_deprecated("fedexp.client.Drift", "fedexp.client.LinearCorrection(prox, offset)")
-        return _Drift
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

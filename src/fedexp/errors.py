@@ -1,17 +1,12 @@
-"""Errors, warnings and deprecations. Each message is one line and names the remedy."""
+"""Errors. Each message is one line and names the remedy."""
 
 from __future__ import annotations
 
 import difflib
-import functools
 import math
-import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from numbers import Integral, Real
-from typing import Any, ParamSpec, TypeVar
-
-P = ParamSpec("P")
-T = TypeVar("T")
+from typing import Any
 
 
 class FedExPError(Exception):
@@ -123,32 +118,3 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     near = [each for text in dict.fromkeys(close) for each in names if plain[each] == text]
     hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
     return UsageError(f"unknown {kind} {name!r}; {hint}")
-
-
-def warn_deprecated(old: str, new: str, stacklevel: int = 3) -> None:
-    """Warn that `old` is deprecated and name its replacement."""
-    warnings.warn(f"{old} is deprecated: use {new}", DeprecationWarning, stacklevel)
-
-
-def renamed_arguments(**renamed: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """Accept the old names of keyword arguments, with a deprecation warning.
-
-    >>> @renamed_arguments(sharing="process_group")
-    ... def simulate(process_group=None):
-    ...     return process_group
-    """
-
-    def decorate(function: Callable[P, T]) -> Callable[P, T]:
-        name = function.__qualname__.removesuffix(".__init__").rpartition(".")[2]
-
-        @functools.wraps(function)
-        def call(*args: P.args, **kwargs: P.kwargs) -> T:
-            given: dict[str, Any] = dict(kwargs)
-            for old in given.keys() & renamed.keys():
-                warn_deprecated(f"{name}({old}=...)", f"{renamed[old]}=...")
-                given[renamed[old]] = given.pop(old)
-            return function(*args, **given)
-
-        return call
-
-    return decorate

@@ -46,20 +46,6 @@ NUMBERS = (
     "delta_gamma",
     "delta_growth",
 )
-# Fields that specs of version 0.1 do not have: left out of options where they have their default.
-ADDED = frozenset(
-    {
-        "optimizer",
-        "momentum",
-        "nesterov",
-        "betas",
-        "adam_eps",
-        "lr_schedule",
-        "step_schedule",
-        "delta_gamma",
-        "delta_growth",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -136,9 +122,9 @@ class LocalTraining:
         clip = self.clip_norm
         require(clip is None or clip > 0, f"local.clip_norm must be positive, not {clip}")
         require(0 < self.lr_decay <= 1, f"local.lr_decay must be in (0, 1], not {self.lr_decay}")
-        self._check_added()
+        self._check_optimizer()
 
-    def _check_added(self) -> None:
+    def _check_optimizer(self) -> None:
         optimizer, momentum = self.optimizer, self.momentum
         require(
             callable(optimizer) or optimizer in OPTIMIZERS,

@@ -23,7 +23,7 @@ import numpy as np
 from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS, Algorithm, default_eps
 from fedexp.client import SGD
 from fedexp.errors import DataNote, UsageError, require, unknown_name
-from fedexp.local import ADDED, DEFAULT_STEPS, LocalTraining
+from fedexp.local import LocalTraining
 from fedexp.references import is_reference, load_object, name_in, reference_to
 from fedexp.server import AMS, Adagrad, Adam, ExP, MomentumExP, ServerRule, Yogi
 from fedexp.tasks import (
@@ -71,7 +71,6 @@ TASKS: dict[str, Callable[..., Task]] = {
 # The released code's values, for tasks that have such an argument: docs/paper.md#released-resnet,
 # docs/paper.md#released-augmentation.
 RELEASED_ARGUMENTS = {"pool": "avg3", "augment": "batch"}
-ADDED_ARGUMENTS = {"pixels": "tff"}  # that older specs lack; in a spec only with another value
 
 
 def build_task(
@@ -270,17 +269,6 @@ class Setup:
             for field in dataclasses.fields(self.section(section))
         }
         return {**found, "average_last": self.algorithm.iterates, "weighting": self.weighting}
-
-    def stored_options(self) -> dict[str, Any]:
-        """Return the options of a spec: those that older specs lack only where they are set.
-
-        Beside epochs a spec has the default number of steps, as older ones have it.
-        """
-        fields = dataclasses.fields(LocalTraining)
-        added = {f"local.{field.name}": field.default for field in fields if field.name in ADDED}
-        found = self.options()
-        found["local.steps"] = self.local.steps or DEFAULT_STEPS
-        return {n: value for n, value in found.items() if n not in added or value != added[n]}
 
     def with_option(self, key: str, value: Any) -> Setup:
         """Return a copy with one option changed; text is converted to the option's type.

@@ -339,9 +339,7 @@ def test_a_named_engine_raises_with_its_distance_from_the_loop() -> None:
             "batched", data=(torch.arange(52).view(26, 2) % 9, examples(SIZES)[1]))  # fmt: skip
 
 
-def test_an_old_name_of_an_engine_is_taken_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match="'auto' now"):
-        assert run(Two, "vectorized")[1].engine == "batched (layers)"
+def test_an_unknown_engine_is_refused() -> None:
     with pytest.raises(UsageError, match="engine is one of auto, loop, threads, batched"):
         run(Two, "fast")
 

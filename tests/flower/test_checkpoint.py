@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import logging
 from collections.abc import Iterable
@@ -494,7 +495,8 @@ def test_rows_that_no_run_has_written_are_refused_in_a_line(part: Any, tmp_path:
     line = json.dumps({"round": 1, **part})
     records.write_text(line.ljust(records.stat().st_size - 1) + "\n")  # a checkpoint counts bytes
     newest = Checkpoint.from_json(json.loads((folder / NEWEST).read_bytes()))
-    write_json(folder / NEWEST, replace(newest, records_sha256=None).to_json())
+    digest = hashlib.sha256(records.read_bytes()).hexdigest()
+    write_json(folder / NEWEST, replace(newest, records_sha256=digest).to_json())
     with pytest.raises(UsageError, match=r"records\.jsonl is damaged: its rows are not"):
         FedExP(checkpoint=folder).start(FakeGrid(plain_app()), first_model(), 4)
 

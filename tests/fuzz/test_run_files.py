@@ -41,7 +41,7 @@ from fedexp.runs.journal import Journal
 from fedexp.runs.read import HEAD, Parts, texts
 from fedexp.runs.spec import SPEC, id_of, read_spec
 from tests.fuzz.hostile import Files, contents, forged, fuzz, harmless, mutated
-from tests.runs.helpers import in_old_format, nobody, stop_after, tiny
+from tests.runs.helpers import nobody, stop_after, tiny
 
 CPU = torch.device("cpu")
 FLOWER_SPEC = {
@@ -54,7 +54,7 @@ Run = Files  # of a run folder
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """A finished run, a stopped one, and a stopped one with checkpoints of earlier versions.
+    """A finished run and a stopped one.
 
     The clock is fixed, so that the files are the same in every session.
     """
@@ -65,11 +65,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         patch.setattr(time, "strftime", lambda *_: "2026-01-02T03:04:05+0000")
         patch.setattr(sys, "argv", ["fedexp"])
         execute(spec, None, nobody, folder=root / "finished")
-        for name in ("stopped", "parts"):
-            listen, wish = stop_after(4)
-            with suppress(RunInterrupted):
-                execute(spec, None, listen, folder=root / name, stop=wish, checkpoint_every=0)
-        in_old_format(root / "parts")
+        listen, wish = stop_after(4)
+        with suppress(RunInterrupted):
+            execute(spec, None, listen, folder=root / "stopped", stop=wish, checkpoint_every=0)
     return {path.name: contents(path) for path in root.iterdir()}
 
 
@@ -188,7 +186,7 @@ def test_forged_files_of_a_finished_run(
 def test_damaged_files_of_a_resumed_run(
     runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
-    files = runs[draw.choice(["stopped", "parts"])]
+    files = runs["stopped"]
     names = [name for name in files if name.startswith("checkpoint") or name in FILES]
     name = draw.choice(sorted(names))
     folder = tmp_path_factory.getbasetemp() / "resumed"
@@ -200,7 +198,7 @@ def test_forged_checkpoints(
     runs: dict[str, Run], tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
     """The parts of a checkpoint are forged with it, so that their digests match."""
-    files = runs[draw.choice(["stopped", "parts"])]
+    files = runs["stopped"]
     listed = json.loads(files[NEWEST])
     damaged: dict[str, bytes] = {}
     if draw.random() < 0.5:
@@ -314,7 +312,7 @@ def test_a_forged_file_list_cannot_leave_the_folder(
 
 def _parts(listed: dict[str, Any]) -> list[dict[str, Any]]:
     layers = listed["slots"]["layers"] if listed["slots"] else []
-    return [listed["model"], *listed["clients"], *layers]
+    return [listed["model"], *layers]
 
 
 @fuzz(120)

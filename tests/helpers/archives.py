@@ -6,12 +6,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from fedexp.algorithms import ALGORITHMS
+from fedexp.local import LocalTraining
+from fedexp.options import Setup
 from fedexp.reproduce import STUDIES
 from fedexp.reproduce.study import Plan, Request, spec_of
 from fedexp.runs import StoredRun
 from fedexp.runs.files import Row
 from fedexp.runs.read import Parts, texts
-from fedexp.runs.spec import id_of
+from fedexp.runs.spec import FORMAT, id_of
 
 WHERE = {
     "fedexp": "0.1.0",
@@ -38,6 +41,8 @@ def fabricated(
     plan = Plan(own, Request(mode=mode), own.tasks, own.rounds)
     (arm,) = (arm for arm in own.arms(task) if arm.series == series)
     wanted = spec_of(plan, task, arm)
+    setup = Setup(ALGORITHMS[wanted.algorithm](), LocalTraining())
+    options = dict(setup.parse(name, text) for name, text in wanted.options)
     spec: dict[str, Any] = {
         "task": task,
         "algorithm": wanted.algorithm,
@@ -52,13 +57,15 @@ def fabricated(
         "precision": "bf16",
         "deterministic": False,
         "set": dict(wanted.options),
-        "options": {"server.eps": 0.001},
+        "changed": list(options),
+        "arguments": {},
+        "options": {"server.eps": 0.001, **options},
         **changed,
     }
     rows = [_row(at, hit, end, spec["evaluate_every"]) for at in range(1, spec["rounds"] + 1)]
     result = {"status": "finished", "rounds": len(rows), "seconds": 60.0, "diverged_at": None}
-    name = id_of(spec, format=1)
-    return StoredRun(Path(name), {"format": 1, "id": name, **spec}, WHERE, rows, result)
+    name = id_of(spec)
+    return StoredRun(Path(name), {"format": FORMAT, "id": name, **spec}, WHERE, rows, result)
 
 
 def _row(at: int, hit: int | None, end: float, every: int) -> Row:

@@ -75,47 +75,14 @@ def test_what_is_missing_is_listed_and_not_judged() -> None:
     assert [check.holds for check in checks.values()] == [None, True, False, None, None]
 
 
-OLD: dict[str, Any] = {"options": {"server.form": "reddi"}}
-NEW: dict[str, Any] = {"options": {"server.form": "standard"}}
-
-
-def test_a_superseded_run_is_listed_and_not_used() -> None:
-    others = [run for run in table1(end=0.7) if run.spec["algorithm"] != "fedadagrad"]
-    old = [fabricated("table1", "cifar10", "fedadagrad", seed, end=0.7, **OLD) for seed in (0, 1)]
-    plan, results = plan_from(STUDIES["table1"], Request(), [*others, *old])
-    assert "cifar10: fedadagrad run with the earlier start of v; to be run again" in plan.shrunk
-    assert "fedadagrad" not in {result.job.series for result in results}
-    checks = {check.claim.text: check for check in plan.study.measure(plan, results).checks}
-    (alike,) = (check for text, check in checks.items() if text.startswith("FedAdagrad ends"))
-    assert alike.holds is None
-    new = [fabricated("table1", "cifar10", "fedadagrad", seed, end=0.7, **NEW) for seed in (0, 1)]
-    for runs in ([*others, *new], [*others, *old, *new]):
-        plan, results = plan_from(STUDIES["table1"], Request(), runs)
-        assert [line for line in plan.shrunk if "run again" in line] == []
-        assert len(results) == 8
-        checks = {check.claim.text: check for check in plan.study.measure(plan, results).checks}
-        (alike,) = (check for text, check in checks.items() if text.startswith("FedAdagrad ends"))
-        assert alike.holds
-
-
 def test_a_lead_over_the_closest_baseline_needs_all_of_them() -> None:
     ends = {"fedexp": 0.9, "fedavg": 0.7, "scaffold": 0.6}
     runs = [fabricated("table1", "cifar10", name, end=end) for name, end in ends.items()]
-    old = fabricated("table1", "cifar10", "fedadagrad", end=0.5, **OLD)
-    for given in (runs, [*runs, old]):
-        plan, results = plan_from(STUDIES["table1"], Request(), given)
-        checks = {check.claim.text: check for check in plan.study.measure(plan, results).checks}
-        (margin,) = (check for text, check in checks.items() if "closest baseline" in text)
-        assert margin.holds is None
-        assert margin.seen == "+20.00 points from fedavg; no run of fedadagrad"
-
-
-def test_a_study_of_superseded_runs_alone_has_none() -> None:
-    old = fabricated("momentum", "cifar10", "fedadam", **OLD)
-    plan, results = plan_from(STUDIES["momentum"], Request(), [old])
-    assert (plan.tasks, results) == ((), [])
-    line = "cifar10 is left out: fedadam run with the earlier start of v; to be run again"
-    assert line in plan.left_out
+    plan, results = plan_from(STUDIES["table1"], Request(), runs)
+    checks = {check.claim.text: check for check in plan.study.measure(plan, results).checks}
+    (margin,) = (check for text, check in checks.items() if "closest baseline" in text)
+    assert margin.holds is None
+    assert margin.seen == "+20.00 points from fedavg; no run of fedadagrad"
 
 
 def test_a_claim_is_judged_over_the_seeds_that_all_its_series_have() -> None:
@@ -164,10 +131,14 @@ def test_partial_data_affect_their_own_task_only() -> None:
 
 
 def test_a_study_that_needs_all_its_arms_is_left_out_without_them() -> None:
-    runs = [fabricated("figure1", "emnist", "1, 0.3")]
-    plan, results = plan_from(STUDIES["figure1"], Request(), runs)
-    assert (plan.tasks, results) == ((), [])
-    assert plan.left_out == ("emnist is left out: 1 of its 25 settings have been run",)
+    runs = [fabricated("figure1", "emnist", f"1, {lr}") for lr in ("0.3", "1")]
+    for stored, reason in (
+        (runs, "2 of its 25 settings have been run"),
+        (runs[:1], "it has not been run"),  # a single setting is a run of another study
+    ):
+        plan, results = plan_from(STUDIES["figure1"], Request(), stored)
+        assert (plan.tasks, results) == ((), [])
+        assert plan.left_out == (f"emnist is left out: {reason}",)
 
 
 def test_runs_of_other_settings_do_not_belong() -> None:
@@ -176,7 +147,7 @@ def test_runs_of_other_settings_do_not_belong() -> None:
         for changed in (
             {"mode": "authors-code"},
             {"rounds": 20},
-            {"set": {"server.eps": "1"}},
+            {"set": {"server.eps": "1"}, "changed": ["server.eps"]},
             {"cohort": 5},
         )
     ]
@@ -246,16 +217,6 @@ def test_algorithms_are_compared_on_the_same_clients() -> None:
         plan_from(STUDIES["table1"], Request(), pair)
 
 
-def test_an_option_of_a_later_version_is_ignored() -> None:
-    later = {"server.eps": 0.001, "server.news": 1}
-    pair = [
-        fabricated("table1", "cifar10", "fedexp"),
-        fabricated("table1", "cifar10", "fedexp", 1, options=later),
-    ]
-    _, results = plan_from(STUDIES["table1"], Request(), pair)
-    assert len(results) == 2
-
-
 @pytest.mark.parametrize(
     ("more", "remedy"),
     [
@@ -277,9 +238,9 @@ def test_mistakes_get_one_line(
 
 
 def resolved(run: StoredRun, iterates: int, changed: list[str], **typed: str) -> StoredRun:
-    """Return the run in format 2: its options are resolved, `average_last` to `iterates`."""
+    """Return the run with these options, `average_last` being `iterates`."""
     options = {"server.lr": 1.0, "average_last": iterates}
-    spec = {**run.spec, "format": 2, "set": typed, "changed": changed, "options": options}
+    spec = {**run.spec, "set": typed, "changed": changed, "options": options}
     return replace(run, spec=spec)
 
 
@@ -304,3 +265,19 @@ def test_an_arm_that_names_a_default_takes_a_run_that_does_not() -> None:
     ]
     _, results = plan_from(STUDIES["iterate-averaging"], Request(), runs)
     assert [result.job.series for result in results] == list(arms)
+
+
+def test_of_two_runs_of_one_setting_a_study_takes_the_one_that_was_typed_for_it() -> None:
+    typed = fabricated("epsilon-table", "emnist", "10^-1")
+    untyped = resolved(typed, 2, [])
+    spec = {**untyped.spec, "options": typed.spec["options"]}
+    untyped = replace(untyped, spec=spec, folder=Path("untyped"))
+    typed = replace(typed, spec={**typed.spec, "changed": []})
+    others = [
+        fabricated("epsilon-table", "emnist", f"10^{exponent}")
+        for exponent in ("-3", "-2.5", "-2", "-1.5")
+    ]
+    for name, run in (("epsilon-table", typed), ("table1", untyped)):
+        request = Request(tasks=("emnist",))
+        _, results = plan_from(STUDIES[name], request, [untyped, typed, *others])
+        assert [r.outcome.folder for r in results].count(run.folder) == 1

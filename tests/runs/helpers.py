@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from fedexp.runs import RunInterrupted, execute
 from fedexp.runs.checkpoint import (
-    BEFORE,
     NEWEST,
-    SLOTS,
-    client_tensors,
-    read_checkpoint,
-    to_bytes,
 )
-from fedexp.runs.files import write_json
 from fedexp.runs.spec import Spec
 
 TINY = (("task.clients", "4"), ("task.rows", "3"), ("task.dim", "20"))
@@ -66,20 +57,3 @@ def interrupted(spec: Spec, folder: Path, round: int) -> None:
     with pytest.raises(RunInterrupted) as stopped:
         execute(spec, None, listen, folder=folder, stop=stop)
     assert (stopped.value.folder, stopped.value.round) == (folder, round)
-
-
-def in_old_format(folder: Path) -> None:
-    """Rewrite both checkpoints of a run as earlier versions did, with client state in parts."""
-    for name in (NEWEST, BEFORE):
-        found, state = read_checkpoint(folder, name, torch.device("cpu"))
-        clients, parts = sorted(state.clients), []
-        for k, some in enumerate((clients[:2], clients[2:])):
-            data = to_bytes(client_tensors(state, some))
-            file = f"checkpoint-{found.round}-clients-{k}.safetensors"
-            (folder / file).write_bytes(data)
-            digest = hashlib.sha256(data).hexdigest()
-            own = replace(found.model, file=file, sha256=digest)
-            parts.append(replace(own, clients=tuple(some), held=len(some)))
-        write_json(folder / name, replace(found, clients=tuple(parts), slots=None).to_json())
-    for path in (folder / SLOTS, *folder.glob("checkpoint-*-slots-*")):
-        path.unlink()

@@ -36,7 +36,7 @@ from fedexp.runs.files import DamagedError, write_json
 from fedexp.runs.folder import RunWarning
 from fedexp.runs.spec import Spec
 from tests.cli.helpers import RUN
-from tests.runs.helpers import essence, in_old_format, nobody, stop_after, tiny
+from tests.runs.helpers import essence, nobody, stop_after, tiny
 
 CPU = torch.device("cpu")
 
@@ -80,7 +80,7 @@ def test_a_run_resumes_from_the_disk_bit_for_bit(
     algorithm = make()
     through = list(fx.simulate(task, algorithm, 6, cohort=3))
     store = Checkpoints(tmp_path)
-    store.write(through[2].state, 0, 0.0)
+    store.write(through[2].state, 0, "", 0.0)
     _, state = read_checkpoint(tmp_path, NEWEST, CPU)
     assert_same_state(state, through[2].state)
     rest = list(fx.simulate(task, algorithm, 6, cohort=3, start=state))
@@ -94,7 +94,7 @@ def checkpointed(store: Checkpoints, rounds: int, cohort: int = 2) -> list[Simul
     task = fx.tasks.synthetic(clients=12, rows=3, dim=20)
     states = []
     for record in fx.simulate(task, fx.scaffold(), rounds, cohort=cohort):
-        store.write(record.state, 10 * record.round, 0.0)
+        store.write(record.state, 10 * record.round, "", 0.0)
         states.append(record.state)
     return states
 
@@ -150,7 +150,7 @@ def test_a_checkpoint_after_a_quiet_round_writes_no_client_again(
     store = Checkpoints(tmp_path)
     last = checkpointed(store, 3, cohort=12)[-1]
     del writes[:]
-    store.write(replace(last, round=4), 40, 0.0)
+    store.write(replace(last, round=4), 40, "", 0.0)
     assert not writes
     assert not list(tmp_path.glob("checkpoint-4-slots-*"))
     _, state = read_checkpoint(tmp_path, NEWEST, CPU)
@@ -177,7 +177,7 @@ def test_no_state_of_an_earlier_round_stays_in_memory(tmp_path: Path) -> None:
         seen += [weakref.ref(found["control"]) for found in record.state.clients.values()]
         store.saw(record.state)
         if record.round % 2:
-            store.write(record.state, 0, 0.0)
+            store.write(record.state, 0, "", 0.0)
     gc.collect()
     assert sum(found() is not None for found in seen) <= 2 * 4
 
@@ -197,7 +197,7 @@ def test_states_of_any_type_come_back(tmp_path: Path) -> None:
         name: value.clone().requires_grad_(name == "half") for name, value in ODD_TYPES.items()
     }
     state = replace(start, clients={3: grown, 5: ODD_TYPES})
-    Checkpoints(tmp_path).write(state, 0, 0.0)
+    Checkpoints(tmp_path).write(state, 0, "", 0.0)
     assert_same_state(read_checkpoint(tmp_path, NEWEST, CPU)[1], state)
 
 
@@ -206,7 +206,7 @@ def test_states_of_several_shapes_are_refused_in_one_line(other: Tensor, tmp_pat
     start = next(iter(fx.simulate(float64_task(), fx.fedavg(), 1))).state
     clients = {1: {"control": torch.zeros(3)}, 2: {"control": other}}
     with pytest.raises(fx.UsageError, match=r"different shapes or types.*; let end_round return"):
-        Checkpoints(tmp_path).write(replace(start, clients=clients), 0, 0.0)
+        Checkpoints(tmp_path).write(replace(start, clients=clients), 0, "", 0.0)
 
 
 @pytest.mark.parametrize("harm", ["truncate", "flip", "remove", "empty json", "other json"])
@@ -297,7 +297,7 @@ def test_no_slot_of_the_two_checkpoints_is_used_again(tmp_path: Path) -> None:
     written: list[SimulationState] = []
     for state in states_in(tmp_path, 60):
         if state.round % 7 == 0:
-            store.write(state, 0, 0.0)
+            store.write(state, 0, "", 0.0)
             written.append(in_memory(state))
         elif len(written) > 1:
             assert_same_state(in_memory(read_checkpoint(tmp_path, NEWEST, CPU)[1]), written[-1])
@@ -311,12 +311,12 @@ def test_a_resumed_run_spares_the_checkpoint_before(tmp_path: Path) -> None:
     """It is what is left should the newest be damaged."""
     *_, first = states_in(tmp_path, 3)
     store = Checkpoints(tmp_path)
-    store.write(first, 0, 0.0)
+    store.write(first, 0, "", 0.0)
     task = fx.tasks.synthetic(clients=12, rows=3, dim=20)
     second = list(fx.simulate(task, fx.scaffold(), 8, cohort=3, start=first, client_store="disk"))[
         -1
     ].state
-    store.write(second, 0, 0.0)
+    store.write(second, 0, "", 0.0)
     expected = [in_memory(second), in_memory(first)]
     del store, first, second
     last, state = read_checkpoint(tmp_path, NEWEST, CPU)
@@ -332,10 +332,9 @@ def test_a_checkpoint_writes_what_is_new_about_the_slots_only(tmp_path: Path) ->
     store = Checkpoints(tmp_path)
     parts = []
     for state in states_in(tmp_path, 20):
-        store.write(state, 0, 0.0)
+        store.write(state, 0, "", 0.0)
         assert store.last is not None
         assert store.last.slots is not None
-        assert not store.last.clients
         parts.append(store.last.slots.layers)
         assert isinstance(state.clients, StoredStates)
         assert len(state.clients.layers) == len(parts[-1])
@@ -363,7 +362,7 @@ def test_states_are_on_the_disk_before_anything_refers_to_them(
     monkeypatch.setattr(checkpoint, "write_json", noted)
     store = Checkpoints(tmp_path)
     for state in states_in(tmp_path, 2):
-        store.write(state, 0, 0.0)
+        store.write(state, 0, "", 0.0)
     assert events == ["slots", NEWEST, "slots", BEFORE, NEWEST]
 
 
@@ -388,7 +387,7 @@ def test_the_command_line_names_the_store(tmp_path: Path, monkeypatch: pytest.Mo
 def test_slots_that_are_gone_are_noticed(harm: str, tmp_path: Path) -> None:
     store = Checkpoints(tmp_path)
     for state in states_in(tmp_path, 2):
-        store.write(state, 0, 0.0)
+        store.write(state, 0, "", 0.0)
     assert isinstance(state.clients, StoredStates)
     if harm == "remove":
         (tmp_path / SLOTS).unlink()
@@ -467,27 +466,10 @@ def test_resuming_decides_where_states_are_stored_and_writes_none_again(
     assert writes == [3]  # the cohort of the one round
 
 
-@pytest.mark.parametrize("where", ["memory", "disk", "auto"])
-def test_checkpoints_of_earlier_versions_are_resumed(where: str, tmp_path: Path) -> None:
-    spec, folder = tiny("scaffold-exp", 9), tmp_path / "a"
-    run(spec, tmp_path / "whole")
-    listen, stop = stop_after(5)
-    with pytest.raises(RunInterrupted):
-        run(spec, folder, on_round=listen, stop=stop, checkpoint_every=0)
-    in_old_format(folder)
-    stop_at(7, spec, folder, where)
-    assert (folder / SLOTS).exists()
-    assert len(list(folder.glob("checkpoint-5-clients-*"))) == 2  # of the checkpoint before
-    assert not list(folder.glob("checkpoint-4-*"))
-    assert isinstance(stored(folder), StoredStates)
-    run(spec, folder, where)
-    assert essence(folder) == essence(tmp_path / "whole")
-
-
 def test_states_come_back_on_the_device_they_are_wanted_on(tmp_path: Path) -> None:
     store = Checkpoints(tmp_path)
     *_, state = states_in(tmp_path, 2)
-    store.write(state, 0, 0.0)
+    store.write(state, 0, "", 0.0)
     meta = read_checkpoint(tmp_path, NEWEST, torch.device("meta"))[1].clients
     assert isinstance(meta, StoredStates)
     for states in (meta, meta.in_memory()):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,14 +13,14 @@ import pytest
 import fedexp as fx
 from fedexp.distributed import Ranks
 from fedexp.options import TASKS
-from fedexp.runs import RunWarning, execute, folder_of, load_run, read_spec, run_all, run_id
+from fedexp.runs import execute, load_run, read_spec, run_all, run_id
 from fedexp.runs.distributed_run import check_same_content
 from fedexp.runs.fingerprint import Fingerprint, fingerprint
 from fedexp.runs.folder import FINGERPRINT
-from fedexp.runs.spec import SPEC, Run, Spec, frozen, id_of
+from fedexp.runs.spec import Run, Spec, frozen
 from fedexp.tasks import Task
 from tests.helpers.studies import STUDY, imported, task_of
-from tests.runs.helpers import interrupted, nobody, stop_after, tiny, untimed
+from tests.runs.helpers import nobody, stop_after, tiny, untimed
 
 MINE = Spec("mine", "fedavg", rounds=3)
 Change = Callable[[Path], Task]
@@ -130,32 +129,13 @@ def test_a_damaged_fingerprint_is_one_line(tmp_path: Path) -> None:
     assert execute(tiny(), None, nobody, folder=tmp_path).stored == 6
 
 
-def aged(folder: Path) -> None:
-    """Make a folder what the version before fingerprints left."""
-    (folder / FINGERPRINT).unlink()
-
-
-def test_a_run_without_a_fingerprint_is_taken_with_a_warning(tmp_path: Path) -> None:
-    for name, rounds in (("over", 6), ("left", 2)):
-        folder = tmp_path / name
-        if rounds == 6:
-            execute(tiny(), None, nobody, folder=folder)
-        else:
-            interrupted(tiny(), folder, rounds)
-        aged(folder)
-        with pytest.warns(RunWarning, match="before runs had fingerprints.*--restart") as seen:
-            assert execute(tiny(), None, nobody, folder=folder).stored == rounds
-        assert len(seen) == 1
-        assert not (folder / FINGERPRINT).exists()  # nobody knows what it was made from
-    execute(tiny(), None, nobody, folder=tmp_path / "over", restart=True)
-    assert execute(tiny(), None, nobody, folder=tmp_path / "over").stored == 6
-
-
-def test_a_run_whose_rule_has_changed_is_refused_without_a_fingerprint(tmp_path: Path) -> None:
-    execute(tiny("fedadagrad"), None, nobody, folder=tmp_path)
-    aged(tmp_path)
-    with pytest.raises(fx.UsageError, match="server rule gave other numbers; --restart"):
-        execute(tiny("fedadagrad"), None, nobody, folder=tmp_path)
+def test_a_run_without_a_fingerprint_is_refused(tmp_path: Path) -> None:
+    execute(tiny(), None, nobody, folder=tmp_path)
+    (tmp_path / FINGERPRINT).unlink()
+    with pytest.raises(fx.UsageError, match=r"cannot read .*fingerprint.json: No such.*--restart"):
+        execute(tiny(), None, nobody, folder=tmp_path)
+    execute(tiny(), None, nobody, folder=tmp_path, restart=True)
+    assert execute(tiny(), None, nobody, folder=tmp_path).stored == 6
 
 
 def test_the_content_is_read_once_for_a_run(
@@ -242,51 +222,6 @@ def test_the_cohorts_one_and_one_hundred_percent_are_two_runs(tmp_path: Path) ->
     outcome = execute(one, tmp_path, nobody)
     assert outcome.folder is not None
     assert run_id(one.prepare()) == outcome.folder.name != run_id(all_.prepare())
-    path = outcome.folder / SPEC  # as an older version stored the run of all clients
-    path.write_text(path.read_text().replace("cohort = 1\n", "cohort = 1.0\n"))
-    with pytest.raises(fx.UsageError, match="there cohort is None, here it is 1"):
-        execute(one, tmp_path, nobody)
-    assert execute(all_, None, nobody, folder=outcome.folder).stored == 6
-
-
-def first_format(folder: Path) -> Path:
-    """Make a folder what the version before resolved ids left, and return its name of then."""
-    spec = read_spec(folder)
-    own = {n: v for n, v in spec.items() if n not in ("format", "id", "arguments", "changed")}
-    name = id_of(own, format=1)
-    text = (folder / SPEC).read_text()
-    text = text.replace("format = 2", "format = 1").replace(spec["id"], name)
-    head, _, rest = text.partition("[arguments]")
-    head = re.sub(r"changed = \[.*?\]\n", "", head, flags=re.DOTALL)
-    (folder / SPEC).write_text(head + rest[rest.index("[options]") :])
-    aged(folder)
-    return folder.rename(folder.with_name(name))
-
-
-def test_a_run_under_its_older_id_is_found_and_continued(tmp_path: Path) -> None:
-    spec = typed("eps=0.5")
-    whole = execute(spec, None, nobody, folder=tmp_path / "whole")
-    root = tmp_path / "runs"
-    interrupted(spec, root / run_id(spec.prepare()), 2)
-    older = first_format(root / run_id(spec.prepare()))
-    assert read_spec(older)["id"] == older.name != run_id(spec.prepare())
-    assert folder_of(spec.prepare(), root) == older
-    with pytest.warns(RunWarning, match="before runs had fingerprints"):
-        outcome = execute(spec, root, nobody)
-    assert (outcome.folder, outcome.stored) == (older, 2)
-    assert untimed(outcome.rows) == untimed(whole.rows)
-    assert load_run(older).outcome().rows == outcome.rows
-    fewer = replace(spec, options=(("task.clients", "4"), ("task.rows", "3"), ("eps", "0.5")))
-    with pytest.raises(fx.UsageError, match=r"holds another run: there set.task.dim is 20"):
-        execute(fewer, None, nobody, folder=older)
-
-
-def test_ids_of_the_first_format_are_what_they_were() -> None:
-    """Of a run that is archived in this repository."""
-    (path,) = Path(__file__).parents[2].glob("results/runs/cifar10-cnn-fedavg-s0-8180258e64.toml")
-    stored = load_run(path)
-    own = {name: value for name, value in stored.spec.items() if name not in ("format", "id")}
-    assert stored.spec["id"] == id_of(own, format=1) == path.stem
 
 
 def test_the_frozen_spec_has_every_argument_of_the_task() -> None:

@@ -11,7 +11,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ import pytest
 
 import fedexp as fx
 from fedexp.runs import RunInterrupted, RunWarning, execute, load_run
-from fedexp.runs.checkpoint import BEFORE, NEWEST, Checkpoint
+from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.files import RECORDS, RecordFile
 from tests.helpers.processes import finished
 from tests.runs.helpers import essence, interrupted, nobody, stop_after, tiny, untimed
@@ -347,17 +346,3 @@ def test_a_flipped_digit_in_a_row_is_noticed(tmp_path: Path) -> None:
     with pytest.warns(RunWarning, match="resuming from the one before, of round 3"):
         assert execute(tiny(), None, nobody, folder=folder).stored == 3
     assert essence(folder) == essence(tmp_path / "whole")
-
-
-def test_a_checkpoint_without_a_digest_of_its_rows_is_resumed(tmp_path: Path) -> None:
-    """Older versions wrote none."""
-    execute(tiny(), None, nobody, folder=tmp_path / "whole")
-    interrupted(tiny(), tmp_path / "a", 4)
-    path = tmp_path / "a" / NEWEST
-    newest = Checkpoint.from_json(json.loads(path.read_bytes()))
-    assert newest.records_sha256 is not None
-    older = replace(newest, records_sha256=None).to_json()
-    assert "records_sha256" not in older
-    path.write_text(json.dumps(older))
-    assert execute(tiny(), None, nobody, folder=tmp_path / "a").stored == 4
-    assert essence(tmp_path / "a") == essence(tmp_path / "whole")

@@ -99,7 +99,7 @@ def test_momentum_exp_with_the_released_typo() -> None:
 
 
 # The start of v by form: 0, except in Algorithm 2 of Reddi et al. as printed.
-STARTS = {"standard": 0.0, "printed": 0.1**2, "reddi": 0.1**2}
+STARTS = {"standard": 0.0, "printed": 0.1**2}
 
 
 @pytest.mark.parametrize("form", STARTS)

@@ -76,8 +76,7 @@ def test_forms_agree_where_tau_is_zero(make: type[Any]) -> None:
     assert all(bool(params.isfinite().all()) for params in standard)
 
 
-def test_the_old_name_of_a_form_is_accepted() -> None:
-    assert fx.Adagrad(form="reddi") == fx.Adagrad(form="printed")
+def test_an_unknown_form_is_refused() -> None:
     with pytest.raises(fx.UsageError, match="form must be standard, printed or authors, not 'x'"):
         fx.Yogi(form="x")  # type: ignore[arg-type]
 

@@ -123,11 +123,10 @@ def test_emnist_pixels_enter_the_model_as_asked(pixels: Any, paper: float, ink: 
     assert task.transform.evaluate({"x": x})["x"].flatten().tolist() == pytest.approx([paper, ink])
 
 
-def test_emnist_pixels_are_part_of_a_spec_only_where_they_are_set() -> None:
-    """Run ids from before the option must not change."""
+def test_emnist_pixels_are_part_of_a_spec() -> None:
     spec = Spec("emnist", "fedavg")
     own = replace(spec, options=(("task.pixels", "ink"),))
-    assert "pixels" not in spec.prepare(default("emnist")).describe()["arguments"]
+    assert spec.prepare(default("emnist")).describe()["arguments"]["pixels"] == "tff"
     assert own.prepare(default("emnist")).describe()["arguments"]["pixels"] == "ink"
     with pytest.raises(UsageError, match="must be one of tff, ink, normalised"):
         replace(spec, options=(("task.pixels", "raw"),)).check()

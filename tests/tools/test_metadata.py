@@ -13,7 +13,6 @@ import pytest
 from tools.check_versions import lowest, requirements
 
 import fedexp
-from fedexp import client, flower
 
 ROOT = Path(__file__).parents[2]
 GITHUB = ROOT / ".github"
@@ -88,13 +87,3 @@ def test_lowest_versions_are_the_lower_bounds() -> None:
     assert requirements(low=True, torch=None) == [lowest(r) for r in PROJECT["dependencies"]]
     with pytest.raises(SystemExit, match="numpy<3 has no lower bound: write it as name>=version"):
         lowest("numpy<3")
-
-
-def test_deprecated_names_are_in_the_changelog() -> None:
-    table = (ROOT / "CHANGELOG.md").read_text().partition("### Deprecated")[2].partition("###")[0]
-    renamed = {**client.RENAMED_METHODS, **flower.RENAMED}
-    renamed |= {"Drift": "LinearCorrection", "Shared": "DistributedGroup", "Keeping": "RunOptions"}
-    absent = [
-        name for pair in renamed.items() for name in pair if not re.search(rf"\b{name}\b", table)
-    ]
-    assert not absent

@@ -251,30 +251,6 @@ def test_commands_make_these_runs_and_no_others() -> None:
     ]
 
 
-def test_superseded_runs_are_marked_until_they_are_run_again() -> None:
-    others = [run for run in table1_runs() if run.spec["algorithm"] != "fedadagrad"]
-    old, new = (
-        [fabricated("table1", "cifar10", "fedadagrad", s, 290, options=form) for s in range(2)]
-        for form in ({"server.form": "reddi"}, {"server.form": "standard"})
-    )
-    archive = Archive((*others, *old))
-    remark = "run with the earlier start of v; to be run again"
-    assert f"FedAdagrad {remark}" in table1.tables(archive)
-    assert "| FedAdagrad |  |  |  | 419 |" in table1.tables(archive)
-    assert "FedAdagrad |" not in table1.other_targets(archive)
-    assert f"CIFAR-10: fedadagrad {remark}" in deviations.missing(archive)
-    assert runs.every_run(archive).count(f"finished; {remark}") == 2
-    unsure = studies.verdicts(archive).split("**Undecided by these runs**")[1]
-    assert "CIFAR-10: FedAdagrad ends almost where FedAvg does" in unsure
-    # One command still makes all of them, in their new form; then nothing is marked.
-    command = "fedexp reproduce table1 --task cifar10 --seeds 2 --device cuda --precision bf16"
-    for each in (archive, Archive((*others, *old, *new)), Archive((*others, *new))):
-        assert runs.commands(each).splitlines()[1] == command
-    replaced = Archive((*others, *new))
-    assert all(remark not in make(replaced) for make in BLOCKS.values())
-    assert "| FedAdagrad | 290" in table1.tables(replaced)
-
-
 def test_every_run_is_in_the_table_with_its_machine() -> None:
     stored = table1_runs(seeds=1)
     other = {**stored[0].environment, "device": "another", "started": "2027-01-01T00:00:00+0000"}

@@ -14,7 +14,6 @@ import pytest
 import sqlalchemy
 
 from fedexp.errors import UsageError
-from fedexp.runs import RunWarning
 from fedexp.tuning.search import Study, tune
 from fedexp.tuning.store import StudyLocks
 from tests.helpers.tuning import small_study
@@ -67,19 +66,18 @@ def test_options_typed_differently_are_the_same_study(tmp_path: Path) -> None:
 
 
 def remove_fingerprint(path: Path) -> None:
-    """Make a study one of the version before fingerprints."""
     with closing(sqlite3.connect(path)) as file, file:
         ((text,),) = file.execute("SELECT value_json FROM study_user_attributes")
-        known = {n: v for n, v in json.loads(text).items() if n not in ("fingerprint", "arguments")}
+        known = {n: v for n, v in json.loads(text).items() if n != "fingerprint"}
         file.execute("UPDATE study_user_attributes SET value_json = ?", (json.dumps(known),))
 
 
-def test_a_study_without_a_fingerprint_resumes_with_a_warning(tmp_path: Path) -> None:
+def test_a_study_without_a_fingerprint_is_refused(tmp_path: Path) -> None:
     study = small_study(tmp_path / "s.db", values={"local.lr": (0.1,)})
-    trials = tune(study)
+    tune(study)
     remove_fingerprint(tmp_path / "s.db")
-    with pytest.warns(RunWarning, match=r"before studies had fingerprints.*choose another --study"):
-        assert tune(study) == trials
+    with pytest.raises(UsageError, match=r"its fingerprint cannot be read; .* another --study"):
+        tune(study)
 
 
 def test_a_study_resumes_with_its_own_settings_only(tmp_path: Path) -> None:

@@ -12,7 +12,6 @@ from typing import Literal
 import numpy as np
 
 from fedexp.analysis.summary import rounds_to, smoothed
-from fedexp.reproduce.from_runs import is_superseded
 from fedexp.runs import StoredRun
 from fedexp.tasks.recipe import PAPER_TRAINING
 from tools.leaderboard.protocol import ENTRIES, LAST, SEEDS, TASKS, Entry, Point
@@ -150,7 +149,7 @@ def archived_runs(archived: Sequence[StoredRun], entry: Entry, task: str) -> lis
         spec = run.spec
         if any(spec.get(name) != value for name, value in expected.items()):
             continue
-        if is_superseded(run) or run.result is None or spec["mode"] == "authors-code":
+        if run.result is None or spec["mode"] == "authors-code":
             continue
         if spec["seed"] not in SEEDS or any(name.startswith("task.") for name in spec["set"]):
             continue

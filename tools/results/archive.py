@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from fedexp.reproduce import STUDIES
-from fedexp.reproduce.from_runs import is_superseded, plan_from
+from fedexp.reproduce.from_runs import plan_from
 from fedexp.reproduce.measures import grouped
 from fedexp.reproduce.output import Groups
 from fedexp.reproduce.study import Findings, Plan, Request, Result
-from fedexp.runs import StoredRun, find_runs, load_run, spec_from
+from fedexp.runs import StoredRun, find_runs, load_run
 
 PAPER, RELEASED = "paper", "authors-code"
 NAMES = tuple(name for name in STUDIES if STUDIES[name].runs())  # toy has no stored runs
@@ -56,12 +56,8 @@ class Archive:
 
     @cached_property
     def every(self) -> tuple[StoredStudy, ...]:
-        """All studies in both modes, superseded runs included unless they were run again."""
-        current = {_identity(run) for run in self.runs if not is_superseded(run)}
-        runs = [r for r in self.runs if not is_superseded(r) or _identity(r) not in current]
-        return tuple(
-            stored_study(name, mode, runs, True) for mode in (PAPER, RELEASED) for name in NAMES
-        )
+        """All studies in both modes."""
+        return (*self.studies.values(), *self.released.values())
 
 
 def load_archive(folder: Path) -> Archive:
@@ -70,16 +66,9 @@ def load_archive(folder: Path) -> Archive:
     return Archive(tuple(load_run(path) for path in found))
 
 
-def stored_study(
-    name: str, mode: str, runs: Sequence[StoredRun], count_superseded: bool = False
-) -> StoredStudy:
+def stored_study(name: str, mode: str, runs: Sequence[StoredRun]) -> StoredStudy:
     """Return what stored runs make of a study in one mode."""
     request = Request(mode=mode)
-    plan, results = plan_from(STUDIES[name], request, runs, count_superseded=count_superseded)
+    plan, results = plan_from(STUDIES[name], request, runs)
     findings = plan.study.measure(plan, results) if plan.tasks else None
     return StoredStudy(plan, tuple(results), findings)
-
-
-def _identity(run: StoredRun) -> str:
-    """Return what the command line decides about a run, whatever the version of fedexp."""
-    return repr(replace(spec_from(run.spec), device=None, precision=None))

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from fedexp.reproduce.accuracy_studies import READINGS, of_reading
-from fedexp.reproduce.from_runs import SUPERSEDED
 from fedexp.reproduce.measures import final, rounds_to_target
 from fedexp.reproduce.published import NOTHING, quantity, target, text_of
 from fedexp.reproduce.study import ALL_WRITERS, arithmetic_of, count
@@ -137,17 +136,9 @@ def missing(archive: Archive) -> str:
     lines = [f"`table1`, mode {RELEASED}: {line}" for line in _missing_released_seeds(archive)]
     for name, stored in archive.studies.items():
         plan = stored.plan
-        again = [line for line in plan.left_out if line.endswith(SUPERSEDED)]
-        absent = [
-            task_name(task)
-            for task in plan.study.tasks
-            if task not in plan.tasks and not any(line.startswith(f"{task} is") for line in again)
-        ]
+        absent = [task_name(task) for task in plan.study.tasks if task not in plan.tasks]
         parts = [f"no runs on {', '.join(absent)}"] if absent else []
-        parts += again
-        parts += [
-            with_task_name(line) for line in plan.shrunk if line.endswith((" not run", SUPERSEDED))
-        ]
+        parts += [with_task_name(line) for line in plan.shrunk if line.endswith(" not run")]
         for task, series in stored.groups.items():
             parts += _missing_seeds(task, series, _seeds_of(series))
         if parts:

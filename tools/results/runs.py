@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from string import ascii_uppercase
 from typing import Any
 
-from fedexp.reproduce.from_runs import SUPERSEDED, is_superseded
 from fedexp.reproduce.measures import final
 from fedexp.reproduce.published import text_of
 from fedexp.reproduce.study import arithmetic_of, count
@@ -55,8 +54,6 @@ def _cells(run: StoredRun, letter: str) -> list[str]:
     ended = outcome.status
     if outcome.diverged_at is not None:
         ended = f"diverged at {outcome.diverged_at}"
-    if is_superseded(run):
-        ended += f"; {SUPERSEDED}"
     return [
         task_name(spec["task"]),
         algorithm_name(spec["algorithm"]),

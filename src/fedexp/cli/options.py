@@ -67,7 +67,7 @@ def add_run_options(parser: argparse.ArgumentParser, rounds: str = "the task's o
     parser.add_argument(
         "--engine",
         default="auto",
-        choices=[*ENGINES, "vectorized"],
+        choices=ENGINES,
         metavar="NAME",
         help=f"{', '.join(ENGINES[1:])}; auto (default) takes the fastest that equals the loop",
     )

@@ -23,12 +23,12 @@ from fedexp.cli.options import (
 )
 from fedexp.cli.progress import Bar, Diagnostics, describe, watch
 from fedexp.errors import DivergedError, FedExPError, require
-from fedexp.runs import RunInterrupted, execute, folder_of, read_spec
+from fedexp.runs import RunInterrupted, execute, folder_of, read_spec, spec_from
 from fedexp.runs.execute import extend_run, stop_request
 from fedexp.runs.files import Row
 from fedexp.runs.folder import RunFolder
 from fedexp.runs.loggers import logger_named
-from fedexp.runs.spec import Outcome, Run, Spec, run_from
+from fedexp.runs.spec import Outcome, Run, Spec
 from fedexp_command import COMMANDS
 
 
@@ -96,7 +96,7 @@ def _from_options(args: argparse.Namespace) -> tuple[Run, Path | None]:
 
 def _from_folder(args: argparse.Namespace) -> tuple[Run, Path]:
     """Return the run whose spec is stored in the folder."""
-    return run_from(args.spec), args.folder
+    return spec_from(args.spec).prepare(), args.folder
 
 
 def train(args: argparse.Namespace) -> int:

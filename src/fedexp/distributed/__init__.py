@@ -1,7 +1,5 @@
 """Distributed runs: each rank trains a shard of the cohort, and one all-reduce adds the sums."""
 
-from typing import Any
-
 from fedexp.distributed.group import (
     AgentLostError,
     RankLostError,
@@ -13,7 +11,6 @@ from fedexp.distributed.group import (
     ranks,
 )
 from fedexp.distributed.sharding import DistributedGroup
-from fedexp.errors import warn_deprecated
 
 __all__ = [
     "AgentLostError",
@@ -26,10 +23,3 @@ __all__ = [
     "leave",
     "ranks",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "Shared":
-        warn_deprecated("fedexp.distributed.Shared", "fedexp.distributed.DistributedGroup")
-        return DistributedGroup
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

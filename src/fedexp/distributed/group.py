@@ -25,7 +25,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from fedexp.errors import FedExPError, UsageError, first_line, require, warn_deprecated
+from fedexp.errors import FedExPError, UsageError, first_line, require
 
 T = TypeVar("T")
 
@@ -124,32 +124,6 @@ class Ranks:
             time.sleep(pause)
             pause = min(2 * pause, 0.1)
         _collective(work.wait)
-
-    @property
-    def world(self) -> int:
-        """Deprecated: use `world_size`."""
-        warn_deprecated("Ranks.world", "Ranks.world_size")
-        return self.world_size
-
-    def sum(self, tensor: Tensor) -> Tensor:
-        """Deprecated: use `all_reduce`."""
-        warn_deprecated("Ranks.sum", "Ranks.all_reduce")
-        return self.all_reduce(tensor)
-
-    def rows(self, tensor: Tensor) -> list[Tensor]:
-        """Deprecated: use `all_gather`."""
-        warn_deprecated("Ranks.rows", "Ranks.all_gather")
-        return self.all_gather(tensor)
-
-    def gather(self, value: T) -> list[T]:
-        """Deprecated: use `all_gather_object`."""
-        warn_deprecated("Ranks.gather", "Ranks.all_gather_object")
-        return self.all_gather_object(value)
-
-    def first(self, compute: Callable[[], T]) -> T:
-        """Deprecated: use `compute_on_first`."""
-        warn_deprecated("Ranks.first", "Ranks.compute_on_first")
-        return self.compute_on_first(compute)
 
 
 def ranks() -> Ranks | None:

@@ -92,11 +92,7 @@ class Candidate:
 
 
 def check_engine_name(name: str) -> EngineName:
-    """Return the name of an engine; an old one with a warning."""
-    if name == "vectorized":
-        message = "engine 'vectorized' is called 'auto' now; 'batched' names one engine exactly"
-        warnings.warn(message, FutureWarning, stacklevel=3)
-        return "auto"
+    """Return the name of an engine; refuse an unknown one."""
     require(name in ENGINES, f"engine is one of {', '.join(ENGINES)}, not {name!r}")
     return name  # type: ignore[return-value]
 

@@ -51,7 +51,6 @@ from fedexp.errors import (
     DivergedError,
     NonFiniteUpdateWarning,
     UsageError,
-    renamed_arguments,
     require,
     whole_number,
 )
@@ -121,7 +120,6 @@ class SingleProcess:
         return task.evaluate(params, buffers, run)
 
 
-@renamed_arguments(keep_clients="client_store", sharing="process_group")
 def simulate(
     task: Task,
     algorithm: Algorithm | str,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
-from fedexp.errors import DivergedError, UsageError, warn_deprecated
+from fedexp.errors import DivergedError, UsageError
 from fedexp.objective import Buffers, LoadableObjective, changed_buffers
 from fedexp.objective.base import version
 from fedexp.precision import widest
@@ -55,12 +55,6 @@ class SimulationState:
     def __repr__(self) -> str:
         states = f", {len(self.clients):,} client states" if self.clients else ""
         return f"SimulationState(round {self.round}, {self.params.numel():,} parameters{states})"
-
-    @property
-    def shared(self) -> Tensors:
-        """Return `broadcast` by its former name."""
-        warn_deprecated("SimulationState.shared", "SimulationState.broadcast")
-        return self.broadcast
 
     @classmethod
     def initial(cls, task: Task, algorithm: Algorithm, seed: int) -> SimulationState:

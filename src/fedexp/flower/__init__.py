@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING, Any
 
-from fedexp.errors import warn_deprecated
 from fedexp.optional import extra
 
 extra("flwr", "fedexp.flower", group="flower")
@@ -65,20 +64,12 @@ __all__ = [
     "simulated_evaluate",
     "simulated_train",
 ]
-RENAMED = {
-    "identify": "report_client_id",
-    "planned": "simulated_train",
-    "planned_evaluate": "simulated_evaluate",
-}
 
 
 def __getattr__(name: str) -> Any:
-    """Import `secure_mod` on first use, as it needs Flower's legacy workflow; warn of old names."""
+    """Import `secure_mod` on first use, as it needs Flower's legacy workflow."""
     if name in ("SecureMod", "secure_mod"):
         from fedexp.flower.secure import client
 
         return getattr(client, name)
-    if name in RENAMED:
-        warn_deprecated(f"fedexp.flower.{name}", f"fedexp.flower.{RENAMED[name]}")
-        return globals()[RENAMED[name]]
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

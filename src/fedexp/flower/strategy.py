@@ -30,7 +30,6 @@ from fedexp.client import Prox
 from fedexp.errors import (
     UsageError,
     is_number,
-    renamed_arguments,
     require,
     unknown_name,
     whole_number,
@@ -267,7 +266,6 @@ def strategy_arguments(init: Callable[P, None]) -> Callable[P, None]:
     numbers = {p.name for p in parameters if p.annotation.startswith(("float", "int"))}
     by_position = [p.name for p in parameters if p.kind is not Parameter.KEYWORD_ONLY]
 
-    @renamed_arguments(identify="query_client_ids")
     @wraps(init)
     def call(*args: P.args, **kwargs: P.kwargs) -> None:
         strategy = args[0]

@@ -406,6 +406,7 @@ EPSILON_TABLE = accuracy_study(
     arms=_epsilon_arms,
     values=training_accuracy,
     columns=(Column(TRAINING, "%", "epsilon-table"),),
+    needs_all_arms=True,
     series="eps",
     claims=(
         ClaimTest("emnist", TRAINING, ALL_EPS, best_eps(interior=True), ("emnist",)),

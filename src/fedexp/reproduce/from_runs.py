@@ -33,23 +33,10 @@ from fedexp.runs.spec import Outcome, Spec
 from fedexp.tasks.images import COHORT
 
 Found = dict[str, dict[str, list[StoredRun]]]  # by task and series, one per seed
-SUPERSEDED = "run with the earlier start of v; to be run again"
-
-
-def is_superseded(run: StoredRun) -> bool:
-    """Return whether an adaptive server rule of the run started v at tau squared by default.
-
-    Runs of that version recorded the option `server.form` as "reddi"; later ones never do.
-    """
-    return bool(run.spec.get("options", {}).get("server.form") == "reddi")
 
 
 def plan_from(
-    study: Study,
-    request: Request,
-    runs: Sequence[StoredRun],
-    *,
-    count_superseded: bool = False,
+    study: Study, request: Request, runs: Sequence[StoredRun]
 ) -> tuple[Plan, list[Result]]:
     """Return the plan and the results that stored runs make of a study.
 
@@ -59,20 +46,14 @@ def plan_from(
         study: the study.
         request: rounds, tasks and scale.
         runs: candidates; those of other studies are ignored.
-        count_superseded: whether to use superseded runs; otherwise they are listed as missing.
     """
     for name in request.tasks:
         if name not in study.tasks:
             raise unknown_name(f"task of {study.name}", name, study.tasks)
     requested = Plan(study, request, request.tasks or study.tasks, rounds_of(study, request))
     finished = [run for run in runs if run.result is not None]
-    current = [run for run in finished if count_superseded or not is_superseded(run)]
-    old = [run for run in finished if is_superseded(run)]
-    found = {task: _runs_of(requested, task, current) for task in requested.tasks}
-    superseded = {task: _series_of(requested, task, old) for task in requested.tasks}
-    reasons = {
-        task: _left_out(requested, task, own, superseded[task]) for task, own in found.items()
-    }
+    found = {task: _runs_of(requested, task, finished) for task in requested.tasks}
+    reasons = {task: _left_out(requested, task, arms) for task, arms in found.items()}
     used = {task: own for task, own in found.items() if not reasons[task]}
     results = [
         Result(Job(task, series, spec_from(run.spec)), run.outcome())
@@ -85,7 +66,7 @@ def plan_from(
         requested,
         tasks=tuple(used),
         jobs=tuple(result.job for result in results),
-        shrunk=(*_shrunk(requested, used, superseded), *partial),
+        shrunk=(*_shrunk(requested, used), *partial),
         left_out=tuple(line for line in reasons.values() if line),
         comparable=requested.rounds == study.rounds and not request.small,
         partial=("emnist",) if partial else (),
@@ -98,7 +79,7 @@ def reusable(plan: Plan, runs: Sequence[StoredRun]) -> dict[Job, Outcome]:
 
     A run whose task had another number of clients than it has here is not used.
     """
-    finished = [run for run in runs if run.result is not None and not is_superseded(run)]
+    finished = [run for run in runs if run.result is not None]
     found: dict[Job, Outcome] = {}
     for task in plan.tasks:
         jobs = [job for job in plan.jobs if job.task == task]
@@ -114,9 +95,8 @@ def _stored_run(plan: Plan, job: Job, runs: Sequence[StoredRun]) -> StoredRun | 
     spec = job.spec
     same = [
         run
-        for run in runs
-        if _fits(run, spec, plan.request)
-        and run.spec["seed"] == spec.seed
+        for run in _runs_with(runs, spec, plan.request)
+        if run.spec["seed"] == spec.seed
         and (run.spec.get("device") or "cpu") == (spec.device or "cpu")
         and run.spec.get("precision") == spec.precision
     ]
@@ -129,7 +109,7 @@ def _runs_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> dict[str, list
     found = {}
     for arm in plan.arms(task):
         wanted = spec_of(plan, task, arm)
-        own = [run for run in runs if _fits(run, wanted, plan.request)]
+        own = _runs_with(runs, wanted, plan.request)
         own.sort(key=lambda run: int(run.spec["seed"]))
         _refuse_twins(own)
         if own:
@@ -138,13 +118,10 @@ def _runs_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> dict[str, list
     return found
 
 
-def _series_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> list[str]:
-    """Return the arms that some of the runs belong to."""
-    return [
-        arm.series
-        for arm in plan.arms(task)
-        if any(_fits(run, spec_of(plan, task, arm), plan.request) for run in runs)
-    ]
+def _runs_with(runs: Sequence[StoredRun], wanted: Spec, request: Request) -> list[StoredRun]:
+    """Return the runs of an arm: those typed with its options, or else those of equal values."""
+    fitting = [run for run in runs if _fits(run, wanted, request)]
+    return [run for run in fitting if run.spec["set"] == dict(wanted.options)] or fitting
 
 
 def _fits(run: StoredRun, wanted: Spec, request: Request) -> bool:
@@ -163,20 +140,15 @@ def _fits(run: StoredRun, wanted: Spec, request: Request) -> bool:
 
 
 def _has_options(spec: Mapping[str, Any], wanted: Spec) -> bool:
-    """Return whether a run has the options of an arm, and all others at the task's own values.
-
-    Specs of format 1 have options as they were typed; these are compared as text.
-    """
-    if spec.get("format") == 1:
-        return bool(spec.get("set") == dict(wanted.options))
-    own, setup = spec["options"], Setup(ALGORITHMS[wanted.algorithm](), LocalTraining())
-    changed: dict[str, Any] = {}
+    """Return whether a run has the options of an arm, and all others at the task's own values."""
+    setup = Setup(ALGORITHMS[wanted.algorithm](), LocalTraining())
+    options: dict[str, Any] = {}
     for name, text in wanted.options:
         full = setup.full_name(name)
-        changed[full] = setup.with_option(name, text).options()[full]
-    return set(spec["changed"]) <= changed.keys() and all(
-        str(own.get(name)) == ("none" if value is None else str(value))
-        for name, value in changed.items()
+        options[full] = setup.with_option(name, text).options()[full]
+    return set(spec["changed"]) <= options.keys() and all(
+        str(spec["options"].get(name)) == ("none" if value is None else str(value))
+        for name, value in options.items()
     )
 
 
@@ -211,44 +183,32 @@ def _refuse_twins(runs: Sequence[StoredRun]) -> None:
 
 
 def _differing(first: StoredRun, second: StoredRun) -> str | None:
-    """Return a setting in which two runs differ that should differ in their seed alone.
-
-    An option that only one of them has was added by a later version, and is at its default.
-    """
+    """Return a setting in which two runs differ that should differ in their seed alone."""
     for name in ("cohort", "clients"):
         if first.spec.get(name) != second.spec.get(name):
             return name
-    one, other = first.spec.get("options", {}), second.spec.get("options", {})
-    return next((name for name in one if one[name] != other.get(name, one[name])), None)
+    one, other = first.spec["options"], second.spec["options"]
+    return next((name for name in {**one, **other} if one.get(name) != other.get(name)), None)
 
 
-def _left_out(
-    plan: Plan, task: str, found: Mapping[str, Sequence[StoredRun]], superseded: Sequence[str]
-) -> str:
+def _left_out(plan: Plan, task: str, found: Mapping[str, Sequence[StoredRun]]) -> str:
     """Return why a task is left out; empty if it is not."""
-    study, arms = plan.study, [arm.series for arm in plan.arms(task)]
-    missing = [series for series in arms if series not in found]
-    again = [series for series in missing if series in superseded]
-    if again and (study.needs_all_arms or not found):
-        return f"{task} is left out: {', '.join(again)} {SUPERSEDED}"
-    if missing and not found:
+    study, arms = plan.study, plan.arms(task)
+    if len(found) == len(arms) or (found and not study.needs_all_arms):
+        return ""
+    if len(found) <= 1:  # a single setting is a run of another study
         return f"{task} is left out: it has not been run"
-    if missing and study.needs_all_arms:
-        return f"{task} is left out: {len(found)} of its {len(arms)} settings have been run"
-    return ""
+    return f"{task} is left out: {len(found)} of its {len(arms)} settings have been run"
 
 
-def _shrunk(plan: Plan, found: Found, superseded: Mapping[str, Sequence[str]]) -> list[str]:
+def _shrunk(plan: Plan, found: Found) -> list[str]:
     """Return how the runs are fewer or smaller than the paper's."""
     lines, study = [], plan.study
     if plan.rounds != study.rounds:
         lines.append(f"{count(plan.rounds, 'round')} instead of {study.rounds:,}")
     for task, own in found.items():
-        absent = [arm.series for arm in plan.arms(task) if arm.series not in own]
-        again = [series for series in absent if series in superseded[task]]
-        missing = [series for series in absent if series not in again]
+        missing = [arm.series for arm in plan.arms(task) if arm.series not in own]
         lines += [f"{task}: {', '.join(missing)} not run"] if missing else []
-        lines += [f"{task}: {', '.join(again)} {SUPERSEDED}"] if again else []
         lines += _seeds(task, study.seeds[task], {s: len(runs) for s, runs in own.items()})
         lines += small_line(plan, task)
     return lines

@@ -1,8 +1,5 @@
 """Stored runs: one folder per run, with its spec, records, last state and model."""
 
-from typing import Any
-
-from fedexp.errors import warn_deprecated
 from fedexp.runs.execute import RunOptions, execute, stored_outcome
 from fedexp.runs.folder import RunWarning
 from fedexp.runs.journal import RunInterrupted
@@ -27,12 +24,3 @@ __all__ = [
     "spec_from",
     "stored_outcome",
 ]
-
-_FORMER = {"Keeping": "RunOptions", "Stopped": "RunInterrupted"}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _FORMER:
-        warn_deprecated(f"fedexp.runs.{name}", f"fedexp.runs.{_FORMER[name]}")
-        return globals()[_FORMER[name]]
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

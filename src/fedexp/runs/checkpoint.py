@@ -8,7 +8,7 @@ Client state (SCAFFOLD's control variates) can be gigabytes, and a round changes
 in a slot file (`engine/slot_file.py`): a checkpoint writes the states that changed to free slots,
 unless the run stores client state there itself, syncs the file, and stores which client has which
 slot. The writer holds references to the states of both checkpoints, so that their slots are not
-reused. Earlier versions wrote client state in memory to files of tensors, which are still read.
+reused.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from fedexp.runs.files import (
     write_json,
 )
 
-FORMAT = 1
+FORMAT = 2
 NEWEST, BEFORE = "checkpoint.json", "checkpoint-before.json"
 SLOTS = "checkpoint-clients.slots"
 CPU = torch.device("cpu")
@@ -77,10 +77,7 @@ def _read_clients(folder: Path, found: Checkpoint, device: torch.device) -> Mapp
         layout = Layout(found.slots.layout)
         file = SlotFile(layout, folder / found.slots.file, exists=True)
         return _read_slots(folder, found.slots, StateStore(file, device))
-    clients: dict[int, Tensors] = {}
-    for part in found.clients:
-        clients |= clients_from(_read_part(folder, part, device), part.clients)
-    return clients
+    return {}
 
 
 def _read_slots(folder: Path, slots: Slots, store: StateStore) -> StoredStates:
@@ -139,18 +136,18 @@ class Checkpoints:
         self,
         state: SimulationState,
         records_bytes: int,
+        records_sha256: str,
         seconds: float,
         final: bool = False,
-        records_sha256: str | None = None,
     ) -> None:
         """Write the state as the newest checkpoint; the one that was newest becomes the one before.
 
         Args:
             state: the state.
             records_bytes: size of `records.jsonl` up to its round.
+            records_sha256: digest of those bytes.
             seconds: training time so far.
             final: whether the run is over, so that client state is not needed any more.
-            records_sha256: digest of those bytes.
         """
         if self.last is not None and self.last.round == state.round:
             return
@@ -158,8 +155,8 @@ class Checkpoints:
         model = self._write_part(f"checkpoint-{state.round}", model_tensors(state))
         stored = None if final else self._stored(state.clients)
         slots = None if stored is None else self._slots(stored, state.round)
-        ends = (state.round, state.steps, seconds, records_bytes)
-        written = Checkpoint(*ends, model, (), slots, records_sha256)
+        ends = (state.round, state.steps, seconds, records_bytes, records_sha256)
+        written = Checkpoint(*ends, model, slots)
         if self.last is not None:
             write_json(self.folder / BEFORE, self.last.to_json(), indent=None, mode=PRIVATE)
         write_json(self.folder / NEWEST, written.to_json(), indent=None, mode=PRIVATE)
@@ -177,8 +174,8 @@ class Checkpoints:
         if self.last is None or self.last.round != rounds:
             return
         (self.folder / BEFORE).unlink(missing_ok=True)
-        if self.last.clients or self.last.slots:
-            self.last = replace(self.last, clients=(), slots=None)
+        if self.last.slots:
+            self.last = replace(self.last, slots=None)
             write_json(self.folder / NEWEST, self.last.to_json(), indent=None, mode=PRIVATE)
         self._remove_unless(self.last.files)
 
@@ -239,14 +236,10 @@ class Part:
     Attributes:
         file: its name.
         sha256: its digest.
-        clients: those with their newest state in it, in checkpoints of earlier versions.
-        held: how many clients' states it has.
     """
 
     file: str
     sha256: str
-    clients: tuple[int, ...] = ()
-    held: int = 0
 
 
 @dataclass(frozen=True)
@@ -266,24 +259,20 @@ class Slots:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The content of `checkpoint.json`: a round, where its records end, and its files.
-
-    Client state is in `slots`; checkpoints of earlier versions may have it in the parts `clients`.
-    """
+    """The content of `checkpoint.json`: a round, where its records end, and its files."""
 
     round: int
     steps: int
     seconds: float
     records_bytes: int
+    records_sha256: str
     model: Part
-    clients: tuple[Part, ...] = ()
-    slots: Slots | None = None
-    records_sha256: str | None = None  # not in checkpoints of older versions
+    slots: Slots | None = None  # client state
 
     @property
     def files(self) -> set[str]:
         """The names of all files that belong to the checkpoint."""
-        named = {self.model.file, *(part.file for part in self.clients)}
+        named = {self.model.file}
         if self.slots is not None:
             named |= {self.slots.file, *(part.file for part in self.slots.layers)}
         return named
@@ -291,8 +280,6 @@ class Checkpoint:
     def to_json(self) -> dict[str, Any]:
         """Return the content with a digest: a flipped digit would resume from another round."""
         content = {"format": FORMAT, **asdict(self)}
-        if self.records_sha256 is None:
-            del content["records_sha256"]
         return {**content, "sha256": _digest(content)}
 
     @classmethod
@@ -301,23 +288,20 @@ class Checkpoint:
         content = {name: each for name, each in value.items() if name != "sha256"}
         if value["sha256"] != _digest(content) or content.pop("format") != FORMAT:
             raise ValueError("it was changed, or is of another format")
-        parts = tuple(_part(each) for each in content.pop("clients"))
-        slots = content.pop("slots", None)
-        model = _part(content.pop("model"))
-        if not isinstance(content.get("records_sha256", ""), str):
+        slots, model = content.pop("slots"), _part(content.pop("model"))
+        if not isinstance(content["records_sha256"], str):
             raise ValueError("a digest is not text")
         if not is_duration(content["seconds"]) or not all(
             is_count(content[name]) for name in ("round", "steps", "records_bytes")
         ):
             raise ValueError("a count is not a number")
-        return cls(**content, model=model, clients=parts, slots=slots and _slots(slots))
+        return cls(**content, model=model, slots=slots and _slots(slots))
 
 
 def _part(value: dict[str, Any]) -> Part:
     """Parse a part; refuse names that lead out of the folder."""
-    part = Part(**{**value, "clients": tuple(value["clients"])})
-    numbers = (*part.clients, part.held)
-    if not is_part_name(part.file) or not all(is_count(number) for number in numbers):
+    part = Part(**value)
+    if not is_part_name(part.file):
         raise ValueError("it names a file that is not part of a checkpoint")
     return part
 

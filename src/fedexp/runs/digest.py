@@ -12,8 +12,7 @@ addresses, on comments, or on the position in a file.
 There are two views of a function. Its bytecode is what runs, but another version of Python compiles
 it differently. Its source is the same for all versions, but the file may have been edited since it
 was imported. So a digest has both, and two digests are compared by bytecode where both have that of
-the same Python, and otherwise by source. Each view exists in two editions: the first, which older
-versions stored, reads less of a value. The newest edition that both digests have is compared.
+the same Python, and otherwise by source.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ import tokenize
 import types
 from argparse import Namespace
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,15 +45,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from fedexp.client import RENAMED_METHODS
-
 Digest = dict[str, str]
 SOURCE, BYTECODE = "source", str(sys.implementation.cache_tag)
 LIBRARIES = ("fedexp", "torch", "numpy")
 BYTES = 16  # of a digest
-# What is read of a value. 1: no private attributes except of losses and metrics, no state of
-# objects of libraries, no modules inside modules, no values of rules. 2: all of them.
-EDITIONS = {1: "", 2: "-2"}  # the end of a view's key
 PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
 BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
 NAMESPACES = (Namespace, types.SimpleNamespace)
@@ -82,49 +76,27 @@ CALLED = (
     | inspect.CO_ASYNC_GENERATOR
 )
 BY_NAME = {*dis.hasname, *dis.haslocal, *dis.hasfree, *dis.hascompare, *dis.hasjrel, *dis.hasjabs}
-# The modules of classes and functions of fedexp that have moved, as stored fingerprints name them.
-MOVED = {
-    "fedexp.models.logistic": "fedexp.models.dense",
-    "fedexp.models.mlp": "fedexp.models.dense",
-    "fedexp.models.emnist_cnn": "fedexp.models.cnn",
-    "fedexp.models.cifar_cnn": "fedexp.models.cnn",
-    "fedexp.models.GroupNormReLU": "fedexp.models.norm",
-    "fedexp.models.resnet18": "fedexp.models.resnet",
-    "fedexp.models.Residual": "fedexp.models.resnet",
-    "fedexp.data.transforms.Images": "fedexp.data.images",
-}
 
 
-def digest_of(*values: Any, whole: bool = False, added: Sequence[Any] = ()) -> Digest:
+def digest_of(*values: Any, whole: bool = False) -> Digest:
     """Digest values and the code behind them, by source and by bytecode.
 
     Args:
         values: anything.
         whole: read tensors of torch modules as well.
-        added: further values, which the first edition did not have; read whole.
 
     >>> same(digest_of(nn.LeakyReLU(0.1)), digest_of(nn.LeakyReLU(0.1)))
     True
     >>> same(digest_of(nn.LeakyReLU(0.1)), digest_of(nn.LeakyReLU(0.2)))
     False
     """
-    digests = {}
-    for edition, end in EDITIONS.items():
-        more = added if edition > 1 else ()
-        for view in (SOURCE, BYTECODE):
-            reader = _Reader(view, edition, whole or bool(more))
-            digests[view + end] = reader.digest(*values, *more)
-    return digests
+    return {view: _Reader(view, whole).digest(*values) for view in (SOURCE, BYTECODE)}
 
 
 def same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Compare two digests by the newest edition that both have.
-
-    By bytecode where both have that of one Python, or else by source.
-    """
+    """Compare two digests by bytecode where both have that of one Python, or else by source."""
     shared = one.keys() & other.keys()
-    shared = {view for view in shared if view.endswith(EDITIONS[2])} or shared
-    views = {view for view in shared if not view.startswith(SOURCE)} or shared
+    views = shared - {SOURCE} or shared
     return bool(views) and all(one[view] == other[view] for view in views)
 
 
@@ -171,8 +143,8 @@ class _Reader:
     than Python's stack.
     """
 
-    def __init__(self, view: str, edition: int, whole: bool) -> None:
-        self.view, self.edition, self.whole = view, edition, whole
+    def __init__(self, view: str, whole: bool) -> None:
+        self.view, self.whole = view, whole
         self.hash = hashlib.blake2b(digest_size=BYTES)
         self._seen: dict[int, tuple[int, Any]] = {}  # holds the values, so that ids stay unique
         self._unread: deque[types.FunctionType | type] = deque()
@@ -205,7 +177,7 @@ class _Reader:
         elif isinstance(value, tuple):  # whether equal ones are one object is an accident
             self._each("tuple", value)
         elif isinstance(value, set | frozenset):
-            alone = (_Reader(self.view, self.edition, self.whole).digest(each) for each in value)
+            alone = (_Reader(self.view, self.whole).digest(each) for each in value)
             self._put("set", *sorted(alone))
         else:
             known = id(value) in self._seen
@@ -267,7 +239,7 @@ class _Reader:
     def _function(self, function: types.FunctionType) -> None:
         text = _source(function) if self.view == SOURCE else None
         if is_library(function.__module__):
-            self._put("function", f"{_module(function)}.{function.__qualname__}")
+            self._put("function", f"{function.__module__}.{function.__qualname__}")
         elif text is not None:
             self._put("source", text)
         else:
@@ -279,7 +251,7 @@ class _Reader:
         if not is_library(function.__module__):
             self.add(function.__defaults__)
             self._pairs("defaults", sorted((function.__kwdefaults__ or {}).items()))
-            self._pairs("globals", _globals(function, inner=self.edition > 1))
+            self._pairs("globals", _globals(function))
 
     def _code(self, code: types.CodeType) -> None:
         """Read instructions with their names and constants, without lines and docstring."""
@@ -299,13 +271,10 @@ class _Reader:
         self._put("class", kind.__qualname__)
         own = not is_library(kind.__module__)
         if not own:
-            self._put(_module(kind))
+            self._put(kind.__module__)
         self._each("bases", [each for each in kind.__mro__[1:] if not is_library(each.__module__)])
         of_class = vars(kind)
-        former = {n for o, n in RENAMED_METHODS.items() if of_class.get(o) is of_class.get(n)}
         for name, value in sorted(of_class.items()) if own else []:
-            if name in former:  # set by ClientRule, not by the user: digests stay as stored
-                continue
             dunder = name.startswith("__") and name.endswith("__")
             if not name.startswith("_abc_") and (
                 not dunder or isinstance(value, types.FunctionType)
@@ -329,24 +298,20 @@ class _Reader:
         """Return whether an attribute of a module is read: not what every module has itself."""
         if name[:1] != "_":
             return name != "training"
-        own = self.edition > 1 and not is_library(kind.__module__)
+        own = not is_library(kind.__module__)
         return own and name not in MODULE and name not in _not_settings(kind)
 
     def _instance(self, value: Any) -> None:
         kind: Any = type(value)
-        own = getattr(value, "__dict__", {})
-        if self.edition > 1:
-            own = attributes_of(value)
-        elif self.whole:
-            own = {**{name: getattr(value, name, None) for name in _slots(kind)}, **own}
+        own = attributes_of(value)
         self.add(kind)
         library, fields = is_library(kind.__module__), dataclasses.is_dataclass(value)
         if fields:
             names = [field.name for field in dataclasses.fields(value)]
             self._pairs("fields", [(name, getattr(value, name, None)) for name in names])
             own = {name: each for name, each in own.items() if name not in names}
-        if isinstance(value, NAMESPACES) or not (library or (fields and self.edition == 1)):
-            private = (self.whole or self.edition > 1) and not _is_installed(kind.__module__)
+        if isinstance(value, NAMESPACES) or not library:
+            private = not _is_installed(kind.__module__)
             changing = () if self.whole else _assigned_in_use(kind)
             read = [
                 (name, each)
@@ -355,7 +320,7 @@ class _Reader:
             ]
             self._pairs("attributes", sorted(read, key=lambda pair: pair[0]))
         self.add(own.get("__wrapped__"))  # a cache around a function, for one
-        if self.edition > 1 and not fields and (library or _is_installed(kind.__module__)):
+        if not fields and (library or _is_installed(kind.__module__)):
             self._each("state", _pickled_state(value))
 
 
@@ -442,18 +407,8 @@ def _slots(kind: type) -> list[str]:
     return [name for name in slots if name not in ("__dict__", "__weakref__")]
 
 
-def _module(value: types.FunctionType | type) -> str:
-    """Return the module of a library's function or class; for one that has moved, the first one."""
-    return MOVED.get(f"{value.__module__}.{value.__qualname__}", value.__module__)
-
-
-def _globals(function: types.FunctionType, inner: bool) -> Iterator[tuple[str, Any]]:
-    """Yield the globals that a function names; of a module or namespace what it names there.
-
-    Args:
-        function: the function.
-        inner: look into the user's modules inside modules as well.
-    """
+def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the globals that a function names; of a module or namespace what it names there."""
     names, own_module = sorted(_names(function.__code__)), function.__module__
     for name in names:
         if name not in function.__globals__:
@@ -464,18 +419,18 @@ def _globals(function: types.FunctionType, inner: bool) -> Iterator[tuple[str, A
         if _is_installed(own_module) and getattr(value, "__module__", own_module) != own_module:
             continue
         if isinstance(value, (types.ModuleType, *NAMESPACES)):
-            yield from _members(name, value, names, inner)
+            yield from _members(name, value, names)
         else:
             yield name, value
 
 
-def _members(path: str, module: Any, names: list[str], inner: bool) -> Iterator[tuple[str, Any]]:
+def _members(path: str, module: Any, names: list[str]) -> Iterator[tuple[str, Any]]:
     for name, value in ((name, vars(module)[name]) for name in names if name in vars(module)):
         own = isinstance(value, types.ModuleType) and not (
             is_library(value.__name__) or _is_installed(value.__name__)
         )
-        if inner and own and name not in path.split("."):  # modules may import each other
-            yield from _members(f"{path}.{name}", value, names, inner)
+        if own and name not in path.split("."):  # modules may import each other
+            yield from _members(f"{path}.{name}", value, names)
         else:
             yield f"{path}.{name}", value
 

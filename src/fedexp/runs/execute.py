@@ -28,7 +28,7 @@ from fedexp.distributed import DistributedGroup, Ranks, launched
 from fedexp.engine import Record, SimulationState
 from fedexp.engine.client_store import ClientStore, Location
 from fedexp.engine.plan import CohortRule
-from fedexp.errors import DivergedError, UsageError, require, warn_deprecated
+from fedexp.errors import DivergedError, UsageError, require
 from fedexp.objective import Buffers, LoadableObjective, ModuleObjective
 from fedexp.privacy.settings import CentralPrivacy
 from fedexp.runs.checkpoint import SLOTS, to_bytes
@@ -39,7 +39,6 @@ from fedexp.runs.journal import CHECKPOINT_EVERY, Journal, RunInterrupted
 from fedexp.runs.loggers import GuardedLogger, Logger
 from fedexp.runs.read import load_run
 from fedexp.runs.spec import (
-    FORMAT,
     SPEC,
     OnRound,
     Outcome,
@@ -50,7 +49,7 @@ from fedexp.runs.spec import (
     id_of,
     is_run,
     read_spec,
-    run_from,
+    spec_from,
     spec_text,
 )
 
@@ -114,9 +113,6 @@ def execute(
             accesses the folder, and `on_round` is guaranteed to be called on the first alone.
         options: see `RunOptions`.
     """
-    if "consumers" in options:
-        warn_deprecated("execute(consumers=...)", "execute(loggers=...)")
-        options["loggers"] = options.pop("consumers")
     run = run or spec.prepare()
     how = RunOptions(**options)
     path = folder or (folder_of(run, root) if root is not None else None)
@@ -305,10 +301,7 @@ def extend_run(folder: Path, rounds: int) -> Path:
     """
     found = read_spec(folder)
     own = {name: value for name, value in found.items() if name not in ("format", "id")}
-    require(
-        found["format"] == FORMAT and own["engine"] != "flower",
-        f"{folder} cannot be extended: it was run on Flower, or by an older version",
-    )
+    require(own["engine"] != "flower", f"{folder} cannot be extended: it was run on Flower")
     require(
         rounds > own["rounds"],
         f"{folder} has {own['rounds']} rounds; give --rounds a larger number",
@@ -321,7 +314,7 @@ def extend_run(folder: Path, rounds: int) -> Path:
     longer = folder.with_name(id_of(own) if named else f"{folder.name}-{rounds}-rounds")
     if is_run(longer):
         return longer
-    run = run_from(found)
+    run = spec_from(found).prepare()
     require(
         run.setup.local.lr_schedule == "constant" or callable(run.setup.local.lr_schedule),
         f"local.lr_schedule {run.setup.local.lr_schedule!r} depends on the number of rounds, so "

@@ -34,7 +34,6 @@ from fedexp.runs.digest import (
     same,
     tensor_bytes,
 )
-from fedexp.server import Adagrad, Adam
 from fedexp.tasks import Task
 
 # Raise it whenever a release computes other numbers from the same spec, data and model: another
@@ -42,7 +41,7 @@ from fedexp.tasks import Task
 # other evaluation. Not for rounding, and not for what options or digests show already.
 #   1: runs without a fingerprint.
 #   2: FedAdagrad, FedAdam and FedYogi start their accumulator at 0.
-NUMERICS = 2
+NUMERICS = 3
 FORMAT = 1
 WHOLE_BYTES = 10**9  # of data that are read completely; larger fields are sampled
 BLOCK_BYTES = 2**24  # hashed or sampled at a time
@@ -58,13 +57,10 @@ class Fingerprint:
     Attributes:
         digests: of data and weights under one key, of code by source and by bytecode.
         numerics: the version of the package's arithmetic, see `NUMERICS`.
-        first: the oldest version with today's numbers for this algorithm; not stored. It decides
-            about runs without a fingerprint.
     """
 
     digests: Mapping[str, Digest]
     numerics: int = NUMERICS
-    first: int = 1
 
     def differences(self, other: Fingerprint) -> list[str]:
         """Return the names of what differs; empty for the same content."""
@@ -111,7 +107,7 @@ def fingerprint(
         **data_digests(task),
         **_objective(task.objective, seed),
         "the transform": digest_of(task.transform),
-        "the evaluation": digest_of(task.sums, *_evaluated_by_targets(task)),
+        "the evaluation": digest_of(task.sums),
     }
     if task.test_offsets is not None:
         shares = {"offsets": torch.from_numpy(task.test_offsets)}
@@ -122,11 +118,6 @@ def fingerprint(
         digests["the metrics"] = digest_of(dict(task.metrics), task.train_metrics, whole=True)
     if stops and task.higher is not None:  # a goal of the user's own
         digests["the goal"] = digest_of(str(task.goal))
-    if (
-        algorithm.client.weight_factor(1.0) is not None
-        and task.objective.initial(seed)[1].averaged.numel()
-    ):
-        digests["the weights of the buffers"] = digest_of("of the clients")  # not of their updates
     if task.by_client:
         digests["the evaluation of every client"] = digest_of(task.by_client)
     for name, function in functions.items():
@@ -135,25 +126,15 @@ def fingerprint(
     return replace(of_rules, digests={**digests, **of_rules.digests})
 
 
-def _evaluated_by_targets(task: Task) -> list[str]:
-    """Return a mark for losses of a batch that 0.2.0 evaluated by rows, not by what targets count.
-
-    Their stored numbers are others, so they are not taken for today's.
-    """
-    first = {name: value[:1] for name, value in task.train.fields.items()}
-    return ["by targets"] if task.counted is None and task.parts(first) else []
-
-
 def fingerprint_of_rules(algorithm: Algorithm) -> Fingerprint:
     """Digest an algorithm's rules alone, where data and model are not available.
 
     Fields that are numbers or texts are part of the spec, where 1 and 1.0 are equal.
     """
     rules = {"the client rule": algorithm.client, "the server rule": algorithm.server}
-    digests = {
-        name: digest_of(type(rule), added=[_not_in_spec(rule)]) for name, rule in rules.items()
-    }
-    return Fingerprint(digests, first=2 if isinstance(algorithm.server, Adagrad | Adam) else 1)
+    return Fingerprint(
+        {name: digest_of(type(r), _not_in_spec(r), whole=True) for name, r in rules.items()}
+    )
 
 
 def fingerprint_of_object(value: Any) -> Fingerprint:

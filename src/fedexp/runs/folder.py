@@ -45,7 +45,7 @@ from fedexp.runs.files import (
     write_json,
 )
 from fedexp.runs.fingerprint import Fingerprint, joined
-from fedexp.runs.spec import EPS, HEAD, SPEC, Run, check_same, is_run, read_spec, spec_text
+from fedexp.runs.spec import HEAD, SPEC, Run, check_same, is_run, read_spec, spec_text
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_SECONDS = 2.0  # after which git is given up
@@ -354,38 +354,22 @@ def warn_of_version(folder: Path) -> None:
 
 
 def check_content(folder: Path, wanted: Fingerprint, remedy: str = RESTART) -> None:
-    """Refuse a run of other content; warn of one without a fingerprint."""
-    found = read_fingerprint(folder, remedy)
-    if found is not None:
-        apart = found.differences(wanted)
-        verb = "differs" if len(apart) == 1 else "differ"
-        if apart:
-            raise OtherContentError(
-                f"{folder} holds a run of other content: {joined(apart)} {verb}; {remedy}"
-            )
-        return
-    if wanted.first > 1:
+    """Refuse a run of other content."""
+    apart = read_fingerprint(folder, remedy).differences(wanted)
+    verb = "differs" if len(apart) == 1 else "differ"
+    if apart:
         raise OtherContentError(
-            f"{folder} was started by an older version, whose server rule gave other numbers; "
-            f"{remedy}"
+            f"{folder} holds a run of other content: {joined(apart)} {verb}; {remedy}"
         )
-    warnings.warn(
-        f"{folder} was started before runs had fingerprints: whether its data, model and code are "
-        f"today's is not known; {remedy}",
-        RunWarning,
-        stacklevel=2,
-    )
 
 
-def read_fingerprint(folder: Path, remedy: str = RESTART) -> Fingerprint | None:
-    """Read the fingerprint of a run; None where an older version stored none."""
+def read_fingerprint(folder: Path, remedy: str = RESTART) -> Fingerprint:
+    """Read the fingerprint of a run."""
     path = folder / FINGERPRINT
     try:
         return Fingerprint.from_json(parse_json(path.read_bytes()))
-    except FileNotFoundError:
-        return None
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}") from None
+        raise UsageError(f"cannot read {path}: {error.strerror}; {remedy}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"{path} is damaged; {remedy}") from None
 
@@ -452,13 +436,6 @@ def rerun(spec: Mapping[str, Any]) -> str:
     if "privacy" in spec:
         given = [f"{name}={value}" for name, value in spec["privacy"].items() if name != "kind"]
         words += ["--privacy", f"{spec['privacy']['kind']}:{','.join(given)}"]
-    options = dict(spec.get("set", {}))
-    if spec["algorithm"] == "fedexp" and spec.get("task_source"):
-        typed = {name.rpartition(".")[2] for name in options}
-        resolved = spec.get("options", {})
-        for name in EPS:  # its default has changed since version 0.1
-            if name in resolved and name.rpartition(".")[2] not in typed:
-                options[name] = resolved[name]
-    for key, value in options.items():
+    for key, value in spec.get("set", {}).items():
         words += ["--set", f"{key}={value}"]
     return shlex.join(map(str, words))

@@ -117,7 +117,7 @@ class Journal:
         began = time.perf_counter()
         with disk_errors(path):
             records.sync()
-            ends = (records.size, self.seconds, final, records.sha256)
+            ends = (records.size, records.sha256, self.seconds, final)
             checkpoints.write(self.state, *ends)
         self._checked = time.perf_counter()
         self._cost = self._checked - began if self.every else 0.0

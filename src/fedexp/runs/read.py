@@ -34,7 +34,7 @@ from fedexp.runs.spec import (
     FORMAT,
     SPEC,
     Outcome,
-    checked_format,
+    check_format,
     id_of,
     is_run,
     read_spec,
@@ -170,10 +170,9 @@ def texts(run: Parts) -> tuple[str, str]:
     varying = [name for name in columns if name not in constant]
     table = _csv(varying, [[columns[name][at] for name in varying] for at in range(len(run.rows))])
     own = {name: value for name, value in run.spec.items() if name not in ("format", "id")}
-    format = run.spec.get("format", FORMAT)
     described = {
-        "format": format,
-        "id": id_of(own, format),
+        "format": FORMAT,
+        "id": id_of(own),
         "result": {n: _rounded(n, value) for n, value in _known(run.result).items()},
         "environment": _known({name: run.environment.get(name) for name in ARCHIVED}),
         "constant": constant,
@@ -200,7 +199,7 @@ def read_archived(path: Path) -> Parts:
 
 
 def _check(path: Path, described: Mapping[str, Any], table: str) -> None:
-    checked_format(described, path)
+    check_format(described, path)
     own = {name: value for name, value in described.items() if name != "sha256"}
     require(
         described.get("sha256") == _digest(own, table),

@@ -33,14 +33,12 @@ from fedexp.engine.state import SimulationState
 from fedexp.engine.warm_start import starting_from
 from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.options import (
-    ADDED_ARGUMENTS,
     Setup,
     build_algorithm,
     build_task,
     check_options,
     convert,
     hints_of,
-    option_text,
     setup_for,
     split_task_options,
     task_arguments,
@@ -287,19 +285,16 @@ class Run:
             "set": dict(self.spec.options),
             "changed": [n for n in resolved if n not in before or resolved[n] != before[n]],
             "arguments": self._arguments(),
-            "options": {k: _json_value(v) for k, v in self.setup.stored_options().items()},
+            "options": {k: _json_value(v) for k, v in self.setup.options().items()},
         }
 
     def _arguments(self) -> dict[str, Any]:
-        """Return the arguments of the task, resolved, without what older specs imply.
-
-        Its seed only where it is not the run's; an added argument only where it is set.
-        """
+        """Return the arguments of the task, resolved; its seed only where it is not the run's."""
         of_task, _ = split_task_options(dict(self.spec.options))
         spec = self.spec
         found = task_arguments(spec.task, of_task, spec.seed, spec.mode, spec.task_source)
-        implied = {"seed": spec.seed, **(ADDED_ARGUMENTS if spec.task_source is None else {})}
-        found = {n: value for n, value in found.items() if n not in implied or value != implied[n]}
+        if found.get("seed") == spec.seed:
+            del found["seed"]
         return {name: _json_value(value) for name, value in found.items()}
 
     def _resolved(self) -> dict[str, Any]:
@@ -406,7 +401,7 @@ def allow_rounding(target: float, higher: bool) -> float:
     return target - slack if higher else target + slack
 
 
-FORMAT = 2  # 1: the id covered options as they were typed, and no arguments of the task
+FORMAT = 2
 SPEC = "spec.toml"
 HEAD = "# A run of fedexp, frozen. Continue it with: fedexp resume THIS-FOLDER\n"
 # Options as they were typed, and where objects of the user's own are; not part of the id.
@@ -426,10 +421,8 @@ def run_id(run: Run) -> str:
 
 
 def folder_of(run: Run, root: Path) -> Path:
-    """Return the folder of a run under `root`; that of an older version where it exists."""
-    folder = root / id_of(run.frozen)
-    older = root / id_of(_first_format(run.frozen), format=1)
-    return older if not is_run(folder) and is_run(older) else folder
+    """Return the folder of a run under `root`."""
+    return root / id_of(run.frozen)
 
 
 def is_run(path: Path) -> bool:
@@ -455,10 +448,10 @@ def read_spec(folder: Path) -> dict[str, Any]:
         raise UsageError(
             f"{path} is damaged: {shown(error)}; remove {folder}, and run it again"
         ) from None
-    format = checked_format(spec, path)
+    check_format(spec, path)
     own = {name: value for name, value in spec.items() if name not in ("format", "id")}
     require(
-        own.keys() >= {"task", "algorithm", "seed"} and spec.get("id") == id_of(own, format),
+        own.keys() >= {"task", "algorithm", "seed"} and spec.get("id") == id_of(own),
         f"{path} has been changed since the run began; put it back, or start another run",
     )
     fault = spec_fault(own)
@@ -466,14 +459,13 @@ def read_spec(folder: Path) -> dict[str, Any]:
     return spec
 
 
-def checked_format(spec: Mapping[str, Any], path: Path) -> int:
-    """Return the format of a spec; refuse one that this version does not read."""
+def check_format(spec: Mapping[str, Any], path: Path) -> None:
+    """Refuse a spec of a format that this version does not read."""
     found = spec.get("format")
     require(
-        type(found) is int and found in (1, FORMAT),
-        f"{path} has format {shown(found)}, this fedexp reads up to {FORMAT}; use the other one",
+        type(found) is int and found == FORMAT,
+        f"{path} has format {shown(found)}, this fedexp reads {FORMAT}; use the other one",
     )
-    return int(found or FORMAT)
 
 
 def spec_from(spec: Mapping[str, Any]) -> Spec:
@@ -501,26 +493,12 @@ def spec_from(spec: Mapping[str, Any]) -> Spec:
 
 
 def effective_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return options without the number of steps where epochs count; a stored spec has both.
+    """Return options without the number of steps where epochs count.
 
-    >>> effective_options({"local.lr": 0.1, "local.steps": 20, "local.epochs": 2})
+    >>> effective_options({"local.lr": 0.1, "local.steps": None, "local.epochs": 2})
     {'local.lr': 0.1, 'local.epochs': 2}
     """
-    has_epochs = options.get("local.epochs") not in (None, "none")
-    return {n: v for n, v in options.items() if not (has_epochs and n == "local.steps")}
-
-
-def run_from(spec: Mapping[str, Any]) -> Run:
-    """Resolve a stored spec; FedExP has the eps of that run, which may be an older default."""
-    run = spec_from(spec).prepare()
-    stored = {name: spec.get("options", {}).get(name) for name in EPS}
-    now = {name: _json_value(run.setup.options().get(name)) for name in EPS}
-    if run.spec.algorithm_source or run.spec.algorithm != "fedexp" or None in stored.values():
-        return run
-    if now == stored:
-        return run
-    options = dict(run.spec.options) | {name: option_text(v) for name, v in stored.items()}
-    return replace(run.spec, options=tuple(options.items())).prepare(run.task)
+    return {n: v for n, v in options.items() if n != "local.steps" or v not in (None, "none")}
 
 
 def _cohort(value: Any) -> Any:
@@ -570,8 +548,11 @@ def parse_privacy(text: str) -> CentralPrivacy | LocalPrivacy:
 
 def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path) -> None:
     """Refuse to continue a run as another one: an option may have changed its default since."""
-    old = spec.get("format") == 1
-    now, then = (_flat(_compared(each, old)) for each in (wanted, spec))
+    typed = ("format", "id", *TYPED)
+    now, then = (
+        _flat({name: value for name, value in resolved.items() if name not in typed})
+        for resolved in (wanted, spec)
+    )
     changed = sorted(name for name in now.keys() | then.keys() if now.get(name) != then.get(name))
     if changed:
         name = changed[0]
@@ -581,18 +562,17 @@ def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path)
         )
 
 
-def id_of(spec: Mapping[str, Any], format: int = FORMAT) -> str:
+def id_of(spec: Mapping[str, Any]) -> str:
     """Return the id of a resolved spec.
 
-    Options count as they are resolved, not as they were typed; in format 1 both counted.
+    Options count as they are resolved, not as they were typed.
 
     >>> spec = {"task": "toy", "algorithm": "fedexp", "seed": 0, "options": {"server.eps": 0.0}}
     >>> id_of({**spec, "set": {"eps": "0"}}) == id_of({**spec, "set": {}}) == id_of(spec)
     True
     """
     resolved = {name: value for name, value in spec.items() if name not in TYPED}
-    counted = spec if format == 1 else _canonical(resolved)
-    text = json.dumps(counted, sort_keys=True, default=str)
+    text = json.dumps(_canonical(resolved), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
     return f"{id_stem(spec['task'], spec['algorithm'], spec['seed'])}-{digest}"
 
@@ -622,28 +602,6 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_canonical(each) for each in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _first_format(spec: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a resolved spec in format 1: without the resolved arguments of the task."""
-    return {n: value for n, value in spec.items() if n not in ("arguments", "changed")}
-
-
-def _compared(spec: Mapping[str, Any], old: bool) -> dict[str, Any]:
-    """Select what must agree: resolved values, or typed options of the task in format 1.
-
-    A fraction of 1.0, which older versions stored, is no cohort: all clients.
-    """
-    own = {name: value for name, value in spec.items() if name not in ("format", "id", *TYPED)}
-    if is_all_clients(own.get("cohort")):
-        del own["cohort"]
-    if "options" in own:
-        own["options"] = effective_options(own["options"])
-    if old:
-        own = _first_format(own)
-        typed = spec.get("set", {})
-        own["set"] = {name: text for name, text in typed.items() if name.startswith("task.")}
-    return own
 
 
 def _flat(spec: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,8 +22,7 @@ from fedexp.server.base import (
     vector,
 )
 
-Form = Literal["standard", "printed", "authors", "reddi"]
-EARLIER = "reddi"  # the name of "printed" in version 0.1
+Form = Literal["standard", "printed", "authors"]
 
 
 @dataclass(frozen=True)
@@ -36,8 +35,7 @@ class _Adaptive(ServerRule):
         form: "standard" starts v at 0, as Reddi et al. ran it; "printed" starts v at τ², as their
             Algorithm 2 allows: steps are half as long for as long as Δ̄ is small beside τ;
             "authors" divides by √(v + τ) with v starting at 0, as the FedExP authors' code does
-            (docs/paper.md#released-adagrad, docs/paper.md#released-adam). "reddi" is an earlier
-            name of "printed".
+            (docs/paper.md#released-adagrad, docs/paper.md#released-adam).
     """
 
     lr: float = 0.1
@@ -48,8 +46,6 @@ class _Adaptive(ServerRule):
         require_positive("the server lr", self.lr)
         require_numbers(tau=self.tau)
         require(self.tau >= 0, f"tau must not be negative, but is {self.tau}")
-        if self.form == EARLIER:
-            object.__setattr__(self, "form", "printed")
         require(
             self.form in ("standard", "printed", "authors"),
             f"form must be standard, printed or authors, not {self.form!r}",

@@ -13,7 +13,6 @@ the study while it runs; one that a killed process left behind is queued again.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass
@@ -22,7 +21,6 @@ from typing import IO, TYPE_CHECKING, Any
 
 from fedexp.errors import UsageError, require, shown
 from fedexp.optional import extra
-from fedexp.runs import RunWarning
 from fedexp.runs.files import lock_file
 from fedexp.runs.fingerprint import Fingerprint, joined
 from fedexp.tuning.grids import Point, Values
@@ -325,8 +323,7 @@ def _check_settings(study: optuna.Study, settings: dict[str, Any], path: Path) -
         study.set_user_attr(ATTRIBUTE, settings)
         return
     require(isinstance(known, dict), f"{path} holds a study of another program; {REMEDY}")
-    content = known.get(FINGERPRINT)
-    was, now = (_compared(each, with_typed=content is None) for each in (known, settings))
+    was, now = map(_compared, (known, settings))
     names = [key for key in {**was, **now} if was.get(key) != now.get(key)]
     if names:
         theirs, ours = (json.dumps(each.get(names[0])) for each in (was, now))
@@ -334,29 +331,17 @@ def _check_settings(study: optuna.Study, settings: dict[str, Any], path: Path) -
             f"{path} holds a study with other settings ({shown(names[0])} is {shown(theirs)} "
             f"there, {ours} here); {REMEDY}"
         )
-    if content is None:
-        warnings.warn(
-            f"{path} holds a study that was created before studies had fingerprints: whether its "
-            f"data, model and code are today's is not known; {REMEDY}",
-            RunWarning,
-            stacklevel=2,
-        )
-        return
     try:
-        found = Fingerprint.from_json(content)
+        found = Fingerprint.from_json(known[FINGERPRINT])
     except (ValueError, KeyError, TypeError, AttributeError):
         raise UsageError(f"{path} is damaged: its fingerprint cannot be read; {REMEDY}") from None
     if apart := found.differences(Fingerprint.from_json(settings[FINGERPRINT])):
         raise UsageError(f"{path} holds a study of other content: {joined(apart)}; {REMEDY}")
 
 
-def _compared(settings: Mapping[str, Any], with_typed: bool) -> dict[str, Any]:
-    """Return the settings that must agree beside the fingerprint.
-
-    Options count as they are resolved. A study without a fingerprint is of an older version, which
-    stored the arguments of the task only as they were typed.
-    """
-    left_out = {FINGERPRINT, "changed", "arguments" if with_typed else "set"}
+def _compared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that must agree beside the fingerprint: options as they are resolved."""
+    left_out = (FINGERPRINT, "changed", "set")
     return {name: value for name, value in settings.items() if name not in left_out}
 
 

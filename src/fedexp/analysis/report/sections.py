@@ -195,10 +195,9 @@ def _mixed(runs: Iterable[StoredRun]) -> list[str]:
     first: dict[str, tuple[StoredRun, Fingerprint]] = {}
     problems: dict[str, str] = {}
     for run in runs:
-        content = None
-        with suppress(FedExPError):  # a damaged one matters to those who resume the run
+        try:
             content = read_fingerprint(run.folder)
-        if content is None:
+        except FedExPError:  # a damaged one matters to those who resume the run
             continue
         key = repr((_task_key(run), run.spec["algorithm"], _identity(run)))
         other, wanted = first.setdefault(key, (run, content))
