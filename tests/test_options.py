@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pytest
@@ -89,6 +89,21 @@ def test_a_comparison_notes_where_an_option_has_no_effect() -> None:
         "fedexp-m": {},
     }
     share_options(setups, {"fedavg:lr": "0.5", "local.lr": "0.1", "steps": "3"})
+
+
+@pytest.mark.parametrize("key", ["fedexp:steps", "fedexp:local.steps"])
+def test_steps_of_one_algorithm_replace_the_epochs_of_all(key: str) -> None:
+    setups = {name: setup(name) for name in ("fedavg", "fedexp")}
+    for general in ("epochs", "local.epochs"):
+        shared = share_options(setups, {general: "1", key: "5"})
+        trained = {name: setups[name].with_options(of_it).local for name, of_it in shared.items()}
+        assert trained["fedexp"] == replace(setups["fedexp"].local, steps=5, epochs=None)
+        assert trained["fedavg"] == replace(setups["fedavg"].local, steps=None, epochs=1)
+    shared = share_options(setups, {"steps": "5", "fedexp:epochs": "none"})
+    assert setups["fedexp"].with_options(shared["fedexp"]).local.steps == 5
+    for both in ({"epochs": "1", "steps": "5"}, {"fedavg:epochs": "1", "fedavg:steps": "5"}):
+        with pytest.raises(fx.UsageError, match=r"^fedavg: local\.steps=5 and local\.epochs=1 "):
+            share_options(setups, both)
 
 
 def test_every_option_can_be_set_to_its_own_value() -> None:

@@ -519,6 +519,14 @@ def test_a_run_can_be_given_more_rounds(
     assert fx.run(study.task, "fedexp", rounds=6).outcome.stored == 6
     assert main(["resume", str(short.folder), "--rounds", "4"]) == 2
     assert "has 4 rounds; give --rounds a larger number" in capsys.readouterr().err
+    stored = short.folder / "fingerprint.json"
+    stored.write_text(json.dumps(json.loads(stored.read_text()) | {"numerics": 0}))
+    others = sorted(path.name for path in short.folder.parent.iterdir())
+    assert main(["resume", str(short.folder), "--rounds", "7"]) == 2
+    line = capsys.readouterr().err
+    assert f"{short.folder} holds a run of other content: " in line
+    assert "start a new run with --rounds 7" in line
+    assert sorted(path.name for path in short.folder.parent.iterdir()) == others
     stateful = fx.run(study.task, "scaffold")
     assert main(["resume", str(stateful.folder), "--rounds", "6"]) == 2
     assert "client state of scaffold is removed then; start a new run" in capsys.readouterr().err

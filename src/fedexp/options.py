@@ -457,9 +457,10 @@ def share_options(
     """Return the options of each algorithm: `name:key` is for one, `key` for all that have it.
 
     A note names the algorithms without an option that others have. A name that no algorithm has
-    raises the error of the first algorithm.
+    raises the error of the first algorithm. Steps for one replace epochs for all, and epochs steps.
     """
     shared: dict[str, dict[str, Any]] = {name: {} for name in setups}
+    specific: dict[str, dict[str, Any]] = {name: {} for name in setups}
     general_first = sorted(options.items(), key=lambda option: ":" in option[0])
     for key, value in general_first:
         name, colon, own = key.partition(":")
@@ -467,15 +468,23 @@ def share_options(
             raise unknown_name(f"algorithm in option {key}", name, setups)
         takers = [name] if colon else [n for n, s in setups.items() if s.names_of(key)]
         for taker in takers or list(setups)[:1]:
-            setups[taker].parse(own if colon else key, value)  # raises for an unknown option
-            shared[taker][own if colon else key] = value
+            full, parsed = setups[taker].parse(own if colon else key, value)  # raises if unknown
+            (specific if colon else shared)[taker][own if colon else key] = value
+            other = {"local.steps": "epochs", "local.epochs": "steps"}.get(full)
+            if colon and other and parsed is not None:
+                for general in (other, f"local.{other}"):
+                    shared[taker].pop(general, None)
         others = ", ".join(n for n in setups if n not in takers)
         if not colon and others:
             full = " or ".join(sorted({setups[n].full_name(key) for n in takers}))
             note = f"option {key} is {full} of {', '.join(takers)}; it has no effect on {others}"
             warnings.warn(note, DataNote, stacklevel=4)
-    for name, given in shared.items():
-        setups[name].with_options(given)  # raises for a mistake
+    for name, setup in setups.items():
+        shared[name] |= specific[name]
+        try:
+            setup.with_options(shared[name])
+        except UsageError as error:
+            raise UsageError(f"{name}: {error}") from None
     return shared
 
 

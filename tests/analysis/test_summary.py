@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -35,7 +36,7 @@ def test_a_target_is_reached_to_within_rounding() -> None:
 def test_fedavg_counts_with_its_own_rounds() -> None:
     runs = [outcome("fedavg", 0, [0.1] * 10), outcome("fedexp", 0, [0.6] * 5 + [0.7] * 15)]
     _, fedexp = summarise(runs, "test_accuracy", 0.6)
-    assert (fedexp.speedup, fedexp.at_least) == (2.0, True)  # of rounds 11 to 20 nothing is known
+    assert (fedexp.speedup, fedexp.at_least) == (10.0, True)  # of rounds 11 to 20 nothing is known
 
 
 def test_smoothing_averages_the_end_over_rounds_and_leaves_the_rounds_to_target() -> None:
@@ -44,7 +45,7 @@ def test_smoothing_averages_the_end_over_rounds_and_leaves_the_rounds_to_target(
         outcome("fedexp", 1, [0.1] + [0.9] * 5 + [0.2, 0.9, 0.6]),
     ]
     (line,) = summarise(runs, "test_accuracy", 0.8, smooth=2)
-    assert line.rounds == [5, 6]  # five evaluations, whatever the window of the final value
+    assert line.rounds == [1, 6]  # five evaluations, whatever the window of the final value
     assert line.finals == pytest.approx([0.6, 0.75])
     assert line.spread == pytest.approx(np.std([0.5, 0.7, 0.9, 0.6], ddof=1))
     (one,) = summarise(runs[:1], "test_accuracy", 0.8)
@@ -60,6 +61,24 @@ def test_a_smoothed_crossing_ignores_a_lucky_evaluation() -> None:
         [outcome("fedexp", 0, lucky), outcome("fedexp", 1, unlucky)], "test_accuracy", 0.79
     )
     assert (both.rounds, both.reached, both.mean_rounds, both.missed) == ([12], [0], None, [12])
+
+
+def test_before_the_fifth_evaluation_the_mean_of_all_of_them_counts() -> None:
+    accuracies = (0.5, 0.6, 0.9, 0.9)  # evaluate_every=25; means 0.5, 0.55, 0.667, 0.725
+    curve = [value for accuracy in accuracies for value in [*[None] * 24, accuracy]]
+    (line,) = summarise([outcome("fedexp", 0, curve)], "test_accuracy", 0.65)
+    assert (line.rounds, line.missed) == ([75], [])
+
+
+def test_a_run_that_ended_at_its_target_has_reached_it() -> None:
+    curve: list[float | None] = [0.1, 0.2, None, 0.7]
+    ended = replace(outcome("fedexp", 0, curve), status="target")
+    (line,) = summarise([ended], "test_accuracy", 0.7)
+    assert (line.rounds, line.missed) == ([4], [])
+    (line,) = summarise([outcome("fedexp", 0, curve)], "test_accuracy", 0.7)
+    assert (line.rounds, line.missed) == ([], [4])
+    (line,) = summarise([ended], "test_accuracy", 0.8)
+    assert line.rounds == []
 
 
 def test_smoothing_counts_rounds_not_evaluations() -> None:
@@ -213,11 +232,17 @@ def test_without_five_pairs_a_speed_up_has_no_interval() -> None:
     assert (line.at_least, line.interval) == (True, None)
 
 
+def test_equal_ratios_have_no_interval() -> None:
+    runs = [*reaching("fedavg", [30, 40, 20, 28, 36]), *reaching("fedexp", [15, 20, 10, 14, 18])]
+    line = summarise(runs, "test_accuracy", 0.6)[1]
+    assert (line.speedup, line.interval) == (2.0, None)
+
+
 def test_the_direction_of_a_metric_of_the_user() -> None:
     rows = [{"test_f1": value} for value in (0.1, *[0.5] * 5)]
     run = Outcome(Spec("digits", "fedexp"), rows, 1.0)
     assert summarise([run], "test_f1", 0.5, higher=True)[0].rounds == [6]
-    assert summarise([run], "test_f1", 0.5, higher=False)[0].rounds == [5]
+    assert summarise([run], "test_f1", 0.5, higher=False)[0].rounds == [1]
 
 
 def test_the_band_of_a_clamped_step_size_ends_at_one() -> None:

@@ -214,3 +214,27 @@ def test_complex_weights_are_refused_with_a_remedy_that_works(bias: bool) -> Non
     task = classification("spectral", lambda: Spectral(pairs=True, bias=bias), train)
     (record,) = fx.simulate(task, fx.fedexp(), 1)
     assert record.clients == 2
+
+
+class Scores(nn.Module):
+    """Class 0 for every token: [B, T, 4] to [B, 2, T]."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        nn.init.zeros_(self.layer.weight)
+        self.layer.bias.data = torch.tensor([9.0, 0.0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.layer(x).transpose(1, 2)
+        return scores
+
+
+def test_accuracies_over_tokens_are_not_rounded_to_the_type_of_the_model() -> None:
+    labels = np.array([[0] * 7 + [1] * 3] * 20)  # 7 of 10 tokens are right
+    fields = {"x": np.zeros((*labels.shape, 4), np.float32), "y": labels}
+    train = Federation.from_ids(fields, np.arange(20) % 4)
+    task = fx.supervised("tokens", Scores, train, fields)
+    accuracy = task.evaluate(*task.objective.initial(0))["test_accuracy"]
+    assert accuracy == 0.7
+    assert accuracy >= 0.7

@@ -180,6 +180,9 @@ def test_a_vector_becomes_a_state_dict_and_back() -> None:
     assert torch.equal(task.to_vector(weights), params)
     assert torch.equal(task.to_vector(model.state_dict()), params)
     assert torch.equal(task.to_vector({n: v.numpy() for n, v in weights.items()}), params)
+    wide = {name: value.double() for name, value in weights.items()}
+    assert torch.equal(task.to_vector(wide), params)
+    assert task.to_vector(wide).dtype == params.dtype
     weights["0.weight"].zero_()
     assert torch.equal(task.to_vector(model.state_dict()), params)
     net = convolutions()
@@ -205,6 +208,12 @@ def test_named_views_are_parts_of_their_vector() -> None:
         (lambda task, w: task.to_vector({"0.wieght": w["0.weight"]}), "did you mean 0.weight"),
         (lambda task, w: task.to_vector({"0.bias": w["0.bias"]}), "has no 0.weight; give all"),
         (lambda task, w: task.to_vector({**w, "0.weight": w["0.bias"]}), "shape .3., that of task"),
+        (lambda task, w: task.to_vector({**w, 3: w["0.bias"]}), "unknown parameter .* '3'"),
+        (lambda task, w: task.to_vector({**w, "0.bias": "abc"}), "0.bias does not hold real"),
+        (
+            lambda task, w: task.to_vector({**w, "0.bias": w["0.bias"] + 0j}),
+            "not hold real numbers",
+        ),
         (lambda task, w: task.to_vector([*w.values()]), "takes a state_dict, not list"),
         (lambda task, w: task.to_state_dict(torch.zeros(3)), "parameters, but the vector is .3."),
         (lambda task, w: task.named_views(w), "but the vector is dict; give one such as record"),

@@ -37,21 +37,31 @@ def rounds_to(curve: Curve, target: float, higher: bool) -> int | None:
     return int(reached[0]) + 1 if reached.size else None
 
 
-def smoothed(curve: Curve, window: int = WINDOW) -> Curve:
+def smoothed(curve: Curve, window: int = WINDOW, least: int | None = None) -> Curve:
     """Return the curve with each evaluation replaced by the mean of the last `window` of them.
 
-    It is NaN while there are fewer. `rounds_to` of it is the smoothed crossing of a target: the
-    first crossing is an extreme value, which one lucky evaluation of a noisy curve decides.
+    It is NaN while there are fewer than `least`: by default fewer than `window`. `rounds_to` of it
+    is the smoothed crossing of a target: the first crossing is an extreme value, which one lucky
+    evaluation of a noisy curve decides.
 
     >>> smoothed(np.array([0.5, np.nan, 0.7, np.nan, 0.9]), window=2).tolist()
     [nan, nan, 0.6, nan, 0.8]
     """
-    at = np.flatnonzero(~np.isnan(curve))
-    means = np.full(len(curve), np.nan)
-    if len(at) >= window:
-        windows = np.lib.stride_tricks.sliding_window_view(curve[at], window)
-        means[at[window - 1 :]] = windows.mean(axis=1)
+    at, means = np.flatnonzero(~np.isnan(curve)), np.full(len(curve), np.nan)
+    for count in range(least or window, len(at) + 1):
+        means[at[count - 1]] = curve[at[max(0, count - window) : count]].mean()
     return means
+
+
+def crossing(outcome: Outcome, metric: str, target: float, higher: bool) -> int | None:
+    """Return the rounds of a run to a target: to the smoothed crossing.
+
+    Before the fifth evaluation the mean of all of them counts. A run that was to end at its first
+    evaluation there (`stop_at`) counts with that one.
+    """
+    curve = outcome.curve(metric)
+    hit = rounds_to(smoothed(curve, least=1), target, higher)
+    return rounds_to(curve, target, higher) if hit is None and outcome.status == "target" else hit
 
 
 def speedup_interval(
@@ -60,7 +70,7 @@ def speedup_interval(
     """Return the 95 % interval of a speed-up, paired over seeds, from rounds by seed.
 
     It is that of the geometric mean of the ratios, by Student's t of their logarithms; None for
-    fewer than five seeds, and where the two have not the same seeds.
+    fewer than five seeds, where the two have not the same seeds, and where all ratios are equal.
 
     >>> slow, fast = dict(enumerate([8, 9, 10, 11, 12])), dict.fromkeys(range(5), 5)
     >>> low, high = speedup_interval(slow, fast)
@@ -69,7 +79,10 @@ def speedup_interval(
     """
     if len(slow) < LEAST_SEEDS or slow.keys() != fast.keys():
         return None
-    low, high = mean_interval(np.log([slow[seed] / fast[seed] for seed in slow]))
+    ratios = [slow[seed] / fast[seed] for seed in slow]
+    if len(set(ratios)) == 1:
+        return None
+    low, high = mean_interval(np.log(ratios))
     return float(np.exp(low)), float(np.exp(high))
 
 
@@ -192,7 +205,7 @@ def _line(
     higher: bool,
 ) -> Line:
     curves = [outcome.curve(metric) for outcome in group]
-    hits = [rounds_to(smoothed(c), target, higher) if target is not None else None for c in curves]
+    hits = [crossing(o, metric, target, higher) if target is not None else None for o in group]
     counted = _long_enough(group, hits) if target is not None else list(range(len(group)))
     final_round = common_length([_length(each) for each in group if each.diverged_at is None])
     ends = [

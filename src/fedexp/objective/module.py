@@ -425,11 +425,9 @@ class ModuleObjective:
                 f"outputs {list(outputs.shape)} have no class for each of the labels "
                 f"{list(targets.shape)}; pass classifies=False",
             )
-            right = (found == targets.view_as(found)).to(outputs.dtype)
+            right = (found == targets.view_as(found)).to(widest(found.device))
             if self.ignore_index is not None:
                 right = right * (targets.view_as(found) != self.ignore_index)
-                if not self.per_example:  # in the type of `counted_parts`
-                    right = right.to(widest(right.device))
             values["accuracy"] = right if right.ndim == 1 else right.flatten(1).mean(dim=1)
         return values
 

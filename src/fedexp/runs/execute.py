@@ -332,6 +332,7 @@ def extend_run(folder: Path, rounds: int) -> Path:
         f"{folder} is finished, and the client state of {own['algorithm']} is removed then; start "
         f"a new run with --rounds {rounds}",
     )
+    check_content(folder, run.fingerprint, f"start a new run with --rounds {rounds}")
     partial_copy = folder.with_name(f".{longer.name}.tmp")
     with disk_errors(longer):
         shutil.rmtree(partial_copy, ignore_errors=True)

@@ -179,7 +179,7 @@ class ComputedOnce:
 
 @dataclass(frozen=True)
 class AsGiven:
-    """A metric that gets the targets in the type of the user's data, which the loss casts.
+    """A metric that gets whole numbers or booleans as targets, which the loss casts to fractions.
 
     Targets that a transform has made other numbers of are not cast back.
     """

@@ -97,8 +97,9 @@ def supervised(
         loss: function of (outputs, targets), e.g. `F.cross_entropy`, `nn.MSELoss()` or your own.
         metrics: by name, functions of (outputs, targets) of all examples, torchmetrics objects, or
             `fedexp.tasks.Metric`; in records as `test_<name>`, or `train_<name>` without a test
-            set. They get the targets in the type of the data and are tried here. Accuracy is
-            measured without asking where the loss is a cross entropy of class numbers.
+            set. They get the targets as the loss does, but whole numbers and booleans of a binary
+            cross entropy as such, and are tried here. Accuracy is measured without asking where the
+            loss is a cross entropy of class numbers.
         inputs: fields that the model takes, by position; or a mapping from keyword to field.
         label: field of the targets; several are given to the loss as a tuple.
         goal: the record field that decides, "max:test_f1" or "min:test_loss"; by default accuracy
@@ -178,8 +179,9 @@ def supervised(
         assert of_classes is not None
         _check_counted(train, fields.label_names[0], of_classes.ignore_index)
     adapted = as_metrics(metrics) if metrics else {}
-    if takes_numbers(loss) and len(given) == 1 and not (kind := given.pop()).is_floating_point:
-        adapted = {name: AsGiven(metric, kind) for name, metric in adapted.items()}
+    if takes_fractions(loss) and all(not kind.is_floating_point for kind in given):
+        whole = torch.bool if given == {torch.bool} else torch.int64
+        adapted = {name: AsGiven(metric, whole) for name, metric in adapted.items()}
     require(
         not (objective.classifies and "accuracy" in adapted),
         "accuracy is measured without asking for this loss; give the metric another name",
@@ -481,8 +483,8 @@ def _try_metrics(task: Task, probed: Sequence[tuple[Any, Any]]) -> None:
                 if not any(word in str(error) for word in ("type", "bool")):
                     raise
                 raise UsageError(
-                    f"{error}; it gets outputs {kind_of(outputs)} and labels as you gave them: "
-                    "convert them in a function of (outputs, targets) that calls the metric"
+                    f"{error}; it gets outputs {kind_of(outputs)}: convert outputs or labels in a "
+                    "function of (outputs, targets) that calls the metric"
                 ) from error
 
 

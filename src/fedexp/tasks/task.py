@@ -186,7 +186,8 @@ class Task:
     def to_vector(self, state_dict: Mapping[str, Any]) -> Tensor:
         """Return the trained parameters of a `state_dict` as one vector [d], as in a state.
 
-        The inverse of `to_state_dict`. Of a whole model's `state_dict`, all else is left out.
+        The inverse of `to_state_dict`. Of a whole model's `state_dict`, all else is left out. The
+        parameters are cast to the types of the task's.
         """
         objective = self._module_objective()
         require(
@@ -196,17 +197,26 @@ class Task:
         known = {*objective.names, *objective.buffer_names, *objective.module.state_dict()}
         unknown = next((name for name in state_dict if name not in known), None)
         if unknown is not None:
-            raise unknown_name(f"parameter of task {self.name}", unknown, known)
-        found = {name: torch.as_tensor(value).detach() for name, value in state_dict.items()}
+            raise unknown_name(f"parameter of task {self.name}", str(unknown), known)
+        found = []
         for name, parameter in zip(objective.names, objective.params, strict=True):
-            require(name in found, f"the state_dict has no {name}; give all trained parameters")
-            shape, wanted = list(found[name].shape), list(parameter.shape)
+            require(
+                name in state_dict, f"the state_dict has no {name}; give all trained parameters"
+            )
+            try:
+                value = torch.as_tensor(state_dict[name]).detach()
+                is_real = not value.is_complex()
+            except (TypeError, ValueError, RuntimeError):
+                is_real = False
+            require(is_real, f"{name} does not hold real numbers; give a tensor of them")
+            shape, wanted = list(value.shape), list(parameter.shape)
             require(
                 shape == wanted,
                 f"{name} has the shape {shape}, that of task {self.name} {wanted}; give the "
                 "state_dict of the same model",
             )
-        return flatten([found[name] for name in objective.names])
+            found.append(value.to(parameter.dtype))
+        return flatten(found)
 
     def named_views(self, vectors: Tensor) -> dict[str, Tensor]:
         """Return views of vectors [..., d] by parameter name, for rules that look at layers.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import sys
@@ -161,6 +162,14 @@ def test_the_main_metric() -> None:
     assert main_metric(section, ()) == "test_accuracy"
     assert main_metric(section, ("server_lr", "train_loss")) == "train_loss"
     assert chart_names(section, ("server_lr", "test_loss")) == ["server_lr"]
+
+
+def test_a_full_spec_has_no_steps_beside_epochs() -> None:
+    run = stored("fedavg", options={"local.epochs": "2"})
+    assert "local.steps" in run.spec["options"]
+    text = made(run)
+    assert '"local.epochs" = "2"' in html.unescape(text)
+    assert "local.steps" not in text
 
 
 def test_without_plotly_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,7 +53,7 @@ from fedexp.optional import extra
 from fedexp.runs import StoredRun
 from fedexp.runs.files import write_bytes
 from fedexp.runs.folder import rerun
-from fedexp.runs.spec import Outcome
+from fedexp.runs.spec import Outcome, effective_options
 from fedexp.tasks.recipe import parse_goal
 
 NOTHING = "-"
@@ -393,10 +393,12 @@ def full_specs(section: Section) -> Markup:
     return join(
         tag(
             "details",
-            tag("summary", f"Full spec of {series.label}, seed {series.runs[0].spec['seed']}"),
-            tag("pre", tomli_w.dumps(series.runs[0].spec), tabindex=0),
+            tag("summary", f"Full spec of {series.label}, seed {spec['seed']}"),
+            tag("pre", tomli_w.dumps(spec | {"options": options}), tabindex=0),
         )
         for series in section.series
+        for spec in [series.runs[0].spec]
+        for options in [effective_options(spec.get("options", {}))]
     )
 
 
