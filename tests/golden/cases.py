@@ -98,7 +98,9 @@ def workplace() -> Iterator[Path]:
 def compute(name: str) -> Tree:
     """Return the essence of a case, as it is read back from a file."""
     with workplace():
-        return json.loads(json.dumps(CASES[name]()))
+        essence = json.loads(json.dumps(CASES[name]()))
+    sys.modules.pop("study", None)  # the user's own file
+    return essence
 
 
 # ---- tasks

@@ -165,11 +165,11 @@ def test_the_main_metric() -> None:
 
 
 def test_a_full_spec_has_no_steps_beside_epochs() -> None:
-    run = stored("fedavg", options={"local.epochs": "2"})
+    run = stored("fedavg", options={"local.epochs": "2", "local.steps": "none"})
     assert "local.steps" in run.spec["options"]
     text = made(run)
     assert '"local.epochs" = "2"' in html.unescape(text)
-    assert "local.steps" not in text
+    assert "local.steps" not in text.split("[options]")[1].split("</pre>")[0]
 
 
 def test_without_plotly_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
