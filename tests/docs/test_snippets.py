@@ -55,7 +55,7 @@ NO_RUN = {
     "needs flwr and ray": 1,
     "needs pfl": 1,
     "study.py is the block above": 1,
-    "study.py is the reader's": 2,
+    "study.py is the reader's": 1,
     "needs a copy of examples/flower_app": 1,
     "needs a SuperLink": 2,
 }
