@@ -257,8 +257,8 @@ def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
 def held_by(function: Any) -> dict[str, Any]:
     """Return the objects in a function's closure, its defaults and the globals it names."""
     if isinstance(function, partial):
-        given = {str(k): value for k, value in enumerate(function.args)}
-        return {**given, **function.keywords, **held_by(function.func)}
+        arguments = {str(k): value for k, value in enumerate(function.args)}
+        return {**arguments, **function.keywords, **held_by(function.func)}
     if not isinstance(function, FunctionType):
         return {}
     code, held = function.__code__, dict(function.__kwdefaults__ or {})
