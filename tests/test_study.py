@@ -23,7 +23,7 @@ import fedexp as fx
 from fedexp.cli.main import main
 from fedexp.errors import DataNote, UsageError
 from fedexp.references import load_object
-from fedexp.runs.files import read_rows
+from fedexp.runs.records import read_rows
 from fedexp.runs.folder import RunWarning, rerun
 from fedexp.runs.spec import read_spec
 from fedexp.runs.weights import run_weights

@@ -34,8 +34,9 @@ from fedexp.algorithms import (
 )
 from fedexp.client import SGD, ClientRule, Nova, Prox, ProxEnvelope, Scaffold
 from fedexp.data import Federation
-from fedexp.engine import Record, SimulationState, simulate
+from fedexp.engine import Record, SimulationState
 from fedexp.errors import DivergedError, FedExPError, NonFiniteUpdateWarning, UsageError
+from fedexp.experiment import Experiment, simulate
 from fedexp.local import LocalTraining
 from fedexp.server import (
     AMS,
@@ -56,8 +57,8 @@ from fedexp.tasks import Goal, Metric, Task, classification, supervised
 
 if TYPE_CHECKING:
     from fedexp import privacy
+    from fedexp.api import Comparison, RunResult, Tuning, compare, run, tune
     from fedexp.runs.weights import load_model, load_state, save_state
-    from fedexp.study import Comparison, RunResult, Tuning, compare, run, tune
 
 __version__ = "0.2.0"
 
@@ -73,6 +74,7 @@ __all__ = [
     "Comparison",
     "DivergedError",
     "ExP",
+    "Experiment",
     "FedExPError",
     "Federation",
     "Goal",
@@ -133,7 +135,7 @@ __all__ = [
 
 # Imported at first use: they need packages that the simulator does not.
 _LATER = {
-    **dict.fromkeys(("Comparison", "RunResult", "Tuning", "compare", "run", "tune"), "study"),
+    **dict.fromkeys(("Comparison", "RunResult", "Tuning", "compare", "run", "tune"), "api"),
     **dict.fromkeys(("load_model", "load_state", "save_state"), "runs.weights"),
 }
 

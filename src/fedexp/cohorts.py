@@ -8,7 +8,7 @@ resumes, and by every process. `rng` is a numpy generator of the seed and the ro
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,7 +18,7 @@ from fedexp.errors import UsageError, first_line, require, shown, whole_number
 
 Clients = NDArray[np.int64]
 Choose = Callable[[np.random.Generator, int, Federation], Any]
-Cohort = int | float | Literal["all"] | Sequence[int] | Clients | Choose
+Cohort = int | float | str | Sequence[int] | Clients | Choose
 
 
 def weighted_by_size(size: int) -> Choose:

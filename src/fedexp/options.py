@@ -73,73 +73,57 @@ TASKS: dict[str, Callable[..., Task]] = {
 RELEASED_ARGUMENTS = {"pool": "avg3", "augment": "batch"}
 
 
-def build_task(
-    name: str,
-    options: Mapping[str, Any],
-    seed: int = 0,
-    mode: str = "paper",
-    source: str | None = None,
-) -> Task:
-    """Return the task of that name, or the user's own.
+def build_task(task: str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper") -> Task:
+    """Return a task of the package, or the user's.
 
     Args:
-        name: one of `TASKS`.
-        options: arguments of its function, as text or values.
+        task: one of `TASKS`, or a reference to a `Task` or to a function that returns one
+            (`study.py:task`).
+        options: arguments of the function, as text or values.
         seed: seed of the data (generation, partition) where the task draws any.
         mode: "authors-code" for the arguments of the released code.
-        source: reference to a `Task`, or to a function that returns one (`study.py:task`).
     """
-    found = _task_or_function(name, source)
-    if isinstance(found, Task):
-        task_arguments(name, options, seed, mode, source)
-        return found
-    arguments = task_arguments(name, options, seed, mode, source)
-    named = [each for each in signature(found).parameters.values() if each.kind not in VARIADIC]
-    missing = next((each.name for each in named if each.name not in arguments), None)
-    require(missing is None, f"{source or name} needs --set task.{missing}=..., or a default")
-    task = found(**arguments)
+    arguments = task_arguments(task, options, seed, mode)
+    source = _task_or_function(task)
+    if isinstance(source, Task):
+        return source
+    named = [p for p in signature(source).parameters.values() if p.kind not in VARIADIC]
+    missing = next((p.name for p in named if p.name not in arguments), None)
+    require(missing is None, f"{task} needs --set task.{missing}=..., or a default")
+    built = source(**arguments)
     require(
-        isinstance(task, Task),
-        f"{source or name} returns {type(task).__name__}, not a Task; return the result of "
+        isinstance(built, Task),
+        f"{task} returns {type(built).__name__}, not a Task; return the result of "
         "fedexp.supervised or fedexp.classification",
     )
-    return task
+    return built
 
 
 def task_arguments(
-    name: str,
-    options: Mapping[str, Any],
-    seed: int = 0,
-    mode: str = "paper",
-    source: str | None = None,
+    task: str, options: Mapping[str, Any], seed: int = 0, mode: str = "paper"
 ) -> dict[str, Any]:
     """Return every argument of a task's function that has a value, defaults included.
-
-    A task that is not in the catalogue and has no source has the options that it was given.
 
     >>> task_arguments("synthetic", {"clients": "4"}, seed=7)
     {'clients': 4, 'rows': 30, 'dim': 1000, 'seed': 7, 'normalize': True}
     """
-    if source is None and name not in TASKS:
-        return dict(options)
-    factory = _task_or_function(name, source)
-    if isinstance(factory, Task):
+    source = _task_or_function(task)
+    if isinstance(source, Task):
         require(
             not options,
-            f"{source} is a task, which has no arguments (task.{next(iter(options), '')}); let a "
+            f"{task} is a task, which has no arguments (task.{next(iter(options), '')}); let a "
             "function return it, and name the function",
         )
         return {}
-    known = signature(factory).parameters
-    given = {"seed": seed, **(RELEASED_ARGUMENTS if mode == "authors-code" else {})}
-    chosen = {key: parameter.default for key, parameter in known.items()}
-    chosen |= {key: value for key, value in given.items() if key in known}
+    parameters = signature(source).parameters
+    usual = {"seed": seed, **(RELEASED_ARGUMENTS if mode == "authors-code" else {})}
+    chosen = {key: parameter.default for key, parameter in parameters.items()}
+    chosen |= {key: value for key, value in usual.items() if key in parameters}
     for key, value in options.items():
-        if key not in known:
-            raise unknown_name(
-                f"option of task {name}", f"task.{key}", [f"task.{k}" for k in known]
-            )
-        hint = hints_of(factory).get(key, _hint_from(known[key].default))
+        if key not in parameters:
+            names = [f"task.{name}" for name in parameters]
+            raise unknown_name(f"option of task {name_in(task)}", f"task.{key}", names)
+        hint = hints_of(source).get(key, _hint_from(parameters[key].default))
         chosen[key] = convert(value, hint, f"task.{key}")
     return {key: value for key, value in chosen.items() if value is not Parameter.empty}
 
@@ -150,83 +134,57 @@ def _hint_from(default: Any) -> Any:
     return numbers.get(type(default), Any)
 
 
-def _task_or_function(name: str, source: str | None) -> Task | Callable[..., Task]:
-    if source is None:
-        require(not name.endswith(".py"), f"{name} is a file; name a task in it, e.g. {name}:task")
-        if name not in TASKS:
-            raise unknown_name("task", name, TASKS)
-        return TASKS[name]
-    found = load_object(source)
+def _task_or_function(task: str) -> Task | Callable[..., Task]:
+    if not is_reference(task):
+        require(not task.endswith(".py"), f"{task} is a file; name a task in it, e.g. {task}:task")
+        if task not in TASKS:
+            raise unknown_name("task", task, TASKS)
+        return TASKS[task]
+    source = load_object(task)
     require(
-        isinstance(found, Task) or (callable(found) and not isinstance(found, type)),
-        f"{source} is {type(found).__name__}, not a Task or a function that returns one",
+        isinstance(source, Task) or (callable(source) and not isinstance(source, type)),
+        f"{task} is {type(source).__name__}, not a Task or a function that returns one",
     )
-    own: Task | Callable[..., Task] = found
-    return own
+    task_or_function: Task | Callable[..., Task] = source
+    return task_or_function
 
 
-def build_algorithm(name: str, source: str | None = None) -> Algorithm:
-    """Return the algorithm of that name, with its defaults, or the user's own.
+def build_algorithm(algorithm: str) -> Algorithm:
+    """Return an algorithm of the package with its defaults, or the user's.
 
     Args:
-        name: one of `ALGORITHMS`.
-        source: reference to an `Algorithm`, or to a function that returns one (`study.py:mine`).
+        algorithm: one of `ALGORITHMS`, or a reference to an `Algorithm` or to a function that
+            returns one (`study.py:mine`).
     """
-    if source is None:
-        if name not in ALGORITHMS:
-            raise unknown_name("algorithm", name, ALGORITHMS)
-        return ALGORITHMS[name]()
-    found = load_object(source)
-    found = found() if callable(found) and not isinstance(found, type) else found
+    if not is_reference(algorithm):
+        if algorithm not in ALGORITHMS:
+            raise unknown_name("algorithm", algorithm, ALGORITHMS)
+        return ALGORITHMS[algorithm]()
+    source = load_object(algorithm)
+    built = source() if callable(source) and not isinstance(source, type) else source
     require(
-        isinstance(found, Algorithm),
-        f"{source} is {type(found).__name__}, not an Algorithm or a function that returns one; "
+        isinstance(built, Algorithm),
+        f"{algorithm} is {type(built).__name__}, not an Algorithm or a function that returns one; "
         'make it with fedexp.Algorithm("name", client=..., server=...)',
     )
-    own: Algorithm = found
-    return own
+    return built
 
 
 def split_task(text: str) -> tuple[str, str | None]:
-    """Return the name of a task in records, and its reference if it is the user's own.
+    """Return the name of a task in records, and its reference if it is the user's.
 
     >>> split_task("digits")
     ('digits', None)
     """
-    if ":" not in text:
+    if not is_reference(text):
         return text, None
-    found = load_object(text)
-    return (found.name if isinstance(found, Task) else name_in(text)), text
+    source = load_object(text)
+    return (source.name if isinstance(source, Task) else name_in(text)), text
 
 
 def split_algorithm(text: str) -> tuple[str, str | None]:
-    """Return the name of an algorithm in records, and its reference if it is the user's own."""
-    if ":" not in text:
-        return text, None
-    return build_algorithm(text, text).name, text
-
-
-def check_options(
-    task: str,
-    algorithm: str,
-    options: Mapping[str, str],
-    mode: str,
-    task_source: str | None = None,
-    algorithm_source: str | None = None,
-) -> None:
-    """Raise `UsageError` for an unknown name or an option of the wrong type.
-
-    Needs neither data nor model of a task of the package. The range of a value is checked where it
-    is set.
-    """
-    setup = Setup(build_algorithm(algorithm, algorithm_source), LocalTraining())
-    _task_or_function(task, task_source)
-    if mode not in MODES:
-        raise unknown_name("mode", mode, MODES)
-    of_task, others = split_task_options(options)
-    task_arguments(task, of_task, mode=mode, source=task_source)
-    for key, value in others.items():
-        setup.parse(key, value)
+    """Return the name of an algorithm in records, and its reference if it is the user's."""
+    return (build_algorithm(text).name, text) if is_reference(text) else (text, None)
 
 
 def summary(function: Callable[..., Any]) -> str:
@@ -408,8 +366,12 @@ def setup_for(
     """
     if mode not in MODES:
         raise unknown_name("mode", mode, MODES)
-    setup, given = MODES[mode](task, algorithm), options or {}
-    return setup.with_options(printed_eps(setup, given) if mode == "paper" else given)
+    return with_options(MODES[mode](task, algorithm), mode, options or {})
+
+
+def with_options(setup: Setup, mode: str, options: Mapping[str, Any]) -> Setup:
+    """Return the setup of a mode with options changed; see `setup_for`."""
+    return setup.with_options(printed_eps(setup, options) if mode == "paper" else options)
 
 
 def option_text(value: Any) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
@@ -12,6 +13,7 @@ from torch.backends import mps
 from fedexp.errors import UsageError, require
 
 Precision = Literal["float32", "tf32", "bf16"]
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 NO_FLOAT64 = {"mps"}  # types of devices without float64
 
 
@@ -70,3 +72,36 @@ def arithmetic(precision: Precision) -> Iterator[None]:
         yield
     finally:
         matmul.allow_tf32, cudnn.allow_tf32 = before
+
+
+@contextmanager
+def deterministic(wanted: bool) -> Iterator[None]:
+    """Let torch use deterministic operations only; restore the settings before.
+
+    On the CPU all of them are. cuBLAS reads its variable when it is first used, so a process that
+    has used the GPU before should have set CUBLAS_WORKSPACE_CONFIG=:4096:8 itself.
+    """
+    if not wanted:
+        yield
+        return
+    cudnn = torch.backends.cudnn
+    modes = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
+    workspace = os.environ.get(CUBLAS)
+    os.environ.setdefault(CUBLAS, ":4096:8")
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        reason = str(error).strip().split(". ")[0]
+        raise UsageError(
+            f"{reason}; leave --deterministic out (deterministic=False in Python), or train on "
+            "the CPU"
+        ) from None
+    finally:
+        torch.use_deterministic_algorithms(modes[0])
+        cudnn.deterministic, cudnn.benchmark = modes[1:]
+        if workspace is None:
+            os.environ.pop(CUBLAS, None)

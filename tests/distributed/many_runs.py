@@ -21,7 +21,7 @@ if __name__ == "__main__":
 
 from fedexp.distributed import Ranks
 from fedexp.runs import RunInterrupted, run_all
-from fedexp.runs.files import Row
+from fedexp.runs.records import Row
 from fedexp.runs.pool import run_queue
 from fedexp.runs.spec import Spec
 from fedexp.runs.workers import Execution, Job, Result

@@ -27,7 +27,7 @@ import pytest
 import fedexp.cli.tune
 import fedexp.engine
 import fedexp.flower
-import fedexp.study
+import fedexp.api
 from fedexp import SimulationState
 from fedexp.options import Setup
 from fedexp.tuning.grids import Values, paper_grid
@@ -84,7 +84,7 @@ def scratch(tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("FEDEXP_STATE", str(tmp_path / "state"))
     monkeypatch.delenv("FEDEXP_RUNS", raising=False)
     for name in ("run", "compare", "tune"):
-        monkeypatch.setattr(fedexp.study, name, limited(getattr(fedexp.study, name)))
+        monkeypatch.setattr(fedexp.api, name, limited(getattr(fedexp.api, name)))
     for module in (fedexp, fedexp.engine):
         monkeypatch.setattr(module, "simulate", limited(fedexp.engine.simulation.simulate))
     monkeypatch.setattr(fedexp.cli.tune, "paper_grid", small_grid)

@@ -39,7 +39,7 @@ from tests.helpers.problems import BatchNormNet
 ALGORITHMS = [fx.fedexp(), fx.fedprox_exp(mu=0.5), fx.scaffold(), fx.scaffold_exp()]
 CLIP = 0.3
 CLOSE = 1e-10
-STUDY: dict[str, Any] = {"fedexp.study": "study"}
+STUDY: dict[str, Any] = {"fedexp.api": "study"}
 
 
 def clipping_loop(

@@ -30,7 +30,7 @@ APP = simulated_app(TASK)
 def scaffold_rounds(study: str = "study", seed: int = 0) -> Rounds:
     """SCAFFOLD over three nodes, whose ids follow from a seed."""
     grid = FakeGrid(APP, 3, seed=seed)
-    return Rounds(grid, fx.scaffold(), initial_arrays(TASK), **{"fedexp.study": study})
+    return Rounds(grid, fx.scaffold(), initial_arrays(TASK), **{"fedexp.api": study})
 
 
 def after(rounds: Rounds) -> Tensor:

@@ -175,7 +175,7 @@ def small_model() -> ArrayRecord:
 
 def answers(grid: FakeGrid, study: str) -> list[Message]:
     """What the nodes reply to a round of a study."""
-    config = ConfigRecord({"server-round": 1, "fedexp.study": study})
+    config = ConfigRecord({"server-round": 1, "fedexp.api": study})
     content = RecordDict({"arrays": small_model(), "config": config})
     return list(
         grid.send_and_receive(

@@ -172,10 +172,10 @@ def test_messages_carry_the_rule_and_the_study() -> None:
     assert sent[0]["fedexp.mu"] == 0.25
     assert sent[0]["fedexp.buffers"] == ["bn.running_mean"]
     assert [config["server-round"] for config in sent] == [1, 2]
-    assert sent[0]["fedexp.study"] == sent[1]["fedexp.study"]
+    assert sent[0]["fedexp.api"] == sent[1]["fedexp.api"]
     again = config_of(grid, 0)
     FedProx().start(grid, first_model(), 1)
-    assert again[-1]["fedexp.study"] != sent[0]["fedexp.study"]  # another run
+    assert again[-1]["fedexp.api"] != sent[0]["fedexp.api"]  # another run
     assert "fedexp.accepted" not in sent[0]
 
 

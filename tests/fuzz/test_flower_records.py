@@ -143,7 +143,7 @@ def test_replies_with_a_model_layout(draw: Random) -> None:
 def test_requests_with_a_model_layout(
     tmp_path_factory: pytest.TempPathFactory, draw: Random
 ) -> None:
-    config: dict[str, Any] = {"server-round": 1, "fedexp.client": "sgd", "fedexp.study": "one"}
+    config: dict[str, Any] = {"server-round": 1, "fedexp.client": "sgd", "fedexp.api": "one"}
     config |= layout_record(draw, "fedexp.")
     for key in draw.sample(list(config), draw.randint(0, 2)):
         config[key] = draw.choice([*SCALARS, "prox", "scaffold", "../up"])

@@ -25,7 +25,7 @@ from fedexp.errors import DivergedError, UsageError
 from fedexp.objective import Buffers
 from fedexp.runs import RunInterrupted, execute, load_run
 from fedexp.runs.checkpoint import BEFORE, NEWEST
-from fedexp.runs.files import RECORDS
+from fedexp.runs.records import RECORDS
 from fedexp.runs.fingerprint import Fingerprint
 from fedexp.runs.folder import (
     BY_HAND,

@@ -12,7 +12,7 @@ from fedexp.options import Setup
 from fedexp.reproduce import STUDIES
 from fedexp.reproduce.study import Plan, Request, spec_of
 from fedexp.runs import StoredRun
-from fedexp.runs.files import Row
+from fedexp.runs.records import Row
 from fedexp.runs.read import Parts, texts
 from fedexp.runs.spec import FORMAT, id_of
 

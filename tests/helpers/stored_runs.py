@@ -9,7 +9,7 @@ from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
 from fedexp.runs import StoredRun, frozen, load_run
-from fedexp.runs.files import Row
+from fedexp.runs.records import Row
 from fedexp.runs.folder import environment
 from fedexp.runs.spec import Spec, spec_text
 

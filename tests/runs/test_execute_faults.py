@@ -19,7 +19,7 @@ import pytest
 import fedexp as fx
 from fedexp.runs import RunInterrupted, RunWarning, execute, load_run
 from fedexp.runs.checkpoint import BEFORE, NEWEST
-from fedexp.runs.files import RECORDS, RecordFile
+from fedexp.runs.records import RECORDS, RecordFile
 from tests.helpers.processes import finished
 from tests.runs.helpers import essence, interrupted, nobody, stop_after, tiny, untimed
 

@@ -30,7 +30,7 @@ import fedexp as fx
 from fedexp.algorithms import Algorithm
 from fedexp.objective import LeastSquares, ModuleObjective
 from fedexp.runs import fingerprint as module
-from fedexp.runs.digest import BYTECODE, SOURCE, digest_of, is_library, same
+from fedexp.identity import BYTECODE, SOURCE, digest_of, is_library, same
 from fedexp.runs.fingerprint import Fingerprint, fingerprint, fingerprint_of_rules
 from fedexp.runs.spec import Spec
 from fedexp.tasks import Task

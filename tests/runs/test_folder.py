@@ -17,7 +17,7 @@ from fedexp.cli.main import build_parser
 from fedexp.cli.options import spec_of
 from fedexp.runs import execute, frozen, load_run, read_spec, run_id
 from fedexp.runs import folder as runs_folder
-from fedexp.runs.files import PRIVATE, temporary, write_bytes
+from fedexp.storage import PRIVATE, temporary, write_bytes
 from fedexp.runs.folder import ENVIRONMENT, RunFolder, command, commits, machine, rerun
 from fedexp.runs.spec import Spec
 from tests.runs.helpers import interrupted, nobody, tiny

@@ -26,7 +26,7 @@ import fedexp as fx
 from fedexp.errors import UsageError
 from fedexp.privacy import CentralPrivacy
 from fedexp.runs import RunInterrupted, execute
-from fedexp.runs.files import Row
+from fedexp.runs.records import Row
 from fedexp.runs.spec import Spec
 from fedexp.tasks import Goal
 from fedexp.tuning.grids import Point, points

@@ -26,7 +26,7 @@ from fedexp.engine.state import SimulationState
 from fedexp.errors import DivergedError, NonFiniteUpdateWarning
 from fedexp.options import Setup
 from fedexp.precision import Precision
-from fedexp.runs.files import write_bytes
+from fedexp.storage import write_bytes
 from fedexp.tasks.task import Task
 from fedexp.tuning.search import ROUNDS, window_of
 from tools.leaderboard.protocol import ENTRIES, SEEDS, TASKS, TUNING_SEED, BoardTask, Entry, Point

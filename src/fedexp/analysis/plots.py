@@ -233,7 +233,7 @@ def _draw_comparison(axes: Axes, outcomes: Sequence[Outcome], name: str, smooth:
     """Draw one line per algorithm, the mean over its seeds."""
     groups: dict[str, list[Curve]] = {}
     for outcome in outcomes:
-        groups.setdefault(outcome.spec.algorithm, []).append(outcome.curve(name))
+        groups.setdefault(outcome.algorithm, []).append(outcome.curve(name))
     for algorithm, style in styles(groups).items():
         draw_band(axes, groups[algorithm], name, style, smooth, text=algorithm)
     curves = [outcome.curve(name) for outcome in outcomes]

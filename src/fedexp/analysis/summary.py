@@ -15,7 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from fedexp.runs.spec import Outcome, allow_rounding
+from fedexp.experiment import allow_rounding
+from fedexp.runs.spec import Outcome
 
 Curve = np.ndarray[Any, np.dtype[np.float64]]
 AT_LEAST_ONE = ("server_lr", "diversity")  # fields that most rules never let fall below 1
@@ -153,7 +154,7 @@ def summarise(
     """Return one line per algorithm, in the given order; see `summarise_groups`."""
     by_name: dict[str, list[Outcome]] = {}
     for outcome in outcomes:
-        by_name.setdefault(outcome.spec.algorithm, []).append(outcome)
+        by_name.setdefault(outcome.algorithm, []).append(outcome)
     references = dict.fromkeys(by_name, REFERENCE) if REFERENCE in by_name else {}
     return summarise_groups(by_name, metric, target, smooth, higher, references)
 
@@ -226,13 +227,13 @@ def _line(
         diverged=sum(outcome.diverged_at is not None for outcome in group),
         short=len(group) - len(counted),
         final_round=final_round,
-        reached=[group[at].spec.seed for at in counted if hits[at] is not None],
+        reached=[group[at].seed for at in counted if hits[at] is not None],
     )
 
 
 def _length(outcome: Outcome) -> int:
     """Return the rounds that a run was given; a run that ended at its target has fewer rows."""
-    return max(outcome.spec.rounds or 0 if outcome.status == "target" else 0, len(outcome.rows))
+    return max(int(outcome.spec["rounds"]) if outcome.status == "target" else 0, len(outcome.rows))
 
 
 def _long_enough(group: Sequence[Outcome], hits: Sequence[int | None]) -> list[int]:

@@ -213,7 +213,7 @@ def warning_lines(outcomes: Sequence[Outcome]) -> list[str]:
     """Return one line for each run that diverged or dropped client updates."""
     lines = []
     for each in outcomes:
-        name = f"{each.spec.algorithm} (seed {each.spec.seed})"
+        name = f"{each.algorithm} (seed {each.seed})"
         dropped = sum(row.get("dropped", 0) for row in each.rows)
         if each.diverged_at is not None:
             lines.append(f"{name} diverged at round {each.diverged_at}; lower its learning rates")

@@ -4,181 +4,122 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
-from fedexp.analysis.plots import check_writable, comparison_figure, save
-from fedexp.analysis.summary import Line, summarise
-from fedexp.analysis.tables import (
-    FORMATS,
-    comparison_numbers,
-    comparison_table,
-    render_table,
-    warning_lines,
-)
-from fedexp.cli.many import (
-    Many,
-    add_jobs_option,
-    add_shard_option,
-    check_many,
-    run_many,
-    workers_on,
-)
+from fedexp import api
+from fedexp.analysis.plots import check_writable
+from fedexp.analysis.tables import warning_lines
 from fedexp.cli.options import (
-    add_out,
-    add_restart,
-    add_root_options,
-    add_run_options,
-    add_watch_options,
     check_format,
+    check_many,
+    is_silent,
     listed,
-    positive,
-    runs_of,
+    note,
+    refuse_if_lost,
+    root_of,
+    settings_of,
+    shard_of,
 )
-from fedexp.engine.plan import CohortRule
+from fedexp.cli.progress import watch
 from fedexp.errors import require
-from fedexp.objective import LeastSquares
+from fedexp.experiment import Experiment, Row, file_name
 from fedexp.optional import preload
-from fedexp.runs.spec import Outcome, Run, Spec, file_name
-from fedexp_command import COMMANDS
-
-DEFAULT = "fedexp,scaffold,fedadagrad,fedprox,fedavg"
-QUICK_ROUNDS = 1000
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add the command to the sub-parsers of the command line."""
-    parser = subparsers.add_parser("compare", help=COMMANDS["compare"])
-    add_run_options(parser)
-    parser.add_argument(
-        "--algorithms", default=DEFAULT, metavar="A,B,...", help=f"default: {DEFAULT}"
-    )
-    parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="seeds 0 to N-1")
-    parser.add_argument(
-        "--target",
-        type=_targets,
-        default=[],
-        metavar="ACC,...",
-        help="accuracies (or losses) to reach; csv and json have the first one",
-    )
-    add_jobs_option(parser)
-    parser.add_argument(
-        "--smooth",
-        type=positive,
-        default=1,
-        metavar="W",
-        help="average final values and curves over W rounds (1; the paper's long runs: 20)",
-    )
-    parser.add_argument("--format", choices=FORMATS, default="text", help="of the table (text)")
-    add_shard_option(parser)
-    add_root_options(parser)
-    add_restart(parser, "discard what is stored of these runs, and run them again")
-    add_watch_options(parser)
-    add_out(parser, "the figure (compare-TASK.png)")
-    parser.set_defaults(run=run, many=True)
+from fedexp.options import split_task
+from fedexp.runs.pool import Shard
+from fedexp.runs.spec import OnRound
 
 
 def run(args: argparse.Namespace) -> int:
     """Run all algorithms and seeds; print the table and draw the figure."""
     check_many(args)
     check_format(args)
-    firsts = _prepare(args)
-    task = firsts[0].spec.task
-    picture = args.out or Path(f"compare-{file_name(task)}.png")
-    first, metric = firsts[0], firsts[0].task.metric
-    targets = [first.task.checked_target(each, "--target") for each in args.target]
-    target, *further = targets or [first.task.target]
+    names = listed(args.algorithms)
+    require(bool(names), "--algorithms needs at least one name; `fedexp algorithms` lists them")
+    picture = args.out or Path(f"compare-{file_name(split_task(args.task)[0])}.png")
     check_writable(picture)
     preload("matplotlib.figure", "matplotlib.backends.backend_agg")
-    specs = [replace(run.spec, seed=seed) for run in firsts for seed in range(args.seeds)]
-    jobs = args.jobs or workers_for(first)
-    many = Many(specs, task, first.rounds, _label, jobs, metric, first)
-    outcomes, status = run_many(args, many)
-    if outcomes is None:
-        return status
-    lines, *more = (
-        summarise(outcomes, metric, each, args.smooth, first.task.goal.higher)
-        for each in (target, *further)
-    )
-    title = _title(first, args.seeds)
-    others = {each: own for each, own in zip(further, more, strict=True) if each is not None}
-    save(comparison_figure(outcomes, metric, target, title, args.smooth, others), picture)
-    _report(args, first, lines, outcomes, target, others)
+    total, shard = len(names) * args.seeds, shard_of(args)
+    try:
+        comparison = api.compare(
+            args.task,
+            names,
+            seeds=args.seeds,
+            jobs=args.jobs,
+            runs=root_of(args),
+            target=args.target or None,
+            smooth=args.smooth,
+            restart=args.restart,
+            checkpoint_every=args.checkpoint_every,
+            progress=bar_of(args, shard, total),
+            shard=shard,
+            on_busy=None if shard is None else note_busy,
+            **settings_of(args),
+        )
+    except api.Interrupted as stopped:
+        return stopped_status(stopped)
+    if is_silent() or is_missing(args, len(comparison.outcomes), total):
+        return 0
+    comparison.plot(picture)
+    for line in warning_lines(comparison.outcomes):
+        note(f"warning: {line}")
+    if args.json:
+        print(json.dumps(comparison.to_json(), allow_nan=False))
+    else:
+        if args.format == "text":
+            print(comparison.title)
+        print(comparison.table(args.format))
     print(f"wrote {picture}", file=sys.stderr)
     return 0
 
 
-def _targets(text: str) -> list[float]:
-    """Return the numbers of a list, e.g. of "0.92,0.94"."""
-    try:
-        return [float(each) for each in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"write numbers, e.g. 0.92,0.94, not {text!r}") from None
+def bar_of(args: argparse.Namespace, shard: Shard | None, total: int) -> api.Progress:
+    """Return what shows a bar, or lines, over all runs of a command."""
+
+    @contextmanager
+    def show(grid: api.Grid) -> Iterator[OnRound]:
+        if shard is not None:
+            note(f"shard {shard}: {grid.runs} of {total} runs")
+        title = f"{grid.task}, {grid.runs} runs"
+        with watch(title, grid.rounds, grid.runs, args.quiet, grid.metric) as bar:
+
+            def on_round(experiment: Experiment, row: Row) -> None:
+                bar(row, label(experiment))
+
+            yield on_round
+
+    return show
 
 
-def _prepare(args: argparse.Namespace) -> list[Run]:
-    """Return runs of seed 0 of all algorithms, over one task."""
-    names = listed(args.algorithms)
-    require(bool(names), "--algorithms needs at least one name; `fedexp algorithms` lists them")
-    return runs_of(args, names, seed=0)
+def label(experiment: Experiment) -> str:
+    """Return a short name of a run."""
+    return f"{experiment.names.algorithm} s{experiment.seed}"
 
 
-def _label(spec: Spec) -> str:
-    return f"{spec.algorithm} s{spec.seed}"
+def note_busy(experiment: Experiment) -> None:
+    """Print that another process executes a run."""
+    note(f"{label(experiment)} is left to another process, which is working on it")
 
 
-def _report(
-    args: argparse.Namespace,
-    first: Run,
-    lines: list[Line],
-    outcomes: list[Outcome],
-    target: float | None,
-    further: dict[float, list[Line]],
-) -> None:
-    metric = first.task.metric
-    for line in warning_lines(outcomes):
-        print(f"fedexp: warning: {line}", file=sys.stderr)
-    if args.json:
-        rows = [_as_json(line) for line in lines]
-        head = {"task": first.spec.task, "metric": metric, "target": target, "rounds": first.rounds}
-        found: dict[str, Any] = {**head, "seeds": args.seeds, "algorithms": rows}
-        if further:
-            found["further"] = [
-                {"target": each, "algorithms": [_as_json(line) for line in own]}
-                for each, own in further.items()
-            ]
-        print(json.dumps(found, allow_nan=False))
-        return
-    if args.format == "text":
-        print(_title(first, args.seeds))
-    higher = first.task.goal.higher
-    settings = (args.smooth, higher, further)
-    readable = comparison_table(lines, metric, target, first.rounds, *settings)
-    table = comparison_numbers(lines, further) if args.format == "csv" else readable
-    print(render_table(args.format, *table))
+def stopped_status(stopped: api.Interrupted) -> int:
+    """Print that runs were stopped; return the exit status."""
+    refuse_if_lost()
+    note("stopped; the same command continues")
+    return stopped.status
 
 
-def _as_json(line: Line) -> dict[str, Any]:
-    finals = [value if math.isfinite(value) else None for value in line.finals]
-    spread = line.spread if line.spread is None or math.isfinite(line.spread) else None
-    return {**vars(line), "finals": finals, "spread": spread, "mean_rounds": line.mean_rounds}
-
-
-def _title(first: Run, seeds: int) -> str:
-    clients = first.task.train.clients
-    size = CohortRule.of(first.cohort, clients).sample(0, 1, first.task.train).size
-    cohort = "some" if callable(first.cohort) else size
-    plural = "seed" if seeds == 1 else "seeds"
-    return (
-        f"{first.spec.task}: {first.rounds} rounds, {cohort} of {clients} clients per round, "
-        f"{seeds} {plural}"
+def is_missing(args: argparse.Namespace, finished: int, total: int) -> bool:
+    """Return whether runs of other shards are missing; print how many."""
+    missing = total - finished
+    if not missing:
+        return False
+    verb = "is" if missing == 1 else "are"
+    note(
+        f"shard {args.shard} is done; {missing} of {total} runs {verb} not there yet: the last "
+        "shard prints the table, or the same command without --shard"
     )
-
-
-def workers_for(first: Run) -> int:
-    """Return the number of workers: one for least squares, which end before workers start."""
-    quick = isinstance(first.task.objective, LeastSquares) and first.rounds <= QUICK_ROUNDS
-    return 1 if quick else workers_on(first.spec.device)
+    if "json" in args and args.json:
+        print(json.dumps({"shard": str(shard_of(args)), "runs": total, "missing": missing}))
+    return True

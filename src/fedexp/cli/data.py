@@ -3,23 +3,19 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from fedexp.cli.options import seed
 from fedexp.errors import UsageError
-from fedexp_command import COMMANDS
 
 if TYPE_CHECKING:
     from fedexp.data.datasets import Dataset, RawSplits
     from fedexp.data.federation import Federation
     from fedexp.data.partition import Parts
 
-PARTITIONS = ("dirichlet", "dirichlet-unequal", "shards", "iid", "natural")
 SHADES = " .:-=+*#%@"  # ASCII, for any terminal and log
 TEXT_CLIENTS = 100
 TEXT_ROWS = 20
@@ -29,41 +25,15 @@ BUBBLES = 100  # clients above which bubbles would overlap, and a heat map is dr
 Counts = NDArray[np.int64]
 
 
-def add_parser(subparsers: Any) -> None:
-    """Add `data` and its sub-commands to the command line."""
-    parser = subparsers.add_parser(
-        "data",
-        help=COMMANDS["data"],
-        description="List, fetch, verify and show data sets. They are stored in the folder that "
-        "the environment variable FEDEXP_DATA names.",
-    )
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
-    text = "list the data sets, and what the data folder has of them"
-    _command(commands, "list", list_datasets, text)
-    fetch = _command(commands, "fetch", fetch_dataset, "download and unpack a data set")
-    fetch.add_argument("name", help="data set, e.g. cifar10")
-    fetch.add_argument("--mirror", metavar="URL", help="URL of the folder to download from")
-    verify = _command(commands, "verify", verify_dataset, "verify a data set's files")
-    verify.add_argument("name", help="data set, e.g. cifar10")
-    text = "show the number of examples per client and class, or clients and a sample of a text"
-    show = _command(commands, "show", show_dataset, text)
-    show.add_argument("name", help="data set, e.g. cifar10")
-    text = "default: natural if the data set has clients, else dirichlet"
-    show.add_argument("--partition", choices=PARTITIONS, help=text)
-    show.add_argument("--clients", type=int, default=100, help="number of clients (default: 100)")
-    show.add_argument("--alpha", type=float, default=0.3, help="of dirichlet (default: 0.3)")
-    show.add_argument("--shards", type=int, default=2, help="shards per client (default: 2)")
-    show.add_argument("--seed", type=seed, default=0, help="of the partition (default: 0)")
-    show.add_argument("--out", metavar="FILE", type=Path, help="figure to draw, e.g. clients.png")
-
-
-def _command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace], int], help: str
-) -> argparse.ArgumentParser:
-    parser: argparse.ArgumentParser = commands.add_parser(name, help=help, description=help)
-    parser.add_argument("--folder", metavar="DIR", help="data folder (default: FEDEXP_DATA)")
-    parser.set_defaults(run=run)
-    return parser
+def run(args: argparse.Namespace) -> int:
+    """Run a sub-command of `fedexp data`."""
+    actions = {
+        "list": list_datasets,
+        "fetch": fetch_dataset,
+        "verify": verify_dataset,
+        "show": show_dataset,
+    }
+    return actions[args.action](args)
 
 
 def list_datasets(args: argparse.Namespace) -> int:

@@ -1,4 +1,4 @@
-"""The command `fedexp`. Mistakes get one line on stderr and exit status 2, never a traceback.
+"""The command `fedexp`. User errors print one line to stderr and exit with status 2.
 
 Commands are in modules of this package, imported when they are called; `fedexp algorithms` and
 `fedexp tasks`, which only print lists, are here. On many ranks (torchrun) only the first one
@@ -20,7 +20,6 @@ from typing import Any
 
 from fedexp import __version__
 from fedexp.algorithms import ALGORITHMS
-from fedexp.cli.options import Parser
 from fedexp.distributed import AgentLostError, RankLostError, Ranks, current, leave, ranks
 from fedexp.distributed.failure import REMEDY, failure_report, monitored
 from fedexp.errors import DataNote, EngineWarning, FedExPError, NonFiniteUpdateWarning, UsageError
@@ -28,37 +27,24 @@ from fedexp.local import LocalTraining
 from fedexp.options import TASKS, Setup, summary
 from fedexp.runs import RunWarning
 from fedexp.runs.loggers import LoggerWarning
-from fedexp_command import COMMANDS, DESCRIPTION
+from fedexp_command.parsers import Misuse, build_parser
 
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 SHOWN = (DataNote, NonFiniteUpdateWarning, EngineWarning, RunWarning, LoggerWarning)
-MODULES = {  # of the commands, in this package
-    "run": "run",
-    "resume": "run",
-    "compare": "compare",
-    "tune": "tune",
-    "reproduce": "reproduce",
-    "toy": "reproduce",
-    "report": "report",
-    "archive": "report",
-    "data": "data",
-    "algorithms": "main",
-    "tasks": "main",
+RUN = {  # what runs a command: a module of this package and a function
+    "run": "run:train",
+    "resume": "run:resume",
+    "compare": "compare:run",
+    "tune": "tune:run",
+    "reproduce": "reproduce:run",
+    "toy": "reproduce:draw_toy",
+    "report": "report:report",
+    "archive": "report:archive",
+    "data": "data:run",
+    "algorithms": "main:list_algorithms",
+    "tasks": "main:list_tasks",
 }
-
-
-def build_parser(command: str | None = None) -> Parser:
-    """Return the parser of one command, so that the others are not imported, or of all."""
-    parser = Parser(
-        prog="fedexp",
-        description=DESCRIPTION,
-    )
-    parser.add_argument("--version", action="version", version=f"fedexp {__version__}")
-    subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    modules = [MODULES[command]] if command in MODULES else dict.fromkeys(MODULES.values())
-    for name in modules:
-        import_module(f"fedexp.cli.{name}").add_parser(subparsers)
-    return parser
+MANY = ("run", "resume", "compare", "tune", "reproduce")  # commands that use all ranks
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -66,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     On many ranks, those other than the first run only the commands that can use them.
     """
-    given = sys.argv[1:] if arguments is None else arguments
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _warn
@@ -74,11 +60,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 warnings.simplefilter("default", kind)
             try:
                 with joined_ranks() as among:
-                    args = build_parser(given[0] if given else None).parse_args(given)
-                    args.ranks = among
-                    if among is not None and not (among.is_first or getattr(args, "many", False)):
+                    args = build_parser(__version__).parse_args(arguments)
+                    if among is not None and not (among.is_first or args.command in MANY):
                         return OK
-                    status = int(args.run(args))
+                    module, _, function = RUN[args.command].partition(":")
+                    command = vars(import_module(f"fedexp.cli.{module}"))[function]
+                    status = int(command(args))
                     sys.stdout.flush()  # raises here, not at exit, for a full disk or closed pipe
                     if among is not None:
                         leave()
@@ -87,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 return failure(None, FAILED)
             except AgentLostError as error:  # one line per machine: ranks cannot agree without it
                 return failure(str(error), FAILED) if os.environ["LOCAL_RANK"] == "0" else FAILED
-            except UsageError as error:
+            except (UsageError, Misuse) as error:
                 return failure(str(error), MISUSED)
             except FedExPError as error:
                 return failure(str(error), FAILED)
@@ -162,14 +149,6 @@ def failure(message: str | None, status: int) -> int:
     with suppress(OSError):
         sys.stdout.flush()
     os._exit(status)  # a group that has lost a rank cannot be closed properly
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add `fedexp algorithms` and `fedexp tasks` to the sub-parsers of the command line."""
-    algorithms = subparsers.add_parser("algorithms", help=COMMANDS["algorithms"])
-    algorithms.set_defaults(run=list_algorithms)
-    tasks = subparsers.add_parser("tasks", help=COMMANDS["tasks"])
-    tasks.set_defaults(run=list_tasks)
 
 
 def list_algorithms(args: argparse.Namespace) -> int:

@@ -1,136 +1,58 @@
-"""Command-line options that several commands share, and the `Spec` that they describe."""
+"""What several commands share: settings from options, where runs are stored, ranks and shards."""
 
 from __future__ import annotations
 
 import argparse
-import math
 import os
-from collections.abc import Sequence
-from dataclasses import replace
+import sys
 from pathlib import Path
+from typing import Any
 
-from fedexp.engine.select import ENGINES, check_engine_name
-from fedexp.errors import UsageError, require
-from fedexp.options import (
-    build_task,
-    parse_assignments,
-    share_options,
-    split_algorithm,
-    split_task,
-    split_task_options,
-)
-from fedexp.references import is_reference
-from fedexp.runs.journal import CHECKPOINT_EVERY
-from fedexp.runs.spec import Run, Spec, parse_privacy
+from fedexp.distributed import RankLostError, check_device, ranks
+from fedexp.distributed.failure import another_failed
+from fedexp.errors import require
+from fedexp.experiment import Experiment, Privacy, privacy_from
+from fedexp.options import parse_assignments
+from fedexp.runs.pool import Shard, parse_shard
+from fedexp.runs.spec import read_experiment
+from fedexp_command.parsers import FLAGS
 
 
-class Parser(argparse.ArgumentParser):
-    """Raises `UsageError` for a mistake, which gets one line and exit status 2."""
-
-    def error(self, message: str) -> None:  # type: ignore[override]
-        raise UsageError(f"{message} (see {self.prog} --help)")
-
-
-def add_run_options(parser: argparse.ArgumentParser, rounds: str = "the task's own") -> None:
-    """Add the options that decide what a run computes."""
-    parser.add_argument(
-        "task",
-        metavar="TASK",
-        help="a task (`fedexp tasks` lists them), or your own: study.py:NAME",
-    )
-    parser.add_argument("--rounds", type=positive, metavar="N", help=f"rounds ({rounds})")
-    parser.add_argument(
-        "--cohort",
-        type=parse_cohort,
-        metavar="K",
-        help="clients per round: a number, a fraction (0.1), all, clients (3,7,9) or a function "
-        "(study.py:choose); the task's own by default",
-    )
-    parser.add_argument(
-        "--mode",
-        default="paper",
-        metavar="MODE",
-        help="paper (default) for the values tuned for the task, authors-code for every deviation "
-        "of the released code, or recommended for FedExP with a relative eps",
-    )
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option, e.g. eps=0.01, local.lr=0.1, task.clients=20; in a comparison also "
-        "fedexp:eps=0.01; may be repeated",
-    )
-    parser.add_argument(
-        "--evaluate-every", type=positive, metavar="N", help="rounds between evaluations"
-    )
-    parser.add_argument(
-        "--engine",
-        default="auto",
-        choices=ENGINES,
-        metavar="NAME",
-        help=f"{', '.join(ENGINES[1:])}; auto (default) takes the fastest that equals the loop",
-    )
-    parser.add_argument("--device", metavar="D", help="cpu (default) or cuda")
-    parser.add_argument(
-        "--precision", choices=["float32", "tf32", "bf16"], help="arithmetic inside the model"
-    )
-    parser.add_argument(
-        "--stop-at", type=float, metavar="ACC", help="end the run at this accuracy (or loss)"
-    )
-    parser.add_argument(
-        "--deterministic", action="store_true", help="the same bits every time, on a GPU too"
-    )
-    parser.add_argument(
-        "--start", metavar="RUN", help="begin with the weights of a run or a safetensors file"
-    )
-    parser.add_argument(
-        "--privacy",
-        metavar="KIND:...",
-        help="simulate differential privacy, e.g. central:clip=1,delta=1e-5,epsilon=8",
-    )
-    parser.add_argument(
-        "--by-client", action="store_true", help="evaluate every client; adds the worst decile"
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
+def settings_of(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the settings of `Experiment` that the options give."""
+    settings = {name: getattr(args, name) for name in FLAGS if getattr(args, name) is not None}
+    if args.set:
+        settings["options"] = parse_assignments(args.set)
+    if args.privacy is not None:
+        settings["privacy"] = parse_privacy(args.privacy)
+    return settings
 
 
-def add_out(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Add --out."""
-    parser.add_argument("--out", type=Path, metavar="PATH", help=meaning)
+def experiment_of(args: argparse.Namespace) -> Experiment:
+    """Return the experiment that the options of `fedexp run` describe.
+
+    Of a `spec.toml`, options change those that it has.
+    """
+    settings = settings_of(args)
+    for name in ("algorithm", "seed"):
+        if getattr(args, name) is not None:
+            settings[name] = getattr(args, name)
+    if not args.task.endswith(".toml"):
+        return Experiment(args.task, **settings)
+    stored = read_experiment(Path(args.task))
+    options = settings.pop("options", {})
+    return stored.replace(**settings).with_options(options)
 
 
-def add_restart(parser: argparse.ArgumentParser, meaning: str) -> None:
-    """Add --restart."""
-    parser.add_argument("--restart", action="store_true", help=meaning)
+def parse_privacy(text: str) -> Privacy:
+    """Return the privacy settings of a text such as `central:clip=1,delta=1e-5,epsilon=8`.
 
-
-def check_format(args: argparse.Namespace) -> None:
-    """Refuse --json together with --format: one of them would be ignored."""
-    both = args.json and args.format != "text"
-    require(not both, f"--json and --format {args.format} exclude each other; leave one out")
-
-
-def add_watch_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of checkpoints and progress; they do not affect results."""
-    parser.add_argument(
-        "--checkpoint-every",
-        type=_seconds,
-        default=CHECKPOINT_EVERY,
-        metavar="SECONDS",
-        help=f"time between checkpoints, 0 for one per round (default: {CHECKPOINT_EVERY:g})",
-    )
-    parser.add_argument(
-        "--quiet", action="store_true", help="plain lines for a log, no progress bar"
-    )
-
-
-def add_root_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options of where runs are stored."""
-    parser.add_argument(
-        "--runs", type=Path, metavar="ROOT", help="folder of all runs ($FEDEXP_RUNS, or runs)"
-    )
-    parser.add_argument("--no-save", action="store_true", help="store nothing on the disk")
+    >>> parse_privacy("local:clip=1,delta=1e-5,noise_multiplier=2").clip
+    1.0
+    """
+    kind, _, listed = text.partition(":")
+    pairs = (pair.partition("=") for pair in listed.split(",") if pair)
+    return privacy_from({**{name.strip(): value.strip() for name, _, value in pairs}, "kind": kind})
 
 
 def root_of(args: argparse.Namespace) -> Path | None:
@@ -141,53 +63,54 @@ def root_of(args: argparse.Namespace) -> Path | None:
     return args.runs or Path(os.environ.get("FEDEXP_RUNS") or "runs")
 
 
-def spec_of(args: argparse.Namespace, algorithm: str, seed: int) -> Spec:
-    """Return the spec that the options of `add_run_options` describe.
+def check_format(args: argparse.Namespace) -> None:
+    """Refuse --json together with --format: one of them would be ignored."""
+    both = args.json and args.format != "text"
+    require(not both, f"--json and --format {args.format} exclude each other; leave one out")
 
-    Task and algorithm are names, or references to the user's own (`study.py:task`).
-    """
-    task_name, task_source = split_task(args.task)
-    name, source = split_algorithm(algorithm)
-    return Spec(
-        task=task_name,
-        algorithm=name,
-        seed=seed,
-        rounds=args.rounds,
-        cohort=args.cohort,
-        mode=args.mode,
-        evaluate_every=args.evaluate_every,
-        engine=check_engine_name(args.engine),
-        device=args.device,
-        precision=args.precision,
-        stop_at=args.stop_at,
-        deterministic=args.deterministic,
-        options=tuple(parse_assignments(args.set).items()),
-        task_source=task_source,
-        algorithm_source=source,
-        privacy=None if args.privacy is None else parse_privacy(args.privacy),
-        start=args.start,
-        by_client=args.by_client,
+
+def check_many(args: argparse.Namespace) -> None:
+    """Refuse options that exclude each other, before data are read."""
+    shard_of(args)
+    require(
+        not (args.restart and args.no_save),
+        "--restart needs stored runs; leave --no-save out",
     )
+    check_jobs(args.jobs, args.device)
 
 
-def runs_of(args: argparse.Namespace, names: Sequence[str], seed: int) -> list[Run]:
-    """Return a run of each algorithm over one task; raise `UsageError` before data are read.
+def check_jobs(jobs: int | None, device: str | None) -> None:
+    """Refuse `--jobs` with ranks, each of which executes one run at a time."""
+    if (group := ranks()) is not None:
+        require(
+            jobs is None,
+            f"torchrun started {group.world_size} processes, each for one run; leave --jobs out",
+        )
+        check_device(device)
 
-    `--set key=value` is for all algorithms that have the option, `--set name:key=value` for one.
-    """
-    of_task, others = split_task_options(parse_assignments(args.set))
-    typed = tuple((f"task.{key}", value) for key, value in of_task.items())
-    bare = {spec.algorithm: spec for spec in (spec_of(args, name, seed) for name in names)}
-    require(len(bare) == len(names), "two algorithms have the same name; give one another")
-    bare = {name: replace(spec, options=typed) for name, spec in bare.items()}
-    for spec in bare.values():
-        spec.check()
-    first = next(iter(bare.values()))
-    task = build_task(first.task, of_task, seed, first.mode, first.task_source)
-    setups = {name: spec.prepare(task).setup for name, spec in bare.items()}
-    shared = share_options(setups, others)
-    specs = [replace(s, options=(*typed, *shared[name].items())) for name, s in bare.items()]
-    return [spec.prepare(task) for spec in specs]
+
+def shard_of(args: argparse.Namespace) -> Shard | None:
+    """Return the shard that `--shard` selects; None for all runs."""
+    if args.shard is None:
+        return None
+    require(
+        not args.no_save,
+        "--shard needs stored runs, which the other shards read; leave --no-save out, or --shard",
+    )
+    return parse_shard(args.shard)
+
+
+def is_silent() -> bool:
+    """Return whether this is a rank other than the first: those print and write nothing."""
+    group = ranks()
+    return group is not None and not group.is_first
+
+
+def refuse_if_lost() -> None:
+    """Raise `RankLostError` if ranks stopped because one of them failed; it reports the cause."""
+    group = ranks()
+    if group is not None and another_failed(group):
+        raise RankLostError("another rank has failed")
 
 
 def listed(names: str) -> list[str]:
@@ -195,53 +118,6 @@ def listed(names: str) -> list[str]:
     return list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
 
 
-def positive(text: str) -> int:
-    """Parse an integer of at least 1."""
-    return _at_least(1, text)
-
-
-def parse_cohort(text: str) -> int | float | tuple[int, ...] | str:
-    """Parse a number, a fraction, a list of clients, `all`, or a reference to a function.
-
-    >>> parse_cohort("10"), parse_cohort("0.1"), parse_cohort("3,7"), parse_cohort("all")
-    (10, 0.1, (3, 7), 0)
-    """
-    if text == "all":
-        return 0
-    if is_reference(text):
-        return text
-    if "," in text:
-        return tuple(_at_least(0, each.strip()) for each in text.split(",") if each.strip())
-    if text.lstrip("-").isdecimal():
-        return positive(text)
-    try:
-        fraction = float(text)
-    except ValueError:
-        fraction = math.nan
-    if not 0 < fraction <= 1:
-        raise argparse.ArgumentTypeError(
-            "must be a number, a fraction up to 1, all, clients such as 3,7, or a function such as "
-            f"study.py:choose, not {text!r}"
-        )
-    return fraction
-
-
-def seed(text: str) -> int:
-    """Parse an integer of at least 0."""
-    return _at_least(0, text)
-
-
-def _seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < math.inf:
-        raise argparse.ArgumentTypeError(f"must be a number of seconds from 0, not {text!r}")
-    return value
-
-
-def _at_least(least: int, text: str) -> int:
-    if not text.lstrip("-").isdecimal() or int(text) < least:
-        raise argparse.ArgumentTypeError(f"must be a whole number from {least}, not {text!r}")
-    return int(text)
+def note(line: str) -> None:
+    """Print a line for the user on stderr."""
+    print(f"fedexp: {line}", file=sys.stderr)

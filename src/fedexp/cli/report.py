@@ -10,7 +10,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from fedexp.analysis.report.filters import Filters
 from fedexp.analysis.report.page import count, write_report
@@ -18,85 +17,10 @@ from fedexp.analysis.report.sections import Targets
 from fedexp.cli.options import listed
 from fedexp.errors import UsageError, require
 from fedexp.runs import StoredRun, find_runs, load_run
-from fedexp.runs.files import disk_errors, write_bytes
 from fedexp.runs.read import Parts, texts
-from fedexp_command import COMMANDS
+from fedexp.storage import disk_errors, write_bytes
 
 FOLDER = "runs"  # in the archive
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add both commands to the sub-parsers of the command line."""
-    parser = subparsers.add_parser("report", help=COMMANDS["report"])
-    _add_runs(parser)
-    parser.add_argument(
-        "-o",
-        "--out",
-        type=Path,
-        default=Path("report.html"),
-        metavar="PATH",
-        help="the page (report.html)",
-    )
-    parser.add_argument(
-        "--figures", type=Path, metavar="DIR", help="also draw PNG, SVG and PDF into this folder"
-    )
-    parser.add_argument(
-        "--metric",
-        action="append",
-        default=[],
-        metavar="M",
-        help="draw this, e.g. test_accuracy or max:test_f1, instead of the defaults; "
-        "may be repeated",
-    )
-    parser.add_argument(
-        "--target",
-        action="append",
-        default=[],
-        metavar="[TASK=]X,...",
-        help="accuracies (or losses) to reach; may be repeated",
-    )
-    _add_filters(parser)
-    parser.set_defaults(run=report)
-
-    parser = subparsers.add_parser("archive", help=COMMANDS["archive"])
-    _add_runs(parser)
-    parser.add_argument(
-        "--to", type=Path, default=Path("results"), metavar="DIR", help="the archive (results)"
-    )
-    parser.add_argument(
-        "--replace", action="store_true", help="overwrite runs that are archived with other rounds"
-    )
-    parser.add_argument(
-        "--note", metavar="TEXT", help="remark on how they were run, e.g. on a shared GPU"
-    )
-    parser.set_defaults(run=archive)
-
-
-def _add_runs(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUNS", help="run folders, or folders of them"
-    )
-
-
-def _add_filters(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("filters", "only runs that all of them accept are shown")
-    group.add_argument("--algorithm", default="", metavar="A,B,...", help="of these algorithms")
-    group.add_argument("--task", default="", metavar="T,...", help="of these tasks")
-    group.add_argument(
-        "--rounds", default="", metavar="N,M-K,...", help="with this many rounds, or in a range"
-    )
-    group.add_argument(
-        "--since",
-        metavar="WHEN",
-        help="started in the last 2h or 3d, or since 2026-11-01 or another ISO time",
-    )
-    group.add_argument(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="without those whose id or folder matches, e.g. '*-s3-*'; may be repeated",
-    )
 
 
 def _check_runs(args: argparse.Namespace) -> None:

@@ -9,20 +9,12 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
+from fedexp import api
 from fedexp.analysis.plots import check_writable, save
-from fedexp.analysis.tables import FORMATS, text_table
-from fedexp.cli.many import (
-    Many,
-    add_jobs_option,
-    add_shard_option,
-    check_many,
-    is_silent,
-    run_many,
-    workers_on,
-)
-from fedexp.cli.options import add_out, add_restart, add_root_options, add_watch_options, positive
+from fedexp.analysis.tables import text_table
+from fedexp.cli.compare import bar_of, is_missing, note_busy, stopped_status
+from fedexp.cli.options import check_many, is_silent, root_of, shard_of
 from fedexp.errors import UsageError, require, unknown_name
 from fedexp.options import convert
 from fedexp.reproduce import STUDIES
@@ -32,64 +24,6 @@ from fedexp.reproduce.study import Job, Plan, Request, Result, make_plan
 from fedexp.reproduce.toy import toy_figure, toy_paths
 from fedexp.runs import StoredRun, find_runs, load_run
 from fedexp.runs.spec import Outcome
-from fedexp_command import COMMANDS
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add both commands to the sub-parsers of the command line."""
-    parser = subparsers.add_parser("reproduce", help=COMMANDS["reproduce"])
-    parser.add_argument("what", nargs="?", metavar="WHAT", help="a study; see --list")
-    parser.add_argument("--list", action="store_true", help="list the studies and their cost")
-    parser.add_argument(
-        "--task",
-        action="append",
-        default=[],
-        metavar="TASK",
-        help="a task of the study; may be repeated",
-    )
-    parser.add_argument("--rounds", type=positive, metavar="N", help="rounds (the paper's number)")
-    parser.add_argument("--seeds", type=positive, metavar="N", help="seeds (the paper's number)")
-    parser.add_argument(
-        "--scale", choices=["full", "small"], default="full", help="small: minutes on a CPU"
-    )
-    parser.add_argument(
-        "--mode", default="paper", choices=["paper", "authors-code"], help="default: paper"
-    )
-    parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="RUNS",
-        help="run nothing: use the runs in this folder or archive, and list missing ones",
-    )
-    parser.add_argument(
-        "--reuse",
-        type=Path,
-        metavar="RUNS",
-        help="take finished runs from this folder or archive, and execute the others only",
-    )
-    add_shard_option(parser)
-    add_root_options(parser)
-    add_restart(parser, "discard what is stored of these runs, and run them again")
-    add_watch_options(parser)
-    add_out(parser, "folder for the results (reproduce-WHAT)")
-    parser.add_argument(
-        "--format", choices=FORMATS, default="text", help="format of the printed table"
-    )
-    add_jobs_option(parser)
-    parser.add_argument("--device", metavar="D", help="cpu (default) or cuda")
-    parser.add_argument(
-        "--precision", choices=["float32", "tf32", "bf16"], help="arithmetic inside the model"
-    )
-    parser.set_defaults(run=run, many=True)
-
-    parser = subparsers.add_parser("toy", help=COMMANDS["toy"])
-    parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="default: 30")
-    parser.add_argument(
-        "--start", default="0,0", metavar="W1,W2", help="first model, e.g. --start=-1,2 (0,0)"
-    )
-    add_out(parser, "the figure (toy.png)")
-    parser.set_defaults(run=draw_toy)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -116,9 +50,12 @@ def run(args: argparse.Namespace) -> int:
     known = _reused(plan, args.reuse)
     missing = [job for job in plan.jobs if job not in known]
     if missing or not known:
-        outcomes, status = run_many(args, _many(plan, missing, args))
-        if outcomes is None:
-            return status
+        try:
+            outcomes = _run(args, plan, missing)
+        except api.Interrupted as stopped:
+            return stopped_status(stopped)
+        if is_silent() or is_missing(args, len(outcomes), len(missing)):
+            return 0
         known |= dict(zip(missing, outcomes, strict=True))
     return _conclude(plan, [Result(job, known[job]) for job in plan.jobs], folder, args.format)
 
@@ -175,19 +112,26 @@ def _request(args: argparse.Namespace) -> Request:
     )
 
 
-def _many(plan: Plan, own: Sequence[Job], args: argparse.Namespace) -> Many:
-    """Return the runs; finished ones are read from disk, interrupted ones are resumed."""
-    specs = [job.spec for job in own]
-    names = {job.spec: f"{job.task} {job.series} s{job.spec.seed}" for job in own}
-    jobs = args.jobs or workers_on(args.device)
-    return Many(specs, plan.study.name, plan.rounds, names.__getitem__, jobs)
+def _run(args: argparse.Namespace, plan: Plan, missing: Sequence[Job]) -> list[Outcome]:
+    """Execute runs; finished ones are read from disk, interrupted ones are resumed."""
+    shard = shard_of(args)
+    return api.run_grid(
+        [job.experiment for job in missing],
+        jobs=args.jobs,
+        runs=root_of(args),
+        progress=bar_of(args, shard, len(missing)),
+        restart=args.restart,
+        checkpoint_every=args.checkpoint_every,
+        shard=shard,
+        on_busy=None if shard is None else note_busy,
+    )
 
 
 def _warn_of_divergence(results: list[Result]) -> None:
     for result in results:
         if (at := result.outcome.diverged_at) is not None:
             job = result.job
-            name = f"{job.task} {job.series} (seed {job.spec.seed})"
+            name = f"{job.task} {job.series} (seed {job.experiment.seed})"
             print(f"fedexp: warning: {name} diverged at round {at}", file=sys.stderr)
 
 

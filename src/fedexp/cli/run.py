@@ -4,212 +4,133 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from shlex import quote
-from typing import Any
 
-from fedexp.cli.options import (
-    add_out,
-    add_restart,
-    add_root_options,
-    add_run_options,
-    add_watch_options,
-    positive,
-    root_of,
-    seed,
-    spec_of,
-)
+from fedexp import api
+from fedexp.api import RunResult
+from fedexp.cli.options import experiment_of, is_silent, note, refuse_if_lost, root_of
 from fedexp.cli.progress import Bar, Diagnostics, describe, watch
-from fedexp.errors import DivergedError, FedExPError, require
-from fedexp.runs import RunInterrupted, execute, folder_of, read_spec, spec_from
-from fedexp.runs.execute import extend_run, stop_request
-from fedexp.runs.files import Row
+from fedexp.distributed import ranks
+from fedexp.errors import FedExPError, require
+from fedexp.experiment import Experiment, Row
+from fedexp.runs import is_run, read_spec
+from fedexp.runs.execute import extend_run
 from fedexp.runs.folder import RunFolder
 from fedexp.runs.loggers import logger_named
-from fedexp.runs.spec import Outcome, Run, Spec
-from fedexp_command import COMMANDS
-
-
-def add_parser(subparsers: Any) -> None:
-    """Add both commands to the sub-parsers of the command line."""
-    parser = subparsers.add_parser("run", help=COMMANDS["run"])
-    add_run_options(parser)
-    parser.add_argument(
-        "--algorithm",
-        default="fedexp",
-        metavar="A",
-        help="default: fedexp; your own: study.py:NAME",
-    )
-    parser.add_argument("--seed", type=seed, default=0, metavar="S")
-    add_root_options(parser)
-    add_out(parser, "the run's own folder, instead of one in ROOT")
-    _add_training_options(parser)
-    parser.set_defaults(run=train, prepare=_from_options, many=True, reopen=False)
-
-    parser = subparsers.add_parser("resume", help=COMMANDS["resume"])
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the run")
-    _add_training_options(parser)
-    parser.add_argument(
-        "--rounds",
-        type=positive,
-        metavar="N",
-        help="more rounds than the run has: it continues in a folder of its own",
-    )
-    parser.add_argument(
-        "--reopen",
-        action="store_true",
-        help="continue a run that diverged from its last checkpoint (a run on Flower does so "
-        "without it, when its app starts again)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-    parser.set_defaults(run=resume, prepare=_from_folder, many=True)
-
-
-def _add_training_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that both commands share."""
-    add_watch_options(parser)
-    add_restart(parser, "discard what is stored of this run, and run it again")
-    parser.add_argument(
-        "--client-states",
-        choices=["auto", "memory", "disk"],
-        default="auto",
-        help="where client state (SCAFFOLD) is stored; by default in memory, if it fits",
-    )
-    parser.add_argument(
-        "--log",
-        action="append",
-        default=[],
-        metavar="WHERE",
-        help="log every round to tensorboard, wandb or mlflow; may be repeated",
-    )
-
-
-def _from_options(args: argparse.Namespace) -> tuple[Run, Path | None]:
-    """Return the run that the options describe, and its folder."""
-    require(not (args.out and args.no_save), "--out and --no-save exclude each other; choose one")
-    root = root_of(args)
-    run = spec_of(args, args.algorithm, args.seed).prepare()
-    return run, args.out or (root and folder_of(run, root))
-
-
-def _from_folder(args: argparse.Namespace) -> tuple[Run, Path]:
-    """Return the run whose spec is stored in the folder."""
-    return spec_from(args.spec).prepare(), args.folder
+from fedexp.runs.spec import folder_of, without_id
 
 
 def train(args: argparse.Namespace) -> int:
-    """Run, resume, or return what is stored; then report.
-
-    `args.prepare` returns the run and its folder, None to store nothing; `args.ranks` are the
-    processes that share the run, None for a single one.
-    """
-    run, folder = args.prepare(args)
+    """Run what the options describe."""
+    require(not (args.out and args.no_save), "--out and --no-save exclude each other; choose one")
+    root, experiment = root_of(args), experiment_of(args)
+    folder = args.out or (root and folder_of(experiment, root))
     require(
         folder is not None or not (args.log or args.restart),
         "--log and --restart need a run that is stored; leave --no-save out",
     )
-    names = args.log if folder and (args.ranks is None or args.ranks.is_first) else []
-    loggers = [logger_named(name, folder) for name in names]
-    title = f"{run.spec.task} {run.spec.algorithm}"
-    with stop_request(listen=folder is not None) as request:
-        try:
-            with watch(title, run.rounds, quiet=args.quiet, metric=run.task.metric) as bar:
-                progress = _Progress(run, bar)
-                outcome = execute(
-                    run.spec,
-                    None,
-                    progress.on_round,
-                    run=run,
-                    folder=folder,
-                    ranks=args.ranks,
-                    checkpoint_every=args.checkpoint_every,
-                    restart=args.restart,
-                    reopen=args.reopen,
-                    client_store=args.client_states,
-                    stop=request,
-                    loggers=loggers,
-                    on_open=progress.on_open,
-                )
-        except RunInterrupted as stopped:
-            again = f"continue with: fedexp resume {quote(str(folder))}"
-            _print_note(f"stopped after round {stopped.round}; {again}")
-            return request.status
-    if outcome.diverged_at is not None:  # stored or not, the run has failed
-        raise DivergedError(outcome.diverged_at, outcome.reason)
-    if not any(row["clients"] for row in outcome.rows):
-        raise FedExPError("no client update was finite in any round; lower local.lr or clip")
-    _report(args.json, run, outcome)
-    return 0
+    if args.restart and args.out:
+        require(is_run(args.out), f"{args.out} holds no run; leave --restart out to begin")
+    return _train(args, experiment, folder, reopen=False)
 
 
 def resume(args: argparse.Namespace) -> int:
     """Continue a run; one on Flower is reopened here, and trained by its app."""
+    group = ranks()
     if args.rounds is not None:
         require(not (args.reopen or args.restart), "--rounds excludes --reopen and --restart")
         extend = partial(extend_run, args.folder, args.rounds)
-        args.folder = extend() if args.ranks is None else args.ranks.compute_on_first(extend)
+        args.folder = extend() if group is None else group.compute_on_first(extend)
     read = partial(read_spec, args.folder)
-    args.spec = read() if args.ranks is None else args.ranks.compute_on_first(read)
+    spec = without_id(read() if group is None else group.compute_on_first(read))
     require(not (args.reopen and args.restart), "--reopen and --restart exclude each other")
-    if args.spec["engine"] != "flower":
-        return train(args)
+    if spec["engine"] != "flower":
+        return _train(args, Experiment.of(spec), args.folder, args.reopen)
     require(
         args.reopen,
         f"{args.folder} is a run on Flower; start its app again, with the same checkpoint",
     )
-    own = {name: value for name, value in args.spec.items() if name not in ("format", "id")}
-    with RunFolder(args.folder, own, {}) as held:
+    with RunFolder(args.folder, spec, {}) as held:
         round = held.reopen()
     require(
         round is not None, f"{args.folder} has not diverged; start its app again to continue it"
     )
     again = "start its app again, with the same checkpoint"
-    _print_note(f"{args.folder} continues after round {round}: {again}")
+    note(f"{args.folder} continues after round {round}: {again}")
+    return 0
+
+
+def _train(
+    args: argparse.Namespace, experiment: Experiment, folder: Path | None, reopen: bool
+) -> int:
+    """Run, resume, or return what is stored; then report."""
+    names = [] if folder is None or is_silent() else args.log
+    title = f"{experiment.names.task} {experiment.names.algorithm}"
+    metric = experiment.problem.metric
+    try:
+        with watch(title, experiment.length, quiet=args.quiet, metric=metric) as bar:
+            progress = _Progress(experiment, bar)
+            result = api.run(
+                experiment,
+                runs=None,
+                folder=folder,
+                restart=args.restart,
+                reopen=reopen,
+                checkpoint_every=args.checkpoint_every,
+                client_store=args.client_states,
+                loggers=[logger_named(name, folder) for name in names if folder],
+                on_round=progress.on_round,
+                on_open=progress.on_open,
+            )
+    except api.Interrupted as stopped:
+        refuse_if_lost()
+        again = f"continue with: fedexp resume {quote(str(folder))}"
+        note(f"stopped after round {stopped.round}; {again}")
+        return stopped.status
+    if not any(row["clients"] for row in result.rows):
+        raise FedExPError("no client update was finite in any round; lower local.lr or clip")
+    _report(args.json, result)
     return 0
 
 
 class _Progress:
     """Passes rows to the progress bar and prints diagnostics; stored rows come first."""
 
-    def __init__(self, run: Run, bar: Bar) -> None:
+    def __init__(self, experiment: Experiment, bar: Bar) -> None:
         self._before, self._bar = 0, bar
-        self._diagnostics = Diagnostics(run.setup.options())
+        self._diagnostics = Diagnostics(experiment.setup.options())
 
     def on_open(self, folder: Path, rounds: int, over: bool) -> None:
         self._before = rounds
         if rounds and not over:
             self._bar.skip(rounds)
-            _print_note(f"{folder} resumes after round {rounds}")
+            note(f"{folder} resumes after round {rounds}")
 
-    def on_round(self, spec: Spec, row: Row) -> None:
+    def on_round(self, row: Row) -> None:
         if row["round"] > self._before:
             self._bar(row)
         for line in self._diagnostics.see(row):
-            _print_note(f"note: {line}")
+            note(f"note: {line}")
 
 
-def _report(as_json: bool, run: Run, outcome: Outcome) -> None:
-    last = outcome.rows[-1]
-    spec, folder = run.spec, outcome.folder
+def _report(as_json: bool, result: RunResult) -> None:
+    last, outcome, spec = result.last, result.outcome, result.outcome.spec
     if as_json:
-        head = {"task": spec.task, "algorithm": spec.algorithm, "seed": spec.seed}
+        head = {name: spec[name] for name in ("task", "algorithm", "seed")}
         ended = {"rounds": last["round"], "seconds": outcome.seconds, "status": outcome.status}
-        place = {"folder": str(folder) if folder else None}
+        place = {"folder": str(result.folder) if result.folder else None}
         print(json.dumps({**head, **ended, **place, "final": last}))
         return
     took = f"{last['round']} rounds in {outcome.seconds:.1f} s"
-    print(f"{spec.algorithm} on {spec.task}: {took}  {describe(last, run.task.metric)}")
+    numbers = describe(last, result.experiment.problem.metric)
+    print(f"{spec['algorithm']} on {spec['task']}: {took}  {numbers}")
     if outcome.status == "target":
-        _print_note(f"stopped at the target {run.stop_at:g}")
+        note(f"stopped at the target {spec['stop_at']:g}")
     if last["dropped"]:
-        _print_note(f"{last['dropped']} client update(s) of the last round were dropped")
-    if folder and outcome.stored == len(outcome.rows):
-        _print_note(f"nothing to do: {folder} was finished before (--restart runs it again)")
-    elif folder:
-        _print_note(f"wrote {folder}")
-
-
-def _print_note(line: str) -> None:
-    print(f"fedexp: {line}", file=sys.stderr)
+        note(f"{last['dropped']} client update(s) of the last round were dropped")
+    if result.folder and outcome.stored == len(outcome.rows):
+        note(f"nothing to do: {result.folder} was finished before (--restart runs it again)")
+    elif result.folder:
+        note(f"wrote {result.folder}")

@@ -28,7 +28,7 @@ from fedexp.errors import require
 from fedexp.options import split_task, split_task_options
 from fedexp.runs import RunInterrupted
 from fedexp.runs.execute import StopRequest, stop_request
-from fedexp.runs.files import Row
+from fedexp.runs.records import Row
 from fedexp.runs.spec import Run, file_name
 from fedexp.tuning import results
 from fedexp.tuning.grids import (

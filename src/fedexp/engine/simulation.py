@@ -1,4 +1,4 @@
-"""`simulate`: federated training as a generator of records.
+"""`train`: federated training as a generator of records.
 
 A round is local training by an engine, the sums, and the server step. Several processes may share
 a run (`ProcessGroup`), and while a round computes, the examples and client states of the next one
@@ -14,15 +14,13 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
-from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
-import fedexp.tasks
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import ClientRule, Tensors
@@ -35,7 +33,7 @@ from fedexp.engine.client_store import ClientStates, ClientStore, Location, Stor
 from fedexp.engine.cuda_graph import RepeatedProgram, RoundResult
 from fedexp.engine.loop import Loop
 from fedexp.engine.plan import CohortRule, Work, step_lengths
-from fedexp.engine.select import EngineName, Selected, check_engine_name, select_engine
+from fedexp.engine.select import EngineName, Selected, select_engine
 from fedexp.engine.spot_check import spot_check
 from fedexp.engine.state import (
     EVALUATED,
@@ -45,20 +43,17 @@ from fedexp.engine.state import (
     message_bytes,
     server_step,
 )
-from fedexp.engine.warm_start import starting_from
 from fedexp.errors import (
     DataNote,
     DivergedError,
     NonFiniteUpdateWarning,
     UsageError,
     require,
-    whole_number,
 )
 from fedexp.kernels.launch import load_triton
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers, ModuleObjective
 from fedexp.objective.hidden_state import check_repeatable
-from fedexp.options import build_algorithm, paper_setup
 from fedexp.precision import (
     Precision,
     arithmetic,
@@ -120,94 +115,40 @@ class SingleProcess:
         return task.evaluate(params, buffers, run)
 
 
-def simulate(
+def train(
     task: Task,
-    algorithm: Algorithm | str,
-    rounds: int | None = None,
-    cohort: Cohort | None = None,
-    seed: int = 0,
+    algorithm: Algorithm,
+    local: LocalTraining,
+    weighting: Weighting,
     *,
-    local: LocalTraining | None = None,
-    weighting: Weighting | None = None,
-    evaluate_every: int | None = None,
+    rounds: int,
+    cohort: Cohort | None,
+    seed: int,
+    evaluates: Callable[[int], bool],
     engine: EngineName = "auto",
     device: str | torch.device | None = None,
     precision: Precision | None = None,
-    start: SimulationState | Record | nn.Module | Mapping[str, Tensor] | None = None,
+    privacy: CentralPrivacy | LocalPrivacy | None = None,
+    state: SimulationState | None = None,
     client_store: Location | ClientStore = "auto",
     process_group: ProcessGroup | None = None,
-    privacy: CentralPrivacy | LocalPrivacy | None = None,
     programs: SharedPrograms | None = None,
 ) -> Iterator[Record]:
-    """Train, and yield one `Record` per round. Stop when you like: the consumer is in charge.
+    """Yield one record per round; arguments are checked at the call, before the first round.
 
-    Arguments are checked at the call, before the first round.
+    Args are those of `fedexp.experiment.Experiment`, resolved, and of its `Resources`, but for:
 
     Args:
-        task: the problem and its data.
-        algorithm: e.g. `fedexp()`, which is taken as it is; or a name, e.g. "fedexp", which
-            takes the values that are tuned for the task, as the command line does.
-        rounds: rounds in all, counted from the very first; the task's own number when None.
-        cohort: clients per round: a number or a fraction of all, drawn without replacement; "all";
-            a list of clients for every round; or a pure function `choose(rng, round, federation)`
-            that returns the clients of a round, whose numpy generator depends on the seed and the
-            round alone. The task's own when None.
-        seed: fixes the initial weights, the cohorts and the batches.
-        local: local training; the task's own when None.
-        weighting: "uniform" as in the paper, or "size" to weigh clients by their examples. Uniform
-            when None, unless a name has another one among the task's tuned values.
-        evaluate_every: evaluate in every so many rounds, and in the last; the task's own when None.
-        engine: "loop" trains one client after another, "threads" as many as there are cores,
-            "batched" all at once; "dense" (plain dense networks on a CPU) and "quadratic" (least
-            squares) are faster for what they suit. "auto" takes the fastest of them that agrees
-            with the loop on this model. They agree up to rounding; for the same bits, name one.
-            With dropout they agree in distribution: each draws other masks, and in the batched
-            engine a client's masks depend on the cohort. In a few rounds, which follow from the
-            seed, one client is trained again by the loop, without dropout, and `EngineError` is
-            raised before the round if the engine's update differs. Not covered: operations across
-            the examples of a batch that act on none of the batches that were compared.
-        device: where to train, "cpu", "cuda" or "mps" (by the loop, all in float32); all data are
-            copied there, if they fit. By default where they are.
-        precision: "float32", "tf32" or "bf16" inside the model; by default tf32 on a GPU.
-        start: a state (`record.state`) to continue from, of the same task and algorithm. A record,
-            a module or a state_dict is a warm start instead: round 0 and fresh states of server and
-            clients, from these weights; of a record those of its output model.
-        client_store: where client state (SCAFFOLD's) is stored: "memory", "disk", or "auto" for a
-            file if it could exceed a quarter of the memory. Does not affect results.
-        process_group: the processes that share the run, e.g. `fedexp.distributed.DistributedGroup`.
-        privacy: clip and noise updates as on Flower, and report ε in `record.metrics`
-            (docs/privacy.md). The noise follows from the seed: it shows what a private deployment
-            would reach, and protects nobody.
-        programs: what this run shares with others of this process, see
-            `fedexp.engine.programs.SharedPrograms`; does not affect results. Not used by several
-            processes that share a run.
-
-    A record holds its state, so a list of all records holds all models in memory.
-
-    >>> from fedexp.algorithms import fedexp
-    >>> from fedexp.tasks import toy
-    >>> [round(r.server_lr, 6) for r in simulate(toy(), fedexp(eps=0, factor=1), rounds=4)]
-    [1.2, 6.0, 1.2, 6.0]
+        evaluates: returns whether a round is evaluated.
+        state: the state to continue from, of the same task and algorithm; None to begin.
     """
-    _check_kinds(task, algorithm, local)
-    if isinstance(algorithm, str):
-        named = paper_setup(task, build_algorithm(algorithm))
-        algorithm, local = named.algorithm, local or named.local
-        weighting = weighting or named.weighting
-    rounds = whole_number("rounds", task.rounds if rounds is None else rounds, 1)
-    every = whole_number(
-        "evaluate_every", task.evaluate_every if evaluate_every is None else evaluate_every, 1
-    )
-    seed, local = whole_number("seed", seed, 0), local or task.local
-    weighting = weighting or "uniform"
-    require(weighting in ("uniform", "size"), f"weighting is uniform or size, not {weighting!r}")
     require(
         local.is_sgd or not algorithm.client.needs_sgd,
         f"{type(algorithm.client).__name__} takes local updates for sums of gradients, which "
         "those of momentum, Adam and delta-sgd are not; use local.optimizer sgd and momentum 0 "
         "with it",
     )
-    rule = CohortRule.of(task.cohort if cohort is None else cohort, task.train.clients)
+    rule = CohortRule.of(cohort, task.train.clients)
     if str(device).startswith("cuda"):
         load_triton()
     programs = programs if process_group is None else None
@@ -215,8 +156,6 @@ def simulate(
     if isinstance(task.objective, ModuleObjective):
         check_repeatable(task.objective, seed, task.train.fields, task.transform)
     task, precision = _on_device(task, device, precision, programs)
-    if start is not None and not isinstance(start, SimulationState):
-        task, start = starting_from(task, start, seed), None
     initial = SimulationState.initial(task, algorithm, seed)
     client_state = algorithm.client.init_client_state(initial.params)
     for method, value in {
@@ -230,7 +169,7 @@ def simulate(
         bool(initial.params.isfinite().all()),
         "the initial model holds values that are not finite; check how it is initialised",
     )
-    state = initial if start is None else _checked_start(start, initial, client_state, rounds)
+    state = initial if state is None else _checked_start(state, initial, client_state, rounds)
     store = client_store if isinstance(client_store, ClientStore) else ClientStore(client_store)
     most = rule.most(task.train.clients, rounds)
     group = process_group or SingleProcess()
@@ -238,7 +177,6 @@ def simulate(
     state = replace(
         state, clients=store.store(state.clients, client_state, most, group.local_world_size)
     )
-    engine = check_engine_name(engine)
     # By the first round even where a run continues, so that a resumed run has the same engine.
     chosen = rule.sample(seed, 1, task.train)
     first = Work(task, algorithm, local, weighting, seed, 1, chosen, rule, rounds)
@@ -249,14 +187,14 @@ def simulate(
         shared = programs, given
     if privacy is not None:  # the trial is without: noise would hide that engines disagree
         first = _private(first, privacy, rounds, initial)
-    return _rounds(first, state, rounds, every, select, precision, group, shared)
+    return _rounds(first, state, rounds, evaluates, select, precision, group, shared)
 
 
 def _rounds(
     work: Work,
     state: SimulationState,
     rounds: int,
-    evaluate_every: int,
+    evaluates: Callable[[int], bool],
     select: Callable[[], Selected],
     precision: Precision,
     process_group: ProcessGroup,
@@ -301,7 +239,7 @@ def _rounds(
             warned = True
             _warn_dropped(record)
         check_range(state)
-        if round % evaluate_every == 0 or round == rounds:
+        if evaluates(round):
             with arithmetic(precision):
                 record = _evaluated(work, record, process_group, noted, repeated)
         yield record
@@ -343,34 +281,6 @@ def _check_client_rule(rule: ClientRule, state: SimulationState, client_state: T
             f"end_round of {name} sums {extra!r}, which is no vector; return a tensor of one "
             "dimension, e.g. value[None]",
         )
-
-
-def _check_kinds(task: Any, algorithm: Any, local: Any) -> None:
-    """Raise `UsageError` for a name, a class or a function in the place of what it stands for."""
-    if isinstance(task, str):
-        name = task.replace("-", "_")
-        example = name if name in fedexp.tasks.__all__ else "digits"
-        raise UsageError(f"simulate takes a Task, not the name {task!r}; pass fx.tasks.{example}()")
-    if isinstance(task, type | FunctionType):
-        example = "digits" if isinstance(task, type) else task.__name__
-        raise UsageError(
-            f"{task.__name__} is no Task until it is called; pass fx.tasks.{example}()"
-        )
-    require(isinstance(task, Task), f"simulate takes a Task, not {type(task).__name__}")
-    if isinstance(algorithm, type | FunctionType):
-        example = "fedexp" if isinstance(algorithm, type) else algorithm.__name__
-        raise UsageError(
-            f"{algorithm.__name__} is no Algorithm until it is called; pass fx.{example}()"
-        )
-    require(
-        isinstance(algorithm, Algorithm | str),
-        f"simulate takes an Algorithm, not {type(algorithm).__name__}; a rule of your own is "
-        'fx.Algorithm("name", client=..., server=...)',
-    )
-    require(
-        local is None or isinstance(local, LocalTraining),
-        f"local is a LocalTraining, not {type(local).__name__}; pass fx.LocalTraining(lr=0.1)",
-    )
 
 
 def _private(

@@ -7,15 +7,22 @@ a run, covers them.
 
 from __future__ import annotations
 
+import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fedexp.engine.state import Record
 from fedexp.errors import UsageError, require
+from fedexp.identity import tensor_bytes
 from fedexp.objective import Buffers, ModuleObjective, StartableObjective
+from fedexp.objective.module import all_tensors
+from fedexp.storage import from_bytes
 from fedexp.tasks.task import Task
 
 Weights = Record | nn.Module | Mapping[str, Tensor]
@@ -107,3 +114,32 @@ def _named_tensors(start: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
             f"{name} of start is no tensor but {type(value).__name__}; pass a state_dict",
         )
     return found
+
+
+def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return the weights in a safetensors file, or in a run folder, by name."""
+    file = Path(path)
+    file = file / "model.safetensors" if file.is_dir() else file
+    try:
+        return from_bytes(file.read_bytes(), torch.device("cpu"))
+    except (OSError, ValueError):
+        raise UsageError(
+            f"there are no weights in {file}; give a finished run or a safetensors file"
+        ) from None
+
+
+def named_weights(start: Weights | str | os.PathLike[str]) -> dict[str, Tensor]:
+    """Return all weights to start from, by name."""
+    if isinstance(start, str | os.PathLike):
+        return read_weights(start)
+    weights = start.model() if isinstance(start, Record) else start
+    return all_tensors(weights) if isinstance(weights, nn.Module) else dict(weights)
+
+
+def weights_digest(start: Weights | str | os.PathLike[str]) -> str:
+    """Return a digest of weights, whatever the name of their file."""
+    digest = hashlib.sha256()
+    for name, value in sorted(named_weights(start).items()):
+        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
+        digest.update(tensor_bytes(value))
+    return digest.hexdigest()[:16]

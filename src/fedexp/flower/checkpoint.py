@@ -32,11 +32,11 @@ from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.privacy import open_ledger
 from fedexp.flower.server import FederatedRun
 from fedexp.runs import is_run, load_run, read_spec
-from fedexp.runs.checkpoint import to_bytes
-from fedexp.runs.files import RECORDS, finite
 from fedexp.runs.fingerprint import fingerprint_of_rules
 from fedexp.runs.folder import RELEASES, BusyError, RunFolder, machine
 from fedexp.runs.journal import Journal
+from fedexp.runs.records import RECORDS
+from fedexp.storage import finite, to_bytes
 
 if TYPE_CHECKING:
     from fedexp.flower.strategy import RuleStrategy, Settings

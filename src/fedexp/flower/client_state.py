@@ -25,8 +25,7 @@ from flwr.clientapp import ClientApp
 
 from fedexp.client import Tensors
 from fedexp.errors import UsageError, require
-from fedexp.runs.checkpoint import from_bytes, to_bytes
-from fedexp.runs.files import disk_errors, write_bytes
+from fedexp.storage import disk_errors, from_bytes, to_bytes, write_bytes
 
 PARTITION = "partition-id"
 QUERY = "fedexp"  # the server queries nodes by messages of type "query.fedexp"

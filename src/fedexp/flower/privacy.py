@@ -25,14 +25,8 @@ from fedexp.flower.request import REPLY_INFO, read_ties
 from fedexp.privacy import Ledger, LocalMechanism, LocalPrivacy, Release
 from fedexp.privacy.mechanism import Normals, normals
 from fedexp.privacy.settings import warn_seeded
-from fedexp.runs.files import (
-    disk_errors,
-    is_count,
-    lock_file,
-    parse_json,
-    sync_folder,
-    write_bytes,
-)
+from fedexp.runs.records import is_count
+from fedexp.storage import disk_errors, lock_file, parse_json, sync_folder, write_bytes
 
 Releases = Mapping[Release, int]
 FILE = "released.json"

@@ -82,7 +82,7 @@ class TrainRequest:
         broadcast = _broadcast_state(content, rule, start, undecided=reported is not None)
         store = ClientStateFolder.of(
             state_root(context),
-            str(config.get("fedexp.study", context.run_id)),
+            str(config.get("fedexp.api", context.run_id)),
             client_name(context),
         )
         round = _whole(config, "server-round") or 0

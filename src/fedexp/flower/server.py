@@ -279,7 +279,7 @@ class FederatedRun(Server):
         records: dict[str, Any] = {arrays_key: self.model()}
         if (broadcast := self.broadcast()) is not None:
             records[BROADCAST] = broadcast
-        common = {**user_config, **self.settings.client_config(), "fedexp.study": self.study}
+        common = {**user_config, **self.settings.client_config(), "fedexp.api": self.study}
         if not self.undecided_layout:
             common |= layout_config(self.layout)
         if self._mechanism is not None:

@@ -196,10 +196,10 @@ def reach(reference: str, times: str) -> Measure:
             FINAL: final(runs, "test_accuracy"),
             LOSS: final_loss(runs),
         }
-        both = {run.spec.seed for run in runs} & {run.spec.seed for run in others}
+        both = {run.seed for run in runs} & {run.seed for run in others}
         if both and name != reference:
             ours, theirs = (
-                rounds_to_target([run for run in x if run.spec.seed in both], target(task), rounds)
+                rounds_to_target([run for run in x if run.seed in both], target(task), rounds)
                 for x in (runs, others)
             )
             if (factor := ratio(ours, theirs)) is not None:

@@ -11,10 +11,10 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError, unknown_name
+from fedexp.experiment import Experiment
 from fedexp.local import LocalTraining
-from fedexp.options import Setup
+from fedexp.options import Setup, build_algorithm
 from fedexp.reproduce.accuracy_studies import SEEDS
 from fedexp.reproduce.study import (
     ALL_WRITERS,
@@ -24,12 +24,12 @@ from fedexp.reproduce.study import (
     Result,
     Study,
     count,
+    experiment_of,
     rounds_of,
     small_line,
-    spec_of,
 )
-from fedexp.runs import StoredRun, spec_from
-from fedexp.runs.spec import Outcome, Spec
+from fedexp.runs import StoredRun
+from fedexp.runs.spec import Outcome
 from fedexp.tasks.images import COHORT
 
 Found = dict[str, dict[str, list[StoredRun]]]  # by task and series, one per seed
@@ -56,7 +56,7 @@ def plan_from(
     reasons = {task: _left_out(requested, task, arms) for task, arms in found.items()}
     used = {task: own for task, own in found.items() if not reasons[task]}
     results = [
-        Result(Job(task, series, spec_from(run.spec)), run.outcome())
+        Result(Job(task, series, Experiment.of(run.spec)), run.outcome())
         for task, own in used.items()
         for series, runs in own.items()
         for run in runs
@@ -85,20 +85,20 @@ def reusable(plan: Plan, runs: Sequence[StoredRun]) -> dict[Job, Outcome]:
         jobs = [job for job in plan.jobs if job.task == task]
         own = {job: run for job in jobs if (run := _stored_run(plan, job, finished)) is not None}
         if own:
-            clients = jobs[0].spec.prepare().task.train.clients
+            clients = jobs[0].experiment.problem.train.clients
             found |= {j: run.outcome() for j, run in own.items() if run.spec["clients"] == clients}
     return found
 
 
 def _stored_run(plan: Plan, job: Job, runs: Sequence[StoredRun]) -> StoredRun | None:
     """Return the finished run of a job; raises `UsageError` if there are two."""
-    spec = job.spec
+    wanted = job.experiment
     same = [
         run
-        for run in _runs_with(runs, spec, plan.request)
-        if run.spec["seed"] == spec.seed
-        and (run.spec.get("device") or "cpu") == (spec.device or "cpu")
-        and run.spec.get("precision") == spec.precision
+        for run in _runs_with(runs, wanted, plan.request)
+        if run.spec["seed"] == wanted.seed
+        and (run.spec.get("device") or "cpu") == (wanted.device or "cpu")
+        and run.spec.get("precision") == wanted.precision
     ]
     _refuse_twins(same)
     return same[0] if same else None
@@ -108,7 +108,7 @@ def _runs_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> dict[str, list
     """Return the runs of each arm that has some, in the order of their seeds."""
     found = {}
     for arm in plan.arms(task):
-        wanted = spec_of(plan, task, arm)
+        wanted = experiment_of(plan, task, arm)
         own = _runs_with(runs, wanted, plan.request)
         own.sort(key=lambda run: int(run.spec["seed"]))
         _refuse_twins(own)
@@ -118,13 +118,13 @@ def _runs_of(plan: Plan, task: str, runs: Sequence[StoredRun]) -> dict[str, list
     return found
 
 
-def _runs_with(runs: Sequence[StoredRun], wanted: Spec, request: Request) -> list[StoredRun]:
+def _runs_with(runs: Sequence[StoredRun], wanted: Experiment, request: Request) -> list[StoredRun]:
     """Return the runs of an arm: those typed with its options, or else those of equal values."""
     fitting = [run for run in runs if _fits(run, wanted, request)]
-    return [run for run in fitting if run.spec["set"] == dict(wanted.options)] or fitting
+    return [run for run in fitting if run.spec["set"] == wanted.options] or fitting
 
 
-def _fits(run: StoredRun, wanted: Spec, request: Request) -> bool:
+def _fits(run: StoredRun, wanted: Experiment, request: Request) -> bool:
     """Compare a run with the wanted one; seeds may differ, and hardware that is left open."""
     spec = run.spec
     return (
@@ -139,11 +139,11 @@ def _fits(run: StoredRun, wanted: Spec, request: Request) -> bool:
     )
 
 
-def _has_options(spec: Mapping[str, Any], wanted: Spec) -> bool:
+def _has_options(spec: Mapping[str, Any], wanted: Experiment) -> bool:
     """Return whether a run has the options of an arm, and all others at the task's own values."""
-    setup = Setup(ALGORITHMS[wanted.algorithm](), LocalTraining())
+    setup = Setup(build_algorithm(str(wanted.algorithm)), LocalTraining())
     options: dict[str, Any] = {}
-    for name, text in wanted.options:
+    for name, text in wanted.options.items():
         full = setup.full_name(name)
         options[full] = setup.with_option(name, text).options()[full]
     return set(spec["changed"]) <= options.keys() and all(
@@ -152,10 +152,10 @@ def _has_options(spec: Mapping[str, Any], wanted: Spec) -> bool:
     )
 
 
-def _has_cohort(spec: Mapping[str, Any], wanted: Spec) -> bool:
+def _has_cohort(spec: Mapping[str, Any], wanted: Experiment) -> bool:
     """Return whether the cohort is the study's, or else that of the paper's task."""
     if wanted.cohort is not None:
-        return bool(wanted.cohort == spec.get("cohort", 0))
+        return bool(wanted.cohort == spec.get("cohort", "all"))
     return wanted.task not in SEEDS or spec.get("cohort") == min(COHORT, spec["clients"])
 
 

@@ -27,9 +27,9 @@ def grouped(results: Sequence[Result]) -> dict[str, dict[str, list[Outcome]]]:
 
 def on_common_seeds(series: Mapping[str, Sequence[Outcome]]) -> dict[str, list[Outcome]]:
     """Return the outcomes of each series with the seeds that all of them have."""
-    seeds = [{run.spec.seed for run in runs} for runs in series.values()]
+    seeds = [{run.seed for run in runs} for runs in series.values()]
     common = set[int]().union(*seeds).intersection(*seeds)
-    return {name: [r for r in runs if r.spec.seed in common] for name, runs in series.items()}
+    return {name: [r for r in runs if r.seed in common] for name, runs in series.items()}
 
 
 def seeds_of(series: Mapping[str, Sequence[Outcome]]) -> int:

@@ -59,7 +59,7 @@ def _settings(plan: Plan) -> str:
     rounds = count(plan.rounds, "round")
     if not plan.jobs:
         return rounds
-    every = max(job.spec.evaluate_every or 1 for job in plan.jobs)
+    every = max(job.experiment.evaluate_every or 1 for job in plan.jobs)
     settings = f"mode {plan.request.mode}, {rounds}, evaluated every {every}"
     return f"{settings}, arithmetic in {plan.arithmetic}"
 

@@ -17,9 +17,10 @@ import torch
 from fedexp.data.datasets import DATASETS
 from fedexp.data.sources.download import cache_path, data_folder
 from fedexp.errors import UsageError, unknown_name
+from fedexp.experiment import Experiment
 from fedexp.precision import Precision, default_precision
 from fedexp.reproduce.published import Claim, Table
-from fedexp.runs.spec import Outcome, Spec
+from fedexp.runs.spec import Outcome
 from fedexp.tasks import images
 
 if TYPE_CHECKING:
@@ -115,11 +116,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Job:
-    """A run of a study: the paper's task, the arm's series, and the spec to run."""
+    """A run of a study: the paper's task, the arm's series, and the experiment."""
 
     task: str
     series: str
-    spec: Spec
+    experiment: Experiment
 
 
 @dataclass(frozen=True)
@@ -164,12 +165,15 @@ class Plan:
     @property
     def devices(self) -> str:
         """The devices of the runs, joined by "and"."""
-        return " and ".join(dict.fromkeys(job.spec.device or "cpu" for job in self.jobs)) or "cpu"
+        return (
+            " and ".join(dict.fromkeys(job.experiment.device or "cpu" for job in self.jobs))
+            or "cpu"
+        )
 
     @property
     def arithmetic(self) -> str:
         """The precisions of the runs, joined by "and"."""
-        return " and ".join(dict.fromkeys(arithmetic_of(job.spec) for job in self.jobs))
+        return " and ".join(dict.fromkeys(arithmetic_of(job.experiment) for job in self.jobs))
 
     @property
     def deviation(self) -> str:
@@ -266,39 +270,38 @@ def choose_tasks(study: Study, wanted: Sequence[str]) -> tuple[tuple[str, ...], 
 def jobs_of(plan: Plan, task: str) -> list[Job]:
     """Return every arm with every seed, on one task."""
     return [
-        Job(task, arm.series, replace(spec_of(plan, task, arm), seed=seed))
+        Job(task, arm.series, experiment_of(plan, task, arm).replace(seed=seed))
         for arm in plan.arms(task)
         for seed in range(_seeds(plan, task))
     ]
 
 
-def spec_of(plan: Plan, task: str, arm: Arm) -> Spec:
-    """Return the spec of an arm with seed 0."""
+def experiment_of(plan: Plan, task: str, arm: Arm) -> Experiment:
+    """Return the experiment of an arm with seed 0."""
     request, every = plan.request, plan.study.evaluate_every
     if every >= plan.study.rounds:
         every = plan.rounds  # only the end counts
     elif plan.request.small and every > 1:
         every = max(1, plan.rounds // 5)
-    spec = Spec(
-        task=task,
-        algorithm=arm.algorithm,
+    small = SMALL.get(task) if request.small else None
+    return Experiment(
+        task if small is None else small.task,
+        arm.algorithm,
         rounds=plan.rounds,
+        cohort=None if small is None else small.cohort,
         mode=request.mode,
+        options=dict(arm.options),
         evaluate_every=every,
         device=request.device,
         precision=request.precision,
-        options=arm.options,
     )
-    if not request.small or task not in SMALL:
-        return spec
-    return replace(spec, task=SMALL[task].task, cohort=SMALL[task].cohort)
 
 
-def arithmetic_of(spec: Spec) -> str:
+def arithmetic_of(experiment: Experiment) -> str:
     """Return the precision of a run: as requested, or the default of its device."""
-    there = torch.device(spec.device or "cpu")
-    own = "the type of the weights" if there.type == "cpu" else default_precision(there)
-    return spec.precision or own
+    there = torch.device(experiment.device or "cpu")
+    usual = "the type of the weights" if there.type == "cpu" else default_precision(there)
+    return experiment.precision or usual
 
 
 def small_line(plan: Plan, task: str) -> list[str]:
@@ -342,14 +345,10 @@ def _seeds(plan: Plan, task: str) -> int:
 
 def _check_jobs(jobs: Sequence[Job]) -> tuple[str, ...]:
     """Check one run of each arm without running it; return a line if EMNIST is incomplete."""
-    tasks = {}
-    for job in jobs:
-        if job.spec.seed != 0:
-            continue
-        if job.spec.task not in tasks:
-            tasks[job.spec.task] = job.spec.prepare().task
-        job.spec.prepare(tasks[job.spec.task]).records()  # checks its arguments; runs nothing
-    emnist = tasks.get("emnist")
+    first = [job.experiment for job in jobs if job.experiment.seed == 0]
+    for experiment in first:
+        experiment.records()  # checks its arguments; runs nothing
+    emnist = next((each.problem for each in first if each.task == "emnist"), None)
     if emnist is None or emnist.train.clients == ALL_WRITERS:
         return ()
     return (f"EMNIST has {emnist.train.clients:,} writers here instead of {ALL_WRITERS:,}",)
@@ -374,12 +373,12 @@ class Small:
     Attributes:
         task: its name.
         description: how it differs from the paper's.
-        cohort: clients per round, 0 for all; None for the task's own number.
+        cohort: "all", or None for the task's own number of clients per round.
     """
 
     task: str
     description: str
-    cohort: int | None = None
+    cohort: str | None = None
 
 
 _LOCAL = f"{images.SMALL_STEPS} local steps of batches of {images.SMALL_BATCH}"
@@ -397,5 +396,5 @@ SMALL = {
     "cifar10": Small("cifar10-small", _CNN),
     "cifar100": Small("cifar100-small", _CNN),
     "cinic10": Small("cinic10-small", _CNN),
-    "cifar10-cnn": Small("cifar10-small", f"{_IMAGES}, {_LOCAL}", cohort=0),
+    "cifar10-cnn": Small("cifar10-small", f"{_IMAGES}, {_LOCAL}", cohort="all"),
 }

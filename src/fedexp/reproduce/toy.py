@@ -18,7 +18,7 @@ from torch import Tensor
 
 from fedexp.algorithms import Algorithm, fedavg, fedexp
 from fedexp.analysis.plots import colour, entitle, label, new_figure
-from fedexp.engine import simulate
+from fedexp.experiment import simulate
 from fedexp.reproduce.output import figure_title
 from fedexp.reproduce.published import Column, Line, Table, Value, claim
 from fedexp.reproduce.study import Check, Findings, Plan, Result, Study

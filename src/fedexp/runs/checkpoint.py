@@ -35,19 +35,9 @@ from fedexp.engine.client_store import (
     copy_states,
 )
 from fedexp.engine.slot_file import Layout, SlotFile
-from fedexp.errors import UsageError
 from fedexp.objective import Buffers
-from fedexp.runs.digest import tensor_bytes
-from fedexp.runs.files import (
-    PRIVATE,
-    DamagedError,
-    is_count,
-    is_duration,
-    is_part_name,
-    parse_json,
-    write_bytes,
-    write_json,
-)
+from fedexp.runs.records import DamagedError, is_count, is_duration, is_part_name
+from fedexp.storage import PRIVATE, from_bytes, parse_json, to_bytes, write_bytes, write_json
 
 FORMAT = 2
 NEWEST, BEFORE = "checkpoint.json", "checkpoint-before.json"
@@ -387,46 +377,6 @@ def clients_from(named: Mapping[str, Tensor], clients: Iterable[int]) -> dict[in
         client, _, name = full.partition("/")
         by_client.setdefault(int(client), {})[name] = value
     return {client: by_client[client] for client in clients}
-
-
-def to_bytes(named: Mapping[str, Tensor]) -> bytes:
-    """Return a safetensors file; tensors that share memory are copied, as the format requires."""
-    from safetensors.torch import save
-
-    own = {name: value.detach().cpu().contiguous().clone() for name, value in named.items()}
-    return save(own, {"format": "pt"})
-
-
-def from_bytes(data: bytes, device: torch.device) -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file on a device; raise `ValueError` for other bytes."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load
-
-    try:
-        named = load(data)
-    except (SafetensorError, LookupError, TypeError, RuntimeError) as error:
-        raise ValueError(f"not a file of tensors ({type(error).__name__})") from error
-    return {name: value.to(device) for name, value in named.items()}
-
-
-def read_weights(path: Path) -> dict[str, Tensor]:
-    """Return the weights in a safetensors file, or in a run folder, by name."""
-    file = path / "model.safetensors" if path.is_dir() else path
-    try:
-        return from_bytes(file.read_bytes(), CPU)
-    except (OSError, ValueError):
-        raise UsageError(
-            f"there are no weights in {file}; give a finished run or a safetensors file"
-        ) from None
-
-
-def weights_digest(path: Path) -> str:
-    """Return a digest of the weights in a file or a run folder, whatever its name."""
-    digest = hashlib.sha256()
-    for name, value in sorted(read_weights(path).items()):
-        digest.update(f"{name} {value.dtype} {tuple(value.shape)}\n".encode())
-        digest.update(tensor_bytes(value))
-    return digest.hexdigest()[:16]
 
 
 def _named_buffers(prefix: str, buffers: Buffers) -> dict[str, Tensor]:

@@ -12,39 +12,34 @@ import torch
 from fedexp import __version__
 from fedexp.distributed import DistributedGroup, Ranks, check_device
 from fedexp.engine import SimulationState
-from fedexp.engine.client_store import ClientStates, ClientStore, Location, blocks
+from fedexp.engine.client_store import ClientStates, ClientStore, blocks
 from fedexp.errors import DivergedError, FedExPError, require
-from fedexp.runs.checkpoint import (
-    client_tensors,
-    clients_from,
-    from_bytes,
-    model_tensors,
-    state_from,
-    to_bytes,
-)
-from fedexp.runs.files import Row
-from fedexp.runs.fingerprint import joined
+from fedexp.experiment import Experiment, Resources
+from fedexp.runs.checkpoint import client_tensors, clients_from, model_tensors, state_from
+from fedexp.runs.fingerprint import fingerprint_of, joined
 from fedexp.runs.journal import RunInterrupted
-from fedexp.runs.spec import Outcome, Run, run_id
+from fedexp.runs.records import Row
+from fedexp.runs.spec import Outcome
+from fedexp.storage import from_bytes, to_bytes
 
 
-def join_ranks(run: Run, ranks: Ranks, stop: Callable[[], bool]) -> DistributedGroup:
+def join_ranks(experiment: Experiment, ranks: Ranks, stop: Callable[[], bool]) -> DistributedGroup:
     """Return the process group of a run; refuse ranks that would not train the same one."""
-    check_device(run.spec.device)
-    check_same_content(run, ranks)
+    check_device(experiment.device)
+    check_same_content(experiment, ranks)
     return DistributedGroup(ranks, stop)
 
 
-def check_same_content(run: Run, ranks: Ranks) -> None:
+def check_same_content(experiment: Experiment, ranks: Ranks) -> None:
     """Refuse ranks with another run, other software, other data or other code."""
-    own = f"run {run_id(run)} with fedexp {__version__} and torch {torch.__version__}"
-    for rank, theirs in enumerate(found := ranks.all_gather_object(own)):
+    text = f"run {experiment.id} with fedexp {__version__} and torch {torch.__version__}"
+    for rank, other in enumerate(texts := ranks.all_gather_object(text)):
         require(
-            theirs == found[0],
-            f"rank {rank} has {theirs}, but rank 0 has {found[0]}; start all ranks with the same "
+            other == texts[0],
+            f"rank {rank} has {other}, but rank 0 has {texts[0]}; start all ranks with the same "
             "command and versions",
         )
-    for rank, content in enumerate(contents := ranks.all_gather_object(run.fingerprint)):
+    for rank, content in enumerate(contents := ranks.all_gather_object(fingerprint_of(experiment))):
         apart = contents[0].differences(content)
         require(
             not apart,
@@ -100,13 +95,15 @@ class Leader:
         return self._ranks.broadcast(outcome)
 
 
-def follow(run: Run, folder: Path, where: Location, process_group: DistributedGroup) -> Outcome:
+def follow(
+    experiment: Experiment, folder: Path, resources: Resources, process_group: DistributedGroup
+) -> Outcome:
     """Train with the first rank, which alone accesses the folder.
 
     Args:
-        run: what to train.
+        experiment: what to train.
         folder: its folder, which is only named here.
-        where: where client state is stored.
+        resources: where client state is stored.
         process_group: the ranks.
     """
     ranks = process_group.ranks
@@ -115,28 +112,34 @@ def follow(run: Run, folder: Path, where: Location, process_group: DistributedGr
         raise message
     if isinstance(message, Outcome):
         return message
-    store, state = ClientStore(where), None
+    store, state = resources.client_store, None
+    store = store if isinstance(store, ClientStore) else ClientStore(store)
     if message.model is not None:
-        state = _receive_state(run, message, message.model, store, process_group)
+        state = _receive_state(experiment, message, message.model, store, process_group)
+    within = Resources(client_store=store, process_group=process_group)
     with suppress(DivergedError):
-        if not run.is_over(message.rows):
-            for record in run.records(state, store, process_group):
-                if run.reached(record.to_json()):
-                    break
-                if process_group.stopping and record.round < run.rounds:
+        if not experiment.is_over(message.rows):
+            for record in experiment.records(state, within):
+                over = record.round == experiment.length or experiment.reached(record.to_json())
+                if process_group.stopping and not over:
                     raise RunInterrupted(folder, record.round)
     outcome: Outcome = ranks.receive()
     return outcome
 
 
 def _receive_state(
-    run: Run, message: Opened, model: bytes, store: ClientStore, process_group: DistributedGroup
+    experiment: Experiment,
+    message: Opened,
+    model: bytes,
+    store: ClientStore,
+    process_group: DistributedGroup,
 ) -> SimulationState:
     """Return the state that the first rank sends; client state comes in blocks."""
-    state = state_from(message.round, message.steps, from_bytes(model, run.device), {})
-    fresh = run.setup.algorithm.client.init_client_state(state.params)
-    stored = store.store({}, fresh, run.task.train.clients, process_group.local_world_size)
-    clients = ClientStates.of(stored)
+    device = experiment.train_device
+    state = state_from(message.round, message.steps, from_bytes(model, device), {})
+    fresh = experiment.setup.algorithm.client.init_client_state(state.params)
+    number = experiment.problem.train.clients
+    clients = ClientStates.of(store.store({}, fresh, number, process_group.local_world_size))
     while (block := process_group.ranks.receive()) is not None:
-        clients = clients.updated(clients_from(from_bytes(block[1], run.device), block[0]))
+        clients = clients.updated(clients_from(from_bytes(block[1], device), block[0]))
     return replace(state, clients=clients)

@@ -1,10 +1,9 @@
-"""`execute`: run or resume a spec, or return its stored result.
+"""`execute`: run or resume an experiment, or return its stored result.
 
-All runs take the same path. The spec is resolved; a finished run is returned from its folder, any
-other one trains from its last checkpoint (`_train`): one call of `simulate`, whose records go to
-the `Journal`, to the caller and to the loggers, in this order. Threads and torch's deterministic
-mode, which decide the last bits of a sum, are set for the time of the run. Ctrl-C and SIGTERM
-finish the round first (`stop_request`).
+All runs take the same path. A finished run is returned from its folder, any other one trains from
+its last checkpoint (`_train`): its records go to the `Journal`, to the caller and to the loggers,
+in this order. The number of threads, which decides the last bits of a sum, is set for the time of
+the run. Ctrl-C and SIGTERM finish the round first (`stop_request`).
 """
 
 from __future__ import annotations
@@ -14,193 +13,181 @@ import shutil
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from fedexp.distributed import DistributedGroup, Ranks, launched
+from fedexp.distributed import Ranks, launched
 from fedexp.engine import Record, SimulationState
-from fedexp.engine.client_store import ClientStore, Location
+from fedexp.engine.client_store import ClientStore
 from fedexp.engine.plan import CohortRule
-from fedexp.errors import DivergedError, UsageError, require
+from fedexp.errors import DivergedError, require
+from fedexp.experiment import Experiment, Resources, id_of
 from fedexp.objective import Buffers, LoadableObjective, ModuleObjective
 from fedexp.privacy.settings import CentralPrivacy
-from fedexp.runs.checkpoint import SLOTS, to_bytes
+from fedexp.runs.checkpoint import SLOTS
 from fedexp.runs.distributed_run import Leader, follow, join_ranks
-from fedexp.runs.files import disk_errors, write_bytes
+from fedexp.runs.fingerprint import fingerprint_of
 from fedexp.runs.folder import LOCK, MODEL, RESULT, RunFolder, check_content, warn_of_version
-from fedexp.runs.journal import CHECKPOINT_EVERY, Journal, RunInterrupted
-from fedexp.runs.loggers import GuardedLogger, Logger
+from fedexp.runs.journal import Journal, RunInterrupted
+from fedexp.runs.loggers import GuardedLogger
 from fedexp.runs.read import load_run
 from fedexp.runs.spec import (
     SPEC,
     OnRound,
     Outcome,
-    Run,
-    Spec,
     check_same,
-    folder_of,
-    id_of,
     is_run,
     read_spec,
-    spec_from,
     spec_text,
+    without_id,
 )
+from fedexp.storage import disk_errors, to_bytes, write_bytes
 
-if TYPE_CHECKING:
-    from fedexp.engine.programs import SharedPrograms
-
-CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+SMALL_MODEL = 100_000  # parameters
 
 
 @dataclass(frozen=True)
-class RunOptions:
-    """How a run is stored and observed; does not affect results.
+class Storage:
+    """What becomes of what is stored of a run; does not affect results.
 
-    Args:
-        checkpoint_every: seconds between checkpoints; 0 for one per round.
+    Attributes:
+        folder: the run's folder; None stores nothing.
         restart: discard what the folder holds of this run, and start over.
         reopen: continue a run that ended as diverged from its last checkpoint.
-        stop: called after every round; the run stops there if it returns True.
-        loggers: notified of the beginning, of every new round and of the end.
-        client_store: where client state is stored: "memory", "disk", or "auto" for what fits.
-        process_group: the ranks that share the run; None for a single process.
-        programs: what the run shares with others of this process.
         on_open: called once with the folder, the number of rounds it holds, and whether the run is
             over.
     """
 
-    checkpoint_every: float = CHECKPOINT_EVERY
+    folder: Path | None = None
     restart: bool = False
     reopen: bool = False
-    stop: Callable[[], bool] = lambda: False
-    loggers: Sequence[Logger] = ()
-    client_store: Location = "auto"
-    process_group: DistributedGroup | None = None
-    programs: SharedPrograms | None = None
     on_open: Callable[[Path, int, bool], None] = lambda folder, rounds, over: None
 
 
 def execute(
-    spec: Spec,
-    root: Path | None,
-    on_round: OnRound,
-    *,
-    run: Run | None = None,
-    folder: Path | None = None,
+    experiment: Experiment,
+    storage: Storage = Storage(),  # noqa: B008 (frozen)
+    on_round: OnRound = lambda experiment, row: None,
+    resources: Resources = Resources(),  # noqa: B008 (frozen)
     ranks: Ranks | None = None,
-    **options: Any,
 ) -> Outcome:
-    """Run a spec to its end, or to where it diverges or reaches `stop_at`.
+    """Run an experiment to its end, or to where it diverges or reaches `stop_at`.
 
     A finished run is returned at once; an interrupted one resumes from its last checkpoint and ends
     with the rows and the model of one that was never interrupted. `RunInterrupted` is raised where
-    `stop` returned True.
+    `resources.stop` returned True.
 
     Args:
-        spec: what to run.
-        root: the folder of all runs, in which the run's id names its own; None stores nothing.
+        experiment: what to run.
+        storage: its folder, and what becomes of what that holds.
         on_round: called with every row in order; rows that are stored already come first.
-        run: the spec prepared, where it has been before.
-        folder: the run's own folder, instead of one in `root`.
+        resources: what the run uses and who watches it.
         ranks: the processes that share the work; all of them call this. The first one alone
             accesses the folder, and `on_round` is guaranteed to be called on the first alone.
-        options: see `RunOptions`.
     """
-    run = run or spec.prepare()
-    how = RunOptions(**options)
-    path = folder or (folder_of(run, root) if root is not None else None)
+    path, group = storage.folder, None
     if ranks is not None:  # a request to stop is reduced with the sums: all stop after one round
-        group = join_ranks(run, ranks, how.stop)
-        how = replace(how, process_group=group, stop=lambda: group.stopping)
-    number = 1 if run.is_small else torch.get_num_threads()
-    with deterministic(spec.deterministic), threads(number):
+        group = join_ranks(experiment, ranks, resources.stop)
+        resources = replace(resources, process_group=group, stop=lambda: group.stopping)
+    number = 1 if is_small(experiment) else torch.get_num_threads()
+    with threads(number):
         if path is None:
-            return _train(run, None, on_round, how)
-        if how.process_group is not None and not how.process_group.ranks.is_first:
-            return follow(run, path, how.client_store, how.process_group)
+            return _train(experiment, None, storage, on_round, resources)
+        if group is not None and not group.ranks.is_first:
+            return follow(experiment, path, resources, group)
         with nullcontext() if ranks is None else Leader(ranks) as leader:
-            if how.restart and folder is not None:
-                require(
-                    is_run(path),
-                    f"{path} holds no run; leave --restart out (restart=False in Python) to begin",
-                )
-            outcome = _stored(run, path, on_round, how)
+            outcome = _stored(experiment, path, storage, on_round)
             if outcome is None:
-                with RunFolder.of(path, run, how.restart) as held:
-                    if how.reopen:
+                with RunFolder.of(path, experiment, storage.restart) as held:
+                    if storage.reopen:
                         held.reopen()
                     # another process may have finished the run in the meantime
-                    outcome = _stored(run, path, on_round, how)
+                    outcome = _stored(experiment, path, storage, on_round)
                     if outcome is None:
-                        outcome = _train(run, held, on_round, how, leader)
+                        outcome = _train(experiment, held, storage, on_round, resources, leader)
             return outcome if leader is None else leader.finish(outcome)
 
 
-def stored_outcome(run: Run, folder: Path) -> Outcome | None:
+def is_small(experiment: Experiment) -> bool:
+    """Return whether splitting an operation over threads costs more than it saves."""
+    objective = experiment.resolved.problem.objective
+    return objective.initial(experiment.seed)[0].numel() < SMALL_MODEL
+
+
+def stored_outcome(experiment: Experiment, folder: Path) -> Outcome | None:
     """Return the outcome of a run that is over; None where there is something left to do.
 
     Refuses a run of the same name but of other content.
     """
     if not (folder / RESULT).exists() or not is_run(folder):
         return None
-    check_same(read_spec(folder), run.frozen, folder)
+    check_same(read_spec(folder), experiment.spec, folder)
     warn_of_version(folder)
-    check_content(folder, run.fingerprint)
-    return replace(load_run(folder).outcome(), spec=run.spec)
+    check_content(folder, fingerprint_of(experiment))
+    return load_run(folder).outcome()
 
 
-def _stored(run: Run, path: Path, on_round: OnRound, how: RunOptions) -> Outcome | None:
+def _stored(
+    experiment: Experiment, path: Path, storage: Storage, on_round: OnRound
+) -> Outcome | None:
     """Return the outcome of a run that is over, unless it is to be restarted or reopened."""
-    found = None if how.restart else stored_outcome(run, path)
-    if found is None or (how.reopen and found.diverged_at is not None):
+    outcome = None if storage.restart else stored_outcome(experiment, path)
+    if outcome is None or (storage.reopen and outcome.diverged_at is not None):
         return None
-    how.on_open(path, len(found.rows), True)
-    for row in found.rows:
-        on_round(run.spec, row)
-    return found
+    storage.on_open(path, len(outcome.rows), True)
+    for row in outcome.rows:
+        on_round(experiment, row)
+    return outcome
 
 
 def _train(
-    run: Run,
+    experiment: Experiment,
     held: RunFolder | None,
+    storage: Storage,
     on_round: OnRound,
-    how: RunOptions,
+    resources: Resources,
     leader: Leader | None = None,
 ) -> Outcome:
     """Train from the last checkpoint to the end; a row is stored before anyone is notified of it.
 
     Args:
-        run: what to train.
+        experiment: what to train.
         held: its folder, locked; None stores nothing.
+        storage: notified when the run begins.
         on_round: called with every row.
-        how: how the run is stored and observed.
+        resources: what the run uses and who watches it.
         leader: sends the state to the other ranks, where there are any.
     """
     path = None if held is None else held.path
     number = torch.get_num_threads()
-    if held is not None and how.process_group is None:  # ranks share the cores of a machine
+    if held is not None and resources.process_group is None:  # ranks share a machine's cores
         number = held.threads()
-    clients = run.task.train.clients
-    most = CohortRule.of(run.cohort, clients).most(clients, run.rounds)
-    store = ClientStore(how.client_store, None if path is None else path / SLOTS, most)
-    with threads(number), closing(_journal(run, held, how, store)) as journal:
-        left = not run.is_over(journal.rows)
-        settings = (journal.state, store, how.process_group, how.programs)
-        records = run.records(*settings) if left else iter(())
+    exact = experiment.resolved
+    clients = exact.problem.train.clients
+    most = CohortRule.of(exact.cohort, clients).most(clients, exact.length)
+    store = resources.client_store
+    if not isinstance(store, ClientStore):
+        store = ClientStore(store, None if path is None else path / SLOTS, most)
+    with ExitStack() as stack:
+        stack.enter_context(threads(number))
+        journal = stack.enter_context(closing(_journal(exact, held, resources, store)))
+        left = not experiment.is_over(journal.rows)
+        within = replace(resources, client_store=store)
+        records = experiment.records(journal.state, within) if left else nothing()
         if held is not None and journal.resumed_from:
             held.note_resumed(journal.resumed_from)
         if path is not None:
-            how.on_open(path, journal.resumed_from, False)
-        loggers = [GuardedLogger.of(logger) for logger in how.loggers]
+            storage.on_open(path, journal.resumed_from, False)
+        loggers = [GuardedLogger.of(logger) for logger in resources.loggers]
         for logger in loggers:
-            logger.begin(run.frozen, journal.resumed_from)
+            logger.begin(experiment.spec, journal.resumed_from)
         if leader is not None:
             leader.opened(journal.state, journal.rows)
         result: dict[str, Any] | None = None
@@ -208,61 +195,58 @@ def _train(
         record: Record | None = None
         try:
             for row in list(journal.rows):
-                on_round(run.spec, row)
+                on_round(experiment, row)
             try:
-                for record in records:
+                for record in stack.enter_context(closing(records)):
                     if held is not None and record.round == journal.resumed_from + 1:
                         held.note_engine(record)
                     row = record.to_json()
                     journal.add(row, record.state)
-                    on_round(run.spec, row)
+                    on_round(experiment, row)
                     for logger in loggers:
                         logger.on_round(row)
-                    if run.reached(row):
-                        break
-                    if how.stop() and record.round < run.rounds:
+                    if not experiment.is_over(journal.rows) and resources.stop():
                         journal.checkpoint()
                         raise RunInterrupted(path, record.round)
             except DivergedError as error:
                 diverged = error
-            reached = bool(journal.rows) and run.reached(journal.rows[-1])
+            reached = bool(journal.rows) and experiment.reached(journal.rows[-1])
             status = "diverged" if diverged else "target" if reached else "finished"
             model = None
             if held is not None and record is not None:
                 held.note_engine(record)  # a CUDA graph may have been given up
             if held is not None and diverged is None and journal.state is not None:
-                model = model_bytes(run, journal.state)
+                model = model_bytes(experiment, journal.state)
             result = journal.conclude(status, model, diverged)
         finally:
             for logger in loggers:
                 logger.end(result)
-    return Outcome(
-        run.spec,
+    return Outcome.of(
+        experiment.spec,
         journal.rows,
-        result["seconds"],
-        result["diverged_at"],
-        result["status"],
-        result.get("reason", ""),
-        path,
-        journal.resumed_from,
-        journal.state if held is None else None,
+        result,
+        folder=path,
+        stored=journal.resumed_from,
+        state=journal.state if held is None else None,
     )
 
 
-def _journal(run: Run, held: RunFolder | None, how: RunOptions, store: ClientStore) -> Journal:
+def _journal(
+    exact: Experiment, held: RunFolder | None, resources: Resources, store: ClientStore
+) -> Journal:
     """Open the journal, with restored client state where the run stores it."""
+    group, clients = resources.process_group, exact.problem.train.clients
 
     def load(state: SimulationState) -> SimulationState:
-        initial = run.setup.algorithm.client.init_client_state(state.params)
-        processes = 1 if how.process_group is None else how.process_group.local_world_size
-        clients = store.store(state.clients, initial, run.task.train.clients, processes)
-        return replace(state, clients=clients)
+        initial = exact.setup.algorithm.client.init_client_state(state.params)
+        processes = 1 if group is None else group.local_world_size
+        return replace(state, clients=store.store(state.clients, initial, clients, processes))
 
     with nullcontext() if held is None else disk_errors(held.path):
-        return Journal(held, how.checkpoint_every, run.device, load)
+        return Journal(held, resources.checkpoint_every, exact.train_device, load)
 
 
-def model_bytes(run: Run, state: SimulationState) -> bytes:
+def model_bytes(experiment: Experiment, state: SimulationState) -> bytes:
     """Return the output model as a safetensors file.
 
     It holds the `state_dict` of a module, or `params` for an objective without one; and buffers
@@ -270,19 +254,24 @@ def model_bytes(run: Run, state: SimulationState) -> bytes:
     """
     params, buffers = state.output()
     named: dict[str, Tensor] = {"params": params}
-    objective = run.task.objective
+    objective = experiment.resolved.problem.objective
     if isinstance(objective, LoadableObjective):
         on_host = Buffers(*(each.cpu() for each in buffers))
         module = objective.load(params.cpu(), on_host)
         named = module.state_dict()
         built = {}
-        if isinstance(objective, ModuleObjective) and run.spec.start is None:
-            built = dict(objective.initial_module(run.spec.seed).named_buffers())
+        if isinstance(objective, ModuleObjective) and experiment.start is None:
+            built = dict(objective.initial_module(experiment.seed).named_buffers())
         for name, value in module.named_buffers():
             same = name in built and torch.equal(value.cpu(), built[name].cpu())
             if name not in named and not same:
                 named[name] = value
     return to_bytes(named)
+
+
+def nothing() -> Generator[Record, None, None]:
+    """Yield no record."""
+    yield from ()
 
 
 NOT_COPIED = (RESULT, MODEL, LOCK, SPEC)
@@ -299,45 +288,43 @@ def extend_run(folder: Path, rounds: int) -> Path:
         folder: a run, finished or not.
         rounds: rounds in total.
     """
-    found = read_spec(folder)
-    own = {name: value for name, value in found.items() if name not in ("format", "id")}
-    require(own["engine"] != "flower", f"{folder} cannot be extended: it was run on Flower")
+    spec = without_id(read_spec(folder))
+    require(spec["engine"] != "flower", f"{folder} cannot be extended: it was run on Flower")
+    before = spec["rounds"]
+    require(rounds > before, f"{folder} has {before} rounds; give --rounds a larger number")
     require(
-        rounds > own["rounds"],
-        f"{folder} has {own['rounds']} rounds; give --rounds a larger number",
+        "stop_at" not in spec, f"{folder} stops at {spec.get('stop_at')}; run it without --stop-at"
     )
-    require(
-        "stop_at" not in own, f"{folder} stops at {own.get('stop_at')}; run it without --stop-at"
-    )
-    own["rounds"] = rounds
-    named = folder.name == found["id"]
-    longer = folder.with_name(id_of(own) if named else f"{folder.name}-{rounds}-rounds")
+    named = folder.name == id_of(spec)
+    spec["rounds"] = rounds
+    longer = folder.with_name(id_of(spec) if named else f"{folder.name}-{rounds}-rounds")
     if is_run(longer):
         return longer
-    run = spec_from(found).prepare()
+    experiment = Experiment.of(spec)
+    schedule = experiment.setup.local.lr_schedule
     require(
-        run.setup.local.lr_schedule == "constant" or callable(run.setup.local.lr_schedule),
-        f"local.lr_schedule {run.setup.local.lr_schedule!r} depends on the number of rounds, so "
-        "that a longer run has other step sizes from the first; start a new one",
+        schedule == "constant" or callable(schedule),
+        f"local.lr_schedule {schedule!r} depends on the number of rounds, so that a longer run has "
+        "other step sizes from the first; start a new one",
     )
-    privacy = run.spec.privacy
+    privacy = experiment.privacy
     require(
         not isinstance(privacy, CentralPrivacy) or privacy.epsilon is None,
-        f"the noise of {folder} was computed for epsilon over {found['rounds']} rounds, so that a "
-        "longer run has more noise from the first; start a new one",
+        f"the noise of {folder} was computed for epsilon over {before} rounds, so that a longer "
+        "run has more noise from the first; start a new one",
     )
-    state = run.setup.algorithm.client.init_client_state(torch.zeros(1))
+    state = experiment.setup.algorithm.client.init_client_state(torch.zeros(1))
     require(
         not state or not (folder / RESULT).exists(),
-        f"{folder} is finished, and the client state of {own['algorithm']} is removed then; start "
+        f"{folder} is finished, and the client state of {spec['algorithm']} is removed then; start "
         f"a new run with --rounds {rounds}",
     )
-    check_content(folder, run.fingerprint, f"start a new run with --rounds {rounds}")
+    check_content(folder, fingerprint_of(experiment), f"start a new run with --rounds {rounds}")
     partial_copy = folder.with_name(f".{longer.name}.tmp")
     with disk_errors(longer):
         shutil.rmtree(partial_copy, ignore_errors=True)
         shutil.copytree(folder, partial_copy, ignore=lambda _, names: set(names) & set(NOT_COPIED))
-        write_bytes(partial_copy / SPEC, spec_text(own).encode())
+        write_bytes(partial_copy / SPEC, spec_text(spec).encode())
         os.rename(partial_copy, longer)
     return longer
 
@@ -394,36 +381,3 @@ def threads(number: int) -> Iterator[None]:
         yield
     finally:
         torch.set_num_threads(before)
-
-
-@contextmanager
-def deterministic(wanted: bool) -> Iterator[None]:
-    """Let torch use deterministic operations only; restore the settings before.
-
-    On the CPU all of them are. cuBLAS reads its variable when it is first used, so a process that
-    has used the GPU before should have set CUBLAS_WORKSPACE_CONFIG=:4096:8 itself.
-    """
-    if not wanted:
-        yield
-        return
-    cudnn = torch.backends.cudnn
-    modes = torch.are_deterministic_algorithms_enabled(), cudnn.deterministic, cudnn.benchmark
-    workspace = os.environ.get(CUBLAS)
-    os.environ.setdefault(CUBLAS, ":4096:8")
-    torch.use_deterministic_algorithms(True)
-    cudnn.deterministic, cudnn.benchmark = True, False
-    try:
-        yield
-    except RuntimeError as error:
-        if "deterministic" not in str(error):
-            raise
-        reason = str(error).strip().split(". ")[0]
-        raise UsageError(
-            f"{reason}; leave --deterministic out (deterministic=False in Python), or train on "
-            "the CPU"
-        ) from None
-    finally:
-        torch.use_deterministic_algorithms(modes[0])
-        cudnn.deterministic, cudnn.benchmark = modes[1:]
-        if workspace is None:
-            os.environ.pop(CUBLAS, None)

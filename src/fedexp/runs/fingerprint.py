@@ -23,17 +23,10 @@ from torch import Tensor
 
 from fedexp.algorithms import Algorithm
 from fedexp.data.federation import Batch, Federation
+from fedexp.experiment import Experiment
+from fedexp.identity import BYTES, Digest, attributes_of, digest_of, is_library, same, tensor_bytes
 from fedexp.objective import ModuleObjective, Objective
 from fedexp.objective.base import DEFAULT_FIELDS
-from fedexp.runs.digest import (
-    BYTES,
-    Digest,
-    attributes_of,
-    digest_of,
-    is_library,
-    same,
-    tensor_bytes,
-)
 from fedexp.tasks import Task
 
 # Raise it whenever a release computes other numbers from the same spec, data and model: another
@@ -85,6 +78,23 @@ class Fingerprint:
         if not all(name.isprintable() and len(name) <= LONGEST_NAME for name in digests):
             raise ValueError("a name is not printable")
         return cls(digests, numerics)
+
+
+_fingerprints: WeakKeyDictionary[Experiment, Fingerprint] = WeakKeyDictionary()
+
+
+def fingerprint_of(experiment: Experiment) -> Fingerprint:
+    """Return digests of the data, the initial model and the code of a run, computed once."""
+    if experiment not in _fingerprints:
+        setup, cohort = experiment.setup, experiment.resolved.cohort
+        functions = {f"local.{n}": v for n, v in vars(setup.local).items() if callable(v)}
+        if callable(cohort):
+            functions["cohort"] = cohort
+        stops = experiment.stop_at is not None
+        _fingerprints[experiment] = fingerprint(
+            experiment.problem, setup.algorithm, experiment.seed, functions, stops
+        )
+    return _fingerprints[experiment]
 
 
 def fingerprint(

@@ -29,23 +29,21 @@ import torch
 from fedexp import __version__
 from fedexp.engine import Record
 from fedexp.errors import UsageError, require, shown
+from fedexp.experiment import Experiment
 from fedexp.references import in_session, name_in
 from fedexp.runs.checkpoint import BEFORE, NEWEST
-from fedexp.runs.files import (
+from fedexp.runs.fingerprint import Fingerprint, fingerprint_of, joined
+from fedexp.runs.records import RECORDS, is_count, read_rows, result_fault
+from fedexp.runs.spec import HEAD, SPEC, check_same, is_run, read_spec, spec_text
+from fedexp.storage import (
     PRIVATE,
-    RECORDS,
     disk_errors,
     finite,
-    is_count,
     lock_file,
     parse_json,
-    read_rows,
-    result_fault,
     write_bytes,
     write_json,
 )
-from fedexp.runs.fingerprint import Fingerprint, joined
-from fedexp.runs.spec import HEAD, SPEC, Run, check_same, is_run, read_spec, spec_text
 
 PACKAGE = Path(__file__).resolve().parents[1]
 GIT_SECONDS = 2.0  # after which git is given up
@@ -101,9 +99,10 @@ class RunFolder:
         self._lock: IO[bytes] | None = None
 
     @classmethod
-    def of(cls, path: Path, run: Run, restart: bool = False) -> RunFolder:
+    def of(cls, path: Path, experiment: Experiment, restart: bool = False) -> RunFolder:
         """Return the folder of a simulated run."""
-        return cls(path, run.frozen, environment(run), HEAD, run.fingerprint, restart)
+        about, content = environment(experiment), fingerprint_of(experiment)
+        return cls(path, experiment.spec, about, HEAD, content, restart)
 
     def __enter__(self) -> RunFolder:
         with disk_errors(self.path):
@@ -250,13 +249,14 @@ class RunFolder:
                 folder.rmdir()
 
 
-def environment(run: Run) -> dict[str, Any]:
+def environment(experiment: Experiment) -> dict[str, Any]:
     """Return the content of `environment.json`, with the metric that a report judges by."""
+    task = experiment.problem
     return {
-        **machine(run.device.type == "cuda"),
-        "metric": run.task.metric,
-        "goal": str(run.task.goal),
-        "target": run.task.target,
+        **machine(experiment.train_device.type == "cuda"),
+        "metric": task.metric,
+        "goal": str(task.goal),
+        "target": task.target,
     }
 
 

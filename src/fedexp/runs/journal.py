@@ -26,18 +26,10 @@ from fedexp.runs.checkpoint import (
     read_checkpoint,
     stored_in,
 )
-from fedexp.runs.files import (
-    DamagedError,
-    RecordFile,
-    Row,
-    disk_errors,
-    read_rows,
-    write_bytes,
-    write_json,
-)
 from fedexp.runs.folder import MODEL, RESULT, RunFolder, RunWarning
+from fedexp.runs.records import DamagedError, RecordFile, Row, read_rows
+from fedexp.storage import disk_errors, write_bytes, write_json
 
-CHECKPOINT_EVERY = 10.0  # seconds
 COST_RATIO = 10  # a checkpoint may take a tenth of the time, whatever the interval
 Load = Callable[[SimulationState], SimulationState]
 

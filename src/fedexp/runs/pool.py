@@ -1,7 +1,7 @@
 """Many runs: in worker processes, over the ranks of a torchrun job, or one share per array job.
 
-`run_all` executes a list of specs and returns their outcomes. `run_queue` executes runs that a
-`RunQueue` hands out one at a time and may stop early: trials of `fedexp.tuning` are such runs.
+`run_all` executes a list of experiments and returns their outcomes. `run_queue` executes runs that
+a `RunQueue` hands out one at a time and may stop early: trials of `fedexp.tuning` are such runs.
 Both call `execute` for every run, in one of three ways:
 
 - in this process, one run after another;
@@ -21,7 +21,7 @@ import math
 import re
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -30,12 +30,11 @@ from typing import TypeVar
 
 from fedexp.distributed import RankLostError, Ranks
 from fedexp.errors import UsageError
-from fedexp.references import in_session
+from fedexp.experiment import CHECKPOINT_EVERY, Experiment, Row, TaskKey, id_stem
 from fedexp.runs.execute import stored_outcome
-from fedexp.runs.files import Row
 from fedexp.runs.folder import RESULT, OtherContentError, RunWarning
-from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
-from fedexp.runs.spec import OnRound, Outcome, Run, Spec, folder_of, id_stem
+from fedexp.runs.journal import RunInterrupted
+from fedexp.runs.spec import OnRound, Outcome, folder_of
 from fedexp.runs.workers import (
     RETRY,
     Execution,
@@ -43,9 +42,7 @@ from fedexp.runs.workers import (
     Job,
     Result,
     RunQueue,
-    SharedTask,
     Stop,
-    TaskKey,
     fingerprints_of,
     run_in_workers,
 )
@@ -54,25 +51,24 @@ T = TypeVar("T")
 
 
 def run_all(
-    specs: Sequence[Spec],
-    jobs: int,
-    on_round: OnRound,
+    experiments: Sequence[Experiment],
+    jobs: int = 1,
+    on_round: OnRound = lambda experiment, row: None,
     root: Path | None = None,
     *,
     ranks: Ranks | None = None,
     checkpoint_every: float = CHECKPOINT_EVERY,
     stop: Stop = lambda: False,
-    on_busy: Callable[[Spec], None] | None = None,
+    on_busy: Callable[[Experiment], None] | None = None,
     restart: bool = False,
-    built: Run | None = None,
 ) -> list[Outcome]:
-    """Execute the specs and return their outcomes, in the order of the specs.
+    """Execute the runs and return their outcomes, in the order of the experiments.
 
     Runs of one task are executed one after another, and share what they prepare (`Executor`). A run
     that fails ends all others at once.
 
     Args:
-        specs: the runs.
+        experiments: the runs.
         jobs: runs at a time, each in a process with one thread if there are several.
         on_round: called with every row. With ranks, only with rows of new rounds, and only on the
             rank that executes the run (the first if they share it).
@@ -85,34 +81,22 @@ def run_all(
             `RunInterrupted`.
         on_busy: called with a run that another process is executing, which is left out of the
             outcomes; None raises `BusyError`.
-        restart: discard what is stored of the specs.
-        built: a run of one of the specs, or of another seed, whose task need not be built again.
+        restart: discard what is stored of the runs.
     """
     done: dict[int, Outcome] = {}
     if root is not None and not restart:
         if ranks is None:
-            done = dict(stored_outcomes(specs, root, on_round, built=built))
+            done = dict(stored_outcomes(experiments, root, on_round))
         else:
-            done = ranks.compute_on_first(lambda: dict(stored_outcomes(specs, root)))
-    waiting = [Job(k, spec) for k, spec in enumerate(specs) if k not in done]
-    own = waiting
+            done = ranks.compute_on_first(lambda: dict(stored_outcomes(experiments, root)))
+    waiting = [Job(k, run) for k, run in enumerate(experiments) if k not in done]
+    jobs = jobs_for(experiments, jobs)
+    share = waiting
     if ranks is not None and len(waiting) >= ranks.world_size:
-        own = Shard(ranks.rank + 1, ranks.world_size).of(waiting)
-    listed = _ListQueue(_by_task(own), on_round, on_busy)
-    how = Execution(Spec.prepare, root, checkpoint_every, restart, on_busy is not None)
-    jobs = jobs_for(specs, jobs)
-    references = [each for job in waiting for each in job.spec.references]
-    with closing(Executor(how, built)) as run:
-        run_queue(
-            listed,
-            len(waiting),
-            jobs,
-            how,
-            ranks=ranks,
-            stop=stop,
-            references=references,
-            executor=run,
-        )
+        share = Shard(ranks.rank + 1, ranks.world_size).of(waiting)
+    listed = _ListQueue(_by_task(share), on_round, on_busy)
+    how = Execution(root, checkpoint_every, restart, on_busy is not None)
+    run_queue(listed, len(waiting), jobs, how, ranks=ranks, stop=stop)
     done |= listed.outcomes
     if ranks is not None:
         with _stopped_if_lost(stop):
@@ -122,15 +106,13 @@ def run_all(
     return [done[k] for k in sorted(done)]
 
 
-def jobs_for(specs: Sequence[Spec], jobs: int) -> int:
+def jobs_for(experiments: Sequence[Experiment], jobs: int) -> int:
     """Return how many runs to execute at a time: one if workers cannot import what they need."""
-    own = next((spec for spec in specs if spec.in_session), None)
-    if own is None or jobs == 1:
+    if jobs == 1:
+        return 1
+    what = next((what for run in experiments if (what := run.session_object)), None)
+    if what is None:
         return jobs
-    what = "a function among the options"
-    if in_session(own.task_source) or in_session(own.algorithm_source):
-        is_task = in_session(own.task_source)
-        what = f"task {own.task!r}" if is_task else f"algorithm {own.algorithm!r}"
     warnings.warn(
         f"{what} was made in this session, so that other processes cannot import it: all runs are "
         "executed in this process; define it in a file to use jobs",
@@ -145,7 +127,7 @@ def _by_task(jobs: Sequence[Job]) -> list[Job]:
     keys: list[TaskKey | None] = []
     for job in jobs:
         try:
-            keys.append(TaskKey.of(job.spec))
+            keys.append(job.experiment.task_key)
         except UsageError:  # reported by the run itself
             keys.append(None)
     order = sorted(range(len(jobs)), key=lambda k: keys.index(keys[k]))
@@ -156,10 +138,14 @@ class _ListQueue:
     """A list of runs; collects their outcomes."""
 
     def __init__(
-        self, jobs: Sequence[Job], on_round: OnRound, on_busy: Callable[[Spec], None] | None
+        self, jobs: Sequence[Job], on_round: OnRound, on_busy: Callable[[Experiment], None] | None
     ) -> None:
         self.outcomes: dict[int, Outcome] = {}
         self._left, self._on_round, self._on_busy = list(jobs), on_round, on_busy
+
+    @property
+    def references(self) -> list[str]:
+        return [reference for job in self._left for reference in job.experiment.references]
 
     def take(self) -> Job | None:
         return self._left.pop(0) if self._left else None
@@ -168,43 +154,44 @@ class _ListQueue:
         return not self._left
 
     def on_round(self, job: Job, row: Row) -> bool:
-        self._on_round(job.spec, row)
+        self._on_round(job.experiment, row)
         return True
 
     def on_result(self, job: Job, result: Result) -> None:
         if isinstance(result, Outcome):
             self.outcomes[job.key] = result
         elif self._on_busy is not None:
-            self._on_busy(job.spec)
+            self._on_busy(job.experiment)
 
 
 def stored_outcomes(
-    specs: Sequence[Spec],
+    experiments: Sequence[Experiment],
     root: Path,
-    on_round: OnRound = lambda spec, row: None,
+    on_round: OnRound = lambda experiment, row: None,
     skip_others: bool = False,
-    built: Run | None = None,
 ) -> Iterator[tuple[int, Outcome]]:
-    """Yield the position and the outcome of every spec whose run is finished; start no process.
+    """Yield the position and the outcome of every run that is finished; start no process.
 
     A run's id and fingerprint depend on its task, which is built once for all that share it. A
     stored run of other data, model or code is an error, or left out if `skip_others`.
     """
-    prepare = SharedTask(Spec.prepare, built=built)
-    for k in sorted(range(len(specs)), key=lambda k: specs[k].seed):
-        spec = specs[k]
-        if not any(root.glob(f"{id_stem(spec.task, spec.algorithm, spec.seed)}-*/{RESULT}")):
+    last = None  # keeps the task for the next
+    for k in sorted(range(len(experiments)), key=lambda k: experiments[k].seed):
+        run, names = experiments[k], experiments[k].names
+        if not any(root.glob(f"{id_stem(names.task, names.algorithm, run.seed)}-*/{RESULT}")):
             continue
-        run = prepare(spec)
+        if last is not None and last.task_key != run.task_key:
+            last = None
+        last = run if run.is_resolved else run.replace()
         try:
-            outcome = stored_outcome(run, folder_of(run, root))
+            outcome = stored_outcome(last, folder_of(last, root))
         except OtherContentError:
             if not skip_others:
                 raise
             outcome = None
         if outcome is not None:
             for row in outcome.rows:
-                on_round(spec, row)
+                on_round(run, row)
             yield k, outcome
 
 
@@ -273,8 +260,6 @@ def run_queue(
     ranks: Ranks | None = None,
     stop: Stop = lambda: False,
     on_wait: Callable[[], None] = lambda: None,
-    references: Iterable[str] = (),
-    executor: Executor | None = None,
 ) -> None:
     """Execute runs until the queue is done.
 
@@ -288,27 +273,25 @@ def run_queue(
         stop: called after every round; True stops all runs after their round and raises
             `RunInterrupted` unless nothing was left to do.
         on_wait: called when the queue is not done but all its runs are with other processes.
-        references: the user's own objects that the runs refer to, which workers import. Where one
-            is another there, all runs are executed in this process.
-        executor: executes the runs of this process, which may share what earlier ones prepared.
     """
-    run = executor or Executor(how)
-    if ranks is not None and left < ranks.world_size:
-        _on_all_ranks(queue, run, ranks, stop, on_wait)
-    elif ranks is None and min(jobs, left) > 1:
-        how = replace(how, objects=fingerprints_of(references))
-        changed = run_in_workers(queue, min(jobs, left), how, stop, on_wait)
-        if changed is not None:
-            warnings.warn(
-                f"{changed} is another one in processes that import it: all runs are executed in "
-                "this process; define it, and what it reads, at the top level of the file, not "
-                'under if __name__ == "__main__":, to use jobs',
-                RunWarning,
-                stacklevel=3,
-            )
+    if ranks is None and min(jobs, left) > 1:
+        objects = fingerprints_of(queue.references)
+        many = replace(how, objects=objects)
+        changed = run_in_workers(queue, min(jobs, left), many, stop, on_wait)
+        if changed is None:
+            return
+        warnings.warn(
+            f"{changed} differs in worker processes, which import its file: all runs are executed "
+            "in this process; define it, and what it reads, at the top level of the file, not "
+            'under if __name__ == "__main__":, to use jobs',
+            RunWarning,
+            stacklevel=3,
+        )
+    with closing(Executor(how)) as run:
+        if ranks is not None and left < ranks.world_size:
+            _on_all_ranks(queue, run, ranks, stop, on_wait)
+        else:
             _in_this_process(queue, run, stop, on_wait)
-    else:
-        _in_this_process(queue, run, stop, on_wait)
 
 
 def _in_this_process(
@@ -317,7 +300,7 @@ def _in_this_process(
     while True:
         stopping = stop()
         if not stopping and (job := queue.take()):
-            queue.on_result(job, run(job.spec, partial(queue.on_round, job), stop))
+            queue.on_result(job, run(job.experiment, partial(queue.on_round, job), stop))
         elif queue.is_done():
             return
         elif stopping:
@@ -327,21 +310,21 @@ def _in_this_process(
             time.sleep(RETRY)
 
 
-STOPPED = "stopped"  # what the first rank broadcasts instead of the next spec
+STOPPED = "stopped"  # what the first rank broadcasts instead of the next run
 
 
 def _on_all_ranks(
     queue: RunQueue, run: Executor, ranks: Ranks, stop: Stop, on_wait: Callable[[], None]
 ) -> None:
-    """Execute one run after another on all ranks; the first broadcasts every spec, and the end.
+    """Execute one run after another on all ranks; the first broadcasts every run, and the end.
 
     A run that is stopped stops on all ranks after the same round (`execute`), and the others learn
     from the next message whether all runs stop or only this one.
     """
 
-    def lead(spec: Spec, on_round: Callable[[Row], bool], stop: Stop) -> Result:
-        ranks.broadcast(spec)
-        return run(spec, on_round, stop, ranks)
+    def lead(experiment: Experiment, on_round: Callable[[Row], bool], stop: Stop) -> Result:
+        ranks.broadcast(experiment.portable)
+        return run(experiment, on_round, stop, ranks)
 
     if ranks.is_first:
         try:
@@ -354,13 +337,13 @@ def _on_all_ranks(
         return
     while True:
         with _stopped_if_lost(stop):
-            spec = ranks.receive()
-        if spec is None:
+            experiment = ranks.receive()
+        if experiment is None:
             return
-        if spec == STOPPED:
+        if experiment == STOPPED:
             raise RunInterrupted(None, 0)
         with suppress(RunInterrupted):
-            run(spec, lambda row: True, stop, ranks)
+            run(experiment, lambda row: True, stop, ranks)
 
 
 @contextmanager

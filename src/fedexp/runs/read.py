@@ -18,28 +18,20 @@ from typing import Any
 import tomli_w
 
 from fedexp.errors import UsageError, require, shown
-from fedexp.runs.files import (
-    RECORDS,
-    DamagedError,
-    Row,
-    parse_json,
-    parse_toml,
-    read_rows,
-    result_fault,
-    row_fault,
-    spec_fault,
-)
+from fedexp.experiment import id_of
 from fedexp.runs.folder import RESULT, read_environment
+from fedexp.runs.records import RECORDS, DamagedError, Row, read_rows, result_fault, row_fault
 from fedexp.runs.spec import (
     FORMAT,
     SPEC,
     Outcome,
     check_format,
-    id_of,
     is_run,
     read_spec,
-    spec_from,
+    spec_fault,
+    without_id,
 )
+from fedexp.storage import parse_json, parse_toml
 
 HEAD = "# A run of fedexp, archived. Its rounds are in the CSV of the same name.\n"
 DIGITS = 7  # significant digits of a 32-bit float
@@ -74,16 +66,8 @@ class StoredRun:
 
     def outcome(self) -> Outcome:
         """Return the run for tables and figures; "unfinished" where it is not over."""
-        result = self.result or {}
-        return Outcome(
-            spec_from(self.spec),
-            self.rows,
-            result.get("seconds", sum(row.get("seconds", 0.0) for row in self.rows)),
-            result.get("diverged_at"),
-            status=result.get("status", "unfinished"),
-            reason=result.get("reason", ""),
-            folder=self.folder,
-            stored=len(self.rows),
+        return Outcome.of(
+            self.spec, self.rows, self.result or {}, folder=self.folder, stored=len(self.rows)
         )
 
 
@@ -169,14 +153,14 @@ def texts(run: Parts) -> tuple[str, str]:
     constant = {name: own[0] for name, own in columns.items() if name != "round" and _same(own)}
     varying = [name for name in columns if name not in constant]
     table = _csv(varying, [[columns[name][at] for name in varying] for at in range(len(run.rows))])
-    own = {name: value for name, value in run.spec.items() if name not in ("format", "id")}
+    spec = without_id(run.spec)
     described = {
         "format": FORMAT,
-        "id": id_of(own),
+        "id": id_of(spec),
         "result": {n: _rounded(n, value) for n, value in _known(run.result).items()},
         "environment": _known({name: run.environment.get(name) for name in ARCHIVED}),
         "constant": constant,
-        "spec": own,
+        "spec": spec,
     }
     return HEAD + tomli_w.dumps({"sha256": _digest(described, table), **described}), table
 

@@ -8,32 +8,24 @@ import tempfile
 from collections.abc import Callable, Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 import torch
 from torch import Tensor, nn
 
-from fedexp.engine import Record, SimulationState
+from fedexp.engine import SimulationState
+from fedexp.engine.warm_start import named_weights
 from fedexp.errors import UsageError, require
+from fedexp.experiment import Experiment, PathLike, Start
 from fedexp.objective import ModuleObjective
-from fedexp.objective.module import all_tensors, built_model
-from fedexp.options import build_task, split_task_options
-from fedexp.runs.checkpoint import (
-    client_tensors,
-    clients_from,
-    from_bytes,
-    model_tensors,
-    state_from,
-    to_bytes,
-)
-from fedexp.runs.files import write_bytes
+from fedexp.objective.module import built_model
+from fedexp.runs.checkpoint import client_tensors, clients_from, model_tensors, state_from
 from fedexp.runs.folder import MODEL
-from fedexp.runs.spec import read_spec, spec_from
+from fedexp.runs.spec import read_spec
+from fedexp.storage import from_bytes, to_bytes, write_bytes
 from fedexp.tasks.task import Task
 
 CPU = torch.device("cpu")
-PathLike = str | os.PathLike[str]
 
 
 def load_model(
@@ -53,13 +45,12 @@ def load_model(
     )
     weights = run_weights(path)
     if model is None:
-        spec = spec_from(read_spec(path))
-        of_task, _ = split_task_options(dict(spec.options))
+        experiment = Experiment.of(read_spec(path)).replace(start=None)
         try:
-            task = build_task(spec.task, of_task, spec.seed, spec.mode, spec.task_source)
+            task = experiment.problem
         except UsageError as error:
             raise UsageError(f"{error}; or pass the model: load_model(folder, model=Net)") from None
-        return module_with(weights, module_of(task, spec.seed))
+        return module_with(weights, module_of(task, experiment.seed))
     return module_with(
         weights, deepcopy(model) if isinstance(model, nn.Module) else built_model(model)
     )
@@ -140,22 +131,14 @@ def module_with(weights: Mapping[str, Tensor], module: nn.Module) -> nn.Module:
     return module.eval()
 
 
-def stored_start(start: Any, runs: PathLike | None) -> str:
+def stored_start(start: Start, runs: PathLike | None) -> str:
     """Return the file of weights to start from; those in memory are written beside the runs.
 
     So that another process can resume the run.
     """
     if isinstance(start, str | os.PathLike):
         return str(start)
-    weights = start.model() if isinstance(start, Record) else start
-    if isinstance(weights, nn.Module):
-        weights = all_tensors(weights)
-    require(
-        isinstance(weights, Mapping),
-        "start is a record, a module, a state_dict, a run folder or a safetensors file, not "
-        f"{type(start).__name__}; to continue a run, call run again",
-    )
-    data = to_bytes(weights)
+    data = to_bytes(named_weights(start))
     # the same path in every process of a job, also where nothing is stored; other users have theirs
     temporary = Path(tempfile.gettempdir()) / f"fedexp-starts-{os.getuid()}"
     folder = temporary if runs is None else Path(runs) / "starts"

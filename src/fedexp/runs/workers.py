@@ -1,7 +1,7 @@
 """Worker processes that execute runs, one thread each, for `fedexp.runs.pool`.
 
-A worker receives specs over a pipe, builds their tasks (importing the user's file where a spec
-refers to one), and sends every row and the result back. It looks at the pipe for a request to stop
+A worker receives experiments over a pipe, builds their tasks (importing the user's file where one
+refers to it), and sends every row and the result back. It looks at the pipe for a request to stop
 after every round. Workers are killed when the parent stops using them, and exit by themselves if it
 is killed.
 """
@@ -20,30 +20,28 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
-from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, TypeVar
+from typing import Any, Literal, Protocol
 
 import torch
 
 from fedexp.distributed import Ranks
 from fedexp.engine.programs import SharedPrograms
 from fedexp.errors import FedExPError, UsageError
-from fedexp.options import build_task, split_task_options, task_arguments
+from fedexp.experiment import CHECKPOINT_EVERY, Experiment, Resources
 from fedexp.references import load_object
-from fedexp.runs.execute import execute
-from fedexp.runs.files import Row
+from fedexp.runs.execute import Storage, execute
 from fedexp.runs.fingerprint import Fingerprint, data_digests, fingerprint_of_object
 from fedexp.runs.folder import BusyError, RunWarning
-from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
-from fedexp.runs.spec import Outcome, Run, Spec
+from fedexp.runs.journal import RunInterrupted
+from fedexp.runs.records import Row
+from fedexp.runs.spec import Outcome, folder_of
 from fedexp.tasks import Task
 
 POLL = 0.1  # seconds between looks at the request to stop while workers are silent
 RETRY = 0.3  # seconds before the next call of `take` on a queue that had no run to start
 
-T = TypeVar("T")
 Stop = Callable[[], bool]
 Result = Outcome | Literal["busy", "stopped"]
 
@@ -53,11 +51,19 @@ class Job:
     """A run to execute, and the name that its queue gave it."""
 
     key: Any
-    spec: Spec
+    experiment: Experiment
 
 
 class RunQueue(Protocol):
-    """Runs to execute, handed out one at a time; used by one process only."""
+    """Runs to execute, handed out one at a time; used by one process only.
+
+    Attributes:
+        references: to the user's objects that the runs need, which workers import. Where one
+            differs there, all runs are executed in this process.
+    """
+
+    @property
+    def references(self) -> Iterable[str]: ...
 
     def take(self) -> Job | None:
         """Return the next run, or None if none can start at the moment."""
@@ -77,16 +83,14 @@ class Execution:
     """How the runs of a queue are executed.
 
     Attributes:
-        prepare: makes a run from a spec and its task; a function that can be pickled.
         root: folder of all runs; None stores nothing.
         checkpoint_every: seconds between checkpoints.
         restart: discard what is stored of the runs.
         skip_busy: skip a run that another process is executing instead of raising.
-        objects: fingerprints of the user's own objects by reference, which those that a worker
-            imports must have.
+        objects: fingerprints of the user's objects by reference, which those that a worker imports
+            must have.
     """
 
-    prepare: Callable[[Spec, Task], Run] = Spec.prepare
     root: Path | None = None
     checkpoint_every: float = CHECKPOINT_EVERY
     restart: bool = False
@@ -121,100 +125,47 @@ def _changed_object(objects: Mapping[str, Fingerprint]) -> str | None:
     return changed
 
 
-class TaskKey(NamedTuple):
-    """What a task is built from. Specs with equal keys have the same task.
-
-    Attributes:
-        factory: the name, the reference, the mode and the arguments that were given.
-        seed: of the run, if the task depends on it; None otherwise.
-    """
-
-    factory: tuple[Any, ...]
-    seed: int | None
-
-    @classmethod
-    def of(cls, spec: Spec) -> TaskKey:
-        """Raises `UsageError` for a task or an argument that does not exist."""
-        given, _ = split_task_options(dict(spec.options))
-        known = task_arguments(spec.task, given, spec.seed, spec.mode, spec.task_source)
-        seed = spec.seed if "seed" in known and "seed" not in given else None
-        return cls((spec.task, spec.task_source, spec.mode, tuple(sorted(given.items()))), seed)
-
-
-class SharedTask:
-    """Prepares specs; builds a task once for consecutive specs that share it.
-
-    Args:
-        prepare: makes a run from a spec and its task.
-        built: a run whose task need not be built again.
-        on_other: called before another task is built, with whether it is one of another factory.
-    """
-
-    def __init__(
-        self,
-        prepare: Callable[[Spec, Task], Run],
-        built: Run | None = None,
-        on_other: Callable[[bool], None] = lambda other: None,
-    ) -> None:
-        self._prepare, self._on_other = prepare, on_other
-        changed = built is not None and (built.spec.start is not None or built.spec.by_client)
-        built = None if changed else built  # its task is not the one that its arguments give
-        self._key = None if built is None else TaskKey.of(built.spec)
-        self._task = None if built is None else built.task
-
-    def __call__(self, spec: Spec) -> Run:
-        key = TaskKey.of(spec)
-        if self._task is None or key != self._key:
-            self._task = None  # before the next is built: data may fit in memory only once
-            self._on_other(self._key is not None and key.factory != self._key.factory)
-            of_task, _ = split_task_options(dict(spec.options))
-            self._task = build_task(spec.task, of_task, spec.seed, spec.mode, spec.task_source)
-            self._key = key
-        return self._prepare(spec, self._task)
-
-
 class Executor:
-    """Executes one spec after another in this process.
+    """Executes one run after another in this process.
 
     They share the task and its data, trials of engines and CUDA graphs, as far as these are equal.
 
     Args:
         how: options of every run.
-        built: a run whose task need not be built again.
     """
 
-    def __init__(self, how: Execution, built: Run | None = None) -> None:
+    def __init__(self, how: Execution) -> None:
         self.programs = SharedPrograms()
         self._how = how
-        on_other = partial(_drop_shared, self.programs)
-        self._prepare = SharedTask(how.prepare, built, on_other)
+        self._last: Experiment | None = None
 
     def close(self) -> None:
         """Release what the runs shared, on a GPU too."""
         self.programs.clear()
 
     def __call__(
-        self, spec: Spec, on_round: Callable[[Row], bool], stop: Stop, ranks: Ranks | None = None
+        self,
+        experiment: Experiment,
+        on_round: Callable[[Row], bool],
+        stop: Stop,
+        ranks: Ranks | None = None,
     ) -> Result:
         """Return the result; raise `RunInterrupted` if `stop`, not `on_round`, ended the run."""
         how, wanted = self._how, True
 
-        def handle(spec: Spec, row: Row) -> None:
+        def handle(experiment: Experiment, row: Row) -> None:
             nonlocal wanted
             wanted = wanted and on_round(row)
 
+        experiment = self._sharing(experiment)
+        folder = None if how.root is None else folder_of(experiment, how.root)
+        resources = Resources(
+            programs=self.programs,
+            checkpoint_every=how.checkpoint_every,
+            stop=lambda: not wanted or stop(),
+        )
         try:
-            outcome = execute(
-                spec,
-                how.root,
-                handle,
-                run=self._prepare(spec),
-                ranks=ranks,
-                checkpoint_every=how.checkpoint_every,
-                restart=how.restart,
-                stop=lambda: not wanted or stop(),
-                programs=self.programs,
-            )
+            outcome = execute(experiment, Storage(folder, how.restart), handle, resources, ranks)
         except BusyError:
             if not how.skip_busy:
                 raise
@@ -224,12 +175,20 @@ class Executor:
                 raise
         return replace(outcome, state=None) if wanted else "stopped"  # too large for a pipe
 
-
-def _drop_shared(programs: SharedPrograms, other_factory: bool) -> None:
-    """Drop what the next task cannot use; all of it, if it is a task of another factory."""
-    if other_factory:
-        programs.clear()
-    programs.drop_data()
+    def _sharing(self, experiment: Experiment) -> Experiment:
+        """Return the run, resolved; drop what it cannot share, before it builds its own."""
+        last, key = self._last, experiment.task_key
+        if last is not None and last.task_key != key:  # data may fit in memory only once
+            if last.task_key.factory != key.factory:
+                self.programs.clear()
+            self.programs.drop_data()
+            self._last = None
+        del last
+        if not experiment.is_resolved:  # of a copy, so that the task is dropped with it
+            experiment = experiment.replace()
+        _ = experiment.resolved
+        self._last = experiment
+        return experiment
 
 
 def run_in_workers(
@@ -306,7 +265,7 @@ class _Worker:
 
     def start(self, job: Job) -> None:
         self.job, self._stop_sent, self._wanted = job, False, True
-        self._send(job.spec)
+        self._send(job.experiment.portable)
 
     def request_stop(self) -> None:
         """Ask the worker to stop its run after the round, once."""
@@ -353,13 +312,13 @@ class _Worker:
         self._process.join()
         self.connection.close()
 
-    def _send(self, message: Spec | None) -> None:
+    def _send(self, message: Experiment | None) -> None:
         with suppress(OSError):  # the worker has died, which `handle_message` reports
             self.connection.send(message)
 
 
 def _serve(connection: Connection, how: Execution) -> None:
-    """Check what the specs refer to, then execute those that the parent sends, until it ends.
+    """Check what the runs refer to, then execute those that the parent sends, until it ends.
 
     None requests a stop.
     """
@@ -389,12 +348,12 @@ def _serve(connection: Connection, how: Execution) -> None:
         except Exception as error:
             send("error", _picklable(error), traceback.format_exc())
         while True:
-            spec = connection.recv()
-            if spec is None:  # a request that arrived after the end of its run
+            experiment = connection.recv()
+            if experiment is None:  # a request that arrived after the end of its run
                 continue
             stopping = False
             try:
-                send("result", run(spec, on_round, stop))
+                send("result", run(experiment, on_round, stop))
             except RunInterrupted:
                 send("result", "stopped")
             except Exception as error:
@@ -405,7 +364,7 @@ def _serve(connection: Connection, how: Execution) -> None:
 def _main_not_imported() -> Iterator[None]:
     """Start processes in this block that do not import the main module: a user's script.
 
-    They import the files that specs refer to, and report an error there in one line.
+    They import the files that runs refer to, and report an error there in one line.
     """
     main = sys.modules["__main__"]
     named: dict[str, Any] = vars(main)

@@ -21,8 +21,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 from fedexp.errors import UsageError, require, shown
 from fedexp.optional import extra
-from fedexp.runs.files import lock_file
 from fedexp.runs.fingerprint import Fingerprint, joined
+from fedexp.storage import lock_file
 from fedexp.tuning.grids import Point, Values
 
 if TYPE_CHECKING:

@@ -45,7 +45,7 @@ class Rounds:
         self.server = Server(algorithm, arrays, buffers)
         self.accepted: dict[int, int] = {}
         self.replies: list[Message] = []
-        self.config = {"fedexp.study": "study", **config}
+        self.config = {"fedexp.api": "study", **config}
         self.sends_accepted = True
 
     def message(self, position: int, round: int) -> Message:

@@ -41,6 +41,7 @@ from fedexp.analysis.report.sections import (
     Targets,
     common_and_differing,
     distinct,
+    effective_options,
     load_runs,
     status,
     value_text,
@@ -51,9 +52,9 @@ from fedexp.analysis.tables import comparison_table, format_bytes, format_value,
 from fedexp.errors import UsageError, require
 from fedexp.optional import extra
 from fedexp.runs import StoredRun
-from fedexp.runs.files import write_bytes
 from fedexp.runs.folder import rerun
-from fedexp.runs.spec import Outcome, effective_options
+from fedexp.runs.spec import Outcome
+from fedexp.storage import write_bytes
 from fedexp.tasks.recipe import parse_goal
 
 NOTHING = "-"
@@ -317,7 +318,7 @@ def comparison(section: Section, metric: str, targets: Sequence[float]) -> Marku
     outcomes, unfinished = [], []
     for series in section.series:
         for run, outcome in zip(series.runs, series.outcomes(), strict=True):
-            outcomes.append(replace(outcome, spec=replace(outcome.spec, algorithm=series.label)))
+            outcomes.append(replace(outcome, spec={**outcome.spec, "algorithm": series.label}))
             if run.result is not None:
                 finished.setdefault(series.label, []).append(outcome)
             else:

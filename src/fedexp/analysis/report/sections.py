@@ -25,12 +25,13 @@ from fedexp.analysis.summary import (
     metric_band,
 )
 from fedexp.errors import FedExPError, UsageError, require, unknown_name
+from fedexp.experiment import TYPED
 from fedexp.local import LocalTraining
 from fedexp.options import Setup, convert
 from fedexp.runs import StoredRun, find_runs, load_run
 from fedexp.runs.fingerprint import Fingerprint, joined
 from fedexp.runs.folder import read_fingerprint
-from fedexp.runs.spec import TYPED, Outcome, effective_options
+from fedexp.runs.spec import Outcome
 from fedexp.tasks.recipe import Goal, checked_target, parse_goal
 
 WINDOW = 20  # rounds of the moving average, as in the paper
@@ -433,3 +434,12 @@ class Targets:
         own = any((curve > 1).any() for curve in curves)
         checked = (checked_target(each, metric, "--target", own) for each in named)
         return list(dict.fromkeys(each for each in checked if each is not None))
+
+
+def effective_options(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return options without the number of steps where epochs count.
+
+    >>> effective_options({"local.lr": 0.1, "local.steps": None, "local.epochs": 2})
+    {'local.lr': 0.1, 'local.epochs': 2}
+    """
+    return {n: v for n, v in options.items() if n != "local.steps" or v not in (None, "none")}

@@ -1,9 +1,8 @@
-"""Studies from Python: `run`, `compare` and `tune`, and what they leave on the disk.
+"""`run`, `compare` and `tune`: what Python and the command line do with experiments.
 
-They execute the same runs as the command line, in the same folders: a run that one of them has
-finished is found by the other. A task or an algorithm of your own needs no registration. Worker
-processes import the file that defines it; one that cannot be imported (made in a notebook or inside
-a function) runs in this process.
+A run that one of them has finished is found by the others. A task or an algorithm of your own needs
+no registration. Worker processes import the file that defines it; one that cannot be imported (made
+in a notebook or inside a function) runs in this process.
 """
 
 from __future__ import annotations
@@ -11,8 +10,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
@@ -26,20 +25,30 @@ from fedexp.analysis.plots import check_writable, comparison_figure, save
 from fedexp.analysis.report import Filters, Targets, write_report
 from fedexp.analysis.summary import Line, summarise
 from fedexp.analysis.tables import comparison_numbers, comparison_table, render_table
+from fedexp.data.sources.image_folder import available_cores
 from fedexp.distributed import ranks
 from fedexp.engine.client_store import Location
+from fedexp.engine.plan import CohortRule
 from fedexp.errors import DivergedError, is_number, require, whole_number
-from fedexp.options import split_task_options
+from fedexp.experiment import (
+    CHECKPOINT_EVERY,
+    Experiment,
+    Logger,
+    PathLike,
+    Resources,
+    Row,
+    Settings,
+    check_names,
+    experiments,
+)
+from fedexp.objective import LeastSquares
 from fedexp.references import refuse_while_importing
-from fedexp.runs.checkpoint import from_bytes
-from fedexp.runs.execute import execute, model_bytes, stop_request
-from fedexp.runs.files import Row
-from fedexp.runs.from_python import PathLike, Settings, prepared_run, prepared_runs
-from fedexp.runs.journal import CHECKPOINT_EVERY, RunInterrupted
-from fedexp.runs.loggers import Logger
-from fedexp.runs.pool import run_all
-from fedexp.runs.spec import Outcome, Run, Spec, file_name
-from fedexp.runs.weights import CPU, module_of, module_with, run_weights
+from fedexp.runs.execute import Storage, execute, model_bytes, stop_request
+from fedexp.runs.journal import RunInterrupted
+from fedexp.runs.pool import Shard, run_all, runs_per_rank, stored_outcomes
+from fedexp.runs.spec import OnRound, Outcome, folder_of
+from fedexp.runs.weights import CPU, module_of, module_with, run_weights, stored_start
+from fedexp.storage import from_bytes
 from fedexp.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -48,7 +57,41 @@ if TYPE_CHECKING:
     from fedexp.tuning.search import Study as Search
     from fedexp.tuning.store import Trial
 
-OnRow = Callable[[Spec, Row], None]
+QUICK_ROUNDS = 1000
+
+
+@dataclass(frozen=True)
+class Grid:
+    """The runs that are about to be executed, for a progress bar.
+
+    Attributes:
+        task: name of the task.
+        runs: how many this process is going to report.
+        rounds: of each.
+        metric: of the task's goal.
+    """
+
+    task: str
+    runs: int
+    rounds: int
+    metric: str
+
+
+Progress = Callable[[Grid], AbstractContextManager[OnRound]]
+
+
+class Interrupted(KeyboardInterrupt):
+    """Runs stopped on request; the same call continues them.
+
+    Attributes:
+        status: the exit status of a process that the signal ended.
+        round: the last round of a single run.
+    """
+
+    def __init__(self, status: int, round: int = 0) -> None:
+        after = f" after round {round}" if round else ""
+        super().__init__(f"stopped{after}; the same call continues")
+        self.status, self.round = status, round
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,18 +99,18 @@ class RunResult:
     """A run that is over: its rows, its model, and its folder.
 
     Attributes:
-        run: what was run.
+        experiment: what was run.
         outcome: its rows and how it ended.
     """
 
-    run: Run
+    experiment: Experiment
     outcome: Outcome
 
     def __repr__(self) -> str:
-        spec, rows = self.run.spec, self.outcome.rows
+        spec, rows = self.outcome.spec, self.outcome.rows
         return (
-            f"RunResult({spec.algorithm} on {spec.task}, seed {spec.seed}: {len(rows)} rounds, "
-            f"{self.outcome.status}, folder={str(self.folder) if self.folder else None!r})"
+            f"RunResult({spec['algorithm']} on {spec['task']}, seed {spec['seed']}: {len(rows)} "
+            f"rounds, {self.outcome.status}, folder={str(self.folder) if self.folder else None!r})"
         )
 
     @property
@@ -89,10 +132,10 @@ class RunResult:
         """Return the trained model, an `nn.Module` with the output weights, on the CPU."""
         if self.folder is None:
             assert self.outcome.state is not None
-            weights = from_bytes(model_bytes(self.run, self.outcome.state), CPU)
+            weights = from_bytes(model_bytes(self.experiment, self.outcome.state), CPU)
         else:
             weights = run_weights(self.folder)
-        return module_with(weights, module_of(self.run.task, self.run.spec.seed))
+        return module_with(weights, module_of(self.experiment.problem, self.experiment.seed))
 
     def frame(self) -> pandas.DataFrame | list[Row]:
         """Return the rows as a pandas DataFrame; as a list of dicts without pandas."""
@@ -100,32 +143,39 @@ class RunResult:
 
 
 def run(
-    task: Task | str,
+    task: Experiment | Task | str,
     algorithm: Algorithm | str = "fedexp",
     *,
     seed: int = 0,
     runs: PathLike | None = "runs",
+    folder: PathLike | None = None,
     restart: bool = False,
+    reopen: bool = False,
     checkpoint_every: float = CHECKPOINT_EVERY,
     client_store: Location = "auto",
     loggers: Sequence[Logger] = (),
     on_round: Callable[[Row], None] = lambda row: None,
+    on_open: Callable[[Path, int, bool], None] = lambda folder, rounds, over: None,
     **settings: Unpack[Settings],
 ) -> RunResult:
     """Train with one algorithm; store the run, and resume or return a stored one.
 
     Args:
-        task: a task, the name of one of the package, or a reference such as `study.py:task`.
+        task: a task, the name of one of the package, or a reference such as `study.py:task`; or an
+            `Experiment`, which has algorithm, seed and settings.
         algorithm: a name takes the task's tuned values; an `Algorithm` is taken as it is; a
             reference such as `study.py:mine` is an algorithm of your own.
         seed: seed of the initial weights, the cohorts and the batches.
         runs: folder of all runs; None stores nothing.
+        folder: the run's own folder, instead of one in `runs`.
         restart: discard what is stored of this run.
+        reopen: continue a run that diverged from its last checkpoint.
         checkpoint_every: seconds between checkpoints.
         client_store: where client state is stored, see `simulate`.
         loggers: notified of every round.
         on_round: called with the row of every round, stored ones first.
-        settings: see `Settings`.
+        on_open: called with the folder, the number of rounds it holds, and whether the run is over.
+        settings: fields of `Experiment`.
 
     >>> result = run("toy", "fedexp", runs=None, rounds=30)
     >>> result.last["train_loss"] < 1e-3
@@ -134,27 +184,29 @@ def run(
     refuse_while_importing("fedexp.run")
     _check_storage(runs, checkpoint_every)
     require(callable(on_round), f"on_round is {on_round!r}; give a function of a row")
-    _check_mode([algorithm], settings)
-    prepared = prepared_run(task, algorithm, seed, settings, runs)
-    with stop_request(listen=runs is not None) as request:
+    check_names(settings)
+    if isinstance(task, Experiment):
+        require(not settings, "an Experiment has its settings; change them by its `replace`")
+        experiment = task
+    else:
+        _check_mode([algorithm], settings)
+        experiment = Experiment(task, algorithm, seed, **settings)
+    experiment = experiment.with_stored_start(lambda start: stored_start(start, runs))
+    path = None if folder is None else Path(folder)
+    if path is None and runs is not None:
+        path = folder_of(experiment, Path(runs))
+    with stop_request(listen=path is not None) as request:
+        storage = Storage(path, restart, reopen, on_open)
+        resources = Resources(
+            client_store, checkpoint_every=checkpoint_every, stop=request, loggers=loggers
+        )
         try:
-            outcome = execute(
-                prepared.spec,
-                None if runs is None else Path(runs),
-                lambda spec, row: on_round(row),
-                run=prepared,
-                ranks=ranks(),
-                restart=restart,
-                checkpoint_every=checkpoint_every,
-                client_store=client_store,
-                loggers=loggers,
-                stop=request,
-            )
+            outcome = execute(experiment, storage, lambda _, row: on_round(row), resources, ranks())
         except RunInterrupted as stopped:
-            raise KeyboardInterrupt(f"{stopped}; the same call continues") from None
+            raise Interrupted(request.status, stopped.round) from None
     if outcome.diverged_at is not None:
         raise DivergedError(outcome.diverged_at, outcome.reason)
-    return RunResult(prepared, outcome)
+    return RunResult(experiment, outcome)
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,27 +214,27 @@ class Comparison:
     """Several algorithms over several seeds.
 
     Attributes:
-        runs: one run of each algorithm, prepared.
+        experiments: one of each algorithm.
         outcomes: of all runs, seeds of an algorithm together.
         target: value of the metric that counts as reached.
         smooth: final values and curves are averaged over this many rounds.
         further: further targets, which the table, the figure and the report have as well.
     """
 
-    runs: list[Run]
+    experiments: list[Experiment]
     outcomes: list[Outcome]
     target: float | None
     smooth: int = 1
     further: tuple[float, ...] = ()
 
     def __repr__(self) -> str:
-        names = ", ".join(run.spec.algorithm for run in self.runs)
-        return f"Comparison({names} on {self._first.spec.task}: {len(self.outcomes)} runs)"
+        names = ", ".join(each.names.algorithm for each in self.experiments)
+        return f"Comparison({names} on {self._name}: {len(self.outcomes)} runs)"
 
     @property
     def metric(self) -> str:
         """The record field that the task is judged by."""
-        return self._first.task.metric
+        return self._task.metric
 
     @cached_property
     def lines(self) -> list[Line]:
@@ -190,13 +242,13 @@ class Comparison:
         return self._lines_to(self.target)
 
     def _lines_to(self, target: float | None) -> list[Line]:
-        higher = self._first.task.goal.higher
+        higher = self._task.goal.higher
         return summarise(self.outcomes, self.metric, target, self.smooth, higher)
 
     def table(self, format: str = "text") -> str:
         """Return the table of the comparison: "text", "markdown", "csv" or "latex"."""
-        rounds, higher = self._first.rounds, self._first.task.goal.higher
-        further = {each: self._lines_to(each) for each in self.further}
+        rounds, higher = self.experiments[0].length, self._task.goal.higher
+        further = self._further_lines
         if format == "csv":
             return render_table(format, *comparison_numbers(self.lines, further))
         settings = (self.smooth, higher, further)
@@ -205,16 +257,15 @@ class Comparison:
 
     def frame(self) -> pandas.DataFrame | list[Row]:
         """Return the rows of all runs, with their algorithm and seed; see `RunResult.frame`."""
-        named = [(o, {"algorithm": o.spec.algorithm, "seed": o.spec.seed}) for o in self.outcomes]
+        named = [(each, {"algorithm": each.algorithm, "seed": each.seed}) for each in self.outcomes]
         return _frame([{**names, **row} for outcome, names in named for row in outcome.rows])
 
     def plot(self, path: PathLike) -> Path:
         """Draw the metric, the training loss and the server step size into a file."""
         picture = Path(path)
         check_writable(picture)
-        title = f"{self._first.spec.task}: {self._first.rounds} rounds, {self._seeds()}"
         figure = comparison_figure(
-            self.outcomes, self.metric, self.target, title, self.smooth, self.further
+            self.outcomes, self.metric, self.target, self.title, self.smooth, self.further
         )
         save(figure, picture)
         return picture
@@ -241,12 +292,45 @@ class Comparison:
         ).page
 
     @property
-    def _first(self) -> Run:
-        return self.runs[0]
+    def title(self) -> str:
+        """The task, the number of rounds, of clients per round and of seeds."""
+        first, train = self.experiments[0].resolved, self._task.train
+        size = CohortRule.of(first.cohort, train.clients).sample(0, 1, train).size
+        cohort = "some" if callable(first.cohort) else size
+        seeds = len(self.outcomes) // len(self.experiments)
+        return (
+            f"{self._name}: {first.rounds} rounds, {cohort} of {train.clients} clients per "
+            f"round, {seeds} seed{'s' * (seeds > 1)}"
+        )
 
-    def _seeds(self) -> str:
-        count = len(self.outcomes) // len(self.runs)
-        return f"{count} seed{'s' if count > 1 else ''}"
+    def to_json(self) -> dict[str, Any]:
+        """Return the lines of the table as plain values."""
+        rounds, seeds = self.experiments[0].length, len(self.outcomes) // len(self.experiments)
+        head = {"task": self._name, "metric": self.metric, "target": self.target}
+        further = [
+            {"target": target, "algorithms": list(map(_plain_line, lines))}
+            for target, lines in self._further_lines.items()
+        ]
+        lines = {"rounds": rounds, "seeds": seeds, "algorithms": list(map(_plain_line, self.lines))}
+        return {**head, **lines, **({"further": further} if further else {})}
+
+    @property
+    def _further_lines(self) -> dict[float, list[Line]]:
+        return {target: self._lines_to(target) for target in self.further}
+
+    @property
+    def _name(self) -> str:
+        return self.experiments[0].names.task
+
+    @property
+    def _task(self) -> Task:
+        return self.experiments[0].problem
+
+
+def _plain_line(line: Line) -> dict[str, Any]:
+    finals = [value if math.isfinite(value) else None for value in line.finals]
+    spread = line.spread if line.spread is None or math.isfinite(line.spread) else None
+    return {**vars(line), "finals": finals, "spread": spread, "mean_rounds": line.mean_rounds}
 
 
 def compare(
@@ -254,13 +338,16 @@ def compare(
     algorithms: Iterable[Algorithm | str] = ("fedavg", "fedexp"),
     *,
     seeds: int | Sequence[int] = 1,
-    jobs: int = 1,
+    jobs: int | None = 1,
     runs: PathLike | None = "runs",
     target: float | Sequence[float] | None = None,
     smooth: int = 1,
     restart: bool = False,
     checkpoint_every: float = CHECKPOINT_EVERY,
-    on_round: OnRow = lambda spec, row: None,
+    on_round: OnRound = lambda experiment, row: None,
+    progress: Progress | None = None,
+    shard: Shard | None = None,
+    on_busy: Callable[[Experiment], None] | None = None,
     **settings: Unpack[Settings],
 ) -> Comparison:
     """Run several algorithms over several seeds; stored runs are not run again.
@@ -269,15 +356,21 @@ def compare(
         task: see `run`.
         algorithms: names, algorithms or references; see `run`.
         seeds: how many, from 0, or a list of them.
-        jobs: runs at a time, each in a process with one thread if there are several.
+        jobs: runs at a time, each in a process with one thread if there are several; None for one
+            per core.
         runs: folder of all runs; None stores nothing.
         target: value of the task's metric that counts as reached, or several; the task's own when
             None.
         smooth: average final values and curves over this many rounds.
         restart: discard what is stored of these runs.
         checkpoint_every: seconds between checkpoints.
-        on_round: called with the spec and the row of every round.
-        settings: see `Settings`; `options` may have `name:key` for one algorithm.
+        on_round: called with the experiment and the row of every round.
+        progress: called with the runs that are about to be executed; the context manager that it
+            returns gives the function to be called in the place of `on_round`.
+        shard: only this share of the runs, for a job array. The comparison has the outcomes that
+            are stored by then.
+        on_busy: called with a run that another process is executing; None raises an error.
+        settings: fields of `Experiment`; `options` may have `name:key` for one algorithm.
 
     >>> study = compare("toy", ["fedavg", "fedexp"], runs=None, rounds=30)
     >>> [line.algorithm for line in study.lines]
@@ -285,12 +378,11 @@ def compare(
     """
     refuse_while_importing("fedexp.compare")
     _check_storage(runs, checkpoint_every)
+    check_names(settings)
     require(
         not isinstance(algorithms, str | Algorithm),
         f"compare takes a list of algorithms, e.g. ['fedavg', 'fedexp'], not {algorithms!r}",
     )
-    _check_count("jobs", jobs)
-    require(jobs >= 1, f"jobs must be at least 1, not {jobs}")
     chosen = list(algorithms)
     require(bool(chosen), "compare needs at least one algorithm, e.g. ['fedavg', 'fedexp']")
     if not isinstance(seeds, Iterable):
@@ -301,30 +393,82 @@ def compare(
     require(bool(numbers), "compare needs at least one seed")
     require(len({*numbers}) == len(numbers), f"a seed is given twice: {numbers}")
     _check_mode(chosen, settings)
-    firsts = prepared_runs(task, chosen, numbers[0], settings, runs)
+    if (start := settings.get("start")) is not None:
+        settings["start"] = stored_start(start, runs)
+    firsts = experiments(task, chosen, numbers[0], settings)
     several = isinstance(target, Sequence | np.ndarray) and not isinstance(target, str)
     goals: Any = target if several else [target]
-    given = [firsts[0].task.checked_target(each, "target") for each in goals]
-    wanted = [each for each in given if each is not None]
-    specs = [replace(first.spec, seed=seed) for first in firsts for seed in numbers]
+    checked = [firsts[0].problem.checked_target(each, "target") for each in goals]
+    targets = [each for each in checked if each is not None]
+    outcomes = run_grid(
+        [
+            first if seed == first.seed else first.replace(seed=seed)
+            for first in firsts
+            for seed in numbers
+        ],
+        jobs=jobs,
+        runs=runs,
+        progress=progress or (lambda grid: nullcontext(on_round)),
+        restart=restart,
+        checkpoint_every=checkpoint_every,
+        shard=shard,
+        on_busy=on_busy,
+    )
+    first = targets[0] if targets else firsts[0].problem.target
+    return Comparison(firsts, outcomes, first, smooth, tuple(targets[1:]))
+
+
+def run_grid(
+    grid: Sequence[Experiment],
+    *,
+    jobs: int | None,
+    runs: PathLike | None,
+    progress: Progress,
+    restart: bool = False,
+    checkpoint_every: float = CHECKPOINT_EVERY,
+    shard: Shard | None = None,
+    on_busy: Callable[[Experiment], None] | None = None,
+) -> list[Outcome]:
+    """Execute experiments, or one share of them; return the outcomes of all that are over."""
+    share = list(grid) if shard is None else shard.of(grid)
+    first, group = grid[0], ranks()
+    if jobs is None:
+        jobs = workers_for(first)
+    _check_count("jobs", jobs)
+    require(jobs >= 1, f"jobs must be at least 1, not {jobs}")
     root = None if runs is None else Path(runs)
-    with stop_request(listen=root is not None) as request:
+    about = Grid(
+        first.names.task, runs_per_rank(len(share), group), first.length, first.problem.metric
+    )
+    with stop_request(listen=root is not None) as request, progress(about) as on_round:
         try:
             outcomes = run_all(
-                specs,
+                share,
                 jobs,
                 on_round,
                 root,
-                ranks=ranks(),
+                ranks=group,
                 checkpoint_every=checkpoint_every,
                 stop=request,
+                on_busy=on_busy,
                 restart=restart,
-                built=firsts[0],
             )
         except RunInterrupted:
-            raise KeyboardInterrupt("stopped; the same call continues") from None
-    first = wanted[0] if wanted else firsts[0].task.target
-    return Comparison(firsts, outcomes, first, smooth, tuple(wanted[1:]))
+            raise Interrupted(request.status) from None
+    if shard is None or root is None:
+        return outcomes
+    others = dict(stored_outcomes(grid, root, skip_others=restart))
+    return [others[k] for k in sorted(others)]
+
+
+def workers_for(first: Experiment) -> int:
+    """Return how many runs suit a device at a time: one per core of a CPU, one on a GPU.
+
+    One too for least squares, which end before workers start.
+    """
+    if isinstance(first.problem.objective, LeastSquares) and first.length <= QUICK_ROUNDS:
+        return 1
+    return available_cores() if first.device in (None, "cpu") else 1
 
 
 @dataclass(frozen=True, eq=False)
