@@ -29,7 +29,7 @@ from fedexp.data.sources.image_folder import available_cores
 from fedexp.distributed import ranks
 from fedexp.engine.client_store import Location
 from fedexp.engine.plan import CohortRule
-from fedexp.errors import DivergedError, is_number, require, whole_number
+from fedexp.errors import DivergedError, is_number, remedies, require, whole_number
 from fedexp.experiment import (
     CHECKPOINT_EVERY,
     Experiment,
@@ -58,6 +58,13 @@ if TYPE_CHECKING:
     from fedexp.tuning.store import Trial
 
 QUICK_ROUNDS = 1000
+REMEDIES = {
+    "damaged": "fix it, or start over with restart=True",
+    "content": "restart=True discards it and runs it again",
+    "lock": "choose a folder on another disk, or runs=None",
+    "deterministic": "leave deterministic out, or train on the CPU",
+    "worker": "try jobs=1",
+}
 
 
 @dataclass(frozen=True)
@@ -195,7 +202,7 @@ def run(
     path = None if folder is None else Path(folder)
     if path is None and runs is not None:
         path = folder_of(experiment, Path(runs))
-    with stop_request(listen=path is not None) as request:
+    with stop_request(listen=path is not None) as request, remedies(REMEDIES):
         storage = Storage(path, restart, reopen, on_open)
         resources = Resources(
             client_store, checkpoint_every=checkpoint_every, stop=request, loggers=loggers
@@ -440,7 +447,11 @@ def run_grid(
     about = Grid(
         first.names.task, runs_per_rank(len(share), group), first.length, first.problem.metric
     )
-    with stop_request(listen=root is not None) as request, progress(about) as on_round:
+    with (
+        stop_request(listen=root is not None) as request,
+        progress(about) as on_round,
+        remedies(REMEDIES),
+    ):
         try:
             outcomes = run_all(
                 share,

@@ -1,12 +1,14 @@
-"""Errors. Each message is one line and names the remedy."""
+"""Errors. Each message is one line and names the remedy, or a front end adds it."""
 
 from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Integral, Real
-from typing import Any
+from typing import Any, ClassVar
 
 
 class FedExPError(Exception):
@@ -35,6 +37,75 @@ class DivergedError(FedExPError, ArithmeticError):
 
 class EngineError(FedExPError):
     """An engine cannot train this model as the loop does."""
+
+
+class ReasonError(FedExPError):
+    """An error whose remedy depends on the front end: a command, a call or a strategy.
+
+    A front end adds the remedy that it has for the kind, see `remedies`.
+
+    Attributes:
+        kind: of the remedy.
+        reason: the cause, in one line.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        super().__init__(reason, remedy)
+        self.reason = reason
+
+    def __str__(self) -> str:
+        return "; ".join(filter(None, self.args))
+
+
+class DamagedError(ReasonError, UsageError):
+    """A stored file is not as it was written."""
+
+    kind = "damaged"
+
+
+class OtherContentError(ReasonError, UsageError):
+    """The folder holds a run of the same name but of other content."""
+
+    kind = "content"
+
+
+class LockError(ReasonError, UsageError):
+    """The system or the file system has no file locks."""
+
+    kind = "lock"
+
+
+class NotDeterministicError(ReasonError, UsageError):
+    """An operation of the model is not deterministic on this device."""
+
+    kind = "deterministic"
+
+
+class WorkerDiedError(ReasonError):
+    """A worker process died."""
+
+    kind = "worker"
+
+
+_has_front_end = ContextVar("has_front_end", default=False)
+
+
+@contextmanager
+def remedies(by_kind: Mapping[str, str]) -> Iterator[None]:
+    """Add a front end's remedies to errors that are raised in this block; the outermost counts."""
+    if _has_front_end.get():
+        yield
+        return
+    token = _has_front_end.set(True)
+    try:
+        yield
+    except ReasonError as error:
+        error.args = (error.reason, by_kind.get(error.kind, ""))
+        raise
+    finally:
+        _has_front_end.reset(token)
 
 
 class NonFiniteUpdateWarning(UserWarning):

@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch.backends import mps
 
-from fedexp.errors import UsageError, require
+from fedexp.errors import NotDeterministicError, UsageError, require
 
 Precision = Literal["float32", "tf32", "bf16"]
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -96,10 +96,7 @@ def deterministic(wanted: bool) -> Iterator[None]:
         if "deterministic" not in str(error):
             raise
         reason = str(error).strip().split(". ")[0]
-        raise UsageError(
-            f"{reason}; leave --deterministic out (deterministic=False in Python), or train on "
-            "the CPU"
-        ) from None
+        raise NotDeterministicError(reason) from None
     finally:
         torch.use_deterministic_algorithms(modes[0])
         cudnn.deterministic, cudnn.benchmark = modes[1:]

@@ -20,7 +20,7 @@ from typing import IO, Any
 import torch
 from torch import Tensor
 
-from fedexp.errors import UsageError
+from fedexp.errors import LockError, UsageError
 
 PRIVATE = 0o600  # mode of files for the owner only: environment, checkpoints, client state
 
@@ -127,7 +127,7 @@ def from_bytes(data: bytes, device: torch.device) -> dict[str, Tensor]:
     return {name: value.to(device) for name, value in named.items()}
 
 
-def lock_file(path: Path, remedy: str, wait: bool = False) -> IO[bytes]:
+def lock_file(path: Path, wait: bool = False) -> IO[bytes]:
     """Open a file and lock it for this process, until the file is closed or the process ends.
 
     The lock is the operating system's (`flock`), so a killed process leaves none behind. Raises
@@ -135,7 +135,6 @@ def lock_file(path: Path, remedy: str, wait: bool = False) -> IO[bytes]:
 
     Args:
         path: the file, created if it does not exist; its content is not used.
-        remedy: what the user can do if the file system or the platform has no file locks.
         wait: block until the lock is free.
     """
     file = path.open("ab")
@@ -146,8 +145,8 @@ def lock_file(path: Path, remedy: str, wait: bool = False) -> IO[bytes]:
     except BaseException as error:
         file.close()
         if isinstance(error, ImportError):
-            raise UsageError(f"this system has no file locks; {remedy}") from None
+            raise LockError("this system has no file locks") from None
         if isinstance(error, OSError) and not isinstance(error, BlockingIOError):
-            raise UsageError(f"cannot lock {path.parent}: {error.strerror}; {remedy}") from None
+            raise LockError(f"cannot lock {path.parent}: {error.strerror}") from None
         raise
     return file

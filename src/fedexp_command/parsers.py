@@ -1,16 +1,16 @@
 """The commands and their options, which need nothing but argparse.
 
-`FLAGS` are the options of `run`, `compare` and `tune` that are fields of
-`fedexp.experiment.Experiment`; None is that field's default.
+A command is a list of options. `FLAGS` are those of `run`, `compare` and `tune` that are fields of
+`fedexp.experiment.Experiment`, where None is the field's default.
 """
 
 from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Mapping
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 DESCRIPTION = "Federated learning in fewer rounds: FedExP and its baselines."
 FORMATS = ("text", "markdown", "csv", "latex")
@@ -104,54 +104,350 @@ def evaluations(text: str) -> int | tuple[int, ...]:
     return numbers[0] if len(numbers) == 1 else numbers
 
 
-FLAGS: Mapping[str, dict[str, Any]] = {
-    "rounds": {"type": positive, "metavar": "N", "help": "rounds"},
-    "cohort": {
-        "type": cohort,
-        "metavar": "K",
-        "help": "clients per round: a number, a fraction (0.1), all, clients (3,7,9) or a function "
+class Option(NamedTuple):
+    """An argument of a command.
+
+    Attributes:
+        name: of the option, or of a positional argument.
+        metavar: what stands for its value in the help; empty for the choices, or for none.
+        help: what it does.
+        settings: further arguments of `add_argument`.
+    """
+
+    name: str
+    metavar: str
+    help: str
+    settings: dict[str, Any]
+
+
+def option(
+    name: str, metavar: str, help: str, type: Callable[[str], Any] = str, **more: Any
+) -> Option:
+    """Return an argument that takes a value."""
+    return Option(name, metavar, help, {"type": type, **more})
+
+
+def switch(name: str, help: str, default: bool | None = False) -> Option:
+    """Return an option without a value."""
+    return Option(name, "", help, {"action": "store_true", "default": default})
+
+
+def repeated(name: str, metavar: str, help: str) -> Option:
+    """Return an option that may be given several times."""
+    return Option(name, metavar, f"{help}; may be repeated", {"action": "append", "default": []})
+
+
+FLAGS = {
+    "rounds": option("--rounds", "N", "rounds", positive),
+    "cohort": option(
+        "--cohort",
+        "K",
+        "clients per round: a number, a fraction (0.1), all, clients (3,7,9) or a function "
         "(study.py:choose)",
-    },
-    "mode": {
-        "metavar": "MODE",
-        "help": "paper (default) for the values tuned for the task, authors-code for every "
-        "deviation of the released code, or recommended for FedExP with a relative eps",
-    },
-    "evaluate_every": {
-        "type": evaluations,
-        "metavar": "N",
-        "help": "rounds between evaluations; 10,5 for every tenth and the last five",
-    },
-    "engine": {
-        "choices": ENGINES,
-        "metavar": "NAME",
-        "help": f"{', '.join(ENGINES[1:])}; auto (default) takes the fastest that equals the loop",
-    },
-    "device": {"metavar": "D", "help": "cpu (default) or cuda"},
-    "precision": {"choices": PRECISIONS, "help": "arithmetic inside the model"},
-    "stop_at": {
-        "type": float,
-        "metavar": "ACC",
-        "help": "end the run at this accuracy (or loss)",
-    },
-    "deterministic": {
-        "action": "store_true",
-        "default": None,
-        "help": "the same bits every time, on a GPU too",
-    },
-    "start": {
-        "metavar": "RUN",
-        "help": "begin with the weights of a run or a safetensors file",
-    },
-    "privacy": {
-        "metavar": "KIND:...",
-        "help": "simulate differential privacy, e.g. central:clip=1,delta=1e-5,epsilon=8",
-    },
-    "by_client": {
-        "action": "store_true",
-        "default": None,
-        "help": "evaluate every client; adds the worst decile",
-    },
+        cohort,
+    ),
+    "mode": option(
+        "--mode",
+        "MODE",
+        "paper (default) for the values tuned for the task, authors-code for every deviation of "
+        "the released code, or recommended for FedExP with a relative eps",
+    ),
+    "evaluate_every": option(
+        "--evaluate-every",
+        "N",
+        "rounds between evaluations; 10,5 for every tenth and the last five",
+        evaluations,
+    ),
+    "engine": option(
+        "--engine",
+        "NAME",
+        f"{', '.join(ENGINES[1:])}; auto (default) takes the fastest that equals the loop",
+        choices=ENGINES,
+    ),
+    "device": option("--device", "D", "cpu (default) or cuda"),
+    "precision": option("--precision", "", "arithmetic inside the model", choices=PRECISIONS),
+    "stop_at": option("--stop-at", "ACC", "end the run at this accuracy (or loss)", float),
+    "deterministic": switch("--deterministic", "the same bits every time, on a GPU too", None),
+    "start": option("--start", "RUN", "begin with the weights of a run or a safetensors file"),
+    "privacy": option(
+        "--privacy",
+        "KIND:...",
+        "simulate differential privacy, e.g. central:clip=1,delta=1e-5,epsilon=8",
+    ),
+    "by_client": switch("--by-client", "evaluate every client; adds the worst decile", None),
+}
+SET = repeated(
+    "--set",
+    "KEY=VALUE",
+    "an option, e.g. eps=0.01, local.lr=0.1, task.clients=20; in a comparison also fedexp:eps=0.01",
+)
+JSON = switch("--json", "print one JSON object on stdout")
+QUIET = switch("--quiet", "plain lines for a log, no progress bar")
+SEED = option("--seed", "S", "default: 0", seed)
+FORMAT = option("--format", "", "of the table (text)", choices=FORMATS, default="text")
+SHARD = option(
+    "--shard",
+    "I/N",
+    "only the I-th of N shares of the runs, for a job array; the last prints the table",
+)
+RUNS = option("runs", "RUNS", "run folders, or folders of them", Path, nargs="+")
+EXPERIMENT = (
+    option(
+        "task",
+        "TASK",
+        "a task (`fedexp tasks` lists them), your own: study.py:NAME, or a spec.toml",
+    ),
+    *FLAGS.values(),
+    SET,
+    JSON,
+)
+ROOT = (
+    option("--runs", "ROOT", "folder of all runs ($FEDEXP_RUNS, or runs)", Path),
+    switch("--no-save", "store nothing on the disk"),
+)
+WATCH = (
+    option(
+        "--checkpoint-every",
+        "SECONDS",
+        f"time between checkpoints, 0 for one per round (default: {CHECKPOINT_EVERY:g})",
+        seconds,
+        default=CHECKPOINT_EVERY,
+    ),
+    QUIET,
+)
+TRAINING = (
+    *WATCH,
+    switch("--restart", "discard what is stored of this run, and run it again"),
+    option(
+        "--client-states",
+        "",
+        "where client state (SCAFFOLD) is stored; by default in memory, if it fits",
+        choices=["auto", "memory", "disk"],
+        default="auto",
+    ),
+    repeated("--log", "WHERE", "log every round to tensorboard, wandb or mlflow"),
+)
+RESTART = switch("--restart", "discard what is stored of these runs, and run them again")
+
+
+def out(meaning: str) -> Option:
+    """Return --out."""
+    return option("--out", "PATH", meaning, Path)
+
+
+def jobs(what: str) -> Option:
+    """Return --jobs."""
+    text = f"{what} at a time (default: one per core; on a GPU one)"
+    return option("--jobs", "N", text, positive)
+
+
+COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
+    "run": (
+        "train with one algorithm",
+        (
+            *EXPERIMENT,
+            option("--algorithm", "A", "default: fedexp; your own: study.py:NAME"),
+            SEED,
+            *ROOT,
+            out("the run's own folder, instead of one in ROOT"),
+            *TRAINING,
+        ),
+    ),
+    "resume": (
+        "continue a run that was interrupted",
+        (
+            option("folder", "DIR", "the folder of the run", Path),
+            *TRAINING,
+            option(
+                "--rounds",
+                "N",
+                "more rounds than the run has: it continues in a folder of its own",
+                positive,
+            ),
+            switch(
+                "--reopen",
+                "continue a run that diverged from its last checkpoint (a run on Flower does so "
+                "without it, when its app starts again)",
+            ),
+            JSON,
+        ),
+    ),
+    "compare": (
+        "compare algorithms over seeds",
+        (
+            *EXPERIMENT,
+            option("--algorithms", "A,B,...", f"default: {COMPARED}", default=COMPARED),
+            option("--seeds", "N", "seeds 0 to N-1", positive, default=1),
+            option(
+                "--target",
+                "ACC,...",
+                "accuracies (or losses) to reach; csv and json have the first one",
+                targets,
+                default=[],
+            ),
+            jobs("runs"),
+            option(
+                "--smooth",
+                "W",
+                "average final values and curves over W rounds (1; the paper's long runs: 20)",
+                positive,
+                default=1,
+            ),
+            FORMAT,
+            SHARD,
+            *ROOT,
+            RESTART,
+            *WATCH,
+            out("the figure (compare-TASK.png)"),
+        ),
+    ),
+    "tune": (
+        "search for the best step sizes, or for eps",
+        (
+            *EXPERIMENT,
+            option(
+                "--algorithm",
+                "A,B,...",
+                "default: fedexp; your own: study.py:NAME",
+                default="fedexp",
+            ),
+            option(
+                "--protocol",
+                "",
+                "the paper's grids (default), or Optuna's TPE over ranges, with pruning",
+                choices=["paper", "free"],
+                default="paper",
+            ),
+            repeated("--grid", "KEY=V,V,...", "a grid of your own instead of the paper's"),
+            switch("--epsilon", "the paper's rule of thumb: raise eps until the result drops"),
+            option("--trials", "N", f"of a free search ({TRIALS})", positive),
+            SEED,
+            jobs("trials"),
+            FORMAT,
+            *ROOT,
+            QUIET,
+            out("the picture of two options (tune-TASK-ALGORITHM.png)"),
+        ),
+    ),
+    "reproduce": (
+        "reproduce the paper's tables and figures",
+        (
+            option("what", "WHAT", "a study; see --list", nargs="?"),
+            switch("--list", "list the studies and their cost"),
+            repeated("--task", "TASK", "a task of the study"),
+            option("--rounds", "N", "rounds (the paper's number)", positive),
+            option("--seeds", "N", "seeds (the paper's number)", positive),
+            option(
+                "--scale",
+                "",
+                "small: minutes on a CPU",
+                choices=["full", "small"],
+                default="full",
+            ),
+            option(
+                "--mode", "", "default: paper", choices=["paper", "authors-code"], default="paper"
+            ),
+            option(
+                "--from",
+                "RUNS",
+                "run nothing: use the runs in this folder or archive, and list missing ones",
+                Path,
+                dest="source",
+            ),
+            option(
+                "--reuse",
+                "RUNS",
+                "take finished runs from this folder or archive, and execute the others only",
+                Path,
+            ),
+            SHARD,
+            *ROOT,
+            RESTART,
+            *WATCH,
+            out("folder for the results (reproduce-WHAT)"),
+            FORMAT,
+            jobs("runs"),
+            FLAGS["device"],
+            FLAGS["precision"],
+        ),
+    ),
+    "toy": (
+        "draw why extrapolation helps, in two dimensions",
+        (
+            option("--rounds", "N", "default: 30", positive, default=30),
+            option("--start", "W1,W2", "first model, e.g. --start=-1,2 (0,0)", default="0,0"),
+            out("the figure (toy.png)"),
+        ),
+    ),
+    "report": (
+        "show runs as one HTML page that works offline",
+        (
+            RUNS,
+            option("-o/--out", "PATH", "the page (report.html)", Path, default=Path("report.html")),
+            option("--figures", "DIR", "also draw PNG, SVG and PDF into this folder", Path),
+            repeated(
+                "--metric",
+                "M",
+                "draw this, e.g. test_accuracy or max:test_f1, instead of the defaults",
+            ),
+            repeated("--target", "[TASK=]X,...", "accuracies (or losses) to reach"),
+            option("--algorithm", "A,B,...", "only runs of these algorithms", default=""),
+            option("--task", "T,...", "only runs of these tasks", default=""),
+            option(
+                "--rounds", "N,M-K,...", "only runs of so many rounds, or in a range", default=""
+            ),
+            option(
+                "--since",
+                "WHEN",
+                "only runs started in the last 2h or 3d, or since 2026-11-01 or another ISO time",
+            ),
+            repeated(
+                "--exclude",
+                "PATTERN",
+                "leave out runs whose id or folder matches, e.g. '*-s3-*'",
+            ),
+        ),
+    ),
+    "archive": (
+        "store finished runs for good: a small CSV and TOML each",
+        (
+            RUNS,
+            option("--to", "DIR", "the archive (results)", Path, default=Path("results")),
+            switch("--replace", "overwrite runs that are archived with other rounds"),
+            option("--note", "TEXT", "remark on how they were run, e.g. on a shared GPU"),
+        ),
+    ),
+    "data": ("list, fetch, verify and show data sets", ()),
+    "algorithms": ("list the algorithms and their options", ()),
+    "tasks": ("list the tasks and their options", ()),
+}
+FOLDER = option("--folder", "DIR", "data folder (default: FEDEXP_DATA)")
+NAME = option("name", "NAME", "data set, e.g. cifar10")
+DATA: dict[str, tuple[str, tuple[Option, ...]]] = {
+    "list": ("list the data sets, and what the data folder has of them", (FOLDER,)),
+    "fetch": (
+        "download and unpack a data set",
+        (FOLDER, NAME, option("--mirror", "URL", "URL of the folder to download from")),
+    ),
+    "verify": ("verify a data set's files", (FOLDER, NAME)),
+    "show": (
+        "show the number of examples per client and class, or clients and a sample of a text",
+        (
+            FOLDER,
+            NAME,
+            option(
+                "--partition",
+                "",
+                "default: natural if the data set has clients, else dirichlet",
+                choices=PARTITIONS,
+            ),
+            option("--clients", "N", "number of clients (default: 100)", int, default=100),
+            option("--alpha", "A", "of dirichlet (default: 0.3)", float, default=0.3),
+            option("--shards", "N", "shards per client (default: 2)", int, default=2),
+            option("--seed", "S", "of the partition (default: 0)", seed, default=0),
+            option("--out", "FILE", "figure to draw, e.g. clients.png", Path),
+        ),
+    ),
 }
 
 
@@ -160,349 +456,21 @@ def build_parser(version: str = "") -> Parser:
     parser = Parser(prog="fedexp", description=DESCRIPTION)
     parser.add_argument("--version", action="version", version=f"fedexp {version}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, (summary, add_options) in COMMANDS.items():
-        add_options(commands.add_parser(name, help=summary))
-    return parser
-
-
-def _run(parser: argparse.ArgumentParser) -> None:
-    _experiment(parser)
-    parser.add_argument("--algorithm", metavar="A", help="default: fedexp; your own: study.py:NAME")
-    parser.add_argument("--seed", type=seed, metavar="S", help="default: 0")
-    _root(parser)
-    _out(parser, "the run's own folder, instead of one in ROOT")
-    _training(parser)
-
-
-def _resume(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the folder of the run")
-    _training(parser)
-    parser.add_argument(
-        "--rounds",
-        type=positive,
-        metavar="N",
-        help="more rounds than the run has: it continues in a folder of its own",
-    )
-    parser.add_argument(
-        "--reopen",
-        action="store_true",
-        help="continue a run that diverged from its last checkpoint (a run on Flower does so "
-        "without it, when its app starts again)",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-
-
-def _compare(parser: argparse.ArgumentParser) -> None:
-    _experiment(parser)
-    parser.add_argument(
-        "--algorithms", default=COMPARED, metavar="A,B,...", help=f"default: {COMPARED}"
-    )
-    parser.add_argument("--seeds", type=positive, default=1, metavar="N", help="seeds 0 to N-1")
-    parser.add_argument(
-        "--target",
-        type=targets,
-        default=[],
-        metavar="ACC,...",
-        help="accuracies (or losses) to reach; csv and json have the first one",
-    )
-    _jobs(parser)
-    parser.add_argument(
-        "--smooth",
-        type=positive,
-        default=1,
-        metavar="W",
-        help="average final values and curves over W rounds (1; the paper's long runs: 20)",
-    )
-    _format(parser)
-    _shard(parser)
-    _root(parser)
-    _restart(parser, "discard what is stored of these runs, and run them again")
-    _watch(parser)
-    _out(parser, "the figure (compare-TASK.png)")
-
-
-def _tune(parser: argparse.ArgumentParser) -> None:
-    _experiment(parser)
-    parser.add_argument(
-        "--algorithm",
-        default="fedexp",
-        metavar="A,B,...",
-        help="default: fedexp; your own: study.py:NAME",
-    )
-    parser.add_argument(
-        "--protocol",
-        choices=["paper", "free"],
-        default="paper",
-        help="the paper's grids (default), or Optuna's TPE over ranges, with pruning",
-    )
-    parser.add_argument(
-        "--grid",
-        action="append",
-        default=[],
-        metavar="KEY=V,V,...",
-        help="a grid of your own instead of the paper's; may be repeated",
-    )
-    parser.add_argument(
-        "--epsilon",
-        action="store_true",
-        help="the paper's rule of thumb: raise eps until the result drops",
-    )
-    parser.add_argument("--trials", type=positive, metavar="N", help=f"of a free search ({TRIALS})")
-    parser.add_argument("--seed", type=seed, default=0, metavar="S")
-    _jobs(parser, "trials")
-    _format(parser)
-    _root(parser)
-    parser.add_argument("--quiet", action="store_true", help="plain lines for a log, no bar")
-    _out(parser, "the picture of two options (tune-TASK-ALGORITHM.png)")
-    parser.set_defaults(rounds=TRIAL_ROUNDS)
-
-
-def _reproduce(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", nargs="?", metavar="WHAT", help="a study; see --list")
-    parser.add_argument("--list", action="store_true", help="list the studies and their cost")
-    parser.add_argument(
-        "--task",
-        action="append",
-        default=[],
-        metavar="TASK",
-        help="a task of the study; may be repeated",
-    )
-    parser.add_argument("--rounds", type=positive, metavar="N", help="rounds (the paper's number)")
-    parser.add_argument("--seeds", type=positive, metavar="N", help="seeds (the paper's number)")
-    parser.add_argument(
-        "--scale", choices=["full", "small"], default="full", help="small: minutes on a CPU"
-    )
-    parser.add_argument(
-        "--mode", default="paper", choices=["paper", "authors-code"], help="default: paper"
-    )
-    parser.add_argument(
-        "--from",
-        dest="source",
-        type=Path,
-        metavar="RUNS",
-        help="run nothing: use the runs in this folder or archive, and list missing ones",
-    )
-    parser.add_argument(
-        "--reuse",
-        type=Path,
-        metavar="RUNS",
-        help="take finished runs from this folder or archive, and execute the others only",
-    )
-    _shard(parser)
-    _root(parser)
-    _restart(parser, "discard what is stored of these runs, and run them again")
-    _watch(parser)
-    _out(parser, "folder for the results (reproduce-WHAT)")
-    _format(parser)
-    _jobs(parser)
-    for name in ("device", "precision"):
-        parser.add_argument(f"--{name}", **FLAGS[name])
-
-
-def _toy(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--rounds", type=positive, default=30, metavar="N", help="default: 30")
-    parser.add_argument(
-        "--start", default="0,0", metavar="W1,W2", help="first model, e.g. --start=-1,2 (0,0)"
-    )
-    _out(parser, "the figure (toy.png)")
-
-
-def _report(parser: argparse.ArgumentParser) -> None:
-    _runs(parser)
-    parser.add_argument(
-        "-o",
-        "--out",
-        type=Path,
-        default=Path("report.html"),
-        metavar="PATH",
-        help="the page (report.html)",
-    )
-    parser.add_argument(
-        "--figures", type=Path, metavar="DIR", help="also draw PNG, SVG and PDF into this folder"
-    )
-    parser.add_argument(
-        "--metric",
-        action="append",
-        default=[],
-        metavar="M",
-        help="draw this, e.g. test_accuracy or max:test_f1, instead of the defaults; "
-        "may be repeated",
-    )
-    parser.add_argument(
-        "--target",
-        action="append",
-        default=[],
-        metavar="[TASK=]X,...",
-        help="accuracies (or losses) to reach; may be repeated",
-    )
-    group = parser.add_argument_group("filters", "only runs that all of them accept are shown")
-    group.add_argument("--algorithm", default="", metavar="A,B,...", help="of these algorithms")
-    group.add_argument("--task", default="", metavar="T,...", help="of these tasks")
-    group.add_argument(
-        "--rounds", default="", metavar="N,M-K,...", help="with this many rounds, or in a range"
-    )
-    group.add_argument(
-        "--since",
-        metavar="WHEN",
-        help="started in the last 2h or 3d, or since 2026-11-01 or another ISO time",
-    )
-    group.add_argument(
-        "--exclude",
-        action="append",
-        default=[],
-        metavar="PATTERN",
-        help="without those whose id or folder matches, e.g. '*-s3-*'; may be repeated",
-    )
-
-
-def _archive(parser: argparse.ArgumentParser) -> None:
-    _runs(parser)
-    parser.add_argument(
-        "--to", type=Path, default=Path("results"), metavar="DIR", help="the archive (results)"
-    )
-    parser.add_argument(
-        "--replace", action="store_true", help="overwrite runs that are archived with other rounds"
-    )
-    parser.add_argument(
-        "--note", metavar="TEXT", help="remark on how they were run, e.g. on a shared GPU"
-    )
-
-
-def _data(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
+    for name, (summary, options) in COMMANDS.items():
+        _add(commands.add_parser(name, help=summary), options)
+    data = commands.choices["data"]
+    data.description = (
         "List, fetch, verify and show data sets. They are stored in the folder that the "
         "environment variable FEDEXP_DATA names."
     )
-    commands = parser.add_subparsers(dest="action", metavar="COMMAND", required=True)
-    for name, what in {
-        "list": "list the data sets, and what the data folder has of them",
-        "fetch": "download and unpack a data set",
-        "verify": "verify a data set's files",
-        "show": "show the number of examples per client and class, or clients and a sample of a "
-        "text",
-    }.items():
-        command = commands.add_parser(name, help=what, description=what)
-        command.add_argument("--folder", metavar="DIR", help="data folder (default: FEDEXP_DATA)")
-        if name != "list":
-            command.add_argument("name", help="data set, e.g. cifar10")
-        if name == "fetch":
-            text = "URL of the folder to download from"
-            command.add_argument("--mirror", metavar="URL", help=text)
-        if name == "show":
-            _partition(command)
+    actions = data.add_subparsers(dest="action", required=True, metavar="COMMAND")
+    for name, (summary, options) in DATA.items():
+        _add(actions.add_parser(name, help=summary, description=summary), options)
+    commands.choices["tune"].set_defaults(rounds=TRIAL_ROUNDS, seed=0)
+    return parser
 
 
-def _partition(parser: argparse.ArgumentParser) -> None:
-    text = "default: natural if the data set has clients, else dirichlet"
-    parser.add_argument("--partition", choices=PARTITIONS, help=text)
-    parser.add_argument("--clients", type=int, default=100, help="number of clients (default: 100)")
-    parser.add_argument("--alpha", type=float, default=0.3, help="of dirichlet (default: 0.3)")
-    parser.add_argument("--shards", type=int, default=2, help="shards per client (default: 2)")
-    parser.add_argument("--seed", type=seed, default=0, help="of the partition (default: 0)")
-    parser.add_argument("--out", metavar="FILE", type=Path, help="figure to draw, e.g. clients.png")
-
-
-COMMANDS = {
-    "run": ("train with one algorithm", _run),
-    "resume": ("continue a run that was interrupted", _resume),
-    "compare": ("compare algorithms over seeds", _compare),
-    "tune": ("search for the best step sizes, or for eps", _tune),
-    "reproduce": ("reproduce the paper's tables and figures", _reproduce),
-    "toy": ("draw why extrapolation helps, in two dimensions", _toy),
-    "report": ("show runs as one HTML page that works offline", _report),
-    "archive": ("store finished runs for good: a small CSV and TOML each", _archive),
-    "data": ("list, fetch, verify and show data sets", _data),
-    "algorithms": ("list the algorithms and their options", lambda parser: None),
-    "tasks": ("list the tasks and their options", lambda parser: None),
-}
-
-
-def _experiment(parser: argparse.ArgumentParser) -> None:
-    """Add the options that decide what a run computes."""
-    parser.add_argument(
-        "task",
-        metavar="TASK",
-        help="a task (`fedexp tasks` lists them), your own: study.py:NAME, or a spec.toml",
-    )
-    for name, settings in FLAGS.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", **settings)
-    parser.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="an option, e.g. eps=0.01, local.lr=0.1, task.clients=20; in a comparison also "
-        "fedexp:eps=0.01; may be repeated",
-    )
-    parser.add_argument("--json", action="store_true", help="print one JSON object on stdout")
-
-
-def _training(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `run` and `resume` share."""
-    _watch(parser)
-    _restart(parser, "discard what is stored of this run, and run it again")
-    parser.add_argument(
-        "--client-states",
-        choices=["auto", "memory", "disk"],
-        default="auto",
-        help="where client state (SCAFFOLD) is stored; by default in memory, if it fits",
-    )
-    parser.add_argument(
-        "--log",
-        action="append",
-        default=[],
-        metavar="WHERE",
-        help="log every round to tensorboard, wandb or mlflow; may be repeated",
-    )
-
-
-def _watch(parser: argparse.ArgumentParser) -> None:
-    """Add the options of checkpoints and progress; they do not affect results."""
-    parser.add_argument(
-        "--checkpoint-every",
-        type=seconds,
-        default=CHECKPOINT_EVERY,
-        metavar="SECONDS",
-        help=f"time between checkpoints, 0 for one per round (default: {CHECKPOINT_EVERY:g})",
-    )
-    parser.add_argument(
-        "--quiet", action="store_true", help="plain lines for a log, no progress bar"
-    )
-
-
-def _root(parser: argparse.ArgumentParser) -> None:
-    """Add the options of where runs are stored."""
-    parser.add_argument(
-        "--runs", type=Path, metavar="ROOT", help="folder of all runs ($FEDEXP_RUNS, or runs)"
-    )
-    parser.add_argument("--no-save", action="store_true", help="store nothing on the disk")
-
-
-def _runs(parser: argparse.ArgumentParser) -> None:
-    text = "run folders, or folders of them"
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUNS", help=text)
-
-
-def _out(parser: argparse.ArgumentParser, meaning: str) -> None:
-    parser.add_argument("--out", type=Path, metavar="PATH", help=meaning)
-
-
-def _restart(parser: argparse.ArgumentParser, meaning: str) -> None:
-    parser.add_argument("--restart", action="store_true", help=meaning)
-
-
-def _format(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--format", choices=FORMATS, default="text", help="of the table (text)")
-
-
-def _jobs(parser: argparse.ArgumentParser, what: str = "runs") -> None:
-    text = f"{what} at a time (default: one per core; on a GPU one)"
-    parser.add_argument("--jobs", type=positive, metavar="N", help=text)
-
-
-def _shard(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--shard",
-        metavar="I/N",
-        help="only the I-th of N shares of the runs, for a job array; the last prints the table",
-    )
+def _add(parser: argparse.ArgumentParser, options: tuple[Option, ...]) -> None:
+    for each in options:
+        shown: dict[str, Any] = {"metavar": each.metavar} if each.metavar else {}
+        parser.add_argument(*each.name.split("/"), help=each.help, **shown, **each.settings)

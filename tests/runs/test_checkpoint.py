@@ -32,7 +32,7 @@ from fedexp.runs.checkpoint import (
     read_checkpoint,
     stored_in,
 )
-from fedexp.runs.records import DamagedError
+from fedexp.errors import DamagedError
 from fedexp.storage import write_json
 from fedexp.runs.folder import RunWarning
 from fedexp.runs.spec import Spec

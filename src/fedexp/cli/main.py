@@ -22,13 +22,27 @@ from fedexp import __version__
 from fedexp.algorithms import ALGORITHMS
 from fedexp.distributed import AgentLostError, RankLostError, Ranks, current, leave, ranks
 from fedexp.distributed.failure import REMEDY, failure_report, monitored
-from fedexp.errors import DataNote, EngineWarning, FedExPError, NonFiniteUpdateWarning, UsageError
+from fedexp.errors import (
+    DataNote,
+    EngineWarning,
+    FedExPError,
+    NonFiniteUpdateWarning,
+    UsageError,
+    remedies,
+)
 from fedexp.local import LocalTraining
 from fedexp.options import TASKS, Setup, summary
 from fedexp.runs import RunWarning
 from fedexp.runs.loggers import LoggerWarning
 from fedexp_command.parsers import Misuse, build_parser
 
+REMEDIES = {
+    "damaged": "fix it, or start over with --restart",
+    "content": "--restart discards it and runs it again",
+    "lock": "choose a folder on another disk, or --no-save",
+    "deterministic": "leave --deterministic out, or train on the CPU",
+    "worker": "try --jobs 1",
+}
 OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 SHOWN = (DataNote, NonFiniteUpdateWarning, EngineWarning, RunWarning, LoggerWarning)
 RUN = {  # what runs a command: a module of this package and a function
@@ -59,7 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for kind in SHOWN:
                 warnings.simplefilter("default", kind)
             try:
-                with joined_ranks() as among:
+                with joined_ranks() as among, remedies(REMEDIES):
                     args = build_parser(__version__).parse_args(arguments)
                     if among is not None and not (among.is_first or args.command in MANY):
                         return OK

@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.client import Tensors
-from fedexp.errors import UsageError, require
+from fedexp.errors import DamagedError, UsageError, require
 
 ALIGNMENT = 8  # of every tensor in a slot, or the size of its type where that is more
 BLOCK_BYTES = 2**22  # written at a time
@@ -99,7 +99,7 @@ def _type(name: str) -> torch.dtype:
     return found
 
 
-class DamagedSlotError(UsageError):
+class DamagedSlotError(DamagedError):
     """A slot is not as it was written."""
 
 
@@ -155,10 +155,7 @@ class SlotFile:
         if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
             self._map.madvise(mmap.MADV_DONTNEED)
         if not np.array_equal(_checksums(into), checks):
-            raise DamagedSlotError(
-                f"a client state in {self._name} is damaged (checksum mismatch); start over with "
-                "--restart"
-            )
+            raise DamagedSlotError(f"a client state in {self._name} is damaged (checksum mismatch)")
 
     def prefetch(self, slots: NDArray[np.int64]) -> None:
         """Ask the system to read slots ahead."""

@@ -27,7 +27,7 @@ from flwr.serverapp.strategy import Result
 from flwr.supercore import log
 
 from fedexp.engine import SimulationState
-from fedexp.errors import DivergedError, UsageError
+from fedexp.errors import DivergedError, UsageError, remedies
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.privacy import open_ledger
 from fedexp.flower.server import FederatedRun
@@ -52,10 +52,10 @@ RESULT_FIELDS = {
 RESERVED = {"round", "local_lr", "accepted", "initial", "config", "layout", *RESULT_FIELDS}
 HEAD = "# A run of fedexp on Flower, frozen. Start it again with checkpoint=THIS-FOLDER\n"
 LOCK_TIMEOUT = 30.0  # seconds; the ServerApp of a killed SuperLink may hold the lock for a while
-REMEDIES = {  # those of the command line, and the same for users of a strategy
-    "start over with --restart (restart=True in Python)": "remove the folder to start over",
-    "use --no-save": "leave checkpoint out",
-    "or --no-save": "or leave checkpoint out",
+REMEDIES = {
+    "damaged": "restore it, or remove the folder to start over",
+    "content": "remove the folder to run it again",
+    "lock": "choose a folder on another disk, or leave checkpoint out",
 }
 
 
@@ -98,7 +98,7 @@ def open_run(
         return
     path = Path(run.settings.checkpoint).expanduser().absolute()
     log(INFO, "the run is stored in %s", path)
-    with _strategy_remedies():
+    with remedies(REMEDIES):
         if is_run(path):
             run.study = str(read_spec(path).get("study", run.study))
         spec = run_spec(strategy, run, config)
@@ -165,20 +165,6 @@ def _restore(run: FederatedRun, state: SimulationState, rows: Sequence[Row], fol
             f"{folder / RECORDS} is damaged: its rows are not those of a run on Flower "
             f"({type(error).__name__}); restore it, or remove the folder to start over"
         ) from error
-
-
-@contextmanager
-def _strategy_remedies() -> Iterator[None]:
-    """Replace the remedies of the command line by those of a strategy in error messages."""
-    try:
-        yield
-    except UsageError as error:
-        text = str(error)
-        for theirs, ours in REMEDIES.items():
-            text = text.replace(theirs, ours)
-        if text == str(error):
-            raise
-        raise UsageError(text) from error
 
 
 def round_row(round: int, result: Result, accepted: Sequence[str]) -> Row:

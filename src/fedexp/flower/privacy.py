@@ -18,7 +18,7 @@ from typing import Any
 from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from flwr.clientapp.typing import ClientAppCallable, Mod
 
-from fedexp.errors import UsageError, require
+from fedexp.errors import UsageError, remedies, require
 from fedexp.flower.client_state import configured_name, file_name, state_root
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.request import REPLY_INFO, read_ties
@@ -183,7 +183,11 @@ class Budget:
         accounts = self.folder.parent.parent  # one lock for all, so that processes take turns
         with disk_errors(self.folder):
             accounts.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with disk_errors(self.folder), lock_file(accounts / "lock", NO_LOCKS, wait=True):
+        with (
+            disk_errors(self.folder),
+            remedies({"lock": NO_LOCKS}),
+            lock_file(accounts / "lock", wait=True),
+        ):
             spent = self._spent()
             after = sum(count * _cost(each) for each, count in spent.items()) + _cost(self.release)
             require(

@@ -35,8 +35,9 @@ from fedexp.engine.client_store import (
     copy_states,
 )
 from fedexp.engine.slot_file import Layout, SlotFile
+from fedexp.errors import DamagedError
 from fedexp.objective import Buffers
-from fedexp.runs.records import DamagedError, is_count, is_duration, is_part_name
+from fedexp.runs.records import is_count, is_duration, is_part_name
 from fedexp.storage import PRIVATE, from_bytes, parse_json, to_bytes, write_bytes, write_json
 
 FORMAT = 2

@@ -27,7 +27,7 @@ from fedexp.distributed import Ranks, launched
 from fedexp.engine import Record, SimulationState
 from fedexp.engine.client_store import ClientStore
 from fedexp.engine.plan import CohortRule
-from fedexp.errors import DivergedError, require
+from fedexp.errors import DivergedError, ReasonError, UsageError, require
 from fedexp.experiment import Experiment, Resources, id_of
 from fedexp.objective import Buffers, LoadableObjective, ModuleObjective
 from fedexp.privacy.settings import CentralPrivacy
@@ -319,7 +319,10 @@ def extend_run(folder: Path, rounds: int) -> Path:
         f"{folder} is finished, and the client state of {spec['algorithm']} is removed then; start "
         f"a new run with --rounds {rounds}",
     )
-    check_content(folder, fingerprint_of(experiment), f"start a new run with --rounds {rounds}")
+    try:
+        check_content(folder, fingerprint_of(experiment))
+    except ReasonError as error:
+        raise UsageError(f"{error.reason}; start a new run with --rounds {rounds}") from None
     partial_copy = folder.with_name(f".{longer.name}.tmp")
     with disk_errors(longer):
         shutil.rmtree(partial_copy, ignore_errors=True)

@@ -28,9 +28,8 @@ import torch
 
 from fedexp import __version__
 from fedexp.engine import Record
-from fedexp.errors import UsageError, require, shown
+from fedexp.errors import DamagedError, OtherContentError, UsageError, require, shown
 from fedexp.experiment import Experiment
-from fedexp.references import in_session, name_in
 from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.fingerprint import Fingerprint, fingerprint_of, joined
 from fedexp.runs.records import RECORDS, is_count, read_rows, result_fault
@@ -52,16 +51,10 @@ CHECKPOINT_FILES = (".json", ".safetensors", ".slots")
 ENVIRONMENT, RESULT, MODEL, LOCK = "environment.json", "result.json", "model.safetensors", ".lock"
 FINGERPRINT = "fingerprint.json"
 RELEASES = "checkpoint-releases.json"  # the privacy budget spent: never removed with the run
-RESTART = "--restart discards it and runs it again (restart=True in Python)"
-BY_HAND = "remove the folder to run it again"
 
 
 class BusyError(UsageError):
     """Another process holds the folder of a run."""
-
-
-class OtherContentError(UsageError):
-    """The folder holds a run of the same name but of other content."""
 
 
 class RunWarning(UserWarning):
@@ -221,8 +214,7 @@ class RunFolder:
             if self.fingerprint is None:
                 return
             if any((self.path / name).exists() for name in (RESULT, NEWEST, BEFORE)):
-                flower = self.spec.get("engine") == "flower"
-                check_content(self.path, self.fingerprint, BY_HAND if flower else RESTART)
+                check_content(self.path, self.fingerprint)
             else:  # it was killed before its first checkpoint
                 self._describe()
             return
@@ -343,40 +335,38 @@ def read_environment(folder: Path) -> dict[str, Any]:
 
 def warn_of_version(folder: Path) -> None:
     """Warn of a run that was started by another version of the package."""
-    theirs = read_environment(folder).get("fedexp", __version__)
-    if theirs != __version__:
+    version = read_environment(folder).get("fedexp", __version__)
+    if version != __version__:
         warnings.warn(
-            f"{folder} was started with fedexp {shown(theirs)}; this is {__version__}, and its "
+            f"{folder} was started with fedexp {shown(version)}; this is {__version__}, and its "
             "numbers may differ",
             RunWarning,
             stacklevel=2,
         )
 
 
-def check_content(folder: Path, wanted: Fingerprint, remedy: str = RESTART) -> None:
+def check_content(folder: Path, wanted: Fingerprint) -> None:
     """Refuse a run of other content."""
-    apart = read_fingerprint(folder, remedy).differences(wanted)
-    verb = "differs" if len(apart) == 1 else "differ"
-    if apart:
-        raise OtherContentError(
-            f"{folder} holds a run of other content: {joined(apart)} {verb}; {remedy}"
-        )
+    changes = read_fingerprint(folder).differences(wanted)
+    verb = "differs" if len(changes) == 1 else "differ"
+    if changes:
+        raise OtherContentError(f"{folder} holds a run of other content: {joined(changes)} {verb}")
 
 
-def read_fingerprint(folder: Path, remedy: str = RESTART) -> Fingerprint:
+def read_fingerprint(folder: Path) -> Fingerprint:
     """Read the fingerprint of a run."""
     path = folder / FINGERPRINT
     try:
         return Fingerprint.from_json(parse_json(path.read_bytes()))
     except OSError as error:
-        raise UsageError(f"cannot read {path}: {error.strerror}; {remedy}") from None
+        raise DamagedError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise UsageError(f"{path} is damaged; {remedy}") from None
+        raise DamagedError(f"{path} is damaged") from None
 
 
 def _locked(folder: Path) -> IO[bytes]:
     try:
-        return lock_file(folder / LOCK, "choose a folder on another disk, or --no-save")
+        return lock_file(folder / LOCK)
     except BlockingIOError:
         raise BusyError(
             f"another process is working on {folder}; wait for it, or choose another folder"
@@ -393,49 +383,3 @@ def _round_of(path: Path) -> int:
 
 def _now() -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%S%z")
-
-
-# Options of `fedexp run` that are left out where they have their default.
-DEFAULTS = {"mode": "paper", "engine": "auto", "device": None, "precision": None}
-
-
-def rerun(spec: Mapping[str, Any]) -> str:
-    """Return the `fedexp run` command of a spec, quoted for a shell, with all task defaults.
-
-    >>> rerun({"task": "toy", "algorithm": "fedexp", "seed": 1, "rounds": 9, "evaluate_every": 2,
-    ...        "set": {"eps": "0.1"}})
-    'fedexp run toy --algorithm fedexp --seed 1 --rounds 9 --cohort all --evaluate-every 2
-        --set eps=0.1'
-    """
-    if spec.get("engine") == "flower":
-        return "flwr run ."
-    sources = {name: spec.get(f"{name}_source") or spec[name] for name in ("task", "algorithm")}
-    functions = (spec.get("cohort_source"), *spec.get("set", {}).values())
-    if any(in_session(source) for source in (*sources.values(), *functions)):
-        named = ", ".join(name_in(source) for source in sources.values())
-        return f"# in Python, with the same objects: fedexp.run({named}, seed={spec['seed']})"
-    words = ["fedexp", "run", sources["task"], "--algorithm", sources["algorithm"]]
-    words += ["--seed", spec["seed"], "--rounds", spec["rounds"]]
-    cohort = spec.get("cohort") or "all"
-    if isinstance(cohort, str) and cohort != "all":  # a function; without a source the task's own
-        cohort = spec.get("cohort_source")
-    if cohort is not None:
-        words += ["--cohort", ",".join(map(str, cohort)) if isinstance(cohort, list) else cohort]
-    words += ["--evaluate-every", spec["evaluate_every"]]
-    for name, default in DEFAULTS.items():
-        if spec.get(name, default) != default:
-            words += [f"--{name}", spec[name]]
-    if spec.get("stop_at") is not None:
-        words += ["--stop-at", spec["stop_at"]]
-    if spec.get("deterministic"):
-        words += ["--deterministic"]
-    if spec.get("by_client"):
-        words += ["--by-client"]
-    if "start_source" in spec:
-        words += ["--start", spec["start_source"]]
-    if "privacy" in spec:
-        given = [f"{name}={value}" for name, value in spec["privacy"].items() if name != "kind"]
-        words += ["--privacy", f"{spec['privacy']['kind']}:{','.join(given)}"]
-    for key, value in spec.get("set", {}).items():
-        words += ["--set", f"{key}={value}"]
-    return shlex.join(map(str, words))

@@ -16,7 +16,7 @@ import torch
 
 from fedexp.engine import SimulationState
 from fedexp.engine.slot_file import DamagedSlotError
-from fedexp.errors import DivergedError, FedExPError, UsageError
+from fedexp.errors import DamagedError, DivergedError, FedExPError
 from fedexp.runs.checkpoint import (
     BEFORE,
     NEWEST,
@@ -27,7 +27,7 @@ from fedexp.runs.checkpoint import (
     stored_in,
 )
 from fedexp.runs.folder import MODEL, RESULT, RunFolder, RunWarning
-from fedexp.runs.records import DamagedError, RecordFile, Row, read_rows
+from fedexp.runs.records import RecordFile, Row, read_rows
 from fedexp.storage import disk_errors, write_bytes, write_json
 
 COST_RATIO = 10  # a checkpoint may take a tenth of the time, whatever the interval
@@ -169,13 +169,13 @@ def _restore(folder: Path, device: torch.device, load: Load) -> Restored:
     try:
         return _checkpoint_and_rows(folder, NEWEST, device, load)
     except DamagedError as error:
-        reason = error.what
+        reason = error.reason
     try:
         found = _checkpoint_and_rows(folder, BEFORE, device, load)
     except DamagedError:
-        raise UsageError(
+        raise DamagedError(
             f"{folder} cannot be resumed: {reason}, and there is no intact checkpoint before it; "
-            "nothing was changed; fix it, or start over with --restart (restart=True in Python)"
+            "nothing was changed"
         ) from None
     warnings.warn(
         f"the newest checkpoint in {folder} is damaged ({reason}); resuming from the one before, "

@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import TypeVar
 
 from fedexp.distributed import RankLostError, Ranks
-from fedexp.errors import UsageError
+from fedexp.errors import OtherContentError, UsageError
 from fedexp.experiment import CHECKPOINT_EVERY, Experiment, Row, TaskKey, id_stem
 from fedexp.runs.execute import stored_outcome
-from fedexp.runs.folder import RESULT, OtherContentError, RunWarning
+from fedexp.runs.folder import RESULT, RunWarning
 from fedexp.runs.journal import RunInterrupted
 from fedexp.runs.spec import OnRound, Outcome, folder_of
 from fedexp.runs.workers import (

@@ -17,10 +17,10 @@ from typing import Any
 
 import tomli_w
 
-from fedexp.errors import UsageError, require, shown
+from fedexp.errors import DamagedError, UsageError, require, shown
 from fedexp.experiment import id_of
 from fedexp.runs.folder import RESULT, read_environment
-from fedexp.runs.records import RECORDS, DamagedError, Row, read_rows, result_fault, row_fault
+from fedexp.runs.records import RECORDS, Row, read_rows, result_fault, row_fault
 from fedexp.runs.spec import (
     FORMAT,
     SPEC,

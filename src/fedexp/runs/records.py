@@ -15,7 +15,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
-from fedexp.errors import UsageError, shown
+from fedexp.errors import DamagedError, shown
 from fedexp.storage import parse_json
 
 LARGEST = 2**63  # integers beyond do not fit the types that hold them
@@ -85,17 +85,6 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
 
 RECORDS = "records.jsonl"
 Row = dict[str, Any]
-
-
-class DamagedError(UsageError):
-    """A stored file is not as it was written; `what` names it, without the remedy."""
-
-    @property
-    def what(self) -> str:
-        return str(self.args[0])
-
-    def __str__(self) -> str:
-        return f"{self.what}; fix it, or start over with --restart (restart=True in Python)"
 
 
 def read_rows(folder: Path, size: int | None = None, sha256: str | None = None) -> list[Row]:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from fedexp.engine import SimulationState
 from fedexp.engine.warm_start import named_weights
-from fedexp.errors import UsageError, require
+from fedexp.errors import DamagedError, UsageError, require
 from fedexp.experiment import Experiment, PathLike, Start
 from fedexp.objective import ModuleObjective
 from fedexp.objective.module import built_model
@@ -102,9 +102,7 @@ def run_weights(folder: Path) -> dict[str, Tensor]:
             f"fedexp resume {folder}"
         ) from None
     except (OSError, ValueError):
-        raise UsageError(
-            f"{folder / MODEL} cannot be read; run it again with --restart (restart=True in Python)"
-        ) from None
+        raise DamagedError(f"{folder / MODEL} cannot be read") from None
 
 
 def module_of(task: Task, seed: int) -> nn.Module:

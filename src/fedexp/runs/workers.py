@@ -28,7 +28,7 @@ import torch
 
 from fedexp.distributed import Ranks
 from fedexp.engine.programs import SharedPrograms
-from fedexp.errors import FedExPError, UsageError
+from fedexp.errors import FedExPError, UsageError, WorkerDiedError
 from fedexp.experiment import CHECKPOINT_EVERY, Experiment, Resources
 from fedexp.references import load_object
 from fedexp.runs.execute import Storage, execute
@@ -295,9 +295,7 @@ class _Worker:
         try:
             kind, content, *more = self.connection.recv()
         except (EOFError, OSError):
-            raise FedExPError(
-                "a worker process died, perhaps of memory; try --jobs 1 (jobs=1 in Python)"
-            ) from None
+            raise WorkerDiedError("a worker process died, perhaps of memory") from None
         if kind == "error":
             if not isinstance(content, FedExPError):
                 content.add_note(f"in a worker process:\n{more[0]}")

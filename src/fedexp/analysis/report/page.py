@@ -52,8 +52,7 @@ from fedexp.analysis.tables import comparison_table, format_bytes, format_value,
 from fedexp.errors import UsageError, require
 from fedexp.optional import extra
 from fedexp.runs import StoredRun
-from fedexp.runs.folder import rerun
-from fedexp.runs.spec import Outcome
+from fedexp.runs.spec import Outcome, rerun
 from fedexp.storage import write_bytes
 from fedexp.tasks.recipe import parse_goal
 
