@@ -166,7 +166,7 @@ def test_a_step_of_another_shape_is_refused_by_name() -> None:
             return (after if self.whole else after[:2]), state, metrics
 
     def run(whole: bool) -> None:
-        next(iter(fx.simulate(least_squares(), fx.Algorithm("own", server=Own(whole)), 1)))
+        fx.simulate(least_squares(), fx.Algorithm("own", server=Own(whole)), 1)
 
     with pytest.raises(fx.UsageError, match=r"step of Own returns parameters of shape \[2\], not"):
         run(whole=False)
@@ -178,6 +178,7 @@ def test_a_step_of_another_shape_is_refused_by_name() -> None:
     ("returned", "message"),
     [
         (lambda p: (p, {"m": p}, {}), "returns a state with another m than init; give init"),
+        (lambda p: (p, {"m": 1.0}, {}), "returns dict as state; return tensors by name"),
         (lambda p: (p, None, {}), "returns NoneType as state; return tensors by name"),
         (lambda p: (p, {}, None), "returns NoneType as metrics; return numbers by name"),
         (lambda p: (p, {}, {"text": "high"}), "reports text as str; report a number"),
@@ -191,7 +192,7 @@ def test_what_a_step_returns_is_checked(returned: Any, message: str) -> None:
             return returned(params - aggregate.mean)
 
     with pytest.raises(fx.UsageError, match=f"step of Own {message}"):
-        next(iter(fx.simulate(least_squares(), fx.Algorithm("own", server=Own()), 1)))
+        fx.simulate(least_squares(), fx.Algorithm("own", server=Own()), 1)
 
 
 @pytest.mark.parametrize(
@@ -301,7 +302,7 @@ def test_a_rule_cannot_report_a_field_of_the_record(name: str) -> None:
             return params - aggregate.mean, state, {name: torch.ones(())}
 
     with pytest.raises(fx.UsageError, match=f"step of Own reports a metric called {name}, which"):
-        next(iter(fx.simulate(least_squares(), fx.Algorithm("own", server=Own()), 1)))
+        fx.simulate(least_squares(), fx.Algorithm("own", server=Own()), 1)
 
 
 def test_a_rule_cannot_report_a_metric_of_the_task() -> None:

@@ -11,30 +11,27 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 import fedexp.tasks
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
-from fedexp.client import ClientRule, Tensors
+from fedexp.client import Tensors
 from fedexp.cohorts import Cohort
-from fedexp.data.federation import Federation
-from fedexp.data.streaming import prefetch_pages
 from fedexp.engine.base import Engine, Run
 from fedexp.engine.batched import Batched
-from fedexp.engine.client_store import ClientStates, ClientStore, Location, StoredStates, shapes_of
+from fedexp.engine.client_store import ClientStates, ClientStore, Location, shapes_of
+from fedexp.engine.contract import Contract, probe
 from fedexp.engine.cuda_graph import RepeatedProgram, RoundResult
 from fedexp.engine.loop import Loop
 from fedexp.engine.plan import CohortRule, Work, step_lengths
+from fedexp.engine.read_ahead import ReadAhead
 from fedexp.engine.select import EngineName, Selected, check_engine_name, select_engine
 from fedexp.engine.spot_check import spot_check
 from fedexp.engine.state import (
@@ -42,7 +39,6 @@ from fedexp.engine.state import (
     Record,
     SimulationState,
     check_range,
-    message_bytes,
     server_step,
 )
 from fedexp.engine.warm_start import starting_from
@@ -67,7 +63,7 @@ from fedexp.precision import (
     default_precision,
     widest,
 )
-from fedexp.seeding import preserved_draws, seeded_torch
+from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import RunProgram, Task, Weighting
 
 if TYPE_CHECKING:  # only runs that use them import them
@@ -75,7 +71,6 @@ if TYPE_CHECKING:  # only runs that use them import them
     from fedexp.privacy import CentralPrivacy, LocalPrivacy
 
 CAPTURED_EVALUATION = 4_000_000  # parameters; with more, launches take less time than the kernels
-LEAST_BYTES = 2**26  # of examples to read ahead; less is in memory anyway
 
 
 class ProcessGroup(Protocol):
@@ -218,23 +213,16 @@ def simulate(
     if start is not None and not isinstance(start, SimulationState):
         task, start = starting_from(task, start, seed), None
     initial = SimulationState.initial(task, algorithm, seed)
-    client_state = algorithm.client.init_client_state(initial.params)
-    for method, value in {
-        "client.init_client_state": client_state,
-        "client.init_broadcast": initial.broadcast,
-        "server.init": initial.server,
-    }.items():
-        _check_rule_state(algorithm, method, value)
-    _check_client_rule(algorithm.client, initial, client_state)
+    contract = probe(algorithm, initial)
     require(
         bool(initial.params.isfinite().all()),
         "the initial model holds values that are not finite; check how it is initialised",
     )
+    client_state = contract.client_state
     state = initial if start is None else _checked_start(start, initial, client_state, rounds)
     store = client_store if isinstance(client_store, ClientStore) else ClientStore(client_store)
     most = rule.most(task.train.clients, rounds)
     group = process_group or SingleProcess()
-    client_state = algorithm.client.init_client_state(state.params)
     state = replace(
         state, clients=store.store(state.clients, client_state, most, group.local_world_size)
     )
@@ -249,12 +237,13 @@ def simulate(
         shared = programs, given
     if privacy is not None:  # the trial is without: noise would hide that engines disagree
         first = _private(first, privacy, rounds, initial)
-    return _rounds(first, state, rounds, every, select, precision, group, shared)
+    return _rounds(first, state, contract, rounds, every, select, precision, group, shared)
 
 
 def _rounds(
     work: Work,
     state: SimulationState,
+    contract: Contract,
     rounds: int,
     evaluate_every: int,
     select: Callable[[], Selected],
@@ -266,8 +255,6 @@ def _rounds(
     warned, read_ahead = False, ReadAhead(work.task.train, process_group.shard)
     selected: Selected | None = None
     rule, train = work.cohort_rule or CohortRule(), work.task.train
-    with seeded_torch(work.seed, "bytes"):  # in case the client rule draws
-        up, down = message_bytes(work.algorithm, state)
     noted: set[str] = set()
     small = state.params.is_cuda and state.params.numel() <= CAPTURED_EVALUATION
     repeated = RepeatedProgram() if small else None
@@ -293,8 +280,8 @@ def _rounds(
             record = replace(
                 run_round(work, state, engine),
                 engine_choice=selected.choice,
-                bytes_up=up * len(clients),
-                bytes_down=down * len(clients),
+                bytes_up=contract.bytes_up * len(clients),
+                bytes_down=contract.bytes_down * len(clients),
             )
         state = record.state
         if record.dropped and not warned:
@@ -305,44 +292,6 @@ def _rounds(
             with arithmetic(precision):
                 record = _evaluated(work, record, process_group, noted, repeated)
         yield record
-
-
-def _check_rule_state(algorithm: Algorithm, method: str, value: Any) -> None:
-    """Refuse a state of a rule that is no dict of tensors."""
-    good = isinstance(value, Mapping) and all(isinstance(each, Tensor) for each in value.values())
-    side, name = method.split(".")
-    require(
-        good,
-        f"{name} of {type(getattr(algorithm, side)).__name__} returns {type(value).__name__}; "
-        'return tensors by name, e.g. {"momentum": torch.zeros_like(params)}',
-    )
-
-
-def _check_client_rule(rule: ClientRule, state: SimulationState, client_state: Tensors) -> None:
-    """Refuse a client rule that does not return what local training takes, by a zero update."""
-    name, params = type(rule).__name__, state.params.clone()
-    with preserved_draws():
-        grad = rule.correct(
-            torch.zeros_like(params), params, state.params, state.broadcast, client_state
-        )
-        ended = rule.end_round(torch.zeros_like(params), 1.0, state.broadcast, client_state)
-    require(
-        isinstance(grad, Tensor) and grad.shape == params.shape,
-        f"correct of {name} returns {list(grad.shape) if isinstance(grad, Tensor) else grad!r}; "
-        f"return the corrected gradient, of shape {list(params.shape)}",
-    )
-    pair = isinstance(ended, tuple) and len(ended) == 2
-    require(
-        pair and all(isinstance(each, Mapping) for each in ended),
-        f"end_round of {name} returns {type(ended).__name__}; return two dicts of tensors: the "
-        "client state, and what is summed over clients",
-    )
-    for extra, value in ended[1].items():
-        require(
-            isinstance(value, Tensor) and value.ndim > 0,
-            f"end_round of {name} sums {extra!r}, which is no vector; return a tensor of one "
-            "dimension, e.g. value[None]",
-        )
 
 
 def _check_kinds(task: Any, algorithm: Any, local: Any) -> None:
@@ -571,38 +520,3 @@ def _warn_dropped(record: Record) -> None:
         NonFiniteUpdateWarning,
         stacklevel=3,
     )
-
-
-class ReadAhead:
-    """Asks the system to read the examples and client states of the next round, in a thread.
-
-    Args:
-        train: the clients' data; small fields and those on a device are not read ahead.
-        shard: returns the part of a round that this process trains.
-    """
-
-    def __init__(self, train: Federation, shard: Callable[[Work], Work]) -> None:
-        self._shard = shard
-        on_host = [value for value in train.fields.values() if value.device.type == "cpu"]
-        self._examples = sum(value.nbytes for value in on_host) >= LEAST_BYTES
-        self._thread = ThreadPoolExecutor(1)
-        self._started = False
-
-    def __call__(self, work: Work, state: SimulationState) -> None:
-        """Start to read the examples and client states of the round after `work`."""
-        states = state.clients if isinstance(state.clients, StoredStates) else None
-        if self._examples or states is not None:
-            train, work = work.task.train if self._examples else None, self._shard(work)
-            if not self._started:  # the first round was not read ahead, and is needed now
-                _read(train, states, work.cohort)
-            self._started = True
-            self._thread.submit(_read, train, states, work.after().cohort)
-
-
-def _read(
-    train: Federation | None, states: StoredStates | None, clients: NDArray[np.int64]
-) -> None:
-    if train is not None:
-        prefetch_pages(train, clients)
-    if states is not None:
-        states.prefetch(clients)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from fedexp.algorithms import Algorithm
+from fedexp.client import zero_extras
 from fedexp.errors import is_number, require, whole_number
 from fedexp.privacy import accounting
 from fedexp.privacy.accounting import Sampling
@@ -253,14 +254,12 @@ def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:
         "leave weighting out",
     )
     rule, zero = algorithm.client, torch.zeros(1)
-    broadcast = rule.init_broadcast(zero)
     require(
-        not broadcast,
+        not rule.init_broadcast(zero),
         f"the control variates of {algorithm.name} are not covered by privacy; "
         "take a rule without them, such as fedexp or fedprox-exp",
     )
-    _, extras = rule.end_round(zero, 1.0, broadcast, rule.init_client_state(zero))
-    names = ", ".join({**extras, **(rule.loss_extras(zero, zero) if rule.needs_loss else {})})
+    names = ", ".join(zero_extras(rule, zero))
     require(
         not names,
         f"{algorithm.name} adds {names} to the sums, which privacy does not cover; "
