@@ -168,9 +168,13 @@ def test_a_step_of_another_shape_is_refused_by_name() -> None:
     def run(whole: bool) -> None:
         fx.simulate(least_squares(), fx.Algorithm("own", server=Own(whole)), 1)
 
-    with pytest.raises(fx.UsageError, match=r"step of Own returns parameters of shape \[2\], not"):
+    with pytest.raises(
+        fx.UsageError, match=r"Own returns \[2\] of torch.float64 as parameters, not \[20\]"
+    ):
         run(whole=False)
-    with pytest.raises(fx.UsageError, match=r"step of Own reports server_lr of shape \[3\]"):
+    with pytest.raises(
+        fx.UsageError, match=r"step of Own reports server_lr as \[3\] of torch.float32; report one"
+    ):
         run(whole=True)
 
 
@@ -181,8 +185,11 @@ def test_a_step_of_another_shape_is_refused_by_name() -> None:
         (lambda p: (p, {"m": 1.0}, {}), "returns dict as state; return tensors by name"),
         (lambda p: (p, None, {}), "returns NoneType as state; return tensors by name"),
         (lambda p: (p, {}, None), "returns NoneType as metrics; return numbers by name"),
-        (lambda p: (p, {}, {"text": "high"}), "reports text as str; report a number"),
-        (lambda p: (p.float(), {}, {}), "returns parameters in torch.float32, not torch.float64"),
+        (lambda p: (p, {}, {"text": "high"}), "reports text as str; report one number"),
+        (
+            lambda p: (p.float(), {}, {}),
+            r"returns \[20\] of torch.float32 as parameters, not \[20\] of torch.float64",
+        ),
     ],
 )
 def test_what_a_step_returns_is_checked(returned: Any, message: str) -> None:
@@ -198,8 +205,12 @@ def test_what_a_step_returns_is_checked(returned: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("correct", "ended", "message"),
     [
-        (None, ({}, {}), "correct of Own returns None; return the corrected gradient"),
-        (torch.zeros(2), ({}, {}), r"correct of Own returns \[2\]; return the corrected gradient"),
+        (None, ({}, {}), "correct of Own returns NoneType; return the corrected gradient"),
+        (
+            torch.zeros(2),
+            ({}, {}),
+            r"correct of Own returns \[2\] of .*; return the corrected gradient",
+        ),
         ("grad", {}, "end_round of Own returns dict; return two dicts of tensors"),
         ("grad", ({}, {"n": torch.ones(())}), "end_round of Own sums 'n', which is no vector"),
     ],

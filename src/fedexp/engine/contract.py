@@ -24,7 +24,6 @@ from fedexp.seeding import preserved_draws
 
 # Names that a server rule cannot report; its step size is the field `server_lr`.
 RECORD_FIELDS = frozenset(field.name for field in fields(Record)) - {"server_lr"}
-NAMED = 'return tensors by name, e.g. {"momentum": torch.zeros_like(params)}'
 
 
 class Contract(NamedTuple):
@@ -48,43 +47,43 @@ def probe(algorithm: Algorithm, state: SimulationState) -> Contract:
     the state, and torch's generators are left as they were.
     """
     rule, params = algorithm.client, state.params.clone()
+    client, server = (type(side).__name__ for side in (rule, algorithm.server))
     with preserved_draws():
         client_state = rule.init_client_state(params)
-        _check_named(rule, "init_client_state", client_state)
-        _check_named(rule, "init_broadcast", state.broadcast)
-        _check_named(algorithm.server, "init", state.server)
-        broadcast = {name: value.clone() for name, value in state.broadcast.items()}
+        _check_state(f"init_client_state of {client}", client_state)
+        _check_state(f"init_broadcast of {client}", state.broadcast)
+        _check_state(f"init of {server}", state.server)
+        broadcast, before = (
+            {name: value.clone() for name, value in tensors.items()}
+            for tensors in (state.broadcast, state.server)
+        )
         zero = torch.zeros_like(params)
-        corrected = rule.correct(zero.clone(), params, params.clone(), broadcast, client_state)
-        ended = rule.end_round(zero, 1.0, broadcast, client_state)
-        _check_client(type(rule).__name__, corrected, ended, params)
+        grad = rule.correct(zero.clone(), params, params.clone(), broadcast, client_state)
+        _check_client(client, grad, rule.end_round(zero, 1.0, broadcast, client_state), params)
         extras = zero_extras(rule, params)
         sums = {name: value[None] for name, value in extras.items()}
         aggregate = Aggregate.of(torch.ones_like(params)[None], None, sums)
-        server = {name: value.clone() for name, value in state.server.items()}
-        stepped = algorithm.server.step(params.clone(), aggregate, server)
-        _check_step(f"step of {type(algorithm.server).__name__}", stepped, params, state.server)
+        stepped = algorithm.server.step(params.clone(), aggregate, before)
+        _check_step(f"step of {server}", stepped, params, state.server)
     up = (params, state.buffers.averaged, *extras.values())
     down = (params, *state.buffers, *broadcast.values())
     return Contract(client_state, *(sum(t.nbytes for t in sent) for sent in (up, down)))
 
 
-def _is_named(value: Any) -> bool:
-    return isinstance(value, Mapping) and all(isinstance(t, Tensor) for t in value.values())
-
-
-def _check_named(rule: object, method: str, value: Any) -> None:
+def _check_state(method: str, value: Any) -> None:
     """Refuse a state that is not a dict of tensors."""
-    kind = type(value).__name__
-    require(_is_named(value), f"{method} of {type(rule).__name__} returns {kind}; {NAMED}")
-
-
-def _check_client(rule: str, corrected: Any, ended: Any, params: Tensor) -> None:
-    """Refuse what local training cannot use."""
-    shape = list(corrected.shape) if isinstance(corrected, Tensor) else corrected
     require(
-        isinstance(corrected, Tensor) and corrected.shape == params.shape,
-        f"correct of {rule} returns {shape!r}; return the corrected gradient, of shape "
+        isinstance(value, Mapping) and all(isinstance(t, Tensor) for t in value.values()),
+        f"{method} returns {type(value).__name__} as state; return tensors by name, e.g. "
+        '{"momentum": torch.zeros_like(params)}, or {} for none',
+    )
+
+
+def _check_client(rule: str, grad: Any, ended: Any, params: Tensor) -> None:
+    """Refuse what local training cannot use."""
+    require(
+        isinstance(grad, Tensor) and grad.shape == params.shape,
+        f"correct of {rule} returns {_shown(grad)}; return the corrected gradient, of shape "
         f"{list(params.shape)}",
     )
     require(
@@ -108,27 +107,12 @@ def _check_step(step: str, stepped: Any, before: Tensor, initial: Tensors) -> No
         "a dict of metrics",
     )
     params, state, metrics = stepped
-    is_tensor = isinstance(params, Tensor)
     require(
-        is_tensor and params.shape == before.shape,
-        f"{step} returns parameters of shape "
-        f"{list(params.shape) if is_tensor else type(params).__name__}, not {list(before.shape)}; "
-        "return all of the next parameters as one vector",
+        _shown(params) == _shown(before),
+        f"{step} returns {_shown(params)} as parameters, not {_shown(before)}; return all of them "
+        "as one vector, as params.dtype",
     )
-    require(
-        params.dtype == before.dtype,
-        f"{step} returns parameters in {params.dtype}, not {before.dtype}; return them as "
-        "params.dtype",
-    )
-    require(
-        _is_named(state),
-        f"{step} returns {type(state).__name__} as state; return tensors by name, {{}} for none",
-    )
-    require(
-        isinstance(metrics, Mapping),
-        f"{step} returns {type(metrics).__name__} as metrics; return numbers by name, {{}} for "
-        "none",
-    )
+    _check_state(step, state)
     # a run whose state has other shapes than the initial one could not be resumed
     changed = sorted({name for name, _ in shapes_of(state) ^ shapes_of(initial)})
     require(
@@ -136,17 +120,22 @@ def _check_step(step: str, stepped: Any, before: Tensor, initial: Tensors) -> No
         f"{step} returns a state with another {', '.join(changed)} than init; give init the same "
         'names and shapes, e.g. return {"momentum": torch.zeros_like(params)}',
     )
+    require(
+        isinstance(metrics, Mapping),
+        f"{step} returns {_shown(metrics)} as metrics; return numbers by name, {{}} for none",
+    )
     for name, value in metrics.items():
         require(
-            isinstance(value, Tensor | Real),
-            f"{step} reports {name} as {type(value).__name__}; report a number",
+            value.numel() == 1 if isinstance(value, Tensor) else isinstance(value, Real),
+            f"{step} reports {name} as {_shown(value)}; report one number, e.g. its mean",
         )
         require(
             name not in RECORD_FIELDS,
             f"{step} reports a metric called {name}, which every record has; give it another name",
         )
-        require(
-            not isinstance(value, Tensor) or value.numel() == 1,
-            f"{step} reports {name} of shape {list(getattr(value, 'shape', ()))}; report one "
-            "number, e.g. its mean",
-        )
+
+
+def _shown(value: Any) -> str:
+    """Return the shape and the type of a tensor, or the type of anything else."""
+    is_tensor = isinstance(value, Tensor)
+    return f"{list(value.shape)} of {value.dtype}" if is_tensor else type(value).__name__
