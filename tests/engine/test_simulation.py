@@ -227,6 +227,23 @@ def test_what_a_client_rule_returns_is_checked(correct: Any, ended: Any, message
         fx.simulate(least_squares(), fx.Algorithm("own", client=Own()), 1)
 
 
+@pytest.mark.parametrize("engine", ["loop", "threads", "batched", "auto"])
+def test_errors_of_torch_about_the_data_name_them(engine: Any) -> None:
+    local = fx.LocalTraining(lr=0.1, epochs=1, batch_size=4)
+    normed = classes_task(BatchNormNet, (8, 9, 4, 6))
+    with pytest.raises(
+        fx.UsageError, match=r"^client 1 has a batch of one example, which BatchNor"
+    ):
+        list(fx.simulate(normed, fx.fedavg(), 1, local=local, engine=engine))
+    tokens = np.arange(40).reshape(20, 2) % 12
+    train = fx.Federation.from_ids({"x": tokens, "y": np.arange(20) % 3}, np.arange(20) // 5)
+    layers = lambda: nn.Sequential(nn.Embedding(11, 4), nn.Flatten(), nn.Linear(8, 3))  # noqa: E731
+    task = fx.supervised("words", layers, train, local=local)
+    ranges = r"x 0 to 11 \(training\), y 0 to 2 \(training\); raise num_embeddings, or clean"
+    with pytest.raises(fx.UsageError, match=f"^an embedding of the model has no entry .* {ranges}"):
+        list(fx.simulate(task, fx.fedavg(), 1, engine=engine))
+
+
 def test_an_initial_model_that_is_not_finite_is_refused() -> None:
     class Broken(nn.Linear):
         def reset_parameters(self) -> None:

@@ -11,6 +11,7 @@ import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from types import FunctionType
@@ -54,6 +55,7 @@ from fedexp.kernels.launch import load_triton
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers, ModuleObjective
 from fedexp.objective.hidden_state import check_repeatable
+from fedexp.objective.torch_errors import named_data
 from fedexp.options import build_algorithm, paper_setup
 from fedexp.precision import (
     Precision,
@@ -267,7 +269,7 @@ def _rounds(
             shared[0].load(work.task)
         with arithmetic(precision):
             if selected is None:
-                with seeded_torch(work.seed, "trial"):
+                with seeded_torch(work.seed, "trial"), _named_data(work):
                     selected = select()
                 if shared is not None:
                     work = replace(work, task=shared[0].prepared(selected.engine, work.task))
@@ -408,20 +410,12 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     """Run one round: local training, sums, server step. Pure in `state`; by the loop by default."""
     began = time.perf_counter()
     engine = engine or Loop()
-    try:
+    with _named_data(work):
         result = None
         if isinstance(engine, Batched) and work.privacy is None:
             result = engine.run_round(work, state)
         if result is None:
             result = _local_then_server(work, state, engine)
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        raise _batch_of_one(work) from error
-    except (IndexError, RuntimeError) as error:
-        if not _is_missing_index(error):
-            raise
-        raise _no_such_index(work.task) from error
     clients = ClientStates.of(state.clients).updated(result.changed)
     metrics = dict(result.metrics)
     return Record(
@@ -437,35 +431,15 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     )
 
 
-def _batch_of_one(work: Work) -> UsageError:
-    """Return the error for BatchNorm that meets a batch of one example."""
-    lengths = step_lengths(work.task.train.sizes[work.cohort], work.local)
-    clients = work.cohort[(lengths == 1).any(axis=0)]
-    return UsageError(
-        f"client {clients[0] if len(clients) else '?'} has a batch of one example, which BatchNorm "
-        "cannot normalise; choose a local.batch_size that leaves no single example, leave such "
-        "clients out, or use GroupNorm"
-    )
+def _named_data(work: Work) -> AbstractContextManager[None]:
+    """Return a context in which torch's errors about the data of a round name them."""
 
+    def client() -> object:
+        lengths = step_lengths(work.task.train.sizes[work.cohort], work.local)
+        clients = work.cohort[(lengths == 1).any(axis=0)]
+        return clients[0] if len(clients) else "?"
 
-def _is_missing_index(error: Exception) -> bool:
-    """Return whether an error is that of an embedding, or of its stacked implementation."""
-    text = str(error)
-    return "index out of range in self" in text or "is out of bounds for dimension" in text
-
-
-def _no_such_index(task: Task) -> UsageError:
-    """Return the error for an embedding that is given an index it does not have."""
-    ranges = [
-        f"{name} {int(value.min())} to {int(value.max())} ({split})"
-        for split, fields in {"training": task.train.fields, "test": task.test or {}}.items()
-        for name, value in fields.items()
-        if not value.is_floating_point() and not value.is_complex()
-    ]
-    return UsageError(
-        "an embedding of the model has no entry for an index in the data, whose whole numbers are "
-        f"{', '.join(ranges)}; raise num_embeddings, or clean the data"
-    )
+    return named_data({"training": work.task.train.fields, "test": work.task.test or {}}, client)
 
 
 def _local_then_server(work: Work, state: SimulationState, engine: Run) -> RoundResult:
@@ -490,13 +464,8 @@ def _evaluated(
     work: Work, record: Record, process_group: ProcessGroup, noted: set[str], run: RunProgram | None
 ) -> Record:
     """Return the record with the values of its output model; metrics in `noted` were warned of."""
-    with seeded_torch(work.seed, "evaluation", work.round):  # in case the model draws
-        try:
-            values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output(), run)
-        except (IndexError, RuntimeError) as error:
-            if not _is_missing_index(error):
-                raise
-            raise _no_such_index(work.task) from error
+    with seeded_torch(work.seed, "evaluation", work.round), _named_data(work):  # the model may draw
+        values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output(), run)
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
     broken = {name: value for name, value in values.items() if not math.isfinite(value)}
