@@ -26,7 +26,6 @@ from flwr.supercore import log
 from torch import nn
 
 from fedexp.algorithms import Algorithm
-from fedexp.client import Prox
 from fedexp.errors import (
     UsageError,
     is_number,
@@ -38,7 +37,7 @@ from fedexp.flower.layout import named_parts, same_arrays
 from fedexp.flower.metrics import MetricsFn, aggregate_evaluations
 from fedexp.flower.nodes import CohortSize
 from fedexp.flower.replies import AggregatedReplies, ReplyReader, Weighting, aggregate_replies
-from fedexp.flower.request import CLIENT_RULES
+from fedexp.flower.request import CLIENT_RULES, rule_config
 from fedexp.flower.secure.payload import NOT_UNIFORM, SecureAggregation
 from fedexp.flower.server import FederatedRun
 from fedexp.flower.server_loop import EvaluateFn, run_rounds
@@ -212,11 +211,9 @@ class Settings:
 
     def client_config(self) -> dict[str, Any]:
         """Return the config of the client rule, as train messages carry it."""
-        rule = self.algorithm.client
-        names = {kind: name for name, kind in CLIENT_RULES.items()}
-        config: dict[str, Any] = {"fedexp.client": names[type(rule)]}
-        if isinstance(rule, Prox):
-            config["fedexp.mu"] = config["proximal-mu"] = rule.mu
+        config = rule_config(self.algorithm.client)
+        if "fedexp.mu" in config:
+            config["proximal-mu"] = config["fedexp.mu"]
         if self.buffers is not None:
             config["fedexp.buffers"] = sorted(self.buffers)
         return config

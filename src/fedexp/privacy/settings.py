@@ -24,10 +24,6 @@ from fedexp.privacy.mechanism import (
     Numerator,
     best_norm_weight,
 )
-from fedexp.server import AMS, Adagrad, Adam, Average, Hypergradient, Momentum, Yogi
-
-# Server rules without squared norms.
-READ_NO_NORMS = (Average, Momentum, Adagrad, Adam, Yogi, AMS, Hypergradient)
 
 
 class PrivacyWarning(UserWarning):
@@ -144,7 +140,7 @@ class CentralPrivacy:
         assert z is not None
         accounting.epsilon(z, 1, self.delta, **population)  # refuse now, not after a round
         kappa = best_norm_weight(z, cohort) if self.norm_weight is None else self.norm_weight
-        if type(algorithm.server) in READ_NO_NORMS:
+        if not algorithm.server.reads_norms:
             kappa = 0.0
         return CentralMechanism(
             self.clip,
