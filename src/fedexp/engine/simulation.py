@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor, nn
 
-import fedexp.tasks
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
@@ -55,7 +54,6 @@ from fedexp.local import LocalTraining
 from fedexp.objective import Buffers, ModuleObjective
 from fedexp.objective.hidden_state import check_repeatable
 from fedexp.objective.torch_errors import named_data
-from fedexp.options import build_algorithm, paper_setup
 from fedexp.precision import (
     Precision,
     arithmetic,
@@ -187,6 +185,8 @@ def simulate(
     """
     _check_kinds(task, algorithm, local)
     if isinstance(algorithm, str):
+        from fedexp.options import build_algorithm, paper_setup
+
         named = paper_setup(task, build_algorithm(algorithm))
         algorithm, local = named.algorithm, local or named.local
         weighting = weighting or named.weighting
@@ -298,9 +298,9 @@ def _rounds(
 def _check_kinds(task: Any, algorithm: Any, local: Any) -> None:
     """Raise `UsageError` for a name, a class or a function in the place of what it stands for."""
     if isinstance(task, str):
-        name = task.replace("-", "_")
-        example = name if name in fedexp.tasks.__all__ else "digits"
-        raise UsageError(f"simulate takes a Task, not the name {task!r}; pass fx.tasks.{example}()")
+        raise UsageError(
+            f"simulate takes a Task, not the name {task!r}; call its function, fx.tasks.digits()"
+        )
     if isinstance(task, type | FunctionType):
         example = "digits" if isinstance(task, type) else task.__name__
         raise UsageError(
