@@ -26,7 +26,8 @@ import torch
 
 from fedexp.algorithms import ALGORITHMS
 from fedexp.analysis.tables import markdown_table, text_table
-from fedexp.engine.state import SimulationState, message_bytes
+from fedexp.engine.contract import probe
+from fedexp.engine.state import SimulationState
 from fedexp.objective import Buffers
 
 HERE = Path(__file__).resolve().parent
@@ -323,8 +324,8 @@ def message_sizes(parameters: int = 10**6) -> str:
     for name, build in ALGORITHMS.items():
         algorithm = build()
         state = SimulationState.of(params, Buffers.none(), algorithm)
-        up, down = message_bytes(algorithm, state)
-        own = sum(v.nbytes for v in algorithm.client.init_client_state(params).values())
+        client_state, up, down = probe(algorithm, state)
+        own = sum(v.nbytes for v in client_state.values())
         server = sum(v.nbytes for each in (state.server, state.broadcast) for v in each.values())
         sizes = (up, down, own, algorithm.iterates * params.nbytes + server)
         groups.setdefault(tuple(_models(size, params.nbytes) for size in sizes), []).append(name)

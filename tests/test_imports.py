@@ -10,33 +10,7 @@ from pathlib import Path
 import fedexp
 
 PACKAGE = Path(fedexp.__file__).parent
-# A module may import from its own layer's package and from the layers above it in this list.
-LAYERS = [
-    {"errors"},
-    {"optional"},
-    {"seeding", "precision"},
-    {"kernels"},
-    {"aggregate"},
-    {"server", "client", "local"},
-    {"algorithms", "projections"},
-    {"data"},
-    {"cohorts"},
-    {"privacy"},
-    {"models"},
-    {"objective"},
-    {"tasks"},
-    {"references"},
-    {"options"},
-    {"engine"},
-    {"distributed"},
-    {"runs"},
-    {"analysis", "flower"},
-    {"tuning"},
-    {"reproduce"},
-    {"study"},
-    {"cli"},
-    {"__init__", "__main__"},
-]
+GUIDE = Path(__file__).parents[1] / "CONTRIBUTING.md"
 HEAVY = {
     "matplotlib",
     "sklearn",
@@ -55,8 +29,11 @@ HEAVY = {
 }
 
 
-def layer(module: str) -> int:
-    return next(i for i, names in enumerate(LAYERS) if module in names)
+def layers() -> dict[str, int]:
+    """Return the place of each module in the list of the guide; names joined by "and" share one."""
+    listed = GUIDE.read_text().partition("**Imports go one way:**")[2].partition(". ")[0]
+    places = [*" ".join(listed.split()).split(", "), "__init__ and __main__"]
+    return {name: at for at, names in enumerate(places) for name in names.split(" and ")}
 
 
 def imported(path: Path) -> set[str]:
@@ -73,12 +50,14 @@ def imported(path: Path) -> set[str]:
 
 
 def test_imports_go_one_way() -> None:
-    wrong = []
+    wrong, place, modules = [], layers(), set()
     for path in PACKAGE.rglob("*.py"):
-        own = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
-        others = [name for name in imported(path) - {own} if layer(name) >= layer(own)]
+        module = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        modules.add(module)
+        others = [name for name in imported(path) - {module} if place[name] >= place[module]]
         wrong += [f"{path.relative_to(PACKAGE)} imports {name}" for name in others]
     assert not wrong
+    assert modules == place.keys()
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:

@@ -421,7 +421,7 @@ def test_server_rules_of_the_wrong_shape_get_one_line(study: Any) -> None:
 
     plain = fx.Algorithm("plain", server=Plain())
     with pytest.raises(UsageError, match="step of Plain returns Tensor; return the next param"):
-        list(fx.simulate(study.task, plain, engine="loop"))
+        fx.simulate(study.task, plain, engine="loop")
     with pytest.raises(UsageError, match=r"Plain is no dataclass; put @dataclass\(frozen=True\)"):
         fx.run(study.task, plain)
 
@@ -429,7 +429,7 @@ def test_server_rules_of_the_wrong_shape_get_one_line(study: Any) -> None:
 @pytest.mark.parametrize("method", ["init_client_state", "init_broadcast"])
 def test_the_state_of_an_own_rule_must_be_named_tensors(study: Any, method: str) -> None:
     rule = type("Own", (fx.ClientRule,), {method: lambda self, params: (params,)})
-    with pytest.raises(UsageError, match=f"{method} of Own returns tuple; return tensors by name"):
+    with pytest.raises(UsageError, match=f"{method} of Own returns tuple as state; return tensors"):
         fx.simulate(study.task, fx.Algorithm("own", client=rule()))
 
 

@@ -111,6 +111,14 @@ class ClientRule:
         return broadcast
 
 
+def zero_extras(rule: ClientRule, params: Tensor) -> Tensors:
+    """Return what a client adds to the sums for a zero update: the names and shapes of extras."""
+    zero = torch.zeros_like(params)
+    states = rule.init_broadcast(params), rule.init_client_state(params)
+    _, extras = rule.end_round(zero, 1.0, *states)
+    return {**extras, **(rule.loss_extras(zero[:1], zero) if rule.needs_loss else {})}
+
+
 @dataclass(frozen=True)
 class SGD(ClientRule):
     """Plain local SGD (eq. 2, docs/paper.md#local-sgd)."""

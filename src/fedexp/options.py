@@ -25,7 +25,7 @@ from fedexp.client import SGD
 from fedexp.errors import DataNote, UsageError, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.references import is_reference, load_object, name_in, reference_to
-from fedexp.server import AMS, Adagrad, Adam, ExP, MomentumExP, ServerRule, Yogi
+from fedexp.server import ExP, ServerRule
 from fedexp.tasks import (
     cifar10,
     cifar10_cnn,
@@ -332,7 +332,7 @@ def authors_code(task: Task, algorithm: Algorithm) -> Setup:
     """
     setup = paper_setup(task, algorithm)
     local = replace(setup.local, decay_before_first_round=True)
-    server = _released_rule(setup.algorithm.server, local.lr_decay)
+    server = setup.algorithm.server.released(local.lr_decay)
     released = Setup(replace(setup.algorithm, server=server), local, "size")
     return released.with_options(task.released.get(algorithm.name, {}))
 
@@ -391,26 +391,6 @@ def option_text(value: Any) -> str:
     if callable(value):
         return reference_to(value, getattr(value, "__name__", "function"))
     return repr(value)
-
-
-def _released_rule(server: ServerRule, lr_decay: float) -> ServerRule:
-    if isinstance(server, ExP):
-        server = replace(
-            server,
-            eps=ExP.eps if server.eps_mode == "relative" else server.eps,
-            eps_mode="participants",
-            eps_decay=lr_decay**2,
-            decay_before_first_round=True,
-        )
-    if isinstance(server, MomentumExP):
-        return replace(server, apply_momentum=False)
-    if isinstance(server, Yogi | AMS):
-        return server  # not in the released code
-    if isinstance(server, Adagrad):
-        return replace(server, form="authors", tau=0.01)
-    if isinstance(server, Adam):
-        return replace(server, form="authors", tau=1e-4)
-    return server
 
 
 def share_options(

@@ -15,7 +15,7 @@ from fedexp.data import streaming as streamed_data
 from fedexp.data.streaming import StreamedFederation, on_device
 from fedexp.distributed import DistributedGroup, Ranks
 from fedexp.distributed.sharding import shard_cohort
-from fedexp.engine import simulation
+from fedexp.engine import read_ahead, simulation
 from fedexp.engine.batched import Batched
 from fedexp.engine.client_store import StoredStates
 from fedexp.engine.plan import Work, sample_cohort
@@ -75,9 +75,9 @@ class AtOnce:
 
 def test_the_next_cohort_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
-    monkeypatch.setattr(simulation, "LEAST_BYTES", 0)
-    monkeypatch.setattr(simulation, "ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr(simulation, "prefetch_pages", lambda train, who: asked.append(who.tolist()))
+    monkeypatch.setattr(read_ahead, "LEAST_BYTES", 0)
+    monkeypatch.setattr(read_ahead, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(read_ahead, "prefetch_pages", lambda train, who: asked.append(who.tolist()))
     states: list[list[int]] = []
     monkeypatch.setattr(StoredStates, "prefetch", lambda self, who: states.append(who.tolist()))
     task = classes_task(lambda: nn.Linear(4, 3), SIZES)
@@ -90,13 +90,13 @@ def test_the_next_cohort_is_read_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_rank_reads_ahead_for_its_own_clients(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[int]] = []
-    monkeypatch.setattr(simulation, "LEAST_BYTES", 0)
-    monkeypatch.setattr(simulation, "ThreadPoolExecutor", AtOnce)
-    monkeypatch.setattr(simulation, "prefetch_pages", lambda train, who: asked.append(who.tolist()))
+    monkeypatch.setattr(read_ahead, "LEAST_BYTES", 0)
+    monkeypatch.setattr(read_ahead, "ThreadPoolExecutor", AtOnce)
+    monkeypatch.setattr(read_ahead, "prefetch_pages", lambda train, who: asked.append(who.tolist()))
     task = classes_task(lambda: nn.Linear(4, 3), SIZES)
     first = Work(task, fx.fedexp(), task.local, "uniform", 0, 1, sample_cohort(0, 1, 6, 5))
     among = Ranks(1, 2, 1, torch.device("cpu"), store=None, gloo_group=None)
-    ahead = simulation.ReadAhead(task.train, DistributedGroup(among).shard)
+    ahead = read_ahead.ReadAhead(task.train, DistributedGroup(among).shard)
     ahead(first, SimulationState.initial(task, fx.fedexp(), 0))
     assert asked == [shard_cohort(work, 2)[1].tolist() for work in (first, first.after())]
 

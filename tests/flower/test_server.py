@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from flwr.app import ArrayRecord
 
-from fedexp import Aggregate, Algorithm, fedavg, fedexp, scaffold_exp
+from fedexp import Aggregate, Algorithm, ServerRule, fedavg, fedexp, scaffold_exp
 from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, UsageError
 from fedexp.flower import Server
@@ -79,6 +81,15 @@ def test_a_model_that_overflows_half_precision_has_diverged() -> None:
 def test_a_first_model_with_nan_is_refused() -> None:
     with pytest.raises(UsageError, match=r"not finite \('w'\).*persistent=False"):
         Server(fedavg(), arrays(1.0, float("nan")))
+
+
+def test_a_rule_that_breaks_its_contract_is_refused_before_the_first_round() -> None:
+    class Plain(ServerRule):
+        def step(self, params: Any, aggregate: Any, state: Any) -> Any:
+            return params - aggregate.mean
+
+    with pytest.raises(UsageError, match="step of Plain returns Tensor; return the next param"):
+        Server(Algorithm("plain", server=Plain()), arrays(0, 0))
 
 
 def test_updates_are_taken_from_what_was_sent() -> None:

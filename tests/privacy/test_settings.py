@@ -54,6 +54,15 @@ def test_every_algorithm_is_private_or_refused(name: str) -> None:
         assert kappa == pytest.approx(0.2 if extrapolates else 0.0)
 
 
+def test_a_rule_of_a_users_own_is_taken_to_read_the_squared_norms() -> None:
+    class Own(fx.Average):
+        """May read more than the rule that it derives from."""
+
+    run = {**RUN, "algorithm": fx.Algorithm("own", server=Own())}
+    privacy = CentralPrivacy(1.0, 1e-5, noise_multiplier=1.0)
+    assert privacy.prepare(**run).norm_weight == pytest.approx(0.2)
+
+
 @dataclass(frozen=True)
 class Weighted(fx.ClientRule):
     """A rule of a user's that adds nothing to the sums but scales the weights."""

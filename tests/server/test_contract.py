@@ -67,6 +67,14 @@ def test_changes_nothing_it_was_given(rule: fx.ServerRule) -> None:
 
 
 @every_rule
+def test_reads_squared_norms_where_it_states_that(rule: fx.ServerRule) -> None:
+    params, sums = torch.zeros(4), fx.Aggregate.of(4 * torch.eye(4))
+    hidden = dataclasses.replace(sums, sq_norm=torch.full_like(sums.sq_norm, torch.nan))
+    one, other = (rule.step(params, each, rule.init(params))[0] for each in (sums, hidden))
+    assert torch.equal(one, other) is not rule.reads_norms
+
+
+@every_rule
 def test_client_order_is_irrelevant(rule: fx.ServerRule) -> None:
     deltas, params = random_updates(6, 5), torch.zeros(5, dtype=torch.float64)
     one, *_ = rule.step(params, fx.Aggregate.of(deltas), rule.init(params))

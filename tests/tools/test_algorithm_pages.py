@@ -34,7 +34,8 @@ from tools.results.archive import load_archive
 from tools.results.documents import ARCHIVE, LEADERBOARD, fill
 
 from fedexp.algorithms import ALGORITHMS, Algorithm, fedavg
-from fedexp.engine.state import SimulationState, message_bytes
+from fedexp.engine.contract import probe
+from fedexp.engine.state import SimulationState
 from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
@@ -213,7 +214,7 @@ def test_bytes_of_the_table_are_those_of_records(name: str) -> None:
         terms = line.split("|")[2].split("+")
         parts = [term.strip().partition("d") for term in terms]
         counted.append(sum(int(n or 1) * (d if unit else 1) for n, unit, _ in parts))
-    up, down = message_bytes(algorithm, state)
+    _, up, down = probe(algorithm, state)
     assert counted[1] * 4 == down
     assert counted[0] * 4 <= up <= counted[0] * 4 + 4 * 2  # single numbers may have 8 bytes
 

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from fedexp.algorithms import ALGORITHMS, Algorithm, fedavg
+from fedexp.client import zero_extras
 from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
 from fedexp.options import Setup, option_text
@@ -156,15 +157,12 @@ def state(name: str) -> str:
     algorithm = _algorithm(name)
     rule, params = algorithm.client, torch.zeros(SIZE)
     broadcast, own = rule.init_broadcast(params), rule.init_client_state(params)
-    after, extras = rule.end_round(torch.zeros(SIZE), 1.0, broadcast, own)
-    if rule.needs_loss:
-        extras = {**extras, **rule.loss_extras(torch.zeros(1), params)}
     server = {**algorithm.server.init(params), **broadcast}
     iterates = {f"iterate {k}": params for k in range(1, algorithm.iterates)}
     rows = [
-        ["a client sends", *_counted({"update": params, **extras})],
+        ["a client sends", *_counted({"update": params, **zero_extras(rule, params)})],
         ["a client receives", *_counted({"model": params, **broadcast})],
-        ["a client stores between rounds", *_counted(after)],
+        ["a client stores between rounds", *_counted(own)],
         ["the server stores", *_counted({"model": params, **iterates, **server})],
     ]
     return table(["", "numbers", "which"], rows, left=3)

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
-from fedexp.client import Tensors
+from fedexp.client import Tensors, zero_extras
 from fedexp.distributed.group import Ranks, local_world_size
 from fedexp.engine.base import Engine, Run, Sums, buffer_extras
 from fedexp.engine.plan import Work, step_lengths
@@ -197,11 +197,7 @@ def balanced_parts(costs: NDArray[np.int64], parts: int, even: bool = False) -> 
 def empty_aggregate(work: Work, state: SimulationState) -> Aggregate:
     """Return the sums of no clients, with the layout that all-reduce needs on every rank."""
     rule, params = work.algorithm.client, state.params
-    client_state = {name: value[None] for name, value in rule.init_client_state(params).items()}
-    delta = torch.zeros_like(params)[None]
-    _, extras = rule.end_round(delta, 1.0, state.broadcast, client_state)
-    if rule.needs_loss:
-        extras = {**extras, **rule.loss_extras(delta[:, :1], delta)}
+    extras = {name: value[None] for name, value in zero_extras(rule, params).items()}
     if state.buffers.averaged.numel():
         averaged = buffer_extras(state.buffers.averaged[None], rule.weight_factor(1.0))
         extras = {**extras, **averaged}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import NamedTuple, Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
 import torch
@@ -43,6 +43,25 @@ class Engine(Protocol):
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
         """Train every client of the cohort; return the sums and the new client states."""
+        ...
+
+
+class RoundResult(NamedTuple):
+    """A round that is over: the state after it, its numbers, and the changed client states."""
+
+    state: SimulationState
+    clients: int
+    dropped: int
+    metrics: dict[str, float]
+    changed: dict[int, Tensors]
+
+
+@runtime_checkable
+class WholeRound(Engine, Protocol):
+    """An engine that may take the server step too, in one program with local training."""
+
+    def run_round(self, work: Work, state: SimulationState) -> RoundResult | None:
+        """Run a round with its server step; return None where that is impossible."""
         ...
 
 

@@ -20,11 +20,10 @@ from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors
 from fedexp.data.federation import Federation
 from fedexp.data.streaming import StreamedFederation
-from fedexp.engine.base import Sums, stacked_states, sum_updates
+from fedexp.engine.base import RoundResult, Sums, stacked_states, sum_updates
 from fedexp.engine.cuda_graph import (
     CudaGraphRound,
     Program,
-    RoundResult,
     capture_graph,
     pack_inputs,
     round_result,

@@ -13,7 +13,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate, finite_norms
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
-from fedexp.engine.base import buffer_extras, unstacked
+from fedexp.engine.base import RoundResult, buffer_extras, unstacked
 from fedexp.engine.local_steps import (
     LocalProgram,
     LocalRun,
@@ -250,16 +250,6 @@ class CudaGraphRound:
             **_prefixed("client_state.", new_states),
             **_prefixed("metric.", metrics),
         }
-
-
-class RoundResult(NamedTuple):
-    """A round that is over: the state after it, its numbers, and the changed client states."""
-
-    state: SimulationState
-    clients: int
-    dropped: int
-    metrics: dict[str, float]
-    changed: dict[int, Tensors]
 
 
 def round_result(

@@ -10,29 +10,26 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
-from fedexp.client import ClientRule, Tensors
+from fedexp.client import Tensors
 from fedexp.cohorts import Cohort
-from fedexp.data.federation import Federation
-from fedexp.data.streaming import prefetch_pages
-from fedexp.engine.base import Engine, Run
-from fedexp.engine.batched import Batched
-from fedexp.engine.client_store import ClientStates, ClientStore, Location, StoredStates, shapes_of
-from fedexp.engine.cuda_graph import RepeatedProgram, RoundResult
+from fedexp.engine.base import Engine, RoundResult, Run, WholeRound
+from fedexp.engine.client_store import ClientStates, ClientStore, Location, shapes_of
+from fedexp.engine.contract import Contract, probe
+from fedexp.engine.cuda_graph import RepeatedProgram
 from fedexp.engine.loop import Loop
 from fedexp.engine.plan import CohortRule, Work, step_lengths
+from fedexp.engine.read_ahead import ReadAhead
 from fedexp.engine.select import EngineName, Selected, select_engine
 from fedexp.engine.spot_check import spot_check
 from fedexp.engine.state import (
@@ -40,7 +37,6 @@ from fedexp.engine.state import (
     Record,
     SimulationState,
     check_range,
-    message_bytes,
     server_step,
 )
 from fedexp.errors import (
@@ -54,6 +50,7 @@ from fedexp.kernels.launch import load_triton
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers, ModuleObjective
 from fedexp.objective.hidden_state import check_repeatable
+from fedexp.objective.torch_errors import named_data
 from fedexp.precision import (
     Precision,
     arithmetic,
@@ -62,7 +59,7 @@ from fedexp.precision import (
     default_precision,
     widest,
 )
-from fedexp.seeding import preserved_draws, seeded_torch
+from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import RunProgram, Task, Weighting
 
 if TYPE_CHECKING:  # only runs that use them import them
@@ -70,7 +67,6 @@ if TYPE_CHECKING:  # only runs that use them import them
     from fedexp.privacy import CentralPrivacy, LocalPrivacy
 
 CAPTURED_EVALUATION = 4_000_000  # parameters; with more, launches take less time than the kernels
-LEAST_BYTES = 2**26  # of examples to read ahead; less is in memory anyway
 
 
 class ProcessGroup(Protocol):
@@ -157,23 +153,16 @@ def train(
         check_repeatable(task.objective, seed, task.train.fields, task.transform)
     task, precision = _on_device(task, device, precision, programs)
     initial = SimulationState.initial(task, algorithm, seed)
-    client_state = algorithm.client.init_client_state(initial.params)
-    for method, value in {
-        "client.init_client_state": client_state,
-        "client.init_broadcast": initial.broadcast,
-        "server.init": initial.server,
-    }.items():
-        _check_rule_state(algorithm, method, value)
-    _check_client_rule(algorithm.client, initial, client_state)
+    contract = probe(algorithm, initial)
     require(
         bool(initial.params.isfinite().all()),
         "the initial model holds values that are not finite; check how it is initialised",
     )
+    client_state = contract.client_state
     state = initial if state is None else _checked_start(state, initial, client_state, rounds)
     store = client_store if isinstance(client_store, ClientStore) else ClientStore(client_store)
     most = rule.most(task.train.clients, rounds)
     group = process_group or SingleProcess()
-    client_state = algorithm.client.init_client_state(state.params)
     state = replace(
         state, clients=store.store(state.clients, client_state, most, group.local_world_size)
     )
@@ -187,12 +176,13 @@ def train(
         shared = programs, given
     if privacy is not None:  # the trial is without: noise would hide that engines disagree
         first = _private(first, privacy, rounds, initial)
-    return _rounds(first, state, rounds, evaluates, select, precision, group, shared)
+    return _rounds(first, state, contract, rounds, evaluates, select, precision, group, shared)
 
 
 def _rounds(
     work: Work,
     state: SimulationState,
+    contract: Contract,
     rounds: int,
     evaluates: Callable[[int], bool],
     select: Callable[[], Selected],
@@ -204,8 +194,6 @@ def _rounds(
     warned, read_ahead = False, ReadAhead(work.task.train, process_group.shard)
     selected: Selected | None = None
     rule, train = work.cohort_rule or CohortRule(), work.task.train
-    with seeded_torch(work.seed, "bytes"):  # in case the client rule draws
-        up, down = message_bytes(work.algorithm, state)
     noted: set[str] = set()
     small = state.params.is_cuda and state.params.numel() <= CAPTURED_EVALUATION
     repeated = RepeatedProgram() if small else None
@@ -218,7 +206,7 @@ def _rounds(
             shared[0].load(work.task)
         with arithmetic(precision):
             if selected is None:
-                with seeded_torch(work.seed, "trial"):
+                with seeded_torch(work.seed, "trial"), _named_data(work):
                     selected = select()
                 if shared is not None:
                     work = replace(work, task=shared[0].prepared(selected.engine, work.task))
@@ -231,8 +219,8 @@ def _rounds(
             record = replace(
                 run_round(work, state, engine),
                 engine_choice=selected.choice,
-                bytes_up=up * len(clients),
-                bytes_down=down * len(clients),
+                bytes_up=contract.bytes_up * len(clients),
+                bytes_down=contract.bytes_down * len(clients),
             )
         state = record.state
         if record.dropped and not warned:
@@ -243,44 +231,6 @@ def _rounds(
             with arithmetic(precision):
                 record = _evaluated(work, record, process_group, noted, repeated)
         yield record
-
-
-def _check_rule_state(algorithm: Algorithm, method: str, value: Any) -> None:
-    """Refuse a state of a rule that is no dict of tensors."""
-    good = isinstance(value, Mapping) and all(isinstance(each, Tensor) for each in value.values())
-    side, name = method.split(".")
-    require(
-        good,
-        f"{name} of {type(getattr(algorithm, side)).__name__} returns {type(value).__name__}; "
-        'return tensors by name, e.g. {"momentum": torch.zeros_like(params)}',
-    )
-
-
-def _check_client_rule(rule: ClientRule, state: SimulationState, client_state: Tensors) -> None:
-    """Refuse a client rule that does not return what local training takes, by a zero update."""
-    name, params = type(rule).__name__, state.params.clone()
-    with preserved_draws():
-        grad = rule.correct(
-            torch.zeros_like(params), params, state.params, state.broadcast, client_state
-        )
-        ended = rule.end_round(torch.zeros_like(params), 1.0, state.broadcast, client_state)
-    require(
-        isinstance(grad, Tensor) and grad.shape == params.shape,
-        f"correct of {name} returns {list(grad.shape) if isinstance(grad, Tensor) else grad!r}; "
-        f"return the corrected gradient, of shape {list(params.shape)}",
-    )
-    pair = isinstance(ended, tuple) and len(ended) == 2
-    require(
-        pair and all(isinstance(each, Mapping) for each in ended),
-        f"end_round of {name} returns {type(ended).__name__}; return two dicts of tensors: the "
-        "client state, and what is summed over clients",
-    )
-    for extra, value in ended[1].items():
-        require(
-            isinstance(value, Tensor) and value.ndim > 0,
-            f"end_round of {name} sums {extra!r}, which is no vector; return a tensor of one "
-            "dimension, e.g. value[None]",
-        )
 
 
 def _private(
@@ -369,20 +319,12 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     """Run one round: local training, sums, server step. Pure in `state`; by the loop by default."""
     began = time.perf_counter()
     engine = engine or Loop()
-    try:
+    with _named_data(work):
         result = None
-        if isinstance(engine, Batched) and work.privacy is None:
+        if isinstance(engine, WholeRound) and work.privacy is None:
             result = engine.run_round(work, state)
         if result is None:
             result = _local_then_server(work, state, engine)
-    except ValueError as error:
-        if "more than 1 value per channel" not in str(error):
-            raise
-        raise _batch_of_one(work) from error
-    except (IndexError, RuntimeError) as error:
-        if not _is_missing_index(error):
-            raise
-        raise _no_such_index(work.task) from error
     clients = ClientStates.of(state.clients).updated(result.changed)
     metrics = dict(result.metrics)
     return Record(
@@ -398,35 +340,15 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     )
 
 
-def _batch_of_one(work: Work) -> UsageError:
-    """Return the error for BatchNorm that meets a batch of one example."""
-    lengths = step_lengths(work.task.train.sizes[work.cohort], work.local)
-    clients = work.cohort[(lengths == 1).any(axis=0)]
-    return UsageError(
-        f"client {clients[0] if len(clients) else '?'} has a batch of one example, which BatchNorm "
-        "cannot normalise; choose a local.batch_size that leaves no single example, leave such "
-        "clients out, or use GroupNorm"
-    )
+def _named_data(work: Work) -> AbstractContextManager[None]:
+    """Return a context in which torch's errors about the data of a round name them."""
 
+    def client() -> object:
+        lengths = step_lengths(work.task.train.sizes[work.cohort], work.local)
+        clients = work.cohort[(lengths == 1).any(axis=0)]
+        return clients[0] if len(clients) else "?"
 
-def _is_missing_index(error: Exception) -> bool:
-    """Return whether an error is that of an embedding, or of its stacked implementation."""
-    text = str(error)
-    return "index out of range in self" in text or "is out of bounds for dimension" in text
-
-
-def _no_such_index(task: Task) -> UsageError:
-    """Return the error for an embedding that is given an index it does not have."""
-    ranges = [
-        f"{name} {int(value.min())} to {int(value.max())} ({split})"
-        for split, fields in {"training": task.train.fields, "test": task.test or {}}.items()
-        for name, value in fields.items()
-        if not value.is_floating_point() and not value.is_complex()
-    ]
-    return UsageError(
-        "an embedding of the model has no entry for an index in the data, whose whole numbers are "
-        f"{', '.join(ranges)}; raise num_embeddings, or clean the data"
-    )
+    return named_data({"training": work.task.train.fields, "test": work.task.test or {}}, client)
 
 
 def _local_then_server(work: Work, state: SimulationState, engine: Run) -> RoundResult:
@@ -451,13 +373,8 @@ def _evaluated(
     work: Work, record: Record, process_group: ProcessGroup, noted: set[str], run: RunProgram | None
 ) -> Record:
     """Return the record with the values of its output model; metrics in `noted` were warned of."""
-    with seeded_torch(work.seed, "evaluation", work.round):  # in case the model draws
-        try:
-            values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output(), run)
-        except (IndexError, RuntimeError) as error:
-            if not _is_missing_index(error):
-                raise
-            raise _no_such_index(work.task) from error
+    with seeded_torch(work.seed, "evaluation", work.round), _named_data(work):  # the model may draw
+        values: dict[str, Any] = process_group.evaluate(work.task, *record.state.output(), run)
     if not math.isfinite(values["train_loss"]):
         raise DivergedError(record.round, f"the training loss is {values['train_loss']}")
     broken = {name: value for name, value in values.items() if not math.isfinite(value)}
@@ -481,38 +398,3 @@ def _warn_dropped(record: Record) -> None:
         NonFiniteUpdateWarning,
         stacklevel=3,
     )
-
-
-class ReadAhead:
-    """Asks the system to read the examples and client states of the next round, in a thread.
-
-    Args:
-        train: the clients' data; small fields and those on a device are not read ahead.
-        shard: returns the part of a round that this process trains.
-    """
-
-    def __init__(self, train: Federation, shard: Callable[[Work], Work]) -> None:
-        self._shard = shard
-        on_host = [value for value in train.fields.values() if value.device.type == "cpu"]
-        self._examples = sum(value.nbytes for value in on_host) >= LEAST_BYTES
-        self._thread = ThreadPoolExecutor(1)
-        self._started = False
-
-    def __call__(self, work: Work, state: SimulationState) -> None:
-        """Start to read the examples and client states of the round after `work`."""
-        states = state.clients if isinstance(state.clients, StoredStates) else None
-        if self._examples or states is not None:
-            train, work = work.task.train if self._examples else None, self._shard(work)
-            if not self._started:  # the first round was not read ahead, and is needed now
-                _read(train, states, work.cohort)
-            self._started = True
-            self._thread.submit(_read, train, states, work.after().cohort)
-
-
-def _read(
-    train: Federation | None, states: StoredStates | None, clients: NDArray[np.int64]
-) -> None:
-    if train is not None:
-        prefetch_pages(train, clients)
-    if states is not None:
-        states.prefetch(clients)

@@ -6,8 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from numbers import Real
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -188,23 +187,6 @@ class Record:
         return {name: _jsonable(value) for name, value in {**own, **self.metrics}.items()}
 
 
-# Names that a server rule cannot report; its step size is the field `server_lr`.
-OWN_FIELDS = frozenset(own.name for own in fields(Record)) - {"server_lr"}
-
-
-def message_bytes(algorithm: Algorithm, state: SimulationState) -> tuple[int, int]:
-    """Return the bytes that one client sends and receives in a round, by the shapes of a state."""
-    rule, params, buffers = algorithm.client, state.params, state.buffers
-    client_state = rule.init_client_state(params)
-    delta = torch.zeros_like(params)
-    _, extras = rule.end_round(delta, 1.0, state.broadcast, client_state)
-    if rule.needs_loss:
-        extras = {**extras, **rule.loss_extras(delta[:1], delta)}
-    up = (params, buffers.averaged, *extras.values())
-    down = (params, *buffers, *state.broadcast.values())
-    return sum(each.nbytes for each in up), sum(each.nbytes for each in down)
-
-
 def _jsonable(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
@@ -240,19 +222,13 @@ class ServerModel(NamedTuple):
 def model_step(
     algorithm: Algorithm, model: ServerModel, aggregate: Aggregate, total_weight: float
 ) -> tuple[ServerModel, Tensors]:
-    """Return the model after a server step, and its metrics: a function of tensors alone."""
+    """Return the model after a server step, and its metrics: a function of tensors alone.
+
+    What rules return was checked before the first round (`contract.probe`).
+    """
     before = _versions(model)
-    stepped = algorithm.server.step(model.params, aggregate, model.server)
+    params, server, metrics = algorithm.server.step(model.params, aggregate, model.server)
     _check_versions(algorithm.server, "step", model, before)
-    if not isinstance(stepped, tuple) or len(stepped) != 3:
-        raise UsageError(
-            f"step of {type(algorithm.server).__name__} returns {type(stepped).__name__}; return "
-            "the next parameters, the next state and a dict of metrics"
-        )
-    params, server, metrics = stepped
-    rule = type(algorithm.server).__name__
-    _check_step(rule, params, model.params, metrics)
-    _check_state(rule, server, model.server)
     averaged = model.averaged
     if "buffers" in aggregate.extras:
         change = aggregate.mean_extra("buffers").to(averaged.dtype)
@@ -275,62 +251,6 @@ def _check_versions(rule: Any, method: str, model: ServerModel, before: list[int
             f"{method} of {type(rule).__name__} changes its arguments in place; return new "
             "tensors, e.g. params - aggregate.mean instead of params -= aggregate.mean"
         )
-
-
-def _check_step(rule: str, params: Any, before: Tensor, metrics: Mapping[str, Any]) -> None:
-    """Refuse parameters of another shape, and a metric that is not one number or not its own."""
-    if not isinstance(params, Tensor) or params.shape != before.shape:
-        found = list(params.shape) if isinstance(params, Tensor) else type(params).__name__
-        raise UsageError(
-            f"step of {rule} returns parameters of shape {found}, not {list(before.shape)}; return "
-            "all of the next parameters as one vector"
-        )
-    if params.dtype != before.dtype:
-        raise UsageError(
-            f"step of {rule} returns parameters in {params.dtype}, not {before.dtype}; return them "
-            "as params.dtype"
-        )
-    if not isinstance(metrics, Mapping):
-        raise UsageError(
-            f"step of {rule} returns {type(metrics).__name__} as metrics; return numbers by name, "
-            "{} for none"
-        )
-    for name, value in metrics.items():
-        if not isinstance(value, Tensor | Real):
-            raise UsageError(
-                f"step of {rule} reports {name} as {type(value).__name__}; report a number"
-            )
-        if name in OWN_FIELDS:
-            raise UsageError(
-                f"step of {rule} reports a metric called {name}, which every record has; give it "
-                "another name"
-            )
-        if isinstance(value, Tensor) and value.numel() != 1:
-            raise UsageError(
-                f"step of {rule} reports {name} of shape {list(value.shape)}; report one number, "
-                "e.g. its mean"
-            )
-
-
-def _check_state(rule: str, after: Any, before: Tensors) -> None:
-    """Refuse a state of other names or shapes than `init` gave: such a run could not resume."""
-    if not isinstance(after, Mapping):
-        raise UsageError(
-            f"step of {rule} returns {type(after).__name__} as state; return tensors by name, "
-            "{} for none"
-        )
-    shapes = [{name: shape_of(value) for name, value in each.items()} for each in (after, before)]
-    names = sorted({name for name, _ in shapes[0].items() ^ shapes[1].items()})
-    if names:
-        raise UsageError(
-            f"step of {rule} returns a state with another {', '.join(names)} than init; give init "
-            'the same names and shapes, e.g. return {"momentum": torch.zeros_like(params)}'
-        )
-
-
-def shape_of(value: Any) -> tuple[int, ...] | None:
-    """Return the shape of a tensor, None for anything else."""
-    return tuple(value.shape) if isinstance(value, Tensor) else None
 
 
 def with_model(state: SimulationState, model: ServerModel, algorithm: Algorithm) -> SimulationState:

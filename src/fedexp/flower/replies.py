@@ -20,7 +20,7 @@ from flwr.supercore import log
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate, norms, usable
-from fedexp.client import ClientRule
+from fedexp.client import zero_extras
 from fedexp.engine.base import SUMMED_BYTES
 from fedexp.errors import UsageError
 from fedexp.flower.layout import Arrays, Layout, loaded
@@ -197,7 +197,7 @@ class ReplyReader:
     ) -> None:
         self.server, self.start = server, server.start_point()
         self.arrays_key, self.weight_key, self.weighting = arrays_key, weight_key, weighting
-        self.extras = extra_names(server.algorithm.client)
+        self.extras = tuple(zero_extras(server.algorithm.client, self.start[:0]))
         self.max_norm, self.undecided, self.noise = max_norm, undecided, noise or {}
 
     def read(self, reply: Message) -> ClientUpdate:
@@ -311,15 +311,6 @@ class ReplyReader:
         # torch supports neither numpy's long double nor another byte order
         with np.errstate(over="ignore"):  # what overflows is infinite, and refused
             return torch.from_numpy(found.astype(np.float64)).to(self.start.dtype)
-
-
-def extra_names(rule: ClientRule) -> tuple[str, ...]:
-    """Return the names of the vectors that a client rule adds to the sums."""
-    empty = torch.zeros(0)
-    _, extras = rule.end_round(
-        empty, 1.0, rule.init_broadcast(empty), rule.init_client_state(empty)
-    )
-    return tuple(extras)
 
 
 def _reply_info(content: RecordDict) -> Mapping[str, Any]:

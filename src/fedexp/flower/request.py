@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import numpy as np
@@ -127,7 +127,15 @@ def client_rule(config: ConfigRecord) -> ClientRule:
     name = str(config.get("fedexp.client", "sgd"))
     if name not in CLIENT_RULES:
         raise unknown_name("client rule", name, CLIENT_RULES)
-    return Prox(float(_number(config, "fedexp.mu"))) if name == "prox" else CLIENT_RULES[name]()
+    kind = CLIENT_RULES[name]
+    return kind(**{field.name: _number(config, f"fedexp.{field.name}") for field in fields(kind)})
+
+
+def rule_config(rule: ClientRule) -> dict[str, Any]:
+    """Return what `client_rule` reads: the name of a rule, and its numbers."""
+    (name,) = (name for name, kind in CLIENT_RULES.items() if kind is type(rule))
+    numbers = {f"fedexp.{key}": value for key, value in vars(rule).items()}
+    return {"fedexp.client": name, **numbers}
 
 
 def read_ties(config: Mapping[str, Any], prefix: str = "fedexp.") -> dict[str, str] | None:

@@ -26,6 +26,7 @@ from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import SGD, Prox
 from fedexp.engine import SimulationState
+from fedexp.engine.contract import probe
 from fedexp.engine.state import check_range, server_step
 from fedexp.errors import DivergedError, FedExPError, UsageError, require
 from fedexp.flower.layout import Arrays, Layout, apparent_ties, ndarrays
@@ -173,7 +174,9 @@ class Server:
 
     def _initial_state(self, arrays: ArrayRecord) -> SimulationState:
         params, buffers = self.layout.flat(arrays), self.layout.buffers(arrays)
-        return SimulationState.of(params, buffers, self.algorithm)
+        state = SimulationState.of(params, buffers, self.algorithm)
+        probe(self.algorithm, state)
+        return state
 
     def _check(self, after: SimulationState) -> None:
         check_range(after)

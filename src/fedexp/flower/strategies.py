@@ -1,8 +1,9 @@
 """The algorithms of this package as Flower strategies: `from fedexp.flower import FedExP`.
 
 One class per algorithm has its options as arguments. Each takes FedAvg's ten arguments first and in
-order, then, by name, the options of its rules (eps, beta, mu, ...) and those of `RuleStrategy`.
-Those that Flower has too also take Flower's arguments, by Flower's names and positions.
+order (`flower`), then, by name, the options of its rules (eps, beta, mu, ...) and those of
+`RuleStrategy`. Those that Flower has too also take Flower's arguments, by Flower's names and
+positions.
 
 >>> FedExP(0.5, 1.0, 10, eps=0.01, seed=1).settings.algorithm
 Algorithm(name='fedexp', client=SGD(), server=ExP(eps=0.01, ...), average_last=None)
@@ -23,10 +24,11 @@ from flwr.supercore import log
 
 from fedexp import algorithms
 from fedexp.algorithms import Algorithm
-from fedexp.flower.metrics import MetricsFn
-from fedexp.flower.strategy import RuleStrategy, StrategyOptions, strategy_arguments
+from fedexp.flower.strategy import FLOWER, AllOptions, RuleStrategy, strategy_arguments
 from fedexp.server.adaptive import Form
 from fedexp.server.extrapolation import EpsMode
+
+COMMON = tuple(name for name in signature(RuleStrategy).parameters if name != "algorithm")
 
 
 class NamedStrategy(RuleStrategy):
@@ -37,6 +39,12 @@ class NamedStrategy(RuleStrategy):
     """
 
     make: ClassVar[Callable[[], Algorithm]]
+
+    def __init_subclass__(cls) -> None:
+        if "make" in vars(cls):  # not in a class of the user's own
+            aliases = [alias for alias, option in cls.flower_arguments.items() if alias != option]
+            init = strategy_arguments(cls.__init__, [*FLOWER, *aliases])
+            cls.__init__ = init  # type: ignore[method-assign]
 
     def _configure(self, given: Mapping[str, Any]) -> None:
         """Call the constructor of `RuleStrategy` with the arguments of a subclass's own."""
@@ -50,9 +58,6 @@ class NamedStrategy(RuleStrategy):
         algorithm = _with_options(type(self).make(), options)
         common = {name: options[name] for name in COMMON if name in options}
         super().__init__(algorithm=algorithm, **common)
-
-
-COMMON = tuple(each for each in signature(RuleStrategy).parameters if each != "algorithm")
 
 
 def _with_options(algorithm: Algorithm, options: Mapping[str, Any]) -> Algorithm:
@@ -79,23 +84,12 @@ class FedAvg(NamedStrategy):
 
     make = staticmethod(algorithms.fedavg)
 
-    @strategy_arguments
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *flower: Any,
         lr: float = 1.0,
         average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         self._configure(locals())
 
@@ -109,20 +103,9 @@ class FedExP(NamedStrategy):
 
     make = staticmethod(algorithms.fedexp)
 
-    @strategy_arguments
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *flower: Any,
         eps: float | None = None,
         factor: float = 2.0,
         clamp: bool = True,
@@ -131,7 +114,7 @@ class FedExP(NamedStrategy):
         eps_decay: float = 1.0,
         decay_before_first_round: bool = False,
         average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         given = dict(locals())
         given["eps"], given["eps_mode"] = algorithms.eps_and_mode(eps, eps_mode)
@@ -147,26 +130,15 @@ class FedAvgM(NamedStrategy):
         "server_momentum": "beta",
     }
 
-    @strategy_arguments
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
+        *flower: Any,
         server_learning_rate: float | None = None,
         server_momentum: float | None = None,
-        *,
         lr: float = 1.0,
         beta: float = 0.9,
         average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         self._configure(locals())
 
@@ -176,20 +148,9 @@ class FedExPM(NamedStrategy):
 
     make = staticmethod(algorithms.fedexp_m)
 
-    @strategy_arguments
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *flower: Any,
         eps: float = 0.001,
         factor: float = 2.0,
         clamp: bool = False,
@@ -200,7 +161,7 @@ class FedExPM(NamedStrategy):
         beta: float = 0.9,
         apply_momentum: bool = True,
         average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         self._configure(locals())
 
@@ -211,25 +172,14 @@ class FedProx(NamedStrategy):
     make = staticmethod(algorithms.fedprox)
     flower_arguments: ClassVar[Mapping[str, str]] = {"proximal_mu": "mu"}
 
-    @strategy_arguments
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
+        *flower: Any,
         proximal_mu: float | None = None,
-        *,
         mu: float = 0.1,
         lr: float = 1.0,
         average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         self._configure(locals())
 
@@ -239,20 +189,9 @@ class FedProxExP(NamedStrategy):
 
     make = staticmethod(algorithms.fedprox_exp)
 
-    @strategy_arguments
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *flower: Any,
         mu: float = 0.1,
         eps: float = 0.001,
         factor: float = 2.0,
@@ -262,7 +201,7 @@ class FedProxExP(NamedStrategy):
         eps_decay: float = 1.0,
         decay_before_first_round: bool = False,
         average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         self._configure(locals())
 
@@ -272,23 +211,12 @@ class Scaffold(NamedStrategy):
 
     make = staticmethod(algorithms.scaffold)
 
-    @strategy_arguments
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *flower: Any,
         lr: float = 1.0,
         average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         self._configure(locals())
 
@@ -298,20 +226,9 @@ class ScaffoldExP(NamedStrategy):
 
     make = staticmethod(algorithms.scaffold_exp)
 
-    @strategy_arguments
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *flower: Any,
         eps: float = 0.001,
         factor: float = 2.0,
         clamp: bool = True,
@@ -320,7 +237,7 @@ class ScaffoldExP(NamedStrategy):
         eps_decay: float = 1.0,
         decay_before_first_round: bool = False,
         average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         self._configure(locals())
 
@@ -331,27 +248,16 @@ class FedAdagrad(NamedStrategy):
     make = staticmethod(algorithms.fedadagrad)
     flower_arguments: ClassVar[Mapping[str, str]] = {"eta": "lr", "eta_l": "", "tau": "tau"}
 
-    @strategy_arguments
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *flower: Any,
         eta: float | None = None,
         eta_l: float | None = None,
         lr: float = 0.1,
         tau: float = 0.001,
         form: Form = "standard",
         average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         self._configure(locals())
 
@@ -362,20 +268,9 @@ class FedAdam(NamedStrategy):
     make = staticmethod(algorithms.fedadam)
     flower_arguments: ClassVar[Mapping[str, str]] = _MOMENTS
 
-    @strategy_arguments
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *flower: Any,
         eta: float | None = None,
         eta_l: float | None = None,
         beta_1: float | None = None,
@@ -386,7 +281,7 @@ class FedAdam(NamedStrategy):
         beta1: float = 0.9,
         beta2: float = 0.99,
         average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         self._configure(locals())
 
@@ -397,20 +292,9 @@ class FedYogi(NamedStrategy):
     make = staticmethod(algorithms.fedyogi)
     flower_arguments: ClassVar[Mapping[str, str]] = _MOMENTS
 
-    @strategy_arguments
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *flower: Any,
         eta: float | None = None,
         eta_l: float | None = None,
         beta_1: float | None = None,
@@ -421,7 +305,7 @@ class FedYogi(NamedStrategy):
         beta1: float = 0.9,
         beta2: float = 0.99,
         average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
+        **options: Unpack[AllOptions],
     ) -> None:
         self._configure(locals())
 

@@ -6,7 +6,7 @@ algorithms of this package have strategies of their own (`fedexp.flower.strategi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import wraps
 from inspect import Parameter, signature
@@ -26,7 +26,6 @@ from flwr.supercore import log
 from torch import nn
 
 from fedexp.algorithms import Algorithm
-from fedexp.client import Prox
 from fedexp.errors import (
     UsageError,
     is_number,
@@ -38,7 +37,7 @@ from fedexp.flower.layout import named_parts, same_arrays
 from fedexp.flower.metrics import MetricsFn, aggregate_evaluations
 from fedexp.flower.nodes import CohortSize
 from fedexp.flower.replies import AggregatedReplies, ReplyReader, Weighting, aggregate_replies
-from fedexp.flower.request import CLIENT_RULES
+from fedexp.flower.request import CLIENT_RULES, rule_config
 from fedexp.flower.secure.payload import NOT_UNIFORM, SecureAggregation
 from fedexp.flower.server import FederatedRun
 from fedexp.flower.server_loop import EvaluateFn, run_rounds
@@ -46,6 +45,7 @@ from fedexp.privacy import Privacy
 from fedexp.privacy.settings import check_fit, warn_seeded
 
 P = ParamSpec("P")
+FLOWER = tuple(signature(FlowerFedAvg).parameters)
 CHANGED = (
     "something changed the model between two rounds, which a strategy that wraps this one cannot "
     "do; use privacy= instead of Flower's wrappers"
@@ -74,6 +74,21 @@ class StrategyOptions(TypedDict, total=False):
     query_client_ids: bool | None
     privacy: Privacy | None
     secure: SecureAggregation | None
+
+
+class AllOptions(StrategyOptions, total=False):
+    """Those options, and the arguments of Flower's FedAvg."""
+
+    fraction_train: float
+    fraction_evaluate: float
+    min_train_nodes: int
+    min_evaluate_nodes: int
+    min_available_nodes: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    train_metrics_aggr_fn: MetricsFn | None
+    evaluate_metrics_aggr_fn: MetricsFn | None
 
 
 @dataclass(frozen=True)
@@ -212,24 +227,21 @@ class Settings:
 
     def client_config(self) -> dict[str, Any]:
         """Return the config of the client rule, as train messages carry it."""
-        rule = self.algorithm.client
-        names = {kind: name for name, kind in CLIENT_RULES.items()}
-        config: dict[str, Any] = {"fedexp.client": names[type(rule)]}
-        if isinstance(rule, Prox):
-            config["fedexp.mu"] = config["proximal-mu"] = rule.mu
+        config = rule_config(self.algorithm.client)
+        if "fedexp.mu" in config:
+            config["proximal-mu"] = config["fedexp.mu"]
         if self.buffers is not None:
             config["fedexp.buffers"] = sorted(self.buffers)
         return config
 
 
-def check_fractions(**values: float) -> None:
-    """Refuse fractions outside [0, 1] and negative numbers of nodes."""
-    for name, value in values.items():
-        require(is_number(value), f"{name} must be a number, not {value!r}")
-        if name.startswith("fraction"):
-            require(0 <= value <= 1, f"{name} must be in [0, 1], not {value}")
-        else:
+def check_fractions(of_flower: Mapping[str, Any]) -> None:
+    """Refuse fractions outside [0, 1] and negative numbers of nodes among Flower's arguments."""
+    for name, value in of_flower.items():
+        if name.startswith(("fraction", "min")):
+            require(is_number(value), f"{name} must be a number, not {value!r}")
             require(value >= 0, f"{name} must not be negative, but is {value}")
+            require(value <= 1 or name.startswith("min"), f"{name} must be in [0, 1], not {value}")
 
 
 def check_evaluation(settings: Settings, fraction_evaluate: float) -> None:
@@ -257,10 +269,23 @@ OPTIONS = [
 ]
 
 
-def strategy_arguments(init: Callable[P, None]) -> Callable[P, None]:
+def strategy_arguments(
+    init: Callable[P, None], by_position: Sequence[str] = ()
+) -> Callable[P, None]:
     """Write `**options` out in the signature; refuse arguments that are unknown, given twice or
-    not numbers, in a line with the remedy."""
+    not numbers, in a line with the remedy.
+
+    Args:
+        init: the constructor.
+        by_position: arguments of Flower's strategy, which may be given by position.
+    """
     itself, *arguments, _ = signature(init).parameters.values()
+    if by_position:  # instead of `*flower`
+        common = signature(RuleStrategy).parameters
+        found = {**common, **{p.name: p for p in arguments}}
+        kind = Parameter.POSITIONAL_OR_KEYWORD
+        first = [found[name].replace(kind=kind) for name in by_position]
+        arguments = [*first, *(p for p in arguments[1:] if p.name not in by_position)]
     parameters = [*arguments, *OPTIONS]
     names = [p.name for p in parameters]
     numbers = {p.name for p in parameters if p.annotation.startswith(("float", "int"))}
@@ -288,7 +313,7 @@ def strategy_arguments(init: Callable[P, None]) -> Callable[P, None]:
         for alias, option in strategy.flower_arguments.items():
             both = alias != option and values.get(alias) is not None and option in values
             require(not both, f"{alias} and {option} are one option; give one of them")
-        init(*args, **kwargs)
+        init(strategy, **values)  # type: ignore[arg-type]
 
     written_out = signature(init).replace(parameters=[itself, *parameters])
     call.__signature__ = written_out  # type: ignore[attr-defined]
@@ -327,27 +352,11 @@ class RuleStrategy(FlowerFedAvg):
         algorithm: Algorithm,
         **options: Unpack[StrategyOptions],
     ) -> None:
-        check_fractions(
-            fraction_train=fraction_train,
-            fraction_evaluate=fraction_evaluate,
-            min_train_nodes=min_train_nodes,
-            min_evaluate_nodes=min_evaluate_nodes,
-            min_available_nodes=min_available_nodes,
-        )
+        of_flower = {name: value for name, value in locals().items() if name in FLOWER}
+        check_fractions(of_flower)
         self.settings = Settings(algorithm, **options)
         check_evaluation(self.settings, fraction_evaluate)
-        super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
-        )
+        super().__init__(**of_flower)
         require(
             self.settings.secure is None
             or type(self).aggregate_train is RuleStrategy.aggregate_train,

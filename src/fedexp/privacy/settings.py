@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol, runtime_checkable
 import torch
 
 from fedexp.algorithms import Algorithm
+from fedexp.client import zero_extras
 from fedexp.errors import is_number, require, whole_number
 from fedexp.privacy import accounting
 from fedexp.privacy.accounting import Sampling
@@ -23,10 +24,6 @@ from fedexp.privacy.mechanism import (
     Numerator,
     best_norm_weight,
 )
-from fedexp.server import AMS, Adagrad, Adam, Average, Hypergradient, Momentum, Yogi
-
-# Server rules without squared norms.
-READ_NO_NORMS = (Average, Momentum, Adagrad, Adam, Yogi, AMS, Hypergradient)
 
 
 class PrivacyWarning(UserWarning):
@@ -143,7 +140,7 @@ class CentralPrivacy:
         assert z is not None
         accounting.epsilon(z, 1, self.delta, **population)  # refuse now, not after a round
         kappa = best_norm_weight(z, cohort) if self.norm_weight is None else self.norm_weight
-        if type(algorithm.server) in READ_NO_NORMS:
+        if not algorithm.server.reads_norms:
             kappa = 0.0
         return CentralMechanism(
             self.clip,
@@ -253,14 +250,12 @@ def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:
         "leave weighting out",
     )
     rule, zero = algorithm.client, torch.zeros(1)
-    broadcast = rule.init_broadcast(zero)
     require(
-        not broadcast,
+        not rule.init_broadcast(zero),
         f"the control variates of {algorithm.name} are not covered by privacy; "
         "take a rule without them, such as fedexp or fedprox-exp",
     )
-    _, extras = rule.end_round(zero, 1.0, broadcast, rule.init_client_state(zero))
-    names = ", ".join({**extras, **(rule.loss_extras(zero, zero) if rule.needs_loss else {})})
+    names = ", ".join(zero_extras(rule, zero))
     require(
         not names,
         f"{algorithm.name} adds {names} to the sums, which privacy does not cover; "

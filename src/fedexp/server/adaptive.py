@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -76,6 +76,11 @@ class Adagrad(_Adaptive):
     [-1.0, 0.0]
     """
 
+    reads_norms: ClassVar[bool] = False
+
+    def released(self, lr_decay: float) -> Self:
+        return replace(self, form="authors", tau=0.01)
+
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
         mean = aggregate.mean.to(state["second"].dtype)
         second = state["second"] + mean.square()
@@ -93,6 +98,8 @@ class Adam(_Adaptive):
         beta2: decay of the second moment, in [0, 1).
     """
 
+    reads_norms: ClassVar[bool] = False
+
     beta1: float = 0.9
     beta2: float = 0.99
 
@@ -108,6 +115,9 @@ class Adam(_Adaptive):
         moments = self._moments(aggregate, state)
         return self._descend(params, moments["first"], self._scale(moments["second"]), moments)
 
+    def released(self, lr_decay: float) -> Self:
+        return replace(self, form="authors", tau=1e-4)
+
     def _moments(self, aggregate: Aggregate, state: State) -> dict[str, Tensor]:
         mean = aggregate.mean.to(state["second"].dtype)
         first = self.beta1 * state["first"] + (1 - self.beta1) * mean
@@ -121,6 +131,11 @@ class Adam(_Adaptive):
 @dataclass(frozen=True)
 class Yogi(Adam):
     """FedYogi: as FedAdam, with v ← v - (1-β₂) Δ̄² sign(v - Δ̄²)."""
+
+    reads_norms: ClassVar[bool] = False
+
+    def released(self, lr_decay: float) -> Self:
+        return self  # it has none
 
     def _second_moment(self, second: Tensor, squared: Tensor) -> Tensor:
         return second - (1 - self.beta2) * squared * torch.sign(second - squared)
@@ -150,6 +165,8 @@ class AMS(Adam):
     [-1.0, -0.1]
     """
 
+    reads_norms: ClassVar[bool] = False
+
     tau: float = 1e-6
     stabilise: Literal["max", "sum"] = "max"
 
@@ -161,6 +178,9 @@ class AMS(Adam):
         require(
             self.stabilise in ("max", "sum"), f"stabilise is max or sum, not {self.stabilise!r}"
         )
+
+    def released(self, lr_decay: float) -> Self:
+        return self  # it has none
 
     def init(self, params: Tensor) -> State:
         return {**super().init(params), "largest": torch.zeros_like(vector(params))}

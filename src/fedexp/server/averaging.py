@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -35,6 +36,8 @@ class Average(ServerRule):
     [0.5, 0.5]
     """
 
+    reads_norms: ClassVar[bool] = False
+
     lr: float = 1.0
 
     def __post_init__(self) -> None:
@@ -53,6 +56,8 @@ class Momentum(ServerRule):
         lr: the server step size η_g > 0.
         beta: momentum β in [0, 1).
     """
+
+    reads_norms: ClassVar[bool] = False
 
     lr: float = 1.0
     beta: float = 0.9

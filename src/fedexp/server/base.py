@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 from collections.abc import Mapping
 from numbers import Real
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -30,9 +30,16 @@ class ServerRule(abc.ABC):
 
     `average_last` is the number of last iterates that the output model averages, unless the
     algorithm sets another (docs/paper.md#output-model).
+    `reads_norms` is whether `step` reads the squared norms in the sums. Central privacy releases
+    them with more noise on everything; to a rule that does not read them they are NaN. It is not
+    inherited, because a subclass may read more: True unless the class itself sets it.
     """
 
     average_last: ClassVar[int] = 1
+    reads_norms: ClassVar[bool] = True
+
+    def __init_subclass__(cls) -> None:
+        cls.reads_norms = vars(cls).get("reads_norms", True)
 
     def init(self, params: Tensor) -> State:
         """Return the state before the first round."""
@@ -41,6 +48,18 @@ class ServerRule(abc.ABC):
     @abc.abstractmethod
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
         """Return the next parameters, the next state, and metrics."""
+
+    def lr_bounds(self) -> tuple[float, float] | None:
+        """Return the smallest and largest `lr` of the rule; None for any positive one."""
+        return None
+
+    def released(self, lr_decay: float) -> Self:
+        """Return the rule as the authors' released code has it (docs/paper.md#released-code).
+
+        Args:
+            lr_decay: factor on the clients' step size after every round.
+        """
+        return self
 
 
 def descend(params: Tensor, direction: Tensor, lr: Tensor | float) -> Tensor:

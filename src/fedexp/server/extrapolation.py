@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import ClassVar, Literal
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
 
 import torch
 from torch import Tensor
@@ -135,6 +135,15 @@ class ExP(ServerRule):
         next_params = descend(params, aggregate.mean, eta)
         return next_params, {self._eps_name: eps * self.eps_decay}, metrics
 
+    def released(self, lr_decay: float) -> Self:
+        return replace(
+            self,
+            eps=ExP.eps if self.eps_mode == "relative" else self.eps,
+            eps_mode="participants",
+            eps_decay=lr_decay**2,
+            decay_before_first_round=True,
+        )
+
     def _extrapolate(
         self, mean_sq_norm: Tensor, sq_norm_of_mean: Tensor, aggregate: Aggregate, eps: Tensor
     ) -> tuple[Tensor, Metrics]:
@@ -199,6 +208,9 @@ class MomentumExP(ExP):
         next_params = descend(params, momentum, eta)
         after = {self._eps_name: eps * self.eps_decay, "momentum": momentum, "sq": numerator}
         return next_params, after, metrics
+
+    def released(self, lr_decay: float) -> Self:
+        return replace(super().released(lr_decay), apply_momentum=False)
 
 
 def diversity(mean_sq_norm: Tensor, sq_norm_of_mean: Tensor) -> Tensor:

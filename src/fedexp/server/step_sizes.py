@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -51,6 +52,8 @@ class Hypergradient(ServerRule):
     3.0
     """
 
+    reads_norms: ClassVar[bool] = False
+
     lr: float = 1.0
     low: float = 0.2
     high: float = 5.0
@@ -64,6 +67,9 @@ class Hypergradient(ServerRule):
             f"the step size starts at lr = {self.lr}, outside the bounds low = {self.low} and "
             f"high = {self.high}; change lr or the bounds",
         )
+
+    def lr_bounds(self) -> tuple[float, float]:
+        return self.low, self.high
 
     def init(self, params: Tensor) -> State:
         return {"lr": scalar(self.lr, params), "last": torch.zeros_like(vector(params))}

@@ -15,6 +15,7 @@ FedAdagrad and FedAvg, which hold the best values that it does print.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Collection, Mapping, Sequence
 from numbers import Real
 
@@ -22,7 +23,6 @@ import numpy as np
 
 from fedexp.errors import UsageError, require
 from fedexp.options import Setup
-from fedexp.server import Hypergradient
 
 Point = dict[str, float]
 Values = Mapping[str, tuple[float, ...]]
@@ -70,9 +70,8 @@ def free_ranges(setup: Setup, least_squares: bool) -> Values:
         grid["server.tau"] = powers(TAU)
     wider = 10**BEYOND
     ranges = {name: (min(values) / wider, max(values) * wider) for name, values in grid.items()}
-    rule = setup.algorithm.server
-    if isinstance(rule, Hypergradient):
-        ranges["server.lr"] = (rule.low, rule.high)
+    if (bounds := setup.algorithm.server.lr_bounds()) is not None:
+        ranges["server.lr"] = bounds
     return ranges
 
 
@@ -146,10 +145,9 @@ def powers(exponents: Sequence[float]) -> tuple[float, ...]:
 def _server_lr(setup: Setup, least_squares: bool) -> tuple[float, ...]:
     printed = ADAPTIVE_LR if "server.tau" in setup.options() else AVERAGE_LR
     rates = powers(printed["least squares" if least_squares else "networks"])
-    rule = setup.algorithm.server
-    if isinstance(rule, Hypergradient):
-        rates = tuple(rate for rate in rates if rule.low <= rate <= rule.high) or (rule.lr,)
-    return rates
+    low, high = setup.algorithm.server.lr_bounds() or (0.0, math.inf)
+    within = tuple(rate for rate in rates if low <= rate <= high)
+    return within or (setup.options()["server.lr"],)
 
 
 def _floats(name: str, listed: str) -> tuple[float, ...]:

@@ -15,13 +15,14 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from flwr.app import ConfigRecord
 from numpy.typing import NDArray
 
-from fedexp.client import ClientRule
+from fedexp.client import ClientRule, zero_extras
 from fedexp.errors import UsageError, is_number, require, whole_number
 from fedexp.flower.layout import Layout
-from fedexp.flower.replies import Weighting, extra_names
+from fedexp.flower.replies import Weighting
 from fedexp.flower.request import layout_config
 
 Vector = NDArray[np.float64]
@@ -102,7 +103,7 @@ class SecureAggregation:
             f"secure aggregation needs at least {self.fewest} clients per round, but it has "
             f"{clients}; raise fraction_train or min_train_nodes",
         )
-        sizes = dict.fromkeys(extra_names(rule), layout.dim)
+        sizes = dict.fromkeys(zero_extras(rule, torch.empty(0)), layout.dim)
         if layout.averaged:
             sizes["buffers"] = sum(slot.size for slot in layout.slots if slot.kind == "averaged")
         extras = tuple(sorted(sizes.items()))
