@@ -19,7 +19,6 @@ from numbers import Integral, Real
 from pathlib import Path
 from types import FunctionType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypedDict, Unpack
-from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
@@ -150,9 +149,6 @@ class Names(NamedTuple):
     task_source: str | None
     algorithm: str
     algorithm_source: str | None
-
-
-_tasks: WeakValueDictionary[TaskKey, Task] = WeakValueDictionary()  # built from names, in use
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -310,9 +306,8 @@ class Experiment:
 
         Builds the task; raises `UsageError` for what does not exist or does not fit.
         """
-        of_task, others = split_task_options(self.options)
-        task = self._task(of_task)
-        setup = self._setup(task, others)
+        task = self.base_task
+        setup = self._setup(task, split_task_options(self.options)[1])
         if self.by_client and not task.by_client:
             task = replace(task, by_client=True)
         if self.start is not None:
@@ -381,7 +376,17 @@ class Experiment:
         texts = {name: option_text(value) for name, value in of_task.items()}
         return TaskKey((self.task, self.mode, tuple(sorted(texts.items()))), seed)
 
-    def _task(self, arguments: Mapping[str, Any]) -> Task:
+    def sharing(self, other: Experiment | None) -> Experiment:
+        """Return a copy that has the task of another run, where both are built from the same."""
+        copy = replace(self)
+        if other is not None and other.is_resolved and other.task_key == self.task_key:
+            vars(copy)["base_task"] = other.base_task
+        return copy
+
+    @cached_property
+    def base_task(self) -> Task:
+        """The task as it is given or built, without what other fields change of it."""
+        arguments, _ = split_task_options(self.options)
         if isinstance(self.task, Task):
             name = next(iter(arguments), "")
             require(
@@ -390,11 +395,7 @@ class Experiment:
                 "return it, and name the function",
             )
             return self.task
-        task = _tasks.get(self.task_key)
-        if task is None:
-            task = build_task(self.task, arguments, self.seed, self.mode)
-            _tasks[self.task_key] = task
-        return task
+        return build_task(self.task, arguments, self.seed, self.mode)
 
     def _setup(self, task: Task, options: Mapping[str, Any]) -> Setup:
         """Return the algorithm with its local training, weighting and options."""
@@ -628,17 +629,20 @@ def experiments(
     for_task = {f"task.{name}": value for name, value in of_task.items()}
     bare: dict[str, Experiment] = {}
     common: Any = {**settings, "options": for_task}
+    first: Experiment | None = None
     for algorithm in algorithms:
-        experiment = Experiment(task, algorithm, seed, **common)
+        experiment = Experiment(task, algorithm, seed, **common).sharing(first)
+        first = first or experiment
         name = experiment.names.algorithm
         require(
             name not in bare,
             f"two algorithms are called {name!r}; give one another name, e.g. "
             'dataclasses.replace(algorithm, name="...")',
         )
+        _ = experiment.resolved
         bare[name] = experiment
     shared = share_options({name: each.setup for name, each in bare.items()}, others)
-    chosen = [each.with_options(shared[name]) for name, each in bare.items()]
+    chosen = [each.with_options(shared[name]).sharing(first) for name, each in bare.items()]
     for experiment in chosen:
         _ = experiment.resolved
     return chosen

@@ -345,10 +345,12 @@ def _seeds(plan: Plan, task: str) -> int:
 
 def _check_jobs(jobs: Sequence[Job]) -> tuple[str, ...]:
     """Check one run of each arm without running it; return a line if EMNIST is incomplete."""
-    first = [job.experiment for job in jobs if job.experiment.seed == 0]
-    for experiment in first:
-        experiment.records()  # checks its arguments; runs nothing
-    emnist = next((each.problem for each in first if each.task == "emnist"), None)
+    last, emnist = None, None
+    for job in jobs:
+        if job.experiment.seed == 0:
+            last = job.experiment.sharing(last)
+            last.records()  # checks its arguments; runs nothing
+            emnist = last.problem if last.task == "emnist" else emnist
     if emnist is None or emnist.train.clients == ALL_WRITERS:
         return ()
     return (f"EMNIST has {emnist.train.clients:,} writers here instead of {ALL_WRITERS:,}",)

@@ -182,7 +182,7 @@ def stored_outcomes(
             continue
         if last is not None and last.task_key != run.task_key:
             last = None
-        last = run if run.is_resolved else run.replace()
+        last = run if run.is_resolved else run.sharing(last)
         try:
             outcome = stored_outcome(last, folder_of(last, root))
         except OtherContentError:

@@ -182,10 +182,9 @@ class Executor:
             if last.task_key.factory != key.factory:
                 self.programs.clear()
             self.programs.drop_data()
-            self._last = None
-        del last
+            last = self._last = None
         if not experiment.is_resolved:  # of a copy, so that the task is dropped with it
-            experiment = experiment.replace()
+            experiment = experiment.sharing(last)
         _ = experiment.resolved
         self._last = experiment
         return experiment
