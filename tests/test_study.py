@@ -25,7 +25,7 @@ from fedexp.errors import DataNote, UsageError
 from fedexp.references import load_object
 from fedexp.runs.records import read_rows
 from fedexp.runs.folder import RunWarning
-from fedexp.runs.spec import rerun
+from fedexp_command.rerun import rerun
 from fedexp.runs.spec import read_spec
 from fedexp.runs.weights import run_weights
 from fedexp.tasks.metrics import as_metrics

@@ -186,8 +186,8 @@ class Experiment:
     >>> experiment = Experiment("toy", "fedexp", rounds=4)
     >>> [round(record.server_lr, 6) for record in experiment.records()]
     [1.2, 6.0, 1.2, 6.0]
-    >>> print(experiment.replace(rounds=30, options={"eps": 0.1}))
-    fedexp on toy: seed 0, 30 rounds, all of 2 clients per round; server.eps=0.1
+    >>> print(experiment.replace(rounds=30, options={"local.steps": 9}))
+    fedexp on toy: seed 0, 30 rounds, all of 2 clients per round; local.steps=9
     """
 
     task: Task | str

@@ -19,7 +19,7 @@ from fedexp.runs import execute, frozen, load_run, read_spec, run_id
 from fedexp.runs import folder as runs_folder
 from fedexp.storage import PRIVATE, temporary, write_bytes
 from fedexp.runs.folder import ENVIRONMENT, RunFolder, command, commits, machine
-from fedexp.runs.spec import rerun
+from fedexp_command.rerun import rerun
 from fedexp.runs.spec import Spec
 from tests.runs.helpers import interrupted, nobody, tiny
 

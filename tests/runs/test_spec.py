@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 import fedexp as fx
 from fedexp.options import TASKS, build_task
 from fedexp.runs import frozen, read_spec, run_id, spec_from
-from fedexp.runs.spec import rerun
+from fedexp_command.rerun import rerun
 from fedexp.runs.spec import Spec, check_same, spec_text
 from fedexp.tasks import Task
 from tests.runs.helpers import tiny

@@ -10,7 +10,7 @@ from fedexp.reproduce.measures import final
 from fedexp.reproduce.published import text_of
 from fedexp.reproduce.study import arithmetic_of, count
 from fedexp.runs import StoredRun, spec_from
-from fedexp.runs.spec import rerun
+from fedexp_command.rerun import rerun
 from fedexp.runs.spec import Spec
 from tools.results.archive import Archive, StoredStudy
 from tools.results.format import NO_RUNS, algorithm_name, paragraphs, table, task_name

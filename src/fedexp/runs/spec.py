@@ -6,7 +6,6 @@ it. The file is accepted back, as it was stored or with a copy edited: `read_exp
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +16,8 @@ import tomli_w
 
 from fedexp.engine import SimulationState
 from fedexp.errors import UsageError, require, shown, unknown_name
-from fedexp.experiment import DEFAULTS, FIELDS, SOURCES, TYPED, Experiment, Row, id_of
-from fedexp.references import in_session, is_reference, name_in
+from fedexp.experiment import FIELDS, SOURCES, TYPED, Experiment, Row, id_of
 from fedexp.storage import parse_toml
-from fedexp_command.parsers import FLAGS
 
 FORMAT = 2
 SPEC = "spec.toml"
@@ -210,36 +207,3 @@ def _flat(spec: Mapping[str, Any]) -> dict[str, Any]:
     tables = {name: value for name, value in spec.items() if isinstance(value, Mapping)}
     flat = {name: value for name, value in spec.items() if name not in tables}
     return flat | {f"{t}.{k}": v for t, values in tables.items() for k, v in values.items()}
-
-
-def rerun(spec: Mapping[str, Any]) -> str:
-    """Return the `fedexp run` command of a spec, quoted for a shell, with all task defaults.
-
-    >>> rerun({"task": "toy", "algorithm": "fedexp", "seed": 1, "rounds": 9, "evaluate_every": 2,
-    ...        "set": {"eps": "0.1"}})
-    'fedexp run toy --algorithm fedexp --seed 1 --rounds 9 --cohort all --evaluate-every 2
-        --set eps=0.1'
-    """
-    if spec.get("engine") == "flower":
-        return "flwr run ."
-    names = [spec.get(f"{name}_source") or spec[name] for name in ("task", "algorithm")]
-    options = spec.get("set", {})
-    if any(map(in_session, (*names, spec.get("cohort_source"), *options.values()))):
-        listed = ", ".join(map(name_in, names))
-        return f"# in Python, with the same objects: fedexp.run({listed}, seed={spec['seed']})"
-    words = ["fedexp", "run", names[0], "--algorithm", names[1], "--seed", spec["seed"]]
-    for name in FLAGS:
-        value = spec.get(f"{name}_source") or spec.get(name, "all" if name == "cohort" else None)
-        by_task = name == "cohort" and isinstance(value, str) and value != "all"
-        by_task = by_task and not is_reference(value)  # a function of the task
-        if value in (None, False, DEFAULTS.get(name)) or by_task:
-            continue
-        words.append(f"--{name.replace('_', '-')}")
-        if isinstance(value, Mapping):
-            pairs = (f"{key}={item}" for key, item in value.items() if key != "kind")
-            value = f"{value['kind']}:{','.join(pairs)}"
-        if value is not True:
-            words.append(",".join(map(str, value)) if isinstance(value, list) else value)
-    for key, value in options.items():
-        words += ["--set", f"{key}={value}"]
-    return shlex.join(map(str, words))

@@ -52,9 +52,10 @@ from fedexp.analysis.tables import comparison_table, format_bytes, format_value,
 from fedexp.errors import UsageError, require
 from fedexp.optional import extra
 from fedexp.runs import StoredRun
-from fedexp.runs.spec import Outcome, rerun
+from fedexp.runs.spec import Outcome
 from fedexp.storage import write_bytes
 from fedexp.tasks.recipe import parse_goal
+from fedexp_command.rerun import rerun
 
 NOTHING = "-"
 
