@@ -24,7 +24,7 @@ import torch
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
 from fedexp.analysis.tables import text_table
-from fedexp.options import setup_for
+from fedexp.modes import setup_for
 from machine import Row, hardware, ratio, take_turns, write_record
 
 ROUNDS, TURNS = 200, 5

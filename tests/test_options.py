@@ -12,13 +12,9 @@ import fedexp as fx
 from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS
 from fedexp.errors import DataNote
 from fedexp.local import LocalTraining
-from fedexp.options import (
-    Setup,
-    convert,
-    parse_assignments,
-    setup_for,
-    share_options,
-)
+from fedexp.options import Setup, share_options
+from fedexp.text import convert, parse_assignments
+from fedexp.modes import setup_for
 from fedexp.runs.from_python import prepared_run, prepared_runs
 from tests.helpers.problems import classes_task
 

@@ -7,11 +7,7 @@ decides the numbers: what `spec.toml` stores, and what `id` is a digest of.
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 import os
-import re
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import cached_property
@@ -24,7 +20,14 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from fedexp.algorithms import ALGORITHMS, Algorithm
+from fedexp.algorithms import Algorithm
+from fedexp.catalogue import (
+    build_algorithm,
+    build_task,
+    named_algorithm,
+    named_task,
+    task_arguments,
+)
 from fedexp.cohorts import Cohort
 from fedexp.engine.client_store import ClientStore, Location
 from fedexp.engine.plan import CohortRule
@@ -33,27 +36,19 @@ from fedexp.engine.simulation import ProcessGroup, train
 from fedexp.engine.state import Record, SimulationState
 from fedexp.engine.warm_start import read_weights, starting_from, weights_digest
 from fedexp.errors import UsageError, require, shown, unknown_name, whole_number
-from fedexp.identity import SOURCE, digest_of
 from fedexp.local import LocalTraining
-from fedexp.options import (
-    MODES,
-    Setup,
-    build_algorithm,
-    build_task,
-    convert,
-    hints_of,
-    option_text,
-    share_options,
-    split_algorithm,
-    split_task,
-    split_task_options,
-    task_arguments,
-    with_options,
-)
+from fedexp.modes import MODES, with_options
+from fedexp.options import Setup, share_options, split_task_options
 from fedexp.precision import Precision, checked_device, deterministic
 from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
-from fedexp.references import in_session, is_reference, load_object, reference_to
+from fedexp.references import (
+    function_reference,
+    in_session,
+    is_reference,
+    load_object,
+)
 from fedexp.tasks.task import Task, Weighting
+from fedexp.text import option_text
 
 if TYPE_CHECKING:
     from fedexp.engine.programs import SharedPrograms
@@ -65,10 +60,6 @@ Row = dict[str, Any]
 MOST_ROUNDS = 10**9  # more cannot be stored in a spec
 CHECKPOINT_EVERY = 10.0  # seconds
 ROUNDING = 1e-9  # relative to a target
-# What was typed, and where objects of the user's are; not part of the id.
-EPS = ("server.eps", "server.eps_mode")  # a number and its unit
-SOURCES = ("task_source", "algorithm_source", "cohort_source", "start_source")
-TYPED = ("set", "changed", *SOURCES)
 
 
 class Options(TypedDict, total=False):
@@ -422,7 +413,7 @@ class Experiment:
     @cached_property
     def names(self) -> Names:
         """Names of task and algorithm, with references to objects of the user's."""
-        return Names(*_named_task(self.task), *_named_algorithm(self.algorithm))
+        return Names(*named_task(self.task), *named_algorithm(self.algorithm))
 
     @cached_property
     def portable(self) -> Experiment:
@@ -435,7 +426,7 @@ class Experiment:
             self,
             task=self.names.task_source or self.names.task,
             algorithm=self.algorithm if registered else self.names[3] or self.names[2],
-            cohort=_function_source(self.cohort) or self.cohort,
+            cohort=function_reference(self.cohort) or self.cohort,
             local=local,
             options={n: option_text(v) if callable(v) else v for n, v in options.items()},
         )
@@ -487,7 +478,7 @@ class Experiment:
             "deterministic": self.deterministic,
             "task_source": self.names.task_source,
             "algorithm_source": self.names.algorithm_source,
-            "cohort_source": _function_source(self.cohort),
+            "cohort_source": function_reference(self.cohort),
             "by_client": self.by_client or None,
             "start": None if start is None else weights_digest(start),
             "start_source": os.fspath(start) if isinstance(start, str | os.PathLike) else None,
@@ -497,7 +488,7 @@ class Experiment:
             "arguments": arguments,
             "options": exact.setup.options(),
         }
-        return {name: _plain(value) for name, value in described.items() if value is not None}
+        return {name: plain(value) for name, value in described.items() if value is not None}
 
     @property
     def id(self) -> str:
@@ -669,99 +660,6 @@ def allow_rounding(target: float, higher: bool) -> float:
     return target - slack if higher else target + slack
 
 
-def id_of(spec: Mapping[str, Any]) -> str:
-    """Return the id of a resolved spec.
-
-    Options count as they are resolved, not as they were typed.
-
-    >>> spec = {"task": "toy", "algorithm": "fedexp", "seed": 0, "options": {"server.eps": 0.0}}
-    >>> id_of({**spec, "set": {"eps": "0"}}) == id_of({**spec, "set": {}}) == id_of(spec)
-    True
-    """
-    resolved = {name: value for name, value in spec.items() if name not in TYPED}
-    text = json.dumps(_canonical(resolved), sort_keys=True, default=str)
-    digest = hashlib.sha256(text.encode()).hexdigest()[:10]
-    return f"{id_stem(spec['task'], spec['algorithm'], spec['seed'])}-{digest}"
-
-
-def id_stem(task: str, algorithm: str, seed: int) -> str:
-    """Return the readable part of a run's id; characters that paths cannot have are replaced.
-
-    >>> id_stem("my task", "fedexp", 0)
-    'my_task-fedexp-s0'
-    """
-    return f"{file_name(task)}-{file_name(algorithm)}-s{seed}"
-
-
-def file_name(name: str) -> str:
-    """Return a name as a part of a file name.
-
-    >>> file_name("a/b c")
-    'a_b_c'
-    """
-    return re.sub(r"[^\w.+-]+", "_", name)
-
-
-def privacy_table(privacy: Privacy) -> dict[str, Any]:
-    """Return privacy settings as a table, without those that are not set.
-
-    >>> privacy_table(LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0))
-    {'kind': 'local', 'clip': 1.0, 'delta': 1e-05, 'noise_multiplier': 2.0}
-    """
-    kind = next(kind for kind, settings in PRIVACY.items() if type(privacy) is settings)
-    return {"kind": kind} | {n: v for n, v in vars(privacy).items() if v is not None}
-
-
-def privacy_from(table: Any) -> Privacy:
-    """Return the privacy settings of a table; the inverse of `privacy_table`."""
-    require(isinstance(table, Mapping), f"privacy is {shown(table)}; write a table")
-    kind = table.get("kind")
-    if kind not in PRIVACY:
-        raise unknown_name("kind of privacy", str(kind), PRIVACY)
-    hints, values = hints_of(PRIVACY[kind]), {}
-    for name, value in table.items():
-        if name != "kind":
-            if name not in hints:
-                raise unknown_name(f"setting of {kind} privacy", name, hints)
-            values[name] = convert(value, hints[name], name)
-    missing = [name for name in ("clip", "delta") if name not in values]
-    require(
-        not missing,
-        f"privacy needs {' and '.join(missing)}, e.g. {kind}:clip=1,delta=1e-5,noise_multiplier=1",
-    )
-    return PRIVACY[kind](**values)
-
-
-PRIVACY: dict[str, type[CentralPrivacy] | type[LocalPrivacy]] = {
-    "central": CentralPrivacy,
-    "local": LocalPrivacy,
-}
-
-
-def _named_task(task: Task | str) -> tuple[str, str | None]:
-    if isinstance(task, Task):
-        return task.name, reference_to(task, task.name)
-    return split_task(task)
-
-
-def _named_algorithm(algorithm: Algorithm | str) -> tuple[str, str | None]:
-    if isinstance(algorithm, str):
-        return split_algorithm(algorithm)
-    if algorithm.name in ALGORITHMS:  # one of the package, perhaps with other values
-        usual = ALGORITHMS[algorithm.name]()
-        kinds = type(algorithm.client), type(algorithm.server)
-        if kinds == (type(usual.client), type(usual.server)):
-            return algorithm.name, None
-    return algorithm.name, reference_to(algorithm, algorithm.name)
-
-
-def _function_source(cohort: Any) -> str | None:
-    """Return the reference of a cohort that is a function; None for any other."""
-    if callable(cohort):
-        return reference_to(cohort, getattr(cohort, "__name__", "choose"))
-    return cohort if isinstance(cohort, str) and is_reference(cohort) else None
-
-
 def _plain_cohort(cohort: Any) -> Any:
     """Return a cohort in plain values: numbers of numpy as Python's, a list of clients as a tuple.
 
@@ -838,30 +736,3 @@ KINDS: tuple[tuple[str, Any, str], ...] = (
         "a record, a module, a state_dict, a run folder or a safetensors file",
     ),
 )
-
-
-def _plain(value: Any) -> Any:
-    """Return a value as TOML holds it: None and infinity as text, an object by its digest."""
-    if isinstance(value, np.ndarray | np.generic):
-        return _plain(value.tolist())
-    if isinstance(value, Mapping):
-        return {str(name): _plain(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, os.PathLike):
-        return "none" if value is None else os.fspath(value)
-    if isinstance(value, bool | int | str):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    name = getattr(value, "__name__", type(value).__name__)
-    return f"{name}-{digest_of(value)[SOURCE][:8]}"
-
-
-def _canonical(value: Any) -> Any:
-    """Write equal numbers as the same text: 1 and 1.0, 0 and -0.0."""
-    if isinstance(value, Mapping):
-        return {name: _canonical(item) for name, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_canonical(item) for item in value]
-    return int(value) if isinstance(value, float) and value.is_integer() else value

@@ -109,6 +109,13 @@ def reference_to(value: Any, name: str) -> str:
     return text
 
 
+def function_reference(value: Any) -> str | None:
+    """Return the reference of a function; None for any other."""
+    if callable(value):
+        return reference_to(value, getattr(value, "__name__", "function"))
+    return value if isinstance(value, str) and is_reference(value) else None
+
+
 def refuse_while_importing(call: str) -> None:
     """Raise `UsageError` for a run that is started by importing the file that defines its task."""
     if _importing:

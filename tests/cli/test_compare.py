@@ -16,7 +16,7 @@ import pytest
 from fedexp import __version__
 from fedexp.cli.compare import workers_for
 from fedexp.cli.main import main
-from fedexp.options import TASKS
+from fedexp.catalogue import TASKS
 from fedexp.runs import find_runs, load_run
 from fedexp.runs.execute import stop_request
 from fedexp.runs.spec import Spec

@@ -13,7 +13,7 @@ from flwr.app import Context, Message, RecordDict
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError
-from fedexp.options import paper_setup
+from fedexp.modes import paper_setup
 from fedexp.runs import load_run
 from tests.flower.helpers.fake_grid import FakeGrid
 

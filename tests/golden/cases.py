@@ -287,8 +287,7 @@ def compared(name: str, algorithms: Any, **settings: Any) -> Tree:
     study = fx.compare(name, algorithms, **{"rounds": ROUNDS, "seeds": 2, **settings})
     tables = {format: study.table(format) for format in ("text", "csv", "markdown", "latex")}
     rows = {
-        f"{outcome.algorithm} {outcome.seed}": columns(outcome.rows)
-        for outcome in study.outcomes
+        f"{outcome.algorithm} {outcome.seed}": columns(outcome.rows) for outcome in study.outcomes
     }
     return {"tables": tables, "rows": rows}
 

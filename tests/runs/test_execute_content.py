@@ -12,7 +12,7 @@ import pytest
 
 import fedexp as fx
 from fedexp.distributed import Ranks
-from fedexp.options import TASKS
+from fedexp.catalogue import TASKS
 from fedexp.runs import execute, load_run, read_spec, run_all, run_id
 from fedexp.runs.distributed_run import check_same_content
 from fedexp.runs.fingerprint import Fingerprint, fingerprint

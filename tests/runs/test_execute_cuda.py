@@ -10,7 +10,7 @@ import torch
 
 import fedexp as fx
 from fedexp.models import resnet18
-from fedexp.options import TASKS
+from fedexp.catalogue import TASKS
 from fedexp.precision import Precision
 from fedexp.runs import RunInterrupted, execute
 from fedexp.runs.spec import Spec

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import fedexp as fx
-from fedexp.options import build_task
+from fedexp.catalogue import build_task
 from fedexp.runs import run_id, workers
 from fedexp.runs.pool import run_all, run_queue
 from fedexp.runs.spec import Outcome, Spec

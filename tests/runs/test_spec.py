@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedexp as fx
-from fedexp.options import TASKS, build_task
+from fedexp.catalogue import TASKS, build_task
 from fedexp.runs import frozen, read_spec, run_id, spec_from
 from fedexp_command.rerun import rerun
 from fedexp.runs.spec import Spec, check_same, spec_text

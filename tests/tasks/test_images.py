@@ -19,7 +19,7 @@ from fedexp.data.transforms import Images
 from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
 from fedexp.models import cifar_cnn, emnist_cnn, logistic, mlp, resnet18
-from fedexp.options import setup_for
+from fedexp.modes import setup_for
 from fedexp.runs.spec import Spec
 from fedexp.seeding import generator
 from fedexp.tasks import images as tasks

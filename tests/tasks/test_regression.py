@@ -8,7 +8,7 @@ import torch
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
-from fedexp.options import setup_for
+from fedexp.modes import setup_for
 
 
 def final_loss(task: fx.tasks.Task, name: str, rounds: int) -> float:

@@ -10,7 +10,8 @@ import torch
 
 import fedexp as fx
 from fedexp.data.datasets import RawSplits
-from fedexp.options import TASKS, setup_for
+from fedexp.catalogue import TASKS
+from fedexp.modes import setup_for
 from fedexp.tasks import images, standard
 from fedexp.tasks.standard import power_law
 from fedexp.tasks.task import Task

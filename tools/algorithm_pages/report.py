@@ -20,7 +20,8 @@ from fedexp.algorithms import ALGORITHMS, Algorithm, fedavg
 from fedexp.client import zero_extras
 from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
-from fedexp.options import Setup, option_text
+from fedexp.options import Setup
+from fedexp.text import option_text
 from tools.algorithm_pages.chooser import CHOICES
 from tools.leaderboard.measures import Board, Cell
 from tools.leaderboard.protocol import ENTRIES, LAST, SEEDS, TASKS, BoardTask, Entry

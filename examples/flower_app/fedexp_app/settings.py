@@ -16,7 +16,10 @@ from fedexp.data.federation import Batch
 from fedexp.engine.plan import Work
 from fedexp.errors import UsageError, unknown_name
 from fedexp.objective import ModuleObjective
-from fedexp.options import TASKS, Setup, build_task, paper_setup, parse_assignments
+from fedexp.catalogue import TASKS, build_task
+from fedexp.options import Setup
+from fedexp.modes import paper_setup
+from fedexp.text import parse_assignments
 from fedexp.tasks.task import Task
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from fedexp import api
 from fedexp.analysis.plots import check_writable
 from fedexp.analysis.tables import warning_lines
+from fedexp.catalogue import named_task
 from fedexp.cli.options import (
     check_format,
     check_many,
@@ -25,9 +26,9 @@ from fedexp.cli.options import (
 )
 from fedexp.cli.progress import watch
 from fedexp.errors import require
-from fedexp.experiment import Experiment, Row, file_name
+from fedexp.experiment import Experiment, Row
 from fedexp.optional import preload
-from fedexp.options import split_task
+from fedexp.plain import file_name
 from fedexp.runs.pool import Shard
 from fedexp.runs.spec import OnRound
 
@@ -38,7 +39,7 @@ def run(args: argparse.Namespace) -> int:
     check_format(args)
     names = listed(args.algorithms)
     require(bool(names), "--algorithms needs at least one name; `fedexp algorithms` lists them")
-    picture = args.out or Path(f"compare-{file_name(split_task(args.task)[0])}.png")
+    picture = args.out or Path(f"compare-{file_name(named_task(args.task)[0])}.png")
     check_writable(picture)
     preload("matplotlib.figure", "matplotlib.backends.backend_agg")
     total, shard = len(names) * args.seeds, shard_of(args)

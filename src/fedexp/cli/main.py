@@ -20,6 +20,7 @@ from typing import Any
 
 from fedexp import __version__
 from fedexp.algorithms import ALGORITHMS
+from fedexp.catalogue import TASKS, summary
 from fedexp.distributed import AgentLostError, RankLostError, Ranks, current, leave, ranks
 from fedexp.distributed.failure import REMEDY, failure_report, monitored
 from fedexp.errors import (
@@ -31,7 +32,7 @@ from fedexp.errors import (
     remedies,
 )
 from fedexp.local import LocalTraining
-from fedexp.options import TASKS, Setup, summary
+from fedexp.options import Setup
 from fedexp.runs import RunWarning
 from fedexp.runs.loggers import LoggerWarning
 from fedexp_command.parsers import Misuse, build_parser

@@ -11,10 +11,11 @@ from typing import Any
 from fedexp.distributed import RankLostError, check_device, ranks
 from fedexp.distributed.failure import another_failed
 from fedexp.errors import require
-from fedexp.experiment import Experiment, Privacy, privacy_from
-from fedexp.options import parse_assignments
+from fedexp.experiment import Experiment
+from fedexp.plain import Privacy, privacy_from
 from fedexp.runs.pool import Shard, parse_shard
 from fedexp.runs.spec import read_experiment
+from fedexp.text import parse_assignments
 from fedexp_command.parsers import FLAGS
 
 

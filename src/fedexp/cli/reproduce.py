@@ -16,7 +16,6 @@ from fedexp.analysis.tables import text_table
 from fedexp.cli.compare import bar_of, is_missing, note_busy, stopped_status
 from fedexp.cli.options import check_many, is_silent, root_of, shard_of
 from fedexp.errors import UsageError, require, unknown_name
-from fedexp.options import convert
 from fedexp.reproduce import STUDIES
 from fedexp.reproduce.from_runs import plan_from, reusable
 from fedexp.reproduce.output import check_folder, head_lines, render, write_all
@@ -24,6 +23,7 @@ from fedexp.reproduce.study import Job, Plan, Request, Result, make_plan
 from fedexp.reproduce.toy import toy_figure, toy_paths
 from fedexp.runs import StoredRun, find_runs, load_run
 from fedexp.runs.spec import Outcome
+from fedexp.text import convert
 
 
 def run(args: argparse.Namespace) -> int:

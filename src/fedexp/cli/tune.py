@@ -12,6 +12,7 @@ from typing import Any
 
 from fedexp.analysis.plots import check_writable, save
 from fedexp.analysis.tables import FORMATS, render_table
+from fedexp.catalogue import split_task
 from fedexp.cli.many import add_jobs_option, check_jobs, is_silent, refuse_if_lost, workers_on
 from fedexp.cli.options import (
     add_out,
@@ -25,7 +26,7 @@ from fedexp.cli.options import (
 from fedexp.cli.progress import watch
 from fedexp.distributed import ranks
 from fedexp.errors import require
-from fedexp.options import split_task, split_task_options
+from fedexp.options import split_task_options
 from fedexp.runs import RunInterrupted
 from fedexp.runs.execute import StopRequest, stop_request
 from fedexp.runs.records import Row

@@ -11,10 +11,11 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
+from fedexp.catalogue import build_algorithm
 from fedexp.errors import UsageError, unknown_name
 from fedexp.experiment import Experiment
 from fedexp.local import LocalTraining
-from fedexp.options import Setup, build_algorithm
+from fedexp.options import Setup
 from fedexp.reproduce.accuracy_studies import SEEDS
 from fedexp.reproduce.study import (
     ALL_WRITERS,

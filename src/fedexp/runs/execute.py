@@ -28,8 +28,9 @@ from fedexp.engine import Record, SimulationState
 from fedexp.engine.client_store import ClientStore
 from fedexp.engine.plan import CohortRule
 from fedexp.errors import DivergedError, ReasonError, UsageError, require
-from fedexp.experiment import Experiment, Resources, id_of
+from fedexp.experiment import Experiment, Resources
 from fedexp.objective import Buffers, LoadableObjective, ModuleObjective
+from fedexp.plain import id_of
 from fedexp.privacy.settings import CentralPrivacy
 from fedexp.runs.checkpoint import SLOTS
 from fedexp.runs.distributed_run import Leader, follow, join_ranks

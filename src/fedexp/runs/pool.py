@@ -30,7 +30,8 @@ from typing import TypeVar
 
 from fedexp.distributed import RankLostError, Ranks
 from fedexp.errors import OtherContentError, UsageError
-from fedexp.experiment import CHECKPOINT_EVERY, Experiment, Row, TaskKey, id_stem
+from fedexp.experiment import CHECKPOINT_EVERY, Experiment, Row, TaskKey
+from fedexp.plain import id_stem
 from fedexp.runs.execute import stored_outcome
 from fedexp.runs.folder import RESULT, RunWarning
 from fedexp.runs.journal import RunInterrupted

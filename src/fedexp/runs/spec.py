@@ -16,7 +16,8 @@ import tomli_w
 
 from fedexp.engine import SimulationState
 from fedexp.errors import UsageError, require, shown, unknown_name
-from fedexp.experiment import FIELDS, SOURCES, TYPED, Experiment, Row, id_of
+from fedexp.experiment import FIELDS, Experiment, Row
+from fedexp.plain import SOURCES, TYPED, id_of
 from fedexp.storage import parse_toml
 
 FORMAT = 2

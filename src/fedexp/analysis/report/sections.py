@@ -25,14 +25,15 @@ from fedexp.analysis.summary import (
     metric_band,
 )
 from fedexp.errors import FedExPError, UsageError, require, unknown_name
-from fedexp.experiment import TYPED
 from fedexp.local import LocalTraining
-from fedexp.options import Setup, convert
+from fedexp.options import Setup
+from fedexp.plain import TYPED
 from fedexp.runs import StoredRun, find_runs, load_run
 from fedexp.runs.fingerprint import Fingerprint, joined
 from fedexp.runs.folder import read_fingerprint
 from fedexp.runs.spec import Outcome
 from fedexp.tasks.recipe import Goal, checked_target, parse_goal
+from fedexp.text import convert
 
 WINDOW = 20  # rounds of the moving average, as in the paper
 # Fields of a spec that are not settings of a series; options are, by their own names.
