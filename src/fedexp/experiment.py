@@ -39,8 +39,8 @@ from fedexp.errors import UsageError, require, shown, unknown_name, whole_number
 from fedexp.local import LocalTraining
 from fedexp.modes import MODES, with_options
 from fedexp.options import Setup, share_options, split_task_options
+from fedexp.plain import Privacy, id_of, plain, privacy_from, privacy_table
 from fedexp.precision import Precision, checked_device, deterministic
-from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
 from fedexp.references import (
     function_reference,
     in_session,
@@ -55,7 +55,6 @@ if TYPE_CHECKING:
 
 PathLike = str | os.PathLike[str]
 Start = Record | nn.Module | Mapping[str, Tensor] | PathLike
-Privacy = CentralPrivacy | LocalPrivacy
 Row = dict[str, Any]
 MOST_ROUNDS = 10**9  # more cannot be stored in a spec
 CHECKPOINT_EVERY = 10.0  # seconds
@@ -459,7 +458,7 @@ class Experiment:
         exact: Any = self.resolved
         of_task, _ = split_task_options(self.options)
         arguments, usual = self._arguments(of_task), self._arguments({}) if of_task else None
-        changes = self._changes()
+        changes = exact.setup.changes_from(self._named_setup(exact.task))
         changed = [f"task.{n}" for n, v in arguments.items() if usual and usual.get(n) != v]
         start = self.start
         described = {
@@ -501,15 +500,6 @@ class Experiment:
             return {}
         arguments = task_arguments(self.task, options, self.seed, self.mode)
         return {n: v for n, v in arguments.items() if (n, v) != ("seed", self.seed)}
-
-    def _changes(self) -> dict[str, str]:
-        """Return the options that differ from what the names give, as `--set` takes them."""
-        exact: Any = self.resolved
-        before, after = self._named_setup(exact.task).options(), exact.setup.options()
-        changed = {name for name, value in after.items() if before.get(name) != value}
-        if changed & set(EPS):
-            changed |= set(EPS) & after.keys()  # a number goes with its unit
-        return {name: option_text(value) for name, value in after.items() if name in changed}
 
     @classmethod
     def of(cls, spec: Mapping[str, Any]) -> Experiment:

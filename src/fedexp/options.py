@@ -16,8 +16,9 @@ from fedexp.errors import DataNote, UsageError, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.server import ExP, ServerRule
 from fedexp.tasks.task import Weighting
-from fedexp.text import convert, hints_of
+from fedexp.text import convert, hints_of, option_text
 
+EPS = ("server.eps", "server.eps_mode")  # a number and its unit
 SECTIONS = ("server", "client", "local")
 
 
@@ -86,6 +87,14 @@ class Setup:
         }
         local = changed.pop("local", self.local)
         return Setup(replace(self.algorithm, **changed, **changes[""]), local, weighting)
+
+    def changes_from(self, before: Setup) -> dict[str, str]:
+        """Return the options that another setup has with other values, as `--set` takes them."""
+        usual, options = before.options(), self.options()
+        changed = {name for name, value in options.items() if usual.get(name) != value}
+        if changed & set(EPS):
+            changed |= set(EPS) & options.keys()
+        return {name: option_text(value) for name, value in options.items() if name in changed}
 
     def parse(self, key: str, value: Any) -> tuple[str, Any]:
         """Return the dotted name of an option and the value as its type."""
