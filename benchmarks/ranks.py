@@ -29,7 +29,7 @@ import fedexp as fx
 from fedexp.analysis.tables import text_table
 from fedexp.data import Federation
 from fedexp.distributed import DistributedGroup, Ranks, leave, ranks
-from fedexp.engine.simulation import SingleProcess
+from fedexp.engine.simulation import ProcessGroup
 from machine import Row, Timing, hardware, write_record
 
 EACH, STEPS, BATCH, CLIENTS = 20, 20, 20, 1000
@@ -58,7 +58,7 @@ def milliseconds(among: Ranks | None, work: str, device: str, rounds: int) -> Ro
         local=fx.LocalTraining(lr=0.05, steps=STEPS, batch_size=BATCH),
     )
     never = 10**9
-    process_group = DistributedGroup(among) if among else SingleProcess()
+    process_group = DistributedGroup(among) if among else ProcessGroup()
     where = str(among.device) if among and device == "cuda" else device
     run = fx.simulate(
         task, rule(), never, cohort, evaluate_every=never, device=where, process_group=process_group

@@ -18,7 +18,7 @@ from torch import nn
 import fedexp as fx
 from fedexp.engine import client_store
 from fedexp.engine.client_store import ClientStates, ClientStore, StateStore, StoredStates
-from fedexp.engine.simulation import SingleProcess
+from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.slot_file import Layout, SlotFile
 from fedexp.tasks import Task
 from tests.helpers.problems import BatchNormNet, classes_task, least_squares
@@ -243,6 +243,12 @@ def test_calls_that_share_a_file_decide_alike(monkeypatch: pytest.MonkeyPatch) -
         assert isinstance(state.clients, StoredStates) == stored
 
 
+class Two(ProcessGroup):
+    """Two processes on this machine, each of which stores all states."""
+
+    local_world_size = 2
+
+
 def test_auto_takes_a_file_where_states_may_outgrow_the_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -256,12 +262,8 @@ def test_auto_takes_a_file_where_states_may_outgrow_the_memory(
         monkeypatch.setattr(client_store, "memory_bytes", lambda device, memory=memory: memory)
         state = next(fx.simulate(task, fx.scaffold(), rounds, 3)).state
         assert isinstance(state.clients, StoredStates) == stored
-        monkeypatch.setattr(
-            SingleProcess, "local_world_size", 2
-        )  # each of which stores all of them
-        state = next(fx.simulate(task, fx.scaffold(), rounds, 3)).state
+        state = next(fx.simulate(task, fx.scaffold(), rounds, 3, process_group=Two())).state
         assert isinstance(state.clients, StoredStates)
-        monkeypatch.setattr(SingleProcess, "local_world_size", 1)
     monkeypatch.setattr(client_store, "memory_bytes", lambda device: 0)
     assert not next(fx.simulate(task, fx.fedexp(), 1, 3)).state.clients  # no client state
 

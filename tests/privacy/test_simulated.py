@@ -390,16 +390,8 @@ def test_without_the_accounting_library_one_line_names_the_extra(
 def test_run_round_alone_applies_privacy_of_its_work() -> None:
     """`run_round` is public: the same round by hand."""
     task, algorithm = vectors_task(updates(20, 30)), fx.fedexp(eps=0.0)
-    privacy = SimulatedPrivacy.of(
-        central(),
-        clients=20,
-        cohort=20,
-        rounds=3,
-        algorithm=algorithm,
-        weighting="uniform",
-        buffers=False,
-        seed=0,
-    )
+    mechanism = central().prepare(clients=20, cohort=20, rounds=3, algorithm=algorithm)
+    privacy = SimulatedPrivacy.of(central(), mechanism, clients=20, cohort=20, seed=0)
     work = Work(task, algorithm, task.local, "uniform", 0, 1, np.arange(20), privacy=privacy)
     record = run_round(work, fx.SimulationState.initial(task, algorithm, 0))
     first = records(task, algorithm, privacy=central())[0]

@@ -24,6 +24,7 @@ from fedexp.client import Tensors, zero_extras
 from fedexp.distributed.group import Ranks, local_world_size
 from fedexp.engine.base import Engine, Run, Sums, buffer_extras
 from fedexp.engine.plan import Work, step_lengths
+from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.state import SimulationState
 from fedexp.errors import FedExPError
 from fedexp.local import LocalTraining
@@ -37,7 +38,7 @@ STOP, NORM, CHANGED = "ranks.stop", "ranks.norm", "ranks.changed"
 TOLERANCE = 1e-6  # relative, of model norms; ranks with equal models differ by nothing
 
 
-class DistributedGroup:
+class DistributedGroup(ProcessGroup):
     """A process group for one run: `simulate(..., process_group=DistributedGroup(ranks()))`.
 
     Each rank trains its shard of the cohort with the engine chosen for the whole cohort. One

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from functools import reduce
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -89,11 +90,9 @@ def cohort_parts(work: Work, state: SimulationState, least: int = 1) -> list[lis
     return [clients[at : at + together] for at in range(0, len(clients), together)]
 
 
-def add_sums(total: Sums | None, part: Sums) -> Sums:
-    """Return the sums of both; `total` is None before the first part."""
-    if total is None:
-        return part
-    return total[0] + part[0], {**total[1], **part[1]}
+def total_of(parts: Iterable[Sums]) -> Sums:
+    """Return the sums of all parts, of which there is at least one; each is dropped once added."""
+    return reduce(lambda one, other: (one[0] + other[0], {**one[1], **other[1]}), parts)
 
 
 def sum_trained(

@@ -19,11 +19,11 @@ from fedexp.client import LinearCorrection
 from fedexp.engine.base import (
     Pool,
     Sums,
-    add_sums,
     cohort_parts,
     part_of,
     stacked_states,
     sum_updates,
+    total_of,
 )
 from fedexp.engine.plan import Numbers, Work, batch_key, client_steps, host_rows, plan_cohort
 from fedexp.engine.state import SimulationState
@@ -60,19 +60,19 @@ class Dense:
         self.network, self.pool = network, Pool()
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        rule, start, total = work.algorithm.client, state.params, None
-        for clients in cohort_parts(work, state, least=self.pool.count):
-            chosen, client_state = np.asarray(clients), stacked_states(work, state, clients)
-            correction = rule.linear_correction(state.broadcast, client_state)
-            params = start.new_empty(len(clients), len(start))
-            train = partial(self._train_block, work, start, chosen, correction, params)
-            self.pool.map(train, self.blocks(work, start, chosen))
-            steps = client_steps(work.task.train.sizes[chosen], work.local)
-            total_lr = torch.from_numpy(steps * work.lr)[:, None].to(params.dtype)
-            part = sum_updates(work, state, clients, start - params, total_lr, client_state)
-            total = add_sums(total, part)
-        assert total is not None
-        return total
+        parts = cohort_parts(work, state, least=self.pool.count)
+        return total_of(self._run_clients(work, state, clients) for clients in parts)
+
+    def _run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
+        rule, start = work.algorithm.client, state.params
+        chosen, client_state = np.asarray(clients), stacked_states(work, state, clients)
+        correction = rule.linear_correction(state.broadcast, client_state)
+        params = start.new_empty(len(clients), len(start))
+        train = partial(self._train_block, work, start, chosen, correction, params)
+        self.pool.map(train, self.blocks(work, start, chosen))
+        steps = client_steps(work.task.train.sizes[chosen], work.local)
+        total_lr = torch.from_numpy(steps * work.lr)[:, None].to(params.dtype)
+        return sum_updates(work, state, clients, start - params, total_lr, client_state)
 
     def blocks(self, work: Work, params: Tensor, clients: Numbers) -> list[Numbers]:
         """Return the positions of clients that are trained together, most work first."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fedexp.client import LinearCorrection
-from fedexp.engine.base import Sums, Trained, add_sums, client_loss, cohort_parts, sum_trained
+from fedexp.engine.base import Sums, Trained, client_loss, cohort_parts, sum_trained, total_of
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
 from fedexp.local import (
@@ -32,15 +32,10 @@ class Loop:
     name = "loop"
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        total: Sums | None = None
-        for clients in cohort_parts(work, state):
-            trained = []
-            for client in clients:
-                with seeded_torch(work.seed, "layers", work.round, client):
-                    trained.append(train(work, state, client, work.task.objective))
-            total = add_sums(total, sum_trained(work, clients, trained))
-        assert total is not None
-        return total
+        return total_of(
+            sum_trained(work, clients, [train_client(work, state, client) for client in clients])
+            for clients in cohort_parts(work, state)
+        )
 
 
 def train_client(work: Work, state: SimulationState, client: int) -> Trained:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedexp.client import LinearCorrection
-from fedexp.engine.base import Sums, add_sums, cohort_parts, part_of, stacked_states, sum_updates
+from fedexp.engine.base import Sums, cohort_parts, part_of, stacked_states, sum_updates, total_of
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
 from fedexp.objective import QuadraticObjective
@@ -50,11 +50,8 @@ class Quadratic:
         self._steps = lru_cache(maxsize=CACHED_RUNS)(_steps)
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        total: Sums | None = None
-        for clients in cohort_parts(work, state):
-            total = add_sums(total, self.run_clients(work, state, clients))
-        assert total is not None
-        return total
+        parts = cohort_parts(work, state)
+        return total_of(self.run_clients(work, state, clients) for clients in parts)
 
     def run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
         """Train some clients; one whose update is not finite changes no state."""

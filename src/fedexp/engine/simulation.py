@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -69,45 +69,29 @@ if TYPE_CHECKING:  # only runs that use them import them
 CAPTURED_EVALUATION = 4_000_000  # parameters; with more, launches take less time than the kernels
 
 
-class ProcessGroup(Protocol):
-    """The processes that share a run. Each of them ends a round with the same numbers.
+class ProcessGroup:
+    """The processes that share a run: a single one here, several in subclasses.
 
-    Attributes:
-        local_world_size: how many of the processes are on this machine.
+    Each of them ends a round with the same numbers.
     """
 
     @property
-    def local_world_size(self) -> int: ...
+    def local_world_size(self) -> int:
+        """The number of the processes on this machine."""
+        return 1
 
     def shard(self, work: Work) -> Work:
         """Return the part of a round that this process trains."""
-        ...
-
-    def engine(self, engine: Engine) -> Run:
-        """Return a function that trains this process's part and returns the sums of all parts."""
-        ...
-
-    def evaluate(
-        self, task: Task, params: Tensor, buffers: Buffers, run: RunProgram | None
-    ) -> dict[str, float]:
-        """Return what `task.evaluate` returns, computed by all processes together."""
-        ...
-
-
-class SingleProcess:
-    """A run in one process."""
-
-    local_world_size = 1
-
-    def shard(self, work: Work) -> Work:
         return work
 
     def engine(self, engine: Engine) -> Run:
+        """Return a function that trains this process's part and returns the sums of all parts."""
         return engine
 
     def evaluate(
         self, task: Task, params: Tensor, buffers: Buffers, run: RunProgram | None
     ) -> dict[str, float]:
+        """Return what `task.evaluate` returns, computed by all processes together."""
         return task.evaluate(params, buffers, run)
 
 
@@ -162,7 +146,7 @@ def train(
     state = initial if state is None else _checked_start(state, initial, client_state, rounds)
     store = client_store if isinstance(client_store, ClientStore) else ClientStore(client_store)
     most = rule.most(task.train.clients, rounds)
-    group = process_group or SingleProcess()
+    group = process_group or ProcessGroup()
     state = replace(
         state, clients=store.store(state.clients, client_state, most, group.local_world_size)
     )
@@ -240,24 +224,29 @@ def _private(
     initial: SimulationState,
 ) -> Work:
     """Return the work with privacy; refuse what privacy does not cover, or a budget too small."""
+    from fedexp.privacy import CentralPrivacy, LocalPrivacy
     from fedexp.privacy.simulated import SimulatedPrivacy
 
+    require(
+        isinstance(privacy, CentralPrivacy | LocalPrivacy),
+        f"privacy is a CentralPrivacy or a LocalPrivacy of fedexp.privacy, not {privacy!r}",
+    )
     train, rule = work.task.train, work.cohort_rule or CohortRule()
     require(
         rule.clients is None and rule.choose is None,
         "privacy is accounted for cohorts that are drawn uniformly; give a cohort by number, by "
         'fraction or "all"',
     )
-    found = SimulatedPrivacy.of(
-        privacy,
+    size = train.clients if rule.size is None else rule.size
+    mechanism = privacy.prepare(
         clients=train.clients,
-        cohort=train.clients if rule.size is None else rule.size,
+        cohort=size,
         rounds=rounds,
         algorithm=work.algorithm,
         weighting=work.weighting,
         buffers=bool(initial.buffers.averaged.numel()),
-        seed=work.seed,
     )
+    found = SimulatedPrivacy.of(privacy, mechanism, train.clients, size, work.seed)
     found.require_budget(privacy, rounds, lambda round: rule.sample(work.seed, round, train))
     return replace(work, privacy=found)
 

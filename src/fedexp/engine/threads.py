@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedexp.data.federation import Batch
-from fedexp.engine.base import Pool, Sums, Trained, add_sums, cohort_parts, sum_trained
+from fedexp.engine.base import Pool, Sums, Trained, cohort_parts, sum_trained, total_of
 from fedexp.engine.loop import train
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
@@ -46,7 +46,6 @@ class Threads:
             self._copies.put(ThreadCopy(objective))
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        total: Sums | None = None
         sizes = work.task.train.sizes
         begun: deque[tuple[list[int], Tensor]] = deque()  # clients, and a matrix of their updates
         free: list[Tensor] = []  # matrices to use again: new memory costs a page fault per 4 KiB
@@ -61,14 +60,15 @@ class Threads:
                 rows = zip(clients, deltas, strict=True)
                 yield sorted(rows, key=lambda row: -sizes[row[0]])  # the longest first
 
-        for results in self._pool.map_parts(partial(self._train, work, state), parts()):
-            (clients, deltas), trained = begun.popleft(), dict(results)
-            part = sum_trained(work, clients, [trained[client] for client in clients], deltas)
-            total = add_sums(total, part)
-            if not part[1]:  # client states may be views of an update
-                free.append(deltas)
-        assert total is not None
-        return total
+        def sums() -> Iterator[Sums]:
+            for results in self._pool.map_parts(partial(self._train, work, state), parts()):
+                (clients, deltas), trained = begun.popleft(), dict(results)
+                part = sum_trained(work, clients, [trained[client] for client in clients], deltas)
+                if not part[1]:  # client states may be views of an update
+                    free.append(deltas)
+                yield part
+
+        return total_of(sums())
 
     def _train(
         self, work: Work, state: SimulationState, row: tuple[int, Tensor]

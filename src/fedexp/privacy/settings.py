@@ -103,8 +103,7 @@ class CentralPrivacy:
     noised_by_clients: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        check_numbers(self.clip, self.delta, self.noise_multiplier, self.epsilon)
-        check_numerator(self.numerator)
+        check_noise(self)
         kappa = self.norm_weight
         require(
             kappa is None or (is_number(kappa) and kappa > 0),
@@ -113,8 +112,6 @@ class CentralPrivacy:
         for name in ("cohort", "clients"):
             if (size := getattr(self, name)) is not None:
                 whole_number(name, size, least=1)
-        if self.noise_seed is not None:
-            whole_number("noise_seed", self.noise_seed, least=0)
 
     def prepare(
         self,
@@ -182,16 +179,13 @@ class LocalPrivacy:
     noised_by_clients: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        check_numbers(self.clip, self.delta, self.noise_multiplier, self.epsilon)
-        check_numerator(self.numerator)
+        check_noise(self)
         require(
             self.epsilon is None or self.rounds is not None,
             "epsilon needs rounds too: the most rounds that a client takes part in",
         )
         if self.rounds is not None:
             whole_number("rounds", self.rounds, least=1)
-        if self.noise_seed is not None:
-            whole_number("noise_seed", self.noise_seed, least=0)
 
     def mechanism(self) -> LocalMechanism:
         """Return the mechanism of these settings, the same on clients and server."""
@@ -216,30 +210,28 @@ class LocalPrivacy:
         return self.mechanism()
 
 
-def check_numbers(
-    clip: float, delta: float, noise_multiplier: float | None, epsilon: float | None
-) -> None:
+def check_noise(privacy: CentralPrivacy | LocalPrivacy) -> None:
     """Refuse values out of range, and both or neither of noise_multiplier and epsilon."""
+    clip, numerator = privacy.clip, privacy.numerator
     require(
         is_number(clip) and clip > 0,
         f"clip must be positive and finite, not {clip!r}; try the median norm of the updates",
     )
     require(
-        (noise_multiplier is None) != (epsilon is None), "give either noise_multiplier or epsilon"
+        (privacy.noise_multiplier is None) != (privacy.epsilon is None),
+        "give either noise_multiplier or epsilon",
     )
-    accounting.require_delta(delta)
-    if noise_multiplier is not None:
-        accounting.require_noise(noise_multiplier)
-    if epsilon is not None:
-        accounting.require_epsilon(epsilon)
-
-
-def check_numerator(numerator: str | None) -> None:
-    """Refuse an unknown way to release the squared norms."""
+    accounting.require_delta(privacy.delta)
+    if privacy.noise_multiplier is not None:
+        accounting.require_noise(privacy.noise_multiplier)
+    if privacy.epsilon is not None:
+        accounting.require_epsilon(privacy.epsilon)
     require(
         numerator is None or numerator in MARGINS,
         f"numerator is {' or '.join(MARGINS)}, not {numerator!r}",
     )
+    if privacy.noise_seed is not None:
+        whole_number("noise_seed", privacy.noise_seed, least=0)
 
 
 def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:

@@ -18,7 +18,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from fedexp.aggregate import Aggregate
-from fedexp.algorithms import Algorithm
 from fedexp.errors import require
 from fedexp.privacy.accounting import BudgetSpentError, Release, composed_epsilon
 from fedexp.privacy.mechanism import CentralMechanism, LocalMechanism, seeded_normals
@@ -51,39 +50,20 @@ class SimulatedPrivacy:
     def of(
         cls,
         privacy: CentralPrivacy | LocalPrivacy,
-        *,
+        mechanism: CentralMechanism | LocalMechanism,
         clients: int,
         cohort: int,
-        rounds: int,
-        algorithm: Algorithm,
-        weighting: str,
-        buffers: bool,
         seed: int,
     ) -> SimulatedPrivacy:
-        """Return the privacy of a run; raise `UsageError` for what its guarantee does not cover.
+        """Return the privacy of a run; raise `UsageError` for a cohort that it does not cover.
 
         Args:
             privacy: the settings, as a strategy takes them.
+            mechanism: what they have prepared for the run.
             clients: number of clients.
             cohort: clients per round.
-            rounds: rounds in total.
-            algorithm: client and server rule.
-            weighting: of the updates; must be "uniform".
-            buffers: whether the model has buffers that are averaged (BatchNorm).
             seed: of the run; `privacy.noise_seed` comes first.
         """
-        require(
-            isinstance(privacy, CentralPrivacy | LocalPrivacy),
-            f"privacy is a CentralPrivacy or a LocalPrivacy of fedexp.privacy, not {privacy!r}",
-        )
-        mechanism = privacy.prepare(
-            clients=clients,
-            cohort=cohort,
-            rounds=rounds,
-            algorithm=algorithm,
-            weighting=weighting,
-            buffers=buffers,
-        )
         seed = seed if privacy.noise_seed is None else privacy.noise_seed
         if isinstance(mechanism, CentralMechanism):
             mechanism = replace(mechanism, noise_seed=seed)

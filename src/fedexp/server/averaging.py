@@ -49,7 +49,7 @@ class Average(ServerRule):
 
 
 @dataclass(frozen=True)
-class Momentum(ServerRule):
+class Momentum(Average):
     """FedAvg-M: v ← Δ̄ + β v; w ← w - lr · v (App. F, docs/paper.md#fedavg-m).
 
     Args:
@@ -59,11 +59,10 @@ class Momentum(ServerRule):
 
     reads_norms: ClassVar[bool] = False
 
-    lr: float = 1.0
     beta: float = 0.9
 
     def __post_init__(self) -> None:
-        require_positive("the server lr", self.lr)
+        super().__post_init__()
         require_fraction("beta", self.beta)
 
     def init(self, params: Tensor) -> State:
@@ -81,7 +80,7 @@ def accumulate(momentum: Tensor, mean: Tensor, beta: float) -> Tensor:
 
 
 @dataclass(frozen=True)
-class NormalisedAverage(ServerRule):
+class NormalisedAverage(Average):
     """FedNova (Wang et al., 2020): w ← w - lr · a_eff · mean_p(Δ_i / a_i), with the client `Nova`.
 
     a_i is the work of client i, its number of local steps, and a_eff = mean_p a_i. FedAvg weighs a
@@ -94,11 +93,6 @@ class NormalisedAverage(ServerRule):
     Args:
         lr: the server step size η_g > 0.
     """
-
-    lr: float = 1.0
-
-    def __post_init__(self) -> None:
-        require_positive("the server lr", self.lr)
 
     def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
         require(

@@ -102,17 +102,14 @@ def check_none_fixed(values: Values, fixed: Collection[str]) -> Values:
 
 def parse_grid(assignments: Sequence[str], setup: Setup) -> Values:
     """Return a grid of the user's own, from texts such as `local.lr=0.01,0.1,1`."""
-    grid: dict[str, tuple[float, ...]] = {}
+    grid: dict[str, list[float]] = {}
     for text in assignments:
         key, equals, listed = text.partition("=")
         if not (equals and key and listed):
             raise UsageError(f"--grid takes key=value,value,..., not {text!r}")
         name = key.strip()
-        for value in listed.split(","):
-            setup.with_option(name, value.strip())  # raises for an unknown option or value
-        full = next(option for option in setup.options() if _names(name, option))
-        grid[full] = _floats(name, listed)
-    return grid
+        grid[name] = [setup.parse(name, value.strip())[1] for value in listed.split(",")]
+    return checked_grid(grid, setup) if grid else {}
 
 
 def checked_grid(values: Mapping[str, Sequence[float]], setup: Setup) -> Values:
@@ -133,7 +130,7 @@ def checked_grid(values: Mapping[str, Sequence[float]], setup: Setup) -> Values:
         for value in own:
             setup.with_option(name, value)  # raises for an unknown option or value
             number = isinstance(value, Real) and not isinstance(value, bool)
-            require(number, f"the grid of {name} takes numbers; set {value!r} with options=")
+            require(number, f"the grid of {name} takes numbers; set {value!r} by options or --set")
     return {setup.full_name(n): tuple(dict.fromkeys(map(float, v))) for n, v in values.items()}
 
 
@@ -148,13 +145,6 @@ def _server_lr(setup: Setup, least_squares: bool) -> tuple[float, ...]:
     low, high = setup.algorithm.server.lr_bounds() or (0.0, math.inf)
     within = tuple(rate for rate in rates if low <= rate <= high)
     return within or (setup.options()["server.lr"],)
-
-
-def _floats(name: str, listed: str) -> tuple[float, ...]:
-    try:
-        return tuple(dict.fromkeys(float(value) for value in listed.split(",")))
-    except ValueError:
-        raise UsageError(f"--grid {name} takes numbers; set anything else with --set") from None
 
 
 def _names(key: str, full: str) -> bool:
