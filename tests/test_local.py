@@ -17,7 +17,6 @@ from fedexp.client import Tensors
 from fedexp.engine.batched import Batched
 from fedexp.local import clip_factor, init_moments, optimizer_step
 from fedexp.options import Setup
-from fedexp.runs.spec import Spec
 from tests.engine.helpers import EXACT, assert_agree, assert_same_state, run_rounds, unequal
 from tests.helpers.problems import least_squares
 
@@ -313,6 +312,5 @@ def test_options_by_name() -> None:
     assert changed.local == Local(optimizer="adam", betas=(0.8, 0.9), lr_schedule="cosine")
     with pytest.raises(fx.UsageError, match=r"local.optimizer must be one of sgd, adam, adamw"):
         setup.with_option("local.optimizer", "lion")
-    spec = Spec("toy", "fedavg", options=(("local.momentum", "0.5"),)).prepare().frozen
-    assert spec["options"]["local.momentum"] == 0.5
-    assert spec["options"]["local.nesterov"] is False
+    options = fx.Experiment("toy", "fedavg", options={"local.momentum": "0.5"}).spec["options"]
+    assert (options["local.momentum"], options["local.nesterov"]) == (0.5, False)

@@ -12,10 +12,10 @@ import fedexp as fx
 from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS
 from fedexp.errors import DataNote
 from fedexp.local import LocalTraining
-from fedexp.options import Setup, share_options
-from fedexp.text import convert, parse_assignments
 from fedexp.modes import setup_for
+from fedexp.options import Setup, share_options
 from fedexp.runs.from_python import prepared_run, prepared_runs
+from fedexp.text import convert, parse_assignments
 from tests.helpers.problems import classes_task
 
 

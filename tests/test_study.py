@@ -23,12 +23,12 @@ import fedexp as fx
 from fedexp.cli.main import main
 from fedexp.errors import DataNote, UsageError
 from fedexp.references import load_object
-from fedexp.runs.records import read_rows
 from fedexp.runs.folder import RunWarning
-from fedexp_command.rerun import rerun
+from fedexp.runs.records import read_rows
 from fedexp.runs.spec import read_spec
 from fedexp.runs.weights import run_weights
 from fedexp.tasks.metrics import as_metrics
+from fedexp_command.rerun import rerun
 from tests.helpers.own_study import write_study
 from tests.runs.helpers import untimed
 

@@ -290,12 +290,17 @@ class Experiment:
                 if self.stop_at is not None and self.reached(record.to_json()):
                     return
 
-    @cached_property
+    @property
     def resolved(self) -> Experiment:
         """The same run with objects in the place of names, options and None.
 
         Builds the task; raises `UsageError` for what does not exist or does not fit.
         """
+        if "_exact" not in vars(self):
+            vars(self)["_exact"] = self._resolve()
+        return vars(self)["_exact"] or self
+
+    def _resolve(self) -> Experiment:
         task = self.base_task
         setup = self._setup(task, split_task_options(self.options)[1])
         if self.by_client and not task.by_client:
@@ -324,13 +329,13 @@ class Experiment:
             stop_at=task.checked_target(self.stop_at, "stop_at"),
             start=None,
         )
-        vars(exact)["resolved"] = exact
+        vars(exact)["_exact"] = None  # it is resolved; not itself, so that tasks are freed at once
         return exact
 
     @property
     def is_resolved(self) -> bool:
         """Whether the task has been built."""
-        return "resolved" in vars(self)
+        return "_exact" in vars(self)
 
     @property
     def problem(self) -> Task:

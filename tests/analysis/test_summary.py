@@ -17,7 +17,8 @@ from fedexp.analysis.summary import (
     spans_decades,
     summarise,
 )
-from fedexp.runs.spec import Outcome, Spec
+from fedexp.experiment import Experiment
+from fedexp.runs.spec import Outcome
 from tests.helpers.outcomes import outcome
 
 
@@ -28,7 +29,7 @@ def test_a_target_is_reached_to_within_rounding() -> None:
         assert rounds_to(np.array([0.5, value]), 0.72, higher=True) == 2
     assert rounds_to(np.array([0.5, 0.7199]), 0.72, higher=True) is None
     assert rounds_to(np.array([1.0, 3e-12, 1e-12]), 1e-12, higher=False) == 3
-    stopping = Spec("digits", "fedexp", stop_at=0.72).prepare()
+    stopping = Experiment("digits", "fedexp", stop_at=0.72)
     assert stopping.reached({"test_accuracy": live})
     assert not stopping.reached({"test_accuracy": 0.7199})
 
@@ -93,7 +94,7 @@ def test_a_diverged_run_has_no_final_value() -> None:
 
 
 def test_losses_are_reached_from_above() -> None:
-    run = Outcome(Spec("synthetic", "fedavg"), [{"train_loss": v} for v in (1, *[0.1] * 5)], 1.0)
+    run = outcome("fedavg", 0, [1, *[0.1] * 5], metric="train_loss")
     (line,) = summarise([run], "train_loss", 0.1)
     assert line.rounds == [6]
 
@@ -239,8 +240,7 @@ def test_equal_ratios_have_no_interval() -> None:
 
 
 def test_the_direction_of_a_metric_of_the_user() -> None:
-    rows = [{"test_f1": value} for value in (0.1, *[0.5] * 5)]
-    run = Outcome(Spec("digits", "fedexp"), rows, 1.0)
+    run = outcome("fedexp", 0, [0.1, *[0.5] * 5], metric="test_f1")
     assert summarise([run], "test_f1", 0.5, higher=True)[0].rounds == [6]
     assert summarise([run], "test_f1", 0.5, higher=False)[0].rounds == [1]
 

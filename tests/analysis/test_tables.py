@@ -99,7 +99,7 @@ def test_a_speed_up_has_an_interval_from_five_seeds_on() -> None:
         (5, "speed-up [95%]", "2.58x [1.15, 8.97]"),
         (4, "4 seeds", "2.82x"),
     ]:
-        lines = summarise([r for r in runs if r.spec.seed < count], "test_accuracy", 0.6)
+        lines = summarise([r for r in runs if r.seed < count], "test_accuracy", 0.6)
         headers, cells = comparison_table(lines, "test_accuracy", 0.6, 1, further={0.6: lines})
         assert header in headers[2]
         assert headers[4] == headers[2]

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from fedexp.cli.main import build_parser
-from fedexp.cli.options import spec_of
-from fedexp.runs import RunInterrupted, execute
+from fedexp.cli.options import experiment_of
+from fedexp.experiment import Resources
+from fedexp.runs import RunInterrupted, Storage, execute, folder_of
+from fedexp_command.parsers import build_parser
 from tests.helpers.processes import LONGEST
 from tests.runs.helpers import stop_after
 
@@ -45,10 +46,9 @@ def checkpointed(folder: Path) -> int:
     return int(json.loads((folder / "checkpoint.json").read_text())["round"])
 
 
-def begin(command: list[str], folder: Path, round: int) -> None:
+def begin(command: list[str], root: Path, round: int) -> None:
     """Leave what `fedexp run` does when it is stopped after a round."""
-    parser = build_parser()
-    args = parser.parse_args(command)
+    experiment = experiment_of(build_parser().parse_args(command))
     listen, stop = stop_after(round)
     with pytest.raises(RunInterrupted):
-        execute(spec_of(args, args.algorithm, args.seed), folder, listen, stop=stop)
+        execute(experiment, Storage(folder_of(experiment, root)), listen, Resources(stop=stop))

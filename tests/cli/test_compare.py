@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -14,12 +15,12 @@ from typing import Any
 import pytest
 
 from fedexp import __version__
-from fedexp.cli.compare import workers_for
-from fedexp.cli.main import main
+from fedexp.api import workers_for
 from fedexp.catalogue import TASKS
+from fedexp.cli.main import main
+from fedexp.experiment import Experiment
 from fedexp.runs import find_runs, load_run
 from fedexp.runs.execute import stop_request
-from fedexp.runs.spec import Spec
 from fedexp.runs.workers import interrupts_blocked
 from fedexp.tasks import Task, synthetic
 from tests.cli.helpers import FEDEXP, RUN, SMALL, begin, checkpointed, wait_for_rows
@@ -42,7 +43,7 @@ def test_a_comparison_stores_its_runs_and_returns_at_once(
         raise AssertionError("nothing should run")
 
     monkeypatch.setattr("fedexp.runs.workers.worker_processes", no_workers)
-    monkeypatch.setattr("fedexp.runs.spec.simulate", no_workers)
+    monkeypatch.setattr("fedexp.experiment.train", no_workers)
     assert main([*command, "--jobs", "2"]) == 0
     assert capfd.readouterr().out == first
     (tmp_path / "elsewhere").mkdir()
@@ -66,6 +67,7 @@ def test_runs_of_other_data_are_refused_until_they_are_restarted(
     doubled.__signature__ = signature(synthetic)  # type: ignore[attr-defined]
     doubled.__annotations__ = synthetic.__annotations__
     monkeypatch.setitem(TASKS, "synthetic", doubled)
+    gc.collect()  # the task of the first command is shared as long as it exists
     assert main(command) == 2
     out, err = capfd.readouterr()
     assert out == ""
@@ -77,12 +79,13 @@ def test_runs_of_other_data_are_refused_until_they_are_restarted(
     assert "--restart needs stored runs" in capfd.readouterr().err
     assert main(["reproduce", "synthetic", "--from", "runs", "--restart"]) == 2
     assert "leave --restart out" in capfd.readouterr().err
+    gc.collect()  # nor does another test share the doubled one
 
 
 def test_a_gpu_gets_one_run_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedexp.cli.many.available_cores", lambda: 8)
-    runs = [Spec("digits", "fedexp", device=device).prepare() for device in (None, "cuda", "cpu")]
-    assert [workers_for(run) for run in runs] == [8, 1, 8]
+    monkeypatch.setattr("fedexp.api.available_cores", lambda: 8)
+    devices = (None, "cuda", "cuda:1", "cpu")
+    assert [workers_for(Experiment("digits", device=each)) for each in devices] == [8, 1, 1, 8]
 
 
 @pytest.mark.parametrize("command", [COMPARE, ["tune", "digits", "--algorithm", "fedavg"]])

@@ -12,8 +12,6 @@ import pytest
 
 import fedexp as fx
 from fedexp.cli.progress import FIRST_ROUNDS, Diagnostics, LiveBar
-from fedexp.runs.execute import execute
-from fedexp.runs.spec import Spec
 
 RUNS = Path(__file__).parents[2] / "results" / "runs"
 
@@ -30,10 +28,9 @@ def alike(share: float, diversity: float, clamped: bool, rounds: int = 50) -> li
 
 def lines_of(task: str, algorithm: str, rounds: int = FIRST_ROUNDS, cohort: int | None = None,
              **options: Any) -> list[str]:  # fmt: skip
-    pairs = tuple((name.replace("__", "."), str(value)) for name, value in options.items())
-    spec = Spec(task, algorithm, rounds=rounds, cohort=cohort, evaluate_every=50, options=pairs)
-    outcome = execute(spec, None, lambda spec, row: None)
-    return [line for _, line in seen(outcome.rows)]
+    pairs = {name.replace("__", "."): value for name, value in options.items()}
+    settings: Any = {"rounds": rounds, "cohort": cohort, "evaluate_every": 50, "options": pairs}
+    return [line for _, line in seen(fx.run(task, algorithm, runs=None, **settings).rows)]
 
 
 @pytest.mark.parametrize(

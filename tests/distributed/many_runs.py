@@ -21,8 +21,8 @@ if __name__ == "__main__":
 
 from fedexp.distributed import Ranks
 from fedexp.runs import RunInterrupted, run_all
-from fedexp.runs.records import Row
 from fedexp.runs.pool import run_queue
+from fedexp.runs.records import Row
 from fedexp.runs.spec import Spec
 from fedexp.runs.workers import Execution, Job, Result
 from fedexp.tuning.search import EPS, EPS_VALUES, TrialRunner, tune, tune_epsilon

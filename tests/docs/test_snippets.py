@@ -24,10 +24,10 @@ from typing import Any
 
 import pytest
 
+import fedexp.api
 import fedexp.cli.tune
 import fedexp.engine
 import fedexp.flower
-import fedexp.api
 from fedexp import SimulationState
 from fedexp.options import Setup
 from fedexp.tuning.grids import Values, paper_grid

@@ -25,7 +25,6 @@ from fedexp.errors import DivergedError, UsageError
 from fedexp.objective import Buffers
 from fedexp.runs import RunInterrupted, execute, load_run
 from fedexp.runs.checkpoint import BEFORE, NEWEST
-from fedexp.runs.records import RECORDS
 from fedexp.runs.fingerprint import Fingerprint
 from fedexp.runs.folder import (
     BY_HAND,
@@ -39,6 +38,7 @@ from fedexp.runs.folder import (
 )
 from fedexp.runs.journal import Journal
 from fedexp.runs.read import HEAD, Parts, texts
+from fedexp.runs.records import RECORDS
 from fedexp.runs.spec import SPEC, id_of, read_spec
 from tests.fuzz.hostile import Files, contents, forged, fuzz, harmless, mutated
 from tests.runs.helpers import nobody, stop_after, tiny

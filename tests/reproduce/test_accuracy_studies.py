@@ -34,7 +34,7 @@ def run(job: Job, accuracies: Sequence[float | None], diverged_at: int | None = 
     ]
     for row in rows:
         row["server_lr"] = 1.5
-    return Result(job, Outcome(job.spec, rows, 1.0, diverged_at))
+    return Result(job, Outcome({"seed": job.experiment.seed}, rows, 1.0, diverged_at))
 
 
 def rising(to: float, rounds: int, every: int = 5) -> list[float | None]:
@@ -68,15 +68,15 @@ def test_the_runs_are_those_of_the_paper(
     name: str, runs: int, rounds: int, seeds: dict[str, int]
 ) -> None:
     jobs = planned(name).jobs
-    assert len(jobs) == len({job.spec for job in jobs}) == runs == STUDIES[name].runs()
-    assert {job.spec.rounds for job in jobs} == {rounds}
+    assert len(jobs) == len({repr(job.experiment) for job in jobs}) == runs == STUDIES[name].runs()
+    assert {job.experiment.rounds for job in jobs} == {rounds}
     for task, number in seeds.items():
-        assert {job.spec.seed for job in jobs if job.task == task} == set(range(number))
+        assert {job.experiment.seed for job in jobs if job.task == task} == set(range(number))
 
 
 def test_epsilon_and_figure_1_vary_what_the_paper_varies() -> None:
     eps = {
-        (job.task, dict(job.spec.options)["local.lr"]): job for job in planned("epsilon-table").jobs
+        (job.task, job.experiment.options["local.lr"]): job for job in planned("epsilon-table").jobs
     }
     assert {task: float(lr) for task, lr in eps} == {
         "emnist": pytest.approx(10**-0.5),
@@ -84,11 +84,11 @@ def test_epsilon_and_figure_1_vary_what_the_paper_varies() -> None:
         "cifar100": 0.01,
         "cinic10": 0.01,
     }
-    values = [float(dict(j.spec.options)["server.eps"]) for j in planned("epsilon-table").jobs[:5]]
+    values = [float(j.experiment.options["server.eps"]) for j in planned("epsilon-table").jobs[:5]]
     assert values == pytest.approx([10**-3, 10**-2.5, 10**-2, 10**-1.5, 10**-1])
-    grid = {tuple(map(float, dict(j.spec.options).values())) for j in planned("figure1").jobs}
+    grid = {tuple(map(float, j.experiment.options.values())) for j in planned("figure1").jobs}
     assert grid == set(product((0.1, 0.3, 1, 3, 10), (0.01, 0.03, 0.1, 0.3, 1)))
-    assert {job.spec.algorithm for job in planned("figure1").jobs} == {"fedavg"}
+    assert {job.experiment.algorithm for job in planned("figure1").jobs} == {"fedavg"}
 
 
 def test_table_1_counts_rounds_ratios_and_differences() -> None:
@@ -128,9 +128,9 @@ def test_ratios_are_over_the_seeds_that_both_have() -> None:
     plan = planned("scaffold-exp", Request(seeds=2))
     ends = {("scaffold-exp", 0): 0.72, ("fedexp", 0): 1.44, ("fedexp", 1): 0.9}
     results = [
-        run(job, rising(ends[job.series, job.spec.seed], 500))
+        run(job, rising(ends[job.series, job.experiment.seed], 500))
         for job in plan.jobs
-        if job.task == "cifar10" and (job.series, job.spec.seed) in ends
+        if job.task == "cifar10" and (job.series, job.experiment.seed) in ends
     ]
     values = line(plan.study.measure(plan, results), "cifar10", "fedexp")
     assert values["rounds to target"].mean == (250 + 400) / 2
@@ -151,7 +151,7 @@ def test_claims_about_baselines_are_checked(adagrad: float, scaffold: float, hol
 
 def test_figure_1_gives_no_more_digits_than_the_figure_has() -> None:
     plan = planned("figure1")
-    assert {job.spec.evaluate_every for job in plan.jobs} == {50}
+    assert {job.experiment.evaluate_every for job in plan.jobs} == {50}
     findings = plan.study.measure(plan, [run(job, [0.5]) for job in plan.jobs])
     assert findings.table.cells(comparable=True)[0][2:] == ["50.00%", "5.8%", "+44.20%"]
     assert findings.table.headers()[3] == "paper (approx.)"
@@ -161,7 +161,7 @@ def test_figure_1_gives_no_more_digits_than_the_figure_has() -> None:
 def test_a_seed_that_misses_the_target_gives_a_lower_bound() -> None:
     plan = planned("table1", Request(seeds=2))
     results = [
-        run(job, rising(0.9 if job.spec.seed else 0.3, 500))
+        run(job, rising(0.9 if job.experiment.seed else 0.3, 500))
         for job in plan.jobs
         if job.task == "cifar10"
     ]
@@ -173,7 +173,7 @@ def test_the_long_run_pools_seeds_and_the_last_twenty_rounds() -> None:
     plan = planned("long-run")
     results = []
     for job in plan.jobs:
-        curve = [0.1] * 1980 + [0.80 + 0.01 * job.spec.seed] * 20
+        curve = [0.1] * 1980 + [0.80 + 0.01 * job.experiment.seed] * 20
         results.append(run(job, curve))
     value = line(plan.study.measure(plan, results), "emnist", "fedexp")["test accuracy"]
     assert value.mean == pytest.approx(81)

@@ -17,7 +17,7 @@ from fedexp.reproduce.study import SMALL, Request, choose_tasks, make_plan
 def test_more_seeds_are_no_deviation_and_more_rounds_are() -> None:
     plan = make_plan(STUDIES["synthetic"], Request(seeds=2))
     assert (plan.comparable, plan.shrunk) == (True, ())
-    assert [job.spec.seed for job in plan.jobs[:2]] == [0, 1]
+    assert [job.experiment.seed for job in plan.jobs[:2]] == [0, 1]
     longer = make_plan(STUDIES["synthetic"], Request(rounds=300))
     assert (longer.comparable, longer.deviation) == (False, "changed")
 
@@ -55,14 +55,14 @@ def test_small_tasks_match_their_description(task: str, generated_images: Path) 
     own = next(each for each in STUDIES.values() if task in each.tasks)
     plan = make_plan(own, Request(small=True, tasks=(task,)))
     (line,) = (line for line in plan.shrunk if line.startswith(f"{task}: ") and "local" in line)
-    made = plan.jobs[0].spec.prepare()
-    local = made.setup.local
+    experiment = plan.jobs[0].experiment
+    made, local = experiment.problem, experiment.setup.local
     assert f"{local.steps} local steps of batches of {local.batch_size}" in line
-    assert made.task.test is not None
+    assert made.test is not None
     if task != "emnist":
-        assert f"{len(made.task.train.fields['y']):,} training" in line
-        assert made.cohort == (None if task == "cifar10-cnn" else 5)
-        assert len(made.task.train.fields["y"].unique()) > (90 if task == "cifar100" else 9)
+        assert f"{len(made.train.fields['y']):,} training" in line
+        assert experiment.resolved.cohort == ("all" if task == "cifar10-cnn" else 5)
+        assert len(made.train.fields["y"].unique()) > (90 if task == "cifar100" else 9)
     assert not plan.comparable
 
 

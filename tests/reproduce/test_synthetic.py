@@ -64,7 +64,7 @@ def test_a_killed_study_resumes(done: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "fedexp", *command]
     with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        assert any("fedavg s0 round 50/" in line for line in process.stderr)
+        assert any("synthetic fedavg s0 round 50/" in line for line in process.stderr)
         process.kill()
     known = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/result.json")}
     assert [path.parent.name.split("-")[1] for path in known] == ["fedexp"]

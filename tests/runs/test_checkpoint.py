@@ -21,6 +21,7 @@ from fedexp.cli.main import main
 from fedexp.engine import SimulationState, client_store
 from fedexp.engine.client_store import ClientStates, ClientStore, StoredStates
 from fedexp.engine.slot_file import SlotFile
+from fedexp.errors import DamagedError
 from fedexp.runs import RunInterrupted, checkpoint, execute
 from fedexp.runs.checkpoint import (
     BEFORE,
@@ -32,10 +33,9 @@ from fedexp.runs.checkpoint import (
     read_checkpoint,
     stored_in,
 )
-from fedexp.errors import DamagedError
-from fedexp.storage import write_json
 from fedexp.runs.folder import RunWarning
 from fedexp.runs.spec import Spec
+from fedexp.storage import write_json
 from tests.cli.helpers import RUN
 from tests.runs.helpers import essence, nobody, stop_after, tiny
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import fedexp as fx
-from fedexp.distributed import Ranks
 from fedexp.catalogue import TASKS
+from fedexp.distributed import Ranks
 from fedexp.runs import execute, load_run, read_spec, run_all, run_id
 from fedexp.runs.distributed_run import check_same_content
 from fedexp.runs.fingerprint import Fingerprint, fingerprint

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fedexp as fx
-from fedexp.models import resnet18
 from fedexp.catalogue import TASKS
+from fedexp.models import resnet18
 from fedexp.precision import Precision
 from fedexp.runs import RunInterrupted, execute
 from fedexp.runs.spec import Spec

@@ -28,9 +28,9 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.algorithms import Algorithm
+from fedexp.identity import BYTECODE, SOURCE, digest_of, is_library, same
 from fedexp.objective import LeastSquares, ModuleObjective
 from fedexp.runs import fingerprint as module
-from fedexp.identity import BYTECODE, SOURCE, digest_of, is_library, same
 from fedexp.runs.fingerprint import Fingerprint, fingerprint, fingerprint_of_rules
 from fedexp.runs.spec import Spec
 from fedexp.tasks import Task

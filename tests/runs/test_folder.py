@@ -17,10 +17,10 @@ from fedexp.cli.main import build_parser
 from fedexp.cli.options import spec_of
 from fedexp.runs import execute, frozen, load_run, read_spec, run_id
 from fedexp.runs import folder as runs_folder
-from fedexp.storage import PRIVATE, temporary, write_bytes
 from fedexp.runs.folder import ENVIRONMENT, RunFolder, command, commits, machine
-from fedexp_command.rerun import rerun
 from fedexp.runs.spec import Spec
+from fedexp.storage import PRIVATE, temporary, write_bytes
+from fedexp_command.rerun import rerun
 from tests.runs.helpers import interrupted, nobody, tiny
 
 TOKEN = "run-token-4711"

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from fedexp.errors import FedExPError, UsageError
 from fedexp.runs import RunInterrupted, find_runs, load_run, run_all, run_id
-from fedexp.runs.records import Row
 from fedexp.runs.folder import BusyError, RunFolder
 from fedexp.runs.pool import Shard, parse_shard, run_queue
+from fedexp.runs.records import Row
 from fedexp.runs.spec import Outcome, Run, Spec
 from fedexp.runs.workers import Execution, Job, Result
 from fedexp.tasks import Task

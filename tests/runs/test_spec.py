@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 import fedexp as fx
 from fedexp.catalogue import TASKS, build_task
 from fedexp.runs import frozen, read_spec, run_id, spec_from
-from fedexp_command.rerun import rerun
 from fedexp.runs.spec import Spec, check_same, spec_text
 from fedexp.tasks import Task
+from fedexp_command.rerun import rerun
 from tests.runs.helpers import tiny
 
 TASK = build_task("synthetic", {"clients": "4", "rows": "3", "dim": "20"})

@@ -19,8 +19,8 @@ from fedexp.cli.main import main
 from fedexp.data.datasets import load
 from fedexp.data.sources import shakespeare as source
 from fedexp.models import CharLSTM, CharTransformer, char_lstm, char_transformer
-from fedexp.objective import Buffers, ModuleObjective
 from fedexp.modes import setup_for
+from fedexp.objective import Buffers, ModuleObjective
 from fedexp.runs.fingerprint import fingerprint
 from fedexp.tasks.shakespeare import BEGIN, PAD, counted_part, with_counted_targets
 from fedexp.tasks.task import Task, worst_decile

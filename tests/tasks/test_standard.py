@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import fedexp as fx
-from fedexp.data.datasets import RawSplits
 from fedexp.catalogue import TASKS
+from fedexp.data.datasets import RawSplits
 from fedexp.modes import setup_for
 from fedexp.tasks import images, standard
 from fedexp.tasks.standard import power_law

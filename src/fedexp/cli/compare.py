@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -76,27 +76,41 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def bar_of(args: argparse.Namespace, shard: Shard | None, total: int) -> api.Progress:
-    """Return what shows a bar, or lines, over all runs of a command."""
+def label(experiment: Experiment) -> str:
+    """Return a short name of a run."""
+    return f"{experiment.names.algorithm} s{experiment.seed}"
+
+
+def bar_of(
+    args: argparse.Namespace,
+    shard: Shard | None,
+    total: int,
+    title: str = "",
+    name: Callable[[Experiment], str] = label,
+) -> api.Progress:
+    """Return what shows a bar, or lines, over all runs of a command.
+
+    Args:
+        args: the options of the command.
+        shard: the share that is run here; None for all runs.
+        total: number of runs of all shares.
+        title: title of the bar; the task by default.
+        name: returns a short name of a run.
+    """
 
     @contextmanager
     def show(grid: api.Grid) -> Iterator[OnRound]:
         if shard is not None:
             note(f"shard {shard}: {grid.runs} of {total} runs")
-        title = f"{grid.task}, {grid.runs} runs"
-        with watch(title, grid.rounds, grid.runs, args.quiet, grid.metric) as bar:
+        what = f"{title or grid.task}, {grid.runs} runs"
+        with watch(what, grid.rounds, grid.runs, args.quiet, grid.metric) as bar:
 
             def on_round(experiment: Experiment, row: Row) -> None:
-                bar(row, label(experiment))
+                bar(row, name(experiment))
 
             yield on_round
 
     return show
-
-
-def label(experiment: Experiment) -> str:
-    """Return a short name of a run."""
-    return f"{experiment.names.algorithm} s{experiment.seed}"
 
 
 def note_busy(experiment: Experiment) -> None:

@@ -49,14 +49,13 @@ def run(args: argparse.Namespace) -> int:
             print(f"fedexp: {line}", file=sys.stderr)
     known = _reused(plan, args.reuse)
     missing = [job for job in plan.jobs if job not in known]
-    if missing or not known:
-        try:
-            outcomes = _run(args, plan, missing)
-        except api.Interrupted as stopped:
-            return stopped_status(stopped)
-        if is_silent() or is_missing(args, len(outcomes), len(missing)):
-            return 0
-        known |= dict(zip(missing, outcomes, strict=True))
+    try:
+        outcomes = _run(args, plan, missing) if missing else []  # Figure 2 needs none
+    except api.Interrupted as stopped:
+        return stopped_status(stopped)
+    if is_silent() or is_missing(args, len(outcomes), len(missing)):
+        return 0
+    known |= dict(zip(missing, outcomes, strict=True))
     return _conclude(plan, [Result(job, known[job]) for job in plan.jobs], folder, args.format)
 
 
@@ -115,11 +114,12 @@ def _request(args: argparse.Namespace) -> Request:
 def _run(args: argparse.Namespace, plan: Plan, missing: Sequence[Job]) -> list[Outcome]:
     """Execute runs; finished ones are read from disk, interrupted ones are resumed."""
     shard = shard_of(args)
+    names = {job.experiment: f"{job.task} {job.series} s{job.experiment.seed}" for job in missing}
     return api.run_grid(
         [job.experiment for job in missing],
         jobs=args.jobs,
         runs=root_of(args),
-        progress=bar_of(args, shard, len(missing)),
+        progress=bar_of(args, shard, len(missing), plan.study.name, names.__getitem__),
         restart=args.restart,
         checkpoint_every=args.checkpoint_every,
         shard=shard,

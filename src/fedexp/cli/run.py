@@ -31,8 +31,9 @@ def train(args: argparse.Namespace) -> int:
         folder is not None or not (args.log or args.restart),
         "--log and --restart need a run that is stored; leave --no-save out",
     )
-    if args.restart and args.out:
-        require(is_run(args.out), f"{args.out} holds no run; leave --restart out to begin")
+    if args.restart and not is_silent():  # the first rank alone reads the folder
+        stored = folder is not None and is_run(folder)
+        require(stored, f"{folder} holds no run; leave --restart out to begin")
     return _train(args, experiment, folder, reopen=False)
 
 
