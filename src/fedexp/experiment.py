@@ -304,12 +304,17 @@ class Experiment:
                 if self.stop_at is not None and self.reached(record.to_json()):
                     return
 
-    @cached_property
+    @property
     def resolved(self) -> Experiment:
         """The same run with objects in the place of names, options and None.
 
         Builds the task; raises `UsageError` for what does not exist or does not fit.
         """
+        # no reference to itself: with the last run that uses a task, its data leave the memory
+        return self if "_is_exact" in vars(self) else self._exact
+
+    @cached_property
+    def _exact(self) -> Experiment:
         of_task, others = split_task_options(self.options)
         task = self._task(of_task)
         setup = self._setup(task, others)
@@ -339,13 +344,13 @@ class Experiment:
             stop_at=task.checked_target(self.stop_at, "stop_at"),
             start=None,
         )
-        vars(exact)["resolved"] = exact
+        vars(exact)["_is_exact"] = True
         return exact
 
     @property
     def is_resolved(self) -> bool:
         """Whether the task has been built."""
-        return "resolved" in vars(self)
+        return "_is_exact" in vars(self) or "_exact" in vars(self)
 
     @property
     def problem(self) -> Task:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedexp.runs.spec import Outcome, Spec
+from fedexp.runs.spec import Outcome
 
 
 def outcome(
@@ -12,4 +12,4 @@ def outcome(
 ) -> Outcome:
     """Return an outcome of the digits task with the given test accuracies."""
     rows = [{"test_accuracy": value} for value in curve]
-    return Outcome(Spec("digits", name, seed), rows, 1.0, diverged_at)
+    return Outcome({"task": "digits", "algorithm": name, "seed": seed}, rows, 1.0, diverged_at)

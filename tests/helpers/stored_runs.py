@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.runs import StoredRun, frozen, load_run
-from fedexp.runs.records import Row
+from fedexp.experiment import Experiment
+from fedexp.runs import StoredRun, load_run
 from fedexp.runs.folder import environment
-from fedexp.runs.spec import Spec, spec_text
+from fedexp.runs.records import Row
+from fedexp.runs.spec import spec_text
 
 FINISHED = {"status": "finished", "rounds": 30, "diverged_at": None, "seconds": 2.5}
 
@@ -51,10 +52,10 @@ def stored(
     An algorithm that is not of the package has the options of FedExP.
     """
     base = algorithm if algorithm in ALGORITHMS else "fedexp"
-    spec = frozen(Spec("toy", base, seed, rounds=30).prepare()) | {"algorithm": algorithm}
+    spec = Experiment("toy", base, seed, rounds=30).spec | {"algorithm": algorithm}
     spec["set"] = dict(options or {})
-    own = {key: value for key, value in (options or {}).items() if not key.startswith("task.")}
-    spec["options"] |= own
+    others = {key: value for key, value in (options or {}).items() if not key.startswith("task.")}
+    spec["options"] = spec["options"] | others
     spec |= more
     known = {"metric": "test_accuracy", "target": 0.9, "fedexp": "0.1", "started": "2026-01-02"}
     folder = Path("runs", f"toy-{algorithm}-s{seed}")
@@ -64,12 +65,12 @@ def stored(
 def write(root: Path, algorithm: str, seed: int, count: int = 30, speed: float = 0.1) -> Path:
     """Write a run to disk, unfinished if it has fewer than 30 rounds; return its folder."""
     base = algorithm if algorithm in ALGORITHMS else "fedexp"
-    run = Spec("toy", base, seed, rounds=30).prepare()
+    experiment = Experiment("toy", base, seed, rounds=30)
     folder = root / f"{algorithm}-{seed}"
     folder.mkdir(parents=True)
-    spec = frozen(run) | {"algorithm": algorithm}
+    spec = experiment.spec | {"algorithm": algorithm}
     folder.joinpath("spec.toml").write_text(spec_text(spec))
-    known = environment(run) | {"metric": "test_accuracy", "target": 0.9}
+    known = environment(experiment) | {"metric": "test_accuracy", "target": 0.9}
     known["goal"] = "max:test_accuracy"
     folder.joinpath("environment.json").write_text(json.dumps(known))
     lines = "".join(json.dumps(row) + "\n" for row in rows(count, speed, seed))

@@ -421,7 +421,8 @@ def rerun(spec: Mapping[str, Any]) -> str:
         cohort = spec.get("cohort_source")
     if cohort is not None:
         words += ["--cohort", ",".join(map(str, cohort)) if isinstance(cohort, list) else cohort]
-    words += ["--evaluate-every", spec["evaluate_every"]]
+    every = spec["evaluate_every"]
+    words += ["--evaluate-every", ",".join(map(str, every)) if isinstance(every, list) else every]
     for name, default in DEFAULTS.items():
         if spec.get(name, default) != default:
             words += [f"--{name}", spec[name]]
