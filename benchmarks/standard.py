@@ -41,8 +41,8 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.analysis.tables import text_table
-from fedexp.errors import UsageError
 from fedexp.catalogue import TASKS
+from fedexp.errors import UsageError
 from fedexp.precision import Precision, arithmetic, default_precision
 from fedexp.tasks.shakespeare import PAD, counted_part, counting_objective
 from fedexp.tasks.standard import power_law

@@ -20,10 +20,10 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fedexp.distributed import Ranks
+from fedexp.experiment import Experiment
 from fedexp.runs import RunInterrupted, run_all
 from fedexp.runs.pool import run_queue
 from fedexp.runs.records import Row
-from fedexp.runs.spec import Spec
 from fedexp.runs.workers import Execution, Job, Result
 from fedexp.tuning.search import EPS, EPS_VALUES, TrialRunner, tune, tune_epsilon
 from tests.distributed.launch import joined, on_ranks
@@ -38,14 +38,14 @@ Case = tuple[list[str], Any]
 
 def runs(seeds: int, stored: str | None, folder: Path, group: Ranks | None) -> Case:
     """Return the seeds whose rows this rank received, and the rows of all seeds."""
-    specs = [tiny(seed=seed) for seed in range(seeds)]
+    experiments = [tiny(seed=seed) for seed in range(seeds)]
     root = folder / stored if stored else None
     seeds_here: list[str] = []
 
-    def on_round(spec: Spec, row: dict[str, Any]) -> None:
-        seeds_here.append(str(spec.seed))
+    def on_round(experiment: Experiment, row: dict[str, Any]) -> None:
+        seeds_here.append(str(experiment.seed))
 
-    outcomes = run_all(specs, 1, on_round, root, ranks=group)
+    outcomes = run_all(experiments, 1, on_round, root, ranks=group)
     return list(dict.fromkeys(seeds_here)), [untimed(each.rows) for each in outcomes]
 
 
@@ -100,6 +100,7 @@ class FirstStopped:
 
     def __init__(self) -> None:
         self.left = [Job(seed, tiny(seed=seed)) for seed in (0, 1)]
+        self.references: tuple[str, ...] = ()
         self.results: list[Any] = []
 
     def take(self) -> Job | None:
@@ -126,17 +127,10 @@ def stopped_run(folder: Path, group: Ranks | None) -> Case:
 def interrupted(stored: str | None, folder: Path, group: Ranks | None) -> Case:
     """Two runs that all ranks share; the last rank alone asks to stop, in the fourth round."""
     asks, calls = group is None or group.rank == WORLD - 1, itertools.count()
-    specs = [tiny(seed=seed, rounds=100_000) for seed in (0, 1)]
+    experiments = [tiny(seed=seed, rounds=100_000) for seed in (0, 1)]
     root = folder / stored if stored else None
     try:
-        run_all(
-            specs,
-            1,
-            lambda spec, row: None,
-            root,
-            ranks=group,
-            stop=lambda: asks and next(calls) >= 3,
-        )
+        run_all(experiments, root=root, ranks=group, stop=lambda: asks and next(calls) >= 3)
     except RunInterrupted:
         return [], "stopped"
     return [], "finished"

@@ -26,6 +26,7 @@ from fedexp.data import Federation, Images
 from fedexp.engine.cuda_graph import Program
 from fedexp.engine.programs import MOST_TRIALS, SharedPrograms, frozen_key, objective_key
 from fedexp.errors import EngineWarning
+from fedexp.experiment import Resources
 from fedexp.objective import ModuleObjective
 from fedexp.tasks import Task
 from tests.engine.helpers import double_batch_norm, images, small_resnet, unequal
@@ -63,7 +64,8 @@ class Case:
 
     def records(self, programs: SharedPrograms | None) -> Iterator[fx.Record]:
         options = {"rounds": 3, "cohort": 3, "engine": "batched", **self.options}
-        return fx.simulate(self.task, self.algorithm, programs=programs, **options)
+        experiment = fx.Experiment(self.task, self.algorithm, **options)
+        return experiment.records(resources=Resources(programs=programs))
 
 
 def assert_same_runs(one: list[fx.Record], other: list[fx.Record]) -> None:

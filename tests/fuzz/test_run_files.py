@@ -23,7 +23,8 @@ from fedexp.engine import SimulationState
 from fedexp.engine.client_store import StoredStates
 from fedexp.errors import DivergedError, UsageError
 from fedexp.objective import Buffers
-from fedexp.runs import RunInterrupted, execute, load_run
+from fedexp.plain import id_of
+from fedexp.runs import load_run
 from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.fingerprint import Fingerprint
 from fedexp.runs.folder import (
@@ -39,9 +40,9 @@ from fedexp.runs.folder import (
 from fedexp.runs.journal import Journal
 from fedexp.runs.read import HEAD, Parts, texts
 from fedexp.runs.records import RECORDS
-from fedexp.runs.spec import SPEC, id_of, read_spec
+from fedexp.runs.spec import SPEC, read_spec
 from tests.fuzz.hostile import Files, contents, forged, fuzz, harmless, mutated
-from tests.runs.helpers import nobody, stop_after, tiny
+from tests.runs.helpers import execute_in, interrupted, tiny
 
 CPU = torch.device("cpu")
 FLOWER_SPEC = {
@@ -64,10 +65,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
         patch.setattr(time, "perf_counter", lambda: 1.0)
         patch.setattr(time, "strftime", lambda *_: "2026-01-02T03:04:05+0000")
         patch.setattr(sys, "argv", ["fedexp"])
-        execute(spec, None, nobody, folder=root / "finished")
-        listen, wish = stop_after(4)
-        with suppress(RunInterrupted):
-            execute(spec, None, listen, folder=root / "stopped", stop=wish, checkpoint_every=0)
+        execute_in(root / "finished", spec)
+        interrupted(spec, root / "stopped", 4, checkpoint_every=0)
     return {path.name: contents(path) for path in root.iterdir()}
 
 
@@ -306,7 +305,7 @@ def test_a_forged_file_list_cannot_leave_the_folder(
     folder = put(tmp_path / "run", files, {NEWEST: signed_checkpoint(listed)})
     before = other.read_bytes()
     with pytest.raises(UsageError, match=r"checkpoint\.json cannot be read \(ValueError\)"):
-        execute(tiny("scaffold-exp", 6), None, nobody, folder=folder, client_store="disk")
+        execute_in(folder, tiny("scaffold-exp", 6), client_store="disk")
     assert other.read_bytes() == before
 
 

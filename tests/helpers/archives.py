@@ -7,14 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.experiment import Row
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
+from fedexp.plain import id_of
 from fedexp.reproduce import STUDIES
 from fedexp.reproduce.study import Plan, Request, experiment_of
 from fedexp.runs import StoredRun
 from fedexp.runs.read import Parts, texts
-from fedexp.runs.spec import FORMAT, id_of
+from fedexp.runs.records import Row
+from fedexp.runs.spec import FORMAT
 
 WHERE = {
     "fedexp": "0.1.0",
@@ -42,7 +43,7 @@ def fabricated(
     (arm,) = (arm for arm in own.arms(task) if arm.series == series)
     wanted = experiment_of(plan, task, arm)
     setup = Setup(ALGORITHMS[arm.algorithm](), LocalTraining())
-    options = dict(setup.parse(name, text) for name, text in wanted.options.items())
+    options = dict(setup.parse(name, text) for name, text in arm.options)
     spec: dict[str, Any] = {
         "task": task,
         "algorithm": arm.algorithm,
@@ -56,7 +57,7 @@ def fabricated(
         "device": "cuda",
         "precision": "bf16",
         "deterministic": False,
-        "set": dict(wanted.options),
+        "set": dict(arm.options),
         "changed": list(options),
         "arguments": {},
         "options": {"server.eps": 0.001, **options},

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.experiment import Experiment, Row
+from fedexp.experiment import Experiment
 from fedexp.runs import StoredRun, load_run
 from fedexp.runs.folder import environment
+from fedexp.runs.records import Row
 from fedexp.runs.spec import spec_text
 
 FINISHED = {"status": "finished", "rounds": 30, "diverged_at": None, "seconds": 2.5}
@@ -53,8 +54,8 @@ def stored(
     base = algorithm if algorithm in ALGORITHMS else "fedexp"
     spec = Experiment("toy", base, seed, rounds=30).spec | {"algorithm": algorithm}
     spec["set"] = dict(options or {})
-    own = {key: value for key, value in (options or {}).items() if not key.startswith("task.")}
-    spec["options"] |= own
+    others = {key: value for key, value in (options or {}).items() if not key.startswith("task.")}
+    spec["options"] = spec["options"] | others
     spec |= more
     known = {"metric": "test_accuracy", "target": 0.9, "fedexp": "0.1", "started": "2026-01-02"}
     folder = Path("runs", f"toy-{algorithm}-s{seed}")

@@ -11,9 +11,10 @@ from torch import Tensor
 
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS
+from fedexp.cli.options import parse_privacy
 from fedexp.errors import UsageError
+from fedexp.plain import privacy_from, privacy_table
 from fedexp.privacy import CentralPrivacy, LocalPrivacy, PrivacyWarning
-from fedexp.runs.spec import parse_privacy, privacy_from, privacy_table
 from tests.helpers.problems import least_squares
 
 RUN: dict[str, Any] = {"clients": 1000, "cohort": 100, "rounds": 20, "algorithm": fx.fedexp()}

@@ -1,30 +1,46 @@
-"""Shared by the tests of runs: small specs, and what must be equal in two runs."""
+"""Shared by the tests of runs: small experiments, and what must be equal in two runs."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fedexp.runs import RunInterrupted, execute
-from fedexp.runs.checkpoint import (
-    NEWEST,
-)
-from fedexp.runs.spec import Spec
+from fedexp.experiment import Experiment, Resources
+from fedexp.runs import Outcome, RunInterrupted, Storage, execute
+from fedexp.runs.checkpoint import NEWEST
+from fedexp.runs.spec import OnRound
 
-TINY = (("task.clients", "4"), ("task.rows", "3"), ("task.dim", "20"))
-
-
-def tiny(algorithm: str = "fedexp-m", rounds: int = 6, **more: Any) -> Spec:
-    """A run of milliseconds; three of four clients per round, so that cohorts matter."""
-    return Spec("synthetic", algorithm, rounds=rounds, cohort=3, options=TINY, **more)
+TINY = {"task.clients": "4", "task.rows": "3", "task.dim": "20"}
+STORAGE = ("restart", "reopen", "on_open")
 
 
-def nobody(spec: Spec, row: dict[str, Any]) -> None:
+def tiny(
+    algorithm: str = "fedexp-m",
+    rounds: int = 6,
+    options: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> Experiment:
+    """Return a run of milliseconds; three of four clients per round, so that cohorts matter."""
+    settings = {"cohort": 3, **more}
+    return Experiment(
+        "synthetic", algorithm, rounds=rounds, options={**TINY, **(options or {})}, **settings
+    )
+
+
+def nobody(experiment: Experiment, row: dict[str, Any]) -> None:
     """Ignore the row."""
+
+
+def execute_in(
+    folder: Path, experiment: Experiment, on_round: OnRound = nobody, **more: Any
+) -> Outcome:
+    """Execute a run in a folder; `more` are fields of `Storage` and of `Resources`."""
+    storage = Storage(folder, **{name: more.pop(name) for name in STORAGE if name in more})
+    return execute(experiment, storage, on_round, Resources(**more))
 
 
 def untimed(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -45,15 +61,15 @@ def essence(folder: Path) -> dict[str, Any]:
     }
 
 
-def stop_after(round: int) -> tuple[Callable[[Spec, dict[str, Any]], None], Callable[[], bool]]:
+def stop_after(round: int) -> tuple[OnRound, Callable[[], bool]]:
     """Return `on_round` and `stop` arguments that stop a run after a round."""
     seen: list[int] = []
-    return lambda spec, row: seen.append(row["round"]), lambda: round in seen
+    return lambda experiment, row: seen.append(row["round"]), lambda: round in seen
 
 
-def interrupted(spec: Spec, folder: Path, round: int) -> None:
-    """Run a spec until it is stopped after a round."""
+def interrupted(experiment: Experiment, folder: Path, round: int, **more: Any) -> None:
+    """Execute a run until it is stopped after a round."""
     listen, stop = stop_after(round)
     with pytest.raises(RunInterrupted) as stopped:
-        execute(spec, None, listen, folder=folder, stop=stop)
+        execute_in(folder, experiment, listen, stop=stop, **more)
     assert (stopped.value.folder, stopped.value.round) == (folder, round)

@@ -14,28 +14,25 @@ import signal
 import sys
 import time
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 
 from fedexp.engine.client_store import Location
-from fedexp.runs import execute
-from fedexp.runs.spec import Spec
+from fedexp.experiment import Experiment, Resources
+from fedexp.runs import Storage, execute
 
 ROUNDS = 150
-OPTIONS = (("task.clients", "12"), ("task.rows", "4"), ("task.dim", "400"))
-SPEC = Spec("synthetic", "scaffold-exp", rounds=ROUNDS, cohort=5, options=OPTIONS)
-
-
-def nobody(spec: Spec, row: dict[str, Any]) -> None:
-    """Ignore the row."""
+OPTIONS = {"task.clients": 12, "task.rows": 4, "task.dim": 400}
+EXPERIMENT = Experiment("synthetic", "scaffold-exp", rounds=ROUNDS, cohort=5, options=OPTIONS)
 
 
 def start(folder: Path, where: Location = "memory") -> int:
     """Start the run in a process of its own; return its id."""
     child = os.fork()
     if child == 0:
-        execute(SPEC, None, nobody, folder=folder, checkpoint_every=0.002, client_store=where)
+        resources = Resources(client_store=where, checkpoint_every=0.002)
+        execute(EXPERIMENT, Storage(folder), resources=resources)
         os._exit(0)
     return child
 
@@ -77,8 +74,7 @@ def hold(folder: Path) -> None:
     from fedexp.runs.folder import RunFolder
     from tests.runs.helpers import tiny
 
-    spec: Spec = tiny()
-    with RunFolder.of(folder, spec.prepare()):
+    with RunFolder.of(folder, tiny()):
         print("holding", flush=True)
         time.sleep(600)
 

@@ -22,7 +22,8 @@ from fedexp.engine import SimulationState, client_store
 from fedexp.engine.client_store import ClientStates, ClientStore, StoredStates
 from fedexp.engine.slot_file import SlotFile
 from fedexp.errors import DamagedError
-from fedexp.runs import RunInterrupted, checkpoint, execute
+from fedexp.experiment import Experiment
+from fedexp.runs import checkpoint
 from fedexp.runs.checkpoint import (
     BEFORE,
     NEWEST,
@@ -34,10 +35,8 @@ from fedexp.runs.checkpoint import (
     stored_in,
 )
 from fedexp.runs.folder import RunWarning
-from fedexp.runs.spec import Spec
 from fedexp.storage import write_json
-from tests.cli.helpers import RUN
-from tests.runs.helpers import essence, nobody, stop_after, tiny
+from tests.runs.helpers import essence, execute_in, interrupted, tiny
 
 CPU = torch.device("cpu")
 
@@ -256,14 +255,12 @@ def test_only_what_changed_is_looked_at() -> None:
             assert now.changed_since(before) == plain == now.changed_since(dict(before))
 
 
-def run(spec: Spec, folder: Path, where: Any = "disk", on_round: Any = nobody, **more: Any) -> None:
-    execute(spec, None, on_round, folder=folder, client_store=where, **more)
+def run(experiment: Experiment, folder: Path, where: Any = "disk", **more: Any) -> None:
+    execute_in(folder, experiment, client_store=where, **more)
 
 
-def stop_at(round: int, spec: Spec, folder: Path, where: Any = "disk") -> None:
-    listen, stop = stop_after(round)
-    with pytest.raises(RunInterrupted):
-        run(spec, folder, where, on_round=listen, stop=stop)
+def stop_at(round: int, experiment: Experiment, folder: Path, where: Any = "disk") -> None:
+    interrupted(experiment, folder, round, client_store=where)
 
 
 def states_in(folder: Path, rounds: int) -> Iterator[SimulationState]:
@@ -377,7 +374,7 @@ def test_the_command_line_names_the_store(tmp_path: Path, monkeypatch: pytest.Mo
         return placed(self, *arguments)
 
     monkeypatch.setattr(ClientStore, "store", noted)
-    command = [*RUN, "--algorithm", "scaffold", "--quiet"]
+    command = ["run", "toy", "--rounds", "2", "--algorithm", "scaffold", "--quiet"]
     assert main([*command, "--client-states", "disk"]) == 0
     assert found[-1] == "disk"
     assert main([*command, "--restart"]) == 0
@@ -422,9 +419,7 @@ def test_a_damaged_state_resumes_from_the_checkpoint_before(where: str, tmp_path
     """Where states are read into memory, all are checked before the first round."""
     spec, folder = tiny("scaffold-exp", 9), tmp_path / "a"
     run(spec, tmp_path / "whole")
-    listen, stop = stop_after(5)
-    with pytest.raises(RunInterrupted):
-        run(spec, folder, where, on_round=listen, stop=stop, checkpoint_every=0)
+    interrupted(spec, folder, 5, client_store=where, checkpoint_every=0)
     now, then = slot_numbers(stored(folder)), slot_numbers(stored(folder, BEFORE))
     changed = next(slot for client, slot in now.items() if then.get(client) != slot)
     data = bytearray((folder / SLOTS).read_bytes())

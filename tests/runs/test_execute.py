@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,22 +17,12 @@ import fedexp as fx
 from fedexp.engine import EngineName, SimulationState, simulation
 from fedexp.engine.plan import Work
 from fedexp.engine.select import Selected, select_engine
+from fedexp.experiment import Experiment
 from fedexp.models import mlp
 from fedexp.precision import Precision
-from fedexp.runs import RunWarning, execute, find_runs, load_run, run_id
-from fedexp.runs import spec as spec_module
+from fedexp.runs import RunWarning, execute, find_runs, folder_of, load_run
 from fedexp.runs.folder import RunFolder
-from fedexp.runs.spec import Run, Spec
-from tests.runs.helpers import essence, interrupted, nobody, tiny, untimed
-
-
-@pytest.fixture
-def no_training(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    def refuse(*arguments: Any, **more: Any) -> None:
-        raise AssertionError("nothing should train here")
-
-    monkeypatch.setattr(spec_module, "simulate", refuse)
-    return monkeypatch
+from tests.runs.helpers import essence, execute_in, interrupted, tiny, untimed
 
 
 def test_a_run_that_another_process_ends_meanwhile_is_left_alone(
@@ -40,13 +30,13 @@ def test_a_run_that_another_process_ends_meanwhile_is_left_alone(
 ) -> None:
     spec, opening = tiny(), RunFolder.of
 
-    def late(path: Path, run: Run, restart: bool) -> RunFolder:
+    def late(path: Path, experiment: Experiment, restart: bool) -> RunFolder:
         monkeypatch.setattr(RunFolder, "of", opening)
-        execute(spec, tmp_path, nobody)  # between our look at the folder and our hold of it
-        return opening(path, run, restart)
+        execute_in(tmp_path, spec)  # between our look at the folder and our hold of it
+        return opening(path, experiment, restart)
 
     monkeypatch.setattr(RunFolder, "of", late)
-    outcome = execute(spec, tmp_path, nobody)
+    outcome = execute_in(tmp_path, spec)
     assert outcome.stored == len(outcome.rows) == 6
     assert outcome.folder is not None
     assert "resumed" not in load_run(outcome.folder).environment
@@ -54,64 +44,65 @@ def test_a_run_that_another_process_ends_meanwhile_is_left_alone(
 
 def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
     spec = tiny()
-    outcome = execute(spec, tmp_path, nobody)
-    folder = tmp_path / run_id(spec.prepare())
+    folder = folder_of(spec, tmp_path)
+    assert folder == tmp_path / spec.id
+    outcome = execute_in(folder, spec)
     assert outcome.folder == folder
     stored = load_run(folder)
     assert untimed(stored.rows) == untimed(outcome.rows)
-    assert untimed(outcome.rows) == untimed(execute(spec, None, nobody).rows)
+    assert untimed(outcome.rows) == untimed(execute(spec).rows)
     assert stored.spec["options"]["server.beta"] == 0.9
-    assert stored.spec["set"] == dict(spec.options)
+    assert stored.spec["set"] == spec.options
     assert stored.environment["fedexp"] == fx.__version__
     assert stored.result == {
         "status": "finished", "rounds": 6, "diverged_at": None, "seconds": outcome.seconds,
     }  # fmt: skip
-    last = list(spec.prepare().records())[-1]
+    last = list(spec.records())[-1]
     assert torch.equal(load_file(folder / "model.safetensors")["params"], last.state.output()[0])
-    assert replace(stored.outcome(), spec=spec, stored=0) == outcome
+    assert replace(stored.outcome(), stored=0) == outcome
 
 
 @pytest.mark.parametrize("every", [0.0, 10.0])
 def test_a_finished_run_stores_no_client_state(every: float, tmp_path: Path) -> None:
     """It can be gigabytes, and training is over."""
-    execute(tiny("scaffold"), None, nobody, folder=tmp_path, checkpoint_every=every)
+    execute_in(tmp_path, tiny("scaffold"), checkpoint_every=every)
     found = sorted(path.name for path in tmp_path.glob("checkpoint*"))
     assert found == ["checkpoint-6.safetensors", "checkpoint.json"]
     (tmp_path / "result.json").unlink()
-    assert execute(tiny("scaffold"), None, nobody, folder=tmp_path).stored == 6
+    assert execute_in(tmp_path, tiny("scaffold")).stored == 6
 
 
 def test_the_model_of_a_network_loads_into_it(tmp_path: Path) -> None:
-    spec = Spec("digits-mlp", "fedexp", rounds=1, options=(("local.steps", "1"),))
-    outcome = execute(spec, tmp_path, nobody)
-    assert outcome.folder is not None
-    run = spec.prepare()
-    (record,) = run.records()
-    module = run.task.objective.load(*record.state.output())  # type: ignore[attr-defined]
-    named = load_file(outcome.folder / "model.safetensors")
+    spec = Experiment("digits-mlp", "fedexp", rounds=1, options={"local.steps": 1})
+    execute_in(tmp_path, spec)
+    (record,) = spec.records()
+    module = spec.problem.objective.load(*record.state.output())  # type: ignore[attr-defined]
+    named = load_file(tmp_path / "model.safetensors")
     assert named.keys() == module.state_dict().keys()
     assert all(torch.equal(named[name], value) for name, value in module.state_dict().items())
 
 
-def test_a_finished_run_returns_at_once(tmp_path: Path, no_training: pytest.MonkeyPatch) -> None:
-    with no_training.context() as allowed:
-        allowed.setattr(spec_module, "simulate", fx.simulate)
-        first = execute(tiny(), tmp_path, nobody)
+def test_a_finished_run_returns_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: Any, **more: Any) -> None:
+        raise AssertionError("nothing should train here")
+
+    first = execute_in(tmp_path / "a", tiny())
+    monkeypatch.setattr(sys.modules["fedexp.experiment"], "train", refuse)
     seen: list[int] = []
-    again = execute(tiny(), tmp_path, lambda spec, row: seen.append(row["round"]))
+    again = execute_in(tmp_path / "a", tiny(), lambda _, row: seen.append(row["round"]))
     assert (again.rows, again.seconds, again.stored) == (first.rows, first.seconds, 6)
     assert seen == [1, 2, 3, 4, 5, 6]
     with pytest.raises(AssertionError, match="nothing should train"):
-        execute(tiny(rounds=7), tmp_path, nobody)  # more rounds are another run
+        execute_in(tmp_path / "b", tiny())
 
 
 @pytest.mark.parametrize("algorithm", ["fedexp-m", "scaffold-exp", "fedadagrad"])
 def test_interrupted_twice_it_ends_as_one_that_never_was(algorithm: str, tmp_path: Path) -> None:
     spec = tiny(algorithm)
-    execute(spec, None, nobody, folder=tmp_path / "whole")
+    execute_in(tmp_path / "whole", spec)
     interrupted(spec, tmp_path / "parts", 2)
     interrupted(spec, tmp_path / "parts", 5)
-    outcome = execute(spec, None, nobody, folder=tmp_path / "parts")
+    outcome = execute_in(tmp_path / "parts", spec)
     assert outcome.stored == 5
     assert essence(tmp_path / "parts") == essence(tmp_path / "whole")
     resumed = load_run(tmp_path / "parts").environment["resumed"]
@@ -132,57 +123,54 @@ def test_a_resumed_run_asks_for_the_engine_of_its_first_round(
 
     monkeypatch.setattr(simulation, "select_engine", choose)
     interrupted(tiny(), tmp_path / "a", 3)
-    execute(tiny(), None, nobody, folder=tmp_path / "a")
+    execute_in(tmp_path / "a", tiny())
     assert asked[0][0] == 1
     assert asked[0] == asked[1]
 
 
 def test_rows_after_the_checkpoint_are_made_again(tmp_path: Path) -> None:
-    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    execute_in(tmp_path / "whole", tiny())
     interrupted(tiny(), tmp_path / "a", 3)
     with (tmp_path / "a" / "records.jsonl").open("ab") as records:
         records.write(b'{"round": 4, "train_loss": 0.123}\n{"round": 5, "train_l')
     assert [row["round"] for row in load_run(tmp_path / "a").rows] == [1, 2, 3, 4]
-    execute(tiny(), None, nobody, folder=tmp_path / "a")
+    execute_in(tmp_path / "a", tiny())
     assert essence(tmp_path / "a") == essence(tmp_path / "whole")
 
 
 def test_a_target_ends_a_run_and_its_status_says_so(tmp_path: Path) -> None:
-    whole = execute(tiny(rounds=30), None, nobody)
+    whole = execute(tiny(rounds=30))
     target = whole.rows[11]["train_loss"]
-    outcome = execute(tiny(rounds=30, stop_at=target), tmp_path, nobody)
+    outcome = execute_in(tmp_path / "a", tiny(rounds=30, stop_at=target))
     assert (len(outcome.rows), outcome.status) == (12, "target")
     assert untimed(outcome.rows) == untimed(whole.rows[:12])
-    assert outcome.folder is not None
-    (outcome.folder / "result.json").unlink()  # as if killed just before the end
-    again = execute(tiny(rounds=30, stop_at=target), tmp_path, nobody)
+    (tmp_path / "a" / "result.json").unlink()  # as if killed just before the end
+    again = execute_in(tmp_path / "a", tiny(rounds=30, stop_at=target))
     assert (len(again.rows), again.status) == (12, "target")
-    assert execute(tiny(stop_at=target / 1e9), None, nobody).status == "finished"
+    assert execute(tiny(stop_at=target / 1e9)).status == "finished"
 
 
 def test_divergence_is_stored_with_its_reason(tmp_path: Path) -> None:
-    spec = tiny("fedexp", 30)
-    spec = replace(spec, options=(*spec.options, ("local.lr", "5")))
-    outcome = execute(spec, tmp_path, nobody)
+    spec = tiny("fedexp", 30, {"local.lr": 5})
+    outcome = execute_in(tmp_path, spec)
     assert outcome.status == "diverged"
     assert outcome.diverged_at == len(outcome.rows) + 1
     assert "norm of the model" in outcome.reason
-    again = execute(spec, tmp_path, nobody)
+    again = execute_in(tmp_path, spec)
     assert again == replace(outcome, stored=len(outcome.rows))
 
 
 def test_a_folder_of_another_run_or_of_something_else_is_refused(tmp_path: Path) -> None:
-    execute(tiny(), None, nobody, folder=tmp_path / "a")
+    execute_in(tmp_path / "a", tiny())
     with pytest.raises(fx.UsageError, match="holds another run: there rounds is 6, here it is 7"):
-        execute(tiny(rounds=7), None, nobody, folder=tmp_path / "a")
-    other = replace(tiny(), options=(*tiny().options, ("eps", "0.5")))
+        execute_in(tmp_path / "a", tiny(rounds=7))
     with pytest.raises(fx.UsageError, match=r"options.server.eps is 0.0, here it is 0.5"):
-        execute(other, None, nobody, folder=tmp_path / "a")
+        execute_in(tmp_path / "a", tiny(options={"eps": 0.5}))
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "thesis.tex").write_text("years of work")
     for restart in (False, True):
         with pytest.raises(fx.UsageError, match="holds no run"):
-            execute(tiny(), None, nobody, folder=tmp_path / "b", restart=restart)
+            execute_in(tmp_path / "b", tiny(), restart=restart)
     assert [path.name for path in (tmp_path / "b").iterdir()] == ["thesis.tex"]
 
 
@@ -192,12 +180,12 @@ def test_another_version_is_warned_of_and_resumed(tmp_path: Path) -> None:
     path = folder / "environment.json"
     path.write_text(path.read_text().replace(fx.__version__, "0.0.9"))
     with pytest.warns(RunWarning, match=r"was started with fedexp 0\.0\.9"):
-        assert len(execute(tiny(), None, nobody, folder=folder).rows) == 6
+        assert len(execute_in(folder, tiny()).rows) == 6
 
 
 def test_runs_are_found_in_folders_of_folders(tmp_path: Path) -> None:
     for name in ("b", "a/x", "a/y"):
-        execute(tiny(rounds=1), None, nobody, folder=tmp_path / name)
+        execute_in(tmp_path / name, tiny(rounds=1))
     names = ["a/x", "a/y", "b"]
     assert find_runs([tmp_path]) == [tmp_path / name for name in names]
     assert find_runs([tmp_path / "b", tmp_path]) == [tmp_path / n for n in ("b", "a/x", "a/y")]
@@ -206,35 +194,35 @@ def test_runs_are_found_in_folders_of_folders(tmp_path: Path) -> None:
 
 
 def test_the_deterministic_mode_is_put_back(tmp_path: Path) -> None:
-    def check(spec: Spec, row: dict[str, Any]) -> None:
+    def check(experiment: Experiment, row: dict[str, Any]) -> None:
         assert torch.are_deterministic_algorithms_enabled()
         assert torch.backends.cudnn.deterministic
 
-    outcome = execute(tiny(deterministic=True), tmp_path, check)
+    outcome = execute_in(tmp_path, tiny(deterministic=True), check)
     assert not torch.are_deterministic_algorithms_enabled()
     assert not torch.backends.cudnn.deterministic
-    assert untimed(outcome.rows) == untimed(execute(tiny(), None, nobody).rows)
+    assert untimed(outcome.rows) == untimed(execute(tiny()).rows)
 
 
-def test_a_run_calls_simulate_once_and_builds_its_model_once(
+def test_a_run_trains_once_and_builds_its_model_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     built: list[nn.Module] = []
-    simulated: list[Run] = []
+    trained: list[Experiment] = []
 
     def build(*sizes: Any) -> nn.Module:
         built.append(mlp(*sizes))
         return built[-1]
 
-    def records(run: Run, *arguments: Any) -> Iterator[fx.Record]:
-        simulated.append(run)
-        return simulate(run, *arguments)
+    def records(experiment: Experiment, *arguments: Any) -> Generator[fx.Record, None, None]:
+        trained.append(experiment)
+        return train(experiment, *arguments)
 
-    simulate = Run.records
+    train = Experiment.records
     monkeypatch.setattr(sys.modules["fedexp.tasks.digits"], "mlp", build)
-    monkeypatch.setattr(Run, "records", records)
-    outcome = execute(Spec("digits", "fedexp", rounds=2), tmp_path, nobody)
-    assert (len(outcome.rows), len(built), len(simulated)) == (2, 1, 1)
+    monkeypatch.setattr(Experiment, "records", records)
+    outcome = execute_in(tmp_path, Experiment("digits", "fedexp", rounds=2))
+    assert (len(outcome.rows), len(built), len(trained)) == (2, 1, 1)
 
 
 def test_the_outcome_is_not_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,13 +230,12 @@ def test_the_outcome_is_not_read_back(tmp_path: Path, monkeypatch: pytest.Monkey
         raise AssertionError("nothing should be read")
 
     monkeypatch.setattr(sys.modules["fedexp.runs.execute"], "load_run", refuse)
-    assert len(execute(tiny(), tmp_path, nobody).rows) == 6
+    assert len(execute_in(tmp_path, tiny()).rows) == 6
 
 
 def test_the_engine_is_recorded(tmp_path: Path) -> None:
-    outcome = execute(replace(tiny(), engine="loop"), tmp_path, nobody)
-    assert outcome.folder is not None
-    assert load_run(outcome.folder).environment["engine"]["name"] == "loop"
+    execute_in(tmp_path, tiny(engine="loop"))
+    assert load_run(tmp_path).environment["engine"]["name"] == "loop"
 
 
 @pytest.mark.parametrize(
@@ -266,5 +253,5 @@ def test_a_spec_that_cannot_run_leaves_no_folder(
     change: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(fx.UsageError, match=message):
-        execute(replace(tiny(), **change), tmp_path / "runs", nobody)
+        execute_in(tmp_path / "runs" / "a", tiny(**change))
     assert not list(tmp_path.iterdir())

@@ -10,12 +10,11 @@ import torch
 
 import fedexp as fx
 from fedexp.catalogue import TASKS
+from fedexp.experiment import Experiment
 from fedexp.models import resnet18
 from fedexp.precision import Precision
-from fedexp.runs import RunInterrupted, execute
-from fedexp.runs.spec import Spec
 from fedexp.tasks import Task
-from tests.runs.helpers import essence, nobody, stop_after
+from tests.runs.helpers import essence, execute_in, interrupted
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -35,13 +34,11 @@ def test_deterministic_runs_resume_bit_for_bit(
     precision: Precision, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(TASKS, "pictures", pictures)
-    spec = Spec(
+    experiment = Experiment(
         "pictures", "scaffold-exp", rounds=6, cohort=8, device="cuda", precision=precision,
-        deterministic=True, options=(("local.steps", "5"), ("local.lr", "0.01")),
+        deterministic=True, options={"local.steps": 5, "local.lr": 0.01},
     )  # fmt: skip
-    execute(spec, None, nobody, folder=tmp_path / "whole")
-    listen, stop = stop_after(3)
-    with pytest.raises(RunInterrupted):
-        execute(spec, None, listen, folder=tmp_path / "parts", stop=stop)
-    execute(spec, None, nobody, folder=tmp_path / "parts")
+    execute_in(tmp_path / "whole", experiment)
+    interrupted(experiment, tmp_path / "parts", 3)
+    execute_in(tmp_path / "parts", experiment)
     assert essence(tmp_path / "parts") == essence(tmp_path / "whole")

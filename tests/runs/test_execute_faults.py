@@ -17,11 +17,11 @@ from typing import Any
 import pytest
 
 import fedexp as fx
-from fedexp.runs import RunInterrupted, RunWarning, execute, load_run
+from fedexp.runs import RunWarning, load_run
 from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.records import RECORDS, RecordFile
 from tests.helpers.processes import finished
-from tests.runs.helpers import essence, interrupted, nobody, stop_after, tiny, untimed
+from tests.runs.helpers import essence, execute_in, interrupted, tiny, untimed
 
 Change = Callable[..., Any]
 KILLER = Path(__file__).with_name("killer.py")
@@ -68,7 +68,7 @@ def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, where: str
     """Every file operation of a whole run, one by one."""
     spec = tiny("scaffold-exp", 3)
     how: dict[str, Any] = {"checkpoint_every": 0, "client_store": where}
-    execute(spec, None, nobody, folder=tmp_path / "whole", **how)
+    execute_in(tmp_path / "whole", spec, **how)
     expected, files = essence(tmp_path / "whole"), sorted(os.listdir(tmp_path / "whole"))
     step, ended = 0, False
     while not ended:
@@ -77,11 +77,11 @@ def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, where: str
         with pytest.MonkeyPatch.context() as patch:
             cut_power_at(step, patch)
             try:
-                execute(spec, None, nobody, folder=folder, **how)
+                execute_in(folder, spec, **how)
                 ended = True
             except PowerCut:
                 pass
-        execute(spec, None, nobody, folder=folder, **how)
+        execute_in(folder, spec, **how)
         assert essence(folder) == expected
         assert sorted(os.listdir(folder)) == files  # and nothing else is left
         shutil.rmtree(folder)
@@ -102,10 +102,8 @@ def test_killed_at_random_moments(tmp_path: Path, where: str, moments: int) -> N
 
 def test_a_cut_during_a_restart_can_be_resumed(tmp_path: Path) -> None:
     spec = tiny("scaffold-exp", 3)
-    execute(spec, None, nobody, folder=tmp_path / "whole")
-    listen, stop = stop_after(2)
-    with pytest.raises(RunInterrupted):
-        execute(spec, None, listen, folder=tmp_path / "started", stop=stop, checkpoint_every=0)
+    execute_in(tmp_path / "whole", spec)
+    interrupted(spec, tmp_path / "started", 2, checkpoint_every=0)
     backwards: Change = lambda path: (path / n for n in sorted(os.listdir(path), reverse=True))  # noqa: E731
     for step in range(1, 25):
         folder = shutil.copytree(tmp_path / "started", tmp_path / str(step))
@@ -113,8 +111,8 @@ def test_a_cut_during_a_restart_can_be_resumed(tmp_path: Path) -> None:
             cut_power_at(step, patch)
             patch.setattr(Path, "iterdir", backwards)  # an order that no file system promises
             with pytest.raises(PowerCut):
-                execute(spec, None, nobody, folder=folder, restart=True)
-        execute(spec, None, nobody, folder=folder)
+                execute_in(folder, spec, restart=True)
+        execute_in(folder, spec)
         assert essence(folder) == essence(tmp_path / "whole")
 
 
@@ -135,20 +133,18 @@ def test_a_full_disk_is_reported_and_loses_nothing(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spec, folder = tiny("scaffold-exp"), tmp_path / "a"
-    execute(spec, None, nobody, folder=tmp_path / "whole")
-    listen, stop = stop_after(3)
-    with pytest.raises(RunInterrupted):
-        execute(spec, None, listen, folder=folder, stop=stop)
+    execute_in(tmp_path / "whole", spec)
+    interrupted(spec, folder, 3)
     before = load_run(folder)
     for fails in (1, 2, 3, 4, 9):  # the first is the note that it was resumed
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", failing_from(fails, code))
             message = f"cannot write to {folder}: {os.strerror(code)}"
             with pytest.raises(fx.UsageError, match=message):
-                execute(spec, None, nobody, folder=folder, checkpoint_every=0)
+                execute_in(folder, spec, checkpoint_every=0)
         assert untimed(load_run(folder).rows)[:3] == untimed(before.rows)
         assert not list(folder.glob(".*.tmp"))
-    execute(spec, None, nobody, folder=folder)
+    execute_in(folder, spec)
     assert essence(folder) == essence(tmp_path / "whole")
 
 
@@ -168,9 +164,9 @@ def test_a_full_disk_in_the_middle_of_a_line(
     with monkeypatch.context() as patch:
         patch.setattr(RecordFile, "append", full)
         with pytest.raises(fx.UsageError, match="No space left on device"):
-            execute(tiny(), None, nobody, folder=folder, checkpoint_every=0)
+            execute_in(folder, tiny(), checkpoint_every=0)
     assert [row["round"] for row in load_run(folder).rows] == [1, 2]
-    assert execute(tiny(), None, nobody, folder=folder).stored == 2
+    assert execute_in(folder, tiny()).stored == 2
 
 
 def test_a_line_refused_by_a_full_disk_is_not_tried_again(
@@ -178,25 +174,23 @@ def test_a_line_refused_by_a_full_disk_is_not_tried_again(
 ) -> None:
     """A real file that may not grow, as a disk takes part of a line and then no more."""
     folder = tmp_path / "a"
-    listen, stop = stop_after(3)
-    with pytest.raises(RunInterrupted):
-        execute(tiny(), None, listen, folder=folder, stop=stop)
+    interrupted(tiny(), folder, 3)
     before = (folder / "records.jsonl").read_bytes()
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (len(before) + 50, hard))
     try:
         with pytest.raises(fx.UsageError, match=f"cannot write to {folder}: File too large"):
-            execute(tiny(), None, nobody, folder=folder)
+            execute_in(folder, tiny())
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert (folder / "records.jsonl").read_bytes().startswith(before)
-    assert execute(tiny(), None, nobody, folder=folder).stored == 3
+    assert execute_in(folder, tiny()).stored == 3
 
 
 def test_no_folder_can_be_made_under_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(fx.UsageError, match=r"cannot write to .*file/run: Not a directory"):
-        execute(tiny(), None, nobody, folder=tmp_path / "file" / "run")
+        execute_in(tmp_path / "file" / "run", tiny())
 
 
 def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(tmp_path: Path) -> None:
@@ -208,11 +202,11 @@ def test_a_second_process_is_refused_and_a_killed_one_leaves_no_lock(tmp_path: P
         assert holder.stdout is not None
         assert holder.stdout.readline() == "holding\n"
         with pytest.raises(fx.UsageError, match=f"another process is working on {folder}"):
-            execute(tiny(), None, nobody, folder=folder)
+            execute_in(folder, tiny())
     finally:
         holder.send_signal(signal.SIGKILL)
         holder.communicate()
-    assert len(execute(tiny(), None, nobody, folder=folder).rows) == 6
+    assert len(execute_in(folder, tiny()).rows) == 6
 
 
 def test_a_file_system_without_locks_is_reported(
@@ -225,7 +219,7 @@ def test_a_file_system_without_locks_is_reported(
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
     with pytest.raises(fx.UsageError, match=r"cannot lock .*; choose a folder on another disk"):
-        execute(tiny(), None, nobody, folder=tmp_path / "a")
+        execute_in(tmp_path / "a", tiny())
 
 
 def test_a_mistake_that_shows_in_the_first_round_leaves_nothing(
@@ -240,7 +234,7 @@ def test_a_mistake_that_shows_in_the_first_round_leaves_nothing(
     (tmp_path / "mine").mkdir()
     for folder in (tmp_path / "new" / "deep", tmp_path / "mine"):
         with pytest.raises(fx.UsageError, match="cannot be batched"):
-            execute(tiny(), None, nobody, folder=folder)
+            execute_in(folder, tiny())
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
     assert not list((tmp_path / "mine").iterdir())
 
@@ -252,13 +246,13 @@ def test_a_damaged_line_in_the_middle_is_refused_and_nothing_lost(tmp_path: Path
     damaged = b"\n".join([lines[0], lines[1].replace(b'"', b"'"), *lines[2:]])
     path.write_bytes(damaged)
     with pytest.raises(fx.UsageError, match=r"records\.jsonl is damaged at line 2"):
-        execute(tiny(), None, nobody, folder=tmp_path / "a")
+        execute_in(tmp_path / "a", tiny())
     with pytest.raises(fx.UsageError, match="damaged at line 2"):
         load_run(tmp_path / "a")
     assert path.read_bytes() == damaged
     path.write_bytes(lines[0] + b"\n")
     with pytest.raises(fx.UsageError, match="shorter than its checkpoint records"):
-        execute(tiny(), None, nobody, folder=tmp_path / "a")
+        execute_in(tmp_path / "a", tiny())
 
 
 @pytest.mark.parametrize("harm", ["cut", "garbled", "no list"])
@@ -267,7 +261,7 @@ def test_a_damaged_last_line_costs_the_rounds_after_the_checkpoint_before(
 ) -> None:
     """After a clean stop the newest checkpoint is of the last line."""
     folder = tmp_path / "a"
-    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    execute_in(tmp_path / "whole", tiny())
     interrupted(tiny(), folder, 2)
     interrupted(tiny(), folder, 5)
     path = folder / "records.jsonl"
@@ -277,32 +271,30 @@ def test_a_damaged_last_line_costs_the_rounds_after_the_checkpoint_before(
     else:
         path.write_bytes(data[:-9] if harm == "cut" else data[:-9] + b"########\n")
     with pytest.warns(RunWarning, match="resuming from the one before, of round 2"):
-        assert execute(tiny(), None, nobody, folder=folder).stored == 2
+        assert execute_in(folder, tiny()).stored == 2
     assert essence(folder) == essence(tmp_path / "whole")
 
 
 def test_a_finished_run_that_lost_its_last_line_is_refused(tmp_path: Path) -> None:
-    execute(tiny(), None, nobody, folder=tmp_path / "a")
+    execute_in(tmp_path / "a", tiny())
     path = tmp_path / "a" / "records.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(fx.UsageError, match=r"records\.jsonl has 5 of 6 rows; .*--restart"):
-        execute(tiny(), None, nobody, folder=tmp_path / "a")
-    assert len(execute(tiny(), None, nobody, folder=tmp_path / "a", restart=True).rows) == 6
+        execute_in(tmp_path / "a", tiny())
+    assert len(execute_in(tmp_path / "a", tiny(), restart=True).rows) == 6
 
 
 @pytest.mark.parametrize("harm", ["truncated", "flipped"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(harm: str, tmp_path: Path) -> None:
     spec, folder = tiny("scaffold-exp"), tmp_path / "a"
-    execute(spec, None, nobody, folder=tmp_path / "whole")
-    listen, stop = stop_after(4)
-    with pytest.raises(RunInterrupted):
-        execute(spec, None, listen, folder=folder, stop=stop, checkpoint_every=0)
+    execute_in(tmp_path / "whole", spec)
+    interrupted(spec, folder, 4, checkpoint_every=0)
     file = folder / json.loads((folder / NEWEST).read_text())["model"]["file"]
     data = bytearray(file.read_bytes())
     data[-5] ^= 64
     file.write_bytes(data[:100] if harm == "truncated" else bytes(data))
     with pytest.warns(RunWarning, match="resuming from the one before, of round 3"):
-        outcome = execute(spec, None, nobody, folder=folder)
+        outcome = execute_in(folder, spec)
     assert outcome.stored == 3
     assert essence(folder) == essence(tmp_path / "whole")
 
@@ -314,10 +306,10 @@ def test_without_a_whole_checkpoint_nothing_is_thrown_away(tmp_path: Path) -> No
     assert not (folder / BEFORE).exists()
     rows = (folder / "records.jsonl").read_bytes()
     with pytest.raises(fx.UsageError, match=r"nothing was changed; .* start over with --restart"):
-        execute(tiny(), None, nobody, folder=folder)
+        execute_in(folder, tiny())
     assert (folder / "records.jsonl").read_bytes() == rows
-    execute(tiny(), None, nobody, folder=folder, restart=True)
-    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    execute_in(folder, tiny(), restart=True)
+    execute_in(tmp_path / "whole", tiny())
     assert essence(folder) == essence(tmp_path / "whole")
 
 
@@ -332,17 +324,15 @@ def flip_digit(folder: Path, round: int) -> None:
 
 
 def test_a_flipped_digit_in_a_row_is_noticed(tmp_path: Path) -> None:
-    execute(tiny(), None, nobody, folder=tmp_path / "whole")
+    execute_in(tmp_path / "whole", tiny())
     folder = tmp_path / "a"
-    listen, stop = stop_after(4)
-    with pytest.raises(RunInterrupted):
-        execute(tiny(), None, listen, folder=folder, stop=stop, checkpoint_every=0)
+    interrupted(tiny(), folder, 4, checkpoint_every=0)
     intact = (folder / RECORDS).read_bytes()
     flip_digit(folder, 2)  # in the rows of both checkpoints
     with pytest.raises(fx.UsageError, match=r"records\.jsonl is not as it was written, and there"):
-        execute(tiny(), None, nobody, folder=folder)
+        execute_in(folder, tiny())
     (folder / RECORDS).write_bytes(intact)
     flip_digit(folder, 4)
     with pytest.warns(RunWarning, match="resuming from the one before, of round 3"):
-        assert execute(tiny(), None, nobody, folder=folder).stored == 3
+        assert execute_in(folder, tiny()).stored == 3
     assert essence(folder) == essence(tmp_path / "whole")

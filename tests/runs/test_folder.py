@@ -13,15 +13,16 @@ from pathlib import Path
 import pytest
 
 import fedexp
-from fedexp.cli.main import build_parser
-from fedexp.cli.options import spec_of
-from fedexp.runs import execute, frozen, load_run, read_spec, run_id
+from fedexp.cli.options import experiment_of
+from fedexp.experiment import Experiment
+from fedexp.privacy.settings import CentralPrivacy
 from fedexp.runs import folder as runs_folder
+from fedexp.runs import load_run, read_spec
 from fedexp.runs.folder import ENVIRONMENT, RunFolder, command, commits, machine
-from fedexp.runs.spec import Spec
 from fedexp.storage import PRIVATE, temporary, write_bytes
+from fedexp_command.parsers import build_parser
 from fedexp_command.rerun import rerun
-from tests.runs.helpers import interrupted, nobody, tiny
+from tests.runs.helpers import execute_in, interrupted, tiny
 
 TOKEN = "run-token-4711"
 FLOWER = ["/usr/bin/flwr-serverapp", "--serverappio-api-address", "x:1", "--token", TOKEN]
@@ -49,7 +50,7 @@ def test_states_and_the_environment_are_the_owners_alone(
         seen.update(modes(tmp_path / "run"))
 
     folder, spec = tmp_path / "run", tiny("scaffold")
-    execute(spec, None, look, folder=folder, client_store=states, checkpoint_every=0)
+    execute_in(folder, spec, look, client_store=states, checkpoint_every=0)
     private = {name for name in seen if name.startswith("checkpoint")} | {ENVIRONMENT}
     assert len(private) > 4
     assert "checkpoint-clients.slots" in private
@@ -63,7 +64,7 @@ def test_a_file_that_was_open_to_all_is_private_once_it_is_written(tmp_path: Pat
     interrupted(tiny(), tmp_path, 2)
     for path in tmp_path.iterdir():
         path.chmod(0o644)
-    execute(tiny(), None, nobody, folder=tmp_path)
+    execute_in(tmp_path, tiny())
     assert modes(tmp_path)[ENVIRONMENT] == PRIVATE
     assert modes(tmp_path)["checkpoint.json"] == PRIVATE
 
@@ -82,7 +83,7 @@ def test_arguments_of_other_programs_are_not_stored(
     monkeypatch.setattr(sys, "argv", FLOWER)
     assert command() == machine()["command"] == "flwr-serverapp"
     interrupted(tiny(), tmp_path, 2)
-    execute(tiny(), None, nobody, folder=tmp_path)
+    execute_in(tmp_path, tiny())
     assert load_run(tmp_path).environment["resumed"][0]["command"] == "flwr-serverapp"
     assert not any(TOKEN in path.read_text(errors="ignore") for path in tmp_path.iterdir())
 
@@ -165,9 +166,8 @@ def test_the_commit_of_the_users_project_is_recorded_beside_it(
     monkeypatch.chdir(project)
     expected = {"git": {"project": git(project, "rev-parse", "HEAD"), "project_dirty": False}}
     assert commits() == expected
-    outcome = execute(tiny(), tmp_path / "runs", nobody)
-    assert outcome.folder is not None
-    assert load_run(outcome.folder).environment["git"] == expected["git"]
+    execute_in(tmp_path / "run", tiny())
+    assert load_run(tmp_path / "run").environment["git"] == expected["git"]
 
 
 def test_a_machine_without_git_has_no_commits(
@@ -178,27 +178,27 @@ def test_a_machine_without_git_has_no_commits(
     assert commits() == {}
 
 
-SPECS = [
-    Spec("toy", "fedexp"),
-    Spec("toy", "fedavg", seed=3, rounds=7, cohort=1, evaluate_every=2, engine="loop"),
-    Spec("toy", "fedexp", mode="authors-code", options=(("eps", "0.5"), ("task.start", "1,-2"))),
-    Spec("toy", "fedprox", device="cpu", precision="float32", stop_at=0.25, deterministic=True),
-    Spec("toy", "fedexp", options=(("server.max_step", "inf"), ("local.clip_norm", "none"))),
+EXPERIMENTS = [
+    Experiment("toy", "fedexp"),
+    Experiment("toy", "fedavg", seed=3, rounds=7, cohort=1, evaluate_every=2, engine="loop"),
+    Experiment("toy", rounds=9, cohort=(1, 0), evaluate_every=(4, 2), by_client=True),
+    Experiment("toy", mode="authors-code", options={"eps": 0.5, "task.start": (1, -2)}),
+    Experiment("toy", "fedprox", device="cpu", precision="float32", deterministic=True),
+    Experiment("toy", stop_at=0.25, privacy=CentralPrivacy(1.0, 1e-5, noise_multiplier=2.0)),
+    Experiment("toy", options={"server.max_step": float("inf"), "local.clip_norm": None}),
 ]
 
 
-@pytest.mark.parametrize("spec", SPECS)
-def test_the_command_gives_the_same_run(spec: Spec) -> None:
-    run = spec.prepare()
-    words = shlex.split(rerun(frozen(run)))
+@pytest.mark.parametrize("experiment", EXPERIMENTS, ids=lambda experiment: repr(experiment)[:60])
+def test_the_command_gives_the_same_run(experiment: Experiment) -> None:
+    words = shlex.split(rerun(experiment.spec))
     assert words[0] == "fedexp"
-    args = build_parser().parse_args(words[1:])
-    again = spec_of(args, args.algorithm, args.seed).prepare()
-    assert again.describe() == run.describe()
-    assert run_id(again) == run_id(run)
+    again = experiment_of(build_parser().parse_args(words[1:]))
+    assert again.spec == experiment.spec
+    assert again.id == experiment.id
 
 
 def test_values_are_quoted_for_a_shell() -> None:
     value = 'a b\'; $(rm x) "<script>"'
-    words = shlex.split(rerun({**frozen(SPECS[0].prepare()), "set": {"task.folder": value}}))
+    words = shlex.split(rerun({**EXPERIMENTS[0].spec, "set": {"task.folder": value}}))
     assert words[-1] == f"task.folder={value}"

@@ -15,12 +15,12 @@ from fedexp.client import Prox
 from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, UsageError
 from fedexp.objective import Buffers
-from fedexp.runs import execute, load_run
+from fedexp.runs import load_run
 from fedexp.runs.checkpoint import BEFORE, NEWEST
 from fedexp.runs.fingerprint import fingerprint_of_rules
 from fedexp.runs.folder import RESULT, RunFolder
 from fedexp.runs.journal import Journal, is_finite
-from tests.runs.helpers import nobody, tiny, untimed
+from tests.runs.helpers import execute_in, tiny, untimed
 
 CPU = torch.device("cpu")
 SPEC = {
@@ -126,10 +126,10 @@ def test_a_federation_with_other_rules_is_refused_in_words_for_it(tmp_path: Path
 def test_a_simulated_run_is_reopened_only_where_that_is_asked_for(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    spec = replace(tiny("fedexp", 30), options=(*tiny().options, ("local.lr", "5")))
-    first = execute(spec, None, nobody, folder=tmp_path)
+    spec = tiny("fedexp", 30, {"local.lr": 5})
+    first = execute_in(tmp_path, spec)
     assert first.status == "diverged"
-    again = execute(spec, None, nobody, folder=tmp_path)
+    again = execute_in(tmp_path, spec)
     assert again.stored == len(first.rows)
     assert main(["resume", str(tmp_path), "--reopen", "--quiet"]) == 1
     assert f"resumes after round {len(first.rows)}" in capfd.readouterr().err

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,14 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedexp.errors import FedExPError, UsageError
-from fedexp.runs import RunInterrupted, find_runs, load_run, run_all, run_id
+from fedexp.experiment import Experiment
+from fedexp.runs import RunInterrupted, find_runs, folder_of, load_run, run_all
 from fedexp.runs.folder import BusyError, RunFolder
 from fedexp.runs.pool import Shard, parse_shard, run_queue
 from fedexp.runs.records import Row
-from fedexp.runs.spec import Outcome, Run, Spec
+from fedexp.runs.spec import Outcome
 from fedexp.runs.workers import Execution, Job, Result
-from fedexp.tasks import Task
-from tests.runs.helpers import nobody, tiny, untimed
+from tests.helpers.own_study import write_study
+from tests.runs.helpers import tiny, untimed
 
 LONG = 100_000  # rounds, of a run that has to be stopped
 
@@ -43,24 +41,25 @@ def test_a_share_that_does_not_exist(text: str) -> None:
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_run_of_another_process_is_skipped(jobs: int, tmp_path: Path) -> None:
-    specs = [tiny(seed=seed) for seed in range(3)]
-    run = specs[1].prepare()
-    skipped: list[Spec] = []
-    with RunFolder.of(tmp_path / run_id(run), run):
-        outcomes = run_all(specs, jobs, nobody, tmp_path, on_busy=skipped.append)
+    experiments = [tiny(seed=seed) for seed in range(3)]
+    busy = experiments[1]
+    skipped: list[Experiment] = []
+    with RunFolder.of(folder_of(busy, tmp_path), busy):
+        outcomes = run_all(experiments, jobs, root=tmp_path, on_busy=skipped.append)
         with pytest.raises(BusyError, match="another process is working on"):
-            run_all(specs[1:], jobs, nobody, tmp_path)
-    assert [outcome.spec for outcome in outcomes] == [specs[0], specs[2]]
-    assert skipped == [specs[1]]
-    assert [len(each.rows) for each in run_all(specs, 1, nobody, tmp_path)] == [6, 6, 6]
+            run_all(experiments[1:], jobs, root=tmp_path)
+    assert [outcome.seed for outcome in outcomes] == [0, 2]
+    assert skipped == [busy]
+    assert [len(outcome.rows) for outcome in run_all(experiments, root=tmp_path)] == [6, 6, 6]
 
 
 class Listed:
-    """A queue of specs that stops those of seed 1 after round 3; records what it is called with."""
+    """A queue of runs that stops those of seed 1 after round 3; records what it is called with."""
 
-    def __init__(self, specs: list[Spec]) -> None:
-        self.left = [Job(spec.seed, spec) for spec in specs]
-        self.rows: dict[int, list[Row]] = {spec.seed: [] for spec in specs}
+    def __init__(self, experiments: list[Experiment]) -> None:
+        self.left = [Job(experiment.seed, experiment) for experiment in experiments]
+        self.references = [text for experiment in experiments for text in experiment.references]
+        self.rows: dict[int, list[Row]] = {experiment.seed: [] for experiment in experiments}
         self.results: dict[int, Result] = {}
 
     def take(self) -> Job | None:
@@ -82,28 +81,28 @@ class Listed:
 def test_a_queue_stops_one_run_and_continues_with_the_others(
     jobs: int, stored: bool, tmp_path: Path
 ) -> None:
-    specs = [tiny(seed=seed, rounds=LONG if seed == 1 else 6) for seed in range(3)]
-    queue = Listed(specs)
-    run_queue(queue, len(specs), jobs, Execution(root=tmp_path if stored else None))
+    experiments = [tiny(seed=seed, rounds=LONG if seed == 1 else 6) for seed in range(3)]
+    queue = Listed(experiments)
+    run_queue(queue, len(experiments), jobs, Execution(tmp_path if stored else None))
     assert queue.results[1] == "stopped"
     assert len(queue.rows[1]) == 3  # none after the request
     for seed in (0, 2):
         outcome = queue.results[seed]
         assert isinstance(outcome, Outcome)
-        (alone,) = run_all([specs[seed]], 1, nobody)
+        (alone,) = run_all([experiments[seed]])
         assert untimed(outcome.rows) == untimed(queue.rows[seed]) == untimed(alone.rows)
     assert len(list(tmp_path.iterdir())) == (3 if stored else 0)
 
 
 @pytest.mark.parametrize("jobs", [1, 2])
 def test_a_request_to_stop_ends_all_runs_after_a_round(jobs: int, tmp_path: Path) -> None:
-    specs = [tiny(seed=seed, rounds=LONG) for seed in range(3)]
+    experiments = [tiny(seed=seed, rounds=LONG) for seed in range(3)]
     seen: list[int] = []
     with pytest.raises(RunInterrupted):
         run_all(
-            specs,
+            experiments,
             jobs,
-            lambda spec, row: seen.append(row["round"]),
+            lambda experiment, row: seen.append(row["round"]),
             tmp_path,
             stop=lambda: max(seen, default=0) >= 3,
         )
@@ -112,27 +111,30 @@ def test_a_request_to_stop_ends_all_runs_after_a_round(jobs: int, tmp_path: Path
     assert all(run.result is None and run.rows for run in started)
 
 
-def kill_worker(spec: Spec, task: Task) -> Run:
-    os.kill(os.getpid(), signal.SIGKILL)
-    return spec.prepare(task)
-
+FAULTS = """
+import multiprocessing, os, signal
 
 class CannotBePickledError(Exception):
-    def __init__(self, one: str, two: str) -> None:
+    def __init__(self, one, two):
         super().__init__(f"{one} {two}")
 
+def die(rng, round, federation):
+    if multiprocessing.parent_process():
+        os.kill(os.getpid(), signal.SIGKILL)
 
-def fail(spec: Spec, task: Task) -> Run:
+def fail(rng, round, federation):
     raise CannotBePickledError("something", "is wrong")
+"""
 
 
 @pytest.mark.parametrize(
-    ("prepare", "message"),
-    [(kill_worker, "a worker process died"), (fail, "CannotBePickledError: something is wrong")],
+    ("fault", "message"),
+    [("die", "a worker process died"), ("fail", "CannotBePickledError: something is wrong")],
 )
 def test_a_worker_that_fails_or_dies_ends_all_runs(
-    prepare: Callable[[Spec, Task], Run], message: str
+    fault: str, message: str, tmp_path: Path
 ) -> None:
-    queue = Listed([tiny(seed=seed, rounds=LONG) for seed in range(3)])
+    cohort = f"{write_study(tmp_path, FAULTS)}:{fault}"
+    queue = Listed([tiny(seed=seed, rounds=LONG, cohort=cohort) for seed in range(3)])
     with pytest.raises(FedExPError, match=message):
-        run_queue(queue, 3, 2, Execution(prepare))
+        run_queue(queue, 3, 2, Execution())

@@ -10,21 +10,20 @@ import pytest
 
 from fedexp.cli.main import main
 from fedexp.errors import UsageError
-from fedexp.runs import execute, find_runs, load_run
+from fedexp.experiment import Experiment
+from fedexp.runs import find_runs, load_run, run_all
 from fedexp.runs.read import Parts, read_archived, texts
-from fedexp.runs.spec import Spec
 
-SPECS = [
-    Spec("synthetic", "fedexp", rounds=6, evaluate_every=2, options=(("task.dim", "20"),)),
-    Spec("toy", "fedavg", seed=1, rounds=1),
+EXPERIMENTS = [
+    Experiment("synthetic", "fedexp", rounds=6, evaluate_every=2, options={"task.dim": 20}),
+    Experiment("toy", "fedavg", seed=1, rounds=1),
 ]
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("runs")
-    for spec in SPECS:
-        execute(spec, root, lambda spec, row: None)
+    run_all(EXPERIMENTS, root=root)
     return root
 
 
@@ -113,7 +112,7 @@ def test_a_note_stays_with_the_runs(runs: Path, tmp_path: Path) -> None:
 def test_a_run_that_is_not_over_is_left_out(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    outcome = execute(SPECS[1], tmp_path / "runs", lambda spec, row: None)
+    (outcome,) = run_all(EXPERIMENTS[1:], root=tmp_path / "runs")
     assert outcome.folder is not None
     (outcome.folder / "result.json").unlink()
     assert archive(tmp_path / "runs", tmp_path / "found") == 0

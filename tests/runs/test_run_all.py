@@ -2,49 +2,47 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+import gc
+import sys
+from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import pytest
 
 import fedexp as fx
 from fedexp.catalogue import build_task
-from fedexp.runs import run_id, workers
-from fedexp.runs.pool import run_all, run_queue
-from fedexp.runs.spec import Outcome, Spec
-from fedexp.runs.workers import Execution, Executor, Job, TaskKey
+from fedexp.experiment import Experiment
+from fedexp.runs.pool import run_all
+from fedexp.runs.workers import Execution, Executor
 from fedexp.tasks import Task
-from tests.runs.helpers import essence, nobody
+from tests.runs.helpers import TINY, essence, untimed
 
-SMALL = (("task.clients", "4"), ("task.rows", "3"), ("task.dim", "20"))
-
-
-def untimed(outcome: Outcome) -> list[dict]:
-    return [{k: v for k, v in row.items() if k != "seconds"} for row in outcome.rows]
+FEW = {"task.clients": 6, "local.steps": 3}
 
 
 def test_processes_give_the_same_rows_in_the_same_order() -> None:
-    specs = [
-        Spec("synthetic", a, s, 3, options=SMALL) for a in ("fedexp", "scaffold") for s in (0, 1)
-    ]
-    seen: list[tuple[Spec, int]] = []
-    one = run_all(specs, 1, lambda spec, row: None)
-    two = run_all(specs, 2, lambda spec, row: seen.append((spec, row["round"])))
-    assert [o.spec for o in two] == specs
-    assert [untimed(o) for o in one] == [untimed(o) for o in two]
+    pairs = product(("fedexp", "scaffold"), (0, 1))
+    experiments = [Experiment("synthetic", name, seed, 3, options=TINY) for name, seed in pairs]
+    seen: list[tuple[Experiment, int]] = []
+    one = run_all(experiments)
+    two = run_all(experiments, 2, lambda experiment, row: seen.append((experiment, row["round"])))
+    assert [outcome.spec for outcome in two] == [experiment.spec for experiment in experiments]
+    assert [untimed(outcome.rows) for outcome in one] == [untimed(other.rows) for other in two]
     assert sorted(seen, key=str) == sorted(
-        [(spec, r) for spec in specs for r in (1, 2, 3)], key=str
+        [(experiment, round) for experiment in experiments for round in (1, 2, 3)], key=str
     )
 
 
 @pytest.mark.parametrize("algorithms", [("fedexp", "nothing"), ("nothing", "fedexp")], ids=str)
 def test_a_failing_run_stops_the_rest_at_once(algorithms: tuple[str, ...]) -> None:
-    specs = [Spec("synthetic", name, rounds=5000) for name in algorithms]
+    experiments = [Experiment("synthetic", name, rounds=5000) for name in algorithms]
     seen: list[int] = []
     with pytest.raises(fx.UsageError, match="unknown algorithm"):
-        run_all(specs, 2, lambda spec, row: seen.append(row["round"]))
+        run_all(experiments, 2, lambda experiment, row: seen.append(row["round"]))
     assert 5000 not in seen
 
 
@@ -60,10 +58,10 @@ def test_unknown_task_options_are_refused() -> None:
         build_task("synthetic", {"client": "3"})
 
 
-def comparison(task: str, options: tuple[tuple[str, str], ...], **more: Any) -> list[Spec]:
+def comparison(task: str, options: Mapping[str, Any], **more: Any) -> list[Experiment]:
     """Return two seeds of four algorithms, whose rules have other states and other programs."""
     return [
-        Spec(task, algorithm, seed, 3, options=options, **more)
+        Experiment(task, algorithm, seed, 3, options=options, **more)
         for algorithm in ("fedavg", "fedexp", "scaffold", "fedadam")
         for seed in (0, 1)
     ]
@@ -83,12 +81,13 @@ def comparison(task: str, options: tuple[tuple[str, str], ...], **more: Any) -> 
 def test_runs_that_share_a_process_store_what_they_store_alone(
     task: str, engine: Any, jobs: int, tmp_path: Path
 ) -> None:
-    small = SMALL if task == "synthetic" else (("task.clients", "6"), ("local.steps", "3"))
-    specs = comparison(task, small, cohort=3, engine=engine)
-    run_all(specs, jobs, nobody, tmp_path / "shared", built=specs[0].prepare())
-    for spec in specs:
-        run_all([spec], 1, nobody, tmp_path / "alone")
-        folder = run_id(spec.prepare())
+    small = TINY if task == "synthetic" else FEW
+    experiments = comparison(task, small, cohort=3, engine=engine)
+    _ = experiments[0].resolved
+    run_all(experiments, jobs, root=tmp_path / "shared")
+    for experiment in experiments:
+        run_all([experiment.replace()], root=tmp_path / "alone")
+        folder = experiment.id
         assert essence(tmp_path / "shared" / folder) == essence(tmp_path / "alone" / folder)
         one, other = (
             (tmp_path / where / folder / "fingerprint.json").read_text()
@@ -98,71 +97,65 @@ def test_runs_that_share_a_process_store_what_they_store_alone(
 
 
 @pytest.fixture
-def built(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The seeds that tasks are built with."""
-    seeds: list[int] = []
+def built(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[int, int]]]:
+    """The seeds that tasks are built with, and how many of the tasks before are still in memory."""
+    builds: list[tuple[int, int]] = []
+    tasks = WeakSet[Task]()
 
     def noted(name: str, options: Any, seed: int, *rest: Any) -> Task:
-        seeds.append(seed)
-        return build_task(name, options, seed, *rest)
+        builds.append((seed, len(tasks)))
+        tasks.add(task := build_task(name, options, seed, *rest))
+        return task
 
-    monkeypatch.setattr(workers, "build_task", noted)
-    return seeds
+    monkeypatch.setattr(sys.modules["fedexp.experiment"], "build_task", noted)
+    gc.disable()  # data are freed with the last reference to them
+    yield builds
+    gc.enable()
 
 
-def test_a_task_is_built_once_for_all_algorithms(built: list[int]) -> None:
-    specs = comparison("synthetic", SMALL)
-    assert [outcome.spec for outcome in run_all(specs, 1, nobody)] == specs
-    assert built == [0, 1]
+def test_a_task_is_built_once_for_all_algorithms(built: list[tuple[int, int]]) -> None:
+    """The task of one seed is freed before that of the next is built."""
+    run_all(comparison("synthetic", TINY))
+    assert built == [(0, 0), (1, 0)]
     built.clear()
-    run_all(specs, 1, nobody, built=specs[0].prepare())
-    assert built == [1]
+    experiments = comparison("synthetic", TINY)
+    _ = experiments[0].resolved
+    run_all(experiments)
+    assert built == [(0, 0), (1, 1)]  # that of the caller's run is in use
 
 
-def test_a_task_that_does_not_depend_on_the_seed_is_built_once(built: list[int]) -> None:
-    fixed = (*SMALL, ("task.seed", "5"))
-    run_all(comparison("synthetic", fixed), 1, nobody)
-    assert built == [0]
+def test_a_task_that_does_not_depend_on_the_seed_is_built_once(
+    built: list[tuple[int, int]],
+) -> None:
+    run_all(comparison("synthetic", {**TINY, "task.seed": 5}))
+    assert built == [(0, 0)]
     built.clear()
-    run_all([replace(spec, options=()) for spec in comparison("toy", ())], 1, nobody)
-    assert built == [0]
+    run_all(comparison("toy", {}))
+    assert built == [(0, 0)]
 
 
 def test_tasks_are_equal_by_factory_and_seed() -> None:
-    spec = Spec("synthetic", "fedexp", options=SMALL)
-    assert TaskKey.of(spec) == TaskKey.of(replace(spec, algorithm="fedavg", rounds=7))
+    experiment = Experiment("synthetic", "fedexp", options=TINY)
+    key = experiment.task_key
+    assert experiment.replace(algorithm="fedavg", rounds=7).task_key == key
+    assert (
+        experiment.replace(options={name: int(text) for name, text in TINY.items()}).task_key == key
+    )
     for other in (
-        replace(spec, seed=1),
-        replace(spec, mode="authors-code"),
-        replace(spec, options=SMALL[:2]),
-        Spec("digits", "fedexp"),
+        experiment.replace(seed=1),
+        experiment.replace(mode="authors-code"),
+        experiment.replace(options={"task.clients": 4}),
+        Experiment("digits", "fedexp"),
     ):
-        assert TaskKey.of(spec) != TaskKey.of(other)
-    assert TaskKey.of(spec).factory == TaskKey.of(replace(spec, seed=1)).factory
-
-
-class Listed:
-    """A queue of specs."""
-
-    def __init__(self, specs: list[Spec]) -> None:
-        self.left = [Job(k, spec) for k, spec in enumerate(specs)]
-
-    def take(self) -> Job | None:
-        return self.left.pop(0) if self.left else None
-
-    def is_done(self) -> bool:
-        return not self.left
-
-    def on_round(self, job: Job, row: dict[str, Any]) -> bool:
-        return True
-
-    def on_result(self, job: Job, result: Any) -> None: ...
+        assert other.task_key != key
+    assert experiment.replace(seed=1).task_key.factory == key.factory
 
 
 def test_an_engine_is_tried_once_per_client_rule_and_task() -> None:
-    executor = Executor(Execution())
-    specs = comparison("digits-mlp", (("task.clients", "6"), ("local.steps", "3")), cohort=3)
-    run_queue(Listed(specs), len(specs), 1, Execution(), executor=executor)
-    assert executor.programs.trials == 2  # SGD and SCAFFOLD
-    run_queue(Listed(comparison("synthetic", SMALL)), 8, 1, Execution(), executor=executor)
-    assert executor.programs.trials == 4
+    run = Executor(Execution())
+    for experiment in comparison("digits-mlp", FEW, cohort=3):
+        run(experiment, lambda row: True, lambda: False)
+    assert run.programs.trials == 2  # SGD and SCAFFOLD
+    for experiment in comparison("synthetic", TINY):
+        run(experiment, lambda row: True, lambda: False)
+    assert run.programs.trials == 4

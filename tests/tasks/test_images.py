@@ -1,7 +1,6 @@
 """The image tasks on small generated data: settings of the paper, errors, and short runs."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache, partial
 from typing import Any
 
@@ -20,7 +19,6 @@ from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
 from fedexp.models import cifar_cnn, emnist_cnn, logistic, mlp, resnet18
 from fedexp.modes import setup_for
-from fedexp.runs.spec import Spec
 from fedexp.seeding import generator
 from fedexp.tasks import images as tasks
 from fedexp.tasks.supervised import classification
@@ -124,12 +122,12 @@ def test_emnist_pixels_enter_the_model_as_asked(pixels: Any, paper: float, ink: 
 
 
 def test_emnist_pixels_are_part_of_a_spec() -> None:
-    spec = Spec("emnist", "fedavg")
-    own = replace(spec, options=(("task.pixels", "ink"),))
-    assert spec.prepare(default("emnist")).describe()["arguments"]["pixels"] == "tff"
-    assert own.prepare(default("emnist")).describe()["arguments"]["pixels"] == "ink"
+    experiment = fx.Experiment("emnist", "fedavg")
+    assert experiment.spec["arguments"]["pixels"] == "tff"
+    ink = experiment.with_options({"task.pixels": "ink"})
+    assert ink.spec["arguments"]["pixels"] == "ink"
     with pytest.raises(UsageError, match="must be one of tff, ink, normalised"):
-        replace(spec, options=(("task.pixels", "raw"),)).check()
+        _ = experiment.with_options({"task.pixels": "raw"}).resolved
 
 
 @pytest.mark.parametrize("name", TASKS)

@@ -15,8 +15,8 @@ from tools.leaderboard.runs import BoardRun, Store
 from tools.results.archive import load_archive
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.engine import simulate
 from fedexp.errors import UsageError
+from fedexp.experiment import simulate
 from fedexp.local import LocalTraining
 from fedexp.tasks import digits
 

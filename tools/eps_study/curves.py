@@ -21,9 +21,9 @@ import torch
 
 from fedexp.algorithms import Algorithm
 from fedexp.analysis.summary import Curve, rounds_to, smoothed
-from fedexp.engine import simulate
 from fedexp.engine.programs import SharedPrograms
 from fedexp.errors import DivergedError
+from fedexp.experiment import simulate
 from fedexp.precision import Precision
 from fedexp.tasks.recipe import parse_goal
 from fedexp.tasks.task import Task

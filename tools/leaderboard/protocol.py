@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from fedexp.catalogue import build_algorithm
 from fedexp.errors import require
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
-from fedexp.catalogue import build_algorithm
 from fedexp.tasks import cifar10, cifar100, digits_mlp, emnist, shakespeare
 from fedexp.tasks.task import Task
 

@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import torch
 
-from fedexp.engine import Record, simulate
+from fedexp.engine import Record
 from fedexp.engine.programs import SharedPrograms
 from fedexp.engine.state import SimulationState
 from fedexp.errors import DivergedError, NonFiniteUpdateWarning
+from fedexp.experiment import simulate
 from fedexp.options import Setup
 from fedexp.precision import Precision
 from fedexp.storage import write_bytes

@@ -10,8 +10,8 @@ from fedexp.reproduce.measures import final
 from fedexp.reproduce.published import text_of
 from fedexp.reproduce.study import arithmetic_of, count
 from fedexp.runs import StoredRun, spec_from
-from fedexp_command.rerun import rerun
 from fedexp.runs.spec import Spec
+from fedexp_command.rerun import rerun
 from tools.results.archive import Archive, StoredStudy
 from tools.results.format import NO_RUNS, algorithm_name, paragraphs, table, task_name
 

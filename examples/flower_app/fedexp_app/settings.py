@@ -12,15 +12,15 @@ from flwr.app import Context
 from torch import nn
 
 from fedexp.algorithms import ALGORITHMS
+from fedexp.catalogue import TASKS, build_task
 from fedexp.data.federation import Batch
 from fedexp.engine.plan import Work
 from fedexp.errors import UsageError, unknown_name
-from fedexp.objective import ModuleObjective
-from fedexp.catalogue import TASKS, build_task
-from fedexp.options import Setup
 from fedexp.modes import paper_setup
-from fedexp.text import parse_assignments
+from fedexp.objective import ModuleObjective
+from fedexp.options import Setup
 from fedexp.tasks.task import Task
+from fedexp.text import parse_assignments
 
 
 def task_of(context: Context) -> Task:

@@ -66,9 +66,8 @@ class StoredRun:
 
     def outcome(self) -> Outcome:
         """Return the run for tables and figures; "unfinished" where it is not over."""
-        return Outcome.of(
-            self.spec, self.rows, self.result or {}, folder=self.folder, stored=len(self.rows)
-        )
+        spec, result = without_id(self.spec), self.result or {}
+        return Outcome.of(spec, self.rows, result, folder=self.folder, stored=len(self.rows))
 
 
 def load_run(folder: Path) -> StoredRun:

@@ -348,7 +348,7 @@ class Task:
         key = split.name, device
         if key not in self._weights_on:
             weights = {"": split.weights(widest(device))}
-            for name, part in split.parts(split.fields).items():
+            for name, part in self.parts(split.fields).items():
                 weights[name] = split.weights_of_parts(part).to(widest(device))
             weights["accuracy"] = exact_weights(weights.get("accuracy", weights[""]))
             if device.type == "cuda":  # a copy that the host does not wait for
@@ -379,7 +379,7 @@ class Task:
             return totals.clients
         sizes = {}
         for split in (split for split in self._splits if split.offsets is not None):
-            for name, each in split.sizes().items():
+            for name, each in split.sizes(self.parts(split.fields)).items():
                 sizes[f"{split.name}_{name}"] = each
         return {
             name: _bounded(name, value / sizes.get(name, sizes[name.partition("_")[0] + "_"]))
@@ -396,11 +396,11 @@ class Task:
         where = self.train_metrics or ("pooled" if self.test is None else None)
         metrics, by_client = (self.metrics if where else {}), where == "clients"
         of_clients = partial(_weights_of_clients, train.offsets)
-        own = (train.fields, weights, of_clients, self.parts, train.offsets)
+        own = (train.fields, weights, of_clients, train.offsets)
         found = [Split("train", *own, metrics, by_client)]
         if self.test is not None:
             even = uniform(_rows(self.test), 1 / _rows(self.test))
-            held_out = (self.test, even, _weights_of_parts, self.parts, self.test_offsets)
+            held_out = (self.test, even, _weights_of_parts, self.test_offsets)
             found.append(Split("test", *held_out, self.metrics))
         return found
 
@@ -469,7 +469,6 @@ class Split(NamedTuple):
         fields: the examples.
         weights: returns the weight of each example in the means, in a type.
         weights_of_parts: returns the same where a part of each example counts, given the parts.
-        parts: returns the part of each example that counts, see `Task.parts`.
         offsets: of the clients' examples; None where they belong to none.
         metrics: to compute.
         metrics_by_client: for each client, instead of for all examples.
@@ -479,7 +478,6 @@ class Split(NamedTuple):
     fields: Batch
     weights: Callable[[torch.dtype], Tensor]
     weights_of_parts: Callable[[Tensor], Tensor]
-    parts: Callable[[Batch], Parts]
     offsets: NDArray[np.int64] | None
     metrics: Mapping[str, Metric]
     metrics_by_client: bool = False
@@ -488,10 +486,10 @@ class Split(NamedTuple):
     def clients(self) -> int:
         return 0 if self.offsets is None else len(self.offsets) - 1
 
-    def sizes(self) -> dict[str, Tensor]:
+    def sizes(self, parts: Parts) -> dict[str, Tensor]:
         """Return the sum of the parts that count of each client, by value; "" for all examples."""
         assert self.offsets is not None
-        offsets, parts = self.offsets, self.parts(self.fields)
+        offsets = self.offsets
         counted = {name: _sums_by_client(part, offsets) for name, part in parts.items()}
         return {"": torch.from_numpy(np.diff(offsets)), **counted}
 
