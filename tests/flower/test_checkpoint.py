@@ -36,9 +36,9 @@ from fedexp.flower.simulated_client import from_arrays
 from fedexp.privacy import CentralPrivacy
 from fedexp.runs import load_run
 from fedexp.runs.checkpoint import NEWEST, Checkpoint, Checkpoints
+from fedexp.runs.folder import RunWarning
 from fedexp.runs.records import RECORDS, RecordFile
 from fedexp.storage import write_json
-from fedexp.runs.folder import RunWarning
 from tests.flower.helpers.fake_grid import (
     Answer,
     FakeGrid,

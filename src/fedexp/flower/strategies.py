@@ -1,8 +1,9 @@
 """The algorithms of this package as Flower strategies: `from fedexp.flower import FedExP`.
 
-One class per algorithm has its options as arguments. Each takes FedAvg's ten arguments first and in
-order, then, by name, the options of its rules (eps, beta, mu, ...) and those of `RuleStrategy`.
-Those that Flower has too also take Flower's arguments, by Flower's names and positions.
+One class per algorithm has its options as arguments. Each takes the ten arguments of Flower's
+FedAvg first and in order, then, by name, the options of its rules (eps, beta, mu, ...) and those of
+`RuleStrategy`. Those that Flower has too also take Flower's arguments, by Flower's names and
+positions.
 
 >>> FedExP(0.5, 1.0, 10, eps=0.01, seed=1).settings.algorithm
 Algorithm(name='fedexp', client=SGD(), server=ExP(eps=0.01, ...), average_last=None)
@@ -15,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from inspect import signature
 from logging import INFO
 from typing import Any, ClassVar, Unpack
 
@@ -23,14 +23,13 @@ from flwr.supercore import log
 
 from fedexp import algorithms
 from fedexp.algorithms import Algorithm
-from fedexp.flower.metrics import MetricsFn
 from fedexp.flower.strategy import RuleStrategy, StrategyOptions, strategy_arguments
 from fedexp.server.adaptive import Form
 from fedexp.server.extrapolation import EpsMode
 
 
 class NamedStrategy(RuleStrategy):
-    """Base of the strategies with an algorithm of their own.
+    """Base of the strategies of one algorithm each.
 
     Attributes:
         make: the function of `fedexp.algorithms` that returns the algorithm.
@@ -38,9 +37,9 @@ class NamedStrategy(RuleStrategy):
 
     make: ClassVar[Callable[[], Algorithm]]
 
-    def _configure(self, given: Mapping[str, Any]) -> None:
-        """Call the constructor of `RuleStrategy` with the arguments of a subclass's own."""
-        options = {**given, **given["options"]}
+    def _configure(self, arguments: Mapping[str, Any]) -> None:
+        """Call the constructor of `RuleStrategy` with the arguments of a subclass's constructor."""
+        options = {**arguments, **arguments["options"]}
         for alias, option in self.flower_arguments.items():
             value = options[alias]
             if value is not None and option:
@@ -48,25 +47,20 @@ class NamedStrategy(RuleStrategy):
             elif value is not None:
                 log(INFO, "%s has no effect, as in Flower: clients choose it themselves", alias)
         algorithm = _with_options(type(self).make(), options)
-        common = {name: options[name] for name in COMMON if name in options}
+        common = {name: options[name] for name in StrategyOptions.__annotations__}
         super().__init__(algorithm=algorithm, **common)
-
-
-COMMON = tuple(each for each in signature(RuleStrategy).parameters if each != "algorithm")
 
 
 def _with_options(algorithm: Algorithm, options: Mapping[str, Any]) -> Algorithm:
     """Return the algorithm with the options of its two rules, and its own."""
 
-    def of(rule: Any) -> dict[str, Any]:
-        return {each.name: options[each.name] for each in fields(rule) if each.name in options}
+    def with_options(rule: Any) -> Any:
+        return replace(rule, **{f.name: options[f.name] for f in fields(rule) if f.name in options})
 
-    client: Any = algorithm.client
-    server: Any = algorithm.server
     return replace(
         algorithm,
-        client=replace(client, **of(client)),
-        server=replace(server, **of(server)),
+        client=with_options(algorithm.client),
+        server=with_options(algorithm.server),
         average_last=options["average_last"],
     )
 
@@ -79,20 +73,10 @@ class FedAvg(NamedStrategy):
 
     make = staticmethod(algorithms.fedavg)
 
-    @strategy_arguments
+    @strategy_arguments()
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *fedavg: Any,
         lr: float = 1.0,
         average_last: int | None = None,
         **options: Unpack[StrategyOptions],
@@ -109,20 +93,10 @@ class FedExP(NamedStrategy):
 
     make = staticmethod(algorithms.fedexp)
 
-    @strategy_arguments
+    @strategy_arguments()
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *fedavg: Any,
         eps: float | None = None,
         factor: float = 2.0,
         clamp: bool = True,
@@ -133,9 +107,8 @@ class FedExP(NamedStrategy):
         average_last: int | None = None,
         **options: Unpack[StrategyOptions],
     ) -> None:
-        given = dict(locals())
-        given["eps"], given["eps_mode"] = algorithms.eps_and_mode(eps, eps_mode)
-        self._configure(given)
+        eps, eps_mode = algorithms.eps_and_mode(eps, eps_mode)
+        self._configure(locals())
 
 
 class FedAvgM(NamedStrategy):
@@ -147,22 +120,12 @@ class FedAvgM(NamedStrategy):
         "server_momentum": "beta",
     }
 
-    @strategy_arguments
+    @strategy_arguments("server_learning_rate", "server_momentum")
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
+        *fedavg: Any,
         server_learning_rate: float | None = None,
         server_momentum: float | None = None,
-        *,
         lr: float = 1.0,
         beta: float = 0.9,
         average_last: int | None = None,
@@ -176,20 +139,10 @@ class FedExPM(NamedStrategy):
 
     make = staticmethod(algorithms.fedexp_m)
 
-    @strategy_arguments
+    @strategy_arguments()
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *fedavg: Any,
         eps: float = 0.001,
         factor: float = 2.0,
         clamp: bool = False,
@@ -211,21 +164,11 @@ class FedProx(NamedStrategy):
     make = staticmethod(algorithms.fedprox)
     flower_arguments: ClassVar[Mapping[str, str]] = {"proximal_mu": "mu"}
 
-    @strategy_arguments
+    @strategy_arguments("proximal_mu")
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
+        *fedavg: Any,
         proximal_mu: float | None = None,
-        *,
         mu: float = 0.1,
         lr: float = 1.0,
         average_last: int | None = None,
@@ -239,20 +182,10 @@ class FedProxExP(NamedStrategy):
 
     make = staticmethod(algorithms.fedprox_exp)
 
-    @strategy_arguments
+    @strategy_arguments()
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *fedavg: Any,
         mu: float = 0.1,
         eps: float = 0.001,
         factor: float = 2.0,
@@ -272,20 +205,10 @@ class Scaffold(NamedStrategy):
 
     make = staticmethod(algorithms.scaffold)
 
-    @strategy_arguments
+    @strategy_arguments()
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *fedavg: Any,
         lr: float = 1.0,
         average_last: int | None = None,
         **options: Unpack[StrategyOptions],
@@ -298,20 +221,10 @@ class ScaffoldExP(NamedStrategy):
 
     make = staticmethod(algorithms.scaffold_exp)
 
-    @strategy_arguments
+    @strategy_arguments()
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *fedavg: Any,
         eps: float = 0.001,
         factor: float = 2.0,
         clamp: bool = True,
@@ -331,20 +244,10 @@ class FedAdagrad(NamedStrategy):
     make = staticmethod(algorithms.fedadagrad)
     flower_arguments: ClassVar[Mapping[str, str]] = {"eta": "lr", "eta_l": "", "tau": "tau"}
 
-    @strategy_arguments
+    @strategy_arguments()
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *fedavg: Any,
         eta: float | None = None,
         eta_l: float | None = None,
         lr: float = 0.1,
@@ -362,20 +265,10 @@ class FedAdam(NamedStrategy):
     make = staticmethod(algorithms.fedadam)
     flower_arguments: ClassVar[Mapping[str, str]] = _MOMENTS
 
-    @strategy_arguments
+    @strategy_arguments()
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *fedavg: Any,
         eta: float | None = None,
         eta_l: float | None = None,
         beta_1: float | None = None,
@@ -397,20 +290,10 @@ class FedYogi(NamedStrategy):
     make = staticmethod(algorithms.fedyogi)
     flower_arguments: ClassVar[Mapping[str, str]] = _MOMENTS
 
-    @strategy_arguments
+    @strategy_arguments()
     def __init__(
         self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
+        *fedavg: Any,
         eta: float | None = None,
         eta_l: float | None = None,
         beta_1: float | None = None,

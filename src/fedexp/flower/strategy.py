@@ -1,7 +1,7 @@
 """`RuleStrategy`: a Flower strategy with the rules of any `Algorithm`, and its `Settings`.
 
-It takes FedAvg's ten arguments first and in order, then, by name, those of `Settings`. The
-algorithms of this package have strategies of their own (`fedexp.flower.strategies`).
+It takes the ten arguments of Flower's FedAvg first and in order, then, by name, those of
+`Settings`. `fedexp.flower.strategies` has one strategy per algorithm.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from logging import INFO, WARNING
 from numbers import Real
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, TypedDict, Unpack, get_args
+from typing import Any, ClassVar, ParamSpec, TypedDict, Unpack, cast, get_args
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -57,8 +57,18 @@ NO_REPLIES = (
 
 
 class StrategyOptions(TypedDict, total=False):
-    """The options that every strategy takes by name, for type checkers; see `Settings`."""
+    """The arguments that every strategy takes, for type checkers: FedAvg's and `Settings`."""
 
+    fraction_train: float
+    fraction_evaluate: float
+    min_train_nodes: int
+    min_evaluate_nodes: int
+    min_available_nodes: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    train_metrics_aggr_fn: MetricsFn | None
+    evaluate_metrics_aggr_fn: MetricsFn | None
     weighting: Weighting | None
     seed: int
     model: nn.Module | None
@@ -222,14 +232,14 @@ class Settings:
         return config
 
 
-def check_fractions(**values: float) -> None:
-    """Refuse fractions outside [0, 1] and negative numbers of nodes."""
-    for name, value in values.items():
-        require(is_number(value), f"{name} must be a number, not {value!r}")
-        if name.startswith("fraction"):
-            require(0 <= value <= 1, f"{name} must be in [0, 1], not {value}")
-        else:
+def check_fractions(arguments: Mapping[str, Any]) -> None:
+    """Refuse fractions outside [0, 1] and negative numbers of nodes among FedAvg's arguments."""
+    for name, value in arguments.items():
+        if name.startswith(("fraction_", "min_")):
+            require(is_number(value), f"{name} must be a number, not {value!r}")
             require(value >= 0, f"{name} must not be negative, but is {value}")
+        if name.startswith("fraction_"):
+            require(value <= 1, f"{name} must be in [0, 1], not {value}")
 
 
 def check_evaluation(settings: Settings, fraction_evaluate: float) -> None:
@@ -250,6 +260,7 @@ def check_evaluation(settings: Settings, fraction_evaluate: float) -> None:
         )
 
 
+FEDAVG = signature(FlowerFedAvg).parameters
 OPTIONS = [
     Parameter(option.name, Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
     for option in fields(Settings)
@@ -257,42 +268,61 @@ OPTIONS = [
 ]
 
 
-def strategy_arguments(init: Callable[P, None]) -> Callable[P, None]:
-    """Write `**options` out in the signature; refuse arguments that are unknown, given twice or
-    not numbers, in a line with the remedy."""
-    itself, *arguments, _ = signature(init).parameters.values()
-    parameters = [*arguments, *OPTIONS]
-    names = [p.name for p in parameters]
-    numbers = {p.name for p in parameters if p.annotation.startswith(("float", "int"))}
-    by_position = [p.name for p in parameters if p.kind is not Parameter.KEYWORD_ONLY]
+def strategy_arguments(*by_position: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Write `*fedavg` and `**options` out in the signature of a constructor, and check its calls.
 
-    @wraps(init)
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        strategy = args[0]
-        assert isinstance(strategy, RuleStrategy)
-        name = type(strategy).__name__
-        for option in kwargs:
-            if option not in names:
-                raise unknown_name(f"option of {name}", option, names)
+    The constructor is called with all arguments by name. Those that are unknown, given twice or not
+    numbers are refused in a line with the remedy.
+
+    Args:
+        by_position: arguments that may follow FedAvg's by position, as in Flower.
+    """
+
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        itself, _, *arguments, _ = signature(init).parameters.values()
+        positional = [
+            argument.replace(kind=Parameter.POSITIONAL_OR_KEYWORD)
+            for argument in arguments
+            if argument.name in by_position
+        ]
+        by_name = [argument for argument in arguments if argument.name not in by_position]
+        written_out = Signature([itself, *FEDAVG.values(), *positional, *by_name, *OPTIONS])
+
+        @wraps(init)
+        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+            cast(Any, init)(**_bound(written_out, args, kwargs))
+
+        call.__signature__ = written_out  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _bound(written_out: Signature, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, defaults included."""
+    strategy, names = args[0], [*written_out.parameters][1:]
+    kind = type(strategy).__name__
+    for option in kwargs:
+        if option not in names:
+            raise unknown_name(f"option of {kind}", option, names)
+    try:
+        bound = written_out.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(
+            f"{kind}: {error}; give FedAvg's arguments first, and the others once, by name"
+        ) from None
+    for option, value in bound.arguments.items():
+        takes_number = str(written_out.parameters[option].annotation).startswith(("float", "int"))
+        valid = not takes_number or value is None or isinstance(value, Real)
+        require(valid, f"{option} must be a number, not {value!r}")
+    for alias, option in strategy.flower_arguments.items():
+        both = alias != option and bound.arguments.get(alias) is not None
         require(
-            len(args) - 1 <= len(by_position),
-            f"{name} takes its further options by name, e.g. {names[len(by_position)]}=...",
+            not both or option not in bound.arguments,
+            f"{alias} and {option} are one option; give one of them",
         )
-        values: dict[str, Any] = dict(zip(by_position, args[1:], strict=False))
-        twice = next((option for option in values if option in kwargs), None)
-        require(twice is None, f"{twice} is given twice: by position and by name")
-        values |= kwargs
-        for option, value in values.items():
-            valid = option not in numbers or value is None or isinstance(value, Real)
-            require(valid, f"{option} must be a number, not {value!r}")
-        for alias, option in strategy.flower_arguments.items():
-            both = alias != option and values.get(alias) is not None and option in values
-            require(not both, f"{alias} and {option} are one option; give one of them")
-        init(*args, **kwargs)
-
-    written_out = signature(init).replace(parameters=[itself, *parameters])
-    call.__signature__ = written_out  # type: ignore[attr-defined]
-    return call
+    bound.apply_defaults()
+    return bound.arguments
 
 
 class RuleStrategy(FlowerFedAvg):
@@ -304,50 +334,22 @@ class RuleStrategy(FlowerFedAvg):
     `result.arrays` are of the output model, the mean of the last two where the rule extrapolates.
 
     Attributes:
-        flower_arguments: maps the arguments of Flower's strategy of this name to ours; "" for one
-            that has no effect, as in Flower.
+        flower_arguments: maps the arguments of Flower's strategy of this name to those of this
+            package; "" for one that has no effect, as in Flower.
     """
 
     flower_arguments: ClassVar[Mapping[str, str]] = {}
 
-    @strategy_arguments
+    @strategy_arguments()
     def __init__(
-        self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
-        algorithm: Algorithm,
-        **options: Unpack[StrategyOptions],
+        self, *fedavg: Any, algorithm: Algorithm, **options: Unpack[StrategyOptions]
     ) -> None:
-        check_fractions(
-            fraction_train=fraction_train,
-            fraction_evaluate=fraction_evaluate,
-            min_train_nodes=min_train_nodes,
-            min_evaluate_nodes=min_evaluate_nodes,
-            min_available_nodes=min_available_nodes,
-        )
-        self.settings = Settings(algorithm, **options)
-        check_evaluation(self.settings, fraction_evaluate)
-        super().__init__(
-            fraction_train,
-            fraction_evaluate,
-            min_train_nodes,
-            min_evaluate_nodes,
-            min_available_nodes,
-            weighted_by_key,
-            arrayrecord_key,
-            configrecord_key,
-            train_metrics_aggr_fn,
-            evaluate_metrics_aggr_fn,
-        )
+        arguments: dict[str, Any] = {**options}
+        of_fedavg = {name: arguments.pop(name) for name in FEDAVG}
+        check_fractions(of_fedavg)
+        self.settings = Settings(algorithm, **arguments)
+        check_evaluation(self.settings, of_fedavg["fraction_evaluate"])
+        super().__init__(**of_fedavg)
         require(
             self.settings.secure is None
             or type(self).aggregate_train is RuleStrategy.aggregate_train,
