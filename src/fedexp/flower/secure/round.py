@@ -24,24 +24,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.engine.base import SUMMED_BYTES
 from fedexp.flower.replies import AggregatedReplies
-from fedexp.flower.secure.legacy import (
-    MAIN_CONFIGS_RECORD,
-    MAIN_PARAMS_RECORD,
-    RECORD_KEY_CONFIGS,
-    FitIns,
-    Key,
-    LegacyContext,
-    LegacyFedAvg,
-    Parameters,
-    SecAggPlusWorkflow,
-    SimpleClientManager,
-    Stage,
-    WorkflowKey,
-    WorkflowState,
-    bytes_to_ndarray,
-    ndarray_to_bytes,
-    parameters_to_ndarrays,
-)
+from fedexp.flower.secure import legacy_workflow
 from fedexp.flower.secure.payload import (
     MODULUS,
     PAYLOAD,
@@ -53,6 +36,22 @@ from fedexp.flower.secure.payload import (
 )
 from fedexp.flower.server import GRACE, Server
 from fedexp.flower.transport import UnusableReply, is_unanswered, reply_content, stream_replies
+
+with legacy_workflow():
+    from flwr.common import (
+        FitIns,
+        Parameters,
+        bytes_to_ndarray,
+        ndarray_to_bytes,
+        parameters_to_ndarrays,
+    )
+    from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+    from flwr.server import LegacyContext, SimpleClientManager
+    from flwr.server.strategy import FedAvg as LegacyFedAvg
+    from flwr.server.workflow import SecAggPlusWorkflow
+    from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
+    from flwr.server.workflow.constant import Key as WorkflowKey
+    from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
 
 Masked = list[NDArray[np.int64]]
 
