@@ -436,25 +436,18 @@ class RuleStrategy(FlowerFedAvg):
             run.undecided_layout,
             run.client_noise,
         )
-        records: list[RecordDict] = []
-        custom = _custom(self.train_metrics_aggr_fn)
-        found = aggregate_replies(replies, reader, records.append if custom else None, run.clip)
-        metrics = found.client_metrics
-        if custom and records:
-            metrics = dict(custom(records, self.weighted_by_key))
-        return self.complete_train(found, metrics)
+        own_mean = _custom(self.train_metrics_aggr_fn)
+        return self.complete_train(aggregate_replies(replies, reader, own_mean, run.clip))
 
-    def complete_train(
-        self, replies: AggregatedReplies, client_metrics: dict[str, Any]
-    ) -> tuple[ArrayRecord | None, MetricRecord]:
+    def complete_train(self, replies: AggregatedReplies) -> tuple[ArrayRecord | None, MetricRecord]:
         """Take the server step with the sums of a round; return no arrays if there was none."""
         assert self.run is not None
-        theirs = {} if self.run.hides_client_metrics else client_metrics
+        client_metrics = {} if self.run.hides_client_metrics else replies.client_metrics
         numbers = self.run.complete_round(replies)
-        if taken := ", ".join(sorted(theirs.keys() & numbers.keys())):
+        if taken := ", ".join(sorted(client_metrics.keys() & numbers.keys())):
             text = "clients' metrics named %s are left out, because the server reports its own by "
             self.run.log_once(WARNING, text + "this name; rename them in the ClientApp", taken)
-        metrics = MetricRecord({**theirs, **numbers})
+        metrics = MetricRecord({**client_metrics, **numbers})
         if not self.run.stepped:
             return None, metrics
         self.run.expected = self.run.output()  # a loop of Flower's passes them on

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.engine.base import SUMMED_BYTES
+from fedexp.errors import UsageError
 from fedexp.flower.replies import AggregatedReplies
 from fedexp.flower.secure import legacy_workflow
 from fedexp.flower.secure.payload import (
@@ -35,7 +36,7 @@ from fedexp.flower.secure.payload import (
     payload_config,
 )
 from fedexp.flower.server import GRACE, Server
-from fedexp.flower.transport import UnusableReply, is_unanswered, reply_content, stream_replies
+from fedexp.flower.transport import is_unanswered, reason_of, reply_content, stream_replies
 
 with legacy_workflow():
     from flwr.common import (
@@ -372,9 +373,9 @@ def _fault(stage: str, sent: Message, reply: Message, size: int) -> str | None:
     try:
         reply_content(reply)
         is_valid = _CHECKS[stage](sent, reply, size)
-    except UnusableReply as error:
+    except UsageError as error:
         is_first = stage == Stage.SETUP and not is_unanswered(reply)
-        return f"{error} ({NO_MOD})" if is_first else str(error)
+        return f"{reason_of(error)} ({NO_MOD})" if is_first else reason_of(error)
     except Exception:  # malformed replies raise many types
         is_valid = False
     return None if is_valid else "its reply is damaged, or its app lacks fedexp.flower.secure_mod"
