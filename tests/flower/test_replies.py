@@ -116,11 +116,11 @@ FAULTS: dict[str, tuple[Fault, str]] = {
 WEIGHTS: dict[str, tuple[Fault, str]] = {
     "no weight": (replies(without_weight), "no 'num-examples'"),
     "no metrics": (replies(without_metrics), "no 'num-examples'"),
-    "zero": (replies(with_metric("num-examples", 0)), "is 0, which is no weight"),
+    "zero": (replies(with_metric("num-examples", 0)), "is 0, which is not a weight"),
     "negative": (replies(with_metric("num-examples", -4)), "is -4"),
     "nan": (replies(with_metric("num-examples", float("nan"))), "is nan"),
     "infinite": (replies(with_metric("num-examples", float("inf"))), "is inf"),
-    "a list": (replies(with_metric("num-examples", [1, 2])), "which is no weight"),
+    "a list": (replies(with_metric("num-examples", [1, 2])), "which is not a weight"),
 }
 
 

@@ -61,7 +61,7 @@ class Saves(FedExP):
         (lambda: FedExP(*range(11)), "by name"),
         (lambda: RuleStrategy(algoritm=fx.fedexp()), "did you mean algorithm"),  # type: ignore[call-arg]
         (lambda: FedAvgM(*range(13)), "by name"),
-        (lambda: FedProx(*ELEVEN, proximal_mu=0.1), "given twice"),
+        (lambda: FedProx(*ELEVEN, proximal_mu=0.1), "multiple values for argument 'prox"),
         (lambda: FedProx(mu=0.1, proximal_mu=0.1), "proximal_mu and mu are one option"),
         (lambda: FedExP(max_norm=0.0), "max_norm must be positive"),
         (lambda: FedExP(min_replies=0), "min_replies must be a whole number"),

@@ -7,7 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from fedexp.flower.secure.legacy import VERSIONS
+from fedexp.flower.secure import VERSIONS
 
 ROOT = Path(__file__).parents[2]
 PROGRAM = """

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from logging import WARNING
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-from flwr.app import ArrayRecord, Message, MetricRecord, RecordDict
+from flwr.app import Message, MetricRecord, RecordDict
 from flwr.supercore import log
 
-from fedexp.flower.transport import UnusableReply, reply_content
+from fedexp.errors import UsageError, require
+from fedexp.flower.transport import only_record, reason_of, reply_content
 
 Metrics = Mapping[str, Any]
 MetricsFn = Callable[[list[RecordDict], str], MetricRecord]
-Kind = TypeVar("Kind", ArrayRecord, MetricRecord)
 MIN_WEIGHT, MAX_WEIGHT = 1e-30, 1e30  # the range of weights whose float32 sums stay finite
 LARGEST = np.finfo(np.float64).max
 
@@ -27,29 +27,19 @@ def reply_metrics(content: RecordDict) -> Metrics:
     """Return the one metric record of a reply; {} where it has none."""
     if not content.metric_records:
         return {}
-    return dict(only_record(content.metric_records, "metrics", "metrics"))
-
-
-def only_record(records: Mapping[str, Kind], key: str, what: str) -> Kind:
-    """Return the record of this key, or else the only one that is not this package's own."""
-    found = {name: value for name, value in records.items() if not name.startswith("fedexp.")}
-    if key in found:
-        return found[key]
-    if len(found) != 1:
-        raise UnusableReply(f"it has {len(found)} records with a {what} and none called {key!r}")
-    return next(iter(found.values()))
+    return dict(only_record(content.metric_records, "metrics", "metrics")[1])
 
 
 def client_weight(metrics: Metrics, key: str) -> float:
-    """Return the weight that a client reports; raise `UnusableReply` for an invalid one."""
-    value = metrics.get(key)
-    if value is None:
-        raise UnusableReply(
-            f"its metrics have no {key!r}, by which clients are weighted; reply it, or set "
-            "weighting='uniform'"
-        )
-    if isinstance(value, list) or not MIN_WEIGHT <= value <= MAX_WEIGHT:
-        raise UnusableReply(f"its {key!r} is {value}, which is no weight")
+    """Return the weight that a client reports; raise `UsageError` for an invalid one."""
+    require(
+        metrics.get(key) is not None,
+        f"its metrics have no {key!r}, by which clients are weighted; reply it, or set "
+        "weighting='uniform'",
+    )
+    value = metrics[key]
+    is_weight = not isinstance(value, list) and MIN_WEIGHT <= value <= MAX_WEIGHT
+    require(is_weight, f"its {key!r} is {value}, which is not a weight; reply a positive number")
     return float(value)
 
 
@@ -79,7 +69,7 @@ class WeightedMetrics:
         try:
             if metrics.get(self.weight_key) != 0:
                 weight = client_weight(metrics, self.weight_key)
-        except UnusableReply:
+        except UsageError:
             self.is_weighted = False
         for name, value in metrics.items():
             if name != self.weight_key:
@@ -147,8 +137,8 @@ def aggregate_evaluations(
             content = reply_content(reply)
             was_weighted = metrics.is_weighted
             log_left_out(node, metrics.add(reply_metrics(content)))
-        except UnusableReply as error:
-            log(WARNING, "node %d is left out of the evaluation: %s", node, error)
+        except UsageError as error:
+            log(WARNING, "node %d is left out of the evaluation: %s", node, reason_of(error))
             continue
         if was_weighted and not metrics.is_weighted:
             text = "node %d: its evaluation has no %r that is a weight, so all clients count the "

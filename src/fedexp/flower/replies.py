@@ -1,6 +1,6 @@
 """The replies of a training round: each checked, then summed as it arrives.
 
-`ReplyReader` turns a reply into a `ClientUpdate`, or raises `UnusableReply` with the reason;
+`ReplyReader` turns a reply into a `ClientUpdate`, or raises `UsageError` with the reason;
 `aggregate_replies` adds the updates up a few at a time, so that a server never holds many models.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from logging import WARNING
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,18 +22,18 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate, norms, usable
 from fedexp.client import zero_extras
 from fedexp.engine.base import SUMMED_BYTES
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, require
 from fedexp.flower.layout import Arrays, Layout, loaded
 from fedexp.flower.metrics import (
     Metrics,
+    MetricsFn,
     WeightedMetrics,
     client_weight,
     log_left_out,
-    only_record,
     reply_metrics,
 )
 from fedexp.flower.request import EXTRAS, REPLY_INFO, read_ties
-from fedexp.flower.transport import UnusableReply, is_unanswered, reply_content
+from fedexp.flower.transport import is_unanswered, only_record, reason_of, reply_content
 
 if TYPE_CHECKING:
     from fedexp.flower.server import Server
@@ -92,7 +92,7 @@ class AggregatedReplies:
 def aggregate_replies(
     replies: Iterable[Message],
     reader: ReplyReader,
-    on_metrics: Callable[[RecordDict], None] | None = None,
+    aggregate: MetricsFn | None = None,
     clip: Callable[[Tensor], Tensor] | None = None,
 ) -> AggregatedReplies:
     """Sum the usable replies; log the node and the reason of every other one.
@@ -100,37 +100,39 @@ def aggregate_replies(
     Args:
         replies: in any order, iterated once.
         reader: checks them.
-        on_metrics: called with the metric records of every usable reply.
+        aggregate: the user's own function of all metric records, in place of the means.
         clip: applied to updates [M, d] before they are summed.
     """
-    total: _ChunkedSum | None = None  # made late: the first usable replies may change the layout
-    metrics, longest = WeightedMetrics(reader.weight_key), None
-    rules: dict[int, str | None] = {}
+    total: Aggregate | None = None
+    pending: list[ClientUpdate] = []
+    metrics, records = WeightedMetrics(reader.weight_key), list[RecordDict]()
+    longest, rules = None, dict[int, str | None]()
     accepted, unanswered, dropped = [], [], 0
     for reply in reader.resolve_layout(replies):
         node = reply.metadata.src_node_id
         try:
             update = reader.read(reply)
-        except UnusableReply as error:
-            log(WARNING, "node %d is left out of this round: %s", node, error)
+        except UsageError as error:
+            log(WARNING, "node %d is left out of this round: %s", node, reason_of(error))
             unanswered += [node] if is_unanswered(reply) else []
             dropped += not is_unanswered(reply)
             continue
-        total = total or _ChunkedSum(reader.start, clip)
-        total.add(update)
+        pending.append(update)
+        if len(pending) >= chunk_size(reader.start):
+            total, pending = _sum(reader.start, total, pending, clip), []
         log_left_out(node, metrics.add(update.metrics))
-        if on_metrics is not None:
-            on_metrics(RecordDict(dict(reply.content.metric_records)))
+        if aggregate is not None:
+            records.append(RecordDict(dict(reply.content.metric_records)))
         accepted.append(node)
         rules[node] = update.rule
         if longest is None or update.norm > longest[1]:
             longest = node, update.norm
     return AggregatedReplies(
-        (total or _ChunkedSum(reader.start)).result(),
+        _sum(reader.start, total, pending, clip),
         tuple(accepted),
         dropped,
         tuple(unanswered),
-        metrics.means(),
+        dict(aggregate(records, reader.weight_key)) if aggregate and records else metrics.means(),
         longest=longest,
         rules=rules,
     )
@@ -141,36 +143,32 @@ def chunk_size(params: Tensor) -> int:
     return max(1, min(MAX_CHUNK, SUMMED_BYTES // max(1, params.nbytes)))
 
 
-class _ChunkedSum:
-    """Adds updates in chunks, as the simulator does; `clip` is applied to each chunk [M, d]."""
+def _sum(
+    params: Tensor,
+    total: Aggregate | None,
+    updates: Sequence[ClientUpdate],
+    clip: Callable[[Tensor], Tensor] | None,
+) -> Aggregate:
+    """Return the total with these updates, summed in one chunk [M, d] as in the simulator.
 
-    def __init__(self, params: Tensor, clip: Callable[[Tensor], Tensor] | None = None) -> None:
-        self._total = Aggregate.zero(params.numel(), params.dtype)
-        self._clip, self._chunk = clip, chunk_size(params)
-        self._pending: list[ClientUpdate] = []
-
-    def add(self, update: ClientUpdate) -> None:
-        self._pending.append(update)
-        if len(self._pending) >= self._chunk:
-            self._flush()
-
-    def result(self) -> Aggregate:
-        self._flush()
-        return self._total
-
-    def _flush(self) -> None:
-        if not self._pending:
-            return
-        chunk, self._pending = self._pending, []
-        deltas = torch.stack([one.delta for one in chunk])
-        extras = {
-            name: torch.stack([one.extras[name] for one in chunk]) for name in chunk[0].extras
-        }
-        weights = [one.weight for one in chunk]
-        part = Aggregate.of(self._clip(deltas) if self._clip else deltas, weights, extras)
-        self._total = self._total + part
+    Args:
+        params: of the model, for the total of no updates.
+        total: the sums so far; None for none.
+        updates: of some clients.
+        clip: applied to the chunk before it is summed.
+    """
+    total = total or Aggregate.zero(params.numel(), params.dtype)
+    if not updates:
+        return total
+    deltas = torch.stack([update.delta for update in updates])
+    extras = {
+        name: torch.stack([update.extras[name] for update in updates]) for name in updates[0].extras
+    }
+    weights = [update.weight for update in updates]
+    return total + Aggregate.of(clip(deltas) if clip else deltas, weights, extras)
 
 
+@dataclass(eq=False)
 class ReplyReader:
     """Reads the replies of one round.
 
@@ -183,42 +181,43 @@ class ReplyReader:
         undecided: parts of the model's layout that the first usable replies decide: which arrays
             are "buffers", which parameters are "tied"; only before the first step.
         noise: clip and noise with which clients must have marked their updates (local privacy).
+
+    Attributes:
+        start: the parameters that the clients were sent, one vector [d].
+        extras: names of the further vectors that a reply must have.
     """
 
-    def __init__(
-        self,
-        server: Server,
-        arrays_key: str,
-        weight_key: str,
-        weighting: Weighting,
-        max_norm: float | None = None,
-        undecided: Collection[str] = (),
-        noise: Mapping[str, float] | None = None,
-    ) -> None:
-        self.server, self.start = server, server.start_point()
-        self.arrays_key, self.weight_key, self.weighting = arrays_key, weight_key, weighting
-        self.extras = tuple(zero_extras(server.algorithm.client, self.start[:0]))
-        self.max_norm, self.undecided, self.noise = max_norm, undecided, noise or {}
+    server: Server
+    arrays_key: str
+    weight_key: str
+    weighting: Weighting
+    max_norm: float | None = None
+    undecided: Collection[str] = ()
+    noise: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.start = self.server.start_point()
+        self.extras = tuple(zero_extras(self.server.algorithm.client, self.start[:0]))
 
     def read(self, reply: Message) -> ClientUpdate:
-        """Return the update of a reply; raise `UnusableReply` for one that must not be used."""
+        """Return the update of a reply; raise `UsageError` for one that must not be used."""
         content = reply_content(reply)
         info = _reply_info(content)
         self._check_noise(info)
         metrics = reply_metrics(content)
         weight = 1.0 if self.weighting == "uniform" else client_weight(metrics, self.weight_key)
-        arrays = self._model(content)
-        if (reason := self._layout(content, arrays).misfit(arrays)) is not None:
-            raise UnusableReply(reason)
+        arrays, _ = self._model(content)
         delta, extras = self.server.contribution(arrays, self.start)
         extras |= {name: self._extra(content, name) for name in self.extras}
-        if not usable(delta[None], {name: value[None] for name, value in extras.items()}).item():
-            raise UnusableReply(f"its values are not finite ({_first_nonfinite(arrays)})")
+        require(
+            bool(usable(delta[None], {name: value[None] for name, value in extras.items()})),
+            f"its values are not finite ({_first_nonfinite(arrays)})",
+        )
         norm = norms(delta[None]).item()
-        if self.max_norm is not None and norm > self.max_norm:
-            raise UnusableReply(
-                f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm:g}"
-            )
+        require(
+            self.max_norm is None or norm <= self.max_norm,
+            f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm}",
+        )
         rule = info.get("rule")
         return ClientUpdate(delta, weight, extras, metrics, norm, rule and str(rule))
 
@@ -227,13 +226,13 @@ class ReplyReader:
 
         A majority, so that no single client can decide it. Yields at once where it is decided.
         """
-        source, held = iter(replies), list[Message]()
+        source, waiting = iter(replies), list[Message]()
         votes: Counter[Layout] = Counter()
-        while self.undecided and votes.total() < LAYOUT_VOTES and len(held) < 2 * LAYOUT_VOTES:
+        while self.undecided and votes.total() < LAYOUT_VOTES and len(waiting) < 2 * LAYOUT_VOTES:
             reply = next(source, None)
             if reply is None:
                 break
-            held.append(reply)
+            waiting.append(reply)
             votes.update(self._vote(reply))
         if votes:
             (layout, _), *_ = votes.most_common(1)
@@ -241,34 +240,35 @@ class ReplyReader:
                 self.server.lay_out(layout)
                 self.start = self.server.start_point()
             self.undecided = ()
-        while held:
-            yield held.pop(0)
+        while waiting:
+            yield waiting.pop(0)
         yield from source
 
     def _check_noise(self, info: Mapping[str, Any]) -> None:
         """Refuse an update that its client has not noised as the server's epsilon assumes."""
-        for name, ours in self.noise.items():
-            theirs = info.get(name)
-            if isinstance(theirs, int | float) and math.isclose(theirs, ours, rel_tol=1e-9):
-                continue
-            raise UnusableReply(
-                f"its {name} is {theirs} instead of {ours:g}, so it is not private as promised; "
-                "add mods=[local_privacy(...)] to its ClientApp, with the server's settings"
+        for name, value in self.noise.items():
+            reported = info.get(name)
+            require(
+                isinstance(reported, int | float) and math.isclose(reported, value, rel_tol=1e-9),
+                f"its {name} is {reported} instead of {value:g}, so it is not private as promised; "
+                "add mods=[local_privacy(...)] to its ClientApp, with the server's settings",
             )
 
     def _vote(self, reply: Message) -> list[Layout]:
         """Return the layout that a usable reply has; [] for one that is not usable."""
         try:
-            content = reply_content(reply)
-            arrays = self._model(content)
-            layout = self._layout(content, arrays)
-        except UnusableReply:
+            arrays, layout = self._model(reply_content(reply))
+        except UsageError:
             return []
-        fits = layout.misfit(arrays) is None
-        return [layout] if fits and all(np.isfinite(v).all() for v in arrays.values()) else []
+        return [layout] if all(np.isfinite(value).all() for value in arrays.values()) else []
 
-    def _model(self, content: RecordDict) -> Arrays:
-        return _load(only_record(content.array_records, self.arrays_key, "model"))
+    def _model(self, content: RecordDict) -> tuple[Arrays, Layout]:
+        """Return the arrays of a reply, and the layout that they have."""
+        arrays = loaded(only_record(content.array_records, "model", self.arrays_key)[1])
+        layout = self._layout(content, arrays)
+        misfit = layout.misfit(arrays)
+        require(misfit is None, str(misfit))
+        return arrays, layout
 
     def _layout(self, content: RecordDict, arrays: Arrays) -> Layout:
         """Return the layout of a reply's model.
@@ -278,18 +278,18 @@ class ReplyReader:
         """
         layout, info = self.server.layout, _reply_info(content)
         if "buffers" in info:
-            buffers = _strings(info["buffers"])
+            buffers = info["buffers"] if isinstance(info["buffers"], list) else []
             if self.undecided and "buffers" not in self.undecided:
                 buffers = list(layout.averaged)
             try:
-                reported = layout.with_kinds(buffers, read_ties(info, "") or {})
+                reported = layout.with_kinds(list(map(str, buffers)), read_ties(info, "") or {})
             except UsageError as error:
-                raise UnusableReply(f"its report of the model's layout is wrong: {error}") from None
-            if reported != layout and not self.undecided:
-                raise UnusableReply(
-                    "it reports other buffers or tied weights than the strategy has; give the "
-                    "strategy model="
-                )
+                raise UsageError(f"its report of the model's layout is wrong: {error}") from None
+            require(
+                bool(self.undecided) or reported == layout,
+                "it reports other buffers or tied weights than the strategy has; give the "
+                "strategy model=",
+            )
             return reported
         if not self.undecided or not {*layout.tied, *layout.tied.values()} <= arrays.keys():
             return layout
@@ -300,33 +300,25 @@ class ReplyReader:
     def _extra(self, content: RecordDict, name: str) -> Tensor:
         """Return a vector that the client rule adds; the server step needs it from every client."""
         rule = type(self.server.algorithm.client).__name__
-        found = _load(content.array_records.get(EXTRAS, ArrayRecord())).get(name)
-        if found is None:
-            raise UnusableReply(
-                f"it has no {name!r} in {EXTRAS!r}, which {rule} needs; use "
-                "fedexp.flower.LocalRule in the ClientApp"
-            )
-        if found.shape != self.start.shape or found.dtype.kind != "f":
-            raise UnusableReply(f"its {name!r} is not a vector of {len(self.start)} numbers")
+        extras = loaded(content.array_records.get(EXTRAS, ArrayRecord()))
+        require(
+            name in extras,
+            f"it has no {name!r} in {EXTRAS!r}, which {rule} needs; use fedexp.flower.LocalRule in "
+            "the ClientApp",
+        )
+        vector = extras[name]
+        require(
+            vector.shape == self.start.shape and vector.dtype.kind == "f",
+            f"its {name!r} is not a vector of {len(self.start)} numbers",
+        )
         # torch supports neither numpy's long double nor another byte order
         with np.errstate(over="ignore"):  # what overflows is infinite, and refused
-            return torch.from_numpy(found.astype(np.float64)).to(self.start.dtype)
+            return torch.from_numpy(vector.astype(np.float64)).to(self.start.dtype)
 
 
 def _reply_info(content: RecordDict) -> Mapping[str, Any]:
     """Return the rule and layout that a reply reports; {} for that of a plain ClientApp."""
     return dict(content.config_records.get(REPLY_INFO, ConfigRecord()))
-
-
-def _strings(value: Any) -> list[str]:
-    return [str(each) for each in value] if isinstance(value, list) else []
-
-
-def _load(record: ArrayRecord) -> Arrays:
-    try:
-        return loaded(record)
-    except UsageError as error:
-        raise UnusableReply(str(error)) from error
 
 
 def _first_nonfinite(arrays: Arrays) -> str:

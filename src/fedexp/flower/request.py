@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,12 +21,12 @@ from fedexp.client import SGD, ClientRule, Prox, Scaffold, Tensors
 from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.flower.client_state import ClientStateFolder, client_name, state_root
 from fedexp.flower.layout import Layout, loaded, named_parts
+from fedexp.flower.transport import only_record
 
 # records of messages and replies, beside the model, the config and the metrics
 BROADCAST, EXTRAS, REPLY_INFO = "fedexp.shared", "fedexp.extras", "fedexp.about"
 CLIENT_RULES: dict[str, type[ClientRule]] = {"sgd": SGD, "prox": Prox, "scaffold": Scaffold}
 Metrics = Mapping[str, Any]
-Kind = TypeVar("Kind", ArrayRecord, ConfigRecord)
 log = logging.getLogger("flwr")
 
 
@@ -73,8 +73,8 @@ class TrainRequest:
             model: the client's module, where there is one.
         """
         content = message.content
-        key, arrays = single_record(content, ArrayRecord, "model")
-        _, config = single_record(content, ConfigRecord, "config")
+        key, arrays = only_record(content.array_records, "model")
+        _, config = only_record(content.config_records, "config")
         rule = client_rule(config)
         reported, buffers = _reported_layout(arrays, config, model), config.get("fedexp.buffers")
         layout = reported or Layout.of(loaded(arrays), _names(buffers), read_ties(config))
@@ -230,17 +230,6 @@ def _broadcast_state(
             "server; use a strategy of fedexp.flower there, of the same version",
         )
     return {name: broadcast[name] for name in wanted}
-
-
-def single_record(content: RecordDict, kind: type[Kind], what: str) -> tuple[str, Kind]:
-    """Return the key and value of the one record of a kind that is not this package's own."""
-    found = [
-        (key, value)
-        for key, value in content.items()
-        if isinstance(value, kind) and not key.startswith("fedexp.")
-    ]
-    require(len(found) == 1, f"the message has {len(found)} records with a {what}, not one")
-    return found[0]
 
 
 def _names(value: Any) -> list[str] | None:

@@ -167,7 +167,7 @@ class _Loop:
         steps = self.run.state.steps
         metrics: MetricRecord | None
         if self.run.settings.secure is not None:
-            _, metrics = strategy.complete_train(self._secure_replies(round, messages), {})
+            _, metrics = strategy.complete_train(self._secure_replies(round, messages))
         else:
             arrays, metrics = strategy.aggregate_train(round, self._replies(messages))
             self._adopt(round, arrays, steps)

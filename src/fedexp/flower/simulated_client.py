@@ -25,7 +25,8 @@ from fedexp.engine.plan import Work
 from fedexp.errors import UsageError, require
 from fedexp.flower.client_state import partition_of
 from fedexp.flower.layout import Layout, ndarrays
-from fedexp.flower.request import TrainRequest, single_record
+from fedexp.flower.request import TrainRequest
+from fedexp.flower.transport import only_record
 from fedexp.local import LocalTraining
 from fedexp.objective import Buffers, ModuleObjective, changed_buffers
 from fedexp.objective.base import flatten
@@ -70,7 +71,7 @@ def simulated_evaluate(task: Task) -> TrainFn:
         parts = {name: float(part.sum()) for name, part in task.parts(batch).items()}
         if task.transform is not None:
             batch = dict(task.transform.evaluate(batch))
-        _, arrays = single_record(message.content, ArrayRecord, "model")
+        _, arrays = only_record(message.content.array_records, "model")
         values = task.objective.measure(*from_arrays(task, arrays), batch)
         metrics = {
             name: float(value.cpu().double().sum()) / parts.get(name, len(value))

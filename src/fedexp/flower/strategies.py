@@ -1,7 +1,7 @@
 """The algorithms of this package as Flower strategies: `from fedexp.flower import FedExP`.
 
-One class per algorithm has its options as arguments. Each takes FedAvg's ten arguments first and in
-order (`flower`), then, by name, the options of its rules (eps, beta, mu, ...) and those of
+One class per algorithm has its options as arguments. Each takes the ten arguments of Flower's
+FedAvg first and in order, then, by name, the options of its rules (eps, beta, mu, ...) and those of
 `RuleStrategy`. Those that Flower has too also take Flower's arguments, by Flower's names and
 positions.
 
@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from inspect import signature
 from logging import INFO
 from typing import Any, ClassVar, Unpack
 
@@ -24,15 +23,13 @@ from flwr.supercore import log
 
 from fedexp import algorithms
 from fedexp.algorithms import Algorithm
-from fedexp.flower.strategy import FLOWER, AllOptions, RuleStrategy, strategy_arguments
+from fedexp.flower.strategy import RuleStrategy, StrategyOptions, strategy_arguments
 from fedexp.server.adaptive import Form
 from fedexp.server.extrapolation import EpsMode
 
-COMMON = tuple(name for name in signature(RuleStrategy).parameters if name != "algorithm")
-
 
 class NamedStrategy(RuleStrategy):
-    """Base of the strategies with an algorithm of their own.
+    """Base of the strategies of one algorithm each.
 
     Attributes:
         make: the function of `fedexp.algorithms` that returns the algorithm.
@@ -40,15 +37,9 @@ class NamedStrategy(RuleStrategy):
 
     make: ClassVar[Callable[[], Algorithm]]
 
-    def __init_subclass__(cls) -> None:
-        if "make" in vars(cls):  # not in a class of the user's own
-            aliases = [alias for alias, option in cls.flower_arguments.items() if alias != option]
-            init = strategy_arguments(cls.__init__, [*FLOWER, *aliases])
-            cls.__init__ = init  # type: ignore[method-assign]
-
-    def _configure(self, given: Mapping[str, Any]) -> None:
-        """Call the constructor of `RuleStrategy` with the arguments of a subclass's own."""
-        options = {**given, **given["options"]}
+    def _configure(self, arguments: Mapping[str, Any]) -> None:
+        """Call the constructor of `RuleStrategy` with the arguments of a subclass's constructor."""
+        options = {**arguments, **arguments["options"]}
         for alias, option in self.flower_arguments.items():
             value = options[alias]
             if value is not None and option:
@@ -56,22 +47,20 @@ class NamedStrategy(RuleStrategy):
             elif value is not None:
                 log(INFO, "%s has no effect, as in Flower: clients choose it themselves", alias)
         algorithm = _with_options(type(self).make(), options)
-        common = {name: options[name] for name in COMMON if name in options}
+        common = {name: options[name] for name in StrategyOptions.__annotations__}
         super().__init__(algorithm=algorithm, **common)
 
 
 def _with_options(algorithm: Algorithm, options: Mapping[str, Any]) -> Algorithm:
     """Return the algorithm with the options of its two rules, and its own."""
 
-    def of(rule: Any) -> dict[str, Any]:
-        return {each.name: options[each.name] for each in fields(rule) if each.name in options}
+    def with_options(rule: Any) -> Any:
+        return replace(rule, **{f.name: options[f.name] for f in fields(rule) if f.name in options})
 
-    client: Any = algorithm.client
-    server: Any = algorithm.server
     return replace(
         algorithm,
-        client=replace(client, **of(client)),
-        server=replace(server, **of(server)),
+        client=with_options(algorithm.client),
+        server=with_options(algorithm.server),
         average_last=options["average_last"],
     )
 
@@ -84,12 +73,13 @@ class FedAvg(NamedStrategy):
 
     make = staticmethod(algorithms.fedavg)
 
+    @strategy_arguments()
     def __init__(
         self,
-        *flower: Any,
+        *fedavg: Any,
         lr: float = 1.0,
         average_last: int | None = None,
-        **options: Unpack[AllOptions],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -103,9 +93,10 @@ class FedExP(NamedStrategy):
 
     make = staticmethod(algorithms.fedexp)
 
+    @strategy_arguments()
     def __init__(
         self,
-        *flower: Any,
+        *fedavg: Any,
         eps: float | None = None,
         factor: float = 2.0,
         clamp: bool = True,
@@ -114,11 +105,10 @@ class FedExP(NamedStrategy):
         eps_decay: float = 1.0,
         decay_before_first_round: bool = False,
         average_last: int | None = None,
-        **options: Unpack[AllOptions],
+        **options: Unpack[StrategyOptions],
     ) -> None:
-        given = dict(locals())
-        given["eps"], given["eps_mode"] = algorithms.eps_and_mode(eps, eps_mode)
-        self._configure(given)
+        eps, eps_mode = algorithms.eps_and_mode(eps, eps_mode)
+        self._configure(locals())
 
 
 class FedAvgM(NamedStrategy):
@@ -130,15 +120,16 @@ class FedAvgM(NamedStrategy):
         "server_momentum": "beta",
     }
 
+    @strategy_arguments("server_learning_rate", "server_momentum")
     def __init__(
         self,
-        *flower: Any,
+        *fedavg: Any,
         server_learning_rate: float | None = None,
         server_momentum: float | None = None,
         lr: float = 1.0,
         beta: float = 0.9,
         average_last: int | None = None,
-        **options: Unpack[AllOptions],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -148,9 +139,10 @@ class FedExPM(NamedStrategy):
 
     make = staticmethod(algorithms.fedexp_m)
 
+    @strategy_arguments()
     def __init__(
         self,
-        *flower: Any,
+        *fedavg: Any,
         eps: float = 0.001,
         factor: float = 2.0,
         clamp: bool = False,
@@ -161,7 +153,7 @@ class FedExPM(NamedStrategy):
         beta: float = 0.9,
         apply_momentum: bool = True,
         average_last: int | None = None,
-        **options: Unpack[AllOptions],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -172,14 +164,15 @@ class FedProx(NamedStrategy):
     make = staticmethod(algorithms.fedprox)
     flower_arguments: ClassVar[Mapping[str, str]] = {"proximal_mu": "mu"}
 
+    @strategy_arguments("proximal_mu")
     def __init__(
         self,
-        *flower: Any,
+        *fedavg: Any,
         proximal_mu: float | None = None,
         mu: float = 0.1,
         lr: float = 1.0,
         average_last: int | None = None,
-        **options: Unpack[AllOptions],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -189,9 +182,10 @@ class FedProxExP(NamedStrategy):
 
     make = staticmethod(algorithms.fedprox_exp)
 
+    @strategy_arguments()
     def __init__(
         self,
-        *flower: Any,
+        *fedavg: Any,
         mu: float = 0.1,
         eps: float = 0.001,
         factor: float = 2.0,
@@ -201,7 +195,7 @@ class FedProxExP(NamedStrategy):
         eps_decay: float = 1.0,
         decay_before_first_round: bool = False,
         average_last: int | None = None,
-        **options: Unpack[AllOptions],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -211,12 +205,13 @@ class Scaffold(NamedStrategy):
 
     make = staticmethod(algorithms.scaffold)
 
+    @strategy_arguments()
     def __init__(
         self,
-        *flower: Any,
+        *fedavg: Any,
         lr: float = 1.0,
         average_last: int | None = None,
-        **options: Unpack[AllOptions],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -226,9 +221,10 @@ class ScaffoldExP(NamedStrategy):
 
     make = staticmethod(algorithms.scaffold_exp)
 
+    @strategy_arguments()
     def __init__(
         self,
-        *flower: Any,
+        *fedavg: Any,
         eps: float = 0.001,
         factor: float = 2.0,
         clamp: bool = True,
@@ -237,7 +233,7 @@ class ScaffoldExP(NamedStrategy):
         eps_decay: float = 1.0,
         decay_before_first_round: bool = False,
         average_last: int | None = None,
-        **options: Unpack[AllOptions],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -248,16 +244,17 @@ class FedAdagrad(NamedStrategy):
     make = staticmethod(algorithms.fedadagrad)
     flower_arguments: ClassVar[Mapping[str, str]] = {"eta": "lr", "eta_l": "", "tau": "tau"}
 
+    @strategy_arguments()
     def __init__(
         self,
-        *flower: Any,
+        *fedavg: Any,
         eta: float | None = None,
         eta_l: float | None = None,
         lr: float = 0.1,
         tau: float = 0.001,
         form: Form = "standard",
         average_last: int | None = None,
-        **options: Unpack[AllOptions],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -268,9 +265,10 @@ class FedAdam(NamedStrategy):
     make = staticmethod(algorithms.fedadam)
     flower_arguments: ClassVar[Mapping[str, str]] = _MOMENTS
 
+    @strategy_arguments()
     def __init__(
         self,
-        *flower: Any,
+        *fedavg: Any,
         eta: float | None = None,
         eta_l: float | None = None,
         beta_1: float | None = None,
@@ -281,7 +279,7 @@ class FedAdam(NamedStrategy):
         beta1: float = 0.9,
         beta2: float = 0.99,
         average_last: int | None = None,
-        **options: Unpack[AllOptions],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 
@@ -292,9 +290,10 @@ class FedYogi(NamedStrategy):
     make = staticmethod(algorithms.fedyogi)
     flower_arguments: ClassVar[Mapping[str, str]] = _MOMENTS
 
+    @strategy_arguments()
     def __init__(
         self,
-        *flower: Any,
+        *fedavg: Any,
         eta: float | None = None,
         eta_l: float | None = None,
         beta_1: float | None = None,
@@ -305,7 +304,7 @@ class FedYogi(NamedStrategy):
         beta1: float = 0.9,
         beta2: float = 0.99,
         average_last: int | None = None,
-        **options: Unpack[AllOptions],
+        **options: Unpack[StrategyOptions],
     ) -> None:
         self._configure(locals())
 

@@ -1,20 +1,20 @@
 """`RuleStrategy`: a Flower strategy with the rules of any `Algorithm`, and its `Settings`.
 
-It takes FedAvg's ten arguments first and in order, then, by name, those of `Settings`. The
-algorithms of this package have strategies of their own (`fedexp.flower.strategies`).
+It takes the ten arguments of Flower's FedAvg first and in order, then, by name, those of
+`Settings`. `fedexp.flower.strategies` has one strategy per algorithm.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, fields
 from functools import wraps
-from inspect import Parameter, signature
+from inspect import Parameter, Signature, signature
 from logging import INFO, WARNING
 from numbers import Real
 from os import PathLike
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, TypedDict, Unpack, get_args
+from typing import Any, ClassVar, ParamSpec, TypedDict, Unpack, cast, get_args
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, MetricRecord, RecordDict
@@ -26,6 +26,7 @@ from flwr.supercore import log
 from torch import nn
 
 from fedexp.algorithms import Algorithm
+from fedexp.client import Prox
 from fedexp.errors import (
     UsageError,
     is_number,
@@ -37,7 +38,7 @@ from fedexp.flower.layout import named_parts, same_arrays
 from fedexp.flower.metrics import MetricsFn, aggregate_evaluations
 from fedexp.flower.nodes import CohortSize
 from fedexp.flower.replies import AggregatedReplies, ReplyReader, Weighting, aggregate_replies
-from fedexp.flower.request import CLIENT_RULES, rule_config
+from fedexp.flower.request import CLIENT_RULES
 from fedexp.flower.secure.payload import NOT_UNIFORM, SecureAggregation
 from fedexp.flower.server import FederatedRun
 from fedexp.flower.server_loop import EvaluateFn, run_rounds
@@ -45,7 +46,6 @@ from fedexp.privacy import Privacy
 from fedexp.privacy.settings import check_fit, warn_seeded
 
 P = ParamSpec("P")
-FLOWER = tuple(signature(FlowerFedAvg).parameters)
 CHANGED = (
     "something changed the model between two rounds, which a strategy that wraps this one cannot "
     "do; use privacy= instead of Flower's wrappers"
@@ -57,8 +57,18 @@ NO_REPLIES = (
 
 
 class StrategyOptions(TypedDict, total=False):
-    """The options that every strategy takes by name, for type checkers; see `Settings`."""
+    """The arguments that every strategy takes, for type checkers: FedAvg's and `Settings`."""
 
+    fraction_train: float
+    fraction_evaluate: float
+    min_train_nodes: int
+    min_evaluate_nodes: int
+    min_available_nodes: int
+    weighted_by_key: str
+    arrayrecord_key: str
+    configrecord_key: str
+    train_metrics_aggr_fn: MetricsFn | None
+    evaluate_metrics_aggr_fn: MetricsFn | None
     weighting: Weighting | None
     seed: int
     model: nn.Module | None
@@ -74,21 +84,6 @@ class StrategyOptions(TypedDict, total=False):
     query_client_ids: bool | None
     privacy: Privacy | None
     secure: SecureAggregation | None
-
-
-class AllOptions(StrategyOptions, total=False):
-    """Those options, and the arguments of Flower's FedAvg."""
-
-    fraction_train: float
-    fraction_evaluate: float
-    min_train_nodes: int
-    min_evaluate_nodes: int
-    min_available_nodes: int
-    weighted_by_key: str
-    arrayrecord_key: str
-    configrecord_key: str
-    train_metrics_aggr_fn: MetricsFn | None
-    evaluate_metrics_aggr_fn: MetricsFn | None
 
 
 @dataclass(frozen=True)
@@ -227,21 +222,24 @@ class Settings:
 
     def client_config(self) -> dict[str, Any]:
         """Return the config of the client rule, as train messages carry it."""
-        config = rule_config(self.algorithm.client)
-        if "fedexp.mu" in config:
-            config["proximal-mu"] = config["fedexp.mu"]
+        rule = self.algorithm.client
+        names = {kind: name for name, kind in CLIENT_RULES.items()}
+        config: dict[str, Any] = {"fedexp.client": names[type(rule)]}
+        if isinstance(rule, Prox):
+            config["fedexp.mu"] = config["proximal-mu"] = rule.mu
         if self.buffers is not None:
             config["fedexp.buffers"] = sorted(self.buffers)
         return config
 
 
-def check_fractions(of_flower: Mapping[str, Any]) -> None:
-    """Refuse fractions outside [0, 1] and negative numbers of nodes among Flower's arguments."""
-    for name, value in of_flower.items():
-        if name.startswith(("fraction", "min")):
+def check_fractions(arguments: Mapping[str, Any]) -> None:
+    """Refuse fractions outside [0, 1] and negative numbers of nodes among FedAvg's arguments."""
+    for name, value in arguments.items():
+        if name.startswith(("fraction_", "min_")):
             require(is_number(value), f"{name} must be a number, not {value!r}")
             require(value >= 0, f"{name} must not be negative, but is {value}")
-            require(value <= 1 or name.startswith("min"), f"{name} must be in [0, 1], not {value}")
+        if name.startswith("fraction_"):
+            require(value <= 1, f"{name} must be in [0, 1], not {value}")
 
 
 def check_evaluation(settings: Settings, fraction_evaluate: float) -> None:
@@ -262,6 +260,7 @@ def check_evaluation(settings: Settings, fraction_evaluate: float) -> None:
         )
 
 
+FEDAVG = signature(FlowerFedAvg).parameters
 OPTIONS = [
     Parameter(option.name, Parameter.KEYWORD_ONLY, default=option.default, annotation=option.type)
     for option in fields(Settings)
@@ -269,55 +268,61 @@ OPTIONS = [
 ]
 
 
-def strategy_arguments(
-    init: Callable[P, None], by_position: Sequence[str] = ()
-) -> Callable[P, None]:
-    """Write `**options` out in the signature; refuse arguments that are unknown, given twice or
-    not numbers, in a line with the remedy.
+def strategy_arguments(*by_position: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Write `*fedavg` and `**options` out in the signature of a constructor, and check its calls.
+
+    The constructor is called with all arguments by name. Those that are unknown, given twice or not
+    numbers are refused in a line with the remedy.
 
     Args:
-        init: the constructor.
-        by_position: arguments of Flower's strategy, which may be given by position.
+        by_position: arguments that may follow FedAvg's by position, as in Flower.
     """
-    itself, *arguments, _ = signature(init).parameters.values()
-    if by_position:  # instead of `*flower`
-        common = signature(RuleStrategy).parameters
-        found = {**common, **{p.name: p for p in arguments}}
-        kind = Parameter.POSITIONAL_OR_KEYWORD
-        first = [found[name].replace(kind=kind) for name in by_position]
-        arguments = [*first, *(p for p in arguments[1:] if p.name not in by_position)]
-    parameters = [*arguments, *OPTIONS]
-    names = [p.name for p in parameters]
-    numbers = {p.name for p in parameters if p.annotation.startswith(("float", "int"))}
-    by_position = [p.name for p in parameters if p.kind is not Parameter.KEYWORD_ONLY]
 
-    @wraps(init)
-    def call(*args: P.args, **kwargs: P.kwargs) -> None:
-        strategy = args[0]
-        assert isinstance(strategy, RuleStrategy)
-        name = type(strategy).__name__
-        for option in kwargs:
-            if option not in names:
-                raise unknown_name(f"option of {name}", option, names)
+    def decorate(init: Callable[P, None]) -> Callable[P, None]:
+        itself, _, *arguments, _ = signature(init).parameters.values()
+        positional = [
+            argument.replace(kind=Parameter.POSITIONAL_OR_KEYWORD)
+            for argument in arguments
+            if argument.name in by_position
+        ]
+        by_name = [argument for argument in arguments if argument.name not in by_position]
+        written_out = Signature([itself, *FEDAVG.values(), *positional, *by_name, *OPTIONS])
+
+        @wraps(init)
+        def call(*args: P.args, **kwargs: P.kwargs) -> None:
+            cast(Any, init)(**_bound(written_out, args, kwargs))
+
+        call.__signature__ = written_out  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
+def _bound(written_out: Signature, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a call by name, defaults included."""
+    strategy, names = args[0], [*written_out.parameters][1:]
+    kind = type(strategy).__name__
+    for option in kwargs:
+        if option not in names:
+            raise unknown_name(f"option of {kind}", option, names)
+    try:
+        bound = written_out.bind(*args, **kwargs)
+    except TypeError as error:
+        raise UsageError(
+            f"{kind}: {error}; give FedAvg's arguments first, and the others once, by name"
+        ) from None
+    for option, value in bound.arguments.items():
+        takes_number = str(written_out.parameters[option].annotation).startswith(("float", "int"))
+        valid = not takes_number or value is None or isinstance(value, Real)
+        require(valid, f"{option} must be a number, not {value!r}")
+    for alias, option in strategy.flower_arguments.items():
+        both = alias != option and bound.arguments.get(alias) is not None
         require(
-            len(args) - 1 <= len(by_position),
-            f"{name} takes its further options by name, e.g. {names[len(by_position)]}=...",
+            not both or option not in bound.arguments,
+            f"{alias} and {option} are one option; give one of them",
         )
-        values: dict[str, Any] = dict(zip(by_position, args[1:], strict=False))
-        twice = next((option for option in values if option in kwargs), None)
-        require(twice is None, f"{twice} is given twice: by position and by name")
-        values |= kwargs
-        for option, value in values.items():
-            valid = option not in numbers or value is None or isinstance(value, Real)
-            require(valid, f"{option} must be a number, not {value!r}")
-        for alias, option in strategy.flower_arguments.items():
-            both = alias != option and values.get(alias) is not None and option in values
-            require(not both, f"{alias} and {option} are one option; give one of them")
-        init(strategy, **values)  # type: ignore[arg-type]
-
-    written_out = signature(init).replace(parameters=[itself, *parameters])
-    call.__signature__ = written_out  # type: ignore[attr-defined]
-    return call
+    bound.apply_defaults()
+    return bound.arguments
 
 
 class RuleStrategy(FlowerFedAvg):
@@ -329,34 +334,22 @@ class RuleStrategy(FlowerFedAvg):
     `result.arrays` are of the output model, the mean of the last two where the rule extrapolates.
 
     Attributes:
-        flower_arguments: maps the arguments of Flower's strategy of this name to ours; "" for one
-            that has no effect, as in Flower.
+        flower_arguments: maps the arguments of Flower's strategy of this name to those of this
+            package; "" for one that has no effect, as in Flower.
     """
 
     flower_arguments: ClassVar[Mapping[str, str]] = {}
 
-    @strategy_arguments
+    @strategy_arguments()
     def __init__(
-        self,
-        fraction_train: float = 1.0,
-        fraction_evaluate: float = 1.0,
-        min_train_nodes: int = 2,
-        min_evaluate_nodes: int = 2,
-        min_available_nodes: int = 2,
-        weighted_by_key: str = "num-examples",
-        arrayrecord_key: str = "arrays",
-        configrecord_key: str = "config",
-        train_metrics_aggr_fn: MetricsFn | None = None,
-        evaluate_metrics_aggr_fn: MetricsFn | None = None,
-        *,
-        algorithm: Algorithm,
-        **options: Unpack[StrategyOptions],
+        self, *fedavg: Any, algorithm: Algorithm, **options: Unpack[StrategyOptions]
     ) -> None:
-        of_flower = {name: value for name, value in locals().items() if name in FLOWER}
-        check_fractions(of_flower)
-        self.settings = Settings(algorithm, **options)
-        check_evaluation(self.settings, fraction_evaluate)
-        super().__init__(**of_flower)
+        arguments: dict[str, Any] = {**options}
+        of_fedavg = {name: arguments.pop(name) for name in FEDAVG}
+        check_fractions(of_fedavg)
+        self.settings = Settings(algorithm, **arguments)
+        check_evaluation(self.settings, of_fedavg["fraction_evaluate"])
+        super().__init__(**of_fedavg)
         require(
             self.settings.secure is None
             or type(self).aggregate_train is RuleStrategy.aggregate_train,
@@ -443,25 +436,18 @@ class RuleStrategy(FlowerFedAvg):
             run.undecided_layout,
             run.client_noise,
         )
-        records: list[RecordDict] = []
-        custom = _custom(self.train_metrics_aggr_fn)
-        found = aggregate_replies(replies, reader, records.append if custom else None, run.clip)
-        metrics = found.client_metrics
-        if custom and records:
-            metrics = dict(custom(records, self.weighted_by_key))
-        return self.complete_train(found, metrics)
+        own_mean = _custom(self.train_metrics_aggr_fn)
+        return self.complete_train(aggregate_replies(replies, reader, own_mean, run.clip))
 
-    def complete_train(
-        self, replies: AggregatedReplies, client_metrics: dict[str, Any]
-    ) -> tuple[ArrayRecord | None, MetricRecord]:
+    def complete_train(self, replies: AggregatedReplies) -> tuple[ArrayRecord | None, MetricRecord]:
         """Take the server step with the sums of a round; return no arrays if there was none."""
         assert self.run is not None
-        theirs = {} if self.run.hides_client_metrics else client_metrics
+        client_metrics = {} if self.run.hides_client_metrics else replies.client_metrics
         numbers = self.run.complete_round(replies)
-        if taken := ", ".join(sorted(theirs.keys() & numbers.keys())):
+        if taken := ", ".join(sorted(client_metrics.keys() & numbers.keys())):
             text = "clients' metrics named %s are left out, because the server reports its own by "
             self.run.log_once(WARNING, text + "this name; rename them in the ClientApp", taken)
-        metrics = MetricRecord({**theirs, **numbers})
+        metrics = MetricRecord({**client_metrics, **numbers})
         if not self.run.stepped:
             return None, metrics
         self.run.expected = self.run.output()  # a loop of Flower's passes them on

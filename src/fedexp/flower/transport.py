@@ -8,14 +8,16 @@ stops waiting for nodes that have left the federation; `Replies` is what a strat
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TypeVar
 
-from flwr.app import Error, Message, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Error, Message, MetricRecord, RecordDict
 from flwr.common.constant import ErrorCode
 from flwr.serverapp import Grid
 
-from fedexp.errors import UsageError, shown
+from fedexp.errors import UsageError, require, shown
 
+Kind = TypeVar("Kind", ArrayRecord, ConfigRecord, MetricRecord)
 MIN_POLL, MAX_POLL = 0.05, 1.0  # seconds between two polls for replies
 NODE_POLL = 5.0  # seconds between two polls of the list of nodes
 LONGEST_REASON = 400  # characters of a log line about a reply
@@ -24,19 +26,10 @@ UNANSWERED = {
     ErrorCode.REPLY_MESSAGE_UNAVAILABLE,
     ErrorCode.NODE_UNAVAILABLE,
 }
-
-
 READ_ONCE = (
     "replies can be read once, because the server never holds all of them; where aggregate_train "
     "or aggregate_evaluate reads them itself, begin with replies = list(replies)"
 )
-
-
-class UnusableReply(UsageError):
-    """Why a reply is left out of its round, in one line whatever the client sent."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(shown(reason, LONGEST_REASON))
 
 
 class Replies(Iterable[Message]):
@@ -78,9 +71,12 @@ def stream_replies(
         chunk: replies held in memory at a time.
     """
     end = time.monotonic() + timeout
-    waiting, not_sent = _push(grid, messages)
-    for message in not_sent:
-        yield _error_reply(message, "the message to it could not be sent")
+    pushed = list(messages)
+    sent_ids = set(grid.push_messages(pushed))
+    waiting = {m.metadata.message_id: m for m in pushed if m.metadata.message_id in sent_ids}
+    for message in pushed:
+        if message.metadata.message_id not in sent_ids:
+            yield _error_reply(message, "the message to it could not be sent")
     departed, pause = _DepartedNodes(grid), MIN_POLL
     while waiting:
         ids = list(waiting)
@@ -110,19 +106,26 @@ def is_unanswered(reply: Message) -> bool:
 
 
 def reply_content(reply: Message) -> RecordDict:
-    """Return the content of a reply; raise `UnusableReply` for an error reply."""
+    """Return the content of a reply; raise `UsageError` for an error reply."""
     if reply.has_error():
         reason = str(reply.error.reason or f"error {reply.error.code}").strip()
-        raise UnusableReply(reason.splitlines()[-1] if reason else "an error without a reason")
+        raise UsageError(reason.splitlines()[-1] if reason else "an error without a reason")
     return reply.content
 
 
-def _push(grid: Grid, messages: Iterable[Message]) -> tuple[dict[str, Message], list[Message]]:
-    """Return the messages sent, by id, and those that the grid did not accept."""
-    pushed = list(messages)
-    ids = set(grid.push_messages(pushed))
-    sent = {m.metadata.message_id: m for m in pushed if m.metadata.message_id in ids}
-    return sent, [m for m in pushed if m.metadata.message_id not in ids]
+def reason_of(error: UsageError) -> str:
+    """Return why a reply is left out, in one line whatever the client sent."""
+    return shown(error, LONGEST_REASON)
+
+
+def only_record(records: Mapping[str, Kind], what: str, key: str | None = None) -> tuple[str, Kind]:
+    """Return the key and the record of this key, or those of the only one from another package."""
+    others = {name: record for name, record in records.items() if not name.startswith("fedexp.")}
+    if key is not None and key in others:
+        return key, others[key]
+    missing = "not one" if key is None else f"and none called {key!r}"
+    require(len(others) == 1, f"there are {len(others)} records with a {what}, {missing}")
+    return next(iter(others.items()))
 
 
 class _DepartedNodes:

@@ -18,20 +18,20 @@ from fedexp.errors import UsageError, require
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.privacy import train_with_hidden_errors
 from fedexp.flower.request import EXTRAS, read_ties
-from fedexp.flower.secure.legacy import (
-    RECORD_KEY_CONFIGS,
-    RECORD_KEY_STATE,
-    Code,
-    FitRes,
-    Key,
-    Stage,
-    Status,
-    fitres_to_recorddict,
-    ndarrays_to_parameters,
-    secaggplus_mod,
-)
+from fedexp.flower.secure import legacy_workflow
 from fedexp.flower.secure.payload import MODULUS, PAYLOAD, Vector, read_payload
 from fedexp.objective import buffer_changes
+
+with legacy_workflow():
+    from flwr.client.mod import secaggplus_mod
+    from flwr.common import Code, FitRes, Status, ndarrays_to_parameters
+    from flwr.common.secure_aggregation.secaggplus_constants import (
+        RECORD_KEY_CONFIGS,
+        RECORD_KEY_STATE,
+        Key,
+        Stage,
+    )
+    from flwr.compat.common.recorddict_compat import fitres_to_recorddict
 
 OTHER_SERVER = (
     "the server does not use the secure aggregation of this package; use a strategy of "

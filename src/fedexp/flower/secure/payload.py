@@ -68,7 +68,7 @@ class SecureAggregation:
     fewest: int = 3
 
     def __post_init__(self) -> None:
-        import fedexp.flower.secure.legacy  # noqa: F401  (raises if this Flower lacks SecAgg+)
+        import fedexp.flower.secure.round  # noqa: F401  (raises if this Flower lacks SecAgg+)
 
         for name, value in {"clip": self.clip, "extras_bound": self.extras_bound}.items():
             optional = name == "extras_bound" and value is None

@@ -23,25 +23,9 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.engine.base import SUMMED_BYTES
+from fedexp.errors import UsageError
 from fedexp.flower.replies import AggregatedReplies
-from fedexp.flower.secure.legacy import (
-    MAIN_CONFIGS_RECORD,
-    MAIN_PARAMS_RECORD,
-    RECORD_KEY_CONFIGS,
-    FitIns,
-    Key,
-    LegacyContext,
-    LegacyFedAvg,
-    Parameters,
-    SecAggPlusWorkflow,
-    SimpleClientManager,
-    Stage,
-    WorkflowKey,
-    WorkflowState,
-    bytes_to_ndarray,
-    ndarray_to_bytes,
-    parameters_to_ndarrays,
-)
+from fedexp.flower.secure import legacy_workflow
 from fedexp.flower.secure.payload import (
     MODULUS,
     PAYLOAD,
@@ -52,7 +36,23 @@ from fedexp.flower.secure.payload import (
     payload_config,
 )
 from fedexp.flower.server import GRACE, Server
-from fedexp.flower.transport import UnusableReply, is_unanswered, reply_content, stream_replies
+from fedexp.flower.transport import is_unanswered, reason_of, reply_content, stream_replies
+
+with legacy_workflow():
+    from flwr.common import (
+        FitIns,
+        Parameters,
+        bytes_to_ndarray,
+        ndarray_to_bytes,
+        parameters_to_ndarrays,
+    )
+    from flwr.common.secure_aggregation.secaggplus_constants import RECORD_KEY_CONFIGS, Key, Stage
+    from flwr.server import LegacyContext, SimpleClientManager
+    from flwr.server.strategy import FedAvg as LegacyFedAvg
+    from flwr.server.workflow import SecAggPlusWorkflow
+    from flwr.server.workflow.constant import MAIN_CONFIGS_RECORD, MAIN_PARAMS_RECORD
+    from flwr.server.workflow.constant import Key as WorkflowKey
+    from flwr.server.workflow.secure_aggregation.secaggplus_workflow import WorkflowState
 
 Masked = list[NDArray[np.int64]]
 
@@ -373,9 +373,9 @@ def _fault(stage: str, sent: Message, reply: Message, size: int) -> str | None:
     try:
         reply_content(reply)
         is_valid = _CHECKS[stage](sent, reply, size)
-    except UnusableReply as error:
+    except UsageError as error:
         is_first = stage == Stage.SETUP and not is_unanswered(reply)
-        return f"{error} ({NO_MOD})" if is_first else str(error)
+        return f"{reason_of(error)} ({NO_MOD})" if is_first else reason_of(error)
     except Exception:  # malformed replies raise many types
         is_valid = False
     return None if is_valid else "its reply is damaged, or its app lacks fedexp.flower.secure_mod"
