@@ -21,7 +21,7 @@ import torch
 
 from fedexp.algorithms import Algorithm
 from fedexp.analysis.summary import Curve, rounds_to, smoothed
-from fedexp.engine import simulate
+from fedexp.experiment import simulate
 from fedexp.engine.programs import SharedPrograms
 from fedexp.errors import DivergedError
 from fedexp.precision import Precision

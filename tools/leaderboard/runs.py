@@ -20,7 +20,8 @@ from typing import NamedTuple
 
 import torch
 
-from fedexp.engine import Record, simulate
+from fedexp.engine import Record
+from fedexp.experiment import simulate
 from fedexp.engine.programs import SharedPrograms
 from fedexp.engine.state import SimulationState
 from fedexp.errors import DivergedError, NonFiniteUpdateWarning
