@@ -181,10 +181,8 @@ class Entry:
 
     def setup(self, local: LocalTraining, task: str, point: Point) -> Setup:
         """Return the algorithm and local training at a point, given the task's local training."""
-        source = self.algorithm if ":" in self.algorithm else None
-        built = build_algorithm(self.algorithm, source)
         options = {**self.fixed, **self.by_task.get(task, {}), **point}
-        return Setup(built, local).with_options(options)
+        return Setup(build_algorithm(self.algorithm), local).with_options(options)
 
 
 def power(log: float) -> float:

@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
+from fedexp.experiment import Experiment
 from fedexp.reproduce.accuracy_studies import READINGS, of_reading
 from fedexp.reproduce.measures import final, rounds_to_target
 from fedexp.reproduce.published import NOTHING, quantity, target, text_of
 from fedexp.reproduce.study import ALL_WRITERS, arithmetic_of, count
-from fedexp.runs import spec_from
 from fedexp.runs.spec import Outcome
 from tools.results.archive import RELEASED, Archive
 from tools.results.format import (
@@ -93,8 +93,7 @@ def _extrapolated(runs: Sequence[Outcome], eps: float, reading: str) -> float:
     above = []
     for run in runs:
         squares, mean = run.curve("mean_sq_norm"), run.curve("sq_norm_of_mean")
-        cohort = run.spec.cohort
-        assert isinstance(cohort, int)
+        cohort = run.spec["cohort"]
         times = cohort if "server.eps_mode" in options else 1
         added = eps * times * decay ** np.arange(len(squares))
         above.append((squares > 2 * (mean + added))[~np.isnan(mean)])
@@ -123,7 +122,7 @@ def seeds(archive: Archive) -> str:
 
 def arithmetic(archive: Archive) -> str:
     """Return the precisions of the runs, with their numbers."""
-    precisions = sorted(arithmetic_of(spec_from(run.spec)) for run in archive.runs)
+    precisions = sorted(arithmetic_of(Experiment.of(run.spec)) for run in archive.runs)
     if not precisions:
         return "Nothing has been run yet."
     return bullets(
@@ -159,11 +158,11 @@ def _missing_released_seeds(archive: Archive) -> list[str]:
 def _missing_seeds(task: str, series: Series, wanted: set[int]) -> list[str]:
     lines = []
     for name, runs in series.items():
-        if lacks := sorted(wanted - {run.spec.seed for run in runs}):
+        if lacks := sorted(wanted - {run.seed for run in runs}):
             which = " and ".join(f"seed {seed}" for seed in lacks)
             lines.append(f"{task_name(task)}: {algorithm_name(name)} without {which}")
     return lines
 
 
 def _seeds_of(series: Series) -> set[int]:
-    return {run.spec.seed for runs in series.values() for run in runs}
+    return {run.seed for runs in series.values() for run in runs}

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from string import ascii_uppercase
 from typing import Any
 
+from fedexp.experiment import Experiment
 from fedexp.reproduce.measures import final
 from fedexp.reproduce.published import text_of
 from fedexp.reproduce.study import arithmetic_of, count
-from fedexp.runs import StoredRun, spec_from
-from fedexp.runs.spec import Spec
+from fedexp.runs import StoredRun
 from fedexp_command.rerun import rerun
 from tools.results.archive import Archive, StoredStudy
 from tools.results.format import NO_RUNS, algorithm_name, paragraphs, table, task_name
@@ -63,7 +63,7 @@ def _cells(run: StoredRun, letter: str) -> list[str]:
         str(len(run.rows)),
         ended,
         text_of(final([outcome], "test_accuracy"), "%"),
-        arithmetic_of(spec_from(spec)),
+        arithmetic_of(Experiment.of(spec)),
         f"{outcome.seconds:,.1f}",
         letter,
     ]
@@ -113,7 +113,7 @@ def commands(archive: Archive) -> str:
     for stored in archive.every:
         for task, series in stored.groups.items():
             seeds = _common_seeds(stored, task)
-            outcomes = [run for runs in series.values() for run in runs if run.spec.seed < seeds]
+            outcomes = [run for runs in series.values() for run in runs if run.seed < seeds]
             names = {run.folder.name for run in outcomes if run.folder is not None}
             if seeds and not names <= covered:
                 lines.append(_reproduce_command(stored, task, seeds))
@@ -134,7 +134,7 @@ def missing_commands(archive: Archive) -> str:
             seeds = min(seeds, stored.plan.study.seeds[task])
             wanted = {(arm.series, s) for arm in stored.plan.arms(task) for s in range(seeds)}
             groups = stored.groups.get(task, {})
-            if lacks := wanted - {(s, run.spec.seed) for s, runs in groups.items() for run in runs}:
+            if lacks := wanted - {(s, run.seed) for s, runs in groups.items() for run in runs}:
                 command = _reproduce_command(stored, task, seeds, "--reuse", "results")
                 lines.append(f"{command}  # {count(len(lacks), 'run')}")
     return "\n".join(["```sh", *lines, "```"]) if lines else "Nothing is missing."
@@ -148,9 +148,9 @@ def _common_seeds(stored: StoredStudy, task: str) -> int:
     series = stored.groups[task]
     specs = [run.spec for runs in series.values() for run in runs]
     arms = {arm.series for arm in stored.plan.arms(task) if arm.mode is None}
-    if not arms <= series.keys() or len({(s.device, s.precision) for s in specs}) > 1:
+    if not arms <= series.keys() or len({(s.get("device"), s.get("precision")) for s in specs}) > 1:
         return 0
-    return min(_from_zero({run.spec.seed for run in runs}) for runs in series.values())
+    return min(_from_zero({run.seed for run in runs}) for runs in series.values())
 
 
 def _from_zero(seeds: set[int]) -> int:
@@ -165,14 +165,14 @@ def _from_zero(seeds: set[int]) -> int:
 def _reproduce_command(stored: StoredStudy, task: str, seeds: int, *more: str) -> str:
     """Return the `fedexp reproduce` command for one task; images without runs are for a GPU."""
     study, series = stored.plan.study, stored.groups.get(task)
-    spec = Spec(task, "fedexp", **({} if task == "synthetic" else GPU))
+    spec: Mapping[str, Any] = {} if task == "synthetic" else GPU
     if series:
         spec = next(iter(series.values()))[0].spec
     words = ["fedexp", "reproduce", study.name]
     words += ["--task", task] if len(study.tasks) > 1 else []
     words += ["--seeds", str(seeds)] if seeds != study.seeds[task] else []
     words += more
-    words += ["--mode", spec.mode] if spec.mode != "paper" else []
-    words += ["--device", spec.device] if spec.device else []
-    words += ["--precision", spec.precision] if spec.precision else []
+    for name in ("mode", "device", "precision"):
+        if spec.get(name, "paper") != "paper":
+            words += [f"--{name}", spec[name]]
     return " ".join(words)

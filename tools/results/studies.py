@@ -90,7 +90,7 @@ def each_seed(stored: StoredStudy) -> str:
     columns = stored.findings.table.columns if stored.findings else ()
     groups = stored.groups if FINAL in (column.name for column in columns) else {}
     several = {
-        (task, name): {run.spec.seed: run for run in runs}
+        (task, name): {run.seed: run for run in runs}
         for task, series in groups.items()
         for name, runs in series.items()
         if max(map(len, series.values())) > 1
@@ -169,7 +169,7 @@ def is_significant(archive: Archive, study: str, check: Check) -> bool:
         LOSS: final_loss,
     }[check.column]
     numbers = {
-        name: np.array([measure([r]).mean for r in sorted(own, key=lambda r: r.spec.seed)])
+        name: np.array([measure([r]).mean for r in sorted(own, key=lambda r: r.seed)])
         for name, own in common.items()
     }
     sign = 1 if check.column == FINAL else -1

@@ -101,7 +101,7 @@ def interval(task: str, fedavg: Sequence[Outcome], runs: Sequence[Outcome], wind
     """
     by_seed = [
         {
-            run.spec.seed: rounds_to(
+            run.seed: rounds_to(
                 smoothed(run.curve("test_accuracy"), window), target(task), higher=True
             )
             for run in own
