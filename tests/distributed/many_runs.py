@@ -20,10 +20,9 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fedexp.distributed import Ranks
-from fedexp.experiment import Experiment
+from fedexp.experiment import Experiment, Row
 from fedexp.runs import RunInterrupted, run_all
 from fedexp.runs.pool import run_queue
-from fedexp.runs.records import Row
 from fedexp.runs.workers import Execution, Job, Result
 from fedexp.tuning.search import EPS, EPS_VALUES, TrialRunner, tune, tune_epsilon
 from tests.distributed.launch import joined, on_ranks

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
+from fedexp.experiment import Row
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
 from fedexp.plain import id_of
@@ -14,7 +15,6 @@ from fedexp.reproduce import STUDIES
 from fedexp.reproduce.study import Plan, Request, experiment_of
 from fedexp.runs import StoredRun
 from fedexp.runs.read import Parts, texts
-from fedexp.runs.records import Row
 from fedexp.runs.spec import FORMAT
 
 WHERE = {

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.experiment import Experiment
+from fedexp.experiment import Experiment, Row
 from fedexp.runs import StoredRun, load_run
 from fedexp.runs.folder import environment
-from fedexp.runs.records import Row
 from fedexp.runs.spec import spec_text
 
 FINISHED = {"status": "finished", "rounds": 30, "diverged_at": None, "seconds": 2.5}

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fedexp.runs.records import Row
+from fedexp.experiment import Row
 from fedexp.runs.spec import Spec
 from fedexp.tuning.grids import Point, Values, paper_grid
 from fedexp.tuning.search import OnRow, Protocol, Study

@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedexp.errors import FedExPError, UsageError
-from fedexp.experiment import Experiment
+from fedexp.experiment import Experiment, Row
 from fedexp.runs import RunInterrupted, find_runs, folder_of, load_run, run_all
 from fedexp.runs.folder import BusyError, RunFolder
 from fedexp.runs.pool import Shard, parse_shard, run_queue
-from fedexp.runs.records import Row
 from fedexp.runs.spec import Outcome
 from fedexp.runs.workers import Execution, Job, Result
 from tests.helpers.own_study import write_study

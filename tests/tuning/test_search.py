@@ -24,9 +24,9 @@ from torch import nn
 
 import fedexp as fx
 from fedexp.errors import UsageError
+from fedexp.experiment import Row
 from fedexp.privacy import CentralPrivacy
 from fedexp.runs import RunInterrupted, execute
-from fedexp.runs.records import Row
 from fedexp.runs.spec import Spec
 from fedexp.tasks import Goal
 from fedexp.tuning.grids import Point, points

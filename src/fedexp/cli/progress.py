@@ -17,6 +17,8 @@ from contextlib import contextmanager
 from statistics import median
 from typing import Any, Protocol
 
+from fedexp.experiment import Row
+
 SHOWN = {  # the numbers beside the bar: of each, the first name that a row has
     ("train_loss",): "loss {:.3g}",
     ("test_accuracy", "train_accuracy"): "accuracy {:.2%}",
@@ -35,7 +37,6 @@ PREVENTED = 0.5
 # FedExP-M, and 2.7 on least squares, far below the first loss: there it only oscillates.
 LOSS_RATIO = 2.0
 FIRST_LOSS_RATIO = 0.5  # relative to the first loss
-Row = dict[str, Any]
 
 
 class Bar(Protocol):

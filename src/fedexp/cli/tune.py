@@ -26,10 +26,10 @@ from fedexp.cli.options import (
 from fedexp.cli.progress import watch
 from fedexp.distributed import ranks
 from fedexp.errors import require
+from fedexp.experiment import Row
 from fedexp.options import split_task_options
 from fedexp.runs import RunInterrupted
 from fedexp.runs.execute import StopRequest, stop_request
-from fedexp.runs.records import Row
 from fedexp.runs.spec import Run, file_name
 from fedexp.tuning import results
 from fedexp.tuning.grids import (

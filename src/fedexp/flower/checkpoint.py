@@ -28,6 +28,7 @@ from flwr.supercore import log
 
 from fedexp.engine import SimulationState
 from fedexp.errors import DivergedError, UsageError, remedies
+from fedexp.experiment import Row
 from fedexp.flower.layout import Layout, ndarrays
 from fedexp.flower.privacy import open_ledger
 from fedexp.flower.server import FederatedRun
@@ -41,7 +42,6 @@ from fedexp.storage import finite, to_bytes
 if TYPE_CHECKING:
     from fedexp.flower.strategy import RuleStrategy, Settings
 
-Row = dict[str, Any]
 SCORES = ("train_loss", "train_accuracy", "test_loss", "test_accuracy")
 SYNONYMS = {"accuracy": "test_accuracy", "acc": "test_accuracy", "loss": "test_loss"}
 RESULT_FIELDS = {

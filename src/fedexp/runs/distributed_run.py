@@ -14,11 +14,10 @@ from fedexp.distributed import DistributedGroup, Ranks, check_device
 from fedexp.engine import SimulationState
 from fedexp.engine.client_store import ClientStates, ClientStore, blocks
 from fedexp.errors import DivergedError, FedExPError, require
-from fedexp.experiment import Experiment, Resources
+from fedexp.experiment import Experiment, Resources, Row
 from fedexp.runs.checkpoint import client_tensors, clients_from, model_tensors, state_from
 from fedexp.runs.fingerprint import fingerprint_of, joined
 from fedexp.runs.journal import RunInterrupted
-from fedexp.runs.records import Row
 from fedexp.runs.spec import Outcome
 from fedexp.storage import from_bytes, to_bytes
 

@@ -17,6 +17,7 @@ import torch
 from fedexp.engine import SimulationState
 from fedexp.engine.slot_file import DamagedSlotError
 from fedexp.errors import DamagedError, DivergedError, FedExPError
+from fedexp.experiment import Row
 from fedexp.runs.checkpoint import (
     BEFORE,
     NEWEST,
@@ -27,7 +28,7 @@ from fedexp.runs.checkpoint import (
     stored_in,
 )
 from fedexp.runs.folder import MODEL, RESULT, RunFolder, RunWarning
-from fedexp.runs.records import RecordFile, Row, read_rows
+from fedexp.runs.records import RecordFile, read_rows
 from fedexp.storage import disk_errors, write_bytes, write_json
 
 COST_RATIO = 10  # a checkpoint may take a tenth of the time, whatever the interval

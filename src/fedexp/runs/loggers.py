@@ -11,9 +11,10 @@ import os
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from fedexp.errors import UsageError, first_line, unknown_name
+from fedexp.experiment import Logger
 from fedexp.optional import extra
 
 PROJECT = "fedexp"
@@ -22,19 +23,6 @@ MLFLOW_ID = "mlflow-run-id"
 
 class LoggerWarning(UserWarning):
     """A logger failed while the run continued."""
-
-
-class Logger(Protocol):
-    """Receives the rounds of a run as it trains."""
-
-    def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
-        """Open the log; `spec` is as in spec.toml, and `resumed_from` rounds were logged before."""
-
-    def on_round(self, row: Mapping[str, Any]) -> None:
-        """Log the row of a round."""
-
-    def end(self, result: Mapping[str, Any] | None) -> None:
-        """Close the log; `result` is None where the run was interrupted and can be resumed."""
 
 
 class TensorBoard:

@@ -18,9 +18,10 @@ from typing import Any
 import tomli_w
 
 from fedexp.errors import DamagedError, UsageError, require, shown
+from fedexp.experiment import Row
 from fedexp.plain import id_of
 from fedexp.runs.folder import RESULT, read_environment
-from fedexp.runs.records import RECORDS, Row, read_rows, result_fault, row_fault
+from fedexp.runs.records import RECORDS, read_rows, result_fault, row_fault
 from fedexp.runs.spec import (
     FORMAT,
     SPEC,

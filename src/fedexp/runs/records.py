@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.errors import DamagedError, shown
+from fedexp.experiment import Row
 from fedexp.storage import parse_json
 
 LARGEST = 2**63  # integers beyond do not fit the types that hold them
@@ -84,7 +85,6 @@ def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
 
 
 RECORDS = "records.jsonl"
-Row = dict[str, Any]
 
 
 def read_rows(folder: Path, size: int | None = None, sha256: str | None = None) -> list[Row]:

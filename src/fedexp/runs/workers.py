@@ -29,13 +29,12 @@ import torch
 from fedexp.distributed import Ranks
 from fedexp.engine.programs import SharedPrograms
 from fedexp.errors import FedExPError, UsageError, WorkerDiedError
-from fedexp.experiment import CHECKPOINT_EVERY, Experiment, Resources
+from fedexp.experiment import CHECKPOINT_EVERY, Experiment, Resources, Row
 from fedexp.references import load_object
 from fedexp.runs.execute import Storage, execute
 from fedexp.runs.fingerprint import Fingerprint, data_digests, fingerprint_of_object
 from fedexp.runs.folder import BusyError, RunWarning
 from fedexp.runs.journal import RunInterrupted
-from fedexp.runs.records import Row
 from fedexp.runs.spec import Outcome, folder_of
 from fedexp.tasks import Task
 

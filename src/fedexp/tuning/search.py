@@ -31,8 +31,8 @@ from fedexp.engine.programs import SharedPrograms
 from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.state import SimulationState
 from fedexp.errors import NonFiniteUpdateWarning, require
+from fedexp.experiment import Row
 from fedexp.runs.pool import jobs_for, run_queue, runs_per_rank
-from fedexp.runs.records import Row
 from fedexp.runs.spec import SOURCES, Outcome, Run, Spec
 from fedexp.runs.workers import Execution, Executor, Job, Result
 from fedexp.tasks import Goal, Task
