@@ -374,6 +374,16 @@ def read_fingerprint(folder: Path, remedy: str = RESTART) -> Fingerprint:
         raise UsageError(f"{path} is damaged; {remedy}") from None
 
 
+def is_busy(folder: Path) -> bool:
+    """Return whether another process is working on a run at this moment."""
+    try:
+        if folder.is_dir():
+            _locked(folder).close()
+    except BusyError:
+        return True
+    return False
+
+
 def _locked(folder: Path) -> IO[bytes]:
     try:
         return lock_file(folder / LOCK, "choose a folder on another disk, or --no-save")

@@ -101,18 +101,18 @@ def check_none_fixed(values: Values, fixed: Collection[str]) -> Values:
     return values
 
 
-def parse_grid(assignments: Sequence[str], setup: Setup) -> Values:
+def parse_grid(assignments: Sequence[str]) -> dict[str, tuple[float, ...]]:
     """Return a grid of the user's own, from texts such as `local.lr=0.01,0.1,1`."""
-    grid: dict[str, tuple[float, ...]] = {}
+    grid = {}
     for text in assignments:
         key, equals, listed = text.partition("=")
         if not (equals and key and listed):
             raise UsageError(f"--grid takes key=value,value,..., not {text!r}")
-        name = key.strip()
-        for value in listed.split(","):
-            setup.with_option(name, value.strip())  # raises for an unknown option or value
-        full = next(option for option in setup.options() if _names(name, option))
-        grid[full] = _floats(name, listed)
+        try:
+            grid[key.strip()] = tuple(float(value) for value in listed.split(","))
+        except ValueError:
+            message = f"--grid {key.strip()} takes numbers; set anything else with --set"
+            raise UsageError(message) from None
     return grid
 
 
@@ -150,13 +150,6 @@ def _server_lr(setup: Setup, least_squares: bool) -> tuple[float, ...]:
     if isinstance(rule, Hypergradient):
         rates = tuple(rate for rate in rates if rule.low <= rate <= rule.high) or (rule.lr,)
     return rates
-
-
-def _floats(name: str, listed: str) -> tuple[float, ...]:
-    try:
-        return tuple(dict.fromkeys(float(value) for value in listed.split(",")))
-    except ValueError:
-        raise UsageError(f"--grid {name} takes numbers; set anything else with --set") from None
 
 
 def _names(key: str, full: str) -> bool:
