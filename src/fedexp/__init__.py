@@ -57,7 +57,7 @@ from fedexp.tasks import Goal, Metric, Task, classification, supervised
 
 if TYPE_CHECKING:
     from fedexp import privacy
-    from fedexp.api import Comparison, RunResult, Tuning, compare, run, tune
+    from fedexp.api import Comparison, RunResult, compare, run, tune
     from fedexp.runs.weights import load_model, load_state, save_state
 
 __version__ = "0.2.0"
@@ -135,7 +135,8 @@ __all__ = [
 
 # Imported at first use: they need packages that the simulator does not.
 _LATER = {
-    **dict.fromkeys(("Comparison", "RunResult", "Tuning", "compare", "run", "tune"), "api"),
+    **dict.fromkeys(("Comparison", "RunResult", "compare", "run", "tune"), "api"),
+    "Tuning": "tuning.results",
     **dict.fromkeys(("load_model", "load_state", "save_state"), "runs.weights"),
 }
 

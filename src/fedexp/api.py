@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from numbers import Integral
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 from torch import Tensor, nn
@@ -42,6 +42,7 @@ from fedexp.experiment import (
     experiments,
 )
 from fedexp.objective import LeastSquares
+from fedexp.optional import data_frame
 from fedexp.references import refuse_while_importing
 from fedexp.runs.execute import Storage, execute, model_bytes, stop_request
 from fedexp.runs.journal import RunInterrupted
@@ -50,12 +51,12 @@ from fedexp.runs.spec import OnRound, Outcome, folder_of
 from fedexp.runs.weights import CPU, module_of, module_with, run_weights, stored_start
 from fedexp.storage import from_bytes
 from fedexp.tasks.task import Task
+from fedexp.tuning.results import Tuning
+from fedexp.tuning.search import FREE_TRIALS, OnTrialRow, Protocol, Search
+from fedexp.tuning.search import tune as run_search
 
 if TYPE_CHECKING:
     import pandas
-
-    from fedexp.tuning.search import Study as Search
-    from fedexp.tuning.store import Trial
 
 QUICK_ROUNDS = 1000
 REMEDIES = {
@@ -146,7 +147,7 @@ class RunResult:
 
     def frame(self) -> pandas.DataFrame | list[Row]:
         """Return the rows as a pandas DataFrame; as a list of dicts without pandas."""
-        return _frame(self.rows)
+        return data_frame(self.rows)
 
 
 def run(
@@ -191,13 +192,7 @@ def run(
     refuse_while_importing("fedexp.run")
     _check_storage(runs, checkpoint_every)
     require(callable(on_round), f"on_round is {on_round!r}; give a function of a row")
-    check_names(settings)
-    if isinstance(task, Experiment):
-        require(not settings, "an Experiment has its settings; change them by its `replace`")
-        experiment = task
-    else:
-        _check_mode([algorithm], settings)
-        experiment = Experiment(task, algorithm, seed, **settings)
+    experiment = _experiment(task, algorithm, seed, settings)
     experiment = experiment.with_stored_start(lambda start: stored_start(start, runs))
     path = None if folder is None else Path(folder)
     if path is None and runs is not None:
@@ -265,7 +260,7 @@ class Comparison:
     def frame(self) -> pandas.DataFrame | list[Row]:
         """Return the rows of all runs, with their algorithm and seed; see `RunResult.frame`."""
         named = [(each, {"algorithm": each.algorithm, "seed": each.seed}) for each in self.outcomes]
-        return _frame([{**names, **row} for outcome, names in named for row in outcome.rows])
+        return data_frame([{**names, **row} for outcome, names in named for row in outcome.rows])
 
     def plot(self, path: PathLike) -> Path:
         """Draw the metric, the training loss and the server step size into a file."""
@@ -439,10 +434,7 @@ def run_grid(
     """Execute experiments, or one share of them; return the outcomes of all that are over."""
     share = list(grid) if shard is None else shard.of(grid)
     first, group = grid[0], ranks()
-    if jobs is None:
-        jobs = workers_for(first)
-    _check_count("jobs", jobs)
-    require(jobs >= 1, f"jobs must be at least 1, not {jobs}")
+    jobs = _checked_jobs(jobs, first)
     root = None if runs is None else Path(runs)
     about = Grid(
         first.names.task, runs_per_rank(len(share), group), first.length, first.problem.metric
@@ -482,73 +474,22 @@ def workers_for(first: Experiment) -> int:
     return available_cores() if first.device in (None, "cpu") else 1
 
 
-@dataclass(frozen=True, eq=False)
-class Tuning:
-    """The result of a search: its trials, best first.
-
-    Attributes:
-        study: what was searched, and where the scores are stored.
-        trials: all trials, best first.
-    """
-
-    study: Search
-    trials: list[Trial]
-
-    def __repr__(self) -> str:
-        spec = self.study.run.spec
-        count = f"{len(self.trials)} trials"
-        return f"Tuning({spec.algorithm} on {spec.task}: {count}, best {self.best})"
-
-    @property
-    def best(self) -> dict[str, float]:
-        """The best values by option; pass them on as `options=`."""
-        require(
-            any(
-                math.isfinite(each.result.score) and each.result.diverged_at is None
-                for each in self.trials
-            ),
-            f"no trial has a finite {self.study.metric}, so none is the best; widen the grid, or "
-            "check the metric",
-        )
-        return dict(self.trials[0].point)
-
-    @property
-    def score(self) -> float:
-        """The score of the best trial: `study.metric`, averaged over the last 10 rounds."""
-        return self.trials[0].result.score
-
-    def table(self, format: str = "text") -> str:
-        """Return the ten best trials, or all of them as "csv"."""
-        from fedexp.tuning.results import best_table
-
-        return render_table(format, *best_table([(self.study, self.trials)], format == "csv"))
-
-    def frame(self) -> pandas.DataFrame | list[Row]:
-        """Return one row per trial: its values and its result; see `RunResult.frame`."""
-        return _frame([{**trial.point, **vars(trial.result)} for trial in self.trials])
-
-    def plot(self, path: PathLike) -> Path:
-        """Draw the scores over two options as a heat map."""
-        from fedexp.tuning.results import tuning_figure
-
-        require(len(self.study.values) == 2, "a picture needs a search over two options")
-        picture = Path(path)
-        check_writable(picture)
-        save(tuning_figure(self.study, self.trials), picture)
-        return picture
+TrialProgress = Callable[[Grid], AbstractContextManager[OnTrialRow]]
 
 
 def tune(
-    task: Task | str,
+    task: Experiment | Task | str,
     algorithm: Algorithm | str = "fedexp",
     grid: Mapping[str, Sequence[float]] | None = None,
     *,
-    protocol: Literal["paper", "free"] = "paper",
-    trials: int = 30,
+    protocol: Protocol = "paper",
+    trials: int = FREE_TRIALS,
     seed: int = 0,
-    jobs: int = 1,
-    store: PathLike | None = None,
-    on_round: Callable[[Mapping[str, float], Row], None] = lambda values, row: None,
+    jobs: int | None = 1,
+    runs: PathLike | None = "runs",
+    on_round: OnTrialRow = lambda values, row: None,
+    progress: TrialProgress | None = None,
+    on_wait: Callable[[], None] = lambda: None,
     **settings: Unpack[Settings],
 ) -> Tuning:
     """Search for the best values of options; stored trials are not run again.
@@ -561,59 +502,63 @@ def tune(
         algorithm: see `run`.
         grid: values by option, e.g. {"mu": [0.01, 0.1], "local.lr": [0.1, 1.0]}; the paper's
             grid when None.
-        protocol: "paper" for a grid, or "free" for Optuna's TPE over ranges, with pruning.
+        protocol: "paper" for a grid, "free" for Optuna's TPE over ranges, with pruning, or
+            "epsilon" for the paper's rule of thumb: raise eps until the score drops.
         trials: number of trials of a free search.
         seed: seed of all trials.
-        jobs: trials at a time, each in a process with one thread if there are several.
-        store: SQLite file of the scores; `tune-TASK.db` when None.
-        on_round: called with the values and every row of a trial.
-        settings: see `Settings`.
+        jobs: trials at a time, see `compare`.
+        runs: folder of all runs; trials are stored in its folder `trials`, without weights. None
+            stores nothing.
+        on_round: called with the values and every row of a trial that is run.
+        progress: called with the trials that are about to be executed, see `compare`.
+        on_wait: called when all trials that are left are running in other processes.
+        settings: fields of `Experiment`.
+
+    >>> tuning = tune("toy", "fedavg", {"lr": [1.0, 1.2, 1.4]}, rounds=5, runs=None)
+    >>> tuning.best
+    {'server.lr': 1.4}
     """
-    from fedexp.tuning.grids import (
-        check_none_fixed,
-        checked_grid,
-        free_ranges,
-        paper_grid,
-        without_fixed,
-    )
-    from fedexp.tuning.search import ROUNDS, Study, TrialRunner, check_study
-    from fedexp.tuning.search import tune as search
-
     refuse_while_importing("fedexp.tune")
-    require(grid is None or protocol == "paper", "give a grid, or protocol='free', not both")
-    require(settings.get("stop_at") is None, "trials run to their end; leave stop_at out")
-    require(
-        settings.get("evaluate_every") is None,
-        "trials are evaluated as their score needs it; leave evaluate_every out",
-    )
-    _check_count("jobs", jobs)
-    require(jobs >= 1, f"jobs must be at least 1, not {jobs}")
-    _check_mode([algorithm], settings)
-    own: Settings = {**settings, "rounds": settings.get("rounds") or ROUNDS}
-    prepared = prepared_run(task, algorithm, seed, own)
-    if grid is not None:  # over values of an `Algorithm`, but not over options
-        values = check_none_fixed(checked_grid(grid, prepared.setup), settings.get("options") or {})
-    else:
-        ranges = free_ranges if protocol == "free" else paper_grid
-        _, fixed = split_task_options(dict(prepared.spec.options))
-        values = without_fixed(ranges(prepared.setup, prepared.task.sums), fixed)
-    if isinstance(algorithm, Algorithm) and "server.eps" in values:
-        # an eps has the unit of the algorithm that was given, not that of its name
-        unit = {"server.eps_mode": prepared.setup.options()["server.eps_mode"]}
-        own["options"] = {**(settings.get("options") or {}), **unit}
-        prepared = prepared_run(task, algorithm, seed, own, built=prepared.task)
-    path = Path(f"tune-{file_name(prepared.spec.task)}.db" if store is None else store)
-    study = Study(prepared, protocol, values, path, trials)
-    check_study(study)
-    with stop_request() as request:
-        runner = TrialRunner(jobs, ranks(), lambda left: nullcontext(on_round), stop=request)
+    _check_storage(runs)
+    _check_count("trials", trials)
+    experiment = _experiment(task, algorithm, seed, settings)
+    experiment = experiment.with_stored_start(lambda start: stored_start(start, runs))
+    search = Search.of(experiment, grid, protocol, trials)
+    jobs, root = _checked_jobs(jobs, search.base), None if runs is None else Path(runs)
+
+    def show(left: int) -> AbstractContextManager[OnTrialRow]:
+        about = Grid(experiment.names.task, left, search.base.length, search.metric)
+        return nullcontext(on_round) if progress is None else progress(about)
+
+    with stop_request(listen=root is not None) as request, remedies(REMEDIES):
         try:
-            return Tuning(study, search(study, runner))
+            found = run_search(
+                search,
+                root,
+                jobs,
+                ranks=ranks(),
+                progress=show,
+                stop=request,
+                on_wait=on_wait,
+            )
         except RunInterrupted:
-            raise KeyboardInterrupt("stopped; the same call continues") from None
+            raise Interrupted(request.status) from None
+    return Tuning(search, found)
 
 
-def _check_storage(runs: Any, checkpoint_every: Any) -> None:
+def _experiment(
+    task: Experiment | Task | str, algorithm: Algorithm | str, seed: int, settings: Settings
+) -> Experiment:
+    """Return the experiment of a call; one that is given has its settings."""
+    check_names(settings)
+    if isinstance(task, Experiment):
+        require(not settings, "an Experiment has its settings; change them by its `replace`")
+        return task
+    _check_mode([algorithm], settings)
+    return Experiment(task, algorithm, seed, **settings)
+
+
+def _check_storage(runs: Any, checkpoint_every: Any = 0) -> None:
     """Refuse a folder that is no path, and a time that is no number."""
     path = runs is None or isinstance(runs, str | os.PathLike)
     require(path, f"runs is {runs!r}; name a folder, or None to store nothing")
@@ -631,14 +576,14 @@ def _check_mode(algorithms: Sequence[Algorithm | str], settings: Settings) -> No
     )
 
 
+def _checked_jobs(jobs: int | None, first: Experiment) -> int:
+    """Return how many runs to execute at a time."""
+    jobs = workers_for(first) if jobs is None else jobs
+    _check_count("jobs", jobs)
+    require(jobs >= 1, f"jobs must be at least 1, not {jobs}")
+    return jobs
+
+
 def _check_count(name: str, count: object) -> None:
     whole = isinstance(count, Integral) and not isinstance(count, bool)
     require(whole, f"{name} must be a whole number, not {count!r}")
-
-
-def _frame(rows: Sequence[Row]) -> pandas.DataFrame | list[Row]:
-    try:
-        import pandas
-    except ImportError:
-        return list(rows)
-    return pandas.DataFrame(rows)

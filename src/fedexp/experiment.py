@@ -109,6 +109,7 @@ class Resources:
         programs: what the run shares with others of this process; not used by several processes.
         checkpoint_every: seconds between checkpoints; 0 for one per round.
         stop: called after every round; a stored run stops there if it returns True.
+        is_pruned: called there; True makes the stop an end: the run is not resumed.
         loggers: notified of the beginning, of every new round and of the end.
     """
 
@@ -117,6 +118,7 @@ class Resources:
     programs: SharedPrograms | None = None
     checkpoint_every: float = CHECKPOINT_EVERY
     stop: Callable[[], bool] = lambda: False
+    is_pruned: Callable[[], bool] = lambda: False
     loggers: Sequence[Logger] = ()
 
 

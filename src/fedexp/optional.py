@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib
+from collections.abc import Sequence
 from contextlib import suppress
 from threading import Thread
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from fedexp.errors import UsageError
+
+if TYPE_CHECKING:
+    import pandas
 
 
 def extra(module: str, purpose: str, package: str | None = None, group: str = "data") -> Any:
@@ -28,6 +32,15 @@ def extra(module: str, purpose: str, package: str | None = None, group: str = "d
     except ImportError as error:
         name = package or module
         raise UsageError(f"{purpose} needs {name}: pip install 'fedexp[{group}]'") from error
+
+
+def data_frame(rows: Sequence[dict[str, Any]]) -> pandas.DataFrame | list[dict[str, Any]]:
+    """Return rows as a pandas DataFrame; as a list of dicts without pandas."""
+    try:
+        import pandas
+    except ImportError:
+        return list(rows)
+    return pandas.DataFrame(rows)
 
 
 def preload(*modules: str) -> None:

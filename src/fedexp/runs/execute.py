@@ -40,7 +40,9 @@ from fedexp.runs.journal import Journal, RunInterrupted
 from fedexp.runs.loggers import GuardedLogger
 from fedexp.runs.read import load_run
 from fedexp.runs.spec import (
+    PRUNED,
     SPEC,
+    TRIALS,
     OnRound,
     Outcome,
     check_same,
@@ -64,12 +66,14 @@ class Storage:
         reopen: continue a run that ended as diverged from its last checkpoint.
         on_open: called once with the folder, the number of rounds it holds, and whether the run is
             over.
+        weights: False stores no checkpoint and no model: rows and result only, as of a trial.
     """
 
     folder: Path | None = None
     restart: bool = False
     reopen: bool = False
     on_open: Callable[[Path, int, bool], None] = lambda folder, rounds, over: None
+    weights: bool = True
 
 
 def execute(
@@ -125,14 +129,20 @@ def is_small(experiment: Experiment) -> bool:
 def stored_outcome(experiment: Experiment, folder: Path) -> Outcome | None:
     """Return the outcome of a run that is over; None where there is something left to do.
 
-    Refuses a run of the same name but of other content.
+    That of a trial of the same name counts, unless it was pruned. Refuses a run of the same name
+    but of other content.
     """
-    if not (folder / RESULT).exists() or not is_run(folder):
-        return None
-    check_same(read_spec(folder), experiment.spec, folder)
-    warn_of_version(folder)
-    check_content(folder, fingerprint_of(experiment))
-    return load_run(folder).outcome()
+    for path in (folder, folder.parent / TRIALS / folder.name):
+        if not (path / RESULT).exists() or not is_run(path):
+            continue
+        spec = read_spec(path)
+        check_same(spec, experiment.spec, path)
+        warn_of_version(path)
+        check_content(path, fingerprint_of(experiment))
+        outcome = load_run(path, spec).outcome()
+        if path == folder or outcome.status != PRUNED:
+            return outcome
+    return None
 
 
 def _stored(
@@ -142,7 +152,7 @@ def _stored(
     outcome = None if storage.restart else stored_outcome(experiment, path)
     if outcome is None or (storage.reopen and outcome.diverged_at is not None):
         return None
-    storage.on_open(path, len(outcome.rows), True)
+    storage.on_open(outcome.folder or path, len(outcome.rows), True)
     for row in outcome.rows:
         on_round(experiment, row)
     return outcome
@@ -175,10 +185,11 @@ def _train(
     most = CohortRule.of(exact.cohort, clients).most(clients, exact.length)
     store = resources.client_store
     if not isinstance(store, ClientStore):
-        store = ClientStore(store, None if path is None else path / SLOTS, most)
+        store = ClientStore(store, path / SLOTS if path and storage.weights else None, most)
     with ExitStack() as stack:
         stack.enter_context(threads(number))
-        journal = stack.enter_context(closing(_journal(exact, held, resources, store)))
+        every = resources.checkpoint_every if storage.weights else None
+        journal = stack.enter_context(closing(_journal(exact, held, every, resources, store)))
         left = not experiment.is_over(journal.rows)
         within = replace(resources, client_store=store)
         records = experiment.records(journal.state, within) if left else nothing()
@@ -207,7 +218,10 @@ def _train(
                     for logger in loggers:
                         logger.on_round(row)
                     if not experiment.is_over(journal.rows) and resources.stop():
-                        journal.checkpoint()
+                        if resources.is_pruned():
+                            journal.conclude(PRUNED, None)
+                        else:
+                            journal.checkpoint()
                         raise RunInterrupted(path, record.round)
             except DivergedError as error:
                 diverged = error
@@ -216,7 +230,7 @@ def _train(
             model = None
             if held is not None and record is not None:
                 held.note_engine(record)  # a CUDA graph may have been given up
-            if held is not None and diverged is None and journal.state is not None:
+            if held is not None and storage.weights and not diverged and journal.state is not None:
                 model = model_bytes(experiment, journal.state)
             result = journal.conclude(status, model, diverged)
         finally:
@@ -233,7 +247,11 @@ def _train(
 
 
 def _journal(
-    exact: Experiment, held: RunFolder | None, resources: Resources, store: ClientStore
+    exact: Experiment,
+    held: RunFolder | None,
+    every: float | None,
+    resources: Resources,
+    store: ClientStore,
 ) -> Journal:
     """Open the journal, with restored client state where the run stores it."""
     group, clients = resources.process_group, exact.problem.train.clients
@@ -244,7 +262,7 @@ def _journal(
         return replace(state, clients=store.store(state.clients, initial, clients, processes))
 
     with nullcontext() if held is None else disk_errors(held.path):
-        return Journal(held, resources.checkpoint_every, exact.train_device, load)
+        return Journal(held, every, exact.train_device, load)
 
 
 def model_bytes(experiment: Experiment, state: SimulationState) -> bytes:

@@ -364,6 +364,16 @@ def read_fingerprint(folder: Path) -> Fingerprint:
         raise DamagedError(f"{path} is damaged") from None
 
 
+def is_busy(folder: Path) -> bool:
+    """Return whether another process is working on a run at this moment."""
+    try:
+        if folder.is_dir():
+            _locked(folder).close()
+    except BusyError:
+        return True
+    return False
+
+
 def _locked(folder: Path) -> IO[bytes]:
     try:
         return lock_file(folder / LOCK)

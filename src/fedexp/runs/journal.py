@@ -48,7 +48,7 @@ class Journal:
 
     Args:
         folder: the run's own, locked by this process; None stores nothing.
-        every: seconds between checkpoints; 0 for one per round.
+        every: seconds between checkpoints; 0 for one per round, None for none at all.
         device: of the tensors of a state that is restored.
         load: returns a restored state with its client state where the run stores it.
 
@@ -61,7 +61,7 @@ class Journal:
     def __init__(
         self,
         folder: RunFolder | None,
-        every: float,
+        every: float | None,
         device: torch.device,
         load: Load = lambda state: state,
     ) -> None:
@@ -95,6 +95,8 @@ class Journal:
             records.append(row)
         self.rows.append(row)
         self.state = state
+        if self.every is None:
+            return
         checkpoints.saw(state)
         if time.perf_counter() - self._checked >= max(self.every, COST_RATIO * self._cost):
             self.checkpoint()
@@ -110,6 +112,8 @@ class Journal:
         began = time.perf_counter()
         with disk_errors(path):
             records.sync()
+            if self.every is None:
+                return
             ends = (records.size, records.sha256, self.seconds, final)
             checkpoints.write(self.state, *ends)
         self._checked = time.perf_counter()
@@ -121,7 +125,7 @@ class Journal:
         """Write the last state, the model, and finally the result, which marks the end.
 
         Args:
-            status: "finished", "target" or "diverged".
+            status: "finished", "target", "diverged" or "pruned".
             model: the output model as a safetensors file; None where there is none.
             error: why the run diverged, if it did.
         """

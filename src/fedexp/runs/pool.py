@@ -35,7 +35,7 @@ from fedexp.plain import id_stem
 from fedexp.runs.execute import stored_outcome
 from fedexp.runs.folder import RESULT, RunWarning
 from fedexp.runs.journal import RunInterrupted
-from fedexp.runs.spec import OnRound, Outcome, folder_of
+from fedexp.runs.spec import TRIALS, OnRound, Outcome, folder_of
 from fedexp.runs.workers import (
     RETRY,
     Execution,
@@ -179,7 +179,8 @@ def stored_outcomes(
     last = None  # keeps the task for the next
     for k in sorted(range(len(experiments)), key=lambda k: experiments[k].seed):
         run, names = experiments[k], experiments[k].names
-        if not any(root.glob(f"{id_stem(names.task, names.algorithm, run.seed)}-*/{RESULT}")):
+        pattern = f"{id_stem(names.task, names.algorithm, run.seed)}-*/{RESULT}"
+        if not any(any(folder.glob(pattern)) for folder in (root, root / TRIALS)):
             continue
         if last is not None and last.task_key != run.task_key:
             last = None

@@ -10,6 +10,7 @@ import csv
 import hashlib
 import io
 import json
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +26,7 @@ from fedexp.runs.records import RECORDS, read_rows, result_fault, row_fault
 from fedexp.runs.spec import (
     FORMAT,
     SPEC,
+    TRIALS,
     Outcome,
     check_format,
     is_run,
@@ -71,12 +73,23 @@ class StoredRun:
         return Outcome.of(spec, self.rows, result, folder=self.folder, stored=len(self.rows))
 
 
-def load_run(folder: Path) -> StoredRun:
-    """Read a run, finished or not, or archived; raise `UsageError` for one that is damaged."""
+def load_run(folder: Path, spec: dict[str, Any] | None = None) -> StoredRun:
+    """Read a run, finished or not, or archived; raise `UsageError` for one that is damaged.
+
+    Args:
+        folder: the run folder, or the TOML of an archived run.
+        spec: what `read_spec` has returned for the folder; read when None.
+    """
     if is_archived(folder):
         parts = read_archived(folder)
         return StoredRun(folder.with_suffix(""), **vars(parts))
-    spec = read_spec(folder)
+    spec = spec or read_spec(folder)
+    rows, result = rows_and_result(folder)
+    return StoredRun(folder, spec, read_environment(folder), rows, result)
+
+
+def rows_and_result(folder: Path) -> tuple[list[Row], dict[str, Any] | None]:
+    """Read the rows of a run and the content of `result.json`, None while it is not over."""
     try:
         result = _read_result(folder)  # first: a run that is training may end between the two
         rows = read_rows(folder)
@@ -84,13 +97,13 @@ def load_run(folder: Path) -> StoredRun:
         raise UsageError(f"cannot read {folder}: {error.strerror}") from None
     if result is not None and len(rows) != result["rounds"]:
         raise DamagedError(f"{folder / RECORDS} has {len(rows)} of {result['rounds']} rows")
-    return StoredRun(folder, spec, read_environment(folder), rows, result)
+    return rows, result
 
 
 def find_runs(paths: Iterable[Path]) -> list[Path]:
     """Return the run folders among `paths`, and all runs inside other folders.
 
-    An archived run is named by its TOML.
+    Trials are left out, unless a path is theirs. An archived run is named by its TOML.
     """
     found: list[Path] = []
     for path in paths:
@@ -102,7 +115,11 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def _inside(path: Path) -> list[Path]:
-    return [*sorted(spec.parent for spec in path.rglob(SPEC)), *find_archived(path)]
+    found = []
+    for folder, inner, files in os.walk(path):
+        inner[:] = [name for name in inner if name != TRIALS]
+        found += [Path(folder)] if SPEC in files else []
+    return [*sorted(found), *find_archived(path)]
 
 
 def _read_result(folder: Path) -> dict[str, Any] | None:

@@ -21,7 +21,8 @@ from fedexp.plain import SOURCES, TYPED, id_of
 from fedexp.storage import parse_toml
 
 FORMAT = 2
-SPEC = "spec.toml"
+SPEC, TRIALS = "spec.toml", "trials"  # in a run folder, and in the folder of all runs
+PRUNED = "pruned"  # status of a trial that was stopped early
 HEAD = "# A run of fedexp, frozen. Continue it with: fedexp resume THIS-FOLDER\n"
 RESOLVED = ("clients", "changed", "arguments", "options", "start")  # follow from the others
 OnRound = Callable[[Experiment, Row], None]
@@ -36,7 +37,8 @@ class Outcome:
         rows: one per round.
         seconds: training time, over all processes that worked on the run.
         diverged_at: the round in which the run diverged, if it did.
-        status: "finished", "diverged", "target" for one that stopped there, or "unfinished".
+        status: "finished", "diverged", "target" for one that stopped there, "pruned"
+            for a trial that was worse than others, or "unfinished".
         reason: what diverged.
         folder: the run folder; None where nothing is stored.
         stored: number of rounds that were stored before.

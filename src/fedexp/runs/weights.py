@@ -20,8 +20,8 @@ from fedexp.experiment import Experiment, PathLike, Start
 from fedexp.objective import ModuleObjective
 from fedexp.objective.module import built_model
 from fedexp.runs.checkpoint import client_tensors, clients_from, model_tensors, state_from
-from fedexp.runs.folder import MODEL
-from fedexp.runs.spec import read_spec
+from fedexp.runs.folder import MODEL, RESULT
+from fedexp.runs.spec import TRIALS, read_spec
 from fedexp.storage import from_bytes, to_bytes, write_bytes
 from fedexp.tasks.task import Task
 
@@ -97,6 +97,11 @@ def run_weights(folder: Path) -> dict[str, Tensor]:
         return from_bytes((folder / MODEL).read_bytes(), CPU)
     except FileNotFoundError:
         read_spec(folder)  # raises where there is no run
+        require(
+            TRIALS not in folder.parts or not (folder / RESULT).exists(),
+            f"{folder} is a trial, which stores no weights; run it with restart=True (--restart) "
+            "to train them",
+        )
         raise UsageError(
             f"{folder} has no model yet: the run is not finished; continue it with: "
             f"fedexp resume {folder}"

@@ -71,7 +71,7 @@ class RunQueue(Protocol):
         """Return whether no run is left to start, and none that another process executes."""
 
     def on_round(self, job: Job, row: Row) -> bool:
-        """Handle the row of a round; return False to stop the run, which ends its rows."""
+        """Handle the row of a round; return False to prune the run, unless it was the last."""
 
     def on_result(self, job: Job, result: Result) -> None:
         """Handle the end of a run: "stopped" if `on_round` returned False, "busy" if skipped."""
@@ -86,6 +86,7 @@ class Execution:
         checkpoint_every: seconds between checkpoints.
         restart: discard what is stored of the runs.
         skip_busy: skip a run that another process is executing instead of raising.
+        weights: store checkpoints and models, not only rows and results.
         objects: fingerprints of the user's objects by reference, which those that a worker imports
             must have.
     """
@@ -94,6 +95,7 @@ class Execution:
     checkpoint_every: float = CHECKPOINT_EVERY
     restart: bool = False
     skip_busy: bool = False
+    weights: bool = True
     objects: Mapping[str, Fingerprint] = field(default_factory=dict)
 
 
@@ -162,9 +164,11 @@ class Executor:
             programs=self.programs,
             checkpoint_every=how.checkpoint_every,
             stop=lambda: not wanted or stop(),
+            is_pruned=lambda: not wanted,
         )
+        storage = Storage(folder, how.restart, weights=how.weights)
         try:
-            outcome = execute(experiment, Storage(folder, how.restart), handle, resources, ranks)
+            outcome = execute(experiment, storage, handle, resources, ranks)
         except BusyError:
             if not how.skip_busy:
                 raise
@@ -172,7 +176,8 @@ class Executor:
         except RunInterrupted:
             if wanted:
                 raise
-        return replace(outcome, state=None) if wanted else "stopped"  # too large for a pipe
+            return "stopped"
+        return replace(outcome, state=None)  # too large for a pipe
 
     def _sharing(self, experiment: Experiment) -> Experiment:
         """Return the run, resolved; drop what it cannot share, before it builds its own."""
@@ -213,7 +218,7 @@ def run_in_workers(
             idle = [worker for worker in workers if worker.job is None]
             if stopping:
                 for worker in workers:
-                    worker.request_stop()
+                    worker.request("stop")
             elif idle and time.monotonic() >= retry_at:
                 while idle and (job := queue.take()):
                     idle.pop(0).start(job)
@@ -265,11 +270,11 @@ class _Worker:
         self.job, self._stop_sent, self._wanted = job, False, True
         self._send(job.experiment.portable)
 
-    def request_stop(self) -> None:
-        """Ask the worker to stop its run after the round, once."""
+    def request(self, what: Literal["stop", "prune"]) -> None:
+        """Ask the worker to end its run after the round, once."""
         if self.job is not None and not self._stop_sent:
             self._stop_sent = True
-            self._send(None)
+            self._send(what)
 
     def handle_message(self, queue: RunQueue) -> Literal["done", "interrupted"] | None:
         """Receive one message and pass it to the queue; return how the run ended if it did."""
@@ -280,12 +285,12 @@ class _Worker:
         if kind == "row":
             if self._wanted and not queue.on_round(self.job, content):
                 self._wanted = False
-                self.request_stop()
+                self.request("prune")
             return None
         job, self.job = self.job, None
         if content == "stopped" and self._wanted:
             return "interrupted"
-        queue.on_result(job, content if self._wanted else "stopped")
+        queue.on_result(job, content)
         return "done"
 
     def receive(self) -> tuple[str, Any]:
@@ -308,7 +313,7 @@ class _Worker:
         self._process.join()
         self.connection.close()
 
-    def _send(self, message: Experiment | None) -> None:
+    def _send(self, message: Experiment | str) -> None:
         with suppress(OSError):  # the worker has died, which `handle_message` reports
             self.connection.send(message)
 
@@ -316,11 +321,11 @@ class _Worker:
 def _serve(connection: Connection, how: Execution) -> None:
     """Check what the runs refer to, then execute those that the parent sends, until it ends.
 
-    None requests a stop.
+    "stop" and "prune" end a run.
     """
     threading.Thread(target=_exit_with_parent, daemon=True).start()
     torch.set_num_threads(1)
-    run, stopping, sending = Executor(how), False, threading.Lock()
+    run, request, sending = Executor(how), "", threading.Lock()
 
     def send(*message: Any) -> None:
         with sending:
@@ -328,12 +333,13 @@ def _serve(connection: Connection, how: Execution) -> None:
 
     def on_round(row: Row) -> bool:
         send("row", row)
-        return True
+        return requested() != "prune"
 
-    def stop() -> bool:
-        nonlocal stopping
-        stopping = stopping or (connection.poll() and connection.recv() is None)
-        return stopping
+    def requested() -> str:
+        nonlocal request
+        while connection.poll():
+            request = connection.recv()
+        return request
 
     warnings.simplefilter("ignore")  # dropped clients are counted in the rows
     warnings.simplefilter("always", RunWarning)
@@ -345,11 +351,11 @@ def _serve(connection: Connection, how: Execution) -> None:
             send("error", _picklable(error), traceback.format_exc())
         while True:
             experiment = connection.recv()
-            if experiment is None:  # a request that arrived after the end of its run
+            if isinstance(experiment, str):  # a request that arrived after the end of its run
                 continue
-            stopping = False
+            request = ""
             try:
-                send("result", run(experiment, on_round, stop))
+                send("result", run(experiment, on_round, lambda: requested() == "stop"))
             except RunInterrupted:
                 send("result", "stopped")
             except Exception as error:

@@ -100,16 +100,19 @@ def check_none_fixed(values: Values, fixed: Collection[str]) -> Values:
     return values
 
 
-def parse_grid(assignments: Sequence[str], setup: Setup) -> Values:
+def parse_grid(assignments: Sequence[str]) -> dict[str, tuple[float, ...]]:
     """Return a grid of the user's own, from texts such as `local.lr=0.01,0.1,1`."""
-    grid: dict[str, list[float]] = {}
+    grid = {}
     for text in assignments:
         key, equals, listed = text.partition("=")
         if not (equals and key and listed):
             raise UsageError(f"--grid takes key=value,value,..., not {text!r}")
-        name = key.strip()
-        grid[name] = [setup.parse(name, value.strip())[1] for value in listed.split(",")]
-    return checked_grid(grid, setup) if grid else {}
+        try:
+            grid[key.strip()] = tuple(float(value) for value in listed.split(","))
+        except ValueError:
+            message = f"--grid {key.strip()} takes numbers; set anything else with --set"
+            raise UsageError(message) from None
+    return grid
 
 
 def checked_grid(values: Mapping[str, Sequence[float]], setup: Setup) -> Values:

@@ -5,17 +5,34 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.analysis.plots import NAMES, entitle, new_figure
-from fedexp.analysis.tables import format_value
+from fedexp.algorithms import Algorithm
+from fedexp.analysis.plots import NAMES, check_writable, entitle, new_figure, save
+from fedexp.analysis.tables import format_value, render_table
+from fedexp.errors import require
+from fedexp.experiment import PathLike, Row
+from fedexp.optional import data_frame
+from fedexp.storage import finite
+from fedexp.text import option_text
 from fedexp.tuning.grids import Point
-from fedexp.tuning.search import EPS, EpsilonResult, Study, window_of
-from fedexp.tuning.store import Trial, TrialResult
+from fedexp.tuning.search import (
+    EPS,
+    EPS_VALUES,
+    Choice,
+    Search,
+    Trial,
+    TrialResult,
+    rule_of_thumb,
+    window_of,
+)
 
 if TYPE_CHECKING:
+    import pandas
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
@@ -33,92 +50,168 @@ DIVERGED = "#BBBBBB"
 SPAN = 1e4  # ratio of the largest to the smallest loss on the colour scale
 
 
-def best_table(studies: Sequence[tuple[Study, list[Trial]]], exact: bool = False) -> Table:
+@dataclass(frozen=True, eq=False)
+class Tuning:
+    """The result of a search.
+
+    Attributes:
+        search: what was searched.
+        trials: all trials, best first; those of the rule of thumb in its order.
+    """
+
+    search: Search
+    trials: list[Trial]
+
+    def __repr__(self) -> str:
+        names, count = self.search.base.names, len(self.trials)
+        return f"Tuning({names.algorithm} on {names.task}: {count} trials, best {self.best})"
+
+    @property
+    def best(self) -> Point:
+        """The best values by option; pass them on as `options=`."""
+        require(
+            any(
+                math.isfinite(each.result.score) and each.result.diverged_at is None
+                for each in self.trials
+            ),
+            f"no trial has a finite {self.search.metric}, so none is the best; widen the grid, or "
+            "check the metric",
+        )
+        return dict(self.chosen.point)
+
+    @property
+    def score(self) -> float:
+        """The score of the best trial: `search.metric`, averaged over the last 10 rounds."""
+        return self.chosen.result.score
+
+    @property
+    def chosen(self) -> Trial:
+        """The best trial, even if all have failed."""
+        values = [each.point for each in self.trials]
+        at = values.index({EPS: self.choice.eps}) if self.search.protocol == "epsilon" else 0
+        return self.trials[at]
+
+    @property
+    def choice(self) -> Choice:
+        """What the rule of thumb chose, and why it ended."""
+        results = [each.result for each in self.trials]
+        return rule_of_thumb(results, self.search.goal.higher)
+
+    def table(self, format: str = "text") -> str:
+        """Return the ten best trials, or all of them as "csv"; all of the rule of thumb."""
+        return render_table(format, *table_of([self], format == "csv"))
+
+    def frame(self) -> pandas.DataFrame | list[Row]:
+        """Return one row per trial: its values and its result; see `RunResult.frame`."""
+        return data_frame([{**each.point, **vars(each.result)} for each in self.trials])
+
+    def plot(self, path: PathLike) -> Path:
+        """Draw the scores over two options as a heat map."""
+        require(len(self.search.values) == 2, "a picture needs a search over two options")
+        picture = Path(path)
+        check_writable(picture)
+        save(tuning_figure(self), picture)
+        return picture
+
+    @property
+    def command(self) -> str:
+        """The command that trains with the best values, for the task's own number of rounds."""
+        base, names = self.search.base, self.search.base.names
+        words = ["fedexp", "run", names.task_source or names.task]
+        words += ["--algorithm", names.algorithm_source or names.algorithm]
+        for flag, value, usual in (("--mode", base.mode, "paper"), ("--seed", str(base.seed), "0")):
+            words += [flag, value] if value != usual else []
+        pairs = {name: option_text(value) for name, value in base.options.items()}
+        if isinstance(base.algorithm, Algorithm):  # taken as it is, which its name does not say
+            pairs |= self.search.at(self.chosen.point).spec["set"]
+        pairs |= {name: _exact(value) for name, value in self.chosen.point.items()}
+        for name, value in pairs.items():
+            words += ["--set", f"{name}={value}"]
+        return shlex.join(words)
+
+    @property
+    def remarks(self) -> list[str]:
+        """Notes on the best values: how many trials failed, and whether the grid ends there."""
+        search, count = self.search, len(self.trials)
+        diverged = sum(each.result.diverged_at is not None for each in self.trials)
+        pruned = sum(each.result.pruned for each in self.trials)
+        lines = [f"{diverged} of {count} trials diverged"] if diverged else []
+        lines += [f"{pruned} of {count} trials were pruned"] if pruned else []
+        for name, value in self.chosen.point.items():
+            ends = search.values[name]
+            if search.protocol == "paper" and len(ends) > 1 and value in (min(ends), max(ends)):
+                side = "smallest" if value == min(ends) else "largest"
+                lines.append(f"{name}={_number(value)} is the {side} of the grid; look beyond it")
+        return lines
+
+    @property
+    def explanation(self) -> str:
+        """One line: what the rule of thumb chose, and why it ended."""
+        choice, metric = self.choice, self.search.metric
+        value = [format_value(each.result.score, metric) for each in self.trials]
+        what = f"{_training(metric)} ({_window(self.search)})"
+        head = f"eps {choice.eps:.3g}: {what} is {value[self.trials.index(self.chosen)]}"
+        if choice.ended == "average":
+            return f"{head}, and every step size is 1 from here on: larger eps is FedAvg as well"
+        if choice.ended == "edge":
+            return f"{head} and has not dropped up to here, the largest value tried"
+        low = " (smaller values are not part of the rule)" if choice.eps == EPS_VALUES[0] else ""
+        verb = "drops" if self.search.goal.higher else "rises"
+        last = self.trials[-1]
+        fell = "diverges" if last.result.diverged_at is not None else f"{verb} to {value[-1]}"
+        return f"{head} and {fell} at {last.point[EPS]:.3g}{low}"
+
+    def to_json(self) -> dict[str, Any]:
+        """Return everything as plain values."""
+        trials = [finite({"values": each.point, **vars(each.result)}) for each in self.trials]
+        head = {"algorithm": self.search.base.names.algorithm, "best": self.chosen.point}
+        why = {"found": self.explanation} if self.search.protocol == "epsilon" else {}
+        return {**head, "next": self.command, "trials": trials, **why}
+
+
+def heading(tunings: Sequence[Tuning]) -> str:
+    """Return one line: what was searched, and what the score is."""
+    search, count = tunings[0].search, sum(len(each.trials) for each in tunings)
+    kinds = {"paper": "grid", "free": "free search", "epsilon": "rule of thumb"}
+    number = f"{count} {'trial' if count == 1 else 'trials'}"
+    trials = f"{number} of {search.base.rounds} rounds, seed {search.base.seed}"
+    score = f"{_training(search.metric)}, {_window(search)}"
+    return f"{search.base.names.task}: {kinds[search.protocol]}, {trials}; score: {score}"
+
+
+def table_of(tunings: Sequence[Tuning], exact: bool = False) -> Table:
     """Return the best values of each algorithm; of a single one, its ten best, or all if exact.
 
+    Of the rule of thumb it has all values that were tried, with their step sizes.
+
     Args:
-        studies: each study and its trials, best first.
+        tunings: the results of one or several algorithms.
         exact: write numbers in full, for programs, and empty cells for failed trials.
     """
-    metric = studies[0][0].metric
-    single = len(studies) == 1
-    names = list(dict.fromkeys(name for study, _ in studies for name in study.values))
+    search, single = tunings[0].search, len(tunings) == 1
+    metric, rule = search.metric, search.protocol == "epsilon"
+    names = list(dict.fromkeys(name for each in tunings for name in each.search.values))
     test = metric.replace("train", "test")
     cells = []
-    for study, trials in studies:
-        for each in trials[: (len(trials) if exact else TOP) if single else 1]:
+    for tuning in tunings:
+        most = len(tuning.trials) if exact or rule else TOP
+        for each in tuning.trials[: most if single else 1]:
+            first = [] if rule else [tuning.search.base.names.algorithm]
             point = [_number(each.point.get(name), exact) for name in names]
             results = [_result(each.result, metric, exact), _test(each.result, test, exact)]
-            cells.append([study.run.spec.algorithm, *point, *results])
-    return _without_empty(["algorithm", *names, _words(metric), f"last {_words(test)}"], cells)
+            step = [_number(each.result.step, exact)] if rule else []
+            cells.append([*first, *point, *results, *step])
+    before, after = (["eps"], ["median step size"]) if rule else (["algorithm", *names], [])
+    return _without_empty([*before, _words(metric), f"last {_words(test)}", *after], cells)
 
 
-def epsilon_table(study: Study, found: EpsilonResult, exact: bool = False) -> Table:
-    """Return the values that the rule of thumb tried."""
-    test = study.metric.replace("train", "test")
-    results = [_words(study.metric), f"last {_words(test)}"]
-    cells = [
-        [
-            _number(eps, exact),
-            _result(each, study.metric, exact),
-            _test(each, test, exact),
-            _number(each.step, exact),
-        ]
-        for eps, each in found.tried
-    ]
-    return _without_empty(["eps", *results, "median step size"], cells)
+def _training(metric: str) -> str:
+    return metric.replace("train_", "training ")
 
 
-def heading(study: Study, count: int) -> str:
-    """Return one line: what was searched, and what the score is."""
-    spec = study.run.spec
-    first, last = window_of(study.run.rounds)
-    kinds = {"paper": "grid", "free": "free search", "epsilon": "rule of thumb"}
-    trials = f"{count} {'trial' if count == 1 else 'trials'} of {last} rounds, seed {spec.seed}"
-    score = f"{study.metric.replace('train_', 'training ')}, mean of rounds {first} to {last}"
-    return f"{spec.task}: {kinds[study.protocol]}, {trials}; score: {score}"
-
-
-def next_command(study: Study, point: Point) -> str:
-    """Return the command that trains with these values, for the task's own number of rounds."""
-    spec = study.run.spec
-    task, algorithm = spec.task_source or spec.task, spec.algorithm_source or spec.algorithm
-    words = ["fedexp", "run", task, "--algorithm", algorithm]
-    for flag, value, usual in (("--mode", spec.mode, "paper"), ("--seed", str(spec.seed), "0")):
-        words += [flag, value] if value != usual else []
-    pairs = {**dict(spec.options), **{name: _exact(value) for name, value in point.items()}}
-    for name, value in pairs.items():
-        words += ["--set", f"{name}={value}"]
-    return shlex.join(words)
-
-
-def remarks(study: Study, trials: Sequence[Trial]) -> list[str]:
-    """Return notes on the best values: how many trials failed, and whether the grid ends there."""
-    diverged = sum(each.result.diverged_at is not None for each in trials)
-    pruned = sum(each.result.pruned for each in trials)
-    lines = [f"{diverged} of {len(trials)} trials diverged"] if diverged else []
-    lines += [f"{pruned} of {len(trials)} trials were pruned"] if pruned else []
-    for name, value in trials[0].point.items():
-        ends = study.values[name]
-        if study.protocol == "paper" and len(ends) > 1 and value in (min(ends), max(ends)):
-            side = "smallest" if value == min(ends) else "largest"
-            lines.append(f"{name}={_number(value)} is the {side} of the grid; look beyond it")
-    return lines
-
-
-def as_json(study: Study, trials: Sequence[Trial], best: Point) -> dict[str, Any]:
-    """Return everything as plain values."""
-    return {
-        "algorithm": study.run.spec.algorithm,
-        "best": best,
-        "next": next_command(study, best),
-        "trials": [{"values": each.point, **_plain(each.result)} for each in trials],
-    }
-
-
-def epsilon_trials(found: EpsilonResult) -> list[Trial]:
-    """Return the trials of the rule of thumb."""
-    return [Trial({EPS: eps}, result) for eps, result in found.tried]
+def _window(search: Search) -> str:
+    first, last = window_of(search.base.length)
+    return f"mean of rounds {first} to {last}"
 
 
 def _without_empty(headers: list[str], cells: list[list[str]]) -> Table:
@@ -131,13 +224,8 @@ def _words(name: str) -> str:
     return name.replace("_", " ")
 
 
-def _plain(result: TrialResult) -> dict[str, Any]:
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in vars(result).items()}  # fmt: skip
-
-
 def _result(result: TrialResult, metric: str, exact: bool) -> str:
-    if result.diverged_at is not None or result.pruned:
+    if result.failed:
         return "" if exact else "pruned" if result.pruned else "diverged"
     return _exact(result.score) if exact else format_value(result.score, metric)
 
@@ -158,30 +246,31 @@ def _exact(value: float) -> str:
     return short if float(short) == value else repr(value)
 
 
-def tuning_figure(study: Study, trials: Sequence[Trial]) -> Figure:
+def tuning_figure(tuning: Tuning) -> Figure:
     """Draw the score of every trial, and the test accuracy beside it, as in Figure 1.
 
-    A grid is drawn as a heat map, a free search as a scatter plot. The study has two options, and
-    `trials` are sorted: the best, which only the score decides, is framed in both panels.
+    A grid is drawn as a heat map, a free search as a scatter plot. The search has two options; the
+    best trial, which only the score decides, is framed in both panels.
     """
-    (down, across), spec = _axes_of(study), study.run.spec
-    tests = study.metric.startswith("train_") and any(
-        each.result.test is not None for each in trials
+    search, names = tuning.search, tuning.search.base.names
+    (down, across), metric = _axes_of(search), search.metric
+    tests = metric.startswith("train_") and any(
+        each.result.test is not None for each in tuning.trials
     )
     figure, panels = new_figure(2 if tests else 1, width=5.2, height=4.2)
-    first, last = window_of(study.run.rounds)
-    _panel(study, trials, panels[0], "score", study.metric)
+    first, last = window_of(search.base.length)
+    _panel(tuning, panels[0], "score", metric)
     panels[0].set_title(
-        f"{NAMES.get(study.metric, _words(study.metric))}, rounds {first} to {last}", fontsize=11
+        f"{NAMES.get(metric, _words(metric))}, rounds {first} to {last}", fontsize=11
     )
     if tests:
-        metric = study.metric.replace("train", "test")
-        _panel(study, trials, panels[1], "test", metric)
+        metric = metric.replace("train", "test")
+        _panel(tuning, panels[1], "test", metric)
         panels[1].set_title(f"{NAMES.get(metric, _words(metric))} after {last} rounds", fontsize=11)
     for each in panels:
         each.set_xlabel(SYMBOLS.get(across, across))
         each.set_ylabel(SYMBOLS.get(down, down))
-    entitle(figure, f"{spec.algorithm} on {spec.task}")
+    entitle(figure, f"{names.algorithm} on {names.task}")
     return figure
 
 
@@ -223,17 +312,18 @@ def draw_heatmap(
         axes.add_patch(box)
 
 
-def _panel(study: Study, trials: Sequence[Trial], axes: Axes, field: str, metric: str) -> None:
-    down, across = _axes_of(study)
+def _panel(tuning: Tuning, axes: Axes, field: str, metric: str) -> None:
+    search, trials = tuning.search, tuning.trials
+    down, across = _axes_of(search)
     value = {(each.point[down], each.point[across]): _value(each, field) for each in trials}
-    if study.protocol == "free":
-        _scatter(axes, value, study.goal.higher)
+    if search.protocol == "free":
+        _scatter(axes, value, search.goal.higher)
         return
-    rows, columns = sorted(study.values[down]), sorted(study.values[across])
+    rows, columns = sorted(search.values[down]), sorted(search.values[across])
     cells = np.array([[value.get((y, x), np.nan) for x in columns] for y in rows])
     best = trials[0].point
     chosen = (rows.index(best[down]), columns.index(best[across]))
-    draw_heatmap(axes, columns, rows, cells, metric, chosen, study.goal.higher)
+    draw_heatmap(axes, columns, rows, cells, metric, chosen, search.goal.higher)
 
 
 def _scatter(axes: Axes, value: dict[tuple[float, float], float], higher: bool) -> None:
@@ -252,16 +342,15 @@ def _scatter(axes: Axes, value: dict[tuple[float, float], float], higher: bool) 
     axes.figure.colorbar(drawn, ax=axes)
 
 
-def _axes_of(study: Study) -> tuple[str, str]:
+def _axes_of(search: Search) -> tuple[str, str]:
     """Return the options of the vertical and the horizontal axis; `local.lr` is horizontal."""
-    first, second = study.values
+    first, second = search.values
     return (second, first) if first == "local.lr" else (first, second)
 
 
 def _value(trial: Trial, field: str) -> float:
     value = getattr(trial.result, field)
-    failed = trial.result.diverged_at is not None or trial.result.pruned
-    return float("nan") if failed or value is None else float(value)
+    return float("nan") if trial.result.failed or value is None else float(value)
 
 
 def _rises(metric: str, higher: bool | None) -> bool:

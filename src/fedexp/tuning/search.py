@@ -1,123 +1,237 @@
-"""Searches: which trials of a study to run, and how a trial is run and scored.
+"""Searches: which trials to run, and how they are scored.
 
-A study is searched point by point over a grid, by Optuna's TPE with pruning, or by the paper's rule
-of thumb for eps. A search is a queue of runs (`fedexp.runs.pool.RunQueue`): the pool executes its
-trials in this process, in worker processes or over ranks, and the search alone reads and writes the
-study.
+A trial is a short run, stored as any other but without weights. The paper runs 50 rounds and takes
+the training accuracy, averaged over the last 10 (App. D.3, docs/paper.md#tuning-protocol). A task
+without accuracies is judged by its training loss, averaged in the same way.
 
-A trial is a short run. The paper runs 50 rounds and takes the training accuracy, averaged over the
-last 10 (App. D.3, docs/paper.md#tuning-protocol). A task without accuracies is judged by its
-training loss, averaged in the same way.
+Trials are run folders below `trials` in the folder of all runs: those of grids and of the rule of
+thumb together, since a trial may be part of several; those of a free search in a folder of its own.
+Processes share a search through them: the lock of a run folder is held while a process works on it,
+and a finished trial is read by the others. What is to be run next follows from what is stored
+(`Trials`, a queue of `fedexp.runs.pool`).
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import warnings
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
-from dataclasses import dataclass, fields, replace
-from functools import partial
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
-from fedexp.analysis.tables import format_value
+import numpy as np
+
 from fedexp.distributed import Ranks
-from fedexp.engine import Record
-from fedexp.engine.client_store import ClientStore
-from fedexp.engine.programs import SharedPrograms
-from fedexp.engine.simulation import ProcessGroup
-from fedexp.engine.state import SimulationState
-from fedexp.errors import NonFiniteUpdateWarning, require
-from fedexp.experiment import Row
+from fedexp.errors import DamagedError, NonFiniteUpdateWarning, ReasonError, UsageError, require
+from fedexp.experiment import Experiment, Row
+from fedexp.optional import extra
+from fedexp.options import split_task_options
+from fedexp.plain import id_of
+from fedexp.runs.fingerprint import fingerprint_of
+from fedexp.runs.folder import FINGERPRINT, LOCK, RESULT, check_content, is_busy
 from fedexp.runs.pool import jobs_for, run_queue, runs_per_rank
-from fedexp.runs.spec import SOURCES, Outcome, Run, Spec
-from fedexp.runs.workers import Execution, Executor, Job, Result
+from fedexp.runs.read import rows_and_result
+from fedexp.runs.spec import PRUNED, TRIALS, Outcome
+from fedexp.runs.workers import Execution, Job, Result, Stop
+from fedexp.storage import disk_errors, lock_file, parse_json, write_json
 from fedexp.tasks import Goal, Task
-from fedexp.tuning.grids import Point, Values, points, powers
-from fedexp.tuning.store import FINGERPRINT, StudyStore, Trial, TrialResult, open_study
+from fedexp.tuning.grids import (
+    Point,
+    Values,
+    check_none_fixed,
+    checked_grid,
+    free_ranges,
+    paper_grid,
+    points,
+    powers,
+    without_fixed,
+)
 
 ROUNDS, WINDOW = 50, 10
 EARLY_EVALUATIONS = 4  # before the window, for pruning
+WARMUP_ROUNDS = 10  # of a trial before it can be pruned
+STARTUP_TRIALS = 5  # finished before one can be pruned
+FREE_TRIALS = 30
 EPS = "server.eps"
 EPS_VALUES = powers([-3 + step / 2 for step in range(9)])  # half decades, as in the paper's grid
+ASKED = "asked.json"  # the points of a free search, in the order in which they were asked for
+OTHER_RUNS = "choose another folder of runs"
 
 Protocol = Literal["paper", "free", "epsilon"]
-OnRow = Callable[[Point, Row], None]
-Progress = Callable[[int], AbstractContextManager[OnRow]]
+OnTrialRow = Callable[[Point, Row], None]
 
 
 @dataclass(frozen=True)
-class Study:
-    """What is tuned, by which protocol, and where the scores are stored.
+class TrialResult:
+    """The score of a trial and how it came about.
 
     Attributes:
-        run: what all trials have in common.
-        protocol: "paper" for a grid, "free" for ranges, "epsilon" for the rule of thumb.
-        values: per option the values of the grid, or the two ends of the range.
-        path: the SQLite file.
-        trials: number of trials of a free search.
+        score: metric averaged over the window; the worst possible value if the trial diverged or
+            was pruned.
+        diverged_at: round in which it diverged, if it did.
+        pruned: whether it was stopped early.
+        test: test accuracy (or loss) after the last round, not used for selection; None without
+            test data.
+        step: median server step size.
+        averages: whether every server step size was 1, that of FedAvg.
     """
 
-    run: Run
+    score: float
+    diverged_at: int | None = None
+    pruned: bool = False
+    test: float | None = None
+    step: float | None = None
+    averages: bool = False
+
+    @property
+    def failed(self) -> bool:
+        """Whether it diverged or was pruned."""
+        return self.pruned or self.diverged_at is not None
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A finished trial.
+
+    Attributes:
+        point: its values by option.
+        result: its score.
+        folder: its run folder; None where nothing is stored.
+    """
+
+    point: Point
+    result: TrialResult
+    folder: Path | None = None
+
+
+@dataclass(frozen=True)
+class Search:
+    """What is tuned, and by which protocol.
+
+    Attributes:
+        base: what all trials have in common.
+        protocol: "paper" for a grid, "free" for ranges, "epsilon" for the rule of thumb.
+        values: per option the values of the grid, or the two ends of the range.
+        size: number of trials.
+    """
+
+    base: Experiment
     protocol: Protocol
     values: Values
-    path: Path
-    trials: int = 0
+    size: int
+
+    @classmethod
+    def of(
+        cls,
+        experiment: Experiment,
+        grid: Mapping[str, Sequence[float]] | None = None,
+        protocol: Protocol = "paper",
+        trials: int = FREE_TRIALS,
+    ) -> Search:
+        """Return a search with the rounds and evaluations of trials; checked before any runs.
+
+        Args:
+            experiment: what to tune.
+            grid: values by option; None for those of the protocol.
+            protocol: see `Search`.
+            trials: number of trials of a free search.
+        """
+        require(grid is None or protocol == "paper", f"protocol {protocol!r} takes no grid")
+        require(experiment.stop_at is None, "trials run to their end; leave stop_at out")
+        require(
+            experiment.evaluate_every is None,
+            "trials are evaluated as their score needs it; leave evaluate_every out",
+        )
+        rounds = experiment.rounds or ROUNDS
+        early = window_of(rounds)[0] - 1
+        every = max(1, early // EARLY_EVALUATIONS), min(WINDOW, rounds)
+        base = experiment.replace(rounds=rounds, evaluate_every=every)
+        setup, least_squares = base.setup, base.problem.sums
+        _, fixed = split_task_options(base.options)
+        if grid is not None:
+            values = check_none_fixed(checked_grid(grid, setup), fixed)
+        elif protocol == "epsilon":
+            what = f"{base.names.algorithm} has no eps"
+            extrapolates = EPS in setup.options()
+            require(extrapolates, f"{what}; choose an algorithm that extrapolates, e.g. fedexp")
+            values = check_none_fixed({EPS: EPS_VALUES}, fixed)
+        elif protocol == "free":
+            extra("optuna", "a free search", group="tune")
+            values = without_fixed(free_ranges(setup, least_squares), fixed)
+        else:
+            values = without_fixed(paper_grid(setup, least_squares), fixed)
+        size = trials if protocol == "free" else len(points(values))
+        require(size >= 1, f"a search needs at least one trial, not {size}")
+        search = cls(base, protocol, values, size)
+        for corner in points({name: (own[0], own[-1]) for name, own in values.items()}):
+            _ = search.at(corner).resolved
+        search.first.records().close()  # refuses an engine or a device that does not fit
+        return search
 
     @property
     def goal(self) -> Goal:
         """What trials are judged by."""
-        return goal_of(self.run.task)
+        return goal_of(self.base.problem)
 
     @property
     def metric(self) -> str:
+        """The record field that trials are judged by."""
         return self.goal.metric
 
-    @property
-    def size(self) -> int:
-        """Number of trials of the whole study."""
-        return self.trials if self.protocol == "free" else len(points(self.values))
+    @cached_property
+    def first(self) -> Experiment:
+        """The trial with the first value of every option."""
+        return self.at({name: values[0] for name, values in self.values.items()})
 
-    def spec_at(self, point: Point) -> Spec:
-        """Return the spec of one trial."""
-        options = tuple((name, repr(value)) for name, value in point.items())
-        return replace(self.run.spec, options=(*self.run.spec.options, *options))
+    def at(self, point: Point) -> Experiment:
+        """Return a trial."""
+        return self.base.with_options(point)
 
-    def settings(self) -> dict[str, Any]:
-        """Return all that decides the scores; a study resumes with the same settings only."""
-        described = self.run.describe()
-        for name in ("evaluate_every", *SOURCES):
-            described.pop(name)  # trials have their own evaluations, and files may move
-        for name in ("by_client", "start", "privacy"):
-            if described[name] is None:
-                described.pop(name)
-        return {
-            "protocol": self.protocol,
-            **described,
-            "values": {name: list(values) for name, values in self.values.items()},
-            "metric": self.metric,
-            "window": WINDOW,
-            FINGERPRINT: self.run.fingerprint.to_json(),
-        }
+    def spec_at(self, point: Point) -> dict[str, Any]:
+        """Return what the id of a trial depends on, in no time: that of the first, with its values.
 
-    def open(self) -> AbstractContextManager[StudyStore]:
-        """Create or open the stored study, for a `with` block."""
-        spec = self.run.spec
-        name = f"{spec.task} {spec.algorithm} {self.protocol}"
-        higher = self.goal.higher
-        return open_study(self.path, name, self.settings(), self.values, higher, spec.seed)
+        Which other options change with one does not depend on its value.
+        """
+        numbers = {name: v if math.isfinite(v) else str(v) for name, v in point.items()}
+        spec = self.first.spec
+        return {**spec, "options": {**spec["options"], **numbers}}
+
+    def folder(self, root: Path) -> Path:
+        """Return the folder of the trials' run folders."""
+        if self.protocol != "free":
+            return root / TRIALS
+        ranges = hashlib.sha256(json.dumps(self.values).encode()).hexdigest()[:10]
+        return root / TRIALS / f"{self.base.id}-{ranges}"
 
 
-@dataclass(frozen=True)
-class TrialRunner:
-    """How trials are run; none of it changes a score.
+def tune(
+    search: Search,
+    root: Path | None = None,
+    jobs: int = 1,
+    *,
+    ranks: Ranks | None = None,
+    progress: Callable[[int], AbstractContextManager[OnTrialRow]] = (
+        lambda left: nullcontext(lambda point, row: None)
+    ),
+    stop: Stop = lambda: False,
+    on_wait: Callable[[], None] = lambda: None,
+) -> list[Trial]:
+    """Run the trials of a search that are not stored; return all, best first.
 
-    Attributes:
+    Those of the rule of thumb are returned in its order. Any number of processes can work on a
+    search at a time: they take trials that no other has, and all return when the last has finished.
+
+    Args:
+        search: what to run.
+        root: folder of all runs; None stores nothing.
         jobs: trials at a time, each in a process with one thread if there are several.
-        ranks: the ranks of a job, which all tune the same study; `jobs` is not used then.
+        ranks: the ranks of a job, which all call this function; `jobs` is not used then.
         progress: called with the number of trials that this process is going to run; the context
             manager that it returns gives a function, called with the values and every row of a
             trial.
@@ -125,271 +239,300 @@ class TrialRunner:
         on_wait: called when all remaining trials are running in other processes.
     """
 
-    jobs: int = 1
-    ranks: Ranks | None = None
-    progress: Progress = lambda left: nullcontext(lambda point, row: None)
-    stop: Callable[[], bool] = lambda: False
-    on_wait: Callable[[], None] = lambda: None
+    def agree(value: Any) -> Any:  # other processes may change the folder between two reads
+        return value if ranks is None else ranks.broadcast(value)
 
-    def agree(self, value: Any) -> Any:
-        """Return the first rank's value on all ranks: the study may change between two reads."""
-        return value if self.ranks is None else self.ranks.broadcast(value)
-
-    def run(self, left: int, search: Callable[[OnRow], Search], executor: Executor) -> None:
-        """Run the `left` trials of a search, which is made from the function that `progress` gives.
-
-        That updates were not finite shows in the scores, and is not warned of.
-        """
-        with self.progress(runs_per_rank(left, self.ranks)) as on_row, warnings.catch_warnings():
-            warnings.simplefilter("ignore", NonFiniteUpdateWarning)
-            queue = search(on_row)
-            run_queue(
-                queue,
-                left,
-                self.jobs,
-                TRIALS,
-                ranks=self.ranks,
-                stop=self.stop,
-                on_wait=self.on_wait,
-                references=queue.references,
-                executor=executor,
-            )
+    queue = QUEUES[search.protocol](search, root)
+    if left := agree(queue.count_left()):
+        how = Execution(queue.folder, skip_busy=True, weights=False)
+        shared = ranks is not None and root is None  # all ranks execute one trial after another
+        here = left if shared else runs_per_rank(left, ranks)
+        left = 1 if shared else left
+        with progress(here) as on_row, warnings.catch_warnings():
+            warnings.simplefilter("ignore", NonFiniteUpdateWarning)  # it shows in the score
+            queue.on_row = on_row
+            jobs = jobs_for([search.base], jobs)
+            run_queue(queue, left, jobs, how, ranks=ranks, stop=stop, on_wait=on_wait)
+    trials: list[Trial] = agree(queue.trials())
+    if search.protocol == "epsilon":
+        return trials
+    sign = -1 if search.goal.higher else 1
+    return sorted(trials, key=lambda each: (each.result.failed, sign * each.result.score))
 
 
-def tune(study: Study, runner: TrialRunner = TrialRunner()) -> list[Trial]:  # noqa: B008 (frozen)
-    """Run the remaining trials of a study; return all its trials, best first.
+class Trials:
+    """The trials of a grid, as a queue of runs; see `RunQueue`.
 
-    Any number of processes can tune a study at a time: each takes trials that no other has, and all
-    return when the last trial has finished.
+    Args:
+        search: what to run.
+        root: folder of all runs; None stores nothing.
+
+    Attributes:
+        folder: of the trials' run folders.
+        points: values of the trials so far, by their numbers.
+        outcomes: of those that are finished, as far as this process has read or run them.
+        on_row: called with the values and every row of a trial.
     """
-    kind = FreeSearch if study.protocol == "free" else GridSearch
-    runner = replace(runner, jobs=jobs_for([study.run.spec], runner.jobs))
-    with study.open() as store:
-        left: int = runner.agree(study.size - len(store.trials()))
-        if left > 0:
-            with closing(Executor(TRIALS, study.run)) as executor:
-                runner.run(left, lambda on_row: kind(study, store, on_row), executor)
-        return ranked(study, store.trials())
+
+    def __init__(self, search: Search, root: Path | None) -> None:
+        self.search, self.folder = search, None if root is None else search.folder(root)
+        self.points = points(search.values)
+        self.outcomes: dict[int, Outcome] = {}
+        self.on_row: OnTrialRow = lambda point, row: None
+        self._running: dict[int, list[Row]] = {}  # in this process, with the rows so far
+        self._agreed: bytes | None = None  # a fingerprint that has been compared
+
+    @property
+    def references(self) -> list[str]:
+        return self.search.base.references
+
+    def count_left(self) -> int:
+        """Return how many trials have no outcome yet."""
+        return sum(1 for _ in self._left())
+
+    def trials(self) -> list[Trial]:
+        """Return the finished trials in their order."""
+        goal = self.search.goal
+        return [
+            Trial(self.points[number], result_of(outcome, goal), outcome.folder)
+            for number, outcome in sorted(self.outcomes.items())
+        ]
+
+    def take(self) -> Job | None:
+        for number in self._left():
+            if number not in self._running and not self._is_busy(number):
+                self._running[number] = []
+                return Job(number, self.search.at(self.points[number]))
+        return None
+
+    def is_done(self) -> bool:
+        return next(self._left(), None) is None
+
+    def on_round(self, job: Job, row: Row) -> bool:
+        self._running[job.key].append(row)
+        self.on_row(self.points[job.key], row)
+        return True
+
+    def on_result(self, job: Job, result: Result) -> None:
+        rows = self._running.pop(job.key)
+        if isinstance(result, Outcome):
+            self.outcomes[job.key] = result
+        elif result == "stopped" and self.folder is None:  # a stored one is read from its folder
+            self.outcomes[job.key] = Outcome.of(job.experiment.spec, rows, {"status": PRUNED})
+
+    def _left(self) -> Iterator[int]:
+        """Yield the numbers of the trials that no process has finished."""
+        for number in range(len(self.points)):
+            if number not in self.outcomes and (outcome := self._stored(number)) is not None:
+                self.outcomes[number] = outcome
+            if number not in self.outcomes:
+                yield number
+
+    def _folder_of(self, number: int) -> Path | None:
+        return self.folder and self.folder / id_of(self.search.spec_at(self.points[number]))
+
+    def _is_busy(self, number: int) -> bool:
+        folder = self._folder_of(number)
+        return folder is not None and is_busy(folder)
+
+    def _stored(self, number: int) -> Outcome | None:
+        """Return the outcome of a finished trial; reads no spec, whose digest names the folder."""
+        folder = self._folder_of(number)
+        if folder is None or not (folder / RESULT).exists():
+            return None
+        path = folder / FINGERPRINT
+        if (content := path.read_bytes() if path.exists() else b"") != self._agreed:
+            try:
+                check_content(folder, fingerprint_of(self.search.first))
+            except ReasonError as error:
+                message = f"{error.reason}; remove {self.folder}, or {OTHER_RUNS}"
+                raise UsageError(message) from None
+            self._agreed = content
+        try:
+            rows, result = rows_and_result(folder)
+        except DamagedError as error:
+            raise UsageError(f"{error.reason}; remove {folder} to run the trial again") from None
+        spec = self.search.spec_at(self.points[number])
+        return None if result is None else Outcome.of(spec, rows, result, folder=folder)
 
 
-def ranked(study: Study, trials: list[Trial]) -> list[Trial]:
-    """Return the trials, best first; equal ones in the order of the grid."""
-    order = points(study.values) if study.protocol != "free" else [each.point for each in trials]
-    sign = -1 if study.goal.higher else 1
-    return sorted(
-        trials,
-        key=lambda each: (
-            each.result.pruned or each.result.diverged_at is not None,
-            sign * each.result.score,
-            order.index(each.point),
-        ),
-    )
+class EpsilonTrials(Trials):
+    """The trials of the rule of thumb, up to the one that ends it; see `rule_of_thumb`."""
+
+    def trials(self) -> list[Trial]:
+        higher, trials = self.search.goal.higher, super().trials()
+        return trials[: rule_of_thumb([each.result for each in trials], higher).tried]
+
+    def _left(self) -> Iterator[int]:
+        goal = self.search.goal
+        for number in super()._left():
+            if all(before in self.outcomes for before in range(number)):
+                results = [result_of(self.outcomes[k], goal) for k in range(number)]
+                if rule_of_thumb(results, goal.higher).ended:
+                    return
+            yield number
 
 
-def check_study(study: Study) -> None:
-    """Raise `UsageError` for values that no trial can have, before any runs."""
-    corners = points({name: (values[0], values[-1]) for name, values in study.values.items()})
-    for corner in corners:
-        study.spec_at(corner).prepare(study.run.task)
-    study.run.records()
-    require(study.size >= 1, f"a search needs at least one trial, not {study.size}")
+class FreeTrials(Trials):
+    """The trials of Optuna's TPE over ranges; one worse than the median of the others is pruned.
+
+    `ASKED` holds their values. A lock is held while it is read and written.
+    """
+
+    def __init__(self, search: Search, root: Path | None) -> None:
+        super().__init__(search, root)
+        self.points = []
+        if self.folder is not None and self.folder.exists():
+            self.points = self._asked(self.folder)
+
+    def count_left(self) -> int:
+        return max(super().count_left(), self.search.size - len(self.outcomes))
+
+    def take(self) -> Job | None:
+        with self._locked():
+            if self.folder is not None:
+                self.points = self._asked(self.folder)
+            job = super().take()
+            if job is None and len(self.points) < self.search.size:
+                self.points.append(self._ask())
+                if self.folder is not None:
+                    write_json(self.folder / ASKED, self.points)
+                job = super().take()
+            return job
+
+    def is_done(self) -> bool:
+        return len(self.points) >= self.search.size and super().is_done()
+
+    def on_round(self, job: Job, row: Row) -> bool:
+        return super().on_round(job, row) and not self._is_behind(self._running[job.key])
+
+    def _locked(self) -> AbstractContextManager[Any]:
+        if self.folder is None:
+            return nullcontext()
+        with disk_errors(self.folder):
+            self.folder.mkdir(parents=True, exist_ok=True)
+            return lock_file(self.folder / LOCK, wait=True)
+
+    def _asked(self, folder: Path) -> list[Point]:
+        path, values = folder / ASKED, self.search.values
+        if not path.exists():
+            return []
+        try:
+            asked = [
+                {name: float(point[name]) for name in values}
+                for point in parse_json(path.read_bytes())
+            ]
+            inside = all(
+                low <= point[n] <= high for point in asked for n, (low, high) in values.items()
+            )
+        except (ValueError, TypeError, LookupError, OverflowError):
+            inside = False
+        require(inside, f"{path} is damaged; remove {folder}, or {OTHER_RUNS}")
+        return asked
+
+    def _ask(self) -> Point:
+        """Return the values of the next trial; those of the first are the task's own."""
+        optuna = extra("optuna", "a free search", group="tune")
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        values, goal, usual = self.search.values, self.search.goal, self.search.base.setup.options()
+        # Another seed per trial, so that no two processes draw the same values.
+        seed = self.search.base.seed + 1000 * len(self.points)
+        study = optuna.create_study(
+            direction="maximize" if goal.higher else "minimize",
+            sampler=optuna.samplers.TPESampler(seed=seed),
+        )
+        log_scale = optuna.distributions.FloatDistribution
+        state = optuna.trial.TrialState
+        for number, outcome in sorted(self.outcomes.items()):
+            result = result_of(outcome, goal)
+            study.add_trial(
+                optuna.trial.create_trial(
+                    state=state.PRUNED if result.pruned else state.COMPLETE,
+                    params=self.points[number],
+                    distributions={n: log_scale(*ends, log=True) for n, ends in values.items()},
+                    value=None if result.pruned else result.score,
+                    intermediate_values=_curve(outcome.rows, goal.metric),
+                )
+            )
+        if not self.points:
+            study.enqueue_trial(
+                {n: usual[n] for n, (low, high) in values.items() if low <= usual[n] <= high}
+            )
+        trial = study.ask()
+        return {name: trial.suggest_float(name, *ends, log=True) for name, ends in values.items()}
+
+    def _is_behind(self, rows: Sequence[Row]) -> bool:
+        """Return whether to prune a trial, by the rule of Optuna's MedianPruner.
+
+        That is, whether its best value so far is worse than the median of the others in this round.
+        """
+        goal, round = self.search.goal, rows[-1]["round"]
+        if rows[-1].get(goal.metric) is None or round < WARMUP_ROUNDS:
+            return False
+        for _ in self._left():  # reads what others have finished
+            pass
+        others = [each for each in self.outcomes.values() if each.status != PRUNED]
+        if len(others) < STARTUP_TRIALS:
+            return False
+        curves = [_curve(each.rows, goal.metric) for each in others]
+        values = [curve[round] for curve in curves if round in curve]
+        so_far = _curve(rows, goal.metric).values()
+        if not values:
+            return False
+        middle = float(np.median(values))
+        return max(so_far) < middle if goal.higher else min(so_far) > middle
+
+
+QUEUES: dict[Protocol, type[Trials]] = {
+    "paper": Trials,
+    "free": FreeTrials,
+    "epsilon": EpsilonTrials,
+}
+
+
+def _curve(rows: Sequence[Row], metric: str) -> dict[int, float]:
+    """Return a metric by round, as far as it is known."""
+    return {row["round"]: row[metric] for row in rows if row.get(metric) is not None}
 
 
 @dataclass(frozen=True)
-class EpsilonResult:
+class Choice:
     """The eps that the rule of thumb chose.
 
     Attributes:
-        chosen: last value before the drop.
-        tried: every value up to the end of the search, with its result.
-        ended: "drop", "average" if every step size was 1, or "edge" after the last value.
+        eps: last value before the drop.
+        tried: number of values up to the end of the search.
+        ended: "drop", "average" if every step size was 1, "edge" after the last value, or "" while
+            further values are to be tried.
     """
 
-    chosen: float
-    tried: list[tuple[float, TrialResult]]
-    ended: Literal["drop", "average", "edge"]
+    eps: float
+    tried: int
+    ended: Literal["drop", "average", "edge", ""]
 
 
-def tune_epsilon(
-    study: Study,
-    runner: TrialRunner = TrialRunner(),  # noqa: B008 (frozen)
-) -> EpsilonResult:
-    """Apply the rule of thumb; trials that the study holds already are not run again."""
-    at_a_time, ranks = runner.jobs, runner.ranks
-    if ranks is not None:  # more ranks than values share the clients of one trial after another
-        at_a_time = ranks.world_size if ranks.world_size <= len(EPS_VALUES) else 1
-    with closing(Executor(TRIALS, study.run)) as executor, study.open() as store:
-
-        def evaluate(values: Sequence[float]) -> list[TrialResult]:
-            known = [each.point for each in store.trials()]
-            wanted: list[Point] = [{EPS: value} for value in values]
-            left: list[Point] = runner.agree([point for point in wanted if point not in known])
-            if left:
-                search = partial(GridSearch, study, store, only=left)
-                runner.run(len(left), search, executor)
-            results = {each.point[EPS]: each.result for each in store.trials()}
-            return [results[value] for value in values]
-
-        return raise_until_drop(evaluate, study.goal.higher, at_a_time)
-
-
-def raise_until_drop(
-    evaluate: Callable[[Sequence[float]], list[TrialResult]], higher: bool, at_a_time: int = 1
-) -> EpsilonResult:
+def rule_of_thumb(results: Sequence[TrialResult], higher: bool) -> Choice:
     """Raise eps until the score drops (App. D.4, docs/paper.md#epsilon-rule-of-thumb).
 
     The search also ends where every server step size is 1, because a larger eps changes nothing
     from there on, and at 10.
 
     Args:
-        evaluate: returns the results of some values.
+        results: of the first of `EPS_VALUES`.
         higher: whether larger scores are better.
-        at_a_time: number of values to evaluate at a time.
 
-    >>> scores = {1e-3: 0.7, 10**-2.5: 0.8, 1e-2: 0.75}
-    >>> found = raise_until_drop(lambda values: [TrialResult(scores[v]) for v in values], True)
-    >>> round(found.chosen, 5), found.ended, len(found.tried)
+    >>> choice = rule_of_thumb([TrialResult(score) for score in (0.7, 0.8, 0.75, 0.9)], True)
+    >>> round(choice.eps, 5), choice.ended, choice.tried
     (0.00316, 'drop', 3)
     """
-    tried: list[tuple[float, TrialResult]] = []
-    for first in range(0, len(EPS_VALUES), at_a_time):
-        batch = EPS_VALUES[first : first + at_a_time]
-        for value, result in zip(batch, evaluate(batch), strict=True):
-            tried.append((value, result))
-            if len(tried) > 1:
-                before, last = tried[-2][1].score, result.score
-                if last < before if higher else last > before:
-                    return EpsilonResult(tried[-2][0], tried, "drop")
-            if result.averages:
-                return EpsilonResult(value, tried, "average")
-    return EpsilonResult(EPS_VALUES[-1], tried, "edge")
-
-
-def epsilon_values(run: Run) -> Values:
-    """Return the values that the rule tries; raise `UsageError` if the algorithm has no eps."""
-    require(
-        EPS in run.setup.options(),
-        f"{run.spec.algorithm} has no eps; choose an algorithm that extrapolates, e.g. fedexp",
-    )
-    return {EPS: EPS_VALUES}
-
-
-def explain(found: EpsilonResult, study: Study) -> str:
-    """Return one line: what was chosen, and why the search ended."""
-    first, last = window_of(study.run.rounds)
-    what = f"{study.metric.replace('train_', 'training ')} (mean of rounds {first} to {last})"
-    value = {eps: format_value(result.score, study.metric) for eps, result in found.tried}
-    head = f"eps {found.chosen:.3g}: {what} is {value[found.chosen]}"
-    end, result = found.tried[-1]
-    if found.ended == "average":
-        return f"{head}, and every step size is 1 from here on: larger eps is FedAvg as well"
-    if found.ended == "edge":
-        return f"{head} and has not dropped up to here, the largest value tried"
-    low = " (smaller values are not part of the rule)" if found.chosen == EPS_VALUES[0] else ""
-    verb = "drops" if study.goal.higher else "rises"
-    fell = "diverges" if result.diverged_at is not None else f"{verb} to {value[end]}"
-    return f"{head} and {fell} at {end:.3g}{low}"
-
-
-class _Running(NamedTuple):
-    """A trial that runs: its number or Optuna trial, its values, and the rows so far."""
-
-    id: Any
-    point: Point
-    rows: list[Row]
-
-
-class Search(ABC):
-    """A queue of trials; see `RunQueue`."""
-
-    def __init__(self, study: Study, store: StudyStore, on_row: OnRow) -> None:
-        self._study, self._store, self._on_row = study, store, on_row
-        self.references = study.run.spec.references
-
-    @abstractmethod
-    def take(self) -> Job | None: ...
-
-    @abstractmethod
-    def is_done(self) -> bool: ...
-
-    def on_round(self, job: Job, row: Row) -> bool:
-        running: _Running = job.key
-        running.rows.append(row)
-        self._on_row(running.point, row)
-        return not self._is_behind(running, row)
-
-    def on_result(self, job: Job, result: Result) -> None:
-        running: _Running = job.key
-        diverged_at = result.diverged_at if isinstance(result, Outcome) else None
-        found = result_of(running.rows, self._study.goal, diverged_at, result == "stopped")
-        self._store_result(running, found)
-
-    def _job(self, id: Any, point: Point) -> Job:
-        return Job(_Running(id, point, []), self._study.spec_at(point))
-
-    def _is_behind(self, running: _Running, row: Row) -> bool:
-        """Return whether to prune a trial after a round."""
-        return False
-
-    @abstractmethod
-    def _store_result(self, running: _Running, result: TrialResult) -> None: ...
-
-
-class GridSearch(Search):
-    """The points of a grid that the study does not hold yet, or only some of them."""
-
-    def __init__(
-        self, study: Study, store: StudyStore, on_row: OnRow, only: Sequence[Point] | None = None
-    ) -> None:
-        super().__init__(study, store, on_row)
-        numbered = enumerate(points(study.values))
-        self._points = [(k, point) for k, point in numbered if only is None or point in only]
-
-    def take(self) -> Job | None:
-        with self._store.locked():
-            for number, point in self._left():
-                if self._store.acquire(number):
-                    return self._job(number, point)
-        return None
-
-    def is_done(self) -> bool:
-        return not self._left()
-
-    def _left(self) -> list[tuple[int, Point]]:
-        known = [each.point for each in self._store.trials()]
-        return [(number, point) for number, point in self._points if point not in known]
-
-    def _store_result(self, running: _Running, result: TrialResult) -> None:
-        self._store.add(running.id, running.point, result)
-
-
-class FreeSearch(Search):
-    """Optuna's TPE over ranges; trials worse than the median of the others are pruned."""
-
-    def take(self) -> Job | None:
-        with self._store.locked():
-            if self._store.count_started() >= self._study.trials:
-                return None
-            return self._job(*self._store.ask(self._first_point()))
-
-    def is_done(self) -> bool:
-        return len(self._store.trials()) >= self._study.trials
-
-    def _first_point(self) -> Point:
-        """Return the task's own values, as far as they are in the ranges."""
-        known = self._study.run.setup.options()
-        return {
-            name: float(known[name])
-            for name, (low, high) in self._study.values.items()
-            if low <= known[name] <= high
-        }
-
-    def _is_behind(self, running: _Running, row: Row) -> bool:
-        value = row.get(self._study.metric)
-        return value is not None and self._store.should_prune(running.id, value, row["round"])
-
-    def _store_result(self, running: _Running, result: TrialResult) -> None:
-        self._store.tell(running.id, result)
+    for number, result in enumerate(results):
+        before = results[max(0, number - 1)].score
+        if result.score < before if higher else result.score > before:
+            return Choice(EPS_VALUES[number - 1], number + 1, "drop")
+        if result.averages:
+            return Choice(EPS_VALUES[number], number + 1, "average")
+    last = max(0, len(results) - 1)
+    return Choice(EPS_VALUES[last], len(results), "edge" if last + 1 == len(EPS_VALUES) else "")
 
 
 def goal_of(task: Task) -> Goal:
@@ -431,51 +574,18 @@ def window_of(rounds: int) -> tuple[int, int]:
     return max(1, rounds - WINDOW + 1), rounds
 
 
-def result_of(
-    rows: Sequence[Row], goal: Goal, diverged_at: int | None = None, pruned: bool = False
-) -> TrialResult:
-    """Return the result of a trial with these rows."""
-    score = math.nan if pruned or diverged_at is not None else score_of(rows, goal.metric)
+def result_of(outcome: Outcome, goal: Goal) -> TrialResult:
+    """Return the result of a trial."""
+    rows, pruned = outcome.rows, outcome.status == PRUNED
+    ended = pruned or outcome.diverged_at is not None
+    score = math.nan if ended else score_of(rows, goal.metric)
     steps = [row["server_lr"] for row in rows if row["server_lr"] is not None]
     last = rows[-1] if rows else {}
     return TrialResult(
         worst_score(goal) if math.isnan(score) else score,
-        diverged_at,
+        outcome.diverged_at,
         pruned,
         test=last.get(goal.metric.replace("train_", "test_")),
         step=median(steps) if steps else None,
         averages=bool(steps) and all(step == 1 for step in steps),
     )
-
-
-class TrialRun(Run):
-    """A run that is evaluated a few times, and then in every round of the window."""
-
-    def records(
-        self,
-        start: SimulationState | None = None,
-        client_store: ClientStore | None = None,
-        process_group: ProcessGroup | None = None,
-        programs: SharedPrograms | None = None,
-    ) -> Iterator[Record]:
-        early = window_of(self.rounds)[0] - 1
-        if (0 if start is None else start.round) < early:
-            sparse = replace(self.spec, evaluate_every=max(1, early // EARLY_EVALUATIONS))
-            # with all rounds, on which schedules and the noise of privacy depend
-            before = replace(self, spec=sparse)
-            for record in Run.records(before, start, client_store, process_group, programs):
-                yield record
-                start = record.state
-                if record.round == early:
-                    break
-        window = replace(self, spec=replace(self.spec, evaluate_every=1))
-        yield from Run.records(window, start, client_store, process_group, programs)
-
-
-def prepare_trial(spec: Spec, task: Task | None = None) -> TrialRun:
-    """Return the run of a trial; `task` is the spec's own if it has been built before."""
-    run = spec.prepare(task)
-    return TrialRun(**{each.name: getattr(run, each.name) for each in fields(run)})
-
-
-TRIALS = Execution(prepare_trial)
