@@ -13,6 +13,7 @@ PACKAGE = Path(fedexp.__file__).parent
 # A module may import from its own layer's package and from the layers above it in this list.
 LAYERS = [
     {"errors"},
+    {"identity"},
     {"optional"},
     {"seeding", "precision"},
     {"kernels"},

@@ -36,8 +36,8 @@ from fedexp.engine.client_store import (
 )
 from fedexp.engine.slot_file import Layout, SlotFile
 from fedexp.errors import UsageError
+from fedexp.identity import tensor_bytes
 from fedexp.objective import Buffers
-from fedexp.runs.digest import tensor_bytes
 from fedexp.runs.files import (
     PRIVATE,
     DamagedError,
