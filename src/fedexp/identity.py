@@ -1,340 +1,209 @@
-"""Digests of Python values, and of the code behind them.
+"""One identity of Python values: what they consist of, their digests, and keys for sharing.
 
-Code of fedexp, torch, numpy and the standard library is identified by its name; all other code is
-the user's and is read, with the functions, classes and constants of its modules that it refers to
-(for installed packages, of its own module only). A user's object is digested with its attributes, a
-torch module with its layers and their settings, an object of a library with what pickle would store
-of it. Of losses, metrics, rules and functions among the options tensors of modules (weights of
-classes) count as well. Left out is what use changes: random generators, iterators, cached
-properties, and private attributes that the forward pass of a module assigns. Nothing depends on
-addresses, on comments, or on the position in a file.
+`parts` names what a value consists of: functions with closures, defaults and the globals that they
+read, objects with attributes, modules, containers. Three things follow from it.
 
-There are two views of a function. Its bytecode is what runs, but another version of Python compiles
-it differently. Its source is the same for all versions, but the file may have been edited since it
-was imported. So a digest has both, and two digests are compared by bytecode where both have that of
-the same Python, and otherwise by source.
+- `digest_of` is a text to store, by value alone: nothing depends on addresses, on comments, or on
+  the position in a file. Code of torch, numpy and the standard library is identified by its name,
+  functions of fedexp likewise, and classes of fedexp by their values, so that they may be renamed.
+  All other code is the user's and is read as bytecode, with all that it refers to in its modules
+  (for installed packages, in its own module only). An object of a library has the state that pickle
+  would store. Left out is what use changes: generators, iterators, cached properties, and private
+  attributes that methods assign.
+- `key_of` is for one process: what cannot be compared by value, classes and code among it, is equal
+  to itself alone.
+- The search for hidden state (`fedexp.objective.hidden_state`) compares parts between calls.
 """
 
 from __future__ import annotations
 
-import ast
 import copyreg
 import dataclasses
 import dis
-import enum
 import functools
 import hashlib
 import inspect
-import io
 import logging
-import pickle
 import random
+import re
 import sys
 import sysconfig
-import textwrap
-import tokenize
-import types
 from argparse import Namespace
-from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections import defaultdict, deque
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
+from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
+from weakref import ReferenceType
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
-Digest = dict[str, str]
-SOURCE, BYTECODE = "source", str(sys.implementation.cache_tag)
-LIBRARIES = ("fedexp", "torch", "numpy")
-BYTES = 16  # of a digest
-PLAIN = (bool, int, float, complex, str, bytes, type(None), type(Ellipsis))
-BUILTIN = (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)
-NAMESPACES = (Namespace, types.SimpleNamespace)
-CHANGED_BY_USE = (
-    Iterator,
-    random.Random,
-    np.random.Generator,
-    np.random.RandomState,
-    np.random.BitGenerator,
-    torch.Generator,
-    logging.Logger,  # named by the module, which is __main__ in a script
-    logging.LoggerAdapter,
-    logging.Handler,
-)
-CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__")
-MODULE = {*dir(nn.Module), *vars(nn.Module())}  # what every module has
+PYTHON = str(sys.implementation.cache_tag)  # whose bytecode is read
+BYTES, BLOCK_BYTES = 16, 2**24  # of a digest; hashed at a time, on all cores
+STANDARD = Path(sysconfig.get_paths()["stdlib"])
+READ = ("user", "installed")  # whose code is read, see `origin`
+NOTHING = (type(None), type(Ellipsis))
+PLAIN = (bool, int, float, complex, str, bytes, *NOTHING, torch.dtype, torch.device)
+SEQUENCES = (list, tuple, deque, set, frozenset)
+NAMESPACES = (ModuleType, SimpleNamespace, Namespace)
+DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
+HOLDING = (MethodType, functools.partial, type(functools.cache(len)), *DESCRIPTORS)
+HELD = ("__func__", "__self__", "__wrapped__", "func", "args", "keywords", "fget", "fset")
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-# Whether a function takes *args and **kwargs, and is a generator or a coroutine; other flags depend
-# on the compilation.
-CALLED = (
-    inspect.CO_VARARGS
-    | inspect.CO_VARKEYWORDS
-    | inspect.CO_GENERATOR
-    | inspect.CO_COROUTINE
-    | inspect.CO_ASYNC_GENERATOR
-)
-BY_NAME = {*dis.hasname, *dis.haslocal, *dis.hasfree, *dis.hascompare, *dis.hasjrel, *dis.hasjabs}
+COMPARED = (*SEQUENCES, *HOLDING, Mapping, ReferenceType, nn.Module, FunctionType, type)
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))
+CONSTRUCTORS = ("__init__", "__new__", "__post_init__", "__setstate__")
+GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
+LOGGING = (logging.Logger, logging.LoggerAdapter, logging.Handler)  # may be named by the time
+CHANGED_BY_USE = (Iterator, *GENERATORS, np.random.BitGenerator, *LOGGING)
 
 
-def digest_of(*values: Any, whole: bool = False) -> Digest:
-    """Digest values and the code behind them, by source and by bytecode.
+@functools.cache
+def origin(module: Any) -> str:
+    """Return whose code a module is: "fedexp", "library", "installed" or "user".
+
+    >>> [origin(name) for name in ("fedexp.models", "torch.nn", "functools", "pytest", "my_study")]
+    ['fedexp', 'library', 'library', 'installed', 'user']
+    """
+    name = str(module)
+    root = name.partition(".")[0]
+    if root in ("fedexp", "torch", "numpy"):
+        return "fedexp" if root == "fedexp" else "library"
+    file = str(getattr(sys.modules.get(name, sys.modules.get(root)), "__file__", STANDARD / root))
+    if re.search(r"[\\/](site|dist)-packages[\\/]", file):
+        return "installed"
+    is_standard = root in sys.stdlib_module_names and STANDARD in Path(file).parents
+    return "library" if is_standard else "user"  # who may have a `random.py`
+
+
+# What a value consists of -----------------------------------------------------------------------
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """Return the attributes of an object, those in slots too, without cached properties."""
+    state = object.__getstate__(value)
+    named, slots = state if isinstance(state, tuple) else (state, None)
+    own = sorted({**(named or {}), **(slots or {})}.items())
+    cached = functools.cached_property
+    return {n: v for n, v in own if not isinstance(getattr(type(value), n, None), cached)}
+
+
+def parts(
+    value: Any, installed: bool = False, used: bool = True
+) -> Sequence[tuple[Any, Any]] | None:
+    """Return what a value consists of, by name; None for an object whose structure is not known.
 
     Args:
-        values: anything.
-        whole: read tensors of torch modules as well.
-
-    >>> same(digest_of(nn.LeakyReLU(0.1)), digest_of(nn.LeakyReLU(0.1)))
-    True
-    >>> same(digest_of(nn.LeakyReLU(0.1)), digest_of(nn.LeakyReLU(0.2)))
-    False
+        value: anything.
+        installed: read functions and classes of installed packages too.
+        used: with private attributes that use changes, and those of layers of libraries.
     """
-    return {view: _Reader(view, whole).digest(*values) for view in (SOURCE, BYTECODE)}
+    kind: Any = type(value)
+    whose = origin((value if isinstance(value, FunctionType | type) else kind).__module__)
+    is_read = whose == "user" or (installed and whose == "installed")
+    if isinstance(value, FunctionType):
+        return _parts_of_function(value, is_read)
+    if isinstance(value, type):
+        return _parts_of_class(value) if is_read else []
+    if isinstance(value, ReferenceType):
+        return [("", value())]
+    if isinstance(value, HOLDING):
+        return [(name, getattr(value, name)) for name in HELD if hasattr(value, name)]
+    inside: list[tuple[Any, Any]] = []
+    if isinstance(value, Mapping):
+        inside += value.items()
+    elif isinstance(value, SEQUENCES):
+        is_set = isinstance(value, set | frozenset)
+        inside += enumerate(sorted(value, key=digest_of) if is_set else value)
+    elif isinstance(value, nn.Module):
+        inside += [*value._parameters.items(), *value._buffers.items(), *value._modules.items()]
+        hooks = [(name, list(getattr(value, name).values())) for name in HOOKS]
+        inside += [(name, functions) for name, functions in hooks if functions]
+    elif whose != "user" and not dataclasses.is_dataclass(value):
+        return None
+    own = attributes_of(value)
+    if isinstance(value, nn.Module):
+        own = {n: v for n, v in own.items() if n not in OF_EVERY_MODULE}
+    if not used:
+        fields = getattr(kind, "__dataclass_fields__", ())
+        kept = own.keys() - _changed_by_use(kind) if whose in READ else fields
+        own = {n: v for n, v in own.items() if n[:1] != "_" or n in kept}
+    return [*inside, *own.items()]
 
 
-def same(one: Mapping[str, str], other: Mapping[str, str]) -> bool:
-    """Compare two digests by bytecode where both have that of one Python, or else by source."""
-    shared = one.keys() & other.keys()
-    views = shared - {SOURCE} or shared
-    return bool(views) and all(one[view] == other[view] for view in views)
+def _parts_of_function(function: FunctionType, is_read: bool) -> list[tuple[str, Any]]:
+    """Return the closure and the defaults of a function; attributes and globals if it is read."""
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    empty = CellType()
+    inside = [(name, None if cell == empty else cell.cell_contents) for name, cell in cells]
+    inside += [("defaults", function.__defaults__), ("defaults", function.__kwdefaults__)]
+    if not is_read:
+        return [*inside, ("__wrapped__", vars(function).get("__wrapped__"))]
+    return [*inside, *_globals(function), *sorted(vars(function).items())]
 
 
-def tensor_bytes(value: Tensor) -> memoryview:
-    """Return the memory of a tensor; copied only where it is not contiguous or on a GPU."""
-    flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-    # not by Tensor.numpy, which marks the memory as shared with numpy, see `_version`
-    array: NDArray[Any] = np.from_dlpack(flat.view(torch.uint8))
-    return array.data.cast("B")
+def _globals(function: FunctionType) -> Iterator[tuple[str, Any]]:
+    """Yield the globals that a function names; of a module or namespace what it names there."""
+    names, module = sorted(_names(function.__code__)), function.__module__
+    namespaces, met = [("", function.__globals__)], set[int]()
+    for path, namespace in namespaces:
+        for name in filter(namespace.__contains__, names):
+            value = namespace[name]
+            if not isinstance(value, NAMESPACES):
+                if origin(module) == "user" or getattr(value, "__module__", module) == module:
+                    yield path + name, value
+            elif origin(getattr(value, "__name__", None)) in READ and id(value) not in met:
+                met.add(id(value))  # modules may import each other
+                namespaces.append((f"{path}{name}.", vars(value)))
+
+
+def _parts_of_class(kind: type) -> list[tuple[str, Any]]:
+    """Return the bases of a class, its methods and its attributes without those of Python."""
+    inside: list[tuple[str, Any]] = [("bases", kind.__bases__)]
+    for name, value in sorted(vars(kind).items()):
+        of_python = name.startswith("_abc_") or (name[:2] == "__" and name[-2:] == "__")
+        if not of_python or isinstance(value, FunctionType):
+            inside.append((name, value))
+    return inside
 
 
 @functools.cache
-def is_library(module: str | None) -> bool:
-    """Return whether a module's code is identified by name; a user's `random.py` is not.
+def _changed_by_use(kind: Any) -> set[str]:
+    """Return the attributes that a module's forward pass assigns, or any method of other objects.
 
-    >>> is_library("torch.nn.functional"), is_library("functools"), is_library("my_study")
-    (True, True, False)
+    A forward pass by itself and by the methods that it calls. Constructors do not count.
     """
-    root = (module or "").partition(".")[0]
-    if root in LIBRARIES:
-        return True
-    if root not in sys.stdlib_module_names:
-        return False
-    spec = getattr(sys.modules.get(root), "__spec__", None)
-    origin = spec.origin if spec is not None else None
-    if origin in (None, "built-in", "frozen"):
-        return True
-    return Path(sysconfig.get_paths()["stdlib"]) in Path(str(origin)).parents
+    methods: defaultdict[str, list[FunctionType]] = defaultdict(list)
+    for base in (base for base in kind.__mro__ if origin(base.__module__) in READ):
+        for name, value in vars(base).items():
+            method = inspect.unwrap(value) if callable(value) else value
+            if isinstance(method, FunctionType) and name not in CONSTRUCTORS:
+                methods[name].append(method)
+    waiting = {"forward"} if issubclass(kind, nn.Module) else set(methods)
+    changed = set[str]()
+    while waiting:
+        for method in methods.pop(waiting.pop(), ()):
+            waiting |= _names(method.__code__)
+            steps = dis.get_instructions(method)
+            changed |= {step.argval for step in steps if step.opname == "STORE_ATTR"}
+    return changed
 
 
 @functools.cache
-def _is_installed(module: str | None) -> bool:
-    """Return whether a module is of an installed package, and not of the user's own files."""
-    file = getattr(sys.modules.get(module or ""), "__file__", None)
-    paths = sysconfig.get_paths()
-    places = [Path(paths[name]) for name in ("purelib", "platlib")]
-    return file is not None and any(place in Path(file).parents for place in places)
+def _names(code: CodeType) -> frozenset[str]:
+    """Return the names that a function and the functions inside it look up."""
+    inner = (_names(const) for const in code.co_consts if isinstance(const, CodeType))
+    return frozenset(code.co_names).union(*inner)
 
 
-class _Reader:
-    """Feeds values to a hash.
-
-    Functions and classes are read from a queue, after all values: a graph of calls can be deeper
-    than Python's stack.
-    """
-
-    def __init__(self, view: str, whole: bool) -> None:
-        self.view, self.whole = view, whole
-        self.hash = hashlib.blake2b(digest_size=BYTES)
-        self._seen: dict[int, tuple[int, Any]] = {}  # holds the values, so that ids stay unique
-        self._unread: deque[types.FunctionType | type] = deque()
-
-    def digest(self, *values: Any) -> str:
-        """Read values, then the functions and classes that were met and those they refer to."""
-        for value in values:
-            self.add(value)
-        while self._unread:
-            value = self._unread.popleft()
-            self._put("definition", str(self._seen[id(value)][0]))
-            if isinstance(value, type):
-                self._class(value)
-            else:
-                self._function(value)
-        return self.hash.hexdigest()
-
-    def add(self, value: Any) -> None:
-        """Read a value; of one that was read before, only its number."""
-        if isinstance(value, enum.Enum):
-            self._put("enum", type(value).__qualname__, value.name)
-        elif isinstance(value, PLAIN):
-            self._put(type(value).__name__, repr(value))
-        elif isinstance(value, torch.dtype | torch.device | np.dtype):
-            self._put("kind", str(value))
-        elif isinstance(value, np.generic):
-            self._put("number", str(value.dtype), value.tobytes())
-        elif isinstance(value, types.CodeType):
-            self._code(value)
-        elif isinstance(value, tuple):  # whether equal ones are one object is an accident
-            self._each("tuple", value)
-        elif isinstance(value, set | frozenset):
-            alone = (_Reader(self.view, self.whole).digest(each) for each in value)
-            self._put("set", *sorted(alone))
-        else:
-            known = id(value) in self._seen
-            at, _ = self._seen.setdefault(id(value), (len(self._seen), value))
-            self._put("object", str(at))
-            if not known:
-                self._object(value)
-
-    def _put(self, *texts: str | bytes | memoryview) -> None:
-        """Hash every text with its length, so that no two lists have the same bytes."""
-        for text in texts:
-            data = text.encode() if isinstance(text, str) else text
-            self.hash.update(len(data).to_bytes(8, "little"))
-            self.hash.update(data)
-
-    def _each(self, what: str, values: Iterable[Any]) -> None:
-        found = list(values)
-        self._put(what, str(len(found)))
-        for value in found:
-            self.add(value)
-
-    def _pairs(self, what: str, pairs: Iterable[tuple[Any, Any]]) -> None:
-        self._each(what, [each for pair in pairs for each in pair])
-
-    def _object(self, value: Any) -> None:
-        match value:
-            case types.FunctionType() | type():
-                self._unread.append(value)
-            case list():
-                self._each("list", value)
-            case dict():
-                self._pairs("mapping", value.items())
-            case Tensor():
-                self._put("tensor", str(value.dtype), str(tuple(value.shape)), tensor_bytes(value))
-            case np.ndarray() if value.dtype.hasobject:
-                self._each("array", value.ravel().tolist())
-            case np.ndarray():
-                data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
-                self._put("array", str(value.dtype), str(value.shape), data)
-            case functools.partial():
-                self._each("partial", [value.func, value.args, value.keywords])
-            case types.MethodType():
-                self._each("method", [value.__func__, value.__self__])
-            case staticmethod() | classmethod():
-                self._each(type(value).__name__, [value.__func__])
-            case property():
-                self._each("property", [value.fget, value.fset, value.fdel])
-            case functools.cached_property():
-                self._each("property", [value.func])
-            case types.ModuleType():
-                self._put("module", value.__name__)
-            case nn.Module():
-                self._layers(value)
-            case _ if type(value) in BUILTIN:
-                self._put("builtin", value.__qualname__)
-            case _:
-                self._instance(value)
-
-    def _function(self, function: types.FunctionType) -> None:
-        text = _source(function) if self.view == SOURCE else None
-        if is_library(function.__module__):
-            self._put("function", f"{function.__module__}.{function.__qualname__}")
-        elif text is not None:
-            self._put("source", text)
-        else:
-            self._code(function.__code__)
-        names = function.__code__.co_freevars
-        cells = [_held(cell) for cell in function.__closure__ or ()]
-        self._pairs("closure", zip(names, cells, strict=True))
-        self.add(vars(function).get("__wrapped__"))
-        if not is_library(function.__module__):
-            self.add(function.__defaults__)
-            self._pairs("defaults", sorted((function.__kwdefaults__ or {}).items()))
-            self._pairs("globals", _globals(function))
-
-    def _code(self, code: types.CodeType) -> None:
-        """Read instructions with their names and constants, without lines and docstring."""
-        kinds = (code.co_argcount, code.co_kwonlyargcount, code.co_flags & CALLED)
-        self._put("code", *map(str, kinds))
-        for step in dis.get_instructions(code):
-            if step.opname == "EXTENDED_ARG":
-                continue
-            self._put(step.opname)
-            if step.opcode in dis.hasconst:
-                self.add(step.argval)
-            else:
-                self._put(str(step.argval if step.opcode in BY_NAME else step.arg))
-        self._put(code.co_exceptiontable)
-
-    def _class(self, kind: type) -> None:
-        self._put("class", kind.__qualname__)
-        own = not is_library(kind.__module__)
-        if not own:
-            self._put(kind.__module__)
-        self._each("bases", [each for each in kind.__mro__[1:] if not is_library(each.__module__)])
-        of_class = vars(kind)
-        for name, value in sorted(of_class.items()) if own else []:
-            dunder = name.startswith("__") and name.endswith("__")
-            if not name.startswith("_abc_") and (
-                not dunder or isinstance(value, types.FunctionType)
-            ):
-                self._put("attribute", name)
-                self.add(value)
-
-    def _layers(self, module: nn.Module) -> None:
-        """Read a tree of layers: classes, settings and hooks; weights only if `whole`."""
-        for name, each in module.named_modules():
-            self._put("layer", name)
-            self.add(type(each))
-            own = [(n, v) for n, v in vars(each).items() if self._is_setting(n, type(each))]
-            self._pairs("settings", sorted(own, key=lambda pair: pair[0]))
-            for kind in HOOKS:
-                self._each(kind, vars(each).get(kind, {}).values())
-        if self.whole and (tensors := [*module.parameters(), *module.buffers()]):
-            self._each("tensors", tensors)
-
-    def _is_setting(self, name: str, kind: Any) -> bool:
-        """Return whether an attribute of a module is read: not what every module has itself."""
-        if name[:1] != "_":
-            return name != "training"
-        own = not is_library(kind.__module__)
-        return own and name not in MODULE and name not in _not_settings(kind)
-
-    def _instance(self, value: Any) -> None:
-        kind: Any = type(value)
-        own = attributes_of(value)
-        self.add(kind)
-        library, fields = is_library(kind.__module__), dataclasses.is_dataclass(value)
-        if fields:
-            names = [field.name for field in dataclasses.fields(value)]
-            self._pairs("fields", [(name, getattr(value, name, None)) for name in names])
-            own = {name: each for name, each in own.items() if name not in names}
-        if isinstance(value, NAMESPACES) or not library:
-            private = not _is_installed(kind.__module__)
-            changing = () if self.whole else _assigned_in_use(kind)
-            read = [
-                (name, each)
-                for name, each in own.items()
-                if name[:1] != "_" or (private and name not in changing)
-            ]
-            self._pairs("attributes", sorted(read, key=lambda pair: pair[0]))
-        self.add(own.get("__wrapped__"))  # a cache around a function, for one
-        if not fields and (library or _is_installed(kind.__module__)):
-            self._each("state", _pickled_state(value))
-
-
-class _Probe(pickle.Pickler):
-    """A pickler to which functions and classes are plain values: they are read in another way."""
-
-    def reducer_override(self, value: Any) -> Any:
-        return (len, ("",)) if isinstance(value, types.FunctionType | type) else NotImplemented
-
-
-def _pickled_state(value: Any) -> list[Any]:
+def _pickled_state(value: Any) -> list[tuple[Any, Any]]:
     """Return what pickle stores of an object of a library, as values.
 
-    Empty for what pickle cannot store, such as locks, open files and what holds them (a logger may
+    Empty for what cannot be copied, such as locks, open files and what holds them (a logger may
     have a folder named by the time), and for what changes with every use.
     """
     if isinstance(value, CHANGED_BY_USE):
@@ -343,139 +212,195 @@ def _pickled_state(value: Any) -> list[Any]:
         if isinstance(value, torch.distributions.Distribution):
             for name in value.arg_constraints:
                 getattr(value, name)  # computed at first use, and an attribute from then on
-        _Probe(io.BytesIO()).dump(value)
-        own = copyreg.dispatch_table.get(type(value))
-        reduced = value.__reduce_ex__(2) if own is None else own(value)
+        deepcopy(value)
+        reduce: Any = copyreg.dispatch_table.get(type(value))
+        state = reduce(value) if reduce else value.__reduce_ex__(2)
     except Exception:
         return []
-    parts = [reduced] if isinstance(reduced, str) else reduced
-    listed = [list(part) if isinstance(part, Iterator) else part for part in parts]
-    return [
-        sorted(p.items(), key=lambda pair: repr(pair[0])) if isinstance(p, dict) else p
-        for p in listed
-    ]
+    state = (state,) if isinstance(state, str) else state
+    return [("", list(part) if isinstance(part, Iterator) else part) for part in state]
 
 
-@functools.cache
-def _not_settings(kind: type[nn.Module]) -> frozenset[str]:
-    """Return the attributes of a module that its forward pass assigns, or a layer of torch's own.
+def tensor_bytes(value: Tensor) -> memoryview:
+    """Return the memory of a tensor; copied only where it is not contiguous or on a GPU."""
+    flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    # not by Tensor.numpy, which marks the memory as shared with numpy and no longer resizable
+    array: np.ndarray[Any, Any] = np.from_dlpack(flat.view(torch.uint8))
+    return array.data.cast("B")
 
-    A forward pass by itself and by the methods that it calls. A layer of torch has its settings in
-    public attributes, and its weights in private ones too.
+
+# Digests and keys -------------------------------------------------------------------------------
+
+
+def digest_of(*values: Any, whole: bool = False) -> str:
+    """Return a digest of values and the code behind them.
+
+    Where it depends on bytecode, the version of Python that compiled it follows.
+
+    Args:
+        values: anything.
+        whole: read weights of torch modules, and private attributes that methods of objects assign.
+
+    >>> digest_of(nn.LeakyReLU(0.1)) == digest_of(nn.LeakyReLU(0.1))
+    True
+    >>> digest_of(nn.LeakyReLU(0.1)) == digest_of(nn.LeakyReLU(0.2))
+    False
     """
-    bases = [b for b in kind.__mro__ if b not in (nn.Module, object) and is_library(b.__module__)]
-    methods = [each for base in bases for each in vars(base).values()]
-    names, at = ["forward"], 0
-    while at < len(names):
-        method = inspect.unwrap(getattr(kind, names[at], len))
-        at += 1
-        if isinstance(method, types.FunctionType) and not is_library(method.__module__):
-            methods.append(method)
-            names += sorted(_names(method.__code__).difference(names))
-    return _assigned_by(methods)
+    reader = _Reader({}, whole=whole)
+    digest = reader.digest(values)
+    return f"{digest} {PYTHON}" if reader.compiled else digest
 
 
-@functools.cache
-def _assigned_in_use(kind: Any) -> frozenset[str]:
-    """Return the attributes that methods of a user's class assign, apart from its constructor."""
-    bases = [base for base in kind.__mro__ if not is_library(base.__module__)]
-    own = (vars(base).items() for base in bases)
-    return _assigned_by(each for pairs in own for n, each in pairs if n not in CONSTRUCTORS)
+def key_of(value: Any, inputs: Sequence[Tensor] | None = None) -> Hashable:
+    """Return a key that is equal for values that compute the same, and holds no mutable state.
 
+    Numbers count with their types and signs; dataclasses, containers, modules, functions and
+    partial functions by their contents. A tensor or any other object equals itself alone, and a
+    tensor only until it is written to.
 
-def _assigned_by(methods: Iterable[Any]) -> frozenset[str]:
-    """Return the names of the attributes that functions assign; other values are left out."""
-    functions = [each for each in methods if isinstance(each, types.FunctionType)]
-    steps = (step for each in functions for step in dis.get_instructions(each))
-    return frozenset(step.argval for step in steps if step.opname == "STORE_ATTR")
+    Args:
+        value: anything.
+        inputs: tensors of a model that are inputs of its program, whose values do not count. Its
+            other tensors count by their bytes. None for values that are no models.
 
-
-def attributes_of(value: Any) -> dict[str, Any]:
-    """Return the attributes of an object, those in slots too, without cached properties."""
-    kind = type(value)
-    own = {name: getattr(value, name, None) for name in _slots(kind)} | getattr(
-        value, "__dict__", {}
-    )
-    cached = functools.cached_property
-    return {n: each for n, each in own.items() if not isinstance(getattr(kind, n, None), cached)}
-
-
-def _slots(kind: type) -> list[str]:
-    """Return the attributes of a class that are in slots."""
-    named = [vars(each).get("__slots__", ()) for each in kind.__mro__]
-    slots = [name for each in named for name in ((each,) if isinstance(each, str) else each)]
-    return [name for name in slots if name not in ("__dict__", "__weakref__")]
-
-
-def _globals(function: types.FunctionType) -> Iterator[tuple[str, Any]]:
-    """Yield the globals that a function names; of a module or namespace what it names there."""
-    names, own_module = sorted(_names(function.__code__)), function.__module__
-    for name in names:
-        if name not in function.__globals__:
-            continue
-        value = function.__globals__[name]
-        if isinstance(value, types.ModuleType) and is_library(value.__name__):
-            continue  # its name is in the code
-        if _is_installed(own_module) and getattr(value, "__module__", own_module) != own_module:
-            continue
-        if isinstance(value, (types.ModuleType, *NAMESPACES)):
-            yield from _members(name, value, names)
-        else:
-            yield name, value
-
-
-def _members(path: str, module: Any, names: list[str]) -> Iterator[tuple[str, Any]]:
-    for name, value in ((name, vars(module)[name]) for name in names if name in vars(module)):
-        own = isinstance(value, types.ModuleType) and not (
-            is_library(value.__name__) or _is_installed(value.__name__)
-        )
-        if own and name not in path.split("."):  # modules may import each other
-            yield from _members(f"{path}.{name}", value, names)
-        else:
-            yield f"{path}.{name}", value
-
-
-def _names(code: types.CodeType) -> set[str]:
-    """Return the names that a function and the functions inside it look up."""
-    inner = (_names(const) for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*inner)
-
-
-def _held(cell: types.CellType) -> Any:
-    """Return the content of a closure's cell; None where it was never filled."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
-def _source(function: types.FunctionType) -> str | None:
-    """Return a function's source without comments, layout and docstrings; None without source.
-
-    A lambda inside a call, which is no statement, is taken as it is written. What an installed
-    package has is read once: a class such as pandas.Series has thousands of functions.
+    >>> key_of(0.0) == key_of(-0.0), key_of(1) == key_of(1.0), key_of([0.1]) == key_of([0.1])
+    (False, False, True)
     """
-    installed = _is_installed(function.__module__)
-    return _source_of_installed(function) if installed else _source_of(function)
+    numbers = None if inputs is None else {id(tensor): k for k, tensor in enumerate(inputs)}
+    reader = _Reader(numbers, exact=True)
+    return reader.digest(value), *map(Identity, reader.identical)
 
 
-@functools.cache
-def _source_of_installed(function: types.FunctionType) -> str | None:
-    return _source_of(function)
+class Identity:
+    """A key that only the same object equals; it holds the object, so that no other has its id."""
+
+    def __init__(self, held: Any) -> None:
+        self.held = held
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Identity) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
 
 
-def _source_of(function: types.FunctionType) -> str | None:
-    try:
-        text = textwrap.dedent(inspect.getsource(function))
-    except (OSError, TypeError, SyntaxError, tokenize.TokenError):  # the file may have changed
-        return None
-    try:
-        tree = ast.parse(text)
-    except SyntaxError:
-        return text.strip()
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            first = node.body[0]
-            if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                node.body[0] = ast.Pass()
-    return ast.unparse(tree)
+class _Reader:
+    """Feeds values to a hash, objects from a queue: they may refer to each other.
+
+    Args:
+        inputs: ids of tensors whose values do not count, with a number. None for all.
+        whole: see `digest_of`.
+        exact: for a key.
+
+    Attributes:
+        compiled: whether bytecode was read.
+        identical: what equals itself alone, in a key.
+    """
+
+    def __init__(
+        self, inputs: dict[int, int] | None, whole: bool = False, exact: bool = False
+    ) -> None:
+        self.compiled, self.identical = False, list[Any]()
+        self._inputs, self._whole, self._exact = inputs, whole, exact
+        self._hash = hashlib.blake2b(digest_size=BYTES)
+        self._met: dict[int, tuple[int, Any]] = {}  # holds the values, so that ids stay unique
+        self._unread: deque[Any] = deque()
+
+    def digest(self, value: Any) -> str:
+        """Read a value, then the objects that were met and those they refer to."""
+        self._add(value)
+        while self._unread:
+            self._read(self._unread.popleft())
+        return self._hash.hexdigest()
+
+    def _put(self, *texts: str | memoryview) -> None:
+        """Hash every text with its length, so that no two lists have the same bytes."""
+        for text in texts:
+            data = memoryview(text.encode()) if isinstance(text, str) else text
+            if len(data) > BLOCK_BYTES:
+                blocks = [data[at : at + BLOCK_BYTES] for at in range(0, len(data), BLOCK_BYTES)]
+                with ThreadPoolExecutor() as pool:  # hashing releases the GIL
+                    hashes = pool.map(lambda block: hashlib.blake2b(block).digest(), blocks)
+                    data = memoryview(b"".join(hashes))
+            self._hash.update(len(data).to_bytes(8, "little"))
+            self._hash.update(data)
+
+    def _add(self, value: Any) -> None:
+        """Read a plain value or a tuple; of an object only its number, until its turn comes."""
+        if isinstance(value, PLAIN):
+            self._put(type(value).__name__, repr(value))
+        elif isinstance(value, CodeType) and not self._exact:
+            self._code(value)
+        elif isinstance(value, tuple):  # whether equal ones are one object is an accident
+            self._put("tuple", str(len(value)))
+            for part in (type(value), *value):
+                self._add(part)
+        else:
+            if id(value) not in self._met:
+                self._met[id(value)] = len(self._met), value
+                self._unread.append(value)
+            self._put("object", str(self._met[id(value)][0]))
+
+    def _identity(self, value: Any) -> None:
+        self._put("identity", str(len(self.identical)))
+        self.identical.append(value)
+
+    def _read(self, value: Any) -> None:
+        """Read an object: its class, and its content, name or parts."""
+        self._add(type(value))
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            self._tensor(value)
+        elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+            data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
+            self._put(str(value.dtype), str(value.shape), data)
+        elif isinstance(value, ModuleType):
+            self._put(value.__name__)
+        elif isinstance(value, COMPARED) or dataclasses.is_dataclass(value) or not self._exact:
+            self._parts(value)
+        else:
+            self._identity(value)
+
+    def _tensor(self, value: Tensor) -> None:
+        self._put(str(value.dtype), str(tuple(value.shape)), str(value.requires_grad))
+        if self._inputs is None:
+            self._identity(value)
+            self._put(str(0 if value.is_inference() else value._version))
+        elif id(value) in self._inputs:
+            self._put("input", str(self._inputs[id(value)]))
+        else:
+            self._put(tensor_bytes(value))
+
+    def _parts(self, value: Any) -> None:
+        is_module = isinstance(value, nn.Module)
+        if isinstance(value, FunctionType | type):
+            self._name(value)
+        elif isinstance(value, nn.Module) and self._inputs is not None and not self._whole:
+            weights = () if self._exact else (*value._parameters.values(), *value._buffers.values())
+            self._inputs |= {id(tensor): 0 for tensor in weights}
+        used = self._exact or (self._whole and not is_module)
+        inside = parts(value, not self._exact, used)
+        inside = _pickled_state(value) if inside is None else inside
+        self._put(str(len(inside)))
+        for pair in inside:
+            self._add(pair)
+
+    def _name(self, value: Any) -> None:
+        """Read the name of a function or a class; the code of a user's function."""
+        is_function, whose = isinstance(value, FunctionType), origin(value.__module__)
+        if self._exact:
+            self._identity(value.__code__ if is_function else value)
+        elif is_function and whose in READ:
+            self._code(value.__code__)
+        elif whose == "fedexp":  # without names of classes
+            self._put(re.sub(r"\b_*[A-Z]\w*\.", "", value.__qualname__) if is_function else whose)
+        else:
+            self._put(value.__module__ if whose == "library" else "", value.__qualname__)
+
+    def _code(self, code: CodeType) -> None:
+        """Read instructions with their names and constants, without lines and docstring."""
+        self.compiled = True
+        flags = code.co_flags & (inspect.CO_VARARGS | inspect.CO_VARKEYWORDS)
+        self._add((code.co_argcount, code.co_kwonlyargcount, flags, code.co_exceptiontable))
+        for step in dis.get_instructions(code):
+            if step.opname != "EXTENDED_ARG":
+                self._add((step.opname, step.argval))

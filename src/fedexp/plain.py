@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from fedexp.errors import require, shown, unknown_name
-from fedexp.identity import SOURCE, digest_of
+from fedexp.identity import digest_of
 from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
 from fedexp.text import convert, hints_of
 
@@ -107,7 +107,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else str(value)
     name = getattr(value, "__name__", type(value).__name__)
-    return f"{name}-{digest_of(value)[SOURCE][:8]}"
+    return f"{name}-{digest_of(value)[:8]}"
 
 
 def _canonical(value: Any) -> Any:

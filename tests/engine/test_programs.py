@@ -24,7 +24,7 @@ import fedexp as fx
 from fedexp.client import Tensors
 from fedexp.data import Federation, Images
 from fedexp.engine.cuda_graph import Program
-from fedexp.engine.programs import MOST_TRIALS, SharedPrograms, frozen_key, objective_key
+from fedexp.engine.programs import MOST_TRIALS, SharedPrograms, objective_key
 from fedexp.errors import EngineWarning
 from fedexp.experiment import Resources
 from fedexp.objective import ModuleObjective
@@ -406,33 +406,6 @@ def test_dropped_programs_free_their_memory_at_once() -> None:
 # Keys -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Loaded(fx.Average):
-    """A rule with an attribute that is no field."""
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "hidden", [0.0])
-
-
-def test_attributes_that_are_no_fields_count() -> None:
-    one, other = Loaded(), Loaded()
-    assert one == other
-    assert frozen_key(one) == frozen_key(other)
-    other.hidden.append(1.0)  # type: ignore[attr-defined]
-    assert frozen_key(one) != frozen_key(other)
-
-
-def scaled(factor: float) -> Callable[[float], float]:
-    return lambda x: factor * x
-
-
-def test_functions_are_equal_with_what_they_refer_to() -> None:
-    assert frozen_key(scaled(1.0)) == frozen_key(scaled(1.0))
-    assert frozen_key(scaled(1.0)) != frozen_key(scaled(2.0))
-    assert frozen_key(functools.partial(weighted, factor=1)) != frozen_key(weighted)
-    assert frozen_key(lambda x: x) != frozen_key(lambda x: x)
-
-
 TEMPERATURE = 1.0
 
 
@@ -455,15 +428,6 @@ def test_numbers_that_a_model_or_a_loss_reads_as_globals_count(
         monkeypatch.setitem(globals(), "TEMPERATURE", temperature)
         assert_same_runs(list(case.records(programs)), list(case.records(sharing())))
     assert programs.trials == 2
-
-
-def test_tensors_outside_models_are_equal_to_themselves_until_written_to() -> None:
-    tensor = torch.zeros(2)
-    key = frozen_key({"a": tensor})
-    assert key == frozen_key({"a": tensor})
-    assert key != frozen_key({"a": torch.zeros(2)})
-    tensor[0] = 1
-    assert key != frozen_key({"a": tensor})
 
 
 def test_models_are_equal_by_layers_settings_and_constants() -> None:
@@ -496,14 +460,3 @@ def test_objectives_of_other_classes_are_equal_to_themselves_alone() -> None:
     one = Own(Thin)
     assert objective_key(one) == objective_key(one)
     assert objective_key(one) != objective_key(Own(Thin))
-
-
-def test_a_tied_weight_is_no_two_weights() -> None:
-    def tied(shared: bool) -> nn.Module:
-        one, other = nn.Linear(3, 3), nn.Linear(3, 3)
-        if shared:
-            other.weight = one.weight
-        return nn.Sequential(one, other)
-
-    one, other = (objective_key(ModuleObjective(functools.partial(tied, s))) for s in (True, False))
-    assert one != other

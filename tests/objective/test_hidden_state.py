@@ -181,6 +181,21 @@ class CountingHook(Net):
         self.first.register_forward_hook(hook)
 
 
+COUNTED = {"n": 0}
+
+
+def counted(h: Tensor) -> Tensor:
+    COUNTED["n"] += 1
+    return h if COUNTED["n"] < 100 else 0.1 * h
+
+
+class InHelper(Net):
+    """Counts in a global that a method names, not forward."""
+
+    def between(self, h: Tensor) -> Tensor:
+        return counted(h)
+
+
 class OwnGenerator(Net):
     def setup(self) -> None:
         self.draw = torch.Generator().manual_seed(1)
@@ -205,6 +220,7 @@ MODELS: dict[str, type[Net]] = {
     "previous of the model": Previous,
     r"means\.\d of the model": Queue,
     r"first\._forward_hooks\.\d+\.calls\.n of the model": CountingHook,
+    r"COUNTED\.n of the model": InHelper,
     "draw of the model": OwnGenerator,
     "something that is not an attribute": ByNumpy,
 }
@@ -331,10 +347,10 @@ ALIASES: dict[str, Callable[[Net], None]] = {
     r"parts\.a\.0 of the model was computed from weights": with_double,
     r"decoder and first\.weight of the model share": with_data,
     r"reference and first\.weight of the model share .*clone": with_buffer,
-    r"rows\.0 and first\.weight of the model share": with_list,
+    r"first\.weight and rows\.0 of the model share": with_list,
     r"first\.bias and last\.own of the model share .*clone": with_frozen,
     r"first\.weight and last\.own of the model share .*register one nn\.Parameter": with_trained,
-    r"act\.weight and first\.weight of the model share": with_closure,
+    r"first\.weight and act\.weight of the model share": with_closure,
     r"array and first\.weight of the model share": with_array,
 }
 

@@ -110,14 +110,14 @@ def test_a_run_that_has_stored_nothing_yet_takes_other_content(tmp_path: Path) -
 def test_an_older_numerics_version_is_refused(tmp_path: Path) -> None:
     execute_in(tmp_path, tiny())
     path = tmp_path / FINGERPRINT
-    path.write_text(path.read_text().replace('"numerics": 3', '"numerics": 1'))
+    path.write_text(path.read_text().replace('"numerics": 4', '"numerics": 1'))
     with pytest.raises(fx.UsageError, match=r"numerics version of fedexp \(1 and 3\) differs"):
         execute_in(tmp_path, tiny())
 
 
 def test_a_damaged_fingerprint_is_one_line(tmp_path: Path) -> None:
     execute_in(tmp_path, tiny())
-    for text in (b"", b"{}", b"[1]", b'{"format": 1, "numerics": 3, "digests": 3}', b"\xff"):
+    for text in (b"", b"{}", b"[1]", b'{"format": 1, "numerics": 4, "digests": 3}', b"\xff"):
         (tmp_path / FINGERPRINT).write_bytes(text)
         with pytest.raises(fx.UsageError, match=r"fingerprint.json is damaged; --restart"):
             execute_in(tmp_path, tiny())

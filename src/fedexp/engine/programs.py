@@ -8,7 +8,7 @@ Seeds, algorithms and grid points of a comparison differ in a few numbers. They 
 - engines with their CUDA graphs, where everything is equal that is a constant of the program.
 
 The learning rate, the seed, the cohort, weights and states are inputs of a program. All else is a
-constant, so it is part of a key (`frozen_key`), by value: the settings of the rules, of local
+constant, so it is part of a key (`key_of`), by value: the settings of the rules, of local
 training and of the transform, the layers, the loss and every tensor of the model that is not
 trained. What cannot be compared by value is compared by identity. Runs with different keys share no
 engine, so that a run gives the numbers that it gives alone.
@@ -16,18 +16,14 @@ engine, so that a run gives the numbers that it gives alone.
 
 from __future__ import annotations
 
-import enum
-import hashlib
-from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import partial
-from types import FunctionType, MethodType
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 from weakref import ReferenceType, WeakKeyDictionary, WeakSet, ref
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedexp.client import Tensors
 from fedexp.data.federation import Batch, Federation
@@ -37,6 +33,7 @@ from fedexp.engine.batched import Batched, Capture
 from fedexp.engine.cuda_graph import CapturedGraph, Program, RepeatedProgram, capture_graph
 from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
+from fedexp.identity import Identity, key_of
 from fedexp.objective import ComparableObjective, CopyableObjective, Objective
 from fedexp.precision import Precision
 from fedexp.tasks.task import Task
@@ -169,9 +166,9 @@ class SharedPrograms:
             candidate,
             task.name,
             objective_key(task.objective),
-            frozen_key(work.algorithm.client),
-            frozen_key(_without_inputs(work)),
-            frozen_key(task.transform),
+            key_of(work.algorithm.client),
+            key_of(_without_inputs(work)),
+            key_of(task.transform),
             precision,
             (params.shape, params.dtype, params.device),
             tuple((n, v.shape[1:], v.dtype) for n, v in task.train.fields.items()),
@@ -219,9 +216,9 @@ class SharedPrograms:
             trial,
             settings,
             Identity(storage if fixed else train),
-            frozen_key(None if fixed else list(task.train.fields.values())),
-            frozen_key(work.algorithm.server),
-            frozen_key(work.total_weight),
+            key_of(None if fixed else list(task.train.fields.values())),
+            key_of(work.algorithm.server),
+            key_of(work.total_weight),
         )
         held = self._engines.pop(key, None)
         if held is None:
@@ -260,7 +257,7 @@ class SharedPrograms:
             Identity(task.objective),
             Identity(task.train),
             Identity(task.test),
-            frozen_key(settings),
+            key_of(settings),
             _flags(),
         )
         found = self._evaluations.pop(key, None) or RepeatedProgram()
@@ -391,127 +388,4 @@ def objective_key(objective: Objective) -> Hashable:
     if not isinstance(objective, ComparableObjective):
         return Identity(objective)
     constants = objective.constants()
-    return _Keys(constants.inputs).of((type(objective), *constants.values))
-
-
-class Identity:
-    """A key that only the same object equals; it holds the object, so that no other has its id."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Identity) and other.held is self.held
-
-    def __hash__(self) -> int:
-        return id(self.held)
-
-
-PLAIN = (bool, int, str, bytes, complex, type(None), type(Ellipsis), torch.dtype, torch.device)
-
-
-def frozen_key(value: Any) -> Hashable:
-    """Return a key that is equal for values that compute the same, and holds no mutable state.
-
-    Numbers count with their types and signs; dataclasses, containers, modules, functions and
-    partial functions by their contents. A tensor or any other object equals itself alone, and a
-    tensor only until it is written to.
-
-    >>> from fedexp.server import ExP
-    >>> frozen_key(ExP(0.1)) == frozen_key(ExP(0.1)), frozen_key(ExP(0.1)) == frozen_key(ExP(0.2))
-    (True, False)
-    >>> frozen_key(0.0) == frozen_key(-0.0), frozen_key(1) == frozen_key(1.0)
-    (False, False)
-    """
-    return _Keys().of(value)
-
-
-class _Keys:
-    """Makes the key of one value; objects that refer to themselves or to each other are met once.
-
-    Args:
-        inputs: tensors of a model that are inputs of its program, whose values do not count. Its
-            other tensors count by their bytes. None for values that are no models.
-    """
-
-    def __init__(self, inputs: Sequence[Tensor] | None = None) -> None:
-        self._inputs = None if inputs is None else {id(each): k for k, each in enumerate(inputs)}
-        self._met: dict[int, tuple[int, Any]] = {}  # holds the objects: an id is not used twice
-
-    def of(self, value: Any) -> Hashable:
-        kind = type(value)
-        if kind in PLAIN or isinstance(value, type | enum.Enum):
-            return kind, value
-        if isinstance(value, float):
-            return kind, value.hex()
-        if isinstance(value, tuple):
-            return kind, tuple(map(self.of, value))
-        if id(value) in self._met:
-            return "met before", self._met[id(value)][0]
-        self._met[id(value)] = len(self._met), value
-        if isinstance(value, Tensor):
-            return self._tensor(value)
-        if isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
-            return kind, str(value.dtype), value.shape, value.tobytes()
-        if isinstance(value, list):
-            return kind, tuple(map(self.of, value))
-        if isinstance(value, set | frozenset):
-            return kind, frozenset(map(self.of, value))
-        if isinstance(value, Mapping):
-            return kind, tuple((self.of(k), self.of(v)) for k, v in value.items())
-        if isinstance(value, ReferenceType):  # of a recurrent layer to its weights
-            return kind, self.of(value())
-        if isinstance(value, partial):
-            return kind, self.of([value.func, value.args, value.keywords])
-        if isinstance(value, MethodType):
-            return kind, self.of([value.__func__, value.__self__])
-        if isinstance(value, FunctionType):
-            return self._function(value)
-        if isinstance(value, nn.Module):
-            return kind, self.of([_attributes(value), _plain_globals(kind.forward)])
-        if is_dataclass(value):
-            return kind, self.of(_attributes(value))
-        return Identity(value)
-
-    def _tensor(self, value: Tensor) -> Hashable:
-        kind = type(value), value.shape, value.dtype, value.device, value.requires_grad
-        if self._inputs is None:
-            return *kind, Identity(value), 0 if value.is_inference() else value._version
-        if id(value) in self._inputs:
-            return *kind, self._inputs[id(value)]
-        try:
-            flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-            content = flat.view(torch.uint8).numpy().data
-        except (RuntimeError, TypeError):  # of a kind that has no bytes, e.g. sparse
-            return Identity(value)
-        return *kind, hashlib.blake2b(content, digest_size=16).hexdigest()
-
-    def _function(self, value: FunctionType) -> Hashable:
-        """Return the code of a function, with all that it was defined with."""
-        try:
-            held = [cell.cell_contents for cell in value.__closure__ or ()]
-        except ValueError:  # a cell without a value yet
-            return Identity(value)
-        defined = [value.__defaults__, value.__kwdefaults__, held, vars(value)]
-        defined.append(_plain_globals(value))
-        return FunctionType, Identity(value.__code__), Identity(value.__globals__), self.of(defined)
-
-
-def _plain_globals(function: Any) -> dict[str, Any]:
-    """Return the numbers and strings among the globals that a function names."""
-    if not isinstance(function, FunctionType):
-        return {}
-    names, known = function.__code__.co_names, function.__globals__
-    return {n: known[n] for n in names if n in known and type(known[n]) in (*PLAIN, float)}
-
-
-def _attributes(value: Any) -> dict[str, Any]:
-    """Return the attributes of a dataclass, whether they are fields or not, or of a module."""
-    own: dict[str, Any] = {}
-    if is_dataclass(value):
-        own |= {f.name: getattr(value, f.name) for f in fields(value) if hasattr(value, f.name)}
-    if hasattr(value, "__dict__"):  # a dataclass with slots has none
-        own |= vars(value)
-    if isinstance(value, nn.Module):
-        own.pop("training")  # set before every use
-    return own
+    return key_of((type(objective), *constants.values), constants.inputs)

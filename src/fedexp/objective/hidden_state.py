@@ -10,16 +10,13 @@ from __future__ import annotations
 
 import hashlib
 import pickle
-import random
-import re
-import sys
 import warnings
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from itertools import combinations
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -30,16 +27,14 @@ from torch import Tensor, nn
 from fedexp.data.federation import Batch
 from fedexp.data.transforms import Transform
 from fedexp.errors import require
+from fedexp.identity import GENERATORS, HOOKS, parts, tensor_bytes
 from fedexp.seeding import seeded_torch
 
 if TYPE_CHECKING:  # it imports this file
     from fedexp.objective.module import ModuleObjective
 
-HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 LEAVES = (Tensor, np.ndarray, np.generic, bool, int, float, complex, str, *GENERATORS)
 METRIC = ("update", "compute", "reset")  # of torchmetrics: what a loss reports, not what it uses
-INSTALLED = re.compile(r"[\\/](site|dist)-packages[\\/]")
 PERTURBED = 0.05  # of the weights' root mean square: a mean teacher starts at the initial weights
 ROUNDING = 64  # units in the last place, where the order of a sum is not fixed
 LARGE_BYTES = 2**20  # of a tensor that is summed up
@@ -53,10 +48,6 @@ def check_aliases(module: nn.Module) -> None:
     trained = {id(p) for p in module.parameters() if p.requires_grad}
     in_memory: defaultdict[int, dict[int, tuple[str, Tensor]]] = defaultdict(dict)
     for name, value in leaves(module):
-        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of an array that cannot be written to
-                value = torch.from_numpy(value)
         if not isinstance(value, Tensor) or nn.parameter.is_lazy(value):
             continue
         require(
@@ -192,13 +183,12 @@ def _contents(objective: ModuleObjective) -> dict[str, bytes]:
     module = objective.module
     carried = {id(p) for p in module.parameters() if p.requires_grad}
     carried |= {id(b) for b in module.buffers() if not b.is_complex()}
-    roots = {"model": module, "loss": objective.loss}
-    return {
-        f"{name} of the {root}": _digest(value)
-        for root, held in roots.items()
-        for name, value in leaves(held)
-        if id(value) not in carried
-    }
+    contents: defaultdict[str, bytes] = defaultdict(bytes)  # of all values of one name
+    for root, held in {"model": module, "loss": objective.loss}.items():
+        for name, value in leaves(held):
+            if id(value) not in carried:
+                contents[f"{name} of the {root}"] += _digest(value)
+    return contents
 
 
 def _digest(value: Any) -> bytes:
@@ -207,64 +197,28 @@ def _digest(value: Any) -> bytes:
         value = value.get_state() if isinstance(value, torch.Generator) else value
         if not (isinstance(value, Tensor) and value.layout == torch.strided):
             return pickle.dumps(value.detach() if isinstance(value, Tensor) else value)
-        flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
-        raw = flat.view(torch.uint8)
-        summed = (
-            len(raw) // 8 * 8 if len(raw) >= LARGE_BYTES else 0
-        )  # hashing takes ten times as long
-        total = int(raw[:summed].view(torch.int64).sum())
-        rest = hashlib.blake2b(np.from_dlpack(raw[summed:].contiguous()).data)
+        data = tensor_bytes(value)
+        # hashing takes ten times as long
+        summed = len(data) // 8 * 8 if len(data) >= LARGE_BYTES else 0
+        total = int(np.frombuffer(data[:summed], np.int64).sum())
+        rest = hashlib.blake2b(data[summed:])
         return total.to_bytes(8, "big", signed=True) + rest.digest()
     return b""
 
 
 def leaves(root: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors, numbers, texts and generators inside a value, with their names."""
+    """Yield tensors, numbers, texts and generators inside a value with their names; no arrays."""
     met: dict[int, Any] = {}  # holds the values, so that no other one gets their ids
     waiting = deque([("", root)])
     while waiting:
         name, value = waiting.popleft()
+        if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of an array that cannot be written to
+                value = torch.from_numpy(value)
         if isinstance(value, LEAVES):
-            yield re.sub(r"\b_(modules|parameters|buffers)\.", "", name), value
-        elif id(value) not in met:
+            yield name, value
+        elif id(value) not in met and not all(hasattr(value, method) for method in METRIC):
             met[id(value)] = value
-            waiting += [(f"{name}.{key}".strip("."), part) for key, part in _inside(value)]
-
-
-def _inside(value: Any) -> Iterable[tuple[Any, Any]]:
-    """Return the parts of a value by name; objects and functions of libraries have none."""
-    if isinstance(value, Mapping):
-        return list(value.items())
-    if isinstance(value, list | tuple | deque):
-        return list(enumerate(value))
-    if isinstance(value, MethodType):
-        return [("", value.__self__)]
-    if isinstance(value, partial):
-        return [("", value.func), *enumerate(value.args), *value.keywords.items()]
-    if isinstance(value, type) or all(hasattr(value, name) for name in METRIC):
-        return []
-    attributes = {n: v for n, v in getattr(value, "__dict__", {}).items() if n != "training"}
-    kind, is_module = type(value), isinstance(value, nn.Module)
-    root = str((value if isinstance(value, FunctionType) else kind).__module__).partition(".")[0]
-    installed = INSTALLED.search(str(getattr(sys.modules.get(root), "__file__", None)))
-    if installed or root in ("fedexp", *sys.stdlib_module_names):
-        return attributes.items() if is_module else []
-    shared = {n: v for n, v in vars(kind).items() if isinstance(v, LEAVES) and n[:2] != "__"}
-    held = held_by(kind.forward if is_module else value)
-    return [*shared.items(), *held.items(), *attributes.items()]
-
-
-def held_by(function: Any) -> dict[str, Any]:
-    """Return the objects in a function's closure, its defaults and the globals it names."""
-    if isinstance(function, partial):
-        arguments = {str(k): value for k, value in enumerate(function.args)}
-        return {**arguments, **function.keywords, **held_by(function.func)}
-    if not isinstance(function, FunctionType):
-        return {}
-    code, held = function.__code__, dict(function.__kwdefaults__ or {})
-    held |= {f"default {k}": value for k, value in enumerate(function.__defaults__ or ())}
-    held |= {n: function.__globals__[n] for n in code.co_names if n in function.__globals__}
-    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        with suppress(ValueError):  # not set yet
-            held[name] = cell.cell_contents
-    return held
+            inside = [(type(value).__name__, type(value)), *(parts(value) or ())]
+            waiting += [(f"{name}.{key}".strip("."), part) for key, part in inside]

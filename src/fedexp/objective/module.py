@@ -14,6 +14,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
+from types import FunctionType
 from typing import Any, cast
 
 import torch
@@ -26,6 +27,7 @@ from torch.nn.utils.weight_norm import WeightNorm
 
 from fedexp.data.federation import Batch
 from fedexp.errors import UsageError, first_line, require
+from fedexp.identity import HOOKS, parts
 from fedexp.kernels.launch import compile_in_parallel, has_triton
 from fedexp.kernels.loss import ignored_target, overrides
 from fedexp.objective.base import (
@@ -41,7 +43,7 @@ from fedexp.objective.base import (
 )
 from fedexp.objective.dense import DenseNetwork, dense_network
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
-from fedexp.objective.hidden_state import HOOKS, check_aliases, held_by
+from fedexp.objective.hidden_state import check_aliases
 from fedexp.objective.losses import (
     ClassLoss,
     Loss,
@@ -660,15 +662,24 @@ def is_copied_whole(module: nn.Module) -> bool:
 
 
 def _refers_to_model(function: Any) -> bool:
-    held = held_by(function).values()
+    held = _held_by(function)
     return any(
         isinstance(e, nn.Module) or (isinstance(e, Tensor) and e.requires_grad) for e in held
     )
 
 
+def _held_by(function: Any) -> list[Any]:
+    """Return what a function, or a partial function, holds and the globals that it reads."""
+    if isinstance(function, partial):
+        return [*function.args, *function.keywords.values(), *_held_by(function.func)]
+    return (
+        [value for _, value in parts(function) or ()] if isinstance(function, FunctionType) else []
+    )
+
+
 def _trains(loss: Any) -> bool:
     """Return whether a loss has or refers to tensors that could be trained."""
-    held = [loss, *held_by(loss).values()]
+    held = [loss, *_held_by(loss)]
     modules = [p for each in held if isinstance(each, nn.Module) for p in each.parameters()]
     tensors = [each for each in held if isinstance(each, Tensor)]
     return any(each.requires_grad for each in (*modules, *tensors))
