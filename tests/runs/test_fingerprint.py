@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import fedexp as fx
 from fedexp.algorithms import Algorithm
+from fedexp.experiment import Experiment
 from fedexp.identity import PYTHON, digest_of
 from fedexp.objective import LeastSquares, ModuleObjective
 from fedexp.runs import fingerprint as module
@@ -26,7 +27,6 @@ from fedexp.runs.fingerprint import (
     fingerprint_of_object,
     fingerprint_of_rules,
 )
-from fedexp.runs.spec import Spec
 from fedexp.tasks import Task
 from tests.helpers.studies import STUDY, federation, imported, task_of
 
@@ -345,7 +345,7 @@ def test_training_does_not_change_a_fingerprint() -> None:
 
 
 def test_objectives_that_are_no_modules_count_with_their_settings() -> None:
-    task = Spec("synthetic", "fedavg", options=(("task.dim", "20"),)).prepare().task
+    task = Experiment("synthetic", "fedavg", options={"task.dim": "20"}).problem
     assert isinstance(task.objective, LeastSquares)
     before = fingerprint(task, fx.fedavg(), 0)
     task.objective.gradient_scale = 2.0
