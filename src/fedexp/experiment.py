@@ -310,12 +310,13 @@ class Experiment:
 
         Builds the task; raises `UsageError` for what does not exist or does not fit.
         """
-        # no reference to itself: with the last run that uses a task, its data leave the memory
-        return self if "_is_exact" in vars(self) else self._exact
+        if "_exact" not in vars(self):
+            vars(self)["_exact"] = self._resolve()
+        return vars(self)["_exact"] or self
 
-    @cached_property
-    def _exact(self) -> Experiment:
+    def _resolve(self) -> Experiment:
         of_task, others = split_task_options(self.options)
+        self._check_before_data(others)
         task = self._task(of_task)
         setup = self._setup(task, others)
         if self.by_client and not task.by_client:
@@ -344,13 +345,13 @@ class Experiment:
             stop_at=task.checked_target(self.stop_at, "stop_at"),
             start=None,
         )
-        vars(exact)["_is_exact"] = True
+        vars(exact)["_exact"] = None  # it is resolved; not itself, so that tasks are freed at once
         return exact
 
     @property
     def is_resolved(self) -> bool:
         """Whether the task has been built."""
-        return "_is_exact" in vars(self) or "_exact" in vars(self)
+        return "_exact" in vars(self)
 
     @property
     def problem(self) -> Task:
@@ -386,6 +387,17 @@ class Experiment:
         texts = {name: option_text(value) for name, value in of_task.items()}
         return TaskKey((self.task, self.mode, tuple(sorted(texts.items()))), seed)
 
+    def _check_before_data(self, options: Mapping[str, Any]) -> None:
+        """Refuse an unknown name or an option of the wrong type; needs no task."""
+        algorithm = self.algorithm
+        if isinstance(algorithm, str):
+            algorithm = build_algorithm(algorithm)
+        if self.mode not in MODES:
+            raise unknown_name("mode", self.mode, MODES)
+        _ = self.task_key
+        for name, value in options.items():
+            Setup(algorithm, LocalTraining()).parse(name, value)
+
     def _task(self, arguments: Mapping[str, Any]) -> Task:
         if isinstance(self.task, Task):
             name = next(iter(arguments), "")
@@ -417,8 +429,6 @@ class Experiment:
     def _named_setup(self, task: Task) -> Setup:
         """Return what the algorithm's name alone means: for the task, in the mode."""
         name, source = self.names.algorithm, self.names.algorithm_source
-        if self.mode not in MODES:
-            raise unknown_name("mode", self.mode, MODES)
         if source is not None:
             return Setup(build_algorithm(source), task.local)
         return MODES[self.mode](task, build_algorithm(name))
