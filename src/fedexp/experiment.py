@@ -244,7 +244,7 @@ class Experiment:
         spec, clients = self.spec, self.problem.train.clients
         cohort = spec.get("cohort", "all")
         size = f"{cohort} of {clients:,}" if isinstance(cohort, int | str) else str(cohort)
-        changes = ", ".join(f"{name}={value}" for name, value in spec["set"].items())
+        changes = ", ".join(f"{n}={v}" for n, v in spec["set"].items() if n in spec["changed"])
         return (
             f"{spec['algorithm']} on {spec['task']}: seed {self.seed}, {spec['rounds']:,} rounds, "
             f"{size} clients per round{'; ' * bool(changes)}{changes}"
@@ -482,7 +482,7 @@ class Experiment:
         exact: Any = self.resolved
         of_task, _ = split_task_options(self.options)
         arguments, usual = self._arguments(of_task), self._arguments({}) if of_task else None
-        changes = self._changes()
+        changes, different = self._changes()
         changed = [f"task.{n}" for n, v in arguments.items() if usual and usual.get(n) != v]
         start = self.start
         described = {
@@ -507,7 +507,7 @@ class Experiment:
             "start_source": os.fspath(start) if isinstance(start, str | os.PathLike) else None,
             "privacy": None if self.privacy is None else privacy_table(self.privacy),
             "set": {f"task.{n}": option_text(v) for n, v in of_task.items()} | changes,
-            "changed": [*changed, *(n for n in changes if changes[n] != "none")],
+            "changed": [*changed, *(n for n in different if changes[n] != "none")],
             "arguments": arguments,
             "options": exact.setup.options(),
         }
@@ -525,14 +525,17 @@ class Experiment:
         arguments = task_arguments(self.task, options, self.seed, self.mode)
         return {n: v for n, v in arguments.items() if (n, v) != ("seed", self.seed)}
 
-    def _changes(self) -> dict[str, str]:
-        """Return the options that differ from what the names give, as `--set` takes them."""
+    def _changes(self) -> tuple[dict[str, str], list[str]]:
+        """Return options as `--set` takes them, and which differ from what the names give.
+
+        An eps that differs goes with its unit.
+        """
         exact: Any = self.resolved
         before, after = self._named_setup(exact.task).options(), exact.setup.options()
-        changed = {name for name, value in after.items() if before.get(name) != value}
-        if changed & set(EPS):
-            changed |= set(EPS) & after.keys()  # a number goes with its unit
-        return {name: option_text(value) for name, value in after.items() if name in changed}
+        different = [name for name, value in after.items() if before.get(name) != value]
+        names = {*different, *(EPS if set(different) & set(EPS) else ())}
+        texts = {name: option_text(value) for name, value in after.items() if name in names}
+        return texts, different
 
     @classmethod
     def of(cls, spec: Mapping[str, Any]) -> Experiment:
@@ -779,6 +782,8 @@ def _plain_cohort(cohort: Any) -> Any:
     >>> _plain_cohort(np.array([3, 1])), _plain_cohort(np.int64(4)), _plain_cohort("all")
     ((3, 1), 4, 'all')
     """
+    if isinstance(cohort, np.ndarray | np.generic):
+        return _plain_cohort(cohort.tolist())
     if cohort is None or callable(cohort) or isinstance(cohort, bool):
         return cohort
     if isinstance(cohort, str):
@@ -789,8 +794,9 @@ def _plain_cohort(cohort: Any) -> Any:
         return whole_number("the cohort", cohort, 1)
     if isinstance(cohort, Real):
         return "all" if is_all_clients(cohort) else float(cohort)
-    is_list = isinstance(cohort, Sequence | np.ndarray)
-    return tuple(np.asarray(cohort).tolist()) if is_list else cohort
+    if not isinstance(cohort, Sequence):
+        return cohort
+    return tuple(item.item() if isinstance(item, np.generic) else item for item in cohort)
 
 
 def _evaluations(every: Any) -> Any:
