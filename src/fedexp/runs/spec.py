@@ -158,8 +158,9 @@ def spec_fault(spec: Mapping[str, Any]) -> str | None:
 def read_experiment(path: Path) -> Experiment:
     """Return the experiment that a TOML file describes: a `spec.toml`, or one written by hand.
 
-    Options are in its table `set`, or in tables in it. A reference to code in it (`study.py:task`) is imported when the
-    experiment is used. What follows from the rest may be there, but must agree with it.
+    Options are in its table `set`, or in tables in it. A reference to code (`study.py:task`) is
+    imported when the experiment is used. What follows from the rest may be there, but must agree
+    with it.
     """
     try:
         spec = without_id(parse_toml(path.read_text(encoding="utf-8")))
