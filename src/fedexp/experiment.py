@@ -232,7 +232,7 @@ class Experiment:
         spec, clients = self.spec, self.problem.train.clients
         cohort = spec.get("cohort", "all")
         size = f"{cohort} of {clients:,}" if isinstance(cohort, int | str) else str(cohort)
-        changes = ", ".join(f"{name}={value}" for name, value in spec["set"].items())
+        changes = ", ".join(f"{n}={v}" for n, v in spec["set"].items() if n in spec["changed"])
         return (
             f"{spec['algorithm']} on {spec['task']}: seed {self.seed}, {spec['rounds']:,} rounds, "
             f"{size} clients per round{'; ' * bool(changes)}{changes}"
@@ -303,8 +303,10 @@ class Experiment:
         return vars(self)["_exact"] or self
 
     def _resolve(self) -> Experiment:
+        others = split_task_options(self.options)[1]
+        self._check_before_data(others)
         task = self.base_task
-        setup = self._setup(task, split_task_options(self.options)[1])
+        setup = self._setup(task, others)
         if self.by_client and not task.by_client:
             task = replace(task, by_client=True)
         if self.start is not None:
@@ -373,6 +375,17 @@ class Experiment:
         texts = {name: option_text(value) for name, value in of_task.items()}
         return TaskKey((self.task, self.mode, tuple(sorted(texts.items()))), seed)
 
+    def _check_before_data(self, options: Mapping[str, Any]) -> None:
+        """Refuse an unknown name or an option of the wrong type; needs no task."""
+        algorithm = self.algorithm
+        if isinstance(algorithm, str):
+            algorithm = build_algorithm(algorithm)
+        if self.mode not in MODES:
+            raise unknown_name("mode", self.mode, MODES)
+        _ = self.task_key
+        for name, value in options.items():
+            Setup(algorithm, LocalTraining()).parse(name, value)
+
     def sharing(self, other: Experiment | None) -> Experiment:
         """Return a copy that has the task of another run, where both are built from the same."""
         copy = replace(self)
@@ -410,8 +423,6 @@ class Experiment:
     def _named_setup(self, task: Task) -> Setup:
         """Return what the algorithm's name alone means: for the task, in the mode."""
         name, source = self.names.algorithm, self.names.algorithm_source
-        if self.mode not in MODES:
-            raise unknown_name("mode", self.mode, MODES)
         if source is not None:
             return Setup(build_algorithm(source), task.local)
         return MODES[self.mode](task, build_algorithm(name))
@@ -465,7 +476,9 @@ class Experiment:
         exact: Any = self.resolved
         of_task, _ = split_task_options(self.options)
         arguments, usual = self._arguments(of_task), self._arguments({}) if of_task else None
-        changes = exact.setup.changes_from(self._named_setup(exact.task))
+        named, values = self._named_setup(exact.task), exact.setup.options()
+        changes, before = exact.setup.changes_from(named), named.options()
+        different = [name for name in changes if before.get(name) != values[name]]
         changed = [f"task.{n}" for n, v in arguments.items() if usual and usual.get(n) != v]
         start = self.start
         described = {
@@ -490,9 +503,9 @@ class Experiment:
             "start_source": os.fspath(start) if isinstance(start, str | os.PathLike) else None,
             "privacy": None if self.privacy is None else privacy_table(self.privacy),
             "set": {f"task.{n}": option_text(v) for n, v in of_task.items()} | changes,
-            "changed": [*changed, *(n for n in changes if changes[n] != "none")],
+            "changed": [*changed, *(n for n in different if changes[n] != "none")],
             "arguments": arguments,
-            "options": exact.setup.options(),
+            "options": values,
         }
         return {name: plain(value) for name, value in described.items() if value is not None}
 
@@ -663,6 +676,8 @@ def _plain_cohort(cohort: Any) -> Any:
     >>> _plain_cohort(np.array([3, 1])), _plain_cohort(np.int64(4)), _plain_cohort("all")
     ((3, 1), 4, 'all')
     """
+    if isinstance(cohort, np.ndarray | np.generic):
+        return _plain_cohort(cohort.tolist())
     if cohort is None or callable(cohort) or isinstance(cohort, bool):
         return cohort
     if isinstance(cohort, str):
@@ -673,8 +688,9 @@ def _plain_cohort(cohort: Any) -> Any:
         return whole_number("the cohort", cohort, 1)
     if isinstance(cohort, Real):
         return "all" if is_all_clients(cohort) else float(cohort)
-    is_list = isinstance(cohort, Sequence | np.ndarray)
-    return tuple(np.asarray(cohort).tolist()) if is_list else cohort
+    if not isinstance(cohort, Sequence):
+        return cohort
+    return tuple(item.item() if isinstance(item, np.generic) else item for item in cohort)
 
 
 def _evaluations(every: Any) -> Any:

@@ -280,11 +280,11 @@ def in_memory(state: SimulationState) -> SimulationState:
 def test_a_run_is_the_same_wherever_client_state_is_stored(
     before: str, after: str, tmp_path: Path
 ) -> None:
-    spec = tiny("scaffold-exp", 9)
-    run(spec, tmp_path / "whole", where="memory")
-    stop_at(4, spec, tmp_path / "a", before)
-    stop_at(7, spec, tmp_path / "a", after)
-    run(spec, tmp_path / "a", after)
+    experiment = tiny("scaffold-exp", 9)
+    run(experiment, tmp_path / "whole", where="memory")
+    stop_at(4, experiment, tmp_path / "a", before)
+    stop_at(7, experiment, tmp_path / "a", after)
+    run(experiment, tmp_path / "a", after)
     assert essence(tmp_path / "a") == essence(tmp_path / "whole")
     assert not (tmp_path / "a" / SLOTS).exists()  # training is over
 
@@ -403,30 +403,30 @@ def test_slots_that_are_gone_are_noticed(harm: str, tmp_path: Path) -> None:
     ],
 )
 def test_flipped_bits_end_the_run_in_one_line(where: str, message: str, tmp_path: Path) -> None:
-    spec = tiny("scaffold", 40)
-    stop_at(20, spec, tmp_path / "a", where)
+    experiment = tiny("scaffold", 40)
+    stop_at(20, experiment, tmp_path / "a", where)
     path = tmp_path / "a" / SLOTS
     path.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
     with pytest.raises(fx.UsageError, match=message):
-        run(spec, tmp_path / "a", where)
-    run(spec, tmp_path / "a", where, restart=True)
-    run(spec, tmp_path / "whole")
+        run(experiment, tmp_path / "a", where)
+    run(experiment, tmp_path / "a", where, restart=True)
+    run(experiment, tmp_path / "whole")
     assert essence(tmp_path / "a") == essence(tmp_path / "whole")
 
 
 @pytest.mark.parametrize("where", ["memory", "auto"])
 def test_a_damaged_state_resumes_from_the_checkpoint_before(where: str, tmp_path: Path) -> None:
     """Where states are read into memory, all are checked before the first round."""
-    spec, folder = tiny("scaffold-exp", 9), tmp_path / "a"
-    run(spec, tmp_path / "whole")
-    interrupted(spec, folder, 5, client_store=where, checkpoint_every=0)
+    experiment, folder = tiny("scaffold-exp", 9), tmp_path / "a"
+    run(experiment, tmp_path / "whole")
+    interrupted(experiment, folder, 5, client_store=where, checkpoint_every=0)
     now, then = slot_numbers(stored(folder)), slot_numbers(stored(folder, BEFORE))
     changed = next(slot for client, slot in now.items() if then.get(client) != slot)
     data = bytearray((folder / SLOTS).read_bytes())
     data[changed * stored(folder).store.file.layout.bytes] ^= 1
     (folder / SLOTS).write_bytes(data)
     with pytest.warns(RunWarning, match=rf"{SLOTS} is not as it was written.*of round 4"):
-        run(spec, folder, where)
+        run(experiment, folder, where)
     assert essence(folder) == essence(tmp_path / "whole")
 
 
@@ -443,8 +443,8 @@ def test_resuming_decides_where_states_are_stored_and_writes_none_again(
     writes: list[int],
 ) -> None:
     """As at the start of a run, whatever the run before decided."""
-    spec, folder = tiny("scaffold", 9), tmp_path / "a"
-    stop_at(4, spec, folder, "memory" if not resident else "disk")
+    experiment, folder = tiny("scaffold", 9), tmp_path / "a"
+    stop_at(4, experiment, folder, "memory" if not resident else "disk")
     assert len(stored(folder)) == 4
     del writes[:]
     monkeypatch.setattr(client_store, "memory_bytes", lambda device: memory)
@@ -457,7 +457,7 @@ def test_resuming_decides_where_states_are_stored_and_writes_none_again(
         return states
 
     monkeypatch.setattr(ClientStore, "store", noted)
-    stop_at(5, spec, folder, where)
+    stop_at(5, experiment, folder, where)
     assert set(found) == {resident}
     assert writes == [3]  # the cohort of the one round
 

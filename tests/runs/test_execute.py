@@ -28,36 +28,36 @@ from tests.runs.helpers import essence, execute_in, interrupted, tiny, untimed
 def test_a_run_that_another_process_ends_meanwhile_is_left_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, opening = tiny(), RunFolder.of
+    experiment, opening = tiny(), RunFolder.of
 
     def late(path: Path, experiment: Experiment, restart: bool) -> RunFolder:
         monkeypatch.setattr(RunFolder, "of", opening)
-        execute_in(tmp_path, spec)  # between our look at the folder and our hold of it
+        execute_in(tmp_path, experiment)  # between our look at the folder and our hold of it
         return opening(path, experiment, restart)
 
     monkeypatch.setattr(RunFolder, "of", late)
-    outcome = execute_in(tmp_path, spec)
+    outcome = execute_in(tmp_path, experiment)
     assert outcome.stored == len(outcome.rows) == 6
     assert outcome.folder is not None
     assert "resumed" not in load_run(outcome.folder).environment
 
 
 def test_a_run_leaves_what_it_promises(tmp_path: Path) -> None:
-    spec = tiny()
-    folder = folder_of(spec, tmp_path)
-    assert folder == tmp_path / spec.id
-    outcome = execute_in(folder, spec)
+    experiment = tiny()
+    folder = folder_of(experiment, tmp_path)
+    assert folder == tmp_path / experiment.id
+    outcome = execute_in(folder, experiment)
     assert outcome.folder == folder
     stored = load_run(folder)
     assert untimed(stored.rows) == untimed(outcome.rows)
-    assert untimed(outcome.rows) == untimed(execute(spec).rows)
+    assert untimed(outcome.rows) == untimed(execute(experiment).rows)
     assert stored.spec["options"]["server.beta"] == 0.9
-    assert stored.spec["set"] == spec.options
+    assert stored.spec["set"] == experiment.options
     assert stored.environment["fedexp"] == fx.__version__
     assert stored.result == {
         "status": "finished", "rounds": 6, "diverged_at": None, "seconds": outcome.seconds,
     }  # fmt: skip
-    last = list(spec.records())[-1]
+    last = list(experiment.records())[-1]
     assert torch.equal(load_file(folder / "model.safetensors")["params"], last.state.output()[0])
     assert replace(stored.outcome(), stored=0) == outcome
 
@@ -73,10 +73,10 @@ def test_a_finished_run_stores_no_client_state(every: float, tmp_path: Path) -> 
 
 
 def test_the_model_of_a_network_loads_into_it(tmp_path: Path) -> None:
-    spec = Experiment("digits-mlp", "fedexp", rounds=1, options={"local.steps": 1})
-    execute_in(tmp_path, spec)
-    (record,) = spec.records()
-    module = spec.problem.objective.load(*record.state.output())  # type: ignore[attr-defined]
+    experiment = Experiment("digits-mlp", "fedexp", rounds=1, options={"local.steps": 1})
+    execute_in(tmp_path, experiment)
+    (record,) = experiment.records()
+    module = experiment.problem.objective.load(*record.state.output())  # type: ignore[attr-defined]
     named = load_file(tmp_path / "model.safetensors")
     assert named.keys() == module.state_dict().keys()
     assert all(torch.equal(named[name], value) for name, value in module.state_dict().items())
@@ -98,11 +98,11 @@ def test_a_finished_run_returns_at_once(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.parametrize("algorithm", ["fedexp-m", "scaffold-exp", "fedadagrad"])
 def test_interrupted_twice_it_ends_as_one_that_never_was(algorithm: str, tmp_path: Path) -> None:
-    spec = tiny(algorithm)
-    execute_in(tmp_path / "whole", spec)
-    interrupted(spec, tmp_path / "parts", 2)
-    interrupted(spec, tmp_path / "parts", 5)
-    outcome = execute_in(tmp_path / "parts", spec)
+    experiment = tiny(algorithm)
+    execute_in(tmp_path / "whole", experiment)
+    interrupted(experiment, tmp_path / "parts", 2)
+    interrupted(experiment, tmp_path / "parts", 5)
+    outcome = execute_in(tmp_path / "parts", experiment)
     assert outcome.stored == 5
     assert essence(tmp_path / "parts") == essence(tmp_path / "whole")
     resumed = load_run(tmp_path / "parts").environment["resumed"]
@@ -151,12 +151,12 @@ def test_a_target_ends_a_run_and_its_status_says_so(tmp_path: Path) -> None:
 
 
 def test_divergence_is_stored_with_its_reason(tmp_path: Path) -> None:
-    spec = tiny("fedexp", 30, {"local.lr": 5})
-    outcome = execute_in(tmp_path, spec)
+    experiment = tiny("fedexp", 30, {"local.lr": 5})
+    outcome = execute_in(tmp_path, experiment)
     assert outcome.status == "diverged"
     assert outcome.diverged_at == len(outcome.rows) + 1
     assert "norm of the model" in outcome.reason
-    again = execute_in(tmp_path, spec)
+    again = execute_in(tmp_path, experiment)
     assert again == replace(outcome, stored=len(outcome.rows))
 
 

@@ -66,9 +66,9 @@ def cut_power_at(step: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize("where", ["memory", "disk"])
 def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, where: str) -> None:
     """Every file operation of a whole run, one by one."""
-    spec = tiny("scaffold-exp", 3)
+    experiment = tiny("scaffold-exp", 3)
     how: dict[str, Any] = {"checkpoint_every": 0, "client_store": where}
-    execute_in(tmp_path / "whole", spec, **how)
+    execute_in(tmp_path / "whole", experiment, **how)
     expected, files = essence(tmp_path / "whole"), sorted(os.listdir(tmp_path / "whole"))
     step, ended = 0, False
     while not ended:
@@ -77,11 +77,11 @@ def test_a_cut_at_any_step_changes_nothing_in_the_end(tmp_path: Path, where: str
         with pytest.MonkeyPatch.context() as patch:
             cut_power_at(step, patch)
             try:
-                execute_in(folder, spec, **how)
+                execute_in(folder, experiment, **how)
                 ended = True
             except PowerCut:
                 pass
-        execute_in(folder, spec, **how)
+        execute_in(folder, experiment, **how)
         assert essence(folder) == expected
         assert sorted(os.listdir(folder)) == files  # and nothing else is left
         shutil.rmtree(folder)
@@ -101,9 +101,9 @@ def test_killed_at_random_moments(tmp_path: Path, where: str, moments: int) -> N
 
 
 def test_a_cut_during_a_restart_can_be_resumed(tmp_path: Path) -> None:
-    spec = tiny("scaffold-exp", 3)
-    execute_in(tmp_path / "whole", spec)
-    interrupted(spec, tmp_path / "started", 2, checkpoint_every=0)
+    experiment = tiny("scaffold-exp", 3)
+    execute_in(tmp_path / "whole", experiment)
+    interrupted(experiment, tmp_path / "started", 2, checkpoint_every=0)
     backwards: Change = lambda path: (path / n for n in sorted(os.listdir(path), reverse=True))  # noqa: E731
     for step in range(1, 25):
         folder = shutil.copytree(tmp_path / "started", tmp_path / str(step))
@@ -111,8 +111,8 @@ def test_a_cut_during_a_restart_can_be_resumed(tmp_path: Path) -> None:
             cut_power_at(step, patch)
             patch.setattr(Path, "iterdir", backwards)  # an order that no file system promises
             with pytest.raises(PowerCut):
-                execute_in(folder, spec, restart=True)
-        execute_in(folder, spec)
+                execute_in(folder, experiment, restart=True)
+        execute_in(folder, experiment)
         assert essence(folder) == essence(tmp_path / "whole")
 
 
@@ -132,19 +132,19 @@ def failing_from(call: int, code: int) -> Callable[[int], None]:
 def test_a_full_disk_is_reported_and_loses_nothing(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spec, folder = tiny("scaffold-exp"), tmp_path / "a"
-    execute_in(tmp_path / "whole", spec)
-    interrupted(spec, folder, 3)
+    experiment, folder = tiny("scaffold-exp"), tmp_path / "a"
+    execute_in(tmp_path / "whole", experiment)
+    interrupted(experiment, folder, 3)
     before = load_run(folder)
     for fails in (1, 2, 3, 4, 9):  # the first is the note that it was resumed
         with monkeypatch.context() as patch:
             patch.setattr(os, "fsync", failing_from(fails, code))
             message = f"cannot write to {folder}: {os.strerror(code)}"
             with pytest.raises(fx.UsageError, match=message):
-                execute_in(folder, spec, checkpoint_every=0)
+                execute_in(folder, experiment, checkpoint_every=0)
         assert untimed(load_run(folder).rows)[:3] == untimed(before.rows)
         assert not list(folder.glob(".*.tmp"))
-    execute_in(folder, spec)
+    execute_in(folder, experiment)
     assert essence(folder) == essence(tmp_path / "whole")
 
 
@@ -286,15 +286,15 @@ def test_a_finished_run_that_lost_its_last_line_is_refused(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("harm", ["truncated", "flipped"])
 def test_a_damaged_checkpoint_falls_back_to_the_one_before(harm: str, tmp_path: Path) -> None:
-    spec, folder = tiny("scaffold-exp"), tmp_path / "a"
-    execute_in(tmp_path / "whole", spec)
-    interrupted(spec, folder, 4, checkpoint_every=0)
+    experiment, folder = tiny("scaffold-exp"), tmp_path / "a"
+    execute_in(tmp_path / "whole", experiment)
+    interrupted(experiment, folder, 4, checkpoint_every=0)
     file = folder / json.loads((folder / NEWEST).read_text())["model"]["file"]
     data = bytearray(file.read_bytes())
     data[-5] ^= 64
     file.write_bytes(data[:100] if harm == "truncated" else bytes(data))
     with pytest.warns(RunWarning, match="resuming from the one before, of round 3"):
-        outcome = execute_in(folder, spec)
+        outcome = execute_in(folder, experiment)
     assert outcome.stored == 3
     assert essence(folder) == essence(tmp_path / "whole")
 

@@ -49,8 +49,8 @@ def test_states_and_the_environment_are_the_owners_alone(
     def look(*_: object) -> None:
         seen.update(modes(tmp_path / "run"))
 
-    folder, spec = tmp_path / "run", tiny("scaffold")
-    execute_in(folder, spec, look, client_store=states, checkpoint_every=0)
+    folder, experiment = tmp_path / "run", tiny("scaffold")
+    execute_in(folder, experiment, look, client_store=states, checkpoint_every=0)
     private = {name for name in seen if name.startswith("checkpoint")} | {ENVIRONMENT}
     assert len(private) > 4
     assert "checkpoint-clients.slots" in private

@@ -126,10 +126,10 @@ def test_a_federation_with_other_rules_is_refused_in_words_for_it(tmp_path: Path
 def test_a_simulated_run_is_reopened_only_where_that_is_asked_for(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    spec = tiny("fedexp", 30, {"local.lr": 5})
-    first = execute_in(tmp_path, spec)
+    experiment = tiny("fedexp", 30, {"local.lr": 5})
+    first = execute_in(tmp_path, experiment)
     assert first.status == "diverged"
-    again = execute_in(tmp_path, spec)
+    again = execute_in(tmp_path, experiment)
     assert again.stored == len(first.rows)
     assert main(["resume", str(tmp_path), "--reopen", "--quiet"]) == 1
     assert f"resumes after round {len(first.rows)}" in capfd.readouterr().err

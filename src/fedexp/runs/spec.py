@@ -161,8 +161,9 @@ def spec_fault(spec: Mapping[str, Any]) -> str | None:
 def read_experiment(path: Path) -> Experiment:
     """Return the experiment that a TOML file describes: a `spec.toml`, or one written by hand.
 
-    Options are in its table `set`. A reference to code in it (`study.py:task`) is imported when the
-    experiment is used. What follows from the rest may be there, but must agree with it.
+    Options are in its table `set`, or in tables in it. A reference to code (`study.py:task`) is
+    imported when the experiment is used. What follows from the rest may be there, but must agree
+    with it.
     """
     try:
         spec = without_id(parse_toml(path.read_text(encoding="utf-8")))
@@ -178,7 +179,7 @@ def read_experiment(path: Path) -> Experiment:
     spec = {"task": "", "algorithm": "fedexp", **spec}
     options = spec.get("set", {})
     require(isinstance(options, Mapping), f"set in {path} is not a table of options")
-    experiment = Experiment.of(spec)
+    experiment = Experiment.of({**spec, "set": _flat(options)})
     stale = {name: spec[name] for name in RESOLVED if name in spec and name != "changed"}
     wrong = stale and differing(stale, {name: experiment.spec.get(name) for name in stale})
     if wrong:
