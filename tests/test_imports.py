@@ -14,7 +14,7 @@ PACKAGE = Path(fedexp.__file__).parent
 LAYERS = [
     {"errors"},
     {"optional"},
-    {"seeding", "precision"},
+    {"seeding", "precision", "storage", "identity"},
     {"kernels"},
     {"aggregate"},
     {"server", "client", "local"},
@@ -28,12 +28,13 @@ LAYERS = [
     {"references"},
     {"options"},
     {"engine"},
+    {"experiment"},
     {"distributed"},
     {"runs"},
     {"analysis", "flower"},
     {"tuning"},
     {"reproduce"},
-    {"study"},
+    {"api"},
     {"cli"},
     {"__init__", "__main__"},
 ]
