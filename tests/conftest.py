@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,3 +22,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     from tests.helpers.scheduling import GroupedScheduling
 
     return GroupedScheduling(config, log) if config.getvalue("dist") == "load" else None
+
+
+@pytest.fixture
+def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Write `study.py` of a user into the working directory, where runs are stored; import it."""
+    from fedexp.references import load_object
+    from tests.helpers.own_study import write_study
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDEXP_RUNS", raising=False)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    write_study(tmp_path)
+    load_object("study.py:task")
+    yield sys.modules["study"]
+    sys.modules.pop("study", None)

@@ -11,10 +11,10 @@ import pytest
 import fedexp as fx
 from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS
 from fedexp.errors import DataNote
+from fedexp.experiment import Experiment, experiments
 from fedexp.local import LocalTraining
 from fedexp.modes import setup_for
 from fedexp.options import Setup, share_options
-from fedexp.runs.from_python import prepared_run, prepared_runs
 from fedexp.text import convert, parse_assignments
 from tests.helpers.problems import classes_task
 
@@ -61,7 +61,7 @@ def test_a_name_that_client_and_server_share_is_refused(others: dict[str, Setup]
         with pytest.raises(fx.UsageError, match=line):
             share_options({**others, "feddyn": both}, {key: "0.5"})
     with pytest.raises(fx.UsageError, match=line):
-        prepared_run(classes_task(), FEDDYN, 0, {"options": {"alpha": 0.5}})
+        _ = Experiment(classes_task(), FEDDYN, options={"alpha": 0.5}).resolved
     changed = both.with_options({"client.alpha": "0.5", "server.alpha": "0.7"})
     assert changed.options()["client.alpha"] == 0.5
     assert changed.options()["server.alpha"] == 0.7
@@ -255,15 +255,13 @@ def test_an_eps_has_the_form_of_the_mode_and_never_another_unit(
 def test_an_algorithm_is_run_with_the_eps_it_has(eps: Any, eps_mode: Any, mode: str) -> None:
     algorithm = fx.fedexp(eps, eps_mode)
     for task in (classes_task(), "digits", "toy"):
-        run = prepared_run(task, algorithm, 0, {"mode": mode})
-        assert run.setup.algorithm.server == algorithm.server
-        changed = prepared_run(task, algorithm, 0, {"mode": mode, "options": {"eps": 0.2}})
+        experiment = Experiment(task, algorithm, mode=mode)
+        assert experiment.setup.algorithm.server == algorithm.server
+        changed = experiment.with_options({"eps": 0.2})
         server = changed.setup.algorithm.server
         assert isinstance(server, fx.ExP)
         assert (server.eps, server.eps_mode) == (0.2, algorithm.server.eps_mode)  # type: ignore[attr-defined]
-        (compared,) = prepared_runs(
-            task, [algorithm], 0, {"mode": mode, "options": {"eps": 0.2}}, None
-        )
+        (compared,) = experiments(task, [algorithm], 0, {"mode": mode, "options": {"eps": 0.2}})
         assert compared.setup.algorithm.server == changed.setup.algorithm.server
 
 

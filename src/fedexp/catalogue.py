@@ -29,7 +29,7 @@ from fedexp.tasks import (
     toy,
 )
 from fedexp.tasks.task import Task
-from fedexp.text import convert, hints_of
+from fedexp.text import convert, hints_of, option_text
 
 VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 TASKS: dict[str, Callable[..., Task]] = {
@@ -107,7 +107,8 @@ def task_arguments(
             names = [f"task.{name}" for name in parameters]
             raise unknown_name(f"option of task {name_in(task)}", f"task.{key}", names)
         hint = hints_of(source).get(key, _hint_from(parameters[key].default))
-        chosen[key] = convert(value, hint, f"task.{key}")
+        # as it is stored: an argument without a type has the same value when the run is resumed
+        chosen[key] = convert(option_text(value), hint, f"task.{key}")
     return {key: value for key, value in chosen.items() if value is not Parameter.empty}
 
 

@@ -100,10 +100,10 @@ def test_json_and_another_format_are_refused(
 def test_further_targets_are_in_every_format(capfd: pytest.CaptureFixture[str]) -> None:
     command = [*COMPARE, "--rounds", "3", "--seeds", "1", "--target", "0.5,0.01"]
     assert main([*command, "--json"]) == 0
-    found = json.loads(capfd.readouterr().out)
-    assert (found["target"], [each["target"] for each in found["further"]]) == (0.5, [0.01])
-    names = [line["algorithm"] for line in found["algorithms"]]
-    assert [line["algorithm"] for line in found["further"][0]["algorithms"]] == names
+    printed = json.loads(capfd.readouterr().out)
+    assert (printed["target"], [more["target"] for more in printed["further"]]) == (0.5, [0.01])
+    for table in (printed, printed["further"][0]):
+        assert [line["algorithm"] for line in table["algorithms"]] == ["fedavg", "fedexp"]
     assert main([*command, "--format", "csv"]) == 0
     assert "rounds_mean_0.01" in capfd.readouterr().out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import subprocess
 import sys
@@ -76,48 +75,6 @@ def test_compare_prints_a_table_and_draws(
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
-def test_compare_counts_rounds_to_several_targets(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = ["compare", "digits", "--algorithms", "fedavg,fedexp", "--rounds", "4", "--no-save"]
-    words += ["--out", str(tmp_path / "c.png"), "--quiet"]
-    tables = []
-    for target in ("0.3,0.6", "0.6"):
-        assert main([*words, "--target", target]) == 0
-        lines = capfd.readouterr().out.splitlines()
-        tables.append([re.split(r"  +", line.strip()) for line in lines if "fed" in line])
-    both, one = tables
-    assert [row[:1] + row[3:] for row in both] == one
-    assert both[0][1] != both[0][3]
-    assert main([*words, "--target", "0.3,high"]) == 2
-    assert "write numbers, e.g. 0.92,0.94" in capfd.readouterr().err
-
-
-def test_compare_as_json(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    command = ["compare", "toy", "--algorithms", "fedexp", "--json", "--jobs", "1", "--rounds", "3"]
-    assert main([*command, "--out", str(tmp_path / "c.png")]) == 0
-    assert json.loads(capfd.readouterr().out)["algorithms"][0]["algorithm"] == "fedexp"
-
-
-def test_compare_gives_options_to_those_that_have_them(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    command = [
-        "compare",
-        "synthetic",
-        "--algorithms",
-        "fedavg,fedexp",
-        "--jobs",
-        "1",
-        "--rounds",
-        "3",
-    ]
-    options = ["--set", "eps=1e9", "--set", "fedavg:lr=1", "--set", "fedexp:average_last=1"]
-    assert main([*command, *options, *SMALL, "--json", "--out", str(tmp_path / "c.png")]) == 0
-    fedavg, fedexp = json.loads(capfd.readouterr().out)["algorithms"]
-    assert fedavg["finals"] == fedexp["finals"]  # FedExP with a huge eps is FedAvg
-
-
 def test_compare_reports_divergence_and_dropped_clients(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -177,6 +134,7 @@ def test_lists(command: str, capfd: pytest.CaptureFixture[str]) -> None:
         (["run", "synthetic", "--set", "task.seed=-1"], "must not be negative"),
         (["run", "synthetic", "--set", "task.dim=1e15"], "out of memory"),
         (["compare", "digits", "--target", "1000"], "target must be an accuracy"),
+        (["compare", "digits", "--target", "0.3,high"], "write numbers, e.g. 0.92,0.94"),
         (["compare", "synthetic", "--target", "inf"], "target must be a finite number"),
         (["run", "synthetic", "--device", "xla"], "cannot train on xla"),
         (["run", "synthetic", "--device", "warp"], "unknown device"),

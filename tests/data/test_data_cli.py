@@ -1,6 +1,5 @@
 """`fedexp data list | fetch | verify | show`."""
 
-import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -8,10 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedexp.cli.data import add_parser, class_counts, draw
+from fedexp.cli.data import class_counts, draw, run
 from fedexp.cli.main import main
 from fedexp.data import Federation
 from fedexp.errors import UsageError
+from fedexp_command.parsers import build_parser
 from tests.helpers.errors import assert_refused
 
 Write = Callable[[Path], dict[str, Any]]
@@ -21,14 +21,12 @@ Write = Callable[[Path], dict[str, Any]]
 def data(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
     """Return a function that runs `fedexp data ...` and returns its output."""
 
-    def run(command: str, *arguments: str) -> str:
-        parser = argparse.ArgumentParser()
-        add_parser(parser.add_subparsers())
-        args = parser.parse_args(["data", command, *arguments, "--folder", str(tmp_path)])
-        assert args.run(args) == 0
+    def call(command: str, *arguments: str) -> str:
+        words = ["data", command, *arguments, "--folder", str(tmp_path)]
+        assert run(build_parser().parse_args(words)) == 0
         return capsys.readouterr().out
 
-    return run
+    return call
 
 
 def test_list_shows_what_the_folder_has(
@@ -180,11 +178,8 @@ def test_the_real_data(
     real_folder: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = real_folder("cifar10")
-    parser = argparse.ArgumentParser()
-    add_parser(parser.add_subparsers())
     options = ["--clients", "100", "--alpha", "0.3", "--folder", str(folder)]
-    args = parser.parse_args(["data", "show", "cifar10", *options])
-    assert args.run(args) == 0
+    assert main(["data", "show", "cifar10", *options]) == 0
     assert "min 500, median 500, max 500" in capsys.readouterr().out
 
 

@@ -31,11 +31,13 @@ from unittest.mock import patch
 
 from packaging.requirements import InvalidRequirement, Requirement
 
-from fedexp.cli.main import MODULES, build_parser, main
-from fedexp.cli.options import listed, runs_of
+from fedexp.cli.main import main
+from fedexp.cli.options import experiment_of, listed, settings_of
 from fedexp.data.datasets import find
+from fedexp.experiment import experiments
 from fedexp.reproduce import STUDIES
 from fedexp.reproduce.study import Plan, Request, choose_tasks, jobs_of, rounds_of
+from fedexp_command.parsers import COMMANDS, build_parser
 
 ROOT = Path(__file__).parents[2]
 PROJECT = "fedexp"  # the package, and the folder of a fresh clone
@@ -62,7 +64,7 @@ class Shell:
         self.folder, self._places = folder, [folder, page.parent, ROOT]
 
     def execute(self, words: Sequence[str]) -> None:
-        """Execute or parse one command; raises `AssertionError` or `UsageError` if it is wrong."""
+        """Execute or parse one command; raises an error if it is wrong."""
         program = Path(words[0]).name
         programs: dict[str, Callable[[list[str]], None]] = {
             "fedexp": self._fedexp,
@@ -86,8 +88,8 @@ class Shell:
     def _fedexp(self, words: list[str]) -> None:
         words = [self._path(word) for word in words]
         try:
-            args = build_parser(words[0]).parse_args(words)
-        except SystemExit:  # --help, --version; mistakes are a UsageError
+            args = build_parser().parse_args(words)
+        except SystemExit:  # --help, --version; mistakes are a Misuse
             return
         command = words[0]
         if command in ("run", "compare", "tune") and not _is_quick(args.task):
@@ -189,10 +191,10 @@ def check_inline(text: str, shell: Shell) -> None:
 
 @cache
 def _help(*command: str) -> str:
-    assert command[0] in MODULES, f"fedexp has no command {command[0]}"
+    assert command[0] in COMMANDS, f"fedexp has no command {command[0]}"
     with redirect_stdout(StringIO()) as printed:
         try:
-            build_parser(command[0]).parse_args([*command, "--help"])
+            build_parser().parse_args([*command, "--help"])
         except SystemExit:
             return printed.getvalue()
     raise AssertionError(command)
@@ -223,21 +225,25 @@ def _limits(command: str, args: argparse.Namespace) -> list[str]:
 @cache
 def _resolve(words: tuple[str, ...]) -> None:
     """Build the task of `run`, `compare` or `tune` on generated data; check its options."""
-    args = build_parser(words[0]).parse_args(words)
-    names = args.algorithms if words[0] == "compare" else args.algorithm
+    args = build_parser().parse_args(words)
     args.cohort = None  # it is parsed; generated data have fewer clients
-    runs_of(args, listed(names), seed=0)
+    if words[0] == "run":
+        _ = experiment_of(args).resolved
+    else:
+        names = args.algorithms if words[0] == "compare" else args.algorithm
+        experiments(args.task, listed(names), 0, settings_of(args))  # type: ignore[arg-type]
 
 
 def _resolve_study(args: argparse.Namespace) -> None:
-    """Check the specs of all runs of a study."""
+    """Check the experiments of a study, one of each arm."""
     assert args.what in STUDIES, f"no study {args.what}"
     study = STUDIES[args.what]
     request = Request(args.rounds, args.seeds, tuple(args.task), args.scale == "small", args.mode)
     tasks, _ = choose_tasks(study, request.tasks)
     plan = Plan(study, request, tasks, rounds_of(study, request))
-    for spec in {job.spec for task in tasks for job in jobs_of(plan, task) if job.spec.seed == 0}:
-        spec.check()
+    for job in (job for task in tasks for job in jobs_of(plan, task)):
+        if job.experiment.seed == 0:
+            _ = job.experiment.resolved
 
 
 class _ParsedError(BaseException):

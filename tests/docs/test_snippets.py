@@ -25,11 +25,10 @@ from typing import Any
 import pytest
 
 import fedexp.api
-import fedexp.cli.tune
-import fedexp.engine
 import fedexp.flower
-from fedexp import SimulationState
+from fedexp import Experiment, SimulationState
 from fedexp.options import Setup
+from fedexp.tuning import grids
 from fedexp.tuning.grids import Values, paper_grid
 from tests.docs.commands import ROOT, Shell, check_inline
 from tests.docs.snippets import Block, Page, PageError, agree, parse_page, split_commands
@@ -85,9 +84,8 @@ def scratch(tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("FEDEXP_RUNS", raising=False)
     for name in ("run", "compare", "tune"):
         monkeypatch.setattr(fedexp.api, name, limited(getattr(fedexp.api, name)))
-    for module in (fedexp, fedexp.engine):
-        monkeypatch.setattr(module, "simulate", limited(fedexp.engine.simulation.simulate))
-    monkeypatch.setattr(fedexp.cli.tune, "paper_grid", small_grid)
+    monkeypatch.setattr(fedexp, "simulate", limited(fedexp.simulate))
+    monkeypatch.setattr(grids, "paper_grid", small_grid)
     strategy = fedexp.flower.RuleStrategy
     monkeypatch.setattr(strategy, "start", limited(strategy.start, rounds="num_rounds"))
     return tmp_path
@@ -96,20 +94,25 @@ def scratch(tmp_path: Path, data_folder: Path, monkeypatch: pytest.MonkeyPatch) 
 def limited(function: Callable[..., Any], rounds: str = "rounds") -> Callable[..., Any]:
     """Return the function with at most `ROUNDS` rounds, `SEEDS` seeds, and one process."""
     signature = inspect.signature(function)
+    kinds = {parameter.kind: name for name, parameter in signature.parameters.items()}
+    variable = kinds.get(inspect.Parameter.VAR_KEYWORD, "")
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        bound = signature.bind(*args, **kwargs)
-        given = {**bound.arguments.pop("settings", {}), **bound.arguments}
-        start = given.get("start")
+        values = signature.bind(*args, **kwargs).arguments
+        values |= values.pop(variable, {})
+        start, task = values.get("start"), values.get("task")
         most = ROUNDS + (start.round if isinstance(start, SimulationState) else 0)
-        given[rounds] = min(given.get(rounds) or most, most)
-        if isinstance(given.get("seeds"), int):
-            given["seeds"] = min(given["seeds"], SEEDS)
-        if "jobs" in given:
-            given["jobs"] = 1
-        first = given.pop("self", None)
-        return function(**given) if first is None else function(first, **given)
+        if isinstance(task, Experiment):
+            values["task"] = task.replace(rounds=min(task.rounds or most, most))
+        else:
+            values[rounds] = min(values.get(rounds) or most, most)
+        if isinstance(values.get("seeds"), int):
+            values["seeds"] = min(values["seeds"], SEEDS)
+        if "jobs" in values:
+            values["jobs"] = 1
+        first = values.pop("self", None)
+        return function(**values) if first is None else function(first, **values)
 
     return call
 

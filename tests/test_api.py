@@ -1,14 +1,9 @@
-"""`fx.run`, `fx.compare` and `fx.tune`: any task and algorithm, stored, resumed, in workers."""
+"""`fx.run` and `fx.compare`: runs are stored, resumed, and shared with the command line."""
 
 from __future__ import annotations
 
 import json
-import math
-import shlex
-import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -21,30 +16,13 @@ from torch import nn
 
 import fedexp as fx
 from fedexp.cli.main import main
-from fedexp.errors import DataNote, UsageError
-from fedexp.references import load_object
-from fedexp.runs.folder import RunWarning
+from fedexp.errors import UsageError
 from fedexp.runs.records import read_rows
-from fedexp.runs.spec import read_spec
 from fedexp.runs.weights import run_weights
-from fedexp.tasks.metrics import as_metrics
-from fedexp_command.rerun import rerun
-from tests.helpers.own_study import write_study
 from tests.runs.helpers import untimed
 
 UNTYPED: Any = fx  # for calls that mypy refuses
-
-
-@pytest.fixture(autouse=True)
-def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The objects of a user's file, imported."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.delenv("FEDEXP_RUNS", raising=False)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    write_study(tmp_path)
-    load_object("study.py:task")
-    yield sys.modules["study"]
-    sys.modules.pop("study", None)
+pytestmark = pytest.mark.usefixtures("study")
 
 
 def test_a_run_is_stored_and_returned_the_next_time(study: Any) -> None:
@@ -57,13 +35,24 @@ def test_a_run_is_stored_and_returned_the_next_time(study: Any) -> None:
     assert "fedexp on mine, seed 0: 4 rounds, finished" in repr(first)
 
 
+def test_an_experiment_is_run_as_it_is(study: Any) -> None:
+    experiment = fx.Experiment(study.task, study.mine, 1, rounds=3, evaluate_every=(2, 1))
+    first = fx.run(experiment)
+    assert [row["test_accuracy"] is None for row in first.rows] == [True, False, False]
+    named = fx.run("study.py:task", "study.py:mine", seed=1, rounds=3, evaluate_every=(2, 1))
+    assert (named.folder, named.outcome.stored) == (first.folder, 3)
+    assert [record.train_loss for record in experiment.records()][-1] == first.last["train_loss"]
+    with pytest.raises(UsageError, match="an Experiment has its settings; change them by its"):
+        fx.run(experiment, rounds=4)
+
+
 def test_python_and_the_command_line_share_their_runs(
     study: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for name, own in (("fedexp", "fedexp"), ("study.py:mine", study.mine)):
+    for name, algorithm in (("fedexp", "fedexp"), ("study.py:mine", study.mine)):
         assert main(["run", "study.py:task", "--algorithm", name, "--json"]) == 0
         printed = json.loads(capsys.readouterr().out)
-        result = fx.run(study.task, own)
+        result = fx.run(study.task, algorithm)
         assert str(result.folder) == printed["folder"]
         assert result.outcome.stored == 4  # nothing was trained again
 
@@ -80,15 +69,15 @@ def test_progress_shows_the_goal(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_name_takes_the_tuned_values_and_an_algorithm_is_taken_as_it_is(study: Any) -> None:
-    named = fx.run(study.task, "fedexp", runs=None).run.setup
+    named = fx.run(study.task, "fedexp", runs=None).experiment.setup
     assert (named.options()["server.eps"], named.local.lr) == (0.01, 0.2)
-    given = fx.run(study.task, fx.fedexp(eps=0.3), runs=None).run.setup
-    assert (given.algorithm, given.local) == (fx.fedexp(eps=0.3), study.task.local)
+    as_it_is = fx.run(study.task, fx.fedexp(eps=0.3), runs=None).experiment.setup
+    assert (as_it_is.algorithm, as_it_is.local) == (fx.fedexp(eps=0.3), study.task.local)
     local = fx.LocalTraining(lr=0.5, steps=1, batch_size=None)
-    assert fx.run(study.task, "fedexp", runs=None, local=local).run.setup.local == local
+    assert fx.run(study.task, "fedexp", runs=None, local=local).experiment.setup.local == local
     sized = fx.run(study.task, "fedexp", runs=None, weighting="size", options={"eps": 0.5})
-    assert sized.run.setup.weighting == "size"
-    assert sized.run.setup.options()["server.eps"] == 0.5
+    assert sized.experiment.setup.weighting == "size"
+    assert sized.experiment.setup.options()["server.eps"] == 0.5
 
 
 def test_the_trained_model_can_be_had(study: Any) -> None:
@@ -187,35 +176,14 @@ def test_a_comparison_has_a_table_a_figure_and_a_report(study: Any, tmp_path: Pa
 
 
 def test_a_comparison_may_have_several_targets(study: Any, tmp_path: Path) -> None:
-    compared = fx.compare(study.task, ["fedavg"], target=[60, 0.7])
+    compared = fx.compare(study.task, ["fedavg", "fedexp"], target=[60, 0.7])
     assert (compared.target, compared.further) == (0.6, (0.7,))
+    second = fx.compare(study.task, ["fedavg", "fedexp"], target=0.7).to_json()
+    assert compared.to_json()["further"][0]["algorithms"] == second["algorithms"]
     assert "rounds to 60.00%  speed-up  rounds to 70.00%  speed-up" in compared.table()
     assert "reached_0.7" in compared.table("csv")
     assert "rounds to 70.00%" in compared.report(tmp_path / "out.html").read_text()
     assert fx.compare(study.task, ["fedavg"], target=[]).target == study.task.target
-
-
-def test_a_search_without_a_score_has_no_best(study: Any) -> None:
-    own = as_metrics({"never": lambda outputs, targets: math.inf})
-    task = replace(study.task, metrics=own, metric="test_never", higher=True)
-    with pytest.warns(DataNote, match="test_never is infinite"):
-        found = fx.tune(task, "fedavg", {"local.lr": [0.1, 0.2]}, rounds=3, store="none.db")
-    with pytest.raises(fx.UsageError, match="no trial has a finite test_never, so none is the"):
-        found.best  # noqa: B018
-
-
-def test_a_search_keeps_the_unit_of_the_eps(study: Any) -> None:
-    found = fx.tune(study.task, fx.fedexp(), {"eps": [0.2]}, rounds=3, store="unit.db")
-    (best,) = found.trials
-    again = fx.run(study.task, fx.fedexp(), options=found.best, rounds=3, runs=None)
-    assert again.run.setup.options()["server.eps_mode"] == "relative"
-    assert best.result.score == pytest.approx(np.mean([r["train_accuracy"] for r in again.rows]))
-    trial = found.study.spec_at(best.point).prepare(found.study.run.task)
-    assert trial.setup == again.run.setup
-    by_name = fx.tune(study.task, "fedexp", {"eps": [0.2]}, rounds=3, store="name.db").study
-    assert by_name.spec_at({"server.eps": 0.2}).prepare().setup.options()["server.eps_mode"] == (
-        "absolute"
-    )
 
 
 def test_an_accuracy_of_the_users_own_may_be_in_percent(study: Any) -> None:
@@ -242,95 +210,6 @@ def test_workers_compute_the_same(study: Any) -> None:
         assert untimed(one.rows) == untimed(other.rows)
 
 
-def test_what_cannot_be_imported_runs_in_this_process(study: Any) -> None:
-    inline = fx.Algorithm("inline", server=study.SignAverage(0.02))
-    with pytest.warns(RunWarning, match="algorithm 'inline' was made in this session"):
-        compared = fx.compare(study.task, ["fedavg", inline], seeds=2, jobs=2, runs=None)
-    assert [line.algorithm for line in compared.lines] == ["fedavg", "inline"]
-    cyclic = fx.cohorts.cyclic(2)
-    with pytest.warns(RunWarning, match="a function among the options was made in this session"):
-        fx.compare(study.task, ["fedavg", "fedexp"], jobs=2, runs=None, rounds=2, cohort=cyclic)
-    with pytest.warns(RunWarning, match="task 'mine' was made in this session"):
-        fx.compare(study.make(), ["fedavg"], seeds=2, jobs=2, runs=None)
-
-
-def test_data_that_differ_in_every_process_are_refused(tmp_path: Path) -> None:
-    path = write_study(tmp_path, name="unseeded.py")
-    path.write_text(path.read_text().replace("default_rng(0)", "default_rng()"))
-    own = load_object("unseeded.py:task")
-    with pytest.raises(UsageError, match=r"unseeded.py:task has other data in every process"):
-        fx.compare(own, ["fedavg"], seeds=2, jobs=2, runs=None)
-
-
-SCRIPT = """
-import warnings
-import fedexp as fx
-import torch.nn.functional as F
-from study import make
-
-ALPHA = 1.0
-
-
-def loss(output, y):
-    return ALPHA * F.cross_entropy(output, y, reduction="none")
-
-
-task = fx.supervised("own", make().objective.build, make().train, loss=loss, rounds=2)
-mine = fx.Algorithm("mine", server=fx.Average(1.0))
-if __name__ == "__main__":
-    {change}
-    found = []
-    for jobs in (1, 2):
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            done = fx.compare(task, [mine], seeds=2, jobs=jobs, runs=None)
-        found.append([outcome.rows[-1]["train_loss"] for outcome in done.outcomes])
-    assert found[0] == found[1], found
-    print([str(each.message) for each in caught])
-"""
-
-
-@pytest.mark.parametrize(
-    ("change", "named"),
-    [
-        ("ALPHA = 100.0", "script.py:task"),
-        ('mine = fx.Algorithm("mine", server=fx.Average(0.5))', "script.py:mine"),
-        ("pass", None),
-    ],
-)
-def test_workers_train_what_the_script_has_changed_or_nothing(
-    change: str, named: str | None, tmp_path: Path
-) -> None:
-    """Workers import the file, where nothing under `if __name__ == "__main__":` has run."""
-    (tmp_path / "script.py").write_text(SCRIPT.replace("{change}", change))
-    done = subprocess.run(
-        [sys.executable, "script.py"], capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    if named is None:
-        assert done.stdout == "[]\n"
-    else:
-        assert f"{named} is another one in processes that import it" in done.stdout
-
-
-def test_a_search_over_a_grid_of_ones_own(study: Any, tmp_path: Path) -> None:
-    grid = {"lr": [0.001, 0.05], "factor": [0.5, 1.0]}
-    tuned = fx.tune(study.task, study.mine, grid, rounds=3, store="own.db")
-    assert len(tuned.trials) == 4
-    assert tuned.best.keys() == {"server.lr", "client.factor"}
-    assert tuned.score == max(trial.result.score for trial in tuned.trials)
-    assert tuned.table().splitlines()[2].split()[0] == "sign"
-    assert isinstance(tuned.frame(), pandas.DataFrame)
-    assert tuned.plot(tmp_path / "tune.png").exists()
-    with pytest.raises(UsageError, match="takes numbers; set 'adam' with options="):
-        fx.tune(study.task, "fedavg", {"local.optimizer": cast(Any, ["adam"])})
-    best = fx.run(study.task, study.mine, options=tuned.best, runs=None)
-    assert best.run.setup.options()["server.lr"] == tuned.best["server.lr"]
-    before = (tmp_path / "own.db").stat().st_mtime_ns
-    assert fx.tune(study.task, study.mine, grid, rounds=3, store="own.db").best == tuned.best
-    assert (tmp_path / "own.db").stat().st_mtime_ns == before  # no trial was run again
-
-
 def test_options_are_for_all_or_for_one(study: Any) -> None:
     compared = fx.compare(
         study.task,
@@ -339,9 +218,12 @@ def test_options_are_for_all_or_for_one(study: Any) -> None:
         rounds=2,
         options={"local.lr": 0.3, "fedexp:eps": 0.7},
     )
-    setups = {run.spec.algorithm: run.setup for run in compared.runs}
+    setups = {each.names.algorithm: each.setup for each in compared.experiments}
     assert [setup.local.lr for setup in setups.values()] == [0.3, 0.3]
     assert setups["fedexp"].options()["server.eps"] == 0.7
+    same = {"fedexp:eps": 1e9, "fedavg:lr": 1, "fedexp:average_last": 1}  # FedExP is FedAvg then
+    fedavg, fedexp = fx.compare(study.task, ["fedavg", "fedexp"], runs=None, options=same).lines
+    assert fedavg.finals == fedexp.finals
     with pytest.raises(UsageError, match="unknown algorithm in option fedxp:eps"):
         fx.compare(study.task, ["fedexp"], runs=None, options={"fedxp:eps": 1})
     with pytest.raises(UsageError, match="unknown option of fedexp 'epps'; did you mean eps"):
@@ -352,34 +234,29 @@ def test_options_are_for_all_or_for_one(study: Any) -> None:
     ("call", "line"),
     [
         (lambda s: fx.run("digts"), "unknown task 'digts'; did you mean digits"),
-        (lambda s: fx.run(s.task, cast(Any, fx.fedavg)), "call it, e.g. fedexp.fedavg()"),
+        (
+            lambda s: fx.run(s.task, cast(Any, fx.fedavg)),
+            "fedavg is not an Algorithm until it is called",
+        ),
         (lambda s: fx.run(s.task, "fedxp"), "unknown algorithm 'fedxp'; did you mean fedexp"),
         (lambda s: fx.run(s.train), "the task is Federation, not a Task"),
         (lambda s: fx.compare(s.task, []), "needs at least one algorithm"),
         (lambda s: fx.compare(s.task, ["fedavg"] * 2, runs=None), "two algorithms are called"),
-        (lambda s: fx.tune(s.task, "fedexp", {"epps": [1.0]}), "unknown option of fedexp 'epps'"),
-        (lambda s: fx.tune(s.task, "fedexp", {}), "the grid is empty"),
         (lambda s: fx.run(s.task, "fedexp", rounds=0), "rounds must be at least 1"),
         (lambda s: fx.run(s.task, "fedexp", rounds=10**30), "rounds must be at most 1,000,000,000"),
-        (lambda s: fx.run(s.task, "fedexp", runs=3), "runs is 3; name a folder"),  # type: ignore[arg-type]
-        (lambda s: fx.run(s.task, "fedexp", on_round=3), "on_round is 3; give a function"),  # type: ignore[arg-type]
+        (lambda s: UNTYPED.run(s.task, "fedexp", runs=3), "runs is 3; name a folder"),
+        (lambda s: UNTYPED.run(s.task, "fedexp", on_round=3), "on_round is 3; give a function"),
         (lambda s: fx.compare(s.task, checkpoint_every=-1), "checkpoint_every is a number of"),
         (lambda s: UNTYPED.run(s.task, round=3), "unknown argument 'round'; did you mean rounds"),
         (
             lambda s: UNTYPED.compare(s.task, cohrt=3),
             "unknown argument 'cohrt'; did you mean cohort",
         ),
-        (
-            lambda s: UNTYPED.tune(s.task, metric="x"),
-            "unknown argument 'metric'; choose from by_client",
-        ),
         (lambda s: fx.compare(s.task, "fedavg"), "a list of algorithms, e.g. ['fedavg', 'fedexp']"),
         (lambda s: UNTYPED.compare(s.task, seeds=1.5), "seeds must be a whole number, not 1.5"),
         (lambda s: UNTYPED.compare(s.task, seeds=[0.2, 1]), "a seed must be a whole number: 0.2"),
         (lambda s: UNTYPED.compare(s.task, seeds="12"), "a seed must be a whole number: '1'"),
         (lambda s: fx.compare(s.task, seeds=[0, 1, 0]), "a seed is given twice: [0, 1, 0]"),
-        (lambda s: fx.tune(s.task, stop_at=0.9), "trials run to their end; leave stop_at out"),
-        (lambda s: fx.tune(s.task, evaluate_every=2), "leave evaluate_every out"),
         (lambda s: fx.run(s.task, s.mine, mode="recommended"), "has no effect on an Algorithm"),
         (
             lambda s: fx.compare(s.task, [s.mine, "study.py:mine"], mode="authors-code"),
@@ -388,10 +265,6 @@ def test_options_are_for_all_or_for_one(study: Any) -> None:
         (lambda s: UNTYPED.compare(s.task, jobs="2"), "jobs must be a whole number, not '2'"),
         (lambda s: UNTYPED.compare(s.task, jobs=0), "jobs must be at least 1, not 0"),
         (lambda s: UNTYPED.compare(s.task, target="a"), "target must be a finite number, not 'a'"),
-        (
-            lambda s: UNTYPED.tune(s.task, "fedexp", {"eps": 0.1}),
-            "0.1 for eps; give a list of values",
-        ),
         (lambda s: fx.run("study.py"), "study.py is a file; name a task in it, e.g. study.py:task"),
         (lambda s: fx.save_state(s.task, "s"), "save_state takes record.state, not Task"),
         (
@@ -414,25 +287,6 @@ def test_mistakes_get_one_line_that_names_the_remedy(study: Any, call: Any, line
     assert line in str(raised.value)
 
 
-def test_server_rules_of_the_wrong_shape_get_one_line(study: Any) -> None:
-    class Plain(fx.ServerRule):
-        def step(self, params: Any, aggregate: Any, state: Any) -> Any:
-            return params - aggregate.mean
-
-    plain = fx.Algorithm("plain", server=Plain())
-    with pytest.raises(UsageError, match="step of Plain returns Tensor; return the next param"):
-        fx.simulate(study.task, plain, engine="loop")
-    with pytest.raises(UsageError, match=r"Plain is no dataclass; put @dataclass\(frozen=True\)"):
-        fx.run(study.task, plain)
-
-
-@pytest.mark.parametrize("method", ["init_client_state", "init_broadcast"])
-def test_the_state_of_an_own_rule_must_be_named_tensors(study: Any, method: str) -> None:
-    rule = type("Own", (fx.ClientRule,), {method: lambda self, params: (params,)})
-    with pytest.raises(UsageError, match=f"{method} of Own returns tuple as state; return tensors"):
-        fx.simulate(study.task, fx.Algorithm("own", client=rule()))
-
-
 def test_a_state_can_be_saved_and_continued(study: Any, tmp_path: Path) -> None:
     whole = list(fx.simulate(study.task, fx.scaffold(), rounds=4, cohort=3))
     fx.save_state(whole[1].state, tmp_path / "state.safetensors")
@@ -447,57 +301,6 @@ def test_a_state_can_be_saved_and_continued(study: Any, tmp_path: Path) -> None:
     (tmp_path / "other").write_text("no")
     with pytest.raises(UsageError, match="is not a state"):
         fx.load_state(tmp_path / "other")
-
-
-def test_own_rules_run_through_every_command(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = ["study.py:task", "--rounds", "3"]
-    names = ["--algorithms", "fedavg,study.py:mine"]
-    assert main(["compare", *own, *names, "--seeds", "2", "--set", "sign:lr=0.02"]) == 0
-    assert (tmp_path / "compare-mine.png").exists()
-    grid = ["--grid", "lr=0.01,0.05", "--jobs", "1"]
-    assert main(["tune", *own, "--algorithm", "study.py:mine", *grid]) == 0
-    assert "fedexp run study.py:task --algorithm study.py:mine" in capsys.readouterr().out
-    assert main(["report", "runs", "-o", "report.html"]) == 0
-    (folder,) = (tmp_path / "runs").glob("mine-sign-s1-*")
-    expected = untimed(read_rows(folder))
-    assert main(["resume", str(folder), "--restart"]) == 0
-    assert untimed(read_rows(folder)) == expected
-
-
-def test_arguments_of_a_function_are_options(capsys: pytest.CaptureFixture[str]) -> None:
-    command = ["run", "study.py:make", "--rounds", "1", "--json"]
-    assert main([*command, "--set", "task.width=3"]) == 0
-    folder = json.loads(capsys.readouterr().out)["folder"]
-    assert fx.load_model(folder).get_parameter("hidden.weight").shape == (3, 6)
-    assert main([*command, "--set", "task.widht=3"]) == 2
-    assert "did you mean task.width" in capsys.readouterr().err
-
-
-def test_a_changed_file_is_named_and_reports_import_nothing(tmp_path: Path) -> None:
-    def fedexp(*words: str) -> tuple[int, str]:
-        done = subprocess.run(
-            [sys.executable, "-m", "fedexp", *words], capture_output=True, text=True, check=False
-        )
-        return done.returncode, done.stderr
-
-    assert fedexp("run", "study.py:task", "--rounds", "2")[0] == 0
-    path = tmp_path / "study.py"
-    path.write_text(path.read_text().replace("torch.tanh(", "torch.relu("))
-    status, error = fedexp("run", "study.py:task", "--rounds", "2")
-    assert status == 2
-    assert "the code or the layers of the model differs; --restart discards it" in error
-    path.write_text("raise RuntimeError('imported')\n")
-    assert fedexp("report", "runs")[0] == 0
-    (folder,) = (tmp_path / "runs").iterdir()
-    status, error = fedexp("resume", str(folder))
-    assert status == 2
-    assert "study.py, line 1 raised RuntimeError: imported" in error
-    assert "Traceback" not in error
-    del sys.modules["study"]
-    with pytest.raises(UsageError, match=r"load_model\(folder, model=Net\)"):
-        fx.load_model(folder)
 
 
 def test_a_run_can_be_given_more_rounds(
@@ -591,81 +394,21 @@ def test_cohorts_that_are_none_are_refused_as_in_simulate(study: Any, cohort: An
             call(study.task, "fedexp", cohort=cohort)
 
 
-def test_a_task_made_here_may_have_any_name(study: Any) -> None:
-    own = replace(study.make(), name="a/b: c")
-    assert fx.run(own, "fedavg", rounds=1).folder == Path("runs") / next(
-        path.name for path in Path("runs").iterdir() if path.name.startswith("a_b_c-fedavg")
-    )
-
-
-COHORTS = """
-def choose(rng, round, federation):
-    return [0, round]
-
-from dataclasses import replace
-chosen = replace(task, cohort=choose)
-listed = replace(task, cohort=np.array([1, 2]))
-counted = replace(task, cohort=np.int64(2), rounds=np.int64(4), evaluate_every=np.int64(2))
-"""
-
-
-@pytest.mark.parametrize("name", ["chosen", "listed", "counted"])
-def test_the_cohort_of_a_task_may_be_of_every_kind(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    write_study(tmp_path, COHORTS, "cohorts.py")
-    task = load_object(f"cohorts.py:{name}")
-    stored = fx.run(task, "fedexp")
-    assert {row["clients"] for row in stored.rows} == {2}
-    assert main(["resume", str(stored.folder), "--restart"]) == 0
-    assert untimed(fx.run(task, "fedexp").rows) == untimed(stored.rows)
-    capsys.readouterr()
-    again = shlex.split(rerun(read_spec(cast(Path, stored.folder))))
-    assert main([*again[1:], "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["folder"] == str(stored.folder)
-
-
 def test_numbers_of_numpy_are_numbers(study: Any) -> None:
     given = fx.run(study.task, fx.fedexp(eps=np.float64(0.5)), stop_at=cast(Any, np.float32(0.99)))
     named = fx.run(study.task, "fedexp", options={"eps": np.float32(0.5), "local.lr": 0.1})
-    assert given.run.setup.options()["server.eps"] == 0.5
-    assert named.run.setup.options()["server.eps"] == 0.5
+    assert given.experiment.setup.options()["server.eps"] == 0.5
+    assert named.experiment.setup.options()["server.eps"] == 0.5
     seeds = fx.compare(study.task, ["fedavg"], seeds=cast(Any, np.int64(2)))
-    assert [outcome.spec.seed for outcome in seeds.outcomes] == [0, 1]
+    assert [outcome.seed for outcome in seeds.outcomes] == [0, 1]
     one = fx.compare(study.task, ["fedavg"], seeds=cast(Any, np.array([1])))
     assert one.outcomes[0].stored == 4
-
-
-ARGUMENTS = """
-from pathlib import Path
-
-def required(width):
-    return make(int(width))
-
-def untyped(width=2):
-    return make(width)
-
-def several(width: str | int | None = None, folder=Path("here"), table={"a": (1, None)}):
-    return make(2 if width is None else width)
-"""
-
-
-@pytest.mark.parametrize("name", ["required", "untyped", "several"])
-def test_functions_of_any_signature_make_tasks(name: str, tmp_path: Path) -> None:
-    write_study(tmp_path, ARGUMENTS, "functions.py")
-    reference = f"functions.py:{name}"
-    stored = fx.run(reference, "fedavg", options={"task.width": 3})
-    assert cast(Any, stored.model()).hidden.out_features == 3
-    assert main(["resume", str(stored.folder), "--restart"]) == 0
-    if name == "required":
-        with pytest.raises(UsageError, match=r"needs --set task\.width"):
-            fx.run(reference, "fedavg")
 
 
 def test_none_is_the_default_of_every_setting(study: Any) -> None:
     unset = {"engine": None, "mode": None, "deterministic": None, "by_client": None}
     given = fx.run(study.task, runs=None, rounds=1, **cast(Any, unset))
-    assert given.run.spec == fx.run(study.task, runs=None, rounds=1).run.spec
+    assert given.experiment.spec == fx.run(study.task, runs=None, rounds=1).experiment.spec
 
 
 def test_none_is_the_tasks_own_everywhere(study: Any, capsys: pytest.CaptureFixture[str]) -> None:
