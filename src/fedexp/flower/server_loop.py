@@ -185,12 +185,12 @@ class _Loop:
 
         A subclass sees the replies, so with central privacy only the noised model is accepted.
         """
-        run, privacy = self.run, self.run.settings.privacy
+        run, settings = self.run, self.run.settings
         if arrays is None:
             require(run.state.steps == steps, DISCARDED)
             run.state = replace(run.state, round=round)
         elif run.state.round != round or not same_arrays(arrays, run.output()):
-            require(privacy is None or privacy.noised_by_clients, NOT_NOISED)
+            require(settings.privacy is None or settings.noised_by_clients, NOT_NOISED)
             run.adopt(arrays, round)
             log(INFO, "aggregate_train returned a model of its own: training continues from it")
 
