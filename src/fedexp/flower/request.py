@@ -207,13 +207,14 @@ def _broadcast_state(
     is still zero then.
     """
     sent = loaded(content.array_records.get(BROADCAST, ArrayRecord()))
+    floats = {name: value for name, value in sent.items() if value.dtype.kind == "f"}
     broadcast: dict[str, Tensor] = {}
     for name, initial in rule.init_broadcast(start).items():
-        value = sent.get(name)
+        value = floats.get(name)
         if value is not None and undecided and not value.any():
             broadcast[name] = torch.zeros_like(initial)
             continue
-        if value is None or value.shape != initial.shape or value.dtype.kind != "f":
+        if value is None or value.shape != initial.shape:
             raise UsageError(
                 f"{type(rule).__name__} needs a vector {name!r} of {len(start)} numbers from the "
                 "server; use a strategy of fedexp.flower there, of the same version"

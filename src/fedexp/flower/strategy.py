@@ -154,9 +154,8 @@ class Settings:
         )
         least_values = {"seed": 0, "max_empty_rounds": 1, "total_clients": 1, "min_replies": 1}
         for name, least in least_values.items():
-            value = getattr(self, name)
-            valid = value is None or (isinstance(value, int) and value >= least)
-            require(valid, f"{name} must be a whole number of at least {least}, not {value!r}")
+            if (value := getattr(self, name)) is not None:
+                whole_number(name, value, least)
         require(
             self.secure is None or isinstance(self.secure, SecureAggregation),
             f"secure must be SecureAggregation(clip=...), not {self.secure!r}",
