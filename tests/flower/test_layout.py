@@ -100,7 +100,10 @@ def test_what_is_not_a_model_is_refused(arrays, buffers, pattern) -> None:  # ty
     ("arrays", "pattern"),
     [
         ({"w": np.ones((2, 2))}, "no array 'b'"),
-        ({"w": np.ones((2, 2)), "b": np.ones(2), "c": np.ones(1)}, "'c' that the model has not"),
+        (
+            {"w": np.ones((2, 2)), "b": np.ones(2), "c": np.ones(1)},
+            "'c', which the model does not have",
+        ),
         ({"w": np.ones(4), "b": np.ones(2)}, r"'w' has shape \(4,\) instead of \(2, 2\)"),
         ({"w": np.ones((2, 2)), "b": np.ones(2, int)}, "'b' is of type int64 instead of float64"),
     ],

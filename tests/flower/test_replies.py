@@ -104,7 +104,10 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "another type": (replies(with_array("w", np.zeros(DIM, int))), "type int64"),
     "text": (replies(with_array("w", np.array(["a"] * DIM))), "type <U1"),
     "float64 beyond float32": (replies(with_array("w", np.full(DIM, 1e300))), "not finite"),
-    "a name too many": (replies(with_array("v", np.zeros(1))), "'v' that the model has not"),
+    "a name too many": (
+        replies(with_array("v", np.zeros(1))),
+        "'v', which the model does not have",
+    ),
     "a name missing": (replies(without_array), "no array 'w'"),
     "no arrays": (replies(without_arrays), "0 records with a model"),
     "two models": (replies(two_models), "2 records with a model"),

@@ -56,7 +56,7 @@ class Saves(FedExP):
         (lambda: FedExP(epss=1.0), "did you mean eps"),  # type: ignore[call-arg]
         (lambda: FedExP(eps=-1.0), "eps must not be negative"),
         (lambda: FedExP(weighting="size"), "weighting is uniform or num"),  # type: ignore[arg-type]
-        (lambda: FedExP(seed=-1), "seed must be a whole number"),
+        (lambda: FedExP(seed=-1), "seed must be at least 0"),
         (lambda: FedExP(2.0), "fraction_train must be in"),
         (lambda: FedExP(*range(11)), "by name"),
         (lambda: RuleStrategy(algoritm=fx.fedexp()), "did you mean algorithm"),  # type: ignore[call-arg]
@@ -64,7 +64,7 @@ class Saves(FedExP):
         (lambda: FedProx(*ELEVEN, proximal_mu=0.1), "multiple values for argument 'prox"),
         (lambda: FedProx(mu=0.1, proximal_mu=0.1), "proximal_mu and mu are one option"),
         (lambda: FedExP(max_norm=0.0), "max_norm must be positive"),
-        (lambda: FedExP(min_replies=0), "min_replies must be a whole number"),
+        (lambda: FedExP(min_replies=0.5), "min_replies must be a whole"),  # type: ignore[arg-type]
         (lambda: FedExP(tied={"a": "b"}).start(FakeGrid(plain_app()), first_model()), "tied names"),
         (lambda: FedExP(max_empty_rounds=0), "max_empty_rounds"),
         (lambda: FedExP(privacy=PRIVACY), "set fraction_evaluate=0.0"),

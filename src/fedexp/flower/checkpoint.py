@@ -1,7 +1,7 @@
 """A run on Flower in a folder, with the same files as a simulated run has.
 
 `open_run` opens the folder of the strategy's `checkpoint` argument, restores the run that is stored
-in it, and yields a `RunRecorder` that stores every further round. The rows of `records.jsonl` have
+in it, and yields the `Journal` that stores every further round. The rows of `records.jsonl` have
 the columns of a simulated run and Flower's records, from which `restored_result` rebuilds Flower's
 `Result`; `spec.toml` has everything that decides the numbers of the run.
 """
@@ -37,7 +37,7 @@ from fedexp.runs.fingerprint import fingerprint_of_rules
 from fedexp.runs.folder import RELEASES, BusyError, RunFolder, machine
 from fedexp.runs.journal import Journal
 from fedexp.runs.records import RECORDS
-from fedexp.storage import finite, to_bytes
+from fedexp.storage import to_bytes
 
 if TYPE_CHECKING:
     from fedexp.flower.strategy import RuleStrategy, Settings
@@ -52,6 +52,8 @@ RESULT_FIELDS = {
 RESERVED = {"round", "local_lr", "accepted", "initial", "config", "layout", *RESULT_FIELDS}
 HEAD = "# A run of fedexp on Flower, frozen. Start it again with checkpoint=THIS-FOLDER\n"
 LOCK_TIMEOUT = 30.0  # seconds; the ServerApp of a killed SuperLink may hold the lock for a while
+RESUMED_DIVERGED = "%s diverged at round %s (%s); resuming from its last good state, of round %d"
+CPU = torch.device("cpu")
 REMEDIES = {
     "damaged": "restore it, or remove the folder to start over",
     "content": "remove the folder to run it again",
@@ -59,42 +61,17 @@ REMEDIES = {
 }
 
 
-class RunRecorder:
-    """Stores the rounds of a run; without a journal it stores nothing.
-
-    Attributes:
-        rows: of the rounds before this start.
-        finished: whether the run is complete.
-    """
-
-    def __init__(
-        self, run: FederatedRun, journal: Journal | None = None, finished: bool = False
-    ) -> None:
-        self.run, self.journal, self.finished = run, journal, finished
-        self.rows: list[Row] = [] if journal is None else list(journal.rows)
-
-    def add(self, row: Row, state: SimulationState) -> None:
-        """Store a complete round."""
-        if self.journal is not None:
-            self.journal.add(finite(row), state)
-
-    def finish(self, error: DivergedError | None) -> None:
-        """Store the output model and how the run ended."""
-        if self.journal is None:
-            return
-        arrays = ndarrays(self.run.output())
-        named = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
-        status = "diverged" if error else "finished"
-        self.journal.conclude(status, to_bytes(named), error)
-
-
 @contextmanager
 def open_run(
     strategy: RuleStrategy, run: FederatedRun, config: ConfigRecord
-) -> Iterator[RunRecorder]:
-    """Open the run folder of a strategy, and restore the run to its last complete round."""
+) -> Iterator[tuple[Journal, bool]]:
+    """Open the run folder of a strategy, and restore the run to its last complete round.
+
+    Yields the journal of the run and whether the run is complete. Without a folder the journal is
+    in memory only.
+    """
     if run.settings.checkpoint is None:
-        yield RunRecorder(run)
+        yield Journal(None, 0.0, CPU), False
         return
     path = Path(run.settings.checkpoint).expanduser().absolute()
     log(INFO, "the run is stored in %s", path)
@@ -107,14 +84,19 @@ def open_run(
             content = fingerprint_of_rules(run.settings.algorithm)
             folder = _locked(stack, RunFolder(path, spec, about, HEAD, content))
             diverged = _reopen_diverged(folder)
-            journal = Journal(folder, 0.0, torch.device("cpu"))
+            journal = Journal(folder, 0.0, CPU)
             stack.callback(journal.close)
             if diverged is not None:
-                text = (
-                    "%s diverged at round %s (%s); resuming from its last good state, of round %d"
-                )
-                log(WARNING, text, path, *diverged, journal.resumed_from)
-            yield _restored(folder, journal, run)
+                log(WARNING, RESUMED_DIVERGED, path, *diverged, journal.resumed_from)
+            yield journal, _restored(folder, journal, run)
+
+
+def conclude(run: FederatedRun, journal: Journal, error: DivergedError | None = None) -> None:
+    """Store the output model and how the run ended."""
+    if journal.folder is not None:
+        arrays = ndarrays(run.output())
+        named = {name: torch.from_numpy(value.copy()) for name, value in arrays.items()}
+        journal.conclude("diverged" if error else "finished", to_bytes(named), error)
 
 
 def _locked(stack: ExitStack, folder: RunFolder) -> RunFolder:
@@ -137,21 +119,20 @@ def _reopen_diverged(folder: RunFolder) -> tuple[int, str] | None:
     return result["diverged_at"], result.get("reason", "the model")
 
 
-def _restored(folder: RunFolder, journal: Journal, run: FederatedRun) -> RunRecorder:
-    """Restore the run from its journal; return the recorder of its further rounds."""
+def _restored(folder: RunFolder, journal: Journal, run: FederatedRun) -> bool:
+    """Restore the run from its journal; return whether it is complete."""
     if journal.state is not None:
         _restore(run, journal.state, journal.rows, folder.path)
-    recorder = RunRecorder(run, journal, finished=load_run(folder.path).result is not None)
-    if recorder.finished:
+    if load_run(folder.path).result is not None:
         log(INFO, "%s holds a finished run; nothing is left to do", folder.path)
-        return recorder
+        return True
     if run.settings.privacy is not None:
-        reported = sum("epsilon" in row for row in recorder.rows)
+        reported = sum("epsilon" in row for row in journal.rows)
         run.ledger = open_ledger(folder.path / RELEASES, reported)
     if journal.resumed_from:
         log(INFO, "resuming %s after round %d", folder.path, journal.resumed_from)
         folder.note_resumed(journal.resumed_from)
-    return recorder
+    return False
 
 
 def _restore(run: FederatedRun, state: SimulationState, rows: Sequence[Row], folder: Path) -> None:
@@ -189,12 +170,12 @@ def round_row(round: int, result: Result, accepted: Sequence[str]) -> Row:
     return row
 
 
-def changed_config(config: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entries of a config that differ from the given one, e.g. a rate that decays."""
+def changed_config(config: Mapping[str, Any], initial: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the entries of a config that differ from the initial one, e.g. a rate that decays."""
     return {
         name: value
         for name, value in config.items()
-        if name != "server-round" and value != given.get(name) and not isinstance(value, bytes)
+        if name != "server-round" and value != initial.get(name) and not isinstance(value, bytes)
     }
 
 
@@ -204,15 +185,15 @@ def scores(record: Mapping[str, Any] | None) -> dict[str, float]:
     >>> scores({"eval_acc": 0.5, "loss": 1.0, "num-examples": 10, "test_loss": 2.0})
     {'test_accuracy': 0.5, 'test_loss': 2.0}
     """
-    found: dict[str, float] = {}
+    columns: dict[str, float] = {}
     for name, value in (record or {}).items():
         plain = name.lower().replace("-", "_")
         for prefix in ("eval_", "test_"):
             plain = plain.removeprefix(prefix)
         column = name if name in SCORES else SYNONYMS.get(plain)
         if column is not None and not isinstance(value, list):
-            found[column] = float(value)
-    return found
+            columns[column] = float(value)
+    return columns
 
 
 def check_losses(row: Row) -> None:
@@ -239,13 +220,13 @@ def restored_result(rows: Sequence[Mapping[str, Any]]) -> Result:
 
 def _record(values: Mapping[str, Any]) -> MetricRecord:
     """Return a stored record; what was not finite is null in the file, and NaN in a list here."""
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, list):
-            return value
-        return [math.nan if each is None else each for each in value]
-
-    return MetricRecord({name: read(value) for name, value in values.items() if value is not None})
+    record = MetricRecord()
+    for name, value in values.items():
+        if isinstance(value, list):
+            record[name] = [math.nan if number is None else number for number in value]
+        elif value is not None:
+            record[name] = value
+    return record
 
 
 def run_spec(strategy: RuleStrategy, run: FederatedRun, config: ConfigRecord) -> dict[str, Any]:
@@ -291,9 +272,7 @@ def _options(strategy: RuleStrategy, settings: Settings, config: ConfigRecord) -
 
 def _fields(rule: Any) -> dict[str, Any]:
     """Return the fields of a rule or of settings, which are dataclasses; {} for None."""
-    if not is_dataclass(rule):
-        return {}
-    return {each.name: getattr(rule, each.name) for each in fields(rule)}
+    return {f.name: getattr(rule, f.name) for f in fields(rule)} if is_dataclass(rule) else {}
 
 
 def _toml(value: Any) -> Any:
@@ -301,7 +280,7 @@ def _toml(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.hex()
     if isinstance(value, list | tuple):
-        return [_toml(each) for each in value]
+        return [_toml(entry) for entry in value]
     if isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value)):
         return value
     return str(value)

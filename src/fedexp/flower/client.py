@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from fedexp.client import SGD, Tensors
 from fedexp.errors import UsageError, require
-from fedexp.flower.layout import Layout, Slot
+from fedexp.flower.layout import Layout
 from fedexp.flower.request import Metrics, TrainRequest
 
 # so that an optimiser which is reused in a later round has one hook only
@@ -59,8 +59,8 @@ class LocalRule:
             _unhook(optimizer)
         self.corrections: _Corrections | None = None
         if self.request.rule != SGD():
-            plain = all(_is_plain(each) for each in optimizers)
-            self.corrections = _Corrections(self.request, model, sums_gradients=not plain)
+            is_plain = all(_is_plain_sgd(optimizer) for optimizer in optimizers)
+            self.corrections = _Corrections(self.request, model, sums_gradients=not is_plain)
             for optimizer in optimizers:
                 _hooks[optimizer] = optimizer.register_step_pre_hook(self._before_step)
 
@@ -72,8 +72,8 @@ class LocalRule:
     def took_step(self, lr: float) -> None:
         """Count a step that was taken without an optimiser: w ← w - lr · grad."""
         if self.corrections is not None:
-            for each in self.corrections.slices.values():
-                self.corrections.count(each, lr)
+            for param_slice in self.corrections.slices.values():
+                self.corrections.count(param_slice, lr)
 
     def reply(self, metrics: Metrics) -> Message:
         """Return the reply: the model, the metrics, and what the rule adds to the sums.
@@ -106,17 +106,19 @@ class LocalRule:
         if float(getattr(optimizer, "found_inf", 0.0)):
             return  # a fused optimiser that will skip this step
         for group in optimizer.param_groups:
-            known = [self.corrections.slices.get(id(p)) for p in group["params"]]
-            slices = [each for each in known if each is not None]
-            self.corrections.correct(each for each in slices if not each.corrected)
-            for each in slices:
-                self.corrections.count(each, float(group["lr"]))
+            of_model = self.corrections.slices
+            slices = [of_model[id(p)] for p in group["params"] if id(p) in of_model]
+            self.corrections.correct(s for s in slices if not s.corrected)
+            for param_slice in slices:
+                self.corrections.count(param_slice, float(group["lr"]))
 
     def _arrays(self) -> ArrayRecord:
         """Return the model with exactly the names and types that the server sent."""
-        named = self.model.state_dict()
-        slots = self.request.layout.slots
-        return ArrayRecord({slot.name: Array(_as_sent(slot, named[slot.name])) for slot in slots})
+        named, arrays = self.model.state_dict(), ArrayRecord()
+        for slot in self.request.layout.slots:
+            dtype = getattr(torch, slot.dtype.name)  # cast by torch, as numpy has no bfloat16
+            arrays[slot.name] = Array(named[slot.name].detach().cpu().to(dtype).numpy())
+        return arrays
 
 
 @dataclass(eq=False)
@@ -160,56 +162,54 @@ class _Corrections:
         for name, param in model.named_parameters(remove_duplicate=False):
             if name not in offsets:
                 continue
-            where = slice(offsets[name], offsets[name] + param.numel())
+            entries = slice(offsets[name], offsets[name] + param.numel())
             if id(param) in self.slices:
-                self.slices[id(param)].slices.append(where)
+                self.slices[id(param)].slices.append(entries)
             elif param.requires_grad:
-                self.slices[id(param)] = self._slice(name, param, where)
+                self.slices[id(param)] = self._slice(name, param, entries)
 
-    def _slice(self, name: str, param: nn.Parameter, where: slice) -> _ParamSlice:
+    def _slice(self, name: str, param: nn.Parameter, entries: slice) -> _ParamSlice:
         request = self.request
-        sent = request.start[where].view(param.shape)
+        sent = request.start[entries].view(param.shape)
         require(
             torch.equal(param.detach().cpu(), sent.to(param.dtype)),
             f"{name!r} is not what the server sent; create LocalRule after model.load_state_dict",
         )
         broadcast, client_state = (
-            {k: v[where].view(param.shape).to(param.device) for k, v in vectors.items()}
+            {k: v[entries].view(param.shape).to(param.device) for k, v in vectors.items()}
             for vectors in (request.broadcast, request.client_state)
         )
-        return _ParamSlice(name, param, [where], param.detach().clone(), broadcast, client_state)
+        return _ParamSlice(name, param, [entries], param.detach().clone(), broadcast, client_state)
 
     @torch.no_grad()
     def correct(self, slices: Iterable[_ParamSlice]) -> None:
         """Correct the gradients in place; a missing one is zero, as in the simulator."""
         rule = self.request.rule
-        for each in slices:
-            param = each.param
+        for s in slices:
+            param = s.param
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             require(
                 not param.grad.is_sparse,
-                f"{each.name!r} has sparse gradients, which cannot be corrected; build the layer "
+                f"{s.name!r} has sparse gradients, which cannot be corrected; build the layer "
                 "with sparse=False",
             )
             param.grad.copy_(
-                rule.correct(
-                    param.grad, param.detach(), each.start, each.broadcast, each.client_state
-                )
+                rule.correct(param.grad, param.detach(), s.start, s.broadcast, s.client_state)
             )
-            each.corrected = True
+            s.corrected = True
 
     @torch.no_grad()
-    def count(self, each: _ParamSlice, lr: float) -> None:
+    def count(self, param_slice: _ParamSlice, lr: float) -> None:
         """Count a step of a parameter along its corrected gradient."""
-        each.total_lr += lr
-        each.corrected = False
-        if self.sums_gradients and each.param.grad is not None:
-            grad = each.param.grad
-            if each.sgd_update is None:
+        param_slice.total_lr += lr
+        param_slice.corrected = False
+        grad = param_slice.param.grad
+        if self.sums_gradients and grad is not None:
+            if param_slice.sgd_update is None:
                 wide = torch.promote_types(grad.dtype, torch.float32)
-                each.sgd_update = torch.zeros_like(grad, dtype=wide)
-            each.sgd_update.add_(grad, alpha=lr)
+                param_slice.sgd_update = torch.zeros_like(grad, dtype=wide)
+            param_slice.sgd_update.add_(grad, alpha=lr)
 
     def end_round(self, delta: Tensor) -> tuple[Tensors, Tensors]:
         """Return the new client state and what the client adds to the sums, after an update Δ_i.
@@ -219,17 +219,17 @@ class _Corrections:
         """
         request, total_lr = self.request, torch.zeros_like(delta)
         sgd_update = torch.zeros_like(delta)  # of plain SGD with the same gradients: sum of η ĝ
-        for each in self.slices.values():
-            for where in each.slices:
+        for s in self.slices.values():
+            for entries in s.slices:
                 require(
-                    each.total_lr > 0 or not bool(delta[where].any()),
-                    f"{each.name!r} was trained without its gradients being corrected; give "
+                    s.total_lr > 0 or not bool(delta[entries].any()),
+                    f"{s.name!r} was trained without its gradients being corrected; give "
                     "LocalRule every optimiser of the loop, or call took_step(lr) in a loop "
                     "without one",
                 )
-                total_lr[where] = each.total_lr
-                if each.sgd_update is not None:
-                    sgd_update[where] = each.sgd_update.flatten().to(delta)
+                total_lr[entries] = s.total_lr
+                if s.sgd_update is not None:
+                    sgd_update[entries] = s.sgd_update.flatten().to(delta)
         stepped = total_lr > 0
         state, extras = request.rule.end_round(
             sgd_update if self.sums_gradients else delta,
@@ -240,12 +240,6 @@ class _Corrections:
         before = request.client_state
         state = {name: torch.where(stepped, v, before[name]) for name, v in state.items()}
         return state, {name: torch.where(stepped, v, 0.0) for name, v in extras.items()}
-
-
-def _as_sent(slot: Slot, value: Tensor) -> Any:
-    """Return the value in the type it was sent in; cast by torch, as numpy has no bfloat16."""
-    wanted: torch.dtype = getattr(torch, slot.dtype.name)
-    return value.detach().cpu().to(wanted).numpy()
 
 
 def _check_model(layout: Layout, model: nn.Module) -> None:
@@ -268,19 +262,19 @@ def _check_optimizer(optimizer: Optimizer, model: nn.Module) -> None:
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             f"LocalRule takes optimisers of torch.optim, not a {type(optimizer).__name__}; "
-            "for a loop of your own use correct() and took_step(lr)"
+            "in a loop without one call correct() and took_step(lr)"
         )
-    own = {id(param) for param in model.parameters()}
+    of_model = {id(param) for param in model.parameters()}
     for group in optimizer.param_groups:
         require(
-            all(id(param) in own for param in group["params"]),
+            all(id(param) in of_model for param in group["params"]),
             "the optimiser trains parameters that the model does not have; give LocalRule the "
             "model and the optimiser that was made from its parameters",
         )
         require(not group.get("maximize"), "client rules descend; make the optimiser minimise")
 
 
-def _is_plain(optimizer: Optimizer) -> bool:
+def _is_plain_sgd(optimizer: Optimizer) -> bool:
     """Return whether a step is w - lr (grad + λ w), so that the update gives the mean gradient."""
     groups = optimizer.param_groups
     return type(optimizer) is TorchSGD and not any(group["momentum"] for group in groups)

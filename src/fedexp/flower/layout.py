@@ -78,24 +78,23 @@ class Layout:
 
     def with_kinds(self, buffers: Collection[str] | None, tied: Mapping[str, str]) -> Layout:
         """Return the layout of the same arrays with other buffers and ties."""
-        known = {slot.name: slot for slot in self.slots}
+        by_name = {slot.name: slot for slot in self.slots}
         for option, names in {"buffers": buffers or (), "tied": [*tied, *tied.values()]}.items():
-            unknown = sorted(set(names) - known.keys())
+            unknown = sorted(set(names) - by_name.keys())
             listed = shown(", ".join(unknown), 200)
             require(not unknown, f"{option} names {listed}, which the model does not have")
-        kinds = {name: _kind(name, slot.dtype, buffers) for name, slot in known.items()}
+        kinds = {name: _kind(name, slot.dtype, buffers) for name, slot in by_name.items()}
         for name, source in tied.items():
-            one, other = known[name], known[source]
             valid = source not in tied and kinds[name] == kinds[source] == "parameter"
             require(
-                valid and one.shape == other.shape,
+                valid and by_name[name].shape == by_name[source].shape,
                 f"{name!r} cannot be tied to {source!r}: both must be parameters of one shape, and "
                 f"{source!r} must not be tied itself",
             )
+        for name in tied:
+            kinds[name] = "tied"
         slots = tuple(
-            slot._replace(kind="tied", source=tied[slot.name])
-            if slot.name in tied
-            else slot._replace(kind=kinds[slot.name], source="")
+            slot._replace(kind=kinds[slot.name], source=tied.get(slot.name, ""))
             for slot in self.slots
         )
         require(any(slot.kind == "parameter" for slot in slots), "the model has no parameters")
@@ -160,20 +159,20 @@ class Layout:
     def misfit(self, arrays: Arrays) -> str | None:
         """Return why these arrays do not fit the model; None where they do.
 
-        Another precision is no reason: floats are cast to the type of the model.
+        Another precision is not a reason: floats are cast to the type of the model.
         """
         if missing := [slot.name for slot in self.slots if slot.name not in arrays]:
             return f"it has no array {missing[0]!r}"
         if surplus := arrays.keys() - {slot.name for slot in self.slots}:
-            return f"it has an array {min(surplus)!r} that the model has not"
+            return f"it has an array {min(surplus)!r}, which the model does not have"
         for slot in self.slots:
-            found = arrays[slot.name]
-            if found.shape != slot.shape:
-                return f"{slot.name!r} has shape {found.shape} instead of {slot.shape}"
-            if ("f" in (found.dtype.kind, slot.dtype.kind)) and found.dtype.kind != slot.dtype.kind:
-                return f"{slot.name!r} is of type {found.dtype} instead of {slot.dtype}"
-            if found.dtype.kind not in "fiub":
-                return f"{slot.name!r} is of type {found.dtype}, which is no number"
+            shape, dtype = arrays[slot.name].shape, arrays[slot.name].dtype
+            if shape != slot.shape:
+                return f"{slot.name!r} has shape {shape} instead of {slot.shape}"
+            if (dtype.kind == "f") != (slot.dtype.kind == "f"):
+                return f"{slot.name!r} is of type {dtype} instead of {slot.dtype}"
+            if dtype.kind not in "fiub":
+                return f"{slot.name!r} is of type {dtype}, which is not a type of numbers"
         if broken := self.broken_ties(arrays):
             source = self.tied[broken[0]]
             return (
@@ -238,8 +237,8 @@ def same_arrays(one: ArrayRecord, other: ArrayRecord) -> bool:
 
 
 def named_parts(model: nn.Module) -> tuple[list[str], dict[str, str]]:
-    """Return the names of a model's float buffers, and its ties: a map from each further name of a
-    parameter to its first name.
+    """Return the names of a model's float buffers, and its ties: the first name of each parameter
+    by its further names.
 
     >>> layer = nn.Linear(2, 2)
     >>> named_parts(nn.Sequential(layer, nn.BatchNorm1d(2), layer))

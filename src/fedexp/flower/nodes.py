@@ -45,7 +45,7 @@ class NodeRegistry:
     """The identities of nodes. Each node is queried once, and once more if it did not answer."""
 
     def __init__(self) -> None:
-        self._known: dict[int, NodeIdentity] = {}
+        self._identities: dict[int, NodeIdentity] = {}
         self._silent: set[int] = set()
 
     def query(self, grid: Grid, nodes: Collection[int], timeout: float) -> None:
@@ -53,7 +53,7 @@ class NodeRegistry:
 
         One whose ClientApp has no function for the query, as plain apps do not, stays anonymous.
         """
-        new = [node for node in nodes if node not in self._known]
+        new = [node for node in nodes if node not in self._identities]
         messages = [
             Message(RecordDict(), node, f"query.{QUERY}", ttl=QUERY_TIMEOUT) for node in new
         ]
@@ -63,13 +63,13 @@ class NodeRegistry:
                 self._silent.add(node)
             else:
                 content = reply.content if reply.has_content() else RecordDict()
-                self._known[node] = _identity(content)
+                self._identities[node] = _identity(content)
         if new:
             self._warn_of_duplicates(nodes)
 
     def client(self, node: int) -> str | None:
         """Return the name of the client at a node, if it reported one."""
-        return self._known.get(node, NodeIdentity()).client
+        return self._identities.get(node, NodeIdentity()).client
 
     def count_clients(self, nodes: Iterable[int]) -> int:
         """Return the number of distinct clients; a restarted node is listed twice for a minute."""
@@ -82,7 +82,7 @@ class NodeRegistry:
         """
 
         def key(node: int) -> tuple[int, int, int]:
-            partition = self._known.get(node, NodeIdentity()).partition
+            partition = self._identities.get(node, NodeIdentity()).partition
             return (1, 0, node) if partition is None else (0, partition, node)
 
         return sorted(nodes, key=key)
@@ -91,7 +91,7 @@ class NodeRegistry:
         """Warn of nodes with the same identity: they count the same data twice and share state."""
         by_name: dict[str, list[int]] = {}
         for node in nodes:
-            identity = self._known.get(node, NodeIdentity())
+            identity = self._identities.get(node, NodeIdentity())
             for name in {str(n) for n in (identity.client, identity.partition) if n is not None}:
                 by_name.setdefault(name, []).append(node)
         for name, duplicates in by_name.items():

@@ -165,8 +165,8 @@ def _reported_layout(
     buffers, ties = named_parts(model)
     if "fedexp.buffers" in config:
         buffers = _names(config["fedexp.buffers"]) or []
-    known = {name: source for name, source in ties.items() if name in arrays and source in arrays}
-    return Layout.of(loaded(arrays), [name for name in buffers if name in arrays], known)
+    tied = {name: source for name, source in ties.items() if name in arrays and source in arrays}
+    return Layout.of(loaded(arrays), [name for name in buffers if name in arrays], tied)
 
 
 def _reply_info(config: ConfigRecord, reported: Layout | None) -> dict[str, Any]:
@@ -191,8 +191,8 @@ def _initial_state(
         accepted = max((r for r in store.rounds() if r < round), default=0)
     if not accepted:
         return 0, fresh
-    found = store.load(accepted)
-    if found is None:
+    stored = store.load(accepted)
+    if stored is None:
         log.warning(
             "the state of round %d is not in %s: this client starts with a fresh state, and the "
             "server's control variate still includes the old one; give the node a persistent "
@@ -201,9 +201,9 @@ def _initial_state(
             store.folder,
         )
         return accepted, fresh
-    fits = {k: v.shape for k, v in found.items()} == {k: v.shape for k, v in fresh.items()}
+    fits = {k: v.shape for k, v in stored.items()} == {k: v.shape for k, v in fresh.items()}
     require(fits, f"{store.folder} belongs to another model; remove it or set fedexp-state")
-    return accepted, found
+    return accepted, stored
 
 
 def _broadcast_state(
@@ -214,22 +214,22 @@ def _broadcast_state(
     While the layout is `undecided`, the server may count another number of parameters; its state
     is still zero then.
     """
-    wanted = rule.init_broadcast(start)
-    sent = content.array_records.get(BROADCAST, ArrayRecord())
-    floats = {name: value for name, value in loaded(sent).items() if value.dtype.kind == "f"}
-    broadcast = {  # torch supports neither numpy's long double nor another byte order
-        name: torch.from_numpy(value.astype(np.float64)).to(start.dtype)
-        for name, value in floats.items()
-    }
-    for name, value in wanted.items():
-        if undecided and name in broadcast and not broadcast[name].any():
-            broadcast[name] = torch.zeros_like(value)
-        require(
-            name in broadcast and broadcast[name].shape == value.shape,
-            f"{type(rule).__name__} needs a vector {name!r} of {len(start)} numbers from the "
-            "server; use a strategy of fedexp.flower there, of the same version",
-        )
-    return {name: broadcast[name] for name in wanted}
+    sent = loaded(content.array_records.get(BROADCAST, ArrayRecord()))
+    floats = {name: value for name, value in sent.items() if value.dtype.kind == "f"}
+    broadcast: dict[str, Tensor] = {}
+    for name, initial in rule.init_broadcast(start).items():
+        value = floats.get(name)
+        if value is not None and undecided and not value.any():
+            broadcast[name] = torch.zeros_like(initial)
+            continue
+        if value is None or value.shape != initial.shape:
+            raise UsageError(
+                f"{type(rule).__name__} needs a vector {name!r} of {len(start)} numbers from the "
+                "server; use a strategy of fedexp.flower there, of the same version"
+            )
+        # torch supports neither numpy's long double nor another byte order
+        broadcast[name] = torch.from_numpy(value.astype(np.float64)).to(start.dtype)
+    return broadcast
 
 
 def _names(value: Any) -> list[str] | None:

@@ -9,14 +9,13 @@ replies become sums is up to the caller (`fedexp.flower.replies`, or `fedexp.flo
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
-import torch
 from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
@@ -42,6 +41,7 @@ from fedexp.flower.replies import AggregatedReplies
 from fedexp.flower.request import BROADCAST, layout_config
 from fedexp.objective import buffer_changes
 from fedexp.privacy import Ledger, Mechanism, Release
+from fedexp.runs.journal import is_finite
 from fedexp.server.extrapolation import diversity
 
 if TYPE_CHECKING:
@@ -90,12 +90,13 @@ class Server:
         self.algorithm = algorithm
         self.layout = Layout.of(arrays, buffers, tied)
         self.state = self._initial_state(arrays)
-        bad = next((n for n, v in ndarrays(arrays).items() if not np.isfinite(v).all()), None)
-        require(
-            bad is None,
-            f"the initial model has values that are not finite ({bad!r}); start from a finite one; "
-            "register a mask with persistent=False, so that it stays out of the state_dict",
-        )
+        for name, value in ndarrays(arrays).items():
+            require(
+                bool(np.isfinite(value).all()),
+                f"the initial model has values that are not finite ({name!r}); start from a finite "
+                "one; register a mask with persistent=False, so that it stays out of the "
+                "state_dict",
+            )
 
     def lay_out(self, layout: Layout) -> None:
         """Change which arrays of the initial model are buffers or tied."""
@@ -182,15 +183,8 @@ class Server:
         check_range(after)
         if not self.layout.rounded(after.params).isfinite().all():
             raise DivergedError(after.round, "the model no longer fits the type of its arrays")
-        if not _is_finite(after):
+        if not (is_finite(after) and after.buffers.averaged.isfinite().all()):
             raise DivergedError(after.round, "a buffer or the state of a rule is not finite")
-
-
-def _is_finite(state: SimulationState) -> bool:
-    """Return whether everything that a checkpoint would store is finite."""
-    of_rules = [v for v in (*state.server.values(), *state.broadcast.values()) if v.ndim]
-    stored = [state.params, state.buffers.averaged, *of_rules]  # a scalar such as eps may be inf
-    return all(bool(torch.isfinite(value).all()) for value in stored)
 
 
 def norm_metrics(aggregate: Aggregate) -> dict[str, float]:
@@ -239,7 +233,7 @@ class FederatedRun(Server):
         self.ledger = Ledger()
         self.stepped = False  # whether the last round changed the model
         self.expected: ArrayRecord | None = None  # the arrays that configure_train is called with
-        self._mechanism: Mechanism | None = None
+        self.mechanism: Mechanism | None = None  # of privacy, from the first round on
         self._planned: Release | None = None  # of a cohort that was drawn and not yet released
         self._drawn: frozenset[int] = frozenset()
         self._first_clients = self._most_clients = 0
@@ -255,8 +249,8 @@ class FederatedRun(Server):
                 layout = row["layout"]
                 self.layout = self.layout.with_kinds(layout["buffers"], layout["tied"])
         self.state = state
-        seen = [int(row["nodes"]) for row in rows if row.get("nodes")]
-        self._first_clients, self._most_clients = (seen[0], max(seen)) if seen else (0, 0)
+        clients = [int(row["nodes"]) for row in rows if row.get("nodes")]
+        self._first_clients, self._most_clients = (clients[0], max(clients)) if clients else (0, 0)
         for row in rows:
             if "clients" in row:  # a cohort that is drawn empty has no client to drop
                 is_empty = row["clients"] == 0 < row["dropped"] + row["unanswered"]
@@ -285,10 +279,11 @@ class FederatedRun(Server):
         common = {**user_config, **self.settings.client_config(), "fedexp.api": self.study}
         if not self.undecided_layout:
             common |= layout_config(self.layout)
-        if self._mechanism is not None:
-            common |= self._mechanism.config()
+        if self.mechanism is not None:
+            common |= self.mechanism.config()
         self._cohort_size, self._drawn = len(cohort), frozenset(cohort)
-        self._charge(by_clients=True)
+        if self._planned is not None and self.settings.noised_by_clients:
+            self.ledger.charge(self._planned)  # clients release from here on
 
         def message(node: int) -> Message:
             content = {**records, config_key: ConfigRecord({**common, **self._node_config(node)})}
@@ -308,20 +303,20 @@ class FederatedRun(Server):
         try:
             metrics = self.step(aggregate, self._total_weight(replies.aggregate))
         except DivergedError:
-            if replies.longest is not None and self._mechanism is None:
+            if replies.longest is not None and self.mechanism is None:
                 text = "the longest update of the round is that of node %d, with a norm of %.3g; "
                 text += "max_norm leaves such replies out"
                 log(WARNING, text, *replies.longest)
             raise
         self.stepped = bool(aggregate.count > 0)
         self._warn_of_overshoot(metrics)
-        clients = [self.nodes.client(node) for node in replies.accepted]
-        stateful = self.settings.stateful_clients
-        self.newly_accepted = sorted(c for c in clients if c) if stateful else []
-        self.accepted |= dict.fromkeys(self.newly_accepted, round)
+        if self.settings.stateful_clients:
+            clients = [self.nodes.client(node) for node in replies.accepted]
+            self.newly_accepted = sorted(client for client in clients if client)
+            self.accepted |= dict.fromkeys(self.newly_accepted, round)
         metrics |= replies.metrics
-        if self._mechanism is not None:
-            metrics |= self._mechanism.metrics(self.ledger.releases, released)
+        if self.mechanism is not None:
+            metrics |= self.mechanism.metrics(self.ledger.releases, released)
         return metrics | {
             "clients": float(len(replies.accepted)),
             "dropped": float(replies.dropped),
@@ -346,24 +341,9 @@ class FederatedRun(Server):
         """Return the seconds after which a node need not process a message any more."""
         return self.timeout + GRACE
 
-    @property
-    def hides_client_metrics(self) -> bool:
-        """Return whether clients' train metrics must not be reported."""
-        return self._mechanism is not None and self._mechanism.hides_client_metrics
-
-    @property
-    def client_noise(self) -> Mapping[str, float]:
-        """Return the clip and noise that clients mark their updates with; {} without any."""
-        return {} if self._mechanism is None else self._mechanism.config()
-
-    @property
-    def clip(self) -> Callable[[Tensor], Tensor] | None:
-        """Return the function that clips updates before they are summed, if there is one."""
-        return None if self._mechanism is None else self._mechanism.clipped
-
-    def evaluation_nodes(self, round: int, seed: int, nodes: Sequence[int], size: int) -> list[int]:
+    def evaluation_nodes(self, round: int, nodes: Sequence[int], size: int) -> list[int]:
         """Return the nodes of an evaluation, without those that recently did not answer."""
-        cohort = evaluation_cohort(seed, round, self.nodes.sort(nodes), size)
+        cohort = evaluation_cohort(self.settings.seed, round, self.nodes.sort(nodes), size)
         for backoff in (self.train_backoff, self.evaluate_backoff):
             cohort = backoff.active(round, cohort, least=1)
         return cohort
@@ -385,8 +365,8 @@ class FederatedRun(Server):
         self._prepare(size)
         self._warn_of_client_state(nodes)
         ordered = self.nodes.sort(nodes)
-        if self._mechanism is not None:
-            return nodes, self._private_cohort(self._mechanism, round, ordered, size)
+        if self.mechanism is not None:
+            return nodes, self._private_cohort(self.mechanism, round, ordered, size)
         cohort = training_cohort(self.settings.seed, round, ordered, size.of(len(nodes)))
         secure = self.settings.secure
         least = size.least if secure is None else max(size.least, secure.fewest)
@@ -416,19 +396,16 @@ class FederatedRun(Server):
         """Check secure aggregation; fix noise and divisor by the nodes of the first round."""
         settings, clients = self.settings, self.settings.total_clients or self._first_clients
         if settings.secure is not None:
-            settings.secure.check(
-                settings.algorithm.client,
-                self.layout,
-                settings.weights,
-                size.of(self._most_clients),
-            )
-        if settings.privacy is None or self._mechanism is not None:
+            cohort = size.of(self._most_clients)
+            settings.secure.payload(settings.algorithm.client, self.layout, cohort)
+        if settings.privacy is None or self.mechanism is not None:
             return
-        require(self.rounds is not None, "privacy needs the number of rounds; call start")
-        self._mechanism = settings.privacy.prepare(
+        if self.rounds is None:
+            raise UsageError("privacy needs the number of rounds; call start")
+        self.mechanism = settings.privacy.prepare(
             clients=clients,
             cohort=size.of(clients),
-            rounds=self.rounds or 0,
+            rounds=self.rounds,
             algorithm=settings.algorithm,
             weighting=settings.weights,
             buffers=bool(self.layout.averaged),
@@ -447,43 +424,34 @@ class FederatedRun(Server):
         A cohort that was drawn is released also where it is empty or nobody answered: a model that
         does not change would reveal that. Sums of a cohort that was not drawn are refused.
         """
-        privacy, plan, accepted = self.settings.privacy, self._planned, replies.accepted
-        if privacy is None:
+        plan, accepted = self._planned, replies.accepted
+        if self.settings.privacy is None:
             return None
-        known = len(set(accepted)) == len(accepted) and self._drawn.issuperset(accepted)
-        require(known, NOT_DRAWN)
-        if self._mechanism is None or plan is None:
+        was_drawn = len(set(accepted)) == len(accepted) and self._drawn.issuperset(accepted)
+        require(was_drawn, NOT_DRAWN)
+        if self.mechanism is None or plan is None:
             return None
-        self._charge(by_clients=False)
+        if not self.settings.noised_by_clients:
+            self.ledger.charge(plan)  # the server releases below
         self._planned, self._drawn = None, frozenset()
-        if privacy.noised_by_clients and not accepted:
+        if self.settings.noised_by_clients and not accepted:
             return None  # no client sent noise, and no update was seen
-        return self._mechanism.release(replies.aggregate, round)
-
-    def _charge(self, by_clients: bool) -> None:
-        """Charge the round at the moment from which on its release can be observed."""
-        privacy = self.settings.privacy
-        if privacy is None or self._planned is None or privacy.noised_by_clients != by_clients:
-            return
-        self.ledger.charge(self._planned)
+        return self.mechanism.release(replies.aggregate, round)
 
     def _total_weight(self, aggregate: Aggregate) -> float:
         """Return the weight of all clients; absent ones are taken to weigh as the present do."""
-        each = float(aggregate.weight / aggregate.count) if aggregate.count > 0 else 1.0
-        return max(self.settings.total_clients or 0, self._most_clients) * each
+        weight = float(aggregate.weight / aggregate.count) if aggregate.count > 0 else 1.0
+        return max(self.settings.total_clients or 0, self._most_clients) * weight
 
     def _require_min_replies(self, replies: AggregatedReplies) -> AggregatedReplies:
         """Return the replies, or an empty round where fewer than `min_replies` are usable."""
-        found, least = len(replies.accepted), self.settings.min_replies
-        if not 0 < found < least:
+        usable, least = len(replies.accepted), self.settings.min_replies
+        if not 0 < usable < least:
             return replies
-        log(WARNING, "%d usable replies of %d needed: the model is unchanged", found, least)
-        return AggregatedReplies(
-            Aggregate.zero(self.layout.dim, self.state.params.dtype),
-            dropped=replies.dropped + found,
-            unanswered=replies.unanswered,
-            client_metrics=replies.client_metrics,
-        )
+        log(WARNING, "%d usable replies of %d needed: the model is unchanged", usable, least)
+        empty = Aggregate.zero(self.layout.dim, self.state.params.dtype)
+        dropped = replies.dropped + usable
+        return AggregatedReplies(empty, dropped=dropped, unanswered=replies.unanswered)
 
     def _count_empty(self, replies: AggregatedReplies) -> None:
         is_empty = self._cohort_size > 0 and not replies.accepted
@@ -497,9 +465,8 @@ class FederatedRun(Server):
     def _warn_of_other_rules(self, replies: AggregatedReplies) -> None:
         """Warn where clients ignore the client rule, e.g. FedProx, and so train as in FedAvg."""
         settings = self.settings
-        is_hidden = settings.privacy is not None and settings.privacy.noised_by_clients
         is_plain = settings.algorithm.client in (SGD(), Prox(0.0))
-        if is_plain or is_hidden or settings.secure is not None:
+        if is_plain or settings.noised_by_clients or settings.secure is not None:
             return
         rule = settings.client_config()["fedexp.client"]
         ignoring = [node for node, name in replies.rules.items() if name != rule]
@@ -510,21 +477,19 @@ class FederatedRun(Server):
             self.log_once(WARNING, text, len(ignoring), len(replies.rules), rule, ignoring[0])
 
     def _warn_of_client_state(self, nodes: Sequence[int]) -> None:
-        """Warn where the server's control variate will not be the mean of the clients' own."""
+        """Warn where the server's control variate will not be the mean of the clients'."""
         if not self.settings.stateful_clients:
             return
         nameless = [node for node in nodes if self.nodes.client(node) is None]
         if nameless:
-            text = (
-                "%d of %d nodes report no client id (e.g. node %d): where a reply is lost, their "
-            )
-            text += "client state and the server's drift apart; add report_client_id(app) to the "
-            text += "ClientApp"
+            text = "%d of %d nodes report no client id (e.g. node %d): where a reply is lost, "
+            text += "their client state and the server's drift apart; add report_client_id(app) to "
+            text += "the ClientApp"
             self.log_once(WARNING, text, len(nameless), len(nodes), nameless[0])
-        total, seen = self.settings.total_clients, self._most_clients
-        if total is not None and total < seen:
+        total, most = self.settings.total_clients, self._most_clients
+        if total is not None and total < most:
             text = "total_clients=%d, but there are %d clients, and %d are assumed; correct it, or "
-            self.log_once(WARNING, text + "leave it out", total, seen, seen)
+            self.log_once(WARNING, text + "leave it out", total, most, most)
 
     def _warn_of_overshoot(self, metrics: Mapping[str, float]) -> None:
         """Warn where a long step is followed by one of 1: after a step that went too far, all

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from logging import INFO, WARNING
 from typing import TYPE_CHECKING, Any
 
@@ -22,15 +22,17 @@ from fedexp.errors import DivergedError, require
 from fedexp.flower.checkpoint import (
     changed_config,
     check_losses,
+    conclude,
     open_run,
     restored_result,
     round_row,
 )
 from fedexp.flower.layout import same_arrays
-from fedexp.flower.replies import AggregatedReplies, chunk_size
+from fedexp.flower.replies import chunk_size
 from fedexp.flower.server import FederatedRun
 from fedexp.flower.transport import Replies
 from fedexp.privacy import BudgetSpentError
+from fedexp.storage import finite
 
 if TYPE_CHECKING:
     from fedexp.flower.strategy import RuleStrategy
@@ -72,25 +74,25 @@ def run_rounds(
     log_strategy_start_info(rounds, run.model(), *configs)
     strategy.summary()
     start = time.monotonic()
-    with open_run(strategy, run, configs[0]) as recorder:
-        result = restored_result(recorder.rows)
-        if not recorder.finished:
-            loop = _Loop(strategy, run, grid, configs, evaluate_fn, result)
-            if recorder.rows:  # a config that changes from round to round resumes as it was
-                loop.train_config.update(recorder.rows[-1].get("config", {}))
+    with open_run(strategy, run, configs[0]) as (journal, finished):
+        result = restored_result(journal.rows)
+        if not finished:
+            loop = _Loop(strategy, run, grid, *configs, evaluate_fn, result)
+            if journal.rows:  # a config that changes from round to round resumes as it was
+                loop.train_config.update(journal.rows[-1].get("config", {}))
             else:
                 loop.evaluate_initial()
             try:
                 for round in range(run.state.round + 1, rounds + 1):
                     log(INFO, "")
                     log(INFO, "[ROUND %s/%s]", round, rounds)
-                    recorder.add(loop.round(round), run.state)
+                    journal.add(finite(loop.round(round)), run.state)
             except BudgetSpentError as error:
                 log(WARNING, "the run ends before round %d of %d: %s", round, rounds, error)
             except DivergedError as error:
-                recorder.finish(error)
+                conclude(run, journal, error)
                 raise DivergedError(error.round, error.what, DIVERGED) from None
-            recorder.finish(None)
+            conclude(run, journal)
     result.arrays = run.output()
     log(INFO, "Strategy execution finished in %.2fs", time.monotonic() - start)
     for line in str(result).splitlines():
@@ -98,22 +100,20 @@ def run_rounds(
     return result
 
 
+@dataclass(eq=False)
 class _Loop:
     """One round of a strategy after another, added to `result`."""
 
-    def __init__(
-        self,
-        strategy: RuleStrategy,
-        run: FederatedRun,
-        grid: Grid,
-        configs: Configs,
-        evaluate_fn: EvaluateFn | None,
-        result: Result,
-    ) -> None:
-        self.strategy, self.run, self.grid = strategy, run, grid
-        self.train_config, self.evaluate_config = configs
-        self.given_config = dict(self.train_config)
-        self.evaluate_fn, self.result = evaluate_fn, result
+    strategy: RuleStrategy
+    run: FederatedRun
+    grid: Grid
+    train_config: ConfigRecord
+    evaluate_config: ConfigRecord
+    evaluate_fn: EvaluateFn | None
+    result: Result
+
+    def __post_init__(self) -> None:
+        self.initial_config = dict(self.train_config)
 
     def evaluate_initial(self) -> None:
         """Evaluate the initial model on the server."""
@@ -144,7 +144,7 @@ class _Loop:
         if self.run.layout != layout:
             layout = self.run.layout
             row["layout"] = {"buffers": list(layout.averaged), "tied": layout.tied}
-        if config := changed_config(self.train_config, self.given_config):
+        if config := changed_config(self.train_config, self.initial_config):
             row["config"] = config
         check_losses(row)
         return row
@@ -161,13 +161,19 @@ class _Loop:
         return metrics
 
     def _train(self, round: int) -> MetricRecord | None:
-        strategy = self.strategy
-        model = self.run.expected = self.run.model()
+        strategy, run = self.strategy, self.run
+        model = run.expected = run.model()
         messages = list(strategy.configure_train(round, model, self.train_config, self.grid))
-        steps = self.run.state.steps
+        steps = run.state.steps
         metrics: MetricRecord | None
-        if self.run.settings.secure is not None:
-            _, metrics = strategy.complete_train(self._secure_replies(round, messages))
+        if run.settings.secure is not None:
+            from fedexp.flower.secure.round import secure_aggregate  # needs the legacy workflow
+
+            key, timeout = strategy.arrayrecord_key, run.timeout
+            replies = secure_aggregate(
+                run.settings.secure, run, self.grid, messages, key=key, round=round, timeout=timeout
+            )
+            _, metrics = strategy.complete_train(replies)
         else:
             arrays, metrics = strategy.aggregate_train(round, self._replies(messages))
             self._adopt(round, arrays, steps)
@@ -179,30 +185,15 @@ class _Loop:
 
         A subclass sees the replies, so with central privacy only the noised model is accepted.
         """
-        run, privacy = self.run, self.run.settings.privacy
+        run, settings = self.run, self.run.settings
         if arrays is None:
             require(run.state.steps == steps, DISCARDED)
             run.state = replace(run.state, round=round)
         elif run.state.round != round or not same_arrays(arrays, run.output()):
-            require(privacy is None or privacy.noised_by_clients, NOT_NOISED)
+            require(settings.privacy is None or settings.noised_by_clients, NOT_NOISED)
             run.adopt(arrays, round)
             log(INFO, "aggregate_train returned a model of its own: training continues from it")
 
     def _replies(self, messages: Iterable[Message]) -> Replies:
         chunk = chunk_size(self.run.state.params)
         return Replies(self.grid, messages, self.run.timeout, chunk)
-
-    def _secure_replies(self, round: int, messages: list[Message]) -> AggregatedReplies:
-        from fedexp.flower.secure.round import secure_aggregate  # needs Flower's legacy workflow
-
-        run = self.run
-        assert run.settings.secure is not None
-        return secure_aggregate(
-            run.settings.secure,
-            run,
-            self.grid,
-            messages,
-            key=self.strategy.arrayrecord_key,
-            round=round,
-            timeout=run.timeout,
-        )

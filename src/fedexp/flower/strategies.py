@@ -65,9 +65,6 @@ def _with_options(algorithm: Algorithm, options: Mapping[str, Any]) -> Algorithm
     )
 
 
-_MOMENTS = {"eta": "lr", "eta_l": "", "beta_1": "beta1", "beta_2": "beta2", "tau": "tau"}
-
-
 class FedAvg(NamedStrategy):
     """FedAvg with a server step size lr (McMahan et al., 2017)."""
 
@@ -200,20 +197,11 @@ class FedProxExP(NamedStrategy):
         self._configure(locals())
 
 
-class Scaffold(NamedStrategy):
-    """SCAFFOLD (Karimireddy et al., 2020); clients need `LocalRule`."""
+class Scaffold(FedAvg):
+    """SCAFFOLD (Karimireddy et al., 2020), with the arguments of `FedAvg`; clients need
+    `LocalRule`."""
 
     make = staticmethod(algorithms.scaffold)
-
-    @strategy_arguments()
-    def __init__(
-        self,
-        *fedavg: Any,
-        lr: float = 1.0,
-        average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        self._configure(locals())
 
 
 class ScaffoldExP(NamedStrategy):
@@ -263,7 +251,13 @@ class FedAdam(NamedStrategy):
     """FedAdam (Reddi et al., 2021)."""
 
     make = staticmethod(algorithms.fedadam)
-    flower_arguments: ClassVar[Mapping[str, str]] = _MOMENTS
+    flower_arguments: ClassVar[Mapping[str, str]] = {
+        "eta": "lr",
+        "eta_l": "",
+        "beta_1": "beta1",
+        "beta_2": "beta2",
+        "tau": "tau",
+    }
 
     @strategy_arguments()
     def __init__(
@@ -284,29 +278,10 @@ class FedAdam(NamedStrategy):
         self._configure(locals())
 
 
-class FedYogi(NamedStrategy):
-    """FedYogi (Reddi et al., 2021)."""
+class FedYogi(FedAdam):
+    """FedYogi (Reddi et al., 2021), with the arguments of `FedAdam`."""
 
     make = staticmethod(algorithms.fedyogi)
-    flower_arguments: ClassVar[Mapping[str, str]] = _MOMENTS
-
-    @strategy_arguments()
-    def __init__(
-        self,
-        *fedavg: Any,
-        eta: float | None = None,
-        eta_l: float | None = None,
-        beta_1: float | None = None,
-        beta_2: float | None = None,
-        lr: float = 0.01,
-        tau: float = 0.001,
-        form: Form = "standard",
-        beta1: float = 0.9,
-        beta2: float = 0.99,
-        average_last: int | None = None,
-        **options: Unpack[StrategyOptions],
-    ) -> None:
-        self._configure(locals())
 
 
 STRATEGIES: dict[str, type[NamedStrategy]] = {

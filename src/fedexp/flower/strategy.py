@@ -154,9 +154,8 @@ class Settings:
         )
         least_values = {"seed": 0, "max_empty_rounds": 1, "total_clients": 1, "min_replies": 1}
         for name, least in least_values.items():
-            value = getattr(self, name)
-            valid = value is None or (isinstance(value, int) and value >= least)
-            require(valid, f"{name} must be a whole number of at least {least}, not {value!r}")
+            if (value := getattr(self, name)) is not None:
+                whole_number(name, value, least)
         require(
             self.secure is None or isinstance(self.secure, SecureAggregation),
             f"secure must be SecureAggregation(clip=...), not {self.secure!r}",
@@ -191,7 +190,7 @@ class Settings:
             "SecureAggregation bounds them",
         )
         require(
-            self.min_replies == 1 or self.privacy is None or self.privacy.noised_by_clients,
+            self.min_replies == 1 or self.privacy is None or self.noised_by_clients,
             "min_replies would let the data decide whether noise is released; leave it out with "
             "central privacy",
         )
@@ -207,6 +206,11 @@ class Settings:
     def stateful_clients(self) -> bool:
         """Return whether the rule has client state (SCAFFOLD's control variates)."""
         return bool(self.algorithm.client.init_client_state(torch.zeros(0)))
+
+    @property
+    def noised_by_clients(self) -> bool:
+        """Return whether clients add noise to their updates (local privacy)."""
+        return self.privacy is not None and self.privacy.noised_by_clients
 
     @property
     def fixes_layout(self) -> bool:
@@ -427,6 +431,7 @@ class RuleStrategy(FlowerFedAvg):
         run = self.run
         if run is None:
             raise UsageError("there is no model yet; call start, or configure_train first")
+        mechanism = run.mechanism
         reader = ReplyReader(
             run,
             self.arrayrecord_key,
@@ -434,15 +439,18 @@ class RuleStrategy(FlowerFedAvg):
             self.settings.weights,
             self.settings.max_norm,
             run.undecided_layout,
-            run.client_noise,
+            noise={} if mechanism is None else mechanism.config(),
         )
-        own_mean = _custom(self.train_metrics_aggr_fn)
-        return self.complete_train(aggregate_replies(replies, reader, own_mean, run.clip))
+        clip = None if mechanism is None else mechanism.clipped
+        function = _custom(self.train_metrics_aggr_fn)
+        return self.complete_train(aggregate_replies(replies, reader, function, clip))
 
     def complete_train(self, replies: AggregatedReplies) -> tuple[ArrayRecord | None, MetricRecord]:
         """Take the server step with the sums of a round; return no arrays if there was none."""
         assert self.run is not None
-        client_metrics = {} if self.run.hides_client_metrics else replies.client_metrics
+        mechanism = self.run.mechanism
+        is_hidden = mechanism is not None and mechanism.hides_client_metrics
+        client_metrics = {} if is_hidden else replies.client_metrics
         numbers = self.run.complete_round(replies)
         if taken := ", ".join(sorted(client_metrics.keys() & numbers.keys())):
             text = "clients' metrics named %s are left out, because the server reports its own by "
@@ -463,7 +471,7 @@ class RuleStrategy(FlowerFedAvg):
         if self.run is None:
             self.run = FederatedRun(self.settings, arrays)
         wanted = max(int(len(nodes) * self.fraction_evaluate), self.min_evaluate_nodes)
-        cohort = self.run.evaluation_nodes(server_round, self.settings.seed, nodes, wanted)
+        cohort = self.run.evaluation_nodes(server_round, nodes, wanted)
         log(INFO, "configure_evaluate: Sampled %s nodes (out of %s)", len(cohort), len(nodes))
         config["server-round"] = server_round
         record = RecordDict({self.arrayrecord_key: arrays, self.configrecord_key: config})

@@ -150,19 +150,17 @@ def batch_norm_server() -> Server:
 def test_settings_that_a_secure_sum_cannot_meet_are_refused_before_the_first_round() -> None:
     layout = server_of(10).layout
     sgd, control = fedexp().client, scaffold_exp().client
-    SECURE.check(sgd, layout, "uniform", 3)
-    with pytest.raises(UsageError, match="weighting='uniform'"):
-        SECURE.check(sgd, layout, "num-examples", 3)
+    SECURE.payload(sgd, layout, 3)
     with pytest.raises(UsageError, match="at least 3 clients"):
-        SECURE.check(sgd, layout, "uniform", 2)
+        SECURE.payload(sgd, layout, 2)
     with pytest.raises(UsageError, match="control would have to be summed too: set extras_bound"):
-        SECURE.check(control, layout, "uniform", 3)
+        SECURE.payload(control, layout, 3)
     with pytest.raises(UsageError, match="buffers would have to be"):
-        SECURE.check(sgd, batch_norm_server().layout, "uniform", 3)
-    SecureAggregation(1.0, extras_bound=1.0).check(control, layout, "uniform", 3)
+        SECURE.payload(sgd, batch_norm_server().layout, 3)
+    SecureAggregation(1.0, extras_bound=1.0).payload(control, layout, 3)
     wide = Layout.of({"w": np.broadcast_to(np.float32(0), (10**9,))})
     with pytest.raises(UsageError, match="fewer clients per round"):
-        SECURE.check(sgd, wide, "uniform", 10**6)
+        SECURE.payload(sgd, wide, 10**6)
 
 
 @pytest.mark.parametrize(

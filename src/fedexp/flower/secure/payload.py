@@ -22,7 +22,6 @@ from numpy.typing import NDArray
 from fedexp.client import ClientRule, zero_extras
 from fedexp.errors import UsageError, is_number, require, whole_number
 from fedexp.flower.layout import Layout
-from fedexp.flower.replies import Weighting
 from fedexp.flower.request import layout_config
 
 Vector = NDArray[np.float64]
@@ -91,13 +90,11 @@ class SecureAggregation:
         wanted = math.ceil(self.threshold * shares - 1e-9)
         return min(max(2, wanted), shares - 1)
 
-    def check(self, rule: ClientRule, layout: Layout, weighting: Weighting, clients: int) -> None:
-        """Refuse what a secure sum does not support, before the first round."""
-        require(weighting == "uniform", NOT_UNIFORM)
-        self.payload(rule, layout, clients)
-
     def payload(self, rule: ClientRule, layout: Layout, clients: int) -> Payload:
-        """Return the encoding of updates for a round of so many clients."""
+        """Return the encoding of updates for a round of so many clients.
+
+        Refuses what a secure sum does not support.
+        """
         require(
             clients >= self.fewest,
             f"secure aggregation needs at least {self.fewest} clients per round, but it has "

@@ -7,7 +7,7 @@ limits its time, and sums masked vectors as they arrive.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
 from time import monotonic
@@ -19,11 +19,10 @@ from flwr.app import ArrayRecord, ConfigRecord, Context, Message, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 from numpy.typing import NDArray
-from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.engine.base import SUMMED_BYTES
-from fedexp.errors import UsageError
+from fedexp.errors import UsageError, require
 from fedexp.flower.replies import AggregatedReplies
 from fedexp.flower.secure import legacy_workflow
 from fedexp.flower.secure.payload import (
@@ -100,55 +99,51 @@ def secure_aggregate(
     nodes = {message.metadata.dst_node_id: message for message in messages}
     workflow = SecureRound(secure, payload, payload_config(payload, server.layout, key), nodes)
     stages = StageGrid(grid, payload.size, timeout)
-    found = _run(workflow, stages, payload, round)
-    unanswered = tuple(stages.unanswered)
-    empty = replace(empty, dropped=len(stages.refused), unanswered=unanswered)
-    if found is None:
-        return empty
-    sums, accepted = found
-    return replace(
-        empty,
-        aggregate=_aggregate(server, sums, len(accepted)),
-        accepted=accepted,
-        metrics=_metrics(payload, sums, len(accepted)),
-    )
-
-
-def _run(
-    workflow: SecureRound, stages: StageGrid, payload: Payload, round: int
-) -> tuple[Sums, tuple[int, ...]] | None:
-    """Return the sums and the nodes in them; None where the sum must not be used."""
     try:
-        unmasked = workflow.run(stages, round)
-        sums = unmasked and payload.unpack(unmasked.mean, len(unmasked.nodes))
+        sums, accepted = _unmasked_sums(workflow, stages, payload, round)
     except Exception as error:  # malformed shares or vectors raise many types
-        log(WARNING, "round %d: the secure sum failed (%r); the model is unchanged", round, error)
-        return None
-    if unmasked is None or sums is None:
-        _log_too_few(round, workflow, stages)
-        return None
-    if not _plausible(payload, sums, len(unmasked.nodes)):
-        log(WARNING, "round %d: the secure sum is damaged; the model is unchanged", round)
-        return None
+        reason = error if isinstance(error, UsageError) else f"the secure sum failed ({error!r})"
+        log(WARNING, "round %d: %s; the model is unchanged", round, reason)
+    else:
+        empty = replace(
+            empty,
+            aggregate=_aggregate(server, sums, len(accepted)),
+            accepted=accepted,
+            metrics=_metrics(payload, sums, len(accepted)),
+        )
+    return replace(empty, dropped=len(stages.refused), unanswered=tuple(stages.unanswered))
+
+
+def _unmasked_sums(
+    workflow: SecureRound, stages: StageGrid, payload: Payload, round: int
+) -> tuple[Sums, tuple[int, ...]]:
+    """Return the sums and the nodes in them; raise `UsageError` where they must not be used."""
+    unmasked = workflow.run(stages, round)
+    if unmasked is None:
+        clients = len(workflow.messages)
+        raise UsageError(
+            f"{clients - len(stages.refused) - len(stages.unanswered)} of {clients} clients are "
+            "left, too few to unmask their sum (it takes "
+            f"{workflow.reconstruction_threshold} of {workflow.num_shares} shares of a key, and "
+            f"{workflow.fewest} clients)"
+        )
+    sums = payload.unpack(unmasked.mean, len(unmasked.nodes))
+    require(_plausible(payload, sums, len(unmasked.nodes)), "the secure sum is damaged")
     return sums, tuple(unmasked.nodes)
 
 
 def _aggregate(server: Server, sums: Sums, clients: int) -> Aggregate:
     """Return the sums as an `Aggregate`."""
-    state = server.state
-    extras = {name: torch.from_numpy(value) for name, value in sums.extras.items()}
-    return Aggregate(
-        weight=_number(clients),
-        update=torch.from_numpy(sums.update).to(state.params.dtype),
-        sq_norm=_number(sums.sq_norm),
-        count=_number(clients),
-        dropped=_number(0),
-        extras={name: value.to(state.params.dtype) for name, value in extras.items()},
+    dtype = server.state.params.dtype
+    count = torch.tensor(clients, dtype=torch.float64)
+    return replace(
+        Aggregate.zero(server.layout.dim, dtype),
+        weight=count,
+        update=torch.from_numpy(sums.update).to(dtype),
+        sq_norm=torch.tensor(sums.sq_norm, dtype=torch.float64),
+        count=count,
+        extras={name: torch.from_numpy(value).to(dtype) for name, value in sums.extras.items()},
     )
-
-
-def _number(value: float) -> Tensor:
-    return torch.tensor(value, dtype=torch.float64)
 
 
 def _plausible(payload: Payload, sums: Sums, clients: int) -> bool:
@@ -173,21 +168,6 @@ def _metrics(payload: Payload, sums: Sums, clients: int) -> dict[str, float]:
     return {"clipped": float(sums.clipped), "rounding_share": share}
 
 
-def _log_too_few(round: int, workflow: SecureRound, stages: StageGrid) -> None:
-    clients = len(workflow.messages)
-    log(
-        WARNING,
-        "round %d: %d of %d clients are left, too few to unmask their sum (it takes %s of %s "
-        "shares of a key, and %d clients); the model is unchanged",
-        round,
-        clients - len(stages.refused) - len(stages.unanswered),
-        clients,
-        workflow.reconstruction_threshold,
-        workflow.num_shares,
-        workflow.fewest,
-    )
-
-
 class Unmasked(NamedTuple):
     """The mean of the vectors of a round, and the nodes they came from."""
 
@@ -199,7 +179,7 @@ class SecureRound(SecAggPlusWorkflow):
     """Flower's SecAgg+ workflow over the messages of a strategy, for one round.
 
     Flower's own asks for the keys of clients that were lost before they shared any, which nobody
-    has, and then fails for all. Here such clients are discarded: the sum has no mask of theirs.
+    has, and then fails for all. Here such clients are discarded: the sum has no masks for them.
 
     Args:
         secure: shares and threshold.
@@ -372,7 +352,7 @@ def _fault(stage: str, sent: Message, reply: Message, size: int) -> str | None:
     """Return why a reply cannot be used, None where it can; Flower's workflow would crash."""
     try:
         reply_content(reply)
-        is_valid = _CHECKS[stage](sent, reply, size)
+        is_valid = _is_valid(stage, sent, reply, size)
     except UsageError as error:
         is_first = stage == Stage.SETUP and not is_unanswered(reply)
         return f"{reason_of(error)} ({NO_MOD})" if is_first else reason_of(error)
@@ -381,38 +361,23 @@ def _fault(stage: str, sent: Message, reply: Message, size: int) -> str | None:
     return None if is_valid else "its reply is damaged, or its app lacks fedexp.flower.secure_mod"
 
 
-def _setup_is_valid(sent: Message, reply: Message, size: int) -> bool:
-    keys = _protocol(reply)
-    return all(isinstance(keys[key], bytes) for key in (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2))
-
-
-def _shares_are_valid(sent: Message, reply: Message, size: int) -> bool:
-    shares = _protocol(reply)
-    nodes, texts = shares[Key.DESTINATION_LIST], shares[Key.CIPHERTEXT_LIST]
-    return len(nodes) == len(texts) and all(isinstance(text, bytes) for text in texts)
-
-
-def _masked_is_valid(sent: Message, reply: Message, size: int) -> bool:
-    examples = reply.content.metric_records["fitres.num_examples"]["num_examples"]
-    arrays = _masked(reply)
-    shapes = [array.shape for array in arrays]
-    integers = all(array.dtype == np.int64 for array in arrays)
-    return examples == 1 and integers and shapes == [(1,), (size,)]
-
-
-def _unmasking_is_valid(sent: Message, reply: Message, size: int) -> bool:
-    request, answer = _protocol(sent), _protocol(reply)
+def _is_valid(stage: str, sent: Message, reply: Message, size: int) -> bool:
+    """Return whether a reply has the contents of its stage; may raise for a malformed one."""
+    answer = _protocol(reply)
+    if stage == Stage.SETUP:
+        return all(isinstance(answer[key], bytes) for key in (Key.PUBLIC_KEY_1, Key.PUBLIC_KEY_2))
+    if stage == Stage.SHARE_KEYS:
+        nodes, texts = answer[Key.DESTINATION_LIST], answer[Key.CIPHERTEXT_LIST]
+        return len(nodes) == len(texts) and all(isinstance(text, bytes) for text in texts)
+    if stage == Stage.COLLECT_MASKED_VECTORS:
+        examples = reply.content.metric_records["fitres.num_examples"]["num_examples"]
+        arrays = _masked(reply)
+        integers = all(array.dtype == np.int64 for array in arrays)
+        return examples == 1 and integers and [a.shape for a in arrays] == [(1,), (size,)]
+    request = _protocol(sent)
     requested = {*request[Key.ACTIVE_NODE_ID_LIST], *request[Key.DEAD_NODE_ID_LIST]}
     nodes, shares = answer[Key.NODE_ID_LIST], answer[Key.SHARE_LIST]
     return len(nodes) == len(shares) and {*nodes} <= requested
-
-
-_CHECKS: dict[str, Callable[[Message, Message, int], bool]] = {
-    Stage.SETUP: _setup_is_valid,
-    Stage.SHARE_KEYS: _shares_are_valid,
-    Stage.COLLECT_MASKED_VECTORS: _masked_is_valid,
-    Stage.UNMASK: _unmasking_is_valid,
-}
 
 
 def _protocol(message: Message) -> dict[str, Any]:
