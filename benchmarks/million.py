@@ -33,7 +33,7 @@ from clients import EACH, generate
 import fedexp as fx
 from fedexp.analysis.tables import text_table
 from fedexp.data import Federation, Images
-from fedexp.engine import simulation
+from fedexp.engine import read_ahead
 from fedexp.engine.client_store import ClientStore
 from machine import Row, hardware, write_record
 
@@ -119,7 +119,7 @@ def growth_in_memory(path: Path) -> None:
 def cold(path: Path, ahead: bool) -> None:
     """Print the MB that a few rounds read of data that are not in memory yet."""
     if not ahead:
-        simulation.LEAST_BYTES = 2**62
+        read_ahead.LEAST_BYTES = 2**62
     run = training(path, ClientStore("memory"))
     with path.open("rb") as file:
         os.fsync(file.fileno())

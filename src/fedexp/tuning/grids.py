@@ -133,7 +133,9 @@ def checked_grid(values: Mapping[str, Sequence[float]], setup: Setup) -> Values:
         for value in own:
             setup.with_option(name, value)  # raises for an unknown option or value
             number = isinstance(value, Real) and not isinstance(value, bool)
-            require(number, f"the grid of {name} takes numbers; set {value!r} by options or --set")
+            require(
+                number, f"the grid of {name} takes numbers; set {value!r} with options= (--set)"
+            )
     return {setup.full_name(n): tuple(dict.fromkeys(map(float, v))) for n, v in values.items()}
 
 
