@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
+from fedexp.experiment import Row, id_of
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
 from fedexp.reproduce import STUDIES
-from fedexp.reproduce.study import Plan, Request, spec_of
+from fedexp.reproduce.study import Plan, Request, experiment_of
 from fedexp.runs import StoredRun
-from fedexp.runs.records import Row
 from fedexp.runs.read import Parts, texts
-from fedexp.runs.spec import FORMAT, id_of
+from fedexp.runs.spec import FORMAT
 
 WHERE = {
     "fedexp": "0.1.0",
@@ -40,12 +40,12 @@ def fabricated(
     own = STUDIES[study]
     plan = Plan(own, Request(mode=mode), own.tasks, own.rounds)
     (arm,) = (arm for arm in own.arms(task) if arm.series == series)
-    wanted = spec_of(plan, task, arm)
-    setup = Setup(ALGORITHMS[wanted.algorithm](), LocalTraining())
-    options = dict(setup.parse(name, text) for name, text in wanted.options)
+    wanted = experiment_of(plan, task, arm)
+    setup = Setup(ALGORITHMS[arm.algorithm](), LocalTraining())
+    options = dict(setup.parse(name, text) for name, text in arm.options)
     spec: dict[str, Any] = {
         "task": task,
-        "algorithm": wanted.algorithm,
+        "algorithm": arm.algorithm,
         "mode": mode,
         "seed": seed,
         "rounds": own.rounds,
@@ -56,7 +56,7 @@ def fabricated(
         "device": "cuda",
         "precision": "bf16",
         "deterministic": False,
-        "set": dict(wanted.options),
+        "set": dict(arm.options),
         "changed": list(options),
         "arguments": {},
         "options": {"server.eps": 0.001, **options},

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from fedexp.algorithms import (
     Algorithm,
@@ -22,7 +22,7 @@ from fedexp.algorithms import (
     scaffold_exp,
 )
 from fedexp.data.federation import Federation
-from fedexp.tasks import cifar10, digits, digits_mlp, emnist, mnist, shakespeare, synthetic
+from fedexp.tasks import mnist
 from fedexp.tasks.images import thinned
 from fedexp.tasks.task import Task
 
@@ -64,8 +64,7 @@ VARIANTS = {
 }
 
 
-@dataclass(frozen=True)
-class Arm:
+class Arm(NamedTuple):
     """An algorithm of the study.
 
     Attributes:
@@ -77,9 +76,6 @@ class Arm:
     kind: Kind
     eps: float = 0.0
 
-    def __str__(self) -> str:
-        return self.kind if self.kind == "fedavg" else f"{self.kind} {self.eps:.3g}"
-
     def algorithm(self, variant: str = FEDEXP) -> Algorithm:
         """Return the algorithm to run."""
         if self.kind == "fedavg":
@@ -87,8 +83,7 @@ class Arm:
         return VARIANTS[variant].extrapolated(eps=self.eps, eps_mode=self.kind)
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """A task with a client step size and a number of clients per round (0 for all)."""
 
     task: str
@@ -103,7 +98,7 @@ class StudyTask:
     Attributes:
         name: its name.
         selects: whether the constant is chosen on it; it is confirmed on the others.
-        build: returns the task of a seed.
+        task: its name in `fedexp`, or a reference.
         target: value of `metric` to reach.
         budget: rounds after which a run counts as one that does not reach it.
         evaluate_every: rounds between evaluations.
@@ -112,13 +107,11 @@ class StudyTask:
         absolute: values of the absolute eps for a client step size.
         decides: whether the decision waits for it.
         metric: the record field that is to reach the target.
-        engines: how many engines with their CUDA graphs are held, one per arm and cohort; fewer
-            for a large model. Does not affect results.
     """
 
     name: str
     selects: bool
-    build: Callable[[int], Task]
+    task: str
     target: float
     budget: int
     evaluate_every: int
@@ -127,7 +120,6 @@ class StudyTask:
     absolute: Callable[[float], tuple[float, ...]] = lambda lr: ABSOLUTE
     decides: bool = True
     metric: str = "test_accuracy"
-    engines: int = 24
 
     @property
     def cells(self) -> list[Cell]:
@@ -167,7 +159,7 @@ TASKS = {
         StudyTask(
             "digits",
             True,
-            lambda seed: digits(seed=seed),
+            "digits",
             target=0.94,
             budget=150,
             evaluate_every=1,
@@ -177,7 +169,7 @@ TASKS = {
         StudyTask(
             "digits-mlp",
             True,
-            lambda seed: digits_mlp(seed=seed),
+            "digits-mlp",
             target=0.94,
             budget=150,
             evaluate_every=1,
@@ -187,7 +179,7 @@ TASKS = {
         StudyTask(
             "synthetic",
             True,
-            lambda seed: synthetic(seed=seed),
+            "synthetic",
             target=1e-5,
             budget=500,
             evaluate_every=1,
@@ -198,7 +190,7 @@ TASKS = {
         StudyTask(
             "mnist-200",
             True,
-            mnist_200,
+            "tools.eps_study.protocol:mnist_200",
             target=0.80,
             budget=150,
             evaluate_every=3,
@@ -208,7 +200,7 @@ TASKS = {
         StudyTask(
             "emnist",
             False,
-            lambda seed: emnist(),
+            "emnist",
             target=0.84,
             budget=250,
             evaluate_every=5,
@@ -219,19 +211,18 @@ TASKS = {
         StudyTask(
             "cifar10",
             False,
-            lambda seed: cifar10(seed=seed),
+            "cifar10",
             target=0.55,
             budget=200,
             evaluate_every=5,
             seeds=(0, 1),
             grid=((0.01, 20), (0.01, 10), (10**-1.5, 20), (10**-2.5, 20)),
             absolute=times_square(10**0.5, 10, 10**1.5),
-            engines=6,
         ),
         StudyTask(
             "shakespeare",
             False,
-            lambda seed: shakespeare(),
+            "shakespeare",
             target=0.45,
             budget=400,
             evaluate_every=10,

@@ -8,21 +8,20 @@ to `ENTRIES`; its `algorithm` may be a reference (`study.py:mine`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedexp.errors import require
+from fedexp.experiment import Experiment
 from fedexp.local import LocalTraining
 from fedexp.options import Setup, build_algorithm
-from fedexp.tasks import cifar10, cifar100, digits_mlp, emnist, shakespeare
-from fedexp.tasks.task import Task
+from fedexp.references import is_reference
 
 TRIALS = 9  # points per row and tuned task
 TUNING_SEED = 0
 SEEDS = (0, 1, 2)  # of the judged runs
 LAST = 5  # evaluations whose mean is the final accuracy; a smoothed crossing has as many
-WRITERS = 294  # of EMNIST
 Point = dict[str, float]
 
 
@@ -33,7 +32,7 @@ class BoardTask:
     Attributes:
         name: its name.
         title: as the page writes it.
-        build: returns the task of a seed.
+        task: its name in `fedexp`, or a reference.
         targets: two test accuracies to reach, the lower one first.
         rounds: of a judged run.
         evaluate_every: rounds between evaluations of a judged run.
@@ -41,13 +40,12 @@ class BoardTask:
         local_lr: base-10 logarithms of the smallest, middle and largest client step size.
         tuned: whether rows are tuned; otherwise they have the paper's values.
         worst: the split of the worst-decile accuracy: "test" where test examples belong to clients.
-        seeded: whether the data depend on the seed; otherwise they are loaded once.
-        engines: how many engines with their CUDA graphs are held; does not affect results.
+        clients: how many it must have; None for any number.
     """
 
     name: str
     title: str
-    build: Callable[[int], Task]
+    task: str
     targets: tuple[float, float]
     rounds: int
     evaluate_every: int
@@ -55,19 +53,7 @@ class BoardTask:
     local_lr: tuple[float, float, float]
     tuned: bool = True
     worst: str = "train"
-    seeded: bool = True
-    engines: int = 12
-
-
-def emnist_294(seed: int) -> Task:
-    """Return EMNIST, whose data must be those of 294 writers."""
-    task = emnist()
-    require(
-        task.train.clients == WRITERS,
-        f"the leaderboard has EMNIST with {WRITERS} writers, not {task.train.clients}; set "
-        "FEDEXP_DATA to the folder of that edition",
-    )
-    return task
+    clients: int | None = None
 
 
 CIFAR = (-2.0, -2.0, -2.0)  # not tuned: the paper's client step size
@@ -77,7 +63,7 @@ TASKS = {
         BoardTask(
             "digits",
             "digits (MLP)",
-            lambda seed: digits_mlp(seed=seed),
+            "digits-mlp",
             targets=(0.92, 0.94),
             rounds=150,
             evaluate_every=1,
@@ -87,49 +73,46 @@ TASKS = {
         BoardTask(
             "emnist",
             "EMNIST, 294 writers",
-            emnist_294,
+            "emnist",
             targets=(0.80, 0.84),
             rounds=250,
             evaluate_every=5,
             cohort=20,
             local_lr=(-1, -0.5, 0),
-            seeded=False,
+            clients=294,
         ),
         BoardTask(
             "shakespeare",
             "Shakespeare (LSTM)",
-            lambda seed: shakespeare(),
+            "shakespeare",
             targets=(0.45, 0.50),
             rounds=300,
             evaluate_every=10,
             cohort=10,
             local_lr=(-0.5, 0, 0.5),
             worst="test",
-            seeded=False,
         ),
         BoardTask(
             "cifar10",
             "CIFAR-10",
-            lambda seed: cifar10(seed=seed),
+            "cifar10",
             targets=(0.55, 0.72),
             rounds=500,
             evaluate_every=5,
             cohort=20,
             local_lr=CIFAR,
             tuned=False,
-            engines=2,
         ),
         BoardTask(
             "cifar100",
             "CIFAR-100",
-            lambda seed: cifar100(seed=seed),
+            "cifar100",
             targets=(0.30, 0.40),
             rounds=500,
             evaluate_every=5,
             cohort=20,
             local_lr=CIFAR,
             tuned=False,
-            engines=2,
         ),
     )
 }
@@ -180,8 +163,31 @@ class Entry:
 
     def setup(self, local: LocalTraining, task: str, point: Point) -> Setup:
         """Return the algorithm and local training at a point, given the task's local training."""
-        options = {**self.fixed, **self.by_task.get(task, {}), **point}
-        return Setup(build_algorithm(self.algorithm), local).with_options(options)
+        return Setup(build_algorithm(self.algorithm), local).with_options(self.options(task, point))
+
+    def options(self, task: str, point: Point) -> dict[str, Any]:
+        """Return all options at a point."""
+        return {**self.fixed, **self.by_task.get(task, {}), **point}
+
+    def experiment(self, task: str, point: Point, seed: int, **settings: Any) -> Experiment:
+        """Return the run of a seed at a point; raise `UsageError` for other data."""
+        board, algorithm = TASKS[task], self.algorithm
+        run = Experiment(
+            board.task,
+            algorithm if is_reference(algorithm) else build_algorithm(algorithm),
+            seed,
+            cohort=board.cohort,
+            options=self.options(task, point),
+            **settings,
+        )
+        if board.clients is not None:
+            clients = run.problem.train.clients
+            require(
+                clients == board.clients,
+                f"the leaderboard has {board.title}, not {clients}; set FEDEXP_DATA to the folder "
+                "of that edition",
+            )
+        return run
 
 
 def power(log: float) -> float:
@@ -284,9 +290,3 @@ ENTRIES = entries(
         fixed=DELTA,
     ),
 )
-
-
-def tasks_of(entry: Entry, names: Sequence[str] | None = None) -> list[str]:
-    """Return the tasks that a row is run on: those named, or the small ones."""
-    wanted = SMALL if names is None else names
-    return [name for name in TASKS if name in wanted and name in entry.centres]
