@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ def test_the_constant_with_the_least_loss_is_selected() -> None:
     assert measures.selected(tie) == 0.1  # the larger
     key = next(key for key in store if key.arm == Arm("fedavg"))
     for seed in (0, 1, 2):
-        store.pop(key._replace(seed=seed), None)
+        store.pop(replace(key, seed=seed), None)
     assert measures.selected(store) is None  # a cell is missing
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby, repeat
 from pathlib import Path
 from typing import NamedTuple
@@ -22,7 +23,8 @@ from tools.grid import by_round, crossings, execute, machine_of, read_csv, write
 HEADERS = ("local_lr", "cohort", "seed", "arm", "eps", "machine", "values", "server_lr")
 
 
-class Key(NamedTuple):
+@dataclass(frozen=True)
+class Key:
     """One run of the study."""
 
     cell: Cell
@@ -126,11 +128,15 @@ def _write(path: Path, study: StudyTask, store: Store) -> None:
 
     lines = []
     for key in sorted(store, key=place):
-        (_, lr, cohort), seed, (kind, eps) = key
-        values, steps, machine = store[key]
-        lines.append(
-            [repr(lr), cohort, seed, kind, repr(eps), machine, _text(values), _text(steps)]
+        about = (
+            repr(key.cell.local_lr),
+            key.cell.cohort,
+            key.seed,
+            key.arm.kind,
+            repr(key.arm.eps),
         )
+        values, steps, machine = store[key]
+        lines.append([*about, machine, _text(values), _text(steps)])
     write_csv(path, HEADERS, lines)
 
 

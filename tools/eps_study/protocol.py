@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from fedexp.algorithms import (
     Algorithm,
@@ -64,7 +64,8 @@ VARIANTS = {
 }
 
 
-class Arm(NamedTuple):
+@dataclass(frozen=True)
+class Arm:
     """An algorithm of the study.
 
     Attributes:
@@ -83,7 +84,8 @@ class Arm(NamedTuple):
         return VARIANTS[variant].extrapolated(eps=self.eps, eps_mode=self.kind)
 
 
-class Cell(NamedTuple):
+@dataclass(frozen=True)
+class Cell:
     """A task with a client step size and a number of clients per round (0 for all)."""
 
     task: str
@@ -152,82 +154,34 @@ def factorial(steps: Sequence[float], cohorts: Sequence[int]) -> tuple[tuple[flo
     return tuple((lr, cohort) for cohort in cohorts for lr in steps)
 
 
-HALF_DECADES = (10**-1.5, 0.1, 10**-0.5)
+HALF_DECADES, LARGE = (10**-1.5, 0.1, 10**-0.5), (0.1, 10**-0.5, 1.0)
+TENTHS = (0.01, 10**-1.5, 0.1)
+CIFAR10 = ((0.01, 20), (0.01, 10), (10**-1.5, 20), (10**-2.5, 20))
+SHAKESPEARE = ((1.0, 10), (10**-0.5, 10), (0.1, 10), (1.0, 20))
+MNIST = "tools.eps_study.protocol:mnist_200"
+# name, whether it selects, task, target, budget, evaluated every, seeds, grid
 TASKS = {
     task.name: task
     for task in (
+        StudyTask("digits", True, "digits", 0.94, 150, 1, (0, 1, 2), factorial(LARGE, (5, 20))),
         StudyTask(
-            "digits",
-            True,
-            "digits",
-            target=0.94,
-            budget=150,
-            evaluate_every=1,
-            seeds=(0, 1, 2),
-            grid=factorial((0.1, 10**-0.5, 1.0), (5, 20)),
+            *("digits-mlp", True, "digits-mlp", 0.94, 150, 1, (0, 1, 2)), factorial(LARGE, (5, 20))
         ),
         StudyTask(
-            "digits-mlp",
-            True,
-            "digits-mlp",
-            target=0.94,
-            budget=150,
-            evaluate_every=1,
-            seeds=(0, 1, 2),
-            grid=factorial((0.1, 10**-0.5, 1.0), (5, 20)),
-        ),
-        StudyTask(
-            "synthetic",
-            True,
-            "synthetic",
-            target=1e-5,
-            budget=500,
-            evaluate_every=1,
-            seeds=(0, 1, 2),
-            grid=factorial((0.01, 10**-1.5, 0.1), (10, 0)),
+            *("synthetic", True, "synthetic", 1e-5, 500, 1, (0, 1, 2), factorial(TENTHS, (10, 0))),
             metric="train_loss",
         ),
+        StudyTask("mnist-200", True, MNIST, 0.80, 150, 3, (0, 1), factorial(TENTHS, (5, 20))),
         StudyTask(
-            "mnist-200",
-            True,
-            "tools.eps_study.protocol:mnist_200",
-            target=0.80,
-            budget=150,
-            evaluate_every=3,
-            seeds=(0, 1),
-            grid=factorial((0.01, 10**-1.5, 0.1), (5, 20)),
-        ),
-        StudyTask(
-            "emnist",
-            False,
-            "emnist",
-            target=0.84,
-            budget=250,
-            evaluate_every=5,
-            seeds=(0, 1),
-            grid=factorial(HALF_DECADES, (20, 10)),
+            *("emnist", False, "emnist", 0.84, 250, 5, (0, 1), factorial(HALF_DECADES, (20, 10))),
             absolute=times_square(1, 10**0.5, 10, 10**1.5, 100),
         ),
         StudyTask(
-            "cifar10",
-            False,
-            "cifar10",
-            target=0.55,
-            budget=200,
-            evaluate_every=5,
-            seeds=(0, 1),
-            grid=((0.01, 20), (0.01, 10), (10**-1.5, 20), (10**-2.5, 20)),
+            *("cifar10", False, "cifar10", 0.55, 200, 5, (0, 1), CIFAR10),
             absolute=times_square(10**0.5, 10, 10**1.5),
         ),
         StudyTask(
-            "shakespeare",
-            False,
-            "shakespeare",
-            target=0.45,
-            budget=400,
-            evaluate_every=10,
-            seeds=(0, 1),
-            grid=((1.0, 10), (10**-0.5, 10), (0.1, 10), (1.0, 20)),
+            *("shakespeare", False, "shakespeare", 0.45, 400, 10, (0, 1), SHAKESPEARE),
             absolute=lambda lr: (1e-3, 1e-2, 1e-1, 1.0, 10.0),
             decides=False,
         ),

@@ -57,63 +57,22 @@ class BoardTask:
 
 
 CIFAR = (-2.0, -2.0, -2.0)  # not tuned: the paper's client step size
+# name, title, task, targets, rounds, evaluated every, cohort, logarithms of client step sizes
 TASKS = {
     task.name: task
     for task in (
+        BoardTask("digits", "digits (MLP)", "digits-mlp", (0.92, 0.94), 150, 1, 10, (-1, -0.5, 0)),
         BoardTask(
-            "digits",
-            "digits (MLP)",
-            "digits-mlp",
-            targets=(0.92, 0.94),
-            rounds=150,
-            evaluate_every=1,
-            cohort=10,
-            local_lr=(-1, -0.5, 0),
-        ),
-        BoardTask(
-            "emnist",
-            "EMNIST, 294 writers",
-            "emnist",
-            targets=(0.80, 0.84),
-            rounds=250,
-            evaluate_every=5,
-            cohort=20,
-            local_lr=(-1, -0.5, 0),
+            *("emnist", "EMNIST, 294 writers", "emnist", (0.80, 0.84), 250, 5, 20, (-1, -0.5, 0)),
             clients=294,
         ),
         BoardTask(
-            "shakespeare",
-            "Shakespeare (LSTM)",
-            "shakespeare",
-            targets=(0.45, 0.50),
-            rounds=300,
-            evaluate_every=10,
-            cohort=10,
+            *("shakespeare", "Shakespeare (LSTM)", "shakespeare", (0.45, 0.50), 300, 10, 10),
             local_lr=(-0.5, 0, 0.5),
             worst="test",
         ),
-        BoardTask(
-            "cifar10",
-            "CIFAR-10",
-            "cifar10",
-            targets=(0.55, 0.72),
-            rounds=500,
-            evaluate_every=5,
-            cohort=20,
-            local_lr=CIFAR,
-            tuned=False,
-        ),
-        BoardTask(
-            "cifar100",
-            "CIFAR-100",
-            "cifar100",
-            targets=(0.30, 0.40),
-            rounds=500,
-            evaluate_every=5,
-            cohort=20,
-            local_lr=CIFAR,
-            tuned=False,
-        ),
+        BoardTask("cifar10", "CIFAR-10", "cifar10", (0.55, 0.72), 500, 5, 20, CIFAR, tuned=False),
+        BoardTask("cifar100", "CIFAR-100", "cifar100", (0.3, 0.4), 500, 5, 20, CIFAR, tuned=False),
     )
 }
 SMALL = tuple(name for name, task in TASKS.items() if task.tuned)  # that every row is for
@@ -228,65 +187,52 @@ DELTA = {"local.optimizer": "delta-sgd"}
 TWO = 0.30103  # the logarithm of 2, the published gamma of Delta-SGD
 
 
-def entries(*rows: Entry) -> dict[str, Entry]:
-    return {row.name: row for row in rows}
-
-
 # name, title, algorithm, option, middle of its grid by task, spacing in decades
-ENTRIES = entries(
-    Entry("fedavg", "FedAvg", "fedavg", "server.lr", every(0, 0, 0.5, 0)),
-    Entry("fedexp", "FedExP, recommended", "fedexp", None, every(0, 0, 0, 0), fixed=RELATIVE),
-    Entry(
-        "fedexp-printed",
-        "FedExP, printed",
-        "fedexp",
-        "server.eps",
-        every(-2.5, -1, -3, -3),
-        1,
-        fixed={"server.eps_mode": "absolute"},
-    ),
-    Entry("scaffold", "SCAFFOLD", "scaffold", "server.lr", every(0.5, 0, 0.5, 0)),
-    Entry("fedadam", "FedAdam", "fedadam", "server.lr", every(-1, -2, -1, -2)),
-    Entry(
-        "fedadagrad",
-        "FedAdagrad",
-        "fedadagrad",
-        "server.lr",
-        every(-0.5, -0.5, -0.5, -1),
-        by_task=TAU,
-    ),
-    Entry("fedavgm", "FedAvg-M", "fedavgm", "server.lr", small(0, 0, -0.5, 0)),
-    Entry("fedexp-m", "FedExP-M", "fedexp-m", "server.eps", small(-1, -1, -3, -3), 1),
-    Entry("scaffold-exp", "SCAFFOLD-ExP", "scaffold-exp", "server.eps", small(-3, -1, -3, -3), 1),
-    Entry("fedprox", "FedProx", "fedprox", "client.mu", small(-2, -3, -2), 1),
-    Entry(
-        "fedprox-exp",
-        "FedProx-ExP",
-        "fedprox-exp",
-        "server.eps",
-        small(-2.5, -1, -3),
-        1,
-        by_task=MU,
-    ),
-    Entry("fedyogi", "FedYogi", "fedyogi", "server.lr", small(-1, -2, -1)),
-    Entry("fedams", "FedAMS", "fedams", "server.lr", small(-1, -2, -1)),
-    Entry(
-        "fedexprox", "FedExProx", "fedexprox", "server.lr", small(0.5, 0.5, 0.5), by_task=EXPROX_MU
-    ),
-    Entry(
-        "fedexprox-grads", "FedExProx-GraDS", "fedexprox-grads", "client.mu", small(-3, -3, -2), 1
-    ),
-    Entry(
-        "fedexprox-stops", "FedExProx-StoPS", "fedexprox-stops", "client.mu", small(-1, -1, -1), 1
-    ),
-    Entry("fedhyper", "FedHyper-G", "fedhyper", "server.lr", small(0, 0, 0)),
-    Entry("fednova", "FedNova", "fednova", "server.lr", small(0, 0, 0.5)),
-    Entry(
-        "delta-sgd",
-        "FedAvg + Delta-SGD",
-        "fedavg",
-        "local.delta_gamma",
-        small(TWO, TWO, TWO),
-        fixed=DELTA,
-    ),
-)
+ENTRIES = {
+    row.name: row
+    for row in (
+        Entry("fedavg", "FedAvg", "fedavg", "server.lr", every(0, 0, 0.5, 0)),
+        Entry("fedexp", "FedExP, recommended", "fedexp", None, every(0, 0, 0, 0), fixed=RELATIVE),
+        Entry(
+            *("fedexp-printed", "FedExP, printed", "fedexp", "server.eps"),
+            *(every(-2.5, -1, -3, -3), 1, {"server.eps_mode": "absolute"}),
+        ),
+        Entry("scaffold", "SCAFFOLD", "scaffold", "server.lr", every(0.5, 0, 0.5, 0)),
+        Entry("fedadam", "FedAdam", "fedadam", "server.lr", every(-1, -2, -1, -2)),
+        Entry(
+            *("fedadagrad", "FedAdagrad", "fedadagrad", "server.lr", every(-0.5, -0.5, -0.5, -1)),
+            by_task=TAU,
+        ),
+        Entry("fedavgm", "FedAvg-M", "fedavgm", "server.lr", small(0, 0, -0.5, 0)),
+        Entry("fedexp-m", "FedExP-M", "fedexp-m", "server.eps", small(-1, -1, -3, -3), 1),
+        Entry(
+            "scaffold-exp", "SCAFFOLD-ExP", "scaffold-exp", "server.eps", small(-3, -1, -3, -3), 1
+        ),
+        Entry("fedprox", "FedProx", "fedprox", "client.mu", small(-2, -3, -2), 1),
+        Entry(
+            *("fedprox-exp", "FedProx-ExP", "fedprox-exp", "server.eps", small(-2.5, -1, -3), 1),
+            by_task=MU,
+        ),
+        Entry("fedyogi", "FedYogi", "fedyogi", "server.lr", small(-1, -2, -1)),
+        Entry("fedams", "FedAMS", "fedams", "server.lr", small(-1, -2, -1)),
+        Entry(
+            *("fedexprox", "FedExProx", "fedexprox", "server.lr", small(0.5, 0.5, 0.5)),
+            by_task=EXPROX_MU,
+        ),
+        Entry(
+            *("fedexprox-grads", "FedExProx-GraDS", "fedexprox-grads", "client.mu"),
+            *(small(-3, -3, -2), 1),
+        ),
+        Entry(
+            *("fedexprox-stops", "FedExProx-StoPS", "fedexprox-stops", "client.mu"),
+            *(small(-1, -1, -1), 1),
+        ),
+        Entry("fedhyper", "FedHyper-G", "fedhyper", "server.lr", small(0, 0, 0)),
+        Entry("fednova", "FedNova", "fednova", "server.lr", small(0, 0, 0.5)),
+        Entry(
+            *("delta-sgd", "FedAvg + Delta-SGD", "fedavg", "local.delta_gamma"),
+            small(TWO, TWO, TWO),
+            fixed=DELTA,
+        ),
+    )
+}
