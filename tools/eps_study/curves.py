@@ -128,13 +128,8 @@ def _write(path: Path, study: StudyTask, store: Store) -> None:
 
     lines = []
     for key in sorted(store, key=place):
-        about = (
-            repr(key.cell.local_lr),
-            key.cell.cohort,
-            key.seed,
-            key.arm.kind,
-            repr(key.arm.eps),
-        )
+        cell, arm = key.cell, key.arm
+        about = (repr(cell.local_lr), cell.cohort, key.seed, arm.kind, repr(arm.eps))
         values, steps, machine = store[key]
         lines.append([*about, machine, _text(values), _text(steps)])
     write_csv(path, HEADERS, lines)

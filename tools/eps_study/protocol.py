@@ -107,7 +107,6 @@ class StudyTask:
         seeds: seeds of every cell, in the order of execution.
         grid: client step sizes and clients per round, in the order of execution.
         absolute: values of the absolute eps for a client step size.
-        decides: whether the decision waits for it.
         metric: the record field that is to reach the target.
     """
 
@@ -120,7 +119,6 @@ class StudyTask:
     seeds: tuple[int, ...]
     grid: tuple[tuple[float, int], ...]
     absolute: Callable[[float], tuple[float, ...]] = lambda lr: ABSOLUTE
-    decides: bool = True
     metric: str = "test_accuracy"
 
     @property
@@ -183,7 +181,6 @@ TASKS = {
         StudyTask(
             *("shakespeare", False, "shakespeare", 0.45, 400, 10, (0, 1), SHAKESPEARE),
             absolute=lambda lr: (1e-3, 1e-2, 1e-1, 1.0, 10.0),
-            decides=False,
         ),
     )
 }
