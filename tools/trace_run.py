@@ -1,8 +1,7 @@
 """Print the path of a command through the package: the files it calls, and how deeply.
 
     python tools/trace_run.py                                  # fedexp run digits --rounds 3
-    python tools/trace_run.py --json
-    python tools/trace_run.py --command compare digits --seeds 2 --rounds 3 --jobs 2
+    python tools/trace_run.py compare digits --seeds 2 --rounds 3 --jobs 2
 
 The command runs in a process of its own under `sys.setprofile`, threads and worker processes
 included; its runs go to a temporary folder. What is counted:
@@ -11,17 +10,13 @@ files     Files of the package with at least one Python function call: of a `def
           comprehension or a generator, not of the body of a module or a class.
 depth     The largest number of package functions on the stack of one thread, plus one for the
           module `fedexp.__main__`. Frames of torch and of the standard library do not count.
-simulate  Calls of `simulate` in `fedexp.engine`; resuming the generator is not a call.
-models    Torch modules that functions of `fedexp.models` return to callers elsewhere.
 
 Files are listed in the order of their first call, with their first functions; those called only
-while modules are imported come last. At commit ee4bf5d, with Python 3.11 on a CPU, the default
-command has 68 files, depth 29, 2 calls of `simulate` and 4 models.
+while modules are imported come last.
 """
 
 from __future__ import annotations
 
-import argparse
 import ast
 import importlib.util
 import json
@@ -54,7 +49,6 @@ class Tracer:
 
     def __init__(self, package: str, output: str) -> None:
         self.prefix = package + os.sep
-        self.engine, self.models = self.prefix + "engine" + os.sep, self.prefix + "models"
         self.called: dict[tuple[str, bool], set[str]] = {}
         self.depth = 0
         self.thread = threading.local()
@@ -64,8 +58,7 @@ class Tracer:
         code = frame.f_code
         if event not in ("call", "return") or not code.co_filename.startswith(self.prefix):
             return
-        mine = self.thread.__dict__
-        change = 1 if event == "call" else -1
+        mine, change = self.thread.__dict__, 1 if event == "call" else -1
         is_function = bool(code.co_flags & IS_FUNCTION)
         if is_function or code.co_filename == self.prefix + "__main__.py":
             mine["depth"] = mine.get("depth", 0) + change
@@ -75,36 +68,19 @@ class Tracer:
         elif code.co_name == "<module>":
             mine["imports"] = mine.get("imports", 0) + change
         if is_function and event == "call":
-            self.on_call(frame, importing=mine.get("imports", 0) > 0)
-        elif is_function and code.co_filename.startswith(self.models) and _is_model(result):
-            caller = frame.f_back
-            if caller is None or not caller.f_code.co_filename.startswith(self.models):
-                self.write("models", 1)
-
-    def on_call(self, frame: FrameType, importing: bool) -> None:
-        code = frame.f_code
-        name = code.co_filename.removeprefix(self.prefix)
-        functions = self.called.setdefault((name, importing), set())
-        if len(functions) < 2 * SHOWN and code.co_name not in functions:
-            functions.add(code.co_name)
-            self.write("on_import" if importing else "files", [name, code.co_name])
-        starts = (
-            code.co_code[frame.f_lasti + 1] & 3 == 0
-        )  # the argument of RESUME: not after a yield
-        if starts and code.co_qualname == "simulate" and code.co_filename.startswith(self.engine):
-            self.write("simulate", 1)
+            importing, name = mine.get("imports", 0) > 0, code.co_filename.removeprefix(self.prefix)
+            functions = self.called.setdefault((name, importing), set())
+            if len(functions) < 2 * SHOWN and code.co_name not in functions:
+                functions.add(code.co_name)
+                self.write("on_import" if importing else "files", [name, code.co_name])
 
     def write(self, kind: str, value: Any) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps([kind, value]) + "\n")
 
 
-def _is_model(value: Any) -> bool:
-    return any(kind.__module__ == "torch.nn.modules.module" for kind in type(value).__mro__)
-
-
-def trace(arguments: list[str]) -> dict[str, Any]:
-    """Run `fedexp` with these arguments and return the counts of all its processes together."""
+def trace(arguments: list[str]) -> list[str]:
+    """Run `fedexp` with these arguments; return the counts, and one line per file."""
     package = _package()
     with tempfile.TemporaryDirectory() as folder:
         # Python imports `sitecustomize` when it starts, in worker processes as well.
@@ -123,32 +99,18 @@ def trace(arguments: list[str]) -> dict[str, Any]:
         written = sorted(Path(folder).glob("*.jsonl"), key=lambda p: p.stem != str(process.pid))
         events = [json.loads(line) for path in written for line in path.open()]
     files: dict[str, list[str]] = {}
-    for name, function in (value for kind, value in events if kind == "files"):
-        files.setdefault(name, []).append(function)
-    imported = [value for kind, value in events if kind == "on_import" and value[0] not in files]
-    for name, function in imported:
-        files.setdefault(name, []).append(f"{function} (on import)")
-    return {
-        "command": " ".join(["fedexp", *arguments]),
-        "processes": len(written),
-        "depth": max(value for kind, value in events if kind == "depth"),
-        "simulate": sum(kind == "simulate" for kind, _ in events),
-        "models": sum(kind == "models" for kind, _ in events),
-        "files": files,
-    }
-
-
-def describe(traced: dict[str, Any]) -> list[str]:
-    """Return the counts in one line, then one line per file: path, docstring, functions."""
-    files = traced["files"]
+    for kind, remark in (("files", ""), ("on_import", " (on import)")):
+        before = set(files)
+        for _, (name, function) in (event for event in events if event[0] == kind):
+            if name not in before:
+                files.setdefault(name, []).append(f"{function}{remark}")
+    depth, longest = max(value for kind, value in events if kind == "depth"), max(map(len, files))
     lines = [
-        f"{traced['command']}: {len(files)} files, depth {traced['depth']}, "
-        f"simulate {traced['simulate']}x, model built {traced['models']}x, "
-        f"processes {traced['processes']}"
+        f"{' '.join(['fedexp', *arguments])}: {len(files)} files, depth {depth}, "
+        f"processes {len(written)}"
     ]
-    longest = max(map(len, files))
     for name, functions in files.items():
-        docstring = ast.get_docstring(ast.parse((_package() / name).read_text())) or ""
+        docstring = ast.get_docstring(ast.parse((package / name).read_text())) or ""
         text = f"{name:<{longest}}  {docstring.partition(chr(10))[0]}"
         named = [function for function in functions if function[0] != "<"] or functions
         shown = "[" + ", ".join(dict.fromkeys(named[:SHOWN])) + "]"
@@ -164,22 +126,8 @@ def _package() -> Path:
     return Path(spec.origin).parent
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="print the counts as JSON")
-    parser.add_argument(
-        "--command",
-        nargs=argparse.REMAINDER,
-        default=DEFAULT,
-        help=f"arguments of fedexp, the last option (default: {' '.join(DEFAULT)})",
-    )
-    options = parser.parse_args()
-    traced = trace(options.command)
-    print(json.dumps(traced, indent=1) if options.json else "\n".join(describe(traced)))
-
-
 if __name__ == "__main__":
-    main()
+    print("\n".join(trace(sys.argv[1:] or DEFAULT)))
 elif PACKAGE in os.environ:  # imported as `sitecustomize` by a traced process
     _tracer = Tracer(os.environ[PACKAGE], os.environ[OUTPUT])
     threading.setprofile(_tracer)

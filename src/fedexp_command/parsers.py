@@ -146,17 +146,17 @@ FLAGS = {
         "(study.py:choose)",
         cohort,
     ),
-    "mode": option(
-        "--mode",
-        "MODE",
-        "paper (default) for the values tuned for the task, authors-code for every deviation of "
-        "the released code, or recommended for FedExP with a relative eps",
-    ),
     "evaluate_every": option(
         "--evaluate-every",
         "N",
         "rounds between evaluations; 10,5 for every tenth and the last five",
         evaluations,
+    ),
+    "mode": option(
+        "--mode",
+        "MODE",
+        "paper (default) for the values tuned for the task, authors-code for every deviation of "
+        "the released code, or recommended for FedExP with a relative eps",
     ),
     "engine": option(
         "--engine",
@@ -168,13 +168,13 @@ FLAGS = {
     "precision": option("--precision", "", "arithmetic inside the model", choices=PRECISIONS),
     "stop_at": option("--stop-at", "ACC", "end the run at this accuracy (or loss)", float),
     "deterministic": switch("--deterministic", "the same bits every time, on a GPU too", None),
+    "by_client": switch("--by-client", "evaluate every client; adds the worst decile", None),
     "start": option("--start", "RUN", "begin with the weights of a run or a safetensors file"),
     "privacy": option(
         "--privacy",
         "KIND:...",
         "simulate differential privacy, e.g. central:clip=1,delta=1e-5,epsilon=8",
     ),
-    "by_client": switch("--by-client", "evaluate every client; adds the worst decile", None),
 }
 SET = repeated(
     "--set",

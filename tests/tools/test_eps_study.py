@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 from tools.eps_study import measures, protocol, report
 from tools.eps_study.__main__ import main
-from tools.eps_study.curves import Curves, Key, execute, load
+from tools.eps_study.curves import Curves, Key, load
 from tools.eps_study.protocol import CANDIDATES, TASKS, Arm, Cell, StudyTask
 
 from fedexp.tasks import synthetic
+from fedexp.tasks.task import Task
 
 TINY = StudyTask(
     "synthetic",
     True,
-    lambda seed: synthetic(clients=4, rows=2, dim=20, seed=seed),
+    "tests.tools.test_eps_study:tiny_synthetic",
     target=1e-2,
     budget=60,
     evaluate_every=2,
@@ -28,28 +29,32 @@ TINY = StudyTask(
 )
 
 
+def tiny_synthetic(seed: int) -> Task:
+    return synthetic(clients=4, rows=2, dim=20, seed=seed)
+
+
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Replace the synthetic task; store runs in a folder of the test."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(TASKS, "synthetic", TINY)
 
 
 def test_runs_are_stored_and_not_run_again(tiny: None, tmp_path: Path) -> None:
-    lines: list[str] = []
-    execute("synthetic", (0.1,), tmp_path, log=lines.append)
-    assert len(lines) == 2 * 4
+    command = ["--tasks", "synthetic", "--out", str(tmp_path)]
+    assert main(command) == 0
+    assert len(load("synthetic", tmp_path)) == 2 * (len(CANDIDATES) + 3)
     text = (tmp_path / "synthetic.csv").read_bytes()
-    execute("synthetic", (0.1,), tmp_path, log=lines.append)
-    assert len(lines) == 2 * 4
-    assert (tmp_path / "synthetic.csv").read_bytes() == text
+    assert main([*command, "--seconds", "-1"]) == 0  # nothing to do
     (tmp_path / "synthetic.csv").unlink()
-    execute("synthetic", (0.1,), tmp_path, seconds=-1, log=lines.append)
-    assert lines[-1].startswith("synthetic: stopped")
-    execute("synthetic", (0.1,), tmp_path, log=lines.append)
+    with pytest.raises(SystemExit, match="0"):
+        main([*command, "--seconds", "-1", "--runs", str(tmp_path / "others")])
+    assert main([*command, "--runs", str(tmp_path / "others")]) == 0
     assert (tmp_path / "synthetic.csv").read_bytes() == text  # the same bits
 
 
 def test_a_run_ends_at_its_smoothed_crossing(tiny: None, tmp_path: Path) -> None:
-    execute("synthetic", (0.1,), tmp_path, log=lambda line: None)
+    assert main(["--tasks", "synthetic", "--out", str(tmp_path)]) == 0
     exact = load("synthetic", tmp_path)[Key(TINY.cells[0], 0, Arm("absolute", 0.0))]
     first, smooth = exact.crossings(TINY)
     assert first is not None
@@ -185,11 +190,12 @@ def test_a_variant_is_run_beside_its_own_base(tiny: None, tmp_path: Path) -> Non
     extrapolated = Arm("relative", 0.05).algorithm("scaffold-exp")
     assert extrapolated.name == "scaffold-exp"
     assert extrapolated.server.eps_mode == "relative"  # type: ignore[attr-defined]
-    execute("synthetic", (0.05,), tmp_path, variant="scaffold-exp", log=lambda line: None)
+    command = ["--tasks", "synthetic", "--out", str(tmp_path)]
+    assert main([*command, "--variants", "scaffold-exp"]) == 0
     stored = load("synthetic", tmp_path, "scaffold-exp")
     assert len(stored) == 2 * 4
     assert load("synthetic", tmp_path) == {}
-    execute("synthetic", (0.05,), tmp_path, log=lambda line: None)
+    assert main(command) == 0
     key = Key(TINY.cells[1], 0, Arm("absolute", 0.0))
     assert stored[key] != load("synthetic", tmp_path)[key]
 

@@ -7,8 +7,9 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import pytest
+from tools.grid import RESULTS
 from tools.leaderboard import measures, protocol, report, runs
-from tools.leaderboard.__main__ import FOLDER, main
+from tools.leaderboard.__main__ import main
 from tools.leaderboard.measures import Cell, archived_runs, load_board
 from tools.leaderboard.protocol import ENTRIES, SEEDS, SMALL, TASKS, TRIALS, BoardTask, Entry
 from tools.leaderboard.runs import BoardRun, Store
@@ -19,13 +20,15 @@ from fedexp.errors import UsageError
 from fedexp.experiment import simulate
 from fedexp.local import LocalTraining
 from fedexp.tasks import digits
+from fedexp.tasks.task import Task
 
 ROOT = Path(__file__).parents[2]
+FOLDER = RESULTS / "leaderboard"
 LIMIT = 400_000  # bytes of all files
 TINY = BoardTask(
     "digits",
     "tiny digits",
-    lambda seed: digits(clients=5, seed=seed),
+    "tests.tools.test_leaderboard:tiny_digits",
     targets=(0.3, 0.99),
     rounds=6,
     evaluate_every=2,
@@ -53,9 +56,14 @@ sign = fx.Algorithm("sign", server=SignAverage())
 '''
 
 
+def tiny_digits(seed: int) -> Task:
+    return digits(clients=5, seed=seed)
+
+
 @pytest.fixture
-def tiny(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replace the digits task and shorten trials."""
+def tiny(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Replace the digits task and shorten trials; store runs in a folder of the test."""
+    monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(TASKS, "digits", TINY)
     monkeypatch.setattr(runs, "ROUNDS", 12)
 
@@ -102,7 +110,8 @@ def test_a_row_is_tuned_and_run_once_and_can_be_interrupted(tiny: None, tmp_path
     files = {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()}
     assert sorted(files) == ["digits-tuning.csv", "digits.csv"]
     assert main([*command, str(tmp_path / "a"), "--seconds", "-1"]) == 0  # nothing to do
-    assert main([*command, str(tmp_path / "b"), "--seconds", "-1"]) == 0
+    with pytest.raises(SystemExit, match="0"):
+        main([*command, str(tmp_path / "b"), "--seconds", "-1", "--runs", str(tmp_path / "c")])
     assert not (tmp_path / "b").exists()
     assert main([*command, str(tmp_path / "a"), "--restart"]) == 0  # the same bits
     assert {path.name: path.read_bytes() for path in (tmp_path / "a").iterdir()} == files
@@ -114,31 +123,30 @@ def test_runs_continue_where_they_stopped(
     command = ["--algorithm", "fedavg", "--task", "digits", "--out", str(tmp_path)]
     assert main(command) == 0
     store = Store.load("digits", tmp_path)
-    whole = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    whole = {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")}
     store.trials.pop(3)
     store.runs.pop(1)
     store.write()
     capsys.readouterr()
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 2
-    assert "score" in lines[0]
-    assert "seed 1" in lines[1]
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
+    assert [line.rpartition(": ")[2] for line in lines] == ["1 of 1", "1 of 1"]
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.csv")} == whole
 
 
 def test_a_score_is_the_mean_training_accuracy_of_the_last_rounds(
     tiny: None, tmp_path: Path
 ) -> None:
     entry = ENTRIES["scaffold"]
-    runner = runs.Runner("digits", tmp_path, log=lambda line: None)
-    assert runner.execute(entry)
+    assert main(["--algorithm", "scaffold", "--task", "digits", "--out", str(tmp_path)]) == 0
     point = entry.points("digits")[4]
-    task = TINY.build(0)
+    task = tiny_digits(0)
     setup = entry.setup(task.local, "digits", point)
     found = simulate(task, setup.algorithm, 12, 2, 0, local=setup.local, evaluate_every=1)
     accuracies = [record.train_accuracy or 0.0 for record in found]
-    assert runner.store.score("scaffold", point) == pytest.approx(mean(accuracies[2:]), abs=1e-5)
+    assert Store.load("digits", tmp_path).score("scaffold", point) == pytest.approx(
+        mean(accuracies[2:]), abs=1e-5
+    )
 
 
 def test_an_algorithm_is_added_by_a_file_and_an_entry(
@@ -162,9 +170,10 @@ def test_mistakes_are_named(
     assert "did you mean fedexp" in capsys.readouterr().err
     assert main(["--algorithm", "fedexp", "--task", "digit"]) == 1
     assert "did you mean digits" in capsys.readouterr().err
-    monkeypatch.setattr(protocol, "emnist", lambda: digits(clients=5))
+    few = replace(TASKS["emnist"], cohort=2, task="tests.tools.test_leaderboard:tiny_digits")
+    monkeypatch.setitem(TASKS, "emnist", few)
     with pytest.raises(UsageError, match="294 writers, not 5; set FEDEXP_DATA"):
-        TASKS["emnist"].build(0)
+        ENTRIES["fedexp"].experiment("emnist", {}, 0)
 
 
 def cell(*curves: list[float], row: str = "fedexp") -> Cell:

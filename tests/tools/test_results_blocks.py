@@ -244,7 +244,7 @@ def test_commands_make_these_runs_and_no_others() -> None:
         "fedexp reproduce table1 --task cifar10 --seeds 2 --device cuda --precision bf16"
     )
     parsed = [build_parser().parse_args(shlex.split(line)[1:]) for line in commands]
-    assert [(p.command, getattr(p, "seed", None), p.mode) for p in parsed] == [
+    assert [(p.command, getattr(p, "seed", None), p.mode or "paper") for p in parsed] == [
         ("reproduce", None, "paper"),
         ("run", 0, "authors-code"),
         ("run", 2, "paper"),

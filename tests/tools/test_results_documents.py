@@ -73,7 +73,7 @@ def test_every_run_is_used_and_seeds_count_from_zero() -> None:
     used: set[str] = set()
     for stored in (*archive.studies.values(), *archive.released.values()):
         for runs in (runs for series in stored.groups.values() for runs in series.values()):
-            assert [run.spec.seed for run in runs] == list(range(len(runs)))
+            assert [run.seed for run in runs] == list(range(len(runs)))
             used |= {run.folder.name for run in runs if run.folder}
     trials = load_search(ROOT / EMNIST_TUNED)
     used |= {run.folder.name for _, runs in tuned_runs(archive, trials) for run in runs}

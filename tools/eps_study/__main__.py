@@ -11,51 +11,27 @@ interrupted command continues where it stopped.
 
 from __future__ import annotations
 
-import argparse
-import math
 import sys
 from itertools import product
-from pathlib import Path
 
-from fedexp.errors import UsageError, unknown_name
+from fedexp.errors import UsageError, require
 from tools.eps_study import protocol
-from tools.eps_study.curves import execute
+from tools.eps_study.curves import complete
 from tools.eps_study.measures import constants, load_all
-
-FOLDER = Path(__file__).parents[2] / "results" / "eps-study"
+from tools.grid import RESULTS, named, parser_of
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="tools.eps_study", description=__doc__)
+    parser = parser_of("tools.eps_study", __doc__)
     parser.add_argument("--tasks", required=True, help=f"of {', '.join(protocol.TASKS)}")
     parser.add_argument(
         "--variants", default=protocol.FEDEXP, help=f"of {', '.join(protocol.VARIANTS)}"
     )
-    parser.add_argument("--device", help="e.g. cuda")
-    parser.add_argument("--precision", choices=["float32", "tf32", "bf16"])
-    parser.add_argument("--out", type=Path, default=FOLDER, help="folder of the CSV files")
-    parser.add_argument(
-        "--seconds", type=float, default=math.inf, help="start no run of a task after this time"
-    )
-    given = parser.parse_args(argv)
+    args = parser.parse_args(argv)
     try:
-        pairs = list(product(given.variants.split(","), given.tasks.split(",")))
-        for variant, name in pairs:
-            if variant not in protocol.VARIANTS:
-                raise unknown_name("variant", variant, protocol.VARIANTS)
-            if name not in protocol.TASKS:
-                raise unknown_name("task", name, protocol.TASKS)
-        for variant, name in pairs:
-            execute(
-                name,
-                _constants(name, variant),
-                given.out,
-                variant=variant,
-                device=given.device,
-                precision=given.precision,
-                seconds=given.seconds,
-                log=lambda line: print(line, flush=True),
-            )
+        variants = named("variant", args.variants, protocol.VARIANTS)
+        for variant, name in product(variants, named("task", args.tasks, protocol.TASKS)):
+            complete(name, _constants(name, variant), variant, args)
     except UsageError as error:
         print(error, file=sys.stderr)
         return 1
@@ -68,10 +44,9 @@ def _constants(name: str, variant: str) -> tuple[float, ...]:
         return (protocol.VARIANT_CONSTANT,)
     if protocol.TASKS[name].selects:
         return protocol.CANDIDATES
-    found = constants(load_all(FOLDER))
-    if not found:
-        raise UsageError("no constant has been selected; run the selection tasks first")
-    return found
+    selected = constants(load_all(RESULTS / "eps-study"))
+    require(bool(selected), "no constant has been selected; run the selection tasks first")
+    return selected
 
 
 if __name__ == "__main__":

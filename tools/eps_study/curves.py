@@ -1,33 +1,24 @@
-"""The runs of the study: executed one after another in this process, stored as CSV files.
+"""The curves of the study, as lines of CSV files.
 
 A file per task and variant has one line per run: its cell, seed and arm, the machine, the task's
 metric at every evaluation (four digits, which the crossings are computed from) and the server step
-size of the same rounds. Stored runs are not run again.
+size of the same rounds, up to the smoothed crossing. Stored runs are not run again.
 """
 
 from __future__ import annotations
 
-import csv
-import io
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+import argparse
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby, repeat
 from pathlib import Path
+from typing import NamedTuple
 
-import numpy as np
-import torch
-
-from fedexp.algorithms import Algorithm
-from fedexp.analysis.summary import Curve, rounds_to, smoothed
-from fedexp.engine.programs import SharedPrograms
-from fedexp.errors import DivergedError
-from fedexp.experiment import simulate
-from fedexp.precision import Precision
+from fedexp.experiment import Experiment
+from fedexp.runs import Outcome
 from fedexp.tasks.recipe import parse_goal
-from fedexp.tasks.task import Task
 from tools.eps_study.protocol import FEDEXP, TASKS, Arm, Cell, StudyTask
+from tools.grid import by_round, crossings, execute, machine_of, read_csv, write_csv
 
 HEADERS = ("local_lr", "cohort", "seed", "arm", "eps", "machine", "values", "server_lr")
 
@@ -40,13 +31,27 @@ class Key:
     seed: int
     arm: Arm
 
+    def experiment(self, variant: str, args: argparse.Namespace) -> Experiment:
+        """Return the run, over all rounds of the budget."""
+        study = TASKS[self.cell.task]
+        return Experiment(
+            study.task,
+            self.arm.algorithm(variant),
+            self.seed,
+            study.budget,
+            self.cell.cohort or "all",
+            options={"local.lr": self.cell.local_lr},
+            evaluate_every=study.evaluate_every,
+            device=args.device,
+            precision=args.precision,
+        )
 
-@dataclass(frozen=True)
-class Curves:
+
+class Curves(NamedTuple):
     """What is stored of a run.
 
     Attributes:
-        values: the task's metric at each evaluation until the run ended.
+        values: the task's metric at each evaluation until the smoothed crossing, or the end.
         server_lr: the server step size of these rounds.
         machine: device, precision and version of torch.
     """
@@ -55,110 +60,47 @@ class Curves:
     server_lr: tuple[float, ...]
     machine: str
 
-    def crossings(self, task: StudyTask) -> tuple[int | None, int | None]:
+    @classmethod
+    def of(cls, study: StudyTask, outcome: Outcome) -> Curves:
+        """Return what is stored of a run; one that diverged counts as not reached."""
+        rows = [row for row in outcome.rows if row.get(study.metric) is not None]
+        values = tuple(float(f"{row[study.metric]:.4g}") for row in rows)
+        steps = tuple(float(f"{row['server_lr']:.3g}") for row in rows)
+        whole = cls(values, steps, machine_of(outcome))
+        _, smooth = whole.crossings(study)
+        end = len(values) if smooth is None else smooth // study.evaluate_every
+        return cls(values[:end], steps[:end], whole.machine)
+
+    def crossings(self, study: StudyTask) -> tuple[int | None, int | None]:
         """Return the rounds of the first and of the smoothed crossing; None if not reached."""
-        curve = _by_round(self.values, task.evaluate_every)
-        higher = parse_goal(task.metric).higher
-        first, smooth = (rounds_to(each, task.target, higher) for each in (curve, smoothed(curve)))
-        return first, smooth
+        curve = by_round(self.values, study.evaluate_every)
+        return crossings(curve, study.target, parse_goal(study.metric).higher)
 
 
 Store = Mapping[Key, Curves]
 
 
-def execute(
-    name: str,
-    constants: Sequence[float],
-    folder: Path,
-    *,
-    variant: str = FEDEXP,
-    device: str | None = None,
-    precision: Precision | None = None,
-    seconds: float = math.inf,
-    log: Callable[[str], None] = print,
-) -> None:
-    """Execute the runs of a task that are not stored, seed by seed, cell by cell.
+def complete(name: str, constants: Sequence[float], variant: str, args: argparse.Namespace) -> None:
+    """Execute the runs of a task that are not stored, and write its file.
 
     Args:
         name: the task.
         constants: the relative eps to run.
-        folder: where the CSV files are.
         variant: the extrapolating algorithm.
-        device: e.g. "cuda".
-        precision: of the arithmetic inside the model.
-        seconds: no run is started after this time.
-        log: called with one line per run.
+        args: options of `tools.grid.execute`.
     """
-    study, store, start = TASKS[name], load(name, folder, variant), time.monotonic()
-    programs = SharedPrograms(most=study.engines)
-    for seed in study.seeds:
-        task: Task | None = None
-        for cell in study.cells:
-            for arm in study.arms(cell, constants):
-                key = Key(cell, seed, arm)
-                if key in store:
-                    continue
-                if time.monotonic() - start > seconds:
-                    log(f"{name}: stopped after {seconds:g} s; the same command continues")
-                    return
-                task = task or study.build(seed)
-                began = time.monotonic()
-                algorithm = arm.algorithm(variant)
-                store[key] = _train(study, task, key, algorithm, device, precision, programs)
-                _write(_path(name, folder, variant), study, store)
-                first, smooth = store[key].crossings(study)
-                log(
-                    f"{variant} {name} lr {cell.local_lr:.3g} cohort {cell.cohort or 'all'} "
-                    f"seed {seed} {arm}: {first}, {smooth} ({time.monotonic() - began:.1f} s)"
-                )
-
-
-def _train(
-    study: StudyTask,
-    task: Task,
-    key: Key,
-    algorithm: Algorithm,
-    device: str | None,
-    precision: Precision | None,
-    programs: SharedPrograms,
-) -> Curves:
-    """Train until the smoothed crossing, the end of the budget or divergence."""
-    values: list[float] = []
-    steps: list[float] = []
-    records = simulate(
-        task,
-        algorithm,
-        study.budget,
-        key.cell.cohort or "all",
-        key.seed,
-        local=replace(task.local, lr=key.cell.local_lr),
-        evaluate_every=study.evaluate_every,
-        device=device,
-        precision=precision,
-        programs=programs,
-    )
-    on_gpu = str(device).startswith("cuda")
-    machine = torch.cuda.get_device_name(device) if on_gpu else "CPU"
-    parts = (machine, precision or "", f"torch {torch.__version__.partition('+')[0]}")
-    found = Curves((), (), ", ".join(part for part in parts if part))
-    try:
-        for record in records:
-            if (value := record.to_json().get(study.metric)) is None:
-                continue
-            values.append(float(f"{value:.4g}"))
-            steps.append(float(f"{record.server_lr:.3g}"))
-            found = replace(found, values=tuple(values), server_lr=tuple(steps))
-            if found.crossings(study)[1] is not None:
-                break
-    except DivergedError:
-        pass  # counts as not reached
-    return found
-
-
-def _by_round(values: Sequence[float], every: int) -> Curve:
-    curve = np.full(len(values) * every, np.nan)
-    curve[every - 1 :: every] = values
-    return curve
+    study, store = TASKS[name], load(name, args.out, variant)
+    keys = [
+        key
+        for seed in study.seeds
+        for cell in study.cells
+        for arm in study.arms(cell, constants)
+        if (key := Key(cell, seed, arm)) not in store
+    ]
+    outcomes = execute([key.experiment(variant, args) for key in keys], args)
+    for key, outcome in zip(keys, outcomes, strict=True):
+        store[key] = Curves.of(study, outcome)
+    _write(_path(name, args.out, variant), study, store)
 
 
 def _path(name: str, folder: Path, variant: str) -> Path:
@@ -168,16 +110,13 @@ def _path(name: str, folder: Path, variant: str) -> Path:
 
 def load(name: str, folder: Path, variant: str = FEDEXP) -> dict[Key, Curves]:
     """Return the stored runs of a task; none if it has no file."""
-    path = _path(name, folder, variant)
-    if not path.is_file():
-        return {}
-    found: dict[Key, Curves] = {}
-    for row in csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))):
+    store = {}
+    for row in read_csv(_path(name, folder, variant)):
         cell = Cell(name, float(row["local_lr"]), int(row["cohort"]))
         arm = Arm(row["arm"], float(row["eps"]))  # type: ignore[arg-type]
         values, steps = (_numbers(row[n]) for n in ("values", "server_lr"))
-        found[Key(cell, int(row["seed"]), arm)] = Curves(values, steps, row["machine"])
-    return found
+        store[Key(cell, int(row["seed"]), arm)] = Curves(values, steps, row["machine"])
+    return store
 
 
 def _write(path: Path, study: StudyTask, store: Store) -> None:
@@ -187,16 +126,13 @@ def _write(path: Path, study: StudyTask, store: Store) -> None:
     def place(key: Key) -> tuple[int, int, str, float]:
         return cells.get(key.cell, len(cells)), key.seed, key.arm.kind, key.arm.eps
 
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(HEADERS)
+    lines = []
     for key in sorted(store, key=place):
-        run, cell = store[key], key.cell
-        curves = (_text(run.values), _text(run.server_lr))
-        about = (repr(cell.local_lr), cell.cohort, key.seed, key.arm.kind, repr(key.arm.eps))
-        writer.writerow([*about, run.machine, *curves])
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(text.getvalue(), encoding="utf-8")
+        cell, arm = key.cell, key.arm
+        about = (repr(cell.local_lr), cell.cohort, key.seed, arm.kind, repr(arm.eps))
+        values, steps, machine = store[key]
+        lines.append([*about, machine, _text(values), _text(steps)])
+    write_csv(path, HEADERS, lines)
 
 
 def _text(values: Sequence[float]) -> str:

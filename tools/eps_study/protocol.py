@@ -22,7 +22,7 @@ from fedexp.algorithms import (
     scaffold_exp,
 )
 from fedexp.data.federation import Federation
-from fedexp.tasks import cifar10, digits, digits_mlp, emnist, mnist, shakespeare, synthetic
+from fedexp.tasks import mnist
 from fedexp.tasks.images import thinned
 from fedexp.tasks.task import Task
 
@@ -77,9 +77,6 @@ class Arm:
     kind: Kind
     eps: float = 0.0
 
-    def __str__(self) -> str:
-        return self.kind if self.kind == "fedavg" else f"{self.kind} {self.eps:.3g}"
-
     def algorithm(self, variant: str = FEDEXP) -> Algorithm:
         """Return the algorithm to run."""
         if self.kind == "fedavg":
@@ -103,31 +100,26 @@ class StudyTask:
     Attributes:
         name: its name.
         selects: whether the constant is chosen on it; it is confirmed on the others.
-        build: returns the task of a seed.
+        task: its name in `fedexp`, or a reference.
         target: value of `metric` to reach.
         budget: rounds after which a run counts as one that does not reach it.
         evaluate_every: rounds between evaluations.
         seeds: seeds of every cell, in the order of execution.
         grid: client step sizes and clients per round, in the order of execution.
         absolute: values of the absolute eps for a client step size.
-        decides: whether the decision waits for it.
         metric: the record field that is to reach the target.
-        engines: how many engines with their CUDA graphs are held, one per arm and cohort; fewer
-            for a large model. Does not affect results.
     """
 
     name: str
     selects: bool
-    build: Callable[[int], Task]
+    task: str
     target: float
     budget: int
     evaluate_every: int
     seeds: tuple[int, ...]
     grid: tuple[tuple[float, int], ...]
     absolute: Callable[[float], tuple[float, ...]] = lambda lr: ABSOLUTE
-    decides: bool = True
     metric: str = "test_accuracy"
-    engines: int = 24
 
     @property
     def cells(self) -> list[Cell]:
@@ -160,85 +152,35 @@ def factorial(steps: Sequence[float], cohorts: Sequence[int]) -> tuple[tuple[flo
     return tuple((lr, cohort) for cohort in cohorts for lr in steps)
 
 
-HALF_DECADES = (10**-1.5, 0.1, 10**-0.5)
+HALF_DECADES, LARGE = (10**-1.5, 0.1, 10**-0.5), (0.1, 10**-0.5, 1.0)
+TENTHS = (0.01, 10**-1.5, 0.1)
+CIFAR10 = ((0.01, 20), (0.01, 10), (10**-1.5, 20), (10**-2.5, 20))
+SHAKESPEARE = ((1.0, 10), (10**-0.5, 10), (0.1, 10), (1.0, 20))
+MNIST = "tools.eps_study.protocol:mnist_200"
+# name, whether it selects, task, target, budget, evaluated every, seeds, grid
 TASKS = {
     task.name: task
     for task in (
+        StudyTask("digits", True, "digits", 0.94, 150, 1, (0, 1, 2), factorial(LARGE, (5, 20))),
         StudyTask(
-            "digits",
-            True,
-            lambda seed: digits(seed=seed),
-            target=0.94,
-            budget=150,
-            evaluate_every=1,
-            seeds=(0, 1, 2),
-            grid=factorial((0.1, 10**-0.5, 1.0), (5, 20)),
+            *("digits-mlp", True, "digits-mlp", 0.94, 150, 1, (0, 1, 2)), factorial(LARGE, (5, 20))
         ),
         StudyTask(
-            "digits-mlp",
-            True,
-            lambda seed: digits_mlp(seed=seed),
-            target=0.94,
-            budget=150,
-            evaluate_every=1,
-            seeds=(0, 1, 2),
-            grid=factorial((0.1, 10**-0.5, 1.0), (5, 20)),
-        ),
-        StudyTask(
-            "synthetic",
-            True,
-            lambda seed: synthetic(seed=seed),
-            target=1e-5,
-            budget=500,
-            evaluate_every=1,
-            seeds=(0, 1, 2),
-            grid=factorial((0.01, 10**-1.5, 0.1), (10, 0)),
+            *("synthetic", True, "synthetic", 1e-5, 500, 1, (0, 1, 2), factorial(TENTHS, (10, 0))),
             metric="train_loss",
         ),
+        StudyTask("mnist-200", True, MNIST, 0.80, 150, 3, (0, 1), factorial(TENTHS, (5, 20))),
         StudyTask(
-            "mnist-200",
-            True,
-            mnist_200,
-            target=0.80,
-            budget=150,
-            evaluate_every=3,
-            seeds=(0, 1),
-            grid=factorial((0.01, 10**-1.5, 0.1), (5, 20)),
-        ),
-        StudyTask(
-            "emnist",
-            False,
-            lambda seed: emnist(),
-            target=0.84,
-            budget=250,
-            evaluate_every=5,
-            seeds=(0, 1),
-            grid=factorial(HALF_DECADES, (20, 10)),
+            *("emnist", False, "emnist", 0.84, 250, 5, (0, 1), factorial(HALF_DECADES, (20, 10))),
             absolute=times_square(1, 10**0.5, 10, 10**1.5, 100),
         ),
         StudyTask(
-            "cifar10",
-            False,
-            lambda seed: cifar10(seed=seed),
-            target=0.55,
-            budget=200,
-            evaluate_every=5,
-            seeds=(0, 1),
-            grid=((0.01, 20), (0.01, 10), (10**-1.5, 20), (10**-2.5, 20)),
+            *("cifar10", False, "cifar10", 0.55, 200, 5, (0, 1), CIFAR10),
             absolute=times_square(10**0.5, 10, 10**1.5),
-            engines=6,
         ),
         StudyTask(
-            "shakespeare",
-            False,
-            lambda seed: shakespeare(),
-            target=0.45,
-            budget=400,
-            evaluate_every=10,
-            seeds=(0, 1),
-            grid=((1.0, 10), (10**-0.5, 10), (0.1, 10), (1.0, 20)),
+            *("shakespeare", False, "shakespeare", 0.45, 400, 10, (0, 1), SHAKESPEARE),
             absolute=lambda lr: (1e-3, 1e-2, 1e-1, 1.0, 10.0),
-            decides=False,
         ),
     )
 }

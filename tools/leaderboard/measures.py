@@ -9,11 +9,9 @@ from pathlib import Path
 from statistics import mean, median, stdev
 from typing import Literal
 
-import numpy as np
-
-from fedexp.analysis.summary import rounds_to, smoothed
 from fedexp.runs import StoredRun
 from fedexp.tasks.recipe import PAPER_TRAINING
+from tools.grid import by_round, crossings
 from tools.leaderboard.protocol import ENTRIES, LAST, SEEDS, TASKS, Entry, Point
 from tools.leaderboard.runs import BoardRun, Store
 
@@ -42,13 +40,10 @@ class Cell:
     def crossings(self, target: int, crossing: Crossing = "smoothed") -> list[int]:
         """Return the rounds to the first (0) or second (1) target of the seeds that reach it."""
         board = TASKS[self.task]
-        found = []
-        for run in self.runs:
-            curve = np.full(len(run.values) * board.evaluate_every, np.nan)
-            curve[board.evaluate_every - 1 :: board.evaluate_every] = run.values
-            curve = smoothed(curve, LAST) if crossing == "smoothed" else curve
-            found.append(rounds_to(curve, board.targets[target], higher=True))
-        return [rounds for rounds in found if rounds is not None]
+        curves = (by_round(run.values, board.evaluate_every) for run in self.runs)
+        both = [crossings(curve, board.targets[target]) for curve in curves]
+        hits = (smooth if crossing == "smoothed" else first for first, smooth in both)
+        return [rounds for rounds in hits if rounds is not None]
 
     def rounds(self, target: int, crossing: Crossing = "smoothed") -> float | None:
         """Return the mean rounds to a target; None unless every seed reaches it."""

@@ -8,22 +8,21 @@ to `ENTRIES`; its `algorithm` may be a reference (`study.py:mine`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from fedexp.catalogue import build_algorithm
 from fedexp.errors import require
+from fedexp.experiment import Experiment
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
-from fedexp.tasks import cifar10, cifar100, digits_mlp, emnist, shakespeare
-from fedexp.tasks.task import Task
+from fedexp.references import is_reference
 
 TRIALS = 9  # points per row and tuned task
 TUNING_SEED = 0
 SEEDS = (0, 1, 2)  # of the judged runs
 LAST = 5  # evaluations whose mean is the final accuracy; a smoothed crossing has as many
-WRITERS = 294  # of EMNIST
 Point = dict[str, float]
 
 
@@ -34,7 +33,7 @@ class BoardTask:
     Attributes:
         name: its name.
         title: as the page writes it.
-        build: returns the task of a seed.
+        task: its name in `fedexp`, or a reference.
         targets: two test accuracies to reach, the lower one first.
         rounds: of a judged run.
         evaluate_every: rounds between evaluations of a judged run.
@@ -42,13 +41,12 @@ class BoardTask:
         local_lr: base-10 logarithms of the smallest, middle and largest client step size.
         tuned: whether rows are tuned; otherwise they have the paper's values.
         worst: the split of the worst-decile accuracy: "test" where test examples belong to clients.
-        seeded: whether the data depend on the seed; otherwise they are loaded once.
-        engines: how many engines with their CUDA graphs are held; does not affect results.
+        clients: how many it must have; None for any number.
     """
 
     name: str
     title: str
-    build: Callable[[int], Task]
+    task: str
     targets: tuple[float, float]
     rounds: int
     evaluate_every: int
@@ -56,82 +54,26 @@ class BoardTask:
     local_lr: tuple[float, float, float]
     tuned: bool = True
     worst: str = "train"
-    seeded: bool = True
-    engines: int = 12
-
-
-def emnist_294(seed: int) -> Task:
-    """Return EMNIST, whose data must be those of 294 writers."""
-    task = emnist()
-    require(
-        task.train.clients == WRITERS,
-        f"the leaderboard has EMNIST with {WRITERS} writers, not {task.train.clients}; set "
-        "FEDEXP_DATA to the folder of that edition",
-    )
-    return task
+    clients: int | None = None
 
 
 CIFAR = (-2.0, -2.0, -2.0)  # not tuned: the paper's client step size
+# name, title, task, targets, rounds, evaluated every, cohort, logarithms of client step sizes
 TASKS = {
     task.name: task
     for task in (
+        BoardTask("digits", "digits (MLP)", "digits-mlp", (0.92, 0.94), 150, 1, 10, (-1, -0.5, 0)),
         BoardTask(
-            "digits",
-            "digits (MLP)",
-            lambda seed: digits_mlp(seed=seed),
-            targets=(0.92, 0.94),
-            rounds=150,
-            evaluate_every=1,
-            cohort=10,
-            local_lr=(-1, -0.5, 0),
+            *("emnist", "EMNIST, 294 writers", "emnist", (0.80, 0.84), 250, 5, 20, (-1, -0.5, 0)),
+            clients=294,
         ),
         BoardTask(
-            "emnist",
-            "EMNIST, 294 writers",
-            emnist_294,
-            targets=(0.80, 0.84),
-            rounds=250,
-            evaluate_every=5,
-            cohort=20,
-            local_lr=(-1, -0.5, 0),
-            seeded=False,
-        ),
-        BoardTask(
-            "shakespeare",
-            "Shakespeare (LSTM)",
-            lambda seed: shakespeare(),
-            targets=(0.45, 0.50),
-            rounds=300,
-            evaluate_every=10,
-            cohort=10,
+            *("shakespeare", "Shakespeare (LSTM)", "shakespeare", (0.45, 0.50), 300, 10, 10),
             local_lr=(-0.5, 0, 0.5),
             worst="test",
-            seeded=False,
         ),
-        BoardTask(
-            "cifar10",
-            "CIFAR-10",
-            lambda seed: cifar10(seed=seed),
-            targets=(0.55, 0.72),
-            rounds=500,
-            evaluate_every=5,
-            cohort=20,
-            local_lr=CIFAR,
-            tuned=False,
-            engines=2,
-        ),
-        BoardTask(
-            "cifar100",
-            "CIFAR-100",
-            lambda seed: cifar100(seed=seed),
-            targets=(0.30, 0.40),
-            rounds=500,
-            evaluate_every=5,
-            cohort=20,
-            local_lr=CIFAR,
-            tuned=False,
-            engines=2,
-        ),
+        BoardTask("cifar10", "CIFAR-10", "cifar10", (0.55, 0.72), 500, 5, 20, CIFAR, tuned=False),
+        BoardTask("cifar100", "CIFAR-100", "cifar100", (0.3, 0.4), 500, 5, 20, CIFAR, tuned=False),
     )
 }
 SMALL = tuple(name for name, task in TASKS.items() if task.tuned)  # that every row is for
@@ -181,8 +123,31 @@ class Entry:
 
     def setup(self, local: LocalTraining, task: str, point: Point) -> Setup:
         """Return the algorithm and local training at a point, given the task's local training."""
-        options = {**self.fixed, **self.by_task.get(task, {}), **point}
-        return Setup(build_algorithm(self.algorithm), local).with_options(options)
+        return Setup(build_algorithm(self.algorithm), local).with_options(self.options(task, point))
+
+    def options(self, task: str, point: Point) -> dict[str, Any]:
+        """Return all options at a point."""
+        return {**self.fixed, **self.by_task.get(task, {}), **point}
+
+    def experiment(self, task: str, point: Point, seed: int, **settings: Any) -> Experiment:
+        """Return the run of a seed at a point; raise `UsageError` for other data."""
+        board, algorithm = TASKS[task], self.algorithm
+        run = Experiment(
+            board.task,
+            algorithm if is_reference(algorithm) else build_algorithm(algorithm),
+            seed,
+            cohort=board.cohort,
+            options=self.options(task, point),
+            **settings,
+        )
+        if board.clients is not None:
+            clients = run.problem.train.clients
+            require(
+                clients == board.clients,
+                f"the leaderboard has {board.title}, not {clients}; set FEDEXP_DATA to the folder "
+                "of that edition",
+            )
+        return run
 
 
 def power(log: float) -> float:
@@ -223,71 +188,52 @@ DELTA = {"local.optimizer": "delta-sgd"}
 TWO = 0.30103  # the logarithm of 2, the published gamma of Delta-SGD
 
 
-def entries(*rows: Entry) -> dict[str, Entry]:
-    return {row.name: row for row in rows}
-
-
 # name, title, algorithm, option, middle of its grid by task, spacing in decades
-ENTRIES = entries(
-    Entry("fedavg", "FedAvg", "fedavg", "server.lr", every(0, 0, 0.5, 0)),
-    Entry("fedexp", "FedExP, recommended", "fedexp", None, every(0, 0, 0, 0), fixed=RELATIVE),
-    Entry(
-        "fedexp-printed",
-        "FedExP, printed",
-        "fedexp",
-        "server.eps",
-        every(-2.5, -1, -3, -3),
-        1,
-        fixed={"server.eps_mode": "absolute"},
-    ),
-    Entry("scaffold", "SCAFFOLD", "scaffold", "server.lr", every(0.5, 0, 0.5, 0)),
-    Entry("fedadam", "FedAdam", "fedadam", "server.lr", every(-1, -2, -1, -2)),
-    Entry(
-        "fedadagrad",
-        "FedAdagrad",
-        "fedadagrad",
-        "server.lr",
-        every(-0.5, -0.5, -0.5, -1),
-        by_task=TAU,
-    ),
-    Entry("fedavgm", "FedAvg-M", "fedavgm", "server.lr", small(0, 0, -0.5, 0)),
-    Entry("fedexp-m", "FedExP-M", "fedexp-m", "server.eps", small(-1, -1, -3, -3), 1),
-    Entry("scaffold-exp", "SCAFFOLD-ExP", "scaffold-exp", "server.eps", small(-3, -1, -3, -3), 1),
-    Entry("fedprox", "FedProx", "fedprox", "client.mu", small(-2, -3, -2), 1),
-    Entry(
-        "fedprox-exp",
-        "FedProx-ExP",
-        "fedprox-exp",
-        "server.eps",
-        small(-2.5, -1, -3),
-        1,
-        by_task=MU,
-    ),
-    Entry("fedyogi", "FedYogi", "fedyogi", "server.lr", small(-1, -2, -1)),
-    Entry("fedams", "FedAMS", "fedams", "server.lr", small(-1, -2, -1)),
-    Entry(
-        "fedexprox", "FedExProx", "fedexprox", "server.lr", small(0.5, 0.5, 0.5), by_task=EXPROX_MU
-    ),
-    Entry(
-        "fedexprox-grads", "FedExProx-GraDS", "fedexprox-grads", "client.mu", small(-3, -3, -2), 1
-    ),
-    Entry(
-        "fedexprox-stops", "FedExProx-StoPS", "fedexprox-stops", "client.mu", small(-1, -1, -1), 1
-    ),
-    Entry("fedhyper", "FedHyper-G", "fedhyper", "server.lr", small(0, 0, 0)),
-    Entry("fednova", "FedNova", "fednova", "server.lr", small(0, 0, 0.5)),
-    Entry(
-        "delta-sgd",
-        "FedAvg + Delta-SGD",
-        "fedavg",
-        "local.delta_gamma",
-        small(TWO, TWO, TWO),
-        fixed=DELTA,
-    ),
-)
-
-
-def tasks_of(entry: Entry, names: Sequence[str] | None = None) -> list[str]:
-    """Return the tasks that a row is run on: those named, or the small ones."""
-    wanted = SMALL if names is None else names
-    return [name for name in TASKS if name in wanted and name in entry.centres]
+ENTRIES = {
+    row.name: row
+    for row in (
+        Entry("fedavg", "FedAvg", "fedavg", "server.lr", every(0, 0, 0.5, 0)),
+        Entry("fedexp", "FedExP, recommended", "fedexp", None, every(0, 0, 0, 0), fixed=RELATIVE),
+        Entry(
+            *("fedexp-printed", "FedExP, printed", "fedexp", "server.eps"),
+            *(every(-2.5, -1, -3, -3), 1, {"server.eps_mode": "absolute"}),
+        ),
+        Entry("scaffold", "SCAFFOLD", "scaffold", "server.lr", every(0.5, 0, 0.5, 0)),
+        Entry("fedadam", "FedAdam", "fedadam", "server.lr", every(-1, -2, -1, -2)),
+        Entry(
+            *("fedadagrad", "FedAdagrad", "fedadagrad", "server.lr", every(-0.5, -0.5, -0.5, -1)),
+            by_task=TAU,
+        ),
+        Entry("fedavgm", "FedAvg-M", "fedavgm", "server.lr", small(0, 0, -0.5, 0)),
+        Entry("fedexp-m", "FedExP-M", "fedexp-m", "server.eps", small(-1, -1, -3, -3), 1),
+        Entry(
+            "scaffold-exp", "SCAFFOLD-ExP", "scaffold-exp", "server.eps", small(-3, -1, -3, -3), 1
+        ),
+        Entry("fedprox", "FedProx", "fedprox", "client.mu", small(-2, -3, -2), 1),
+        Entry(
+            *("fedprox-exp", "FedProx-ExP", "fedprox-exp", "server.eps", small(-2.5, -1, -3), 1),
+            by_task=MU,
+        ),
+        Entry("fedyogi", "FedYogi", "fedyogi", "server.lr", small(-1, -2, -1)),
+        Entry("fedams", "FedAMS", "fedams", "server.lr", small(-1, -2, -1)),
+        Entry(
+            *("fedexprox", "FedExProx", "fedexprox", "server.lr", small(0.5, 0.5, 0.5)),
+            by_task=EXPROX_MU,
+        ),
+        Entry(
+            *("fedexprox-grads", "FedExProx-GraDS", "fedexprox-grads", "client.mu"),
+            *(small(-3, -3, -2), 1),
+        ),
+        Entry(
+            *("fedexprox-stops", "FedExProx-StoPS", "fedexprox-stops", "client.mu"),
+            *(small(-1, -1, -1), 1),
+        ),
+        Entry("fedhyper", "FedHyper-G", "fedhyper", "server.lr", small(0, 0, 0)),
+        Entry("fednova", "FedNova", "fednova", "server.lr", small(0, 0, 0.5)),
+        Entry(
+            *("delta-sgd", "FedAvg + Delta-SGD", "fedavg", "local.delta_gamma"),
+            small(TWO, TWO, TWO),
+            fixed=DELTA,
+        ),
+    )
+}

@@ -1,4 +1,4 @@
-"""The trials and judged runs of the leaderboard: executed in this process, stored as CSV files.
+"""The trials and judged runs of the leaderboard, as lines of CSV files.
 
 A task has two files. `TASK-tuning.csv` has one line per trial: its row, its point and its score.
 `TASK.csv` has one line per judged run: its row, seed and point, and the test accuracy of every
@@ -7,37 +7,24 @@ evaluation, which the page is computed from. Stored trials and runs are not exec
 
 from __future__ import annotations
 
-import csv
-import io
-import math
-import time
-import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import argparse
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-import torch
-
-from fedexp.engine import Record
-from fedexp.engine.programs import SharedPrograms
-from fedexp.engine.state import SimulationState
-from fedexp.errors import DivergedError, NonFiniteUpdateWarning
-from fedexp.experiment import simulate
-from fedexp.options import Setup
-from fedexp.precision import Precision
-from fedexp.storage import write_bytes
-from fedexp.tasks.task import Task
+from fedexp.runs import Outcome
 from fedexp.tuning.search import ROUNDS, window_of
-from tools.leaderboard.protocol import ENTRIES, SEEDS, TASKS, TUNING_SEED, BoardTask, Entry, Point
+from tools.grid import execute, machine_of, on_gpu, read_csv, write_csv
+from tools.leaderboard.protocol import ENTRIES, SEEDS, TASKS, TUNING_SEED, Entry, Point
 
+Wanted = tuple[Entry, Point, int]  # with the seed
 TRIAL_HEADERS = ("row", "local_lr", "option", "value", "score", "machine")
 RUN_HEADERS = (
     *("row", "seed", "local_lr", "option", "value", "machine", "seconds"),
     *("bytes_up", "bytes_down", "worst_decile", "test_accuracy"),
 )
-Log = Callable[[str], None]
 
 
 class Trial(NamedTuple):
@@ -55,6 +42,14 @@ class Trial(NamedTuple):
     score: float
     machine: str
 
+    @classmethod
+    def of(cls, row: str, point: Point, outcome: Outcome) -> Trial:
+        """Return the trial that a run is."""
+        first, last = window_of(ROUNDS)
+        window = [row["train_accuracy"] or 0.0 for row in outcome.rows[first - 1 : last]]
+        score = 0.0 if outcome.diverged_at else float(f"{mean(window):.5f}")
+        return cls(row, point, score, machine_of(outcome))
+
 
 @dataclass(frozen=True)
 class BoardRun:
@@ -68,7 +63,7 @@ class BoardRun:
         worst: accuracy of the worst decile of clients at the end; None if it diverged.
         bytes_up: bytes that all clients of a round send; None where they are not known.
         bytes_down: bytes that are sent to them.
-        seconds: wall time with evaluations; None on a CPU.
+        seconds: training time with evaluations; None on a CPU.
         machine: device, precision and version of torch.
     """
 
@@ -81,6 +76,29 @@ class BoardRun:
     bytes_down: int | None = None
     seconds: float | None = None
     machine: str = ""
+
+    @classmethod
+    def of(cls, row: str, seed: int, point: Point, worst: str, outcome: Outcome) -> BoardRun:
+        """Return the judged run that a run is; `worst` is the split of the worst decile."""
+        last: Mapping[str, Any] = outcome.rows[-1] if outcome.rows else {}
+        ended = outcome.diverged_at is None
+        return cls(
+            row,
+            seed,
+            point,
+            tuple(rounded_values(outcome, "test_accuracy", ".4f")),
+            float(f"{last[f'{worst}_accuracy_worst_decile']:.4f}") if ended else None,
+            last.get("bytes_up"),
+            last.get("bytes_down"),
+            float(f"{outcome.seconds:.1f}") if ended and on_gpu(outcome) else None,
+            machine_of(outcome),
+        )
+
+
+def rounded_values(outcome: Outcome, name: str, format: str) -> list[float]:
+    """Return a field of the rows that have it, rounded."""
+    values = (row.get(name) for row in outcome.rows)
+    return [float(f"{value:{format}}") for value in values if value is not None]
 
 
 @dataclass
@@ -97,9 +115,9 @@ class Store:
         """Return what is stored of a task; nothing if it has no files."""
         trials = [
             Trial(row["row"], _point(row), float(row["score"]), row["machine"])
-            for row in _lines(folder / f"{task}-tuning.csv")
+            for row in read_csv(folder / f"{task}-tuning.csv")
         ]
-        return cls(task, folder, trials, [_run(row) for row in _lines(folder / f"{task}.csv")])
+        return cls(task, folder, trials, [_run(row) for row in read_csv(folder / f"{task}.csv")])
 
     def score(self, row: str, point: Point) -> float | None:
         """Return the score of a point; None if it is not stored."""
@@ -124,10 +142,42 @@ class Store:
         found = [run for run in self.runs if run.row == entry.name and run.point == best]
         return sorted(found, key=lambda run: run.seed)
 
-    def discard(self, row: str) -> None:
-        """Remove the trials and runs of a row."""
-        self.trials = [trial for trial in self.trials if trial.row != row]
-        self.runs = [run for run in self.runs if run.row != row]
+    def complete(self, entries: Sequence[Entry], args: argparse.Namespace) -> None:
+        """Tune rows and run their seeds, without what is stored; write both files."""
+        board = TASKS[self.task]
+        if args.restart:
+            names = [entry.name for entry in entries]
+            self.trials = [trial for trial in self.trials if trial.row not in names]
+            self.runs = [run for run in self.runs if run.row not in names]
+
+        def run(wanted: Sequence[Wanted], **settings: Any) -> Iterator[tuple[Wanted, Outcome]]:
+            settings |= {"device": args.device, "precision": args.precision}
+            grid = [e.experiment(self.task, point, seed, **settings) for e, point, seed in wanted]
+            return zip(wanted, execute(grid, args, args.restart), strict=True)
+
+        trials = [
+            (entry, point, TUNING_SEED)
+            for entry in entries
+            for point in (entry.points(self.task) if board.tuned else ())
+            if self.score(entry.name, point) is None
+        ]
+        first, last = window_of(ROUNDS)
+        often = max(1, (first - 1) // 4), last - first + 1  # as in tuning
+        for (entry, point, _), outcome in run(trials, rounds=ROUNDS, evaluate_every=often):
+            self.trials.append(Trial.of(entry.name, point, outcome))
+        self.write()
+        judged = [
+            (entry, best, seed)
+            for entry in entries
+            if (best := self.best(entry)) is not None
+            for seed in sorted({*SEEDS} - {run.seed for run in self.judged(entry)})
+        ]
+        settings = {"rounds": board.rounds, "evaluate_every": board.evaluate_every}
+        for (entry, point, seed), outcome in run(judged, by_client=True, **settings):
+            old = (entry.name, seed)
+            self.runs = [run for run in self.runs if (run.row, run.seed) != old]
+            self.runs.append(BoardRun.of(entry.name, seed, point, board.worst, outcome))
+        self.write()
 
     def write(self) -> None:
         """Write both files in the order of the protocol, whatever the order of execution."""
@@ -136,173 +186,9 @@ class Store:
         runs = sorted(self.runs, key=lambda run: (rows.get(run.row, len(rows)), run.seed))
         if trials:
             lines = [(t.row, *_described(t.point), f"{t.score:.5f}", t.machine) for t in trials]
-            _write(self.folder / f"{self.task}-tuning.csv", TRIAL_HEADERS, lines)
+            write_csv(self.folder / f"{self.task}-tuning.csv", TRIAL_HEADERS, lines)
         if runs:
-            _write(self.folder / f"{self.task}.csv", RUN_HEADERS, [_row(run) for run in runs])
-
-
-@dataclass
-class Runner:
-    """Executes the rows of one task, which share the data on the device and CUDA graphs.
-
-    Attributes:
-        name: the task.
-        folder: where the CSV files are.
-        device: e.g. "cuda".
-        precision: of the arithmetic inside the model.
-        deadline: time of `time.monotonic` after which no trial or run is started.
-        log: called with one line per trial and run.
-    """
-
-    name: str
-    folder: Path
-    device: str | None = None
-    precision: Precision | None = None
-    deadline: float = math.inf
-    log: Log = print
-
-    def __post_init__(self) -> None:
-        self.board: BoardTask = TASKS[self.name]
-        self.store = Store.load(self.name, self.folder)
-        self._programs = SharedPrograms(most=self.board.engines)
-        self._tasks: dict[int, Task] = {}
-
-    def execute(self, entry: Entry) -> bool:
-        """Tune a row and run its seeds, without what is stored; return whether it is complete."""
-        for point in entry.points(self.name) if self.board.tuned else ():
-            if self.store.score(entry.name, point) is not None:
-                continue
-            if self._is_late():
-                return False
-            began = time.monotonic()
-            score = self._tune(entry, point)
-            self.store.trials.append(Trial(entry.name, point, score, self._machine()))
-            self.store.write()
-            self._log(entry, f"{_shown(point)}: score {score:.4f}", began)
-        best = self.store.best(entry)
-        assert best is not None
-        stored = {run.seed for run in self.store.judged(entry)}
-        for seed in (seed for seed in SEEDS if seed not in stored):
-            if self._is_late():
-                return False
-            began = time.monotonic()
-            run = self._judge(entry, best, seed)
-            old = [r for r in self.store.runs if (r.row, r.seed) != (entry.name, seed)]
-            self.store.runs = [*old, run]
-            self.store.write()
-            last = f"{run.values[-1]:.4f}" if run.values else "nothing"
-            self._log(entry, f"{_shown(best)} seed {seed}: ends at {last}", began)
-        return True
-
-    def _tune(self, entry: Entry, point: Point) -> float:
-        """Return the score of a trial; every round of the window is evaluated, others are not."""
-        first = window_of(ROUNDS)[0]
-        task = self._task(TUNING_SEED)
-        setup = entry.setup(task.local, self.name, point)
-        try:
-            start = None
-            for record in self._records(task, setup, TUNING_SEED, ROUNDS, ROUNDS):
-                start = record.state
-                if record.round == first - 1:
-                    break
-            window = self._records(task, setup, TUNING_SEED, ROUNDS, 1, start)
-            return float(f"{mean(record.train_accuracy or 0.0 for record in window):.5f}")
-        except DivergedError:
-            return 0.0
-
-    def _judge(self, entry: Entry, point: Point, seed: int) -> BoardRun:
-        """Train for all rounds, or until the run diverges."""
-        board, task = self.board, self._task(seed)
-        setup = entry.setup(task.local, self.name, point)
-        values: list[float] = []
-        last: Record | None = None
-        began, ended = time.monotonic(), 0.0
-        try:
-            for record in self._records(task, setup, seed, board.rounds, board.evaluate_every):
-                if record.test_accuracy is not None:
-                    values.append(float(f"{record.test_accuracy:.4f}"))
-                last, ended = record, time.monotonic()
-        except DivergedError:
-            pass  # `values` ends before the last evaluation
-        run = BoardRun(entry.name, seed, point, tuple(values), machine=self._machine())
-        if last is None:
-            return run
-        run = replace(run, bytes_up=last.bytes_up, bytes_down=last.bytes_down)
-        if last.round == board.rounds:
-            seconds = float(f"{ended - began:.1f}") if self._on_gpu else None
-            run = replace(run, worst=_worst_decile(last, board.worst), seconds=seconds)
-        return run
-
-    def _records(
-        self,
-        task: Task,
-        setup: Setup,
-        seed: int,
-        rounds: int,
-        evaluate_every: int,
-        start: SimulationState | None = None,
-    ) -> Iterator[Record]:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", NonFiniteUpdateWarning)
-            yield from simulate(
-                task,
-                setup.algorithm,
-                rounds,
-                min(self.board.cohort, task.train.clients),
-                seed,
-                local=setup.local,
-                weighting=setup.weighting,
-                evaluate_every=evaluate_every,
-                device=self.device,
-                precision=self.precision,
-                start=start,
-                programs=self._programs,
-            )
-
-    def _task(self, seed: int) -> Task:
-        key = seed if self.board.seeded else 0
-        if key not in self._tasks:
-            self._tasks[key] = self.board.build(key)
-        return self._tasks[key]
-
-    @property
-    def _on_gpu(self) -> bool:
-        return str(self.device).startswith("cuda")
-
-    def _machine(self) -> str:
-        name = torch.cuda.get_device_name(self.device) if self._on_gpu else "CPU"
-        parts = (name, self.precision or "", f"torch {torch.__version__.partition('+')[0]}")
-        return ", ".join(part for part in parts if part)
-
-    def _is_late(self) -> bool:
-        if late := time.monotonic() > self.deadline:
-            self.log(f"{self.name}: stopped by --seconds; the same command continues")
-        return late
-
-    def _log(self, entry: Entry, text: str, began: float) -> None:
-        self.log(f"{self.name} {entry.name} {text} ({time.monotonic() - began:.1f} s)")
-
-
-def _worst_decile(record: Record, split: str) -> float:
-    assert record.task is not None
-    task = replace(record.task, by_client=True, metrics={})
-    values = task.evaluate(*record.state.output())
-    return float(f"{values[f'{split}_accuracy_worst_decile']:.4f}")
-
-
-def _lines(path: Path) -> list[dict[str, str]]:
-    if not path.is_file():
-        return []
-    return list(csv.DictReader(io.StringIO(path.read_text(encoding="utf-8"))))
-
-
-def _write(path: Path, headers: Sequence[str], lines: Sequence[Sequence[object]]) -> None:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(headers)
-    writer.writerows(lines)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes(path, text.getvalue().encode())
+            write_csv(self.folder / f"{self.task}.csv", RUN_HEADERS, map(_row, runs))
 
 
 def _described(point: Point) -> tuple[str, str, str]:
@@ -334,7 +220,3 @@ def _run(row: Mapping[str, str]) -> BoardRun:
         float(row["seconds"]) if row["seconds"] else None,
         row["machine"],
     )
-
-
-def _shown(point: Point) -> str:
-    return " ".join(f"{name}={value:g}" for name, value in point.items())

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedexp.analysis.plots import entitle, label, new_figure
-from fedexp.analysis.summary import Curve, rounds_to, smoothed
+from fedexp.analysis.summary import Curve
 from fedexp.runs import StoredRun
+from tools.grid import crossings
 from tools.results.archive import Archive
 from tools.results.format import NO_RUNS, algorithm_name, table
 
@@ -24,10 +25,10 @@ def runs_table(archive: Archive) -> str:
     """Return rounds to several test accuracies, and the last one, of the long runs."""
     rows = []
     for name, run in long_runs(archive):
-        curve = _curve(run)
-        crossings = [_crossings(curve, target) for target in TARGETS]
+        curve = run.outcome().curve("test_accuracy")
+        hits = [_crossings(curve, target) for target in TARGETS]
         last, loss = run.rows[-1]["test_accuracy"], run.rows[-1]["test_loss"]
-        rows.append([name, *crossings, f"{100 * last:.2f} %", f"{loss:.3f}"])
+        rows.append([name, *hits, f"{100 * last:.2f} %", f"{loss:.3f}"])
     if not rows:
         return NO_RUNS
     targets = (f"rounds to {100 * target:.0f} %" for target in TARGETS)
@@ -41,7 +42,7 @@ def figure(archive: Archive) -> Figure | None:
         return None
     drawing, (left, right) = new_figure(2)
     for name, run in runs:
-        curve = _curve(run)
+        curve = run.outcome().curve("test_accuracy")
         at = np.flatnonzero(~np.isnan(curve))
         left.plot(at + 1, 100 * curve[at], label=name, linewidth=1.4)
         steps = [row["server_lr"] for row in run.rows]
@@ -64,11 +65,6 @@ def long_runs(archive: Archive) -> Iterator[tuple[str, StoredRun]]:
         yield f"{algorithm_name(run.spec['algorithm'])}, {values}", run
 
 
-def _curve(run: StoredRun) -> Curve:
-    values = [row.get("test_accuracy") for row in run.rows]
-    return np.array([np.nan if value is None else value for value in values], dtype=np.float64)
-
-
 def _crossings(curve: Curve, target: float) -> str:
-    first, smooth = (rounds_to(each, target, True) for each in (curve, smoothed(curve)))
+    first, smooth = crossings(curve, target)
     return f"{first or 'not reached'} ({smooth or 'not reached'})"

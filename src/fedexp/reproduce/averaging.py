@@ -110,7 +110,7 @@ STUDY = Study(
     seeds={TASK: 1},
     arms=arms,
     measure=measure,
-    needs_all_arms=True,
+    least_arms=4,
     evaluate_every=1,
     remarks=(
         "the paper draws curves and prints no number; it states neither rounds, seeds nor step "

@@ -8,7 +8,8 @@ claims, and a figure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -60,7 +61,7 @@ class Study:
         measure: returns the findings from the plan and its results.
         evaluate_every: rounds between evaluations.
         small_rounds: rounds at `--scale small`.
-        needs_all_arms: whether a task is meaningful only with all of its arms.
+        least_arms: of a task; with fewer, or all where it has fewer, stored runs do not make it.
         remarks: what the paper leaves open, and what is done here.
     """
 
@@ -73,7 +74,7 @@ class Study:
     measure: Callable[[Plan, Sequence[Result]], Findings]
     evaluate_every: int = 5
     small_rounds: int = 20
-    needs_all_arms: bool = False
+    least_arms: int = 1
     remarks: tuple[str, ...] = ()
 
     @property
@@ -165,10 +166,8 @@ class Plan:
     @property
     def devices(self) -> str:
         """The devices of the runs, joined by "and"."""
-        return (
-            " and ".join(dict.fromkeys(job.experiment.device or "cpu" for job in self.jobs))
-            or "cpu"
-        )
+        names = dict.fromkeys(job.experiment.device or "cpu" for job in self.jobs)
+        return " and ".join(names) or "cpu"
 
     @property
     def arithmetic(self) -> str:
@@ -237,15 +236,47 @@ def make_plan(study: Study, request: Request) -> Plan:
     """Return the runs of a study. Raises `UsageError` before anything is run if one cannot be."""
     tasks, left_out = choose_tasks(study, request.tasks)
     plan = Plan(study, request, tasks, rounds_of(study, request), left_out=left_out)
-    jobs = tuple(job for task in tasks for job in jobs_of(plan, task))
-    incomplete = _check_jobs(jobs)
+    jobs = [job for task in tasks for job in jobs_of(plan, task)]
+    return with_jobs(plan, jobs, _check_jobs(jobs))
+
+
+def with_jobs(plan: Plan, jobs: Sequence[Job], writers: Collection[int]) -> Plan:
+    """Return a plan with its runs, and how they are fewer or smaller than the paper's, or longer.
+
+    Args:
+        plan: the study, its tasks and rounds.
+        jobs: the runs.
+        writers: how many EMNIST has, where it is one of the tasks.
+    """
+    study, request, lines = plan.study, plan.request, list[str]()
+    if plan.rounds != study.rounds:
+        lines.append(f"{count(plan.rounds, 'round')} instead of {study.rounds:,}")
+    for task in plan.tasks:
+        seeds = Counter(job.series for job in jobs if job.task == task)
+        missing = [arm.series for arm in plan.arms(task) if arm.series not in seeds]
+        lines += [f"{task}: {', '.join(missing)} not run"] if missing else []
+        lines += _fewer_seeds(task, study.seeds[task], seeds)
+        lines += [f"{task}: {SMALL[task].description}"] if request.small and task in SMALL else []
+    partial = [
+        f"EMNIST has {number:,} writers here instead of {ALL_WRITERS:,}"
+        for number in sorted({*writers} - {ALL_WRITERS})
+    ]
     return replace(
         plan,
-        jobs=jobs,
-        shrunk=(*_shrunk(plan), *incomplete),
+        jobs=tuple(jobs),
+        shrunk=(*lines, *partial),
         comparable=plan.rounds == study.rounds and not request.small,
-        partial=("emnist",) if incomplete else (),
+        partial=("emnist",) if partial else (),
     )
+
+
+def _fewer_seeds(task: str, papers: int, ours: Mapping[str, int]) -> list[str]:
+    """Return the numbers of seeds, where they are fewer than the paper's or not all equal."""
+    numbers = set(ours.values())
+    if len(numbers) > 1:
+        each = ", ".join(f"{series} {number}" for series, number in ours.items())
+        return [f"{task}: seeds {each} instead of {papers}"]
+    return [f"{task}: {count(n, 'seed')} instead of {papers}" for n in numbers if n < papers]
 
 
 def rounds_of(study: Study, request: Request) -> int:
@@ -255,10 +286,7 @@ def rounds_of(study: Study, request: Request) -> int:
 
 def choose_tasks(study: Study, wanted: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the tasks to run, and one line for each that is left out for lack of data."""
-    for name in wanted:
-        if name not in study.tasks:
-            raise unknown_name(f"task of {study.name}", name, study.tasks)
-    errors = {name: _missing_data(name) for name in wanted or study.tasks}
+    errors = {name: _missing_data(name) for name in checked_tasks(study, wanted)}
     absent = {name: error for name, error in errors.items() if error is not None}
     for error in absent.values():
         if wanted or len(absent) == len(errors):
@@ -267,12 +295,22 @@ def choose_tasks(study: Study, wanted: Sequence[str]) -> tuple[tuple[str, ...], 
     return present, tuple(f"{name} is left out: {error}" for name, error in absent.items())
 
 
+def checked_tasks(study: Study, wanted: Sequence[str]) -> tuple[str, ...]:
+    """Return the wanted tasks, or all; raise `UsageError` for one that the study does not have."""
+    for name in wanted:
+        if name not in study.tasks:
+            raise unknown_name(f"task of {study.name}", name, study.tasks)
+    return tuple(wanted) or study.tasks
+
+
 def jobs_of(plan: Plan, task: str) -> list[Job]:
     """Return every arm with every seed, on one task."""
+    request = plan.request
+    seeds = request.seeds or (1 if request.small else plan.study.seeds[task])
     return [
         Job(task, arm.series, experiment_of(plan, task, arm).replace(seed=seed))
         for arm in plan.arms(task)
-        for seed in range(_seeds(plan, task))
+        for seed in range(seeds)
     ]
 
 
@@ -304,12 +342,6 @@ def arithmetic_of(experiment: Experiment) -> str:
     return experiment.precision or usual
 
 
-def small_line(plan: Plan, task: str) -> list[str]:
-    """Return a line that describes the small task that replaces a task, if one does."""
-    shrunk = plan.request.small and task in SMALL
-    return [f"{task}: {SMALL[task].description}"] if shrunk else []
-
-
 def count(number: int, noun: str) -> str:
     """Return a number with its noun.
 
@@ -339,33 +371,15 @@ def _missing_data(task: str) -> UsageError | None:
     return None if here else dataset.source.missing(folder)
 
 
-def _seeds(plan: Plan, task: str) -> int:
-    return plan.request.seeds or (1 if plan.request.small else plan.study.seeds[task])
-
-
-def _check_jobs(jobs: Sequence[Job]) -> tuple[str, ...]:
-    """Check one run of each arm without running it; return a line if EMNIST is incomplete."""
-    last, emnist = None, None
+def _check_jobs(jobs: Sequence[Job]) -> set[int]:
+    """Check one run of each arm without running it; return the writers of EMNIST."""
+    last, writers = None, set()
     for job in jobs:
         if job.experiment.seed == 0:
             last = job.experiment.sharing(last)
             last.records()  # checks its arguments; runs nothing
-            emnist = last.problem if last.task == "emnist" else emnist
-    if emnist is None or emnist.train.clients == ALL_WRITERS:
-        return ()
-    return (f"EMNIST has {emnist.train.clients:,} writers here instead of {ALL_WRITERS:,}",)
-
-
-def _shrunk(plan: Plan) -> list[str]:
-    """Return how the plan is smaller than the paper's study, or longer; more seeds are fine."""
-    lines, study = [], plan.study
-    if plan.rounds != study.rounds:
-        lines.append(f"{count(plan.rounds, 'round')} instead of {study.rounds:,}")
-    for task in plan.tasks:
-        if (seeds := _seeds(plan, task)) < study.seeds[task]:
-            lines.append(f"{task}: {count(seeds, 'seed')} instead of {study.seeds[task]}")
-        lines += small_line(plan, task)
-    return lines
+            writers |= {last.problem.train.clients} if last.task == "emnist" else set()
+    return writers
 
 
 @dataclass(frozen=True)
