@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import pytest
@@ -13,6 +14,7 @@ from fedexp.algorithms import ALGORITHMS, RECOMMENDED_EPS
 from fedexp.errors import DataNote
 from fedexp.local import LocalTraining
 from fedexp.options import (
+    TASKS,
     Setup,
     convert,
     parse_assignments,
@@ -226,6 +228,8 @@ def test_recommended_is_fedexp_with_a_relative_eps_and_the_papers_client_step() 
         assert setup_for(task, algorithm, "recommended") == setup_for(task, algorithm, "paper")
 
 
+digits_once = cache(fx.tasks.digits)
+
 EPS_CASES: list[tuple[str, dict[str, Any], tuple[float, str], tuple[float, str]]] = [
     # mode, options, on a task without tuned values, on digits, whose eps is 0.1
     ("paper", {}, (0.05, "relative"), (0.1, "absolute")),
@@ -256,7 +260,10 @@ def test_an_eps_has_the_form_of_the_mode_and_never_another_unit(
 @pytest.mark.parametrize("eps", [None, 0.0, 0.001, 0.05, 0.1])
 @pytest.mark.parametrize("eps_mode", [None, "absolute", "participants", "relative"])
 @pytest.mark.parametrize("mode", ["paper", "recommended", "authors-code"])
-def test_an_algorithm_is_run_with_the_eps_it_has(eps: Any, eps_mode: Any, mode: str) -> None:
+def test_an_algorithm_is_run_with_the_eps_it_has(
+    eps: Any, eps_mode: Any, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(TASKS, "digits", digits_once)
     algorithm = fx.fedexp(eps, eps_mode)
     for task in (classes_task(), "digits", "toy"):
         run = prepared_run(task, algorithm, 0, {"mode": mode})

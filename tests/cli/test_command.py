@@ -9,14 +9,19 @@ from pathlib import Path
 
 import pytest
 
-BEGIN = "import sys, fedexp_command; sys.exit(fedexp_command.main())"
-TELL = """
-import sys
+import fedexp_command
 from fedexp.cli.main import main
-try:
-    main(sys.argv[1:])
-finally:
-    print(*sys.modules, file=sys.stderr)
+
+BEGIN = "import sys, fedexp_command; sys.exit(fedexp_command.main())"
+LISTS = """
+import os, sys
+from fedexp.cli.main import main
+for command in sys.argv[1:]:
+    if os.fork() == 0:
+        main([command, "--nope"])
+        print(*sys.modules)
+        sys.exit()
+    os.wait()
 """
 
 
@@ -38,29 +43,34 @@ def test_ctrl_c_while_importing_ends_in_silence(tmp_path: Path) -> None:
     assert (ended.returncode, ended.stdout, ended.stderr) == (130, "", "")
 
 
-def test_the_command_begins_and_gives_its_status_back() -> None:
-    ended = python(BEGIN, "toyy")
-    assert ended.returncode == 2
-    assert "invalid choice: 'toyy'" in ended.stderr
-    assert "Traceback" not in ended.stderr
+def test_the_command_begins_and_gives_its_status_back(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["fedexp", "toyy"])
+    assert fedexp_command.main() == 2
+    error = capsys.readouterr().err
+    assert "invalid choice: 'toyy'" in error
+    assert "Traceback" not in error
 
 
-@pytest.mark.parametrize(
-    ("command", "spared"),
-    [("compare", ["studies", "report", "cli.data"]), ("data", ["cli.compare", "studies"])],
-)
-def test_a_command_does_not_import_the_others(command: str, spared: list[str]) -> None:
-    printed = python(TELL, command, "--nope")
-    modules = printed.stderr.splitlines()[-1].split()
-    assert f"fedexp.cli.{command}" in modules
-    assert not {f"fedexp.{name}" for name in spared} & set(modules)
+def test_a_command_does_not_import_the_others() -> None:
+    spared = {"compare": ["studies", "report", "cli.data"], "data": ["cli.compare", "studies"]}
+    lists = python(LISTS, *spared).stdout.splitlines()
+    for (command, others), printed in zip(spared.items(), lists, strict=True):
+        modules = printed.split()
+        assert f"fedexp.cli.{command}" in modules
+        assert not {f"fedexp.{name}" for name in others} & set(modules)
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_needs_no_torch_and_is_that_of_the_parser(flag: str) -> None:
+def test_help_needs_no_torch_and_is_that_of_the_parser(
+    flag: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     begin = f"{BEGIN[: BEGIN.index('sys.exit')]} fedexp_command.main(); print(*sys.modules)"
     ended = python(begin, flag, COLUMNS="80")
     *shown, modules = ended.stdout.splitlines()
     assert not {"torch", "fedexp", "numpy"} & set(modules.split())
-    whole = python("from fedexp.cli.main import main; main(['--help'])", COLUMNS="80")
-    assert shown == whole.stdout.splitlines()
+    monkeypatch.setenv("COLUMNS", "80")
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    assert shown == capsys.readouterr().out.splitlines()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -56,23 +54,6 @@ def test_finished_runs_are_not_run_again(done: Path, capfd: pytest.CaptureFixtur
     assert [row["algorithm"] for row in rows] == ["fedexp", "fedavg", "scaffold", "fedadagrad"]
     assert {row["comparable"] for row in rows} == {"yes"}
     assert (done / "again" / "table.csv").read_text() == (done / "out" / "table.csv").read_text()
-
-
-def test_a_killed_study_resumes(done: Path, tmp_path: Path) -> None:
-    command = ["reproduce", "synthetic", "--jobs", "1", "--runs", str(tmp_path / "runs")]
-    command += ["--out", str(tmp_path / "out"), "--checkpoint-every", "0", "--quiet"]
-    words = [sys.executable, "-m", "fedexp", *command]
-    with subprocess.Popen(words, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stderr is not None
-        assert any("fedavg s0 round 50/" in line for line in process.stderr)
-        process.kill()
-    known = {path: path.stat().st_mtime_ns for path in tmp_path.glob("runs/*/result.json")}
-    assert [path.parent.name.split("-")[1] for path in known] == ["fedexp"]
-    assert main(command) == 0
-    assert all(path.stat().st_mtime_ns == before for path, before in known.items())
-    assert (tmp_path / "out" / "table.csv").read_text() == (done / "out" / "table.csv").read_text()
-    (resumed,) = tmp_path.glob("runs/synthetic-fedavg-*/environment.json")
-    assert json.loads(resumed.read_text())["resumed"]
 
 
 def verdicts(runs: dict[str, StoredRun]) -> list[bool | None]:

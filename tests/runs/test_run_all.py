@@ -39,9 +39,8 @@ def test_processes_give_the_same_rows_in_the_same_order() -> None:
     )
 
 
-@pytest.mark.parametrize("algorithms", [("fedexp", "nothing"), ("nothing", "fedexp")], ids=str)
-def test_a_failing_run_stops_the_rest_at_once(algorithms: tuple[str, ...]) -> None:
-    specs = [Spec("synthetic", name, rounds=5000) for name in algorithms]
+def test_a_failing_run_stops_the_rest_at_once() -> None:
+    specs = [Spec("synthetic", name, rounds=5000) for name in ("fedexp", "nothing")]
     seen: list[int] = []
     with pytest.raises(fx.UsageError, match="unknown algorithm"):
         run_all(specs, 2, lambda spec, row: seen.append(row["round"]))
@@ -73,7 +72,7 @@ def comparison(task: str, options: tuple[tuple[str, str], ...], **more: Any) -> 
     ("task", "engine", "jobs"),
     [
         ("synthetic", "auto", 1),
-        ("synthetic", "batched", 2),
+        ("synthetic", "batched", 1),
         ("digits-mlp", "auto", 2),
         ("digits-mlp", "batched", 1),
         ("digits-mlp", "threads", 1),
