@@ -12,8 +12,7 @@ import pytest
 
 import fedexp as fx
 from fedexp.distributed import Ranks
-from fedexp.options import TASKS
-from fedexp.runs import execute, load_run, read_spec, run_all, run_id
+from fedexp.runs import execute, load_run, read_spec, run_id
 from fedexp.runs.distributed_run import check_same_content
 from fedexp.runs.fingerprint import Fingerprint, fingerprint
 from fedexp.runs.folder import FINGERPRINT
@@ -154,24 +153,6 @@ def test_the_content_is_read_once_for_a_run(
     assert len(calls) == 2
     execute(tiny(), None, nobody)
     assert len(calls) == 2
-
-
-def test_runs_of_a_comparison_are_checked_too(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    specs = [MINE, replace(MINE, algorithm="fedexp")]
-    monkeypatch.setitem(TASKS, "mine", lambda: plain(tmp_path))
-    first = run_all(specs, 1, nobody, tmp_path / "runs")
-    assert [each.stored for each in run_all(specs, 1, nobody, tmp_path / "runs")] == [3, 3]
-    monkeypatch.setitem(TASKS, "mine", lambda: other_labels(tmp_path))
-    with pytest.raises(fx.UsageError, match=r"training data \(y\) differs; --restart"):
-        run_all(specs, 1, nobody, tmp_path / "runs")
-    again = run_all(specs, 1, nobody, tmp_path / "runs", restart=True)
-    assert [each.stored for each in again] == [0, 0]
-    assert untimed(again[0].rows) != untimed(first[0].rows)
-    # what is not there yet is no mistake, where many are restarted
-    fresh = run_all([replace(MINE, seed=1)], 1, nobody, tmp_path / "runs", restart=True)
-    assert len(fresh[0].rows) == 3
 
 
 class Alike(Ranks):

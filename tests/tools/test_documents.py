@@ -20,7 +20,7 @@ from tools.leaderboard.__main__ import main as board_main
 from tools.leaderboard.protocol import ENTRIES, SEEDS, SMALL, TASKS, TRIALS, BoardTask
 from tools.leaderboard.runs import Store
 from tools.results import documents
-from tools.results.archive import Archive, load_archive
+from tools.results.archive import Archive
 from tools.results.documents import (
     ABOUT,
     APPENDIX,
@@ -84,8 +84,6 @@ def test_all_generated_files_are_up_to_date(made: Mapping[Path, str]) -> None:
     ("name", "pattern"),
     [
         (APPENDIX, r"begin study-synthetic.*?\| FedExP \| \d"),
-        (PAGES["fedadam"], r"begin options.*?lr` \| `\d"),
-        (ARCHIVE / "synthetic" / "summary.json", r'"mean": \d'),
         (ARCHIVE / "synthetic" / "figure.svg", r'd="M \d'),
     ],
 )
@@ -250,17 +248,3 @@ def test_the_eps_study_is_run_once(
     assert len({path.read_bytes() for path in tmp_path.glob("*.csv")}) == 2
     assert eps_main(["--tasks", "digit"]) == 1
     assert "did you mean digits" in capsys.readouterr().err
-
-
-def test_every_archived_run_is_used_and_seeds_count_from_zero() -> None:
-    archive = load_archive(ROOT / ARCHIVE)
-    used: set[str] = set()
-    for stored in (*archive.studies.values(), *archive.released.values()):
-        for runs in (runs for series in stored.groups.values() for runs in series.values()):
-            assert [run.spec.seed for run in runs] == list(range(len(runs)))
-            used |= {run.folder.name for run in runs if run.folder}
-    trials = documents.search.load_search(ROOT / documents.EMNIST_TUNED)
-    tuned = documents.search.tuned_runs(archive, trials)
-    used |= {run.folder.name for _, runs in tuned for run in runs}
-    used |= {run.folder.name for _, run in documents.shakespeare.long_runs(archive)}
-    assert used == {run.folder.name for run in archive.runs}
