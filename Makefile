@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 
-.PHONY: demo test check docs soak bench bench-gpu results setup clean
+.PHONY: demo test tests check docs soak bench bench-gpu results setup clean
 
 setup: $(READY)
 
@@ -30,7 +30,11 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-test: check
+# Types are checked beside the tests, of which some wait for other processes.
+test: $(READY)
+	$(MAKE) --jobs=2 check tests
+
+tests: $(READY)
 	$(BIN)/python -m pytest -n 3
 	$(BIN)/python tools/check_wheel.py
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,16 @@ from hypothesis import settings
 settings.register_profile("fedexp", deadline=None, derandomize=True)
 settings.load_profile("fedexp")
 torch.set_num_threads(1)  # the suite already uses one process per core
+
+
+def pytest_configure() -> None:
+    """Look for no garbage among the thousands of tests while they are collected, nor later."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -156,19 +156,6 @@ def test_the_same_command_continues_a_comparison(
     assert [run.result and run.result["status"] for run in stored] == ["finished", "finished"]
 
 
-def test_workers_do_not_outlive_a_killed_parent(tmp_path: Path) -> None:
-    command = [*COMPARE, "--rounds", "100000", "--jobs", "2"]
-    process = subprocess.Popen([*FEDEXP, *command], stderr=subprocess.PIPE, text=True)
-    wait_for_rows(tmp_path / "runs", process)
-    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
-    process.kill()
-    process.communicate()
-    deadline = time.monotonic() + 30
-    while any(Path(f"/proc/{child}").exists() for child in children):
-        assert time.monotonic() < deadline, "a worker continues without its parent"
-        time.sleep(0.1)
-
-
 def test_tables_in_every_format(capfd: pytest.CaptureFixture[str]) -> None:
     found = {}
     command = [*COMPARE, "--rounds", "4", "--seeds", "2", "--jobs", "1", "--smooth", "2"]

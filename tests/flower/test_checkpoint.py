@@ -537,34 +537,6 @@ def test_a_diverged_folder_resumes_from_its_last_good_state(
     assert load_run(folder).result["status"] == "finished"  # type: ignore[index]
 
 
-@pytest.mark.parametrize("by_command", [False, True])
-def test_run_that_diverges_again_resumes_one_checkpoint_further_back(
-    by_command: bool, tmp_path: Path, lines: list[str]
-) -> None:
-    """`fedexp resume --reopen` before a start changes nothing: both are one mechanism."""
-    folder = tmp_path / "run"
-    for resumed in (0, 3, 2):
-        lines.clear()
-        grid = FakeGrid(plain_app(), 3, faults={BAD: only(HUGE, rounds=[4])})
-        with pytest.raises(DivergedError, match="round 4"):
-            FedExP(checkpoint=folder).start(grid, first_model(), 5)
-        warned = [line for line in lines if "resuming from its last good state" in line]
-        assert len(warned) == (0 if by_command or not resumed else 1)
-        if by_command:
-            assert main(["resume", str(folder), "--reopen"]) == 0
-    noted = load_run(folder).environment
-    assert [each["round"] for each in noted["resumed"]] == [3, 2]
-    assert [each["round"] for each in noted["reopened"]] == ([3, 2, 2] if by_command else [3, 2])
-
-
-def test_a_run_that_diverged_at_once_restarts(tmp_path: Path) -> None:
-    for faults in ({BAD: only(HUGE, rounds=[1])}, {}):
-        grid = FakeGrid(plain_app(), 3, faults=faults)
-        with pytest.raises(DivergedError) if faults else nullcontext():
-            FedExP(checkpoint=tmp_path / "run").start(grid, first_model(), 2)
-    assert len(load_run(tmp_path / "run").rows) == 2
-
-
 def test_buffers_that_overflow_are_never_checkpointed(tmp_path: Path) -> None:
     """Each of them is finite; their float32 sum is not."""
     large = replies(with_array("bn.running_mean", np.full(1, 3e38, np.float32)))

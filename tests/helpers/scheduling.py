@@ -9,11 +9,12 @@ from xdist.scheduler import LoadScopeScheduling
 
 ONE_WORKER = (
     "tests/docs/test_site.py",  # builds the site once
-    "tests/flower/deploy/",
+    "tests/engine/test_zoo.py",  # compares with runs of the loop that it stores
+    "tests/flower/deploy/test_deployment.py",
     "tests/distributed/test_failed_jobs.py",
     "tests/distributed/test_many_runs.py",
     "tests/distributed/test_ranks_agree.py",
-    "tests/tools/test_results_documents.py",  # builds all files of the archive once
+    "tests/tools/test_documents.py",  # builds all files of the archive once
 )
 
 

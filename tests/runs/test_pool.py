@@ -75,8 +75,7 @@ class Listed:
         self.results[job.key] = result
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-@pytest.mark.parametrize("stored", [False, True])
+@pytest.mark.parametrize(("jobs", "stored"), [(1, False), (1, True), (2, True)])
 def test_a_queue_stops_one_run_and_continues_with_the_others(
     jobs: int, stored: bool, tmp_path: Path
 ) -> None:

@@ -299,7 +299,8 @@ def test_metrics_of_a_binary_cross_entropy_get_whole_numbers_as_such(
     labels = Y[:, None].astype(kind)
 
     def is_of_class_1(outputs: Tensor, targets: Tensor) -> Tensor:
-        assert targets.dtype == expected, f"{targets.dtype}, not {expected}"
+        if targets.dtype != expected:  # an assertion would add pytest to the fingerprint
+            raise TypeError(f"{targets.dtype}, not {expected}")
         return targets.ravel() == 1
 
     metrics = {

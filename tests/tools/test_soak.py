@@ -17,14 +17,6 @@ ALGORITHMS = ["fedavg", "fedexp", "fedprox", "scaffold", "scaffold-exp", "fedada
 LINUX = pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="reads /proc")
 
 
-def test_a_case_depends_on_its_number_and_the_seed_only() -> None:
-    cases = [soak.draw_case(i, 7, ALGORITHMS, list(soak.WEIGHTS)) for i in range(200)]
-    assert cases == [soak.draw_case(i, 7, ALGORITHMS, list(soak.WEIGHTS)) for i in range(200)]
-    assert {case.scenario for case in cases} == set(soak.WEIGHTS)
-    assert {case.algorithm for case in cases} == set(ALGORITHMS)
-    assert all(case.ranks == 2 for case in cases if case.scenario in ("ranks", "torchrun"))
-
-
 def test_damage_changes_one_file_of_an_unfinished_run(tmp_path: Path) -> None:
     for name in ("over/result.json", "over/records.jsonl", "run/records.jsonl", "run/spec.toml"):
         (tmp_path / name).parent.mkdir(exist_ok=True)

@@ -226,11 +226,10 @@ def test_an_interrupted_free_search_repeats_the_trial_it_was_in(tmp_path: Path) 
     assert len(more) == 10
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_free_search_prunes(jobs: int, tmp_path: Path) -> None:
+def test_a_free_search_prunes(tmp_path: Path) -> None:
     ranges = {"server.lr": (0.003, 30.0), "local.lr": (0.001, 0.1)}
     study = small_study(tmp_path / "s.db", protocol="free", values=ranges, trials=16, rounds=24)
-    trials = tune(study, TrialRunner(jobs))
+    trials = tune(study)
     assert len(trials) == 16
     assert any(each.result.pruned for each in trials)
     assert not trials[0].result.pruned
@@ -239,25 +238,15 @@ def test_a_free_search_prunes(jobs: int, tmp_path: Path) -> None:
         assert 0.001 <= each.point["local.lr"] <= 0.1
 
 
-@pytest.mark.parametrize("jobs", [1, 2])
-def test_a_request_to_stop_ends_the_search_after_the_round(jobs: int, tmp_path: Path) -> None:
+def test_a_request_to_stop_ends_the_search_after_the_round(tmp_path: Path) -> None:
     study = small_study(tmp_path / "s.db", values={"local.lr": (0.1, 0.01)}, rounds=400)
     started = StartedTrials()
-    runner = TrialRunner(jobs, progress=started, stop=lambda: bool(started.points))
+    runner = TrialRunner(progress=started, stop=lambda: bool(started.points))
     with pytest.raises(RunInterrupted):
         tune(study, runner)
     with study.open() as store:
         assert store.trials() == []
-    assert len(tune(replace(study, path=tmp_path / "t.db"), TrialRunner(jobs))) == 2
-
-
-def test_an_error_in_a_worker_ends_the_search(tmp_path: Path) -> None:
-    """A spec that cannot be built in the worker raises its own error in the parent."""
-    study = small_study(tmp_path / "s.db", values={"local.lr": (0.1, 0.01)})
-    wrong = replace(study.run.spec, options=(*study.run.spec.options, ("task.clients", "none")))
-    broken = replace(study, run=replace(study.run, spec=wrong))
-    with pytest.raises(UsageError, match=r"task\.clients must be a whole number"):
-        tune(broken, TrialRunner(jobs=2))
+    assert len(tune(study)) == 2
 
 
 class FakeScores:

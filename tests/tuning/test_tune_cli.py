@@ -110,10 +110,9 @@ def test_a_mistake_gets_one_line_and_status_2(
     assert list(tmp_path.iterdir()) == []  # a mistake leaves nothing behind
 
 
-@pytest.mark.parametrize("jobs", ["1", "2"])
-def test_ctrl_c_stops_after_the_round_and_the_same_command_continues(jobs: str) -> None:
+def test_ctrl_c_stops_after_the_round_and_the_same_command_continues() -> None:
     command = [sys.executable, "-m", "fedexp", "tune", "synthetic", "--algorithm", "fedavg"]
-    command += ["--rounds", "400", "--jobs", jobs, "--quiet", *OPTIONS]
+    command += ["--rounds", "400", "--jobs", "1", "--quiet", *OPTIONS]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     assert process.stderr is not None
     process.stderr.readline()  # the line of the first round

@@ -51,6 +51,11 @@ class Deployment(LocalFederation):
         folder = self.folder / "runs" / name / algorithm
         return load_run(folder).rows if (folder / "spec.toml").exists() else []
 
+    def received(self, *nodes: int) -> int:
+        """Return how many messages each of the nodes has received, all nodes by default."""
+        logs = (self.processes.log(f"node-{number}") for number in nodes or range(self.nodes))
+        return min(log.count("Received successfully") for log in logs)
+
     def has_checkpoint(self, name: str, algorithm: str = "fedexp") -> bool:
         """Whether a run could resume; the checkpoint is written a moment after the row."""
         return (self.folder / "runs" / name / algorithm / NEWEST).exists()
