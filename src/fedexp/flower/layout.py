@@ -228,6 +228,17 @@ def loaded(record: ArrayRecord) -> dict[str, NDArray[Any]]:
     return arrays
 
 
+def to_record(vectors: Mapping[str, Tensor]) -> ArrayRecord:
+    """Return the vectors of a client rule as a record."""
+    return ArrayRecord({name: Array(value.numpy()) for name, value in vectors.items()})
+
+
+def to_vector(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """Return an array of floats as a tensor; torch has no long double and no other byte order."""
+    with np.errstate(over="ignore"):  # what overflows is infinite, and refused
+        return torch.from_numpy(array.astype(np.float64)).to(dtype)
+
+
 def same_arrays(one: ArrayRecord, other: ArrayRecord) -> bool:
     """Return whether two records have the same names and values."""
     return one.keys() == other.keys() and all(

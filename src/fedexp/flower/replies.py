@@ -23,7 +23,7 @@ from fedexp.aggregate import Aggregate, norms, usable
 from fedexp.client import ClientRule
 from fedexp.engine.base import SUMMED_BYTES
 from fedexp.errors import UsageError, require
-from fedexp.flower.layout import Arrays, Layout, loaded
+from fedexp.flower.layout import Arrays, Layout, loaded, to_vector
 from fedexp.flower.metrics import (
     Metrics,
     MetricsFn,
@@ -311,9 +311,7 @@ class ReplyReader:
             vector.shape == self.start.shape and vector.dtype.kind == "f",
             f"its {name!r} is not a vector of {len(self.start)} numbers",
         )
-        # torch supports neither numpy's long double nor another byte order
-        with np.errstate(over="ignore"):  # what overflows is infinite, and refused
-            return torch.from_numpy(vector.astype(np.float64)).to(self.start.dtype)
+        return to_vector(vector, self.start.dtype)
 
 
 def extra_names(rule: ClientRule) -> tuple[str, ...]:

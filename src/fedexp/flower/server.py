@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 from torch import Tensor
@@ -27,7 +27,7 @@ from fedexp.client import SGD, Prox
 from fedexp.engine import SimulationState
 from fedexp.engine.state import check_range, server_step
 from fedexp.errors import DivergedError, FedExPError, UsageError, require
-from fedexp.flower.layout import Arrays, Layout, apparent_ties, ndarrays
+from fedexp.flower.layout import Arrays, Layout, apparent_ties, ndarrays, to_record
 from fedexp.flower.nodes import (
     CohortSize,
     NodeBackoff,
@@ -137,11 +137,7 @@ class Server:
 
     def broadcast(self) -> ArrayRecord | None:
         """Return the broadcast state of the client rule (SCAFFOLD's c); None if it has none."""
-        if not self.state.broadcast:
-            return None
-        return ArrayRecord(
-            {name: Array(value.numpy()) for name, value in self.state.broadcast.items()}
-        )
+        return to_record(self.state.broadcast) if self.state.broadcast else None
 
     def start_point(self) -> Tensor:
         """Return the parameters as clients received them, rounded to the types of the arrays."""
@@ -168,7 +164,13 @@ class Server:
         if aggregate.count > 0:
             after, of_rule = server_step(self.algorithm, after, aggregate, total_weight)
             self._check(after)
-            metrics = norm_metrics(aggregate) | of_rule | metrics
+            mean_sq_norm, sq_norm_of_mean = aggregate.mean_sq_norm, aggregate.sq_norm_of_mean
+            norms = {  # determine FedExP's step; reported for the other rules too
+                "diversity": float(diversity(mean_sq_norm, sq_norm_of_mean)),
+                "mean_sq_norm": float(mean_sq_norm),
+                "sq_norm_of_mean": float(sq_norm_of_mean),
+            }
+            metrics = norms | of_rule | metrics
         self.state = after
         return metrics
 
@@ -182,16 +184,6 @@ class Server:
             raise DivergedError(after.round, "the model no longer fits the type of its arrays")
         if not (is_finite(after) and after.buffers.averaged.isfinite().all()):
             raise DivergedError(after.round, "a buffer or the state of a rule is not finite")
-
-
-def norm_metrics(aggregate: Aggregate) -> dict[str, float]:
-    """Return the norms that determine FedExP's step, also for rules that do not report them."""
-    mean_sq_norm, sq_norm_of_mean = aggregate.mean_sq_norm, aggregate.sq_norm_of_mean
-    return {
-        "diversity": float(diversity(mean_sq_norm, sq_norm_of_mean)),
-        "mean_sq_norm": float(mean_sq_norm),
-        "sq_norm_of_mean": float(sq_norm_of_mean),
-    }
 
 
 class NoRepliesError(FedExPError):

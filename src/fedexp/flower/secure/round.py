@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -251,17 +252,13 @@ class _LegacyStrategy(LegacyFedAvg):
 
     def configure_fit(self, *_: Any) -> Any:
         unused = FitIns(Parameters([], ""), {})
-        return [(_Proxy(node), unused) for node in self.nodes]
+        return [(SimpleNamespace(node_id=node), unused) for node in self.nodes]
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
         (mean,) = parameters_to_ndarrays(results[0][1].parameters)
         nodes = [proxy.node_id for proxy, _ in results]
         self.unmasked = Unmasked(mean.astype(np.float64), nodes)
         return None, {}
-
-
-class _Proxy(NamedTuple):
-    node_id: int
 
 
 @dataclass
