@@ -224,7 +224,7 @@ def loaded(record: ArrayRecord) -> dict[str, NDArray[Any]]:
     except Exception as error:  # numpy raises many types for damaged bytes
         raise UsageError(f"its arrays cannot be read ({type(error).__name__})") from error
     plain = all(isinstance(value, np.ndarray) for value in arrays.values())
-    require(plain, "its arrays are not plain ones")  # numpy also reads archives
+    require(plain, "an array is not a plain one of numpy")  # numpy also reads archives
     return arrays
 
 

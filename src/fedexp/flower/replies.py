@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fedexp.flower.server import Server
 
 Weighting = Literal["uniform", "num-examples"]
-LAYOUT_VOTES = 3  # usable replies that decide the layout of the model, held until then
+LAYOUT_VOTES = 3  # usable replies that decide the layout of the model, in memory until then
 MAX_CHUNK = 64  # replies held in memory at most
 
 

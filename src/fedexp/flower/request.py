@@ -148,8 +148,8 @@ def layout_config(layout: Layout, prefix: str = "fedexp.") -> dict[str, Any]:
 def _reported_layout(
     arrays: ArrayRecord, config: ConfigRecord, model: nn.Module | None
 ) -> Layout | None:
-    """Return the layout by the client's own model, where a strategy of this package left it
-    undecided; None otherwise."""
+    """Return the layout of the client's model, where a strategy of this package left it undecided;
+    None otherwise."""
     if model is None or read_ties(config) is not None or "fedexp.client" not in config:
         return None
     buffers, ties = named_parts(model)

@@ -55,13 +55,13 @@ CAPPED = (
     "CentralPrivacy(cohort=...) for larger ones"
 )
 NOT_DRAWN = (
-    "a private round sums one reply from each client of the cohort that was drawn, and no other; "
-    "let configure_train send its messages as they are, once for every aggregate_train"
+    "a private round sums one reply from each client of the cohort that was drawn, and no others; "
+    "send the messages of configure_train unchanged, once for every aggregate_train"
 )
 GUESSED = (
-    "{!r} and {!r} are equal in the initial model: tied, or copies that are trained on their own? "
-    "privacy and secure need to know before the first round; give model= or tied= (tied={{}} for "
-    "copies)"
+    "{!r} and {!r} are equal in the initial model; privacy and secure need to know before the "
+    "first round whether they are tied, or copies that are trained separately: give model= or "
+    "tied= (tied={{}} for copies)"
 )
 
 
@@ -226,7 +226,7 @@ class FederatedRun(Server):
         self._planned: Release | None = None  # of a cohort that was drawn and not yet released
         self._drawn: frozenset[int] = frozenset()
         self._first_clients = self._most_clients = 0
-        self._cohort_size = self._empty_rounds = 0
+        self._empty_rounds = 0
         self._last_step = 1.0
         self._logged: set[str] = set()
         self._round_start = time.monotonic()
@@ -270,7 +270,7 @@ class FederatedRun(Server):
             common |= layout_config(self.layout)
         if self.mechanism is not None:
             common |= self.mechanism.config()
-        self._cohort_size, self._drawn = len(cohort), frozenset(cohort)
+        self._drawn = frozenset(cohort)
         if self._planned is not None and self.settings.noised_by_clients:
             self.ledger.charge(self._planned)  # clients release from here on
 
@@ -443,7 +443,7 @@ class FederatedRun(Server):
         return AggregatedReplies(empty, dropped=dropped, unanswered=replies.unanswered)
 
     def _count_empty(self, replies: AggregatedReplies) -> None:
-        is_empty = self._cohort_size > 0 and not replies.accepted
+        is_empty = bool(self._drawn) and not replies.accepted
         self._empty_rounds = self._empty_rounds + 1 if is_empty else 0
         if self._empty_rounds >= self.settings.max_empty_rounds:
             raise NoRepliesError(

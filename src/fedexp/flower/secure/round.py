@@ -179,7 +179,7 @@ class Unmasked(NamedTuple):
 class SecureRound(SecAggPlusWorkflow):
     """Flower's SecAgg+ workflow over the messages of a strategy, for one round.
 
-    Flower's own asks for the keys of clients that were lost before they shared any, which nobody
+    Flower's class requests the keys of clients that were lost before they shared any, which nobody
     has, and then fails for all. Here such clients are discarded: the sum has no masks for them.
 
     Args:
