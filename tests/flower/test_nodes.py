@@ -87,7 +87,7 @@ def test_two_nodes_with_the_same_partition_are_logged(
         registry.query(grid, ids, timeout=1)
         registry.query(grid, ids, timeout=1)
     (line,) = [record.getMessage() for record in caplog.records]
-    assert "all report that they are client 1; give each node a partition-id" in line
+    assert "all report that they are client 1; give each node a different partition-id" in line
     assert str(ids[1]) in line
     assert str(ids[2]) in line
 

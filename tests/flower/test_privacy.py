@@ -16,7 +16,7 @@ from flwr.clientapp import ClientApp
 from fedexp.errors import UsageError
 from fedexp.flower import FedAvg, FedExP, local_privacy
 from fedexp.flower.layout import ndarrays
-from fedexp.flower.privacy import FILE, FOLDER, Budget
+from fedexp.flower.privacy import FILE, FOLDER, spend
 from fedexp.flower.request import REPLY_INFO
 from fedexp.privacy import LocalPrivacy, Release, epsilon
 from tests.flower.helpers.fake_grid import FakeGrid, only, replies
@@ -238,17 +238,17 @@ def test_a_count_that_is_lost_or_damaged_lets_nothing_out(
 
 def test_processes_of_a_client_count_one_by_one(tmp_path: Path) -> None:
     """Sixteen at once, and room for seven."""
-    budget = Budget(tmp_path / FOLDER / "client" / "default", Release(1.0), 7)
+    account = tmp_path / FOLDER / "client" / "default"
 
-    def spend(_: int) -> bool:
+    def is_spent(_: int) -> bool:
         try:
-            budget.spend()
+            spend(account, Release(1.0), 7)
         except UsageError:
             return False
         return True
 
     with ThreadPoolExecutor(16) as pool:
-        assert sum(pool.map(spend, range(16))) == 7
+        assert sum(pool.map(is_spent, range(16))) == 7
 
 
 def test_without_a_budget_nothing_is_written(state_folder: Path) -> None:

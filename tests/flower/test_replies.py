@@ -112,7 +112,7 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     "no arrays": (replies(without_arrays), "0 records with a model"),
     "two models": (replies(two_models), "2 records with a model"),
     "bytes of nothing": (replies(nonsense), "cannot be read"),
-    "an archive": (replies(archive), "not plain"),
+    "an archive": (replies(archive), "not a plain one"),
 }
 
 

@@ -72,7 +72,7 @@ class Saves(FedExP):
         (lambda: FedExP().start(FakeGrid(plain_app()), first_model(), timeout=0), "timeout"),
         (lambda: FedExP().aggregate_train(1, []), "no model yet"),
         (lambda: FedExP(eps="0.1"), "eps must be a number, not '0.1'"),  # type: ignore[arg-type]
-        (lambda: FedAvgM(lr="1"), "lr must be a number, not '1'"),  # type: ignore[arg-type]
+        (lambda: FedAvgM(lr="1"), "lr must be positive and finite, not '1'"),  # type: ignore[arg-type]
         (lambda: start(num_rounds="3"), "num_rounds must be a whole number: '3'"),
         (lambda: start(timeout=None), "timeout must be a positive number of seconds, not None"),
         (lambda: start(initial_arrays=None), r"ArrayRecord\(model.state_dict\(\)\)"),
@@ -86,7 +86,7 @@ class Saves(FedExP):
         (lambda: private(secure=SECURE, weighting="num-examples"), "use weighting='uniform'"),
         (lambda: FedExP(checkpoint=3), "checkpoint must be a folder"),  # type: ignore[arg-type]
         (lambda: FedExP(wait_for_nodes="9"), "wait_for_nodes must be a number"),  # type: ignore[arg-type]
-        (lambda: FedExP(max_norm="9"), "max_norm must be a number"),  # type: ignore[arg-type]
+        (lambda: FedExP(max_norm="9"), "max_norm must be positive"),  # type: ignore[arg-type]
         (lambda: FedExP(fraction_train="all"), "fraction_train must be a number"),  # type: ignore[arg-type]
         (lambda: start(evaluate_fn=lambda round, arrays: 0.5), r"return a MetricRecord, such as"),
     ],

@@ -29,7 +29,7 @@ from torch import nn
 
 import fedexp as fx
 from fedexp.flower.layout import apparent_ties
-from fedexp.flower.privacy import FILE, FOLDER, Budget, open_ledger
+from fedexp.flower.privacy import FILE, FOLDER, open_ledger, spend
 from fedexp.flower.replies import AggregatedReplies, ReplyReader, aggregate_replies
 from fedexp.flower.request import BROADCAST, REPLY_INFO, TrainRequest
 from fedexp.flower.secure.payload import SecureAggregation
@@ -278,11 +278,11 @@ def ledger_bytes(draw: Random) -> bytes:
 @fuzz(200)
 def test_the_ledger_of_a_client(tmp_path_factory: pytest.TempPathFactory, draw: Random) -> None:
     """A release is added to the ledger, or refused with the file unchanged."""
-    budget = Budget(tmp_path_factory.getbasetemp() / FOLDER / "a" / "b", Release(1.0), 8)
-    path = budget.folder / FILE
-    budget.folder.mkdir(parents=True, exist_ok=True)
+    account = tmp_path_factory.getbasetemp() / FOLDER / "a" / "b"
+    path = account / FILE
+    account.mkdir(parents=True, exist_ok=True)
     path.write_bytes(before := ledger_bytes(draw))
-    if harmless(budget.spend, writes=True):
+    if harmless(lambda: spend(account, Release(1.0), 8), writes=True):
         assert path.read_bytes() == before
         return
     rows, old = (json.loads(data)["releases"] for data in (path.read_bytes(), before))

@@ -21,7 +21,8 @@ from torch.utils.hooks import RemovableHandle
 from fedexp.client import SGD, Tensors
 from fedexp.errors import UsageError, require
 from fedexp.flower.layout import Layout
-from fedexp.flower.request import Metrics, TrainRequest
+from fedexp.flower.metrics import Metrics
+from fedexp.flower.request import TrainRequest
 
 # so that an optimiser which is reused in a later round has one hook only
 _hooks: WeakKeyDictionary[Optimizer, RemovableHandle] = WeakKeyDictionary()

@@ -1,7 +1,7 @@
 """A client's name and its state between rounds, both of which survive a restart of its node.
 
 Flower's `context.state` is in the memory of the SuperNode and ends with it. Here the state of a
-client (SCAFFOLD's c_i) is stored on its own disk, one file per round, readable by its owner only:
+client (SCAFFOLD's c_i) is stored on its disk, one file per round, readable by its owner only:
 
     FOLDER / STUDY / CLIENT / ROUND.safetensors
 

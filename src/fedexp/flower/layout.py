@@ -224,8 +224,19 @@ def loaded(record: ArrayRecord) -> dict[str, NDArray[Any]]:
     except Exception as error:  # numpy raises many types for damaged bytes
         raise UsageError(f"its arrays cannot be read ({type(error).__name__})") from error
     plain = all(isinstance(value, np.ndarray) for value in arrays.values())
-    require(plain, "its arrays are not plain ones")  # numpy also reads archives
+    require(plain, "an array is not a plain one of numpy")  # numpy also reads archives
     return arrays
+
+
+def to_record(vectors: Mapping[str, Tensor]) -> ArrayRecord:
+    """Return the vectors of a client rule as a record."""
+    return ArrayRecord({name: Array(value.numpy()) for name, value in vectors.items()})
+
+
+def to_vector(array: NDArray[Any], dtype: torch.dtype) -> Tensor:
+    """Return an array of floats as a tensor; torch has no long double and no other byte order."""
+    with np.errstate(over="ignore"):  # what overflows is infinite, and refused
+        return torch.from_numpy(array.astype(np.float64)).to(dtype)
 
 
 def same_arrays(one: ArrayRecord, other: ArrayRecord) -> bool:

@@ -142,7 +142,8 @@ def aggregate_evaluations(
             continue
         if was_weighted and not metrics.is_weighted:
             text = "node %d: its evaluation has no %r that is a weight, so all clients count the "
-            log(WARNING, text + "same in this evaluation; reply it from each", node, weight_key)
+            text += "same in this evaluation; reply it from every client"
+            log(WARNING, text, node, weight_key)
         records.append(RecordDict(dict(content.metric_records)))
     if not records:
         return None

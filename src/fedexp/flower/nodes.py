@@ -96,8 +96,8 @@ class NodeRegistry:
                 by_name.setdefault(name, []).append(node)
         for name, duplicates in by_name.items():
             if len(duplicates) > 1:
-                text = "nodes %s all report that they are client %s; give each node a partition-id "
-                text += "of its own (after a restart of a node this passes within a minute)"
+                text = "nodes %s all report that they are client %s; give each node a different "
+                text += "partition-id (after a restart of a node this passes within a minute)"
                 log(WARNING, text, ", ".join(map(str, sorted(duplicates))), name)
 
 

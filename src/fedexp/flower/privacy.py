@@ -1,7 +1,7 @@
-"""Differential privacy on Flower: the client's mod, its privacy budget, and the run's account.
+"""Differential privacy on Flower: the client's mod, its privacy budget, and the run's ledger.
 
 With local privacy a client clips and noises its update before it leaves the node, and counts its
-releases. With central privacy the server charges each round to the account of the run. Both counts
+releases. With central privacy the server charges each round to the ledger of the run. Both counts
 are files, written before the release is made, so that neither a restart nor a message of the other
 side can undo a charge: Flower's `context.state` ends with the SuperNode.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +62,8 @@ def local_privacy(
         require(kind != "evaluate", NO_EVALUATION)
         if kind != "train":
             return call_next(message, context)
-        config = _merged_config(message.content)
+        records = message.content.config_records.values()
+        config: dict[str, Any] = {key: value for record in records for key, value in record.items()}
         _check_agreement(config, mechanism)
         sent = _only_arrays(message.content, "the server's message")
         layout = Layout.of(sent, buffers, read_ties(config))
@@ -73,7 +74,8 @@ def local_privacy(
             "BatchNorm (GroupNorm will do)",
         )
         if privacy.rounds is not None:
-            Budget.of(privacy, account, context).spend()
+            client = state_root(context) / FOLDER / file_name(configured_name(context))
+            spend(client / file_name(account), mechanism.plan(1, 1), privacy.rounds)
         trained = train_with_hidden_errors(call_next, message, context)
         draw = normals(privacy.noise_seed, int(config.get("server-round", 0)), context.node_id)
         return Message(_noised(trained, sent, layout, mechanism, draw), reply_to=message)
@@ -118,21 +120,13 @@ def _noised(
     return RecordDict({key: arrays, metrics: MetricRecord({"num-examples": 1}), REPLY_INFO: mark})
 
 
-def _merged_config(content: RecordDict) -> dict[str, Any]:
-    """Return the entries of all config records of the server's message."""
-    config: dict[str, Any] = {}
-    for record in content.config_records.values():
-        config |= dict(record)
-    return config
-
-
 def _check_agreement(config: Mapping[str, Any], mechanism: LocalMechanism) -> None:
     """Refuse a server that is configured for other noise than is added here."""
-    for key, ours in mechanism.config().items():
-        theirs = config.get(key, ours)
+    for key, value in mechanism.config().items():
+        of_server = config.get(key, value)
         require(
-            abs(float(theirs) - ours) <= 1e-9 * ours,
-            f"the server is configured with {key} = {theirs}, this client with {ours}; "
+            abs(float(of_server) - value) <= 1e-9 * value,
+            f"the server is configured with {key} = {of_server}, this client with {value}; "
             "give both the same LocalPrivacy",
         )
 
@@ -147,82 +141,62 @@ def _only_arrays(content: RecordDict, what: str) -> ArrayRecord:
     return next(iter(records.values()))
 
 
-@dataclass(frozen=True)
-class Budget:
-    """How many noised updates a client may release, and the folder with the count of them.
+def spend(account: Path, release: Release, rounds: int) -> None:
+    """Count one noised update before the training, or refuse it where the budget is spent.
 
     The client counts by itself: nothing that a server sends, neither the name of a run nor the
     node's id, decides where or what is counted. All apps on a client share one count unless they
-    name different accounts, which is right for unrelated data only.
+    name different accounts, which is right for unrelated data only. Failed trainings are charged
+    too. Gaussian releases compose by adding 1 / z², so releases with other noise count as well.
+    Where the count is missing or cannot be read, the budget counts as spent.
 
     Args:
-        folder: of the account; exists from the first release on.
+        account: the folder with the count; exists from the first release on.
         release: the cost of one update.
         rounds: how many such updates may be released.
     """
-
-    folder: Path
-    release: Release
-    rounds: int
-
-    @classmethod
-    def of(cls, privacy: LocalPrivacy, account: str, context: Context) -> Budget:
-        """Return the budget of this client under its own settings."""
-        assert privacy.rounds is not None
-        folder = (
-            state_root(context) / FOLDER / file_name(configured_name(context)) / file_name(account)
+    accounts = account.parent.parent  # one lock for all, so that processes take turns
+    with disk_errors(account):
+        accounts.mkdir(mode=0o700, parents=True, exist_ok=True)
+    lock = accounts / "lock"
+    with disk_errors(account), remedies({"lock": NO_LOCKS}), lock_file(lock, wait=True):
+        spent = _spent(account)
+        after = sum(count * _cost(other) for other, count in spent.items()) + _cost(release)
+        require(
+            after <= rounds * _cost(release) * (1 + 1e-9),
+            f"this client has taken part in {sum(spent.values())} rounds, all that its privacy "
+            "budget allows",
         )
-        return cls(folder, privacy.mechanism().plan(1, 1), privacy.rounds)
+        _store(account, {**spent, release: spent.get(release, 0) + 1})
 
-    def spend(self) -> None:
-        """Count one update before the training, or refuse it; failed trainings are charged too.
 
-        Gaussian releases compose by adding 1 / z², so releases with other noise count as well.
-        Where the count is missing or cannot be read, the budget counts as spent.
-        """
-        accounts = self.folder.parent.parent  # one lock for all, so that processes take turns
-        with disk_errors(self.folder):
-            accounts.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with (
-            disk_errors(self.folder),
-            remedies({"lock": NO_LOCKS}),
-            lock_file(accounts / "lock", wait=True),
-        ):
-            spent = self._spent()
-            after = sum(count * _cost(each) for each, count in spent.items()) + _cost(self.release)
-            require(
-                after <= self.rounds * _cost(self.release) * (1 + 1e-9),
-                f"this client has taken part in {sum(spent.values())} rounds, all that its "
-                "privacy budget allows",
-            )
-            self._write({**spent, self.release: spent.get(self.release, 0) + 1})
+def _spent(account: Path) -> Releases:
+    if not account.exists():
+        return {}
+    try:
+        return _read(account / FILE)
+    except UsageError as error:
+        raise UsageError(
+            "the count of this client's releases is missing or cannot be read, so its privacy "
+            f"budget counts as spent; restore {FILE} in {FOLDER} of its fedexp-state folder"
+        ) from error
 
-    def _spent(self) -> Releases:
-        if not self.folder.exists():
-            return {}
-        try:
-            return _read(self.folder / FILE)
-        except UsageError as error:
-            raise UsageError(
-                "the count of this client's releases is missing or cannot be read, so its privacy "
-                f"budget counts as spent; restore {FILE} in {FOLDER} of its fedexp-state folder"
-            ) from error
 
-    def _write(self, releases: Releases) -> None:
-        """Write the count; a new account is created together with its file, atomically."""
-        if self.folder.exists():
-            _write(self.folder / FILE, releases)
-            return
-        self.folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        fresh = self.folder.with_name(f".{self.folder.name}.new")
-        fresh.mkdir(mode=0o700, exist_ok=True)
-        _write(fresh / FILE, releases)
-        os.rename(fresh, self.folder)
-        sync_folder(self.folder.parent)
+def _store(account: Path, releases: Releases) -> None:
+    """Write the count; a new account is created together with its file, atomically."""
+    if account.exists():
+        _write(account / FILE, releases)
+        return
+    account.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    fresh = account.with_name(f".{account.name}.new")
+    fresh.mkdir(mode=0o700, exist_ok=True)
+    _write(fresh / FILE, releases)
+    os.rename(fresh, account)
+    sync_folder(account.parent)
 
 
 def open_ledger(path: Path, reported: int) -> Ledger:
-    """Open the account of a run; every charge is written to its file before it counts.
+    """Open the ledger of a run; every charge is written to its file before it counts.
 
     Args:
         path: of the file.

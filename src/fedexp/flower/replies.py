@@ -23,7 +23,7 @@ from fedexp.aggregate import Aggregate, norms, usable
 from fedexp.client import zero_extras
 from fedexp.engine.base import SUMMED_BYTES
 from fedexp.errors import UsageError, require
-from fedexp.flower.layout import Arrays, Layout, loaded
+from fedexp.flower.layout import Arrays, Layout, loaded, to_vector
 from fedexp.flower.metrics import (
     Metrics,
     MetricsFn,
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from fedexp.flower.server import Server
 
 Weighting = Literal["uniform", "num-examples"]
-LAYOUT_VOTES = 3  # usable replies that decide the layout of the model, held until then
+LAYOUT_VOTES = 3  # usable replies that decide the layout of the model, in memory until then
 MAX_CHUNK = 64  # replies held in memory at most
 
 
@@ -311,9 +311,7 @@ class ReplyReader:
             vector.shape == self.start.shape and vector.dtype.kind == "f",
             f"its {name!r} is not a vector of {len(self.start)} numbers",
         )
-        # torch supports neither numpy's long double nor another byte order
-        with np.errstate(over="ignore"):  # what overflows is infinite, and refused
-            return torch.from_numpy(vector.astype(np.float64)).to(self.start.dtype)
+        return to_vector(vector, self.start.dtype)
 
 
 def _reply_info(content: RecordDict) -> Mapping[str, Any]:

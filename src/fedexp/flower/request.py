@@ -12,21 +12,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
 import torch
-from flwr.app import Array, ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Context, Message, MetricRecord, RecordDict
 from torch import Tensor, nn
 
 from fedexp.client import SGD, ClientRule, Prox, Scaffold, Tensors
 from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.flower.client_state import ClientStateFolder, client_name, state_root
-from fedexp.flower.layout import Layout, loaded, named_parts
+from fedexp.flower.layout import Layout, loaded, named_parts, to_record, to_vector
+from fedexp.flower.metrics import Metrics
 from fedexp.flower.transport import only_record
 
 # records of messages and replies, beside the model, the config and the metrics
 BROADCAST, EXTRAS, REPLY_INFO = "fedexp.shared", "fedexp.extras", "fedexp.about"
 CLIENT_RULES: dict[str, type[ClientRule]] = {"sgd": SGD, "prox": Prox, "scaffold": Scaffold}
-Metrics = Mapping[str, Any]
 log = logging.getLogger("flwr")
 
 
@@ -115,8 +114,7 @@ class TrainRequest:
             self.store.save(client_state, self.round, self.base)
         content = RecordDict({self.key: arrays, "metrics": MetricRecord(dict(metrics))})
         if extras:
-            named = {name: Array(value.numpy()) for name, value in extras.items()}
-            content[EXTRAS] = ArrayRecord(named)
+            content[EXTRAS] = to_record(extras)
         if self.reply_info:
             content[REPLY_INFO] = ConfigRecord(dict(self.reply_info))
         return Message(content, reply_to=self.message)
@@ -158,8 +156,8 @@ def layout_config(layout: Layout, prefix: str = "fedexp.") -> dict[str, Any]:
 def _reported_layout(
     arrays: ArrayRecord, config: ConfigRecord, model: nn.Module | None
 ) -> Layout | None:
-    """Return the layout by the client's own model, where a strategy of this package left it
-    undecided; None otherwise."""
+    """Return the layout of the client's model, where a strategy of this package left it undecided;
+    None otherwise."""
     if model is None or read_ties(config) is not None or "fedexp.client" not in config:
         return None
     buffers, ties = named_parts(model)
@@ -227,8 +225,7 @@ def _broadcast_state(
                 f"{type(rule).__name__} needs a vector {name!r} of {len(start)} numbers from the "
                 "server; use a strategy of fedexp.flower there, of the same version"
             )
-        # torch supports neither numpy's long double nor another byte order
-        broadcast[name] = torch.from_numpy(value.astype(np.float64)).to(start.dtype)
+        broadcast[name] = to_vector(value, start.dtype)
     return broadcast
 
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import numpy as np
-from flwr.app import Array, ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
+from flwr.app import ArrayRecord, ConfigRecord, Message, MessageType, RecordDict
 from flwr.serverapp import Grid
 from flwr.supercore import log
 from torch import Tensor
@@ -28,7 +28,7 @@ from fedexp.engine import SimulationState
 from fedexp.engine.contract import probe
 from fedexp.engine.state import check_range, server_step
 from fedexp.errors import DivergedError, FedExPError, UsageError, require
-from fedexp.flower.layout import Arrays, Layout, apparent_ties, ndarrays
+from fedexp.flower.layout import Arrays, Layout, apparent_ties, ndarrays, to_record
 from fedexp.flower.nodes import (
     CohortSize,
     NodeBackoff,
@@ -56,13 +56,13 @@ CAPPED = (
     "CentralPrivacy(cohort=...) for larger ones"
 )
 NOT_DRAWN = (
-    "a private round sums one reply from each client of the cohort that was drawn, and no other; "
-    "let configure_train send its messages as they are, once for every aggregate_train"
+    "a private round sums one reply from each client of the cohort that was drawn, and no others; "
+    "send the messages of configure_train unchanged, once for every aggregate_train"
 )
 GUESSED = (
-    "{!r} and {!r} are equal in the initial model: tied, or copies that are trained on their own? "
-    "privacy and secure need to know before the first round; give model= or tied= (tied={{}} for "
-    "copies)"
+    "{!r} and {!r} are equal in the initial model; privacy and secure need to know before the "
+    "first round whether they are tied, or copies that are trained separately: give model= or "
+    "tied= (tied={{}} for copies)"
 )
 
 
@@ -138,11 +138,7 @@ class Server:
 
     def broadcast(self) -> ArrayRecord | None:
         """Return the broadcast state of the client rule (SCAFFOLD's c); None if it has none."""
-        if not self.state.broadcast:
-            return None
-        return ArrayRecord(
-            {name: Array(value.numpy()) for name, value in self.state.broadcast.items()}
-        )
+        return to_record(self.state.broadcast) if self.state.broadcast else None
 
     def start_point(self) -> Tensor:
         """Return the parameters as clients received them, rounded to the types of the arrays."""
@@ -169,7 +165,13 @@ class Server:
         if aggregate.count > 0:
             after, of_rule = server_step(self.algorithm, after, aggregate, total_weight)
             self._check(after)
-            metrics = norm_metrics(aggregate) | of_rule | metrics
+            mean_sq_norm, sq_norm_of_mean = aggregate.mean_sq_norm, aggregate.sq_norm_of_mean
+            norms = {  # determine FedExP's step; reported for the other rules too
+                "diversity": float(diversity(mean_sq_norm, sq_norm_of_mean)),
+                "mean_sq_norm": float(mean_sq_norm),
+                "sq_norm_of_mean": float(sq_norm_of_mean),
+            }
+            metrics = norms | of_rule | metrics
         self.state = after
         return metrics
 
@@ -185,16 +187,6 @@ class Server:
             raise DivergedError(after.round, "the model no longer fits the type of its arrays")
         if not (is_finite(after) and after.buffers.averaged.isfinite().all()):
             raise DivergedError(after.round, "a buffer or the state of a rule is not finite")
-
-
-def norm_metrics(aggregate: Aggregate) -> dict[str, float]:
-    """Return the norms that determine FedExP's step, also for rules that do not report them."""
-    mean_sq_norm, sq_norm_of_mean = aggregate.mean_sq_norm, aggregate.sq_norm_of_mean
-    return {
-        "diversity": float(diversity(mean_sq_norm, sq_norm_of_mean)),
-        "mean_sq_norm": float(mean_sq_norm),
-        "sq_norm_of_mean": float(sq_norm_of_mean),
-    }
 
 
 class NoRepliesError(FedExPError):
@@ -237,7 +229,7 @@ class FederatedRun(Server):
         self._planned: Release | None = None  # of a cohort that was drawn and not yet released
         self._drawn: frozenset[int] = frozenset()
         self._first_clients = self._most_clients = 0
-        self._cohort_size = self._empty_rounds = 0
+        self._empty_rounds = 0
         self._last_step = 1.0
         self._logged: set[str] = set()
         self._round_start = time.monotonic()
@@ -281,7 +273,7 @@ class FederatedRun(Server):
             common |= layout_config(self.layout)
         if self.mechanism is not None:
             common |= self.mechanism.config()
-        self._cohort_size, self._drawn = len(cohort), frozenset(cohort)
+        self._drawn = frozenset(cohort)
         if self._planned is not None and self.settings.noised_by_clients:
             self.ledger.charge(self._planned)  # clients release from here on
 
@@ -454,7 +446,7 @@ class FederatedRun(Server):
         return AggregatedReplies(empty, dropped=dropped, unanswered=replies.unanswered)
 
     def _count_empty(self, replies: AggregatedReplies) -> None:
-        is_empty = self._cohort_size > 0 and not replies.accepted
+        is_empty = bool(self._drawn) and not replies.accepted
         self._empty_rounds = self._empty_rounds + 1 if is_empty else 0
         if self._empty_rounds >= self.settings.max_empty_rounds:
             raise NoRepliesError(

@@ -192,7 +192,7 @@ class _Loop:
         elif run.state.round != round or not same_arrays(arrays, run.output()):
             require(settings.privacy is None or settings.noised_by_clients, NOT_NOISED)
             run.adopt(arrays, round)
-            log(INFO, "aggregate_train returned a model of its own: training continues from it")
+            log(INFO, "aggregate_train returned another model: training continues from it")
 
     def _replies(self, messages: Iterable[Message]) -> Replies:
         chunk = chunk_size(self.run.state.params)

@@ -52,7 +52,7 @@ class NamedStrategy(RuleStrategy):
 
 
 def _with_options(algorithm: Algorithm, options: Mapping[str, Any]) -> Algorithm:
-    """Return the algorithm with the options of its two rules, and its own."""
+    """Return the algorithm with these options of its two rules and of its output model."""
 
     def with_options(rule: Any) -> Any:
         return replace(rule, **{f.name: options[f.name] for f in fields(rule) if f.name in options})

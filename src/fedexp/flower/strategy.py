@@ -275,8 +275,8 @@ OPTIONS = [
 def strategy_arguments(*by_position: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Write `*fedavg` and `**options` out in the signature of a constructor, and check its calls.
 
-    The constructor is called with all arguments by name. Those that are unknown, given twice or not
-    numbers are refused in a line with the remedy.
+    The constructor is called with all arguments by name. Those that are unknown or given twice are
+    refused in a line with the remedy.
 
     Args:
         by_position: arguments that may follow FedAvg's by position, as in Flower.
@@ -315,10 +315,6 @@ def _bound(written_out: Signature, args: Any, kwargs: Mapping[str, Any]) -> dict
         raise UsageError(
             f"{kind}: {error}; give FedAvg's arguments first, and the others once, by name"
         ) from None
-    for option, value in bound.arguments.items():
-        takes_number = str(written_out.parameters[option].annotation).startswith(("float", "int"))
-        valid = not takes_number or value is None or isinstance(value, Real)
-        require(valid, f"{option} must be a number, not {value!r}")
     for alias, option in strategy.flower_arguments.items():
         both = alias != option and bound.arguments.get(alias) is not None
         require(

@@ -2,7 +2,7 @@
 
 Flower's own `send_and_receive` collects all replies in a list and waits for every node until the
 timeout. `stream_replies` yields them a few at a time, so that a server never holds many models, and
-stops waiting for nodes that have left the federation; `Replies` is what a strategy is given.
+stops waiting for nodes that have left the federation; `Replies` passes them to a strategy.
 """
 
 from __future__ import annotations

@@ -124,7 +124,7 @@ def _update(
     require(misfit is None, f"the model that the train function replied does not fit: {misfit}")
     extras = ndarrays(reply.array_records.get(EXTRAS, ArrayRecord()))
     if layout.averaged:
-        after, before = (layout.buffers(each).averaged for each in (trained, sent))
+        after, before = layout.buffers(trained).averaged, layout.buffers(sent).averaged
         extras["buffers"] = buffer_changes(after, before).numpy()
     update = layout.flat(sent) - layout.flat(trained)
     return update.double().numpy(), {k: v.astype(np.float64) for k, v in extras.items()}
@@ -133,8 +133,9 @@ def _update(
 def _levels(context: Context) -> int:
     """Return the quantisation levels that the set-up stage of the round announced."""
     state = _setup_state(context)
-    ours = (state["clipping_range"], state["max_weight"], state["mod_range"]) == (1, 1, MODULUS)
-    require(ours and state["target_range"] * state["sample_num"] < MODULUS, OTHER_SERVER)
+    ranges = state["clipping_range"], state["max_weight"], state["mod_range"]
+    fits = state["target_range"] * state["sample_num"] < MODULUS
+    require(ranges == (1, 1, MODULUS) and fits, OTHER_SERVER)
     return int(state["target_range"])
 
 

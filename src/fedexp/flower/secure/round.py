@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from logging import WARNING
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -178,7 +179,7 @@ class Unmasked(NamedTuple):
 class SecureRound(SecAggPlusWorkflow):
     """Flower's SecAgg+ workflow over the messages of a strategy, for one round.
 
-    Flower's own asks for the keys of clients that were lost before they shared any, which nobody
+    Flower's class requests the keys of clients that were lost before they shared any, which nobody
     has, and then fails for all. Here such clients are discarded: the sum has no masks for them.
 
     Args:
@@ -251,17 +252,13 @@ class _LegacyStrategy(LegacyFedAvg):
 
     def configure_fit(self, *_: Any) -> Any:
         unused = FitIns(Parameters([], ""), {})
-        return [(_Proxy(node), unused) for node in self.nodes]
+        return [(SimpleNamespace(node_id=node), unused) for node in self.nodes]
 
     def aggregate_fit(self, server_round: int, results: Any, failures: Any) -> Any:
         (mean,) = parameters_to_ndarrays(results[0][1].parameters)
         nodes = [proxy.node_id for proxy, _ in results]
         self.unmasked = Unmasked(mean.astype(np.float64), nodes)
         return None, {}
-
-
-class _Proxy(NamedTuple):
-    node_id: int
 
 
 @dataclass
