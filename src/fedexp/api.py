@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -29,7 +30,14 @@ from fedexp.data.sources.image_folder import available_cores
 from fedexp.distributed import ranks
 from fedexp.engine.client_store import Location
 from fedexp.engine.plan import CohortRule
-from fedexp.errors import DivergedError, is_number, remedies, require, whole_number
+from fedexp.errors import (
+    DivergedError,
+    NonFiniteUpdateWarning,
+    is_number,
+    remedies,
+    require,
+    whole_number,
+)
 from fedexp.experiment import (
     CHECKPOINT_EVERY,
     Experiment,
@@ -46,14 +54,14 @@ from fedexp.optional import data_frame
 from fedexp.references import refuse_while_importing
 from fedexp.runs.execute import Storage, execute, model_bytes, stop_request
 from fedexp.runs.journal import RunInterrupted
-from fedexp.runs.pool import Shard, run_all, runs_per_rank, stored_outcomes
+from fedexp.runs.pool import Shard, jobs_for, run_all, run_queue, runs_per_rank, stored_outcomes
 from fedexp.runs.spec import OnRound, Outcome, folder_of
 from fedexp.runs.weights import CPU, module_of, module_with, run_weights, stored_start
+from fedexp.runs.workers import Execution
 from fedexp.storage import from_bytes
 from fedexp.tasks.task import Task
 from fedexp.tuning.results import Tuning
-from fedexp.tuning.search import FREE_TRIALS, OnTrialRow, Protocol, Search
-from fedexp.tuning.search import tune as run_search
+from fedexp.tuning.search import FREE_TRIALS, QUEUES, OnTrialRow, Protocol, Search
 
 if TYPE_CHECKING:
     import pandas
@@ -524,26 +532,32 @@ def tune(
     experiment = _experiment(task, algorithm, seed, settings)
     experiment = experiment.with_stored_start(lambda start: stored_start(start, runs))
     search = Search.of(experiment, grid, protocol, trials)
-    jobs, root = _checked_jobs(jobs, search.base), None if runs is None else Path(runs)
-
-    def show(left: int) -> AbstractContextManager[OnTrialRow]:
-        about = Grid(experiment.names.task, left, search.base.length, search.metric)
-        return nullcontext(on_round) if progress is None else progress(about)
-
-    with stop_request(listen=root is not None) as request, remedies(REMEDIES):
+    jobs, group = _checked_jobs(jobs, search.base), ranks()
+    root = None if runs is None else Path(runs)
+    queue = QUEUES[protocol](search, root)
+    # the folder may change between the reads of two ranks; one that stores nothing shares all
+    left = queue.count_left() if group is None else group.broadcast(queue.count_left())
+    alone = left if root is not None or group is None else min(left, 1)
+    how = Execution(queue.folder, skip_busy=True, weights=False)
+    about = Grid(
+        experiment.names.task, runs_per_rank(left, group), search.base.length, search.metric
+    )
+    show = progress or (lambda grid: nullcontext(on_round))
+    with (
+        stop_request(listen=root is not None) as request,
+        remedies(REMEDIES),
+        warnings.catch_warnings(),
+    ):
+        warnings.simplefilter("ignore", NonFiniteUpdateWarning)  # it shows in the score
         try:
-            found = run_search(
-                search,
-                root,
-                jobs,
-                ranks=ranks(),
-                progress=show,
-                stop=request,
-                on_wait=on_wait,
-            )
+            if left:
+                with show(about) as queue.on_row:
+                    jobs = jobs_for([search.base], jobs)
+                    run_queue(queue, alone, jobs, how, ranks=group, stop=request, on_wait=on_wait)
         except RunInterrupted:
             raise Interrupted(request.status) from None
-    return Tuning(search, found)
+    done = queue.trials() if group is None else group.broadcast(queue.trials())
+    return Tuning(search, done)
 
 
 def _experiment(

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from fedexp.tuning.grids import Point, parse_grid
 from fedexp.tuning.results import Tuning, heading, table_of
 from fedexp.tuning.search import FREE_TRIALS, OnTrialRow, Search
 
+WAITING = "the last trials are running in other processes; waiting for them"
+
 
 def run(args: argparse.Namespace) -> int:
     """Tune the algorithms one after another; print their table and draw pictures."""
@@ -52,7 +55,7 @@ def run(args: argparse.Namespace) -> int:
                 jobs=args.jobs,
                 runs=root_of(args),
                 progress=_bar_of(args, experiment),
-                on_wait=_waiting_note(),
+                on_wait=cache(partial(note, WAITING)),  # printed once
             )
             for experiment in chosen
         ]
@@ -74,8 +77,8 @@ def _check(args: argparse.Namespace) -> None:
     check_format(args)
     free, names = args.protocol == "free", listed(args.algorithm)
     require(args.trials is None or free, "--trials is for --protocol free; a grid has its points")
-    require(not (args.grid and free), "--grid and --protocol free exclude each other; choose one")
-    require(not (args.epsilon and (args.grid or free)), "--epsilon needs no --grid or --protocol")
+    several = bool(args.grid) + free + args.epsilon > 1
+    require(not several, "--grid, --protocol free and --epsilon exclude each other; choose one")
     require(bool(names), "--algorithm needs a name; `fedexp algorithms` lists them")
     require(len(names) == 1 or not args.epsilon, "--epsilon takes one --algorithm at a time")
 
@@ -106,17 +109,6 @@ def _bar_of(args: argparse.Namespace, experiment: Experiment) -> api.TrialProgre
             yield on_row
 
     return show
-
-
-def _waiting_note() -> Callable[[], None]:
-    """Return a function that prints once that the last trials are running in other processes."""
-    lines = ["the last trials are running in other processes; waiting for them"]
-
-    def on_wait() -> None:
-        if lines:
-            note(lines.pop())
-
-    return on_wait
 
 
 def _report(args: argparse.Namespace, tunings: list[Tuning]) -> None:

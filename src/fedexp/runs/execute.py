@@ -8,6 +8,7 @@ the run. Ctrl-C and SIGTERM finish the round first (`stop_request`).
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import signal
@@ -135,11 +136,10 @@ def stored_outcome(experiment: Experiment, folder: Path) -> Outcome | None:
     for path in (folder, folder.parent / TRIALS / folder.name):
         if not (path / RESULT).exists() or not is_run(path):
             continue
-        spec = read_spec(path)
-        check_same(spec, experiment.spec, path)
+        check_same(read_spec(path), experiment.spec, path)
         warn_of_version(path)
         check_content(path, fingerprint_of(experiment))
-        outcome = load_run(path, spec).outcome()
+        outcome = load_run(path).outcome()
         if path == folder or outcome.status != PRUNED:
             return outcome
     return None
@@ -177,6 +177,8 @@ def _train(
         leader: sends the state to the other ranks, where there are any.
     """
     path = None if held is None else held.path
+    if not storage.weights:
+        resources = replace(resources, checkpoint_every=math.inf)
     number = torch.get_num_threads()
     if held is not None and resources.process_group is None:  # ranks share a machine's cores
         number = held.threads()
@@ -188,8 +190,7 @@ def _train(
         store = ClientStore(store, path / SLOTS if path and storage.weights else None, most)
     with ExitStack() as stack:
         stack.enter_context(threads(number))
-        every = resources.checkpoint_every if storage.weights else None
-        journal = stack.enter_context(closing(_journal(exact, held, every, resources, store)))
+        journal = stack.enter_context(closing(_journal(exact, held, resources, store)))
         left = not experiment.is_over(journal.rows)
         within = replace(resources, client_store=store)
         records = experiment.records(journal.state, within) if left else nothing()
@@ -218,10 +219,9 @@ def _train(
                     for logger in loggers:
                         logger.on_round(row)
                     if not experiment.is_over(journal.rows) and resources.stop():
+                        journal.checkpoint()
                         if resources.is_pruned():
                             journal.conclude(PRUNED, None)
-                        else:
-                            journal.checkpoint()
                         raise RunInterrupted(path, record.round)
             except DivergedError as error:
                 diverged = error
@@ -247,11 +247,7 @@ def _train(
 
 
 def _journal(
-    exact: Experiment,
-    held: RunFolder | None,
-    every: float | None,
-    resources: Resources,
-    store: ClientStore,
+    exact: Experiment, held: RunFolder | None, resources: Resources, store: ClientStore
 ) -> Journal:
     """Open the journal, with restored client state where the run stores it."""
     group, clients = resources.process_group, exact.problem.train.clients
@@ -262,7 +258,7 @@ def _journal(
         return replace(state, clients=store.store(state.clients, initial, clients, processes))
 
     with nullcontext() if held is None else disk_errors(held.path):
-        return Journal(held, every, exact.train_device, load)
+        return Journal(held, resources.checkpoint_every, exact.train_device, load)
 
 
 def model_bytes(experiment: Experiment, state: SimulationState) -> bytes:

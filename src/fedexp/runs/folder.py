@@ -367,10 +367,9 @@ def read_fingerprint(folder: Path) -> Fingerprint:
 def is_busy(folder: Path) -> bool:
     """Return whether another process is working on a run at this moment."""
     try:
-        if folder.is_dir():
-            _locked(folder).close()
-    except BusyError:
-        return True
+        _locked(folder).close()
+    except (BusyError, FileNotFoundError) as error:
+        return isinstance(error, BusyError)
     return False
 
 

@@ -6,6 +6,7 @@ up to it are never discarded, rows after it are computed again by whoever resume
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable
@@ -48,7 +49,7 @@ class Journal:
 
     Args:
         folder: the run's own, locked by this process; None stores nothing.
-        every: seconds between checkpoints; 0 for one per round, None for none at all.
+        every: seconds between checkpoints; 0 for one per round, infinity for none at all.
         device: of the tensors of a state that is restored.
         load: returns a restored state with its client state where the run stores it.
 
@@ -61,7 +62,7 @@ class Journal:
     def __init__(
         self,
         folder: RunFolder | None,
-        every: float | None,
+        every: float,
         device: torch.device,
         load: Load = lambda state: state,
     ) -> None:
@@ -95,8 +96,6 @@ class Journal:
             records.append(row)
         self.rows.append(row)
         self.state = state
-        if self.every is None:
-            return
         checkpoints.saw(state)
         if time.perf_counter() - self._checked >= max(self.every, COST_RATIO * self._cost):
             self.checkpoint()
@@ -112,10 +111,9 @@ class Journal:
         began = time.perf_counter()
         with disk_errors(path):
             records.sync()
-            if self.every is None:
-                return
-            ends = (records.size, records.sha256, self.seconds, final)
-            checkpoints.write(self.state, *ends)
+            if self.every < math.inf:
+                ends = (records.size, records.sha256, self.seconds, final)
+                checkpoints.write(self.state, *ends)
         self._checked = time.perf_counter()
         self._cost = self._checked - began if self.every else 0.0
 

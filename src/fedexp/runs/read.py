@@ -10,7 +10,6 @@ import csv
 import hashlib
 import io
 import json
-import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -73,26 +72,21 @@ class StoredRun:
         return Outcome.of(spec, self.rows, result, folder=self.folder, stored=len(self.rows))
 
 
-def load_run(folder: Path, spec: dict[str, Any] | None = None) -> StoredRun:
-    """Read a run, finished or not, or archived; raise `UsageError` for one that is damaged.
-
-    Args:
-        folder: the run folder, or the TOML of an archived run.
-        spec: what `read_spec` has returned for the folder; read when None.
-    """
+def load_run(folder: Path) -> StoredRun:
+    """Read a run, finished or not, or archived; raise `UsageError` for one that is damaged."""
     if is_archived(folder):
         parts = read_archived(folder)
         return StoredRun(folder.with_suffix(""), **vars(parts))
-    spec = spec or read_spec(folder)
+    spec = read_spec(folder)
     rows, result = rows_and_result(folder)
     return StoredRun(folder, spec, read_environment(folder), rows, result)
 
 
-def rows_and_result(folder: Path) -> tuple[list[Row], dict[str, Any] | None]:
-    """Read the rows of a run and the content of `result.json`, None while it is not over."""
+def rows_and_result(folder: Path, whole: int | None = None) -> tuple[list[Row], Any]:
+    """Read the rows of a run, see `read_rows`, and `result.json`, None while it is not over."""
     try:
         result = _read_result(folder)  # first: a run that is training may end between the two
-        rows = read_rows(folder)
+        rows = read_rows(folder, whole=whole)
     except OSError as error:
         raise UsageError(f"cannot read {folder}: {error.strerror}") from None
     if result is not None and len(rows) != result["rounds"]:
@@ -115,11 +109,9 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
 
 def _inside(path: Path) -> list[Path]:
-    found = []
-    for folder, inner, files in os.walk(path):
-        inner[:] = [name for name in inner if name != TRIALS]
-        found += [Path(folder)] if SPEC in files else []
-    return [*sorted(found), *find_archived(path)]
+    folders = sorted(spec.parent for spec in path.rglob(SPEC))
+    shown = [each for each in folders if TRIALS not in each.relative_to(path).parts]
+    return [*shown, *find_archived(path)]
 
 
 def _read_result(folder: Path) -> dict[str, Any] | None:

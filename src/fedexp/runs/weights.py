@@ -97,11 +97,9 @@ def run_weights(folder: Path) -> dict[str, Tensor]:
         return from_bytes((folder / MODEL).read_bytes(), CPU)
     except FileNotFoundError:
         read_spec(folder)  # raises where there is no run
-        require(
-            TRIALS not in folder.parts or not (folder / RESULT).exists(),
-            f"{folder} is a trial, which stores no weights; run it with restart=True (--restart) "
-            "to train them",
-        )
+        trial = TRIALS in folder.parts and (folder / RESULT).exists()
+        again = "run it with restart=True (--restart) to train them"
+        require(not trial, f"{folder} is a trial, which stores no weights; {again}")
         raise UsageError(
             f"{folder} has no model yet: the run is not finished; continue it with: "
             f"fedexp resume {folder}"

@@ -104,14 +104,12 @@ def parse_grid(assignments: Sequence[str]) -> dict[str, tuple[float, ...]]:
     """Return a grid of the user's own, from texts such as `local.lr=0.01,0.1,1`."""
     grid = {}
     for text in assignments:
-        key, equals, listed = text.partition("=")
-        if not (equals and key and listed):
-            raise UsageError(f"--grid takes key=value,value,..., not {text!r}")
+        key, _, listed = text.partition("=")
         try:
-            grid[key.strip()] = tuple(float(value) for value in listed.split(","))
+            grid[key.strip()] = tuple(map(float, listed.split(",")))
         except ValueError:
-            message = f"--grid {key.strip()} takes numbers; set anything else with --set"
-            raise UsageError(message) from None
+            what = f"--grid takes key=number,number,..., not {text!r}"
+            raise UsageError(f"{what}; set anything else with --set") from None
     return grid
 
 

@@ -20,16 +20,7 @@ from fedexp.optional import data_frame
 from fedexp.storage import finite
 from fedexp.text import option_text
 from fedexp.tuning.grids import Point
-from fedexp.tuning.search import (
-    EPS,
-    EPS_VALUES,
-    Choice,
-    Search,
-    Trial,
-    TrialResult,
-    rule_of_thumb,
-    window_of,
-)
+from fedexp.tuning.search import EPS, EPS_VALUES, Choice, Search, Trial, TrialResult, window_of
 
 if TYPE_CHECKING:
     import pandas
@@ -94,8 +85,7 @@ class Tuning:
     @property
     def choice(self) -> Choice:
         """What the rule of thumb chose, and why it ended."""
-        results = [each.result for each in self.trials]
-        return rule_of_thumb(results, self.search.goal.higher)
+        return self.search.choice(self.trials)
 
     def table(self, format: str = "text") -> str:
         """Return the ten best trials, or all of them as "csv"; all of the rule of thumb."""

@@ -16,29 +16,25 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import takewhile
 from pathlib import Path
 from statistics import mean, median
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import numpy as np
-
-from fedexp.distributed import Ranks
-from fedexp.errors import DamagedError, NonFiniteUpdateWarning, ReasonError, UsageError, require
+from fedexp.errors import DamagedError, ReasonError, UsageError, require
 from fedexp.experiment import Experiment, Row
 from fedexp.optional import extra
 from fedexp.options import split_task_options
 from fedexp.plain import id_of
 from fedexp.runs.fingerprint import fingerprint_of
 from fedexp.runs.folder import FINGERPRINT, LOCK, RESULT, check_content, is_busy
-from fedexp.runs.pool import jobs_for, run_queue, runs_per_rank
 from fedexp.runs.read import rows_and_result
 from fedexp.runs.spec import PRUNED, TRIALS, Outcome
-from fedexp.runs.workers import Execution, Job, Result, Stop
+from fedexp.runs.workers import Job, Result
 from fedexp.storage import disk_errors, lock_file, parse_json, write_json
 from fedexp.tasks import Goal, Task
 from fedexp.tuning.grids import (
@@ -52,6 +48,9 @@ from fedexp.tuning.grids import (
     powers,
     without_fixed,
 )
+
+if TYPE_CHECKING:
+    import optuna
 
 ROUNDS, WINDOW = 50, 10
 EARLY_EVALUATIONS = 4  # before the window, for pruning
@@ -162,7 +161,7 @@ class Search:
             require(extrapolates, f"{what}; choose an algorithm that extrapolates, e.g. fedexp")
             values = check_none_fixed({EPS: EPS_VALUES}, fixed)
         elif protocol == "free":
-            extra("optuna", "a free search", group="tune")
+            _optuna()
             values = without_fixed(free_ranges(setup, least_squares), fixed)
         else:
             values = without_fixed(paper_grid(setup, least_squares), fixed)
@@ -202,6 +201,10 @@ class Search:
         spec = self.first.spec
         return {**spec, "options": {**spec["options"], **numbers}}
 
+    def choice(self, trials: Sequence[Trial]) -> Choice:
+        """Return what the rule of thumb chooses, after trials of its first values."""
+        return rule_of_thumb([each.result for each in trials], self.goal.higher)
+
     def folder(self, root: Path) -> Path:
         """Return the folder of the trials' run folders."""
         if self.protocol != "free":
@@ -210,58 +213,10 @@ class Search:
         return root / TRIALS / f"{self.base.id}-{ranges}"
 
 
-def tune(
-    search: Search,
-    root: Path | None = None,
-    jobs: int = 1,
-    *,
-    ranks: Ranks | None = None,
-    progress: Callable[[int], AbstractContextManager[OnTrialRow]] = (
-        lambda left: nullcontext(lambda point, row: None)
-    ),
-    stop: Stop = lambda: False,
-    on_wait: Callable[[], None] = lambda: None,
-) -> list[Trial]:
-    """Run the trials of a search that are not stored; return all, best first.
-
-    Those of the rule of thumb are returned in its order. Any number of processes can work on a
-    search at a time: they take trials that no other has, and all return when the last has finished.
-
-    Args:
-        search: what to run.
-        root: folder of all runs; None stores nothing.
-        jobs: trials at a time, each in a process with one thread if there are several.
-        ranks: the ranks of a job, which all call this function; `jobs` is not used then.
-        progress: called with the number of trials that this process is going to run; the context
-            manager that it returns gives a function, called with the values and every row of a
-            trial.
-        stop: called after every round; True ends the search with `RunInterrupted`.
-        on_wait: called when all remaining trials are running in other processes.
-    """
-
-    def agree(value: Any) -> Any:  # other processes may change the folder between two reads
-        return value if ranks is None else ranks.broadcast(value)
-
-    queue = QUEUES[search.protocol](search, root)
-    if left := agree(queue.count_left()):
-        how = Execution(queue.folder, skip_busy=True, weights=False)
-        shared = ranks is not None and root is None  # all ranks execute one trial after another
-        here = left if shared else runs_per_rank(left, ranks)
-        left = 1 if shared else left
-        with progress(here) as on_row, warnings.catch_warnings():
-            warnings.simplefilter("ignore", NonFiniteUpdateWarning)  # it shows in the score
-            queue.on_row = on_row
-            jobs = jobs_for([search.base], jobs)
-            run_queue(queue, left, jobs, how, ranks=ranks, stop=stop, on_wait=on_wait)
-    trials: list[Trial] = agree(queue.trials())
-    if search.protocol == "epsilon":
-        return trials
-    sign = -1 if search.goal.higher else 1
-    return sorted(trials, key=lambda each: (each.result.failed, sign * each.result.score))
-
-
 class Trials:
     """The trials of a grid, as a queue of runs; see `RunQueue`.
+
+    Any number of processes can work on them at a time: each takes those that no other has.
 
     Args:
         search: what to run.
@@ -273,6 +228,8 @@ class Trials:
         outcomes: of those that are finished, as far as this process has read or run them.
         on_row: called with the values and every row of a trial.
     """
+
+    whole: int | None = WINDOW  # rows of a stored trial that are read completely
 
     def __init__(self, search: Search, root: Path | None) -> None:
         self.search, self.folder = search, None if root is None else search.folder(root)
@@ -291,16 +248,21 @@ class Trials:
         return sum(1 for _ in self._left())
 
     def trials(self) -> list[Trial]:
-        """Return the finished trials in their order."""
-        goal = self.search.goal
-        return [
-            Trial(self.points[number], result_of(outcome, goal), outcome.folder)
-            for number, outcome in sorted(self.outcomes.items())
-        ]
+        """Return the finished trials, best first."""
+        trials, sign = (
+            map(self._scored, sorted(self.outcomes)),
+            -1 if self.search.goal.higher else 1,
+        )
+        return sorted(trials, key=lambda each: (each.result.failed, sign * each.result.score))
+
+    def _scored(self, number: int) -> Trial:
+        outcome = self.outcomes[number]
+        return Trial(self.points[number], result_of(outcome, self.search.goal), outcome.folder)
 
     def take(self) -> Job | None:
         for number in self._left():
-            if number not in self._running and not self._is_busy(number):
+            folder = self._folder_of(number)
+            if number not in self._running and not (folder and is_busy(folder)):
                 self._running[number] = []
                 return Job(number, self.search.at(self.points[number]))
         return None
@@ -331,10 +293,6 @@ class Trials:
     def _folder_of(self, number: int) -> Path | None:
         return self.folder and self.folder / id_of(self.search.spec_at(self.points[number]))
 
-    def _is_busy(self, number: int) -> bool:
-        folder = self._folder_of(number)
-        return folder is not None and is_busy(folder)
-
     def _stored(self, number: int) -> Outcome | None:
         """Return the outcome of a finished trial; reads no spec, whose digest names the folder."""
         folder = self._folder_of(number)
@@ -349,7 +307,7 @@ class Trials:
                 raise UsageError(message) from None
             self._agreed = content
         try:
-            rows, result = rows_and_result(folder)
+            rows, result = rows_and_result(folder, self.whole)
         except DamagedError as error:
             raise UsageError(f"{error.reason}; remove {folder} to run the trial again") from None
         spec = self.search.spec_at(self.points[number])
@@ -357,19 +315,17 @@ class Trials:
 
 
 class EpsilonTrials(Trials):
-    """The trials of the rule of thumb, up to the one that ends it; see `rule_of_thumb`."""
+    """The trials of the rule of thumb, in its order, up to the one that ends it."""
 
     def trials(self) -> list[Trial]:
-        higher, trials = self.search.goal.higher, super().trials()
-        return trials[: rule_of_thumb([each.result for each in trials], higher).tried]
+        tried = takewhile(self.outcomes.__contains__, range(len(self.points)))
+        trials = list(map(self._scored, tried))
+        return trials[: self.search.choice(trials).tried]
 
     def _left(self) -> Iterator[int]:
-        goal = self.search.goal
         for number in super()._left():
-            if all(before in self.outcomes for before in range(number)):
-                results = [result_of(self.outcomes[k], goal) for k in range(number)]
-                if rule_of_thumb(results, goal.higher).ended:
-                    return
+            if self.search.choice(self.trials()).ended:
+                return
             yield number
 
 
@@ -379,19 +335,19 @@ class FreeTrials(Trials):
     `ASKED` holds their values. A lock is held while it is read and written.
     """
 
+    whole = None
+
     def __init__(self, search: Search, root: Path | None) -> None:
         super().__init__(search, root)
         self.points = []
-        if self.folder is not None and self.folder.exists():
-            self.points = self._asked(self.folder)
+        self._read_asked()
 
     def count_left(self) -> int:
         return max(super().count_left(), self.search.size - len(self.outcomes))
 
     def take(self) -> Job | None:
         with self._locked():
-            if self.folder is not None:
-                self.points = self._asked(self.folder)
+            self._read_asked()
             job = super().take()
             if job is None and len(self.points) < self.search.size:
                 self.points.append(self._ask())
@@ -404,7 +360,15 @@ class FreeTrials(Trials):
         return len(self.points) >= self.search.size and super().is_done()
 
     def on_round(self, job: Job, row: Row) -> bool:
-        return super().on_round(job, row) and not self._is_behind(self._running[job.key])
+        super().on_round(job, row)
+        curve = self._curve(self._running[job.key])
+        if row["round"] not in curve:
+            return True
+        super().count_left()  # reads what others have finished
+        trial = self._study().ask()
+        for number, value in curve.items():
+            trial.report(value, number)
+        return not trial.should_prune()
 
     def _locked(self) -> AbstractContextManager[Any]:
         if self.folder is None:
@@ -413,74 +377,63 @@ class FreeTrials(Trials):
             self.folder.mkdir(parents=True, exist_ok=True)
             return lock_file(self.folder / LOCK, wait=True)
 
-    def _asked(self, folder: Path) -> list[Point]:
-        path, values = folder / ASKED, self.search.values
-        if not path.exists():
-            return []
+    def _read_asked(self) -> None:
+        path, ranges = self.folder and self.folder / ASKED, self.search.values.items()
+        if path is None or not path.exists():
+            return
         try:
-            asked = [
-                {name: float(point[name]) for name in values}
-                for point in parse_json(path.read_bytes())
-            ]
-            inside = all(
-                low <= point[n] <= high for point in asked for n, (low, high) in values.items()
-            )
+            asked = parse_json(path.read_bytes())
+            self.points = [{name: float(point[name]) for name, _ in ranges} for point in asked]
+            if not all(a <= point[n] <= b for point in self.points for n, (a, b) in ranges):
+                raise ValueError("a value is out of its range")
         except (ValueError, TypeError, LookupError, OverflowError):
-            inside = False
-        require(inside, f"{path} is damaged; remove {folder}, or {OTHER_RUNS}")
-        return asked
+            message = f"{path} is damaged; remove {self.folder}, or {OTHER_RUNS}"
+            raise UsageError(message) from None
 
     def _ask(self) -> Point:
         """Return the values of the next trial; those of the first are the task's own."""
-        optuna = extra("optuna", "a free search", group="tune")
-        optuna.logging.set_verbosity(optuna.logging.WARNING)
-        values, goal, usual = self.search.values, self.search.goal, self.search.base.setup.options()
+        ranges, usual = self.search.values.items(), self.search.base.setup.options()
+        study = self._study()
+        if not self.points:
+            inside = {n: float(usual[n]) for n, (low, high) in ranges if low <= usual[n] <= high}
+            study.enqueue_trial(inside)
+        trial = study.ask()
+        return {name: trial.suggest_float(name, *ends, log=True) for name, ends in ranges}
+
+    def _study(self) -> optuna.Study:
+        """Return a study in memory, of all finished trials."""
+        optuna, goal = _optuna(), self.search.goal
+        log_scale, state = optuna.distributions.FloatDistribution, optuna.trial.TrialState
+        kinds = {n: log_scale(*ends, log=True) for n, ends in self.search.values.items()}
         # Another seed per trial, so that no two processes draw the same values.
         seed = self.search.base.seed + 1000 * len(self.points)
         study = optuna.create_study(
             direction="maximize" if goal.higher else "minimize",
             sampler=optuna.samplers.TPESampler(seed=seed),
+            pruner=optuna.pruners.MedianPruner(STARTUP_TRIALS, WARMUP_ROUNDS),
         )
-        log_scale = optuna.distributions.FloatDistribution
-        state = optuna.trial.TrialState
         for number, outcome in sorted(self.outcomes.items()):
             result = result_of(outcome, goal)
-            study.add_trial(
-                optuna.trial.create_trial(
-                    state=state.PRUNED if result.pruned else state.COMPLETE,
-                    params=self.points[number],
-                    distributions={n: log_scale(*ends, log=True) for n, ends in values.items()},
-                    value=None if result.pruned else result.score,
-                    intermediate_values=_curve(outcome.rows, goal.metric),
-                )
+            trial = optuna.trial.create_trial(
+                state=state.PRUNED if result.pruned else state.COMPLETE,
+                value=None if result.pruned else result.score,
+                params=self.points[number],
+                distributions=kinds,
+                intermediate_values=self._curve(outcome.rows),
             )
-        if not self.points:
-            study.enqueue_trial(
-                {n: usual[n] for n, (low, high) in values.items() if low <= usual[n] <= high}
-            )
-        trial = study.ask()
-        return {name: trial.suggest_float(name, *ends, log=True) for name, ends in values.items()}
+            study.add_trial(trial)
+        return study
 
-    def _is_behind(self, rows: Sequence[Row]) -> bool:
-        """Return whether to prune a trial, by the rule of Optuna's MedianPruner.
+    def _curve(self, rows: Sequence[Row]) -> dict[int, float]:
+        """Return the metric by round, where it was evaluated."""
+        known = ((row["round"], row.get(self.search.metric)) for row in rows)
+        return {round: value for round, value in known if value is not None}
 
-        That is, whether its best value so far is worse than the median of the others in this round.
-        """
-        goal, round = self.search.goal, rows[-1]["round"]
-        if rows[-1].get(goal.metric) is None or round < WARMUP_ROUNDS:
-            return False
-        for _ in self._left():  # reads what others have finished
-            pass
-        others = [each for each in self.outcomes.values() if each.status != PRUNED]
-        if len(others) < STARTUP_TRIALS:
-            return False
-        curves = [_curve(each.rows, goal.metric) for each in others]
-        values = [curve[round] for curve in curves if round in curve]
-        so_far = _curve(rows, goal.metric).values()
-        if not values:
-            return False
-        middle = float(np.median(values))
-        return max(so_far) < middle if goal.higher else min(so_far) > middle
+
+def _optuna() -> Any:
+    optuna = extra("optuna", "a free search", group="tune")
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    return optuna
 
 
 QUEUES: dict[Protocol, type[Trials]] = {
@@ -488,11 +441,6 @@ QUEUES: dict[Protocol, type[Trials]] = {
     "free": FreeTrials,
     "epsilon": EpsilonTrials,
 }
-
-
-def _curve(rows: Sequence[Row], metric: str) -> dict[int, float]:
-    """Return a metric by round, as far as it is known."""
-    return {row["round"]: row[metric] for row in rows if row.get(metric) is not None}
 
 
 @dataclass(frozen=True)
