@@ -471,6 +471,7 @@ def test_a_stored_spec_that_was_changed_is_refused(tmp_path: Path) -> None:
         (whole.replace("format = 2", "format = 3"), "has format 3; this fedexp reads format 2"),
         (whole[: len(whole) // 2].rpartition("=")[0] + "= ", "is damaged"),
         ("format = 2\n", "has been changed"),
+        (spec_text({**tiny().spec, "algorithm": 3}), "is not the spec of a run"),
         ("\x00", "is damaged"),
     ]:
         path.write_text(text)

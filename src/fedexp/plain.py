@@ -35,7 +35,8 @@ def id_of(spec: Mapping[str, Any]) -> str:
     resolved = {name: value for name, value in spec.items() if name not in TYPED}
     text = json.dumps(_canonical(resolved), sort_keys=True, default=str)
     digest = hashlib.sha256(text.encode()).hexdigest()[:10]
-    return f"{id_stem(spec['task'], spec['algorithm'], spec['seed'])}-{digest}"
+    task, algorithm = str(spec["task"]), str(spec["algorithm"])  # a forged file may have others
+    return f"{id_stem(task, algorithm, spec['seed'])}-{digest}"
 
 
 def id_stem(task: str, algorithm: str, seed: int) -> str:
