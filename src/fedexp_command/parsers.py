@@ -166,7 +166,7 @@ def build_parser(version: str = "") -> Parser:
 
 
 def _run(parser: argparse.ArgumentParser) -> None:
-    _experiment(parser)
+    _experiment(parser, "; or the spec.toml of a run")
     parser.add_argument("--algorithm", metavar="A", help="default: fedexp; your own: study.py:NAME")
     parser.add_argument("--seed", type=seed, metavar="S", help="default: 0")
     _root(parser)
@@ -417,13 +417,10 @@ COMMANDS = {
 }
 
 
-def _experiment(parser: argparse.ArgumentParser) -> None:
+def _experiment(parser: argparse.ArgumentParser, more: str = "") -> None:
     """Add the options that decide what a run computes."""
-    parser.add_argument(
-        "task",
-        metavar="TASK",
-        help="a task (`fedexp tasks` lists them), your own: study.py:NAME, or a spec.toml",
-    )
+    text = f"a task (`fedexp tasks` lists them), or your own: study.py:NAME{more}"
+    parser.add_argument("task", metavar="TASK", help=text)
     for name, settings in FLAGS.items():
         parser.add_argument(f"--{name.replace('_', '-')}", **settings)
     parser.add_argument(

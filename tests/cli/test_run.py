@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from fedexp.cli.main import main
-from fedexp.runs import find_runs, load_run, loggers
+from fedexp.runs import StoredRun, find_runs, load_run, loggers
 from tests.cli.helpers import FEDEXP, RUN, SMALL, begin, checkpointed, wait_for_rows
-from tests.runs.helpers import essence
+from tests.runs.helpers import essence, untimed
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -35,6 +35,27 @@ def test_runs_are_stored_where_options_name(
     before = set(tmp_path.rglob("*"))
     assert main([*RUN, "--no-save", "--seed", "7"]) == 0
     assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_spec_is_run_with_the_options_of_the_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: str) -> StoredRun:
+        assert main(["run", *words, "--json"]) == 0
+        return load_run(Path(json.loads(capfd.readouterr().out)["folder"]))
+
+    first = run(*RUN[1:], "--algorithm", "scaffold-exp", "--seed", "3", "--set", "eps=0.1")
+    copy = (first.folder / "spec.toml").rename(tmp_path / "copy.toml")
+    again = run("copy.toml", "--runs", "again")
+    assert (again.spec, again.folder.name) == (first.spec, first.folder.name)
+    assert untimed(again.rows) == untimed(first.rows)
+    changed = run("copy.toml", "--set", "local.lr=0.03", "--rounds", "3", "--seed", "4")
+    assert (changed.spec["algorithm"], changed.spec["seed"]) == ("scaffold-exp", 4)
+    assert changed.spec["options"] == first.spec["options"] | {"local.lr": 0.03}
+    assert len(changed.rows) == 3
+    copy.write_text('task = "toy"\nround = 3\n')
+    assert main(["run", "copy.toml"]) == 2
+    assert "unknown name in copy.toml 'round'; did you mean rounds" in capfd.readouterr().err
 
 
 def test_a_finished_run_is_reported_and_can_be_restarted(
