@@ -36,7 +36,7 @@ from fedexp.client import SGD, ClientRule, Nova, Prox, ProxEnvelope, Scaffold
 from fedexp.data import Federation
 from fedexp.engine import Record, SimulationState
 from fedexp.errors import DivergedError, FedExPError, NonFiniteUpdateWarning, UsageError
-from fedexp.experiment import Experiment, simulate
+from fedexp.experiment import Experiment, Resources, simulate
 from fedexp.local import LocalTraining
 from fedexp.server import (
     AMS,
@@ -89,6 +89,7 @@ __all__ = [
     "Prox",
     "ProxEnvelope",
     "Record",
+    "Resources",
     "RunResult",
     "Scaffold",
     "ServerRule",

@@ -192,11 +192,7 @@ SHARD = option(
 )
 RUNS = option("runs", "RUNS", "run folders, or folders of them", Path, nargs="+")
 EXPERIMENT = (
-    option(
-        "task",
-        "TASK",
-        "a task (`fedexp tasks` lists them), your own: study.py:NAME, or a spec.toml",
-    ),
+    option("task", "TASK", "a task (`fedexp tasks` lists them), or your own: study.py:NAME"),
     *FLAGS.values(),
     SET,
     JSON,
@@ -245,7 +241,8 @@ COMMANDS: dict[str, tuple[str, tuple[Option, ...]]] = {
     "run": (
         "train with one algorithm",
         (
-            *EXPERIMENT,
+            option("task", "TASK", f"{EXPERIMENT[0].help}; or the spec.toml of a run"),
+            *EXPERIMENT[1:],
             option("--algorithm", "A", "default: fedexp; your own: study.py:NAME"),
             SEED,
             *ROOT,

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from fedexp.cli.main import main
-from fedexp.runs import find_runs, load_run, loggers
-from tests.cli.helpers import RUN, SMALL, begin, checkpointed
-from tests.runs.helpers import essence
+from fedexp.runs import StoredRun, find_runs, load_run, loggers
+from tests.cli.helpers import FEDEXP, RUN, SMALL, begin, checkpointed, wait_for_rows
+from tests.runs.helpers import essence, untimed
 
 pytestmark = pytest.mark.usefixtures("elsewhere")
 
@@ -35,6 +35,27 @@ def test_runs_are_stored_where_options_name(
     before = set(tmp_path.rglob("*"))
     assert main([*RUN, "--no-save", "--seed", "7"]) == 0
     assert set(tmp_path.rglob("*")) == before
+
+
+def test_a_spec_is_run_with_the_options_of_the_command(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def run(*words: str) -> StoredRun:
+        assert main(["run", *words, "--json"]) == 0
+        return load_run(Path(json.loads(capfd.readouterr().out)["folder"]))
+
+    first = run(*RUN[1:], "--algorithm", "scaffold-exp", "--seed", "3", "--set", "eps=0.1")
+    copy = (first.folder / "spec.toml").rename(tmp_path / "copy.toml")
+    again = run("copy.toml", "--runs", "again")
+    assert (again.spec, again.folder.name) == (first.spec, first.folder.name)
+    assert untimed(again.rows) == untimed(first.rows)
+    changed = run("copy.toml", "--set", "local.lr=0.03", "--rounds", "3", "--seed", "4")
+    assert (changed.spec["algorithm"], changed.spec["seed"]) == ("scaffold-exp", 4)
+    assert changed.spec["options"] == first.spec["options"] | {"local.lr": 0.03}
+    assert len(changed.rows) == 3
+    copy.write_text('task = "toy"\nround = 3\n')
+    assert main(["run", "copy.toml"]) == 2
+    assert "unknown name in copy.toml 'round'; did you mean rounds" in capfd.readouterr().err
 
 
 def test_a_finished_run_is_reported_and_can_be_restarted(
@@ -84,11 +105,10 @@ def test_a_diverged_run_fails_each_time_it_is_asked_for(capfd: pytest.CaptureFix
 
 
 class Notebook:
-    """A logger that records its calls, and kills this process on request."""
+    """A logger that records its calls, and fails on request."""
 
     seen: list[Any]
-    kills_at: int | None = None
-    signal = 0
+    fails_at: int | None = None
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -99,18 +119,18 @@ class Notebook:
     def on_round(self, row: Any) -> None:
         stored = load_run(self.folder).rows[-1]["round"]
         assert stored == row["round"], "it should be stored before anyone is notified of it"
-        if row["round"] == self.kills_at:
-            os.kill(os.getpid(), self.signal)
+        if row["round"] == self.fails_at:
+            raise RuntimeError("no route to host")
         self.seen.append(row["round"])
 
     def end(self, result: Any) -> None:
-        self.seen.append(result and result["status"])
+        self.seen.append(result["status"])
 
 
 @pytest.fixture
 def notebook(monkeypatch: pytest.MonkeyPatch) -> type[Notebook]:
     monkeypatch.setitem(loggers.LOGGERS, "notebook", Notebook)
-    Notebook.seen, Notebook.kills_at = [], None
+    Notebook.seen, Notebook.fails_at = [], None
     return Notebook
 
 
@@ -119,6 +139,18 @@ def test_consumers_hear_of_everything_once(notebook: type[Notebook]) -> None:
     assert notebook.seen == [("synthetic", 0), 1, 2, 3, 4, 5, "finished"]
     assert main([*RUN, "--log", "notebook"]) == 0  # nothing happens, nothing is logged
     assert len(notebook.seen) == 7
+
+
+def test_a_logger_that_fails_does_not_cost_the_run(
+    notebook: type[Notebook], capfd: pytest.CaptureFixture[str]
+) -> None:
+    notebook.fails_at = 3
+    assert main([*RUN, "--log", "notebook", "--out", "a"]) == 0
+    assert notebook.seen == [("synthetic", 0), 1, 2]
+    warnings = [line for line in capfd.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == 1
+    assert "no route to host" in warnings[0]
+    assert len(load_run(Path("a")).rows) == 5
 
 
 def test_diagnostics_are_notes(capfd: pytest.CaptureFixture[str]) -> None:
@@ -131,18 +163,15 @@ def test_diagnostics_are_notes(capfd: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["SIGINT", "SIGTERM"]
 )
-def test_a_signal_stops_a_run_after_its_round(
-    number: int,
-    status: int,
-    tmp_path: Path,
-    notebook: type[Notebook],
-    capfd: pytest.CaptureFixture[str],
-) -> None:
-    notebook.kills_at, notebook.signal = 3, number
-    assert main([*RUN, "--rounds", "100000", "--log", "notebook"]) == status
-    (folder,) = find_runs([tmp_path / "runs"])
+def test_a_signal_stops_a_run_after_its_round(number: int, status: int, tmp_path: Path) -> None:
+    command = ["run", "synthetic", "--rounds", "100000", *SMALL]
+    process = subprocess.Popen([*FEDEXP, *command], stderr=subprocess.PIPE, text=True)
+    folder = wait_for_rows(tmp_path / "runs", process)
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == status
     rows = load_run(folder).rows
-    stopping, stopped = capfd.readouterr().err.splitlines()
+    stopping, stopped = err.splitlines()
     assert stopping.startswith("fedexp: stopping after this round")
     assert stopped == (
         f"fedexp: stopped after round {len(rows)}; "

@@ -107,14 +107,14 @@ class Shell:
             assert main(given) == 0, f"fedexp {' '.join(given)}"
 
     def _path(self, word: str) -> str:
-        """Complete `...` at the end of a path; move absolute paths into the scratch folder."""
+        """Complete `...` in a path; move absolute paths into the scratch folder."""
         if word.startswith("/"):
             return str(self.folder / word[1:])
-        if not word.endswith("..."):
+        if "..." not in word:
             return word
-        found = sorted(self.folder.glob(f"{word[:-3]}*"), key=os.path.getmtime)
-        assert found, f"{word}: no command above has made such a path"
-        return str(found[-1].relative_to(self.folder))
+        paths = sorted(self.folder.glob(word.replace("...", "*")), key=os.path.getmtime)
+        assert paths, f"{word}: no command above has made such a path"
+        return str(paths[-1].relative_to(self.folder))
 
     def _copy_results(self, source: Path) -> None:
         """Copy the stored runs of the repository, which commands may add to."""
