@@ -211,6 +211,14 @@ DIFFERENT: dict[str, tuple[Any, Any]] = {
     "series of pandas": (pd.Series({"a": 1.0}), pd.Series({"a": 2.0})),
     "labels of pandas": (pd.Series({"a": 1.0}), pd.Series({"b": 1.0})),
     "fraction": (Fraction(1, 3), Fraction(2, 3)),
+    "length of a queue": (deque([1], maxlen=2), deque([1], maxlen=3)),
+    "default of a mapping": (collections.defaultdict(int), collections.defaultdict(list)),
+    "mask of an array": (np.ma.array([1], mask=[False]), np.ma.array([1], mask=[True])),
+    "expanded tensor": (torch.tensor(1.0).expand(1), torch.tensor(2.0).expand(1)),
+    "computed tensor in an object of a library": (
+        torch.distributions.Normal(torch.ones(2, requires_grad=True) * 2, 1.0),
+        torch.distributions.Normal(torch.ones(2, requires_grad=True) * 3, 1.0),
+    ),
     "range": (range(3), range(4)),
     "function in an object of a library": (deque([lambda x: x]), deque([lambda x: -x])),
     "object of a library": (collections.UserDict(a=1), collections.UserDict(a=2)),
@@ -463,8 +471,12 @@ def test_a_tied_weight_is_no_two_weights() -> None:
             other.weight = one.weight
         return nn.Sequential(one, other)
 
-    for key in (digest_of, lambda module: key_of(module, [*module.parameters()])):
-        assert key(tied(True)) == key(tied(True)) != key(tied(False))
+    def key(shared: bool) -> Any:
+        module = tied(shared)
+        return key_of(module, [*module.parameters()])
+
+    assert digest_of(tied(True)) == digest_of(tied(True)) != digest_of(tied(False))
+    assert key(True) == key(True) != key(False)
 
 
 def test_layers_hold_their_weights_in_weak_references() -> None:

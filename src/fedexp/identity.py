@@ -23,7 +23,9 @@ import dis
 import functools
 import hashlib
 import inspect
+import io
 import logging
+import pickle
 import random
 import re
 import sys
@@ -32,7 +34,6 @@ from argparse import Namespace
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from copy import deepcopy
 from pathlib import Path
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType, SimpleNamespace
 from typing import Any
@@ -48,6 +49,7 @@ STANDARD = Path(sysconfig.get_paths()["stdlib"])
 READ = ("user", "installed")  # whose code is read, see `origin`
 NOTHING = (type(None), type(Ellipsis))
 PLAIN = (bool, int, float, complex, str, bytes, *NOTHING, torch.dtype, torch.device)
+OF_CONTAINERS = ("maxlen", "default_factory")
 SEQUENCES = (list, tuple, deque, set, frozenset)
 NAMESPACES = (ModuleType, SimpleNamespace, Namespace)
 DESCRIPTORS = (staticmethod, classmethod, property, functools.cached_property)
@@ -87,9 +89,9 @@ def attributes_of(value: Any) -> dict[str, Any]:
     """Return the attributes of an object, those in slots too, without cached properties."""
     state = object.__getstate__(value)
     named, slots = state if isinstance(state, tuple) else (state, None)
-    own = sorted({**(named or {}), **(slots or {})}.items())
+    pairs = sorted({**(named or {}), **(slots or {})}.items())
     cached = functools.cached_property
-    return {n: v for n, v in own if not isinstance(getattr(type(value), n, None), cached)}
+    return {n: v for n, v in pairs if not isinstance(getattr(type(value), n, None), cached)}
 
 
 def parts(
@@ -113,7 +115,7 @@ def parts(
         return [("", value())]
     if isinstance(value, HOLDING):
         return [(name, getattr(value, name)) for name in HELD if hasattr(value, name)]
-    inside: list[tuple[Any, Any]] = []
+    inside: list[Any] = [(n, getattr(value, n)) for n in OF_CONTAINERS if hasattr(value, n)]
     if isinstance(value, Mapping):
         inside += value.items()
     elif isinstance(value, SEQUENCES):
@@ -125,14 +127,14 @@ def parts(
         inside += [(name, functions) for name, functions in hooks if functions]
     elif whose != "user" and not dataclasses.is_dataclass(value):
         return None
-    own = attributes_of(value)
+    named = attributes_of(value)
     if isinstance(value, nn.Module):
-        own = {n: v for n, v in own.items() if n not in OF_EVERY_MODULE}
+        named = {n: v for n, v in named.items() if n not in OF_EVERY_MODULE}
     if not used:
         fields = getattr(kind, "__dataclass_fields__", ())
-        kept = own.keys() - _changed_by_use(kind) if whose in READ else fields
-        own = {n: v for n, v in own.items() if n[:1] != "_" or n in kept}
-    return [*inside, *own.items()]
+        kept = named.keys() - _changed_by_use(kind) if whose in READ else fields
+        named = {n: v for n, v in named.items() if n[:1] != "_" or n in kept}
+    return [*inside, *named.items()]
 
 
 def _parts_of_function(function: FunctionType, is_read: bool) -> list[tuple[str, Any]]:
@@ -200,10 +202,17 @@ def _names(code: CodeType) -> frozenset[str]:
     return frozenset(code.co_names).union(*inner)
 
 
+class _Probe(pickle.Pickler):
+    """A pickler to which functions and classes are plain values: they are read in another way."""
+
+    def reducer_override(self, value: Any) -> Any:
+        return (len, ("",)) if isinstance(value, FunctionType | type) else NotImplemented
+
+
 def _pickled_state(value: Any) -> list[tuple[Any, Any]]:
     """Return what pickle stores of an object of a library, as values.
 
-    Empty for what cannot be copied, such as locks, open files and what holds them (a logger may
+    Empty for what pickle cannot store, such as locks, open files and what holds them (a logger may
     have a folder named by the time), and for what changes with every use.
     """
     if isinstance(value, CHANGED_BY_USE):
@@ -212,7 +221,7 @@ def _pickled_state(value: Any) -> list[tuple[Any, Any]]:
         if isinstance(value, torch.distributions.Distribution):
             for name in value.arg_constraints:
                 getattr(value, name)  # computed at first use, and an attribute from then on
-        deepcopy(value)
+        _Probe(io.BytesIO()).dump(value)
         reduce: Any = copyreg.dispatch_table.get(type(value))
         state = reduce(value) if reduce else value.__reduce_ex__(2)
     except Exception:
@@ -223,7 +232,8 @@ def _pickled_state(value: Any) -> list[tuple[Any, Any]]:
 
 def tensor_bytes(value: Tensor) -> memoryview:
     """Return the memory of a tensor; copied only where it is not contiguous or on a GPU."""
-    flat = value.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+    whole = value.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    flat = whole.as_strided((whole.numel(),), (1,))  # one that was expanded may have stride 0
     # not by Tensor.numpy, which marks the memory as shared with numpy and no longer resizable
     array: np.ndarray[Any, Any] = np.from_dlpack(flat.view(torch.uint8))
     return array.data.cast("B")
@@ -348,9 +358,10 @@ class _Reader:
     def _read(self, value: Any) -> None:
         """Read an object: its class, and its content, name or parts."""
         self._add(type(value))
+        is_array = isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject
         if isinstance(value, Tensor) and value.layout == torch.strided:
             self._tensor(value)
-        elif isinstance(value, np.ndarray | np.generic) and not value.dtype.hasobject:
+        elif is_array and not isinstance(value, np.ma.MaskedArray):
             data = np.ascontiguousarray(value).reshape(-1).view(np.uint8).data
             self._put(str(value.dtype), str(value.shape), data)
         elif isinstance(value, ModuleType):

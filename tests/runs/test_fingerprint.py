@@ -149,11 +149,11 @@ def test_objects_of_a_worker_differ_by_rules_and_by_their_values() -> None:
         Algorithm("own", server=fx.server.Adam()),
         Algorithm("own", server=fx.server.Yogi()),
     )
-    found = fingerprint_of_object(one)
-    assert found.differences(fingerprint_of_object(one)) == []
-    assert found.differences(fingerprint_of_object(other)) == ["the server rule"]
+    before = fingerprint_of_object(one)
+    assert before.differences(fingerprint_of_object(one)) == []
+    assert before.differences(fingerprint_of_object(other)) == ["the server rule"]
     changed = Algorithm("own", server=fx.server.Adam(lr=0.5))
-    assert found.differences(fingerprint_of_object(changed)) == ["the object"]
+    assert before.differences(fingerprint_of_object(changed)) == ["the object"]
     task = task_of(None)
     assert fingerprint_of_object(task).differences(fingerprint_of_object(changed_at(3))) == [
         "the training data (x)"

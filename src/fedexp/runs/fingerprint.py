@@ -57,7 +57,7 @@ class Fingerprint:
         apart = [n for n in names if self.digests.get(n) != other.digests.get(n)]
         pythons = [{d.partition(" ")[2] for d in f.digests.values()} - {""} for f in (self, other)]
         if all(pythons) and pythons[0].isdisjoint(pythons[1]):
-            versions = " and ".join(min(each) for each in pythons)
+            versions = " and ".join(min(python) for python in pythons)
             apart.append(f"the version of Python that compiles your code ({versions})")
         if self.numerics != other.numerics:
             versions = f"{self.numerics} and {other.numerics}"
@@ -158,16 +158,15 @@ def fingerprint_of_object(value: Any) -> Fingerprint:
     parts = ("objective", "train", "test")
     names = [field.name for field in dataclasses.fields(value) if field.name not in parts]
     settings = digest_of({name: getattr(value, name) for name in names}, whole=True)
-    own = _objective(value.objective, 0)
-    return Fingerprint({**data_digests(value), **own, "the settings of the task": settings})
+    model = _objective(value.objective, 0)
+    return Fingerprint({**data_digests(value), **model, "the settings of the task": settings})
 
 
 def _not_in_spec(rule: Any) -> dict[str, Any]:
     """Return the attributes of a rule that the options of a spec do not have, or only in part."""
     fields = {field.name for field in dataclasses.fields(rule)}
-    own = attributes_of(rule)
-    in_spec = {n for n in fields if isinstance(own.get(n), bool | int | float | str | None)}
-    return {name: own[name] for name in sorted(own.keys() - in_spec)}
+    plain, named = bool | int | float | str | None, attributes_of(rule).items()
+    return {n: value for n, value in named if n not in fields or not isinstance(value, plain)}
 
 
 def joined(names: list[str]) -> str:
@@ -222,13 +221,13 @@ def data_digests(task: Task) -> dict[str, str]:
         # nobody else can write to memory that torch may resize
         is_counted = not value.is_inference() and value.untyped_storage().resizable()
         version = value._version if is_counted else object(), whole, digest_of(ends)
-        if value not in _known or _known[value][0] != version:
-            _known[value] = version, digest_of(value) if whole else _sampled(value, ends)
-        digests[name] = _known[value][1]
+        if value not in _digests or _digests[value][0] != version:
+            _digests[value] = version, digest_of(value) if whole else _sampled(value, ends)
+        digests[name] = _digests[value][1]
     return digests
 
 
-_known: Any = WeakTensorKeyDictionary()  # versions and digests of data
+_digests: Any = WeakTensorKeyDictionary()  # versions and digests of data
 
 
 def _sampled(value: Tensor, ends: NDArray[np.int64]) -> str:
