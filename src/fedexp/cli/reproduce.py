@@ -49,14 +49,13 @@ def run(args: argparse.Namespace) -> int:
             print(f"fedexp: {line}", file=sys.stderr)
     known = _reused(plan, args.reuse)
     missing = [job for job in plan.jobs if job not in known]
-    if missing or not known:
-        try:
-            outcomes = _run(args, plan, missing)
-        except api.Interrupted as stopped:
-            return stopped_status(stopped)
-        if is_silent() or is_missing(args, len(outcomes), len(missing)):
-            return 0
-        known |= dict(zip(missing, outcomes, strict=True))
+    try:
+        outcomes = _run(args, plan, missing) if missing else []
+    except api.Interrupted as stopped:
+        return stopped_status(stopped)
+    if is_silent() or (missing and is_missing(args, len(outcomes), len(missing))):
+        return 0
+    known |= dict(zip(missing, outcomes, strict=True))
     return _conclude(plan, [Result(job, known[job]) for job in plan.jobs], folder, args.format)
 
 
