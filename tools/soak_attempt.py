@@ -281,11 +281,9 @@ def wait_for_moment(attempt: Attempt, rng: random.Random, reference: Reference) 
     """Return at a random moment in what is left of the command, or at its end."""
     folder, (_, seconds, rows) = attempt.folder, reference
     have, before = count_rows(folder), stamps(folder)
-    kind = rng.choice(
-        ["start", "time", "row", "row", "file"] if rows else ["start", "time", "file"]
-    )
+    kind = rng.choice(["start", "time", "row", "row", "file"])
     wanted = rng.randint(have, max(have, rows))
-    name = rng.choice(FILES) if rows else "study.db-journal"
+    name = rng.choice(FILES)
     left = {
         "start": 0.2 * seconds,
         "time": seconds * max(1 - have / max(rows, 1), 0.2),

@@ -26,7 +26,7 @@ from tools.algorithm_pages.chooser import CHOICES
 from tools.leaderboard.measures import Board, Cell
 from tools.leaderboard.protocol import ENTRIES, LAST, SEEDS, TASKS, BoardTask, Entry
 from tools.leaderboard.report import final_text, rounds_text
-from tools.results.format import NO_RUNS, paragraphs, percent, table
+from tools.results.format import NO_RUNS, paragraphs, percent, table, table_of_filled
 
 FOLDER = Path("docs/algorithms")
 DELTA = "delta-sgd"  # a local optimiser, which has a page like the algorithms
@@ -226,9 +226,7 @@ def _results(task: BoardTask, cells: Sequence[Cell]) -> str:
     headers = ["algorithm", "tuned hyperparameters" if task.tuned else "hyperparameters, not tuned"]
     headers += [f"rounds to {percent(target)}" for target in task.targets]
     headers += ["final", "worst decile", "seeds"]
-    rows = [_result(cell) for cell in cells]
-    known = [at for at in range(len(headers)) if any(row[at] for row in rows)]
-    return table([headers[at] for at in known], [[row[at] for at in known] for row in rows], left=2)
+    return table_of_filled(headers, [_result(cell) for cell in cells], left=2)
 
 
 def _result(cell: Cell) -> list[str]:

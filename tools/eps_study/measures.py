@@ -164,22 +164,30 @@ def constants(store: Store) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The criteria on one confirmation task.
+    """The criteria on one task: geometric means of rounds over those of other arms.
 
     Attributes:
         task: its name.
-        oracle: geometric mean of rounds over the oracle's.
-        fedavg: the same over FedAvg's.
+        oracle: over the oracle's.
+        fedavg: over those without extrapolation.
+        printed: of a variant, over those of the printed default, an absolute eps; None where that
+            is not an arm of every cell.
+        is_variant: whether the second criterion is about `printed`, else `fedavg`.
     """
 
     task: str
     oracle: float
     fedavg: float
+    printed: float | None = None
+    is_variant: bool = False
 
     @property
     def holds(self) -> bool:
-        """Whether both are at most what the protocol states."""
-        return self.oracle <= MOST_TO_ORACLE and self.fedavg <= MOST_TO_FEDAVG
+        """Whether the criteria are at most what the protocol states."""
+        second, most = self.fedavg, MOST_TO_FEDAVG
+        if self.is_variant:
+            second, most = self.printed or 0.0, MOST_TO_PRINTED
+        return self.oracle <= MOST_TO_ORACLE and second <= most
 
 
 def verdicts(store: Store, constant: float, crossing: Crossing = "smoothed") -> list[Verdict]:
@@ -201,31 +209,7 @@ def decision(store: Store, constant: float) -> bool | None:
     return all(verdict.holds for verdict in verdicts(store, constant))
 
 
-@dataclass(frozen=True)
-class VariantVerdict:
-    """The criteria of a variant on one task, for FedExP's constant.
-
-    Attributes:
-        task: its name.
-        oracle: geometric mean of rounds over the oracle's.
-        printed: the same over those of the printed default, an absolute eps; None where that is
-            not an arm of every cell.
-        base: the same over those without extrapolation; it decides nothing.
-    """
-
-    task: str
-    oracle: float
-    printed: float | None
-    base: float
-
-    @property
-    def holds(self) -> bool:
-        """Whether the criteria are at most what the protocol states."""
-        near = self.oracle <= MOST_TO_ORACLE
-        return near and (self.printed is None or self.printed <= MOST_TO_PRINTED)
-
-
-def variant_verdicts(store: Store, crossing: Crossing = "smoothed") -> list[VariantVerdict]:
+def variant_verdicts(store: Store, crossing: Crossing = "smoothed") -> list[Verdict]:
     """Return the criteria on each task of a variant that has complete cells."""
     arm, printed = Arm("relative", VARIANT_CONSTANT), Arm("absolute", PRINTED_EPS)
     found = []
@@ -235,7 +219,7 @@ def variant_verdicts(store: Store, crossing: Crossing = "smoothed") -> list[Vari
         everywhere = all(printed in own.rounds for own in cells)
         if oracle is not None and base is not None:
             over = to_arm(cells, arm, printed) if everywhere else None
-            found.append(VariantVerdict(name, oracle, over, base))
+            found.append(Verdict(name, oracle, base, over, is_variant=True))
     return found
 
 

@@ -207,7 +207,7 @@ def variant_table(stores: Mapping[str, Store]) -> str:
             row = [name, NAMES[task], f"{min(eps):.3g} to {max(eps):.3g}"]
             row.append(_ratio(own.oracle, other.oracle, MOST_TO_ORACLE))
             row.append(_ratio(own.printed, other.printed, MOST_TO_PRINTED))
-            rows.append([*row, _ratio(own.base, other.base), "yes" if own.holds else "no"])
+            rows.append([*row, _ratio(own.fedavg, other.fedavg), "yes" if own.holds else "no"])
         result = {
             None: f"not all runs are there; {constant} has to have {rule}",
             True: f"**{constant} is the default**: {rule}",

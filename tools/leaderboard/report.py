@@ -12,7 +12,7 @@ from fedexp.runs import StoredRun
 from tools.leaderboard.measures import Board, Cell, load_board
 from tools.leaderboard.protocol import ENTRIES, SEEDS, TASKS, BoardTask
 from tools.leaderboard.runs import Store
-from tools.results.format import NO_RUNS, paragraphs, percent, table
+from tools.results.format import NO_RUNS, paragraphs, percent, table, table_of_filled
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -82,10 +82,9 @@ def _table(name: str, task: BoardTask, cells: dict[str, Cell]) -> str:
     headers += ["final", "worst decile", "sent up", "sent down"]
     headers += [f"sent to {percent(task.targets[0])}", "seconds", "seeds"]
     rows = [_row(cell) for cell in sorted(cells.values(), key=_place)]
-    known = [at for at in range(len(headers)) if any(row[at] for row in rows)]
     missing = [e for e in ENTRIES.values() if name in e.centres and e.name not in cells]
     rows += [[entry.title, *[""] * (len(headers) - 1)] for entry in missing]
-    return table([headers[at] for at in known], [[row[at] for at in known] for row in rows])
+    return table_of_filled(headers, rows)
 
 
 def _place(cell: Cell) -> tuple[float, float]:

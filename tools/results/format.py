@@ -103,6 +103,12 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) 
     return "\n".join([head, f"| {' | '.join(rule)} |", *body])
 
 
+def table_of_filled(headers: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Return a table without the columns that no row has."""
+    filled = [at for at in range(len(headers)) if any(row[at] for row in rows)]
+    return table([headers[k] for k in filled], [[row[k] for k in filled] for row in rows], left)
+
+
 def bullets(lines: Sequence[str]) -> str:
     return "\n".join(f"- {line}" for line in lines)
 

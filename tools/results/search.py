@@ -1,37 +1,29 @@
 """Records of searches for step sizes and eps, and the EMNIST runs with the values that one found.
 
-A record is a CSV file with one line per trial, written from the output of `fedexp tune --json` by
-
-    python -m tools.results.search a.json "b.json=participants x eps" --to results/emnist-tuned
-
-which then prints the commands that run the best values.
+A record is a CSV file with one line per trial of `fedexp tune`; the name of an algorithm has its
+reading of eps.
 """
 
 from __future__ import annotations
 
-import argparse
-import csv
-import json
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from fedexp.analysis.summary import WINDOW
-from fedexp.errors import require
 from fedexp.reproduce import STUDIES
-from fedexp.reproduce.accuracy_studies import READINGS, of_reading
+from fedexp.reproduce.accuracy_studies import READINGS
 from fedexp.reproduce.measures import final, ratio, rounds_to_target
 from fedexp.reproduce.published import target, text_of
 from fedexp.runs import StoredRun
-from tools.results.archive import Archive, load_archive
+from tools.grid import read_csv
+from tools.results.archive import Archive
 from tools.results.format import NO_RUNS, algorithm_name, table
-from tools.results.runs import GPU, SEEDS
 from tools.results.table1 import interval
 
 SEARCH = "search.csv"
-LOCAL_LR, SCORE = "local.lr", "train_accuracy"
-COLUMNS = ("algorithm", "local_lr", "option", "value", SCORE)
+LOCAL_LR = "local.lr"
 
 
 class Trial(NamedTuple):
@@ -54,19 +46,16 @@ class Trial(NamedTuple):
 
 def load_search(folder: Path) -> list[Trial]:
     """Return the trials of the search in their order; none if there was no search."""
-    if not (folder / SEARCH).is_file():
-        return []
-    with (folder / SEARCH).open(encoding="utf-8", newline="") as file:
-        return [
-            Trial(
-                row["algorithm"],
-                float(row["local_lr"]),
-                row["option"],
-                float(row["value"]),
-                float(row["train_accuracy"]),
-            )
-            for row in csv.DictReader(file)
-        ]
+    return [
+        Trial(
+            row["algorithm"],
+            float(row["local_lr"]),
+            row["option"],
+            float(row["value"]),
+            float(row["train_accuracy"]),
+        )
+        for row in read_csv(folder / SEARCH)
+    ]
 
 
 def best_trials(trials: list[Trial]) -> dict[str, Trial]:
@@ -98,34 +87,6 @@ def search_table(folder: Path) -> str:
 def _score(trial: Trial, best: Trial) -> str:
     text = f"{100 * trial.score:.1f} %" if trial.score else "diverged"
     return f"**{text}**" if trial == best else text
-
-
-def convert(found: dict[str, Any], reading: str = "") -> list[Trial]:
-    """Return the trials of `fedexp tune --json`, over the client step size and one other option.
-
-    Args:
-        found: the output of the command.
-        reading: the reading of eps that it was run with; empty for the printed one.
-    """
-    trials = []
-    for own in found["algorithms"]:
-        name = of_reading(own["algorithm"], reading)
-        for each in own["trials"]:
-            values = each["values"]
-            (option,) = (key for key in values if key != LOCAL_LR)
-            trials.append(
-                Trial(name, values[LOCAL_LR], option, values[option], each["score"] or 0.0)
-            )
-    return trials
-
-
-def store_search(folder: Path, trials: Sequence[Trial]) -> None:
-    """Write the record of a search."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with (folder / SEARCH).open("w", encoding="utf-8", newline="") as file:
-        writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(COLUMNS)
-        writer.writerows([*trial[:4], f"{trial.score:.6g}"] for trial in trials)
 
 
 def tuned_runs(
@@ -160,23 +121,6 @@ def _algorithm(trial: Trial) -> tuple[str, dict[str, str]]:
     return name, dict(READINGS[reading]) if reading else {}
 
 
-def tuned_commands(archive: Archive, trials: Sequence[Trial]) -> list[str]:
-    """Return the commands that run the best values with the seeds that the archive lacks."""
-    study, seeds, lines = STUDIES["table1"], SEEDS["emnist"], []
-    for best, runs in tuned_runs(archive, trials):
-        name, fixed = _algorithm(best)
-        options = {LOCAL_LR: repr(best.local_lr), best.option: repr(best.value), **fixed}
-        words = [f"--rounds {study.rounds} --evaluate-every {study.evaluate_every}"]
-        words += [f"--{key} {value}" for key, value in GPU.items()]
-        words += [f"--set {key}={value}" for key, value in options.items()]
-        missing = sorted(set(range(seeds)) - {int(run.spec["seed"]) for run in runs})
-        starts = [f"fedexp run emnist --algorithm {name} --seed {seed}" for seed in missing]
-        if len(missing) == seeds:
-            starts = [f"fedexp compare emnist --algorithms {name} --seeds {seeds}"]
-        lines += [" ".join([start, *words]) for start in starts]
-    return lines
-
-
 def tuned_table(archive: Archive, folder: Path) -> str:
     """Return Table 1 of EMNIST with the values that the search found on the writers at hand."""
     rows, rounds, goal = [], STUDIES["table1"].rounds, target("emnist")
@@ -199,20 +143,3 @@ def tuned_table(archive: Archive, folder: Path) -> str:
     headers = ["algorithm", "tuned values", "rounds to target", "smoothed", "speed-up over FedAvg"]
     headers += ["final test accuracy", "seeds"]
     return table(headers, rows, left=2) if rows else NO_RUNS
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m tools.results.search")
-    parser.add_argument("found", nargs="+", metavar="FILE[=READING]", help="of fedexp tune --json")
-    parser.add_argument("--to", type=Path, required=True, help="folder of the record")
-    args = parser.parse_args()
-    trials: list[Trial] = []
-    for path, _, reading in (each.partition("=") for each in args.found):
-        require(Path(path).is_file(), f"{path}: no such file; write it with fedexp tune --json")
-        trials += convert(json.loads(Path(path).read_text(encoding="utf-8")), reading)
-    store_search(args.to, trials)
-    print(*tuned_commands(load_archive(args.to.parent), trials), sep="\n")
-
-
-if __name__ == "__main__":
-    main()

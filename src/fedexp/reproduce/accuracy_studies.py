@@ -7,7 +7,7 @@ task on one column, over the seeds that the compared series have in common.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -25,7 +25,6 @@ from fedexp.reproduce.measures import (
 )
 from fedexp.reproduce.output import ALL, Groups, figure_title, study_figure, task_figure
 from fedexp.reproduce.published import (
-    Claim,
     Column,
     Line,
     Table,
@@ -83,25 +82,23 @@ class ClaimTest:
     tasks: tuple[str, ...] | None = None
     reading: str = ""
 
-    def checks(self, study: str, groups: Groups, values: Measure, rounds: int) -> list[Check]:
-        """Return one check per task that has one of the series, over the seeds that all have."""
-        return [
-            self._check(claim(study, self.key), task, own, values, rounds)
-            for task, runs in groups.items()
-            if self.tasks is None or task in self.tasks
-            if (own := {name: runs[name] for name in self.series if name in runs})
-            if not self.reading or any(self.reading in name for name in own)
-        ]
-
-    def _check(self, own: Claim, task: str, runs: Series, values: Measure, rounds: int) -> Check:
-        common = on_common_seeds(runs)
-        seeds = seeds_of(common)
-        if not seeds:
-            return Check(own, None, "no seed in common", task, seeds, self.reading)
-        measured = {name: values(task, name, common, rounds) for name in common}
-        column = {name: each[self.column] for name, each in measured.items() if self.column in each}
-        holds, seen = self.decide(self.series, column, own.threshold)
-        return Check(own, holds, seen, task, seeds, self.reading, self.column, self.series)
+    def checks(self, study: str, groups: Groups, values: Measure, rounds: int) -> Iterator[Check]:
+        """Yield one check per task that has one of the series, over the seeds that all have."""
+        for task, runs in groups.items():
+            compared = {name: runs[name] for name in self.series if name in runs}
+            read = not self.reading or any(self.reading in name for name in compared)
+            if not compared or not read or (self.tasks is not None and task not in self.tasks):
+                continue
+            own, common = claim(study, self.key), on_common_seeds(compared)
+            seeds = seeds_of(common)
+            if not seeds:
+                yield Check(own, None, "no seed in common", task, seeds, self.reading)
+                continue
+            measured = {name: values(task, name, common, rounds) for name in common}
+            column = {n: each[self.column] for n, each in measured.items() if self.column in each}
+            holds, seen = self.decide(self.series, column, own.threshold)
+            about = (task, seeds, self.reading, self.column, self.series)
+            yield Check(own, holds, seen, *about)
 
 
 def accuracy_study(
@@ -180,13 +177,16 @@ def reading_arm(algorithm: str, reading: str) -> Arm:
 # Values of one series.
 
 
-def reach(reference: str, times: str) -> Measure:
-    """Return rounds to Table 1's target, by both crossings, final test accuracy and training loss.
+def reach(reference: str, title: str, *published: str | None) -> dict[str, Any]:
+    """Return values and columns: rounds to Table 1's target, by both crossings, and the accuracy.
 
     Args:
-        reference: the series that the rounds of the other series are divided by.
-        times: name of the column of these ratios, which are over the seeds that both have.
+        reference: the series that the rounds of the other series are divided by, over the seeds
+            that both have.
+        title: how the column of these ratios names it.
+        published: the paper's quantities of rounds and of these ratios.
     """
+    times, (rounds_there, ratio_there) = f"times {title}", published or (None, None)
 
     def values(task: str, name: str, series: Series, rounds: int) -> dict[str, Value]:
         runs, others = series[name], series.get(reference, ())
@@ -206,7 +206,13 @@ def reach(reference: str, times: str) -> Measure:
                 own[times] = factor
         return own
 
-    return values
+    columns = (
+        Column(ROUNDS, "rounds", rounds_there),
+        Column(SMOOTHED, "rounds"),
+        Column(times, "times", ratio_there),
+        Column(FINAL, "%"),
+    )
+    return {"values": values, "columns": columns}
 
 
 def training_accuracy(task: str, name: str, series: Series, rounds: int) -> dict[str, Value]:
@@ -253,6 +259,11 @@ def compares(holds: Callable[[float, float, float], bool], shown: str = "{:.2f}%
         return holds(first, second, threshold), f"{shown.format(first)} and {shown.format(second)}"
 
     return decide
+
+
+BELOW = compares(lambda a, b, _: a < b, "{:.3g}")
+NOT_ABOVE = compares(lambda a, b, _: a <= b)
+NEAR = compares(lambda a, b, most: abs(a - b) <= most)
 
 
 def speedup(names: Names, values: Values, threshold: float) -> Verdict:
@@ -319,17 +330,12 @@ def _table1_arms(task: str) -> list[Arm]:
 def _claims_about_fedexp(reading: str) -> list[ClaimTest]:
     """Return the claims whose subject is FedExP, in one reading of eps."""
     own = of_reading("fedexp", reading)
-    lower = compares(lambda a, b, _: a < b, "{:.3g}")
     return [
         ClaimTest("fastest", ROUNDS, (own, *BASELINES), leads(True, "rounds"), None, reading),
         ClaimTest("speedup", ROUNDS, (own, "fedavg"), speedup, None, reading),
         ClaimTest("margin", FINAL, (own, *BASELINES), margin, CIFAR_AND_CINIC, reading),
-        ClaimTest("loss", LOSS, ("scaffold", own), lower, ("emnist",), reading),
+        ClaimTest("loss", LOSS, ("scaffold", own), BELOW, ("emnist",), reading),
     ]
-
-
-def _table1_figure(groups: Groups, title: str) -> Figure:
-    return task_figure(groups, title, ALL, targets={task: target(task) for task in groups})
 
 
 TABLE1 = accuracy_study(
@@ -337,31 +343,13 @@ TABLE1 = accuracy_study(
     title="Table 1 and Figure 3: rounds to a target test accuracy",
     seeds=SEEDS,
     arms=_table1_arms,
-    values=reach("fedexp", "times FedExP"),
-    columns=(
-        Column(ROUNDS, "rounds", "table1-rounds"),
-        Column(SMOOTHED, "rounds"),
-        Column("times FedExP", "times", "table1-ratio"),
-        Column(FINAL, "%"),
-    ),
+    **reach("fedexp", "FedExP", "table1-rounds", "table1-ratio"),
     claims=(
         *(each for reading in ("", *READINGS) for each in _claims_about_fedexp(reading)),
-        ClaimTest(
-            "scaffold",
-            FINAL,
-            ("scaffold", "fedavg"),
-            compares(lambda a, b, _: a <= b),
-            CIFAR_AND_CINIC,
-        ),
-        ClaimTest(
-            "adagrad",
-            FINAL,
-            ("fedadagrad", "fedavg"),
-            compares(lambda a, b, most: abs(a - b) <= most),
-            CIFAR_AND_CINIC,
-        ),
+        ClaimTest("scaffold", FINAL, ("scaffold", "fedavg"), NOT_ABOVE, CIFAR_AND_CINIC),
+        ClaimTest("adagrad", FINAL, ("fedadagrad", "fedavg"), NEAR, CIFAR_AND_CINIC),
     ),
-    figure=_table1_figure,
+    figure=partial(task_figure, metrics=ALL, targets={task: target(task) for task in SEEDS}),
     remarks=(
         "rounds to target: the mean over seeds of the first evaluation that reaches it",
         SMOOTHED_NOTE,
@@ -421,9 +409,7 @@ EPSILON_TABLE = accuracy_study(
 
 # Table 5 with Figures 12 to 14: two thousand rounds, with FedProx.
 
-LAST_20 = (
-    20  # rounds of the table's mean and of the moving average (docs/paper.md#rounds-and-seeds)
-)
+LAST_20 = 20  # rounds of mean and moving average (docs/paper.md#rounds-and-seeds)
 TEST = "test accuracy"
 CURVES = ("train_loss", "train_accuracy", "test_accuracy")
 LONG_RUN_ALGORITHMS = (*TABLE1_ALGORITHMS, "fedprox")
@@ -469,13 +455,7 @@ SCAFFOLD_EXP = accuracy_study(
     title="Figures 4 and 8: SCAFFOLD-ExP, FedExP and the baselines",
     seeds={task: SEEDS[task] for task in ("cifar10", "emnist")},
     arms=_scaffold_arms,
-    values=reach("scaffold-exp", "times SCAFFOLD-ExP"),
-    columns=(
-        Column(ROUNDS, "rounds"),
-        Column(SMOOTHED, "rounds"),
-        Column("times SCAFFOLD-ExP", "times"),
-        Column(FINAL, "%"),
-    ),
+    **reach("scaffold-exp", "SCAFFOLD-ExP"),
     claims=(
         ClaimTest("best", FINAL, SCAFFOLD_ALGORITHMS, leads(False, "%")),
         ClaimTest("best", FINAL, SCAFFOLD_READING, leads(False, "%"), None, PARTICIPANTS),
@@ -498,13 +478,7 @@ MOMENTUM = accuracy_study(
     title="Figures 15 to 17: server momentum with extrapolation",
     seeds={"cifar10": 3, "cifar100": 3},
     arms=same_arms(*MOMENTUM_ALGORITHMS),
-    values=reach("fedexp-m", "times FedExP-M"),
-    columns=(
-        Column(ROUNDS, "rounds"),
-        Column(SMOOTHED, "rounds"),
-        Column("times FedExP-M", "times"),
-        Column(FINAL, "%"),
-    ),
+    **reach("fedexp-m", "FedExP-M"),
     claims=(
         ClaimTest("best", ROUNDS, MOMENTUM_ALGORITHMS, leads(True, "rounds")),
         ClaimTest("similar", FINAL, MOMENTUM_ALGORITHMS, adam_like_momentum),

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 from fedexp.analysis.plots import entitle, label, new_figure
 from fedexp.reproduce.measures import final, grouped, on_common_seeds, roughness, seeds_of
 from fedexp.reproduce.output import draw_panel, figure_title
-from fedexp.reproduce.published import Column, Line, Table, claim
-from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study
+from fedexp.reproduce.published import Column, Line, Table, Value, claim, difference
+from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study, check
 from fedexp.runs.spec import Outcome
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ TASK, LAST = "cifar10-cnn", 10
 SERIES = {1: "last iterate", 2: "mean of the last two"}
 ACCURACY, CHANGE = f"training accuracy (last {LAST} rounds)", "mean change per round"
 CLAIMS = ("steadier", "higher", "fedavg")
+judge = partial(check, "iterate-averaging")
 COLUMNS = (Column(ACCURACY, "%"), Column(CHANGE, "%"))
 
 
@@ -42,52 +43,36 @@ def _series(algorithm: str, iterates: int) -> str:
 def measure(plan: Plan, results: Sequence[Result]) -> Findings:
     """Return the final accuracy of each curve, and its mean change from round to round."""
     runs = grouped(results)[TASK]
-    table = Table(COLUMNS, _lines(runs), "algorithm and iterate")
+    lines = tuple(Line(TASK, name, _values(own)) for name, own in runs.items())
+    table = Table(COLUMNS, lines, "algorithm and iterate")
     return Findings(table, _checks(on_common_seeds(runs)), lambda: _draw(plan, results))
 
 
-def _lines(runs: Mapping[str, Sequence[Outcome]]) -> tuple[Line, ...]:
-    return tuple(
-        Line(
-            TASK,
-            name,
-            {
-                ACCURACY: final(own, "train_accuracy", LAST),
-                CHANGE: roughness(own, "train_accuracy"),
-            },
-        )
-        for name, own in runs.items()
-        if own
-    )
+def _values(runs: Sequence[Outcome]) -> dict[str, Value]:
+    metric = "train_accuracy"
+    return {ACCURACY: final(runs, metric, LAST), CHANGE: roughness(runs, metric)}
 
 
 def _checks(runs: Mapping[str, Sequence[Outcome]]) -> tuple[Check, ...]:
-    judge = partial(_check, seeds_of(runs))
-    lines = _lines(runs)
-    if not lines:
-        return tuple(judge(key, None, "no seed in common") for key in CLAIMS)
-    ends = {line.series: line.values[ACCURACY].mean for line in lines}
-    change = {line.series: line.values[CHANGE].mean for line in lines}
-    one, two = (change[_series("fedexp", iterates)] for iterates in SERIES)
-    gains = {name: _gain(ends, name) for name in ("fedexp", "fedavg")}
-    ours, theirs = gains["fedexp"], gains["fedavg"]
-    if one is None or two is None or ours is None or theirs is None:
-        return tuple(judge(key, None, "no number") for key in CLAIMS)
-    steady = f"changes by {two:.2f} instead of {one:.2f} points per round"
-    return (
-        judge("steadier", two < one, steady),
-        judge("higher", ours >= claim(STUDY.name, "higher").threshold, f"{ours:+.2f} points"),
-        judge("fedavg", abs(theirs) < abs(ours), f"{theirs:+.2f} points"),
+    seeds = seeds_of(runs)
+    if not seeds:
+        return tuple(judge(key, None, "no seed in common", seeds) for key in CLAIMS)
+    values = {name: _values(own) for name, own in runs.items()}
+    last, both = (
+        {name: values[_series(name, iterates)] for name in ("fedexp", "fedavg")}
+        for iterates in SERIES
     )
-
-
-def _gain(ends: dict[str, float | None], algorithm: str) -> float | None:
-    last, mean = (ends[_series(algorithm, iterates)] for iterates in SERIES)
-    return None if last is None or mean is None else mean - last
-
-
-def _check(seeds: int, key: str, holds: bool | None, seen: str) -> Check:
-    return Check(claim(STUDY.name, key), holds, seen, seeds=seeds)
+    one, two = last["fedexp"][CHANGE].mean, both["fedexp"][CHANGE].mean
+    ours, theirs = (difference(both[n][ACCURACY], last[n][ACCURACY]) for n in last)
+    if one is None or two is None or ours is None or theirs is None:
+        return tuple(judge(key, None, "no number", seeds) for key in CLAIMS)
+    steady = f"changes by {two:.2f} instead of {one:.2f} points per round"
+    higher = ours >= claim(STUDY.name, "higher").threshold
+    return (
+        judge("steadier", two < one, steady, seeds),
+        judge("higher", higher, f"{ours:+.2f} points", seeds),
+        judge("fedavg", abs(theirs) < abs(ours), f"{theirs:+.2f} points", seeds),
+    )
 
 
 def _draw(plan: Plan, results: Sequence[Result]) -> Figure:

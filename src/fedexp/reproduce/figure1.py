@@ -13,8 +13,8 @@ import numpy as np
 from fedexp.analysis.plots import entitle, label, new_figure
 from fedexp.reproduce.measures import final, grouped, on_common_seeds, seeds_of
 from fedexp.reproduce.output import figure_title
-from fedexp.reproduce.published import Column, Line, Table, Value, best, claim, claims, quantity
-from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study
+from fedexp.reproduce.published import Column, Line, Table, Value, best, claims, quantity
+from fedexp.reproduce.study import Arm, Check, Findings, Plan, Result, Study, check
 from fedexp.runs.spec import Outcome
 from fedexp.tuning.results import SYMBOLS, draw_heatmap
 
@@ -63,14 +63,10 @@ def _checks(runs: Mapping[str, Sequence[Outcome]]) -> tuple[Check, ...]:
     if first is None or best_of_smallest is None:
         return _undecided("no number", seeds)
     top, low = values[first].mean or 0.0, smallest[best_of_smallest].mean or 0.0
+    seen = f"{low:.1f}% at best with {CLIENT[0]}, {top:.1f}% overall"
     return (
-        Check(claim("figure1", "best"), first == BEST, f"{first} with {top:.1f}%", seeds=seeds),
-        Check(
-            claim("figure1", "compensate"),
-            low < top,
-            f"{low:.1f}% at best with {CLIENT[0]}, {top:.1f}% overall",
-            seeds=seeds,
-        ),
+        check("figure1", "best", first == BEST, f"{first} with {top:.1f}%", seeds),
+        check("figure1", "compensate", low < top, seen, seeds),
     )
 
 

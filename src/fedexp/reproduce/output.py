@@ -181,6 +181,7 @@ def study_figure(
     *,
     targets: Mapping[str, float] | None = None,
     window: int = 1,
+    in_a_row: bool = False,
 ) -> Figure:
     """Draw one row of panels per metric, one column per task, as in the paper's Figure 3.
 
@@ -190,16 +191,19 @@ def study_figure(
         metrics: fields of the records.
         targets: of the first metric, by task; drawn as a dotted line.
         window: rounds of the moving average.
+        in_a_row: one task in one row of panels, which do not name it.
     """
     tasks = list(groups)
-    figure, axes = new_figure(len(tasks), rows=len(metrics))
+    columns, rows = (len(metrics), 1) if in_a_row else (len(tasks), len(metrics))
+    figure, axes = new_figure(columns, rows=rows)
     for row, metric in enumerate(metrics):
         for column, task in enumerate(tasks):
             panel = axes[row * len(tasks) + column]
             draw_panel(panel, groups[task], metric, 1 if task in UNSMOOTHED else window)
-            label(panel, "round", NAMES.get(metric, metric), task if row == 0 else "")
-            if targets and metric == metrics[0] and task in targets:
-                _draw_target(panel, targets[task])
+            name = "" if row or in_a_row else task
+            label(panel, "round", NAMES.get(metric, metric), name)
+            if row == 0 and targets and task in targets:
+                panel.axhline(targets[task], color="#555555", linewidth=0.9, linestyle=":")
     _add_legend(axes)
     entitle(figure, title)
     return figure
@@ -217,16 +221,8 @@ def task_figure(
     """
     if len(groups) != 1:
         return study_figure(groups, title, metrics[:1], targets=targets)
-    ((task, series),) = groups.items()
-    figure, axes = new_figure(len(metrics))
-    for panel, metric in zip(axes, metrics, strict=True):
-        draw_panel(panel, series, metric)
-        label(panel, "round", NAMES.get(metric, metric))
-    if targets and task in targets:
-        _draw_target(axes[0], targets[task])
-    _add_legend(axes)
-    entitle(figure, f"{title}: {task}")
-    return figure
+    named = f"{title}: {next(iter(groups))}"
+    return study_figure(groups, named, metrics, targets=targets, in_a_row=True)
 
 
 def draw_panel(
@@ -273,10 +269,6 @@ def _styles(series: Mapping[str, Any]) -> list[tuple[str, str]]:
         return [(SHADES[k % len(SHADES)], "-") for k in range(len(series))]
     dashes = [DASHES[algorithms[:k].count(name)] for k, name in enumerate(algorithms)]
     return list(zip(map(colour, algorithms), dashes, strict=True))
-
-
-def _draw_target(axes: Axes, target: float) -> None:
-    axes.axhline(target, color="#555555", linewidth=0.9, linestyle=":")
 
 
 def _add_legend(axes: Sequence[Axes]) -> None:

@@ -20,7 +20,7 @@ from fedexp.data.sources.download import cache_path, data_folder
 from fedexp.errors import UsageError, unknown_name
 from fedexp.experiment import Experiment
 from fedexp.precision import Precision, default_precision
-from fedexp.reproduce.published import Claim, Table
+from fedexp.reproduce.published import Claim, Table, claim
 from fedexp.runs.spec import Outcome
 from fedexp.tasks import images
 
@@ -223,6 +223,11 @@ class Check:
         return f"{about}{self.claim.text}: {self.verdict}{self.over} ({self.seen})"
 
 
+def check(study: str, key: str, holds: bool | None, seen: str, seeds: int | None = None) -> Check:
+    """Return the check of a claim of a study of one task."""
+    return Check(claim(study, key), None if holds is None else bool(holds), seen, seeds=seeds)
+
+
 @dataclass(frozen=True)
 class Findings:
     """The table of a study, checks of the paper's claims, and a function that draws the figure."""
@@ -351,21 +356,12 @@ def count(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-# The data set of each task; a task that is not named here generates its data.
-DATA = {
-    "emnist": "emnist",
-    "cifar10": "cifar10",
-    "cifar100": "cifar100",
-    "cinic10": "cinic10",
-    "cifar10-cnn": "cifar10",
-}
-
-
 def _missing_data(task: str) -> UsageError | None:
     """Return the error that names how to get a task's data, or None where they are available."""
-    if task not in DATA:
+    name = task.removesuffix("-cnn")
+    if name not in DATASETS:  # it generates its data
         return None
-    dataset, folder = DATASETS[DATA[task]], data_folder()
+    dataset, folder = DATASETS[name], data_folder()
     archive = folder / dataset.source.archive
     here = dataset.locate(folder) or archive.exists() or cache_path(folder, dataset.name).exists()
     return None if here else dataset.source.missing(folder)

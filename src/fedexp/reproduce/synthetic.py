@@ -6,6 +6,7 @@ Settings: docs/paper.md#synthetic-problem.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,7 +16,7 @@ from fedexp.reproduce.accuracy_studies import same_arms
 from fedexp.reproduce.measures import final_loss, grouped, on_common_seeds, seeds_of
 from fedexp.reproduce.output import draw_panel, figure_title
 from fedexp.reproduce.published import Column, Line, Table, Value, best, claim
-from fedexp.reproduce.study import Check, Findings, Plan, Result, Study
+from fedexp.reproduce.study import Check, Findings, Plan, Result, Study, check
 from fedexp.runs.spec import Outcome
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ ALGORITHMS = ("fedexp", "fedavg", "scaffold", "fedadagrad")
 CONSTANT = "fedavg"  # its constant step size is what Figure 7 compares FedExP's with
 LOSS, STEP, LARGEST = "final training loss", "median server step", "largest server step"
 COLUMNS = (Column(LOSS, ""), Column(STEP, ""), Column(LARGEST, ""))
+judge = partial(check, "synthetic")
 Series = Mapping[str, Sequence[Outcome]]
 
 
@@ -53,12 +55,12 @@ def _server_steps(runs: Sequence[Outcome]) -> np.ndarray[tuple[int], np.dtype[np
 
 
 def _loss_checks(series: Series) -> tuple[Check, ...]:
-    losses = {name: final_loss(runs) for name, runs in series.items()}
+    losses, seeds = {name: final_loss(runs) for name, runs in series.items()}, seeds_of(series)
     others = {name: value for name, value in losses.items() if name != "fedexp"}
     next_best = best(others, lowest=True)
     ours = losses["fedexp"].mean
     if ours is None or next_best is None:
-        return tuple(_check(series, k, None, "diverged") for k in ("order", "orderwise"))
+        return tuple(judge(key, None, "diverged", seeds) for key in ("order", "orderwise"))
     theirs = others[next_best].mean
     assert theirs is not None
     known = [name for name, value in losses.items() if value.mean is not None]
@@ -66,23 +68,19 @@ def _loss_checks(series: Series) -> tuple[Check, ...]:
     factor = theirs / ours if ours else float("inf")
     enough = factor >= claim("synthetic", "orderwise").threshold
     return (
-        _check(series, "order", ours < theirs, order),
-        _check(series, "orderwise", enough, f"{factor:.2g} times {next_best}'s"),
+        judge("order", ours < theirs, order, seeds),
+        judge("orderwise", enough, f"{factor:.2g} times {next_best}'s", seeds),
     )
 
 
 def _step_checks(series: Series) -> tuple[Check, ...]:
     steps, constant = _server_steps(series["fedexp"]), float(_server_steps(series[CONSTANT])[0])
-    above = int((steps > constant).sum())
+    above, seeds = int((steps > constant).sum()), seeds_of(series)
     seen = f"above {constant:g} in {above} of {len(steps)}, up to {steps.max():.3g}"
     return (
-        _check(series, "some", above > 0, seen),
-        _check(series, "not-all", above < len(steps), f"least {steps.min():.3g}"),
+        judge("some", above > 0, seen, seeds),
+        judge("not-all", above < len(steps), f"least {steps.min():.3g}", seeds),
     )
-
-
-def _check(series: Series, key: str, holds: bool | None, seen: str) -> Check:
-    return Check(claim("synthetic", key), holds, seen, seeds=seeds_of(series))
 
 
 def _draw(plan: Plan, series: Series) -> Figure:

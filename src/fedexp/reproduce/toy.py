@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,8 @@ from fedexp.algorithms import Algorithm, fedavg, fedexp
 from fedexp.analysis.plots import colour, entitle, label, new_figure
 from fedexp.experiment import simulate
 from fedexp.reproduce.output import figure_title
-from fedexp.reproduce.published import Column, Line, Table, Value, claim
-from fedexp.reproduce.study import Check, Findings, Plan, Result, Study
+from fedexp.reproduce.published import Column, Line, Table, Value
+from fedexp.reproduce.study import Check, Findings, Plan, Result, Study, check
 from fedexp.tasks import toy
 
 if TYPE_CHECKING:
@@ -122,6 +123,7 @@ def _name_line(axes: Axes, text: str, slope: float, height: float) -> None:
 
 DISTANCE, LOSS = "squared distance", "loss"
 FURTHER, HIGHER = "rounds the distance grows in", "rounds the loss grows in"
+judge = partial(check, "toy")
 COLUMNS = (
     Column(DISTANCE, ""),
     Column(LOSS, ""),
@@ -165,13 +167,15 @@ def toy_checks(paths: Mapping[str, Path]) -> tuple[Check, ...]:
     near, far = last.sq_distance[-1], plain.sq_distance[-1]
     s1, s2 = line_distances(START)
     return (
-        _check("start", s1 < s2, f"{s1:.2f} and {s2:.2f}"),
-        _check("distance", away == 0, f"{rounds - away} of {rounds} rounds"),
-        _check("oscillation", up > 0, f"rises in {up} of {rounds} rounds"),
-        _check("turns", *_turns(last)),
-        _check("mean", gain > 1, f"{gain:.2f} times lower; in {lower} of {rounds} rounds"),
-        _check("faster", near < far, f"squared distance {near:.2g}, FedAvg {far:.2g}"),
-        _check("two", *_from_first_line()),
+        judge("start", s1 < s2, f"{s1:.2f} and {s2:.2f}"),
+        judge("distance", away == 0, f"{rounds - away} of {rounds} rounds"),
+        judge("oscillation", up > 0, f"rises in {up} of {rounds} rounds"),
+        judge("turns", *_turns(last)),
+        check(
+            STUDY.name, "mean", gain > 1, f"{gain:.2f} times lower; in {lower} of {rounds} rounds"
+        ),
+        judge("faster", near < far, f"squared distance {near:.2g}, FedAvg {far:.2g}"),
+        judge("two", *_from_first_line()),
     )
 
 
@@ -193,10 +197,6 @@ def _from_first_line() -> tuple[bool, str]:
     path = toy_paths(ON_FIRST_LINE, 1)[LAST]
     step, off = path.steps[0], line_distances(path.points[1].tolist())[1]
     return abs(step - 2) < 1e-9 and off < 1e-9, f"step {step:.6g}, {off:.1g} from S2"
-
-
-def _check(key: str, holds: bool, seen: str) -> Check:
-    return Check(claim("toy", key), bool(holds), seen)
 
 
 def _draw(plan: Plan, paths: Mapping[str, Path]) -> Figure:
