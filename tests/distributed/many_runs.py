@@ -10,8 +10,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,15 +20,14 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fedexp.distributed import Ranks
-from fedexp.experiment import Experiment
+from fedexp.experiment import Experiment, Row
 from fedexp.runs import RunInterrupted, run_all
 from fedexp.runs.pool import run_queue
-from fedexp.runs.records import Row
 from fedexp.runs.workers import Execution, Job, Result
-from fedexp.tuning.search import EPS, EPS_VALUES, TrialRunner, tune, tune_epsilon
+from fedexp.tuning.grids import Point
+from fedexp.tuning.search import OnTrialRow, Search, tune
 from tests.distributed.launch import joined, on_ranks
-from tests.helpers.tuning import StartedTrials, small_study
-from tests.runs.helpers import tiny, untimed
+from tests.runs.helpers import TINY, tiny, untimed
 
 WORLD = 3
 GRID = {"server.lr": (1.0, 10.0), "local.lr": (0.01, 0.1)}
@@ -49,14 +48,21 @@ def runs(seeds: int, stored: str | None, folder: Path, group: Ranks | None) -> C
     return list(dict.fromkeys(seeds_here)), [untimed(each.rows) for each in outcomes]
 
 
-class StartedOnRank(StartedTrials):
+class Started:
     """Which trials this rank has started; with a folder, waits until every rank has one."""
 
     def __init__(self, meeting: Path | None = None) -> None:
-        super().__init__()
+        self.points: list[str] = []
         self._meeting = meeting
 
-    def on_start(self) -> None:
+    @contextmanager
+    def __call__(self, left: int) -> Iterator[OnTrialRow]:
+        yield self._on_row
+
+    def _on_row(self, point: Point, row: Row) -> None:
+        if row["round"] > 1:
+            return
+        self.points.append(json.dumps(point))
         deadline = time.monotonic() + 60
         if self._meeting is not None:
             (self._meeting / f"{os.getpid()}.here").touch()
@@ -64,35 +70,34 @@ class StartedOnRank(StartedTrials):
                 assert time.monotonic() < deadline, "a rank got no trial"
                 time.sleep(0.01)
 
-    @property
-    def texts(self) -> list[str]:
-        return [json.dumps(point) for point in self.points]
+
+def search_of(algorithm: str = "fedavg", **settings: Any) -> Search:
+    experiment = Experiment("synthetic", algorithm, rounds=12, options=TINY)
+    return Search.of(experiment, **settings)
 
 
-def grid(values: dict[str, Any], name: str, folder: Path, group: Ranks | None) -> Case:
-    study = small_study(folder / name, values=values)
-    whole = group is not None and study.size >= WORLD
-    started = StartedOnRank(folder if whole else None)
-    trials = tune(study, TrialRunner(ranks=group, progress=started))
-    return started.texts, [[each.point, each.result.score] for each in trials]
+def tuned(search: Search, root: Path | None, started: Started, group: Ranks | None) -> Case:
+    trials = tune(search, root, ranks=group, progress=started)
+    return started.points, [[trial.point, trial.result.score] for trial in trials]
+
+
+def grid(values: dict[str, Any], stored: str | None, folder: Path, group: Ranks | None) -> Case:
+    search = search_of(grid=values)
+    root = folder / stored if stored else None
+    meets = group is not None and root is not None and search.size >= WORLD
+    return tuned(search, root, Started(folder if meets else None), group)
 
 
 def free(folder: Path, group: Ranks | None) -> Case:
     """Four trials, then a last one for all ranks together."""
-    ranges = {"server.lr": (1.0, 10.0), "local.lr": (0.01, 0.1)}
-    study = small_study(folder / "free.db", protocol="free", values=ranges, trials=4)
-    started = StartedOnRank()
-    runner = TrialRunner(ranks=group, progress=started)
-    tune(study, runner)
-    trials = tune(replace(study, trials=5), runner)
-    return started.texts, [[each.point, each.result.score] for each in trials]
+    started = Started()
+    for count in (4, 5):
+        case = tuned(search_of(protocol="free", trials=count), folder / "free", started, group)
+    return case
 
 
 def rule(folder: Path, group: Ranks | None) -> Case:
-    study = small_study(folder / "eps.db", "fedexp", "epsilon", {EPS: EPS_VALUES})
-    started = StartedOnRank()
-    found = tune_epsilon(study, TrialRunner(ranks=group, progress=started))
-    return started.texts, [found.chosen, found.ended, [[e, s.score] for e, s in found.tried]]
+    return tuned(search_of("fedexp", protocol="epsilon"), folder / "rule", Started(), group)
 
 
 class FirstStopped:
@@ -142,8 +147,9 @@ CASES: dict[str, Callable[[Path, Ranks | None], Case]] = {
     "enough left": partial(runs, 10, "stored"),
     "again": partial(runs, 10, "stored"),
     "in memory": partial(runs, 4, None),
-    "grid": partial(grid, GRID, "grid.db"),
-    "few": partial(grid, FEW, "few.db"),
+    "grid": partial(grid, GRID, "grid"),
+    "few": partial(grid, FEW, "few"),
+    "grid in memory": partial(grid, GRID, None),
     "free": free,
     "rule": rule,
     "stopped run": stopped_run,
