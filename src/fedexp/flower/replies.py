@@ -209,15 +209,13 @@ class ReplyReader:
         arrays, _ = self._model(content)
         delta, extras = self.server.contribution(arrays, self.start)
         extras |= {name: self._extra(content, name) for name in self.extras}
-        require(
-            bool(usable(delta[None], {name: value[None] for name, value in extras.items()})),
-            f"its values are not finite ({_first_nonfinite(arrays)})",
-        )
+        if not usable(delta[None], {name: value[None] for name, value in extras.items()}):
+            raise UsageError(f"its values are not finite ({_first_nonfinite(arrays)})")
         norm = norms(delta[None]).item()
-        require(
-            self.max_norm is None or norm <= self.max_norm,
-            f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm}",
-        )
+        if self.max_norm is not None and norm > self.max_norm:
+            raise UsageError(
+                f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm:g}"
+            )
         rule = info.get("rule")
         return ClientUpdate(delta, weight, extras, metrics, norm, rule and str(rule))
 

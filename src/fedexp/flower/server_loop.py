@@ -30,7 +30,7 @@ from fedexp.flower.checkpoint import (
 from fedexp.flower.layout import same_arrays
 from fedexp.flower.replies import chunk_size
 from fedexp.flower.server import FederatedRun
-from fedexp.flower.transport import Replies
+from fedexp.flower.transport import Replies, stream_replies
 from fedexp.privacy import BudgetSpentError
 from fedexp.storage import finite
 
@@ -195,5 +195,5 @@ class _Loop:
             log(INFO, "aggregate_train returned another model: training continues from it")
 
     def _replies(self, messages: Iterable[Message]) -> Replies:
-        chunk = chunk_size(self.run.state.params)
-        return Replies(self.grid, messages, self.run.timeout, chunk)
+        sent, chunk = list(messages), chunk_size(self.run.state.params)
+        return Replies(stream_replies(self.grid, sent, self.run.timeout, chunk), len(sent))

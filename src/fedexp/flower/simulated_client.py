@@ -57,7 +57,25 @@ def simulated_train(task: Task, local: LocalTraining | None = None, seed: int = 
         algorithm = Algorithm("simulated", client=request.rule)
         cohort = np.array([client])
         work = Work(task, algorithm, local or task.local, "uniform", seed, request.round, cohort)
-        return _train_reply(work, request, client)
+        params, buffers = from_arrays(task, request.arrays)
+        order = ParamOrder(task, request.layout)
+        state = replace(
+            SimulationState.of(params, buffers, algorithm),
+            broadcast=order.gather(request.broadcast, params.device),
+            clients={client: order.gather(request.client_state, params.device)},
+        )
+        with arithmetic(default_precision(params.device)):
+            trained = train_client(work, state, client)
+        extras = dict(trained.extras)
+        averaged = buffers.averaged
+        if "buffers" in extras:
+            averaged = changed_buffers(averaged, extras.pop("buffers"))
+        return request.reply(
+            to_arrays(task, params - trained.delta, Buffers(averaged, buffers.kept)),
+            {"num-examples": int(task.train.sizes[client])},
+            order.scatter(trained.state),
+            order.scatter(extras),
+        )
 
     return train
 
@@ -163,26 +181,3 @@ class ParamOrder:
             out[name] = torch.zeros(self.dim, dtype=value.dtype)
             out[name][self.index] = value.cpu()
         return out
-
-
-def _train_reply(work: Work, request: TrainRequest, client: int) -> Message:
-    task = work.task
-    params, buffers = from_arrays(task, request.arrays)
-    order = ParamOrder(task, request.layout)
-    state = replace(
-        SimulationState.of(params, buffers, work.algorithm),
-        broadcast=order.gather(request.broadcast, params.device),
-        clients={client: order.gather(request.client_state, params.device)},
-    )
-    with arithmetic(default_precision(params.device)):
-        trained = train_client(work, state, client)
-    extras = dict(trained.extras)
-    averaged = buffers.averaged
-    if "buffers" in extras:
-        averaged = changed_buffers(averaged, extras.pop("buffers"))
-    return request.reply(
-        to_arrays(task, params - trained.delta, Buffers(averaged, buffers.kept)),
-        {"num-examples": int(task.train.sizes[client])},
-        order.scatter(trained.state),
-        order.scatter(extras),
-    )

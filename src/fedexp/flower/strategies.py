@@ -16,10 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import fields, replace
-from logging import INFO
 from typing import Any, ClassVar, Unpack
-
-from flwr.supercore import log
 
 from fedexp import algorithms
 from fedexp.algorithms import Algorithm
@@ -40,12 +37,6 @@ class NamedStrategy(RuleStrategy):
     def _configure(self, arguments: Mapping[str, Any]) -> None:
         """Call the constructor of `RuleStrategy` with the arguments of a subclass's constructor."""
         options = {**arguments, **arguments["options"]}
-        for alias, option in self.flower_arguments.items():
-            value = options[alias]
-            if value is not None and option:
-                options[option] = value
-            elif value is not None:
-                log(INFO, "%s has no effect, as in Flower: clients choose it themselves", alias)
         algorithm = _with_options(type(self).make(), options)
         common = {name: options[name] for name in StrategyOptions.__annotations__}
         super().__init__(algorithm=algorithm, **common)

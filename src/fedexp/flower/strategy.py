@@ -275,22 +275,22 @@ OPTIONS = [
 def strategy_arguments(*by_position: str) -> Callable[[Callable[P, None]], Callable[P, None]]:
     """Write `*fedavg` and `**options` out in the signature of a constructor, and check its calls.
 
-    The constructor is called with all arguments by name. Those that are unknown or given twice are
-    refused in a line with the remedy.
+    The constructor is called with all arguments by name, those of `flower_arguments` also by the
+    names of this package. An argument that is unknown or given twice is refused in a line with the
+    remedy.
 
     Args:
-        by_position: arguments that may follow FedAvg's by position, as in Flower.
+        by_position: the first arguments of the constructor that, as in Flower, may follow FedAvg's
+            by position.
     """
 
     def decorate(init: Callable[P, None]) -> Callable[P, None]:
         itself, _, *arguments, _ = signature(init).parameters.values()
-        positional = [
-            argument.replace(kind=Parameter.POSITIONAL_OR_KEYWORD)
-            for argument in arguments
-            if argument.name in by_position
+        arguments = [
+            p.replace(kind=Parameter.POSITIONAL_OR_KEYWORD) if p.name in by_position else p
+            for p in arguments
         ]
-        by_name = [argument for argument in arguments if argument.name not in by_position]
-        written_out = Signature([itself, *FEDAVG.values(), *positional, *by_name, *OPTIONS])
+        written_out = Signature([itself, *FEDAVG.values(), *arguments, *OPTIONS])
 
         @wraps(init)
         def call(*args: P.args, **kwargs: P.kwargs) -> None:
@@ -303,7 +303,7 @@ def strategy_arguments(*by_position: str) -> Callable[[Callable[P, None]], Calla
 
 
 def _bound(written_out: Signature, args: Any, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a call by name, defaults included."""
+    """Return the arguments of a call by name, Flower's names replaced and defaults included."""
     strategy, names = args[0], [*written_out.parameters][1:]
     kind = type(strategy).__name__
     for option in kwargs:
@@ -316,11 +316,14 @@ def _bound(written_out: Signature, args: Any, kwargs: Mapping[str, Any]) -> dict
             f"{kind}: {error}; give FedAvg's arguments first, and the others once, by name"
         ) from None
     for alias, option in strategy.flower_arguments.items():
-        both = alias != option and bound.arguments.get(alias) is not None
-        require(
-            not both or option not in bound.arguments,
-            f"{alias} and {option} are one option; give one of them",
-        )
+        if (value := bound.arguments.get(alias)) is None:
+            continue
+        if not option:
+            log(INFO, "%s has no effect, as in Flower: clients choose it themselves", alias)
+            continue
+        only_one = alias == option or option not in bound.arguments
+        require(only_one, f"{alias} and {option} are one option; give one of them")
+        bound.arguments[option] = value
     bound.apply_defaults()
     return bound.arguments
 

@@ -33,21 +33,16 @@ READ_ONCE = (
 
 
 class Replies(Iterable[Message]):
-    """The replies to some messages as they arrive, one per message; a second pass is refused.
+    """Replies as they arrive; a second pass is refused.
 
     Args:
-        grid: of the ServerApp.
-        messages: one per node.
-        timeout: seconds in total, sending included.
-        chunk: replies held in memory at a time.
+        stream: of the replies.
+        count: how many there will be.
     """
 
-    def __init__(
-        self, grid: Grid, messages: Iterable[Message], timeout: float, chunk: int = 1
-    ) -> None:
-        messages = list(messages)
-        self._count = len(messages)
-        self._stream: Iterator[Message] | None = stream_replies(grid, messages, timeout, chunk)
+    def __init__(self, stream: Iterator[Message], count: int) -> None:
+        self._stream: Iterator[Message] | None = stream
+        self._count = count
 
     def __len__(self) -> int:
         return self._count
