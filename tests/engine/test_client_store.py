@@ -161,7 +161,7 @@ def test_damage_is_noticed_when_a_state_is_read(tmp_path: Path) -> None:
     data[states.store.file.layout.bytes + 1] ^= 1
     path.write_bytes(data)
     assert number_of(states[1]) == 1
-    with pytest.raises(fx.UsageError, match=r"is damaged .*; start over with --restart"):
+    with pytest.raises(fx.UsageError, match="is damaged"):
         states[2]
 
 

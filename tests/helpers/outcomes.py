@@ -8,8 +8,12 @@ from fedexp.runs.spec import Outcome
 
 
 def outcome(
-    name: str, seed: int, curve: Sequence[float | None], diverged_at: int | None = None
+    name: str,
+    seed: int,
+    curve: Sequence[float | None],
+    diverged_at: int | None = None,
+    metric: str = "test_accuracy",
 ) -> Outcome:
-    """Return an outcome of the digits task with the given test accuracies."""
-    rows = [{"test_accuracy": value} for value in curve]
+    """Return an outcome of the digits task with these values of a metric."""
+    rows = [{metric: value} for value in curve]
     return Outcome({"task": "digits", "algorithm": name, "seed": seed}, rows, 1.0, diverged_at)

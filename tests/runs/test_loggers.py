@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from fedexp.errors import UsageError
-from fedexp.runs.loggers import GuardedLogger, Logger, LoggerWarning, logger_named
+from fedexp.experiment import Logger
+from fedexp.runs.loggers import GuardedLogger, LoggerWarning, logger_named
 
 SPEC = {"task": "toy", "rounds": 6, "set": {}, "options": {"server.eps": 0.25}}
 FINISHED = {"status": "finished", "rounds": 6}
