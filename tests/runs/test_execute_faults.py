@@ -218,7 +218,7 @@ def test_a_file_system_without_locks_is_reported(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with pytest.raises(fx.UsageError, match=r"cannot lock .*; choose a folder on another disk"):
+    with pytest.raises(fx.UsageError, match="cannot lock"):
         execute_in(tmp_path / "a", tiny())
 
 
