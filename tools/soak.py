@@ -113,7 +113,7 @@ def draw_case(number: int, seed: int, algorithms: Sequence[str], only: Sequence[
         if search == ["--protocol"]:
             search, tolerance = ["--protocol", "free", "--trials", "4"], math.inf
         short = [*task, "--rounds", "4"]
-        command = ["tune", *short, "--algorithm", turn[0], *search, "--study", "study.db"]
+        command = ["tune", *short, "--algorithm", turn[0], *search, "--runs", "runs"]
         options = jobs
     whole = (*command, "--json", "--quiet")
     spawn = rng.random() < 0.1
@@ -128,14 +128,15 @@ def outcome(case: Case, folder: Path, output: str) -> dict[str, Any]:
     names = sorted(str(path.relative_to(folder)) for path in folder.rglob("*"))
     found: dict[str, Any] = {"files": names, "printed": printed}
     for run in sorted(path.parent for path in folder.rglob("spec.toml")):
-        state = json.loads((run / "checkpoint.json").read_bytes())["model"]["file"]
         found[run.name] = {
             "spec": tomllib.loads((run / "spec.toml").read_text()),
             "result": untimed(json.loads((run / "result.json").read_bytes())),
             "rows": [untimed(json.loads(line)) for line in (run / "records.jsonl").open()],
-            "model": _tensors(run / "model.safetensors", case.tolerance == 0),
-            "state": _tensors(run / state, case.tolerance == 0),
         }
+        if (run / "checkpoint.json").exists():  # not a trial
+            state = json.loads((run / "checkpoint.json").read_bytes())["model"]["file"]
+            for name, file in (("model", "model.safetensors"), ("state", state)):
+                found[run.name][name] = _tensors(run / file, case.tolerance == 0)
     return found
 
 

@@ -285,7 +285,7 @@ def wait_for_moment(attempt: Attempt, rng: random.Random, reference: Reference) 
         ["start", "time", "row", "row", "file"] if rows else ["start", "time", "file"]
     )
     wanted = rng.randint(have, max(have, rows))
-    name = rng.choice(FILES) if rows else "study.db-journal"
+    name = rng.choice(FILES)
     left = {
         "start": 0.2 * seconds,
         "time": seconds * max(1 - have / max(rows, 1), 0.2),

@@ -11,7 +11,6 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,14 +19,13 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from fedexp.distributed import Ranks
+from fedexp.experiment import Experiment, Row
 from fedexp.runs import RunInterrupted, run_all
-from fedexp.runs.records import Row
 from fedexp.runs.pool import run_queue
-from fedexp.runs.spec import Spec
 from fedexp.runs.workers import Execution, Job, Result
-from fedexp.tuning.search import EPS, EPS_VALUES, TrialRunner, tune, tune_epsilon
+from fedexp.tuning.grids import points
 from tests.distributed.launch import joined, on_ranks
-from tests.helpers.tuning import StartedTrials, small_study
+from tests.helpers.tuning import StartedTrials, small_tune
 from tests.runs.helpers import tiny, untimed
 
 WORLD = 3
@@ -38,14 +36,14 @@ Case = tuple[list[str], Any]
 
 def runs(seeds: int, stored: str | None, folder: Path, group: Ranks | None) -> Case:
     """Return the seeds whose rows this rank received, and the rows of all seeds."""
-    specs = [tiny(seed=seed) for seed in range(seeds)]
+    experiments = [tiny(seed=seed) for seed in range(seeds)]
     root = folder / stored if stored else None
     seeds_here: list[str] = []
 
-    def on_round(spec: Spec, row: dict[str, Any]) -> None:
-        seeds_here.append(str(spec.seed))
+    def on_round(experiment: Experiment, row: dict[str, Any]) -> None:
+        seeds_here.append(str(experiment.seed))
 
-    outcomes = run_all(specs, 1, on_round, root, ranks=group)
+    outcomes = run_all(experiments, 1, on_round, root, ranks=group)
     return list(dict.fromkeys(seeds_here)), [untimed(each.rows) for each in outcomes]
 
 
@@ -69,30 +67,27 @@ class StartedOnRank(StartedTrials):
         return [json.dumps(point) for point in self.points]
 
 
-def grid(values: dict[str, Any], name: str, folder: Path, group: Ranks | None) -> Case:
-    study = small_study(folder / name, values=values)
-    whole = group is not None and study.size >= WORLD
+def grid(values: dict[str, Any], name: str | None, folder: Path, group: Ranks | None) -> Case:
+    whole = group is not None and name is not None and len(points(values)) >= WORLD
     started = StartedOnRank(folder if whole else None)
-    trials = tune(study, TrialRunner(ranks=group, progress=started))
-    return started.texts, [[each.point, each.result.score] for each in trials]
+    tuning = small_tune(grid=values, runs=name and folder / name, on_round=started)
+    return started.texts, [[trial.point, trial.result.score] for trial in tuning.trials]
 
 
 def free(folder: Path, group: Ranks | None) -> Case:
     """Four trials, then a last one for all ranks together."""
-    ranges = {"server.lr": (1.0, 10.0), "local.lr": (0.01, 0.1)}
-    study = small_study(folder / "free.db", protocol="free", values=ranges, trials=4)
     started = StartedOnRank()
-    runner = TrialRunner(ranks=group, progress=started)
-    tune(study, runner)
-    trials = tune(replace(study, trials=5), runner)
-    return started.texts, [[each.point, each.result.score] for each in trials]
+    how: Any = {"protocol": "free", "runs": folder / "free", "on_round": started}
+    small_tune(trials=4, **how)
+    tuning = small_tune(trials=5, **how)
+    return started.texts, [[trial.point, trial.result.score] for trial in tuning.trials]
 
 
 def rule(folder: Path, group: Ranks | None) -> Case:
-    study = small_study(folder / "eps.db", "fedexp", "epsilon", {EPS: EPS_VALUES})
     started = StartedOnRank()
-    found = tune_epsilon(study, TrialRunner(ranks=group, progress=started))
-    return started.texts, [found.chosen, found.ended, [[e, s.score] for e, s in found.tried]]
+    tuning = small_tune("fedexp", protocol="epsilon", runs=folder / "eps", on_round=started)
+    tried = [[trial.point, trial.result.score] for trial in tuning.trials]
+    return started.texts, [tuning.best, tuning.choice.ended, tried]
 
 
 class FirstStopped:
@@ -100,6 +95,7 @@ class FirstStopped:
 
     def __init__(self) -> None:
         self.left = [Job(seed, tiny(seed=seed)) for seed in (0, 1)]
+        self.references: tuple[str, ...] = ()
         self.results: list[Any] = []
 
     def take(self) -> Job | None:
@@ -126,17 +122,10 @@ def stopped_run(folder: Path, group: Ranks | None) -> Case:
 def interrupted(stored: str | None, folder: Path, group: Ranks | None) -> Case:
     """Two runs that all ranks share; the last rank alone asks to stop, in the fourth round."""
     asks, calls = group is None or group.rank == WORLD - 1, itertools.count()
-    specs = [tiny(seed=seed, rounds=100_000) for seed in (0, 1)]
+    experiments = [tiny(seed=seed, rounds=100_000) for seed in (0, 1)]
     root = folder / stored if stored else None
     try:
-        run_all(
-            specs,
-            1,
-            lambda spec, row: None,
-            root,
-            ranks=group,
-            stop=lambda: asks and next(calls) >= 3,
-        )
+        run_all(experiments, root=root, ranks=group, stop=lambda: asks and next(calls) >= 3)
     except RunInterrupted:
         return [], "stopped"
     return [], "finished"
@@ -148,8 +137,9 @@ CASES: dict[str, Callable[[Path, Ranks | None], Case]] = {
     "enough left": partial(runs, 10, "stored"),
     "again": partial(runs, 10, "stored"),
     "in memory": partial(runs, 4, None),
-    "grid": partial(grid, GRID, "grid.db"),
-    "few": partial(grid, FEW, "few.db"),
+    "grid": partial(grid, GRID, "grid"),
+    "few": partial(grid, FEW, "few"),
+    "grid in memory": partial(grid, GRID, None),
     "free": free,
     "rule": rule,
     "stopped run": stopped_run,
