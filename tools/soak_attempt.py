@@ -281,9 +281,7 @@ def wait_for_moment(attempt: Attempt, rng: random.Random, reference: Reference) 
     """Return at a random moment in what is left of the command, or at its end."""
     folder, (_, seconds, rows) = attempt.folder, reference
     have, before = count_rows(folder), stamps(folder)
-    kind = rng.choice(
-        ["start", "time", "row", "row", "file"] if rows else ["start", "time", "file"]
-    )
+    kind = rng.choice(["start", "time", "row", "row", "file"])
     wanted = rng.randint(have, max(have, rows))
     name = rng.choice(FILES)
     left = {

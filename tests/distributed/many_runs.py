@@ -18,15 +18,15 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import fedexp as fx
 from fedexp.distributed import Ranks
 from fedexp.experiment import Experiment, Row
 from fedexp.runs import RunInterrupted, run_all
 from fedexp.runs.pool import run_queue
 from fedexp.runs.workers import Execution, Job, Result
-from fedexp.tuning.grids import points
+from fedexp.tuning.grids import Point, points
 from tests.distributed.launch import joined, on_ranks
-from tests.helpers.tuning import StartedTrials, small_tune
-from tests.runs.helpers import tiny, untimed
+from tests.runs.helpers import TINY, tiny, untimed
 
 WORLD = 3
 GRID = {"server.lr": (1.0, 10.0), "local.lr": (0.01, 0.1)}
@@ -47,14 +47,17 @@ def runs(seeds: int, stored: str | None, folder: Path, group: Ranks | None) -> C
     return list(dict.fromkeys(seeds_here)), [untimed(each.rows) for each in outcomes]
 
 
-class StartedOnRank(StartedTrials):
+class Started:
     """Which trials this rank has started; with a folder, waits until every rank has one."""
 
     def __init__(self, meeting: Path | None = None) -> None:
-        super().__init__()
+        self.points: list[str] = []
         self._meeting = meeting
 
-    def on_start(self) -> None:
+    def __call__(self, point: Point, row: Row) -> None:
+        if row["round"] > 1:
+            return
+        self.points.append(json.dumps(point))
         deadline = time.monotonic() + 60
         if self._meeting is not None:
             (self._meeting / f"{os.getpid()}.here").touch()
@@ -62,32 +65,29 @@ class StartedOnRank(StartedTrials):
                 assert time.monotonic() < deadline, "a rank got no trial"
                 time.sleep(0.01)
 
-    @property
-    def texts(self) -> list[str]:
-        return [json.dumps(point) for point in self.points]
+
+def tuned(runs: Path | None, started: Started, algorithm: str = "fedavg", **how: Any) -> Case:
+    experiment = Experiment("synthetic", algorithm, rounds=12, options=TINY)
+    tuning = fx.tune(experiment, runs=runs, on_round=started, **how)
+    return started.points, [[trial.point, trial.result.score] for trial in tuning.trials]
 
 
-def grid(values: dict[str, Any], name: str | None, folder: Path, group: Ranks | None) -> Case:
-    whole = group is not None and name is not None and len(points(values)) >= WORLD
-    started = StartedOnRank(folder if whole else None)
-    tuning = small_tune(grid=values, runs=name and folder / name, on_round=started)
-    return started.texts, [[trial.point, trial.result.score] for trial in tuning.trials]
+def grid(values: dict[str, Any], stored: str | None, folder: Path, group: Ranks | None) -> Case:
+    root = folder / stored if stored else None
+    meets = group is not None and root is not None and len(points(values)) >= WORLD
+    return tuned(root, Started(folder if meets else None), grid=values)
 
 
 def free(folder: Path, group: Ranks | None) -> Case:
     """Four trials, then a last one for all ranks together."""
-    started = StartedOnRank()
-    how: Any = {"protocol": "free", "runs": folder / "free", "on_round": started}
-    small_tune(trials=4, **how)
-    tuning = small_tune(trials=5, **how)
-    return started.texts, [[trial.point, trial.result.score] for trial in tuning.trials]
+    started = Started()
+    for count in (4, 5):
+        case = tuned(folder / "free", started, protocol="free", trials=count)
+    return case
 
 
 def rule(folder: Path, group: Ranks | None) -> Case:
-    started = StartedOnRank()
-    tuning = small_tune("fedexp", protocol="epsilon", runs=folder / "eps", on_round=started)
-    tried = [[trial.point, trial.result.score] for trial in tuning.trials]
-    return started.texts, [tuning.best, tuning.choice.ended, tried]
+    return tuned(folder / "rule", Started(), "fedexp", protocol="epsilon")
 
 
 class FirstStopped:

@@ -87,8 +87,8 @@ def test_every_trial_is_run_once(found: Found) -> None:
     started = [point for own in found for point in own["grid"][0]]
     assert sorted(started) == sorted(json.dumps(point) for point in points(GRID))
     assert [own["few"][0] for own in found] == [[json.dumps(p) for p in points(FEW)], [], []]
-    in_memory = [[json.dumps(point) for point in points(GRID)], [], []]
-    assert [own["grid in memory"][0] for own in found] == in_memory
+    in_memory = [json.dumps(point) for point in points(GRID)]
+    assert [own["grid in memory"][0] for own in found] == [in_memory, [], []]
     free = [point for own in found for point in own["free"][0]]
     assert len(free) == len(set(free)) == len(found[0]["free"][1]) == 5
 
