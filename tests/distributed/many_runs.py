@@ -10,8 +10,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,13 +18,13 @@ from typing import Any
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parents[2]))
 
+import fedexp as fx
 from fedexp.distributed import Ranks
 from fedexp.experiment import Experiment, Row
 from fedexp.runs import RunInterrupted, run_all
 from fedexp.runs.pool import run_queue
 from fedexp.runs.workers import Execution, Job, Result
-from fedexp.tuning.grids import Point
-from fedexp.tuning.search import OnTrialRow, Search, tune
+from fedexp.tuning.grids import Point, points
 from tests.distributed.launch import joined, on_ranks
 from tests.runs.helpers import TINY, tiny, untimed
 
@@ -55,11 +54,7 @@ class Started:
         self.points: list[str] = []
         self._meeting = meeting
 
-    @contextmanager
-    def __call__(self, left: int) -> Iterator[OnTrialRow]:
-        yield self._on_row
-
-    def _on_row(self, point: Point, row: Row) -> None:
+    def __call__(self, point: Point, row: Row) -> None:
         if row["round"] > 1:
             return
         self.points.append(json.dumps(point))
@@ -71,33 +66,28 @@ class Started:
                 time.sleep(0.01)
 
 
-def search_of(algorithm: str = "fedavg", **settings: Any) -> Search:
+def tuned(runs: Path | None, started: Started, algorithm: str = "fedavg", **how: Any) -> Case:
     experiment = Experiment("synthetic", algorithm, rounds=12, options=TINY)
-    return Search.of(experiment, **settings)
-
-
-def tuned(search: Search, root: Path | None, started: Started, group: Ranks | None) -> Case:
-    trials = tune(search, root, ranks=group, progress=started)
-    return started.points, [[trial.point, trial.result.score] for trial in trials]
+    tuning = fx.tune(experiment, runs=runs, on_round=started, **how)
+    return started.points, [[trial.point, trial.result.score] for trial in tuning.trials]
 
 
 def grid(values: dict[str, Any], stored: str | None, folder: Path, group: Ranks | None) -> Case:
-    search = search_of(grid=values)
     root = folder / stored if stored else None
-    meets = group is not None and root is not None and search.size >= WORLD
-    return tuned(search, root, Started(folder if meets else None), group)
+    meets = group is not None and root is not None and len(points(values)) >= WORLD
+    return tuned(root, Started(folder if meets else None), grid=values)
 
 
 def free(folder: Path, group: Ranks | None) -> Case:
     """Four trials, then a last one for all ranks together."""
     started = Started()
     for count in (4, 5):
-        case = tuned(search_of(protocol="free", trials=count), folder / "free", started, group)
+        case = tuned(folder / "free", started, protocol="free", trials=count)
     return case
 
 
 def rule(folder: Path, group: Ranks | None) -> Case:
-    return tuned(search_of("fedexp", protocol="epsilon"), folder / "rule", Started(), group)
+    return tuned(folder / "rule", Started(), "fedexp", protocol="epsilon")
 
 
 class FirstStopped:

@@ -10,7 +10,15 @@ from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
-from fedexp.tuning.grids import Values, free_ranges, paper_grid, parse_grid, points, without_fixed
+from fedexp.tuning.grids import (
+    Values,
+    checked_grid,
+    free_ranges,
+    paper_grid,
+    parse_grid,
+    points,
+    without_fixed,
+)
 
 # Copied by hand from the appendix: base-10 logarithms, by algorithm, for networks and synthetic.
 HALVES: list[float] = [-2, -1.5, -1, -0.5, 0]
@@ -105,21 +113,26 @@ def test_options_that_the_user_sets_are_not_searched() -> None:
         without_fixed(grid, ["lr", "local.lr"])
 
 
+def grid_of(*texts: str) -> Values:
+    return checked_grid(parse_grid(texts), setup("fedavg"))
+
+
 def test_a_grid_of_the_users_own() -> None:
-    given = parse_grid(["local.lr=0.1, 1", "steps=5,10,5"], setup("fedavg"))
-    assert given == {"local.lr": (0.1, 1.0), "local.steps": (5.0, 10.0)}
+    own = grid_of("local.lr=0.1, 1", "steps=5,10,5")
+    assert own == {"local.lr": (0.1, 1.0), "local.steps": (5.0, 10.0)}
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("local.lr", "takes key=value,value"),
-        ("local.lr=0.1,x", "must be a number"),
+        ("local.lr", "takes key=number,number,..., not 'local.lr'; set anything else with --set"),
+        ("local.lr=0.1,x", "takes key=number"),
         ("locl.lr=1", "did you mean local.lr"),
         ("local.lr=0", "local.lr must be"),
-        ("weighting=size", "takes numbers"),
+        ("weighting=size", "takes key=number"),
+        ("nesterov=0.5", "must be true or false"),
     ],
 )
 def test_a_grid_with_a_mistake(text: str, message: str) -> None:
     with pytest.raises(UsageError, match=message):
-        parse_grid([text], setup("fedavg"))
+        grid_of(text)

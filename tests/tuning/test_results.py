@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
+import pytest
 
+import fedexp as fx
 from fedexp.analysis.plots import new_figure
-from fedexp.tuning.results import draw_heatmap, remarks, tuning_figure
-from fedexp.tuning.search import tune
-from tests.helpers.tuning import small_study
+from fedexp.errors import UsageError
+from fedexp.tuning.results import draw_heatmap, tuning_figure
+from tests.helpers.tuning import small_tune
 
 
 def test_a_heat_map_shows_every_number_and_frames_the_chosen() -> None:
@@ -22,19 +22,27 @@ def test_a_heat_map_shows_every_number_and_frames_the_chosen() -> None:
     assert frame.get_xy() == (0.5, 0.5)  # type: ignore[attr-defined]
 
 
-def test_a_grid_that_diverged_everywhere_can_be_drawn(tmp_path: Path) -> None:
-    values = {"server.lr": (1.0, 2.0), "local.lr": (5.0, 9.0)}
-    study = small_study(tmp_path / "s.db", values=values, rounds=30)
-    trials = tune(study)
-    figure = tuning_figure(study, trials)
+def test_a_grid_that_diverged_everywhere_can_be_drawn() -> None:
+    grid = {"server.lr": [1.0, 2.0], "local.lr": [5.0, 9.0]}
+    tuning = small_tune(grid=grid, rounds=30, runs=None)
+    figure = tuning_figure(tuning)
     assert [text.get_text() for text in figure.axes[0].texts] == ["div."] * 4
-    assert remarks(study, trials)[0] == "4 of 4 trials diverged"
+    assert tuning.remarks[0] == "4 of 4 trials diverged"
+    with pytest.raises(UsageError, match="no trial has a finite train_loss"):
+        _ = tuning.best
 
 
-def test_a_free_search_is_drawn_as_points(tmp_path: Path) -> None:
-    values = {"server.lr": (1.0, 30.0), "local.lr": (0.01, 0.1)}
-    study = small_study(tmp_path / "s.db", protocol="free", values=values, trials=5)
-    figure = tuning_figure(study, tune(study))
+def test_a_free_search_is_drawn_as_points() -> None:
+    tuning = small_tune(protocol="free", trials=5, runs=None)
+    figure = tuning_figure(tuning)
     assert figure.axes[0].get_xscale() == "log"
     drawn = [np.asarray(each.get_offsets()) for each in figure.axes[0].collections]
     assert sum(map(len, drawn)) == 5
+
+
+def test_the_command_of_an_algorithm_of_python_has_the_unit_of_its_eps() -> None:
+    grid = {"eps": [0.2]}
+    as_it_is = fx.tune("digits", fx.fedexp(), grid, rounds=3, runs=None)
+    assert "--set server.eps=0.2 --set server.eps_mode=relative" in as_it_is.command
+    by_name = fx.tune("digits", "fedexp", grid, rounds=3, runs=None)
+    assert by_name.command == "fedexp run digits --algorithm fedexp --set server.eps=0.2"

@@ -49,6 +49,16 @@ def test_the_best_of_several_algorithms_in_every_format(capfd: pytest.CaptureFix
         assert capfd.readouterr().out.startswith(first)
 
 
+def test_nothing_is_stored_if_nothing_is_to_be(capfd: pytest.CaptureFixture[str]) -> None:
+    command = ["tune", "synthetic", "--algorithm", "fedavg", *BRIEF, "--grid", "local.lr=0.1,0.01"]
+    assert main([*command, "--no-save"]) == 0
+    assert list(Path().iterdir()) == []
+    before = capfd.readouterr().out
+    assert main([*command, "--runs", "here"]) == 0
+    assert capfd.readouterr().out == before
+    assert len(list(Path("here/trials").iterdir())) == 2
+
+
 def test_the_rule_of_thumb_explains_its_choice(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["tune", "synthetic", "--epsilon", *BRIEF]) == 0
     *table, explained, command = capfd.readouterr().out.splitlines()
@@ -63,7 +73,7 @@ def test_a_grid_of_ones_own_and_options_that_are_set(capfd: pytest.CaptureFixtur
     assert main([*command, "--grid", "local.lr=0.1,0.01", "--grid", "steps=3,5"]) == 0
     own = json.loads(capfd.readouterr().out)["algorithms"][0]["trials"]
     assert len(own) == 4
-    fixed = ["--algorithm", "fedavg", "--set", "local.lr=0.1", "--study", "b.db"]
+    fixed = ["--algorithm", "fedavg", "--set", "local.lr=0.1"]
     assert main([*command, *fixed]) == 0
     (only,) = json.loads(capfd.readouterr().out)["algorithms"]
     assert [list(trial["values"]) for trial in only["trials"]] == [["server.lr"]] * 4
@@ -82,18 +92,22 @@ def test_a_grid_of_ones_own_and_options_that_are_set(capfd: pytest.CaptureFixtur
         (["synthetic", "--protocol", "free", "--grid", "lr=1"], "exclude each other"),
         (["synthetic", "--epsilon", "--algorithm", "fedavg"], "fedavg has no eps"),
         (["synthetic", "--epsilon", "--algorithm", "fedexp,fedexp-m"], "one --algorithm"),
-        (["synthetic", "--epsilon", "--protocol", "free"], "--epsilon needs no"),
+        (["synthetic", "--epsilon", "--protocol", "free"], "exclude each other"),
         (["synthetic", "--epsilon", "--set", "eps=1"], "both searched and set"),
         (["synthetic", "--grid", "local.lr=1,2", "--set", "local.lr=1"], "both searched and set"),
-        (["synthetic", "--study", "."], "is a folder"),
+        (["synthetic", "--no-save", "--runs", "."], "exclude each other"),
         (["synthetic", "--set", "local.lr=1"], "nothing is left to tune"),
         (["synthetic", "--set", "esp=1"], "did you mean eps"),
         (["synthetic", "--grid", "local.lr=-1"], "local.lr must be"),
         (["synthetic", "--out", "x.png"], "a picture needs a search over two options"),
         (["synthetic", "--algorithm", "fedavg", "--out", "x.foo"], "end its name in one of"),
-        (["synthetic", "--evaluate-every", "5"], "leave --evaluate-every out"),
-        (["synthetic", "--stop-at", "0.1"], "leave --stop-at out"),
-        (["synthetic", "--study", "/proc/nothing/s.db"], "cannot write"),
+        (["synthetic", "--evaluate-every", "5"], "leave evaluate_every out"),
+        (["synthetic", "--stop-at", "0.1"], "leave stop_at out"),
+        (["synthetic", "--runs", "/proc/nothing", *BRIEF], "cannot write"),
+        (
+            ["synthetic", "--runs", "/proc/nothing", "--protocol", "free", *BRIEF],
+            "cannot write",
+        ),
         (["synthetic", "--cohort", "21"], "larger than the federation"),
     ],
     ids=str,
@@ -121,3 +135,14 @@ def test_ctrl_c_stops_after_the_round_and_the_same_command_continues() -> None:
     assert process.returncode == 130
     assert err.splitlines()[-1] == "fedexp: stopped; the same command continues"
     assert "Traceback" not in err
+
+
+def test_a_missing_library_names_its_extra(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only a free search needs it."""
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert main(["tune", "synthetic", "--protocol", "free", *BRIEF]) == 2
+    assert "pip install 'fedexp[tune]'" in capfd.readouterr().err
+    assert list(Path().iterdir()) == []
+    assert main(["tune", "synthetic", "--grid", "local.lr=0.1", *BRIEF]) == 0
