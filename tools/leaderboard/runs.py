@@ -80,25 +80,14 @@ class BoardRun:
     @classmethod
     def of(cls, row: str, seed: int, point: Point, worst: str, outcome: Outcome) -> BoardRun:
         """Return the judged run that a run is; `worst` is the split of the worst decile."""
+        values = [row["test_accuracy"] for row in outcome.rows if row["test_accuracy"] is not None]
         last: Mapping[str, Any] = outcome.rows[-1] if outcome.rows else {}
         ended = outcome.diverged_at is None
-        return cls(
-            row,
-            seed,
-            point,
-            tuple(rounded_values(outcome, "test_accuracy", ".4f")),
-            float(f"{last[f'{worst}_accuracy_worst_decile']:.4f}") if ended else None,
-            last.get("bytes_up"),
-            last.get("bytes_down"),
-            float(f"{outcome.seconds:.1f}") if ended and on_gpu(outcome) else None,
-            machine_of(outcome),
-        )
-
-
-def rounded_values(outcome: Outcome, name: str, format: str) -> list[float]:
-    """Return a field of the rows that have it, rounded."""
-    values = (row.get(name) for row in outcome.rows)
-    return [float(f"{value:{format}}") for value in values if value is not None]
+        decile = float(f"{last[f'{worst}_accuracy_worst_decile']:.4f}") if ended else None
+        sent = last.get("bytes_up"), last.get("bytes_down")
+        seconds = float(f"{outcome.seconds:.1f}") if ended and on_gpu(outcome) else None
+        about = (decile, *sent, seconds, machine_of(outcome))
+        return cls(row, seed, point, tuple(float(f"{value:.4f}") for value in values), *about)
 
 
 @dataclass
@@ -209,14 +198,8 @@ def _row(run: BoardRun) -> tuple[object, ...]:
 
 
 def _run(row: Mapping[str, str]) -> BoardRun:
-    return BoardRun(
-        row["row"],
-        int(row["seed"]),
-        _point(row),
-        tuple(map(float, row["test_accuracy"].split())),
-        float(row["worst_decile"]) if row["worst_decile"] else None,
-        int(row["bytes_up"]) if row["bytes_up"] else None,
-        int(row["bytes_down"]) if row["bytes_down"] else None,
-        float(row["seconds"]) if row["seconds"] else None,
-        row["machine"],
-    )
+    worst, seconds = (float(row[n]) if row[n] else None for n in ("worst_decile", "seconds"))
+    up, down = (int(row[n]) if row[n] else None for n in ("bytes_up", "bytes_down"))
+    values = tuple(map(float, row["test_accuracy"].split()))
+    about = (worst, up, down, seconds, row["machine"])
+    return BoardRun(row["row"], int(row["seed"]), _point(row), values, *about)

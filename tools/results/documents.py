@@ -80,14 +80,13 @@ def generate(root: Path) -> dict[Path, str]:
     made: dict[Path, str] = {}
     for name, stored in archive.studies.items():
         made |= {ARCHIVE / name / file: text for file, text in _study_files(stored).items()}
-    if (figure := table1.headline_figure(archive)) is not None:
-        made[ARCHIVE / table1.FIGURE] = _svg(figure)
-    if (figure := eps_report.figure(root / EPS_STUDY)) is not None:
-        made[EPS_STUDY / eps_report.FIGURE] = _svg(figure)
-    if (figure := shakespeare.figure(archive)) is not None:
-        made[SHAKESPEARE / shakespeare.FIGURE] = _svg(figure)
-    if (figure := leaderboard.figure(root / LEADERBOARD, archive.runs)) is not None:
-        made[LEADERBOARD / leaderboard.FIGURE] = _svg(figure)
+    figures = {
+        ARCHIVE / table1.FIGURE: table1.headline_figure(archive),
+        EPS_STUDY / eps_report.FIGURE: eps_report.figure(root / EPS_STUDY),
+        SHAKESPEARE / shakespeare.FIGURE: shakespeare.figure(archive),
+        LEADERBOARD / leaderboard.FIGURE: leaderboard.figure(root / LEADERBOARD, archive.runs),
+    }
+    made |= {path: _svg(figure) for path, figure in figures.items() if figure is not None}
     blocks = {name: make(archive) for name, make in BLOCKS.items()}
     blocks["shakespeare-search"] = search.search_table(root / SHAKESPEARE)
     blocks["emnist-search"] = search.search_table(root / EMNIST_TUNED)
