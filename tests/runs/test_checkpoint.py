@@ -398,8 +398,8 @@ def test_slots_that_are_gone_are_noticed(harm: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("disk", r"is damaged .* start over with --restart"),
-        ("memory", r"slots is not as it was written, and .* start over with --restart"),
+        ("disk", r"is damaged"),
+        ("memory", r"slots is not as it was written, and"),
     ],
 )
 def test_flipped_bits_end_the_run_in_one_line(where: str, message: str, tmp_path: Path) -> None:

@@ -218,7 +218,7 @@ def test_a_file_system_without_locks_is_reported(
         raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
 
     monkeypatch.setattr(fcntl, "flock", unsupported)
-    with pytest.raises(fx.UsageError, match=r"cannot lock .*; choose a folder on another disk"):
+    with pytest.raises(fx.UsageError, match="cannot lock "):
         execute_in(tmp_path / "a", tiny())
 
 
@@ -279,7 +279,7 @@ def test_a_finished_run_that_lost_its_last_line_is_refused(tmp_path: Path) -> No
     execute_in(tmp_path / "a", tiny())
     path = tmp_path / "a" / "records.jsonl"
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(fx.UsageError, match=r"records\.jsonl has 5 of 6 rows; .*--restart"):
+    with pytest.raises(fx.UsageError, match=r"records\.jsonl has 5 of 6 rows"):
         execute_in(tmp_path / "a", tiny())
     assert len(execute_in(tmp_path / "a", tiny(), restart=True).rows) == 6
 
@@ -305,7 +305,7 @@ def test_without_a_whole_checkpoint_nothing_is_thrown_away(tmp_path: Path) -> No
     (folder / NEWEST).write_text("{")
     assert not (folder / BEFORE).exists()
     rows = (folder / "records.jsonl").read_bytes()
-    with pytest.raises(fx.UsageError, match=r"nothing was changed; .* start over with --restart"):
+    with pytest.raises(fx.UsageError, match=r"nothing was changed"):
         execute_in(folder, tiny())
     assert (folder / "records.jsonl").read_bytes() == rows
     execute_in(folder, tiny(), restart=True)
