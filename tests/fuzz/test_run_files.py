@@ -223,7 +223,8 @@ def test_fingerprints(
     put(folder, files, {FINGERPRINT: draw.choice(candidates)})
     before = contents(folder)
     wanted = Fingerprint.from_json(whole)
-    harmless(lambda: check_content(folder, wanted))
+    line = harmless(lambda: check_content(folder, wanted))
+    assert line is None or str(folder) in line
     assert contents(folder) == before
 
 
@@ -237,7 +238,7 @@ def test_an_invalid_fingerprint(
     text = f'{{"format": 1, "numerics": {numerics}, "digests": {{"{name}": {{}}}}}}'
     folder = put(tmp_path / "run", runs["finished"], {FINGERPRINT: text.encode()})
     wanted = Fingerprint.from_json(json.loads(runs["finished"][FINGERPRINT]))
-    assert harmless(lambda: check_content(folder, wanted)).endswith("is damaged")
+    assert "is damaged" in harmless(lambda: check_content(folder, wanted))
 
 
 def state(round: int) -> SimulationState:

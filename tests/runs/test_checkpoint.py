@@ -398,8 +398,8 @@ def test_slots_that_are_gone_are_noticed(harm: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("where", "message"),
     [
-        ("disk", "is damaged"),
-        ("memory", "slots is not as it was written, and"),
+        ("disk", r"is damaged"),
+        ("memory", r"slots is not as it was written, and"),
     ],
 )
 def test_flipped_bits_end_the_run_in_one_line(where: str, message: str, tmp_path: Path) -> None:
