@@ -7,14 +7,14 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.experiment import Row
+from fedexp.experiment import Row, id_of
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
 from fedexp.reproduce import STUDIES
 from fedexp.reproduce.study import Plan, Request, experiment_of
 from fedexp.runs import StoredRun
 from fedexp.runs.read import Parts, texts
-from fedexp.runs.spec import FORMAT, id_of
+from fedexp.runs.spec import FORMAT
 
 WHERE = {
     "fedexp": "0.1.0",
