@@ -66,7 +66,7 @@ def test_a_search_over_a_grid_of_the_users(study: Any, tmp_path: Path) -> None:
         (lambda s: fx.tune(s.task, "fedexp", {}), "the grid is empty"),
         (
             lambda s: UNTYPED.tune(s.task, metric="x"),
-            "unknown argument 'metric'; choose from by_client",
+            "unknown argument 'metric'; choose from",
         ),
         (lambda s: fx.tune(s.task, stop_at=0.9), "trials run to their end; leave stop_at out"),
         (lambda s: fx.tune(s.task, evaluate_every=2), "leave evaluate_every out"),

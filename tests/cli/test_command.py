@@ -47,7 +47,7 @@ def test_the_command_begins_and_gives_its_status_back() -> None:
 @pytest.mark.parametrize(
     ("command", "spared"),
     [
-        ("compare toy --json --format csv", ["reproduce", "tuning", "flower", "cli.data"]),
+        ("compare toy --json --format csv", ["reproduce", "flower", "cli.data", "cli.tune"]),
         ("data show nothing", ["api", "tuning", "cli.compare"]),
     ],
 )

@@ -103,7 +103,9 @@ def limited(function: Callable[..., Any], rounds: str = "rounds") -> Callable[..
         values |= values.pop(variable, {})
         start, task = values.get("start"), values.get("task")
         most = ROUNDS + (start.round if isinstance(start, SimulationState) else 0)
-        if isinstance(task, Experiment):
+        if isinstance(task, Experiment) and "folder" in values:
+            pass  # of a command, which has got smaller options
+        elif isinstance(task, Experiment):
             values["task"] = task.replace(rounds=min(task.rounds or most, most))
         else:
             values[rounds] = min(values.get(rounds) or most, most)
