@@ -68,13 +68,13 @@ class LocalRule:
     def correct(self) -> None:
         """Correct the gradients now; the next step will not correct them again."""
         if self.corrections is not None:
-            self.corrections.correct(self.corrections.slices.values())
+            self.corrections.correct(self.corrections.params.values())
 
     def took_step(self, lr: float) -> None:
         """Count a step that was taken without an optimiser: w ← w - lr · grad."""
         if self.corrections is not None:
-            for param_slice in self.corrections.slices.values():
-                self.corrections.count(param_slice, lr)
+            for trained in self.corrections.params.values():
+                self.corrections.count(trained, lr)
 
     def reply(self, metrics: Metrics) -> Message:
         """Return the reply: the model, the metrics, and what the rule adds to the sums.
@@ -107,11 +107,11 @@ class LocalRule:
         if float(getattr(optimizer, "found_inf", 0.0)):
             return  # a fused optimiser that will skip this step
         for group in optimizer.param_groups:
-            of_model = self.corrections.slices
-            slices = [of_model[id(p)] for p in group["params"] if id(p) in of_model]
-            self.corrections.correct(s for s in slices if not s.corrected)
-            for param_slice in slices:
-                self.corrections.count(param_slice, float(group["lr"]))
+            of_model = self.corrections.params
+            stepped = [of_model[id(p)] for p in group["params"] if id(p) in of_model]
+            self.corrections.correct(p for p in stepped if not p.corrected)
+            for trained in stepped:
+                self.corrections.count(trained, float(group["lr"]))
 
     def _arrays(self) -> ArrayRecord:
         """Return the model with exactly the names and types that the server sent."""
@@ -123,7 +123,7 @@ class LocalRule:
 
 
 @dataclass(eq=False)
-class _ParamSlice:
+class _TrainedParam:
     """One parameter of the model with its slices of the flat vectors.
 
     Attributes:
@@ -158,18 +158,18 @@ class _Corrections:
     def __init__(self, request: TrainRequest, model: nn.Module, sums_gradients: bool) -> None:
         self.request = request
         self.sums_gradients = sums_gradients and bool(request.client_state)
-        self.slices: dict[int, _ParamSlice] = {}
+        self.params: dict[int, _TrainedParam] = {}
         offsets = request.layout.offsets()
         for name, param in model.named_parameters(remove_duplicate=False):
             if name not in offsets:
                 continue
             entries = slice(offsets[name], offsets[name] + param.numel())
-            if id(param) in self.slices:
-                self.slices[id(param)].slices.append(entries)
+            if id(param) in self.params:
+                self.params[id(param)].slices.append(entries)
             elif param.requires_grad:
-                self.slices[id(param)] = self._slice(name, param, entries)
+                self.params[id(param)] = self._trained_param(name, param, entries)
 
-    def _slice(self, name: str, param: nn.Parameter, entries: slice) -> _ParamSlice:
+    def _trained_param(self, name: str, param: nn.Parameter, entries: slice) -> _TrainedParam:
         request = self.request
         sent = request.start[entries].view(param.shape)
         require(
@@ -180,37 +180,38 @@ class _Corrections:
             {k: v[entries].view(param.shape).to(param.device) for k, v in vectors.items()}
             for vectors in (request.broadcast, request.client_state)
         )
-        return _ParamSlice(name, param, [entries], param.detach().clone(), broadcast, client_state)
+        return _TrainedParam(
+            name, param, [entries], param.detach().clone(), broadcast, client_state
+        )
 
     @torch.no_grad()
-    def correct(self, slices: Iterable[_ParamSlice]) -> None:
+    def correct(self, params: Iterable[_TrainedParam]) -> None:
         """Correct the gradients in place; a missing one is zero, as in the simulator."""
         rule = self.request.rule
-        for s in slices:
-            param = s.param
+        for trained in params:
+            param = trained.param
             if param.grad is None:
                 param.grad = torch.zeros_like(param)
             require(
                 not param.grad.is_sparse,
-                f"{s.name!r} has sparse gradients, which cannot be corrected; build the layer "
-                "with sparse=False",
+                f"{trained.name!r} has sparse gradients, which cannot be corrected; build the "
+                "layer with sparse=False",
             )
-            param.grad.copy_(
-                rule.correct(param.grad, param.detach(), s.start, s.broadcast, s.client_state)
-            )
-            s.corrected = True
+            states = trained.broadcast, trained.client_state
+            param.grad.copy_(rule.correct(param.grad, param.detach(), trained.start, *states))
+            trained.corrected = True
 
     @torch.no_grad()
-    def count(self, param_slice: _ParamSlice, lr: float) -> None:
+    def count(self, trained: _TrainedParam, lr: float) -> None:
         """Count a step of a parameter along its corrected gradient."""
-        param_slice.total_lr += lr
-        param_slice.corrected = False
-        grad = param_slice.param.grad
+        trained.total_lr += lr
+        trained.corrected = False
+        grad = trained.param.grad
         if self.sums_gradients and grad is not None:
-            if param_slice.sgd_update is None:
+            if trained.sgd_update is None:
                 wide = torch.promote_types(grad.dtype, torch.float32)
-                param_slice.sgd_update = torch.zeros_like(grad, dtype=wide)
-            param_slice.sgd_update.add_(grad, alpha=lr)
+                trained.sgd_update = torch.zeros_like(grad, dtype=wide)
+            trained.sgd_update.add_(grad, alpha=lr)
 
     def end_round(self, delta: Tensor) -> tuple[Tensors, Tensors]:
         """Return the new client state and what the client adds to the sums, after an update Δ_i.
@@ -220,17 +221,17 @@ class _Corrections:
         """
         request, total_lr = self.request, torch.zeros_like(delta)
         sgd_update = torch.zeros_like(delta)  # of plain SGD with the same gradients: sum of η ĝ
-        for s in self.slices.values():
-            for entries in s.slices:
+        for trained in self.params.values():
+            for entries in trained.slices:
                 require(
-                    s.total_lr > 0 or not bool(delta[entries].any()),
-                    f"{s.name!r} was trained without its gradients being corrected; give "
+                    trained.total_lr > 0 or not bool(delta[entries].any()),
+                    f"{trained.name!r} was trained without its gradients being corrected; give "
                     "LocalRule every optimiser of the loop, or call took_step(lr) in a loop "
                     "without one",
                 )
-                total_lr[entries] = s.total_lr
-                if s.sgd_update is not None:
-                    sgd_update[entries] = s.sgd_update.flatten().to(delta)
+                total_lr[entries] = trained.total_lr
+                if trained.sgd_update is not None:
+                    sgd_update[entries] = trained.sgd_update.flatten().to(delta)
         stepped = total_lr > 0
         state, extras = request.rule.end_round(
             sgd_update if self.sums_gradients else delta,

@@ -10,6 +10,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from logging import WARNING
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -226,12 +227,11 @@ class ReplyReader:
         """
         source, waiting = iter(replies), list[Message]()
         votes: Counter[Layout] = Counter()
-        while self.undecided and votes.total() < LAYOUT_VOTES and len(waiting) < 2 * LAYOUT_VOTES:
-            reply = next(source, None)
-            if reply is None:
-                break
+        for reply in islice(source, 2 * LAYOUT_VOTES if self.undecided else 0):
             waiting.append(reply)
             votes.update(self._vote(reply))
+            if votes.total() == LAYOUT_VOTES:
+                break
         if votes:
             (layout, _), *_ = votes.most_common(1)
             if layout != self.server.layout:
