@@ -524,7 +524,7 @@ def tune(
 
     >>> tuning = tune("toy", "fedavg", {"lr": [1.0, 1.2, 1.4]}, rounds=5, runs=None)
     >>> tuning.best
-    {'server.lr': 1.4}
+    {'server.lr': 1.0}
     """
     refuse_while_importing("fedexp.tune")
     _check_storage(runs)

@@ -4,26 +4,32 @@ from __future__ import annotations
 
 import json
 import shutil
+from pathlib import Path
 from random import Random
+from typing import Any
 
 import pytest
 
-from fedexp.experiment import Experiment
-from fedexp.tuning.search import Search, Trial, tune
+import fedexp as fx
+from fedexp.tuning.search import Trial
 from tests.fuzz.hostile import Files, contents, forged, fuzz, harmless, mutated
 
-SEARCHES = {
-    "paper": Search.of(Experiment("toy", "fedavg", rounds=2), {"server.lr": [0.5, 1.0]}),
-    "free": Search.of(Experiment("toy", "fedavg", rounds=2), protocol="free", trials=2),
+SEARCHES: dict[str, dict[str, Any]] = {
+    "paper": {"grid": {"server.lr": [0.5, 1.0]}},
+    "free": {"protocol": "free", "trials": 2},
 }
+
+
+def tune(protocol: str, root: Path) -> list[Trial]:
+    return fx.tune("toy", "fedavg", rounds=2, runs=root, **SEARCHES[protocol]).trials
 
 
 @pytest.fixture(scope="module")
 def searches(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Files]:
     """The files of finished searches."""
     folder = tmp_path_factory.mktemp("searches")
-    for name, search in SEARCHES.items():
-        assert len(tune(search, folder / name)) == 2
+    for name in SEARCHES:
+        assert len(tune(name, folder / name)) == 2
     return {name: contents(folder / name) for name in SEARCHES}
 
 
@@ -43,5 +49,5 @@ def test_damaged_trials(
     for other, data in {**files, name: damaged}.items():
         (root / other).parent.mkdir(parents=True, exist_ok=True)
         (root / other).write_bytes(data)
-    trials = harmless(lambda: tune(SEARCHES[protocol], root), writes=True)
+    trials = harmless(lambda: tune(protocol, root), writes=True)
     assert isinstance(trials, str) or all(isinstance(trial, Trial) for trial in trials)

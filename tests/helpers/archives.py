@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.experiment import Row, id_of
+from fedexp.experiment import Row
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
 from fedexp.plain import id_of

@@ -168,7 +168,7 @@ def test_trials_of_other_data_are_refused() -> None:
         ("records.jsonl", "{\n", "is damaged at line 1; remove .* to run the trial again"),
         ("records.jsonl", "", "has 0 of 12 rows; remove"),
         ("result.json", "7", "is damaged"),
-        ("fingerprint.json", "{}", "is damaged; remove runs/trials, or choose another --runs"),
+        ("fingerprint.json", "{}", "is damaged; remove runs/trials, or choose another"),
     ],
 )
 def test_a_damaged_trial_is_named(name: str, text: str, message: str) -> None:

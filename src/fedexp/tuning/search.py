@@ -249,10 +249,8 @@ class Trials:
 
     def trials(self) -> list[Trial]:
         """Return the finished trials, best first."""
-        trials, sign = (
-            map(self._scored, sorted(self.outcomes)),
-            -1 if self.search.goal.higher else 1,
-        )
+        sign = -1 if self.search.goal.higher else 1
+        trials = map(self._scored, sorted(self.outcomes))
         return sorted(trials, key=lambda each: (each.result.failed, sign * each.result.score))
 
     def _scored(self, number: int) -> Trial:
