@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shlex
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,33 +10,20 @@ import pytest
 from tools.results import search
 from tools.results.archive import Archive
 
-from fedexp.cli.main import build_parser
 from fedexp.runs import StoredRun
 from tests.helpers.archives import fabricated
 
-FOUND = {
-    "algorithms": [
-        {
-            "algorithm": name,
-            "trials": [
-                {"values": {"local.lr": lr, option: 0.1}, "score": score}
-                for lr, score in {0.01: 0.3, 0.316227766: 0.5, 1.0: None}.items()
-            ],
-        }
-        for name, option in {"fedexp": "server.eps", "fedavg": "server.lr"}.items()
-    ]
-}
+RECORD = ["algorithm,local_lr,option,value,train_accuracy"] + [
+    f"{name},{lr},{option},0.1,{score}"
+    for name, option in {"fedexp": "server.eps", "fedavg": "server.lr"}.items()
+    for lr, score in {0.01: 0.3, 0.316227766: 0.5, 1.0: 0.0}.items()
+]
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A record that the command wrote."""
-    (tmp_path / "tune.json").write_text(json.dumps(FOUND))
-    own = tmp_path / "tuned"
-    words = ["search", str(tmp_path / "tune.json"), "--to", str(own)]
-    monkeypatch.setattr(sys, "argv", words)
-    search.main()
-    return own
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / search.SEARCH).write_text("\n".join(RECORD))
+    return tmp_path
 
 
 def test_a_search_is_stored_and_its_best_trials_are_found(folder: Path) -> None:
@@ -60,26 +44,15 @@ def tuned(name: str, option: str, seed: int, hit: int, **changed: Any) -> Stored
     return replace(run, spec={**run.spec, "options": options, "changed": [option], **changed})
 
 
-def test_a_reading_of_eps_is_searched_apart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    (tmp_path / "tune.json").write_text(json.dumps(FOUND))
-    words = ["search", f"{tmp_path / 'tune.json'}=participants x eps", "--to", str(tmp_path / "t")]
-    monkeypatch.setattr(sys, "argv", words)
-    search.main()
-    trials = [t for t in search.load_search(tmp_path / "t") if t.algorithm.startswith("fedexp")]
-    assert {trial.algorithm for trial in trials} == {"fedexp (participants x eps)"}
-    command = capsys.readouterr().out.splitlines()[0]
-    parsed = build_parser().parse_args(shlex.split(command)[1:])
-    assert (parsed.algorithms, parsed.seeds) == ("fedexp", 5)
+def test_a_reading_of_eps_is_searched_apart(folder: Path) -> None:
+    record = [line.replace("fedexp", "fedexp (participants x eps)") for line in RECORD]
+    (folder / search.SEARCH).write_text("\n".join(record))
+    trials = [t for t in search.load_search(folder) if t.algorithm.startswith("fedexp")]
     printed = tuned("fedexp", "server.eps", 0, 50)
     options = {**printed.spec["options"], "server.eps_mode": "participants"}
     other = tuned("fedexp", "server.eps", 1, 50, options=options, changed=["server.eps_mode"])
     ((_, runs),) = search.tuned_runs(Archive((printed, other)), trials)
     assert runs == [other]
-    rest = search.tuned_commands(Archive((printed, other)), trials)
-    seeds = [build_parser().parse_args(shlex.split(line)[1:]).seed for line in rest]
-    assert seeds == [0, 2, 3, 4]
 
 
 def test_tuned_runs_are_those_with_the_best_values(folder: Path) -> None:
