@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
+from fedexp import experiment
 from fedexp.cli.main import main
 from fedexp.errors import UsageError
 from fedexp.reproduce import STUDIES, accuracy_studies
 from fedexp.reproduce.from_runs import plan_from
 from fedexp.reproduce.study import Plan, Request
 from fedexp.runs import StoredRun
-from fedexp.runs import spec as specs
 from tests.helpers.archives import fabricated, store
 
 
@@ -26,7 +26,7 @@ def no_data(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def refuse(*_: Any) -> None:
         raise AssertionError("a task was built")
 
-    monkeypatch.setattr(specs, "build_task", refuse)
+    monkeypatch.setattr(experiment, "build_task", refuse)
     monkeypatch.setenv("FEDEXP_DATA", str(tmp_path / "none"))
 
 
@@ -144,6 +144,17 @@ def test_a_study_that_needs_all_its_arms_is_left_out_without_them() -> None:
         assert plan.left_out == (f"emnist is left out: {reason}",)
 
 
+def test_two_values_of_eps_make_a_table_and_a_single_one_is_of_another_study() -> None:
+    runs = [fabricated("epsilon-table", "emnist", f"10^{exponent}") for exponent in ("-3", "-1")]
+    plan, results = plan_from(STUDIES["epsilon-table"], Request(), runs)
+    findings = plan.study.measure(plan, results)
+    assert [line.series for line in findings.table.lines] == ["10^-3", "10^-1"]
+    assert [(check.holds, check.seen) for check in findings.checks] == [
+        (None, "2 of 5 values were run")
+    ]
+    assert plan_from(STUDIES["epsilon-table"], Request(), runs[:1])[0].tasks == ()
+
+
 def test_runs_of_other_settings_do_not_belong() -> None:
     strangers = [
         fabricated("table1", "cifar10", "fedexp", **changed)
@@ -159,7 +170,7 @@ def test_runs_of_other_settings_do_not_belong() -> None:
     plan, _ = plan_from(STUDIES["table1"], Request(), [*strangers, unfinished, stopped])
     assert plan.tasks == ()
     plan, results = plan_from(STUDIES["table1"], Request(mode="authors-code"), strangers)
-    assert [result.job.spec.mode for result in results] == ["authors-code"]
+    assert [result.job.experiment.mode for result in results] == ["authors-code"]
 
 
 def test_readings_of_eps_are_series_of_their_own_and_judged_apart() -> None:
