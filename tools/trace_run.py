@@ -18,7 +18,7 @@ while modules are imported come last.
 from __future__ import annotations
 
 import ast
-import importlib.util
+import importlib
 import json
 import os
 import shutil
@@ -81,7 +81,7 @@ class Tracer:
 
 def trace(arguments: list[str]) -> list[str]:
     """Run `fedexp` with these arguments; return the counts, and one line per file."""
-    package = _package()
+    package = Path(importlib.import_module("fedexp").__file__ or "").parent
     with tempfile.TemporaryDirectory() as folder:
         # Python imports `sitecustomize` when it starts, in worker processes as well.
         shutil.copy(__file__, Path(folder, "sitecustomize.py"))
@@ -117,13 +117,6 @@ def trace(arguments: list[str]) -> list[str]:
         room = WIDTH - len(shown) - 2
         lines.append((text if len(text) <= room else text[: room - 3] + "...") + "  " + shown)
     return lines
-
-
-def _package() -> Path:
-    spec = importlib.util.find_spec("fedexp")
-    if spec is None or spec.origin is None:
-        sys.exit("trace_run: fedexp is not importable: install it, or set PYTHONPATH to src")
-    return Path(spec.origin).parent
 
 
 if __name__ == "__main__":

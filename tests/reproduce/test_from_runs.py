@@ -144,6 +144,17 @@ def test_a_study_that_needs_all_its_arms_is_left_out_without_them() -> None:
         assert plan.left_out == (f"emnist is left out: {reason}",)
 
 
+def test_two_values_of_eps_make_a_table_and_a_single_one_is_of_another_study() -> None:
+    runs = [fabricated("epsilon-table", "emnist", f"10^{exponent}") for exponent in ("-3", "-1")]
+    plan, results = plan_from(STUDIES["epsilon-table"], Request(), runs)
+    findings = plan.study.measure(plan, results)
+    assert [line.series for line in findings.table.lines] == ["10^-3", "10^-1"]
+    assert [(check.holds, check.seen) for check in findings.checks] == [
+        (None, "2 of 5 values were run")
+    ]
+    assert plan_from(STUDIES["epsilon-table"], Request(), runs[:1])[0].tasks == ()
+
+
 def test_runs_of_other_settings_do_not_belong() -> None:
     strangers = [
         fabricated("table1", "cifar10", "fedexp", **changed)

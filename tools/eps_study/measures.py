@@ -110,9 +110,7 @@ def geometric_mean(values: Sequence[float]) -> float:
 
 def to_oracle(cells: Sequence[CellRounds], arm: Arm) -> float | None:
     """Return the geometric mean of an arm's rounds over the oracle's; None without cells."""
-    have = [own for own in cells if arm in own.rounds]
-    ratios = [own.rounds[arm] / own.rounds[own.oracle] for own in have]
-    return geometric_mean(ratios) if ratios else None
+    return to_arm(cells, arm, None)
 
 
 def to_fedavg(cells: Sequence[CellRounds], arm: Arm) -> float | None:
@@ -120,10 +118,10 @@ def to_fedavg(cells: Sequence[CellRounds], arm: Arm) -> float | None:
     return to_arm(cells, arm, FEDAVG)
 
 
-def to_arm(cells: Sequence[CellRounds], arm: Arm, other: Arm) -> float | None:
-    """Return the geometric mean of an arm's rounds over another's; None without cells."""
+def to_arm(cells: Sequence[CellRounds], arm: Arm, other: Arm | None) -> float | None:
+    """Return the geometric mean of an arm's rounds over another's, None for the oracle's."""
     have = [own for own in cells if arm in own.rounds]
-    ratios = [own.rounds[arm] / own.rounds[other] for own in have]
+    ratios = [own.rounds[arm] / own.rounds[other or own.oracle] for own in have]
     return geometric_mean(ratios) if ratios else None
 
 

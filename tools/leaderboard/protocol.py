@@ -172,17 +172,10 @@ def every(digits: float, emnist: float, shakespeare: float, cifar: float) -> dic
 
 
 RELATIVE = {"server.eps_mode": "relative", "server.eps": 0.05}
-TAU = {  # as in the recipes; elsewhere the default
-    "emnist": {"server.tau": power(-0.75)},
-    "shakespeare": {"server.tau": 0.1},
-    "cifar10": {"server.tau": 0.1},
-    "cifar100": {"server.tau": 0.1},
-}
-MU = {  # of FedProx, where another option is tuned
-    "digits": {"client.mu": 0.01},
-    "emnist": {"client.mu": 0.001},
-    "shakespeare": {"client.mu": 0.01},
-}
+TAUS = {"emnist": power(-0.75), "shakespeare": 0.1, "cifar10": 0.1, "cifar100": 0.1}
+TAU = {task: {"server.tau": tau} for task, tau in TAUS.items()}  # as in the recipes, or the default
+MUS = {"digits": 0.01, "emnist": 0.001, "shakespeare": 0.01}
+MU = {task: {"client.mu": mu} for task, mu in MUS.items()}  # of FedProx; another option is tuned
 EXPROX_MU = {**MU, "digits": {"client.mu": 0.1}}
 DELTA = {"local.optimizer": "delta-sgd"}
 TWO = 0.30103  # the logarithm of 2, the published gamma of Delta-SGD

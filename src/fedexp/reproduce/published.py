@@ -8,7 +8,7 @@ paper has too is shown with the published value and the difference.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -172,27 +172,32 @@ class Table:
         names = ["task", self.series]
         for column in self.columns:
             names.append(column.name)
-            if column.published:
-                source = column.source()
-                approximate = source is not None and source.approximate
-                names += ["paper (approx.)" if approximate else "paper", "difference"]
+            if source := column.source():
+                names += ["paper (approx.)" if source.approximate else "paper", "difference"]
         return names
+
+    def _compared(
+        self, line: Line, comparable: bool, partial: Collection[str]
+    ) -> Iterator[tuple[Column, Value | None, Quantity | None, Value | None, float | None]]:
+        """Yield each column with our value, the paper's and the difference."""
+        for column in self.columns:
+            ours, source = line.values.get(column.name), column.source()
+            theirs = source.find(line.task, line.series) if source else None
+            meaningful = comparable and line.task not in partial
+            yield column, ours, source, theirs, difference(ours, theirs) if meaningful else None
 
     def cells(self, comparable: bool, partial: Collection[str] = ()) -> list[list[str]]:
         """Return the cells as text."""
-        return [self._row(line, comparable and line.task not in partial) for line in self.lines]
-
-    def _row(self, line: Line, comparable: bool) -> list[str]:
-        row = [line.task, line.series]
-        for column in self.columns:
-            ours = line.values.get(column.name)
-            row.append(text_of(ours, column.unit))
-            if source := column.source():
-                theirs = source.find(line.task, line.series)
-                row.append(text_of(theirs, column.unit, exact=not source.approximate))
-                gap = difference(ours, theirs) if comparable else None
-                row.append(signed(gap, column.unit))
-        return row
+        rows = []
+        for line in self.lines:
+            row = [line.task, line.series]
+            for column, ours, source, theirs, gap in self._compared(line, comparable, partial):
+                row.append(text_of(ours, column.unit))
+                if source:
+                    paper = text_of(theirs, column.unit, exact=not source.approximate)
+                    row += [paper, signed(gap, column.unit)]
+            rows.append(row)
+        return rows
 
     def numbers(
         self, comparable: bool, partial: Collection[str] = ()
@@ -213,9 +218,9 @@ class Table:
         rows = []
         for line in self.lines:
             row: dict[str, Any] = {"task": line.task, self.series: line.series}
-            meaningful = comparable and line.task not in partial
-            for column in self.columns:
-                row[column.name] = _as_json(line.values.get(column.name), column, line, meaningful)
+            for column, ours, source, theirs, gap in self._compared(line, comparable, partial):
+                paper = {"paper": _plain(theirs), "difference": _rounded(gap)} if source else {}
+                row[column.name] = {"unit": column.unit, "ours": _plain(ours), **paper}
             rows.append(row)
         return rows
 
@@ -289,16 +294,6 @@ def _flat(column: Column, entry: Mapping[str, Any]) -> dict[str, Any]:
         values |= {" paper": paper.get("mean"), " paper at least": paper.get("more")}
         values[" difference"] = entry["difference"]
     return {f"{column.name}{ending}": value for ending, value in values.items()}
-
-
-def _as_json(value: Value | None, column: Column, line: Line, comparable: bool) -> dict[str, Any]:
-    source = column.source()
-    theirs = source.find(line.task, line.series) if source else None
-    gap = difference(value, theirs) if comparable else None
-    entry: dict[str, Any] = {"unit": column.unit, "ours": _plain(value)}
-    if source:
-        entry |= {"paper": _plain(theirs), "difference": _rounded(gap)}
-    return entry
 
 
 def _plain(value: Value | None) -> dict[str, Any] | None:
