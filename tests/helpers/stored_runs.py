@@ -9,8 +9,8 @@ from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
 from fedexp.runs import StoredRun, frozen, load_run
-from fedexp.runs.folder import environment
 from fedexp.runs.records import Row
+from fedexp.runs.folder import environment
 from fedexp.runs.spec import Spec, spec_text
 
 FINISHED = {"status": "finished", "rounds": 30, "diverged_at": None, "seconds": 2.5}
