@@ -15,7 +15,7 @@ FOLDER = Path("results/shakespeare")
 
 def test_the_recipe_has_the_best_values_of_the_search() -> None:
     best = search.best_trials(search.load_search(FOLDER))
-    tuned = RECIPES["shakespeare"].tuned
+    tuned = RECIPES["shakespeare"]["tuned"]
     assert set(best) == {"fedavg", "fedexp", "scaffold", "fedadagrad", "fedadam"}
     for name, trial in best.items():
         assert tuned[name]["local.lr"] == pytest.approx(trial.local_lr, rel=1e-5)
