@@ -19,7 +19,6 @@ from fedexp.data.federation import Batch
 from fedexp.engine.plan import sample_cohort
 from fedexp.objective import Buffers, LeastSquares
 from fedexp.tasks.metrics import as_metrics
-from fedexp.tasks.recipe import Recipe
 from tests.helpers.problems import BatchNormNet, classes_task, dropout_net, least_squares
 from tests.helpers.rules import ALGORITHMS, rule_id
 
@@ -277,8 +276,8 @@ def test_a_name_takes_the_weighting_of_the_recipe() -> None:
     sizes = np.repeat([0, 1, 2], [2, 5, 9])
     data = {"x": np.arange(32, dtype=np.float32).reshape(16, 2) / 32, "y": sizes % 2}
     train = fx.Federation.from_ids(data, sizes)
-    recipe = Recipe(tuned={"fedavg": {"weighting": "size"}})
-    task = fx.supervised("own", lambda: nn.Linear(2, 2), train, recipe=recipe)
+    tuned = {"fedavg": {"weighting": "size"}}
+    task = fx.supervised("mine", lambda: nn.Linear(2, 2), train, tuned=tuned)
 
     def last(algorithm: Any, **more: Any) -> float | None:
         *_, record = fx.simulate(task, algorithm, 2, **more)
@@ -508,7 +507,7 @@ def test_bytes_follow_the_cohort() -> None:
 def test_mistakes_get_one_line_with_a_remedy(arguments: tuple, message: str) -> None:
     with pytest.raises(fx.UsageError, match=message):
         fx.simulate(*arguments)
-    with pytest.raises(fx.UsageError, match=r"pass fx\.LocalTraining"):
+    with pytest.raises(fx.UsageError, match=r"local is dict; give fedexp\.LocalTraining"):
         fx.simulate(fx.tasks.toy(), fx.fedavg(), local={"lr": 0.1})  # type: ignore[arg-type]
 
 

@@ -22,8 +22,9 @@ from fedexp.models import CharLSTM, CharTransformer, char_lstm, char_transformer
 from fedexp.modes import setup_for
 from fedexp.objective import Buffers, ModuleObjective
 from fedexp.runs.fingerprint import fingerprint
+from fedexp.tasks.evaluation import worst_decile
 from fedexp.tasks.shakespeare import BEGIN, PAD, counted_part, with_counted_targets
-from fedexp.tasks.task import Task, worst_decile
+from fedexp.tasks.task import Task
 from tests.helpers.errors import assert_refused
 
 ROLES = ("ANNE", "BEN", "CARL", "DORA", "EDGAR")

@@ -56,9 +56,12 @@ def test_test_data_are_checked_as_well() -> None:
         ({"x": torch.zeros(2, 4), "y": torch.tensor([0, 7])}, "test labels go from 0 to 7"),
         ({"x": torch.zeros(2, 4)}, "the test data has no field y"),
         ({"x": torch.zeros(0, 4), "y": torch.zeros(0, dtype=torch.int64)}, "no examples"),
-        ({"x": torch.zeros(3, 4), "y": torch.tensor([0, 1])}, "3 rows in x but 2 in y"),
-        ({"mean": torch.zeros(4), **train.fields}, "2 rows in x but 4 in mean; .* or leave it out"),
-        ({"scale": torch.tensor(2.0), **train.fields}, "scale of the test data is a single"),
+        (
+            {"x": torch.zeros(3, 4), "y": torch.tensor([0, 1])},
+            "test data: .* 'x' has 3 rows, 'y' has 2",
+        ),
+        ({"mean": torch.zeros(4), **train.fields}, "'mean' has 4 rows, .*; leave out"),
+        ({"scale": torch.tensor(2.0), **train.fields}, "test data: field 'scale' is a single"),
     ):
         with pytest.raises(UsageError, match=message):
             classification("mine", lambda: nn.Linear(4, 3), train, test)

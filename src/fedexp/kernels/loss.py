@@ -11,23 +11,11 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedexp.kernels.launch import differentiable, has_triton
 
 MOST_CLASSES = 2048  # of a row of logits that one program holds
-
-
-def ignored_target(loss: Any) -> int | None:
-    """Return the target that a loss ignores if it is the plain cross-entropy, else None.
-
-    >>> ignored_target(nn.CrossEntropyLoss(reduction="none")), ignored_target(nn.MSELoss())
-    (-100, None)
-    """
-    if type(loss) is not nn.CrossEntropyLoss or loss.weight is not None:
-        return None
-    is_plain = loss.reduction == "none" and not loss.label_smoothing
-    return loss.ignore_index if is_plain and not overrides(loss) else None
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, ignored: int, dtype: torch.dtype) -> Tensor:
@@ -71,8 +59,3 @@ class _CrossEntropy(torch.autograd.Function):
         logits, targets, totals = ctx.saved_tensors
         dlosses, ignored = dlosses.contiguous(), ctx.ignored
         return loss_triton.backward(dlosses, logits, targets, totals, ignored), None, None
-
-
-def overrides(loss: nn.Module) -> bool:
-    """Return whether a call of the loss does more than its class: hooks, or a method of its own."""
-    return bool(loss._forward_hooks or loss._forward_pre_hooks) or "forward" in vars(loss)

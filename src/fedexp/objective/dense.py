@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from fedexp.aggregate import norms
 from fedexp.client import LinearCorrection
 from fedexp.local import LocalTraining, clip_to
+from fedexp.objective.losses import ignored_target, overrides
 
 
 class Activation(NamedTuple):
@@ -223,12 +224,9 @@ def dense_network(module: nn.Module, loss: object) -> DenseNetwork | None:
 
     The loss must be torch's plain cross entropy per example.
     """
-    if type(loss) is not nn.CrossEntropyLoss or loss.reduction != "none":
-        return None
-    if loss.weight is not None or loss.label_smoothing or loss.ignore_index >= 0:
-        return None
+    ignored = ignored_target(loss)
     modules = list(module) if type(module) is nn.Sequential else [module]
-    if any(_is_modified(each) for each in (module, *modules)):
+    if ignored is None or ignored >= 0 or any(map(overrides, (module, *modules))):
         return None
     first = modules[0] if modules else None
     flattens = type(first) is nn.Flatten and (first.start_dim, first.end_dim) == (1, -1)
@@ -249,14 +247,3 @@ def _layers(modules: Sequence[nn.Module]) -> list[Layer] | None:
         else:
             return None
     return layers if layers and layers[-1].activation is None else None
-
-
-def _is_modified(module: nn.Module) -> bool:
-    """Return whether a call does more than the class defines: hooks, or a replaced forward."""
-    hooks = (
-        module._forward_hooks,
-        module._forward_pre_hooks,
-        module._backward_hooks,
-        module._backward_pre_hooks,
-    )
-    return any(hooks) or "forward" in vars(module)

@@ -29,7 +29,6 @@ from fedexp.data.federation import Batch
 from fedexp.errors import UsageError, first_line, require
 from fedexp.identity import HOOKS, parts
 from fedexp.kernels.launch import compile_in_parallel, has_triton
-from fedexp.kernels.loss import ignored_target, overrides
 from fedexp.objective.base import (
     DEFAULT_FIELDS,
     Buffers,
@@ -50,7 +49,10 @@ from fedexp.objective.losses import (
     check_shapes,
     class_loss,
     copied_loss,
+    examples_of,
+    ignored_target,
     loss_on,
+    overrides,
     reduced,
 )
 from fedexp.objective.stack import CannotStackError, Stack, StackedClients
@@ -414,7 +416,7 @@ class ModuleObjective:
         Where the loss is one number for the batch, and is not a mean over targets of classes, every
         example has that number.
         """
-        rows = len(targets if isinstance(targets, Tensor) else targets[0])
+        rows = examples_of(targets)
         if self._class_loss() is not None:
             losses = reduced(self.loss, "none")(outputs, targets).reshape(rows, -1).mean(dim=1)
         else:
@@ -520,9 +522,8 @@ class ModuleObjective:
                 f"the loss of a batch has the shape {list(losses.shape)}; return one number",
             )
             return losses
-        first = targets if isinstance(targets, Tensor) else targets[0]
         require(
-            losses.ndim >= 1 and len(losses) == len(first),
+            losses.ndim >= 1 and len(losses) == examples_of(targets),
             "the loss must give a value for every example; build it with reduction='none'",
         )
         if losses.ndim == 1:

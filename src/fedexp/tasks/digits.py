@@ -52,8 +52,7 @@ def digits(model: Model = "logistic", clients: int = 50, alpha: float = 0.1, see
         local=replace(PAPER_TRAINING, lr=0.1),
         rounds=60,
         cohort=min(10, clients),
-        target=RECIPES[name].target,
-        tuned=RECIPES[name].tuned,
+        **RECIPES[name],
     )
 
 

@@ -67,7 +67,7 @@ def emnist(folder: str | None = None, pixels: Pixels = "tff") -> Task:
             state it; with these values the cell of Figure 1 with the client step 1 trains.
     """
     require(pixels in EMNIST_PIXELS, f"pixels is tff, ink or normalised, not {pixels!r}")
-    data, recipe = load_splits("emnist", folder), RECIPES["emnist"]
+    data = load_splits("emnist", folder)
     train = data.federation()
     return classification(
         "emnist",
@@ -79,9 +79,7 @@ def emnist(folder: str | None = None, pixels: Pixels = "tff") -> Task:
         rounds=ROUNDS,
         cohort=min(COHORT, train.clients),
         evaluate_every=5 * EVALUATE_EVERY,
-        target=recipe.target,
-        tuned=recipe.tuned,
-        released=recipe.released,
+        **RECIPES["emnist"],
     )
 
 
@@ -232,7 +230,7 @@ def dirichlet_images(
         seed: seed of the partition.
         augment: see `Images`.
     """
-    recipe, rng = RECIPES[data.name], generator(seed, f"{data.name} partition")
+    rng = generator(seed, f"{data.name} partition")
     parts = partition.dirichlet(data.train["y"].numpy(), clients, alpha, rng)
     return classification(
         data.name,
@@ -243,9 +241,7 @@ def dirichlet_images(
         rounds=ROUNDS,
         cohort=min(COHORT, clients),
         evaluate_every=EVALUATE_EVERY,
-        target=recipe.target,
-        tuned=recipe.tuned,
-        released=recipe.released,
+        **RECIPES[data.name],
     )
 
 

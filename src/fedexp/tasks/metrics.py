@@ -8,7 +8,8 @@ of torchmetrics are adapted: their totals are tuples, which add by concatenation
 from __future__ import annotations
 
 import numbers
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar, runtime_checkable
@@ -74,7 +75,7 @@ class UpdatingMetric(Protocol):
 
 @runtime_checkable
 class MergingMetric(UpdatingMetric, Protocol):
-    """A metric with state that can add the state of another one."""
+    """A metric with state that can add the state of another metric."""
 
     def merge_state(self, incoming_state: Any) -> None: ...
 
@@ -172,9 +173,9 @@ class ComputedOnce:
     metric: UpdatingMetric
 
     def __call__(self, outputs: Any, targets: Any) -> Any:
-        own = _fresh_copy(self.metric, outputs)
-        own.update(outputs, targets)
-        return own.compute()
+        metric = _fresh_copy(self.metric, outputs)
+        metric.update(outputs, targets)
+        return metric.compute()
 
 
 @dataclass(frozen=True)
@@ -191,9 +192,9 @@ class AsGiven:
         return self.metric.zero()
 
     def add(self, total: Any, outputs: Any, targets: Tensor) -> Any:
-        given = targets.to(self.kind)
-        same = torch.equal(given.to(targets.dtype), targets)
-        return self.metric.add(total, outputs, given if same else targets)
+        whole = targets.to(self.kind)
+        same = torch.equal(whole.to(targets.dtype), targets)
+        return self.metric.add(total, outputs, whole if same else targets)
 
     def finish(self, total: Any) -> Any:
         return self.metric.finish(total)
@@ -201,84 +202,88 @@ class AsGiven:
 
 def _fresh_copy(metric: M, outputs: Any) -> M:
     """Return a copy without state, on the device of the outputs."""
-    own = deepcopy(metric)
-    own.reset()
-    if isinstance(own, nn.Module) and isinstance(outputs, Tensor):
-        own.to(outputs.device)
-    return own
+    fresh = deepcopy(metric)
+    fresh.reset()
+    if isinstance(fresh, nn.Module) and isinstance(outputs, Tensor):
+        fresh.to(outputs.device)
+    return fresh
 
 
 def as_metrics(metrics: Mapping[str, Any]) -> dict[str, Metric]:
     """Return metrics by name, those that are functions or objects with state adapted."""
-    found: dict[str, Metric] = {}
-    for name, value in metrics.items():
+    require(
+        isinstance(metrics, Mapping),
+        f'metrics is {type(metrics).__name__}; give metrics by name, e.g. {{"f1": f1}}',
+    )
+    return {name: _as_metric(name, value) for name, value in metrics.items()}
+
+
+def _as_metric(name: Any, value: Any) -> Metric:
+    """Return a metric, adapted if it is a function or an object with state."""
+    require(
+        isinstance(name, str) and name.isidentifier() and name != "loss",
+        f"a metric cannot be called {name!r}; take a name of letters, digits and underscores, "
+        "other than loss",
+    )
+    require(
+        not name.endswith(BY_CLIENT),
+        f"a metric cannot be called {name!r}: by_client gives its values names that end in "
+        f"{BY_CLIENT}; take another name",
+    )
+    require(
+        not isinstance(value, type),
+        f"metric {name!r} is the class {getattr(value, '__name__', '')}; call it with its "
+        "arguments",
+    )
+    if isinstance(value, Metric):
+        adapted, zero = isinstance(value, PooledFunction | UpdatedMetric), value.zero()
         require(
-            isinstance(name, str) and name.isidentifier() and name != "loss",
-            f"a metric cannot be called {name!r}; take a name of letters, digits and underscores, "
-            "other than loss",
+            adapted or not isinstance(zero, tuple | list),
+            f"metric {name!r} has totals of type {type(zero).__name__}, which do not add up "
+            "over processes; make them a tensor, or a dict of tensors",
         )
-        require(
-            not name.endswith(BY_CLIENT),
-            f"a metric cannot be called {name!r}: by_client gives its values names that end in "
-            f"{BY_CLIENT}; take another name",
-        )
-        require(
-            not isinstance(value, type),
-            f"metric {name!r} is the class {getattr(value, '__name__', '')}; call it with its "
-            "arguments",
-        )
-        if isinstance(value, Metric):
-            adapted, zero = isinstance(value, PooledFunction | UpdatedMetric), value.zero()
-            require(
-                adapted or not isinstance(zero, tuple | list),
-                f"metric {name!r} has totals of type {type(zero).__name__}, which do not add up "
-                "over processes; make them a tensor, or a dict of tensors",
-            )
-            found[name] = value
-        elif isinstance(value, MergingMetric):
-            found[name] = UpdatedMetric(value)
-        elif isinstance(value, UpdatingMetric):
-            found[name] = PooledFunction(ComputedOnce(value))
-        else:
-            require(
-                callable(value),
-                f"metric {name!r} is {type(value).__name__}; give a function of (outputs, targets),"
-                " a torchmetrics object or a fedexp.tasks.Metric",
-            )
-            found[name] = PooledFunction(value)
-    return found
+        return value
+    if isinstance(value, MergingMetric):
+        return UpdatedMetric(value)
+    if isinstance(value, UpdatingMetric):
+        return PooledFunction(ComputedOnce(value))
+    require(
+        callable(value),
+        f"metric {name!r} is {type(value).__name__}; give a function of (outputs, targets),"
+        " a torchmetrics object or a fedexp.tasks.Metric",
+    )
+    return PooledFunction(value)
 
 
 def add_totals(total: Any, other: Any) -> Any:
     """Return the sum of two totals; dicts are added key by key."""
     if not isinstance(total, dict):
         return total + other
-    missing = object()
-    sums = dict(total)
-    for key, value in other.items():
-        before = sums.get(key, missing)
-        sums[key] = value if before is missing else add_totals(before, value)
-    return sums
+    common = {key: add_totals(total[key], other[key]) for key in total if key in other}
+    return {**total, **other, **common}
+
+
+@contextmanager
+def _named(name: str) -> Iterator[None]:
+    """Raise errors of a metric, which may be a function of the user's, with its name."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:
+        raise UsageError(f"metric {name!r} fails: {first_line(error)}") from error
 
 
 def add_batch(name: str, metric: Metric, total: Any, outputs: Any, targets: Any) -> Any:
     """Return a metric's total with a batch added; an error names the metric."""
-    try:
+    with _named(name):
         return metric.add(total, outputs, targets)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of a function of the user's
-        raise UsageError(f"metric {name!r} fails: {first_line(error)}") from error
 
 
 def finish_metric(name: str, metric: Metric, total: Any) -> float:
     """Return the value of a metric; an error names it."""
-    try:
+    with _named(name):
         value = metric.finish(total)
-    except torch.OutOfMemoryError:
-        raise
-    except Exception as error:  # of a function of the user's
-        raise UsageError(f"metric {name!r} fails: {first_line(error)}") from error
     value = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
     is_one = isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex()
     if isinstance(value, numbers.Real) or is_one:

@@ -8,13 +8,12 @@ the loss of the synthetic problem.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from numbers import Real
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
-from fedexp.errors import UsageError, require
+from fedexp.cohorts import Cohort
+from fedexp.errors import UsageError, is_number, require
 from fedexp.local import LocalTraining
 
 Options = Mapping[str, Mapping[str, Any]]  # by algorithm
@@ -86,8 +85,7 @@ def checked_target(
     """
     if value is None:
         return None
-    finite = isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
-    require(finite, f"{option} must be a finite number, not {value!r}")
+    require(is_number(value), f"{option} must be a finite number, not {value!r}")
     if own:
         return float(value)
     if metric.endswith("accuracy"):
@@ -98,19 +96,27 @@ def checked_target(
     return value
 
 
-@dataclass(frozen=True)
-class Recipe:
-    """The values that a task is trained and judged with.
+class Recipe(TypedDict, total=False):
+    """The values that a task is trained and judged with: attributes of a `Task`."""
 
-    Attributes:
-        target: value of the task's metric that counts as reached.
-        tuned: options by algorithm.
-        released: options by algorithm in the authors' code, where they differ.
-    """
+    target: float | None
+    tuned: Options
+    released: Options
 
-    target: float | None = None
-    tuned: Options = field(default_factory=dict)
-    released: Options = field(default_factory=dict)
+
+class Settings(Recipe, total=False):
+    """Further attributes of a `Task` that are taken as they are."""
+
+    local: LocalTraining
+    rounds: int
+    cohort: Cohort | None
+    evaluate_every: int
+    by_client: bool
+
+
+def _values(local_lr: float, **server: float) -> dict[str, float]:
+    """Return options: the client step size, and those of the server."""
+    return {"local.lr": local_lr, **{f"server.{name}": value for name, value in server.items()}}
 
 
 def _images(lr: float, eps: float, adagrad: float, tau: float, mu: float) -> Options:
@@ -124,8 +130,7 @@ def _images(lr: float, eps: float, adagrad: float, tau: float, mu: float) -> Opt
     same number, for which the step size was chosen. With τ = 0.001 the first step changes every
     weight by the whole step size.
     """
-    average = {"server.lr": 1.0, "local.lr": lr}
-    exp = {"server.eps": eps, "local.lr": lr}
+    average, exp = _values(lr, lr=1.0), _values(lr, eps=eps)
     return {
         "fedavg": average,
         "fedexp": exp,
@@ -133,8 +138,8 @@ def _images(lr: float, eps: float, adagrad: float, tau: float, mu: float) -> Opt
         "scaffold-exp": exp,
         "fedprox": {**average, "client.mu": mu},
         "fedprox-exp": {**exp, "client.mu": mu},
-        "fedadagrad": {"server.lr": adagrad, "server.tau": tau, "local.lr": lr},
-        "fedadam": {"server.lr": 0.01, "local.lr": lr},
+        "fedadagrad": _values(lr, lr=adagrad, tau=tau),
+        "fedadam": _values(lr, lr=0.01),
         "fedavgm": {**average, "server.beta": 0.9},
         "fedexp-m": {**exp, "server.beta": 0.9},
     }
@@ -155,34 +160,26 @@ def _reddi(average: Logs, momentum: Logs, adagrad: Logs, adam: Logs) -> Options:
     they do not have, take FedAvg's client step size, and the first eps of the paper's rule of
     thumb.
     """
-    client, server = (10.0**each for each in average)
-    exp = {"server.eps": 1e-3, "local.lr": client}
+    client, server = (10.0**log for log in average)
+    exp = _values(client, eps=1e-3)
     adaptive = {
-        name: {
-            "local.lr": 10.0 ** logs[0],
-            "server.lr": 10.0 ** logs[1],
-            "server.tau": 10.0 ** logs[2],
-        }
+        name: _values(10.0 ** logs[0], lr=10.0 ** logs[1], tau=10.0 ** logs[2])
         for name, logs in {"fedadagrad": adagrad, "fedadam": adam, "fedyogi": adam}.items()
     }
-    beta = {"server.beta": 0.9}
     return {
-        "fedavg": {"server.lr": server, "local.lr": client},
+        "fedavg": _values(client, lr=server),
         "fedexp": exp,
-        "scaffold": {"server.lr": 1.0, "local.lr": client},
+        "scaffold": _values(client, lr=1.0),
         "scaffold-exp": exp,
         **adaptive,
-        "fedavgm": {"server.lr": 10.0 ** momentum[1], "local.lr": 10.0 ** momentum[0], **beta},
-        "fedexp-m": {**exp, **beta},
+        "fedavgm": _values(10.0 ** momentum[0], lr=10.0 ** momentum[1], beta=0.9),
+        "fedexp-m": {**exp, "server.beta": 0.9},
     }
-
-
-def _digits(local_lr: float, **server: float) -> dict[str, float]:
-    return {"local.lr": local_lr, **{f"server.{name}": value for name, value in server.items()}}
 
 
 EXACT = {"server.eps": 0.0, "server.factor": 1.0}  # exact projections: docs/paper.md#toy-problem
 NOTEBOOK = {"server.clamp": False, "average_last": 1}  # docs/paper.md#notebook-clamp
+PLAIN = ("fedavg", "fedexp", "scaffold", "scaffold-exp", "fedprox", "fedprox-exp")
 RELEASED_LR = {"local.lr": 0.1}  # on EMNIST, except with momentum: docs/paper.md#released-emnist-lr
 RELEASED_ADAM = {"server.lr": 0.1}  # docs/paper.md#released-adam
 
@@ -194,14 +191,14 @@ RECIPES = {
     "synthetic": Recipe(
         target=1e-5,
         tuned={  # eps = 0 because every client can fit the optimum
-            "fedavg": {"server.lr": 10.0, "local.lr": 0.1},
-            "fedexp": {"server.eps": 0.0, "local.lr": 0.1},
-            "scaffold": {"server.lr": 10.0, "local.lr": 0.1},
-            "scaffold-exp": {"server.eps": 0.0, "local.lr": 0.1},
-            "fedadagrad": {"server.lr": 0.1, "local.lr": 0.1},
-            "fedprox": {"server.lr": 10.0, "client.mu": 0.01, "local.lr": 0.1},
-            "fedprox-exp": {"server.eps": 0.0, "client.mu": 0.01, "local.lr": 0.1},
-            "fedexp-m": {"server.eps": 0.0, "local.lr": 0.1},
+            "fedavg": _values(0.1, lr=10.0),
+            "fedexp": _values(0.1, eps=0.0),
+            "scaffold": _values(0.1, lr=10.0),
+            "scaffold-exp": _values(0.1, eps=0.0),
+            "fedadagrad": _values(0.1, lr=0.1),
+            "fedprox": {**_values(0.1, lr=10.0), "client.mu": 0.01},
+            "fedprox-exp": {**_values(0.1, eps=0.0), "client.mu": 0.01},
+            "fedexp-m": _values(0.1, eps=0.0),
         },
         released={
             "fedexp": NOTEBOOK,
@@ -215,12 +212,7 @@ RECIPES = {
         target=0.84,
         tuned=_images(lr=10**-0.5, eps=0.1, adagrad=10**-0.5, tau=10**-0.75, mu=0.001),
         released={
-            "fedavg": RELEASED_LR,
-            "fedexp": RELEASED_LR,
-            "scaffold": RELEASED_LR,
-            "scaffold-exp": RELEASED_LR,
-            "fedprox": RELEASED_LR,
-            "fedprox-exp": RELEASED_LR,
+            **dict.fromkeys(PLAIN, RELEASED_LR),
             "fedadagrad": {**RELEASED_LR, "server.tau": 10**-1.5},
             "fedadam": {**RELEASED_LR, **RELEASED_ADAM},
         },
@@ -243,43 +235,43 @@ RECIPES = {
     "digits": Recipe(
         target=0.92,
         tuned={
-            "fedavg": _digits(1.0, lr=1.0),
-            "fedexp": _digits(1.0, eps=0.1),
-            "scaffold": _digits(1.0, lr=1.0),
-            "scaffold-exp": _digits(1.0, eps=1e-3),
-            "fedprox": {**_digits(1.0, lr=1.0), "client.mu": 1e-3},
-            "fedadagrad": _digits(0.1, lr=1.0),
-            "fedadam": _digits(10**-0.5, lr=0.1),
-            "fedyogi": _digits(10**-0.5, lr=0.1),
-            "fedavgm": _digits(1.0, lr=10**-0.5),
-            "fedexp-m": _digits(10**-0.5, eps=0.1),
-            "fedams": _digits(10**-0.5, lr=0.1),
-            "fedexprox": {**_digits(0.1, lr=10.0), "client.mu": 0.01},
-            "fedexprox-grads": {**_digits(0.1), "client.mu": 10**0.5},
-            "fedexprox-stops": {**_digits(1.0), "client.mu": 1.0},
-            "fedhyper": _digits(1.0, lr=1.0),
-            "fednova": _digits(1.0, lr=1.0),
+            "fedavg": _values(1.0, lr=1.0),
+            "fedexp": _values(1.0, eps=0.1),
+            "scaffold": _values(1.0, lr=1.0),
+            "scaffold-exp": _values(1.0, eps=1e-3),
+            "fedprox": {**_values(1.0, lr=1.0), "client.mu": 1e-3},
+            "fedadagrad": _values(0.1, lr=1.0),
+            "fedadam": _values(10**-0.5, lr=0.1),
+            "fedyogi": _values(10**-0.5, lr=0.1),
+            "fedavgm": _values(1.0, lr=10**-0.5),
+            "fedexp-m": _values(10**-0.5, eps=0.1),
+            "fedams": _values(10**-0.5, lr=0.1),
+            "fedexprox": {**_values(0.1, lr=10.0), "client.mu": 0.01},
+            "fedexprox-grads": {**_values(0.1), "client.mu": 10**0.5},
+            "fedexprox-stops": {**_values(1.0), "client.mu": 1.0},
+            "fedhyper": _values(1.0, lr=1.0),
+            "fednova": _values(1.0, lr=1.0),
         },
     ),
     "digits-mlp": Recipe(
         target=0.92,
         tuned={
-            "fedavg": _digits(1.0, lr=1.0),
-            "fedexp": _digits(10**-0.5, eps=10**-2.5),
-            "scaffold": _digits(10**-0.5, lr=10**0.5),
-            "scaffold-exp": _digits(10**-0.5, eps=1e-3),
-            "fedprox": {**_digits(1.0, lr=1.0), "client.mu": 0.01},
-            "fedadagrad": _digits(10**-0.5, lr=10**-0.5),
-            "fedadam": _digits(10**-0.5, lr=0.1),
-            "fedyogi": _digits(10**-0.5, lr=0.1),
-            "fedavgm": _digits(10**-0.5, lr=1.0),
-            "fedexp-m": _digits(1.0, eps=0.1),
-            "fedams": _digits(10**-0.5, lr=0.1),
-            "fedexprox": {**_digits(1.0, lr=10**0.5), "client.mu": 0.1},
-            "fedexprox-grads": {**_digits(10**-0.5), "client.mu": 1e-3},
-            "fedexprox-stops": {**_digits(1.0), "client.mu": 0.1},
-            "fedhyper": _digits(10**-0.5, lr=1.0),
-            "fednova": _digits(1.0, lr=1.0),
+            "fedavg": _values(1.0, lr=1.0),
+            "fedexp": _values(10**-0.5, eps=10**-2.5),
+            "scaffold": _values(10**-0.5, lr=10**0.5),
+            "scaffold-exp": _values(10**-0.5, eps=1e-3),
+            "fedprox": {**_values(1.0, lr=1.0), "client.mu": 0.01},
+            "fedadagrad": _values(10**-0.5, lr=10**-0.5),
+            "fedadam": _values(10**-0.5, lr=0.1),
+            "fedyogi": _values(10**-0.5, lr=0.1),
+            "fedavgm": _values(10**-0.5, lr=1.0),
+            "fedexp-m": _values(1.0, eps=0.1),
+            "fedams": _values(10**-0.5, lr=0.1),
+            "fedexprox": {**_values(1.0, lr=10**0.5), "client.mu": 0.1},
+            "fedexprox-grads": {**_values(10**-0.5), "client.mu": 1e-3},
+            "fedexprox-stops": {**_values(1.0), "client.mu": 0.1},
+            "fedhyper": _values(10**-0.5, lr=1.0),
+            "fednova": _values(1.0, lr=1.0),
         },
     ),
     # Not in the paper. Values by its protocol on seed 0, on grids that docs/tasks.md shows with all
@@ -287,9 +279,9 @@ RECIPES = {
     "shakespeare": Recipe(
         tuned={
             **_reddi((0, 0), (0, -0.5), (0.5, -0.5, -1), (0.5, -1, -3)),
-            "fedavg": {"server.lr": 10**0.5, "local.lr": 10**0.5},
-            "fedexp": {"server.eps": 1e-3, "local.lr": 10**0.5},
-            "scaffold": {"server.lr": 1.0, "local.lr": 10**0.5},
+            "fedavg": _values(10**0.5, lr=10**0.5),
+            "fedexp": _values(10**0.5, eps=1e-3),
+            "scaffold": _values(10**0.5, lr=1.0),
         }
     ),
     "shakespeare-transformer": Recipe(  # the LSTM's, with a smaller client step size
@@ -298,5 +290,5 @@ RECIPES = {
     "femnist": Recipe(tuned=_reddi((-1, 0), (-1.5, -0.5), (-1.5, -1, -2), (-1.5, -2.5, -4))),
     # FedAvg's server step size is 1 as in FLUTE and FedML; Reddi et al. have 10^0.5.
     "fed-cifar100": Recipe(tuned=_reddi((-1, 0), (-1.5, 0), (-1, -1, -2), (-1.5, 0, -1))),
-    "mnist": Recipe(tuned={"fedavg": {"server.lr": 1.0, "local.lr": 0.03}}),
+    "mnist": Recipe(tuned={"fedavg": _values(0.03, lr=1.0)}),
 }

@@ -90,15 +90,7 @@ def synthetic(
     b = np.einsum("mnd,md->mn", A, truth)
     if normalize:
         b /= np.linalg.norm(b, axis=1, keepdims=True)
-    recipe = RECIPES["synthetic"]
-    return replace(
-        linear_regression(A, b),
-        name="synthetic",
-        rounds=200,
-        target=recipe.target,
-        tuned=recipe.tuned,
-        released=recipe.released,
-    )
+    return replace(linear_regression(A, b), name="synthetic", rounds=200, **RECIPES["synthetic"])
 
 
 def toy(start: tuple[float, float] = (0.0, 0.0)) -> Task:
@@ -115,8 +107,7 @@ def toy(start: tuple[float, float] = (0.0, 0.0)) -> Task:
         name="toy",
         local=LocalTraining(lr=1 / 6, steps=100, batch_size=None),
         rounds=30,
-        target=RECIPES["toy"].target,
-        tuned=RECIPES["toy"].tuned,
+        **RECIPES["toy"],
     )
 
 

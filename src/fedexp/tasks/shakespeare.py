@@ -62,18 +62,17 @@ def shakespeare(model: Model = "lstm", folder: str | None = None) -> Task:
     assert data.offsets is not None
     federation = Federation(train, data.offsets)
     name = "shakespeare" if model == "lstm" else "shakespeare-transformer"
+    recipe = RECIPES[name]
     task = supervised(
         name,
         build,
         federation,
         test if data.test_offsets is None else Federation(test, data.test_offsets),
-        recipe=RECIPES[name],
-        local=LocalTraining(
-            lr=RECIPES[name].tuned["fedavg"]["local.lr"], epochs=1, batch_size=BATCH
-        ),
+        local=LocalTraining(lr=recipe["tuned"]["fedavg"]["local.lr"], epochs=1, batch_size=BATCH),
         cohort=min(COHORT, federation.clients),
         rounds=ROUNDS,
         evaluate_every=EVALUATE_EVERY,
+        **recipe,
     )
     return replace(task, objective=counting_objective(task), counted=counted_part)
 

@@ -43,7 +43,7 @@ def mnist(clients: int = 1000, seed: int = 0, folder: str | None = None) -> Task
         seed: seed of the partition.
         folder: the data folder; by default the one that `FEDEXP_DATA` names.
     """
-    data, recipe = load_splits("mnist", folder), RECIPES["mnist"]
+    data = load_splits("mnist", folder)
     parts = power_law(data.train["y"].numpy(), clients, generator(seed, "mnist partition"))
     return classification(
         "mnist",
@@ -55,7 +55,7 @@ def mnist(clients: int = 1000, seed: int = 0, folder: str | None = None) -> Task
         rounds=100,
         cohort=min(COHORT, clients),
         evaluate_every=20,
-        tuned=recipe.tuned,
+        **RECIPES["mnist"],
     )
 
 
@@ -105,8 +105,8 @@ def _standard(name: str, task: Task, rounds: int) -> Task:
         rounds=rounds,
         cohort=min(COHORT, task.train.clients),
         evaluate_every=50,
-        target=RECIPES[name].target,
-        tuned=RECIPES[name].tuned,
+        target=None,
+        tuned=RECIPES[name]["tuned"],
         released={},
     )
 
@@ -145,6 +145,6 @@ def power_law(
         )
         odds = rng.lognormal(sigma=SPREAD, size=len(owners))
         sizes = FEWEST + rng.multinomial(spare, odds / odds.sum())
-        for owner, own in zip(owners, np.split(pool, np.cumsum(sizes)[:-1]), strict=True):
-            parts[owner].append(own)
-    return [np.sort(np.concatenate(own)) for own in parts]
+        for owner, rows in zip(owners, np.split(pool, np.cumsum(sizes)[:-1]), strict=True):
+            parts[owner].append(rows)
+    return [np.sort(np.concatenate(rows)) for rows in parts]

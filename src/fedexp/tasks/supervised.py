@@ -8,37 +8,43 @@ model and the loss take, with a `DataNote`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from numbers import Real
-from typing import Any
+from typing import Any, Unpack
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedexp.cohorts import Cohort
-from fedexp.data.federation import Batch, Federation, all_finite, as_tensors, check_finite
+from fedexp.data.federation import (
+    Batch,
+    Federation,
+    all_finite,
+    as_tensors,
+    check_fields,
+    check_finite,
+)
 from fedexp.data.transforms import Transform
 from fedexp.errors import DataNote, UsageError, first_line, require, unknown_name
-from fedexp.local import LocalTraining
 from fedexp.objective import Fields, ModuleObjective
 from fedexp.objective.hidden_state import check_repeatable
-from fedexp.objective.losses import Loss, class_loss, copied_loss
-from fedexp.seeding import preserved_draws
-from fedexp.tasks.metrics import AsGiven, add_batch, as_metrics, finish_metric
-from fedexp.tasks.recipe import PAPER_TRAINING, Goal, Options, Recipe, parse_goal
-from fedexp.tasks.resolve_loss import (
+from fedexp.objective.losses import (
+    ClassLoss,
+    Loss,
     are_integers,
-    check_differentiable,
+    class_loss,
+    copied_loss,
     kind_of,
     resolve_loss,
     takes_fractions,
     takes_numbers,
+    try_loss,
 )
+from fedexp.seeding import preserved_draws
+from fedexp.tasks.evaluation import sums_by_client
+from fedexp.tasks.metrics import AsGiven, add_batch, as_metrics, finish_metric
+from fedexp.tasks.recipe import Goal, Settings, parse_goal
 from fedexp.tasks.task import Task, TrainMetrics
 
 HALF = (
@@ -49,8 +55,6 @@ UNTRACKED = (
     "BatchNorm without running statistics makes losses and accuracies depend on which examples are "
     "evaluated together, hence on their order; build it with track_running_stats=True"
 )
-
-
 PROBED_LABELS = 10_000  # among which two examples with different labels are looked for
 
 
@@ -65,15 +69,9 @@ def supervised(
     label: str | Sequence[str] = "y",
     *,
     goal: str | Goal | None = None,
-    target: float | None = None,
     transform: Transform | None = None,
-    evaluate_every: int = 1,
-    recipe: Recipe | None = None,
-    local: LocalTraining = PAPER_TRAINING,
-    cohort: Cohort | None = None,
-    rounds: int = 100,
-    by_client: bool = False,
     train_metrics: TrainMetrics | None = None,
+    **settings: Unpack[Settings],
 ) -> Task:
     """Return a task from a model, data, and any loss of the model's outputs.
 
@@ -104,18 +102,15 @@ def supervised(
         label: field of the targets; several are given to the loss as a tuple.
         goal: the record field that decides, "max:test_f1" or "min:test_loss"; by default accuracy
             if it is measured, else the loss, on the test examples if there are any.
-        target: value of the goal that counts as reached.
         transform: applied to each batch before the model, e.g. `Images`.
-        evaluate_every: default number of rounds between evaluations.
-        recipe: tuned options by algorithm, and a target.
-        local: settings of local training; the paper's by default.
-        cohort: who takes part by default: a number, a fraction, a list of clients or a function
-            (`fedexp.cohorts`); None for all.
-        rounds: default number of rounds.
-        by_client: add the worst decile of clients to records, as `train_loss_worst_decile`.
         train_metrics: compute the metrics on the training examples as well: "clients" for the mean
             over clients, "pooled" for the value of all examples.
+        settings: attributes of the `Task`: `target`, the value of the goal that counts as reached;
+            `local`, `rounds`, `cohort` and `evaluate_every`, defaults of a run; `tuned` and
+            `released`, options by algorithm; `by_client`, to add the worst decile of clients to
+            records, as `train_loss_worst_decile`.
 
+    >>> import numpy as np
     >>> x = np.linspace(0, 1, 60).reshape(20, 3)
     >>> mine = Federation.from_ids({"x": x.astype("float32"), "y": x[:, :1].astype("float32")},
     ...                            ids=np.arange(20) % 4)
@@ -124,50 +119,26 @@ def supervised(
     ...            goal="min:train_worst")
     Task('mine': 4 clients, 20 examples, min:train_worst)
     """
-    require(isinstance(name, str) and name != "", f"the name of a task is text, not {name!r}")
-    _check_kinds(train, test, local, metrics, target)
     fields = _named_fields(inputs, label)
-    test_offsets = test.offsets if isinstance(test, Federation) else None
-    test = test.fields if isinstance(test, Federation) else test
-    held_out: Batch | None = None if test is None else as_tensors(test)
-    parts = {"training": train.fields} | ({} if held_out is None else {"test": held_out})
-    for what, batch in parts.items():
-        _check_fields(f"the {what} data", batch, fields)
-    check_finite({} if held_out is None else held_out, "the test data")
-    require(
-        test_offsets is None or len(test_offsets) == len(train.offsets),
-        f"the test data has {len(test_offsets) - 1 if test_offsets is not None else 0} clients, the"
-        f" training data {train.clients}; give both the same ones, or pool the test data in a dict",
-    )
+    data = _data_of(train, test, fields)
+    label_types = {batch[n].dtype for batch in data.values() for n in fields.label_names}
     objective = ModuleObjective(model, fields=fields)
-    notes: dict[str, None] = {}
-    cast = partial(_cast, fields=fields, loss=loss, dtype=objective.params[0].dtype, notes=notes)
-    given = {batch[n].dtype for batch in parts.values() for n in fields.label_names}
-    casted = cast(train.fields)
-    train = train if casted is train.fields else replace(train, fields=casted, finite=True)
-    held_out = None if held_out is None else cast(held_out)
-    layers = objective.module.modules()
-    if any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in layers):
-        notes[UNTRACKED] = None
-    if objective.params[0].dtype in (torch.bfloat16, torch.float16):
-        notes[HALF] = None
-    outputs, targets = _probe(objective, train.fields, transform, fields)
-    probed = [(outputs, targets)] if held_out is None or train_metrics else []
-    of_classes = class_loss(loss) if are_integers(targets) else None
-    ignored = False
-    if of_classes is not None:
-        classes = _number_of_classes(outputs, targets)
-        for what, batch in {"training": train.fields, "test": held_out or {}}.items():
-            for each in (n for n in fields.label_names if n in batch):
-                ignored |= _check_classes(what, batch[each], classes, of_classes.ignore_index)
-    resolved = resolve_loss(loss, outputs, targets, ignored)
-    check_differentiable(resolved.loss, outputs, targets)
-    _check_fractions(loss, fields, {"training": train.fields, "test": held_out or {}})
-    if held_out is not None:
-        example = objective, resolved.loss, held_out, transform, fields, targets
-        probed.append(_check_test_examples(*example))
-    if resolved.note:
-        notes[resolved.note] = None
+    notes = _notes_on(objective)
+    data = {what: _cast(batch, loss, objective, notes) for what, batch in data.items()}
+    if data["training"] is not train.fields:
+        train = replace(train, fields=data["training"], finite=True)
+    with preserved_draws():
+        probes = {what: _probe(objective, batch, transform, what) for what, batch in data.items()}
+        outputs, targets = probes["training"]
+        of_classes = class_loss(loss) if are_integers(targets) else None
+        ignored = False
+        if of_classes is not None:
+            labels = {what: batch[fields.label_names[0]] for what, batch in data.items()}
+            ignored = _check_classes(labels, _number_of_classes(outputs, targets), of_classes)
+        resolved = resolve_loss(loss, outputs, targets, ignored)
+        if takes_fractions(loss):
+            _check_fractions(data, fields)
+        _try_test_targets(resolved.loss, probes)
     objective = objective.with_loss(
         resolved.loss,
         classifies=of_classes is not None,
@@ -175,77 +146,55 @@ def supervised(
         ignore_index=of_classes.ignore_index if of_classes is not None and ignored else None,
     )
     check_repeatable(objective, 0, train.fields, transform)
-    if ignored:
-        assert of_classes is not None
-        _check_counted(train, fields.label_names[0], of_classes.ignore_index)
-    adapted = as_metrics(metrics) if metrics else {}
-    if takes_fractions(loss) and all(not kind.is_floating_point for kind in given):
-        whole = torch.bool if given == {torch.bool} else torch.int64
+    adapted = as_metrics(metrics or {})
+    if takes_fractions(loss) and not any(kind.is_floating_point for kind in label_types):
+        whole = torch.bool if label_types == {torch.bool} else torch.int64
         adapted = {name: AsGiven(metric, whole) for name, metric in adapted.items()}
     require(
         not (objective.classifies and "accuracy" in adapted),
         "accuracy is measured without asking for this loss; give the metric another name",
     )
-    require(
-        train_metrics in ("clients", "pooled", None),
-        f"train_metrics is clients, pooled or None, not {train_metrics!r}",
-    )
-    recipe = recipe or Recipe()
     task = Task(
         name=name,
         objective=objective,
         train=train,
-        local=local,
-        test=held_out,
+        test=data.get("test"),
         transform=transform,
-        target=recipe.target if target is None else target,
-        rounds=rounds,
-        cohort=cohort,
-        evaluate_every=evaluate_every,
-        tuned=recipe.tuned,
-        released=recipe.released,
         metrics=adapted,
         train_metrics=train_metrics,
-        by_client=by_client,
-        test_offsets=test_offsets,
+        test_offsets=test.offsets if isinstance(test, Federation) else None,
+        **settings,
     )
-    _try_metrics(task, probed)
-    for note in notes:
+    for part in task.parts(train.fields).values():
+        sums_by_client(part, train.offsets)  # refuses clients without a target that counts
+    measured = probes.values() if train_metrics else [list(probes.values())[-1]]
+    _try_metrics(task, measured)
+    for note in [*notes, *filter(None, [resolved.note])]:
         warnings.warn(f"task {name!r}: {note}", DataNote, stacklevel=2)
-    task = _with_goal(task, goal)
+    return _with_goal(task, goal)
+
+
+def _with_goal(task: Task, goal: str | Goal | None) -> Task:
+    """Return the task with the goal, or with the default one, and its target in its unit."""
+    if goal is None:
+        split = "train" if task.test is None else "test"
+        metric = f"{split}_accuracy" if f"{split}_accuracy" in task.measured else f"{split}_loss"
+        task = replace(task, metric=metric)
+    else:
+        parsed = parse_goal(goal) if isinstance(goal, str) else goal
+        if parsed.metric not in task.measured:
+            raise unknown_name("record field", parsed.metric, task.measured)
+        task = replace(task, metric=parsed.metric, higher=parsed.higher)
     if not task.metric.endswith("accuracy"):  # a loss of your own may be negative
         return task
     return replace(task, target=task.checked_target(task.target, "target"))
 
 
-def _with_goal(task: Task, goal: str | Goal | None) -> Task:
-    """Return the task with the goal, or with the default one."""
-    known = task.measured
-    if goal is None:
-        split = "train" if task.test is None else "test"
-        accuracy = f"{split}_accuracy"
-        return replace(task, metric=accuracy if accuracy in known else f"{split}_loss")
-    parsed = parse_goal(goal) if isinstance(goal, str) else goal
-    if parsed.metric not in known:
-        raise unknown_name("record field", parsed.metric, known)
-    return replace(task, metric=parsed.metric, higher=parsed.higher)
-
-
 def classification(
     name: str,
-    model: Callable[[], nn.Module] | nn.Module | None = None,
-    train: Federation | None = None,
+    model: Callable[[], nn.Module] | nn.Module,
+    train: Federation,
     test: Mapping[str, Any] | Federation | None = None,
-    *,
-    build: Callable[[], nn.Module] | nn.Module | None = None,
-    transform: Transform | None = None,
-    local: LocalTraining = PAPER_TRAINING,
-    rounds: int = 100,
-    cohort: Cohort | None = None,
-    evaluate_every: int = 1,
-    target: float | None = None,
-    tuned: Options | None = None,
-    released: Options | None = None,
     **settings: Any,
 ) -> Task:
     """Return a task with the cross-entropy loss, judged by its accuracy on the test examples.
@@ -258,18 +207,10 @@ def classification(
             scores; or a model, from whose weights every run starts, whatever the seed.
         train: the clients' examples: `x`, and `y` of class numbers that start at 0.
         test: held-out examples with the same two fields; judged on the training data when None.
-        build: another name of `model`.
-        transform: applied to each batch before the model, e.g. `Images`.
-        local: settings of local training; the paper's by default.
-        rounds: default number of rounds.
-        cohort: who takes part by default: a number, a fraction, a list of clients or a function
-            (`fedexp.cohorts`); None for all.
-        evaluate_every: default number of rounds between evaluations.
-        target: accuracy that counts as reached.
-        tuned: options by algorithm.
-        released: options by algorithm in the authors' code, where they differ.
-        settings: further arguments of `supervised`, e.g. `metrics` and `goal`.
+        settings: further arguments of `supervised`, e.g. `transform`, `local`, `rounds`, `cohort`,
+            `target`, an accuracy, `metrics` and `goal`.
 
+    >>> import numpy as np
     >>> x, y = torch.eye(60, 8), torch.arange(60) % 3
     >>> from fedexp.data import partition
     >>> parts = partition.dirichlet(y, clients=5, alpha=0.3, rng=np.random.default_rng(0))
@@ -278,112 +219,86 @@ def classification(
     >>> task.train.clients, task.metric
     (5, 'train_accuracy')
     """
-    model = build if model is None else model
-    if model is None or train is None:
-        raise UsageError("classification needs a model and training data: name, model, train")
-    _check_kinds(train, test, local, settings.get("metrics"), target)
-    label = settings.get("label", "y")
-    fields = test.fields if isinstance(test, Federation) else test
-    for what, batch in {"training": train.fields, "test": fields or {}}.items():
-        if label in batch:
-            _check_labels(f"the {what} data", label, torch.as_tensor(batch[label]))
-    return supervised(
-        name,
-        model,
-        train,
-        test,
-        transform=transform,
-        evaluate_every=evaluate_every,
-        recipe=Recipe(target, tuned or {}, released or {}),
-        local=local,
-        cohort=cohort,
-        rounds=rounds,
-        **settings,
-    )
+    fields = _named_fields(settings.get("inputs", "x"), settings.get("label", "y"))
+    for what, batch in _data_of(train, test, fields).items():
+        for label in fields.label_names:
+            y = batch[label]
+            require(
+                are_integers(y) and y.ndim == 1,
+                f"the labels {label} of the {what} data are {kind_of(y)}, not int64 class numbers, "
+                "one per example; convert them with numpy.unique(y, return_inverse=True)",
+            )
+    return supervised(name, model, train, test, **settings)
 
 
-def _check_kinds(train: Any, test: Any, local: Any, metrics: Any, target: Any) -> None:
-    """Refuse arguments of another type than the one they stand for."""
+def _data_of(
+    train: Federation, test: Mapping[str, Any] | Federation | None, fields: Fields
+) -> dict[str, Batch]:
+    """Return the examples by their use, "training" and "test"; refuse what cannot be used."""
     require(
         isinstance(train, Federation),
         f"train is {type(train).__name__}, not a Federation; make one with "
         'fedexp.Federation.from_ids({"x": x, "y": y}, ids)',
     )
-    require(
-        test is None or isinstance(test, Mapping | Federation),
-        f'test is {type(test).__name__}; give its fields by name, e.g. {{"x": x, "y": y}}',
-    )
-    require(
-        isinstance(local, LocalTraining),
-        f"local is {type(local).__name__}; give fedexp.LocalTraining(lr=...)",
-    )
-    require(
-        metrics is None or isinstance(metrics, Mapping),
-        f'metrics is {type(metrics).__name__}; give metrics by name, e.g. {{"f1": f1}}',
-    )
-    require(
-        target is None or (isinstance(target, Real) and not isinstance(target, bool)),
-        f"target is {target!r}; give a number, the value of the goal that counts as reached",
-    )
+    data: dict[str, Batch] = {"training": train.fields}
+    if isinstance(test, Federation):
+        require(
+            test.clients == train.clients,
+            f"the test data has {test.clients} clients, the training data {train.clients}; give "
+            "both the same ones, or pool the test data in a dict",
+        )
+        data["test"] = test.fields
+    elif test is not None:
+        require(
+            isinstance(test, Mapping),
+            f'test is {type(test).__name__}; give its fields by name, e.g. {{"x": x, "y": y}}',
+        )
+        data["test"] = as_tensors(test)
+    for what, batch in data.items():
+        missing = sorted(set(fields.names) - set(batch))
+        require(
+            not missing,
+            f"the {what} data has no field {' or '.join(missing)}; name its fields so, or pass "
+            f"inputs and label (it has {', '.join(sorted(batch))})",
+        )
+    if "test" in data:
+        try:
+            rows = check_fields(data["test"])
+        except UsageError as error:
+            raise UsageError(f"test data: {error}; leave out what no example has") from error
+        require(rows > 0, "the test data holds no examples; pass None to leave it out")
+        check_finite(data["test"], "the test data")
+    return data
 
 
 def _named_fields(
     inputs: str | Sequence[str] | Mapping[str, str], label: str | Sequence[str]
 ) -> Fields:
-    for what, given in {"inputs": inputs, "label": label}.items():
-        valid = isinstance(given, str | Sequence | Mapping)
-        require(valid, f'{what} is {given!r}; name the fields, e.g. {what}="x"')
+    for what, names in {"inputs": inputs, "label": label}.items():
+        valid = isinstance(names, str | Sequence | Mapping)
+        require(valid, f'{what} is {names!r}; name the fields, e.g. {what}="x"')
+        require(len(names) > 0, f'{what} names no field; name one, e.g. {what}="x"')
     if isinstance(inputs, str):
         inputs = (inputs,)
     named = dict(inputs) if isinstance(inputs, Mapping) else tuple(inputs)
-    fields = Fields(named, label if isinstance(label, str) else tuple(label))
-    require(len(fields.input_names) > 0, "inputs names no field; name what the model takes")
-    require(len(fields.label_names) > 0, "label names no field; name what the loss takes")
-    return fields
+    return Fields(named, label if isinstance(label, str) else tuple(label))
 
 
-def _check_fields(what: str, batch: Batch, fields: Fields) -> None:
-    """Refuse data without the fields, without examples, or with fields of different lengths."""
-    missing = sorted(set(fields.names) - set(batch))
-    known = ", ".join(sorted(batch))
-    require(
-        not missing,
-        f"{what} has no field {' or '.join(missing)}; name its fields so, or pass inputs and label "
-        f"(it has {known})",
-    )
-    first, *others = dict.fromkeys((*fields.names, *batch))
-    for each in (first, *others):
-        require(
-            batch[each].ndim > 0, f"{each} of {what} is a single number; give one row per example"
-        )
-    require(
-        len(batch[fields.names[-1]]) > 0, f"{what} holds no examples; pass None to leave it out"
-    )
-    for each in others:
-        counts = len(batch[first]), len(batch[each])
-        require(
-            counts[0] == counts[1],
-            f"{what} has {counts[0]} rows in {first} but {counts[1]} in {each}; give one row per "
-            "example, or leave it out",
-        )
+def _notes_on(objective: ModuleObjective) -> dict[str, None]:
+    """Return what the user should know about the model: the keys of a dict, in order."""
+    layers = objective.module.modules()
+    notes = {
+        UNTRACKED: any(isinstance(m, _BatchNorm) and m.running_mean is None for m in layers),
+        HALF: objective.params[0].dtype in (torch.bfloat16, torch.float16),
+    }
+    return {note: None for note, applies in notes.items() if applies}
 
 
-def _check_labels(what: str, label: str, y: Tensor) -> None:
-    """Refuse labels that are not class numbers, one per example."""
-    require(
-        are_integers(y) and y.ndim == 1,
-        f"the labels {label} of {what} are {kind_of(y)}, not int64 class numbers, one per example; "
-        "convert them with numpy.unique(y, return_inverse=True)",
-    )
-
-
-def _cast(
-    batch: Batch, fields: Fields, loss: Loss, dtype: torch.dtype, notes: dict[str, None]
-) -> Batch:
-    """Return the fields in the types that model and loss take; `notes` names what was cast."""
-    casted: dict[str, Tensor] = {}
+def _cast(batch: Batch, loss: Loss, objective: ModuleObjective, notes: dict[str, None]) -> Batch:
+    """Return the fields in the types that model and loss take, and add to the notes."""
+    fields, casted = objective.fields, dict[str, Tensor]()
     for name in fields.names:
-        value, kind, is_label = batch[name], dtype, name in fields.label_names
+        value, kind, is_label = batch[name], objective.params[0].dtype, name in fields.label_names
         if is_label and are_integers(value) and not takes_numbers(loss):
             kind = torch.int64
         elif not value.is_floating_point() and not (is_label and takes_numbers(loss)):
@@ -391,30 +306,27 @@ def _cast(
         if value.dtype == kind:
             continue
         casted[name] = value.to(kind)
+        before, after = (str(dtype).removeprefix("torch.") for dtype in (value.dtype, kind))
         require(
             all_finite(casted[name]),
-            f"values of {name!r} exceed the range of {str(kind).removeprefix('torch.')}, the type "
-            "of the model; scale them down",
+            f"values of {name!r} exceed the range of {after}, the type of the model; scale them "
+            "down",
         )
         what, why = ("labels", "") if is_label else ("inputs", ", the type of the model")
-        before, after = (str(each).removeprefix("torch.") for each in (value.dtype, kind))
         notes[f"{what} {name!r} are cast from {before} to {after}{why}"] = None
     return {**batch, **casted} if casted else batch
 
 
 @torch.no_grad()
 def _probe(
-    objective: ModuleObjective,
-    batch: Batch,
-    transform: Transform | None,
-    fields: Fields,
-    what: str = "examples",
+    objective: ModuleObjective, batch: Batch, transform: Transform | None, what: str
 ) -> tuple[Any, Any]:
     """Return outputs and targets of two examples; raises where the model rejects them.
 
-    With one, shapes that differ may look alike. Their labels differ, if any do, so that a loss that
-    compares each with each is another one.
+    With one, shapes that differ may look alike. Their labels differ, if any do, so that the value
+    of a loss that compares each with each differs as well.
     """
+    fields = objective.fields
     labels = batch[fields.label_names[0]][:PROBED_LABELS]
     other = int((labels != labels[:1]).reshape(len(labels), -1).any(dim=1).int().argmax())
     rows = [0, other or 1][: len(labels)]
@@ -429,67 +341,53 @@ def _probe(
         of_bytes = [name for name in fields.input_names if some[name].dtype == torch.uint8]
         if of_bytes:
             raise UsageError(
-                f"the {what} {of_bytes[0]} are bytes, which the model rejects; pass "
+                f"the {what} examples {of_bytes[0]} are bytes, which the model rejects; pass "
                 "transform=Images(mean, std), or convert them to float"
             ) from error
-        given = ", ".join(f"{name} {kind_of(some[name])}" for name in fields.input_names)
+        kinds = ", ".join(f"{name} {kind_of(some[name])}" for name in fields.input_names)
         whole = [name for name in fields.input_names if are_integers(some[name])]
         remedy = f"; convert {whole[0]} to float32" if whole and "dtype" in str(error) else ""
         raise UsageError(
-            f"the model does not accept these {what} ({given}): {first_line(error)}{remedy}"
+            f"the model does not accept these {what} examples ({kinds}): "
+            f"{first_line(error)}{remedy}"
         ) from error
 
 
-def _check_test_examples(
-    objective: ModuleObjective,
-    loss: Loss,
-    test: Batch,
-    transform: Transform | None,
-    fields: Fields,
-    targets: Any,
-) -> tuple[Any, Any]:
-    """Return outputs and targets of test examples; refuse those that model or loss rejects."""
-    with preserved_draws():
-        outputs, found = _probe(objective, test, transform, fields, "test examples")
+def _try_test_targets(loss: Loss, probes: Mapping[str, tuple[Any, Any]]) -> None:
+    """Refuse test examples that the loss rejects."""
+    if "test" not in probes:
+        return
     try:
-        with preserved_draws(), torch.no_grad():
-            copied_loss(loss)(outputs, found)
-    except (RuntimeError, TypeError, ValueError, IndexError) as error:
-        kinds = [
-            kind_of(each) if isinstance(each, Tensor) else type(each).__name__
-            for each in (found, targets)
-        ]
-        raise UsageError(
-            f"the loss does not accept the test targets ({kinds[0]}, in training {kinds[1]}): "
-            f"{first_line(error)}; give both the same kind"
-        ) from error
-    return outputs, found
+        try_loss(copied_loss(loss), *probes["test"])
+    except UsageError as error:
+        kind = kind_of(probes["training"][1])
+        raise UsageError(f"test data: {error}; targets of the training data are {kind}") from error
 
 
-def _try_metrics(task: Task, probed: Sequence[tuple[Any, Any]]) -> None:
+def _try_metrics(task: Task, probes: Iterable[tuple[Any, Any]]) -> None:
     """Refuse metrics that fail on two examples, and on all, since two may be too few for one."""
-    for outputs, targets in probed:
-        try:
-            with preserved_draws(), warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # of few examples
+    try:
+        with preserved_draws(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of few examples
+            for outputs, targets in probes:
                 for name, metric in task.metrics.items():
                     total = add_batch(name, metric, metric.zero(), outputs, targets)
                     finish_metric(name, metric, total)
-        except UsageError:
-            try:
-                with preserved_draws():
-                    task.evaluate(*task.objective.initial(0))
-            except UsageError as error:
-                if not any(word in str(error) for word in ("type", "bool")):
-                    raise
-                raise UsageError(
-                    f"{error}; it gets outputs {kind_of(outputs)}: convert outputs or labels in a "
-                    "function of (outputs, targets) that calls the metric"
-                ) from error
+    except UsageError:
+        try:
+            with preserved_draws():
+                task.evaluate(*task.objective.initial(0))
+        except UsageError as error:
+            if not any(word in str(error) for word in ("type", "bool")):
+                raise
+            raise UsageError(
+                f"{error}; it gets outputs {kind_of(outputs)}: convert outputs or labels in a "
+                "function of (outputs, targets) that calls the metric"
+            ) from error
 
 
 def _number_of_classes(outputs: Any, targets: Tensor) -> int:
-    """Return the number of classes; refuse outputs that are no scores of the targets' classes."""
+    """Return the number of classes; refuse outputs that are not scores of the targets' classes."""
     require(
         isinstance(outputs, Tensor),
         f"the model returns {type(outputs).__name__}, not class scores; give a loss that takes it, "
@@ -507,55 +405,42 @@ def _number_of_classes(outputs: Any, targets: Tensor) -> int:
             f"{kind_of(outputs[:1] if outputs.ndim else outputs)}",
         )
     else:
-        expected = [len(targets), "classes", *targets.shape[1:]]
-        found = [n for i, n in enumerate(outputs.shape) if i != 1]
+        expected = ", ".join(map(str, (len(targets), "classes", *targets.shape[1:])))
         require(
-            outputs.ndim == targets.ndim + 1 and found == list(targets.shape),
+            outputs.ndim > 1 and (len(outputs), *outputs.shape[2:]) == targets.shape,
             f"the cross entropy of labels {list(targets.shape)} takes scores of shape "
-            f"{str(expected).replace(chr(39), '')}, not {list(outputs.shape)}; return e.g. "
-            "output.transpose(1, 2)",
+            f"[{expected}], not {list(outputs.shape)}; return e.g. output.transpose(1, 2)",
         )
     return int(outputs.shape[1])
 
 
-def _check_fractions(loss: Loss, fields: Fields, parts: Mapping[str, Batch]) -> None:
+def _check_classes(labels: Mapping[str, Tensor], classes: int, loss: ClassLoss) -> bool:
+    """Refuse labels that are not classes of the model; return whether some are ignored."""
+    some_are_ignored = False
+    for what, y in labels.items():
+        ignored = y == loss.ignore_index
+        counted = y[~ignored] if ignored.any() else y
+        require(
+            counted.numel() > 0,
+            f"all labels of the {what} data are {loss.ignore_index}, which is ignored",
+        )
+        low, high = int(counted.min()), int(counted.max())
+        require(
+            low >= 0 and high < classes,
+            f"the {what} labels go from {low} to {high}, but the model has the classes 0 to "
+            f"{classes - 1}; number the labels from 0, or build a model with {high + 1} classes",
+        )
+        some_are_ignored |= counted.numel() < y.numel()
+    return some_are_ignored
+
+
+def _check_fractions(data: Mapping[str, Batch], fields: Fields) -> None:
     """Refuse targets of a binary cross entropy outside [0, 1], with which it has no lower bound."""
-    if not takes_fractions(loss):
-        return
-    for what, batch in parts.items():
-        for name in (name for name in fields.label_names if name in batch):
+    for what, batch in data.items():
+        for name in fields.label_names:
             low, high = batch[name].min().item(), batch[name].max().item()
             require(
                 low >= 0 and high <= 1,
                 f"the targets {name} of the {what} data are {low:g} to {high:g}, those of a binary "
                 "cross entropy 0 to 1; scale them, or take another loss",
             )
-
-
-def _check_classes(what: str, y: Tensor, classes: int, ignore_index: int) -> bool:
-    """Refuse labels that are no classes of the model; return whether some are ignored."""
-    ignored = y == ignore_index
-    counted = y[~ignored] if ignored.any() else y
-    require(
-        counted.numel() > 0, f"all labels of the {what} data are {ignore_index}, which is ignored"
-    )
-    low, high = int(counted.min()), int(counted.max())
-    require(
-        low >= 0 and high < classes,
-        f"the {what} labels go from {low} to {high}, but the model has the classes 0 to "
-        f"{classes - 1}; number the labels from 0, or build a model with {high + 1} classes",
-    )
-    return counted.numel() < y.numel()
-
-
-def _check_counted(train: Federation, label: str, ignore_index: int) -> None:
-    """Refuse clients all of whose targets are ignored, whose loss is not a number."""
-    y = train.fields[label]
-    counted = (y != ignore_index).reshape(len(y), -1).any(dim=1).cpu().numpy()
-    per_client = np.add.reduceat(counted, train.offsets[:-1].astype(np.int64))
-    empty = np.flatnonzero(per_client == 0)
-    if len(empty):
-        raise UsageError(
-            f"all targets of client {empty[0]} are {ignore_index}, which is ignored; leave such "
-            "clients out"
-        )

@@ -1,27 +1,23 @@
-"""`Task`: a federated problem, its data, its default settings, and the evaluation of a model.
-
-An evaluation is a sum over examples, `Totals`, so that processes can share it.
-"""
+"""`Task`: a federated problem, its data, its default settings, and the evaluation of a model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from itertools import pairwise
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedexp.client import Tensors
 from fedexp.cohorts import Cohort
 from fedexp.data.federation import Batch, Federation
 from fedexp.data.streaming import on_device
 from fedexp.data.transforms import Transform
-from fedexp.errors import UsageError, require, unknown_name
+from fedexp.errors import UsageError, is_number, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.objective import (
     Buffers,
@@ -30,30 +26,36 @@ from fedexp.objective import (
     ModuleObjective,
     Objective,
     PredictingObjective,
-    map_tensors,
 )
 from fedexp.objective.base import flatten, pieces
 from fedexp.precision import Precision, widest
-from fedexp.tasks.metrics import BY_CLIENT, Metric, add_batch, add_totals, finish_metric
-from fedexp.tasks.recipe import Goal, Options, checked_target, parse_goal
+from fedexp.tasks.evaluation import (
+    Share,
+    Split,
+    Totals,
+    bounded_accuracy,
+    equal_weights,
+    exact_weights,
+    rows_of,
+    sums_by_client,
+    weights_of_clients,
+    weights_of_examples,
+    worst_decile,
+)
+from fedexp.tasks.metrics import BY_CLIENT, Metric, finish_metric
+from fedexp.tasks.recipe import PAPER_TRAINING, Goal, Options, checked_target, parse_goal
 
 Weighting = Literal["uniform", "size"]
 TrainMetrics = Literal["clients", "pooled"]
-Share = tuple[int, int]
 Counted = Callable[[Batch], Tensor]
 Parts = Mapping[str, Tensor]  # by value: the part of each example that counts, [n]
 Program = Callable[[Tensors], Tensors]
 RunProgram = Callable[[Program, Tensors], Tensors]  # calls a program, or replays what it did before
-# Examples per batch. On more, activations of a convolutional network do not fit a CPU's cache. A
-# GPU takes as many as have so many numbers, within bounds.
-EVALUATION_ROWS, EVALUATED_NUMBERS, FEWEST, MOST = 512, 2**24, 512, 8192
-BATCH_ROWS = 512  # where the loss is a function of a batch: the same on every device
 NO_OUTPUTS = "metrics need the outputs of the model; give the objective `predict` and `score`"
 COUNTED_BATCH = (
     "a task with `counted` needs a loss per example, but this one is a mean over a batch; give the "
     "objective one by with_loss (docs/tasks.md)"
 )
-WORST = 10  # the worst decile is one client in so many
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -66,7 +68,7 @@ class Task:
         train: the clients' data.
         test: held-out examples, or None.
         transform: applied to each batch before the model, or None.
-        local: default settings of local training.
+        local: default settings of local training; the paper's by default.
         metric: the record field that the task is judged by.
         target: value of `metric` that counts as reached.
         rounds: default number of rounds.
@@ -93,7 +95,7 @@ class Task:
     name: str
     objective: Objective
     train: Federation
-    local: LocalTraining
+    local: LocalTraining = PAPER_TRAINING
     test: Batch | None = None
     transform: Transform | None = None
     metric: str = "test_accuracy"
@@ -115,16 +117,31 @@ class Task:
         objective = self.objective
         per_example = not isinstance(objective, PredictingObjective) or objective.per_example
         require(self.counted is None or per_example, COUNTED_BATCH)
+        is_text = isinstance(self.name, str) and self.name != ""
+        require(is_text, f"the name of a task is text, not {self.name!r}")
+        require(
+            isinstance(self.local, LocalTraining),
+            f"local is {type(self.local).__name__}; give fedexp.LocalTraining(lr=...)",
+        )
+        require(
+            self.target is None or is_number(self.target),
+            f"target is {self.target!r}; give a number, the value of the goal that counts as "
+            "reached",
+        )
+        require(
+            self.train_metrics in ("clients", "pooled", None),
+            f"train_metrics is clients, pooled or None, not {self.train_metrics!r}",
+        )
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the fields for pickle, without what evaluations have prepared."""
         return {k: v for k, v in vars(self).items() if k not in ("_splits", "_weights_on")}
 
     def __repr__(self) -> str:
-        test = "" if self.test is None else f", {_rows(self.test):,} test examples"
+        test = "" if self.test is None else f", {rows_of(self.test):,} test examples"
         return (
             f"Task({self.name!r}: {self.train.clients:,} clients, "
-            f"{_rows(self.train.fields):,} examples{test}, {self._shown_goal})"
+            f"{rows_of(self.train.fields):,} examples{test}, {self._shown_goal})"
         )
 
     @property
@@ -144,15 +161,15 @@ class Task:
     @property
     def measured(self) -> tuple[str, ...]:
         """The record fields that an evaluation fills."""
-        own = ["loss", "accuracy"]
+        values = ["loss", "accuracy"]
         if isinstance(self.objective, PredictingObjective) and not self.objective.classifies:
-            own.remove("accuracy")
-        found = []
+            values.remove("accuracy")
+        names = []
         for split in self._splits:
-            worst = self.by_client and split.offsets is not None
-            names = (*own, *split.metrics, *(name + BY_CLIENT for name in own if worst))
-            found += [f"{split.name}_{name}" for name in names]
-        return tuple(found)
+            by_client = self.by_client and split.offsets is not None
+            worst = [value + BY_CLIENT for value in values if by_client]
+            names += [f"{split.name}_{name}" for name in (*values, *split.metrics, *worst)]
+        return tuple(names)
 
     def checked_target(self, value: float | None, option: str) -> float | None:
         """Return a value of `metric` to reach; an accuracy above 1 is percent, unless its own."""
@@ -194,11 +211,11 @@ class Task:
             isinstance(state_dict, Mapping),
             f"to_vector takes a state_dict, not {type(state_dict).__name__}; give tensors by name",
         )
-        known = {*objective.names, *objective.buffer_names, *objective.module.state_dict()}
-        unknown = next((name for name in state_dict if name not in known), None)
+        names = {*objective.names, *objective.buffer_names, *objective.module.state_dict()}
+        unknown = next((name for name in state_dict if name not in names), None)
         if unknown is not None:
-            raise unknown_name(f"parameter of task {self.name}", str(unknown), known)
-        found = []
+            raise unknown_name(f"parameter of task {self.name}", str(unknown), names)
+        values = []
         for name, parameter in zip(objective.names, objective.params, strict=True):
             require(
                 name in state_dict, f"the state_dict has no {name}; give all trained parameters"
@@ -215,8 +232,8 @@ class Task:
                 f"{name} has the shape {shape}, that of task {self.name} {wanted}; give the "
                 "state_dict of the same model",
             )
-            found.append(value.to(parameter.dtype))
-        return flatten(found)
+            values.append(value.to(parameter.dtype))
+        return flatten(values)
 
     def named_views(self, vectors: Tensor) -> dict[str, Tensor]:
         """Return views of vectors [..., d] by parameter name, for rules that look at layers.
@@ -265,19 +282,19 @@ class Task:
 
         Where a value is not named, every example counts as one.
         """
-        found: Parts = {}
+        parts: Parts = {}
         if self.counted is not None:
-            found = dict.fromkeys(("loss", "accuracy"), self.counted(fields))
+            parts = dict.fromkeys(("loss", "accuracy"), self.counted(fields))
         elif isinstance(self.objective, CountingObjective):
-            found = self.objective.counted_parts(fields)
-        rows = _rows(fields)
-        for part in found.values():
+            parts = self.objective.counted_parts(fields)
+        rows = rows_of(fields)
+        for part in parts.values():
             require(
                 part.shape == (rows,),
                 f"the function `counted` of the task returns the shape {list(part.shape)}, not "
                 f"[{rows}]: return one value per example",
             )
-        return found
+        return parts
 
     def totals(
         self, params: Tensor, buffers: Buffers, share: Share = (0, 1), run: RunProgram | None = None
@@ -329,14 +346,13 @@ class Task:
                     values = objective.measure(params, buffers, piece)
                 for name, value in values.items():
                     weight, key = weights.get(name, weights[""]), f"{split.name}_{name}"
-                    own = value.to(weight.dtype)
-                    totals.add("means", key, own @ weight[rows])
+                    value = value.to(weight.dtype)
+                    totals.add("means", key, value @ weight[rows])
                     if owners is not None:
                         # on the CPU: there the order of additions is always the same
-                        zeros = torch.zeros(split.clients, dtype=torch.float64)
-                        totals.add(
-                            "clients", key, zeros.index_add_(0, owners[rows], own.cpu().double())
-                        )
+                        sums = torch.zeros(split.clients, dtype=torch.float64)
+                        sums.index_add_(0, owners[rows], value.cpu().double())
+                        totals.add("clients", key, sums)
         return totals
 
     def _weights(self, split: Split, device: torch.device) -> dict[str, Tensor]:
@@ -347,14 +363,17 @@ class Task:
         """
         key = split.name, device
         if key not in self._weights_on:
-            weights = {"": split.weights(widest(device))}
-            for name, part in self.parts(split.fields).items():
-                weights[name] = split.weights_of_parts(part).to(widest(device))
+            parts = self._parts_of(split).items()
+            weights = {name: split.weights(part).to(widest(device)) for name, part in parts}
             weights["accuracy"] = exact_weights(weights.get("accuracy", weights[""]))
             if device.type == "cuda":  # a copy that the host does not wait for
                 weights = {name: value.pin_memory() for name, value in weights.items()}
             self._weights_on[key] = {n: w.to(device, non_blocking=True) for n, w in weights.items()}
         return self._weights_on[key]
+
+    def _parts_of(self, split: Split) -> Parts:
+        """Return the part of each example that counts; "" for values that `parts` does not name."""
+        return {"": torch.ones(rows_of(split.fields)), **self.parts(split.fields)}
 
     @cached_property
     def _weights_on(self) -> dict[tuple[str, torch.device], dict[str, Tensor]]:
@@ -362,15 +381,15 @@ class Task:
 
     def finish(self, totals: Totals) -> dict[str, float]:
         """Return the values of an evaluation, given the totals of all examples."""
-        values = {n: _bounded(n, value.sum()).item() for n, value in totals.means.items()}
-        for name, each in self._by_client(totals).items():
-            values[name + BY_CLIENT] = worst_decile(each, highest=name.endswith("loss"))
+        values = {n: bounded_accuracy(n, v.sum()).item() for n, v in totals.means.items()}
+        for name, of_clients in self._by_client(totals).items():
+            values[name + BY_CLIENT] = worst_decile(of_clients, highest=name.endswith("loss"))
         for split in self._splits:
             for name, metric in split.metrics.items():
                 total = totals.metrics[f"{split.name}_{name}"]
                 sets = list(total.values()) if split.metrics_by_client else [total]
-                found = [finish_metric(name, metric, each) for each in sets]
-                values[f"{split.name}_{name}"] = sum(found) / len(found)
+                of_sets = [finish_metric(name, metric, total_of_set) for total_of_set in sets]
+                values[f"{split.name}_{name}"] = sum(of_sets) / len(of_sets)
         return values
 
     def _by_client(self, totals: Totals) -> dict[str, Tensor]:
@@ -378,248 +397,29 @@ class Task:
         if self.sums or not totals.clients:
             return totals.clients
         sizes = {}
-        for split in (split for split in self._splits if split.offsets is not None):
-            for name, each in split.sizes(self.parts(split.fields)).items():
-                sizes[f"{split.name}_{name}"] = each
+        for split in self._splits:
+            if split.offsets is not None:
+                for name, part in self._parts_of(split).items():
+                    sizes[f"{split.name}_{name}"] = sums_by_client(part, split.offsets)
         return {
-            name: _bounded(name, value / sizes.get(name, sizes[name.partition("_")[0] + "_"]))
+            name: bounded_accuracy(
+                name, value / sizes.get(name, sizes[name.partition("_")[0] + "_"])
+            )
             for name, value in totals.clients.items()
         }
 
     @cached_property
     def _splits(self) -> list[Split]:
         """The sets of examples of an evaluation."""
-        train, rows = self.train, int(self.train.offsets[-1])
-        weights = uniform(rows, 1 / train.clients)
-        if not self.sums:
-            weights = lambda kind: train.example_weights(by_size=False).to(kind)  # noqa: E731
+        train = self.train
+        weights = partial(weights_of_clients, train.offsets)
+        if self.sums:
+            weights = partial(equal_weights, 1 / train.clients)
         where = self.train_metrics or ("pooled" if self.test is None else None)
         metrics, by_client = (self.metrics if where else {}), where == "clients"
-        of_clients = partial(_weights_of_clients, train.offsets)
-        own = (train.fields, weights, of_clients, train.offsets)
-        found = [Split("train", *own, metrics, by_client)]
+        splits = [Split("train", train.fields, weights, train.offsets, metrics, by_client)]
         if self.test is not None:
-            even = uniform(_rows(self.test), 1 / _rows(self.test))
-            held_out = (self.test, even, _weights_of_parts, self.test_offsets)
-            found.append(Split("test", *held_out, self.metrics))
-        return found
-
-
-def _bounded(name: str, value: Tensor) -> Tensor:
-    """Return a mean; an accuracy of fractions of examples is not rounded to more than 1."""
-    if not name.endswith("_accuracy"):
-        return value
-    return value.masked_fill((value > 1) & (value < 1 + 1e-6), 1.0)
-
-
-def exact_weights(weights: Tensor) -> Tensor:
-    """Return weights [n] as a sum [n, 2], by which a mean of zeros and ones is correctly rounded.
-
-    The first column has multiples of the precision, whose sums up to 1 are exact; the second has
-    the rest of 1 / D, where the weight of every example is 1 / D for a whole number D. Other
-    weights, of examples of which a fraction counts, are returned as they are.
-
-    >>> weights = torch.full((100,), 0.01, dtype=torch.float64)
-    >>> right = (torch.arange(100) < 80).double()
-    >>> (right @ weights).item() == 0.8, (right @ exact_weights(weights)).sum().item() == 0.8
-    (False, True)
-    """
-    eps, counts = torch.finfo(weights.dtype).eps, (1 / weights).round()
-    if not bool(((weights * counts - 1).abs() <= 2 * eps).all()):
-        return weights
-    multiples = (weights / eps).round()
-    return torch.stack([multiples, (1 / eps - multiples * counts) / counts], dim=1) * eps
-
-
-def uniform(rows: int, weight: float) -> Callable[[torch.dtype], Tensor]:
-    """Return a function that gives every example the same weight, in a type."""
-    return lambda kind: torch.full((rows,), weight, dtype=kind)
-
-
-def _weights_of_clients(offsets: NDArray[np.int64], parts: Tensor) -> Tensor:
-    """Return the weights of training examples of which a part counts; clients count alike."""
-    totals, sizes = _sums_by_client(parts, offsets), torch.from_numpy(np.diff(offsets))
-    return (1 / (len(sizes) * totals)).repeat_interleave(sizes)
-
-
-def _weights_of_parts(parts: Tensor) -> Tensor:
-    """Return one weight for all examples: 1 over the sum of the parts that count."""
-    total = parts.sum(dtype=widest(parts.device)).item()
-    require(total > 0, "no test example counts; change the labels, the class weights or `counted`")
-    return torch.full(parts.shape, 1 / total, dtype=torch.float64)
-
-
-def _sums_by_client(values: Tensor, offsets: NDArray[np.int64]) -> Tensor:
-    numbers = values.cpu().numpy().astype(np.float64)
-    sums = np.add.reduceat(numbers, offsets[:-1].astype(np.int64))
-    empty = np.flatnonzero(sums <= 0)
-    if len(empty):
-        raise UsageError(
-            f"no example of client {empty[0]} counts; leave such clients out, or change the class "
-            "weights or the function `counted` of the task"
-        )
-    return torch.from_numpy(sums)
-
-
-class Split(NamedTuple):
-    """A set of examples to evaluate.
-
-    Attributes:
-        name: "train" or "test".
-        fields: the examples.
-        weights: returns the weight of each example in the means, in a type.
-        weights_of_parts: returns the same where a part of each example counts, given the parts.
-        offsets: of the clients' examples; None where they belong to none.
-        metrics: to compute.
-        metrics_by_client: for each client, instead of for all examples.
-    """
-
-    name: str
-    fields: Batch
-    weights: Callable[[torch.dtype], Tensor]
-    weights_of_parts: Callable[[Tensor], Tensor]
-    offsets: NDArray[np.int64] | None
-    metrics: Mapping[str, Metric]
-    metrics_by_client: bool = False
-
-    @property
-    def clients(self) -> int:
-        return 0 if self.offsets is None else len(self.offsets) - 1
-
-    def sizes(self, parts: Parts) -> dict[str, Tensor]:
-        """Return the sum of the parts that count of each client, by value; "" for all examples."""
-        assert self.offsets is not None
-        offsets = self.offsets
-        counted = {name: _sums_by_client(part, offsets) for name, part in parts.items()}
-        return {"": torch.from_numpy(np.diff(offsets)), **counted}
-
-    def owners(self) -> Tensor | None:
-        """Return the client of each example, if any."""
-        if self.offsets is None:
-            return None
-        sizes = torch.from_numpy(np.diff(self.offsets))
-        return torch.arange(self.clients).repeat_interleave(sizes)
-
-    def pieces(self, per_example: bool, device: str, share: Share) -> Iterator[slice]:
-        """Yield the rows that are evaluated together, of the k-th of n parts.
-
-        Where the loss is one number for them, they belong to one client, and do not depend on the
-        device or on n. The loss of a split is then the mean over pieces, weighted by their rows.
-        """
-        part, parts = share
-        if per_example:
-            together = EVALUATION_ROWS
-            if device == "cuda":
-                each = sum(value[:1].numel() for value in self.fields.values())
-                together = min(MOST, max(FEWEST, EVALUATED_NUMBERS // each))
-            first, last = (_rows(self.fields) * each // parts for each in (part, part + 1))
-            for start in range(first, last, together):
-                yield slice(start, min(start + together, last))
-            return
-        ends = [0, _rows(self.fields)] if self.offsets is None else self.offsets.tolist()
-        cut = [
-            slice(start, min(start + BATCH_ROWS, end))
-            for begin, end in pairwise(ends)
-            for start in range(begin, end, BATCH_ROWS)
-        ]
-        yield from cut[len(cut) * part // parts : len(cut) * (part + 1) // parts]
-
-    def clients_of(self, rows: slice) -> Iterator[tuple[int, slice]]:
-        """Yield the clients of some rows, with their places among these rows."""
-        assert self.offsets is not None
-        client = int(np.searchsorted(self.offsets, rows.start, side="right")) - 1
-        start = rows.start
-        while start < rows.stop:
-            end = min(rows.stop, int(self.offsets[client + 1]))
-            yield client, slice(start - rows.start, end - rows.start)
-            client, start = client + 1, end
-
-
-@dataclass(frozen=True)
-class Totals:
-    """Sums of an evaluation, by record field; they add over parts of the examples.
-
-    Attributes:
-        means: weighted sums of values, in one part or, of `exact_weights`, in two.
-        clients: sums of values by client, [clients] each.
-        metrics: totals of metrics; dicts by client where they are computed for each.
-    """
-
-    means: dict[str, Tensor] = field(default_factory=dict)
-    clients: dict[str, Tensor] = field(default_factory=dict)
-    metrics: dict[str, Any] = field(default_factory=dict)
-
-    def __add__(self, other: Totals) -> Totals:
-        mine, theirs = vars(self), vars(other)
-        return Totals(**{name: add_totals(mine[name], theirs[name]) for name in mine})
-
-    def add(self, kind: Literal["means", "clients"], key: str, value: Tensor) -> None:
-        """Add a value in place."""
-        sums = getattr(self, kind)
-        sums[key] = sums[key] + value if key in sums else value
-
-    def add_metrics(
-        self, split: Split, rows: slice, outputs: Any, targets: Any, device: torch.device
-    ) -> None:
-        """Add the outputs of some rows to the totals of a split's metrics, in place."""
-        count = rows.stop - rows.start
-        whole = map_tensors(lambda t: t.to(device), (outputs, targets))
-        for name, metric in split.metrics.items():
-            key = f"{split.name}_{name}"
-            if not split.metrics_by_client:
-                before = self.metrics[key] if key in self.metrics else _zero(metric, device)
-                self.metrics[key] = add_batch(name, metric, before, *whole)
-                continue
-            clients = self.metrics.setdefault(key, {})
-            for client, own in split.clients_of(rows):
-                some = map_tensors(
-                    lambda t, own=own: t[own] if t.ndim and len(t) == count else t, whole
-                )
-                before = clients[client] if client in clients else _zero(metric, device)
-                clients[client] = add_batch(name, metric, before, *some)
-
-    def on_host(self) -> Totals:
-        """Return the totals on the CPU."""
-        sizes = [value.numel() for value in self.means.values()]
-        parts = [value.reshape(-1) for value in self.means.values()]
-        on_cpu = torch.cat(parts).cpu().split(sizes) if parts else ()
-        return Totals(
-            dict(zip(self.means, on_cpu, strict=True)),
-            self.clients,
-            {name: _on_cpu(value) for name, value in self.metrics.items()},
-        )
-
-
-def _zero(metric: Metric, device: torch.device) -> Any:
-    def move(total: Tensor) -> Tensor:
-        return total.to(device, widest(device) if total.dtype == torch.float64 else total.dtype)
-
-    return map_tensors(move, metric.zero())
-
-
-def _on_cpu(total: Any) -> Any:
-    if isinstance(total, nn.Module):
-        return total.cpu()
-    if isinstance(total, tuple):
-        return tuple(map(_on_cpu, total))
-    if isinstance(total, dict):
-        return {key: _on_cpu(value) for key, value in total.items()}
-    return total.cpu() if isinstance(total, Tensor) else total
-
-
-def worst_decile(values: Tensor, highest: bool) -> float:
-    """Return the mean of the worst tenth of clients, rounded down, at least one.
-
-    Args:
-        values: one per client.
-        highest: whether the highest values are the worst.
-
-    >>> worst_decile(torch.arange(25.0), highest=False)
-    0.5
-    """
-    count = max(1, len(values) // WORST)
-    return values.topk(count, largest=highest).values.mean().item()
-
-
-def _rows(fields: Batch) -> int:
-    return len(next(iter(fields.values())))
+            splits.append(
+                Split("test", self.test, weights_of_examples, self.test_offsets, self.metrics)
+            )
+        return splits
