@@ -15,6 +15,14 @@ from hypothesis import settings
 settings.register_profile("fedexp", deadline=None, derandomize=True)
 settings.load_profile("fedexp")
 torch.set_num_threads(1)  # the suite already uses one process per core
+LONGEST = [
+    "flower/deploy/",
+    "docs/",
+    "distributed/",
+    "engine/test_zoo.py",
+    "golden/",
+    "test_study.py",
+]
 
 
 def pytest_configure() -> None:
@@ -27,12 +35,25 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run the longest files first, so that none is alone at the end."""
+
+    def place(item: pytest.Item) -> int:
+        places = (k for k, name in enumerate(LONGEST) if item.nodeid.startswith(f"tests/{name}"))
+        return next(places, len(LONGEST))
+
+    items.sort(key=place)
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Use our scheduler with `-n`, unless another `--dist` is chosen."""
-    from tests.helpers.scheduling import GroupedScheduling
+    """Run each file in one worker with `-n`: its tests share processes, files and results."""
+    from xdist.scheduler import LoadFileScheduling
 
-    return GroupedScheduling(config, log) if config.getvalue("dist") == "load" else None
+    if config.getvalue("dist") != "load":
+        return None
+    config.option.loadscopereorder = False
+    return LoadFileScheduling(config, log)
 
 
 @pytest.fixture
