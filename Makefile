@@ -35,7 +35,7 @@ test: $(READY)
 	$(MAKE) --jobs=2 check tests
 
 tests: $(READY)
-	$(BIN)/python -m pytest -n 3
+	$(BIN)/python -m pytest -n 4
 	$(BIN)/python tools/check_wheel.py
 
 # The documentation site in site/, strictly; tests/docs/test_site.py builds it as well.

@@ -21,7 +21,8 @@ LONGEST = [
     "distributed/",
     "engine/test_zoo.py",
     "golden/",
-    "test_study.py",
+    "test_api.py",
+    "test_user_objects.py",
 ]
 
 
