@@ -10,6 +10,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import secrets
+import sys
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,17 +27,25 @@ from fedexp.errors import LockError, UsageError
 PRIVATE = 0o600  # mode of files for the owner only: environment, checkpoints, client state
 
 
-def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
-    """Replace the file atomically, for concurrent readers and across a power failure.
+@contextmanager
+def replacing(path: Path, mode: int = 0o666, locked: bool = True) -> Iterator[IO[bytes]]:
+    """Open a new file that replaces the one at `path` at the end of the block, atomically.
 
-    The writer holds the folder's lock, so one temporary name suffices. The file has `mode`, less
-    the process's umask, from its first byte.
+    Concurrent readers, and readers after a power failure, see one of the two files whole. An
+    exception in the block deletes the new file.
+
+    Args:
+        path: the file to replace.
+        mode: mode of the new file from its first byte, less the process's umask.
+        locked: whether the writer holds the folder's lock, so that one temporary name suffices;
+            several writers need different ones.
     """
-    scratch = temporary(path)
+    unique = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+    scratch = temporary(path) if locked else unique
     try:
         scratch.unlink(missing_ok=True)  # a leftover would retain its mode
         with open(scratch, "wb", opener=partial(os.open, mode=mode)) as file:
-            file.write(data)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(scratch, path)
@@ -44,6 +54,12 @@ def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
             scratch.unlink(missing_ok=True)  # a full disk needs the space
         raise
     sync_folder(path.parent)
+
+
+def write_bytes(path: Path, data: bytes, mode: int = 0o666) -> None:
+    """Replace the file by these bytes, see `replacing`; the writer holds the folder's lock."""
+    with replacing(path, mode) as file:
+        file.write(data)
 
 
 def write_json(path: Path, value: Any, indent: int | None = 2, mode: int = 0o666) -> None:
@@ -57,13 +73,22 @@ def temporary(path: Path) -> Path:
 
 
 def sync_folder(folder: Path) -> None:
-    """Sync the folder, so that renames in it are durable; some file systems need no such call."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
+    """Sync the folder, so that renames in it are durable, on systems that have such a call."""
+    with suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
             os.fsync(handle)
-    finally:
-        os.close(handle)
+        finally:
+            os.close(handle)
+
+
+def user_cache() -> Path:
+    """Return the platform's folder for cache files; `RuntimeError` without a home folder."""
+    if sys.platform == "darwin":
+        return Path.home() / "Library" / "Caches"
+    if sys.platform == "win32":
+        return Path(os.environ.get("LOCALAPPDATA") or Path.home() / "AppData" / "Local")
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def write_cifar100() -> Write:
 def write_cinic10() -> Write:
     def write(folder: Path) -> Arrays:
         arrays: Arrays = {}
-        for seed, split in enumerate(("train", "valid", "test")):
+        for seed, split in enumerate(("train", "test")):
             x, _ = made_images(20, 10, seed)
             y = np.repeat(np.arange(10), 2)
             for i, (image, label) in enumerate(zip(x, y, strict=True)):

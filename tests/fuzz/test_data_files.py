@@ -29,6 +29,7 @@ from fedexp.data.sources.image_folder import decode
 from fedexp.data.sources.safe_pickle import read_pickle
 from fedexp.errors import UsageError
 from tests.fuzz.hostile import Files, contents, forged, fuzz, harmless, mutated
+from tests.helpers.generated_data import as_published
 
 Seeds = Files
 IMAGE = 6 * image_file.MAX_PIXELS  # bytes: decoded, and as an array
@@ -213,8 +214,10 @@ def test_archives(archives: Seeds, tmp_path_factory: pytest.TempPathFactory, dra
     parent = tmp_path_factory.mktemp("unpacked")
     folder = parent / "data"
     folder.mkdir()
-    (folder / EMNIST.archive).write_bytes(mutated(draw, *archives.values()))
-    refused = harmless(lambda: unpack(EMNIST, folder), writes=True)
+    archive = folder / EMNIST.archive
+    archive.write_bytes(mutated(draw, *archives.values()))
+    source = as_published(EMNIST, archive)
+    refused = harmless(lambda: unpack(source, folder), writes=True)
     found = set(contents(parent)) - {f"data/{EMNIST.archive}"}
     assert found == (set() if refused else {f"data/{name}" for name in EMNIST.entries})
 

@@ -1,10 +1,11 @@
-"""Generated data sets as cache files: the shapes of the real ones, a few examples of each.
+"""Generated data sets as cache files or archives: the shapes of the real ones, a few examples each.
 
 Brightness depends on the label, so that there is something to learn from images.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedexp.data.sources import cache
-from fedexp.data.sources.download import cache_path
+from fedexp.data.sources.download import Source, cache_path, digest
 from fedexp.data.sources.shakespeare import LENGTH
 
 CLASSES = {"emnist": 62, "cifar10": 10, "cifar100": 100, "cinic10": 10, "mnist": 10}
@@ -56,3 +57,9 @@ def write_all(folder: Path) -> None:
     write_images(folder, *(name for name in CLASSES if name != "mnist"))
     write_images(folder, "mnist", train=MNIST_IMAGES)
     write_text(folder)
+
+
+def as_published(source: Source, archive: Path) -> Source:
+    """Return the source of a data set with the size and checksum of another archive."""
+    checksum = f"sha256 {digest(archive, 'sha256')}"
+    return replace(source, size=archive.stat().st_size, checksum=checksum)

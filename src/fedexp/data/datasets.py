@@ -1,4 +1,4 @@
-"""Published data sets by name: `load("cifar10")`, or one function each.
+"""Published data sets by name: `load("cifar10")`.
 
 A data set is loaded as `RawSplits`: its training and test examples before partitioning, of which
 `RawSplits.federation` makes clients.
@@ -17,10 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedexp.data.federation import Batch, Federation, check_labels
-from fedexp.data.sources import cifar, cinic
-from fedexp.data.sources import emnist as femnist
-from fedexp.data.sources import mnist as mnist_files
-from fedexp.data.sources import shakespeare as plays
+from fedexp.data.sources import cifar, cinic, emnist, mnist, shakespeare
 from fedexp.data.sources.cache import Arrays, Mapped, cached, without_sources
 from fedexp.data.sources.download import Source, cache_path, data_folder, unpack
 from fedexp.errors import UsageError, require, unknown_name
@@ -41,8 +38,8 @@ class RawSplits:
         classes: number of classes, of text the number of tokens; labels are 0 to classes - 1.
         train: training examples, in the order of the files.
         test: test examples.
-        offsets: for a data set with natural clients, client i owns the training rows offsets[i] to
-            offsets[i + 1]; else None.
+        offsets: for a data set with natural clients (writers of EMNIST, roles of Shakespeare),
+            client i owns the training rows offsets[i] to offsets[i + 1]; else None.
         clients: names of the natural clients, where the data set has them.
         test_offsets: natural client i owns the test rows test_offsets[i] to test_offsets[i + 1];
             None where test examples belong to no client.
@@ -62,17 +59,30 @@ class RawSplits:
         return self.train["y"].ndim > 1
 
     @classmethod
-    def of(cls, name: str, classes: int, arrays: Mapping[str, NDArray[Any]]) -> RawSplits:
-        """Wrap the arrays of a cache file of images, without a copy."""
-        check_arrays(arrays, ("train", "test"))
+    def of(
+        cls, name: str, classes: int, arrays: Mapping[str, NDArray[Any]], natural: bool = False
+    ) -> RawSplits:
+        """Wrap the arrays of a cache file of images, without a copy; refuse any other arrays.
+
+        Args:
+            name: name of the data set.
+            classes: number of classes.
+            arrays: the arrays by name.
+            natural: whether the offsets of natural clients are required.
+        """
         for split in ("train", "test"):
-            check_labels(arrays[f"{split}_y"], classes, f"the {split} images of {name}")
+            x, y = (arrays.get(f"{split}_{field}", np.empty(())) for field in ("x", "y"))
+            valid = x.ndim == 4 and x.dtype == np.uint8 and y.dtype == np.int64
+            valid = valid and y.shape == x.shape[:1]
+            require(valid, f"it does not hold the {split} images and labels")
+            check_labels(y, classes, f"the {split} images of {name}")
+        require(not natural or "offsets" in arrays, "it does not hold the offsets of the clients")
         train, test = (
             {field: torch.from_numpy(arrays[f"{split}_{field}"]) for field in ("x", "y")}
             for split in ("train", "test")
         )
-        natural = np.array(arrays["offsets"]) if "offsets" in arrays else None
-        return cls(name, classes, train, test, natural)
+        offsets = np.array(arrays["offsets"]) if "offsets" in arrays else None
+        return cls(name, classes, train, test, offsets)
 
     @classmethod
     def of_text(cls, name: str, tokens: int, arrays: Mapping[str, NDArray[Any]]) -> RawSplits:
@@ -82,10 +92,11 @@ class RawSplits:
             {f: torch.from_numpy(arrays[f"{split}_{f}"].astype(np.int64)) for f in ("x", "y")}
             for split in ("train", "test")
         )
-        names = tuple(bytes(each).decode("utf-8", "replace") for each in arrays["clients"])
-        own = np.array(arrays["test_offsets"])
-        owned = own if len(own) else None
-        return cls(name, tokens, train, test, np.array(arrays["offsets"]), names, owned)
+        clients = tuple(bytes(client).decode("utf-8", "replace") for client in arrays["clients"])
+        ends = np.array(arrays["test_offsets"])
+        test_offsets = ends if len(ends) else None
+        offsets = np.array(arrays["offsets"])
+        return cls(name, tokens, train, test, offsets, clients, test_offsets)
 
     def federation(self, parts: Sequence[NDArray[np.int64]] | None = None) -> Federation:
         """Return the training examples by client: by a partition, or by natural clients.
@@ -103,39 +114,22 @@ class RawSplits:
         return Federation(self.train, self.offsets)
 
 
-def check_arrays(
-    arrays: Mapping[str, NDArray[Any]], splits: Sequence[str], natural: bool = False
-) -> None:
-    """Refuse arrays that are not the images and labels of these splits.
-
-    Args:
-        arrays: the arrays of a cache file, by name.
-        splits: required splits, e.g. train and test.
-        natural: whether the offsets of natural clients are required.
-    """
-    for split in splits:
-        x, y = (arrays.get(f"{split}_{field}", np.empty(())) for field in ("x", "y"))
-        good = x.ndim == 4 and x.dtype == np.uint8 and y.dtype == np.int64
-        require(good and y.shape == x.shape[:1], f"it does not hold the {split} images and labels")
-    require(not natural or "offsets" in arrays, "it does not hold the offsets of the clients")
-
-
 def check_text(arrays: Mapping[str, NDArray[Any]], tokens: int) -> None:
     """Refuse arrays that are not sequences of tokens below `tokens`, with named clients."""
     for split in ("train", "test"):
         x, y = (arrays.get(f"{split}_{field}", np.empty(())) for field in ("x", "y"))
-        good = x.ndim == 2 and x.shape == y.shape and x.dtype == y.dtype == np.uint8
-        require(good, f"it does not hold the {split} sequences")
-        known = x.size == 0 or max(int(x.max()), int(y.max())) < tokens
-        require(known, f"it holds {split} tokens that are not below {tokens}")
+        valid = x.ndim == 2 and x.shape == y.shape and x.dtype == y.dtype == np.uint8
+        require(valid, f"it does not hold the {split} sequences")
+        in_range = x.size == 0 or max(int(x.max()), int(y.max())) < tokens
+        require(in_range, f"it holds {split} tokens that are not below {tokens}")
     offsets, clients = (arrays.get(name, np.empty(())) for name in ("offsets", "clients"))
-    good = offsets.ndim == clients.ndim == 1 and len(offsets) == len(clients) + 1
-    require(good and clients.dtype.kind == "S", "it does not hold the names of the clients")
-    own, rows = arrays.get("test_offsets", np.empty(())), len(arrays["test_x"])
-    good = own.ndim == 1 and own.dtype == np.int64 and len(own) in (0, len(offsets))
-    require(good, "it does not hold the test offsets of the clients")
-    good = not len(own) or (own[0] == 0 and own[-1] == rows and bool((np.diff(own) > 0).all()))
-    require(good, "the test offsets of its clients are not increasing")
+    valid = offsets.ndim == clients.ndim == 1 and len(offsets) == len(clients) + 1
+    require(valid and clients.dtype.kind == "S", "it does not hold the names of the clients")
+    ends, rows = arrays.get("test_offsets", np.empty(())), len(arrays["test_x"])
+    valid = ends.ndim == 1 and ends.dtype == np.int64 and len(ends) in (0, len(offsets))
+    require(valid, "it does not hold the test offsets of the clients")
+    valid = not len(ends) or (ends[0] == 0 and ends[-1] == rows and bool((np.diff(ends) > 0).all()))
+    require(valid, "the test offsets of its clients are not increasing")
 
 
 @dataclass(frozen=True)
@@ -173,35 +167,30 @@ class Dataset:
             unpack(self.source, root)
             files = self.locate(root)
         if files:
-            arrays = cached(cache, files, lambda: self.build(files), self._check)
-        elif cache.exists():
-            arrays = self._from_cache(cache)
-        else:
+            return cached(cache, files, lambda: self.build(files), self._splits)
+        if not cache.exists():
             raise self.source.missing(root)
-        wrap = RawSplits.of_text if self.text else RawSplits.of
-        return wrap(self.name, self.source.classes, arrays)
-
-    def _check(self, arrays: Mapped) -> None:
-        if self.text:
-            check_text(arrays, self.source.classes)
-            return
-        check_arrays(arrays, ("train", "test"), self.natural)
-
-    def _from_cache(self, path: Path) -> Mapped:
         try:
-            return without_sources(path, self._check)
+            return without_sources(cache, self._splits)
         except UsageError as error:
             again = f"delete it and run 'fedexp data fetch {self.name}'"
             raise UsageError(f"{error}; {again}") from error
 
+    def _splits(self, arrays: Mapped) -> RawSplits:
+        if self.text:
+            return RawSplits.of_text(self.name, self.source.classes, arrays)
+        return RawSplits.of(self.name, self.source.classes, arrays, self.natural)
+
 
 DATASETS = {
-    "emnist": Dataset(femnist.EMNIST, femnist.locate, femnist.build, natural=True),
+    "emnist": Dataset(emnist.EMNIST, emnist.locate, emnist.build, natural=True),
     "cifar10": Dataset(cifar.CIFAR10, cifar.locate10, cifar.build10),
     "cifar100": Dataset(cifar.CIFAR100, cifar.locate100, cifar.build100),
     "cinic10": Dataset(cinic.CINIC10, cinic.locate, cinic.build),
-    "mnist": Dataset(mnist_files.MNIST, mnist_files.locate, mnist_files.build),
-    "shakespeare": Dataset(plays.SHAKESPEARE, plays.locate, plays.build, natural=True, text=True),
+    "mnist": Dataset(mnist.MNIST, mnist.locate, mnist.build),
+    "shakespeare": Dataset(
+        shakespeare.SHAKESPEARE, shakespeare.locate, shakespeare.build, natural=True, text=True
+    ),
 }
 
 
@@ -213,51 +202,10 @@ def find(name: str) -> Dataset:
 
 
 def load(name: str, folder: Folder = None) -> RawSplits:
-    """Load a data set by name; `folder` is the data folder, by default `FEDEXP_DATA`."""
+    """Load a data set by name, one of `DATASETS`, as its official training and test splits.
+
+    Args:
+        name: e.g. "cifar10"; unknown names are refused with the nearest one.
+        folder: the data folder; by default that of `FEDEXP_DATA`, or else the user's cache.
+    """
     return find(name).load(folder)
-
-
-def emnist(folder: Folder = None) -> RawSplits:
-    """Load federated EMNIST; `emnist().federation()` has one client per writer."""
-    return load("emnist", folder)
-
-
-def cifar10(folder: Folder = None) -> RawSplits:
-    """Load CIFAR-10: 50,000 training and 10,000 test images of 32x32 pixels."""
-    return load("cifar10", folder)
-
-
-def cifar100(folder: Folder = None) -> RawSplits:
-    """Load CIFAR-100 with fine labels: 50,000 training and 10,000 test images of 32x32 pixels."""
-    return load("cifar100", folder)
-
-
-def cinic10(folder: Folder = None) -> RawSplits:
-    """Load the official training and test splits of CINIC-10, 90,000 images each."""
-    return load("cinic10", folder)
-
-
-def mnist(folder: Folder = None) -> RawSplits:
-    """Load MNIST: 60,000 training and 10,000 test images of 28x28 pixels."""
-    return load("mnist", folder)
-
-
-def shakespeare(folder: Folder = None) -> RawSplits:
-    """Load Shakespeare by role; `shakespeare().federation()` has one client per role."""
-    return load("shakespeare", folder)
-
-
-def cinic10_valid(folder: Folder = None) -> Batch:
-    """Load the official validation split of CINIC-10, which `cinic10` leaves out."""
-    root = data_folder(folder)
-    folders = cinic.locate(root, ("valid",))
-    if not folders:
-        raise cinic.CINIC10.missing(root)
-    cache = cache_path(root, "cinic10-valid")
-    arrays = cached(
-        cache,
-        folders,
-        lambda: cinic.build_split(folders, "valid"),
-        lambda found: check_arrays(found, ("valid",)),
-    )
-    return {field: torch.from_numpy(arrays[f"valid_{field}"]) for field in ("x", "y")}

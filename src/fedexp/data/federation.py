@@ -209,8 +209,8 @@ class Federation:
         last = self.clients - 1
         whole = isinstance(index, Integral)
         require(whole and 0 <= index <= last, f"no client {index!r}; clients are 0 to {last}")
-        own = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
-        return {name: value[own] for name, value in self.fields.items()}
+        rows = slice(int(self.offsets[index]), int(self.offsets[index + 1]))
+        return {name: value[rows] for name, value in self.fields.items()}
 
     def batch(self, index: int, rows: NDArray[np.int64]) -> Batch:
         """Return some examples of a client, by their index among its own."""
@@ -351,12 +351,19 @@ def rows_of(parts: Sequence[Any], examples: int | None) -> NDArray[np.int64]:
     outside = rows < 0 if examples is None else (rows < 0) | (rows >= examples)
     if outside.any():
         index = int(outside.argmax())
-        known = "0 and up" if examples is None else f"0 to {examples - 1}"
+        valid = "0 and up" if examples is None else f"0 to {examples - 1}"
         raise UsageError(
-            f"client {_owner(parts, index)} is given row {rows[index]}, but rows are {known}"
+            f"client {_owner(parts, index)} is given row {rows[index]}, but rows are {valid}"
         )
-    if _distinct(rows, examples) < len(rows):
-        raise _given_twice(rows, parts)
+    ordered = np.sort(rows)
+    repeated = ordered[1:][np.diff(ordered) == 0]
+    if len(repeated):
+        row = repeated[0]
+        first, second = (_owner(parts, int(index)) for index in np.flatnonzero(rows == row)[:2])
+        raise UsageError(
+            f"row {row} is given to client {first} and again to client {second}; "
+            "an example belongs to one client, once"
+        )
     return rows
 
 
@@ -373,25 +380,6 @@ def _rows_of_client(part: Any, client: int) -> NDArray[np.int64]:
         "give the positions of its examples",
     )
     return rows.astype(np.int64, copy=False)
-
-
-def _distinct(rows: NDArray[np.int64], examples: int | None) -> int:
-    """Count the different rows, in one byte per example if their number is known."""
-    if examples is None:
-        return len(np.unique(rows))
-    seen = np.zeros(examples, dtype=np.bool_)
-    seen[rows] = True
-    return int(np.count_nonzero(seen))
-
-
-def _given_twice(rows: NDArray[np.int64], parts: Sequence[Any]) -> UsageError:
-    ordered = np.sort(rows)
-    twice = ordered[:-1][np.diff(ordered) == 0][0]
-    first, second = (_owner(parts, int(index)) for index in np.flatnonzero(rows == twice)[:2])
-    return UsageError(
-        f"row {twice} is given to client {first} and again to client {second}; "
-        "an example belongs to one client, once"
-    )
 
 
 def _owner(parts: Sequence[Any], index: int) -> int:

@@ -34,13 +34,8 @@ def by_id(ids: ArrayLike) -> Parts:
     >>> [part.tolist() for part in by_id(["mary", "john", "mary"])]
     [[1], [0, 2]]
     """
-    given, ids = ids, _column("ids", ids)
-    require(len(ids) > 0, "there are no ids; give one per example")
-    _check_none_missing(given, ids)
-    try:
-        owner = np.unique(ids, return_inverse=True)[1]
-    except TypeError as error:  # e.g. None and 3
-        raise UsageError("ids of different kinds have no order; make them all text") from error
+    owner = _numbered("id", ids)
+    require(len(owner) > 0, "there are no ids; give one per example")
     return _parts(owner, int(owner.max()) + 1)
 
 
@@ -62,14 +57,14 @@ def shards(
     >>> sorted(part.tolist() for part in parts)
     [[0, 2, 4], [1, 3, 5]]
     """
-    labels = _labels(labels)
+    labels = _numbered("label", labels)
     whole_number("shards_per_client", shards_per_client, 1)
     _check(len(labels), clients, rng, shards_per_client)
     shuffled = rng.permutation(len(labels))
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     pieces = np.array_split(by_class, clients * shards_per_client)
     assigned = rng.permutation(len(pieces)).reshape(clients, shards_per_client)
-    return [np.sort(np.concatenate([pieces[shard] for shard in own])) for own in assigned]
+    return [np.sort(np.concatenate([pieces[i] for i in chosen])) for chosen in assigned]
 
 
 def dirichlet(labels: ArrayLike, clients: int, alpha: float, rng: np.random.Generator) -> Parts:
@@ -86,7 +81,7 @@ def dirichlet(labels: ArrayLike, clients: int, alpha: float, rng: np.random.Gene
     >>> [len(part) for part in parts]
     [25, 25, 25, 25]
     """
-    labels = _labels(labels)
+    labels = _numbered("label", labels)
     _check(len(labels), clients, rng)
     pools = [rng.permutation(np.flatnonzero(labels == c)) for c in np.unique(labels)]
     mix = _proportions(alpha, clients, len(pools), rng)
@@ -113,7 +108,7 @@ def dirichlet_unequal(
     >>> sum(map(len, parts)), min(map(len, parts)) >= 5
     (100, True)
     """
-    labels = _labels(labels)
+    labels = _numbered("label", labels)
     whole_number("minimum", minimum, 1)
     _check(len(labels), clients, rng, minimum)
     classes = np.unique(labels)
@@ -192,41 +187,34 @@ def _parts(owner: NDArray[np.int64], clients: int) -> Parts:
     return np.split(order, np.cumsum(np.bincount(owner, minlength=clients))[:-1])
 
 
-def _column(name: str, values: ArrayLike) -> NDArray[Any]:
+def _numbered(kind: str, values: ArrayLike) -> NDArray[np.int64]:
+    """Return the rank of each id or label among the distinct ones.
+
+    Refuse values that are not one per example, have no order, or are missing (NaN or None), of
+    which numpy would make a client or class.
+    """
     try:
         column = np.asarray(values)
     except ValueError as error:  # lists of different lengths
-        raise UsageError(f"{name} must be one value per example, not lists") from error
-    require(column.ndim == 1, f"{name} must be one value per example, not {column.shape}")
-    return column
-
-
-def _labels(given: ArrayLike) -> NDArray[Any]:
-    """Return the labels as an array; refuse those that are missing or have no order."""
-    labels = _column("labels", given)
-    _check_none_missing(given, labels, "label")
-    try:
-        np.unique(labels)
-    except TypeError as error:  # e.g. 3 and "a"
-        raise UsageError("labels of different kinds have no order; make them all text") from error
-    return labels
-
-
-def _check_none_missing(given: Any, ids: NDArray[Any], name: str = "id") -> None:
-    """Refuse ids or labels that are NaN or None, of which numpy would make a client or class."""
+        raise UsageError(f"{kind}s must be one value per example, not lists") from error
+    require(column.ndim == 1, f"{kind}s must be one value per example, not {column.shape}")
     missing: list[Any] = []
-    if ids.dtype.kind in "fmM":
-        missing = ids[ids != ids].tolist()
-    elif ids.dtype.kind == "O":
-        missing = [id for id in ids if _is_missing(id)]
-    elif ids.dtype.kind in "US" and not isinstance(given, np.ndarray):
-        missing = [id for id in given if _is_missing(id)]  # numpy makes them the text "nan"
+    if column.dtype.kind in "fmM":
+        missing = column[column != column].tolist()
+    elif column.dtype.kind == "O":
+        missing = [value for value in column if _is_missing(value)]
+    elif column.dtype.kind in "US" and not isinstance(values, np.ndarray):
+        listed: Any = values  # numpy makes them the texts "nan" and "None"
+        missing = [value for value in listed if _is_missing(value)]
     if missing:
-        kind = "None" if any(id is None for id in missing) else "NaN"
-        what = f"1 {name} is {kind}; drop this row"
-        if len(missing) > 1:
-            what = f"{len(missing)} {name}s are {kind}; drop these rows"
-        raise UsageError(what)
+        what = "None" if any(value is None for value in missing) else "NaN"
+        if len(missing) == 1:
+            raise UsageError(f"1 {kind} is {what}; drop this row")
+        raise UsageError(f"{len(missing)} {kind}s are {what}; drop these rows")
+    try:
+        return np.unique(column, return_inverse=True)[1]
+    except TypeError as error:  # e.g. 3 and "a"
+        raise UsageError(f"{kind}s of different kinds have no order; make them all text") from error
 
 
 def _is_missing(id: Any) -> bool:

@@ -129,12 +129,12 @@ def load(tmp_path: Path, source: Path) -> Callable[[], tuple[int, int]]:
         built[0] += 1
         return {"x": np.array([len(source.read_text())])}
 
-    def check(arrays: cache.Mapped) -> None:
+    def convert(arrays: cache.Mapped) -> int:
         require("x" in arrays, "it has no x")
+        return int(arrays["x"][0])
 
     def loaded() -> tuple[int, int]:
-        arrays = cached(tmp_path / "cache" / "a.npz", [source], build, check)
-        return int(arrays["x"][0]), built[0]
+        return cached(tmp_path / "cache" / "a.npz", [source], build, convert), built[0]
 
     return loaded
 

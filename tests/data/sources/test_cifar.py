@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedexp.data.datasets import cifar10, cifar100
+from fedexp.data.datasets import load
 from fedexp.data.sources import cache
 from fedexp.data.sources.download import cache_path
 from fedexp.errors import UsageError
@@ -21,7 +21,7 @@ def test_the_official_layout_is_read(
 ) -> None:
     expected = request.getfixturevalue(f"write_{name}")(tmp_path)
     for _ in range(2):  # from the files, and from the cache
-        raw = {"cifar10": cifar10, "cifar100": cifar100}[name](tmp_path)
+        raw = load(name, tmp_path)
         for split, batch in (("train", raw.train), ("test", raw.test)):
             np.testing.assert_array_equal(batch["x"], expected[f"{split}_x"])
             np.testing.assert_array_equal(batch["y"], expected[f"{split}_y"])
@@ -31,9 +31,9 @@ def test_the_official_layout_is_read(
 
 def test_the_cache_alone_is_enough(tmp_path: Path, write_cifar100: Callable[[Path], Any]) -> None:
     write_cifar100(tmp_path)
-    cifar100(tmp_path)
+    load("cifar100", tmp_path)
     (tmp_path / "cifar-100-python").rename(tmp_path / "elsewhere")
-    assert len(cifar100(tmp_path).train["y"]) == 100
+    assert len(load("cifar100", tmp_path).train["y"]) == 100
 
 
 OTHER = {
@@ -49,15 +49,15 @@ def test_an_unusable_cache_is_rebuilt_or_refused_without_the_files(
 ) -> None:
     arrays, version, message = OTHER[what]
     write_cifar10(tmp_path)
-    expected = cifar10(tmp_path).train["y"]
+    expected = load("cifar10", tmp_path).train["y"]
     path = cache_path(tmp_path, "cifar10")
     good, note = cache.read(path)
     cache.write(path, arrays or good, note | {"format": version})
-    assert torch.equal(cifar10(tmp_path).train["y"], expected)
+    assert torch.equal(load("cifar10", tmp_path).train["y"], expected)
     cache.write(path, arrays or good, note | {"format": version})
     (tmp_path / "cifar-10-batches-py").rename(tmp_path / "elsewhere")
     with pytest.raises(UsageError) as caught:
-        cifar10(tmp_path)
+        load("cifar10", tmp_path)
     line = str(caught.value)
     assert "\n" not in line
     assert line.count(str(path)) == 1
@@ -67,7 +67,7 @@ def test_an_unusable_cache_is_rebuilt_or_refused_without_the_files(
 
 def test_a_missing_data_set_is_described_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
-        cifar10(tmp_path)
+        load("cifar10", tmp_path)
     line = str(caught.value)
     assert "\n" not in line
     for part in (str(tmp_path), "170,498,071 bytes", "md5 c58f30108f718f92721af3b95e74349a"):
@@ -76,7 +76,7 @@ def test_a_missing_data_set_is_described_in_one_line(tmp_path: Path) -> None:
 
 def test_it_has_no_natural_clients(tmp_path: Path, write_cifar10: Callable[[Path], Any]) -> None:
     write_cifar10(tmp_path)
-    raw = cifar10(tmp_path)
+    raw = load("cifar10", tmp_path)
     with pytest.raises(UsageError, match="has no natural clients; give a partition"):
         raw.federation()
     assert raw.federation([np.arange(3), np.arange(3, 50)]).sizes.tolist() == [3, 47]
@@ -109,7 +109,7 @@ def test_a_bad_file_is_named_and_leaves_no_cache(
     content, message = BAD[what]
     (tmp_path / "cifar-10-batches-py" / "data_batch_3").write_bytes(content)
     with pytest.raises(UsageError, match="data_batch_3: ") as caught:
-        cifar10(tmp_path)
+        load("cifar10", tmp_path)
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "cache").exists()
@@ -119,7 +119,7 @@ def test_a_missing_file_is_named(tmp_path: Path, write_cifar10: Callable[[Path],
     write_cifar10(tmp_path)
     (tmp_path / "cifar-10-batches-py" / "data_batch_4").unlink()
     with pytest.raises(UsageError, match="data_batch_4: missing"):
-        cifar10(tmp_path)
+        load("cifar10", tmp_path)
 
 
 # Facts of the real data sets: the first labels, balanced classes, and the channel means commonly
@@ -133,7 +133,7 @@ REAL = {
 @pytest.mark.parametrize("name", REAL)
 def test_the_real_data(name: str, real_folder: Callable[[str], Path]) -> None:
     classes, first_train, first_test, means = REAL[name]
-    raw = {"cifar10": cifar10, "cifar100": cifar100}[name](real_folder(name))
+    raw = load(name, real_folder(name))
     assert raw.train["x"].shape == (50_000, 3, 32, 32)
     assert raw.test["x"].shape == (10_000, 3, 32, 32)
     assert torch.bincount(raw.train["y"]).tolist() == [50_000 // classes] * classes

@@ -1,7 +1,6 @@
 """Downloading, checking and unpacking archives, from a server on this machine."""
 
 import functools
-import hashlib
 import http.server
 import io
 import tarfile
@@ -16,12 +15,13 @@ import numpy as np
 import pytest
 
 from fedexp.data import datasets
-from fedexp.data.datasets import cifar10, emnist
+from fedexp.data.datasets import load
 from fedexp.data.sources.cifar import CIFAR10
 from fedexp.data.sources.cinic import CINIC10
-from fedexp.data.sources.download import Source, check_archive, data_folder, digest, fetch, unpack
+from fedexp.data.sources.download import Source, check_archive, data_folder, fetch, unpack
 from fedexp.data.sources.emnist import EMNIST
 from tests.helpers.errors import assert_refused
+from tests.helpers.generated_data import as_published
 
 Write = Callable[[Path], dict[str, Any]]
 
@@ -58,9 +58,7 @@ def pack(source: Source, content: Path, archive: Path) -> Source:
     with tarfile.open(archive, f"w:{kind}") as tar:  # type: ignore[call-overload]
         for entry in source.entries:
             tar.add(content / source.into / entry, entry)
-    if source.md5 is None:
-        return source
-    return replace(source, size=archive.stat().st_size, md5=digest(archive, "md5"))
+    return as_published(source, archive)
 
 
 @pytest.fixture
@@ -80,7 +78,7 @@ def test_fetch_downloads_checks_and_unpacks(
     data = tmp_path / "new" / "data"
     assert fetch(small_cifar10, data, mirror + "/") == data / CIFAR10.archive
     assert names(data) == ["cifar-10-batches-py", "cifar-10-python.tar.gz"]
-    assert len(cifar10(data).train["y"]) == 50
+    assert len(load("cifar10", data).train["y"]) == 50
     fetch(small_cifar10, data, "http://127.0.0.1:9")  # nothing left to download
 
 
@@ -90,7 +88,7 @@ def test_an_existing_archive_is_used(
     monkeypatch.setitem(
         datasets.DATASETS, "cifar10", replace(datasets.DATASETS["cifar10"], source=small_cifar10)
     )
-    assert len(cifar10(site).train["y"]) == 50
+    assert len(load("cifar10", site).train["y"]) == 50
 
 
 @pytest.mark.parametrize(("source", "writer"), [(CINIC10, "cinic10"), (EMNIST, "emnist")])
@@ -107,13 +105,13 @@ def test_a_wrong_checksum_leaves_nothing(
     small_cifar10: Source, mirror: str, tmp_path: Path
 ) -> None:
     data = tmp_path / "data"
-    wrong = replace(small_cifar10, md5="0" * 32)
+    wrong = replace(small_cifar10, checksum="md5 " + "0" * 32)
     assert_refused(lambda: fetch(wrong, data, mirror), CIFAR10.archive, "its checksum is wrong")
     assert names(data) == []
 
 
 def test_a_wrong_checksum_on_disk_is_named(small_cifar10: Source, site: Path) -> None:
-    wrong = replace(small_cifar10, md5="0" * 32)
+    wrong = replace(small_cifar10, checksum="md5 " + "0" * 32)
     assert_refused(lambda: unpack(wrong, site), str(site / CIFAR10.archive), "wrong checksum, md5")
     assert names(site) == [CIFAR10.archive]
 
@@ -124,8 +122,8 @@ def test_a_truncated_archive_is_named(small_cifar10: Source, site: Path, keep: f
     content = path.read_bytes()
     path.write_bytes(content[: int(keep * len(content)) if keep == 0.5 else int(keep)])
     assert_refused(lambda: unpack(small_cifar10, site), str(path), "truncated")
-    unknown = replace(small_cifar10, size=None, md5=None)
-    assert_refused(lambda: unpack(unknown, site), str(path), "truncated or damaged archive")
+    published = as_published(small_cifar10, path)
+    assert_refused(lambda: unpack(published, site), str(path), "truncated or damaged archive")
     assert names(site) == [CIFAR10.archive]
 
 
@@ -136,7 +134,7 @@ def test_a_truncated_archive_is_downloaded_again(
     data.mkdir()
     (data / CIFAR10.archive).write_bytes(b"cut sh")
     fetch(small_cifar10, data, mirror)
-    assert check_archive(small_cifar10, data / CIFAR10.archive) == f"md5 {small_cifar10.md5}"
+    assert check_archive(small_cifar10, data / CIFAR10.archive) == small_cifar10.checksum
 
 
 def test_without_network_the_error_names_the_remedy(tmp_path: Path) -> None:
@@ -154,30 +152,17 @@ def test_a_file_missing_on_the_server(mirror: str, tmp_path: Path) -> None:
     assert_refused(lambda: fetch(CINIC10, tmp_path, mirror), "HTTPError", "687,544,992 bytes")
 
 
-def test_an_unpublished_checksum_is_recorded(
+def test_an_archive_of_unpublished_size_is_verified(
     site: Path, mirror: str, tmp_path: Path, write_emnist: Write
 ) -> None:
     write_emnist(tmp_path / "made")
-    pack(EMNIST, tmp_path / "made", site / EMNIST.archive)
+    source = replace(pack(EMNIST, tmp_path / "made", site / EMNIST.archive), size=None)
     data = tmp_path / "data"
-    archive = fetch(EMNIST, data, mirror)
-    expected = hashlib.sha256(archive.read_bytes()).hexdigest()
-    assert check_archive(EMNIST, archive) == f"sha256 {expected} as downloaded"
-    assert emnist(data).federation().clients == 5
+    archive = fetch(source, data, mirror)
+    assert check_archive(source, archive) == source.checksum
+    assert load("emnist", data).federation().clients == 5
     archive.write_bytes(archive.read_bytes() + b"!")
-    assert_refused(lambda: check_archive(EMNIST, archive), str(archive), "wrong checksum, sha256")
-
-
-@pytest.mark.parametrize("note", [b"", b"\n", b"unknown", b"\xff\xfe", b"0" * 63])
-def test_a_record_without_checksum_is_ignored(
-    note: bytes, site: Path, tmp_path: Path, write_emnist: Write
-) -> None:
-    write_emnist(tmp_path / "made")
-    archive = site / EMNIST.archive
-    pack(EMNIST, tmp_path / "made", archive)
-    archive.with_name(f"{archive.name}.sha256").write_bytes(note)
-    assert check_archive(EMNIST, archive) == "no checksum is known for it"
-    assert emnist(site).federation().clients == 5
+    assert_refused(lambda: check_archive(source, archive), str(archive), "wrong checksum, sha256")
 
 
 def test_python_without_safe_extraction_is_refused(
@@ -216,8 +201,8 @@ EVIL = {
 def test_an_unsafe_archive_is_refused(what: str, site: Path, tmp_path: Path) -> None:
     with tarfile.open(site / CIFAR10.archive, "w:gz") as tar:
         tar.addfile(EVIL[what], io.BytesIO(b"evil") if EVIL[what].size else None)
-    unknown = replace(CIFAR10, size=None, md5=None)
-    assert_refused(lambda: unpack(unknown, site), str(site / CIFAR10.archive))
+    published = as_published(CIFAR10, site / CIFAR10.archive)
+    assert_refused(lambda: unpack(published, site), str(site / CIFAR10.archive))
     assert names(site) == [CIFAR10.archive]
     assert names(tmp_path) == ["site"]
 
@@ -226,8 +211,8 @@ def test_another_archive_is_refused(site: Path, tmp_path: Path, write_cifar100: 
     write_cifar100(tmp_path / "made")
     with tarfile.open(site / CIFAR10.archive, "w:gz") as tar:
         tar.add(tmp_path / "made" / "cifar-100-python", "cifar-100-python")
-    unknown = replace(CIFAR10, size=None, md5=None)
-    assert_refused(lambda: unpack(unknown, site), "has no 'cifar-10-batches-py'")
+    published = as_published(CIFAR10, site / CIFAR10.archive)
+    assert_refused(lambda: unpack(published, site), "has no 'cifar-10-batches-py'")
     assert names(site) == [CIFAR10.archive]
 
 

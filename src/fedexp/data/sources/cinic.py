@@ -1,4 +1,4 @@
-"""CINIC-10, from its folders of PNG files: `{train,valid,test}/<class>/*.png`."""
+"""CINIC-10, from its folders of PNG files: `{train,test}/<class>/*.png`."""
 
 from __future__ import annotations
 
@@ -16,31 +16,22 @@ CINIC10 = Source(
     name="cinic10",
     archive="CINIC-10.tar.gz",
     size=687_544_992,
-    md5="6ee4d0c996905fe93221de577967a372",
+    checksum="md5 6ee4d0c996905fe93221de577967a372",
     url="https://datashare.ed.ac.uk/bitstream/handle/10283/3192/CINIC-10.tar.gz",
-    entries=("train", "valid", "test"),
+    entries=("train", "test"),
     into="CINIC-10",  # the archive has no top-level folder
     classes=10,
     examples=(90_000, 90_000),
 )
 CLASSES = (
-    "airplane",
-    "automobile",
-    "bird",
-    "cat",
-    "deer",
-    "dog",
-    "frog",
-    "horse",
-    "ship",
-    "truck",
+    *("airplane", "automobile", "bird", "cat", "deer"),
+    *("dog", "frog", "horse", "ship", "truck"),
 )
 
 
-def locate(root: Path, splits: tuple[str, ...] = ("train", "test")) -> list[Path]:
-    """Return the class folders of some splits, in the order of the labels; none if absent."""
-    found = {path.name: path for path in CINIC10.files(root)}
-    return [found[split] / name for split in splits if found for name in CLASSES]
+def locate(root: Path) -> list[Path]:
+    """Return the class folders of both splits, in the order of the labels; none if absent."""
+    return [split / name for split in CINIC10.files(root) for name in CLASSES]
 
 
 def build(folders: list[Path]) -> Arrays:

