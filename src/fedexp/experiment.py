@@ -682,7 +682,10 @@ def _plain_cohort(cohort: Any) -> Any:
         return cohort
     if isinstance(cohort, str):
         good = cohort == "all" or is_reference(cohort)
-        require(good, f"cohort {cohort!r} is not a number, a list or all")
+        require(
+            good,
+            f'cohort {cohort!r} is not a number, a fraction, "all", a list of clients or a function',
+        )
         return cohort
     if isinstance(cohort, Integral):
         return whole_number("the cohort", cohort, 1)

@@ -28,7 +28,7 @@ from fedexp.privacy import CentralPrivacy
 FedExP(epss=1.0)
 FedExP(eps="small")
 FedExP(eps_mode="absolut")
-fx.simulate("digits", fx.fedexp())
+fx.simulate(5, fx.fedexp())
 fx.simulate(fx.tasks.digits(), fx.fedexp(), privacy=8.0)
 CentralPrivacy(clip=1.0, delta=1e-5, epsilon=8.0, sampling="secret")
 """
