@@ -347,7 +347,7 @@ def test_objects_of_this_session_are_named() -> None:
         ({"rounds": 0}, "rounds must be at least 1"),
         ({"rounds": 10**10}, "rounds must be at most 1,000,000,000"),
         ({"cohort": 0}, "the cohort must be at least 1"),
-        ({"cohort": "most"}, "cohort 'most' is not a number, a list or all"),
+        ({"cohort": "most"}, "cohort 'most' is not a number, a fraction"),
         ({"evaluate_every": 0}, "evaluate_every must be at least 1"),
         ({"evaluate_every": (1, 2, 3)}, "evaluate_every is a number of rounds or two"),
         ({"task": "a\nb"}, "is not a name"),

@@ -223,5 +223,7 @@ def test_server_rules_of_the_wrong_shape_get_one_line(study: Any) -> None:
 @pytest.mark.parametrize("method", ["init_client_state", "init_broadcast"])
 def test_the_state_of_an_own_rule_must_be_named_tensors(study: Any, method: str) -> None:
     rule = type("Own", (fx.ClientRule,), {method: lambda self, params: (params,)})
-    with pytest.raises(UsageError, match=f"{method} of Own returns tuple as state; return tensors by name"):
+    with pytest.raises(
+        UsageError, match=f"{method} of Own returns tuple as state; return tensors by name"
+    ):
         fx.simulate(study.task, fx.Algorithm("own", client=rule()))
