@@ -20,7 +20,7 @@ from fedexp.local import (
     local_step_in_parts,
     optimizer_step,
 )
-from fedexp.objective import Objective, PartsObjective, buffer_changes
+from fedexp.objective import ModuleObjective, Objective, buffer_changes
 from fedexp.seeding import seeded_torch
 
 LARGE_BYTES = 2**20  # parameters that do not fit a core's cache with their gradient
@@ -92,7 +92,7 @@ def train(
     return Trained(delta, extras, new_state, rule.weight_factor(total_lr))
 
 
-def _parts_objective(work: Work, params: Tensor, objective: Objective) -> PartsObjective | None:
+def _parts_objective(work: Work, params: Tensor, objective: Objective) -> ModuleObjective | None:
     """Return the objective if it should take steps of SGD tensor by tensor: large, on a CPU."""
     suits = (
         params.device.type == "cpu"
@@ -100,8 +100,9 @@ def _parts_objective(work: Work, params: Tensor, objective: Objective) -> PartsO
         and work.local.is_sgd
         and work.algorithm.client.is_linear
     )
-    if suits and isinstance(objective, PartsObjective) and objective.has_gradient_parts():
-        return objective
+    if suits and isinstance(objective, ModuleObjective):
+        is_overridden = type(objective).gradient is not ModuleObjective.gradient
+        return None if is_overridden else objective
     return None
 
 

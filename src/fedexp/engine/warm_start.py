@@ -21,7 +21,7 @@ from fedexp.engine.state import Record
 from fedexp.errors import UsageError, require
 from fedexp.identity import tensor_bytes
 from fedexp.objective import Buffers, ModuleObjective, StartableObjective
-from fedexp.objective.module import all_tensors
+from fedexp.objective.models import all_tensors, has_constants
 from fedexp.storage import from_bytes
 from fedexp.tasks.task import Task
 
@@ -50,7 +50,7 @@ def starting_from(task: Task, start: Weights, seed: int) -> Task:
         trained = None if start.task is None else start.task.objective
         if (
             isinstance(objective, ModuleObjective)
-            and objective.has_constants
+            and has_constants(objective.module)
             and isinstance(trained, ModuleObjective)
         ):
             model = start.model()  # its frozen weights may be those of an earlier warm start

@@ -208,24 +208,6 @@ class ComparableObjective(Objective, Protocol):
 
 
 @runtime_checkable
-class PartsObjective(Objective, Protocol):
-    """An objective that can return its gradient without joining it in one vector."""
-
-    def has_gradient_parts(self) -> bool:
-        """Return whether `gradient_parts` is the gradient; False in classes that override it."""
-        ...
-
-    def gradient_parts(
-        self, params: Tensor, buffers: Buffers, batch: Batch
-    ) -> tuple[list[Tensor], Buffers]:
-        """Return what `gradient` returns, with the vector in consecutive parts, [n] each.
-
-        The parts share no memory with `params`.
-        """
-        ...
-
-
-@runtime_checkable
 class BatchedObjective(Objective, Protocol):
     """An objective that computes the gradients of many clients at once."""
 
@@ -373,12 +355,12 @@ def map_tensors(function: Callable[..., Any], first: Any, *others: Any) -> Any:
             mapped[key] = value
         return mapped
     if isinstance(first, tuple | list):
-        values = [map_tensors(function, *each) for each in zip(first, *others, strict=True)]
+        values = [map_tensors(function, *parts) for parts in zip(first, *others, strict=True)]
         return type(first)(*values) if hasattr(first, "_fields") else type(first)(values)
     if is_dataclass(first) and not isinstance(first, type):
         same = copy(first)
         for name in (field.name for field in fields(first)):
-            parts = [getattr(each, name) for each in (first, *others)]
+            parts = [getattr(value, name) for value in (first, *others)]
             object.__setattr__(same, name, map_tensors(function, *parts))
         return same
     return first

@@ -94,8 +94,8 @@ class DenseNetwork:
             for columns in (layer.inputs, *((1,) if layer.bias else ()))
         ]
         parts = vectors.split([rows * columns for rows, columns in shapes], dim=-1)
-        each = zip(parts, shapes, strict=True)
-        return [part.unflatten(-1, shape).contiguous() for part, shape in each]
+        pairs = zip(parts, shapes, strict=True)
+        return [part.unflatten(-1, shape).contiguous() for part, shape in pairs]
 
     def join(self, weights: Sequence[Tensor]) -> Tensor:
         """Return vectors [K, d]: the inverse of `split`."""
@@ -109,25 +109,27 @@ class DenseNetwork:
         `counted` [K, B] weighs the examples.
         """
         remaining = iter(weights)
-        pairs = [(next(remaining), next(remaining) if each.bias else None) for each in self.layers]
+        pairs = [
+            (next(remaining), next(remaining) if layer.bias else None) for layer in self.layers
+        ]
         inputs = [x]
         for layer, (weight, bias) in zip(self.layers, pairs, strict=True):
             inputs.append(_outputs(layer, weight, bias, inputs[-1]))
         errors = _output_errors(inputs.pop(), y, counted)
-        found: list[Factors] = []
+        factors: list[Factors] = []
         ones = x.new_ones(*x.shape[:2], 1)
         for at in range(len(self.layers) - 1, -1, -1):
-            found = [
+            factors = [
                 Factors(inputs[at], errors),
                 *([Factors(ones, errors)] if self.layers[at].bias else []),
-                *found,
+                *factors,
             ]
             if at:
                 errors = torch.bmm(errors, pairs[at][0])
                 activation = self.layers[at - 1].activation
                 if activation is not None:
                     errors = ACTIVATIONS[activation].backward(errors, inputs[at])
-        return found
+        return factors
 
 
 def _outputs(layer: Layer, weight: Tensor, bias: Tensor | None, x: Tensor) -> Tensor:
@@ -210,8 +212,8 @@ class DenseStep:
                 grad.add_(weight, alpha=self.prox)
         for grad, shift in zip(grads, constant, strict=False):
             grad.add_(shift)
-        each = list(map(norms, [grad.flatten(1) for grad in grads]))
-        norm = torch.linalg.vector_norm(torch.stack(each), dim=0)
+        of_layers = torch.stack([norms(grad.flatten(1)) for grad in grads])
+        norm = torch.linalg.vector_norm(of_layers, dim=0)
         rate = (self.lr * clip_to(norm, bound)).to(grads[0].dtype)[:, None, None]
         for weight, grad in zip(weights, grads, strict=True):
             if self.local.weight_decay:
@@ -232,18 +234,18 @@ def dense_network(module: nn.Module, loss: object) -> DenseNetwork | None:
     flattens = type(first) is nn.Flatten and (first.start_dim, first.end_dim) == (1, -1)
     layers = _layers(modules[flattens:])
     trained = sum(p.numel() for p in module.parameters() if p.requires_grad)
-    known = sum(layer.outputs * (layer.inputs + layer.bias) for layer in layers or ())
+    size = sum(layer.outputs * (layer.inputs + layer.bias) for layer in layers or ())
     # they differ where layers share weights or some are frozen
-    return DenseNetwork(tuple(layers), flattens) if layers and known == trained else None
+    return DenseNetwork(tuple(layers), flattens) if layers and size == trained else None
 
 
 def _layers(modules: Sequence[nn.Module]) -> list[Layer] | None:
     layers: list[Layer] = []
-    for each in modules:
-        if type(each) is nn.Linear:
-            layers.append(Layer(each.in_features, each.out_features, each.bias is not None))
-        elif type(each) in ACTIVATIONS and layers and layers[-1].activation is None:
-            layers[-1] = layers[-1]._replace(activation=type(each))
+    for module in modules:
+        if type(module) is nn.Linear:
+            layers.append(Layer(module.in_features, module.out_features, module.bias is not None))
+        elif type(module) in ACTIVATIONS and layers and layers[-1].activation is None:
+            layers[-1] = layers[-1]._replace(activation=type(module))
         else:
             return None
     return layers if layers and layers[-1].activation is None else None

@@ -14,20 +14,15 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy, deepcopy
 from dataclasses import replace
 from functools import partial
-from types import FunctionType
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.dropout import _DropoutNd
-from torch.nn.utils.spectral_norm import SpectralNorm
-from torch.nn.utils.weight_norm import WeightNorm
 
 from fedexp.data.federation import Batch
 from fedexp.errors import UsageError, first_line, require
-from fedexp.identity import HOOKS, parts
 from fedexp.kernels.launch import compile_in_parallel, has_triton
 from fedexp.objective.base import (
     DEFAULT_FIELDS,
@@ -42,7 +37,6 @@ from fedexp.objective.base import (
 )
 from fedexp.objective.dense import DenseNetwork, dense_network
 from fedexp.objective.functional import FunctionalModule, put, read, slots_of
-from fedexp.objective.hidden_state import check_aliases
 from fedexp.objective.losses import (
     ClassLoss,
     Loss,
@@ -55,12 +49,20 @@ from fedexp.objective.losses import (
     overrides,
     reduced,
 )
+from fedexp.objective.models import (
+    all_tensors,
+    built_model,
+    check_trainable,
+    disable_dropout,
+    has_constants,
+    is_copied_whole,
+    refers_to_weights,
+)
 from fedexp.objective.stack import CannotStackError, Stack, StackedClients
 from fedexp.precision import Precision, widest
 from fedexp.seeding import preserved_draws, seeded_torch
 
 LARGE_SEQUENCE_MODEL = 100_000  # parameters from which clients are not batched on a CPU
-OLD_NORMS = (WeightNorm, SpectralNorm)  # hooks with a weight that is not a parameter
 
 log = logging.getLogger("fedexp")
 
@@ -110,7 +112,7 @@ class ModuleObjective:
             module = built_model(self.build) if self._start is None else self._start
         check_trainable(module)
         self._initial: tuple[int, nn.Module] | None = (0, module)  # of a seed; never written to
-        if _has_constants(module) or not is_copied_whole(module):
+        if has_constants(module) or not is_copied_whole(module):
             with seeded_torch(0, "scratch"):
                 module = self.build()
             self._initial = None if module is self._initial[1] else self._initial
@@ -128,7 +130,7 @@ class ModuleObjective:
         self.classifies, self.per_example = classifies, per_example
         self.ignore_index = ignore_index
         require(
-            not _trains(self.loss),
+            not refers_to_weights(self.loss),
             "the loss has weights of its own or refers to a model's, which are not trained by it; "
             "compute what needs them in the model's forward",
         )
@@ -145,11 +147,6 @@ class ModuleObjective:
         other._set_loss(loss, classifies, per_example, ignore_index)
         return other
 
-    @property
-    def has_constants(self) -> bool:
-        """Whether the module has tensors that are neither trained nor averaged."""
-        return _has_constants(self.module)
-
     def starting_at(self, params: Tensor, buffers: Buffers) -> ModuleObjective:
         """Return a copy whose initial model has these weights, whatever the seed."""
         other = self.copy()
@@ -164,14 +161,14 @@ class ModuleObjective:
         Frozen weights are taken from it as well. Buffers that are in no `state_dict` are the given
         ones, or else those of the initial model.
         """
-        given = all_tensors(weights) if isinstance(weights, nn.Module) else weights
+        tensors = all_tensors(weights) if isinstance(weights, nn.Module) else weights
         other = self.copy()
         stored = other.module.state_dict().keys()
-        state = {n: v for n, v in given.items() if n in stored or n not in other.buffer_names}
+        state = {n: v for n, v in tensors.items() if n in stored or n not in other.buffer_names}
         other._bind(*self.initial(0))  # over what the last evaluation left in the module
-        for name, own in zip(other.buffer_names, other.slots, strict=True):
-            if name not in stored and name in given:
-                put(own, given[name].detach().to(read(own), copy=True))
+        for name, slots in zip(other.buffer_names, other.slots, strict=True):
+            if name not in stored and name in tensors:
+                put(slots, tensors[name].detach().to(read(slots), copy=True))
         try:
             other.module.load_state_dict(state)
         except (RuntimeError, TypeError, AttributeError) as error:
@@ -276,22 +273,20 @@ class ModuleObjective:
     def initial(self, seed: int) -> tuple[Tensor, Buffers]:
         module = self.initial_module(seed)
         params = flatten([p.detach() for p in module.parameters() if p.requires_grad])
-        averaged = flatten([b for b in module.buffers() if b.is_floating_point()])
-        whole = [b for b in module.buffers() if not (b.is_floating_point() or b.is_complex())]
-        kept = flatten([b.long() for b in whole])
-        buffers = Buffers(averaged.to(self.device), kept.long().to(self.device))
-        return params.to(self.device), buffers
+        buffers = dict(module.named_buffers())
+        return params.to(self.device), self._gathered([buffers[n] for n in self.buffer_names])
 
     def gradient(self, params: Tensor, buffers: Buffers, batch: Batch) -> tuple[Tensor, Buffers]:
         parts, buffers = ModuleObjective.gradient_parts(self, params, buffers, batch)
         return torch.cat(parts), buffers
 
-    def has_gradient_parts(self) -> bool:
-        return type(self).gradient is ModuleObjective.gradient
-
     def gradient_parts(
         self, params: Tensor, buffers: Buffers, batch: Batch
     ) -> tuple[list[Tensor], Buffers]:
+        """Return what `gradient` returns, with the vector in consecutive parts, [n] each.
+
+        The parts share no memory with `params`.
+        """
         self.module.train()
         outputs = as_type(self._forward(params, buffers, batch), params.dtype)
         loss = self._losses(outputs, self.fields.targets(batch)).mean()
@@ -317,11 +312,11 @@ class ModuleObjective:
         """Use `torch.func.vmap`: slower than stacked layers, but it supports nearly every layer."""
         counted = valid.to(params.dtype) / valid.sum(dim=1, keepdim=True)
         one_client = torch.func.grad(self._functional_loss, has_aux=True)
-        each = torch.func.vmap(one_client, randomness="different")
+        all_clients = torch.func.vmap(one_client, randomness="different")
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "There is a performance drop", UserWarning)
             used = {name: batch[name] for name in self.fields.names}
-            return each(params, buffers, used, counted)
+            return all_clients(params, buffers, used, counted)
 
     def _functional_loss(
         self, params: Tensor, buffers: Buffers, batch: Batch, weights: Tensor
@@ -399,11 +394,11 @@ class ModuleObjective:
         """Return outputs, in the type of the parameters, and targets, in evaluation mode."""
         if self._evaluates_stacked and self.stack is not None:
             self.stack.module.eval()
-            held = self._evaluated_stacked
-            if held is None or held[0] is not params or held[1] != version(params):
+            last = self._evaluated_stacked
+            if last is None or last[0] is not params or last[1] != version(params):
                 clients = StackedClients(self.stack, params, 1)
-                self._evaluated_stacked = held = params, version(params), clients
-            outputs = held[2].outputs(batch)
+                self._evaluated_stacked = last = params, version(params), clients
+            outputs = last[2].outputs(batch)
         else:
             self.module.eval()
             outputs = self._forward(params, buffers, batch)
@@ -423,15 +418,16 @@ class ModuleObjective:
             losses = self._losses(outputs, targets).expand(rows)
         values = {"loss": losses}
         if self.classifies:
-            found = outputs.argmax(dim=1)
+            classes = outputs.argmax(dim=1)
             require(
-                found.numel() == targets.numel(),
+                classes.numel() == targets.numel(),
                 f"outputs {list(outputs.shape)} have no class for each of the labels "
                 f"{list(targets.shape)}; pass classifies=False",
             )
-            right = (found == targets.view_as(found)).to(widest(found.device))
+            targets = targets.view_as(classes)
+            right = (classes == targets).to(widest(classes.device))
             if self.ignore_index is not None:
-                right = right * (targets.view_as(found) != self.ignore_index)
+                right = right * (targets != self.ignore_index)
             values["accuracy"] = right if right.ndim == 1 else right.flatten(1).mean(dim=1)
         return values
 
@@ -439,12 +435,12 @@ class ModuleObjective:
         """Return what each example counts in the loss and the accuracy of a loss of a batch."""
         if self.per_example:
             return {}
-        targets, of_classes, found = self.fields.targets(batch), self._class_loss(), {}
+        targets, of_classes, parts = self.fields.targets(batch), self._class_loss(), {}
         if of_classes is not None:
-            found["loss"] = of_classes.parts(targets)
+            parts["loss"] = of_classes.parts(targets)
         if self.classifies and self.ignore_index is not None:
-            found["accuracy"] = ClassLoss(self.ignore_index, None).parts(targets)
-        return found
+            parts["accuracy"] = ClassLoss(self.ignore_index, None).parts(targets)
+        return parts
 
     def _class_loss(self) -> ClassLoss | None:
         """Return the settings of a loss of a batch that is a mean over targets of classes."""
@@ -466,10 +462,10 @@ class ModuleObjective:
         args = tuple(x if x._base is None else x.clone() for x in args)
         kwargs = {name: x if x._base is None else x.clone() for name, x in kwargs.items()}
         if not self.module.training:
-            held = self._evaluated
-            if held is None or held[0] is not params or held[1] != version(params):
-                self._evaluated = held = params, version(params), params.clone()
-            params = held[2]
+            last = self._evaluated
+            if last is None or last[0] is not params or last[1] != version(params):
+                self._evaluated = last = params, version(params), params.clone()
+            params = last[2]
         self._bind(params, buffers)
         before = [p._version for p in self.params]
         with self._autocast(), self._quiet():
@@ -535,8 +531,8 @@ class ModuleObjective:
         for target, piece in zip(self.params, pieces(params, self.params), strict=True):
             target.data = piece  # a view, without a copy
         values = pieces(buffers.averaged, self.averaged) + pieces(buffers.kept, self.kept)
-        for own, value in zip(self.slots, self._copies_of(values), strict=True):
-            put(own, value)
+        for slots, value in zip(self.slots, self._copies_of(values), strict=True):
+            put(slots, value)
 
     def _copies_of(self, values: Sequence[Tensor]) -> list[Tensor]:
         """Return values of the module's buffers in their types.
@@ -544,10 +540,10 @@ class ModuleObjective:
         Copies, because forward writes to them, and under vmap only contiguous ones remember it.
         """
         like = [*self.averaged, *self.kept]
-        return [v.to(own.dtype, copy=True) for v, own in zip(values, like, strict=True)]
+        return [v.to(buffer.dtype, copy=True) for v, buffer in zip(values, like, strict=True)]
 
     def _buffers(self) -> Buffers:
-        return self._gathered([read(own).detach() for own in self.slots])
+        return self._gathered([read(slots).detach() for slots in self.slots])
 
     def _gathered(self, values: Sequence[Tensor]) -> Buffers:
         averaged, kept = values[: len(self.averaged)], values[len(self.averaged) :]
@@ -558,138 +554,10 @@ class ModuleObjective:
 @torch.no_grad()
 def _convert(module: nn.Module, target: torch.device | torch.dtype) -> None:
     """Move or convert a module in place; a buffer in two places stays a single tensor."""
-    shared = [slots_of(module, each) for each in module.buffers()]
+    shared = [slots_of(module, buffer) for buffer in module.buffers()]
     if isinstance(target, torch.device):
         module.to(target)
     else:
         module._apply(lambda t: t.to(target) if t.is_floating_point() else t)
-    for own in shared:
-        put(own, read(own))
-
-
-def built_model(build: Any) -> nn.Module:
-    """Return a model; refuse what is no function that builds one."""
-    require(
-        callable(build),
-        f"the model is {type(build).__name__}; pass a function that builds it, e.g. lambda: Net()",
-    )
-    try:
-        module = build()
-    except TypeError as error:
-        if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
-            raise  # inside the function, not for want of arguments
-        raise UsageError(
-            f"the model cannot be built without arguments: {first_line(error)}; pass a function, "
-            "e.g. lambda: Net(classes=10)"
-        ) from error
-    require(
-        isinstance(module, nn.Module),
-        f"the function that builds the model returns {type(module).__name__}, not an nn.Module",
-    )
-    return cast(nn.Module, module)
-
-
-def _has_constants(module: nn.Module) -> bool:
-    """Return whether a module has tensors that are neither trained nor averaged."""
-    frozen = any(not p.requires_grad for p in module.parameters())
-    return frozen or any(b.is_complex() for b in module.buffers())
-
-
-def check_trainable(module: nn.Module) -> None:
-    """Refuse, in one line with the remedy, models that torch would fail on somewhere in a round."""
-    lazy = [n for n, p in module.named_parameters() if nn.parameter.is_lazy(p)]
-    require(
-        not lazy,
-        f"{(lazy or [''])[0]} has no shape yet; run one batch through the model where it is built, "
-        "or use a layer that is not lazy",
-    )
-    for name, layer in module.named_modules():
-        require(
-            not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or not layer.sparse,
-            f"the embedding {name!r} has sparse gradients, which cannot be summed; build it with "
-            "sparse=False",
-        )
-        old = [h for h in layer._forward_pre_hooks.values() if isinstance(h, OLD_NORMS)]
-        require(
-            not old,
-            f"{name or type(layer).__name__} uses torch.nn.utils.weight_norm or spectral_norm, "
-            "which cannot be copied; use the one of torch.nn.utils.parametrizations instead",
-        )
-    trained = [p for p in module.parameters() if p.requires_grad]
-    require(
-        not any(p._post_accumulate_grad_hooks for p in trained),
-        "hooks after the accumulation of gradients are not called here; use Tensor.register_hook",
-    )
-    check_aliases(module)
-    complex_ones = [n for n, p in module.named_parameters() if p.requires_grad and p.is_complex()]
-    require(
-        not complex_ones,
-        f"{(complex_ones or [''])[0]} is complex, and sums of updates are real; make it a real "
-        "parameter of shape [..., 2], e.g. torch.view_as_real(w), and call torch.view_as_complex "
-        "in forward",
-    )
-    types = {p.dtype for p in trained}
-    require(
-        len(types) <= 1,
-        "the parameters are of several types ("
-        + ", ".join(sorted(str(t).removeprefix("torch.") for t in types))
-        + "); convert the model, e.g. with model.float()",
-    )
-
-
-def all_tensors(module: nn.Module) -> dict[str, Tensor]:
-    """Return the `state_dict` of a module, and the buffers that are in none (persistent=False)."""
-    return {**dict(module.named_buffers()), **module.state_dict()}
-
-
-def is_copied_whole(module: nn.Module) -> bool:
-    """Return whether `deepcopy` makes a model that is independent of this one and behaves like it.
-
-    It drops hooks of tensors, functions that refer to the model still refer to this one, and
-    results that forward has left in attributes cannot be copied.
-    """
-    if any(p._backward_hooks for p in module.parameters()):
-        return False
-    for layer in module.modules():
-        own = vars(layer)
-        if any(isinstance(v, Tensor) and not v.is_leaf for v in own.values()):
-            return False
-        functions = [each for each in own.values() if callable(each)]
-        for name in HOOKS:
-            functions += list(own.get(name, {}).values())
-        if any(_refers_to_model(each) for each in functions):
-            return False
-    return True
-
-
-def _refers_to_model(function: Any) -> bool:
-    held = _held_by(function)
-    return any(
-        isinstance(e, nn.Module) or (isinstance(e, Tensor) and e.requires_grad) for e in held
-    )
-
-
-def _held_by(function: Any) -> list[Any]:
-    """Return what a function, or a partial function, holds and the globals that it reads."""
-    if isinstance(function, partial):
-        return [*function.args, *function.keywords.values(), *_held_by(function.func)]
-    return (
-        [value for _, value in parts(function) or ()] if isinstance(function, FunctionType) else []
-    )
-
-
-def _trains(loss: Any) -> bool:
-    """Return whether a loss has or refers to tensors that could be trained."""
-    held = [loss, *_held_by(loss)]
-    modules = [p for each in held if isinstance(each, nn.Module) for p in each.parameters()]
-    tensors = [each for each in held if isinstance(each, Tensor)]
-    return any(each.requires_grad for each in (*modules, *tensors))
-
-
-def disable_dropout(module: nn.Module) -> None:
-    """Set the probability of every dropout to zero, those inside other layers included."""
-    for layer in module.modules():
-        if isinstance(layer, _DropoutNd):
-            layer.p = 0.0
-        elif isinstance(layer, nn.RNNBase | nn.MultiheadAttention):
-            layer.dropout = 0.0
+    for slots in shared:
+        put(slots, read(slots))

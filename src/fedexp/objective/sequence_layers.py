@@ -33,6 +33,11 @@ def unsupported(layer: nn.Module) -> str | None:
     >>> unsupported(nn.LSTM(4, 6, proj_size=2))
     'a recurrent layer has projections'
     """
+    if isinstance(layer, nn.Conv2d):
+        square = len(set(layer.stride)) == len(set(layer.padding)) == 1
+        plain = layer.groups == 1 and set(layer.dilation) == {1} and layer.padding_mode == "zeros"
+        plain = square and plain and not isinstance(layer.padding, str)
+        return None if plain else "a convolution is not plain"
     if isinstance(layer, nn.Embedding):
         odd = layer.max_norm is not None or layer.scale_grad_by_freq or layer.sparse
         return "an embedding has max_norm, scale_grad_by_freq or sparse" if odd else None
@@ -136,13 +141,18 @@ class _StackedRecurrent(nn.RNNBase):
                 c0 = first[1][at] if cell == "lstm" else None
                 y, h, c = recurrent(cell, x, weights[at], first[0][at], c0, reverse=at > number)
                 outputs.append(y)
-                for own, state in zip(last, (h, c), strict=False):
-                    own.append(cast(Tensor, state))
+                for ends, state in zip(last, (h, c), strict=False):
+                    ends.append(cast(Tensor, state))
             x = outputs[0] if directions == 1 else torch.cat(outputs, dim=-1)
         x = x.transpose(1, 2) if self.batch_first else x.transpose(0, 1)
         # [K, B, T, H] or [T, K, B, H]
         x = x.flatten(0, 1) if self.batch_first else x.flatten(1, 2)
-        return x, [torch.stack(own).flatten(1, 2) for own in last]
+        return x, [torch.stack(states).flatten(1, 2) for states in last]
+
+    def forward(self, input: Tensor, hx: Any = None) -> tuple[Tensor, Any]:
+        """Return the outputs and the last hidden state of a layer with one state."""
+        y, (h,) = self.outputs_and_states(input, None if hx is None else (hx,))
+        return y, h
 
 
 class StackedLSTM(_StackedRecurrent, nn.LSTM):
@@ -155,24 +165,12 @@ class StackedLSTM(_StackedRecurrent, nn.LSTM):
         return y, (h, c)
 
 
-class StackedGRU(_StackedRecurrent, nn.GRU):
+class StackedGRU(_StackedRecurrent, nn.GRU):  # type: ignore[misc]  # of its overloads
     """`nn.GRU` with weights [K, ...]."""
 
-    def forward(  # type: ignore[override]
-        self, input: Tensor, hx: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        y, (h,) = self.outputs_and_states(input, None if hx is None else (hx,))
-        return y, h
 
-
-class StackedRNN(_StackedRecurrent, nn.RNN):
+class StackedRNN(_StackedRecurrent, nn.RNN):  # type: ignore[misc]  # of its overloads
     """`nn.RNN` with weights [K, ...]."""
-
-    def forward(  # type: ignore[override]
-        self, input: Tensor, hx: Tensor | None = None
-    ) -> tuple[Tensor, Tensor]:
-        y, (h,) = self.outputs_and_states(input, None if hx is None else (hx,))
-        return y, h
 
 
 class StackedMultiheadAttention(nn.MultiheadAttention):

@@ -150,11 +150,10 @@ def stacked(module: nn.Module, epilogues: bool = False) -> nn.Module:
     for layer in copy.modules():
         if type(layer) in CONTAINERS:
             layer.__class__ = CONTAINERS[type(layer)]
-        own = [p.requires_grad for p in layer.parameters(recurse=False)]
-        if any(own):  # a frozen layer is the same for all clients, and works on all rows as it is
-            _check(all(own), "some weights of a layer are frozen")
+        trained = [p.requires_grad for p in layer.parameters(recurse=False)]
+        if any(trained):  # a frozen layer is the same for all clients, and takes all rows as it is
+            _check(all(trained), "some weights of a layer are frozen")
             _check(type(layer) in STACKED, f"{type(layer).__name__} cannot be stacked")
-            _check_settings(layer)
             _check((reason := unsupported(layer)) is None, str(reason))
             layer.__class__ = STACKED[type(layer)]
     if epilogues:
@@ -167,15 +166,6 @@ def stacked(module: nn.Module, epilogues: bool = False) -> nn.Module:
 def computes_exactly(module: nn.Module, name: str) -> bool:
     """Return whether a weight stays in full precision beside bf16: those of normalisations do."""
     return isinstance(module.get_submodule(name.rpartition(".")[0]), NORMS)
-
-
-def _check_settings(layer: nn.Module) -> None:
-    if isinstance(layer, nn.Conv2d):
-        square = len(set(layer.stride)) == len(set(layer.padding)) == 1
-        plain = layer.groups == 1 and set(layer.dilation) == {1} and layer.padding_mode == "zeros"
-        _check(
-            square and plain and not isinstance(layer.padding, str), "a convolution is not plain"
-        )
 
 
 def _check(holds: bool, reason: str) -> None:

@@ -18,7 +18,7 @@ from fedexp.engine.warm_start import named_weights
 from fedexp.errors import DamagedError, UsageError, require
 from fedexp.experiment import Experiment, PathLike, Start
 from fedexp.objective import ModuleObjective
-from fedexp.objective.module import built_model
+from fedexp.objective.models import built_model
 from fedexp.runs.checkpoint import client_tensors, clients_from, model_tensors, state_from
 from fedexp.runs.folder import MODEL, RESULT
 from fedexp.runs.spec import TRIALS, read_spec

@@ -42,10 +42,6 @@ class Goal:
     def __str__(self) -> str:
         return f"{'max' if self.higher else 'min'}:{self.metric}"
 
-    def is_better(self, value: float, other: float) -> bool:
-        """Return whether a value is better than another."""
-        return value > other if self.higher else value < other
-
 
 def parse_goal(text: str) -> Goal:
     """Return the goal that a text names: "max:test_f1", "min:...", or a loss or an accuracy.

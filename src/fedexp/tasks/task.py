@@ -138,15 +138,12 @@ class Task:
         return {k: v for k, v in vars(self).items() if k not in ("_splits", "_weights_on")}
 
     def __repr__(self) -> str:
+        goal = self.metric if self.higher is None else str(self.goal)
         test = "" if self.test is None else f", {rows_of(self.test):,} test examples"
         return (
             f"Task({self.name!r}: {self.train.clients:,} clients, "
-            f"{rows_of(self.train.fields):,} examples{test}, {self._shown_goal})"
+            f"{rows_of(self.train.fields):,} examples{test}, {goal})"
         )
-
-    @property
-    def _shown_goal(self) -> str:
-        return self.metric if self.higher is None else str(self.goal)
 
     @property
     def goal(self) -> Goal:
