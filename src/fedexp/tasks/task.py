@@ -392,7 +392,7 @@ class Task:
         train, rows = self.train, int(self.train.offsets[-1])
         weights = uniform(rows, 1 / train.clients)
         if not self.sums:
-            weights = lambda kind: train.example_weights(by_size=False).to(kind)  # noqa: E731
+            weights = lambda kind: train.example_weights().to(kind)  # noqa: E731
         where = self.train_metrics or ("pooled" if self.test is None else None)
         metrics, by_client = (self.metrics if where else {}), where == "clients"
         of_clients = partial(_weights_of_clients, train.offsets)
