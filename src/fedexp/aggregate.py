@@ -85,14 +85,14 @@ class Aggregate:
         deltas: Tensor,
         weights: Tensor | None,
         extras: Mapping[str, Tensor],
-        known: FiniteNorms | None = None,
+        computed: FiniteNorms | None = None,
     ) -> Aggregate:
         """Sum the updates with weights that are known to be valid, of the type `widest`.
 
-        Nothing is checked, so that a GPU need not wait for the host. `known` are the results of
+        Nothing is checked, so that a GPU need not wait for the host. `computed` are the results of
         `finite_norms` where the caller has them.
         """
-        sq_norms, finite = known or finite_norms(deltas, extras)
+        sq_norms, finite = computed or finite_norms(deltas, extras)
         deltas = _accumulable(deltas)
         extras = {name: _accumulable(value) for name, value in extras.items()}
         dtype = widest(deltas.device)
@@ -250,7 +250,7 @@ def _suits_kernels(rows: Tensor) -> bool:
 def _matrix(deltas: Any) -> Tensor:
     """Return M updates, given as a matrix or as a list of vectors, as a tensor [M, d]."""
     if isinstance(deltas, list | tuple):
-        deltas = torch.stack([torch.as_tensor(each) for each in deltas])
+        deltas = torch.stack([torch.as_tensor(delta) for delta in deltas])
     matrix = torch.as_tensor(deltas)
     require(matrix.ndim == 2, f"deltas must have shape [M, d], not {tuple(matrix.shape)}")
     return matrix

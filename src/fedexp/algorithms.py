@@ -51,11 +51,11 @@ class Algorithm:
             ("client", self.client, ClientRule),
             ("server", self.server, ServerRule),
         ):
-            given = rule.__name__ if isinstance(rule, type) else type(rule).__name__
-            remedy = f"call it: {given}(...)" if isinstance(rule, type) else "give an instance"
+            name = rule.__name__ if isinstance(rule, type) else type(rule).__name__
+            remedy = f"call it: {name}(...)" if isinstance(rule, type) else "give an instance"
             require(
                 isinstance(rule, base),
-                f"the {what} rule of {self.name!r} is {given}, not a fedexp.{base.__name__}; "
+                f"the {what} rule of {self.name!r} is {name}, not a fedexp.{base.__name__}; "
                 f"{remedy}",
             )
         if self.average_last is not None:

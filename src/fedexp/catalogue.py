@@ -1,4 +1,4 @@
-"""The catalogue of tasks, and what a name or a reference stands for."""
+"""The catalogue of tasks, and the task or algorithm of a name or reference."""
 
 from __future__ import annotations
 
@@ -6,50 +6,32 @@ from collections.abc import Callable, Mapping
 from inspect import Parameter, signature
 from typing import Any
 
+from fedexp import tasks
 from fedexp.algorithms import ALGORITHMS, Algorithm
 from fedexp.errors import require, unknown_name
 from fedexp.references import is_reference, load_object, name_in, reference_to
-from fedexp.tasks import (
-    cifar10,
-    cifar10_cnn,
-    cifar10_small,
-    cifar100,
-    cifar100_small,
-    cinic10,
-    cinic10_small,
-    digits,
-    digits_mlp,
-    emnist,
-    emnist_small,
-    fed_cifar100,
-    femnist,
-    mnist,
-    shakespeare,
-    synthetic,
-    toy,
-)
 from fedexp.tasks.task import Task
 from fedexp.text import convert, hints_of, option_text
 
 VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 TASKS: dict[str, Callable[..., Task]] = {
-    "toy": toy,
-    "synthetic": synthetic,
-    "digits": digits,
-    "digits-mlp": digits_mlp,
-    "emnist": emnist,
-    "cifar10": cifar10,
-    "cifar100": cifar100,
-    "cinic10": cinic10,
-    "cifar10-cnn": cifar10_cnn,
-    "mnist": mnist,
-    "femnist": femnist,
-    "fed-cifar100": fed_cifar100,
-    "shakespeare": shakespeare,
-    "emnist-small": emnist_small,
-    "cifar10-small": cifar10_small,
-    "cifar100-small": cifar100_small,
-    "cinic10-small": cinic10_small,
+    "toy": tasks.toy,
+    "synthetic": tasks.synthetic,
+    "digits": tasks.digits,
+    "digits-mlp": tasks.digits_mlp,
+    "emnist": tasks.emnist,
+    "cifar10": tasks.cifar10,
+    "cifar100": tasks.cifar100,
+    "cinic10": tasks.cinic10,
+    "cifar10-cnn": tasks.cifar10_cnn,
+    "mnist": tasks.mnist,
+    "femnist": tasks.femnist,
+    "fed-cifar100": tasks.fed_cifar100,
+    "shakespeare": tasks.shakespeare,
+    "emnist-small": tasks.emnist_small,
+    "cifar10-small": tasks.cifar10_small,
+    "cifar100-small": tasks.cifar100_small,
+    "cinic10-small": tasks.cinic10_small,
 }
 # The released code's values, for tasks that have such an argument: docs/paper.md#released-resnet,
 # docs/paper.md#released-augmentation.

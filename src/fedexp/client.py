@@ -206,7 +206,7 @@ class Scaffold(ClientRule):
     the server takes c ← c - sum_S p_i Ψ_i / sum_all p_i. With uniform weights that is
     c - (|S|/N) mean Ψ, so c stays the mean of all c_i under partial participation too
     (docs/paper.md#scaffold-partial-participation). Where step sizes change over the local steps,
-    τ η_l is their sum. With momentum or Adam Δ_i / (τ η_l) would be no mean of gradients, and the
+    τ η_l is their sum. With momentum or Adam Δ_i / (τ η_l) would not be a mean of gradients, so the
     combination is refused.
     """
 

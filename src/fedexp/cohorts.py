@@ -68,7 +68,7 @@ def available(
 ) -> Choose:
     """Return a function that draws among the clients that are available in a round.
 
-    Cohorts differ in size. Where no client is available, one takes part all the same, drawn in
+    Cohorts differ in size. Where no client is available, one takes part nevertheless, drawn in
     proportion to the probabilities.
 
     Args:
@@ -80,36 +80,36 @@ def available(
     if size is not None:
         whole_number("size", size, 1)
 
-    def those_available(rng: np.random.Generator, round: int, federation: Federation) -> Clients:
-        given: Any = probability
+    def choose(rng: np.random.Generator, round: int, federation: Federation) -> Clients:
+        values: Any = probability
         if callable(probability):
             try:
-                given = probability(round, federation)
+                values = probability(round, federation)
             except TypeError as error:
                 raise UsageError(
                     "probability does not take (round, federation), e.g. lambda round, federation: "
                     f"0.1: {first_line(error)}"
                 ) from error
-        odds = _probabilities(given, federation.clients)
-        here = np.flatnonzero(rng.random(federation.clients) < odds)
-        if not len(here):
+        odds = _probabilities(values, federation.clients)
+        chosen = np.flatnonzero(rng.random(federation.clients) < odds)
+        if not len(chosen):
             total = odds.sum()
-            here = rng.choice(federation.clients, 1, p=odds / total if total else None)
-        return here if size is None else rng.permutation(here)[:size]
+            chosen = rng.choice(federation.clients, 1, p=odds / total if total else None)
+        return chosen if size is None else rng.permutation(chosen)[:size]
 
-    return those_available
+    return choose
 
 
-def _probabilities(given: Any, clients: int) -> NDArray[np.float64]:
+def _probabilities(values: Any, clients: int) -> NDArray[np.float64]:
     """Return one probability per client; refuse anything but numbers from 0 to 1."""
     try:
-        odds = np.asarray(given, dtype=np.float64)
+        odds = np.asarray(values, dtype=np.float64)
     except (TypeError, ValueError):
         odds = np.full(1, np.nan)
     require(
         bool(((odds >= 0) & (odds <= 1)).all()),
         "probability must be from 0 to 1, a number or one per client, not "
-        f"{shown(repr(given), 40)}",
+        f"{shown(repr(values), 40)}",
     )
     require(
         odds.ndim == 0 or odds.shape == (clients,),

@@ -133,7 +133,7 @@ def whole_number(name: str, value: Any, least: int) -> int:
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a finite number, of numpy or not; texts and booleans are none.
+    """Return whether a value is a finite number, of numpy or not; texts and booleans are not.
 
     >>> is_number(0.5), is_number("0.5"), is_number(float("nan"))
     (True, False, False)
@@ -182,10 +182,10 @@ def unknown_name(kind: str, name: str, known: Iterable[str]) -> UsageError:
     unknown task 'zzz'; choose from digits, toy
     """
     names = sorted(known)
-    plain = {each: each.casefold() for each in names}
-    close = difflib.get_close_matches(name.casefold(), plain.values(), n=3, cutoff=0.6)
+    folded = {candidate: candidate.casefold() for candidate in names}
+    close = difflib.get_close_matches(name.casefold(), folded.values(), n=3, cutoff=0.6)
     if name.casefold() in close:
         close = [name.casefold()]
-    near = [each for text in dict.fromkeys(close) for each in names if plain[each] == text]
+    near = [n for text in dict.fromkeys(close) for n in names if folded[n] == text]
     hint = f"did you mean {' or '.join(near)}?" if near else f"choose from {', '.join(names)}"
     return UsageError(f"unknown {kind} {name!r}; {hint}")

@@ -682,10 +682,8 @@ def _plain_cohort(cohort: Any) -> Any:
         return cohort
     if isinstance(cohort, str):
         good = cohort == "all" or is_reference(cohort)
-        require(
-            good,
-            f'cohort {cohort!r} is not a number, a fraction, "all", a list of clients or a function',
-        )
+        kinds = 'a number, a fraction, "all", a list of clients or a function'
+        require(good, f"cohort {cohort!r} is not {kinds}")
         return cohort
     if isinstance(cohort, Integral):
         return whole_number("the cohort", cohort, 1)

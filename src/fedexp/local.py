@@ -282,8 +282,8 @@ def local_step_in_parts(
         if not _surely_within(lengths[None], local.clip_norm):
             rate = rate * clip_factor(torch.cat(list(grads)), local.clip_norm)
     rate = rate.to(grads[0])
-    for own, grad in zip(params, grads, strict=True):
-        _descend(own, grad, lr, rate, local, in_place=True)
+    for part, grad in zip(params, grads, strict=True):
+        _descend(part, grad, lr, rate, local, in_place=True)
 
 
 def _descend(
@@ -374,9 +374,9 @@ def delta_step_size(
     Norms are over all parameters of a client; xₖ - xₖ₋₁ is -ηₖ₋₁ gₖ₋₁. In every round η₀ is `lr`
     and θ₀ = 1; γ and δ are `delta_gamma` and `delta_growth`. Where one of the two differences is
     zero the second bound alone counts. gₖ and gₖ₋₁ are the gradients of the steps, each of its own
-    batch. The released code, which was read, has η₀ = 0.2, γ = 2 and δ = 0.02, computes both
-    gradients on the batch of step k, at the price of a second one, and takes a first step of
-    √(1 + δ) η₀. The text of the paper was not at hand.
+    batch. The released code has η₀ = 0.2, γ = 2 and δ = 0.02, computes both gradients on the batch
+    of step k, at the price of a second one, and takes a first step of √(1 + δ) η₀. The text of the
+    paper has not been compared.
 
     >>> local = LocalTraining(optimizer="delta-sgd")
     >>> before = init_moments(torch.zeros(2), local)
@@ -386,11 +386,11 @@ def delta_step_size(
     before, rate = moments["grad"], moments["rate"]
     grown = rate * (1 + local.delta_growth * moments["ratio"]).sqrt()
     moved, change = rate * _lengths(before), _lengths(grad - before)
-    known = (moved > 0) & (change > 0)
-    smooth = 0.5 * local.delta_gamma * moved / change.masked_fill(~known, 1.0)
-    found = torch.where(known, torch.minimum(smooth, grown), grown)
+    defined = (moved > 0) & (change > 0)
+    smooth = 0.5 * local.delta_gamma * moved / change.masked_fill(~defined, 1.0)
+    eta = torch.where(defined, torch.minimum(smooth, grown), grown)
     first = rate == 0
-    return torch.where(first, lr, found), torch.where(first, 1.0, found / rate)
+    return torch.where(first, lr, eta), torch.where(first, 1.0, eta / rate)
 
 
 def _lengths(vectors: Tensor) -> Tensor:

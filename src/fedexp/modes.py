@@ -16,9 +16,9 @@ from fedexp.tasks.task import Task
 
 def printed_eps(setup: Setup, options: Mapping[str, Any]) -> dict[str, Any]:
     """Return options in which FedExP's eps is the printed one, unless they have an eps_mode."""
-    given = {setup.full_name(key) for key in options}
-    is_printed = setup.algorithm.name == "fedexp" and "server.eps" in given
-    if not is_printed or "server.eps_mode" in given:
+    names = {setup.full_name(key) for key in options}
+    is_printed = setup.algorithm.name == "fedexp" and "server.eps" in names
+    if not is_printed or "server.eps_mode" in names:
         return dict(options)
     return {**options, "server.eps_mode": "absolute"}
 

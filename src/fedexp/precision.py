@@ -20,20 +20,20 @@ NO_FLOAT64 = {"mps"}  # types of devices without float64
 def checked_device(device: str | torch.device) -> torch.device:
     """Return the device to train on; refuse one that does not exist here.
 
-    "mps" (Apple silicon) runs in the loop. No such machine was at hand: it is tested on a CPU that
-    is not allowed float64 (`NO_FLOAT64`).
+    "mps" (Apple silicon) runs in the loop. It has not been tested on such a machine, only on a CPU
+    that is not allowed float64 (`NO_FLOAT64`).
     """
     try:
-        found = torch.device(device)
+        chosen = torch.device(device)
     except (RuntimeError, TypeError):
         raise UsageError(f"unknown device {device!r}; use cpu, cuda or mps") from None
-    known = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": mps.is_available()}
-    require(found.type in known, f"cannot train on {found.type}; use cpu, cuda or mps")
+    available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": mps.is_available()}
+    require(chosen.type in available, f"cannot train on {chosen.type}; use cpu, cuda or mps")
     require(
-        known[found.type],
-        f"there is no {found.type.upper()} device here; leave device out to use the CPU",
+        available[chosen.type],
+        f"there is no {chosen.type.upper()} device here; leave device out to use the CPU",
     )
-    return found
+    return chosen
 
 
 def widest(device: torch.device) -> torch.dtype:

@@ -166,7 +166,7 @@ def solve(
     steps: list[float] = []
     distances: list[float] = []
     for _ in range(rounds + 1):
-        deltas = torch.stack([w - each.project(w) for each in sets])
+        deltas = torch.stack([w - convex.project(w) for convex in sets])
         aggregate = Aggregate.of(deltas)
         distances.append(aggregate.mean_sq_norm.sqrt().item())
         if distances[-1] <= tolerance or len(steps) == rounds:

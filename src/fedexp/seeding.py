@@ -76,8 +76,8 @@ def seeded_torch(seed: int, purpose: str, *numbers: int) -> Iterator[None]:
     """
     with preserved_draws() as generators:
         derived = torch_seed(seed, purpose, *numbers)
-        for each in generators:  # not torch.manual_seed, which records a stack trace for CUDA
-            each.manual_seed(derived)
+        for torch_generator in generators:  # torch.manual_seed would record a stack
+            torch_generator.manual_seed(derived)
         yield
 
 
@@ -93,5 +93,5 @@ def preserved_draws() -> Iterator[list[torch.Generator]]:
     try:
         yield generators
     finally:
-        for each, state in zip(generators, before, strict=True):
-            each.set_state(state)
+        for torch_generator, state in zip(generators, before, strict=True):
+            torch_generator.set_state(state)

@@ -1,6 +1,6 @@
 """Options as text: typed values from text by type hints, and back.
 
-A mistake is one line that names the option and what it takes.
+Errors are one line that names the option and what it takes.
 """
 
 from __future__ import annotations
@@ -85,13 +85,13 @@ def _convert_optional(value: Any, choices: tuple[Any, ...], name: str) -> Any:
     nothing = value is None or (isinstance(value, str) and value.lower() == "none")
     if nothing and type(None) in choices:
         return None
-    functions = [each for each in choices if typing.get_origin(each) is Callable]
+    functions = [kind for kind in choices if typing.get_origin(kind) is Callable]
     if functions and isinstance(value, str) and is_reference(value):
         value = load_object(value)
     if functions and callable(value):
         return value
-    kinds = [each for each in choices if each not in (type(None), *functions)]
-    kinds.sort(key=lambda each: each in (str, Path))  # which take every text
+    kinds = [kind for kind in choices if kind not in (type(None), *functions)]
+    kinds.sort(key=lambda kind: kind in (str, Path))  # which take every text
     errors: list[UsageError] = []
     for kind in kinds:
         try:

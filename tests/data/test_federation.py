@@ -61,11 +61,10 @@ def test_from_ids_has_every_example_once_and_in_order(ids: list[str]) -> None:
         assert federation.client(index)["row"].tolist() == own
 
 
-@pytest.mark.parametrize("by_size", [True, False])
-def test_example_weights_sum_to_one(by_size: bool) -> None:
-    weights = some().example_weights(by_size)
+def test_example_weights_sum_to_one() -> None:
+    weights = some().example_weights()
     assert weights.sum() == pytest.approx(1)
-    assert weights[0] == pytest.approx(1 / 6 if by_size else 1 / 3)
+    assert weights[0] == pytest.approx(1 / 3)
 
 
 def test_a_client_without_examples_is_refused() -> None:

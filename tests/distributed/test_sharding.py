@@ -15,11 +15,10 @@ from fedexp.distributed.sharding import (
     CohortShard,
     balanced_parts,
     empty_aggregate,
-    examples_seen,
     shard_cohort,
 )
 from fedexp.engine import loop
-from fedexp.engine.plan import Work, sample_cohort, step_lengths
+from fedexp.engine.plan import Work, sample_cohort
 from fedexp.engine.state import SimulationState
 from fedexp.tasks import Task
 from tests.helpers.problems import BatchNormNet, classes_task, least_squares
@@ -47,22 +46,6 @@ def test_each_item_is_in_one_part(costs: list[int], parts: int, even: bool) -> N
 def test_no_part_exceeds_the_mean_by_more_than_one_item(costs: list[int], parts: int) -> None:
     loads = [sum(costs[index] for index in part) for part in balanced_parts(np.array(costs), parts)]
     assert max(loads) <= sum(costs) / parts + max(costs)
-
-
-@pytest.mark.parametrize(
-    "local",
-    [
-        fx.LocalTraining(steps=7, batch_size=4),
-        fx.LocalTraining(steps=2, batch_size=50),
-        fx.LocalTraining(epochs=3, batch_size=4),
-        fx.LocalTraining(steps=3, batch_size=None),
-        fx.LocalTraining(epochs=2, batch_size=None),
-    ],
-    ids=str,
-)
-def test_costs_are_the_examples_of_all_steps(local: fx.LocalTraining) -> None:
-    sizes = np.array([1, 3, 4, 5, 16, 30])
-    assert (examples_seen(sizes, local) == step_lengths(sizes, local).sum(axis=0)).all()
 
 
 def test_large_clients_go_to_different_parts() -> None:

@@ -225,14 +225,14 @@ def _is_missing(id: Any) -> bool:
         return True
 
 
-def _check(examples: int, clients: int, rng: Any, each: int = 1) -> None:
+def _check(examples: int, clients: int, rng: Any, per_client: int = 1) -> None:
     whole_number("clients", clients, 1)
+    count = "an example" if per_client == 1 else f"{per_client} examples"
     require(
         isinstance(rng, np.random.Generator),
         f"rng is {type(rng).__name__}; give numpy.random.default_rng(0)",
     )
     require(
-        clients * each <= examples,
-        f"cannot give {clients} clients {'an example' if each == 1 else f'{each} examples'} each "
-        f"out of {examples}; use fewer clients",
+        clients * per_client <= examples,
+        f"cannot give each of {clients} clients {count} out of {examples}; use fewer clients",
     )

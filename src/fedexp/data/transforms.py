@@ -80,8 +80,8 @@ class Images:
             f"mean and std need one number per channel, not {self.mean} and {self.std}",
         )
         require(all(self.std), f"std must not be zero, but is {self.std}")
-        known = (*get_args(Augment), None)
-        require(self.augment in known, f"augment is one of {known}, not {self.augment!r}")
+        choices = (*get_args(Augment), None)
+        require(self.augment in choices, f"augment is one of {choices}, not {self.augment!r}")
         require(self.pad >= 0, f"pad must not be negative, but is {self.pad}")
 
     def draw(self, rng: np.random.Generator, examples: int) -> NDArray[np.int64] | None:
@@ -99,10 +99,10 @@ class Images:
         if self.augment is None:
             return None
         shifts = 2 * self.pad + 1
-        each = self.augment == "example"
-        decisions = int(examples.sum()) if each else len(examples)
+        per_example = self.augment == "example"
+        decisions = int(examples.sum()) if per_example else len(examples)
         drawn = rng.integers([shifts, shifts, 1 + self.flip], size=(decisions, 3))
-        return drawn if each else np.repeat(drawn, examples, axis=0)
+        return drawn if per_example else np.repeat(drawn, examples, axis=0)
 
     def train(self, batch: Batch, draws: NDArray[np.int64] | Tensor | None) -> Batch:
         """Return the batch with `x` normalised, cropped and flipped by `draws`, [..., 3]."""
@@ -156,6 +156,6 @@ def _per_channel(
     mean: tuple[float, ...], std: tuple[float, ...], device: torch.device
 ) -> tuple[Tensor, Tensor]:
     """Return mean and std times 255, cached on the device to avoid a copy per step."""
-    rows = [[255 * value for value in each] for each in (mean, std)]
+    rows = [[255 * value for value in values] for values in (mean, std)]
     centre, scale = torch.tensor(rows, dtype=torch.float32).to(device)[:, :, None, None]
     return centre, scale

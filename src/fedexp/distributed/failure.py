@@ -146,7 +146,7 @@ def another_failed(ranks: Ranks) -> bool:
 def _own_failure(ranks: Ranks, reason: str) -> str | None:
     if ranks.is_first:
         return reason
-    # if rank 0 ends as well, it met the same error and reports it
+    # if rank 0 ends as well, it has the same error and reports it
     return None if _wait_for(ranks, [0], (ENDED,)) else f"rank {ranks.rank}: {reason}"
 
 
@@ -173,13 +173,13 @@ def _wait_for(ranks: Ranks, wanted: list[int], keys: tuple[str, ...]) -> list[in
     """Return the wanted ranks that have set one of the keys, as soon as all have or time is up."""
     deadline = time.monotonic() + REPLY_TIMEOUT
     while True:
-        found = [r for r in wanted if any(ranks.store.check([key.format(r)]) for key in keys)]
-        if found == wanted or time.monotonic() > deadline:
-            return found
+        done = [r for r in wanted if any(ranks.store.check([key.format(r)]) for key in keys)]
+        if done == wanted or time.monotonic() > deadline:
+            return done
         time.sleep(POLL_INTERVAL / 5)
 
 
 def _claim_report(ranks: Ranks) -> bool:
     """Return whether this rank is the first to claim the report."""
-    own = str(ranks.rank)
-    return bool(ranks.store.compare_set(REPORTER, "", own).decode() == own)
+    name = str(ranks.rank)
+    return bool(ranks.store.compare_set(REPORTER, "", name).decode() == name)

@@ -93,10 +93,10 @@ class Ranks:
 
     def broadcast(self, value: T) -> T:
         """Return rank 0's value on every rank; the values of other ranks are ignored."""
-        held: list[Any] = [value if self.is_first else None]
+        values: list[Any] = [value if self.is_first else None]
         group = self.gloo_group
-        _collective(lambda: torch.distributed.broadcast_object_list(held, src=0, group=group))
-        return value if self.is_first else held[0]
+        _collective(lambda: torch.distributed.broadcast_object_list(values, src=0, group=group))
+        return value if self.is_first else values[0]
 
     def receive(self) -> Any:
         """Return the value that rank 0 broadcasts; for the other ranks."""
@@ -132,8 +132,8 @@ def ranks() -> Ranks | None:
     The first call connects to the other ranks, later calls return the same object. Subprocesses of
     a rank inherit its environment and must not call this.
     """
-    found = launched()
-    return None if found is None else _join(*found)
+    launch = launched()
+    return None if launch is None else _join(*launch)
 
 
 @cache
@@ -172,7 +172,7 @@ def _init_process_group(rank: int, world_size: int) -> tuple[Any, Any]:
         timeout=TENSOR_TIMEOUT,
     )
     gloo_group = torch.distributed.new_group(backend="gloo", timeout=OBJECT_TIMEOUT)
-    return store.clone(), gloo_group  # a connection of its own: NCCL may block the other one
+    return store.clone(), gloo_group  # a separate connection, as NCCL may block the first one
 
 
 def _connect_store() -> Any:
@@ -253,7 +253,7 @@ def check_device(device: str | None) -> None:
     kind, _, number = (device or "cpu").partition(":")
     if kind != "cuda":
         return
-    require(not number, f"each rank has a GPU of its own; use --device cuda, not {device}")
+    require(not number, f"every rank uses a different GPU; use --device cuda, not {device}")
     gpus, local = torch.cuda.device_count(), local_world_size()
     require(
         local <= gpus or not gpus,  # a machine without GPUs is refused elsewhere

@@ -27,7 +27,6 @@ from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.simulation import ProcessGroup
 from fedexp.engine.state import SimulationState
 from fedexp.errors import FedExPError
-from fedexp.local import LocalTraining
 from fedexp.objective import Buffers
 from fedexp.tasks.task import RunProgram, Task
 
@@ -74,15 +73,15 @@ class DistributedGroup(ProcessGroup):
         self, task: Task, params: Tensor, buffers: Buffers, run: RunProgram | None
     ) -> dict[str, float]:
         """Evaluate with each rank on its part of the examples, which may be empty."""
-        own = task.totals(params, buffers, (self.ranks.rank, self.ranks.world_size), run)
-        first, *others = self.ranks.all_gather_object(own)
+        totals = task.totals(params, buffers, (self.ranks.rank, self.ranks.world_size), run)
+        first, *others = self.ranks.all_gather_object(totals)
         return task.finish(sum(others, first))
 
     def _run(self, engine: Run, work: Work, state: SimulationState) -> Sums:
         shards = shard_cohort(work, self.ranks.world_size)
-        own = CohortShard.of(work, shards, self.ranks.rank)
+        shard = CohortShard.of(work, shards, self.ranks.rank)
         total, states = (
-            engine(own, state) if len(own.cohort) else (empty_aggregate(work, state), {})
+            engine(shard, state) if len(shard.cohort) else (empty_aggregate(work, state), {})
         )
         initial = work.algorithm.client.init_client_state(state.params)
         norm = torch.linalg.vector_norm(state.params, dtype=torch.float64)
@@ -103,8 +102,8 @@ class DistributedGroup(ProcessGroup):
 
     def _all_reduce(self, total: Aggregate, extras: Tensors) -> tuple[Aggregate, Tensors]:
         """Sum an aggregate over all ranks, and further tensors with it in the same message."""
-        own = replace(total, extras={**total.extras, **extras})
-        summed = own.unpack(self.ranks.all_reduce(own.pack()))
+        message = replace(total, extras={**total.extras, **extras})
+        summed = message.unpack(self.ranks.all_reduce(message.pack()))
         of_rule = {name: summed.extras[name] for name in total.extras}
         return replace(summed, extras=of_rule), {name: summed.extras[name] for name in extras}
 
@@ -134,12 +133,12 @@ class CohortShard(Work):
         whole = Work(**{**_work_fields(self), "cohort": np.arange(self.cohort_size)})
         following = whole.after()
         size = len(following.cohort)
-        own = shard_cohort(following, self.world_size)[self.rank] if size else following.cohort
-        return replace(self, round=following.round, cohort=own, cohort_size=size)
+        shard = shard_cohort(following, self.world_size)[self.rank] if size else following.cohort
+        return replace(self, round=following.round, cohort=shard, cohort_size=size)
 
 
 def _work_fields(work: Work) -> dict[str, Any]:
-    return {each.name: getattr(work, each.name) for each in fields(Work)}
+    return {field.name: getattr(work, field.name) for field in fields(Work)}
 
 
 def shard_cohort(work: Work, world_size: int) -> list[Clients]:
@@ -148,18 +147,10 @@ def shard_cohort(work: Work, world_size: int) -> list[Clients]:
     On a GPU, which pads all clients to one size, shards have the same number of clients in every
     round, so that a captured CUDA graph fits the next cohort.
     """
-    costs = examples_seen(work.task.train.sizes[work.cohort], work.local)
+    # the cost of a client: how many examples it processes in a round
+    costs = step_lengths(work.task.train.sizes[work.cohort], work.local).sum(axis=0)
     on_gpu = work.task.train.device.type == "cuda"
     return [work.cohort[part] for part in balanced_parts(costs, world_size, even=on_gpu)]
-
-
-def examples_seen(sizes: NDArray[np.int64], local: LocalTraining) -> NDArray[np.int64]:
-    """Return how many examples clients of these sizes process per round: their training cost.
-
-    >>> examples_seen(np.array([5, 2]), LocalTraining(steps=4, batch_size=2)).tolist()
-    [7, 8]
-    """
-    return step_lengths(sizes, local).sum(axis=0)
 
 
 def balanced_parts(costs: NDArray[np.int64], parts: int, even: bool = False) -> list[Clients]:
@@ -224,11 +215,11 @@ def all_gather_states(
     most = max(len(shard) for shard in shards)
     gathered = {}
     for name, value in initial.items():
-        own = value.new_zeros(most, *value.shape)
+        rows = value.new_zeros(most, *value.shape)
         for row, client in enumerate(shards[ranks.rank].tolist()):
             if client in states:
-                own[row] = states[client][name]
-        gathered[name] = ranks.all_gather(own)
+                rows[row] = states[client][name]
+        gathered[name] = ranks.all_gather(rows)
     return {
         client: {name: gathered[name][rank][row].clone() for name in initial}
         for rank, shard in enumerate(shards)

@@ -2,7 +2,7 @@
 
 A pickle is a program. This reader admits five names, those by which numpy stores an array, and
 replaces each by a harmless placeholder, so that a pickle calls no function of numpy or of any other
-module. The arrays are created from the placeholders at the end.
+module. The arrays of the dictionary are taken from the placeholders at the end.
 
 The opcodes are checked before they run: a few bytes can request gigabytes of memory, or build a key
 whose hash overflows the interpreter's stack.
@@ -120,46 +120,25 @@ def _check_program(data: bytes) -> None:
 def read_pickle(path: Path) -> dict[str, Any]:
     """Read the dictionary in a pickle file, with keys converted to text.
 
-    Text written by Python 2, as in the official CIFAR files, is returned as bytes.
+    Only values of the dictionary become arrays; arrays inside lists remain placeholders. Text
+    written by Python 2, as in the official CIFAR files, is returned as bytes.
     """
     try:
         if path.stat().st_size > MAX_BYTES:
             raise pickle.UnpicklingError(f"it has more than {MAX_BYTES} bytes")
         data = path.read_bytes()
         _check_program(data)
-        content = _resolve(_Reader(data).load(), {})
+        content = _Reader(data).load()
+        if not isinstance(content, dict):
+            raise pickle.UnpicklingError(f"it is a {type(content).__name__}, not a dictionary")
+        return {
+            _text(name): value.value if isinstance(value, _Array) else value
+            for name, value in content.items()
+        }
     # A damaged or malicious pickle can raise nearly any exception.
     except Exception as error:
         reason = shown(" ".join(str(error).split())) or type(error).__name__
         raise UsageError(f"{path}: refused or damaged pickle ({reason}); fetch it again") from error
-    if not isinstance(content, dict):
-        raise UsageError(f"{path}: holds a {type(content).__name__}, not a dictionary")
-    return {_text(key): value for key, value in content.items()}
-
-
-def _resolve(value: Any, done: dict[int, Any]) -> Any:
-    """Replace every placeholder in a value by its array.
-
-    Args:
-        value: content of the pickle.
-        done: results so far, by `id`: a list that occurs often is visited once, or a small pickle
-            could take exponential time.
-    """
-    if value is None or isinstance(value, str | bytes | bool | int | float):
-        return value
-    if id(value) not in done:
-        done[id(value)] = _resolve_new(value, done)
-    return done[id(value)]
-
-
-def _resolve_new(value: Any, done: dict[int, Any]) -> Any:
-    if isinstance(value, _Array):
-        return value.value
-    if isinstance(value, dict):
-        return {key: _resolve(item, done) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(_resolve(item, done) for item in value)
-    raise pickle.UnpicklingError(f"it holds a {type(value).__name__.strip('_').lower()}")
 
 
 def _text(value: Any) -> str:
