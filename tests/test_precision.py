@@ -21,6 +21,7 @@ from fedexp import precision
 from fedexp.data import Federation, Images
 from fedexp.engine.select import select_engine
 from fedexp.tasks import Task
+from fedexp.tasks import task as task_module
 from tests.engine.helpers import work_of
 from tests.helpers.problems import BatchNormNet, classes_task, dropout_net, least_squares
 from tests.helpers.rules import ALGORITHMS, rule_id
@@ -58,7 +59,8 @@ class NoFloat64(TorchDispatchMode):
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> NoFloat64:
     monkeypatch.setattr(precision, "NO_FLOAT64", {"mps", "cpu"})
     mode = NoFloat64()  # type: ignore[no-untyped-call]
-    monkeypatch.setattr(Federation, "example_weights", mode.exempt(Federation.example_weights))
+    for function in (task_module.weights_of_clients, task_module.weights_of_examples):
+        monkeypatch.setattr(task_module, function.__name__, mode.exempt(function))
     return mode
 
 

@@ -233,11 +233,6 @@ class Federation:
     def prefetch(self, clients: Sequence[int]) -> None:
         """Start to gather what `cohort_rows` will return for the next cohort."""
 
-    def example_weights(self) -> Tensor:
-        """Return one weight per example, 1 / (M n_i): the weighted sum of losses is F."""
-        sizes = torch.from_numpy(self.sizes)
-        return (1 / (self.clients * sizes.to(torch.float64))).repeat_interleave(sizes)
-
 
 def check_offsets(offsets: NDArray[np.int64]) -> None:
     """Refuse offsets that do not start at 0 and increase with every client."""
