@@ -602,7 +602,9 @@ def test_losses_that_pair_outputs_with_their_targets_are_accepted(
 
 def test_scores_of_tokens_with_classes_last_get_the_remedy() -> None:
     model = lambda: nn.Sequential(nn.Embedding(WORDS, 8), nn.Linear(8, WORDS))  # noqa: E731
-    with pytest.raises(UsageError, match=r"takes scores of shape \[2, classes, 6\].*transpose"):
+    with pytest.raises(
+        UsageError, match=r"class scores of shape \[examples, classes, 6\], .*transpose"
+    ):
         supervised("mine", model, clients(x=TOKENS, y=TOKENS))
 
 

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 from fedexp.data.federation import Batch
 from fedexp.data.transforms import Transform
 from fedexp.errors import require
-from fedexp.identity import GENERATORS, HOOKS, parts, tensor_bytes
+from fedexp.identity import GENERATORS, parts, tensor_bytes
+from fedexp.objective.losses import overrides
 from fedexp.seeding import seeded_torch
 
 if TYPE_CHECKING:  # it imports this file
@@ -58,8 +59,8 @@ def check_aliases(module: nn.Module) -> None:
         if value.layout == torch.strided and value.numel():
             in_memory[value.untyped_storage().data_ptr()].setdefault(id(value), (name, value))
     for tensors in in_memory.values():
-        apart = len(tensors) == 1 or trained.isdisjoint(tensors)
-        if apart or not _overlap(*(value for _, value in tensors.values())):
+        may_overlap = len(tensors) > 1 and not trained.isdisjoint(tensors)
+        if not may_overlap or not _overlap(*(value for _, value in tensors.values())):
             continue
         for (name, one), (other_name, other) in combinations(tensors.values(), 2):
             count = len(trained & {id(one), id(other)})
@@ -75,12 +76,12 @@ def check_aliases(module: nn.Module) -> None:
 
 def _depends_on(value: Tensor, trained: set[int]) -> bool:
     """Return whether a tensor was computed from one of the trained parameters."""
-    waiting, met = [value.grad_fn], set[Any]()
+    waiting, visited = [value.grad_fn], set[Any]()
     while waiting:
         function = waiting.pop()
-        if function is None or function in met:
+        if function is None or function in visited:
             continue
-        met.add(function)
+        visited.add(function)
         if id(getattr(function, "variable", None)) in trained:  # where a graph begins
             return True
         waiting += [before for before, _ in function.next_functions]
@@ -103,7 +104,7 @@ def check_repeatable(
 ) -> None:
     """Refuse a model or a loss with state that is neither a trained parameter nor a buffer.
 
-    One gradient is computed three times, another one before and in between, and likewise an
+    One gradient is computed three times, a second one before and in between, and likewise an
     evaluation. What forward leaves for inspection and caches that it fills are alike after all
     three; a counter, a running mean and a frozen teacher are not. Lists may grow, e.g. by recorded
     losses, if results are alike. State that changes on rare examples alone is not noticed.
@@ -133,8 +134,7 @@ def _is_stateless(part: Any) -> bool:
     """Return whether a layer or a loss is one of torch or of this package, without hooks."""
     part = part.func if isinstance(part, partial) else part
     defined = part if isinstance(part, FunctionType) else type(part)
-    attributes = getattr(part, "__dict__", {})
-    changed = "forward" in attributes or any(attributes.get(name) for name in HOOKS)
+    changed = isinstance(part, nn.Module) and overrides(part)
     return str(defined.__module__).partition(".")[0] in ("torch", "fedexp") and not changed
 
 
@@ -184,10 +184,10 @@ def _contents(objective: ModuleObjective) -> dict[str, bytes]:
     carried = {id(p) for p in module.parameters() if p.requires_grad}
     carried |= {id(b) for b in module.buffers() if not b.is_complex()}
     contents: defaultdict[str, bytes] = defaultdict(bytes)  # of all values of one name
-    for root, held in {"model": module, "loss": objective.loss}.items():
-        for name, value in leaves(held):
+    for what, root in {"model": module, "loss": objective.loss}.items():
+        for name, value in leaves(root):
             if id(value) not in carried:
-                contents[f"{name} of the {root}"] += _digest(value)
+                contents[f"{name} of the {what}"] += _digest(value)
     return contents
 
 
@@ -208,7 +208,7 @@ def _digest(value: Any) -> bytes:
 
 def leaves(root: Any) -> Iterator[tuple[str, Any]]:
     """Yield tensors, numbers, texts and generators inside a value with their names; no arrays."""
-    met: dict[int, Any] = {}  # holds the values, so that no other one gets their ids
+    visited: dict[int, Any] = {}  # with the values, so that no other value gets their ids
     waiting = deque([("", root)])
     while waiting:
         name, value = waiting.popleft()
@@ -218,7 +218,7 @@ def leaves(root: Any) -> Iterator[tuple[str, Any]]:
                 value = torch.from_numpy(value)
         if isinstance(value, LEAVES):
             yield name, value
-        elif id(value) not in met and not all(hasattr(value, method) for method in METRIC):
-            met[id(value)] = value
+        elif id(value) not in visited and not all(hasattr(value, method) for method in METRIC):
+            visited[id(value)] = value
             inside = [(type(value).__name__, type(value)), *(parts(value) or ())]
             waiting += [(f"{name}.{key}".strip("."), part) for key, part in inside]

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from fedexp.data.federation import Batch
-from fedexp.errors import UsageError, first_line, require
+from fedexp.errors import require
 from fedexp.kernels.launch import compile_in_parallel, has_triton
 from fedexp.objective.base import (
     DEFAULT_FIELDS,
@@ -159,7 +159,7 @@ class ModuleObjective:
         """Return a copy that starts at the weights of a module or of its `state_dict`.
 
         Frozen weights are taken from it as well. Buffers that are in no `state_dict` are the given
-        ones, or else those of the initial model.
+        ones, or else those of the initial model. Names and shapes must be those of the model.
         """
         tensors = all_tensors(weights) if isinstance(weights, nn.Module) else weights
         other = self.copy()
@@ -169,12 +169,7 @@ class ModuleObjective:
         for name, slots in zip(other.buffer_names, other.slots, strict=True):
             if name not in stored and name in tensors:
                 put(slots, tensors[name].detach().to(read(slots), copy=True))
-        try:
-            other.module.load_state_dict(state)
-        except (RuntimeError, TypeError, AttributeError) as error:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            reason = lines[1] if len(lines) > 1 else first_line(error)
-            raise UsageError(f"the weights are of another model: {reason}") from error
+        other.module.load_state_dict(state)
         other._list_tensors()
         other._start = other.copy().module
         return other
@@ -328,10 +323,9 @@ class ModuleObjective:
         # vmap supports the contiguous memory format only
         plain = torch.contiguous_format
         client_params = [piece.clone(memory_format=plain) for piece in pieces(params, self.params)]
-        values = pieces(buffers.averaged, self.averaged) + pieces(buffers.kept, self.kept)
+        args, kwargs = self.fields.arguments(batch)
         with self._autocast():
-            args, kwargs = self.fields.arguments(batch)
-            copies = self._copies_of(values)
+            copies = self._copies_of(buffers)
             outputs, after = self._functional(client_params, copies, *args, **kwargs)
         losses = self._losses(as_type(outputs, params.dtype), self.fields.targets(batch))
         loss = (losses * weights).sum() if self.per_example else losses
@@ -530,15 +524,15 @@ class ModuleObjective:
     def _bind(self, params: Tensor, buffers: Buffers) -> None:
         for target, piece in zip(self.params, pieces(params, self.params), strict=True):
             target.data = piece  # a view, without a copy
-        values = pieces(buffers.averaged, self.averaged) + pieces(buffers.kept, self.kept)
-        for slots, value in zip(self.slots, self._copies_of(values), strict=True):
+        for slots, value in zip(self.slots, self._copies_of(buffers), strict=True):
             put(slots, value)
 
-    def _copies_of(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Return values of the module's buffers in their types.
+    def _copies_of(self, buffers: Buffers) -> list[Tensor]:
+        """Return the module's buffers in their shapes and types.
 
         Copies, because forward writes to them, and under vmap only contiguous ones remember it.
         """
+        values = pieces(buffers.averaged, self.averaged) + pieces(buffers.kept, self.kept)
         like = [*self.averaged, *self.kept]
         return [v.to(buffer.dtype, copy=True) for v, buffer in zip(values, like, strict=True)]
 

@@ -269,7 +269,7 @@ class StackedClients:
 
     def __init__(self, stack: Stack, start: Tensor, clients: int) -> None:
         self.stack = stack
-        self.layers = Layers(clients, tuple(each.numel() for each in stack.like))
+        self.layers = Layers(clients, tuple(weight.numel() for weight in stack.like))
         self.params = self.layers.pack(start)
         kind = stack.compute_type
         self.copy = None if kind is None else self.params.to(kind)
@@ -281,7 +281,7 @@ class StackedClients:
         buffers = self._views(self.grads)
         # kernels write gradients without gaps
         dense = [s == n for s, n in zip(self.layers.strides, self.layers.sizes, strict=True)]
-        offered = (list(compress(each, dense)) for each in (weights, buffers))
+        offered = (list(compress(tensors, dense)) for tensors in (weights, buffers))
         with gradient_buffers(*offered) as written:
             grads = self.stack.gradients(weights, batch, counted)
             is_written = [weight.data_ptr() in written for weight in weights]

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import torch
@@ -78,9 +78,6 @@ class MergingMetric(UpdatingMetric, Protocol):
     """A metric with state that can add the state of another metric."""
 
     def merge_state(self, incoming_state: Any) -> None: ...
-
-
-M = TypeVar("M", bound=UpdatingMetric)
 
 
 @dataclass(frozen=True)
@@ -200,7 +197,7 @@ class AsGiven:
         return self.metric.finish(total)
 
 
-def _fresh_copy(metric: M, outputs: Any) -> M:
+def _fresh_copy(metric: UpdatingMetric, outputs: Any) -> Any:
     """Return a copy without state, on the device of the outputs."""
     fresh = deepcopy(metric)
     fresh.reset()

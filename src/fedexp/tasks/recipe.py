@@ -66,7 +66,7 @@ def parse_goal(text: str) -> Goal:
 
 
 def checked_target(
-    value: float | None, metric: str, option: str, own: bool = False
+    value: float | None, metric: str, option: str, any_unit: bool = False
 ) -> float | None:
     """Return the value of a metric to reach; an accuracy above 1 is taken as percent.
 
@@ -74,7 +74,8 @@ def checked_target(
         value: the value, or None.
         metric: the record field.
         option: what the value is of, for messages.
-        own: whether the metric is the user's own, whose unit is not known: it is taken as it is.
+        any_unit: whether the unit of the metric, one of the user's, may be any: the value is taken
+            as it is.
 
     >>> checked_target(84, "test_accuracy", "target"), checked_target(None, "train_loss", "")
     (0.84, None)
@@ -82,7 +83,7 @@ def checked_target(
     if value is None:
         return None
     require(is_number(value), f"{option} must be a finite number, not {value!r}")
-    if own:
+    if any_unit:
         return float(value)
     if metric.endswith("accuracy"):
         value = value / 100 if value > 1 else value

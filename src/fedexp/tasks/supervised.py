@@ -398,19 +398,13 @@ def _number_of_classes(outputs: Any, targets: Tensor) -> int:
         f"the labels have the shape {list(targets.shape)}; give one class number per example, of "
         f"shape {list(targets.shape[:1])}, e.g. y[:, 0]",
     )
-    if targets.ndim == 1:
-        require(
-            outputs.ndim == 2 and len(outputs) == len(targets),
-            "the model must return class scores of shape [examples, classes], not "
-            f"{kind_of(outputs[:1] if outputs.ndim else outputs)}",
-        )
-    else:
-        expected = ", ".join(map(str, (len(targets), "classes", *targets.shape[1:])))
-        require(
-            outputs.ndim > 1 and (len(outputs), *outputs.shape[2:]) == targets.shape,
-            f"the cross entropy of labels {list(targets.shape)} takes scores of shape "
-            f"[{expected}], not {list(outputs.shape)}; return e.g. output.transpose(1, 2)",
-        )
+    rest = "".join(f", {size}" for size in targets.shape[1:])
+    remedy = "; return e.g. output.transpose(1, 2)" if rest else ""
+    require(
+        outputs.ndim > 1 and (len(outputs), *outputs.shape[2:]) == targets.shape,
+        f"the model must return class scores of shape [examples, classes{rest}], not "
+        f"{kind_of(outputs[:1] if outputs.ndim else outputs)}{remedy}",
+    )
     return int(outputs.shape[1])
 
 

@@ -169,7 +169,7 @@ class Task:
         return tuple(names)
 
     def checked_target(self, value: float | None, option: str) -> float | None:
-        """Return a value of `metric` to reach; an accuracy above 1 is percent, unless its own."""
+        """Return a value of `metric` to reach; one above 1 is percent where it is an accuracy."""
         return checked_target(value, self.metric, option, self.has_own_metric)
 
     def to(self, device: torch.device, precision: Precision) -> Task:
@@ -318,7 +318,7 @@ class Task:
 
     def _means(self, inputs: Tensors, share: Share) -> dict[str, Tensor]:
         """Return the weighted sums of an evaluation, without waiting for the device."""
-        # a tensor object of its own, for which an objective prepares its layers anew
+        # a new tensor object, for which an objective prepares its layers anew
         params = inputs["params"].detach()
         return self._totals(params, Buffers(inputs["averaged"], inputs["kept"]), share).means
 
