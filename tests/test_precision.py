@@ -20,8 +20,7 @@ import fedexp as fx
 from fedexp import precision
 from fedexp.data import Federation, Images
 from fedexp.engine.select import select_engine
-from fedexp.tasks import Task
-from fedexp.tasks import task as task_module
+from fedexp.tasks import Task, evaluation
 from tests.engine.helpers import work_of
 from tests.helpers.problems import BatchNormNet, classes_task, dropout_net, least_squares
 from tests.helpers.rules import ALGORITHMS, rule_id
@@ -59,8 +58,8 @@ class NoFloat64(TorchDispatchMode):
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> NoFloat64:
     monkeypatch.setattr(precision, "NO_FLOAT64", {"mps", "cpu"})
     mode = NoFloat64()  # type: ignore[no-untyped-call]
-    for function in (task_module.weights_of_clients, task_module.weights_of_examples):
-        monkeypatch.setattr(task_module, function.__name__, mode.exempt(function))
+    for function in (evaluation.weights_of_clients, evaluation.weights_of_examples):
+        monkeypatch.setattr(f"fedexp.tasks.task.{function.__name__}", mode.exempt(function))
     return mode
 
 

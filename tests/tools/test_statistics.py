@@ -165,7 +165,7 @@ def test_tuned_runs_are_those_with_the_best_values(tmp_path: Path) -> None:
 
 def test_the_shakespeare_recipe_and_its_table_are_those_of_the_stored_runs() -> None:
     best = search.best_trials(search.load_search(RESULTS / "shakespeare"))
-    tuned = RECIPES["shakespeare"].tuned
+    tuned = RECIPES["shakespeare"]["tuned"]
     assert set(best) == {"fedavg", "fedexp", "scaffold", "fedadagrad", "fedadam"}
     for name, trial in best.items():
         assert tuned[name]["local.lr"] == pytest.approx(trial.local_lr, rel=1e-5)

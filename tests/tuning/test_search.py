@@ -142,7 +142,11 @@ def test_the_id_of_a_trial_is_that_of_its_run(algorithm: str, protocol: Any) -> 
 
 
 def test_the_id_of_a_trial_over_whole_numbers_infinity_and_epochs() -> None:
-    grid = {"eps": [0.1, math.inf], "epochs": [1, 2], "average_last": [1.0, 3.0]}
+    grid: dict[str, list[float]] = {
+        "eps": [0.1, math.inf],
+        "epochs": [1, 2],
+        "average_last": [1.0, 3.0],
+    }
     search = Search.of(Experiment("digits", "fedexp", rounds=5), grid)
     for point in points(search.values):
         assert id_of(search.spec_at(point)) == search.at(point).id
