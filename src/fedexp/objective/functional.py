@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -135,46 +135,40 @@ def _in_float32(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
 
 RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 Hidden = tuple[Tensor, ...]
-Cell = Callable[[Tensor, Sequence[Tensor | None], Hidden], Hidden]
+Weights = Sequence[Any]  # tensors, or None for what a layer has not
+Cell = Callable[[Tensor, Weights, Hidden], Hidden]
 
 
-def lstm_cell(gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
+def lstm_cell(gates: Tensor, weights: Weights, hidden: Hidden) -> Hidden:
     """Return (h, c) after one step of an LSTM.
 
     `gates` [B, 4 H] is the input's part; `weights` are W_hh, b_hh and a projection.
     """
     h, c = hidden
-    gates = gates + F.linear(h, _not_none(weights[0]), weights[1])
+    gates = gates + F.linear(h, weights[0], weights[1])
     i, f, g, o = gates.chunk(4, dim=-1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
     return (h if weights[2] is None else F.linear(h, weights[2])), c
 
 
-def gru_cell(gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
+def gru_cell(gates: Tensor, weights: Weights, hidden: Hidden) -> Hidden:
     """Return (h,) after one step of a GRU.
 
     The reset gate applies to the hidden state's part, its bias included.
     """
     (h,) = hidden
-    inner = F.linear(h, _not_none(weights[0]), weights[1])
+    inner = F.linear(h, weights[0], weights[1])
     (xr, xz, xn), (hr, hz, hn) = gates.chunk(3, dim=-1), inner.chunk(3, dim=-1)
     r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
     n = (xn + r * hn).tanh()
     return (n + z * (h - n),)
 
 
-def rnn_cell(
-    gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden, relu: bool = False
-) -> Hidden:
+def rnn_cell(gates: Tensor, weights: Weights, hidden: Hidden, relu: bool = False) -> Hidden:
     """Return (h,) after one step of an Elman network."""
-    summed = gates + F.linear(hidden[0], _not_none(weights[0]), weights[1])
+    summed = gates + F.linear(hidden[0], weights[0], weights[1])
     return (summed.relu() if relu else summed.tanh(),)
-
-
-def _not_none(weight: Tensor | None) -> Tensor:
-    assert weight is not None
-    return weight
 
 
 def _unrolled(layer: nn.RNNBase, input: Tensor, hx: Any = None) -> Any:
@@ -220,15 +214,15 @@ def _direction(
 ) -> tuple[Tensor, Hidden]:
     """Return the outputs of one layer in one direction, and its last hidden state."""
     end = f"l{number}" + ("_reverse" if reverse else "")
-    w_ih, b_ih, w_hh, b_hh, w_hr = (
-        layer._parameters.get(f"{name}_{end}")
-        for name in ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
+    names = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
+    of_inputs, bias, *of_hidden = cast(
+        Weights, [layer._parameters.get(f"{n}_{end}") for n in names]
     )
     cells: dict[str, Cell] = {"LSTM": lstm_cell, "GRU": gru_cell}
     cell = cells.get(layer.mode) or partial(rnn_cell, relu=layer.mode == "RNN_RELU")
-    gates = F.linear(x, _not_none(w_ih), b_ih).unbind(0)
+    gates = F.linear(x, of_inputs, bias).unbind(0)
     outputs = []
     for gate in reversed(gates) if reverse else gates:
-        hidden = cell(gate, (w_hh, b_hh, w_hr), hidden)
+        hidden = cell(gate, of_hidden, hidden)
         outputs.append(hidden[0])
     return torch.stack(outputs[::-1] if reverse else outputs), hidden

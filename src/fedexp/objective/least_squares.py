@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import Tensor
 
@@ -119,8 +117,12 @@ class LinearSteps:
         """Return Aᵀ times a vector for each client: [K, n] to [K, d]."""
         return torch.bmm(inner[:, None, :], self.x).squeeze(1)
 
-    def _coefficients(self, steps: int, lr: float, prox: float) -> Coefficients:
-        """Return them by Horner's rule, so that nothing cancels, at λ = 0 or anywhere else."""
+    def _coefficients(self, steps: int, lr: float, prox: float) -> tuple[Tensor, float, Tensor]:
+        """Return η φ(sλ) at the eigenvalues λ (times s where A is wide), η φ(0), and the slope.
+
+        The slope is η (φ(sλ) - φ(0)) / λ. All are computed by Horner's rule, so that nothing
+        cancels, at λ = 0 or anywhere else.
+        """
         if self._settings != (steps, lr, prox):
             keep, shrink = 1 - lr * prox, lr * self.scale
             ratio, at_zero = keep - shrink * self.values, 0.0
@@ -130,13 +132,5 @@ class LinearSteps:
                 phi, at_zero = phi * ratio + 1, 1 + keep * at_zero
             self._settings = (steps, lr, prox)
             factor = shrink if self.wide else lr
-            self._cached = Coefficients(factor * phi, lr * at_zero, lr * slope)
+            self._cached = factor * phi, lr * at_zero, lr * slope
         return self._cached
-
-
-class Coefficients(NamedTuple):
-    """η φ(sλ) at the eigenvalues λ (times s where A is wide), η φ(0), η (φ(sλ) - φ(0)) / λ."""
-
-    phi: Tensor
-    at_zero: float
-    slope: Tensor

@@ -48,11 +48,11 @@ def has_constants(module: nn.Module) -> bool:
 
 def check_trainable(module: nn.Module) -> None:
     """Refuse, in one line with the remedy, models that torch would fail on somewhere in a round."""
-    lazy = [n for n, p in module.named_parameters() if nn.parameter.is_lazy(p)]
+    lazy = next((n for n, p in module.named_parameters() if nn.parameter.is_lazy(p)), None)
     require(
-        not lazy,
-        f"{(lazy or [''])[0]} has no shape yet; run one batch through the model where it is built, "
-        "or use a layer that is not lazy",
+        lazy is None,
+        f"{lazy} has no shape yet; run one batch through the model where it is built, or use a "
+        "layer that is not lazy",
     )
     for name, layer in module.named_modules():
         require(
@@ -72,19 +72,18 @@ def check_trainable(module: nn.Module) -> None:
         "hooks after the accumulation of gradients are not called here; use Tensor.register_hook",
     )
     check_aliases(module)
-    complex_ones = [n for n, p in module.named_parameters() if p.requires_grad and p.is_complex()]
+    complex_names = (n for n, p in module.named_parameters() if p.requires_grad and p.is_complex())
+    complex_name = next(complex_names, None)
     require(
-        not complex_ones,
-        f"{(complex_ones or [''])[0]} is complex, and sums of updates are real; make it a real "
-        "parameter of shape [..., 2], e.g. torch.view_as_real(w), and call torch.view_as_complex "
-        "in forward",
+        complex_name is None,
+        f"{complex_name} is complex, and sums of updates are real; make it a real parameter of "
+        "shape [..., 2], e.g. torch.view_as_real(w), and call torch.view_as_complex in forward",
     )
-    types = {p.dtype for p in trained}
+    types = {str(p.dtype).removeprefix("torch.") for p in trained}
     require(
         len(types) <= 1,
-        "the parameters are of several types ("
-        + ", ".join(sorted(str(t).removeprefix("torch.") for t in types))
-        + "); convert the model, e.g. with model.float()",
+        f"the parameters are of several types ({', '.join(sorted(types))}); convert the model, "
+        "e.g. with model.float()",
     )
 
 

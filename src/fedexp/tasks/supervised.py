@@ -146,7 +146,7 @@ def supervised(
         ignore_index=of_classes.ignore_index if of_classes is not None and ignored else None,
     )
     check_repeatable(objective, 0, train.fields, transform)
-    adapted = as_metrics(metrics or {})
+    adapted = as_metrics({} if metrics is None else metrics)
     if takes_fractions(loss) and not any(kind.is_floating_point for kind in label_types):
         whole = torch.bool if label_types == {torch.bool} else torch.int64
         adapted = {name: AsGiven(metric, whole) for name, metric in adapted.items()}
@@ -169,7 +169,9 @@ def supervised(
         sums_by_client(part, train.offsets)  # refuses clients without a target that counts
     measured = probes.values() if train_metrics else [list(probes.values())[-1]]
     _try_metrics(task, measured)
-    for note in [*notes, *filter(None, [resolved.note])]:
+    if resolved.note:
+        notes.append(resolved.note)
+    for note in dict.fromkeys(notes):
         warnings.warn(f"task {name!r}: {note}", DataNote, stacklevel=2)
     return _with_goal(task, goal)
 
@@ -284,17 +286,17 @@ def _named_fields(
     return Fields(named, label if isinstance(label, str) else tuple(label))
 
 
-def _notes_on(objective: ModuleObjective) -> dict[str, None]:
-    """Return what the user should know about the model: the keys of a dict, in order."""
-    layers = objective.module.modules()
-    notes = {
-        UNTRACKED: any(isinstance(m, _BatchNorm) and m.running_mean is None for m in layers),
-        HALF: objective.params[0].dtype in (torch.bfloat16, torch.float16),
-    }
-    return {note: None for note, applies in notes.items() if applies}
+def _notes_on(objective: ModuleObjective) -> list[str]:
+    """Return what the user should know about the model."""
+    notes, layers = [], objective.module.modules()
+    if any(isinstance(layer, _BatchNorm) and layer.running_mean is None for layer in layers):
+        notes.append(UNTRACKED)
+    if objective.params[0].dtype in (torch.bfloat16, torch.float16):
+        notes.append(HALF)
+    return notes
 
 
-def _cast(batch: Batch, loss: Loss, objective: ModuleObjective, notes: dict[str, None]) -> Batch:
+def _cast(batch: Batch, loss: Loss, objective: ModuleObjective, notes: list[str]) -> Batch:
     """Return the fields in the types that model and loss take, and add to the notes."""
     fields, casted = objective.fields, dict[str, Tensor]()
     for name in fields.names:
@@ -313,7 +315,7 @@ def _cast(batch: Batch, loss: Loss, objective: ModuleObjective, notes: dict[str,
             "down",
         )
         what, why = ("labels", "") if is_label else ("inputs", ", the type of the model")
-        notes[f"{what} {name!r} are cast from {before} to {after}{why}"] = None
+        notes.append(f"{what} {name!r} are cast from {before} to {after}{why}")
     return {**batch, **casted} if casted else batch
 
 
