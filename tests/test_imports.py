@@ -18,7 +18,7 @@ HEAVY = {
     "scipy",
     "h5py",
     "PIL",
-    "pooch",
+    "requests",
     "flwr",
     "optuna",
     "dp_accounting",

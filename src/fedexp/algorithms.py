@@ -68,7 +68,7 @@ class Algorithm:
 
 
 def fedavg(lr: float = 1.0) -> Algorithm:
-    """FedAvg with a server step size (McMahan et al., 2017; eq. 4)."""
+    """Return FedAvg with a server step size (McMahan et al., 2017; eq. 4)."""
     return Algorithm("fedavg", server=Average(lr))
 
 
@@ -76,7 +76,7 @@ RECOMMENDED_EPS = 0.05  # relative to the mean squared norm: docs/eps-study.md
 
 
 def fedexp(eps: float | None = None, eps_mode: EpsMode | None = None, **options: Any) -> Algorithm:
-    """FedExP (Algorithm 1): the server steps further when clients disagree.
+    """Return FedExP (Algorithm 1): the server steps further when clients disagree.
 
     With an eps it is the printed form. Without one, eps is relative to the mean squared norm, so
     that there is nothing to tune (docs/extrapolation.md).
@@ -104,57 +104,57 @@ def default_eps(mode: EpsMode) -> float:
 
 
 def fedavgm(lr: float = 1.0, beta: float = 0.9) -> Algorithm:
-    """FedAvg with server momentum (Hsu et al., 2019)."""
+    """Return FedAvg with server momentum (Hsu et al., 2019)."""
     return Algorithm("fedavgm", server=Momentum(lr, beta))
 
 
 def fedexp_m(eps: float = 1e-3, beta: float = 0.9, **options: Any) -> Algorithm:
-    """FedExP with server momentum (App. F)."""
+    """Return FedExP with server momentum (App. F)."""
     return Algorithm("fedexp-m", server=MomentumExP(eps, beta=beta, **options))
 
 
 def fedprox(mu: float = 0.1, lr: float = 1.0) -> Algorithm:
-    """FedProx (Li et al., 2020)."""
+    """Return FedProx (Li et al., 2020)."""
     return Algorithm("fedprox", client=Prox(mu), server=Average(lr))
 
 
 def fedprox_exp(mu: float = 0.1, eps: float = 1e-3, **options: Any) -> Algorithm:
-    """FedProx with extrapolation."""
+    """Return FedProx with extrapolation."""
     return Algorithm("fedprox-exp", client=Prox(mu), server=ExP(eps, **options))
 
 
 def scaffold(lr: float = 1.0) -> Algorithm:
-    """SCAFFOLD (Karimireddy et al., 2020), option II."""
+    """Return SCAFFOLD (Karimireddy et al., 2020), option II."""
     return Algorithm("scaffold", client=Scaffold(), server=Average(lr))
 
 
 def scaffold_exp(eps: float = 1e-3, **options: Any) -> Algorithm:
-    """SCAFFOLD with extrapolation (Algorithm 2)."""
+    """Return SCAFFOLD with extrapolation (Algorithm 2)."""
     return Algorithm("scaffold-exp", client=Scaffold(), server=ExP(eps, **options))
 
 
 def fedadagrad(lr: float = 0.1, tau: float = 1e-3, **options: Any) -> Algorithm:
-    """FedAdagrad (Reddi et al., 2021)."""
+    """Return FedAdagrad (Reddi et al., 2021)."""
     return Algorithm("fedadagrad", server=Adagrad(lr, tau, **options))
 
 
 def fedadam(lr: float = 0.01, tau: float = 1e-3, **options: Any) -> Algorithm:
-    """FedAdam (Reddi et al., 2021)."""
+    """Return FedAdam (Reddi et al., 2021)."""
     return Algorithm("fedadam", server=Adam(lr, tau, **options))
 
 
 def fedyogi(lr: float = 0.01, tau: float = 1e-3, **options: Any) -> Algorithm:
-    """FedYogi (Reddi et al., 2021)."""
+    """Return FedYogi (Reddi et al., 2021)."""
     return Algorithm("fedyogi", server=Yogi(lr, tau, **options))
 
 
 def fedams(lr: float = 0.01, tau: float = 1e-6, **options: Any) -> Algorithm:
-    """FedAMS (Wang, Lin and Chen, 2022): FedAdam with a running maximum of its second moment."""
+    """Return FedAMS (Wang, Lin and Chen, 2022): FedAdam with the maximum of its second moment."""
     return Algorithm("fedams", server=AMS(lr, tau, **options))
 
 
 def fedexprox(mu: float = 0.1, lr: float = 1.0) -> Algorithm:
-    """FedExProx with a constant step (Li, Acharya and Richtárik, 2024): FedProx, extrapolated.
+    """Return FedExProx with a constant step (Li et al., 2024): FedProx, extrapolated.
 
     Clients approximate the proximal operator of γ F_i by local training with μ = 1/γ, and the
     server steps by lr > 1, the paper's α, times their mean change.
@@ -163,7 +163,7 @@ def fedexprox(mu: float = 0.1, lr: float = 1.0) -> Algorithm:
 
 
 def fedexprox_grads(mu: float = 0.1, **options: Any) -> Algorithm:
-    """FedExProx-GraDS: the step is the diversity of the clients' proximal steps, at least 1.
+    """Return FedExProx-GraDS: the step is the diversity of the clients' proximal steps, at least 1.
 
     It is mean ||Δ_i||² / ||mean Δ_i||²: FedProx-ExP with factor 1 and without eps, and the last
     iterate is returned.
@@ -173,18 +173,18 @@ def fedexprox_grads(mu: float = 0.1, **options: Any) -> Algorithm:
 
 
 def fedexprox_stops(mu: float = 0.1, inf: float = 0.0, **options: Any) -> Algorithm:
-    """FedExProx-StoPS: the step is the stochastic Polyak step size of the Moreau envelopes."""
+    """Return FedExProx-StoPS: the step is the stochastic Polyak step of the Moreau envelopes."""
     client = ProxEnvelope(mu, inf)
     return Algorithm("fedexprox-stops", client=client, server=StochasticPolyak(**options))
 
 
 def fedhyper(lr: float = 1.0, **options: Any) -> Algorithm:
-    """FedHyper-G (Wang, Wang and Li, 2024): the step size follows its own gradient."""
+    """Return FedHyper-G (Wang, Wang and Li, 2024): the step size follows its own gradient."""
     return Algorithm("fedhyper", server=Hypergradient(lr, **options))
 
 
 def fednova(lr: float = 1.0) -> Algorithm:
-    """FedNova (Wang et al., 2020): updates are normalised by the work of their clients."""
+    """Return FedNova (Wang et al., 2020): updates are normalised by the work of their clients."""
     return Algorithm("fednova", client=Nova(), server=NormalisedAverage(lr))
 
 

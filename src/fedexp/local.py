@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Real
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -23,8 +23,7 @@ from fedexp.precision import widest
 
 MakeOptimizer = Callable[[list[nn.Parameter], float], torch.optim.Optimizer]
 Schedule = Literal["constant", "linear", "cosine"]
-OPTIMIZERS = ("sgd", "adam", "adamw", "delta-sgd")
-SCHEDULES = ("constant", "linear", "cosine")
+Optimizer = Literal["sgd", "adam", "adamw", "delta-sgd"]
 OPTIONS_OF = {  # fields that other optimisers do not use
     "betas": ("adam", "adamw"),
     "adam_eps": ("adam", "adamw"),
@@ -34,17 +33,8 @@ OPTIONS_OF = {  # fields that other optimisers do not use
 DEFAULT_STEPS = 20  # the paper's
 OPTIONAL = ("steps", "epochs", "batch_size", "clip_norm")
 NUMBERS = (
-    "adam_eps",
-    "lr",
-    "steps",
-    "epochs",
-    "batch_size",
-    "weight_decay",
-    "clip_norm",
-    "lr_decay",
-    "momentum",
-    "delta_gamma",
-    "delta_growth",
+    *("adam_eps", "lr", "steps", "epochs", "batch_size", "weight_decay", "clip_norm", "lr_decay"),
+    *("momentum", "delta_gamma", "delta_growth"),
 )
 
 
@@ -91,7 +81,7 @@ class LocalTraining:
     clip_norm: float | None = None
     lr_decay: float = 1.0
     decay_before_first_round: bool = False
-    optimizer: Literal["sgd", "adam", "adamw", "delta-sgd"] | MakeOptimizer = "sgd"
+    optimizer: Optimizer | MakeOptimizer = "sgd"
     momentum: float = 0.0
     nesterov: bool = False
     betas: tuple[float, float] = (0.9, 0.999)
@@ -127,7 +117,7 @@ class LocalTraining:
     def _check_optimizer(self) -> None:
         optimizer, momentum = self.optimizer, self.momentum
         require(
-            callable(optimizer) or optimizer in OPTIMIZERS,
+            callable(optimizer) or optimizer in get_args(Optimizer),
             "local.optimizer is sgd, adam, adamw, delta-sgd or a function, e.g. lambda params, lr: "
             f"torch.optim.RMSprop(params, lr), not {shown(repr(optimizer), 40)}",
         )
@@ -145,8 +135,8 @@ class LocalTraining:
         for name in ("lr_schedule", "step_schedule"):
             value = getattr(self, name)
             require(
-                callable(value) or value in SCHEDULES,
-                f"local.{name} is {', '.join(SCHEDULES)} or a function, not {value!r}",
+                callable(value) or value in get_args(Schedule),
+                f"local.{name} is {', '.join(get_args(Schedule))} or a function, not {value!r}",
             )
         for name in ("delta_gamma", "delta_growth"):
             value = getattr(self, name)

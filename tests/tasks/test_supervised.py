@@ -441,7 +441,7 @@ def column(width: int) -> Callable[[], nn.Module]:
         ({"test": (X, CLASSES)}, "test is tuple; give its fields by name"),
         ({"name": 3}, "the name of a task is text, not 3"),
         ({"test": {"x": X * np.nan, "y": CLASSES}}, "field 'x' of the test data holds values"),
-        ({"test": {"x": X[:1], "y": ["cat"]}}, r"number texts with numpy.unique"),
+        ({"test": {"x": X[:1], "y": ["cat"]}}, r"convert text by numpy.unique"),
         ({"local": {"lr": 0.1}}, "local is dict; give fedexp.LocalTraining"),
         ({"metrics": [len]}, "metrics is list; give metrics by name"),
         ({"metrics": {"size": nn.Linear}}, "metric 'size' is the class Linear; call it"),

@@ -94,7 +94,9 @@ class Federation:
         tensors = as_tensors(fields)
         rows = check_fields(tensors)
         require(hasattr(ids, "__len__"), f"ids is {type(ids).__name__}; give one id per example")
-        require(len(ids) == rows, f"there are {len(ids)} ids for {rows} examples; give each one")
+        require(
+            len(ids) == rows, f"there are {len(ids)} ids for {rows} examples; give one for each"
+        )
         return cls.from_parts(tensors, by_id(ids))
 
     @classmethod
@@ -302,7 +304,7 @@ def as_tensors(fields: Mapping[str, Any]) -> dict[str, Tensor]:
         except (TypeError, ValueError, RuntimeError) as error:
             reason = " ".join(str(error).split())
             if _are_texts(value):
-                reason = "number texts with numpy.unique(values, return_inverse=True)[1]"
+                reason = "convert text by numpy.unique(values, return_inverse=True)[1]"
             raise UsageError(f"field {name!r} is not an array of numbers: {reason}") from error
     return tensors
 

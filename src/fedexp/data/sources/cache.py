@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from fedexp.errors import UsageError, shown
-from fedexp.storage import replacing
+from fedexp.storage import disk_errors, replacing
 
 FORMAT = 2  # raise it when a conversion changes, so that older caches are rebuilt
 NOTE = "note.json"
@@ -105,16 +105,12 @@ def _stamp(sources: Sequence[Path], base: Path) -> dict[str, Any]:
 
 def write(path: Path, arrays: Arrays, note: Mapping[str, Any] | None = None) -> None:
     """Write the arrays atomically: after an error, no partial file is left."""
-    try:
+    with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with replacing(path, locked=False) as file, zipfile.ZipFile(file, "w") as archive:
             for name, array in arrays.items():
                 _append(archive, file.tell(), name, array)
             archive.writestr(NOTE, json.dumps(dict(note or {})))
-    except OSError as error:
-        raise UsageError(
-            f"cannot write {path} ({error.strerror}); free some space or choose another data folder"
-        ) from error
 
 
 def _append(

