@@ -118,3 +118,16 @@ def _canonical(value: Any) -> Any:
     if isinstance(value, list | tuple):
         return [_canonical(item) for item in value]
     return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return values with dotted names instead of tables.
+
+    >>> flat({"task": "toy", "options": {"server.eps": 0.0}})
+    {'task': 'toy', 'options.server.eps': 0.0}
+    """
+    pairs: dict[str, Any] = {}
+    for name, value in values.items():
+        is_table = isinstance(value, Mapping)
+        pairs |= flat(value, f"{prefix}{name}.") if is_table else {f"{prefix}{name}": value}
+    return pairs

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.analysis.plots import COLOURS, DARK, comparison_figure, entitle, new_figure, styles
+from fedexp.analysis.plots import COLOURS, comparison_figure, entitle, new_figure, styles
 from tests.helpers.outcomes import outcome
 
 # How linear RGB is seen without long-wave or middle-wave cones (Machado et al., 2009).
@@ -57,7 +57,7 @@ def test_the_comparison_figure_shows_every_target() -> None:
 def test_algorithms_of_the_users_own_look_different() -> None:
     names = ["fedavg", "fedexp", *"abcdef"]
     found = styles(names)
-    assert found["fedexp"].light == COLOURS["fedexp"]
+    assert (found["fedexp"].light, found["fedexp"].dark) == COLOURS["fedexp"]
     for shade in ("light", "dark"):
         colours = [getattr(found[name], shade) for name in names]
         for vision in (np.eye(3), PROTANOPIA, DEUTERANOPIA):
@@ -68,9 +68,9 @@ def test_algorithms_of_the_users_own_look_different() -> None:
 
 
 def test_every_algorithm_has_a_colour_of_its_own() -> None:
-    for colours in (COLOURS, DARK):
-        assert set(colours) == set(ALGORITHMS)
-        points = [seen(colour, np.eye(3)) for colour in colours.values()]
+    assert set(COLOURS) == set(ALGORITHMS)
+    for colours in zip(*COLOURS.values(), strict=True):
+        points = [seen(colour, np.eye(3)) for colour in colours]
         assert min(np.linalg.norm(a - b) for a, b in combinations(points, 2)) > 12
 
 

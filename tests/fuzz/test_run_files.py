@@ -36,7 +36,7 @@ from fedexp.runs.folder import (
     machine,
 )
 from fedexp.runs.journal import Journal
-from fedexp.runs.read import HEAD, Parts, texts
+from fedexp.runs.read import HEAD, texts
 from fedexp.runs.records import RECORDS
 from fedexp.runs.spec import SPEC, read_spec
 from tests.fuzz.hostile import Files, contents, forged, fuzz, harmless, mutated
@@ -318,7 +318,7 @@ def test_archived_runs(
 ) -> None:
     folder = tmp_path_factory.getbasetemp()
     run = load_run(put(folder / "whole", runs["finished"], {}))
-    described, table = texts(Parts(run.spec, run.environment, run.rows, run.result or {}))
+    described, table = texts(run)
     kind = draw.choice(["toml", "csv", "forged toml", "forged csv"])
     raw = {"toml": described.encode(), "csv": table.encode()}
     if kind in raw:

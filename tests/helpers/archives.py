@@ -14,7 +14,7 @@ from fedexp.plain import id_of
 from fedexp.reproduce import STUDIES
 from fedexp.reproduce.study import Plan, Request, experiment_of
 from fedexp.runs import StoredRun
-from fedexp.runs.read import Parts, texts
+from fedexp.runs.read import texts
 from fedexp.runs.spec import FORMAT
 
 WHERE = {
@@ -80,6 +80,6 @@ def store(folder: Path, runs: Iterable[StoredRun]) -> None:
     """Write runs as `fedexp archive` does."""
     (folder / "runs").mkdir(parents=True, exist_ok=True)
     for run in runs:
-        described, rounds = texts(Parts(run.spec, run.environment, run.rows, run.result or {}))
+        described, rounds = texts(run)
         (folder / "runs" / f"{run.spec['id']}.toml").write_text(described)
         (folder / "runs" / f"{run.spec['id']}.csv").write_text(rounds)

@@ -16,4 +16,5 @@ def outcome(
 ) -> Outcome:
     """Return an outcome of the digits task with these values of a metric."""
     rows = [{metric: value} for value in curve]
-    return Outcome({"task": "digits", "algorithm": name, "seed": seed}, rows, 1.0, diverged_at)
+    spec = {"task": "digits", "algorithm": name, "seed": seed, "rounds": len(rows)}
+    return Outcome(spec, rows, 1.0, diverged_at)

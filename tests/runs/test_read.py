@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +13,7 @@ from fedexp.cli.main import main
 from fedexp.errors import UsageError
 from fedexp.experiment import Experiment
 from fedexp.runs import find_runs, load_run, run_all
-from fedexp.runs.read import Parts, read_archived, texts
+from fedexp.runs.read import texts
 
 EXPERIMENTS = [
     Experiment("synthetic", "fedexp", rounds=6, evaluate_every=2, options={"task.dim": 20}),
@@ -89,8 +90,7 @@ def test_a_run_made_twice_is_not_replaced_in_silence(
 ) -> None:
     assert archive(runs, tmp_path) == archive(runs, tmp_path) == 0
     (path,) = (tmp_path / "runs").glob("toy-*.toml")
-    parts = read_archived(path)
-    other = Parts(parts.spec, parts.environment, [{"round": 1, "train_loss": 9.0}], parts.result)
+    other = replace(load_run(path), rows=[{"round": 1, "train_loss": 9.0}])
     described, rounds = texts(other)
     path.write_text(described)
     path.with_suffix(".csv").write_text(rounds)

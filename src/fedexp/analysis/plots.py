@@ -20,47 +20,26 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # One per algorithm in all figures; the first are Okabe and Ito's, safe for colour-blind readers.
-COLOURS = {
-    "fedexp": "#D55E00",
-    "fedavg": "#0072B2",
-    "scaffold": "#009E73",
-    "fedadagrad": "#CC79A7",
-    "fedprox": "#56B4E9",
-    "fedadam": "#E69F00",
-    "fedavgm": "#8C6D31",
-    "fedyogi": "#7F7F7F",
-    "scaffold-exp": "#004D40",
-    "fedexp-m": "#8B0000",
-    "fedprox-exp": "#3B2F8F",
-    "fedams": "#9C9A00",
-    "fedexprox": "#8E4BD0",
-    "fedexprox-grads": "#D6219C",
-    "fedexprox-stops": "#4F8A10",
-    "fedhyper": "#00A5B5",
-    "fednova": "#5B4636",
+COLOURS = {  # on a light page, and lightened for a dark one
+    "fedexp": ("#D55E00", "#F5843C"),
+    "fedavg": ("#0072B2", "#4393DB"),
+    "scaffold": ("#009E73", "#2BC497"),
+    "fedadagrad": ("#CC79A7", "#E08FBE"),
+    "fedprox": ("#56B4E9", "#93D7FF"),
+    "fedadam": ("#E69F00", "#F2B632"),
+    "fedavgm": ("#8C6D31", "#C9A866"),
+    "fedyogi": ("#7F7F7F", "#A8A8A8"),
+    "scaffold-exp": ("#004D40", "#A4E8D4"),
+    "fedexp-m": ("#8B0000", "#FF9C8F"),
+    "fedprox-exp": ("#3B2F8F", "#B7ABFF"),
+    "fedams": ("#9C9A00", "#B9BC2E"),
+    "fedexprox": ("#8E4BD0", "#C58BFF"),
+    "fedexprox-grads": ("#D6219C", "#FF4FD8"),
+    "fedexprox-stops": ("#4F8A10", "#A6DB5B"),
+    "fedhyper": ("#00A5B5", "#4FE3F0"),
+    "fednova": ("#5B4636", "#C4A08A"),
 }
-
-# The same, lightened for a dark page.
-DARK = {
-    "fedexp": "#F5843C",
-    "fedavg": "#4393DB",
-    "scaffold": "#2BC497",
-    "fedadagrad": "#E08FBE",
-    "fedprox": "#93D7FF",
-    "fedadam": "#F2B632",
-    "fedavgm": "#C9A866",
-    "fedyogi": "#A8A8A8",
-    "scaffold-exp": "#A4E8D4",
-    "fedexp-m": "#FF9C8F",
-    "fedprox-exp": "#B7ABFF",
-    "fedams": "#B9BC2E",
-    "fedexprox": "#C58BFF",
-    "fedexprox-grads": "#FF4FD8",
-    "fedexprox-stops": "#A6DB5B",
-    "fedhyper": "#4FE3F0",
-    "fednova": "#C4A08A",
-}
-# Of algorithms that are not of this package, on a light and a dark page, in their order.
+# The same of algorithms that are not of this package, in their order.
 OWN = (
     ("#000000", "#F2F2F2"),
     ("#882255", "#F06CB8"),
@@ -97,16 +76,17 @@ def styles(algorithms: Iterable[str]) -> dict[str, Style]:
     Style(light='#882255', dark='#F06CB8', dash=2)
     """
     names = list(dict.fromkeys(algorithms))
-    own = [name for name in names if name not in COLOURS]
-    known = {name: Style(COLOURS[name], DARK[name]) for name in names if name in COLOURS}
-    return known | {
-        name: Style(*OWN[at % len(OWN)], dash=(at + 1) % len(DASHES)) for at, name in enumerate(own)
+    others = [name for name in names if name not in COLOURS]
+    of_package = {name: Style(*COLOURS[name]) for name in names if name in COLOURS}
+    return of_package | {
+        name: Style(*OWN[at % len(OWN)], dash=(at + 1) % len(DASHES))
+        for at, name in enumerate(others)
     }
 
 
 def colour(name: str) -> str:
     """Return the colour of an algorithm of this package; black for an unknown one."""
-    return COLOURS.get(name, "#000000")
+    return COLOURS.get(name, OWN[0])[0]
 
 
 def new_figure(

@@ -48,7 +48,7 @@ OK, FAILED, MISUSED, INTERRUPTED = 0, 1, 2, 130
 SHOWN = (DataNote, NonFiniteUpdateWarning, EngineWarning, RunWarning, LoggerWarning)
 RUN = {  # what runs a command: a module of this package and a function
     "run": "run:train",
-    "resume": "run:resume",
+    "resume": "run:train",
     "compare": "compare:run",
     "tune": "tune:run",
     "reproduce": "reproduce:run",

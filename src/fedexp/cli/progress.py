@@ -2,9 +2,9 @@
 
 Diagnostics are a line for the user when extrapolation has no effect, or does harm. No effect: eps
 prevents it, or the clients agree. Both are judged once, over the first rounds. A large share of eps
-in the denominator of the step size is no fault by itself: it bounds the step where clients disagree
-most, and towards the end of training the mean update vanishes. Harm: the training loss has doubled,
-and is back near its first value.
+in the denominator of the step size is not a fault by itself: it bounds the step where clients
+disagree most, and towards the end of training the mean update vanishes. Harm: the training loss has
+doubled, and is back near its first value.
 """
 
 from __future__ import annotations
@@ -67,8 +67,33 @@ def watch(
     if quiet:
         yield LogLines(rounds, metric)
         return
-    with progress_bar(title, rounds * runs, metric) as bar:
-        yield bar
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
+
+    console = Console(stderr=True)
+    columns = (
+        TextColumn("[bold]{task.description}"),
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[numbers]}"),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as p:
+        bar, log = LiveBar(p, title, rounds * runs, metric), logging.getLogger("fedexp")
+        level = log.level
+        log.addHandler(bar)
+        log.setLevel(logging.INFO)
+        try:
+            yield bar
+        finally:
+            log.removeHandler(bar)
+            log.setLevel(level)
 
 
 def describe(row: dict[str, Any], metric: str = "") -> str:
@@ -77,11 +102,11 @@ def describe(row: dict[str, Any], metric: str = "") -> str:
     >>> describe({"round": 3, "train_loss": 0.25, "server_lr": 1.5, "test_f1": 0.9}, "test_f1")
     'test f1 0.9  loss 0.25  step 1.5'
     """
-    known = {name: value for name, value in row.items() if value is not None}
-    first = ((next((n for n in names if n in known), None), text) for names, text in SHOWN.items())
-    shown = [text.format(known[name]) for name, text in first if name]
-    if metric in known and not metric.endswith(("loss", "accuracy")):
-        shown.insert(0, f"{metric.replace('_', ' ')} {known[metric]:.4g}")
+    values = {name: value for name, value in row.items() if value is not None}
+    first = ((next((n for n in names if n in values), None), text) for names, text in SHOWN.items())
+    shown = [text.format(values[name]) for name, text in first if name]
+    if metric in values and not metric.endswith(("loss", "accuracy")):
+        shown.insert(0, f"{metric.replace('_', ' ')} {values[metric]:.4g}")
     return "  ".join(shown)
 
 
@@ -93,10 +118,10 @@ class LogLines:
         self._latest: dict[str, Row] = {}
 
     def __call__(self, row: Row, name: str = "") -> None:
-        known = _updated(self._latest.setdefault(name, {}), row)
+        latest = _updated(self._latest.setdefault(name, {}), row)
         if row["round"] % self._every == 0 or row["round"] == self._rounds:
             head = f"{name} " if name else ""
-            line = f"{head}round {row['round']}/{self._rounds}  {describe(known, self._metric)}"
+            line = f"{head}round {row['round']}/{self._rounds}  {describe(latest, self._metric)}"
             print(line.rstrip(), file=sys.stderr, flush=True)
 
     def skip(self, rounds: int) -> None:
@@ -128,38 +153,6 @@ def _updated(latest: Row, row: Row) -> Row:
     """Merge a row: rounds between evaluations have no loss, so the last one stays."""
     latest.update({name: value for name, value in row.items() if value is not None})
     return latest
-
-
-@contextmanager
-def progress_bar(title: str, total: int, metric: str = "") -> Iterator[Bar]:
-    """Show a bar over `total` rounds; draws nothing where stderr is not a terminal."""
-    from rich.console import Console
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeRemainingColumn,
-    )
-
-    console = Console(stderr=True)
-    columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=12),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[numbers]}"),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as p:
-        bar, log = LiveBar(p, title, total, metric), logging.getLogger("fedexp")
-        level = log.level
-        log.addHandler(bar)
-        log.setLevel(logging.INFO)
-        try:
-            yield bar
-        finally:
-            log.removeHandler(bar)
-            log.setLevel(level)
 
 
 class Diagnostics:

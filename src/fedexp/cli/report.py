@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from fedexp.analysis.report.filters import Filters
@@ -17,7 +18,7 @@ from fedexp.analysis.report.sections import Targets
 from fedexp.cli.options import listed
 from fedexp.errors import UsageError, require
 from fedexp.runs import StoredRun, find_runs, load_run
-from fedexp.runs.read import Parts, texts
+from fedexp.runs.read import texts
 from fedexp.storage import disk_errors, write_bytes
 
 FOLDER = "runs"  # in the archive
@@ -59,12 +60,15 @@ def archive(args: argparse.Namespace) -> int:
     _check_runs(args)
     runs = _finished([load_run(folder) for folder in find_runs(args.runs)])
     folder = args.to / FOLDER
-    new = runs if args.replace else [each for each in runs if _is_new(each, folder)]
+    new = runs if args.replace else [run for run in runs if _is_new(run, folder)]
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
-        for each in new:
-            for name, text in _files(each, args.note).items():
-                write_bytes(folder / name, text.encode())
+        for run in new:
+            note = {"note": args.note} if args.note else {}
+            described, rounds = texts(replace(run, environment={**run.environment, **note}))
+            # the CSV first: a TOML without it is not a run
+            write_bytes(folder / f"{run.spec['id']}.csv", rounds.encode())
+            write_bytes(folder / f"{run.spec['id']}.toml", described.encode())
     print(
         f"fedexp: archived in {folder}: {len(new)} (there already: {len(runs) - len(new)})",
         file=sys.stderr,
@@ -74,19 +78,11 @@ def archive(args: argparse.Namespace) -> int:
 
 def _finished(runs: Sequence[StoredRun]) -> list[StoredRun]:
     """Return the runs that are over; print a line for every other one."""
-    for each in runs:
-        if each.result is None:
-            rounds = f"{len(each.rows)} of {each.spec['rounds']} rounds"
-            print(f"fedexp: left out: {each.folder} is not over ({rounds})", file=sys.stderr)
-    return [each for each in runs if each.result is not None]
-
-
-def _files(run: StoredRun, note: str | None = None) -> dict[str, str]:
-    """Return the texts of a run by file name; the CSV first: a TOML without it is no run."""
-    assert run.result is not None
-    about = {**run.environment, **({"note": note} if note else {})}
-    described, rounds = texts(Parts(run.spec, about, run.rows, run.result))
-    return {f"{run.spec['id']}.csv": rounds, f"{run.spec['id']}.toml": described}
+    for run in runs:
+        if run.result is None:
+            rounds = f"{len(run.rows)} of {run.spec['rounds']} rounds"
+            print(f"fedexp: left out: {run.folder} is not over ({rounds})", file=sys.stderr)
+    return [run for run in runs if run.result is not None]
 
 
 def _is_new(run: StoredRun, folder: Path) -> bool:
@@ -94,15 +90,11 @@ def _is_new(run: StoredRun, folder: Path) -> bool:
     path = folder / f"{run.spec['id']}.toml"
     if not path.exists():
         return True
-    if _computed(load_run(path)) != _computed(run):
+    # as the archive writes them, without the environment
+    archived, new = (texts(replace(each, environment={})) for each in (load_run(path), run))
+    if archived != new:
         raise UsageError(
             f"{path} holds the same run with other results; nothing was written; leave the new one "
             "out, or take it with --replace"
         )
     return False
-
-
-def _computed(run: StoredRun) -> tuple[str, str]:
-    """Return the results of a run as the archive writes them, without the environment."""
-    assert run.result is not None
-    return texts(Parts(run.spec, {}, run.rows, run.result))

@@ -23,50 +23,13 @@ from fedexp.runs.spec import folder_of, without_id
 
 
 def train(args: argparse.Namespace) -> int:
-    """Run what the options describe."""
-    require(not (args.out and args.no_save), "--out and --no-save exclude each other; choose one")
-    root, experiment = root_of(args), experiment_of(args)
-    folder = args.out or (root and folder_of(experiment, root))
-    require(
-        folder is not None or not (args.log or args.restart),
-        "--log and --restart need a run that is stored; leave --no-save out",
-    )
-    if args.restart and not is_silent():  # the first rank alone reads the folder
-        stored = folder is not None and is_run(folder)
-        require(stored, f"{folder} holds no run; leave --restart out to begin")
-    return _train(args, experiment, folder, reopen=False)
-
-
-def resume(args: argparse.Namespace) -> int:
-    """Continue a run; one on Flower is reopened here, and trained by its app."""
-    group = ranks()
-    if args.rounds is not None:
-        require(not (args.reopen or args.restart), "--rounds excludes --reopen and --restart")
-        extend = partial(extend_run, args.folder, args.rounds)
-        args.folder = extend() if group is None else group.compute_on_first(extend)
-    read = partial(read_spec, args.folder)
-    spec = without_id(read() if group is None else group.compute_on_first(read))
-    require(not (args.reopen and args.restart), "--reopen and --restart exclude each other")
-    if spec["engine"] != "flower":
-        return _train(args, Experiment.of(spec), args.folder, args.reopen)
-    require(
-        args.reopen,
-        f"{args.folder} is a run on Flower; start its app again, with the same checkpoint",
-    )
-    with RunFolder(args.folder, spec, {}) as held:
-        round = held.reopen()
-    require(
-        round is not None, f"{args.folder} has not diverged; start its app again to continue it"
-    )
-    again = "start its app again, with the same checkpoint"
-    note(f"{args.folder} continues after round {round}: {again}")
-    return 0
-
-
-def _train(
-    args: argparse.Namespace, experiment: Experiment, folder: Path | None, reopen: bool
-) -> int:
     """Run, resume, or return what is stored; then report."""
+    if args.command == "run":
+        (experiment, folder), reopen = _described(args), False
+    else:
+        experiment, folder, reopen = _stored(args), args.folder, args.reopen
+    if experiment is None:  # a run on Flower, which its app trains
+        return 0
     names = [] if folder is None or is_silent() else args.log
     title = f"{experiment.names.task} {experiment.names.algorithm}"
     metric = experiment.problem.metric
@@ -94,6 +57,47 @@ def _train(
         raise FedExPError("no client update was finite in any round; lower local.lr or clip")
     _report(args.json, result)
     return 0
+
+
+def _described(args: argparse.Namespace) -> tuple[Experiment, Path | None]:
+    """Return the experiment that the options describe, and its folder if it is stored."""
+    require(not (args.out and args.no_save), "--out and --no-save exclude each other; choose one")
+    root, experiment = root_of(args), experiment_of(args)
+    folder = args.out or (root and folder_of(experiment, root))
+    require(
+        folder is not None or not (args.log or args.restart),
+        "--log and --restart need a run that is stored; leave --no-save out",
+    )
+    if args.restart and not is_silent():  # the first rank alone reads the folder
+        stored = folder is not None and is_run(folder)
+        require(stored, f"{folder} holds no run; leave --restart out to begin")
+    return experiment, folder
+
+
+def _stored(args: argparse.Namespace) -> Experiment | None:
+    """Return the experiment of a run folder; None for a run on Flower, which is reopened here."""
+    group = ranks()
+    if args.rounds is not None:
+        require(not (args.reopen or args.restart), "--rounds excludes --reopen and --restart")
+        extend = partial(extend_run, args.folder, args.rounds)
+        args.folder = extend() if group is None else group.compute_on_first(extend)
+    read = partial(read_spec, args.folder)
+    spec = without_id(read() if group is None else group.compute_on_first(read))
+    require(not (args.reopen and args.restart), "--reopen and --restart exclude each other")
+    if spec["engine"] != "flower":
+        return Experiment.of(spec)
+    require(
+        args.reopen,
+        f"{args.folder} is a run on Flower; start its app again, with the same checkpoint",
+    )
+    with RunFolder(args.folder, spec, {}) as run_folder:
+        round = run_folder.reopen()
+    require(
+        round is not None, f"{args.folder} has not diverged; start its app again to continue it"
+    )
+    again = "start its app again, with the same checkpoint"
+    note(f"{args.folder} continues after round {round}: {again}")
+    return None
 
 
 class _Progress:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from functools import reduce
 from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
@@ -90,9 +89,9 @@ def cohort_parts(work: Work, state: SimulationState, least: int = 1) -> list[lis
     return [clients[at : at + together] for at in range(0, len(clients), together)]
 
 
-def total_of(parts: Iterable[Sums]) -> Sums:
-    """Return the sums of all parts, of which there is at least one; each is dropped once added."""
-    return reduce(lambda one, other: (one[0] + other[0], {**one[1], **other[1]}), parts)
+def add_sums(one: Sums, other: Sums) -> Sums:
+    """Return the sums of the clients of both."""
+    return one[0] + other[0], {**one[1], **other[1]}
 
 
 def sum_trained(

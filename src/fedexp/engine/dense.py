@@ -8,7 +8,7 @@ so neither do the numbers. The arithmetic is `fedexp.objective.dense`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,11 +19,11 @@ from fedexp.client import LinearCorrection
 from fedexp.engine.base import (
     Pool,
     Sums,
+    add_sums,
     cohort_parts,
     part_of,
     stacked_states,
     sum_updates,
-    total_of,
 )
 from fedexp.engine.plan import Numbers, Work, batch_key, client_steps, host_rows, plan_cohort
 from fedexp.engine.state import SimulationState
@@ -61,7 +61,7 @@ class Dense:
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
         parts = cohort_parts(work, state, least=self.pool.count)
-        return total_of(self._run_clients(work, state, clients) for clients in parts)
+        return reduce(add_sums, map(partial(self._run_clients, work, state), parts))
 
     def _run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
         rule, start = work.algorithm.client, state.params

@@ -5,11 +5,13 @@ A round is `Loop`: `train` each client of the cohort, and add what it sends to t
 
 from __future__ import annotations
 
+from functools import partial, reduce
+
 import torch
 from torch import Tensor
 
 from fedexp.client import LinearCorrection
-from fedexp.engine.base import Sums, Trained, client_loss, cohort_parts, sum_trained, total_of
+from fedexp.engine.base import Sums, Trained, add_sums, client_loss, cohort_parts, sum_trained
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
 from fedexp.local import (
@@ -32,16 +34,17 @@ class Loop:
     name = "loop"
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
-        return total_of(
-            sum_trained(work, clients, [train_client(work, state, client) for client in clients])
-            for clients in cohort_parts(work, state)
-        )
+        parts = cohort_parts(work, state)
+        return reduce(add_sums, map(partial(train_clients, work, state), parts))
 
 
-def train_client(work: Work, state: SimulationState, client: int) -> Trained:
-    """Train one client; torch's global generator, from which dropout draws, is seeded for it."""
-    with seeded_torch(work.seed, "layers", work.round, client):
-        return train(work, state, client, work.task.objective)
+def train_clients(work: Work, state: SimulationState, clients: list[int]) -> Sums:
+    """Train some clients; torch's global generator is seeded for each, since dropout uses it."""
+    trained = []
+    for client in clients:
+        with seeded_torch(work.seed, "layers", work.round, client):
+            trained.append(train(work, state, client, work.task.objective))
+    return sum_trained(work, clients, trained)
 
 
 def train(

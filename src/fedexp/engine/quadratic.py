@@ -8,13 +8,13 @@ without taking the steps one by one.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial, reduce
 
 import torch
 from torch import Tensor
 
 from fedexp.client import LinearCorrection
-from fedexp.engine.base import Sums, cohort_parts, part_of, stacked_states, sum_updates, total_of
+from fedexp.engine.base import Sums, add_sums, cohort_parts, part_of, stacked_states, sum_updates
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
 from fedexp.objective import QuadraticObjective
@@ -51,7 +51,7 @@ class Quadratic:
 
     def __call__(self, work: Work, state: SimulationState) -> Sums:
         parts = cohort_parts(work, state)
-        return total_of(self.run_clients(work, state, clients) for clients in parts)
+        return reduce(add_sums, map(partial(self.run_clients, work, state), parts))
 
     def run_clients(self, work: Work, state: SimulationState, clients: list[int]) -> Sums:
         """Train some clients; one whose update is not finite changes no state."""

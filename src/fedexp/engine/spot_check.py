@@ -126,7 +126,7 @@ def check_client(
     for draw in range(OPINIONS):
         start = replace(state, params=_nudged(work, state.params, draw)) if draw else state
         try:
-            Trial.of_round(work, start, precision, Attempt(draw=draw)).check(make)
+            Trial.of(work, start, precision, Attempt(draw=draw)).check(make)
             return
         except torch.OutOfMemoryError:
             raise

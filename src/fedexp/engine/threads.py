@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from functools import partial
+from functools import partial, reduce
 from queue import SimpleQueue
 from typing import Any
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedexp.data.federation import Batch
-from fedexp.engine.base import Pool, Sums, Trained, cohort_parts, sum_trained, total_of
+from fedexp.engine.base import Pool, Sums, Trained, add_sums, cohort_parts, sum_trained
 from fedexp.engine.loop import train
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
@@ -68,7 +68,7 @@ class Threads:
                     free.append(deltas)
                 yield part
 
-        return total_of(sums())
+        return reduce(add_sums, sums())
 
     def _train(
         self, work: Work, state: SimulationState, row: tuple[int, Tensor]

@@ -234,23 +234,14 @@ class Trial:
         attempt: Attempt,
         later: Precision = "float32",
     ) -> Trial:
-        """Return the trial on a few examples; in a plain one, `later` is the run's precision."""
-        with arithmetic(precision or "float32"):
-            small = _small_work(work, state, precision, attempt)
-            small, start = _start(small, state, attempt)
-        return cls.of_round(small, start, precision, attempt, later)
+        """Run the loop once on a few examples, or on the one client that `work` is of.
 
-    @classmethod
-    def of_round(
-        cls,
-        work: Work,
-        state: SimulationState,
-        precision: Precision | None,
-        attempt: Attempt,
-        later: Precision = "float32",
-    ) -> Trial:
-        """Run the loop once; `work` and `state` are those of the trial itself."""
+        In a plain trial, `later` is the run's precision.
+        """
         with arithmetic(precision or "float32"):
+            if work.only is None:
+                work = _small_work(work, state, precision, attempt)
+                work, state = _start(work, state, attempt)
             expected = _named(Loop()(work, state), work, state)
         if not expected["clients"]:
             raise EngineError("it gives no finite numbers for a few examples")

@@ -20,7 +20,7 @@ from torch import Tensor
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
 from fedexp.engine import SimulationState
-from fedexp.engine.loop import train_client
+from fedexp.engine.loop import train as train_client
 from fedexp.engine.plan import Work
 from fedexp.errors import UsageError, require
 from fedexp.flower.client_state import partition_of
@@ -31,6 +31,7 @@ from fedexp.local import LocalTraining
 from fedexp.objective import Buffers, ModuleObjective, changed_buffers
 from fedexp.objective.base import flatten
 from fedexp.precision import arithmetic, default_precision
+from fedexp.seeding import seeded_torch
 from fedexp.tasks.task import Task
 
 TrainFn = Callable[[Message, Context], Message]
@@ -64,8 +65,9 @@ def simulated_train(task: Task, local: LocalTraining | None = None, seed: int = 
             broadcast=order.gather(request.broadcast, params.device),
             clients={client: order.gather(request.client_state, params.device)},
         )
-        with arithmetic(default_precision(params.device)):
-            trained = train_client(work, state, client)
+        arithmetic_of_device = arithmetic(default_precision(params.device))
+        with arithmetic_of_device, seeded_torch(seed, "layers", request.round, client):
+            trained = train_client(work, state, client, objective)
         extras = dict(trained.extras)
         averaged = buffers.averaged
         if "buffers" in extras:

@@ -16,6 +16,7 @@ from typing import Any
 from fedexp.errors import UsageError, first_line, unknown_name
 from fedexp.experiment import Logger
 from fedexp.optional import extra
+from fedexp.plain import flat
 
 PROJECT = "fedexp"
 MLFLOW_ID = "mlflow-run-id"
@@ -28,8 +29,12 @@ class LoggerWarning(UserWarning):
 class TensorBoard:
     """Event files in the run folder, so that `tensorboard --logdir runs` shows every run."""
 
-    def __init__(self, writer: Callable[..., Any], folder: Path) -> None:
-        self._new_writer, self._folder = writer, folder
+    def __init__(self, folder: Path) -> None:
+        extra("tensorboard", "TensorBoard", group="tensorboard")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._new_writer: Callable[..., Any] = SummaryWriter
+        self._folder = folder
         self._writer: Any = None
 
     def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
@@ -50,8 +55,9 @@ class TensorBoard:
 class Wandb:
     """A run of Weights & Biases, offline with WANDB_MODE=offline; resumed under the same id."""
 
-    def __init__(self, wandb: Any, folder: Path) -> None:
-        self._wandb, self._folder = wandb, folder
+    def __init__(self, folder: Path) -> None:
+        self._wandb = extra("wandb", "Weights & Biases", group="wandb")
+        self._folder = folder
         self._run: Any = None
 
     def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
@@ -76,17 +82,18 @@ class Wandb:
 class MLflow:
     """A run of MLflow, wherever MLFLOW_TRACKING_URI points; the run folder stores its id."""
 
-    def __init__(self, mlflow: Any, folder: Path) -> None:
-        self._mlflow, self._folder = mlflow, folder
+    def __init__(self, folder: Path) -> None:
+        self._mlflow = extra("mlflow", "MLflow", "mlflow-skinny", group="mlflow")
+        self._folder = folder
         self._logged = 0  # MLflow cannot delete a round, so none may be logged twice
 
     def begin(self, spec: Mapping[str, Any], resumed_from: int) -> None:
         self._mlflow.set_experiment(os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT))
-        known = self._folder / MLFLOW_ID
-        before = known.read_text().strip() if resumed_from and known.exists() else None
+        id_file = self._folder / MLFLOW_ID
+        before = id_file.read_text().strip() if resumed_from and id_file.exists() else None
         run = self._mlflow.start_run(run_id=before, run_name=self._folder.resolve().name)
         if before is None:
-            known.write_text(run.info.run_id + "\n")
+            id_file.write_text(run.info.run_id + "\n")
             self._mlflow.log_params(flat(spec))
         else:
             history = self._mlflow.MlflowClient().get_metric_history(before, "clients")
@@ -143,25 +150,10 @@ class GuardedLogger:
             )
 
 
-def _tensorboard(folder: Path) -> Logger:
-    extra("tensorboard", "TensorBoard", group="tensorboard")
-    from torch.utils.tensorboard import SummaryWriter
-
-    return TensorBoard(SummaryWriter, folder)
-
-
-def _wandb(folder: Path) -> Logger:
-    return Wandb(extra("wandb", "Weights & Biases", group="wandb"), folder)
-
-
-def _mlflow(folder: Path) -> Logger:
-    return MLflow(extra("mlflow", "MLflow", "mlflow-skinny", group="mlflow"), folder)
-
-
 LOGGERS: dict[str, Callable[[Path], Logger]] = {
-    "tensorboard": _tensorboard,
-    "wandb": _wandb,
-    "mlflow": _mlflow,
+    "tensorboard": TensorBoard,
+    "wandb": Wandb,
+    "mlflow": MLflow,
 }
 
 
@@ -178,21 +170,8 @@ def scalars(row: Mapping[str, Any]) -> dict[str, float]:
     >>> scalars({"round": 3, "train_loss": 0.5, "test_loss": None, "clients": 10})
     {'train_loss': 0.5, 'clients': 10.0}
     """
-    known = {k: v for k, v in row.items() if k != "round" and isinstance(v, int | float)}
-    return {name: float(value) for name, value in known.items() if math.isfinite(value)}
-
-
-def flat(spec: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return a spec with dotted names instead of tables.
-
-    >>> flat({"task": "toy", "options": {"server.eps": 0.0}})
-    {'task': 'toy', 'options.server.eps': 0.0}
-    """
-    pairs: dict[str, Any] = {}
-    for name, value in spec.items():
-        inside = isinstance(value, Mapping)
-        pairs |= flat(value, f"{prefix}{name}.") if inside else {f"{prefix}{name}": value}
-    return pairs
+    numbers = {k: v for k, v in row.items() if k != "round" and isinstance(v, int | float)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value)}
 
 
 def _grouped(name: str) -> str:

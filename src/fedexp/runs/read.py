@@ -75,8 +75,7 @@ class StoredRun:
 def load_run(folder: Path) -> StoredRun:
     """Read a run, finished or not, or archived; raise `UsageError` for one that is damaged."""
     if is_archived(folder):
-        parts = read_archived(folder)
-        return StoredRun(folder.with_suffix(""), **vars(parts))
+        return read_archived(folder)
     spec = read_spec(folder)
     rows, result = rows_and_result(folder)
     return StoredRun(folder, spec, read_environment(folder), rows, result)
@@ -99,19 +98,19 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 
     Trials are left out, unless a path is theirs. An archived run is named by its TOML.
     """
-    found: list[Path] = []
+    folders: list[Path] = []
     for path in paths:
         inside = [path] if is_run(path) or is_archived(path) else _inside(path)
         if not inside:
             raise UsageError(f"there is no run in {path}; `fedexp run` and `compare` write them")
-        found += inside
-    return list(dict.fromkeys(found))
+        folders += inside
+    return list(dict.fromkeys(folders))
 
 
 def _inside(path: Path) -> list[Path]:
     folders = sorted(spec.parent for spec in path.rglob(SPEC))
-    shown = [each for each in folders if TRIALS not in each.relative_to(path).parts]
-    return [*shown, *find_archived(path)]
+    runs = [folder for folder in folders if TRIALS not in folder.relative_to(path).parts]
+    return [*runs, *find_archived(path)]
 
 
 def _read_result(folder: Path) -> dict[str, Any] | None:
@@ -128,16 +127,6 @@ def _read_result(folder: Path) -> dict[str, Any] | None:
     return result
 
 
-@dataclass(frozen=True)
-class Parts:
-    """The parts of an archived run; see `StoredRun`."""
-
-    spec: dict[str, Any]
-    environment: dict[str, Any]
-    rows: list[Row]
-    result: dict[str, Any]
-
-
 def is_archived(path: Path) -> bool:
     """Return whether a file is the TOML of an archived run."""
     if path.suffix != ".toml" or path.name == SPEC or not path.with_suffix(".csv").is_file():
@@ -151,30 +140,35 @@ def find_archived(folder: Path) -> list[Path]:
     return sorted(path for path in folder.rglob("*.toml") if is_archived(path))
 
 
-def texts(run: Parts) -> tuple[str, str]:
-    """Return the TOML and the CSV of a run.
+def texts(run: StoredRun) -> tuple[str, str]:
+    """Return the TOML and the CSV of a run that is over.
 
     A column with a single value is a line of the TOML; one without any is left out.
     """
+    assert run.result is not None
     columns = {
         name: [_rounded(name, row.get(name)) for row in run.rows] for name in _names(run.rows)
     }
-    constant = {name: own[0] for name, own in columns.items() if name != "round" and _same(own)}
+    constant = {
+        name: values[0]
+        for name, values in columns.items()
+        if name != "round" and all(value == values[0] for value in values)
+    }
     varying = [name for name in columns if name not in constant]
     table = _csv(varying, [[columns[name][at] for name in varying] for at in range(len(run.rows))])
     spec = without_id(run.spec)
     described = {
         "format": FORMAT,
         "id": id_of(spec),
-        "result": {n: _rounded(n, value) for n, value in _known(run.result).items()},
-        "environment": _known({name: run.environment.get(name) for name in ARCHIVED}),
+        "result": {n: _rounded(n, value) for n, value in _without_nulls(run.result).items()},
+        "environment": _without_nulls({name: run.environment.get(name) for name in ARCHIVED}),
         "constant": constant,
         "spec": spec,
     }
     return HEAD + tomli_w.dumps({"sha256": _digest(described, table), **described}), table
 
 
-def read_archived(path: Path) -> Parts:
+def read_archived(path: Path) -> StoredRun:
     """Read a run from its TOML and CSV; refuse one that was changed since it was archived."""
     try:
         described = parse_toml(path.read_text(encoding="utf-8"))
@@ -188,14 +182,15 @@ def read_archived(path: Path) -> Parts:
     rows = _rows(path, described["constant"], table)
     result = {"diverged_at": None, **described["result"]}
     identity = {"format": described["format"], "id": described["id"]}
-    return Parts({**identity, **spec}, described["environment"], rows, result)
+    folder, environment = path.with_suffix(""), described["environment"]
+    return StoredRun(folder, {**identity, **spec}, environment, rows, result)
 
 
 def _check(path: Path, described: Mapping[str, Any], table: str) -> None:
     check_format(described, path)
-    own = {name: value for name, value in described.items() if name != "sha256"}
+    content = {name: value for name, value in described.items() if name != "sha256"}
     require(
-        described.get("sha256") == _digest(own, table),
+        described.get("sha256") == _digest(content, table),
         f"{path} or its CSV has been changed since it was archived; put it back, or archive the "
         "run again with --replace",
     )
@@ -205,7 +200,7 @@ def _check(path: Path, described: Mapping[str, Any], table: str) -> None:
     fault = fault or result_fault(described["result"])
     if fault is None and not isinstance(described.get("id"), str):
         fault = "it has no id"
-    require(fault is None, f"{path} is no archived run: {fault}; archive the run again")
+    require(fault is None, f"{path} is not an archived run: {fault}; archive the run again")
 
 
 def _rows(path: Path, constant: Mapping[str, Any], table: str) -> list[Row]:
@@ -227,14 +222,10 @@ def _names(rows: Sequence[Row]) -> list[str]:
     return [n for n in names if n == "round" or any(row.get(n) is not None for row in rows)]
 
 
-def _same(values: Sequence[Any]) -> bool:
-    return all(value == values[0] for value in values)
-
-
-def _known(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_nulls(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return a table without nulls, which TOML does not have, at any depth."""
     return {
-        name: _known(value) if isinstance(value, Mapping) else value
+        name: _without_nulls(value) if isinstance(value, Mapping) else value
         for name, value in values.items()
         if value is not None
     }

@@ -17,7 +17,7 @@ import tomli_w
 from fedexp.engine import SimulationState
 from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.experiment import FIELDS, Experiment, Row
-from fedexp.plain import SOURCES, TYPED, id_of
+from fedexp.plain import SOURCES, TYPED, flat, id_of
 from fedexp.storage import parse_toml
 
 FORMAT = 2
@@ -179,7 +179,7 @@ def read_experiment(path: Path) -> Experiment:
     spec = {"task": "", "algorithm": "fedexp", **spec}
     options = spec.get("set", {})
     require(isinstance(options, Mapping), f"set in {path} is not a table of options")
-    experiment = Experiment.of({**spec, "set": _flat(options)})
+    experiment = Experiment.of({**spec, "set": flat(options)})
     stale = {name: spec[name] for name in RESOLVED if name in spec and name != "changed"}
     wrong = stale and differing(stale, {name: experiment.spec.get(name) for name in stale})
     if wrong:
@@ -196,18 +196,12 @@ def check_same(spec: Mapping[str, Any], wanted: Mapping[str, Any], folder: Path)
     then, now = ({n: v for n, v in each.items() if n not in left_out} for each in (spec, wanted))
     if (name := differing(then, now)) is not None:
         raise UsageError(
-            f"{folder} holds another run: there {shown(name)} is {shown(_flat(then).get(name))}, "
-            f"here it is {_flat(now).get(name)}; choose another folder"
+            f"{folder} holds another run: there {shown(name)} is {shown(flat(then).get(name))}, "
+            f"here it is {flat(now).get(name)}; choose another folder"
         )
 
 
 def differing(spec: Mapping[str, Any], other: Mapping[str, Any]) -> str | None:
     """Return the first name whose values differ, dotted for those in tables; None if none does."""
-    one, two = _flat(spec), _flat(other)
+    one, two = flat(spec), flat(other)
     return next((n for n in sorted(one.keys() | two.keys()) if one.get(n) != two.get(n)), None)
-
-
-def _flat(spec: Mapping[str, Any]) -> dict[str, Any]:
-    tables = {name: value for name, value in spec.items() if isinstance(value, Mapping)}
-    flat = {name: value for name, value in spec.items() if name not in tables}
-    return flat | {f"{t}.{k}": v for t, values in tables.items() for k, v in values.items()}

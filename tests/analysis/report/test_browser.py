@@ -11,7 +11,7 @@ import pytest
 from playwright.sync_api import Browser, Locator, Page
 
 from fedexp.analysis.report.page import render, write_page, write_report
-from fedexp.analysis.report.sections import Targets, load_all, sections
+from fedexp.analysis.report.sections import Targets, load_runs, sections
 from tests.helpers.browser import chromium, needs_browser
 from tests.helpers.stored_runs import write
 
@@ -26,7 +26,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> str:
     for seed in range(3):
         write(folder / "runs", "fedavg", seed, 30 if seed else 20, speed=0.05)
         write(folder / "runs", "fedexp", seed, speed=0.2)
-    runs, problems = load_all([folder / "runs"])
+    runs, problems = load_runs([folder / "runs"])
     assert not problems
     write_page(folder / "report.html", render(sections(runs), (), Targets()))
     return (folder / "report.html").as_uri()

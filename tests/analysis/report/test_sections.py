@@ -14,13 +14,21 @@ import fedexp as fx
 from fedexp.analysis.report.sections import (
     common_and_differing,
     distinct,
-    load_all,
+    load_runs,
     sections,
     status,
 )
 from fedexp.errors import UsageError
+from fedexp.runs import StoredRun
 from tests.helpers.stored_runs import stored, write
 from tests.helpers.studies import federation
+
+
+def load_all(paths: list[Path]) -> tuple[list[StoredRun], list[str]]:
+    """Return what a report without filters shows, and its warnings."""
+    runs, problems = load_runs(paths)
+    chosen, repeated = distinct(runs)
+    return chosen, [*problems, *repeated]
 
 
 def test_seeds_are_one_series_and_settings_are_not() -> None:

@@ -13,7 +13,7 @@ import html
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -51,6 +51,7 @@ from fedexp.analysis.summary import Line, summarise_groups
 from fedexp.analysis.tables import comparison_table, format_bytes, format_value, warning_lines
 from fedexp.errors import UsageError, require
 from fedexp.optional import extra
+from fedexp.plain import flat
 from fedexp.runs import StoredRun
 from fedexp.runs.spec import Outcome
 from fedexp.storage import write_bytes
@@ -476,7 +477,7 @@ def environments(runs: Sequence[StoredRun]) -> Markup:
     groups: dict[frozenset[tuple[str, str]], tuple[dict[str, str], list[StoredRun]]] = {}
     for run in runs:
         shown = {k: v for k, v in run.environment.items() if k not in NOT_SHOWN}
-        entries = {name: value_text(value) for name, value in _flat(shown)}
+        entries = {name: value_text(value) for name, value in flat(shown).items()}
         entries |= engine_entries(run.environment)
         groups.setdefault(frozenset(entries.items()), (entries, []))[1].append(run)
     parts = []
@@ -484,15 +485,6 @@ def environments(runs: Sequence[StoredRun]) -> Markup:
         total = {"runs": str(len(own)), "wall time": duration(sum(map(wall_time, own)))}
         parts.append(definitions((total | entries).items()))
     return join(parts)
-
-
-def _flat(entries: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield entries with dotted names for nested ones."""
-    for name, value in entries.items():
-        if isinstance(value, Mapping):
-            yield from ((f"{name}.{inner}", each) for inner, each in _flat(value))
-        else:
-            yield name, value
 
 
 def engine_entries(environment: Mapping[str, Any]) -> dict[str, str]:

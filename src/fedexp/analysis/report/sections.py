@@ -15,7 +15,6 @@ from typing import Any
 
 from fedexp.algorithms import ALGORITHMS
 from fedexp.analysis.plots import COLOURS, Style, styles
-from fedexp.analysis.report.filters import Filters
 from fedexp.analysis.summary import (
     REFERENCE,
     Band,
@@ -147,15 +146,6 @@ class Section:
         """All record fields that have a number in some round."""
         rows = (row for run in self.runs for row in run.rows)
         return {name for row in rows for name, value in row.items() if _is_number(value)}
-
-
-def load_all(
-    paths: Iterable[Path], filters: Filters | None = None
-) -> tuple[list[StoredRun], list[str]]:
-    """Return the runs in the folders, and a line for each that is unreadable or a duplicate."""
-    runs, problems = load_runs(paths)
-    chosen, repeated = distinct((filters or Filters()).select(runs).runs)
-    return chosen, [*problems, *repeated]
 
 
 def load_runs(paths: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
