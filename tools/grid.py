@@ -50,11 +50,11 @@ def parser_of(module: str, description: str | None) -> argparse.ArgumentParser:
 
 
 def named(kind: str, text: str, names: Collection[str]) -> list[str]:
-    """Return the names in a text with commas; raise `UsageError` for one that does not exist."""
+    """Return the names in a text with commas, once; raise `UsageError` for an unknown one."""
     for name in text.split(","):
         if name not in names:
             raise unknown_name(kind, name, names)
-    return text.split(",")
+    return list(dict.fromkeys(text.split(",")))
 
 
 def execute(
@@ -81,7 +81,7 @@ def execute(
                 restart=restart,
             )
         except RunInterrupted:
-            print("stopped; the same command continues")
+            print(f"stopped; the same command {'starts over' if restart else 'continues'}")
             sys.exit(request.status if request() else 0)
 
 
