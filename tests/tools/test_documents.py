@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import re
 import shutil
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 from tools.algorithm_pages import report as pages
 from tools.algorithm_pages.figure import figure
-from tools.eps_study import protocol as eps_protocol
 from tools.eps_study import report as eps_report
-from tools.eps_study.__main__ import main as eps_main
-from tools.eps_study.protocol import StudyTask
 from tools.leaderboard import report as board_report
-from tools.leaderboard import runs as board_runs
-from tools.leaderboard.__main__ import main as board_main
-from tools.leaderboard.protocol import ENTRIES, SEEDS, SMALL, TASKS, TRIALS, BoardTask
+from tools.leaderboard.protocol import ENTRIES, SEEDS, SMALL, TASKS, TRIALS
 from tools.leaderboard.runs import Store
+from tools.results import __main__ as script
 from tools.results import documents
 from tools.results.archive import Archive
 from tools.results.documents import (
@@ -40,7 +37,6 @@ from tools.results.documents import (
 
 from fedexp.algorithms import ALGORITHMS
 from fedexp.errors import UsageError
-from fedexp.tasks import digits, synthetic
 
 ROOT = Path(__file__).parents[2]
 LIMIT = 8_000_000  # bytes of the whole archive, about 40 kB per run of 500 rounds
@@ -78,6 +74,17 @@ def spoil(path: Path, pattern: str) -> None:
 def test_all_generated_files_are_up_to_date(made: Mapping[Path, str]) -> None:
     problems = stale(ROOT, made)
     assert not problems, "; ".join(problems)
+
+
+def test_the_script_checks_all_files(
+    made: Mapping[Path, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    changed = {**made, APPENDIX: f"{made[APPENDIX]}\n"}
+    monkeypatch.setattr(sys, "argv", ["results", "--check"])
+    for files, status, line in ((made, 0, "files agree with results/runs"), (changed, 1, DIFFERS)):
+        monkeypatch.setattr(script, "generate", lambda root, files=files: files)
+        assert script.main() == status
+        assert line in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -165,49 +172,6 @@ def test_every_algorithm_has_a_page_with_all_sections(tmp_path: Path) -> None:
         pages.read_pages(tmp_path)
 
 
-TINY_BOARD = BoardTask(
-    "digits",
-    "tiny digits",
-    lambda seed: digits(clients=5, seed=seed),
-    targets=(0.3, 0.99),
-    rounds=6,
-    evaluate_every=2,
-    cohort=2,
-    local_lr=(-1, -0.5, 0),
-)
-
-
-def test_a_row_of_the_leaderboard_is_run_once_and_continued(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(TASKS, "digits", TINY_BOARD)
-    monkeypatch.setattr(board_runs, "ROUNDS", 12)
-    command = ["--algorithm", "fedexp", "--task", "digits", "--out", str(tmp_path)]
-    assert board_main([*command, "--seconds", "-1"]) == 0
-    assert not list(tmp_path.iterdir())
-    assert board_main(command) == 0
-    store = Store.load("digits", tmp_path)
-    assert len(store.trials) == TRIALS
-    best = max(store.trials, key=lambda trial: trial.score)
-    assert [(run.seed, run.point) for run in store.runs] == [(s, best.point) for s in SEEDS]
-    assert len(store.runs[0].values) == 3
-    assert store.runs[0].bytes_up == store.runs[0].bytes_down == 2 * 650 * 4
-    files = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
-    assert sorted(files) == ["digits-tuning.csv", "digits.csv"]
-    store.trials.pop(3)
-    store.runs.pop(1)
-    store.write()
-    capsys.readouterr()
-    assert board_main(command) == 0
-    trial, run = capsys.readouterr().out.splitlines()
-    assert "score" in trial
-    assert "seed 1" in run
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == files
-    assert "| FedExP, recommended |" in board_report.blocks(tmp_path)["board-tables"]
-    assert board_main(["--algorithm", "fedxp"]) == 1
-    assert "did you mean fedexp" in capsys.readouterr().err
-
-
 def test_the_stored_rows_are_those_of_the_protocol() -> None:
     """Every algorithm has a row, all rows have the same budget, and runs have the best values."""
     assert {entry.algorithm for entry in ENTRIES.values()} == set(ALGORITHMS)
@@ -221,30 +185,3 @@ def test_the_stored_rows_are_those_of_the_protocol() -> None:
         for run in store.runs:
             assert run.seed in SEEDS
             assert run.point == store.best(ENTRIES[run.row])
-
-
-def test_the_eps_study_is_run_once(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    tiny = StudyTask(
-        "synthetic",
-        True,
-        lambda seed: synthetic(clients=4, rows=2, dim=20, seed=seed),
-        target=1e-2,
-        budget=60,
-        evaluate_every=2,
-        seeds=(0,),
-        grid=((0.1, 0), (0.1, 2)),
-        absolute=lambda lr: (0.0, 0.1),
-        metric="train_loss",
-    )
-    monkeypatch.setitem(eps_protocol.TASKS, "synthetic", tiny)
-    command = ["--tasks", "synthetic", "--out", str(tmp_path), "--variants"]
-    for variant in ("fedexp", "scaffold-exp"):
-        assert eps_main([*command, variant]) == 0
-    assert len(capsys.readouterr().out.splitlines()) > 2 * 4
-    assert eps_main([*command, "scaffold-exp"]) == 0
-    assert capsys.readouterr().out == ""
-    assert len({path.read_bytes() for path in tmp_path.glob("*.csv")}) == 2
-    assert eps_main(["--tasks", "digit"]) == 1
-    assert "did you mean digits" in capsys.readouterr().err

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -13,22 +11,22 @@ from typing import Any
 import pytest
 from tools.algorithm_pages import report as pages
 from tools.eps_study import measures
-from tools.eps_study.curves import Curves, Key, execute, load
+from tools.eps_study.curves import Curves, Key
 from tools.eps_study.protocol import CANDIDATES, VARIANT_TASKS, Arm, StudyTask
 from tools.eps_study.protocol import TASKS as EPS_TASKS
+from tools.grid import write_csv
 from tools.leaderboard import report as board_report
-from tools.leaderboard import runs as board_runs
 from tools.leaderboard.measures import Cell
-from tools.leaderboard.protocol import ENTRIES, TASKS, BoardTask
+from tools.leaderboard.protocol import ENTRIES, TASKS
 from tools.leaderboard.runs import BoardRun, Store
 from tools.results import deviations, search, shakespeare, studies, table1
 from tools.results.archive import Archive, load_archive
 
 from fedexp.algorithms import ALGORITHMS
-from fedexp.engine.state import SimulationState, message_bytes
-from fedexp.experiment import simulate
+from fedexp.engine.contract import probe
+from fedexp.engine.state import SimulationState
 from fedexp.runs import StoredRun
-from fedexp.tasks import digits, synthetic
+from fedexp.tasks import digits
 from fedexp.tasks.recipe import RECIPES
 from tests.helpers.archives import fabricated
 
@@ -134,28 +132,17 @@ def test_extrapolated_rounds_by_reading_of_eps() -> None:
 # Searches -----------------------------------------------------------------------------------------
 
 
-def test_tuned_runs_are_those_with_the_best_values(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scores = {0.01: 0.3, 10**-0.5: 0.5, 1.0: None}
+def test_tuned_runs_are_those_with_the_best_values(tmp_path: Path) -> None:
+    scores = {0.01: 0.3, 10**-0.5: 0.5, 1.0: 0.0}
     options = {"fedexp": "server.eps", "fedavg": "server.lr"}
-    record = [
-        {
-            "algorithm": name,
-            "trials": [
-                {"values": {"local.lr": lr, option: 0.1}, "score": s} for lr, s in scores.items()
-            ],
-        }
-        for name, option in options.items()
+    lines = [
+        (name, lr, o, 0.1, score) for name, o in options.items() for lr, score in scores.items()
     ]
-    (tmp_path / "tune.json").write_text(json.dumps({"algorithms": record}))
-    command = ["search", str(tmp_path / "tune.json"), "--to", str(tmp_path / "tuned")]
-    monkeypatch.setattr(sys, "argv", command)
-    search.main()
-    best = search.best_trials(search.load_search(tmp_path / "tuned"))
+    write_csv(tmp_path / search.SEARCH, (*search.Trial._fields[:4], "train_accuracy"), lines)
+    best = search.best_trials(search.load_search(tmp_path))
     assert {n: t.local_lr for n, t in best.items()} == dict.fromkeys(options, 10**-0.5)
     row = "| FedExP | server.eps=0.1 | 30.0 % | **50.0 %** | diverged |"
-    assert row in search.search_table(tmp_path / "tuned")
+    assert row in search.search_table(tmp_path)
 
     def tuned(name: str, seed: int, hit: int, **changed: Any) -> StoredRun:
         run = fabricated("table1", "emnist", name, seed, hit, clients=294)
@@ -170,10 +157,10 @@ def test_tuned_runs_are_those_with_the_best_values(
         tuned("fedexp", 3, 10, rounds=50),
         tuned("fedexp", 4, 10, options={"local.lr": 0.1, "server.eps": 0.1}),
     ]
-    lines = search.tuned_table(Archive(tuple(runs)), tmp_path / "tuned").splitlines()
+    table = search.tuned_table(Archive(tuple(runs)), tmp_path).splitlines()
     values = "client step 0.316, server.eps=0.1"
-    assert lines[2] == f"| FedExP | {values} | 50 ± 0 | 70 ± 0 | 2.00x | 90.00% ± 0.00 | 2 |"
-    assert len(lines) == 4
+    assert table[2] == f"| FedExP | {values} | 50 ± 0 | 70 ± 0 | 2.00x | 90.00% ± 0.00 | 2 |"
+    assert len(table) == 4
 
 
 def test_the_shakespeare_recipe_and_its_table_are_those_of_the_stored_runs() -> None:
@@ -227,22 +214,6 @@ def test_a_target_that_a_seed_misses_has_no_mean() -> None:
     assert "1 of 2 diverged" in board_report.tables({("digits", "fedexp"): diverged})
 
 
-def test_a_score_is_the_mean_training_accuracy_of_the_last_rounds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny = BoardTask("digits", "", lambda seed: digits(clients=5), (0.3, 0.99), 6, 2, 2, (-1, 0, 0))
-    monkeypatch.setitem(TASKS, "digits", tiny)
-    monkeypatch.setattr(board_runs, "ROUNDS", 12)
-    entry = ENTRIES["scaffold"]
-    runner = board_runs.Runner("digits", tmp_path, log=lambda line: None)
-    assert runner.execute(entry)
-    point = entry.points("digits")[4]
-    setup = entry.setup(tiny.build(0).local, "digits", point)
-    rounds = simulate(tiny.build(0), setup.algorithm, 12, 2, 0, local=setup.local, evaluate_every=1)
-    accuracies = [record.train_accuracy or 0.0 for record in rounds]
-    assert runner.store.score("scaffold", point) == pytest.approx(mean(accuracies[2:]), abs=1e-5)
-
-
 def test_the_page_agrees_with_the_stored_curves() -> None:
     """Recompute every row of the digits table from the CSV files, without `measures`."""
     page = (RESULTS.parent / "docs" / "leaderboard.md").read_text()
@@ -277,9 +248,9 @@ def test_bytes_of_the_table_are_those_of_records(name: str) -> None:
         terms = line.split("|")[2].split("+")
         parts = [term.strip().partition("d") for term in terms]
         counted.append(sum(int(n or 1) * (d if unit else 1) for n, unit, _ in parts))
-    up, down = message_bytes(algorithm, state)
-    assert counted[1] * 4 == down
-    assert counted[0] * 4 <= up <= counted[0] * 4 + 4 * 2  # single numbers may have 8 bytes
+    contract = probe(algorithm, state)
+    assert counted[1] * 4 == contract.bytes_down
+    assert 0 <= contract.bytes_up - counted[0] * 4 <= 4 * 2  # single numbers may have 8 bytes
 
 
 # The study of relative eps ------------------------------------------------------------------------
@@ -340,28 +311,6 @@ def test_a_target_that_is_missed_counts_with_the_budget() -> None:
     assert cell.at_edge
     zero = eps_runs({arm: 10, Arm("absolute", 0.0): 10}, ["digits"])
     assert not measures.task_cells(zero, ["digits"], "smoothed")[0].at_edge  # 0 is no edge
-
-
-def test_a_run_ends_at_its_smoothed_crossing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    tiny = replace(
-        EPS_TASKS["synthetic"],
-        build=lambda seed: synthetic(clients=4, rows=2, dim=20, seed=seed),
-        target=1e-2,
-        budget=60,
-        evaluate_every=2,
-        seeds=(0,),
-        grid=((0.1, 0),),
-        absolute=lambda lr: (0.0,),
-    )
-    monkeypatch.setitem(EPS_TASKS, "synthetic", tiny)
-    execute("synthetic", (0.1,), tmp_path, log=lambda line: None)
-    exact = load("synthetic", tmp_path)[Key(tiny.cells[0], 0, Arm("absolute", 0.0))]
-    first, smooth = exact.crossings(tiny)
-    assert first is not None
-    assert smooth is not None
-    assert first < smooth == 2 * len(exact.values) < tiny.budget
 
 
 def test_the_decision_needs_both_criteria_on_both_tasks() -> None:
