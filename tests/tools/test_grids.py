@@ -151,6 +151,14 @@ def test_a_row_of_the_leaderboard_is_run_once(
     assert len(list((tmp_path / "again").glob("*/result.json"))) == 2
     assert contents(out) == files
     assert "| FedExP, recommended |" in board_report.blocks(out)["board-tables"]
+    store = Store.load("digits", out)
+    worst = min(store.trials, key=lambda trial: trial.score)
+    store.trials.append(worst._replace(score=1.0))
+    store.trials.remove(worst)
+    store.write()
+    assert len(board("fedexp").splitlines()) == len(SEEDS)  # another point is the best one now
+    judged = Store.load("digits", out).runs
+    assert [(run.seed, run.point) for run in judged] == [(seed, worst.point) for seed in SEEDS]
     assert board_main(["--algorithm", "fedxp"]) == 1
     assert "did you mean fedexp" in capsys.readouterr().err
 
