@@ -28,6 +28,7 @@ from fedexp.catalogue import (
     named_task,
     task_arguments,
 )
+from fedexp.client import ClientRule
 from fedexp.cohorts import Cohort
 from fedexp.engine.client_store import ClientStore, Location
 from fedexp.engine.plan import CohortRule
@@ -47,6 +48,7 @@ from fedexp.references import (
     is_reference,
     load_object,
 )
+from fedexp.server import ServerRule
 from fedexp.tasks.task import Task, Weighting
 from fedexp.text import option_text
 
@@ -705,22 +707,19 @@ def _evaluations(every: Any) -> Any:
 
 def _check_kinds(experiment: Experiment) -> None:
     """Refuse values whose type would fail later, or have another meaning."""
-    for what, value, kind in (
-        ("Task", experiment.task, Task),
-        ("Algorithm", experiment.algorithm, Algorithm),
+    rule = 'fedexp.Algorithm("name", client=..., server=...) of it'
+    for value, kind, what, place, example in (
+        (experiment.task, Task, "a Task", "fedexp.tasks.", "digits"),
+        (experiment.algorithm, Algorithm, "an Algorithm", "fedexp.", "fedexp"),
     ):
-        builder, example = what.lower(), {"Task": "tasks.digits", "Algorithm": "fedexp"}[what]
         if isinstance(value, type | FunctionType):
-            name = value.__name__
+            name = example if isinstance(value, type) else value.__name__
             raise UsageError(
-                f"{name} is not a {what} until it is called; give what it returns, e.g. "
-                f"fedexp.{example}()".replace("a Algorithm", "an Algorithm")
+                f"{value.__name__} is not {what} until it is called; give {place}{name}()"
             )
-        require(
-            isinstance(value, kind | str),
-            f"the {builder} is {type(value).__name__}, not a {what}; give e.g. fedexp.{example}(), "
-            f"or the name of one".replace("a Algorithm", "an Algorithm"),
-        )
+        remedy = rule if isinstance(value, ServerRule | ClientRule) else f"{place}{example}()"
+        good = isinstance(value, kind | str)
+        require(good, f"{type(value).__name__} is not {what} or the name of one; give {remedy}")
     for name, kinds, example in KINDS:
         value = getattr(experiment, name)
         fits = value is None or isinstance(value, kinds)

@@ -489,16 +489,18 @@ def test_bytes_follow_the_cohort() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("digits", fx.fedavg()), r"not the name 'digits'; call its function, fx\.tasks\.digits"),
         (
             (fx.tasks.toy, fx.fedavg()),
-            r"toy is no Task until it is called; pass fx\.tasks\.toy\(\)",
+            r"toy is not a Task until it is called; give fedexp\.tasks\.toy\(\)",
         ),
-        ((fx.tasks.Task, fx.fedavg()), "Task is no Task until it is called"),
-        ((3, fx.fedavg()), "simulate takes a Task, not int"),
-        ((fx.tasks.toy(), fx.fedavg), r"fedavg is no Algorithm until .*; pass fx\.fedavg\(\)"),
-        ((fx.tasks.toy(), fx.ExP), "ExP is no Algorithm until it is called"),
-        ((fx.tasks.toy(), fx.ExP()), r'not ExP; a rule of your own is fx\.Algorithm\("name"'),
+        ((fx.tasks.Task, fx.fedavg()), "Task is not a Task until it is called"),
+        ((3, fx.fedavg()), "int is not a Task or the name of one"),
+        (
+            (fx.tasks.toy(), fx.fedavg),
+            r"fedavg is not an Algorithm until .*; give fedexp\.fedavg\(\)",
+        ),
+        ((fx.tasks.toy(), fx.ExP), "ExP is not an Algorithm until it is called"),
+        ((fx.tasks.toy(), fx.ExP()), r'ExP is not an Algorithm .*; give fedexp\.Algorithm\("name"'),
         ((fx.tasks.toy(), fx.fedavg(), 2.5), "rounds must be a whole number: 2.5"),
         ((fx.tasks.toy(), fx.fedavg(), 0), "rounds must be at least 1, not 0"),
         ((fx.tasks.toy(), fx.fedavg(), 1, None, "a"), "seed must be a whole number: 'a'"),

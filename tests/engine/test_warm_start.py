@@ -122,7 +122,7 @@ def without(name: str) -> Callable[[dict[str, Tensor]], Any]:
             r"layers\.0\.bias of start has shape \[9\] where the task's model has \[6\]",
         ),
         (lambda s: {"model": s}, "model of start is no tensor but .*; pass a state_dict"),
-        (lambda s: "model.pt", "start is a state or a record .* not str; load a file first"),
+        (lambda s: "model.pt", "there are no weights in model.pt"),
         (lambda s: BatchNormNet(), r"start has no layers\.0\.weight"),
     ],
 )

@@ -24,6 +24,7 @@ from fedexp.runs.spec import folder_of, without_id
 
 def train(args: argparse.Namespace) -> int:
     """Run, resume, or return what is stored; then report."""
+    experiment: Experiment | None
     if args.command == "run":
         (experiment, folder), reopen = _described(args), False
     else:
