@@ -357,7 +357,10 @@ def test_a_clients_own_budget() -> None:
         ({"weighting": "size"}, "uniform weights, not size; leave weighting out"),
         ({"algorithm": fx.scaffold()}, "control variates of scaffold are not covered"),
         ({"task": classes_task(BatchNormNet)}, "use a model with GroupNorm or none"),
-        ({"privacy": 8.0}, "a CentralPrivacy or a LocalPrivacy of fedexp.privacy, not 8.0"),
+        (
+            {"privacy": 8.0},
+            "privacy is float; give fedexp.privacy.CentralPrivacy",
+        ),
     ],
 )
 @pytest.mark.parametrize("privacy", [central(), local()])
