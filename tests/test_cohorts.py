@@ -75,13 +75,13 @@ def test_a_list_of_clients_is_the_cohort_of_every_round(cohort: Any) -> None:
         ([0, 6], "has client 6; clients are numbered from 0 to 5"),
         ([-1], "has client -1"),
         ([0.5], "list of client numbers"),
-        ("some", 'a number, a fraction, "all", a list'),
+        ("some", "cohort 'some' is not a number, a"),
         (True, "a number, a fraction"),
         (lambda rng, round, federation: [], "the cohort of round 1 is empty"),
         (lambda rng, round, federation: [9], "the cohort of round 1 has client 9"),
         (lambda rng, round, federation: None, "the cohort of round 1 must be a list"),
-        (lambda rng: [0], r"no function of \(rng, round, federation\); take these arguments"),
-        (fx.cohorts.cyclic, r"cyclic is no function of .*call it if it returns such a function"),
+        (lambda rng: [0], r"not a function of \(rng, round, federation\); take these arguments"),
+        (fx.cohorts.cyclic, r"cyclic is not a function of .*call it if it returns such a function"),
     ],
 )
 def test_what_is_no_cohort_is_refused_at_the_call(cohort: Any, message: str) -> None:

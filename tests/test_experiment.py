@@ -330,10 +330,10 @@ def test_objects_of_this_session_are_named() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"task": fx.tasks.toy}, "toy is not a Task until it is called; give what it returns"),
+        ({"task": fx.tasks.toy}, "toy is not a Task until it is called; give fedexp.tasks.toy()"),
         ({"algorithm": fx.fedavg}, "fedavg is not an Algorithm until it is called"),
-        ({"task": 3}, "the task is int, not a Task; give e.g. fedexp.tasks.digits()"),
-        ({"algorithm": TASK}, "the algorithm is Task, not an Algorithm"),
+        ({"task": 3}, "int is not a Task or the name of one; give fedexp.tasks.digits()"),
+        ({"algorithm": TASK}, "Task is not an Algorithm or the name of one"),
         ({"local": 0.1}, "local is float; give fedexp.LocalTraining(lr=...)"),
         ({"options": [("eps", 1)]}, "options is list; give values by name"),
         ({"privacy": 1.0}, "privacy is float; give fedexp.privacy.CentralPrivacy"),
@@ -454,7 +454,7 @@ def test_the_stored_text_of_a_spec_can_be_edited(tmp_path: Path) -> None:
         ('task = "toy"\nprivacy = {kind = "central", clips = 1}', "did you mean clip"),
         ('task = "toy"\nprivacy = {kind = "central"}', "privacy needs clip and delta"),
         ('task = "toy"\nlocal = {lr = 1}', "local"),
-        ("task = 3", "the task is int, not a Task"),
+        ("task = 3", "int is not a Task"),
     ],
     ids=str,
 )

@@ -15,9 +15,9 @@ import numpy as np
 from fedexp.errors import require, shown, unknown_name
 from fedexp.identity import digest_of
 from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
+from fedexp.privacy.settings import Privacy as Privacy
 from fedexp.text import convert, hints_of
 
-Privacy = CentralPrivacy | LocalPrivacy
 # What was typed, and where objects of the user's are; not part of the id.
 SOURCES = ("task_source", "algorithm_source", "cohort_source", "start_source")
 TYPED = ("set", "changed", *SOURCES)

@@ -180,7 +180,7 @@ def test_a_step_of_another_shape_is_refused_by_name() -> None:
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (lambda p: (p, {"m": p}, {}), "returns a state with another m than init; give init"),
+        (lambda p: (p, {"m": p}, {}), "returns a state whose m differs from that of init"),
         (lambda p: (p, {"m": 1.0}, {}), "returns dict as state; return tensors by name"),
         (lambda p: (p, None, {}), "returns NoneType as state; return tensors by name"),
         (lambda p: (p, {}, None), "returns NoneType as metrics; return numbers by name"),
@@ -211,7 +211,7 @@ def test_what_a_step_returns_is_checked(returned: Any, message: str) -> None:
             r"correct of Own returns \[2\] of .*; return the corrected gradient",
         ),
         ("grad", {}, "end_round of Own returns dict; return two dicts of tensors"),
-        ("grad", ({}, {"n": torch.ones(())}), "end_round of Own sums 'n', which is no vector"),
+        ("grad", ({}, {"n": torch.ones(())}), "end_round of Own sums 'n', which is not a vector"),
     ],
 )
 def test_what_a_client_rule_returns_is_checked(correct: Any, ended: Any, message: str) -> None:

@@ -20,7 +20,7 @@ from fedexp.data.federation import Batch
 from fedexp.engine import EngineName, loop
 from fedexp.engine.base import Engine, Pool, sum_trained
 from fedexp.engine.select import select_engine
-from fedexp.engine.threads import OwnDropout, Threads, keep_channels_last
+from fedexp.engine.threads import SeededDropout, Threads, keep_channels_last
 from fedexp.errors import EngineWarning
 from fedexp.objective import Buffers, ModuleObjective
 from fedexp.tasks import Task
@@ -155,7 +155,7 @@ def test_models_too_large_to_hold_many_updates_still_use_all_threads(
 
 @pytest.mark.parametrize("p", [0.1, 0.25, 0.5, 1.0])
 def test_own_dropout_drops_and_scales(p: float) -> None:
-    layer, x = OwnDropout(p), torch.randn(16, 8, 25, 25).to(memory_format=torch.channels_last)
+    layer, x = SeededDropout(p), torch.randn(16, 8, 25, 25).to(memory_format=torch.channels_last)
     layer.generator.manual_seed(0)
     y = layer(x)
     left = y != 0
@@ -212,7 +212,7 @@ def test_an_overridden_gradient_is_used(monkeypatch: pytest.MonkeyPatch) -> None
 
 @pytest.mark.parametrize(("window", "stride"), [(2, 2), (3, 1)], ids=["apart", "overlapping"])
 def test_the_layout_of_a_gradient_changes_no_number(window: int, stride: int) -> None:
-    pool, dropout = nn.MaxPool2d(window, stride), OwnDropout(0.0)
+    pool, dropout = nn.MaxPool2d(window, stride), SeededDropout(0.0)
     x = torch.randn(4, 8, 9, 9).to(memory_format=torch.channels_last).requires_grad_()
     grads: list[Tensor] = []
     strides: list[tuple[int, ...]] = []

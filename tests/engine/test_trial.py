@@ -380,7 +380,7 @@ def test_small_errors_in_the_precision_of_a_run_are_tried_again(
     left, starts = list(distances), []
 
     def check(trial: Trial, make: Callable[[Work], Any]) -> float:
-        if trial.precision is not None:
+        if not trial.plain:
             starts.append(trial.state.params)
             if left:
                 raise DisagreementError("engine", left.pop(0), 1e-3)

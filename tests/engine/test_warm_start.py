@@ -97,7 +97,7 @@ def test_least_squares_start_from_records() -> None:
     record = trained(task)
     (first,) = fx.simulate(task, fx.fedavg(lr=1e-9), 1, start=record)
     torch.testing.assert_close(first.state.params, record.state.output()[0], rtol=1e-6, atol=0)
-    with pytest.raises(fx.UsageError, match="trains no torch module; start from a record"):
+    with pytest.raises(fx.UsageError, match="does not train a torch module; start from"):
         fx.simulate(task, fx.fedavg(), 1, start=nn.Linear(2, 2))
 
 
@@ -121,8 +121,8 @@ def without(name: str) -> Callable[[dict[str, Tensor]], Any]:
             lambda s: {**s, "layers.0.bias": torch.zeros(9)},
             r"layers\.0\.bias of start has shape \[9\] where the task's model has \[6\]",
         ),
-        (lambda s: {"model": s}, "model of start is no tensor but .*; pass a state_dict"),
-        (lambda s: "model.pt", "there are no weights in model.pt"),
+        (lambda s: {"model": s}, "model of start is .*, not a tensor; pass a state_dict"),
+        (lambda s: "model.pt", "there are no weights in model.pt; give a finished run"),
         (lambda s: BatchNormNet(), r"start has no layers\.0\.weight"),
     ],
 )

@@ -281,7 +281,7 @@ def test_updates_that_are_not_finite() -> None:
     task = replace(vectors_task(rows, broken=(3,)), evaluate_every=10)
 
     def one_round(privacy: Privacy) -> fx.Record:
-        return next(iter(fx.simulate(task, fx.fedavg(), 2, engine="loop", privacy=privacy)))  # type: ignore[arg-type]
+        return next(iter(fx.simulate(task, fx.fedavg(), 2, engine="loop", privacy=privacy)))
 
     with pytest.warns(fx.NonFiniteUpdateWarning):
         dropped = one_round(central(1e-9))
@@ -357,7 +357,10 @@ def test_a_clients_own_budget() -> None:
         ({"weighting": "size"}, "uniform weights, not size; leave weighting out"),
         ({"algorithm": fx.scaffold()}, "control variates of scaffold are not covered"),
         ({"task": classes_task(BatchNormNet)}, "use a model with GroupNorm or none"),
-        ({"privacy": 8.0}, "a CentralPrivacy or a LocalPrivacy of fedexp.privacy, not 8.0"),
+        (
+            {"privacy": 8.0},
+            "privacy is float; give fedexp.privacy.CentralPrivacy",
+        ),
     ],
 )
 @pytest.mark.parametrize("privacy", [central(), local()])

@@ -15,7 +15,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, get_args
+from typing import Literal, get_args
 
 import numpy as np
 import torch
@@ -85,8 +85,8 @@ class ClientStates(Mapping[int, Tensors]):
 
         Layers that both have are not compared.
         """
-        known = before._layers if isinstance(before, ClientStates) else ()
-        new = [layer for layer in self._layers if not any(layer is old for old in known)]
+        common = before._layers if isinstance(before, ClientStates) else ()
+        new = [layer for layer in self._layers if not any(layer is old for old in common)]
         return {c for layer in new for c in layer if before.get(c) is not self[c]}
 
     def layer_sizes(self) -> list[int]:
@@ -109,16 +109,9 @@ class ClientStates(Mapping[int, Tensors]):
 Numbers = NDArray[np.int64]
 
 
-class Found(NamedTuple):
-    """The slots of clients, -1 for none, and the checksums of their states."""
-
-    slots: Numbers
-    checks: NDArray[np.uint32]
-
-
 @dataclass(frozen=True, eq=False)
 class Layer:
-    """Clients in increasing order, each with its slot and the checksum of its state."""
+    """Clients, in increasing order in a mapping, with the slots and checksums of their states."""
 
     clients: Numbers
     slots: Numbers
@@ -139,12 +132,12 @@ class Layer:
             np.insert(older.checks[stay], at, self.checks),
         )
 
-    def find(self, clients: Numbers, found: Found) -> None:
-        """Fill in the slots of clients, in increasing order, that are not found yet."""
-        at, there = _among(clients, self.clients)
-        there &= found.slots < 0
-        found.slots[there] = self.slots[at[there]]
-        found.checks[there] = self.checks[at[there]]
+    def fill(self, wanted: Layer) -> None:
+        """Fill in the slots and checksums of those clients that have no slot yet."""
+        at, there = _among(wanted.clients, self.clients)
+        there &= wanted.slots < 0
+        wanted.slots[there] = self.slots[at[there]]
+        wanted.checks[there] = self.checks[at[there]]
 
 
 def _among(some: Numbers, ordered: Numbers) -> tuple[Numbers, NDArray[np.bool_]]:
@@ -164,7 +157,7 @@ class StateStore:
     def __init__(self, file: SlotFile, device: torch.device) -> None:
         self.file, self.device = file, device
         self._users = np.zeros(len(file), np.int32)
-        self._free: Numbers | None = None  # not known before all layers of an old file are held
+        self._free: Numbers | None = None  # unknown until all layers of an old file are marked
         self._released: deque[Numbers] = deque()
 
     def layer(self, clients: Numbers, states: Sequence[Tensors]) -> Layer:
@@ -177,12 +170,12 @@ class StateStore:
             self._released.append(slots)
             raise
 
-    def read(self, found: Found) -> dict[str, Tensor]:
-        """Return the states in slots, [K, ...] each, on the device."""
+    def read(self, wanted: Layer) -> dict[str, Tensor]:
+        """Return the states of clients that have a slot, [K, ...] each, on the device."""
         layout, pinned = self.file.layout, self.device.type == "cuda"
-        size = (len(found.slots), layout.bytes)
+        size = (len(wanted), layout.bytes)
         block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
-        self.file.read(found.slots, found.checks, block.numpy())
+        self.file.read(wanted.slots, wanted.checks, block.numpy())
         return layout.split(block.to(self.device, non_blocking=True))
 
     def hold(self, layer: Layer) -> Layer:
@@ -246,23 +239,24 @@ class StoredStates(ClientStates):
         return StoredStates(self.store, (self.store.hold(newest), *older))
 
     def stacked(self, clients: Sequence[int], initial: Tensors) -> dict[str, Tensor]:
-        found = self.find(np.asarray(clients))
-        known = np.flatnonzero(found.slots >= 0)
-        loaded = self.store.read(Found(found.slots[known], found.checks[known]))
-        if len(known) == len(clients):
+        places = self.find(np.asarray(clients))
+        stored = np.flatnonzero(places.slots >= 0)
+        loaded = self.store.read(
+            Layer(places.clients[stored], places.slots[stored], places.checks[stored])
+        )
+        if len(stored) == len(clients):
             return loaded
-        index = torch.from_numpy(known).to(self.store.device)
+        index = torch.from_numpy(stored).to(self.store.device)
         rows = {n: v.expand(len(clients), *v.shape).clone() for n, v in initial.items()}
         return {name: value.index_copy_(0, index, loaded[name]) for name, value in rows.items()}
 
-    def find(self, clients: Numbers) -> Found:
-        """Return the slots of clients."""
-        order = np.argsort(clients, kind="stable")
-        found = Found(np.full(len(clients), -1), np.zeros(len(clients), np.uint32))
+    def find(self, clients: Numbers) -> Layer:
+        """Return the slots of clients, in their order; -1 where a client has none."""
+        empty = np.zeros(len(clients), np.uint32)
+        wanted = Layer(clients, np.full(len(clients), -1), empty)
         for layer in self.layers:
-            layer.find(clients[order], found)
-        back = np.argsort(order, kind="stable")
-        return Found(found.slots[back], found.checks[back])
+            layer.fill(wanted)
+        return wanted
 
     def prefetch(self, clients: Numbers) -> None:
         """Ask the system to read the states of these clients ahead."""
@@ -271,13 +265,13 @@ class StoredStates(ClientStates):
 
     def in_memory(self) -> ClientStates:
         """Return the states in memory, on the device of the store."""
-        found: dict[int, Tensors] = {}
+        states: dict[int, Tensors] = {}
         for clients in blocks(self._clients().tolist(), self.store.file.layout.bytes):
             rows = self.store.read(self.find(np.array(clients)))
             for k, client in enumerate(clients):
                 # copies: a view would hold the memory of the whole block
-                found[client] = {name: value[k].clone() for name, value in rows.items()}
-        return ClientStates.of(found)
+                states[client] = {name: value[k].clone() for name, value in rows.items()}
+        return ClientStates.of(states)
 
     def layer_sizes(self) -> list[int]:
         return [len(layer) for layer in self.layers]
@@ -293,10 +287,10 @@ class StoredStates(ClientStates):
         return set(clients[self.find(clients).slots != before.find(clients).slots].tolist())
 
     def __getitem__(self, client: int) -> Tensors:
-        found = self.find(np.array([client]))
-        if found.slots[0] < 0:
+        place = self.find(np.array([client]))
+        if place.slots[0] < 0:
             raise KeyError(client)
-        return {name: value[0] for name, value in self.store.read(found).items()}
+        return {name: value[0] for name, value in self.store.read(place).items()}
 
     def __iter__(self) -> Iterator[int]:
         return iter(self._clients().tolist())
@@ -305,8 +299,8 @@ class StoredStates(ClientStates):
         return len(self._clients())
 
     def _clients(self) -> Numbers:
-        every = [layer.clients for layer in self.layers]
-        return np.unique(np.concatenate(every)) if every else np.empty(0, np.int64)
+        numbers = [layer.clients for layer in self.layers]
+        return np.unique(np.concatenate([np.empty(0, np.int64), *numbers]))
 
 
 Location = Literal["auto", "memory", "disk"]
@@ -333,8 +327,8 @@ class ClientStore:
     clients: int | None = None
 
     def __post_init__(self) -> None:
-        known = get_args(Location)
-        require(self.where in known, f"client_store is auto, memory or disk, not {self.where!r}")
+        choices = get_args(Location)
+        require(self.where in choices, f"client_store is auto, memory or disk, not {self.where!r}")
 
     def store(
         self, states: Mapping[int, Tensors], initial: Tensors, clients: int, processes: int = 1
@@ -386,8 +380,8 @@ def memory_bytes(device: torch.device) -> int:
         return torch.cuda.get_device_properties(device).total_memory
     if not hasattr(os, "sysconf"):
         return UNKNOWN
-    found = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    available = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     for path in map(Path, LIMITS):
         text = path.read_text().strip() if path.exists() else "max"
-        found = min(found, int(text)) if text.isdecimal() else found
-    return found
+        available = min(available, int(text)) if text.isdecimal() else available
+    return available

@@ -94,7 +94,7 @@ def _check_client(rule: str, grad: Any, ended: Any, params: Tensor) -> None:
     for name, value in ended[1].items():
         require(
             isinstance(value, Tensor) and value.ndim > 0,
-            f"end_round of {rule} sums {name!r}, which is no vector; return a tensor of one "
+            f"end_round of {rule} sums {name!r}, which is not a vector; return a tensor of one "
             "dimension, e.g. value[None]",
         )
 
@@ -117,8 +117,8 @@ def _check_step(step: str, stepped: Any, before: Tensor, initial: Tensors) -> No
     changed = sorted({name for name, _ in shapes_of(state) ^ shapes_of(initial)})
     require(
         not changed,
-        f"{step} returns a state with another {', '.join(changed)} than init; give init the same "
-        'names and shapes, e.g. return {"momentum": torch.zeros_like(params)}',
+        f"{step} returns a state whose {', '.join(changed)} differs from that of init; give init "
+        'the same names and shapes, e.g. return {"momentum": torch.zeros_like(params)}',
     )
     require(
         isinstance(metrics, Mapping),

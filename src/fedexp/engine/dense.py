@@ -79,17 +79,17 @@ class Dense:
         sizes = work.task.train.sizes[clients]
         widths = np.minimum(sizes, work.local.batch_size or sizes)
         order = np.lexsort((-widths, -client_steps(sizes, work.local)))
-        found, bytes_left, widest = [], 0, 0
+        blocks, bytes_left, widest = [], 0, 0
         for position in order:
             width = int(widths[position])
             bytes = params.element_size() * (params.numel() + width * self.network.width)
             if bytes > bytes_left or max(width, widest) > MOST_PADDING * min(width, widest):
-                found.append([position])
+                blocks.append([position])
                 bytes_left, widest = BLOCK_BYTES, width
             else:
-                found[-1].append(position)
+                blocks[-1].append(position)
             bytes_left -= bytes
-        return [np.array(positions) for positions in found]
+        return [np.array(positions) for positions in blocks]
 
     @torch.inference_mode()
     def _train_block(
@@ -102,8 +102,8 @@ class Dense:
         positions: Numbers,
     ) -> None:
         """Train the clients at some positions, and write their results to those of `params`."""
-        own = part_of(correction, torch.from_numpy(positions))
-        step = DenseStep.of(self.network, start, work.lr, work.local, own)
+        correction = part_of(correction, torch.from_numpy(positions))
+        step = DenseStep.of(self.network, start, work.lr, work.local, correction)
         weights = self.network.split(start.repeat(len(positions), 1))
         for x, y, counted in block_batches(work, self.network, clients[positions], start.dtype):
             some = weights if len(x) == len(positions) else [w[: len(x)] for w in weights]

@@ -107,8 +107,8 @@ class CohortRule:
                     raise  # inside the function, not for its arguments
                 name = getattr(self.choose, "__name__", "the cohort")
                 raise UsageError(
-                    f"{name} is no function of (rng, round, federation); take these arguments, or "
-                    "call it if it returns such a function, e.g. fedexp.cohorts.cyclic(10)"
+                    f"{name} is not a function of (rng, round, federation); take these arguments, "
+                    "or call it if it returns such a function, e.g. fedexp.cohorts.cyclic(10)"
                 ) from error
             return _checked_cohort(chosen, train.clients, f"the cohort of round {round}")
         if self.clients is not None:
@@ -127,25 +127,25 @@ def _checked_cohort(chosen: Any, clients: int, what: str) -> Numbers:
     """Return chosen clients as a sorted array; refuse none, doubles and numbers out of range."""
     try:
         array = np.asarray(chosen)
-        found = np.sort(array.astype(np.int64).ravel())
     except (TypeError, ValueError):
-        raise UsageError(f"{what} must be a list of client numbers, not {chosen!r}") from None
-    whole = array.dtype.kind in "iu" and array.ndim == 1
+        array = np.empty(1, object)
     require(array.size > 0, f"{what} is empty; choose at least one client")
+    whole = array.dtype.kind in "iu" and array.ndim == 1
     require(whole, f"{what} must be a list of client numbers, not {chosen!r}")
+    numbers: Numbers = np.sort(array.astype(np.int64))
     require(
-        found[0] >= 0 and found[-1] < clients,
-        f"{what} has client {found[0] if found[0] < 0 else found[-1]}; clients are numbered from "
-        f"0 to {clients - 1}",
+        numbers[0] >= 0 and numbers[-1] < clients,
+        f"{what} has client {numbers[0] if numbers[0] < 0 else numbers[-1]}; clients are numbered "
+        f"from 0 to {clients - 1}",
     )
-    twice = found[1:][found[1:] == found[:-1]]
+    twice = numbers[1:][numbers[1:] == numbers[:-1]]
     require(not len(twice), f"{what} has client {twice[:1].sum()} twice; name each client once")
-    return found
+    return numbers
 
 
 @dataclass(frozen=True, eq=False)
 class Work:
-    """The work of one round: what an engine is given.
+    """The work of one round: the input of an engine.
 
     With `privacy` every update is clipped (and noised) before it is summed, by `sum_trained` and
     `sum_updates`, and the sums are noised before the server step.
@@ -248,7 +248,7 @@ def batch_key(seed: int, round: int) -> int:
 def plan_batches(
     seed: int, round: int, client: int, size: int, local: LocalTraining
 ) -> list[Numbers]:
-    """Return the examples of each local step, by their position among the client's own.
+    """Return the examples of each local step, by their position among the client's examples.
 
     The client passes over its data in shuffled epochs until the steps are done; the last batch of
     an epoch may be smaller. This is what a restarted shuffling loader gives
@@ -258,12 +258,11 @@ def plan_batches(
     [2, 2, 1, 2]
     """
     lengths = step_lengths(np.array([size]), local)[:, 0].tolist()
+    who, width = np.array([[client], [size], [0]]), lengths[0]
+    rows = host_rows(batch_key(seed, round), who, len(lengths), width, local.batch_size)[:, 0]
     if local.batch_size is None:
-        return [np.arange(size)] * len(lengths)
-    count, one = _draws_of(size, len(lengths), local.batch_size), torch.tensor([client])
-    random = hashed(torch.tensor(batch_key(seed, round)), one, count).numpy()
-    (positions,) = _shuffled_batches(random, size, len(lengths), local.batch_size)
-    return [own[:length] for own, length in zip(positions, lengths, strict=True)]
+        return [rows[0]] * len(lengths)
+    return [row[:length] for row, length in zip(rows, lengths, strict=True)]
 
 
 def host_rows(key: int, who: Numbers, steps: int, width: int, batch_size: int | None) -> Numbers:
@@ -284,8 +283,9 @@ def host_rows(key: int, who: Numbers, steps: int, width: int, batch_size: int | 
         return np.asarray(first[:, None] + np.where(place < sizes[:, None], place, 0))[None]
     rows = np.zeros((steps, len(clients), width), np.int64)
     for size in np.unique(sizes).tolist():
-        alike, count = sizes == size, _draws_of(size, steps, batch_size)
-        random = hashed(torch.tensor(key), torch.from_numpy(clients[alike]), count).numpy()
+        alike, epochs = sizes == size, math.ceil(steps / math.ceil(size / batch_size))
+        who_alike = torch.from_numpy(clients[alike])
+        random = hashed(torch.tensor(key), who_alike, epochs * size).numpy()
         positions = _shuffled_batches(random, size, steps, batch_size)
         rows[:, alike] = positions[:, :, :1].swapaxes(0, 1)
         rows[:, alike, : positions.shape[2]] = positions.swapaxes(0, 1)
@@ -293,17 +293,12 @@ def host_rows(key: int, who: Numbers, steps: int, width: int, batch_size: int | 
     return rows
 
 
-def _draws_of(size: int, steps: int, batch: int) -> int:
-    """Return how many random numbers shuffle the epochs of a client: one per example of each."""
-    return math.ceil(steps / math.ceil(size / batch)) * size
-
-
 def _shuffled_batches(random: Numbers, size: int, steps: int, batch: int) -> Numbers:
     """Return the positions of each step's examples for clients of one size, [K, S, B].
 
     B is the batch size, or the client's size where that is smaller. A short batch ends in copies of
     its first example: an operation over the batch, such as a maximum, gives the same with them.
-    `random` [K, E * size] decides the order in each of E epochs.
+    `random` [K, E * size] decides the order in each of E epochs, one number per example.
     """
     clients, batch = len(random), min(batch, size)
     random = random.reshape(clients, -1, size) >> EPOCH_BITS
@@ -431,13 +426,13 @@ def _draws(work: Work, clients: Sequence[int], lengths: Numbers, width: int) -> 
     if transform is None:
         return None
     for k, client in enumerate(clients):
-        own = lengths[lengths[:, k] > 0, k]
-        values = transform.draw_steps(work.augmentation(client), own)
+        own_lengths = lengths[lengths[:, k] > 0, k]
+        values = transform.draw_steps(work.augmentation(client), own_lengths)
         if values is None:
             return None
         if drawn is None:
             drawn = np.zeros((*lengths.shape, width, *values.shape[1:]), values.dtype)
-        ends = np.cumsum(own)
-        for s, (begin, end) in enumerate(zip(ends - own, ends, strict=True)):
+        ends = np.cumsum(own_lengths)
+        for s, (begin, end) in enumerate(zip(ends - own_lengths, ends, strict=True)):
             drawn[s, k, : end - begin] = values[begin:end]
     return drawn

@@ -1,4 +1,4 @@
-"""`SharedPrograms`: what runs of one process share, so that only the first of them prepares it.
+"""`SharedPrograms`: data, trials, engines and CUDA graphs that runs of one process share.
 
 Seeds, algorithms and grid points of a comparison differ in a few numbers. They can share
 
@@ -35,6 +35,7 @@ from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
 from fedexp.identity import Identity, key_of
 from fedexp.objective import ComparableObjective, CopyableObjective, Objective
+from fedexp.objective.base import version
 from fedexp.precision import Precision
 from fedexp.tasks.task import Task
 
@@ -46,13 +47,13 @@ MOST_ENGINES = 12  # with their CUDA graphs; then the one that was used least re
 class SharedPrograms:
     """Examples, trials, engines and CUDA graphs of the runs of one process.
 
-    Give one object to all calls of `simulate` that may share them, one after another. The task of
-    a record is valid until the next of them begins: examples of another partition overwrite it.
+    Pass one object to all runs that may share them, one after another. The task of a record is
+    valid until the next run begins: examples of another partition overwrite it.
 
     Args:
         graphs: replay programs, and copy the examples, as on a GPU; None for on a GPU only.
         capture: captures a program, see `Batched`.
-        most: number of engines that are held.
+        most: number of engines that are kept.
 
     Attributes:
         trials: number of trials against the loop.
@@ -70,15 +71,14 @@ class SharedPrograms:
         self._graphs, self._most = graphs, most
         self._capture_graph = capture or self._cuda_graph
         self._agreed: dict[Hashable, None] = {}  # in the order of the trials
-        self._engines: dict[Hashable, _Held] = {}  # the one used last is the last
+        self._engines: dict[Hashable, _SharedEngine] = {}  # the one used last is the last
         self._evaluations: dict[Hashable, RepeatedProgram] = {}  # likewise
         self._layout: Hashable = None
         self._storage: _Storage | None = None
         self._train: Federation | None = None  # the partition of the storage that was placed last
         # of the examples that `place` returned: what they are copies of, and where
-        self._sources: WeakKeyDictionary[Federation, tuple[_Source, _Storage]]
-        self._sources = WeakKeyDictionary()
-        self._live: WeakSet[CapturedGraph] = WeakSet()
+        self._sources = WeakKeyDictionary[Federation, tuple[_Source, _Storage]]()
+        self._live = WeakSet[CapturedGraph]()
         self._pool: Any = None
 
     def clear(self) -> None:
@@ -90,14 +90,14 @@ class SharedPrograms:
 
     def drop_data(self) -> None:
         """Drop what refers to examples of the caller: data may fit in memory only once."""
-        self._engines = {key: held for key, held in self._engines.items() if held.train is None}
+        self._engines = {k: shared for k, shared in self._engines.items() if shared.train is None}
 
     # Examples -----------------------------------------------------------------------------------
 
     def place(self, task: Task, device: torch.device, precision: Precision | None) -> Task:
-        """Return the task on a device, with an objective of its own and shared examples.
+        """Return the task on a device, with a new objective and shared examples.
 
-        The caller holds `task` until the run is over: `load` may have to copy its examples again.
+        The caller keeps `task` until the run is over: `load` may have to copy its examples again.
 
         Args:
             task: the task of a run.
@@ -127,8 +127,8 @@ class SharedPrograms:
             test = task.test and {name: value.to(device) for name, value in task.test.items()}
             if isinstance(train, StreamedFederation):
                 return train, test
-            test = None if test is None or task.test is None else _apart(test, task.test)
-            self._storage = _Storage(_apart(train.fields, task.train.fields), test, source)
+            test = None if test is None or task.test is None else _copied(test, task.test)
+            self._storage = _Storage(_copied(train.fields, task.train.fields), test, source)
             self.copies += 1
         if self._train is None or not self._sources[self._train][0].is_same(source):
             self._train = replace(task.train, fields=self._storage.fields, finite=True)
@@ -202,10 +202,7 @@ class SharedPrograms:
         task = work.task
         model = (objective_key(task.objective), layers)
         made = make(work)
-        if isinstance(made, Batched):
-            settings: Hashable = made.settings
-        else:
-            settings = type(made)
+        settings: Hashable = made.settings if isinstance(made, Batched) else type(made)
         # a captured graph reads the examples of the storage, or gets those of a cohort as inputs;
         # other engines may hold results of the data
         streamed = isinstance(task.train, StreamedFederation)
@@ -220,27 +217,27 @@ class SharedPrograms:
             key_of(work.algorithm.server),
             key_of(work.total_weight),
         )
-        held = self._engines.pop(key, None)
-        if held is None:
-            alike = (h for h in self._engines.values() if h.model == model)
-            objective = next((h.objective for h in alike), task.objective)
+        shared = self._engines.pop(key, None)
+        if shared is None:
+            alike = (other for other in self._engines.values() if other.model == model)
+            objective = next((other.objective for other in alike), task.objective)
             if objective is not task.objective:
                 made = make(replace(work, task=replace(task, objective=objective)))
             if isinstance(made, Batched):
                 made.capture, made.graphs = self._capture, self._graphs
-            held = _Held(made, objective, model, train)
+            shared = _SharedEngine(made, objective, model, train)
             while len(self._engines) >= self._most:
                 self._engines.pop(next(iter(self._engines)))
-        self._engines[key] = held
-        if isinstance(held.engine, Batched):
-            held.engine.begin_run()
-        return held.engine
+        self._engines[key] = shared
+        if isinstance(shared.engine, Batched):
+            shared.engine.begin_run()
+        return shared.engine
 
     def prepared(self, engine: Engine, task: Task) -> Task:
         """Return the task with the objective that an engine was made for."""
-        for held in self._engines.values():
-            if held.engine is engine and held.objective is not task.objective:
-                return replace(task, objective=held.objective)
+        for shared in self._engines.values():
+            if shared.engine is engine and shared.objective is not task.objective:
+                return replace(task, objective=shared.objective)
         return task
 
     # CUDA graphs --------------------------------------------------------------------------------
@@ -260,11 +257,11 @@ class SharedPrograms:
             key_of(settings),
             _flags(),
         )
-        found = self._evaluations.pop(key, None) or RepeatedProgram()
+        program = self._evaluations.pop(key, None) or RepeatedProgram()
         while len(self._evaluations) >= MOST_EVALUATIONS:
             self._evaluations.pop(next(iter(self._evaluations)))
-        self._evaluations[key] = found
-        return found
+        self._evaluations[key] = program
+        return program
 
     def _capture(self, program: Program, inputs: Tensors, warm_up: Program | None) -> Program:
         """Capture a program; where memory runs out, once more without the graphs of other runs."""
@@ -272,8 +269,9 @@ class SharedPrograms:
         try:
             return self._capture_graph(program, inputs, warm_up)
         except torch.OutOfMemoryError:
-            others = [held.engine for held in self._engines.values()][:-1]  # the last one captures
-            released = [each.release() for each in others if isinstance(each, Batched)]
+            # the last one captures
+            others = [shared.engine for shared in self._engines.values()][:-1]
+            released = [engine.release() for engine in others if isinstance(engine, Batched)]
             if not any(released):
                 raise
         torch.cuda.empty_cache()
@@ -293,7 +291,7 @@ class SharedPrograms:
 
 
 @dataclass(frozen=True, eq=False)
-class _Held:
+class _SharedEngine:
     """An engine that runs share.
 
     Attributes:
@@ -310,7 +308,7 @@ class _Held:
 
 
 class _Source(NamedTuple):
-    """The examples of a task as the caller holds them; weak references, with versions.
+    """The caller's tensors with the examples of a task; weak references, with versions.
 
     Attributes:
         references: to the fields of the training examples and of the test examples.
@@ -329,14 +327,15 @@ class _Source(NamedTuple):
         batches: list[Batch] = [task.train.fields, task.test or {}]
         tensors = [value for batch in batches for value in batch.values()]
         layout = tuple(tuple((n, v.shape, v.dtype) for n, v in b.items()) for b in batches)
-        versions = tuple(0 if each.is_inference() else each._version for each in tensors)
-        return cls(tuple(map(ref, tensors)), versions, task.train.offsets, layout)
+        return cls(
+            tuple(map(ref, tensors)), tuple(map(version, tensors)), task.train.offsets, layout
+        )
 
     def tensors(self) -> list[Tensor]:
-        """Return the fields; the caller holds them."""
-        found = [each() for each in self.references]
-        assert all(each is not None for each in found), "the task of a run is held until its end"
-        return [each for each in found if each is not None]
+        """Return the fields, which the caller keeps until the end of the run."""
+        tensors = [reference() for reference in self.references]
+        assert all(value is not None for value in tensors), "the task of a run was dropped"
+        return [value for value in tensors if value is not None]
 
     def is_same(self, other: _Source) -> bool:
         """Return whether these are the same tensors, not written to since, of the same clients."""
@@ -362,9 +361,9 @@ class _Storage:
     loaded: _Source
 
 
-def _apart(moved: Batch, given: Batch) -> dict[str, Tensor]:
-    """Return copies of the fields that were on the device before: those are the caller's."""
-    return {n: value.clone() if value is given[n] else value for n, value in moved.items()}
+def _copied(moved: Batch, original: Batch) -> dict[str, Tensor]:
+    """Return the fields, with copies of those that were on the device: these are the caller's."""
+    return {n: value.clone() if value is original[n] else value for n, value in moved.items()}
 
 
 def _without_inputs(work: Work) -> Any:

@@ -62,8 +62,8 @@ class Quadratic:
         )
         steps = work.local.steps_for(1)  # the same for all, since a batch is all of the data
         parts = [
-            self._steps(work.task, run).updates(start, steps, work.lr, part_of(correction, own))
-            for own, run in _neighbours(work, clients)
+            self._steps(work.task, run).updates(start, steps, work.lr, part_of(correction, part))
+            for part, run in _neighbours(work, clients)
         ]
         deltas = torch.cat(parts) if len(parts) > 1 else parts[0]
         return sum_updates(work, state, clients, deltas, steps * work.lr, client_state)
@@ -73,9 +73,9 @@ def _steps(task: Task, clients: range) -> LinearSteps:
     """Return the steps of consecutive clients, whose rows are adjacent: nothing is copied."""
     assert isinstance(task.objective, QuadraticObjective)
     rows = slice(int(task.train.offsets[clients[0]]), int(task.train.offsets[clients[-1] + 1]))
-    each = (len(clients), -1)
+    shape = (len(clients), -1)
     return task.objective.linear_steps(
-        {name: value[rows].unflatten(0, each) for name, value in task.train.fields.items()}
+        {name: value[rows].unflatten(0, shape) for name, value in task.train.fields.items()}
     )
 
 

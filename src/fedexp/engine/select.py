@@ -29,7 +29,6 @@ from fedexp.local import LocalTraining
 from fedexp.objective import (
     BatchedObjective,
     CopyableObjective,
-    QuadraticObjective,
     StackedObjective,
 )
 from fedexp.precision import Precision
@@ -106,7 +105,7 @@ def select_engine(
 ) -> Selected:
     """Return the engine to use, and why.
 
-    "auto" solves quadratic problems in closed form, has an engine of its own for plain dense
+    "auto" solves quadratic problems in closed form, has a separate engine for plain dense
     networks on a CPU, batches other models wherever that was measured to pay (on a GPU always),
     unless clients are so unequal that most of the work would be padding or, on a CPU, a step would
     train too few of them, and gives large models on a CPU a thread per client. It times nothing, so
@@ -125,76 +124,78 @@ def select_engine(
     if name == "loop":
         return Selected(Loop(), "asked for by name")
     failure = "this engine does not suit the model, the rule, the local optimiser or the device"
-    mistake = False
+    is_usage_error = False
     candidates, trials = _candidates(name, work, state), Trials(work, state, precision)
     for candidate in candidates:
         make = candidate.make_tried or candidate.make
         try:
-            key, why = None, AGREES
+            key = None
             if programs is not None:
-                named = candidate.reason, candidate.variant
-                key = programs.trial_key(named, work, state, precision)
-            if programs is not None and programs.has_agreed(key):
-                why = AGREED
-            else:
+                names = candidate.reason, candidate.variant
+                key = programs.trial_key(names, work, state, precision)
+            has_agreed = programs is not None and programs.has_agreed(key)
+            if not has_agreed:
                 log.info("trying an engine: %s", candidate.reason)
                 trials.check(make, candidate.layers)
                 if candidate.draws:
                     objective = cast(CopyableObjective, work.task.objective)
                     check_draws(objective, state, trials.batch())
             asked = "auto" if name == "auto" else "asked for by name"
-            reason = f"{asked}: {candidate.reason}; {why}"
+            reason = f"{asked}: {candidate.reason}; {AGREED if has_agreed else AGREES}"
             if programs is None:
                 return Selected(candidate.make(work), reason, make)
-            programs.note_agreement(key, tried=why == AGREES)
+            programs.note_agreement(key, tried=not has_agreed)
             engine = programs.engine(key, candidate.make, candidate.layers, work)
             return Selected(engine, reason, make)
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # torch.func refuses models with errors of many types
-            failure, mistake = first_line(error), isinstance(error, UsageError)
-    if mistake and name != "auto":
+            failure, is_usage_error = first_line(error), isinstance(error, UsageError)
+    if is_usage_error and name != "auto":
         raise UsageError(failure)
     if name != "auto":
         raise UsageError(f"engine {name!r} cannot be used: {failure}; use engine='loop'")
     if not candidates:
         return Selected(Loop(), "auto: no other engine is faster for this model and device")
-    # a mistake of the user's is raised by the loop too; not every model has layers to be stacked
-    if not mistake and not all(candidate.layers for candidate in candidates):
+    # the loop raises a usage error too; not every model has layers to be stacked
+    if not is_usage_error and not all(candidate.layers for candidate in candidates):
         warnings.warn(f"clients run one after another: {failure}", EngineWarning, stacklevel=4)
     return Selected(Loop(), f"auto: no faster engine can be used: {failure}")
 
 
 def _candidates(name: EngineName, work: Work, state: SimulationState) -> list[Candidate]:
     """Return the engines that may run the work, best first; for "auto" those that pay."""
-    auto, found, objective = name == "auto", [], work.task.objective
+    auto, objective = name == "auto", work.task.objective
+    candidates: list[Candidate] = []
     if state.params.device.type == "mps":
         return []
-    quadratic = isinstance(objective, QuadraticObjective) and name in ("auto", "quadratic")
-    if quadratic and suits_quadratic(work, state):
-        found.append(Candidate("least squares on whole batches on a CPU", lambda _: Quadratic()))
+    if name in ("auto", "quadratic") and suits_quadratic(work, state):
+        reason = "least squares on whole batches on a CPU"
+        candidates.append(Candidate(reason, lambda _: Quadratic()))
     if name in ("auto", "dense") and (dense := dense_network_of(work, state)) is not None:
-        found.append(Candidate("a plain dense classifier on a CPU", lambda _: Dense(dense)))
+        candidates.append(Candidate("a plain dense classifier on a CPU", lambda _: Dense(dense)))
     by_name = not callable(work.local.optimizer)
     if (
         isinstance(objective, BatchedObjective)
         and by_name
-        and (name == "batched" or (auto and not found and _batching_pays(objective, work, state)))
+        and (
+            name == "batched"
+            or (auto and not candidates and _batching_pays(objective, work, state))
+        )
     ):
-        found += _batched(objective, work, state, auto)
+        candidates += _batched(objective, work, state, auto)
     if isinstance(objective, CopyableObjective) and (
-        name == "threads" or (auto and threads_pay(work, state))
+        name == "threads" or (auto and _threads_pay(work, state))
     ):
         reason = "every client is trained by one thread on a CPU"
-        found.append(Candidate(reason, _threads, draws=True))
-    return found
+        candidates.append(Candidate(reason, _threads, draws=True))
+    return candidates
 
 
-def threads_pay(work: Work, state: SimulationState) -> bool:
+def _threads_pay(work: Work, state: SimulationState) -> bool:
     """Return whether clients gain by threads: a large model on a CPU with several cores."""
     return (
-        isinstance(work.task.objective, CopyableObjective)
-        and state.params.device.type == "cpu"
+        state.params.device.type == "cpu"
         and state.params.numel() >= SMALL_MODEL
         and min(torch.get_num_threads(), len(work.cohort)) > 1
     )

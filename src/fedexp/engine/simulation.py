@@ -64,7 +64,7 @@ from fedexp.tasks.task import RunProgram, Task, Weighting
 
 if TYPE_CHECKING:  # only runs that use them import them
     from fedexp.engine.programs import SharedPrograms
-    from fedexp.privacy import CentralPrivacy, LocalPrivacy
+    from fedexp.privacy import Privacy
 
 CAPTURED_EVALUATION = 4_000_000  # parameters; with more, launches take less time than the kernels
 
@@ -108,7 +108,7 @@ def train(
     engine: EngineName = "auto",
     device: str | torch.device | None = None,
     precision: Precision | None = None,
-    privacy: CentralPrivacy | LocalPrivacy | None = None,
+    privacy: Privacy | None = None,
     state: SimulationState | None = None,
     client_store: Location | ClientStore = "auto",
     process_group: ProcessGroup | None = None,
@@ -132,7 +132,7 @@ def train(
     if str(device).startswith("cuda"):
         load_triton()
     programs = programs if process_group is None else None
-    given = task
+    original = task
     if isinstance(task.objective, ModuleObjective):
         check_repeatable(task.objective, seed, task.train.fields, task.transform)
     task, precision = _on_device(task, device, precision, programs)
@@ -157,7 +157,7 @@ def train(
     shared = None
     if programs is not None:
         select = partial(select, programs=programs)
-        shared = programs, given
+        shared = programs, original
     if privacy is not None:  # the trial is without: noise would hide that engines disagree
         first = _private(first, privacy, rounds, initial)
     return _rounds(first, state, contract, rounds, evaluates, select, precision, group, shared)
@@ -174,7 +174,7 @@ def _rounds(
     process_group: ProcessGroup,
     shared: tuple[SharedPrograms, Task] | None,
 ) -> Iterator[Record]:
-    """Yield the records; `shared` has the programs with the task as it was given, to hold it."""
+    """Yield the records; `shared` has the programs, and the caller's task to keep it alive."""
     warned, read_ahead = False, ReadAhead(work.task.train, process_group.shard)
     selected: Selected | None = None
     rule, train = work.cohort_rule or CohortRule(), work.task.train
@@ -209,7 +209,12 @@ def _rounds(
         state = record.state
         if record.dropped and not warned:
             warned = True
-            _warn_dropped(record)
+            warnings.warn(
+                f"round {round}: {record.dropped} client update(s) were not finite and were left "
+                "out (further ones are only counted); lower local.lr or set local.clip_norm",
+                NonFiniteUpdateWarning,
+                stacklevel=2,
+            )
         check_range(state)
         if evaluates(round):
             with arithmetic(precision):
@@ -217,20 +222,10 @@ def _rounds(
         yield record
 
 
-def _private(
-    work: Work,
-    privacy: CentralPrivacy | LocalPrivacy,
-    rounds: int,
-    initial: SimulationState,
-) -> Work:
+def _private(work: Work, privacy: Privacy, rounds: int, initial: SimulationState) -> Work:
     """Return the work with privacy; refuse what privacy does not cover, or a budget too small."""
-    from fedexp.privacy import CentralPrivacy, LocalPrivacy
     from fedexp.privacy.simulated import SimulatedPrivacy
 
-    require(
-        isinstance(privacy, CentralPrivacy | LocalPrivacy),
-        f"privacy is a CentralPrivacy or a LocalPrivacy of fedexp.privacy, not {privacy!r}",
-    )
     train, rule = work.task.train, work.cohort_rule or CohortRule()
     require(
         rule.clients is None and rule.choose is None,
@@ -246,9 +241,9 @@ def _private(
         weighting=work.weighting,
         buffers=bool(initial.buffers.averaged.numel()),
     )
-    found = SimulatedPrivacy.of(privacy, mechanism, train.clients, size, work.seed)
-    found.require_budget(privacy, rounds, lambda round: rule.sample(work.seed, round, train))
-    return replace(work, privacy=found)
+    simulated = SimulatedPrivacy.of(privacy, mechanism, train.clients, size, work.seed)
+    simulated.require_budget(privacy, rounds, lambda round: rule.sample(work.seed, round, train))
+    return replace(work, privacy=simulated)
 
 
 def _on_device(
@@ -264,7 +259,7 @@ def _on_device(
         tensors = [*task.train.fields.values(), *(task.test or {}).values()]
         tensors.append(task.objective.initial(0)[0])
         require(
-            all(each.dtype != torch.float64 for each in tensors),
+            all(tensor.dtype != torch.float64 for tensor in tensors),
             f"{target.type} has no float64; convert the data and the model to float32, or train on "
             "the CPU",
         )
@@ -287,16 +282,16 @@ def _checked_start(
         client_state: the state of a client before its first round.
         rounds: of the whole run.
     """
-    same = all(
-        {k: v.shape for k, v in a.items()} == {k: v.shape for k, v in b.items()}
-        for a, b in ((start.server, initial.server), (start.broadcast, initial.broadcast))
-    )
-    ours, theirs = ([s.params, *s.buffers] for s in (start, initial))
-    same = same and [(t.shape, t.dtype) for t in ours] == [(t.shape, t.dtype) for t in theirs]
+    model, expected = ([state.params, *state.buffers] for state in (start, initial))
     recent = {tuple(t.shape for t in (params, *buffers)) for params, buffers in start.recent}
-    same = same and recent <= {tuple(t.shape for t in theirs)}
-    same = same and ClientStates.of(start.clients).shapes() <= {shapes_of(client_state)}
-    require(same, "start is the state of another task or algorithm; continue with the same ones")
+    fits = (
+        shapes_of(start.server) == shapes_of(initial.server)
+        and shapes_of(start.broadcast) == shapes_of(initial.broadcast)
+        and [(t.shape, t.dtype) for t in model] == [(t.shape, t.dtype) for t in expected]
+        and recent <= {tuple(t.shape for t in expected)}
+        and ClientStates.of(start.clients).shapes() <= {shapes_of(client_state)}
+    )
+    require(fits, "start is the state of another task or algorithm; continue with the same ones")
     require(
         start.round < rounds,
         f"start has done {start.round} rounds already; rounds counts from the very first",
@@ -378,12 +373,3 @@ def _evaluated(
         what = "not a number" if math.isnan(broken[name]) else "infinite"
         warnings.warn(f"round {record.round}: {name} is {what}; it is stored as null", DataNote, 3)
     return replace(record, **values, metrics={**record.metrics, **further})
-
-
-def _warn_dropped(record: Record) -> None:
-    warnings.warn(
-        f"round {record.round}: {record.dropped} client update(s) were not finite and were left "
-        "out (further ones are only counted); lower local.lr or set local.clip_norm",
-        NonFiniteUpdateWarning,
-        stacklevel=3,
-    )

@@ -54,14 +54,14 @@ class Layout:
     @cached_property
     def offsets(self) -> tuple[dict[str, tuple[int, int]], int]:
         """The first byte and the end of every tensor, and the bytes of a slot."""
-        found, at, widest = {}, 0, ALIGNMENT
+        offsets, at, widest = {}, 0, ALIGNMENT
         for name, shape, kind in self.tensors:
             unit = _type(kind).itemsize
             widest = max(widest, unit)
             at += -at % max(unit, ALIGNMENT)
-            found[name] = (at, at + math.prod(shape) * unit)
-            at = found[name][1]
-        return found, max(at + -at % widest, widest)
+            offsets[name] = (at, at + math.prod(shape) * unit)
+            at = offsets[name][1]
+        return offsets, max(at + -at % widest, widest)
 
     @property
     def bytes(self) -> int:
@@ -70,10 +70,10 @@ class Layout:
     def join(self, rows: Sequence[Tensors]) -> Tensor:
         """Return states as bytes, [K, bytes] on the host."""
         distinct = {tuple((n, v.shape, v.dtype) for n, v in row.items()): row for row in rows}
-        for found in map(Layout.of, distinct.values()):
+        for layout in map(Layout.of, distinct.values()):
             require(
-                set(found.tensors) == set(self.tensors),
-                f"client states of different shapes or types, {self.tensors} and {found.tensors}, "
+                set(layout.tensors) == set(self.tensors),
+                f"client states of different shapes or types, {self.tensors} and {layout.tensors}, "
                 "cannot be stored in a file; let end_round return tensors like those of "
                 "init_client_state",
             )
@@ -86,17 +86,17 @@ class Layout:
 
     def split(self, block: Tensor) -> dict[str, Tensor]:
         """Return bytes [K, bytes] as tensors, [K, ...] each: the inverse of `join`."""
-        found = {}
+        tensors = {}
         for name, shape, kind in self.tensors:
             begin, end = self.offsets[0][name]
             value = block[:, begin:end].contiguous().view(_type(kind))
-            found[name] = value.view(len(block), *shape)
-        return found
+            tensors[name] = value.view(len(block), *shape)
+        return tensors
 
 
 def _type(name: str) -> torch.dtype:
-    found: torch.dtype = getattr(torch, name)
-    return found
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 class DamagedSlotError(DamagedError):

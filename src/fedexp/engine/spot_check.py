@@ -22,7 +22,7 @@ from torch import Tensor
 from fedexp.engine.base import Engine
 from fedexp.engine.plan import Work, step_lengths
 from fedexp.engine.state import SimulationState
-from fedexp.engine.trial import UNKNOWN, Attempt, DisagreementError, Trial
+from fedexp.engine.trial import UNKNOWN, DisagreementError, Trial
 from fedexp.errors import EngineError
 from fedexp.objective import BatchedObjective, CopyableObjective
 from fedexp.precision import Precision
@@ -126,7 +126,7 @@ def check_client(
     for draw in range(OPINIONS):
         start = replace(state, params=_nudged(work, state.params, draw)) if draw else state
         try:
-            Trial.of(work, start, precision, Attempt(draw=draw)).check(make)
+            Trial.of(work, start, precision).check(make)
             return
         except torch.OutOfMemoryError:
             raise

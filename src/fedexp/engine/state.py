@@ -179,16 +179,12 @@ class Record:
 
     def to_json(self) -> dict[str, Any]:
         """Return one flat JSON object; values that are not finite or not known are null."""
-        own = {
-            name: value
-            for name, value in vars(self).items()
-            if name not in ("metrics", "engine_choice", "state", "task")
+        left_out = ("metrics", "engine_choice", "state", "task")
+        values = {name: value for name, value in vars(self).items() if name not in left_out}
+        return {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in {**values, **self.metrics}.items()
         }
-        return {name: _jsonable(value) for name, value in {**own, **self.metrics}.items()}
-
-
-def _jsonable(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def server_step(
@@ -245,7 +241,7 @@ def _versions(model: ServerModel) -> list[int]:
 
 
 def _check_versions(rule: Any, method: str, model: ServerModel, before: list[int]) -> None:
-    """Refuse a rule that writes to the model it is given, which earlier records share."""
+    """Refuse a rule that writes to the model in its arguments, which earlier records share."""
     if _versions(model) != before:
         raise UsageError(
             f"{method} of {type(rule).__name__} changes its arguments in place; return new "

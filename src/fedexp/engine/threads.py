@@ -84,13 +84,13 @@ class Threads:
 
 
 class ThreadCopy:
-    """A copy of an objective for one thread at a time, with generators of its own for dropout."""
+    """A copy of an objective for one thread at a time, with separate generators for dropout."""
 
     def __init__(self, objective: CopyableObjective) -> None:
         self.objective = objective.copy()
         self.dropouts = replace_dropouts(self.objective.module)
         for layer in self.objective.module.modules():
-            if isinstance(layer, nn.MaxPool2d | OwnDropout):
+            if isinstance(layer, nn.MaxPool2d | SeededDropout):
                 layer.register_forward_hook(keep_channels_last)
         drawing = [type(m).__name__ for m in self.objective.module.modules() if _draws(m)]
         if drawing:
@@ -105,8 +105,8 @@ class ThreadCopy:
             layer.generator.manual_seed(derived + k)
 
 
-class OwnDropout(nn.Dropout):
-    """`nn.Dropout` with a generator of its own; p is exact to 1 / 65,536.
+class SeededDropout(nn.Dropout):
+    """`nn.Dropout` with a separate generator; p is exact to 1 / 65,536.
 
     One draw serves four elements, because torch's own dropout takes as long as a convolution.
     """
@@ -146,19 +146,20 @@ def _with_channels_last(grad: Tensor) -> Tensor:
     return grad.contiguous(memory_format=torch.channels_last)
 
 
-def replace_dropouts(module: nn.Module) -> list[OwnDropout]:
+def replace_dropouts(module: nn.Module) -> list[SeededDropout]:
     """Replace every plain dropout in the module, and return the replacements."""
-    found: dict[int, OwnDropout] = {}
+    replacements: dict[int, SeededDropout] = {}
     for parent in module.modules():
         for name, child in parent._modules.items():
             if type(child) is nn.Dropout:
-                parent._modules[name] = found.setdefault(id(child), OwnDropout(child.p))
-    return list(found.values())
+                layer = replacements.setdefault(id(child), SeededDropout(child.p))
+                parent._modules[name] = layer
+    return list(replacements.values())
 
 
 def _draws(layer: nn.Module) -> bool:
     """Return whether a layer draws a dropout mask from torch's global generator."""
-    if isinstance(layer, OwnDropout):
+    if isinstance(layer, SeededDropout):
         return False
     if isinstance(layer, _DropoutNd):
         return layer.p > 0

@@ -1,4 +1,4 @@
-"""The trial of an engine: it is trusted once it agreed with the loop on the user's own model.
+"""The trial of an engine: it is used once it agreed with the loop on the user's own model.
 
 A few small clients of unequal size, with the cohort's own examples, take a few steps with a short
 batch among them, from weights that are perturbed a little, in training mode with dropout off,
@@ -13,7 +13,7 @@ float32 does not.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -117,8 +117,8 @@ class Trials:
 
     def __init__(self, work: Work, state: SimulationState, precision: Precision) -> None:
         self._origin, self.precision = (work, state), precision
-        self._made: list[Trial] = []
-        self._actual_made: dict[int, Trial] = {}
+        self._plain: dict[Attempt, Trial] = {}
+        self._actual: list[Trial] = []
         self._attempts = list(ATTEMPTS)
         self._failed: Exception = EngineError("it gives no finite numbers for a few examples")
 
@@ -129,36 +129,21 @@ class Trials:
             make: returns the engine for a trial.
             layers: whether to check what stacked layers need besides.
         """
-        actual, done = self._is_special, 0
-        while done < len(self._made) or self._attempts:
-            if done == len(self._made):
-                attempt = self._attempts.pop(0)
-                if any(attempt.is_weaker(trial.attempt) for trial in self._made):
-                    continue
-                try:
-                    trial = Trial.of(*self._plain_origin, None, attempt, self.precision)
-                except torch.OutOfMemoryError:
-                    raise
-                except Exception as error:  # whatever a user's model raises on some examples
-                    self._failed = error
-                    continue
-                if not all(value.isfinite().all() for value in trial.expected.values()):
-                    continue
-                self._made.append(trial)
-            trial, done = self._made[done], done + 1
+        for trial in self._plain_trials():
             distance = trial.check(make)
             if distance <= trial.least or trial.limit <= SENSITIVE:
                 break
         else:
-            if not self._made:
+            if not self._plain:
                 raise self._failed
             raise EngineError(
                 "its agreement with the loop cannot be tested, since rounding explains "
                 f"{trial.limit:.1e}"
             )
-        checked = self._check_actual(make) if actual else trial
+        if self._is_special:
+            trial = self._check_actual(make)
         if layers:
-            checked.check_layers()
+            trial.check_layers()
 
     def _check_actual(self, make: Callable[[Work], Engine]) -> Trial:
         """Return the trial in the precision of the run in which an engine agrees with the loop.
@@ -167,14 +152,43 @@ class Trials:
         error is small but exceeds its limit. Other perturbations of the weights are tried then.
         """
         for draw in range(DRAWS):
-            trial = self._actual(draw)
+            if draw == len(self._actual):
+                attempt = next(reversed(self._plain))._replace(step=SMALL_STEP, draw=draw)
+                self._actual.append(self._trial(*self._origin, attempt))
             try:
-                trial.check(make)
-                return trial
+                self._actual[draw].check(make)
+                return self._actual[draw]
             except DisagreementError as error:
                 if error.distance > GROSS or draw == DRAWS - 1:
                     raise
         raise AssertionError  # the loop returns or raises
+
+    def _plain_trials(self) -> Iterator[Trial]:
+        """Yield the trials in plain arithmetic, first those that were made for other engines."""
+        yield from list(self._plain.values())
+        while self._attempts:
+            attempt = self._attempts.pop(0)
+            if any(attempt.is_weaker(other) for other in self._plain):
+                continue
+            try:
+                trial = self._trial(*self._plain_origin, attempt, plain=True)
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # whatever a user's model raises on some examples
+                self._failed = error
+                continue
+            if all(value.isfinite().all() for value in trial.expected.values()):
+                self._plain[attempt] = trial
+                yield trial
+
+    def _trial(
+        self, work: Work, state: SimulationState, attempt: Attempt, plain: bool = False
+    ) -> Trial:
+        """Return a trial on a few examples of a round."""
+        with arithmetic("float32" if plain else self.precision):
+            small = _small_work(work, state, plain, attempt)
+            small, start = _start(small, state, attempt)
+        return Trial.of(small, start, self.precision, plain)
 
     @property
     def _is_special(self) -> bool:
@@ -193,14 +207,7 @@ class Trials:
 
     def batch(self) -> Batch:
         """Return a batch that the model has accepted."""
-        return self._made[-1].first_batch()
-
-    def _actual(self, draw: int) -> Trial:
-        """Return a trial in the precision of the run, by the attempt that worked before."""
-        if draw not in self._actual_made:
-            attempt = self._made[-1].attempt._replace(step=SMALL_STEP, draw=draw)
-            self._actual_made[draw] = Trial.of(*self._origin, self.precision, attempt)
-        return self._actual_made[draw]
+        return next(reversed(self._plain.values())).first_batch()
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,9 +217,8 @@ class Trial:
     Attributes:
         work: the round; its objective is a copy, without dropout.
         state: the state before it.
-        precision: of the run; None for plain arithmetic in the type of the parameters, without
-            custom kernels.
-        attempt: how it was made.
+        precision: of the arithmetic.
+        plain: whether custom kernels are off.
         expected: the loop's sums and client states, by name.
         least: an error that always passes: another order of additions, and in a run of half
             precision its own rounding.
@@ -220,38 +226,34 @@ class Trial:
 
     work: Work
     state: SimulationState
-    precision: Precision | None
-    attempt: Attempt
+    precision: Precision
+    plain: bool
     expected: Named
     least: float
 
     @classmethod
     def of(
-        cls,
-        work: Work,
-        state: SimulationState,
-        precision: Precision | None,
-        attempt: Attempt,
-        later: Precision = "float32",
+        cls, work: Work, state: SimulationState, precision: Precision, plain: bool = False
     ) -> Trial:
-        """Run the loop once on a few examples, or on the one client that `work` is of.
+        """Return the trial of a round, by running the loop once.
 
-        In a plain trial, `later` is the run's precision.
+        Args:
+            work: the round.
+            state: the state before it.
+            precision: of the run.
+            plain: compute in the type of the parameters, without custom kernels.
         """
-        with arithmetic(precision or "float32"):
-            if work.only is None:
-                work = _small_work(work, state, precision, attempt)
-                work, state = _start(work, state, attempt)
-            expected = _named(Loop()(work, state), work, state)
+        least = min(LEAST * torch.finfo(state.params.dtype).eps, MOST_ROUNDING)
+        least = max(least, NARROW.get(precision, 0.0))
+        precision = "float32" if plain else precision
+        expected = _loop_result(work, state, precision)
         if not expected["clients"]:
             raise EngineError("it gives no finite numbers for a few examples")
         if not expected["update"].any():
             raise EngineError(
                 "the update is zero on a few examples, so that nothing can be compared"
             )
-        least = min(LEAST * torch.finfo(state.params.dtype).eps, MOST_ROUNDING)
-        least = max(least, NARROW.get(precision or later, 0.0))
-        return cls(work, state, precision, attempt, expected, least)
+        return cls(work, state, precision, plain, expected, least)
 
     @cached_property
     def limit(self) -> float:
@@ -262,17 +264,17 @@ class Trial:
         """Return `ALLOWED` times the distance to the loop in a wider precision."""
         dtype, wider = self.state.params.dtype, None
         if dtype != torch.float64:
-            wide = torch.float64 if self.precision in (None, "float32") else dtype
+            wide = torch.float64 if self.precision == "float32" else dtype
             wider = _wider(self.work, self.state, wide)
         elif self.work.only is None:
             return EXACT
         if wider is None and self.work.only is None:
             return UNKNOWN
         # the largest of all: a single value may be right by chance
-        other = self._moved() if wider is None else wider
+        other = self._neighbour() if wider is None else wider
         return ALLOWED * max(_distances(self.expected, other).values())
 
-    def _moved(self) -> Named:
+    def _neighbour(self) -> Named:
         """Return the loop's result from weights that differ in the last place.
 
         A whole round of local training may amplify rounding by any factor.
@@ -281,21 +283,18 @@ class Trial:
         signs = torch.ones_like(params)
         signs[1::2] = -1
         moved = params * (1 + torch.finfo(params.dtype).eps * signs)
-        start = replace(self.state, params=moved)
-        with arithmetic(self.precision or "float32"):
-            return _named(Loop()(self.work, start), self.work, start)
+        return _loop_result(self.work, replace(self.state, params=moved), self.precision)
 
     def check(self, make: Callable[[Work], Engine]) -> float:
         """Return the distance of an engine from the loop; raises `EngineError` beyond the limit."""
         engine, before = make(self.work), torch.get_rng_state()
-        special = self.precision is None and self.state.params.is_cuda
-        plain = without_kernels() if special else nullcontext()
-        with arithmetic(self.precision or "float32"), plain:
-            found = _named(engine(self.work, self.state), self.work, self.state)
+        without = self.plain and self.state.params.is_cuda
+        with arithmetic(self.precision), without_kernels() if without else nullcontext():
+            result = _named(engine(self.work, self.state), self.work, self.state)
         if not torch.equal(before, torch.get_rng_state()):
             torch.set_rng_state(before)
             raise EngineError("forward draws random numbers outside nn.Dropout layers")
-        error = max(_distances(found, self.expected).values())
+        error = max(_distances(result, self.expected).values())
         if error > self.least and not self.repeats:
             raise EngineError(
                 f"{engine.name} is off by {error:.1e} from the loop on a few examples, because "
@@ -310,7 +309,7 @@ class Trial:
         """Whether a client's update is the same again, also with other random numbers."""
         objective, updates = self.work.task.objective, list[Tensor]()
         client = int(self.work.cohort[0]) if self.work.only is None else self.work.only
-        with arithmetic(self.precision or "float32"):
+        with arithmetic(self.precision):
             for seed in (0, 1):
                 with seeded_torch(seed, "trial"):
                     updates.append(train(self.work, self.state, client, objective).delta.double())
@@ -322,7 +321,7 @@ class Trial:
 
     def check_layers(self) -> None:
         """Check that stacked layers evaluate alike and need no data-dependent control flow."""
-        with arithmetic(self.precision or "float32"):
+        with arithmetic(self.precision):
             self._check_control_flow()
             plain, stacked = (self._measured(stacked) for stacked in (False, True))
         error = _distance(stacked, plain)
@@ -358,8 +357,8 @@ class NoDataDependence(TorchFunctionMode):
     ) -> Any:
         name = getattr(func, "__name__", "")
         by_mask = name == "__getitem__" and any(
-            isinstance(each, Tensor) and each.dtype == torch.bool
-            for each in (args[1] if isinstance(args[1], tuple) else args[1:])
+            isinstance(index, Tensor) and index.dtype == torch.bool
+            for index in (args[1] if isinstance(args[1], tuple) else args[1:])
         )
         if name in TO_PYTHON or by_mask:
             raise EngineError(f"forward branches on values ({name})")
@@ -372,15 +371,13 @@ TO_PYTHON = {
 }  # fmt: skip
 
 
-def _small_work(
-    work: Work, state: SimulationState, precision: Precision | None, attempt: Attempt
-) -> Work:
+def _small_work(work: Work, state: SimulationState, plain: bool, attempt: Attempt) -> Work:
     """Return the work of a round of a few small clients."""
     local, train = work.local, work.task.train
     objective, on_gpu = work.task.objective, train.device.type == "cuda"
     large, lengths = state.params.numel() > LARGE, step_lengths(train.sizes[work.cohort], local)
     clients, batch = 2 if large else 3, int(lengths.max())
-    if not on_gpu or precision is None:  # kernels of a GPU are chosen by the size of a batch
+    if not on_gpu or plain:  # kernels of a GPU are chosen by the size of a batch
         few = 4 if on_gpu or not large else 2
         batch = min(batch, max(few, WORK // state.params.numel()))
     rest = max(1, 3 * batch // 4) if attempt.short else batch
@@ -388,13 +385,13 @@ def _small_work(
         rest = batch  # a model may need two examples, and have them in the run
     sizes = (batch + rest, batch + rest, rest)[-clients:]
     examples = _examples(work, attempt.sources, sum(sizes))
-    if precision is None:
+    if plain:
         examples = {
             n: v.to(state.params.dtype) if v.dtype in HALF else v for n, v in examples.items()
         }
     offsets = np.cumsum([0, *sizes])
     if isinstance(objective, CopyableObjective):
-        objective = objective.copy(None if precision else state.params.dtype, dropout=False)
+        objective = objective.copy(state.params.dtype if plain else None, dropout=False)
     shorter = replace(
         local,
         steps=local.steps and (2 if large else min(3, max(2, local.steps))),
@@ -421,12 +418,12 @@ def _examples(work: Work, sources: int, count: int) -> Batch:
     """Return interleaved examples of several clients, so that labels differ within a batch."""
     train, cohort = work.task.train, work.cohort
     chosen = cohort[np.linspace(0, len(cohort) - 1, min(sources, len(cohort))).astype(int)]
-    each = math.ceil(count / len(chosen))
+    share = math.ceil(count / len(chosen))
     parts = [
-        train.batch(int(c), np.linspace(0, train.sizes[c] - 1, each).astype(np.int64))
+        train.batch(int(c), np.linspace(0, train.sizes[c] - 1, share).astype(np.int64))
         for c in chosen
     ]
-    mixed = np.arange(each * len(chosen)).reshape(len(chosen), each).T.ravel()[:count]
+    mixed = np.arange(share * len(chosen)).reshape(len(chosen), share).T.ravel()[:count]
     order = torch.from_numpy(mixed)
     return {name: torch.cat([part[name] for part in parts])[order] for name in parts[0]}
 
@@ -447,7 +444,9 @@ def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, 
     width = params.square().mean().sqrt().item() or 1.0  # all weights may be zero
     params = params + attempt.perturbed * width * draw(params)
     start = SimulationState.of(params, state.buffers, algorithm)
-    grad = _gradient(start, work, next(iter(work.batches(0))), work.seed)
+    batch = next(iter(work.batches(0)))
+    with seeded_torch(work.seed, "trial"):
+        grad, _ = work.task.objective.gradient(params.clone(), state.buffers, batch)
     norm, size = grad.norm().item(), params.norm().item()
     local = work.local
     if norm and size and math.isfinite(norm):
@@ -472,9 +471,10 @@ def _start(work: Work, state: SimulationState, attempt: Attempt) -> tuple[Work, 
     )
 
 
-def _gradient(state: SimulationState, work: Work, batch: Batch, seed: int) -> Tensor:
-    with seeded_torch(seed, "trial"):
-        return work.task.objective.gradient(state.params.clone(), state.buffers, batch)[0]
+def _loop_result(work: Work, state: SimulationState, precision: Precision) -> Named:
+    """Return the loop's sums and client states of a round by name."""
+    with arithmetic(precision):
+        return _named(Loop()(work, state), work, state)
 
 
 def _named(sums: Sums, work: Work, state: SimulationState) -> Named:
@@ -485,18 +485,18 @@ def _named(sums: Sums, work: Work, state: SimulationState) -> Named:
     if "buffers" in named:  # their values: changes alone may be pure rounding
         values = changed_buffers(state.buffers.averaged, named["buffers"])
         named["buffers"] = values.nan_to_num(0.0, 0.0, 0.0)
-    for client, own in sorted(clients.items()):
+    for client, client_state in sorted(clients.items()):
         if work.only in (None, client):
-            named |= {f"state {name} of {client}": value for name, value in own.items()}
+            named |= {f"state {name} of {client}": value for name, value in client_state.items()}
     named["clients"] = aggregate.count if work.only is None else aggregate.weight.sign()
     return {name: value.detach().double() for name, value in named.items()}
 
 
-def _distances(found: Named, expected: Named) -> dict[str, float]:
+def _distances(result: Named, expected: Named) -> dict[str, float]:
     """Return the distances of values from the expected ones, relative to these."""
-    if found.keys() != expected.keys():
-        raise EngineError(f"it returns {sorted(found)} where the loop returns {sorted(expected)}")
-    return {name: _distance(found[name], value) for name, value in expected.items()}
+    if result.keys() != expected.keys():
+        raise EngineError(f"it returns {sorted(result)} where the loop returns {sorted(expected)}")
+    return {name: _distance(result[name], value) for name, value in expected.items()}
 
 
 def _distance(one: Tensor, other: Tensor) -> float:
@@ -512,14 +512,11 @@ def _wider(work: Work, state: SimulationState, dtype: torch.dtype) -> Named | No
         return None
     cast: Objective = _Cast(objective.copy(dtype))
     wide = replace(work, task=replace(work.task, objective=cast))
-
     try:
-        with arithmetic("float32"):
-            start = widened(state, work.algorithm, dtype)
-            found = _named(Loop()(wide, start), wide, start)
+        result = _loop_result(wide, widened(state, work.algorithm, dtype), "float32")
     except (RuntimeError, TypeError, ValueError):
         return None
-    return found if all(value.isfinite().all() for value in found.values()) else None
+    return result if all(value.isfinite().all() for value in result.values()) else None
 
 
 def widened(state: SimulationState, algorithm: Algorithm, dtype: torch.dtype) -> SimulationState:
@@ -529,7 +526,8 @@ def widened(state: SimulationState, algorithm: Algorithm, dtype: torch.dtype) ->
         return value.to(dtype) if value.is_floating_point() else value
 
     clients = {
-        c: {name: widen(value) for name, value in own.items()} for c, own in state.clients.items()
+        client: {name: widen(value) for name, value in client_state.items()}
+        for client, client_state in state.clients.items()
     }
     params, buffers = widen(state.params), Buffers(*map(widen, state.buffers))
     broadcast = {name: widen(value) for name, value in state.broadcast.items()}

@@ -43,10 +43,11 @@ def starting_from(task: Task, start: Weights, seed: int) -> Task:
             "this objective cannot start from given weights; give it a method `starting_at`"
         )
     if isinstance(start, Record):
-        initial, found = objective.initial(seed), start.state.output()
-        check_layout((found[0], *found[1]), (initial[0], *initial[1]))
-        params = found[0].to(initial[0])
-        buffers = Buffers(*(b.to(like) for b, like in zip(found[1], initial[1], strict=True)))
+        params, buffers = start.state.output()
+        like = objective.initial(seed)
+        check_layout((params, *buffers), (like[0], *like[1]))
+        params = params.to(like[0])
+        buffers = Buffers(*(b.to(other) for b, other in zip(buffers, like[1], strict=True)))
         trained = None if start.task is None else start.task.objective
         if (
             isinstance(objective, ModuleObjective)
@@ -57,21 +58,18 @@ def starting_from(task: Task, start: Weights, seed: int) -> Task:
             check_names(objective.module, model)
             objective = objective.starting_from(model)
         return replace(task, objective=objective.starting_at(params, buffers))
-    if not isinstance(start, nn.Module | Mapping):
-        raise UsageError(
-            "start is a state or a record of simulate, a module or a state_dict, not "
-            f"{type(start).__name__}; load a file first, e.g. by torch.load"
-        )
     if not isinstance(objective, ModuleObjective):
-        raise UsageError(f"task {task.name} trains no torch module; start from a record of it")
+        raise UsageError(
+            f"task {task.name} does not train a torch module; start from a record of it"
+        )
     check_names(objective.module, start)
     return replace(task, objective=objective.starting_from(start))
 
 
-def check_layout(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
+def check_layout(start: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
     """Refuse the output model of a record that has other sizes than the task's model."""
     names = ("parameters", "floating-point buffers", "integer buffers")
-    for name, one, other in zip(names, found, wanted, strict=True):
+    for name, one, other in zip(names, start, wanted, strict=True):
         require(
             one.shape == other.shape,
             f"start has {one.numel()} values of {name} where the task's model has "
@@ -81,39 +79,36 @@ def check_layout(found: tuple[Tensor, ...], wanted: tuple[Tensor, ...]) -> None:
 
 def check_names(module: nn.Module, start: nn.Module | Mapping[str, Any]) -> None:
     """Refuse weights of other names or shapes than those of the task's model."""
-    given = _named_tensors(start)
+    weights = _named_tensors(start)
     wanted: dict[str, Tensor] = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     stored = module.state_dict().keys()  # tied weights have a second name, some buffers none
     for name, value in wanted.items():
         require(
-            name in given or name not in stored,
+            name in weights or name not in stored,
             f"start has no {name}, which the task's model has; give all of its state_dict",
         )
-        shapes = [list(each.shape) for each in (given.get(name, value), value)]
+        shape, expected = list(weights.get(name, value).shape), list(value.shape)
         require(
-            shapes[0] == shapes[1],
-            f"{name} of start has shape {shapes[0]} where the task's model has {shapes[1]}; start "
+            shape == expected,
+            f"{name} of start has shape {shape} where the task's model has {expected}; start "
             "from a model of the same shapes",
         )
-    unknown = [name for name in given if name not in wanted and name not in stored]
-    require(
-        not unknown,
-        f"start has {(unknown or [''])[0]}, which the task's model has not; leave it out",
-    )
+    for name in weights:
+        require(
+            name in wanted or name in stored,
+            f"start has {name}, which the task's model does not have; leave it out",
+        )
 
 
 def _named_tensors(start: nn.Module | Mapping[str, Any]) -> dict[str, Tensor]:
-    found: dict[str, Any] = (
-        {**dict(start.named_parameters()), **dict(start.named_buffers())}
-        if isinstance(start, nn.Module)
-        else dict(start)
-    )
-    for name, value in found.items():
+    if isinstance(start, nn.Module):
+        return {**dict(start.named_parameters()), **dict(start.named_buffers())}
+    for name, value in start.items():
         require(
             isinstance(value, Tensor),
-            f"{name} of start is no tensor but {type(value).__name__}; pass a state_dict",
+            f"{name} of start is {type(value).__name__}, not a tensor; pass a state_dict",
         )
-    return found
+    return dict(start)
 
 
 def read_weights(path: str | os.PathLike[str]) -> dict[str, Tensor]:

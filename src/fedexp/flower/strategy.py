@@ -172,7 +172,7 @@ class Settings:
         )
         if self.privacy is not None:
             require(
-                isinstance(self.privacy, Privacy) and not isinstance(self.privacy, type),
+                isinstance(self.privacy, Privacy),
                 f"privacy must be CentralPrivacy(...) or LocalPrivacy(...), not {self.privacy!r}",
             )
             check_fit(self.algorithm, self.weights, buffers=False)

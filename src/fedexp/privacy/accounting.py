@@ -233,7 +233,6 @@ def accounting_library() -> Any:
 def _release(z: float, sampling: Sampling, clients: int | None, cohort: int | None) -> Release:
     if sampling not in ("fixed", "poisson"):
         return Release(z, sampling)
-    require_noise(z)
     require(
         clients is not None and cohort is not None and 1 <= cohort <= clients,
         f"{sampling} sampling needs the number of clients and a cohort of 1 to as many; "
@@ -247,8 +246,8 @@ def _renyi_epsilon(releases: Mapping[Release, int], delta: float) -> float:
     total = [0.0] * len(ORDERS)
     for release, count in releases.items():
         total = [t + count * loss for t, loss in zip(total, _renyi(release), strict=True)]
-    found, _ = accounting_library().rdp.compute_epsilon(ORDERS, total, delta)
-    return float(found)
+    bound, _ = accounting_library().rdp.compute_epsilon(ORDERS, total, delta)
+    return float(bound)
 
 
 @lru_cache(maxsize=1024)

@@ -13,7 +13,7 @@ import math
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Protocol
+from typing import ClassVar, Literal
 
 import numpy as np
 import torch
@@ -116,47 +116,12 @@ def normals(seed: int | None, *numbers: int) -> Normals:
     return system_normals if seed is None else seeded_normals(seed, *numbers)
 
 
-class Mechanism(Protocol):
-    """The server's part of privacy in a round; returned by `prepare` of the settings.
-
-    A round is planned, drawn, charged to a `Ledger` and released, in this order. It is released
-    whenever its cohort was drawn, even if the cohort is empty or nobody answered.
-    """
-
-    hides_client_metrics: ClassVar[bool]
-
-    @property
-    def delta(self) -> float:
-        """Return δ of the accounting."""
-
-    @property
-    def limit(self) -> float | None:
-        """Return the ε that the whole run must not exceed; None for no limit."""
-
-    def plan(self, clients: int, wanted: int) -> Release:
-        """Return the release of a round with `wanted` of so many clients, or fewer if capped."""
-
-    def sample(self, clients: int, release: Release, round: int) -> list[int] | None:
-        """Return the indices of a secretly drawn cohort; None where the cohort is known."""
-
-    def clipped(self, updates: Tensor) -> Tensor:
-        """Return updates [d] or [M, d] as they may enter the sums."""
-
-    def release(self, aggregate: Aggregate, round: int) -> Aggregate:
-        """Return the sums of a round as a server rule may see them."""
-
-    def metrics(
-        self, releases: Mapping[Release, int], released: Aggregate | None
-    ) -> dict[str, float]:
-        """Return ε and δ of these releases, and the share of noise in the last mean update."""
-
-    def config(self) -> dict[str, float]:
-        """Return the config that clients are sent."""
-
-
 @dataclass(frozen=True)
 class CentralMechanism:
     """Central privacy: a trusted server adds Gaussian noise to (Σ Δ_i, κ/C Σ ||Δ_i||²) at once.
+
+    A round is planned, drawn, charged to a `Ledger` and released, in this order. It is released
+    whenever its cohort was drawn, even if the cohort is empty or nobody answered.
 
     Args:
         clip: C, the bound on each update's norm.
@@ -201,6 +166,7 @@ class CentralMechanism:
         return Release(self.noise_multiplier, self.sampling, clients, size)
 
     def sample(self, clients: int, release: Release, round: int) -> list[int] | None:
+        """Return the indices of a secretly drawn cohort; None where the cohort is known."""
         if self.sampling == "known":
             return None
         if self.noise_seed is None:
@@ -212,6 +178,7 @@ class CentralMechanism:
         return [i for i, coin in enumerate(drawn) if coin < release.probability]
 
     def clipped(self, updates: Tensor) -> Tensor:
+        """Return updates [d] or [M, d] as they may enter the sums."""
         return clip(updates, self.clip)
 
     def release(self, aggregate: Aggregate, round: int) -> Aggregate:
@@ -232,11 +199,13 @@ class CentralMechanism:
     def metrics(
         self, releases: Mapping[Release, int], released: Aggregate | None
     ) -> dict[str, float]:
+        """Return ε and δ of these releases, and the share of noise in the last mean update."""
         spent = composed_epsilon(releases, self.delta)
         share = _noise_share(released, (self.sigma / self.cohort) ** 2)
         return {"epsilon": spent, "delta": self.delta, **share}
 
     def config(self) -> dict[str, float]:
+        """Return the config that clients are sent."""
         return {}
 
 
@@ -305,6 +274,10 @@ class LocalMechanism:
 
     def config(self) -> dict[str, float]:
         return {"fedexp.clip": self.clip, "fedexp.noise": self.noise_multiplier}
+
+
+Mechanism = CentralMechanism | LocalMechanism
+"""The server's part of privacy in a round; returned by `prepare` of the settings."""
 
 
 def _noise_share(released: Aggregate | None, variance: float) -> dict[str, float]:

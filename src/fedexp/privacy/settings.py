@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar
 
 import torch
 
@@ -20,7 +20,6 @@ from fedexp.privacy.mechanism import (
     MARGINS,
     CentralMechanism,
     LocalMechanism,
-    Mechanism,
     Numerator,
     best_norm_weight,
 )
@@ -28,39 +27,6 @@ from fedexp.privacy.mechanism import (
 
 class PrivacyWarning(UserWarning):
     """The privacy settings guarantee less than they seem to."""
-
-
-@runtime_checkable
-class Privacy(Protocol):
-    """Privacy settings as strategies use them.
-
-    Attributes:
-        noised_by_clients: whether a round is charged when its messages are sent; otherwise it is
-            charged when the server releases its sums.
-    """
-
-    noised_by_clients: ClassVar[bool]
-
-    def prepare(
-        self,
-        *,
-        clients: int,
-        cohort: int,
-        rounds: int,
-        algorithm: Algorithm,
-        weighting: str = "uniform",
-        buffers: bool = False,
-    ) -> Mechanism:
-        """Return the mechanism for a run; raise `UsageError` where there is none.
-
-        Args:
-            clients: number of clients.
-            cohort: number of clients per round.
-            rounds: rounds in total.
-            algorithm: client and server rule.
-            weighting: of the updates; must be "uniform".
-            buffers: whether the model has buffers that are averaged (BatchNorm).
-        """
 
 
 @dataclass(frozen=True)
@@ -100,7 +66,7 @@ class CentralPrivacy:
     norm_weight: float | None = None
     noise_seed: int | None = None
     numerator: Numerator | None = None
-    noised_by_clients: ClassVar[bool] = False
+    noised_by_clients: ClassVar[bool] = False  # a round is charged when its sums are released
 
     def __post_init__(self) -> None:
         check_noise(self)
@@ -123,6 +89,16 @@ class CentralPrivacy:
         weighting: str = "uniform",
         buffers: bool = False,
     ) -> CentralMechanism:
+        """Return the mechanism for a run; raise `UsageError` where there is none.
+
+        Args:
+            clients: number of clients.
+            cohort: number of clients per round.
+            rounds: rounds in total.
+            algorithm: client and server rule.
+            weighting: of the updates; must be "uniform".
+            buffers: whether the model has buffers that are averaged (BatchNorm).
+        """
         check_fit(algorithm, weighting, buffers)
         clients, cohort = self.clients or clients, self.cohort or cohort
         warn_weak(self.delta, clients)
@@ -176,7 +152,7 @@ class LocalPrivacy:
     rounds: int | None = None
     noise_seed: int | None = None
     numerator: Numerator | None = None
-    noised_by_clients: ClassVar[bool] = True
+    noised_by_clients: ClassVar[bool] = True  # a round is charged when its messages are sent
 
     def __post_init__(self) -> None:
         check_noise(self)
@@ -205,12 +181,17 @@ class LocalPrivacy:
         weighting: str = "uniform",
         buffers: bool = False,
     ) -> LocalMechanism:
+        """Return the mechanism for a run, as `CentralPrivacy.prepare` does."""
         check_fit(algorithm, weighting, buffers)
         accounting.accounting_library()
         return self.mechanism()
 
 
-def check_noise(privacy: CentralPrivacy | LocalPrivacy) -> None:
+Privacy = CentralPrivacy | LocalPrivacy
+"""Privacy settings of a run."""
+
+
+def check_noise(privacy: Privacy) -> None:
     """Refuse values out of range, and both or neither of noise_multiplier and epsilon."""
     clip, numerator = privacy.clip, privacy.numerator
     require(
@@ -278,7 +259,7 @@ def warn_weak(delta: float, clients: int) -> None:
 
 def warn_seeded(privacy: Privacy) -> None:
     """Warn of a `noise_seed` where the settings are deployed."""
-    if isinstance(privacy, CentralPrivacy | LocalPrivacy) and privacy.noise_seed is not None:
+    if privacy.noise_seed is not None:
         warnings.warn(
             "whoever knows noise_seed can subtract the noise, so that epsilon does not hold; leave "
             "noise_seed out when deploying",

@@ -20,8 +20,8 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.errors import require
 from fedexp.privacy.accounting import BudgetSpentError, Release, composed_epsilon
-from fedexp.privacy.mechanism import CentralMechanism, LocalMechanism, seeded_normals
-from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
+from fedexp.privacy.mechanism import CentralMechanism, Mechanism, seeded_normals
+from fedexp.privacy.settings import LocalPrivacy, Privacy
 
 Clients = NDArray[np.int64]
 ROUNDING = 1.0 + 1e-9  # of an ε that was computed for exactly so many rounds
@@ -41,7 +41,7 @@ class SimulatedPrivacy:
         seed: of the noise and of secret cohorts.
     """
 
-    mechanism: CentralMechanism | LocalMechanism
+    mechanism: Mechanism
     charged: Release
     clients: int
     seed: int
@@ -49,8 +49,8 @@ class SimulatedPrivacy:
     @classmethod
     def of(
         cls,
-        privacy: CentralPrivacy | LocalPrivacy,
-        mechanism: CentralMechanism | LocalMechanism,
+        privacy: Privacy,
+        mechanism: Mechanism,
         clients: int,
         cohort: int,
         seed: int,
@@ -78,7 +78,7 @@ class SimulatedPrivacy:
 
     def require_budget(
         self,
-        privacy: CentralPrivacy | LocalPrivacy,
+        privacy: Privacy,
         rounds: int,
         cohort_of: Callable[[int], Clients],
     ) -> None:
@@ -108,17 +108,15 @@ class SimulatedPrivacy:
                 "and cohort out of CentralPrivacy"
             )
 
-    def cohort(self, round: int, known: Clients) -> Clients:
-        """Return the clients of a round: `known`, or those of a secret draw, possibly none."""
-        if not isinstance(self.mechanism, CentralMechanism):
-            return known
+    def cohort(self, round: int, drawn: Clients) -> Clients:
+        """Return the clients of a round: `drawn`, or those of a secret draw, possibly none."""
         secret = self.mechanism.sample(self.clients, self.charged, round)
-        return known if secret is None else np.array(secret, dtype=np.int64)
+        return drawn if secret is None else np.array(secret, dtype=np.int64)
 
     def protected(self, deltas: Tensor, clients: Sequence[int], round: int) -> Tensor:
         """Return updates [K, d] of these clients as they may enter the sums.
 
-        Clipped; with local privacy also noised, each by draws of its own.
+        Clipped; with local privacy also noised, by separate draws for each.
         """
         mechanism = self.mechanism
         if isinstance(mechanism, CentralMechanism):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -47,7 +47,7 @@ class _Adaptive(ServerRule):
         require_numbers(tau=self.tau)
         require(self.tau >= 0, f"tau must not be negative, but is {self.tau}")
         require(
-            self.form in ("standard", "printed", "authors"),
+            self.form in get_args(Form),
             f"form must be standard, printed or authors, not {self.form!r}",
         )
 
@@ -135,7 +135,7 @@ class Yogi(Adam):
     reads_norms: ClassVar[bool] = False
 
     def released(self, lr_decay: float) -> Self:
-        return self  # it has none
+        return self  # their code has no FedYogi
 
     def _second_moment(self, second: Tensor, squared: Tensor) -> Tensor:
         return second - (1 - self.beta2) * squared * torch.sign(second - squared)
@@ -150,9 +150,9 @@ class AMS(Adam):
         v̂ ← max(v̂, v, τ);  w ← w - lr · m / √v̂
 
     and with "sum", known as FedAMSGrad, v̂ ← max(v̂, v); w ← w - lr · m / (√v̂ + τ). The paper's
-    own text was not at hand: names and formulas agree with a public reimplementation that has
-    both. The released code is "sum" with the bias corrections of Adam, and starts v̂ at a value of
-    its own, which acts as τ in "max".
+    text was not available: names and formulas agree with a public reimplementation that has
+    both. The released code is "sum" with the bias corrections of Adam, and starts v̂ at another
+    value than 0, which acts as τ in "max".
 
     Args:
         tau: "max" compares τ with v, so that √τ is what FedAdam adds to √v; "sum" adds it to √v̂.
@@ -161,7 +161,7 @@ class AMS(Adam):
     >>> import torch
     >>> rule, w = AMS(lr=1.0, tau=0.01, beta1=0.0, beta2=0.0), torch.zeros(2)
     >>> w, state, metrics = rule.step(w, Aggregate.of([[2.0, 0.01]]), rule.init(w))
-    >>> [round(each, 6) for each in w.tolist()]
+    >>> [round(weight, 6) for weight in w.tolist()]
     [-1.0, -0.1]
     """
 
@@ -180,7 +180,7 @@ class AMS(Adam):
         )
 
     def released(self, lr_decay: float) -> Self:
-        return self  # it has none
+        return self  # their code has no FedAMS
 
     def init(self, params: Tensor) -> State:
         return {**super().init(params), "largest": torch.zeros_like(vector(params))}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, Self
+from typing import ClassVar, Literal, Self, get_args
 
 import torch
 from torch import Tensor
@@ -58,13 +58,13 @@ def exp_step_size(
     >>> exp_step_size(8.0, 1.0, eps=3.0), exp_step_size(0.0, 0.0)
     (1.0, 1.0)
     """
-    given = (mean_sq_norm, sq_norm_of_mean, eps)
-    dtype = widest(next((x.device for x in given if isinstance(x, Tensor)), torch.device("cpu")))
-    numerator, denominator, eps = (torch.as_tensor(x, dtype=dtype) for x in given)
+    values = (mean_sq_norm, sq_norm_of_mean, eps)
+    dtype = widest(next((x.device for x in values if isinstance(x, Tensor)), torch.device("cpu")))
+    numerator, denominator, eps = (torch.as_tensor(x, dtype=dtype) for x in values)
     ratio = numerator / (factor * (denominator + eps))
     step = ratio.clamp(min=1.0 if clamp else None, max=max_step)
     step = torch.where((denominator > 0) & step.isfinite(), step, 1.0)
-    return step if any(isinstance(x, Tensor) for x in given) or step.ndim else step.item()
+    return step if any(isinstance(x, Tensor) for x in values) or step.ndim else step.item()
 
 
 @dataclass(frozen=True)
@@ -115,7 +115,7 @@ class ExP(ServerRule):
         require(self.factor > 0, f"factor must be positive, not {self.factor}")
         require(self.max_step >= 1, f"max_step must be at least 1, not {self.max_step}")
         require(0 < self.eps_decay <= 1, f"eps_decay must be in (0, 1], not {self.eps_decay}")
-        modes = EpsMode.__args__  # type: ignore[attr-defined]
+        modes = get_args(EpsMode)
         require(self.eps_mode in modes, f"eps_mode must be one of {', '.join(modes)}")
 
     def init(self, params: Tensor) -> State:

@@ -61,7 +61,6 @@ class Hypergradient(ServerRule):
     def __post_init__(self) -> None:
         for name in ("lr", "low", "high"):
             require_positive(name, getattr(self, name))
-        require_numbers(lr=self.lr, low=self.low, high=self.high)
         require(
             self.low <= self.lr <= self.high,
             f"the step size starts at lr = {self.lr}, outside the bounds low = {self.low} and "
@@ -94,10 +93,10 @@ class StochasticPolyak(ServerRule):
     operators no step increases the distance to it. Elsewhere, with losses far above `inf`, steps
     can be very long: raise μ = 1/γ, set `inf`, or bound them by `max_step`.
 
-    The paper's abstract names the stochastic Polyak step size; its equations were not at hand. The
-    formula follows from the gradient step that FedExProx takes on the mean envelope, of length α γ:
-    ||w - w*||² falls by at least 2 α γ mean (M_i - inf) - (α γ)² ||mean ∇M_i||², which is largest
-    at this α.
+    The paper's abstract names the stochastic Polyak step size; its equations were not available.
+    The formula follows from the gradient step that FedExProx takes on the mean envelope, of length
+    α γ: ||w - w*||² falls by at least 2 α γ mean (M_i - inf) - (α γ)² ||mean ∇M_i||², which is
+    largest at this α.
 
     Args:
         max_step: upper bound of α; not in the paper, off by default.
