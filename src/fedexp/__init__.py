@@ -59,6 +59,7 @@ if TYPE_CHECKING:
     from fedexp import privacy
     from fedexp.api import Comparison, RunResult, compare, run, tune
     from fedexp.runs.weights import load_model, load_state, save_state
+    from fedexp.tuning.results import Tuning
 
 __version__ = "0.2.0"
 

@@ -40,7 +40,7 @@ from fedexp.errors import UsageError, require, shown, unknown_name, whole_number
 from fedexp.local import LocalTraining
 from fedexp.modes import MODES, with_options
 from fedexp.options import Setup, share_options, split_task_options
-from fedexp.plain import Privacy, id_of, plain, privacy_from, privacy_table
+from fedexp.plain import id_of, plain, privacy_from, privacy_table
 from fedexp.precision import Precision, checked_device, deterministic
 from fedexp.references import (
     function_reference,
@@ -54,6 +54,7 @@ from fedexp.text import option_text
 
 if TYPE_CHECKING:
     from fedexp.engine.programs import SharedPrograms
+    from fedexp.privacy.settings import Privacy
 
 PathLike = str | os.PathLike[str]
 Start = Record | nn.Module | Mapping[str, Tensor] | PathLike
@@ -727,6 +728,8 @@ def _check_kinds(experiment: Experiment) -> None:
     texts = (experiment.task, experiment.algorithm, experiment.start, experiment.cohort)
     for text in (*texts, *map(str, experiment.options)):
         require(not isinstance(text, str) or text.isprintable(), f"{shown(text)} is not a name")
+    if experiment.privacy is not None:
+        privacy_table(experiment.privacy)  # refuses other types
     weighting = experiment.weighting
     known = weighting in (None, "uniform", "size")
     require(known, f"weighting is uniform or size, not {weighting!r}")
@@ -735,7 +738,6 @@ def _check_kinds(experiment: Experiment) -> None:
 KINDS: tuple[tuple[str, Any, str], ...] = (
     ("local", LocalTraining, "fedexp.LocalTraining(lr=...)"),
     ("options", Mapping, 'values by name, e.g. {"eps": 0.01}'),
-    ("privacy", Privacy, "fedexp.privacy.CentralPrivacy(...) or LocalPrivacy(...)"),
     ("mode", str, '"paper", "authors-code" or "recommended"'),
     ("engine", str, '"auto", or the name of an engine'),
     ("device", str | torch.device, 'e.g. "cuda"'),

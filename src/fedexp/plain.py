@@ -8,15 +8,16 @@ import math
 import os
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedexp.errors import require, shown, unknown_name
+from fedexp.errors import UsageError, require, shown, unknown_name
 from fedexp.identity import digest_of
-from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
-from fedexp.privacy.settings import Privacy as Privacy
 from fedexp.text import convert, hints_of
+
+if TYPE_CHECKING:  # only private runs import it
+    from fedexp.privacy.settings import Privacy
 
 # What was typed, and where objects of the user's are; not part of the id.
 SOURCES = ("task_source", "algorithm_source", "cohort_source", "start_source")
@@ -57,23 +58,36 @@ def file_name(name: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", name)
 
 
+def privacy_kinds() -> dict[str, type[Privacy]]:
+    """Return the classes of privacy settings by kind."""
+    from fedexp.privacy.settings import CentralPrivacy, LocalPrivacy
+
+    return {"central": CentralPrivacy, "local": LocalPrivacy}
+
+
 def privacy_table(privacy: Privacy) -> dict[str, Any]:
     """Return privacy settings as a table, without those that are not set.
 
+    >>> from fedexp.privacy import LocalPrivacy
     >>> privacy_table(LocalPrivacy(clip=1.0, delta=1e-5, noise_multiplier=2.0))
     {'kind': 'local', 'clip': 1.0, 'delta': 1e-05, 'noise_multiplier': 2.0}
     """
-    kind = next(kind for kind, settings in PRIVACY.items() if type(privacy) is settings)
+    kind = next((k for k, settings in privacy_kinds().items() if type(privacy) is settings), None)
+    if kind is None:
+        raise UsageError(
+            f"privacy is {type(privacy).__name__}; give fedexp.privacy.CentralPrivacy(...) or "
+            "LocalPrivacy(...)"
+        )
     return {"kind": kind} | {n: v for n, v in vars(privacy).items() if v is not None}
 
 
 def privacy_from(table: Any) -> Privacy:
     """Return the privacy settings of a table; the inverse of `privacy_table`."""
     require(isinstance(table, Mapping), f"privacy is {shown(table)}; write a table")
-    kind = table.get("kind")
-    if kind not in PRIVACY:
-        raise unknown_name("kind of privacy", str(kind), PRIVACY)
-    hints, values = hints_of(PRIVACY[kind]), {}
+    kind, kinds = table.get("kind"), privacy_kinds()
+    if kind not in kinds:
+        raise unknown_name("kind of privacy", str(kind), kinds)
+    hints, values = hints_of(kinds[kind]), {}
     for name, value in table.items():
         if name != "kind":
             if name not in hints:
@@ -84,13 +98,7 @@ def privacy_from(table: Any) -> Privacy:
         not missing,
         f"privacy needs {' and '.join(missing)}, e.g. {kind}:clip=1,delta=1e-5,noise_multiplier=1",
     )
-    return PRIVACY[kind](**values)
-
-
-PRIVACY: dict[str, type[CentralPrivacy] | type[LocalPrivacy]] = {
-    "central": CentralPrivacy,
-    "local": LocalPrivacy,
-}
+    return kinds[kind](**values)
 
 
 def plain(value: Any) -> Any:

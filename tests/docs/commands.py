@@ -274,7 +274,7 @@ def _ends_after_parsing(*argv: str) -> Iterator[None]:
 
 def _parse_script(path: Path, words: list[str]) -> None:
     """Let a script of the repository parse its arguments; compile one that takes none."""
-    if "argparse" not in path.read_text():
+    if ".parse_args(" not in path.read_text():
         assert not words, f"{path.name} takes no arguments"
         compile(path.read_text(), str(path), "exec")
         return

@@ -12,7 +12,8 @@ from fedexp.distributed import RankLostError, check_device, ranks
 from fedexp.distributed.failure import another_failed
 from fedexp.errors import require
 from fedexp.experiment import Experiment
-from fedexp.plain import Privacy, privacy_from
+from fedexp.plain import privacy_from
+from fedexp.privacy.settings import Privacy
 from fedexp.runs.pool import Shard, parse_shard
 from fedexp.runs.spec import read_experiment
 from fedexp.text import parse_assignments
