@@ -17,10 +17,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fedexp as fx
-from fedexp import precision
+from fedexp import precision, tasks
 from fedexp.data import Federation, Images
 from fedexp.engine.select import select_engine
-from fedexp.tasks import Task
+from fedexp.tasks import Task, evaluation
 from tests.engine.helpers import work_of
 from tests.helpers.problems import BatchNormNet, classes_task, dropout_net, least_squares
 from tests.helpers.rules import ALGORITHMS, rule_id
@@ -58,7 +58,12 @@ class NoFloat64(TorchDispatchMode):
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> NoFloat64:
     monkeypatch.setattr(precision, "NO_FLOAT64", {"mps", "cpu"})
     mode = NoFloat64()  # type: ignore[no-untyped-call]
-    monkeypatch.setattr(Federation, "example_weights", mode.exempt(Federation.example_weights))
+    for module, function in (
+        (tasks.task, evaluation.weights_of_clients),
+        (tasks.task, evaluation.equal_weights),
+        (evaluation, evaluation.equal_weights),
+    ):
+        monkeypatch.setattr(module, function.__name__, mode.exempt(function))
     return mode
 
 

@@ -61,13 +61,6 @@ def test_from_ids_has_every_example_once_and_in_order(ids: list[str]) -> None:
         assert federation.client(index)["row"].tolist() == own
 
 
-@pytest.mark.parametrize("by_size", [True, False])
-def test_example_weights_sum_to_one(by_size: bool) -> None:
-    weights = some().example_weights(by_size)
-    assert weights.sum() == pytest.approx(1)
-    assert weights[0] == pytest.approx(1 / 6 if by_size else 1 / 3)
-
-
 def test_a_client_without_examples_is_refused() -> None:
     with pytest.raises(UsageError, match="client 1 has no examples"):
         Federation.from_parts({"x": np.arange(3)}, [np.array([0]), np.array([], int)])

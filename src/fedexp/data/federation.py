@@ -233,17 +233,6 @@ class Federation:
     def prefetch(self, clients: Sequence[int]) -> None:
         """Start to gather what `cohort_rows` will return for the next cohort."""
 
-    def example_weights(self, by_size: bool) -> Tensor:
-        """Return one weight per example, so that the weighted sum of losses is the objective F.
-
-        1 / (M n_i) for uniform client weights, 1 / n for weights by size.
-        """
-        sizes = torch.from_numpy(self.sizes).to(torch.float64)
-        per_client = torch.full_like(sizes, 1 / float(sizes.sum()))
-        if not by_size:
-            per_client = 1 / (self.clients * sizes)
-        return per_client.repeat_interleave(torch.from_numpy(self.sizes))
-
 
 def check_offsets(offsets: NDArray[np.int64]) -> None:
     """Refuse offsets that do not start at 0 and increase with every client."""
