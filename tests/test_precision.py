@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fedexp as fx
-from fedexp import precision, tasks
+from fedexp import precision
 from fedexp.data import Federation, Images
 from fedexp.engine.select import select_engine
 from fedexp.tasks import Task, evaluation
@@ -58,12 +58,8 @@ class NoFloat64(TorchDispatchMode):
 def forbidden(monkeypatch: pytest.MonkeyPatch) -> NoFloat64:
     monkeypatch.setattr(precision, "NO_FLOAT64", {"mps", "cpu"})
     mode = NoFloat64()  # type: ignore[no-untyped-call]
-    for module, function in (
-        (tasks.task, evaluation.weights_of_clients),
-        (tasks.task, evaluation.equal_weights),
-        (evaluation, evaluation.equal_weights),
-    ):
-        monkeypatch.setattr(module, function.__name__, mode.exempt(function))
+    for function in (evaluation.weights_of_clients, evaluation.weights_of_examples):
+        monkeypatch.setattr(f"fedexp.tasks.task.{function.__name__}", mode.exempt(function))
     return mode
 
 
