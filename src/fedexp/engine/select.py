@@ -253,7 +253,7 @@ def _batching_pays(objective: BatchedObjective, work: Work, state: SimulationSta
     if not objective.batching_pays(state.params.device):
         return False
     if 2 * state.params.nbytes > COHORT_BYTES.get(state.params.device.type, 0):
-        return False  # one at a time is no batch
+        return False  # one client at a time is not a batch
     is_on_cpu = state.params.device.type == "cpu"
     sizes = _typical_sizes(work, state) if is_on_cpu else work.task.train.sizes[work.cohort]
     widths = np.minimum(sizes, work.local.batch_size or sizes.max())
