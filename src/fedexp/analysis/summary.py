@@ -272,10 +272,10 @@ def spread_of(values: np.ndarray[Any, Any]) -> float | None:
 
 def _end(outcome: Outcome, curve: Curve, window: int) -> Curve:
     """Return the values of the last rounds, or else the last one; NaN for a run that diverged."""
-    values = _without_nan(curve)
+    values = _numbers(curve)
     if outcome.diverged_at is not None or not values.size:
         return np.array([np.nan])
-    last = _without_nan(curve[-window:])
+    last = _numbers(curve[-window:])
     return last if last.size else values[-1:]
 
 
@@ -343,11 +343,8 @@ def metric_band(
     >>> low.tolist()
     [1.0]
     """
-    least = min(
-        (float(_without_nan(curve).min()) for curve in curves if _without_nan(curve).size),
-        default=0.0,
-    )
-    bottom = 1.0 if name in AT_LEAST_ONE and least >= 1 else None
+    every = _numbers(np.concatenate([*curves, np.empty(0)]))
+    bottom = 1.0 if name in AT_LEAST_ONE and every.size and every.min() >= 1 else None
     band = pool_seeds(curves, window, 1.0 if is_accuracy(name) else np.inf, bottom)
     if not complete:
         return band
@@ -376,9 +373,7 @@ def pool_seeds(
         row[: len(curve)] = curve
     here = ~np.isnan(padded)
     evaluated = np.flatnonzero(here.any(axis=0))
-    pools = [
-        _without_nan(padded[here[:, at], max(0, at + 1 - window) : at + 1]) for at in evaluated
-    ]
+    pools = [_numbers(padded[here[:, at], max(0, at + 1 - window) : at + 1]) for at in evaluated]
     mean = np.array([pool.mean() for pool in pools], dtype=np.float64)
     std = np.array([spread_of(pool) or 0.0 for pool in pools], dtype=np.float64)
     least = np.array([pool.min() for pool in pools], dtype=np.float64)
@@ -395,7 +390,7 @@ def pool_seeds(
 
 def spans_decades(curves: Sequence[Curve]) -> bool:
     """Return whether positive values differ by a factor above 100, so that a log axis helps."""
-    values = _without_nan(np.concatenate([*curves, np.empty(0)]))
+    values = _numbers(np.concatenate([*curves, np.empty(0)]))
     return bool(values.size and values.min() > 0 and values.max() / values.min() > 100)
 
 
@@ -406,8 +401,8 @@ def shown_range(
 
     The range is that of the other runs. An accuracy has no such problem.
     """
-    good = _without_nan(np.concatenate([np.empty(0), *_without(curves, diverged)]))
-    every = _without_nan(np.concatenate([np.empty(0), *curves]))
+    good = _numbers(np.concatenate([np.empty(0), *_without(curves, diverged)]))
+    every = _numbers(np.concatenate([np.empty(0), *curves]))
     if is_accuracy(name) or not good.size or good.size == every.size:
         return None
     low, high = float(good.min()), float(good.max())
@@ -428,5 +423,5 @@ def _without(curves: Sequence[Curve], diverged: Sequence[bool]) -> list[Curve]:
     return [curve for curve, gone in zip(curves, diverged, strict=True) if not gone]
 
 
-def _without_nan(values: Curve) -> Curve:
+def _numbers(values: Curve) -> Curve:
     return values[~np.isnan(values)]
