@@ -101,10 +101,10 @@ def new_figure(
         ) from None
     figure = Figure(figsize=(width * panels, height * rows), layout="constrained")
     axes = figure.subplots(rows, panels, squeeze=False).ravel()
-    for each in axes:
-        each.spines[["top", "right"]].set_visible(False)
-        each.grid(True, color="#DDDDDD", linewidth=0.6)
-        each.set_axisbelow(True)
+    for panel in axes:
+        panel.spines[["top", "right"]].set_visible(False)
+        panel.grid(True, color="#DDDDDD", linewidth=0.6)
+        panel.set_axisbelow(True)
     return figure, list(axes)
 
 
@@ -269,9 +269,9 @@ def fit_axis(axes: Axes, curves: Sequence[Curve], diverged: Sequence[bool], name
     is_log = is_logarithmic(curves, diverged, name)
     if is_log:
         log_scale(axes)
-    found = shown_range(curves, diverged, name)
-    if found is not None:
-        low, high = found
+    limits = shown_range(curves, diverged, name)
+    if limits is not None:
+        low, high = limits
         margin = 0.05 * (high - low or abs(high) or 1.0)
         ratio = (high / low) ** 0.05 if is_log else 1.0
         axes.set_ylim(*((low / ratio, high * ratio) if is_log else (low - margin, high + margin)))

@@ -208,7 +208,7 @@ def _line(
     curves = [outcome.curve(metric) for outcome in group]
     hits = [crossing(o, metric, target, higher) if target is not None else None for o in group]
     counted = _long_enough(group, hits) if target is not None else list(range(len(group)))
-    final_round = common_length([_length(each) for each in group if each.diverged_at is None])
+    final_round = common_length([_length(run) for run in group if run.diverged_at is None])
     ends = [
         _end(outcome, curve[:final_round], smooth)
         for outcome, curve in zip(group, curves, strict=True)
@@ -260,7 +260,7 @@ def common_length(lengths: Sequence[int]) -> int:
     >>> common_length([5, 500, 500]), common_length([500, 500, 500, 1200])
     (500, 500)
     """
-    return max(lengths, default=0, key=lambda n: (n * sum(each >= n for each in lengths), n))
+    return max(lengths, default=0, key=lambda n: (n * sum(length >= n for length in lengths), n))
 
 
 def spread_of(values: np.ndarray[Any, Any]) -> float | None:
@@ -272,11 +272,11 @@ def spread_of(values: np.ndarray[Any, Any]) -> float | None:
 
 def _end(outcome: Outcome, curve: Curve, window: int) -> Curve:
     """Return the values of the last rounds, or else the last one; NaN for a run that diverged."""
-    known = curve[~np.isnan(curve)]
-    if outcome.diverged_at is not None or not known.size:
+    values = _numbers(curve)
+    if outcome.diverged_at is not None or not values.size:
         return np.array([np.nan])
-    last = curve[-window:]
-    return last[~np.isnan(last)] if not np.isnan(last).all() else known[-1:]
+    last = _numbers(curve[-window:])
+    return last if last.size else values[-1:]
 
 
 def _speedup(line: Line, reference: Line, longest: int) -> Line:
@@ -343,8 +343,8 @@ def metric_band(
     >>> low.tolist()
     [1.0]
     """
-    least = min((float(_known(curve).min()) for curve in curves if _known(curve).size), default=0.0)
-    bottom = 1.0 if name in AT_LEAST_ONE and least >= 1 else None
+    every = _numbers(np.concatenate([*curves, np.empty(0)]))
+    bottom = 1.0 if name in AT_LEAST_ONE and every.size and every.min() >= 1 else None
     band = pool_seeds(curves, window, 1.0 if is_accuracy(name) else np.inf, bottom)
     if not complete:
         return band
@@ -373,7 +373,7 @@ def pool_seeds(
         row[: len(curve)] = curve
     here = ~np.isnan(padded)
     evaluated = np.flatnonzero(here.any(axis=0))
-    pools = [_known(padded[here[:, at], max(0, at + 1 - window) : at + 1]) for at in evaluated]
+    pools = [_numbers(padded[here[:, at], max(0, at + 1 - window) : at + 1]) for at in evaluated]
     mean = np.array([pool.mean() for pool in pools], dtype=np.float64)
     std = np.array([spread_of(pool) or 0.0 for pool in pools], dtype=np.float64)
     least = np.array([pool.min() for pool in pools], dtype=np.float64)
@@ -390,8 +390,8 @@ def pool_seeds(
 
 def spans_decades(curves: Sequence[Curve]) -> bool:
     """Return whether positive values differ by a factor above 100, so that a log axis helps."""
-    known = _known(np.concatenate([*curves, np.empty(0)]))
-    return bool(known.size and known.min() > 0 and known.max() / known.min() > 100)
+    values = _numbers(np.concatenate([*curves, np.empty(0)]))
+    return bool(values.size and values.min() > 0 and values.max() / values.min() > 100)
 
 
 def shown_range(
@@ -401,8 +401,8 @@ def shown_range(
 
     The range is that of the other runs. An accuracy has no such problem.
     """
-    good = _known(np.concatenate([np.empty(0), *_without(curves, diverged)]))
-    every = _known(np.concatenate([np.empty(0), *curves]))
+    good = _numbers(np.concatenate([np.empty(0), *_without(curves, diverged)]))
+    every = _numbers(np.concatenate([np.empty(0), *curves]))
     if is_accuracy(name) or not good.size or good.size == every.size:
         return None
     low, high = float(good.min()), float(good.max())
@@ -423,5 +423,5 @@ def _without(curves: Sequence[Curve], diverged: Sequence[bool]) -> list[Curve]:
     return [curve for curve, gone in zip(curves, diverged, strict=True) if not gone]
 
 
-def _known(values: Curve) -> Curve:
+def _numbers(values: Curve) -> Curve:
     return values[~np.isnan(values)]

@@ -47,8 +47,8 @@ def comparison_table(
     over = f" (last {smooth} rounds)" if smooth > 1 else ""
     final = f"final {metric.replace('_', ' ')}{_arrow(metric, higher)}"
     headers = ["algorithm", f"rounds to {reach}", _speedup_header(lines)]
-    for each, more in further.items():
-        headers += [f"rounds to {format_value(each, metric)}", _speedup_header(more)]
+    for value, more in further.items():
+        headers += [f"rounds to {format_value(value, metric)}", _speedup_header(more)]
     headers.append(final + over)
     several_ends = len({line.final_round for line in lines if line.final_round}) > 1
     several_references = len({line.reference for line in lines if line.speedup is not None}) > 1
@@ -212,11 +212,12 @@ def format_bytes(count: float) -> str:
 def warning_lines(outcomes: Sequence[Outcome]) -> list[str]:
     """Return one line for each run that diverged or dropped client updates."""
     lines = []
-    for each in outcomes:
-        name = f"{each.algorithm} (seed {each.seed})"
-        dropped = sum(row.get("dropped", 0) for row in each.rows)
-        if each.diverged_at is not None:
-            lines.append(f"{name} diverged at round {each.diverged_at}; lower its learning rates")
+    for outcome in outcomes:
+        name = f"{outcome.algorithm} (seed {outcome.seed})"
+        dropped = sum(row.get("dropped", 0) for row in outcome.rows)
+        if outcome.diverged_at is not None:
+            at = outcome.diverged_at
+            lines.append(f"{name} diverged at round {at}; lower its learning rates")
         elif dropped:
             lines.append(f"{name} left out {dropped} client updates that were not finite")
     return lines

@@ -107,14 +107,12 @@ def _check_files(dataset: Dataset, files: list[Path]) -> str:
     for name, array in dataset.build(files).items():
         blocks = array.blocks if isinstance(array, Stream) else [array]
         rows[name] = sum(len(block) for block in blocks)
-    found, official = (rows["train_x"], rows["test_x"]), dataset.source.examples
-    text = "{:,} training and {:,} test examples".format(*found)
+    examples, official = (rows["train_x"], rows["test_x"]), dataset.source.examples
+    text = "{:,} training and {:,} test examples".format(*examples)
     other = dataset.text and files[0].name not in dataset.source.entries  # of other size
-    return (
-        text
-        if found == official or other
-        else text + " (officially {:,} and {:,})".format(*official)
-    )
+    if examples == official or other:
+        return text
+    return text + " (officially {:,} and {:,})".format(*official)
 
 
 def show_dataset(args: argparse.Namespace) -> int:
@@ -187,16 +185,19 @@ def describe(counts: Counts) -> list[str]:
     client size         min 2, median 2.5, max 3
     classes per client  mean 1.50
     """
-    sizes = counts.sum(axis=1)
-    spread = f"min {sizes.min():,}, median {np.median(sizes):,.1f}, max {sizes.max():,}"
     values = {
         "clients": f"{len(counts):,}",
         "examples": f"{counts.sum():,}",
         "classes": str(counts.shape[1]),
-        "client size": spread.replace(".0,", ","),
+        "client size": _spread(counts.sum(axis=1)),
         "classes per client": f"mean {np.count_nonzero(counts, axis=1).mean():.2f}",
     }
     return [f"{name:<20}{value}" for name, value in values.items()]
+
+
+def _spread(sizes: Counts) -> str:
+    text = f"min {sizes.min():,}, median {np.median(sizes):,.1f}, max {sizes.max():,}"
+    return text.replace(".0,", ",")
 
 
 def describe_text(raw: RawSplits, federation: Federation) -> list[str]:
@@ -204,14 +205,13 @@ def describe_text(raw: RawSplits, federation: Federation) -> list[str]:
     from fedexp.data.sources.shakespeare import PAD, decode
 
     sizes = federation.sizes
-    spread = f"min {sizes.min():,}, median {np.median(sizes):,.1f}, max {sizes.max():,}"
     tokens = [int((split["y"] != PAD).sum()) for split in (raw.train, raw.test)]
     values = {
         "clients": f"{federation.clients:,}",
         "sequences": f"{len(raw.train['y']):,} training, {len(raw.test['y']):,} test",
         "tokens": "{:,} training, {:,} test, without padding".format(*tokens),
         "vocabulary": f"{raw.classes} tokens",
-        "client size": f"{spread.replace('.0,', ',')} sequences",
+        "client size": f"{_spread(sizes)} sequences",
     }
     lines = [f"{name:<20}{value}" for name, value in values.items()]
     order = np.argsort(-sizes, kind="stable")[:LARGEST]

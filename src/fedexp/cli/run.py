@@ -24,11 +24,8 @@ from fedexp.runs.spec import folder_of, without_id
 
 def train(args: argparse.Namespace) -> int:
     """Run, resume, or return what is stored; then report."""
-    experiment: Experiment | None
-    if args.command == "run":
-        (experiment, folder), reopen = _described(args), False
-    else:
-        experiment, folder, reopen = _stored(args), args.folder, args.reopen
+    is_new = args.command == "run"
+    experiment, folder = _described(args) if is_new else _stored(args)
     if experiment is None:  # a run on Flower, which its app trains
         return 0
     names = [] if folder is None or is_silent() else args.log
@@ -42,7 +39,7 @@ def train(args: argparse.Namespace) -> int:
                 runs=None,
                 folder=folder,
                 restart=args.restart,
-                reopen=reopen,
+                reopen=not is_new and args.reopen,
                 checkpoint_every=args.checkpoint_every,
                 client_store=args.client_states,
                 loggers=[logger_named(name, folder) for name in names if folder],
@@ -75,7 +72,7 @@ def _described(args: argparse.Namespace) -> tuple[Experiment, Path | None]:
     return experiment, folder
 
 
-def _stored(args: argparse.Namespace) -> Experiment | None:
+def _stored(args: argparse.Namespace) -> tuple[Experiment | None, Path]:
     """Return the experiment of a run folder; None for a run on Flower, which is reopened here."""
     group = ranks()
     if args.rounds is not None:
@@ -86,7 +83,7 @@ def _stored(args: argparse.Namespace) -> Experiment | None:
     spec = without_id(read() if group is None else group.compute_on_first(read))
     require(not (args.reopen and args.restart), "--reopen and --restart exclude each other")
     if spec["engine"] != "flower":
-        return Experiment.of(spec)
+        return Experiment.of(spec), args.folder
     require(
         args.reopen,
         f"{args.folder} is a run on Flower; start its app again, with the same checkpoint",
@@ -98,7 +95,7 @@ def _stored(args: argparse.Namespace) -> Experiment | None:
     )
     again = "start its app again, with the same checkpoint"
     note(f"{args.folder} continues after round {round}: {again}")
-    return None
+    return None, args.folder
 
 
 class _Progress:

@@ -51,10 +51,13 @@ def read_checkpoint(
 ) -> tuple[Checkpoint, SimulationState]:
     """Return a checkpoint and its state; raise `DamagedError` if any byte has changed."""
     try:
-        found = Checkpoint.from_json(parse_json((folder / name).read_bytes()))
-        named = _read_part(folder, found.model, device)
-        clients = _read_clients(folder, found, device)
-        return found, state_from(found.round, found.steps, named, clients)
+        checkpoint = Checkpoint.from_json(parse_json((folder / name).read_bytes()))
+        tensors = _read_part(folder, checkpoint.model, device)
+        clients: Mapping[int, Tensors] = {}
+        if (slots := checkpoint.slots) is not None:
+            file = SlotFile(Layout(slots.layout), folder / slots.file, exists=True)
+            clients = _read_slots(folder, slots, StateStore(file, device))
+        return checkpoint, state_from(checkpoint.round, checkpoint.steps, tensors, clients)
     except DamagedError:
         raise
     except OSError as error:
@@ -63,22 +66,12 @@ def read_checkpoint(
         raise DamagedError(f"{name} cannot be read ({type(error).__name__})") from None
 
 
-def _read_clients(folder: Path, found: Checkpoint, device: torch.device) -> Mapping[int, Tensors]:
-    if found.slots is not None:
-        layout = Layout(found.slots.layout)
-        file = SlotFile(layout, folder / found.slots.file, exists=True)
-        return _read_slots(folder, found.slots, StateStore(file, device))
-    return {}
-
-
 def _read_slots(folder: Path, slots: Slots, store: StateStore) -> StoredStates:
     """Return the client state that a checkpoint refers to in the slots of a store."""
-    found = [_layer(_read_part(folder, part, CPU)) for part in slots.layers]
-    if any(int(each.slots.max(initial=-1)) >= len(store.file) for each in found):
+    layers = [_layer(_read_part(folder, part, CPU)) for part in slots.layers]
+    if any(int(layer.slots.max(initial=-1)) >= len(store.file) for layer in layers):
         raise DamagedError(f"{SLOTS} is shorter than it was")
-    if not all(_is_sound(each) for each in found):
-        raise DamagedError(f"an index of the slots in {SLOTS} is invalid")
-    return StoredStates(store, tuple(store.hold(each) for each in found))
+    return StoredStates(store, tuple(map(store.hold, layers)))
 
 
 def _read_part(folder: Path, part: Part, device: torch.device) -> dict[str, torch.Tensor]:
@@ -185,12 +178,12 @@ class Checkpoints:
     def _slots(self, stored: StoredStates, round: int) -> Slots:
         """Sync the slots, then write the layers that are new; return all of them."""
         stored.store.file.sync()
-        known: dict[int, Part] = {}
+        written: dict[int, Part] = {}
         if self._newest is not None and self.last is not None and self.last.slots is not None:
             ids = (id(layer) for layer in self._newest.layers)
-            known = dict(zip(ids, self.last.slots.layers, strict=True))
+            written = dict(zip(ids, self.last.slots.layers, strict=True))
         layers = tuple(
-            known.get(id(layer))
+            written.get(id(layer))
             or self._write_part(f"checkpoint-{round}-slots-{k}", layer_tensors(layer))
             for k, layer in enumerate(stored.layers)
         )
@@ -214,9 +207,9 @@ def _before(folder: Path, newest: StoredStates | None) -> StoredStates | None:
     if newest is None:
         return None
     with suppress(OSError, DamagedError, ValueError, KeyError, TypeError):
-        found = Checkpoint.from_json(parse_json((folder / BEFORE).read_bytes()))
-        if found.slots is not None:
-            return _read_slots(folder, found.slots, newest.store)
+        checkpoint = Checkpoint.from_json(parse_json((folder / BEFORE).read_bytes()))
+        if checkpoint.slots is not None:
+            return _read_slots(folder, checkpoint.slots, newest.store)
     return None
 
 
@@ -263,10 +256,10 @@ class Checkpoint:
     @property
     def files(self) -> set[str]:
         """The names of all files that belong to the checkpoint."""
-        named = {self.model.file}
+        names = {self.model.file}
         if self.slots is not None:
-            named |= {self.slots.file, *(part.file for part in self.slots.layers)}
-        return named
+            names |= {self.slots.file, *(part.file for part in self.slots.layers)}
+        return names
 
     def to_json(self) -> dict[str, Any]:
         """Return the content with a digest: a flipped digit would resume from another round."""
@@ -276,7 +269,7 @@ class Checkpoint:
     @classmethod
     def from_json(cls, value: dict[str, Any]) -> Checkpoint:
         """Raise `ValueError`, `KeyError` or `TypeError` for anything but a checkpoint."""
-        content = {name: each for name, each in value.items() if name != "sha256"}
+        content = {name: entry for name, entry in value.items() if name != "sha256"}
         if value["sha256"] != _digest(content) or content.pop("format") != FORMAT:
             raise ValueError("it was changed, or is of another format")
         slots, model = content.pop("slots"), _part(content.pop("model"))
@@ -302,7 +295,7 @@ def _slots(value: dict[str, Any]) -> Slots:
     sizes = [size for _, shape, _ in layout for size in shape]
     if not all(is_count(size) for size in sizes) or value["file"] != SLOTS:
         raise ValueError("its slots are not those of a checkpoint")
-    return Slots(value["file"], layout, tuple(_part(each) for each in value["layers"]))
+    return Slots(value["file"], layout, tuple(map(_part, value["layers"])))
 
 
 def _digest(content: dict[str, Any]) -> str:
@@ -323,16 +316,16 @@ def layer_tensors(layer: Layer) -> dict[str, Tensor]:
     return {name: torch.from_numpy(value) for name, value in columns.items()}
 
 
-def _is_sound(layer: Layer) -> bool:
-    """Return whether a layer has a slot and a checksum per client, in the order of clients."""
-    columns = (layer.clients, layer.slots, layer.checks)
-    whole = all(each.ndim == 1 and len(each) == len(layer) for each in columns)
-    return whole and bool((np.diff(layer.clients) > 0).all() and (layer.slots >= 0).all())
-
-
 def _layer(named: Mapping[str, Tensor]) -> Layer:
-    clients, slots, checks = (named[name].cpu().numpy() for name in ("clients", "slots", "checks"))
-    if [each.dtype.name for each in (clients, slots, checks)] != ["int64", "int64", "int32"]:
+    """Return a layer; refuse one without a slot and a checksum per client, in their order."""
+    columns = [named[name].cpu().numpy() for name in ("clients", "slots", "checks")]
+    clients, slots, checks = columns
+    if (
+        [column.dtype.name for column in columns] != ["int64", "int64", "int32"]
+        or any(column.shape != (len(clients),) for column in columns)
+        or (np.diff(clients) <= 0).any()
+        or (slots < 0).any()
+    ):
         raise DamagedError(f"an index of the slots in {SLOTS} is invalid")
     return Layer(clients, slots, checks.view(np.uint32))
 
@@ -365,8 +358,8 @@ def state_from(
         params=named["params"],
         buffers=_buffers(named, "buffers"),
         recent=tuple(recent),
-        server=_section(named, "server/"),
-        broadcast=_section(named, "shared/"),
+        server=section(named, "server/"),
+        broadcast=section(named, "shared/"),
         clients=clients,
     )
 
@@ -388,5 +381,6 @@ def _buffers(named: Mapping[str, Tensor], prefix: str) -> Buffers:
     return Buffers(named[f"{prefix}/averaged"], named[f"{prefix}/kept"])
 
 
-def _section(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def section(named: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the tensors whose names begin with a prefix, without it."""
     return {name.removeprefix(prefix): v for name, v in named.items() if name.startswith(prefix)}

@@ -39,11 +39,11 @@ def check_same_content(experiment: Experiment, ranks: Ranks) -> None:
             "command and versions",
         )
     for rank, content in enumerate(contents := ranks.all_gather_object(fingerprint_of(experiment))):
-        apart = contents[0].differences(content)
+        differing = contents[0].differences(content)
         require(
-            not apart,
-            f"rank {rank} has other content than rank 0: {joined(apart)}; give all ranks the same "
-            "files and code",
+            not differing,
+            f"rank {rank} has other content than rank 0: {joined(differing)}; give all ranks "
+            "the same files and code",
         )
 
 

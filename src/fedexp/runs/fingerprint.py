@@ -54,15 +54,15 @@ class Fingerprint:
     def differences(self, other: Fingerprint) -> list[str]:
         """Return the names of what differs; empty for the same content."""
         names = dict.fromkeys([*self.digests, *other.digests])
-        apart = [n for n in names if self.digests.get(n) != other.digests.get(n)]
+        differing = [n for n in names if self.digests.get(n) != other.digests.get(n)]
         pythons = [{d.partition(" ")[2] for d in f.digests.values()} - {""} for f in (self, other)]
         if all(pythons) and pythons[0].isdisjoint(pythons[1]):
             versions = " and ".join(min(python) for python in pythons)
-            apart.append(f"the version of Python that compiles your code ({versions})")
+            differing.append(f"the version of Python that compiles your code ({versions})")
         if self.numerics != other.numerics:
             versions = f"{self.numerics} and {other.numerics}"
-            apart.append(f"the numerics version of fedexp ({versions})")
-        return apart
+            differing.append(f"the numerics version of fedexp ({versions})")
+        return differing
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of `fingerprint.json`."""
@@ -113,13 +113,13 @@ def fingerprint(
         functions: the user's own among the options, by the name of the option.
         stops: whether the run ends early by the task's goal.
     """
-    has_own_goal = stops and task.higher is not None
+    stops_by_goal = stops and task.higher is not None
     contents = {
         "the transform": task.transform,
         "the evaluation": task.sums,
         "the clients' shares of the test data": task.test_offsets,
         "the part of an example that counts": task.counted,
-        "the goal": str(task.goal) if has_own_goal else None,
+        "the goal": str(task.goal) if stops_by_goal else None,
         "the evaluation of every client": task.by_client,
     }
     in_whole = {f"the function {name}": function for name, function in functions.items()}

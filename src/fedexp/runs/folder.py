@@ -3,7 +3,7 @@
 `spec.toml` has the resolved options, `fingerprint.json` digests of data, model and code: the same
 command with other content is another run, and is refused. `environment.json` records where the
 numbers come from: machine, libraries, command, commits and the engine that trained. A folder that
-a mistake left without a round is removed.
+an error left without a round is removed.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None
     ) -> None:
-        mistaken = self._began and isinstance(error, UsageError)
-        if mistaken and not (self.path / RELEASES).exists() and not read_rows(self.path):
+        failed = self._began and isinstance(error, UsageError)
+        if failed and not (self.path / RELEASES).exists() and not read_rows(self.path):
             self._remove()
         if self._lock is not None:
             self._lock.close()
@@ -134,24 +134,24 @@ class RunFolder:
 
     def threads(self) -> int:
         """Return the number of threads the run began with: it decides the rounding of sums."""
-        known: Any = read_environment(self.path).get("threads")
-        return int(known) if is_count(known, 1, MOST_THREADS) else torch.get_num_threads()
+        number: Any = read_environment(self.path).get("threads")
+        return int(number) if is_count(number, 1, MOST_THREADS) else torch.get_num_threads()
 
     def note_resumed(self, round: int) -> None:
         """Record that this process resumes the run after `round`."""
-        known = read_environment(self.path)
+        about = read_environment(self.path)
         again = {"round": round, "fedexp": __version__, "started": _now(), "command": command()}
-        known["resumed"] = [*_listed(known, "resumed"), again | commits()]
+        about["resumed"] = [*_listed(about, "resumed"), again | commits()]
         with disk_errors(self.path):
-            self._write_environment(known)
+            self._write_environment(about)
 
     def note_engine(self, record: Record) -> None:
         """Store the engine that trained a round, with its reason, unless that is stored already."""
-        known = read_environment(self.path)
+        about = read_environment(self.path)
         engine = asdict(record.engine_choice) if record.engine_choice else None
-        if known.get("engine") != engine:
+        if about.get("engine") != engine:
             with disk_errors(self.path):
-                self._write_environment({**known, "engine": engine})
+                self._write_environment({**about, "engine": engine})
 
     def reopen(self) -> int | None:
         """Let a run that ended as diverged continue from its last checkpoint; return its round.
@@ -166,26 +166,26 @@ class RunFolder:
             return None
         if result_fault(result) is not None or result["status"] != "diverged":
             return None
-        known = read_environment(self.path)
+        about = read_environment(self.path)
         at, before = (_round_of(self.path / name) for name in (NEWEST, BEFORE))
         with disk_errors(self.path):
-            if at in [each.get("round") for each in _listed(known, "reopened")] and before:
+            if at in [entry.get("round") for entry in _listed(about, "reopened")] and before:
                 os.replace(self.path / BEFORE, self.path / NEWEST)
                 at = before
             (self.path / RESULT).unlink()
             ended = {"diverged_at": result.get("diverged_at"), "reason": result.get("reason")}
             again = {"round": at, "started": _now(), **ended}
-            known["reopened"] = [*_listed(known, "reopened"), again]
-            self._write_environment(known)
+            about["reopened"] = [*_listed(about, "reopened"), again]
+            self._write_environment(about)
         return at
 
-    def _write_environment(self, known: dict[str, Any]) -> None:
+    def _write_environment(self, about: dict[str, Any]) -> None:
         """Write the environment without the arguments of Flower's processes, which hold tokens."""
         if self.spec.get("engine") == "flower":
-            known = {name: value for name, value in known.items() if name != "command"}
-            for each in _listed(known, "resumed"):
-                each.pop("command", None)
-        write_json(self.path / ENVIRONMENT, known, mode=PRIVATE)
+            about = {name: value for name, value in about.items() if name != "command"}
+            for entry in _listed(about, "resumed"):
+                entry.pop("command", None)
+        write_json(self.path / ENVIRONMENT, about, mode=PRIVATE)
 
     def _describe(self) -> None:
         self._write_environment(dict(self.about))
@@ -223,11 +223,11 @@ class RunFolder:
         write_bytes(self.path / SPEC, spec_text(self.spec, self.head).encode())
 
     def _own_files(self) -> list[Path]:
-        known = {SPEC, ENVIRONMENT, FINGERPRINT, RESULT, MODEL, LOCK, RECORDS}
+        names = {SPEC, ENVIRONMENT, FINGERPRINT, RESULT, MODEL, LOCK, RECORDS}
         return [
             path
             for path in self.path.iterdir()
-            if path.name in known
+            if path.name in names
             or (path.name.startswith("checkpoint") and path.suffix in CHECKPOINT_FILES)
             or (path.name.startswith(".") and path.suffix == ".tmp")
         ]
@@ -272,7 +272,7 @@ def command() -> str:
     """Return the command of this process, with arguments only for `fedexp` itself.
 
     Other programs may have tokens and keys in theirs, Flower's processes among them, and a run
-    folder is no place for secrets.
+    folder is not a place for secrets.
     """
     program = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path("python")
     is_ours = program.name == "fedexp" or program == PACKAGE / "__main__.py"
@@ -290,12 +290,12 @@ def commits() -> dict[str, Any]:
 @lru_cache(maxsize=4)
 def commits_of(package: Path, here: Path) -> dict[str, Any]:
     """Return the commits of a package in a checkout, and of another folder; asks git once."""
-    own = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
-    top = _git(package, "rev-parse", "--show-toplevel") if own else None
-    found = _commit(package, "fedexp") if own else {}
+    is_tracked = _git(package, "ls-files", "--error-unmatch", "__init__.py") is not None
+    top = _git(package, "rev-parse", "--show-toplevel") if is_tracked else None
+    commits = _commit(package, "fedexp") if is_tracked else {}
     if _git(here, "rev-parse", "--show-toplevel") not in (None, top):
-        found |= _commit(here, "project")
-    return {"git": found} if found else {}
+        commits |= _commit(here, "project")
+    return {"git": commits} if commits else {}
 
 
 def _commit(folder: Path, name: str) -> dict[str, Any]:
@@ -318,19 +318,19 @@ def _git(folder: Path, *arguments: str) -> str | None:
     return done.stdout.strip()
 
 
-def _listed(known: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
+def _listed(about: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     """Return the entries of a list in an environment, as far as they can be read."""
-    entries = known.get(name)
+    entries = about.get(name)
     return [e for e in entries if isinstance(e, dict)] if isinstance(entries, list) else []
 
 
 def read_environment(folder: Path) -> dict[str, Any]:
     """Return the content of `environment.json`; empty where it cannot be read: it is optional."""
     try:
-        found = finite(parse_json((folder / ENVIRONMENT).read_bytes()))
+        about = finite(parse_json((folder / ENVIRONMENT).read_bytes()))
     except (OSError, ValueError, RecursionError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return about if isinstance(about, dict) else {}
 
 
 def warn_of_version(folder: Path) -> None:

@@ -174,7 +174,7 @@ def _restore(folder: Path, device: torch.device, load: Load) -> Restored:
     except DamagedError as error:
         reason = error.reason
     try:
-        found = _checkpoint_and_rows(folder, BEFORE, device, load)
+        restored = _checkpoint_and_rows(folder, BEFORE, device, load)
     except DamagedError:
         raise DamagedError(
             f"{folder} cannot be resumed: {reason}, and there is no intact checkpoint before it; "
@@ -182,11 +182,11 @@ def _restore(folder: Path, device: torch.device, load: Load) -> Restored:
         ) from None
     warnings.warn(
         f"the newest checkpoint in {folder} is damaged ({reason}); resuming from the one before, "
-        f"of round {len(found[2])}",
+        f"of round {len(restored[2])}",
         RunWarning,
         stacklevel=3,
     )
-    return found
+    return restored
 
 
 def _checkpoint_and_rows(folder: Path, name: str, device: torch.device, load: Load) -> Restored:

@@ -232,8 +232,8 @@ def parse_shard(text: str) -> Shard:
     >>> parse_shard("2/4")
     Shard(index=2, count=4)
     """
-    found = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text)
-    shard = Shard(int(found[1]), int(found[2])) if found else None
+    match = re.fullmatch(r"\s*(\d+)\s*/\s*(\d+)\s*", text)
+    shard = Shard(int(match[1]), int(match[2])) if match else None
     if shard is None or not 1 <= shard.index <= shard.count:
         raise UsageError(
             f"--shard takes i/n with i from 1 to n, e.g. 2/4, not {text!r}; count a job array from "

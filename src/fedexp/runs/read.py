@@ -110,7 +110,7 @@ def find_runs(paths: Iterable[Path]) -> list[Path]:
 def _inside(path: Path) -> list[Path]:
     folders = sorted(spec.parent for spec in path.rglob(SPEC))
     runs = [folder for folder in folders if TRIALS not in folder.relative_to(path).parts]
-    return [*runs, *find_archived(path)]
+    return [*runs, *sorted(toml for toml in path.rglob("*.toml") if is_archived(toml))]
 
 
 def _read_result(folder: Path) -> dict[str, Any] | None:
@@ -133,11 +133,6 @@ def is_archived(path: Path) -> bool:
         return False
     with path.open("rb") as file:
         return file.read(len(HEAD)) == HEAD.encode()
-
-
-def find_archived(folder: Path) -> list[Path]:
-    """Return the archived runs anywhere in a folder, by their TOML."""
-    return sorted(path for path in folder.rglob("*.toml") if is_archived(path))
 
 
 def texts(run: StoredRun) -> tuple[str, str]:

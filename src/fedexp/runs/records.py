@@ -35,11 +35,11 @@ def row_fault(row: Any, number: int) -> str | None:
     if not isinstance(row, dict) or not _is(row.get("round"), int) or row["round"] != number:
         return "it is not of its round"
     if not is_duration(row.get("seconds", 0.0)):
-        return "its seconds are no time"
+        return "its seconds are not a duration"
     for name, value in row.items():
         plain = value is None or isinstance(value, bool | float) or _is(value, NUMBER)
         if not plain and (name in COLUMNS or not isinstance(value, dict | list)):
-            return f"its {shown(name)} is no number"
+            return f"its {shown(name)} is not a number"
     return None
 
 
@@ -78,7 +78,7 @@ def is_part_name(value: Any) -> bool:
 
 
 def _is(value: Any, kind: type | tuple[type, ...]) -> bool:
-    """Return whether a value has a type; a boolean is no number, and no number is huge."""
+    """Return whether a value has a type; a boolean is not a number, and no number is huge."""
     if isinstance(value, bool) and kind is not bool:
         return False
     huge = isinstance(value, int) and abs(value) > LARGEST

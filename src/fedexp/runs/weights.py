@@ -19,7 +19,7 @@ from fedexp.errors import DamagedError, UsageError, require
 from fedexp.experiment import Experiment, PathLike, Start
 from fedexp.objective import ModuleObjective
 from fedexp.objective.models import built_model
-from fedexp.runs.checkpoint import client_tensors, clients_from, model_tensors, state_from
+from fedexp.runs.checkpoint import client_tensors, clients_from, model_tensors, section, state_from
 from fedexp.runs.folder import MODEL, RESULT
 from fedexp.runs.spec import TRIALS, read_spec
 from fedexp.storage import from_bytes, to_bytes, write_bytes
@@ -79,12 +79,11 @@ def save_state(state: SimulationState, path: PathLike) -> None:
 def load_state(path: PathLike, device: str | torch.device = "cpu") -> SimulationState:
     """Return a state that `save_state` wrote; pass it to `simulate(start=...)`."""
     try:
-        found = from_bytes(Path(path).read_bytes(), torch.device(device))
-        named = {n.removeprefix("model/"): v for n, v in found.items() if n.startswith("model/")}
-        own = {n.removeprefix("client/"): v for n, v in found.items() if n.startswith("client/")}
-        numbers = sorted({int(name.partition("/")[0]) for name in own})
-        counts = int(named.pop("round")), int(named.pop("steps"))
-        return state_from(*counts, named, clients_from(own, numbers))
+        tensors = from_bytes(Path(path).read_bytes(), torch.device(device))
+        model, client_states = section(tensors, "model/"), section(tensors, "client/")
+        clients = sorted({int(name.partition("/")[0]) for name in client_states})
+        counts = int(model.pop("round")), int(model.pop("steps"))
+        return state_from(*counts, model, clients_from(client_states, clients))
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
     except (ValueError, KeyError):
@@ -146,7 +145,7 @@ def stored_start(start: Start, runs: PathLike | None) -> str:
     folder.mkdir(mode=0o700 if runs is None else 0o777, parents=True, exist_ok=True)
     path = folder / f"{hashlib.sha256(data).hexdigest()[:16]}.safetensors"
     if not path.exists():  # other processes may write it at the same time
-        own = path.with_name(f".{uuid4().hex}")
-        write_bytes(own, data)
-        os.replace(own, path)
+        unique = path.with_name(f".{uuid4().hex}")
+        write_bytes(unique, data)
+        os.replace(unique, path)
     return str(path)

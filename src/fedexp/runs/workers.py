@@ -101,28 +101,28 @@ class Execution:
 
 def fingerprints_of(references: Iterable[str]) -> dict[str, Fingerprint]:
     """Digest the user's own objects as this process has them."""
-    found = {}
+    fingerprints = {}
     for reference in dict.fromkeys(references):
         with suppress(UsageError):  # reported by the run itself
-            found[reference] = fingerprint_of_object(load_object(reference))
-    return found
+            fingerprints[reference] = fingerprint_of_object(load_object(reference))
+    return fingerprints
 
 
 def _changed_object(objects: Mapping[str, Fingerprint]) -> str | None:
-    """Return the first object that is another one here than in the parent, by its reference.
+    """Return the reference of the first object that differs from the parent's.
 
     A script may have changed it, or a global that it reads, under `if __name__ == "__main__":`.
     """
     changed = None
     for reference, wanted in objects.items():
         value = load_object(reference)
-        apart = set(wanted.differences(fingerprint_of_object(value)))
-        if isinstance(value, Task) and not apart.isdisjoint(data_digests(value)):
+        differing = set(wanted.differences(fingerprint_of_object(value)))
+        if isinstance(value, Task) and not differing.isdisjoint(data_digests(value)):
             raise UsageError(
                 f"{reference} has other data in every process that imports it; fix its random "
                 "seed, e.g. torch.manual_seed(0) where the file begins"
             )
-        changed = changed or (reference if apart else None)
+        changed = changed or (reference if differing else None)
     return changed
 
 
@@ -258,11 +258,11 @@ class _Worker:
 
     def __init__(self, how: Execution) -> None:
         context = multiprocessing.get_context("spawn")
-        self.connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, how), daemon=True)
+        self.connection, worker_end = context.Pipe()
+        self._process = context.Process(target=_serve, args=(worker_end, how), daemon=True)
         with _main_not_imported():
             self._process.start()
-        theirs.close()  # so that either side notices the end of the other
+        worker_end.close()  # so that either side notices the end of the other
         self.job: Job | None = None
         self._stop_sent = self._wanted = False
 
@@ -369,14 +369,14 @@ def _main_not_imported() -> Iterator[None]:
     They import the files that runs refer to, and report an error there in one line.
     """
     main = sys.modules["__main__"]
-    named: dict[str, Any] = vars(main)
+    attributes: dict[str, Any] = vars(main)
     names: tuple[str, ...] = ("__file__", "__spec__")
-    hidden = {name: named.pop(name) for name in names if name in named}
+    hidden = {name: attributes.pop(name) for name in names if name in attributes}
     main.__spec__ = None
     try:
         yield
     finally:
-        named.update(hidden)
+        attributes.update(hidden)
 
 
 def _picklable(error: Exception) -> Exception:

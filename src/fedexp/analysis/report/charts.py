@@ -59,17 +59,17 @@ def chart_names(section: Section, wanted: Sequence[str]) -> list[str]:
     if wanted:
         return [name for name in wanted if name in section.names]
     goal = [section.goal.metric] if section.goal else []
-    own = sorted(name for name in section.names if name.startswith(("test_", "train_")))
-    ordered = dict.fromkeys([*goal, *FIRST, *own, *LAST])
+    metrics = sorted(name for name in section.names if name.startswith(("test_", "train_")))
+    ordered = dict.fromkeys([*goal, *FIRST, *metrics, *LAST])
     return [name for name in ordered if name in section.names]
 
 
 def check_metrics(sections: Sequence[Section], wanted: Sequence[str]) -> None:
     """Raise `UsageError` for a metric that no run has."""
-    known = {name for section in sections for name in section.names} - {"round"}
+    names = {name for section in sections for name in section.names} - {"round"}
     for name in wanted:
-        if name not in known:
-            raise unknown_name("metric", name, known)
+        if name not in names:
+            raise unknown_name("metric", name, names)
 
 
 def main_metric(section: Section, wanted: Sequence[str]) -> str:
@@ -165,13 +165,13 @@ def _ends(series: Series, name: str) -> list[Payload]:
     """Return the last point of each run that diverged or is unfinished."""
     ends = []
     for run, curve in zip(series.runs, series.curves(name), strict=True):
-        known = np.flatnonzero(~np.isnan(curve))
+        evaluated = np.flatnonzero(~np.isnan(curve))
         text = status(run)
-        if known.size and text.startswith(("diverged", "unfinished")):
+        if evaluated.size and text.startswith(("diverged", "unfinished")):
             ends.append(
                 {
-                    "round": int(known[-1]) + 1,
-                    "value": _short(curve[known[-1:]])[0],
+                    "round": int(evaluated[-1]) + 1,
+                    "value": _short(curve[evaluated[-1:]])[0],
                     "seed": run.spec["seed"],
                     "status": text,
                 }

@@ -124,7 +124,7 @@ def parse_since(text: str, now: datetime | None = None) -> datetime:
         return datetime.fromisoformat(text.strip()).astimezone()
     except (ValueError, OverflowError):
         raise UsageError(
-            f"--since {text} is no time; write 2h, 3d, 2026-11-01 or 2026-11-01T08:30"
+            f"--since {text} is not a time; write 2h, 3d, 2026-11-01 or 2026-11-01T08:30"
         ) from None
 
 
@@ -137,7 +137,7 @@ def _range(text: str) -> tuple[int, int]:
     first, dash, last = text.partition("-")
     require(
         first.strip().isdecimal() and (not dash or last.strip().isdecimal()),
-        f"--rounds {text} is no number of rounds; write 500 or 100-500",
+        f"--rounds {text} is not a number of rounds; write 500 or 100-500",
     )
     low, high = int(first), int(last) if dash else int(first)
     require(low <= high, f"--rounds {text} is empty; write {high}-{low}")

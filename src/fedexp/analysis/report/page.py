@@ -333,8 +333,8 @@ def comparison(section: Section, metric: str, targets: Sequence[float]) -> Marku
     references = {a: b for a, b in section.references.items() if a in finished and b in finished}
     target = targets[0] if targets else None
     lines, *more = (
-        summarise_groups(finished, metric, each, 1, higher, references)
-        for each in targets or (None,)
+        summarise_groups(finished, metric, value, 1, higher, references)
+        for value in targets or (None,)
     )
     further = dict(zip(targets[1:], more, strict=True))
     longest = max(run.spec["rounds"] for run in section.runs)
@@ -406,31 +406,27 @@ def full_specs(section: Section) -> Markup:
 
 def run_list(section: Section, metric: str) -> Markup:
     """Return every run: how it ended, how long it took, and its engine where that is recorded."""
-    headers = ["algorithm", "seed", "status", "rounds", f"last {metric.replace('_', ' ')}"]
-    headers += ["wall time", "engine", "folder"]
-    with_engine = any(engine_entries(run.environment) for run in section.runs)
     rows = []
     for series in section.series:
         for run in series.runs:
             engine = engine_entries(run.environment)
-            name, implementation = (
-                engine.get("engine", NOTHING),
-                engine.get("engine implementation"),
-            )
+            name, implementation = engine.get("engine"), engine.get("engine implementation")
             row = {
                 "algorithm": with_swatch(series),
                 "seed": run.spec["seed"],
                 "status": status(run),
                 "rounds": len(run.rows),
-                headers[4]: last_value(run, metric),
+                f"last {metric.replace('_', ' ')}": last_value(run, metric),
                 "wall time": duration(wall_time(run)),
                 "engine": f"{name} ({implementation})" if implementation else name,
                 "folder": tag("code", run.folder.name),
             }
             rows.append(row)
-    shown = [header for header in headers if with_engine or header != "engine"]
-    cells = [[row[header] for header in shown] for row in rows]
-    return table("Every run, and how it ended", shown, cells, "figures runs")
+    headers = list(rows[0])
+    if all(row["engine"] is None for row in rows):
+        headers.remove("engine")
+    cells = [[NOTHING if row[n] is None else row[n] for n in headers] for row in rows]
+    return table("Every run, and how it ended", headers, cells, "figures runs")
 
 
 def commands(section: Section) -> Markup:
@@ -448,8 +444,8 @@ def wall_time(run: StoredRun) -> float:
 
 def last_value(run: StoredRun, metric: str) -> str:
     """Return the last value of a metric, formatted."""
-    known = [row[metric] for row in run.rows if row.get(metric) is not None]
-    return format_value(known[-1], metric) if known else NOTHING
+    values = [row[metric] for row in run.rows if row.get(metric) is not None]
+    return format_value(values[-1], metric) if values else NOTHING
 
 
 def duration(seconds: float) -> str:
@@ -481,8 +477,8 @@ def environments(runs: Sequence[StoredRun]) -> Markup:
         entries |= engine_entries(run.environment)
         groups.setdefault(frozenset(entries.items()), (entries, []))[1].append(run)
     parts = []
-    for entries, own in groups.values():
-        total = {"runs": str(len(own)), "wall time": duration(sum(map(wall_time, own)))}
+    for entries, group in groups.values():
+        total = {"runs": str(len(group)), "wall time": duration(sum(map(wall_time, group)))}
         parts.append(definitions((total | entries).items()))
     return join(parts)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache, cached_property
+from functools import cache, cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from fedexp.analysis.summary import (
     is_accuracy,
     metric_band,
 )
-from fedexp.errors import FedExPError, UsageError, require, unknown_name
+from fedexp.errors import FedExPError, UsageError, is_number, require, unknown_name
 from fedexp.local import LocalTraining
 from fedexp.options import Setup
 from fedexp.plain import TYPED
@@ -112,9 +112,9 @@ class Section:
         """What the runs are judged by; None where neither they nor the user state it."""
         if self.chosen is not None and self.chosen.metric in self.names:
             return self.chosen
-        known = [run.environment.get("goal") for run in self.runs]
-        known += [run.environment.get("metric") for run in self.runs]
-        for text in known:
+        recorded = [run.environment.get("goal") for run in self.runs]
+        recorded += [run.environment.get("metric") for run in self.runs]
+        for text in recorded:
             with suppress(UsageError):
                 return parse_goal(str(text))
         return None
@@ -137,7 +137,7 @@ class Section:
         if not candidates:
             return {}
         return {
-            series.label: min(candidates, key=lambda each: _distance(series, each)).label
+            series.label: min(candidates, key=partial(_distance, series)).label
             for series in self.series
         }
 
@@ -145,7 +145,7 @@ class Section:
     def names(self) -> set[str]:
         """All record fields that have a number in some round."""
         rows = (row for run in self.runs for row in run.rows)
-        return {name for row in rows for name, value in row.items() if _is_number(value)}
+        return {name for row in rows for name, value in row.items() if is_number(value)}
 
 
 def load_runs(paths: Iterable[Path]) -> tuple[list[StoredRun], list[str]]:
@@ -165,21 +165,21 @@ def distinct(runs: Iterable[StoredRun]) -> tuple[list[StoredRun], list[str]]:
     Of the same task, algorithm, seed and settings the longest run counts: a run of fewer rounds is
     the beginning of the longer one.
     """
-    found: dict[str, StoredRun] = {}
+    longest: dict[str, StoredRun] = {}
     problems, parts = [], []
     for run in runs:
         key = repr((_task_key(run), run.spec["algorithm"], run.spec["seed"], _identity(run)))
-        other = found.get(key)
+        other = longest.get(key)
         if other is not None and run.spec["rounds"] == other.spec["rounds"]:
             problems.append(f"{run.folder}: the same run as {other.folder}; the longer one counts")
         elif other is not None:
-            parts.append(min(run, other, key=lambda each: len(each.rows)).folder.name)
+            parts.append(min(run, other, key=lambda run: len(run.rows)).folder.name)
         if other is None or len(run.rows) > len(other.rows):
-            found[key] = run
+            longest[key] = run
     if parts:
         verb = "is the beginning of a longer run" if len(parts) == 1 else "are parts of longer runs"
         problems.append(f"{', '.join(parts)} {verb}; the longer one counts")
-    return list(found.values()), [*problems, *_mixed(found.values())]
+    return list(longest.values()), [*problems, *_mixed(longest.values())]
 
 
 def _mixed(runs: Iterable[StoredRun]) -> list[str]:
@@ -212,8 +212,8 @@ def sections(runs: Sequence[StoredRun], chosen: Goal | None = None) -> list[Sect
         by_task.setdefault(_task_title(run), []).append(run)
     looks = styles(sorted({run.spec["algorithm"] for run in runs}))
     return [
-        Section(title, own[0].spec["task"], _series(own, looks), chosen)
-        for title, own in by_task.items()
+        Section(title, group[0].spec["task"], _series(group, looks), chosen)
+        for title, group in by_task.items()
     ]
 
 
@@ -229,15 +229,17 @@ def _identity(run: StoredRun) -> Settings:
     The number of rounds is one where it decides what happens in the first of them: a schedule over
     all rounds, or the noise of a privacy budget.
     """
-    own = settings(run)
-    decides = own.get("local.lr_schedule") in OVER_ALL_ROUNDS or "privacy" in own
-    return own if decides else {name: value for name, value in own.items() if name != "rounds"}
+    identity = settings(run)
+    decides = identity.get("local.lr_schedule") in OVER_ALL_ROUNDS or "privacy" in identity
+    if not decides:
+        del identity["rounds"]
+    return identity
 
 
 def _distance(one: Series, other: Series) -> int:
     """Return the number of settings that both series have, with other values."""
-    ours, theirs = _identity(one.runs[0]), _identity(other.runs[0])
-    return sum(ours[name] != theirs[name] for name in ours.keys() & theirs.keys())
+    first, second = _identity(one.runs[0]), _identity(other.runs[0])
+    return sum(first[name] != second[name] for name in first.keys() & second.keys())
 
 
 def status(run: StoredRun) -> str:
@@ -276,9 +278,9 @@ def _series(runs: Sequence[StoredRun], looks: Mapping[str, Style]) -> tuple[Seri
         variants = by_algorithm.setdefault(run.spec["algorithm"], {})
         variants.setdefault(repr(_identity(run)), []).append(run)
     order = list(COLOURS)
-    known = sorted(by_algorithm, key=lambda n: (order.index(n) if n in order else len(order), n))
+    names = sorted(by_algorithm, key=lambda n: (order.index(n) if n in order else len(order), n))
     return tuple(
-        series for name in known for series in _variants(name, by_algorithm[name], looks[name])
+        series for name in names for series in _variants(name, by_algorithm[name], looks[name])
     )
 
 
@@ -286,8 +288,8 @@ def _variants(
     algorithm: str, variants: Mapping[str, list[StoredRun]], style: Style
 ) -> list[Series]:
     names = _telling([group[0] for group in variants.values()])
-    each = [_identity(group[0]) for group in variants.values()]
-    chosen = [{name: own.get(name) for name in names} for own in each]
+    identities = [_identity(group[0]) for group in variants.values()]
+    chosen = [{name: identity.get(name) for name in names} for identity in identities]
     for settings in chosen:
         if settings.get("local.steps", 0) is None:  # epochs count
             del settings["local.steps"]
@@ -319,7 +321,7 @@ def _telling(runs: Sequence[StoredRun]) -> list[str]:
 
 def _parts(every: Sequence[Settings], names: Sequence[str]) -> int:
     """Return how many of the settings these names distinguish."""
-    return len({repr([own.get(name) for name in names]) for own in every})
+    return len({repr([settings.get(name) for name in names]) for settings in every})
 
 
 def _labels(algorithm: str, variants: Sequence[Settings]) -> list[str]:
@@ -327,8 +329,8 @@ def _labels(algorithm: str, variants: Sequence[Settings]) -> list[str]:
     labels: list[str] = []
     for digits in (3, 6, 17):
         texts = [
-            [f"{name.removeprefix('server.')}={value_text(v, digits)}" for name, v in own.items()]
-            for own in variants
+            [f"{n.removeprefix('server.')}={value_text(v, digits)}" for n, v in settings.items()]
+            for settings in variants
         ]
         labels = [f"{algorithm} {', '.join(pairs)}" if pairs else algorithm for pairs in texts]
         if len(set(labels)) == len(labels):
@@ -345,10 +347,6 @@ def _task_title(run: StoredRun) -> str:
     task, options = _task_key(run)
     pairs = ", ".join(f"{name.removeprefix('task.')}={value}" for name, value in options)
     return f"{task} ({pairs})" if pairs else task
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def common_and_differing(every: Sequence[Series]) -> tuple[Settings, list[str]]:
@@ -402,19 +400,19 @@ class Targets:
 
     def check(self, sections: Sequence[Section]) -> None:
         """Raise `UsageError` for a target of a task that has no run."""
-        known = {section.task for section in sections}
+        tasks = {section.task for section in sections}
         for name in self.by_task:
-            if name not in known:
-                raise unknown_name("task of --target", name, known)
+            if name not in tasks:
+                raise unknown_name("task of --target", name, tasks)
 
     def of(self, section: Section, metric: str) -> list[float]:
         """Return the targets of a section's metric."""
-        given = self.by_task.get(section.task, self.general)
-        named = given if isinstance(given, Sequence) else (given,)
-        if not named:
-            known = section.runs[0].environment
-            own = known.get("target") if known.get("metric") == metric else None
-            return [] if own is None else [own]
+        chosen = self.by_task.get(section.task, self.general)
+        targets = chosen if isinstance(chosen, Sequence) else (chosen,)
+        if not targets:
+            recorded = section.runs[0].environment
+            target = recorded.get("target") if recorded.get("metric") == metric else None
+            return [] if target is None else [target]
         require(
             section.direction(metric) is not None,
             f"--target needs to know whether a larger {metric} is better; write --metric "
@@ -422,9 +420,9 @@ class Targets:
         )
         # a value above 1 shows that an accuracy is the user's own, in percent
         curves = [curve for series in section.series for curve in series.curves(metric)]
-        own = any((curve > 1).any() for curve in curves)
-        checked = (checked_target(each, metric, "--target", own) for each in named)
-        return list(dict.fromkeys(each for each in checked if each is not None))
+        in_percent = any((curve > 1).any() for curve in curves)
+        checked = (checked_target(value, metric, "--target", in_percent) for value in targets)
+        return list(dict.fromkeys(value for value in checked if value is not None))
 
 
 def effective_options(options: Mapping[str, Any]) -> dict[str, Any]:
