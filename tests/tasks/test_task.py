@@ -58,7 +58,7 @@ def test_test_data_are_checked_as_well() -> None:
         ({"x": torch.zeros(0, 4), "y": torch.zeros(0, dtype=torch.int64)}, "no examples"),
         (
             {"x": torch.zeros(3, 4), "y": torch.tensor([0, 1])},
-            "'x' has 3 rows, 'y' has 2",
+            "test data: .* 'x' has 3 rows, 'y' has 2",
         ),
         ({"mean": torch.zeros(4), **train.fields}, "'mean' has 4 rows, .*; leave out"),
         ({"scale": torch.tensor(2.0), **train.fields}, "test data: field 'scale' is a single"),

@@ -3,7 +3,7 @@
 The module's own forward is called with other tensors in the slots of its parameters and buffers,
 so every model that torch can trace is covered, with shared weights, modules that have two names and
 buffers that forward replaces. Fused recurrent layers, which vmap does not support, are unrolled
-step by step, and normalisation over examples computes in float32 beside half precision.
+step by step, and normalisation over examples is written out for half precision.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -57,10 +57,10 @@ class FunctionalModule:
     ) -> tuple[Any, list[Tensor]]:
         """Return the output in training mode, and the buffers after it."""
         self.module.train()
-        homes = [*self._parameters, *self._buffers]
-        with _swapped(homes, [*parameters, *buffers]), self._attention():
+        slots = [*self._parameters, *self._buffers]
+        with _swapped(slots, [*parameters, *buffers]), self._attention():
             output = self.module(*inputs, **keywords)
-            return output, [read(slots) for slots in self._buffers]
+            return output, [read(own) for own in self._buffers]
 
     def _attention(self) -> AbstractContextManager[None]:
         """Select attention in plain operations, since vmap runs fused ones client by client.
@@ -72,8 +72,8 @@ class FunctionalModule:
 
 def slots_of(module: nn.Module, tensor: Tensor) -> list[Slot]:
     """Return every slot of a module that holds a tensor, once, whatever its names."""
-    homes = [home for layer in module.modules() for home in (layer._parameters, layer._buffers)]
-    return [(home, name) for home in homes for name, value in home.items() if value is tensor]
+    homes = [home for each in module.modules() for home in (each._parameters, each._buffers)]
+    return [(home, name) for home in homes for name, held in home.items() if held is tensor]
 
 
 def put(slots: Sequence[Slot], value: Tensor | None) -> None:
@@ -89,140 +89,254 @@ def read(slots: Sequence[Slot]) -> Tensor:
 
 
 @contextmanager
-def _swapped(homes: Sequence[Sequence[Slot]], values: Sequence[Tensor]) -> Iterator[None]:
+def _swapped(slots: Sequence[Sequence[Slot]], values: Sequence[Tensor]) -> Iterator[None]:
     """Put tensors into their slots, and restore the previous ones at the end."""
-    before = [read(slots) for slots in homes]
+    before = [read(own) for own in slots]
     try:
-        for slots, value in zip(homes, values, strict=True):
-            put(slots, value)
+        for own, value in zip(slots, values, strict=True):
+            put(own, value)
         yield
     finally:
-        for slots, value in zip(homes, before, strict=True):
-            put(slots, value)
+        for own, value in zip(slots, before, strict=True):
+            put(own, value)
 
 
 def in_plain_operations(module: nn.Module, mixed: bool = False) -> nn.Module:
-    """Return the module itself, or a copy whose layers all have a forward that vmap supports.
+    """Return the module itself, or a copy without the layers that vmap does not support.
 
     Args:
         module: the model.
-        mixed: whether normalisation over examples gets inputs of half precision, which torch cannot
+        mixed: whether normalisation over the batch meets inputs of half precision, which it cannot
             differentiate under vmap.
 
-    >>> layer = nn.Linear(2, 3)
-    >>> in_plain_operations(layer) is layer
+    >>> type(in_plain_operations(nn.LSTM(2, 3))).__name__
+    'UnrolledLSTM'
+    >>> in_plain_operations(nn.Linear(2, 3)).__class__ is nn.Linear
     True
     """
-    norms = (_BatchNorm, _InstanceNorm) if mixed else ()
-    if not any(type(m) in RECURRENT or isinstance(m, norms) for m in module.modules()):
+    table = UNROLLED | PLAIN_NORMS if mixed else UNROLLED
+    if not any(type(each) in table for each in module.modules()):
         return module
     copy = deepcopy(module)
-    for layer in copy.modules():
-        forward: Any = None
-        if isinstance(layer, nn.RNNBase) and type(layer) in RECURRENT:
-            forward = partial(_unrolled, layer)
-        elif isinstance(layer, norms):
-            forward = partial(_in_float32, layer.forward)
-        if forward is not None:
-            layer.forward = forward
+    for each in copy.modules():
+        if type(each) in table:
+            each.__class__ = table[type(each)]
     return copy
 
 
-def _in_float32(forward: Callable[[Tensor], Tensor], input: Tensor) -> Tensor:
-    """Return the output of a layer that computes in float32, in the type of its input."""
-    return forward(input.float()).to(input.dtype)
-
-
-RECURRENT = (nn.LSTM, nn.GRU, nn.RNN)
 Hidden = tuple[Tensor, ...]
-Weights = Sequence[Any]  # tensors, or None for what a layer has not
-Cell = Callable[[Tensor, Weights, Hidden], Hidden]
 
 
-def lstm_cell(gates: Tensor, weights: Weights, hidden: Hidden) -> Hidden:
+def lstm_cell(gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
     """Return (h, c) after one step of an LSTM.
 
     `gates` [B, 4 H] is the input's part; `weights` are W_hh, b_hh and a projection.
     """
     h, c = hidden
-    gates = gates + F.linear(h, weights[0], weights[1])
+    gates = gates + F.linear(h, _not_none(weights[0]), weights[1])
     i, f, g, o = gates.chunk(4, dim=-1)
     c = f.sigmoid() * c + i.sigmoid() * g.tanh()
     h = o.sigmoid() * c.tanh()
     return (h if weights[2] is None else F.linear(h, weights[2])), c
 
 
-def gru_cell(gates: Tensor, weights: Weights, hidden: Hidden) -> Hidden:
+def gru_cell(gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden) -> Hidden:
     """Return (h,) after one step of a GRU.
 
     The reset gate applies to the hidden state's part, its bias included.
     """
     (h,) = hidden
-    inner = F.linear(h, weights[0], weights[1])
+    inner = F.linear(h, _not_none(weights[0]), weights[1])
     (xr, xz, xn), (hr, hz, hn) = gates.chunk(3, dim=-1), inner.chunk(3, dim=-1)
     r, z = (xr + hr).sigmoid(), (xz + hz).sigmoid()
     n = (xn + r * hn).tanh()
     return (n + z * (h - n),)
 
 
-def rnn_cell(gates: Tensor, weights: Weights, hidden: Hidden, relu: bool = False) -> Hidden:
+def rnn_cell(
+    gates: Tensor, weights: Sequence[Tensor | None], hidden: Hidden, relu: bool = False
+) -> Hidden:
     """Return (h,) after one step of an Elman network."""
-    summed = gates + F.linear(hidden[0], weights[0], weights[1])
+    summed = gates + F.linear(hidden[0], _not_none(weights[0]), weights[1])
     return (summed.relu() if relu else summed.tanh(),)
 
 
-def _unrolled(layer: nn.RNNBase, input: Tensor, hx: Any = None) -> Any:
-    """Return what a recurrent layer returns, one step after another, in plain operations."""
-    batched = input.dim() == 3
-    x = input if batched else input.unsqueeze(1)
-    x = x.transpose(0, 1) if batched and layer.batch_first else x
-    states = _first_states(layer, x, hx, batched)
-    directions = 2 if layer.bidirectional else 1
-    ends: list[Hidden] = []
-    for number in range(layer.num_layers):
-        results = [
-            _direction(layer, x, number, reverse, states[len(ends) + reverse])
-            for reverse in range(directions)
-        ]
-        x = torch.cat([outputs for outputs, _ in results], dim=-1)
-        ends += [end for _, end in results]
-        if layer.dropout and number + 1 < layer.num_layers:
-            x = F.dropout(x, layer.dropout, layer.training)
-    last = tuple(torch.stack(parts) for parts in zip(*ends, strict=True))
-    if not batched:
-        x, last = x.squeeze(1), tuple(part.squeeze(1) for part in last)
-    elif layer.batch_first:
-        x = x.transpose(0, 1)
-    return x, (last if isinstance(layer, nn.LSTM) else last[0])
+def _not_none(weight: Tensor | None) -> Tensor:
+    assert weight is not None
+    return weight
 
 
-def _first_states(layer: nn.RNNBase, x: Tensor, hx: Any, batched: bool) -> list[Hidden]:
-    """Return the hidden state of each layer and direction before the first step."""
-    is_lstm = isinstance(layer, nn.LSTM)
-    if hx is None:
-        count = layer.num_layers * (2 if layer.bidirectional else 1)
-        sizes = (layer.proj_size or layer.hidden_size, layer.hidden_size)[: 1 + is_lstm]
-        states = tuple(x.new_zeros(count, x.shape[1], size) for size in sizes)
-    else:
-        states = tuple(hx) if is_lstm else (hx,)
-        states = states if batched else tuple(state.unsqueeze(1) for state in states)
-    return list(zip(*(state.unbind(0) for state in states), strict=True))
+class _Unrolled(nn.RNNBase):
+    """The forward pass of a recurrent layer, one step after another, in plain operations."""
+
+    def forward(self, input: Tensor, hx: Any = None) -> Any:
+        batched = input.dim() == 3
+        x = input if batched else input.unsqueeze(1)
+        x = x.transpose(0, 1) if batched and self.batch_first else x
+        states = self._states(x, hx, batched)
+        ends: list[Hidden] = []
+        for layer in range(self.num_layers):
+            results = [
+                self._direction(x, layer, reverse, states[len(ends) + reverse])
+                for reverse in self._directions
+            ]
+            x = torch.cat([out for out, _ in results], dim=-1)
+            ends += [end for _, end in results]
+            if self.dropout and layer + 1 < self.num_layers:
+                x = F.dropout(x, self.dropout, self.training)
+        last = tuple(torch.stack(each) for each in zip(*ends, strict=True))
+        if not batched:
+            x, last = x.squeeze(1), tuple(each.squeeze(1) for each in last)
+        elif self.batch_first:
+            x = x.transpose(0, 1)
+        return x, (last if self._parts == 2 else last[0])
+
+    @property
+    def _parts(self) -> int:
+        return 2 if isinstance(self, nn.LSTM) else 1
+
+    @property
+    def _directions(self) -> range:
+        return range(2 if self.bidirectional else 1)
+
+    def _states(self, x: Tensor, hx: Any, batched: bool) -> list[Hidden]:
+        """Return the hidden state of each layer and direction before the first step."""
+        count = self.num_layers * len(self._directions)
+        if hx is None:
+            sizes = (self.proj_size or self.hidden_size, self.hidden_size)[: self._parts]
+            given = tuple(x.new_zeros(count, x.shape[1], size) for size in sizes)
+        else:
+            given = tuple(hx) if self._parts == 2 else (hx,)
+            given = given if batched else tuple(each.unsqueeze(1) for each in given)
+        return list(zip(*(each.unbind(0) for each in given), strict=True))
+
+    def _direction(
+        self, x: Tensor, layer: int, reverse: int, hidden: Hidden
+    ) -> tuple[Tensor, Hidden]:
+        """Return the outputs of one layer in one direction, and its last hidden state."""
+        end = f"l{layer}" + ("_reverse" if reverse else "")
+        w_ih, b_ih, w_hh, b_hh, w_hr = (
+            self._parameters.get(f"{name}_{end}")
+            for name in ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
+        )
+        gates = F.linear(x, _not_none(w_ih), b_ih).unbind(0)
+        outputs = []
+        for gate in reversed(gates) if reverse else gates:
+            hidden = self._cell(gate, (w_hh, b_hh, w_hr), hidden)
+            outputs.append(hidden[0])
+        return torch.stack(outputs[::-1] if reverse else outputs), hidden
+
+    @property
+    def _cell(self) -> Callable[[Tensor, Sequence[Tensor | None], Hidden], Hidden]:
+        if isinstance(self, nn.LSTM):
+            return lstm_cell
+        if isinstance(self, nn.GRU):
+            return gru_cell
+        return partial(rnn_cell, relu=self.nonlinearity == "relu")
 
 
-def _direction(
-    layer: nn.RNNBase, x: Tensor, number: int, reverse: int, hidden: Hidden
-) -> tuple[Tensor, Hidden]:
-    """Return the outputs of one layer in one direction, and its last hidden state."""
-    end = f"l{number}" + ("_reverse" if reverse else "")
-    names = ("weight_ih", "bias_ih", "weight_hh", "bias_hh", "weight_hr")
-    of_inputs, bias, *of_hidden = cast(
-        Weights, [layer._parameters.get(f"{n}_{end}") for n in names]
-    )
-    cells: dict[str, Cell] = {"LSTM": lstm_cell, "GRU": gru_cell}
-    cell = cells.get(layer.mode) or partial(rnn_cell, relu=layer.mode == "RNN_RELU")
-    gates = F.linear(x, of_inputs, bias).unbind(0)
-    outputs = []
-    for gate in reversed(gates) if reverse else gates:
-        hidden = cell(gate, of_hidden, hidden)
-        outputs.append(hidden[0])
-    return torch.stack(outputs[::-1] if reverse else outputs), hidden
+class UnrolledLSTM(_Unrolled, nn.LSTM):  # type: ignore[misc]  # of its overloads
+    """`nn.LSTM` in plain operations."""
+
+
+class UnrolledGRU(_Unrolled, nn.GRU):  # type: ignore[misc]  # of its overloads
+    """`nn.GRU` in plain operations."""
+
+
+class UnrolledRNN(_Unrolled, nn.RNN):  # type: ignore[misc]  # of its overloads
+    """`nn.RNN` in plain operations."""
+
+
+UNROLLED: dict[type[nn.Module], type[nn.Module]] = {
+    nn.LSTM: UnrolledLSTM,
+    nn.GRU: UnrolledGRU,
+    nn.RNN: UnrolledRNN,
+}
+
+
+class _PlainBatchNorm(_BatchNorm):
+    """Normalisation over the batch in float32, in plain operations."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if input.numel() == input.shape[1]:
+            raise ValueError(f"Expected more than 1 value per channel when training, got {input}")
+        own = self.training or self.running_mean is None or self.running_var is None
+        axes = [0, *range(2, input.dim())]
+        wide = input.float()
+        if own:
+            var, mean = torch.var_mean(wide, axes, correction=0)
+            self._update_statistics(mean, var, input.numel() // input.shape[1])
+        else:
+            assert self.running_mean is not None
+            assert self.running_var is not None
+            mean, var = self.running_mean, self.running_var
+        scale = torch.rsqrt(var + self.eps)
+        shape = [1, -1, *[1] * (input.dim() - 2)]
+        normal = (wide - mean.view(shape)) * scale.view(shape)
+        if self.weight is not None:
+            normal = normal * self.weight.view(shape) + self.bias.view(shape)
+        return normal.to(input.dtype)
+
+    def _update_statistics(self, mean: Tensor, var: Tensor, count: int) -> None:
+        """Update the running statistics as torch does: the variance without its bias."""
+        if not self.training or not self.track_running_stats or self.running_mean is None:
+            return
+        assert self.running_var is not None
+        assert self.num_batches_tracked is not None
+        self.num_batches_tracked = self.num_batches_tracked + 1
+        cumulative = 1 / self.num_batches_tracked.to(mean.dtype)
+        share = cumulative if self.momentum is None else self.momentum
+        unbiased = var.detach() * (count / max(1, count - 1))
+        self.running_mean = self.running_mean + share * (mean.detach() - self.running_mean)
+        self.running_var = self.running_var + share * (unbiased - self.running_var)
+
+
+class _PlainInstanceNorm(_InstanceNorm):
+    """Normalisation of every image in float32, in plain operations."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        batched = input.dim() == self._get_no_batch_dim() + 1  # type: ignore[no-untyped-call]
+        if self.track_running_stats or not batched:
+            return super().forward(input)
+        wide = input.float()
+        var, mean = torch.var_mean(wide, list(range(2, input.dim())), correction=0, keepdim=True)
+        normal = (wide - mean) * torch.rsqrt(var + self.eps)
+        if self.weight is not None:
+            shape = [1, -1, *[1] * (input.dim() - 2)]
+            normal = normal * self.weight.view(shape) + self.bias.view(shape)
+        return normal.to(input.dtype)
+
+
+class PlainInstanceNorm1d(_PlainInstanceNorm, nn.InstanceNorm1d):
+    """`nn.InstanceNorm1d` in plain operations."""
+
+
+class PlainInstanceNorm2d(_PlainInstanceNorm, nn.InstanceNorm2d):
+    """`nn.InstanceNorm2d` in plain operations."""
+
+
+class PlainInstanceNorm3d(_PlainInstanceNorm, nn.InstanceNorm3d):
+    """`nn.InstanceNorm3d` in plain operations."""
+
+
+class PlainBatchNorm1d(_PlainBatchNorm, nn.BatchNorm1d):
+    """`nn.BatchNorm1d` in plain operations."""
+
+
+class PlainBatchNorm2d(_PlainBatchNorm, nn.BatchNorm2d):
+    """`nn.BatchNorm2d` in plain operations."""
+
+
+class PlainBatchNorm3d(_PlainBatchNorm, nn.BatchNorm3d):
+    """`nn.BatchNorm3d` in plain operations."""
+
+
+PLAIN_NORMS: dict[type[nn.Module], type[nn.Module]] = {
+    nn.BatchNorm1d: PlainBatchNorm1d,
+    nn.BatchNorm2d: PlainBatchNorm2d,
+    nn.BatchNorm3d: PlainBatchNorm3d,
+    nn.InstanceNorm1d: PlainInstanceNorm1d,
+    nn.InstanceNorm2d: PlainInstanceNorm2d,
+    nn.InstanceNorm3d: PlainInstanceNorm3d,
+}
