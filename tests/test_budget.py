@@ -8,25 +8,25 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BUDGET = {
-    "fedexp": (2184, "rules of clients, options, studies, models and other single files"),
-    "analysis": (1543, "summaries, tables, figures and the HTML report"),
-    "cli": (1686, "eleven commands and their progress"),
-    "data": (2174, "federations, partitions, streaming, and readers of seven sources"),
-    "distributed": (454, "ranks of torchrun, and how they fail"),
-    "engine": (3836, "five engines, their trial and spot checks against the loop, and the rounds"),
-    "flower": (3712, "strategies, clients, checkpoints, privacy and secure aggregation"),
-    "kernels": (2659, "convolutions, recurrence, normalisation and losses of many clients"),
+    "fedexp": (3682, "the experiment, its options and text, commands as a table, client rules, models"),
+    "analysis": (1516, "summaries, tables, figures and the HTML report"),
+    "cli": (1092, "what eleven commands print"),
+    "data": (1962, "federations, partitions, streaming, and readers of seven sources"),
+    "distributed": (448, "ranks of torchrun, and how they fail"),
+    "engine": (3648, "five engines, their trial and spot checks against the loop, and the rounds"),
+    "flower": (3369, "strategies, clients, checkpoints, privacy and secure aggregation"),
+    "kernels": (2646, "convolutions, recurrence, normalisation and losses of many clients"),
     "objective": (
-        1944,
+        2104,
         "losses of modules, of many clients at once, least squares, refusal of hidden state",
     ),
-    "privacy": (744, "accounting and mechanisms"),
-    "reproduce": (1648, "the paper's studies"),
-    "runs": (3502, "run folders, specs, checkpoints, workers"),
-    "server": (386, "server rules"),
-    "tasks": (1880, "tasks, their metrics and their recipes"),
-    "tuning": (832, "searches and their store"),
-    "tools": (4222, "scripts that write this repository's documents, and the soak campaign"),
+    "privacy": (692, "accounting and mechanisms"),
+    "reproduce": (1544, "the paper's studies"),
+    "runs": (2410, "run folders, checkpoints, records, workers"),
+    "server": (417, "server rules"),
+    "tasks": (1581, "tasks, their metrics and their recipes"),
+    "tuning": (688, "searches: queues of trials, which are stored runs"),
+    "tools": (3902, "scripts that write this repository's documents, and the soak campaign"),
 }
 
 
