@@ -8,7 +8,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 BUDGET = {
-    "fedexp": (3682, "the experiment, its options and text, commands as a table, client rules, models"),
+    "fedexp": (
+        3682,
+        "experiments, their options and text, client rules, models",
+    ),
     "analysis": (1516, "summaries, tables, figures and the HTML report"),
     "cli": (1092, "what eleven commands print"),
     "data": (1962, "federations, partitions, streaming, and readers of seven sources"),

@@ -420,7 +420,7 @@ def column(width: int) -> Callable[[], nn.Module]:
         ({"model": column(2)}, "labels go from 0 to 2, but the model has the classes 0 to 1"),
         (
             {"model": nn.Linear(5, 3)},
-            r"the model does not accept these training examples \(x float32 of shape .2, 4.\): mat1",
+            r"does not accept these training examples \(x float32 of shape .2, 4.\): mat1",
         ),
         ({"model": WithDataclass}, "returns Output, not class scores; give a loss that takes it"),
         ({"inputs": ("x", "mask")}, "the training data has no field mask"),
