@@ -123,7 +123,9 @@ def recursive() -> list[Any]:
     return endless
 
 
-@pytest.mark.parametrize("labels", [expanding(60), recursive(), [np.arange(2)]], ids=id)
+@pytest.mark.parametrize(
+    "labels", [expanding(60), recursive(), [np.arange(2)]], ids=["expanding", "recursive", "array"]
+)
 def test_nested_labels_are_refused(labels: list[Any], tmp_path: Path) -> None:
     content = {"data": np.zeros((2, 3072), np.uint8), "labels": labels}
     (tmp_path / "p").write_bytes(pickle.dumps(content, protocol=2))
