@@ -23,7 +23,7 @@ import triton.language as tl
 from torch import Tensor
 
 from fedexp.kernels.convolution_torch import Geometry, Units, result_type
-from fedexp.kernels.convolution_triton import partial_sums, sum_of_parts, unscaled
+from fedexp.kernels.convolution_triton import partial_sums, store_taps, sum_of_parts, unscaled
 from fedexp.kernels.launch import launch, new_images
 
 
@@ -124,13 +124,7 @@ def boxed_weight_gradient_kernel(
     rows, columns = o + tl.arange(0, BM), c + tl.arange(0, BN)
     dw += (tl.program_id(2) * tl.num_programs(1) + client).to(tl.int64) * (OC * KH * KW * C)
     at = (rows[:, None] * (KH * KW) + tap) * C + columns[None, :]
-    one = unscaled(one, unit_dy, unit_x, client, SCALED)
-    tl.store(dw + at, one.to(dw.dtype.element_ty))
-    if TAPS == 3:
-        two = unscaled(two, unit_dy, unit_x, client, SCALED)
-        three = unscaled(three, unit_dy, unit_x, client, SCALED)
-        tl.store(dw + at + C, two.to(dw.dtype.element_ty))
-        tl.store(dw + at + 2 * C, three.to(dw.dtype.element_ty))
+    store_taps(dw + at, None, one, two, three, unit_dy, unit_x, client, C, TAPS, SCALED)
 
 
 @dataclass(frozen=True)
