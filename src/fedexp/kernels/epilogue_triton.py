@@ -48,6 +48,21 @@ def _draws(seed, client, c, C: tl.constexpr, ROWS: tl.constexpr):
     return tl.randint4x(tl.load(seed) + client, row[:, None] * C + c[None, :])
 
 
+@triton.jit
+def _dropped(value, part: tl.constexpr, one, two, three, four, DROPOUT: tl.constexpr):
+    """Apply dropout to a part, by its draw."""
+    if part == 0:
+        draw = one
+    elif part == 1:
+        draw = two
+    elif part == 2:
+        draw = three
+    else:
+        draw = four
+    stays = tl.uint_to_uniform_float(draw) >= DROPOUT
+    return tl.where(stays, value * (1.0 / (1.0 - DROPOUT)), 0.0)
+
+
 @triton.jit(do_not_specialize=["pixels", "images"])
 def epilogue_kernel(
     x, bias, seed, y, bias_row, pixels, images,
@@ -72,16 +87,7 @@ def epilogue_kernel(
         if RELU:
             value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if DROPOUT > 0.0:
-            if part == 0:
-                draw = one
-            elif part == 1:
-                draw = two
-            elif part == 2:
-                draw = three
-            else:
-                draw = four
-            stays = tl.uint_to_uniform_float(draw) >= DROPOUT
-            value = tl.where(stays, value * (1.0 / (1.0 - DROPOUT)), 0.0)
+            value = _dropped(value, part, one, two, three, four, DROPOUT)
         tl.store(y + pixel[:, None] * C + c[None, :], value.to(y.dtype.element_ty), mask=real)
 
 
@@ -108,16 +114,7 @@ def epilogue_gradient_kernel(
         at = pixel[:, None] * C + c[None, :]
         gradient = tl.load(dy + at, mask=real, other=0.0).to(tl.float32)
         if DROPOUT > 0.0:
-            if part == 0:
-                draw = one
-            elif part == 1:
-                draw = two
-            elif part == 2:
-                draw = three
-            else:
-                draw = four
-            stays = tl.uint_to_uniform_float(draw) >= DROPOUT
-            gradient = tl.where(stays, gradient * (1.0 / (1.0 - DROPOUT)), 0.0)
+            gradient = _dropped(gradient, part, one, two, three, four, DROPOUT)
         if RELU or POOL > 1:
             value, place, source = _greatest(x, pixel, c, real, W, OH, OW, HW, C, POOL)
             if RELU:

@@ -36,6 +36,14 @@ def _load(pointer, pixel, c, HW: tl.constexpr, C: tl.constexpr, LAST: tl.constex
     return _raw(pointer, pixel, c, HW, C, LAST).to(tl.float32)
 
 
+@triton.jit
+def _affine(weight, bias, client, w_row, b_row, channels, mask):
+    """Return scale and shift of a client's channels in float32."""
+    scale = tl.load(weight + client * w_row + channels, mask=mask, other=0.0)
+    shift = tl.load(bias + client * b_row + channels, mask=mask, other=0.0)
+    return scale.to(tl.float32), shift.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["B"])
 def _norm_forward(
     x, residual, weight, bias, y, mean_out, rstd_out, w_row, b_row, eps, B,
@@ -68,12 +76,8 @@ def _norm_forward(
     rstd = 1.0 / tl.sqrt_rn(spread / count + eps)
     tl.store(mean_out + image * G + group, mean)
     tl.store(rstd_out + image * G + group, rstd)
-    own_channels = group * width + c
-    client = image // B
-    scale = tl.load(weight + client * w_row + own_channels, mask=c < width, other=0.0).to(
-        tl.float32
-    )
-    shift = tl.load(bias + client * b_row + own_channels, mask=c < width, other=0.0).to(tl.float32)
+    channels = group * width + c
+    scale, shift = _affine(weight, bias, image // B, w_row, b_row, channels, c < width)
     for first in tl.range(0, HW, ROWS, num_stages=STAGES):
         pixel = first + tl.arange(0, ROWS)
         if HW > ROWS:
@@ -88,20 +92,20 @@ def _norm_forward(
 
 
 @triton.jit
-def _masked_gradient(dy, y, pixel, c, values, mean, rstd, scale, shift, HW: tl.constexpr,
+def _masked_gradient(dy, x, y, pixel, c, mean, rstd, scale, shift, HW: tl.constexpr,
                      C: tl.constexpr, LAST: tl.constexpr, RESIDUAL: tl.constexpr,
                      RELU: tl.constexpr):  # fmt: skip
-    """Return the gradient before the ReLU, whose mask comes from y or is recomputed.
+    """Return values of x, and the gradient before the ReLU, whose mask comes from y or from x.
 
-    It stays in the type it was read in, which takes half the registers and loses nothing.
+    Both stay in the type they were read in, which takes half the registers and loses nothing.
     """
-    dz = _raw(dy, pixel, c, HW, C, LAST)
+    values, dz = _raw(x, pixel, c, HW, C, LAST), _raw(dy, pixel, c, HW, C, LAST)
     if RELU and RESIDUAL:
         dz = tl.where(_raw(y, pixel, c, HW, C, LAST) > 0, dz, 0.0)
     elif RELU:
         hat = (values.to(tl.float32) - mean) * rstd
         dz = tl.where(hat * scale[None, :] + shift[None, :] > 0, dz, 0.0)
-    return dz.to(dy.dtype.element_ty)
+    return values, dz.to(dy.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -122,40 +126,31 @@ def _norm_backward(
     dresidual += start
     mean = tl.load(mean_in + image * G + group)
     rstd = tl.load(rstd_in + image * G + group)
-    own_channels = group * width + c
-    client = image // B
-    scale = tl.load(weight + client * w_row + own_channels, mask=c < width, other=0.0).to(
-        tl.float32
-    )
-    shift = tl.load(bias + client * b_row + own_channels, mask=c < width, other=0.0).to(tl.float32)
+    channels = group * width + c
+    scale, shift = _affine(weight, bias, image // B, w_row, b_row, channels, c < width)
     by_scale = tl.zeros((COLUMNS,), dtype=tl.float32)
     by_shift = tl.zeros((COLUMNS,), dtype=tl.float32)
     pixel = tl.arange(0, ROWS)
-    values = _raw(x, pixel, c, HW, C, width)
-    dz = _masked_gradient(
-        dy, y, pixel, c, values, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
+    values, dz = _masked_gradient(
+        dy, x, y, pixel, c, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
     )
     for first in tl.range(0, HW, ROWS, num_stages=STAGES):
         if HW > ROWS:
             pixel = first + tl.arange(0, ROWS)
-            values = _raw(x, pixel, c, HW, C, width)
-            dz = _masked_gradient(
-                dy, y, pixel, c, values, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
+            values, dz = _masked_gradient(
+                dy, x, y, pixel, c, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
             )
         by_scale += tl.sum(dz.to(tl.float32) * (values.to(tl.float32) - mean) * rstd, axis=0)
         by_shift += tl.sum(dz.to(tl.float32), axis=0)
-    tl.store(dscales + image * C + own_channels, by_scale, mask=c < width)
-    tl.store(
-        dscales + (tl.num_programs(0) // G + image) * C + own_channels, by_shift, mask=c < width
-    )
+    tl.store(dscales + image * C + channels, by_scale, mask=c < width)
+    tl.store(dscales + (tl.num_programs(0) // G + image) * C + channels, by_shift, mask=c < width)
     along = tl.sum(by_scale * scale, axis=0) / (HW * width)
     level = tl.sum(by_shift * scale, axis=0) / (HW * width)
     for first in tl.range(0, HW, ROWS, num_stages=STAGES):
         if HW > ROWS:
             pixel = first + tl.arange(0, ROWS)
-            values = _raw(x, pixel, c, HW, C, width)
-            dz = _masked_gradient(
-                dy, y, pixel, c, values, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
+            values, dz = _masked_gradient(
+                dy, x, y, pixel, c, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
             )
         hat = (values.to(tl.float32) - mean) * rstd
         out = rstd * (dz.to(tl.float32) * scale[None, :] - level - hat * along)

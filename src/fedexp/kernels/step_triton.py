@@ -45,14 +45,8 @@ def sq_norms_kernel(
     block = tl.program_id(0)
     at = tl.multiple_of(tl.load(table + 4 * block), 16)
     length, begin = tl.load(table + 4 * block + 1), tl.load(table + 4 * block + 2)
-    if PROX != 0.0:
-        _, g = _corrected(weights, grads, start, offset, at, begin, length, PROX, OFFSET, LENGTH)
-    else:  # parameters need not be read
-        i = tl.arange(0, LENGTH)
-        real = i < (length + 15) // 16 * 16
-        g = tl.load(grads + at + i, mask=real, other=0.0).to(weights.dtype.element_ty)
-        if OFFSET:
-            g += tl.load(offset + at + i, mask=real, other=0.0)
+    # without PROX the compiler drops the load of the parameters
+    _, g = _corrected(weights, grads, start, offset, at, begin, length, PROX, OFFSET, LENGTH)
     wide = g.to(tl.float64)
     tl.store(sums + block, tl.sum(wide * wide))
 
