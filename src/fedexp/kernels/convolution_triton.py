@@ -13,9 +13,7 @@ two kernels that the convolutions and dense layers share: scaling to half precis
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -326,9 +324,6 @@ def _launch(
     )  # fmt: skip
 
 
-NAME = re.compile(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(t?)(?:/(\d+))?")
-
-
 def name_of(t: Tiling) -> str:
     """Return the name of a tiling.
 
@@ -345,22 +340,13 @@ def tiling_named(name: str) -> Tiling:
     >>> tiling_named("128x64x64w4s3t/4")
     Tiling(rows=128, columns=64, depth=64, warps=4, stages=3, swap=True, split=4)
     """
-    found = NAME.fullmatch(name)
-    assert found, name
-    rows, columns, depth, warps, stages = (int(found[i]) for i in range(1, 6))
-    return Tiling(rows, columns, depth, warps, stages, bool(found[6]), int(found[7] or 1))
+    return Tiling(*settings_named(name))
 
 
-KERNELS: dict[str, Callable[..., Tensor]] = {
-    "forward": forward,
-    "input_gradient": input_gradient,
-    "weight_gradient": weight_gradient,
-}
-
-
-def tiled_implementation(name: str, direction: str) -> partial[Tensor]:
-    """Return the kernel of a direction with the tiling of that name."""
-    return partial(KERNELS[direction], tiling=tiling_named(name))
+def settings_named(name: str) -> tuple[Any, ...]:
+    """Return the numbers in the name of a tiling or a box, whether it has a "t", and its parts."""
+    sizes, _, parts = name.partition("/")
+    return *map(int, re.findall(r"\d+", sizes)), sizes.endswith("t"), int(parts or 1)
 
 
 def likely_tilings(direction: str, g: Geometry, bytes_each: int) -> list[str]:
