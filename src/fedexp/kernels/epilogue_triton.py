@@ -133,44 +133,50 @@ def epilogue_gradient_kernel(
         tl.store(sums + block * C + c, total, mask=c < C)
 
 
-def forward(
+class FusedEpilogue(torch.autograd.Function):
+    """The epilogue of a product, whose backward pass may write to the buffer of the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, product: Tensor, bias: Tensor | None, relu: bool, pool: int, dropout: float
+    ) -> Tensor:
+        # drawn on the device, so that a captured graph draws anew at every replay
+        seed = torch.randint(2**31, (1,), device=product.device) if dropout else None
+        product = _in_kernel_order(product)
+        operands, sizes, grid = _arguments(product, bias, seed, relu, pool, dropout)
+        if product.ndim == 4:
+            shape = (*product.shape[:2], sizes["OH"], sizes["OW"])
+            y = new_images(shape, product, product.dtype)
+        else:
+            y = torch.empty_like(product)
+        launch(epilogue_kernel, grid, *operands, y=y, **sizes)
+        ctx.save_for_backward(product, bias, seed)
+        ctx.settings = relu, pool, dropout
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        product, bias, seed = ctx.saved_tensors
+        operands, sizes, grid = _arguments(product, bias, seed, *ctx.settings)
+        covered = sizes["OH"] * sizes["OW"] * sizes["POOL"] ** 2 == sizes["HW"]
+        dx = torch.empty_like(product) if covered else torch.zeros_like(product)
+        sums = torch.empty(grid[1], grid[0], sizes["C"], device=product.device)
+        dy = _in_kernel_order(dy)
+        launch(epilogue_gradient_kernel, grid, dy, *operands, dx=dx, sums=sums, **sizes)
+        return dx, None if bias is None else sum_parts(sums[None], bias)[0], None, None, None
+
+
+def _in_kernel_order(x: Tensor) -> Tensor:
+    """Return images channels last in memory, rows contiguous."""
+    kind = torch.channels_last if x.ndim == 4 else torch.contiguous_format
+    return x.contiguous(memory_format=kind)
+
+
+def _arguments(
     product: Tensor, bias: Tensor | None, seed: Tensor | None, relu: bool, pool: int,
     dropout: float,
-) -> Tensor:  # fmt: skip
-    """Return the result; `seed` is that of the draws of the dropout."""
-    sizes, grid = _sizes(product, bias, relu, pool, dropout)
-    if product.ndim == 4:
-        shape = (*product.shape[:2], sizes["OH"], sizes["OW"])
-        y = new_images(shape, product, product.dtype)
-    else:
-        product = product.contiguous()
-        y = torch.empty_like(product)
-    row = 0 if bias is None else bias.stride(0)
-    others = product if bias is None else bias, product if seed is None else seed
-    launch(epilogue_kernel, grid, product, *others, y, row, **sizes)
-    return y
-
-
-def backward(
-    dy: Tensor, product: Tensor, bias: Tensor | None, seed: Tensor | None, relu: bool, pool: int,
-    dropout: float,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the gradients of the product and of the bias, [K, C], if not in its buffer."""
-    sizes, grid = _sizes(product, bias, relu, pool, dropout)
-    product = product if product.ndim == 4 else product.contiguous()
-    covered = sizes["OH"] * sizes["OW"] * pool**2 == sizes["HW"]
-    dx = torch.empty_like(product) if covered else torch.zeros_like(product)
-    sums = torch.empty(grid[1], grid[0], sizes["C"], device=product.device)
-    row = 0 if bias is None else bias.stride(0)
-    others = product if bias is None else bias, product if seed is None else seed
-    launch(epilogue_gradient_kernel, grid, dy, product, *others, dx, sums, row, **sizes)
-    return dx, None if bias is None else sum_parts(sums[None], bias)[0]
-
-
-def _sizes(
-    product: Tensor, bias: Tensor | None, relu: bool, pool: int, dropout: float
-) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Return the settings of the kernels, and their grid."""
+) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, int, int]]:  # fmt: skip
+    """Return the operands and the settings that both kernels take, and their grid."""
     if product.ndim == 4:
         clients = 1 if bias is None else len(bias)
         channels, height, width = product.shape[1:]
@@ -182,9 +188,12 @@ def _sizes(
     columns = min(MOST_CHANNELS, triton.next_power_of_2(channels))
     pixels = images * tall * wide
     rows = BLOCK // columns
+    others = product if bias is None else bias, product if seed is None else seed
     sizes = {
-        "pixels": pixels, "images": images, "C": channels, "W": width, "HW": height * width,
-        "OH": tall, "OW": wide, "POOL": pool, "BIAS": bias is not None, "RELU": relu,
-        "DROPOUT": dropout, "ROWS": rows, "COLUMNS": columns, "PARTS": PARTS, "num_warps": 4,
+        "bias_row": 0 if bias is None else bias.stride(0), "pixels": pixels, "images": images,
+        "C": channels, "W": width, "HW": height * width, "OH": tall, "OW": wide, "POOL": pool,
+        "BIAS": bias is not None, "RELU": relu, "DROPOUT": dropout,
+        "ROWS": rows, "COLUMNS": columns, "PARTS": PARTS, "num_warps": 4,
     }  # fmt: skip
-    return sizes, (triton.cdiv(pixels, rows * PARTS), clients, triton.cdiv(channels, columns))
+    grid = (triton.cdiv(pixels, rows * PARTS), clients, triton.cdiv(channels, columns))
+    return (product, *others), sizes, grid

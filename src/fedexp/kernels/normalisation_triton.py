@@ -161,44 +161,50 @@ def _norm_backward(
             tl.store(dresidual + at, dz, mask=real)
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, residual: Tensor | None,
-    relu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the result, and for the backward pass mean and 1/deviation of each image's groups."""
-    y = torch.empty_like(x)
-    mean, rstd = (torch.empty(len(x), groups, device=x.device) for _ in range(2))
-    launch(
-        _norm_forward, (len(x) * groups,),
-        x, x if residual is None else residual, weight, bias, y, mean, rstd,
-        weight.stride(0), bias.stride(0), eps,
-        **_sizes(x, weight, groups, FORWARD_AT_ONCE, CHUNK),
-        RESIDUAL=residual is not None, RELU=relu,
-    )  # fmt: skip
-    return y, mean, rstd
+class GroupNorm(torch.autograd.Function):
+    """GroupNorm of images by groups, with scale and shift, a residual and ReLU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, groups: int,
+        eps: float, relu: bool,
+    ) -> Tensor:  # fmt: skip
+        """Return the result; mean and 1/deviation of each image's groups are saved."""
+        x, has_residual = _channels_last(x), residual is not None
+        y = torch.empty_like(x)
+        mean, rstd = (torch.empty(len(x), groups, device=x.device) for _ in range(2))
+        launch(
+            _norm_forward, (len(x) * groups,),
+            x, x if residual is None else _channels_last(residual), weight, bias, y, mean, rstd,
+            weight.stride(0), bias.stride(0), eps,
+            **_sizes(x, weight, groups, FORWARD_AT_ONCE, CHUNK), RESIDUAL=has_residual, RELU=relu,
+        )  # fmt: skip
+        # backward needs the sign of y under ReLU; without a residual it is as cheap to recompute
+        ctx.save_for_backward(x, y if relu and has_residual else None, weight, bias, mean, rstd)
+        ctx.groups, ctx.relu, ctx.has_residual = groups, relu, has_residual
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients; those of scale and shift may be in their buffers (`sum_parts`)."""
+        x, y, weight, bias, mean, rstd = ctx.saved_tensors
+        dy, dx, masked = _channels_last(dy), torch.empty_like(x), y is not None
+        dresidual = torch.empty_like(x) if masked else dy
+        chunk = RESIDUAL_CHUNK if masked and x.element_size() == 2 else CHUNK
+        dscales = torch.empty(2, len(x), x.shape[1], device=x.device)
+        launch(
+            _norm_backward, (len(x) * ctx.groups,),
+            dy, x, y if masked else x, weight, bias, mean, rstd,
+            dx, dresidual if masked else dx, dscales, weight.stride(0), bias.stride(0),
+            **_sizes(x, weight, ctx.groups, BACKWARD_AT_ONCE, chunk),
+            RESIDUAL=masked, RELU=ctx.relu,
+        )  # fmt: skip
+        grads = sum_parts(dscales.unflatten(1, (len(weight), -1)), weight, bias)
+        return dx, *grads, dresidual if ctx.has_residual else None, None, None, None
 
 
-def backward(
-    dy: Tensor, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor,
-    rstd: Tensor, groups: int, relu: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Return the gradients of x, of scale and shift, [K, C] each, and of a residual under a ReLU.
-
-    `y` is the result, needed for a residual under a ReLU; otherwise it is None, and the last
-    gradient is empty. Those of scale and shift may be in their buffers instead (`sum_parts`).
-    """
-    dx, has_residual = torch.empty_like(x), y is not None
-    dresidual = torch.empty_like(x) if has_residual else x.new_empty(0)
-    chunk = RESIDUAL_CHUNK if has_residual and x.element_size() == 2 else CHUNK
-    dscales = torch.empty(2, len(x), x.shape[1], device=x.device)
-    launch(
-        _norm_backward, (len(x) * groups,),
-        dy, x, y if has_residual else x, weight, bias, mean, rstd,
-        dx, dresidual if has_residual else dx, dscales, weight.stride(0), bias.stride(0),
-        **_sizes(x, weight, groups, BACKWARD_AT_ONCE, chunk), RESIDUAL=has_residual, RELU=relu,
-    )  # fmt: skip
-    dscale, dshift = sum_parts(dscales.unflatten(1, (len(weight), -1)), weight, bias)
-    return dx, dscale, dshift, dresidual
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def _sizes(x: Tensor, weight: Tensor, groups: int, at_once: int, chunk: int) -> dict[str, Any]:
