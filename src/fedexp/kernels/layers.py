@@ -133,6 +133,14 @@ def gradient_buffer(weight: Tensor) -> Tensor | None:
     return _buffers.pop(weight.data_ptr(), None) if _buffers else None
 
 
+def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return dy [K, N, O] times x [K, N, F]: [K, O, F], in the buffer of the gradient if any."""
+    buffer = gradient_buffer(weight)
+    if buffer is None or buffer.dtype != x.dtype or buffer.shape != weight.shape:
+        return torch.bmm(dy.mT, x)
+    return torch.bmm(dy.mT, x, out=buffer)
+
+
 def sum_parts(parts: Tensor, *weights: Tensor) -> tuple[Tensor | None, ...]:
     """Return the gradients of small weights from parts of them: the sums over the parts.
 
