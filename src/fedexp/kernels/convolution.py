@@ -78,26 +78,9 @@ def convolve_relu(
         return None
     if not (x.is_cuda and has_triton()):
         return None
-    return differentiable(_ConvolutionReLU, _images(x), weight, bias, g)
+    from fedexp.kernels.convolution_few import ConvolutionReLU
 
-
-class _ConvolutionReLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor, g: Geometry) -> Tensor:
-        from fedexp.kernels import convolution_few
-
-        y = convolution_few.forward(x, w, g, bias)
-        ctx.save_for_backward(x, w, bias, y)
-        ctx.geometry = g
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from fedexp.kernels import convolution_few
-
-        x, w, bias, y = ctx.saved_tensors
-        grads = convolution_few.relu_gradients(_images(dy), y, x, w, bias, ctx.geometry)
-        return None, *grads, None
+    return differentiable(ConvolutionReLU, _images(x), weight, bias, g)
 
 
 class _Convolution(torch.autograd.Function):
