@@ -153,6 +153,8 @@ def test_which_sizes_are_scaled(
         with arithmetic("tf32"):
             assert takes_scaled(x, g) == expected
             assert not takes_scaled(x.bfloat16(), g)
+            assert not takes_scaled(x.double(), g)
+            assert not takes_scaled(x.cpu(), g)  # a CPU has no tf32
         with arithmetic("float32"):
             assert not takes_scaled(x, g)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from fedexp.kernels.layers import Correction, Layers
 
 LENGTH = 4096  # numbers per program
 # No kernel has an argument called `params`: Triton reserves that name.
-_tables: dict[tuple[Layers, torch.device], Tensor] = {}
 
 
 @triton.jit
@@ -183,10 +183,7 @@ def _settings(
     return operands, {"PROX": prox, "OFFSET": offset is not None, "LENGTH": LENGTH, "num_warps": 8}
 
 
+@cache
 def _table(layers: Layers, device: torch.device) -> Tensor:
     """Return the table of blocks, cached: a captured graph must not copy it from the host."""
-    key = (layers, device)
-    if key not in _tables:
-        table = layers.blocks(LENGTH)
-        _tables[key] = table.pin_memory().to(device, non_blocking=True)
-    return _tables[key]
+    return layers.blocks(LENGTH).pin_memory().to(device, non_blocking=True)
