@@ -6,8 +6,13 @@ Nothing is scaled on a CPU, so a plain twin stands in for the kernels that take 
 from __future__ import annotations
 
 import json
+import os
 import re
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
+from multiprocessing import get_context
 from pathlib import Path
 
 import pytest
@@ -148,6 +153,8 @@ def test_which_sizes_are_scaled(
         with arithmetic("tf32"):
             assert takes_scaled(x, g) == expected
             assert not takes_scaled(x.bfloat16(), g)
+            assert not takes_scaled(x.double(), g)
+            assert not takes_scaled(x.cpu(), g)  # a CPU has no tf32
         with arithmetic("float32"):
             assert not takes_scaled(x, g)
 
@@ -172,21 +179,60 @@ def test_the_table_of_known_layers_names_implementations() -> None:
             assert name.fullmatch(choice), choice
 
 
-def test_a_choice_that_cannot_be_stored_is_measured_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.fixture
+def cache_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Return the file of choices in a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    convolution._stored_choices.cache_clear()
+    yield tmp_path / "cache" / "fedexp" / "convolutions.json"
+    convolution._stored_choices.cache_clear()
+
+
+def store_often(number: int) -> None:
+    for _ in range(100):
+        convolution._store_choice(f"key {number}", "x" * 10_000)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the cache folder is XDG's")
+def test_files_of_choices_are_whole_while_processes_write_them(cache_file: Path) -> None:
+    store_often(2)
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as pool:
+        writers = [pool.submit(store_often, number) for number in range(2)]
+        while not all(writer.done() for writer in writers):
+            assert json.loads(cache_file.read_bytes())["key 2"] == "x" * 10_000
+        for writer in writers:
+            writer.result()
+    assert os.listdir(cache_file.parent) == ["convolutions.json"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the cache folder is XDG's")
+@pytest.mark.parametrize("content", [b"", b"{", b"[1]", b"null", b"\xff\xfe", b"[" * 100_000])
+def test_a_damaged_file_of_choices_reads_as_empty_and_is_replaced(
+    cache_file: Path, content: bytes
 ) -> None:
-    """Where the cache is no folder, or holds no choices, nothing is read and nothing raised."""
-    for content in (None, "not json", "[]"):
-        convolution._read_cache.cache_clear()
-        blocked = tmp_path / f"cache{content}"
-        if content is None:
-            blocked.write_text("a file where the folder should be")
-        else:
-            (blocked / "fedexp").mkdir(parents=True)
-            (blocked / "fedexp" / "convolutions.json").write_text(content)
-        monkeypatch.setenv("XDG_CACHE_HOME", str(blocked))
-        assert convolution._read_cache() == {}
-        convolution._write_cache("key", "each")
-    convolution._read_cache.cache_clear()
-    assert convolution._read_cache() == {"key": "each"}
-    convolution._read_cache.cache_clear()
+    cache_file.parent.mkdir(parents=True)
+    cache_file.write_bytes(content)
+    assert convolution._stored_choices() == {}
+    convolution._store_choice("key", "each")
+    convolution._stored_choices.cache_clear()
+    assert convolution._stored_choices() == {"key": "each"}
+
+
+@pytest.mark.parametrize("has_home", [False, True])
+def test_a_choice_that_cannot_be_stored_is_kept_for_the_process(
+    cache_file: Path, has_home: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where the cache is not a folder, or the user has no home, nothing is raised."""
+    if has_home:
+        cache_file.parent.parent.write_text("a file where the folder should be")
+    else:
+
+        def homeless() -> Path:
+            raise RuntimeError
+
+        monkeypatch.setattr(convolution, "user_cache", homeless)
+    assert convolution._stored_choices() == {}
+    convolution._store_choice("key", "each")
+    assert convolution._stored_choices() == {"key": "each"}
+    convolution._stored_choices.cache_clear()
+    assert convolution._stored_choices() == {}

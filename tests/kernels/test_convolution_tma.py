@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from fedexp.kernels.convolution import Direction, implementation_named
 from fedexp.kernels.convolution_torch import Geometry, scaled_images, scaled_weights
 from tests.helpers.kernels import (
     BATCH,
@@ -24,7 +25,7 @@ SIZES = [(64, 64, 32), (64, 128, 16), (128, 256, 16), (256, 256, 8), (512, 256, 
 @pytest.mark.parametrize("scaled", [False, True])
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_every_likely_box(size: tuple[int, int, int], scaled: bool) -> None:
-    from fedexp.kernels.convolution_tma import box_implementation, likely_boxes
+    from fedexp.kernels.convolution_tma import likely_boxes
 
     dtype = torch.float32 if scaled else torch.bfloat16
     channels, outputs, side = size
@@ -36,7 +37,7 @@ def test_every_likely_box(size: tuple[int, int, int], scaled: bool) -> None:
     y = reference_convolution(exact[0], exact[1], 1, 1)
     dy = torch.randn_like(y).to(dtype).to(memory_format=torch.channels_last)
     dx, dw = torch.autograd.grad(y, exact, dy.double())
-    cases = {
+    cases: dict[Direction, tuple[torch.Tensor, ...]] = {
         "forward": (x, w, y.detach()),
         "input_gradient": (dy, w, dx),
         "weight_gradient": (dy, x, dw),
@@ -50,7 +51,7 @@ def test_every_likely_box(size: tuple[int, int, int], scaled: bool) -> None:
         names = likely_boxes(direction, g, 2)
         assert len(names) == 2
         for name in names:
-            result = box_implementation(name, direction)(a, b, g, **scales)
+            result = implementation_named(name, direction)(a, b, g, **scales)
             assert result.dtype == dtype
             assert relative_error(result, expected) < TOLERANCE[dtype], name
 
@@ -58,7 +59,7 @@ def test_every_likely_box(size: tuple[int, int, int], scaled: bool) -> None:
 @needs_hopper
 def test_nan_of_one_client_does_not_reach_another() -> None:
     """Boxes reach beyond a client's images; the values there must not count."""
-    from fedexp.kernels.convolution_tma import box_implementation, likely_boxes
+    from fedexp.kernels.convolution_tma import likely_boxes
 
     g = Geometry(CLIENTS, BATCH - 1, 256, 4, 4, 256, 3, 3, 1, 1)
     images = (CLIENTS * (BATCH - 1), 256, 4, 4)
@@ -67,13 +68,14 @@ def test_nan_of_one_client_does_not_reach_another() -> None:
     w = torch.randn(CLIENTS, 256, 3, 3, 256, device="cuda").bfloat16().movedim(-1, 2)
     for t in (x, dy):
         t[BATCH - 1 : 2 * (BATCH - 1)] = torch.nan
-    for direction, a, b in (
-        ("forward", x, w),
-        ("input_gradient", dy, w),
-        ("weight_gradient", dy, x),
-    ):
+    operands: dict[Direction, tuple[torch.Tensor, ...]] = {
+        "forward": (x, w),
+        "input_gradient": (dy, w),
+        "weight_gradient": (dy, x),
+    }
+    for direction, (a, b) in operands.items():
         for name in likely_boxes(direction, g, 2):
-            result = box_implementation(name, direction)(a, b, g)
+            result = implementation_named(name, direction)(a, b, g)
             each = result.reshape(CLIENTS, -1)
             assert each[[0, 2]].isfinite().all(), name
             assert each[1].isnan().all(), name

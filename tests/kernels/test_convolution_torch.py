@@ -8,13 +8,11 @@ from torch import Tensor
 
 from fedexp.kernels.convolution import convolve
 from fedexp.kernels.convolution_torch import (
-    Geometry,
     PerClient,
     plain_scaled_half,
     scaled_half,
     scaled_images,
     scaled_weights,
-    takes_scaled,
 )
 from fedexp.precision import arithmetic
 from tests.helpers.kernels import (
@@ -103,19 +101,6 @@ def test_products_of_scaled_numbers_are_closer_than_tf32(shape: tuple[int, ...])
         )
         < SCALED_TOLERANCE
     )
-
-
-def test_scaled_only_where_tf32_may_be_used() -> None:
-    g = Geometry(CLIENTS, BATCH, 32, 8, 8, 32, 3, 3, 1, 1)
-    assert not takes_scaled(torch.zeros(1), g)  # a CPU has no tf32
-    if torch.cuda.is_available():
-        x = torch.zeros(1, device="cuda")
-        with arithmetic("tf32"):
-            assert takes_scaled(x, g)
-            assert not takes_scaled(x.double(), g)
-            assert not takes_scaled(x, Geometry(1, BATCH, 32, 8, 8, 32, 3, 3, 1, 1))
-        with arithmetic("float32"):
-            assert not takes_scaled(x, g)
 
 
 @needs_gpu

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
@@ -35,9 +35,9 @@ from fedexp.kernels.convolution_torch import (
     scaled_weights,
     takes_scaled,
 )
-from fedexp.kernels.disk_cache import cache_file, read_json, write_json
 from fedexp.kernels.launch import differentiable, has_triton, is_compiling
 from fedexp.kernels.layers import gradient_buffer
+from fedexp.storage import parse_json, replacing, user_cache
 
 Direction = Literal["forward", "input_gradient", "weight_gradient"]
 # Takes two tensors and a Geometry; some take a gradient `buffer` or the `units` of scaled operands.
@@ -78,26 +78,9 @@ def convolve_relu(
         return None
     if not (x.is_cuda and has_triton()):
         return None
-    return differentiable(_ConvolutionReLU, _images(x), weight, bias, g)
+    from fedexp.kernels.convolution_few import ConvolutionReLU
 
-
-class _ConvolutionReLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor, g: Geometry) -> Tensor:
-        from fedexp.kernels import convolution_few
-
-        y = convolution_few.forward(x, w, g, bias)
-        ctx.save_for_backward(x, w, bias, y)
-        ctx.geometry = g
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from fedexp.kernels import convolution_few
-
-        x, w, bias, y = ctx.saved_tensors
-        grads = convolution_few.relu_gradients(_images(dy), y, x, w, bias, ctx.geometry)
-        return None, *grads, None
+    return differentiable(ConvolutionReLU, _images(x), weight, bias, g)
 
 
 class _Convolution(torch.autograd.Function):
@@ -171,17 +154,31 @@ def _implementation(
         return _chosen[layer]
     if key in _chosen:
         return _chosen[key]
+    names = _shortlist(direction, a, g, exact)
     if is_compiling():
-        names = candidates(direction, a, g, exact)
-        if a.is_cuda and len(names) > 1:
-            known = known_choice(direction, g, a.dtype)
-            stored = _read_cache().get(_key(direction, a, g))
-            names = [known] if known else [stored] if stored in names else names
         return partial(_compile_all, [implementation_named(name, direction) for name in names])
-    _chosen[key] = _choose(direction, a, b, g, exact, scales)
+    if len(names) > 1:
+        names = [_fastest(names, direction, a, b, g, scales)]
+        _store_choice(_key(direction, a, g), names[0])
+    _chosen[key] = implementation_named(names[0], direction)
     if g.clients > 1:
         _chosen[layer] = _chosen[key]
     return _chosen[key]
+
+
+def _shortlist(direction: Direction, a: Tensor, g: Geometry, exact: bool) -> list[str]:
+    """Return the names of the implementations to time; one where the choice is known or fixed."""
+    names = candidates(direction, a, g, exact)
+    if len(names) == 1 or not a.is_cuda:
+        return names[:1]
+    if known := known_choice(direction, g, a.dtype):
+        return [known]
+    # a trial compiles for the run, whose layers may be larger
+    small = g.flops < WORTH_MEASURING and not is_compiling()
+    if small or torch.are_deterministic_algorithms_enabled():
+        return names[:1]
+    stored = _stored_choices().get(_key(direction, a, g))
+    return [stored] if stored in names else names
 
 
 def _compile_all(
@@ -226,53 +223,31 @@ def implementation_named(name: str, direction: Direction) -> Implementation:
     if name in ("each", "unfold"):
         plain: Implementation = getattr(PerClient() if name == "each" else Unfold(), direction)
         return plain
-    if name == "few":
-        from fedexp.kernels import convolution_few
+    from fedexp.kernels import convolution_few, convolution_tma, convolution_triton
 
+    if name == "few":
         few: Implementation = getattr(convolution_few, direction)
         return few
-    from fedexp.kernels.convolution_tma import box_implementation
-    from fedexp.kernels.convolution_triton import tiled_implementation
-
-    if "box" in name:
-        return box_implementation(name, direction)
-    return tiled_implementation(name, direction)
-
-
-def _choose(
-    direction: Direction, a: Tensor, b: Tensor, g: Geometry, exact: bool, scales: dict[str, Any]
-) -> Implementation:
-    names = candidates(direction, a, g, exact)
-    if len(names) > 1 and a.is_cuda and (known := known_choice(direction, g, a.dtype)):
-        return implementation_named(known, direction)
-    fixed = torch.are_deterministic_algorithms_enabled() or g.flops < WORTH_MEASURING
-    if len(names) > 1 and a.is_cuda and not fixed:
-        stored, key = _read_cache(), _key(direction, a, g)
-        if stored.get(key) not in names:
-            with torch.no_grad():
-                timed = {name: implementation_named(name, direction) for name in names}
-                times = _measure(timed, a, b, g, scales)
-            stored[key] = min(times, key=lambda name: times[name])
-            _write_cache(key, stored[key])
-        return implementation_named(stored[key], direction)
-    return implementation_named(names[0], direction)
+    if name.startswith("box"):
+        box = convolution_tma.box_named(name)
+        return partial(getattr(convolution_tma, direction), box=box)
+    tiling = convolution_triton.tiling_named(name)
+    return partial(getattr(convolution_triton, direction), tiling=tiling)
 
 
-def _measure(
-    implementations: dict[str, Implementation],
-    a: Tensor,
-    b: Tensor,
-    g: Geometry,
+def _fastest(
+    names: list[str], direction: Direction, a: Tensor, b: Tensor, g: Geometry,
     scales: dict[str, Any],
-) -> dict[str, float]:
-    """Return the milliseconds of each implementation, the best of three times five calls.
+) -> str:  # fmt: skip
+    """Return the name of the fastest implementation: the best of three times five calls of each.
 
     Calls are captured in a CUDA graph, as in training: launching a kernel from the host may take
     longer than the kernel.
     """
     times = {}
-    with _synchronization():
-        for name, implementation in implementations.items():
+    with _synchronization(), torch.no_grad():
+        for name in names:
+            implementation = implementation_named(name, direction)
             implementation(a, b, g, **scales)
             torch.cuda.synchronize()
             graph = torch.cuda.CUDAGraph()
@@ -280,8 +255,8 @@ def _measure(
             with torch.cuda.graph(graph, capture_error_mode="thread_local"):
                 for _ in range(5):
                     implementation(a, b, g, **scales)
-            times[name] = min(_milliseconds(graph) for _ in range(3)) / 5
-    return times
+            times[name] = min(_milliseconds(graph) for _ in range(3))
+    return min(times, key=lambda name: times[name])
 
 
 @contextmanager
@@ -343,10 +318,25 @@ def _machine() -> str:
 
 
 @cache
-def _read_cache() -> dict[str, str]:
-    return read_json(cache_file("convolutions.json"))
+def _stored_choices() -> dict[str, str]:
+    """Return the choices of earlier processes; none where the file cannot be read."""
+    try:
+        stored = parse_json(_choices_file().read_bytes())
+    except (OSError, ValueError, RuntimeError):
+        return {}
+    return stored if isinstance(stored, dict) else {}
 
 
-def _write_cache(key: str, name: str) -> None:
+def _store_choice(key: str, name: str) -> None:
     """Store a choice for the next process, which measures again where nothing can be written."""
-    write_json(cache_file("convolutions.json"), {**_read_cache(), key: name})
+    _stored_choices()[key] = name
+    with suppress(OSError, RuntimeError):
+        file = _choices_file()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with replacing(file, locked=False) as scratch:
+            scratch.write(json.dumps(_stored_choices(), indent=1).encode())
+
+
+def _choices_file() -> Path:
+    """Return the file of timed choices; a RuntimeError for a user without a home folder."""
+    return user_cache() / "fedexp" / "convolutions.json"

@@ -7,6 +7,8 @@ time, so a bias and a ReLU are applied in the same pass, forward and backward.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -124,21 +126,28 @@ def weight_gradient(dy: Tensor, x: Tensor, g: Geometry) -> Tensor:
     return dw.sum(dim=0).to(x.dtype).movedim(-1, 2)
 
 
-def relu_gradients(
-    dy: Tensor, y: Tensor, x: Tensor, w: Tensor, bias: Tensor, g: Geometry
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return the gradients of weights and bias, given y = relu(convolution + bias).
+class ConvolutionReLU(torch.autograd.Function):
+    """The ReLU of a convolution and its bias; gradients may be in their buffers (`sum_parts`)."""
 
-    Those written to their buffers are None, as by `sum_parts`.
-    """
-    dw, sums = _partial_gradients(dy, y, x, g)
-    (dbias,) = sum_parts(sums.transpose(0, 1)[None], bias)
-    rows = w.movedim(2, -1).flatten(1)  # in the memory order of weights, so it is a view
-    if rows.data_ptr() != w.data_ptr():
-        return dw.sum(dim=0).to(x.dtype).movedim(-1, 2), dbias
-    (dweight,) = sum_parts(dw.flatten(2).transpose(0, 1)[None], rows)
-    shape = (g.clients, g.outputs, g.kernel_height, g.kernel_width, g.channels)
-    return None if dweight is None else dweight.view(shape).movedim(-1, 2), dbias
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, w: Tensor, bias: Tensor, g: Geometry) -> Tensor:
+        y = forward(x, w, g, bias)
+        ctx.save_for_backward(x, w, bias, y)
+        ctx.geometry = g
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        (x, w, bias, y), g = ctx.saved_tensors, ctx.geometry
+        dw, sums = _partial_gradients(dy.contiguous(memory_format=torch.channels_last), y, x, g)
+        (dbias,) = sum_parts(sums.transpose(0, 1)[None], bias)
+        rows = w.movedim(2, -1).flatten(1)  # in the memory order of weights, so it is a view
+        if rows.data_ptr() != w.data_ptr():
+            return None, dw.sum(dim=0).to(x.dtype).movedim(-1, 2), dbias, None
+        (dweight,) = sum_parts(dw.flatten(2).transpose(0, 1)[None], rows)
+        if dweight is not None:
+            dweight = dweight.view(dw.shape[1:]).movedim(-1, 2)
+        return None, dweight, dbias, None
 
 
 def _partial_gradients(

@@ -11,10 +11,8 @@ stored (`convolution`); `likely_boxes` has the candidates for given sizes.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import torch
@@ -23,7 +21,13 @@ import triton.language as tl
 from torch import Tensor
 
 from fedexp.kernels.convolution_torch import Geometry, Units, result_type
-from fedexp.kernels.convolution_triton import partial_sums, sum_of_parts, unscaled
+from fedexp.kernels.convolution_triton import (
+    partial_sums,
+    settings_named,
+    store_taps,
+    sum_of_parts,
+    unscaled,
+)
 from fedexp.kernels.launch import launch, new_images
 
 
@@ -124,13 +128,7 @@ def boxed_weight_gradient_kernel(
     rows, columns = o + tl.arange(0, BM), c + tl.arange(0, BN)
     dw += (tl.program_id(2) * tl.num_programs(1) + client).to(tl.int64) * (OC * KH * KW * C)
     at = (rows[:, None] * (KH * KW) + tap) * C + columns[None, :]
-    one = unscaled(one, unit_dy, unit_x, client, SCALED)
-    tl.store(dw + at, one.to(dw.dtype.element_ty))
-    if TAPS == 3:
-        two = unscaled(two, unit_dy, unit_x, client, SCALED)
-        three = unscaled(three, unit_dy, unit_x, client, SCALED)
-        tl.store(dw + at + C, two.to(dw.dtype.element_ty))
-        tl.store(dw + at + 2 * C, three.to(dw.dtype.element_ty))
+    store_taps(dw + at, None, one, two, three, unit_dy, unit_x, client, C, TAPS, SCALED)
 
 
 @dataclass(frozen=True)
@@ -177,21 +175,13 @@ def has_boxes() -> bool:
     return torch.cuda.get_device_capability() >= (9, 0)
 
 
-def forward(x: Tensor, w: Tensor, g: Geometry, *, box: Box, units: Units | None = None) -> Tensor:
-    """Return the stride-1 convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW]."""
-    return _convolution(x, w, g, box, units, back=False)
-
-
-def input_gradient(
-    dy: Tensor, w: Tensor, g: Geometry, *, box: Box, units: Units | None = None
+def forward(
+    x: Tensor, w: Tensor, g: Geometry, *, box: Box, units: Units | None = None, back: bool = False
 ) -> Tensor:
-    """Return the gradient with respect to the images: a transposed convolution."""
-    return _convolution(dy, w, g.transposed, box, units, back=True)
+    """Return the stride-1 convolution of images [K * B, C, H, W] with weights [K, O, C, KH, KW].
 
-
-def _convolution(
-    x: Tensor, w: Tensor, g: Geometry, box: Box, units: Units | None, back: bool
-) -> Tensor:
+    With `back`, weights are transposed and their taps in reverse order.
+    """
     shape = (g.clients * g.batch, g.outputs, g.out_height, g.out_width)
     y = new_images(shape, x, result_type(x, units))
     grid = (box.count(g) * (g.outputs // box.channels), g.clients)
@@ -210,6 +200,13 @@ def _convolution(
         SCALED=units is not None,
     )
     return y
+
+
+def input_gradient(
+    dy: Tensor, w: Tensor, g: Geometry, *, box: Box, units: Units | None = None
+) -> Tensor:
+    """Return the gradient with respect to the images: a transposed convolution."""
+    return forward(dy, w, g.transposed, box=box, units=units, back=True)
 
 
 def weight_gradient(
@@ -278,7 +275,6 @@ def _sizes(g: Geometry, box: Box) -> dict[str, int]:
     }  # fmt: skip
 
 
-NAME = re.compile(r"box (\d+)x(\d+)x(\d+) (\d+)x(\d+)w(\d+)s(\d+)(t?)(?:/(\d+))?")
 ENOUGH = 240  # programs that keep every core of a large GPU busy
 
 
@@ -299,23 +295,7 @@ def box_named(name: str) -> Box:
     >>> box_named("box 1x4x32 64x64w4s3t/2").pixels
     (1, 4, 32)
     """
-    found = NAME.fullmatch(name)
-    assert found, name
-    images, rows, width, channels, depth, warps, stages = (int(found[i]) for i in range(1, 8))
-    three, split = bool(found[8]), int(found[9] or 1)
-    return Box(images, rows, width, channels, depth, warps, stages, three, split)
-
-
-KERNELS: dict[str, Callable[..., Tensor]] = {
-    "forward": forward,
-    "input_gradient": input_gradient,
-    "weight_gradient": weight_gradient,
-}
-
-
-def box_implementation(name: str, direction: str) -> partial[Tensor]:
-    """Return the kernel of a direction with the box of that name."""
-    return partial(KERNELS[direction], box=box_named(name))
+    return Box(*settings_named(name))
 
 
 def likely_boxes(direction: str, g: Geometry, bytes_each: int) -> list[str]:

@@ -13,9 +13,7 @@ two kernels that the convolutions and dense layers share: scaling to half precis
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +26,15 @@ from fedexp.kernels.launch import launch, new_images
 
 
 @triton.jit
-def _multiply(a, b, acc, SWAP: tl.constexpr):
+def _add_product(acc, a, b, row, column, k, LAST: tl.constexpr, BK: tl.constexpr,
+                 SWAP: tl.constexpr):  # fmt: skip
+    """Add the product of two tiles, zero outside of the rows, the columns and LAST terms."""
+    if LAST % BK == 0:
+        a = tl.load(a, mask=row[:, None], other=0.0)
+        b = tl.load(b, mask=column[None, :], other=0.0)
+    else:
+        a = tl.load(a, mask=row[:, None] & (k < LAST)[None, :], other=0.0)
+        b = tl.load(b, mask=column[None, :] & (k < LAST)[:, None], other=0.0)
     if SWAP:
         acc = tl.dot(tl.trans(b), tl.trans(a), acc, input_precision="tf32")
     else:
@@ -47,6 +53,18 @@ def unscaled(acc, unit_a, unit_b, client, SCALED: tl.constexpr):
         one, other = tl.load(unit_a + client), tl.load(unit_b + client)
         acc = acc * tl.minimum(one, other) * tl.maximum(one, other)
     return acc
+
+
+@triton.jit
+def store_taps(at, mask, one, two, three, unit_a, unit_b, client, C: tl.constexpr,
+               TAPS: tl.constexpr, SCALED: tl.constexpr):  # fmt: skip
+    """Store the weight gradient of a tap, or of three in a row, whose operands were scaled."""
+    tl.store(at, unscaled(one, unit_a, unit_b, client, SCALED), mask=mask)
+    if TAPS == 3:
+        two = unscaled(two, unit_a, unit_b, client, SCALED)
+        three = unscaled(three, unit_a, unit_b, client, SCALED)
+        tl.store(at + C, two, mask=mask)
+        tl.store(at + 2 * C, three, mask=mask)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -69,21 +87,14 @@ def forward_kernel(
     w += client * w_row
     y += client * (B * OH * OW * OC)
     depth: tl.constexpr = (C + BK - 1) // BK
-    c = tl.arange(0, BK)
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), dtype=tl.float32)
     for step in range(KH * KW * depth):
-        tap, c0 = step // depth, (step % depth) * BK
+        tap, c = step // depth, (step % depth) * BK + tl.arange(0, BK)
         h, v = top + tap // KW, left + tap % KW
         inside = (m < B * OH * OW) & (h >= 0) & (h < H) & (v >= 0) & (v < W)
-        from_x = ((image * H + h) * W + v)[:, None] * C + (c0 + c)[None, :]
-        from_w = (n * (KH * KW) + tap)[None, :] * C + (c0 + c)[:, None]
-        if C % BK == 0:
-            a = tl.load(x + from_x, mask=inside[:, None], other=0.0)
-            b = tl.load(w + from_w, mask=(n < OC)[None, :], other=0.0)
-        else:
-            a = tl.load(x + from_x, mask=inside[:, None] & (c0 + c < C)[None, :], other=0.0)
-            b = tl.load(w + from_w, mask=(n < OC)[None, :] & (c0 + c < C)[:, None], other=0.0)
-        acc = _multiply(a, b, acc, SWAP)
+        from_x = ((image * H + h) * W + v)[:, None] * C + c[None, :]
+        from_w = (n * (KH * KW) + tap)[None, :] * C + c[:, None]
+        acc = _add_product(acc, x + from_x, w + from_w, inside, n < OC, c, C, BK, SWAP)
     if SWAP:
         acc = tl.trans(acc)
     acc = unscaled(acc, unit_x, unit_w, client, SCALED)
@@ -124,23 +135,16 @@ def input_gradient_kernel(
     w += client * w_row
     dx += client * (B * H * W * C)
     depth: tl.constexpr = (OC + BK - 1) // BK
-    o = tl.arange(0, BK)
     acc = tl.zeros((BN, BM) if SWAP else (BM, BN), dtype=tl.float32)
     for step in range(taps * depth):
-        tap, o0 = step // depth, (step % depth) * BK
+        tap, o = step // depth, (step % depth) * BK + tl.arange(0, BK)
         down, right = tap // taps_w, tap % taps_w
         oh, ow = top - down, left - right
         inside = (image < B) & (oh >= 0) & (oh < OH) & (ow >= 0) & (ow < OW)
         window = (first_h + S * down) * KW + first_w + S * right
-        from_dy = ((image * OH + oh) * OW + ow)[:, None] * OC + (o0 + o)[None, :]
-        from_w = ((o0 + o) * (KH * KW) + window)[:, None] * C + n[None, :]
-        if OC % BK == 0:
-            a = tl.load(dy + from_dy, mask=inside[:, None], other=0.0)
-            b = tl.load(w + from_w, mask=(n < C)[None, :], other=0.0)
-        else:
-            a = tl.load(dy + from_dy, mask=inside[:, None] & (o0 + o < OC)[None, :], other=0.0)
-            b = tl.load(w + from_w, mask=(n < C)[None, :] & (o0 + o < OC)[:, None], other=0.0)
-        acc = _multiply(a, b, acc, SWAP)
+        from_dy = ((image * OH + oh) * OW + ow)[:, None] * OC + o[None, :]
+        from_w = (o * (KH * KW) + window)[:, None] * C + n[None, :]
+        acc = _add_product(acc, dy + from_dy, w + from_w, inside, n < C, o, OC, BK, SWAP)
     if SWAP:
         acc = tl.trans(acc)
     acc = unscaled(acc, unit_dy, unit_w, client, SCALED)
@@ -202,13 +206,7 @@ def weight_gradient_kernel(
             three = tl.dot(a, b, three, input_precision="tf32")
     at = (o[:, None] * (KH * KW) + tap) * C + c[None, :]
     real = (o < OC)[:, None] & (c < C)[None, :]
-    one = unscaled(one, unit_dy, unit_x, client, SCALED)
-    tl.store(dw + at, one.to(dw.dtype.element_ty), mask=real)
-    if TAPS == 3:
-        two = unscaled(two, unit_dy, unit_x, client, SCALED)
-        three = unscaled(three, unit_dy, unit_x, client, SCALED)
-        tl.store(dw + at + C, two.to(dw.dtype.element_ty), mask=real)
-        tl.store(dw + at + 2 * C, three.to(dw.dtype.element_ty), mask=real)
+    store_taps(dw + at, real, one, two, three, unit_dy, unit_x, client, C, TAPS, SCALED)
 
 
 @dataclass(frozen=True)
@@ -243,20 +241,7 @@ def forward(
     y = new_images(shape, x, result_type(x, units))
     tiles = triton.cdiv(g.batch * g.out_height * g.out_width, tiling.rows)
     grid = (tiles * triton.cdiv(g.outputs, tiling.columns), g.clients)
-    launch(
-        forward_kernel,
-        grid,
-        x,
-        w,
-        y,
-        *(units or (x, w)),
-        w.stride(0),
-        g.batch,
-        **sizes(g),
-        **_settings(tiling),
-        SWAP=tiling.swap,
-        SCALED=units is not None,
-    )
+    _launch(forward_kernel, grid, (x, w, y), units, w.stride(0), g, tiling, SWAP=tiling.swap)
     return y
 
 
@@ -269,19 +254,8 @@ def input_gradient(
     s = g.stride
     tiles = triton.cdiv(g.batch * -(-g.height // s) * -(-g.width // s), tiling.rows)
     grid = (tiles * triton.cdiv(g.channels, tiling.columns), g.clients, s * s)
-    launch(
-        input_gradient_kernel,
-        grid,
-        dy,
-        w,
-        dx,
-        *(units or (dy, w)),
-        w.stride(0),
-        g.batch,
-        **sizes(g),
-        **_settings(tiling),
-        SWAP=tiling.swap,
-        SCALED=units is not None,
+    _launch(
+        input_gradient_kernel, grid, (dy, w, dx), units, w.stride(0), g, tiling, SWAP=tiling.swap
     )
     return dx
 
@@ -299,20 +273,7 @@ def weight_gradient(
     part = triton.cdiv(triton.cdiv(pixels, tiling.split), tiling.depth) * tiling.depth
     tiles = triton.cdiv(g.outputs, tiling.rows) * triton.cdiv(g.channels, tiling.columns)
     grid = (tiles * window[0] * window[1] // taps, g.clients, tiling.split)
-    launch(
-        weight_gradient_kernel,
-        grid,
-        dy,
-        x,
-        dw,
-        *(units or (dy, x)),
-        part,
-        g.batch,
-        **sizes(g),
-        **_settings(tiling),
-        TAPS=taps,
-        SCALED=units is not None,
-    )
+    _launch(weight_gradient_kernel, grid, (dy, x, dw), units, part, g, tiling, TAPS=taps)
     return sum_of_parts(dw, buffer, dtype)
 
 
@@ -351,14 +312,16 @@ def sizes(g: Geometry) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _settings(tiling: Tiling) -> dict[str, Any]:
-    return {
-        "BM": tiling.rows, "BN": tiling.columns, "BK": tiling.depth,
-        "num_warps": tiling.warps, "num_stages": tiling.stages,
-    }  # fmt: skip
-
-
-NAME = re.compile(r"(\d+)x(\d+)x(\d+)w(\d+)s(\d+)(t?)(?:/(\d+))?")
+def _launch(
+    kernel: Any, grid: tuple[int, ...], tensors: tuple[Tensor, Tensor, Tensor],
+    units: Units | None, number: int, g: Geometry, tiling: Tiling, **flags: Any,
+) -> None:  # fmt: skip
+    """Launch a kernel of two operands and a result; `number` is its argument before the batch."""
+    launch(
+        kernel, grid, *tensors, *(units or tensors[:2]), number, g.batch,
+        **sizes(g), BM=tiling.rows, BN=tiling.columns, BK=tiling.depth,
+        num_warps=tiling.warps, num_stages=tiling.stages, **flags, SCALED=units is not None,
+    )  # fmt: skip
 
 
 def name_of(t: Tiling) -> str:
@@ -377,22 +340,13 @@ def tiling_named(name: str) -> Tiling:
     >>> tiling_named("128x64x64w4s3t/4")
     Tiling(rows=128, columns=64, depth=64, warps=4, stages=3, swap=True, split=4)
     """
-    found = NAME.fullmatch(name)
-    assert found, name
-    rows, columns, depth, warps, stages = (int(found[i]) for i in range(1, 6))
-    return Tiling(rows, columns, depth, warps, stages, bool(found[6]), int(found[7] or 1))
+    return Tiling(*settings_named(name))
 
 
-KERNELS: dict[str, Callable[..., Tensor]] = {
-    "forward": forward,
-    "input_gradient": input_gradient,
-    "weight_gradient": weight_gradient,
-}
-
-
-def tiled_implementation(name: str, direction: str) -> partial[Tensor]:
-    """Return the kernel of a direction with the tiling of that name."""
-    return partial(KERNELS[direction], tiling=tiling_named(name))
+def settings_named(name: str) -> tuple[Any, ...]:
+    """Return the numbers in the name of a tiling or a box, whether it has a "t", and its parts."""
+    sizes, _, parts = name.partition("/")
+    return *map(int, re.findall(r"\d+", sizes)), sizes.endswith("t"), int(parts or 1)
 
 
 def likely_tilings(direction: str, g: Geometry, bytes_each: int) -> list[str]:

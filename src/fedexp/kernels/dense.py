@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedexp.kernels.launch import differentiable, has_triton
-from fedexp.kernels.layers import gradient_buffer
+from fedexp.kernels.layers import weight_gradient
 
 
 def products(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -38,12 +38,7 @@ class _Products(torch.autograd.Function):
     def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, Tensor | None]:
         (x, w), dy = ctx.saved_tensors, dy.contiguous()
         dx = torch.bmm(dy, w) if ctx.needs_input_grad[0] else None
-        if not ctx.needs_input_grad[1]:
-            return dx, None
-        buffer = gradient_buffer(w)
-        if buffer is None or buffer.dtype != x.dtype:
-            return dx, torch.bmm(dy.transpose(1, 2), x)
-        return dx, torch.bmm(dy.transpose(1, 2), x, out=buffer)
+        return dx, weight_gradient(dy, x, w) if ctx.needs_input_grad[1] else None
 
 
 def flatten_images(x: Tensor) -> Tensor:

@@ -9,7 +9,6 @@ both are one Triton kernel (`epilogue_triton`); `plain_epilogue` is their twin i
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -98,7 +97,9 @@ def epilogue(product: Tensor, bias: Tensor | None, what: Epilogue, training: boo
     if bias is None and not what.relu and what.pool == 1 and not dropout:
         return product
     if product.is_cuda and product.dtype != torch.float64 and has_triton():
-        return differentiable(_Epilogue, product, bias, what.relu, what.pool, dropout)
+        from fedexp.kernels.epilogue_triton import FusedEpilogue
+
+        return differentiable(FusedEpilogue, product, bias, what.relu, what.pool, dropout)
     return plain_epilogue(product, bias, what, training)
 
 
@@ -115,29 +116,3 @@ def plain_epilogue(product: Tensor, bias: Tensor | None, what: Epilogue, trainin
     product = F.max_pool2d(product, what.pool) if what.pool > 1 else product
     product = F.dropout(product, what.dropout, training) if what.dropout else product
     return product.to(dtype)
-
-
-class _Epilogue(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, product: Tensor, bias: Tensor | None, relu: bool, pool: int, dropout: float
-    ) -> Tensor:
-        from fedexp.kernels import epilogue_triton
-
-        if product.ndim == 4:
-            product = product.contiguous(memory_format=torch.channels_last)
-        # drawn on the device, so that a captured graph draws anew at every replay
-        seed = torch.randint(2**31, (1,), device=product.device) if dropout else None
-        ctx.save_for_backward(product, bias, seed)
-        ctx.settings = relu, pool, dropout
-        return epilogue_triton.forward(product, bias, seed, relu, pool, dropout)
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from fedexp.kernels import epilogue_triton
-
-        product, bias, seed = ctx.saved_tensors
-        relu, pool, dropout = ctx.settings
-        dy = dy.contiguous(memory_format=torch.channels_last) if dy.ndim == 4 else dy.contiguous()
-        gradient, dbias = epilogue_triton.backward(dy, product, bias, seed, relu, pool, dropout)
-        return gradient, dbias, None, None, None

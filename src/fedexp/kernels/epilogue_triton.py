@@ -48,6 +48,21 @@ def _draws(seed, client, c, C: tl.constexpr, ROWS: tl.constexpr):
     return tl.randint4x(tl.load(seed) + client, row[:, None] * C + c[None, :])
 
 
+@triton.jit
+def _dropped(value, part: tl.constexpr, one, two, three, four, DROPOUT: tl.constexpr):
+    """Apply dropout to a part, by its draw."""
+    if part == 0:
+        draw = one
+    elif part == 1:
+        draw = two
+    elif part == 2:
+        draw = three
+    else:
+        draw = four
+    stays = tl.uint_to_uniform_float(draw) >= DROPOUT
+    return tl.where(stays, value * (1.0 / (1.0 - DROPOUT)), 0.0)
+
+
 @triton.jit(do_not_specialize=["pixels", "images"])
 def epilogue_kernel(
     x, bias, seed, y, bias_row, pixels, images,
@@ -72,16 +87,7 @@ def epilogue_kernel(
         if RELU:
             value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
         if DROPOUT > 0.0:
-            if part == 0:
-                draw = one
-            elif part == 1:
-                draw = two
-            elif part == 2:
-                draw = three
-            else:
-                draw = four
-            stays = tl.uint_to_uniform_float(draw) >= DROPOUT
-            value = tl.where(stays, value * (1.0 / (1.0 - DROPOUT)), 0.0)
+            value = _dropped(value, part, one, two, three, four, DROPOUT)
         tl.store(y + pixel[:, None] * C + c[None, :], value.to(y.dtype.element_ty), mask=real)
 
 
@@ -108,16 +114,7 @@ def epilogue_gradient_kernel(
         at = pixel[:, None] * C + c[None, :]
         gradient = tl.load(dy + at, mask=real, other=0.0).to(tl.float32)
         if DROPOUT > 0.0:
-            if part == 0:
-                draw = one
-            elif part == 1:
-                draw = two
-            elif part == 2:
-                draw = three
-            else:
-                draw = four
-            stays = tl.uint_to_uniform_float(draw) >= DROPOUT
-            gradient = tl.where(stays, gradient * (1.0 / (1.0 - DROPOUT)), 0.0)
+            gradient = _dropped(gradient, part, one, two, three, four, DROPOUT)
         if RELU or POOL > 1:
             value, place, source = _greatest(x, pixel, c, real, W, OH, OW, HW, C, POOL)
             if RELU:
@@ -136,44 +133,50 @@ def epilogue_gradient_kernel(
         tl.store(sums + block * C + c, total, mask=c < C)
 
 
-def forward(
+class FusedEpilogue(torch.autograd.Function):
+    """The epilogue of a product, whose backward pass may write to the buffer of the bias."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, product: Tensor, bias: Tensor | None, relu: bool, pool: int, dropout: float
+    ) -> Tensor:
+        # drawn on the device, so that a captured graph draws anew at every replay
+        seed = torch.randint(2**31, (1,), device=product.device) if dropout else None
+        product = _in_kernel_order(product)
+        operands, sizes, grid = _arguments(product, bias, seed, relu, pool, dropout)
+        if product.ndim == 4:
+            shape = (*product.shape[:2], sizes["OH"], sizes["OW"])
+            y = new_images(shape, product, product.dtype)
+        else:
+            y = torch.empty_like(product)
+        launch(epilogue_kernel, grid, *operands, y=y, **sizes)
+        ctx.save_for_backward(product, bias, seed)
+        ctx.settings = relu, pool, dropout
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        product, bias, seed = ctx.saved_tensors
+        operands, sizes, grid = _arguments(product, bias, seed, *ctx.settings)
+        covered = sizes["OH"] * sizes["OW"] * sizes["POOL"] ** 2 == sizes["HW"]
+        dx = torch.empty_like(product) if covered else torch.zeros_like(product)
+        sums = torch.empty(grid[1], grid[0], sizes["C"], device=product.device)
+        dy = _in_kernel_order(dy)
+        launch(epilogue_gradient_kernel, grid, dy, *operands, dx=dx, sums=sums, **sizes)
+        return dx, None if bias is None else sum_parts(sums[None], bias)[0], None, None, None
+
+
+def _in_kernel_order(x: Tensor) -> Tensor:
+    """Return images channels last in memory, rows contiguous."""
+    kind = torch.channels_last if x.ndim == 4 else torch.contiguous_format
+    return x.contiguous(memory_format=kind)
+
+
+def _arguments(
     product: Tensor, bias: Tensor | None, seed: Tensor | None, relu: bool, pool: int,
     dropout: float,
-) -> Tensor:  # fmt: skip
-    """Return the result; `seed` is that of the draws of the dropout."""
-    sizes, grid = _sizes(product, bias, relu, pool, dropout)
-    if product.ndim == 4:
-        shape = (*product.shape[:2], sizes["OH"], sizes["OW"])
-        y = new_images(shape, product, product.dtype)
-    else:
-        product = product.contiguous()
-        y = torch.empty_like(product)
-    row = 0 if bias is None else bias.stride(0)
-    others = product if bias is None else bias, product if seed is None else seed
-    launch(epilogue_kernel, grid, product, *others, y, row, **sizes)
-    return y
-
-
-def backward(
-    dy: Tensor, product: Tensor, bias: Tensor | None, seed: Tensor | None, relu: bool, pool: int,
-    dropout: float,
-) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """Return the gradients of the product and of the bias, [K, C], if not in its buffer."""
-    sizes, grid = _sizes(product, bias, relu, pool, dropout)
-    product = product if product.ndim == 4 else product.contiguous()
-    covered = sizes["OH"] * sizes["OW"] * pool**2 == sizes["HW"]
-    dx = torch.empty_like(product) if covered else torch.zeros_like(product)
-    sums = torch.empty(grid[1], grid[0], sizes["C"], device=product.device)
-    row = 0 if bias is None else bias.stride(0)
-    others = product if bias is None else bias, product if seed is None else seed
-    launch(epilogue_gradient_kernel, grid, dy, product, *others, dx, sums, row, **sizes)
-    return dx, None if bias is None else sum_parts(sums[None], bias)[0]
-
-
-def _sizes(
-    product: Tensor, bias: Tensor | None, relu: bool, pool: int, dropout: float
-) -> tuple[dict[str, Any], tuple[int, int, int]]:
-    """Return the settings of the kernels, and their grid."""
+) -> tuple[tuple[Tensor, ...], dict[str, Any], tuple[int, int, int]]:  # fmt: skip
+    """Return the operands and the settings that both kernels take, and their grid."""
     if product.ndim == 4:
         clients = 1 if bias is None else len(bias)
         channels, height, width = product.shape[1:]
@@ -185,9 +188,12 @@ def _sizes(
     columns = min(MOST_CHANNELS, triton.next_power_of_2(channels))
     pixels = images * tall * wide
     rows = BLOCK // columns
+    others = product if bias is None else bias, product if seed is None else seed
     sizes = {
-        "pixels": pixels, "images": images, "C": channels, "W": width, "HW": height * width,
-        "OH": tall, "OW": wide, "POOL": pool, "BIAS": bias is not None, "RELU": relu,
-        "DROPOUT": dropout, "ROWS": rows, "COLUMNS": columns, "PARTS": PARTS, "num_warps": 4,
+        "bias_row": 0 if bias is None else bias.stride(0), "pixels": pixels, "images": images,
+        "C": channels, "W": width, "HW": height * width, "OH": tall, "OW": wide, "POOL": pool,
+        "BIAS": bias is not None, "RELU": relu, "DROPOUT": dropout,
+        "ROWS": rows, "COLUMNS": columns, "PARTS": PARTS, "num_warps": 4,
     }  # fmt: skip
-    return sizes, (triton.cdiv(pixels, rows * PARTS), clients, triton.cdiv(channels, columns))
+    grid = (triton.cdiv(pixels, rows * PARTS), clients, triton.cdiv(channels, columns))
+    return (product, *others), sizes, grid

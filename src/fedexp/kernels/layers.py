@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cached_property
 from itertools import accumulate
 
 import torch
@@ -83,26 +83,20 @@ class Layers:
         A row has the start of the block, its length, its start in the client's vector, and the
         client.
         """
-        return _blocks(self.clients, self.sizes, length)
-
-
-@cache
-def _blocks(clients: int, sizes: Sequence[int], length: int) -> Tensor:
-    layers = Layers(clients, tuple(sizes))
-    begins = [0, *accumulate(sizes)]
-    parts = []
-    for offset, stride, size, begin in zip(
-        layers.offsets, layers.strides, sizes, begins, strict=False
-    ):
-        within = torch.arange(0, size, length)
-        parts.append(
-            torch.stack([offset + within, (size - within).clamp(max=length), begin + within,
-                         torch.full_like(within, stride)])
-        )  # fmt: skip
-    at, lengths, begin, stride = torch.cat(parts, dim=1)
-    client = torch.arange(clients)[:, None]
-    columns = torch.broadcast_tensors(at + client * stride, lengths, begin, client)
-    return torch.stack(columns, dim=-1).reshape(-1, 4).contiguous()
+        begins = [0, *accumulate(self.sizes)]
+        parts = []
+        for offset, stride, size, begin in zip(
+            self.offsets, self.strides, self.sizes, begins, strict=False
+        ):
+            within = torch.arange(0, size, length)
+            parts.append(
+                torch.stack([offset + within, (size - within).clamp(max=length), begin + within,
+                             torch.full_like(within, stride)])
+            )  # fmt: skip
+        at, lengths, begin, stride = torch.cat(parts, dim=1)
+        client = torch.arange(self.clients)[:, None]
+        columns = torch.broadcast_tensors(at + client * stride, lengths, begin, client)
+        return torch.stack(columns, dim=-1).reshape(-1, 4).contiguous()
 
 
 # Not context variables: on a GPU the backward pass runs in its own thread.
@@ -131,6 +125,14 @@ def gradient_buffers(weights: Sequence[Tensor], buffers: Sequence[Tensor]) -> It
 def gradient_buffer(weight: Tensor) -> Tensor | None:
     """Return the buffer offered for the gradient of a weight, if any, the first time."""
     return _buffers.pop(weight.data_ptr(), None) if _buffers else None
+
+
+def weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """Return dy [K, N, O] times x [K, N, F]: [K, O, F], in the buffer of the gradient if any."""
+    buffer = gradient_buffer(weight)
+    if buffer is None or buffer.dtype != x.dtype or buffer.shape != weight.shape:
+        return torch.bmm(dy.mT, x)
+    return torch.bmm(dy.mT, x, out=buffer)
 
 
 def sum_parts(parts: Tensor, *weights: Tensor) -> tuple[Tensor | None, ...]:

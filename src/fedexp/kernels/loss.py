@@ -7,8 +7,6 @@ it is torch's own loss.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -37,25 +35,8 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignored: int, dtype: torch.dt
         and not targets.is_floating_point()
         and has_triton()
     ):
-        return differentiable(_CrossEntropy, logits.contiguous(), targets.contiguous(), ignored)
+        from fedexp.kernels.loss_triton import CrossEntropy
+
+        return differentiable(CrossEntropy, logits.contiguous(), targets.contiguous(), ignored)
     logits = logits.to(dtype)
     return F.cross_entropy(logits, targets, ignore_index=ignored, reduction="none")
-
-
-class _CrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
-        from fedexp.kernels import loss_triton
-
-        losses, totals = loss_triton.forward(logits, targets, ignored)
-        ctx.save_for_backward(logits, targets, totals)
-        ctx.ignored = ignored
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor, None, None]:
-        from fedexp.kernels import loss_triton
-
-        logits, targets, totals = ctx.saved_tensors
-        dlosses, ignored = dlosses.contiguous(), ctx.ignored
-        return loss_triton.backward(dlosses, logits, targets, totals, ignored), None, None

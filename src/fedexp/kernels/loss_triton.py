@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -59,24 +61,27 @@ def cross_entropy_gradient_kernel(
     tl.store(at, gradient.to(dx.dtype.element_ty), mask=real)
 
 
-def forward(logits: Tensor, targets: Tensor, ignored: int) -> tuple[Tensor, Tensor]:
-    """Return losses and logarithms of the sums of exponentials, [n], for logits [n, classes]."""
-    rows = len(logits)
-    losses, totals = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
-    grid, settings = _settings(logits, ignored)
-    launch(cross_entropy_kernel, grid, logits, targets, losses, totals, rows, **settings)
-    return losses, totals
+class CrossEntropy(torch.autograd.Function):
+    """The losses [n] of logits [n, classes]; the logarithms of sums of exponentials are saved."""
 
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, targets: Tensor, ignored: int) -> Tensor:
+        rows = len(logits)
+        losses, totals = torch.empty(2, rows, dtype=torch.float32, device=logits.device)
+        grid, settings = _settings(logits, ignored)
+        launch(cross_entropy_kernel, grid, logits, targets, losses, totals, rows, **settings)
+        ctx.save_for_backward(logits, targets, totals)
+        ctx.ignored = ignored
+        return losses
 
-def backward(
-    dlosses: Tensor, logits: Tensor, targets: Tensor, totals: Tensor, ignored: int
-) -> Tensor:
-    """Return the gradient of the logits, in their type."""
-    dx = torch.empty_like(logits)
-    grid, settings = _settings(logits, ignored)
-    operands = (dlosses, logits, targets, totals, dx, len(logits))
-    launch(cross_entropy_gradient_kernel, grid, *operands, **settings)
-    return dx
+    @staticmethod
+    def backward(ctx: Any, dlosses: Tensor) -> tuple[Tensor, None, None]:
+        logits, targets, totals = ctx.saved_tensors
+        dx = torch.empty_like(logits)
+        grid, settings = _settings(logits, ctx.ignored)
+        operands = (dlosses.contiguous(), logits, targets, totals, dx, len(logits))
+        launch(cross_entropy_gradient_kernel, grid, *operands, **settings)
+        return dx, None, None
 
 
 def _settings(logits: Tensor, ignored: int) -> tuple[tuple[int], dict[str, int]]:

@@ -6,8 +6,6 @@ On a GPU forward and backward are one Triton kernel each (`normalisation_triton`
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -34,7 +32,9 @@ def group_norm(
              [[ 1.0000]]]])
     """
     if x.is_cuda and x.ndim == 4 and x.dtype != torch.float64 and has_triton():
-        return differentiable(_GroupNorm, x, weight, bias, residual, groups, eps, relu)
+        from fedexp.kernels.normalisation_triton import GroupNorm
+
+        return differentiable(GroupNorm, x, weight, bias, residual, groups, eps, relu)
     return plain_group_norm(x, weight, bias, groups, eps, residual, relu)
 
 
@@ -55,41 +55,3 @@ def plain_group_norm(
     y = F.group_norm(x.to(wide), groups, eps=eps) * scale + shift
     y = y if residual is None else y + residual
     return (y.relu() if relu else y).to(x.dtype)
-
-
-class _GroupNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        weight: Tensor,
-        bias: Tensor,
-        residual: Tensor | None,
-        groups: int,
-        eps: float,
-        relu: bool,
-    ) -> Tensor:
-        from fedexp.kernels import normalisation_triton
-
-        x, residual = _channels_last(x), None if residual is None else _channels_last(residual)
-        y, mean, rstd = normalisation_triton.forward(x, weight, bias, groups, eps, residual, relu)
-        # backward needs the sign of y under ReLU; without a residual it is as cheap to recompute
-        saved = y if relu and residual is not None else None
-        ctx.save_for_backward(x, saved, weight, bias, mean, rstd)
-        ctx.groups, ctx.relu, ctx.has_residual = groups, relu, residual is not None
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
-        from fedexp.kernels import normalisation_triton
-
-        x, y, weight, bias, mean, rstd = ctx.saved_tensors
-        dx, dscale, dshift, masked = normalisation_triton.backward(
-            _channels_last(dy), x, y, weight, bias, mean, rstd, ctx.groups, ctx.relu
-        )
-        dresidual = None if not ctx.has_residual else masked if ctx.relu else dy
-        return dx, dscale, dshift, dresidual, None, None, None
-
-
-def _channels_last(x: Tensor) -> Tensor:
-    return x.contiguous(memory_format=torch.channels_last)

@@ -36,6 +36,14 @@ def _load(pointer, pixel, c, HW: tl.constexpr, C: tl.constexpr, LAST: tl.constex
     return _raw(pointer, pixel, c, HW, C, LAST).to(tl.float32)
 
 
+@triton.jit
+def _affine(weight, bias, client, w_row, b_row, channels, mask):
+    """Return scale and shift of a client's channels in float32."""
+    scale = tl.load(weight + client * w_row + channels, mask=mask, other=0.0)
+    shift = tl.load(bias + client * b_row + channels, mask=mask, other=0.0)
+    return scale.to(tl.float32), shift.to(tl.float32)
+
+
 @triton.jit(do_not_specialize=["B"])
 def _norm_forward(
     x, residual, weight, bias, y, mean_out, rstd_out, w_row, b_row, eps, B,
@@ -68,12 +76,8 @@ def _norm_forward(
     rstd = 1.0 / tl.sqrt_rn(spread / count + eps)
     tl.store(mean_out + image * G + group, mean)
     tl.store(rstd_out + image * G + group, rstd)
-    own_channels = group * width + c
-    client = image // B
-    scale = tl.load(weight + client * w_row + own_channels, mask=c < width, other=0.0).to(
-        tl.float32
-    )
-    shift = tl.load(bias + client * b_row + own_channels, mask=c < width, other=0.0).to(tl.float32)
+    channels = group * width + c
+    scale, shift = _affine(weight, bias, image // B, w_row, b_row, channels, c < width)
     for first in tl.range(0, HW, ROWS, num_stages=STAGES):
         pixel = first + tl.arange(0, ROWS)
         if HW > ROWS:
@@ -88,20 +92,20 @@ def _norm_forward(
 
 
 @triton.jit
-def _masked_gradient(dy, y, pixel, c, values, mean, rstd, scale, shift, HW: tl.constexpr,
+def _masked_gradient(dy, x, y, pixel, c, mean, rstd, scale, shift, HW: tl.constexpr,
                      C: tl.constexpr, LAST: tl.constexpr, RESIDUAL: tl.constexpr,
                      RELU: tl.constexpr):  # fmt: skip
-    """Return the gradient before the ReLU, whose mask comes from y or is recomputed.
+    """Return values of x, and the gradient before the ReLU, whose mask comes from y or from x.
 
-    It stays in the type it was read in, which takes half the registers and loses nothing.
+    Both stay in the type they were read in, which takes half the registers and loses nothing.
     """
-    dz = _raw(dy, pixel, c, HW, C, LAST)
+    values, dz = _raw(x, pixel, c, HW, C, LAST), _raw(dy, pixel, c, HW, C, LAST)
     if RELU and RESIDUAL:
         dz = tl.where(_raw(y, pixel, c, HW, C, LAST) > 0, dz, 0.0)
     elif RELU:
         hat = (values.to(tl.float32) - mean) * rstd
         dz = tl.where(hat * scale[None, :] + shift[None, :] > 0, dz, 0.0)
-    return dz.to(dy.dtype.element_ty)
+    return values, dz.to(dy.dtype.element_ty)
 
 
 @triton.jit(do_not_specialize=["B"])
@@ -122,40 +126,31 @@ def _norm_backward(
     dresidual += start
     mean = tl.load(mean_in + image * G + group)
     rstd = tl.load(rstd_in + image * G + group)
-    own_channels = group * width + c
-    client = image // B
-    scale = tl.load(weight + client * w_row + own_channels, mask=c < width, other=0.0).to(
-        tl.float32
-    )
-    shift = tl.load(bias + client * b_row + own_channels, mask=c < width, other=0.0).to(tl.float32)
+    channels = group * width + c
+    scale, shift = _affine(weight, bias, image // B, w_row, b_row, channels, c < width)
     by_scale = tl.zeros((COLUMNS,), dtype=tl.float32)
     by_shift = tl.zeros((COLUMNS,), dtype=tl.float32)
     pixel = tl.arange(0, ROWS)
-    values = _raw(x, pixel, c, HW, C, width)
-    dz = _masked_gradient(
-        dy, y, pixel, c, values, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
+    values, dz = _masked_gradient(
+        dy, x, y, pixel, c, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
     )
     for first in tl.range(0, HW, ROWS, num_stages=STAGES):
         if HW > ROWS:
             pixel = first + tl.arange(0, ROWS)
-            values = _raw(x, pixel, c, HW, C, width)
-            dz = _masked_gradient(
-                dy, y, pixel, c, values, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
+            values, dz = _masked_gradient(
+                dy, x, y, pixel, c, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
             )
         by_scale += tl.sum(dz.to(tl.float32) * (values.to(tl.float32) - mean) * rstd, axis=0)
         by_shift += tl.sum(dz.to(tl.float32), axis=0)
-    tl.store(dscales + image * C + own_channels, by_scale, mask=c < width)
-    tl.store(
-        dscales + (tl.num_programs(0) // G + image) * C + own_channels, by_shift, mask=c < width
-    )
+    tl.store(dscales + image * C + channels, by_scale, mask=c < width)
+    tl.store(dscales + (tl.num_programs(0) // G + image) * C + channels, by_shift, mask=c < width)
     along = tl.sum(by_scale * scale, axis=0) / (HW * width)
     level = tl.sum(by_shift * scale, axis=0) / (HW * width)
     for first in tl.range(0, HW, ROWS, num_stages=STAGES):
         if HW > ROWS:
             pixel = first + tl.arange(0, ROWS)
-            values = _raw(x, pixel, c, HW, C, width)
-            dz = _masked_gradient(
-                dy, y, pixel, c, values, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
+            values, dz = _masked_gradient(
+                dy, x, y, pixel, c, mean, rstd, scale, shift, HW, C, width, RESIDUAL, RELU
             )
         hat = (values.to(tl.float32) - mean) * rstd
         out = rstd * (dz.to(tl.float32) * scale[None, :] - level - hat * along)
@@ -166,44 +161,50 @@ def _norm_backward(
             tl.store(dresidual + at, dz, mask=real)
 
 
-def forward(
-    x: Tensor, weight: Tensor, bias: Tensor, groups: int, eps: float, residual: Tensor | None,
-    relu: bool,
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the result, and for the backward pass mean and 1/deviation of each image's groups."""
-    y = torch.empty_like(x)
-    mean, rstd = (torch.empty(len(x), groups, device=x.device) for _ in range(2))
-    launch(
-        _norm_forward, (len(x) * groups,),
-        x, x if residual is None else residual, weight, bias, y, mean, rstd,
-        weight.stride(0), bias.stride(0), eps,
-        **_sizes(x, weight, groups, FORWARD_AT_ONCE, CHUNK),
-        RESIDUAL=residual is not None, RELU=relu,
-    )  # fmt: skip
-    return y, mean, rstd
+class GroupNorm(torch.autograd.Function):
+    """GroupNorm of images by groups, with scale and shift, a residual and ReLU."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor, residual: Tensor | None, groups: int,
+        eps: float, relu: bool,
+    ) -> Tensor:  # fmt: skip
+        """Return the result; mean and 1/deviation of each image's groups are saved."""
+        x, has_residual = _channels_last(x), residual is not None
+        y = torch.empty_like(x)
+        mean, rstd = (torch.empty(len(x), groups, device=x.device) for _ in range(2))
+        launch(
+            _norm_forward, (len(x) * groups,),
+            x, x if residual is None else _channels_last(residual), weight, bias, y, mean, rstd,
+            weight.stride(0), bias.stride(0), eps,
+            **_sizes(x, weight, groups, FORWARD_AT_ONCE, CHUNK), RESIDUAL=has_residual, RELU=relu,
+        )  # fmt: skip
+        # backward needs the sign of y under ReLU; without a residual it is as cheap to recompute
+        ctx.save_for_backward(x, y if relu and has_residual else None, weight, bias, mean, rstd)
+        ctx.groups, ctx.relu, ctx.has_residual = groups, relu, has_residual
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients; those of scale and shift may be in their buffers (`sum_parts`)."""
+        x, y, weight, bias, mean, rstd = ctx.saved_tensors
+        dy, dx, masked = _channels_last(dy), torch.empty_like(x), y is not None
+        dresidual = torch.empty_like(x) if masked else dy
+        chunk = RESIDUAL_CHUNK if masked and x.element_size() == 2 else CHUNK
+        dscales = torch.empty(2, len(x), x.shape[1], device=x.device)
+        launch(
+            _norm_backward, (len(x) * ctx.groups,),
+            dy, x, y if masked else x, weight, bias, mean, rstd,
+            dx, dresidual if masked else dx, dscales, weight.stride(0), bias.stride(0),
+            **_sizes(x, weight, ctx.groups, BACKWARD_AT_ONCE, chunk),
+            RESIDUAL=masked, RELU=ctx.relu,
+        )  # fmt: skip
+        grads = sum_parts(dscales.unflatten(1, (len(weight), -1)), weight, bias)
+        return dx, *grads, dresidual if ctx.has_residual else None, None, None, None
 
 
-def backward(
-    dy: Tensor, x: Tensor, y: Tensor | None, weight: Tensor, bias: Tensor, mean: Tensor,
-    rstd: Tensor, groups: int, relu: bool,
-) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor]:  # fmt: skip
-    """Return the gradients of x, of scale and shift, [K, C] each, and of a residual under a ReLU.
-
-    `y` is the result, needed for a residual under a ReLU; otherwise it is None, and the last
-    gradient is empty. Those of scale and shift may be in their buffers instead (`sum_parts`).
-    """
-    dx, has_residual = torch.empty_like(x), y is not None
-    dresidual = torch.empty_like(x) if has_residual else x.new_empty(0)
-    chunk = RESIDUAL_CHUNK if has_residual and x.element_size() == 2 else CHUNK
-    dscales = torch.empty(2, len(x), x.shape[1], device=x.device)
-    launch(
-        _norm_backward, (len(x) * groups,),
-        dy, x, y if has_residual else x, weight, bias, mean, rstd,
-        dx, dresidual if has_residual else dx, dscales, weight.stride(0), bias.stride(0),
-        **_sizes(x, weight, groups, BACKWARD_AT_ONCE, chunk), RESIDUAL=has_residual, RELU=relu,
-    )  # fmt: skip
-    dscale, dshift = sum_parts(dscales.unflatten(1, (len(weight), -1)), weight, bias)
-    return dx, dscale, dshift, dresidual
+def _channels_last(x: Tensor) -> Tensor:
+    return x.contiguous(memory_format=torch.channels_last)
 
 
 def _sizes(x: Tensor, weight: Tensor, groups: int, at_once: int, chunk: int) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from fedexp.kernels.launch import has_triton
-from fedexp.kernels.layers import gradient_buffer
+from fedexp.kernels.layers import weight_gradient
 
 Cell = Literal["lstm", "gru", "tanh", "relu"]
 GATES: dict[Cell, int] = {"lstm": 4, "gru": 3, "tanh": 1, "relu": 1}
@@ -171,9 +171,9 @@ class _Recurrence(torch.autograd.Function):
         dgates, dhidden = run(steps, dy, w_hh, hs, cs, gates, state)
         by_input, by_hidden = dgates.flatten(1, 2), dhidden.flatten(1, 2)
         dx = torch.bmm(by_input, w_ih).view(x.shape) if needed[1] else None
-        dw_ih = _weight_gradient(by_input, x.flatten(1, 2), w_ih) if needed[2] else None
+        dw_ih = weight_gradient(by_input, x.flatten(1, 2), w_ih) if needed[2] else None
         before = steps.inputs(hs).flatten(1, 2)
-        dw_hh = _weight_gradient(by_hidden, before, w_hh) if needed[3] else None
+        dw_hh = weight_gradient(by_hidden, before, w_hh) if needed[3] else None
         db_ih = by_input.sum(dim=1, dtype=b_ih.dtype) if needed[4] else None
         db_hh = db_ih
         if needed[5] and (dgates is not dhidden or db_ih is None):
@@ -314,11 +314,3 @@ def _last(steps: Steps) -> int:
 def _has_kernel(cell: Cell, x: Tensor) -> bool:
     kinds = (torch.float32, torch.bfloat16)
     return cell in ("lstm", "gru") and x.is_cuda and x.dtype in kinds and has_triton()
-
-
-def _weight_gradient(dy: Tensor, x: Tensor, weight: Tensor) -> Tensor:
-    """Return dy [K, N, O] times x [K, N, F]: [K, O, F], in the buffer of the gradient if any."""
-    buffer = gradient_buffer(weight)
-    if buffer is None or buffer.dtype != x.dtype or buffer.shape != weight.shape:
-        return torch.bmm(dy.mT, x)
-    return torch.bmm(dy.mT, x, out=buffer)

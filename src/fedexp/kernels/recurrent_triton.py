@@ -44,6 +44,15 @@ def _sigmoid(x):
 
 
 @triton.jit
+def _block(B, H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr):
+    """Return the client of a program, its examples and hidden units, and which of them exist."""
+    client = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    row = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
+    return client, row, unit, (row < B)[:, None] & (unit < H)[None, :]
+
+
+@triton.jit
 def _rows(pointer, row, column, width, B, LAST: tl.constexpr):
     """Load a block of a matrix [B, width], zero outside of B rows and LAST columns."""
     mask = (row < B)[:, None] & (column < LAST)[None, :]
@@ -51,8 +60,48 @@ def _rows(pointer, row, column, width, B, LAST: tl.constexpr):
 
 
 @triton.jit
+def _three_gates(pointer, row, unit, width, B, H: tl.constexpr):
+    """Load the first three gates of a matrix [B, width] in float32."""
+    one = _rows(pointer, row, unit, width, B, H).to(tl.float32)
+    two = _rows(pointer + H, row, unit, width, B, H).to(tl.float32)
+    return one, two, _rows(pointer + 2 * H, row, unit, width, B, H).to(tl.float32)
+
+
+@triton.jit
+def _store_three_gates(at, one, two, three, mask, H: tl.constexpr):
+    """Store three gates, in the type of the memory."""
+    tl.store(at, one, mask=mask)
+    tl.store(at + H, two, mask=mask)
+    tl.store(at + 2 * H, three, mask=mask)
+
+
+@triton.jit
 def _bias(pointer, unit, H: tl.constexpr):
     return tl.load(pointer + unit, mask=unit < H, other=0.0).to(tl.float32)[None, :]
+
+
+@triton.jit
+def _hidden_products(hidden, w, row, unit, B, H: tl.constexpr, GATES: tl.constexpr,
+                     BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
+                     PRECISION: tl.constexpr):  # fmt: skip
+    """Return the hidden states [B, H] times a slice of W_hh [GATES H, H]: four gates, or three."""
+    one = tl.zeros((BLOCK_B, BLOCK_H), dtype=tl.float32)
+    two, three, four = one, one, one
+    for first in range(0, H, BLOCK_K):
+        k = first + tl.arange(0, BLOCK_K)
+        h = _rows(hidden, row, k, H, B, H)
+        at = w + k[:, None] + unit[None, :] * H
+        mask = (k < H)[:, None] & (unit < H)[None, :]
+        weights = tl.load(at, mask=mask, other=0.0)
+        one = tl.dot(h, weights, one, input_precision=PRECISION)
+        weights = tl.load(at + H * H, mask=mask, other=0.0)
+        two = tl.dot(h, weights, two, input_precision=PRECISION)
+        weights = tl.load(at + 2 * H * H, mask=mask, other=0.0)
+        three = tl.dot(h, weights, three, input_precision=PRECISION)
+        if GATES == 4:
+            weights = tl.load(at + 3 * H * H, mask=mask, other=0.0)
+            four = tl.dot(h, weights, four, input_precision=PRECISION)
+    return one, two, three, four
 
 
 @triton.jit(do_not_specialize=["t", "before", "after", "T", "B"])
@@ -61,30 +110,15 @@ def _lstm_forward(
     H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    client = tl.program_id(0).to(tl.int64)
-    unit = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
-    w += client * w_row
+    client, row, unit, mask = _block(B, H, BLOCK_B, BLOCK_H)
     hidden = hs + (client * (T + 1) + before) * B * H
     inputs = products + (client * T + t) * B * (4 * H)
-    x_i = _rows(inputs, row, unit, 4 * H, B, H).to(tl.float32)
-    x_f = _rows(inputs + H, row, unit, 4 * H, B, H).to(tl.float32)
-    x_g = _rows(inputs + 2 * H, row, unit, 4 * H, B, H).to(tl.float32)
+    x_i, x_f, x_g = _three_gates(inputs, row, unit, 4 * H, B, H)
     x_o = _rows(inputs + 3 * H, row, unit, 4 * H, B, H).to(tl.float32)
     c = _rows(cs + (client * (T + 1) + before) * B * H, row, unit, H, B, H)
-    i = tl.zeros((BLOCK_B, BLOCK_H), dtype=tl.float32)
-    f = tl.zeros((BLOCK_B, BLOCK_H), dtype=tl.float32)
-    g = tl.zeros((BLOCK_B, BLOCK_H), dtype=tl.float32)
-    o = tl.zeros((BLOCK_B, BLOCK_H), dtype=tl.float32)
-    for first in range(0, H, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        h = _rows(hidden, row, k, H, B, H)
-        at = w + k[:, None] + unit[None, :] * H
-        mask = (k < H)[:, None] & (unit < H)[None, :]
-        i = tl.dot(h, tl.load(at, mask=mask, other=0.0), i, input_precision=PRECISION)
-        f = tl.dot(h, tl.load(at + H * H, mask=mask, other=0.0), f, input_precision=PRECISION)
-        g = tl.dot(h, tl.load(at + 2 * H * H, mask=mask, other=0.0), g, input_precision=PRECISION)
-        o = tl.dot(h, tl.load(at + 3 * H * H, mask=mask, other=0.0), o, input_precision=PRECISION)
+    i, f, g, o = _hidden_products(
+        hidden, w + client * w_row, row, unit, B, H, 4, BLOCK_B, BLOCK_H, BLOCK_K, PRECISION
+    )
     i += x_i
     f += x_f
     g += x_g
@@ -98,15 +132,12 @@ def _lstm_forward(
         o += _bias(b_ih + 3 * H, unit, H) + _bias(b_hh + 3 * H, unit, H)
     i, f, g, o = _sigmoid(i), _sigmoid(f), _tanh(g), _sigmoid(o)
     c = f * c + i * g
-    mask = (row < B)[:, None] & (unit < H)[None, :]
     state = (client * (T + 1) + after) * B * H + row[:, None] * H + unit[None, :]
     tl.store(cs + state, c, mask=mask)
     tl.store(hs + state, (o * _tanh(c)).to(hs.dtype.element_ty), mask=mask)
     if STORE:
         at = gates + (client * T + t) * B * (4 * H) + row[:, None] * (4 * H) + unit[None, :]
-        tl.store(at, i, mask=mask)
-        tl.store(at + H, f, mask=mask)
-        tl.store(at + 2 * H, g, mask=mask)
+        _store_three_gates(at, i, f, g, mask, H)
         tl.store(at + 3 * H, o, mask=mask)
 
 
@@ -131,13 +162,9 @@ def _lstm_backward(
     H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
     FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    client = tl.program_id(0).to(tl.int64)
-    unit = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
+    client, row, unit, mask = _block(B, H, BLOCK_B, BLOCK_H)
     own = gates + (client * T + t) * B * (4 * H)
-    i = _rows(own, row, unit, 4 * H, B, H)
-    f = _rows(own + H, row, unit, 4 * H, B, H)
-    g = _rows(own + 2 * H, row, unit, 4 * H, B, H)
+    i, f, g = _three_gates(own, row, unit, 4 * H, B, H)
     o = _rows(own + 3 * H, row, unit, 4 * H, B, H)
     c = _rows(cs + (client * (T + 1) + before) * B * H, row, unit, H, B, H)
     tanh = _tanh(_rows(cs + (client * (T + 1) + after) * B * H, row, unit, H, B, H))
@@ -149,12 +176,10 @@ def _lstm_backward(
             H, 4 * H, BLOCK_B, BLOCK_H, BLOCK_K, PRECISION,
         )  # fmt: skip
     dc += dh * o * (1.0 - tanh * tanh)
-    mask = (row < B)[:, None] & (unit < H)[None, :]
     at = dgates + (client * T + t) * B * (4 * H) + row[:, None] * (4 * H) + unit[None, :]
-    tl.store(at, (dc * g * i * (1.0 - i)).to(dgates.dtype.element_ty), mask=mask)
-    tl.store(at + H, (dc * c * f * (1.0 - f)).to(dgates.dtype.element_ty), mask=mask)
-    tl.store(at + 2 * H, (dc * i * (1.0 - g * g)).to(dgates.dtype.element_ty), mask=mask)
-    tl.store(at + 3 * H, (dh * tanh * o * (1.0 - o)).to(dgates.dtype.element_ty), mask=mask)
+    di, df, dg = dc * g * i * (1.0 - i), dc * c * f * (1.0 - f), dc * i * (1.0 - g * g)
+    _store_three_gates(at, di, df, dg, mask, H)
+    tl.store(at + 3 * H, dh * tanh * o * (1.0 - o), mask=mask)
     tl.store(state + client * B * H + row[:, None] * H + unit[None, :], dc * f, mask=mask)
 
 
@@ -164,29 +189,14 @@ def _gru_forward(
     H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
     BIAS: tl.constexpr, STORE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    client = tl.program_id(0).to(tl.int64)
-    unit = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
-    w += client * w_row
+    client, row, unit, mask = _block(B, H, BLOCK_B, BLOCK_H)
     hidden = hs + (client * (T + 1) + before) * B * H
     inputs = products + (client * T + t) * B * (3 * H)
-    r = _rows(inputs, row, unit, 3 * H, B, H).to(tl.float32)
-    z = _rows(inputs + H, row, unit, 3 * H, B, H).to(tl.float32)
-    n = _rows(inputs + 2 * H, row, unit, 3 * H, B, H).to(tl.float32)
+    r, z, n = _three_gates(inputs, row, unit, 3 * H, B, H)
     own = _rows(hidden, row, unit, H, B, H).to(tl.float32)
-    h_r = tl.zeros((BLOCK_B, BLOCK_H), dtype=tl.float32)
-    h_z = tl.zeros((BLOCK_B, BLOCK_H), dtype=tl.float32)
-    h_n = tl.zeros((BLOCK_B, BLOCK_H), dtype=tl.float32)
-    for first in range(0, H, BLOCK_K):
-        k = first + tl.arange(0, BLOCK_K)
-        h = _rows(hidden, row, k, H, B, H)
-        at = w + k[:, None] + unit[None, :] * H
-        mask = (k < H)[:, None] & (unit < H)[None, :]
-        h_r = tl.dot(h, tl.load(at, mask=mask, other=0.0), h_r, input_precision=PRECISION)
-        h_z = tl.dot(h, tl.load(at + H * H, mask=mask, other=0.0), h_z, input_precision=PRECISION)
-        h_n = tl.dot(
-            h, tl.load(at + 2 * H * H, mask=mask, other=0.0), h_n, input_precision=PRECISION
-        )
+    h_r, h_z, h_n, _ = _hidden_products(
+        hidden, w + client * w_row, row, unit, B, H, 3, BLOCK_B, BLOCK_H, BLOCK_K, PRECISION
+    )
     if BIAS:
         b_ih += client * b_row
         b_hh += client * c_row
@@ -196,14 +206,11 @@ def _gru_forward(
         h_n += _bias(b_hh + 2 * H, unit, H)
     r, z = _sigmoid(r + h_r), _sigmoid(z + h_z)
     n = _tanh(n + r * h_n)
-    mask = (row < B)[:, None] & (unit < H)[None, :]
     state = (client * (T + 1) + after) * B * H + row[:, None] * H + unit[None, :]
     tl.store(hs + state, (n + z * (own - n)).to(hs.dtype.element_ty), mask=mask)
     if STORE:
         at = gates + (client * T + t) * B * (4 * H) + row[:, None] * (4 * H) + unit[None, :]
-        tl.store(at, r, mask=mask)
-        tl.store(at + H, z, mask=mask)
-        tl.store(at + 2 * H, n, mask=mask)
+        _store_three_gates(at, r, z, n, mask, H)
         tl.store(at + 3 * H, h_n, mask=mask)
 
 
@@ -213,13 +220,9 @@ def _gru_backward(
     H: tl.constexpr, BLOCK_B: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr,
     FIRST: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    client = tl.program_id(0).to(tl.int64)
-    unit = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
-    row = tl.program_id(2) * BLOCK_B + tl.arange(0, BLOCK_B)
+    client, row, unit, mask = _block(B, H, BLOCK_B, BLOCK_H)
     own = gates + (client * T + t) * B * (4 * H)
-    r = _rows(own, row, unit, 4 * H, B, H)
-    z = _rows(own + H, row, unit, 4 * H, B, H)
-    n = _rows(own + 2 * H, row, unit, 4 * H, B, H)
+    r, z, n = _three_gates(own, row, unit, 4 * H, B, H)
     h_n = _rows(own + 3 * H, row, unit, 4 * H, B, H)
     h = _rows(hs + (client * (T + 1) + before) * B * H, row, unit, H, B, H).to(tl.float32)
     dh = _rows(state + client * B * H, row, unit, H, B, H)
@@ -232,14 +235,9 @@ def _gru_backward(
     dn = dh * (1.0 - z) * (1.0 - n * n)
     dz = dh * (h - n) * z * (1.0 - z)
     dr = dn * h_n * r * (1.0 - r)
-    mask = (row < B)[:, None] & (unit < H)[None, :]
     at = (client * T + t) * B * (3 * H) + row[:, None] * (3 * H) + unit[None, :]
-    tl.store(dgates + at, dr.to(dgates.dtype.element_ty), mask=mask)
-    tl.store(dgates + at + H, dz.to(dgates.dtype.element_ty), mask=mask)
-    tl.store(dgates + at + 2 * H, dn.to(dgates.dtype.element_ty), mask=mask)
-    tl.store(dhidden + at, dr.to(dgates.dtype.element_ty), mask=mask)
-    tl.store(dhidden + at + H, dz.to(dgates.dtype.element_ty), mask=mask)
-    tl.store(dhidden + at + 2 * H, (dn * r).to(dgates.dtype.element_ty), mask=mask)
+    _store_three_gates(dgates + at, dr, dz, dn, mask, H)
+    _store_three_gates(dhidden + at, dr, dz, dn * r, mask, H)
     tl.store(state + client * B * H + row[:, None] * H + unit[None, :], dh * z, mask=mask)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,7 +18,6 @@ from fedexp.kernels.layers import Correction, Layers
 
 LENGTH = 4096  # numbers per program
 # No kernel has an argument called `params`: Triton reserves that name.
-_tables: dict[tuple[Layers, torch.device], Tensor] = {}
 
 
 @triton.jit
@@ -45,14 +45,8 @@ def sq_norms_kernel(
     block = tl.program_id(0)
     at = tl.multiple_of(tl.load(table + 4 * block), 16)
     length, begin = tl.load(table + 4 * block + 1), tl.load(table + 4 * block + 2)
-    if PROX != 0.0:
-        _, g = _corrected(weights, grads, start, offset, at, begin, length, PROX, OFFSET, LENGTH)
-    else:  # parameters need not be read
-        i = tl.arange(0, LENGTH)
-        real = i < (length + 15) // 16 * 16
-        g = tl.load(grads + at + i, mask=real, other=0.0).to(weights.dtype.element_ty)
-        if OFFSET:
-            g += tl.load(offset + at + i, mask=real, other=0.0)
+    # without PROX the compiler drops the load of the parameters
+    _, g = _corrected(weights, grads, start, offset, at, begin, length, PROX, OFFSET, LENGTH)
     wide = g.to(tl.float64)
     tl.store(sums + block, tl.sum(wide * wide))
 
@@ -189,10 +183,7 @@ def _settings(
     return operands, {"PROX": prox, "OFFSET": offset is not None, "LENGTH": LENGTH, "num_warps": 8}
 
 
+@cache
 def _table(layers: Layers, device: torch.device) -> Tensor:
     """Return the table of blocks, cached: a captured graph must not copy it from the host."""
-    key = (layers, device)
-    if key not in _tables:
-        table = layers.blocks(LENGTH)
-        _tables[key] = table.pin_memory().to(device, non_blocking=True)
-    return _tables[key]
+    return layers.blocks(LENGTH).pin_memory().to(device, non_blocking=True)
