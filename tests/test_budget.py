@@ -18,7 +18,7 @@ BUDGET = {
     "distributed": (448, "ranks of torchrun, and how they fail"),
     "engine": (3648, "five engines, their trial and spot checks against the loop, and the rounds"),
     "flower": (3369, "strategies, clients, checkpoints, privacy and secure aggregation"),
-    "kernels": (2646, "convolutions, recurrence, normalisation and losses of many clients"),
+    "kernels": (2463, "convolutions, recurrence, normalisation and losses of many clients"),
     "objective": (
         2104,
         "losses of modules, of many clients at once, least squares, refusal of hidden state",
