@@ -6,12 +6,17 @@ True
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fedexp.client import SGD, ClientRule, Nova, Prox, ProxEnvelope, Scaffold
-from fedexp.errors import require, whole_number
+from torch import Tensor
+
+from fedexp.aggregate import Aggregate
+from fedexp.client import SGD, ClientRule, Nova, Prox, ProxEnvelope, Scaffold, zero_extras
+from fedexp.clipping import MEDIAN, clip_metrics, clipped_values, next_medians, split_medians
+from fedexp.errors import is_number, require, whole_number
 from fedexp.server import (
     AMS,
     Adagrad,
@@ -26,6 +31,7 @@ from fedexp.server import (
     StochasticPolyak,
     Yogi,
 )
+from fedexp.server.base import State, Step, scalar
 from fedexp.server.extrapolation import EpsMode
 
 
@@ -39,12 +45,15 @@ class Algorithm:
         server: the server rule.
         average_last: the output model is the mean of this many last iterates; None leaves it to
             the server rule (2 for the extrapolating ones, else 1). Training never sees the mean.
+        bound: what a client adds to the sums is clipped to this many times the median over clients
+            (`fedexp.clipping`, docs/untrusted-clients.md), at least 1; None does not clip.
     """
 
     name: str = "custom"
     client: ClientRule = field(default_factory=SGD)
     server: ServerRule = field(default_factory=Average)
     average_last: int | None = None
+    bound: float | None = None
 
     def __post_init__(self) -> None:
         for what, rule, base in (
@@ -60,11 +69,41 @@ class Algorithm:
             )
         if self.average_last is not None:
             whole_number("average_last", self.average_last, least=1)
+        valid = self.bound is None or (is_number(self.bound) and self.bound >= 1)
+        require(valid, f"bound is a number of medians, at least 1, not {self.bound!r}")
 
     @property
     def iterates(self) -> int:
         """The number of iterates that the output model averages (docs/paper.md#output-model)."""
         return self.server.average_last if self.average_last is None else self.average_last
+
+    def init(self, params: Tensor, has_buffers: bool = False) -> State:
+        """Return the state of the server before the first round: of its rule, and the medians."""
+        state = self.server.init(params)
+        if self.bound is None:
+            return state
+        names = clipped_values(zero_extras(self.client, params), params, has_buffers)
+        return {**state, **{MEDIAN + name: scalar(0.0, params) for name in names}}
+
+    def limits(self, state: State) -> dict[str, float] | None:
+        """Return the largest norm of each value that is clipped, infinite where it is not known.
+
+        None where nothing is clipped.
+        """
+        if self.bound is None:
+            return None
+        _, medians = split_medians(state)
+        known = {name.removeprefix(MEDIAN): float(value) for name, value in medians.items()}
+        return {name: self.bound * value or math.inf for name, value in known.items()}
+
+    def step(self, params: Tensor, aggregate: Aggregate, state: State) -> Step:
+        """Return the next parameters, the next state and metrics, as `ServerRule.step` does."""
+        of_rule, medians = split_medians(state)
+        after, next_state, metrics = self.server.step(params, aggregate, of_rule)
+        if not medians:
+            return after, next_state, metrics
+        next_state = {**next_state, **next_medians(medians, aggregate)}
+        return after, next_state, {**metrics, **clip_metrics(aggregate)}
 
 
 def fedavg(lr: float = 1.0) -> Algorithm:
@@ -75,7 +114,12 @@ def fedavg(lr: float = 1.0) -> Algorithm:
 RECOMMENDED_EPS = 0.05  # relative to the mean squared norm: docs/eps-study.md
 
 
-def fedexp(eps: float | None = None, eps_mode: EpsMode | None = None, **options: Any) -> Algorithm:
+def fedexp(
+    eps: float | None = None,
+    eps_mode: EpsMode | None = None,
+    bound: float | None = None,
+    **options: Any,
+) -> Algorithm:
     """Return FedExP (Algorithm 1): the server steps further when clients disagree.
 
     With an eps it is the printed form. Without one, eps is relative to the mean squared norm, so
@@ -85,7 +129,7 @@ def fedexp(eps: float | None = None, eps_mode: EpsMode | None = None, **options:
     ('relative', 'absolute')
     """
     eps, eps_mode = eps_and_mode(eps, eps_mode)
-    return Algorithm("fedexp", server=ExP(eps, eps_mode=eps_mode, **options))
+    return Algorithm("fedexp", server=ExP(eps, eps_mode=eps_mode, **options), bound=bound)
 
 
 def eps_and_mode(eps: float | None, mode: EpsMode | None) -> tuple[float, EpsMode]:

@@ -26,9 +26,9 @@ SECTIONS = ("server", "client", "local")
 class Setup:
     """An algorithm, its local training and its client weights: what the options of a run change.
 
-    Options have dotted names: `server.eps`, `client.mu`, `local.lr`, and plain `average_last` and
-    `weighting`. A name without a dot is an option of the server rule, the client rule or local
-    training, and refused where several have it; `lr` is always the server's.
+    Options have dotted names: `server.eps`, `client.mu`, `local.lr`, and plain `average_last`,
+    `weighting` and `bound`. A name without a dot is an option of the server rule, the client rule
+    or local training, and refused where several have it; `lr` is always the server's.
     """
 
     algorithm: Algorithm
@@ -46,13 +46,15 @@ class Setup:
         return found
 
     def options(self) -> dict[str, Any]:
-        """Return every option with its value, by dotted name."""
+        """Return every option with its value, by dotted name; `bound` where there is one."""
         found = {
             f"{section}.{field.name}": getattr(self.section(section), field.name)
             for section in SECTIONS
             for field in dataclasses.fields(self.section(section))
         }
-        return {**found, "average_last": self.algorithm.iterates, "weighting": self.weighting}
+        others = {"average_last": self.algorithm.iterates, "weighting": self.weighting}
+        bound = self.algorithm.bound
+        return {**found, **others, **({} if bound is None else {"bound": bound})}
 
     def with_option(self, key: str, value: Any) -> Setup:
         """Return a copy with one option changed; text is converted to the option's type.
@@ -100,13 +102,13 @@ class Setup:
         """Return the dotted name of an option and the value as its type."""
         full = self.full_name(key)
         section, _, field = full.rpartition(".")
-        plain = {"weighting": Weighting, "average_last": int}
+        plain = {"weighting": Weighting, "average_last": int, "bound": float | None}
         hint = plain[field] if not section else hints_of(type(self.section(section)))[field]
         return full, convert(value, hint, full)
 
     def names_of(self, key: str) -> list[str]:
         """Return the dotted names that a name may stand for: none for an unknown one."""
-        known = self.options()
+        known = {*self.options(), "bound"}
         sections = ("server",) if key == "lr" else SECTIONS
         return [name for name in (key, *(f"{s}.{key}" for s in sections)) if name in known]
 
@@ -123,7 +125,7 @@ class Setup:
             raise UsageError(
                 f"{self.algorithm.name} has no server lr; for the clients' use local.lr"
             )
-        known = self.options()
+        known = {*self.options(), "bound"}
         short = {name.rpartition(".")[2] for name in known}
         raise unknown_name(f"option of {self.algorithm.name}", key, {*known, *short})
 

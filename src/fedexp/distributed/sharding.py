@@ -21,6 +21,7 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate
 from fedexp.client import Tensors, zero_extras
+from fedexp.clipping import clipped_sums
 from fedexp.distributed.group import Ranks, local_world_size
 from fedexp.engine.base import Engine, Run, Sums, buffer_extras
 from fedexp.engine.plan import Work, step_lengths
@@ -193,7 +194,10 @@ def empty_aggregate(work: Work, state: SimulationState) -> Aggregate:
     if state.buffers.averaged.numel():
         averaged = buffer_extras(state.buffers.averaged[None], rule.weight_factor(1.0))
         extras = {**extras, **averaged}
-    return Aggregate.of(params[None][:0], None, {n: value[:0] for n, value in extras.items()})
+    nothing, none = params[None][:0], {name: value[:0] for name, value in extras.items()}
+    if work.limits is not None:
+        return clipped_sums(nothing, None, none, work.limits)
+    return Aggregate.of(nothing, None, none)
 
 
 def all_gather_states(

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedexp.aggregate import WEIGHT_OF, Aggregate, usable
 from fedexp.client import LinearCorrection, Tensors
+from fedexp.clipping import clipped_sums
 from fedexp.engine.client_store import ClientStates
 from fedexp.engine.plan import Work
 from fedexp.engine.state import SimulationState
@@ -114,9 +115,7 @@ def sum_trained(
     if trained[0].state:
         good = usable(deltas, extras).tolist()
         states = {c: one.state for c, one, ok in zip(clients, trained, good, strict=True) if ok}
-    if work.privacy is not None:
-        deltas = work.privacy.protected(deltas, clients, work.round)
-    return Aggregate.of(deltas, weights, extras), states
+    return _summed(work, clients, deltas, weights, extras), states
 
 
 def sum_updates(
@@ -164,9 +163,22 @@ def sum_updates(
     states: dict[int, Tensors] = {
         c: {name: value.clone() for name, value in row.items()} for c, row in rows.items()
     }
+    return _summed(work, clients, deltas, weights, extras), states
+
+
+def _summed(
+    work: Work,
+    clients: Sequence[int],
+    deltas: Tensor,
+    weights: Sequence[float] | None,
+    extras: Tensors,
+) -> Aggregate:
+    """Return the sums of K clients, clipped (and noised) as the round asks for."""
     if work.privacy is not None:
         deltas = work.privacy.protected(deltas, clients, work.round)
-    return Aggregate.of(deltas, weights, extras), states
+    if work.limits is not None:
+        return clipped_sums(deltas, weights, extras, work.limits)
+    return Aggregate.of(deltas, weights, extras)
 
 
 def client_weights(

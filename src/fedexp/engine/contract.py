@@ -17,6 +17,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors, zero_extras
+from fedexp.clipping import split_medians
 from fedexp.engine.client_store import shapes_of
 from fedexp.engine.state import Record, SimulationState
 from fedexp.errors import require
@@ -53,9 +54,10 @@ def probe(algorithm: Algorithm, state: SimulationState) -> Contract:
         _check_state(f"init_client_state of {client}", client_state)
         _check_state(f"init_broadcast of {client}", state.broadcast)
         _check_state(f"init of {server}", state.server)
+        of_rule, _ = split_medians(state.server)
         broadcast, before = (
             {name: value.clone() for name, value in tensors.items()}
-            for tensors in (state.broadcast, state.server)
+            for tensors in (state.broadcast, of_rule)
         )
         zero = torch.zeros_like(params)
         grad = rule.correct(zero.clone(), params, params.clone(), broadcast, client_state)
@@ -64,7 +66,7 @@ def probe(algorithm: Algorithm, state: SimulationState) -> Contract:
         sums = {name: value[None] for name, value in extras.items()}
         aggregate = Aggregate.of(torch.ones_like(params)[None], None, sums)
         stepped = algorithm.server.step(params.clone(), aggregate, before)
-        _check_step(f"step of {server}", stepped, params, state.server)
+        _check_step(f"step of {server}", stepped, params, of_rule)
     up = (params, state.buffers.averaged, *extras.values())
     down = (params, *state.buffers, *broadcast.values())
     return Contract(client_state, *(sum(t.nbytes for t in sent) for sent in (up, down)))

@@ -22,6 +22,7 @@ from torch import Tensor
 from fedexp.aggregate import Aggregate
 from fedexp.algorithms import Algorithm
 from fedexp.client import Tensors
+from fedexp.clipping import next_medians, split_medians
 from fedexp.cohorts import Cohort
 from fedexp.engine.base import Engine, RoundResult, Run, WholeRound
 from fedexp.engine.client_store import ClientStates, ClientStore, Location, shapes_of
@@ -305,7 +306,7 @@ def run_round(work: Work, state: SimulationState, engine: Run | None = None) -> 
     engine = engine or Loop()
     with _named_data(work):
         result = None
-        if isinstance(engine, WholeRound) and work.privacy is None:
+        if isinstance(engine, WholeRound) and work.privacy is None and work.algorithm.bound is None:
             result = engine.run_round(work, state)
         if result is None:
             result = _local_then_server(work, state, engine)
@@ -339,6 +340,7 @@ def _local_then_server(work: Work, state: SimulationState, engine: Run) -> Round
     """Return the result of a round whose sums and server step are computed one after the other."""
     params, changed = state.params, dict[int, Tensors]()
     if len(work.cohort):
+        work = _with_limits(work, state, engine)
         aggregate, changed = engine(work, state)
     else:  # a secret cohort may be empty
         aggregate = Aggregate.zero(params.numel(), params.dtype, params.device)
@@ -351,6 +353,16 @@ def _local_then_server(work: Work, state: SimulationState, engine: Run) -> Round
     if work.privacy is not None:
         metrics |= work.privacy.metrics(work.round, aggregate)
     return RoundResult(after, count, dropped, metrics, changed)
+
+
+def _with_limits(work: Work, state: SimulationState, engine: Run) -> Work:
+    """Return the work with the limits to clip to; in the first round, from its own medians."""
+    algorithm, limits = work.algorithm, work.algorithm.limits(state.server)
+    if limits is not None and math.inf in limits.values():
+        norms, _ = engine(replace(work, limits=limits), state)
+        _, medians = split_medians(state.server)
+        limits = algorithm.limits(next_medians(medians, norms))
+    return replace(work, limits=limits)
 
 
 def _evaluated(

@@ -69,7 +69,7 @@ class SimulationState:
             params=params,
             buffers=buffers,
             recent=((params, buffers),),
-            server=algorithm.server.init(params),
+            server=algorithm.init(params, bool(buffers.averaged.numel())),
             broadcast=algorithm.client.init_broadcast(params),
             clients={},
         )
@@ -223,7 +223,7 @@ def model_step(
     What rules return was checked before the first round (`contract.probe`).
     """
     before = _versions(model)
-    params, server, metrics = algorithm.server.step(model.params, aggregate, model.server)
+    params, server, metrics = algorithm.step(model.params, aggregate, model.server)
     _check_versions(algorithm.server, "step", model, before)
     averaged = model.averaged
     if "buffers" in aggregate.extras:

@@ -3,6 +3,7 @@
 Works on `Aggregate`s, with Flower or without; `fedexp[privacy]` installs the accounting library.
 """
 
+from fedexp.clipping import clip
 from fedexp.privacy.accounting import (
     BudgetSpentError,
     Ledger,
@@ -18,7 +19,6 @@ from fedexp.privacy.mechanism import (
     Mechanism,
     Numerator,
     best_norm_weight,
-    clip,
     joint_sensitivity,
     normals,
     seeded_normals,

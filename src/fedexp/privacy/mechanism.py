@@ -20,7 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fedexp.aggregate import Aggregate, norms
+from fedexp.aggregate import Aggregate
+from fedexp.clipping import clip
 from fedexp.errors import require
 from fedexp.privacy.accounting import Release, Sampling, composed_epsilon
 from fedexp.seeding import generator
@@ -29,22 +30,7 @@ Numerator = Literal["lower-bound", "unbiased"]
 """Estimates of the mean squared norm that FedExP's step size is computed from under noise."""
 # Standard deviations of the noise that are subtracted from the mean squared norm.
 MARGINS: dict[Numerator, float] = {"lower-bound": 2.0, "unbiased": 0.0}
-BELOW = 1.0 - 2.0**-22  # so that rounding to float32 does not raise a clipped norm above the bound
 Normals = Callable[[int], Tensor]  # returns so many independent draws of N(0, 1), in float64
-
-
-def clip(updates: Tensor, bound: float) -> Tensor:
-    """Scale updates [d] or [M, d] down to norm `bound`; shorter ones are unchanged to the bit.
-
-    Updates that are not finite stay so, for `Aggregate.of` to leave out.
-
-    >>> clip(torch.tensor([[3.0, 4.0], [0.3, 0.4]]), 1.0).norm(dim=1)
-    tensor([1.0000, 0.5000])
-    """
-    rows = updates if updates.ndim == 2 else updates[None]
-    lengths = norms(rows)
-    factor = torch.where(lengths > bound, bound / lengths * BELOW, 1.0)
-    return (rows * factor[:, None].to(rows.dtype)).view_as(updates)
 
 
 def joint_sensitivity(clip: float, norm_weight: float) -> float:

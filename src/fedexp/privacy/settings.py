@@ -222,6 +222,11 @@ def check_fit(algorithm: Algorithm, weighting: str, buffers: bool) -> None:
         f"privacy bounds a client's contribution only with uniform weights, not {weighting}; "
         "leave weighting out",
     )
+    require(
+        algorithm.bound is None,
+        "bound clips by the norms of the updates, which privacy does not cover; leave bound out, "
+        "clip bounds what a client adds",
+    )
     rule, zero = algorithm.client, torch.zeros(1)
     require(
         not rule.init_broadcast(zero),
