@@ -1,18 +1,22 @@
 """The replies of a training round: each checked, then summed as it arrives.
 
 `ReplyReader` turns a reply into a `ClientUpdate`, or raises `UsageError` with the reason;
-`aggregate_replies` adds the updates up a few at a time, so that a server never holds many models.
+`aggregate_replies` adds the updates up a few at a time (`RoundSums`), so that a server never holds
+many models.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import islice
 from logging import WARNING
-from typing import TYPE_CHECKING, Any, Literal
+from operator import add
+from tempfile import TemporaryFile
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -22,6 +26,7 @@ from torch import Tensor
 
 from fedexp.aggregate import Aggregate, norms, usable
 from fedexp.client import zero_extras
+from fedexp.clipping import clipped_sums, next_medians, split_medians
 from fedexp.engine.base import SUMMED_BYTES
 from fedexp.errors import UsageError, require
 from fedexp.flower.layout import Arrays, Layout, loaded, to_vector
@@ -42,6 +47,7 @@ if TYPE_CHECKING:
 Weighting = Literal["uniform", "num-examples"]
 LAYOUT_VOTES = 3  # usable replies that decide the layout of the model, in memory until then
 MAX_CHUNK = 64  # replies held in memory at most
+LONGEST = 1e9  # norm of anything in a reply; a model as long has diverged (`check_range`)
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,11 +110,10 @@ def aggregate_replies(
         aggregate: the user's own function of all metric records, in place of the means.
         clip: applied to updates [M, d] before they are summed.
     """
-    total: Aggregate | None = None
-    pending: list[ClientUpdate] = []
     metrics, records = WeightedMetrics(reader.weight_key), list[RecordDict]()
     longest, rules = None, dict[int, str | None]()
     accepted, unanswered, dropped = [], [], 0
+    sums = RoundSums(reader, clip)
     for reply in reader.resolve_layout(replies):
         node = reply.metadata.src_node_id
         try:
@@ -118,9 +123,7 @@ def aggregate_replies(
             unanswered += [node] if is_unanswered(reply) else []
             dropped += not is_unanswered(reply)
             continue
-        pending.append(update)
-        if len(pending) >= chunk_size(reader.start):
-            total, pending = _sum(reader.start, total, pending, clip), []
+        sums.add(update)
         log_left_out(node, metrics.add(update.metrics))
         if aggregate is not None:
             records.append(RecordDict(dict(reply.content.metric_records)))
@@ -129,7 +132,7 @@ def aggregate_replies(
         if longest is None or update.norm > longest[1]:
             longest = node, update.norm
     return AggregatedReplies(
-        _sum(reader.start, total, pending, clip),
+        sums.total(),
         tuple(accepted),
         dropped,
         tuple(unanswered),
@@ -144,29 +147,82 @@ def chunk_size(params: Tensor) -> int:
     return max(1, min(MAX_CHUNK, SUMMED_BYTES // max(1, params.nbytes)))
 
 
-def _sum(
-    params: Tensor,
-    total: Aggregate | None,
-    updates: Sequence[ClientUpdate],
-    clip: Callable[[Tensor], Tensor] | None,
-) -> Aggregate:
-    """Return the total with these updates, summed in one chunk [M, d] as in the simulator.
+class RoundSums:
+    """The sums of a round, to which updates are added in chunks [M, d] as in the simulator.
+
+    Where the algorithm has a bound and no medians yet, in the first round, chunks are also stored
+    in a temporary file, and summed again when their norms are known.
 
     Args:
-        params: of the model, for the total of no updates.
-        total: the sums so far; None for none.
-        updates: of some clients.
-        clip: applied to the chunk before it is summed.
+        reader: of the round; its layout is decided before the first update.
+        clip: applied to a chunk before it is summed.
     """
-    total = total or Aggregate.zero(params.numel(), params.dtype)
-    if not updates:
-        return total
-    deltas = torch.stack([update.delta for update in updates])
-    extras = {
-        name: torch.stack([update.extras[name] for update in updates]) for name in updates[0].extras
-    }
-    weights = [update.weight for update in updates]
-    return total + Aggregate.of(clip(deltas) if clip else deltas, weights, extras)
+
+    def __init__(self, reader: ReplyReader, clip: Callable[[Tensor], Tensor] | None) -> None:
+        self.reader, self.clip = reader, clip
+        self._pending: list[ClientUpdate] = []
+        self._total: Aggregate | None = None
+        self._stored: list[Callable[[], Chunk]] = []
+
+    def add(self, update: ClientUpdate) -> None:
+        """Add an update; it stays in memory until there are enough for a chunk."""
+        self._pending.append(update)
+        if len(self._pending) >= chunk_size(self.reader.start):
+            self._add_chunk()
+
+    def total(self) -> Aggregate:
+        """Return the sums of all updates; call it once."""
+        params, server = self.reader.start, self.reader.server
+        if self._pending:
+            self._add_chunk()
+        if self._total is None:
+            return Aggregate.zero(params.numel(), params.dtype)
+        if not self._stored:
+            return self._total
+        _, medians = split_medians(server.state.server)
+        limits = server.algorithm.limits(next_medians(medians, self._total))
+        return reduce(add, (self._sum(load(), limits) for load in self._stored))
+
+    def _add_chunk(self) -> None:
+        updates, self._pending = self._pending, []
+        names = updates[0].extras
+        chunk = Chunk(
+            torch.stack([update.delta for update in updates]),
+            torch.tensor([update.weight for update in updates], dtype=torch.float64),
+            {name: torch.stack([update.extras[name] for update in updates]) for name in names},
+        )
+        server = self.reader.server
+        limits = server.algorithm.limits(server.state.server)
+        sums = self._sum(chunk, limits)
+        self._total = sums if self._total is None else self._total + sums
+        if limits is not None and math.inf in limits.values():
+            self._stored.append(chunk.store())
+
+    def _sum(self, chunk: Chunk, limits: Mapping[str, float] | None) -> Aggregate:
+        deltas, weights, extras = chunk
+        if limits is not None:
+            return clipped_sums(deltas, weights, extras, limits)
+        return Aggregate.of(self.clip(deltas) if self.clip else deltas, weights, extras)
+
+
+class Chunk(NamedTuple):
+    """Updates [M, d] of some clients, their weights [M] and their extras [M, ...]."""
+
+    deltas: Tensor
+    weights: Tensor
+    extras: dict[str, Tensor]
+
+    def store(self) -> Callable[[], Chunk]:
+        """Write it to a temporary file; return a function that reads and removes it."""
+        file = TemporaryFile()
+        torch.save(tuple(self), file)
+
+        def load() -> Chunk:
+            with file:
+                file.seek(0)
+                return Chunk(*torch.load(file, weights_only=True))
+
+        return load
 
 
 @dataclass(eq=False)
@@ -213,6 +269,12 @@ class ReplyReader:
         if not usable(delta[None], {name: value[None] for name, value in extras.items()}):
             raise UsageError(f"its values are not finite ({_first_nonfinite(arrays)})")
         norm = norms(delta[None]).item()
+        for name, value in {"update": delta, **extras}.items():
+            length = norms(value[None]).item()
+            require(length < LONGEST, f"the norm of its {name} is {length:.1e}; it has diverged")
+        for name in self.server.layout.averaged:
+            impossible = name.endswith("running_var") and bool((arrays[name] < 0).any())
+            require(not impossible, f"{name!r} has negative variances")
         if self.max_norm is not None and norm > self.max_norm:
             raise UsageError(
                 f"the norm of its update is {norm:.3g}, more than max_norm={self.max_norm:g}"
