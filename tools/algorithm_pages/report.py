@@ -105,7 +105,8 @@ def options(name: str) -> str:
     rows = []
     for key, value in setup.options().items():
         section, _, field = key.rpartition(".")
-        if section == "local" if name != DELTA else key not in DELTA_OPTIONS:
+        is_shown = key in DELTA_OPTIONS if name == DELTA else section != "local"
+        if not is_shown:
             continue
         owner = setup.section(section) if section else setup.algorithm
         rows.append([f"`{key}`", f"`{option_text(value)}`", meaning(type(owner), field)])
