@@ -38,7 +38,7 @@ from fedexp.flower.layout import named_parts, same_arrays
 from fedexp.flower.metrics import MetricsFn, aggregate_evaluations
 from fedexp.flower.nodes import CohortSize
 from fedexp.flower.replies import AggregatedReplies, ReplyReader, Weighting, aggregate_replies
-from fedexp.flower.request import CLIENT_RULES
+from fedexp.flower.request import CLIENT_RULES, rule_config
 from fedexp.flower.secure.payload import NOT_UNIFORM, SecureAggregation
 from fedexp.flower.server import FederatedRun
 from fedexp.flower.server_loop import EvaluateFn, run_rounds
@@ -227,10 +227,9 @@ class Settings:
     def client_config(self) -> dict[str, Any]:
         """Return the config of the client rule, as train messages carry it."""
         rule = self.algorithm.client
-        names = {kind: name for name, kind in CLIENT_RULES.items()}
-        config: dict[str, Any] = {"fedexp.client": names[type(rule)]}
+        config = rule_config(rule)
         if isinstance(rule, Prox):
-            config["fedexp.mu"] = config["proximal-mu"] = rule.mu
+            config["proximal-mu"] = rule.mu  # by Flower's name, for a ClientApp without LocalRule
         if self.buffers is not None:
             config["fedexp.buffers"] = sorted(self.buffers)
         return config
