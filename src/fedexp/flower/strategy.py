@@ -41,7 +41,7 @@ from fedexp.flower.replies import AggregatedReplies, ReplyReader, Weighting, agg
 from fedexp.flower.request import CLIENT_RULES, rule_config
 from fedexp.flower.secure.payload import NOT_UNIFORM, SecureAggregation
 from fedexp.flower.server import FederatedRun
-from fedexp.flower.server_loop import EvaluateFn, run_rounds
+from fedexp.flower.server_loop import EvaluateFn, ServerLoop
 from fedexp.privacy import Privacy
 from fedexp.privacy.settings import check_fit, warn_seeded
 
@@ -400,8 +400,8 @@ class RuleStrategy(FlowerFedAvg):
             f"{type(initial_arrays).__name__}",
         )
         self.run = FederatedRun(self.settings, initial_arrays, num_rounds, timeout)
-        configs = ConfigRecord(dict(train_config or {})), ConfigRecord(dict(evaluate_config or {}))
-        return run_rounds(self, self.run, grid, configs, evaluate_fn)
+        train, evaluate = (ConfigRecord(dict(c or {})) for c in (train_config, evaluate_config))
+        return ServerLoop(self, self.run, grid, train, evaluate, evaluate_fn).complete()
 
     def configure_train(
         self, server_round: int, arrays: ArrayRecord, config: ConfigRecord, grid: Grid
